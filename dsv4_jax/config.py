@@ -107,7 +107,8 @@ class DSparkConfig:
         """Raises ValueError if a value is impossible in a model of so many layers and tokens."""
         for name in ("num_layers", "block_size", "markov_rank"):
             check_integer(f"dspark_{name}", getattr(self, name))
-        noise, targets = check_integer("dspark_noise_token_id", self.noise_token_id, least=0), self.target_layer_ids
+        noise = check_integer("dspark_noise_token_id", self.noise_token_id, least=0)
+        targets = self.target_layer_ids
         check(noise < vocab_size, f"dspark_noise_token_id ({noise}) must be less than vocab_size ({vocab_size}).")
         ascending = all(isinstance(layer, int) for layer in targets) and sorted({*targets}) == list(targets)
         check(
@@ -181,12 +182,15 @@ class DSV4Config:
         check(rope <= self.head_dim, f"qk_rope_head_dim ({rope}) exceeds head_dim ({self.head_dim}).")
         indexer = self.index_head_dim
         check(rope <= indexer, f"qk_rope_head_dim ({rope}) exceeds index_head_dim ({indexer}).")
-        heads, groups = self.num_attention_heads, self.o_groups
+        heads = self.num_attention_heads
+        groups = self.o_groups
         check(heads % groups == 0, f"num_attention_heads ({heads}) must be a multiple of o_groups ({groups}).")
-        chosen, experts = self.num_experts_per_tok, self.n_routed_experts
+        chosen = self.num_experts_per_tok
+        experts = self.n_routed_experts
         check(chosen <= experts, f"num_experts_per_tok ({chosen}) exceeds n_routed_experts ({experts}).")
         check(self.n_shared_experts == 1, f"n_shared_experts is {self.n_shared_experts}; DeepSeek-V4 has 1.")
-        plain, compressed = self.rope_theta, self.compress_rope_theta
+        plain = self.rope_theta
+        compressed = self.compress_rope_theta
         check(min(plain, compressed) > 1, f"rope_theta ({plain}), compress_rope_theta ({compressed}) must exceed 1.")
         drafting = self.num_nextn_predict_layers
         check(drafting in (0, 1), f"num_nextn_predict_layers is {drafting!r}; DeepSeek-V4 has 1, or 0 without drafts.")
@@ -238,7 +242,8 @@ class DSV4Config:
 
         `specs` describe the attention of each layer, and `mlp_layer_types` its MLP; None = "moe" in all.
         """
-        count, dspark = len(specs), self.dspark
+        count = len(specs)
+        dspark = self.dspark
         if dspark is not None:
             targets = tuple(range(count))[-len(dspark.target_layer_ids) :]
             dspark = dataclasses.replace(dspark, target_layer_ids=targets)
@@ -344,7 +349,8 @@ class DSV4Config:
     @classmethod
     def v4_flash(cls) -> "DSV4Config":
         """DeepSeek-V4-Flash: 43 layers (2 sliding, then 21 CSA and 20 HCA taking turns)."""
-        csa, hca = LayerSpec.csa(), LayerSpec.hca()
+        csa = LayerSpec.csa()
+        hca = LayerSpec.hca()
         return cls(
             **_RELEASED, hidden_size=4096, num_attention_heads=64, q_lora_rank=1024, o_groups=8, index_topk=512,
             specs=(LayerSpec(), LayerSpec(), *(csa, hca) * 20, csa), mlp_layer_types=mlp_types(3, 43),
@@ -354,7 +360,8 @@ class DSV4Config:
     @classmethod
     def v4_pro(cls) -> "DSV4Config":
         """DeepSeek-V4-Pro: 61 layers (2 HCA, then 30 CSA and 29 HCA taking turns)."""
-        csa, hca = LayerSpec.csa(), LayerSpec.hca()
+        csa = LayerSpec.csa()
+        hca = LayerSpec.hca()
         return cls(
             **_RELEASED, hidden_size=7168, num_attention_heads=128, q_lora_rank=1536, o_groups=16, index_topk=1024,
             specs=(hca, hca, *(csa, hca) * 29, csa), mlp_layer_types=mlp_types(3, 61), moe_intermediate_size=3072,

@@ -108,7 +108,8 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
     reals: dict[str, Any] = {name: check_real(name, raw[name]) for name in REALS}
     tied = raw.get("tie_word_embeddings") or False
     check(isinstance(tied, bool), f"tie_word_embeddings is {tied!r}; it must be true or false.")
-    bos, eos = raw.get("bos_token_id"), raw.get("eos_token_id")
+    bos = raw.get("bos_token_id")
+    eos = raw.get("eos_token_id")
     ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
     return dict(
         **integers,
@@ -175,7 +176,8 @@ def _dspark_fields(raw: dict[str, Any]) -> dict[str, Any] | None:
 
 def _specs(raw: dict[str, Any], layers: int) -> tuple[LayerSpec, ...]:
     """The specs of the layers, by the release's list, whose tail belongs to draft layers, or transformers' names."""
-    types, rates = {}, {}
+    types = {}
+    rates = {}
     if (ratios := raw.get("compress_ratios")) is not None:
         check(isinstance(ratios, list | tuple), f"compress_ratios is {ratios!r}; it must be a list of integers.")
         check(len(ratios) >= layers, f"compress_ratios has {len(ratios)} entries; num_hidden_layers is {layers}.")

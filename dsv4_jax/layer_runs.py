@@ -42,7 +42,8 @@ def find_runs(forms: Sequence[tuple[Hashable, int | None]], start: int = 0) -> t
 
     def equal(first: int, period: int, layer: int) -> bool:
         """Whether a layer may be that of its position in a run which begins at `first`."""
-        (form, source), (earlier_form, earlier_source) = forms[layer - start], forms[layer - period - start]
+        form, source = forms[layer - start]
+        earlier_form, earlier_source = forms[layer - period - start]
         if form != earlier_form or (source is None) != (earlier_source is None):
             return False
         if source is None or earlier_source is None or source == earlier_source:

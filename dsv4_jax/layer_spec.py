@@ -133,7 +133,8 @@ def _faults(spec, given, placed, owners):
       placed: specs of all layers up to this one.
       owners: those that store a row of its group.
     """
-    rate, group = spec.compress_rate, spec.group
+    rate = spec.compress_rate
+    group = spec.group
     if given.layer not in (OWN, spec.layer):
         yield f"is given as layer={given.layer}; leave the number out, as LayerSpec.kind does"
     if (rate > 0) != (group is not None):

@@ -78,7 +78,8 @@ def read_header(file: np.ndarray, name: str) -> tuple[dict[str, tuple[TensorHead
     if not isinstance(metadata, dict):
         raise ValueError(f"{name}: __metadata__ is {metadata!r}; it must be an object.")
     data = file[8 + length :]
-    tensors, spans = {}, []
+    tensors = {}
+    spans = []
     for key, entry in header.items():
         tensor, start, stop = _check_entry(name, key, entry, len(data))
         tensors[key] = tensor, data[start:stop]
@@ -115,7 +116,9 @@ def _check_entry(file: str, name: str, entry: Any, data_bytes: int) -> tuple[Ten
     where = f"{file}: {name}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{where} is described by {entry!r}; it must have dtype, shape and data_offsets.")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype = entry["dtype"]
+    shape = entry["shape"]
+    offsets = entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"{where} has dtype {dtype!r}; known are {', '.join(DTYPES)}.")
     if not _is_sizes(shape) or len(shape) > 32 or max(shape, default=0) > _MAX_SIZE:
@@ -135,11 +138,13 @@ def _check_entry(file: str, name: str, entry: Any, data_bytes: int) -> tuple[Ten
 
 
 def _check_spans(file: str, spans: list[tuple[int, int, str]], data_bytes: int) -> None:
-    end, before = 0, "the header"
+    end = 0
+    before = "the header"
     for start, stop, name in sorted(spans):
         if start != end:
             problem = "overlaps" if start < end else "leaves a gap after"
             raise ValueError(f"{file}: {name} starts at data byte {start} and {problem} {before} (ends at {end}).")
-        end, before = stop, name
+        end = stop
+        before = name
     if end != data_bytes:
         raise ValueError(f"{file} has {data_bytes} bytes of data, but its tensors end at byte {end}, after {before}.")

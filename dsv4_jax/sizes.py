@@ -26,7 +26,8 @@ def parse_bytes(size: int | str, name: str = "memory") -> int:
             raise ValueError(
                 f"{name}={size!r} must be a number with one of the units {', '.join(_UNITS)}, such as '80GiB'"
             )
-        number, unit = match[1], _CASELESS[match[2].lower()]
+        number = match[1]
+        unit = _CASELESS[match[2].lower()]
         # Integers stay exact: a float has only 53 bits.
         count = int(float(number) * unit) if "." in number else int(number) * unit
     else:

@@ -59,7 +59,8 @@ def all_reduce(x: jax.Array, table: jax.Array, *, interpret: bool = False) -> ja
 
 def _body(x_gmem, table_gmem, y_gmem, *, units, blocks, ranks):
     def emit(block, x_gmem, table_gmem, y_gmem):
-        block, thread = U32(mlir.scalar(block)), U32(mlir.thread())
+        block = U32(mlir.scalar(block))
+        thread = U32(mlir.thread())
         x, y = map(mlir.global_pointer, (x_gmem, y_gmem))
 
         def unit_of_round(i):

@@ -29,7 +29,9 @@ def append_swa(
       interpret: whether to run on the CPU, interpreted, with race detection.
     """
     rings.check()
-    tokens, layout, shape = kv.shape[0], rings.layout, rings.pools[0].shape
+    tokens = kv.shape[0]
+    layout = rings.layout
+    shape = rings.pools[0].shape
     check_array("kv", kv, jnp.bfloat16, tokens, kv_rows.ROW_DIM)
     check_array("slots", slots, jnp.int32, tokens)
     check_array("positions", positions, jnp.int32, tokens)

@@ -61,24 +61,29 @@ def gather_all_compressed_kv(
       only_visible: leave most of what is not visible unwritten, in kv and in valid.
       interpret: whether to run on the CPU, interpreted, with race detection.
     """
-    tokens, count, rate = slots.shape[0], entries.count, entries.compress_rate
+    tokens = slots.shape[0]
+    count = entries.count
+    rate = entries.compress_rate
     check_array("slots", slots, jnp.int32, tokens)
     check_array("positions", positions, jnp.int32, tokens)
     entries.check(tokens)
 
     def address(item, layer, slots_gmem, positions_gmem, table_gmem):
-        token, entry = lax.div(item, jnp.int32(count)), lax.rem(item, jnp.int32(count))
+        token = lax.div(item, jnp.int32(count))
+        entry = lax.rem(item, jnp.int32(count))
         slot = kv_rows.load_rows(slots_gmem, token, item.shape)
         position = kv_rows.load_rows(positions_gmem, token, item.shape)
         entry = jnp.where(entry < lax.div(position + 1, jnp.int32(rate)), entry, -1)
         return _through_table(slot, entry, layer, table_gmem, entries)
 
     def any_visible(first, slots_gmem, positions_gmem, _):
-        token, entry = lax.div(first, jnp.int32(count)), lax.rem(first, jnp.int32(count))
+        token = lax.div(first, jnp.int32(count))
+        entry = lax.rem(first, jnp.int32(count))
         visible = (slots_gmem[token] >= 0) & (entry < lax.div(positions_gmem[token] + 1, jnp.int32(rate)))
         return visible | (entry + BLOCK_ROWS > count)  # the block also has entries of the next token
 
-    operands, wanted = [slots, positions, entries.block_table.reshape(-1)], any_visible if only_visible else None
+    operands = [slots, positions, entries.block_table.reshape(-1)]
+    wanted = any_visible if only_visible else None
     return _gather((tokens, count), address, operands, entries, interpret, wanted)
 
 
@@ -95,18 +100,22 @@ def gather_swa_kv(
       rings: the window rows.
       interpret: whether to run on the CPU, interpreted, with race detection.
     """
-    tokens, window, (num_slots, ring) = slots.shape[0], rings.window, rings.pools[0].shape[1:3]
+    tokens = slots.shape[0]
+    window = rings.window
+    num_slots, ring = rings.pools[0].shape[1:3]
     check_array("slots", slots, jnp.int32, tokens)
     check_array("positions", positions, jnp.int32, tokens)
     rings.check()
 
     def address(item, layer, slots_gmem, positions_gmem):
-        token, distance = lax.div(item, jnp.int32(window)), window - 1 - lax.rem(item, jnp.int32(window))
+        token = lax.div(item, jnp.int32(window))
+        distance = window - 1 - lax.rem(item, jnp.int32(window))
         slot = kv_rows.load_rows(slots_gmem, token, item.shape)
         last = kv_rows.load_rows(positions_gmem, token, item.shape)
         position = last - distance
         valid = (slot >= 0) & (last >= 0) & (position >= 0)
-        slot, position = jnp.clip(slot, 0, num_slots - 1), jnp.maximum(position, 0)
+        slot = jnp.clip(slot, 0, num_slots - 1)
+        position = jnp.maximum(position, 0)
         return (layer * num_slots + slot) * ring + lax.rem(position, jnp.int32(ring)), valid
 
     return _gather((tokens, window), address, [slots, positions], rings, interpret)

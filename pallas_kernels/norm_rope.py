@@ -155,9 +155,12 @@ def _launch(name, arrays, rings, destination, eps, interpret):
 
 def _norm_rope_kernel(config, heads, eps, rings, arrays_gmem, destination_gmem, q_out_gmem, kv_out_gmem=None):
     q_gmem, kv_gmem, weight_gmem, layer_gmem, positions_gmem, inv_freq_gmem = arrays_gmem
-    tokens, first_rotated = positions_gmem.shape[0], DIM - 2 * inv_freq_gmem.shape[0]
-    block, warp = lax.axis_index("block"), kv_rows.iota((WARPS,), 0)
-    kv_blocks, shape = -(-tokens // WARPS), (WARPS, GROUPS, GROUP)
+    tokens = positions_gmem.shape[0]
+    first_rotated = DIM - 2 * inv_freq_gmem.shape[0]
+    block = lax.axis_index("block")
+    warp = kv_rows.iota((WARPS,), 0)
+    kv_blocks = -(-tokens // WARPS)
+    shape = (WARPS, GROUPS, GROUP)
     channel = kv_rows.iota(shape, 1) * GROUP + kv_rows.iota(shape, 2)
     # Not in a branch: LLVM would compute it there in pairs of 16 bits, which ptxas adds wrongly.
     pair = (channel - first_rotated) >> 1
@@ -193,9 +196,11 @@ def _norm_rope_kernel(config, heads, eps, rings, arrays_gmem, destination_gmem, 
     @pl.when(block >= kv_blocks)
     @jax.named_scope("queries")
     def store_queries():
-        steps, blocks = -(-heads // (WARPS * config.rows_at_once)), config.blocks_per_token
+        steps = -(-heads // (WARPS * config.rows_at_once))
+        blocks = config.blocks_per_token
         steps_per_block = -(-steps // blocks)
-        token, part = lax.div(block - kv_blocks, blocks), lax.rem(block - kv_blocks, blocks)
+        token = lax.div(block - kv_blocks, blocks)
+        part = lax.rem(block - kv_blocks, blocks)
 
         def load_heads(step):
             head = step * (WARPS * config.rows_at_once) + warp
@@ -275,7 +280,8 @@ def _rotate_mosaic(x, cos, sin, first):
     def emit(x, cos, sin):
         kind = mlir.vector_type(8, ir.BF16Type.get())
         for number, at in enumerate(np.ndindex(x.registers.shape)):
-            values, factors = mlir.values(x.registers[at]), (mlir.values(y.registers[at]) for y in (cos, sin))
+            values = mlir.values(x.registers[at])
+            factors = (mlir.values(y.registers[at]) for y in (cos, sin))
             words = [bfloat16_words.pack(*values[i : i + 2]) for i in range(0, 8, 2)]
             # The lanes of a register hold four consecutive groups of channels.
             last_group = 4 * (number % (GROUPS // 4)) + 3

@@ -82,7 +82,8 @@ def router(
     check_array("x", x, jnp.bfloat16, None, None)
     tokens, depth = x.shape
     check_weight("weight", weight, layer, jnp.float32, None, depth)
-    experts, multiple = weight.shape[-2], ADDERS * SLICE
+    experts = weight.shape[-2]
+    multiple = ADDERS * SLICE
     if bias is not None:
         check_weight("bias", bias, layer, jnp.float32, experts)
     else:
@@ -158,7 +159,8 @@ def multiply_slice(part: jax.Array, group: jax.Array, tile: jax.Array, x_gmem, w
 
     A warp has 8 experts and a lane 32 channels of one of them. float32 weights are sums of three bfloat16.
     """
-    columns, rows = pl.ds(part * SLICE, SLICE), pl.ds(group * BLOCK_EXPERTS, BLOCK_EXPERTS)
+    columns = pl.ds(part * SLICE, SLICE)
+    rows = pl.ds(group * BLOCK_EXPERTS, BLOCK_EXPERTS)
 
     @pl.when(tile == 0)
     def _():  # tests that are interpreted have few tokens: this is all tiles at once
@@ -168,13 +170,18 @@ def multiply_slice(part: jax.Array, group: jax.Array, tile: jax.Array, x_gmem, w
 
 @multiply_slice.mosaic
 def _multiply_slice_mosaic(part, group, tile, x_gmem, weight_gmem, out_gmem):
-    (tokens, depth), experts = x_gmem.shape, weight_gmem.shape[0]
-    halves, steps = (1 if tokens <= 16 else 2), SLICE // STEP
+    tokens, depth = x_gmem.shape
+    experts = weight_gmem.shape[0]
+    halves = 1 if tokens <= 16 else 2
+    steps = SLICE // STEP
 
     def emit(part, group, tile, x, weight, out):
-        thread, part = U32(mlir.thread()), U32(mlir.scalar(part))
-        lane, tile = thread & 31, U32(mlir.scalar(tile)) * BLOCK_TOKENS
-        row, column = lane >> 2, part * SLICE + ((lane & 3) << 2)
+        thread = U32(mlir.thread())
+        part = U32(mlir.scalar(part))
+        lane = thread & 31
+        tile = U32(mlir.scalar(tile)) * BLOCK_TOKENS
+        row = lane >> 2
+        column = part * SLICE + ((lane & 3) << 2)
         first = U32(mlir.scalar(group)) * BLOCK_EXPERTS + (thread >> 5) * WARP_EXPERTS
         start = thread_ops.element(weight, (first + row) * depth + column, 4)
         weights = [words.load_four(mlir.at(start, 4 * STEP * step)) for step in range(steps)]
@@ -219,7 +226,8 @@ def _select_body(
     arrays = token_arrays | weights_of_layer(weights, layer_gmem)
     selection = {name: ref for name, ref in arrays.items() if ref is not None}
     token = lax.axis_index("group") * lax.axis_size("token") + lax.axis_index("token")
-    warpgroup, (slices, tokens, experts) = lax.axis_index("warpgroup"), products_gmem.shape
+    warpgroup = lax.axis_index("warpgroup")
+    slices, tokens, experts = products_gmem.shape
     tiles = [pl.ds(first, THREADS) for first in range(0, experts, THREADS)]
 
     def add_slices():
@@ -293,7 +301,8 @@ def select(
         table = selection["table"]
         experts = table[jnp.clip(selection["token_ids"][token], 0, table.shape[0] - 1), :]
     scores = scores_smem[...][experts]
-    weights, own = scores / (jnp.sum(scores) + 1e-20) * scaling_factor, pl.ds(token * top_k, top_k)
+    weights = scores / (jnp.sum(scores) + 1e-20) * scaling_factor
+    own = pl.ds(token * top_k, top_k)
     is_token = selection["slots"][token] >= 0 if "slots" in selection else True
     experts_gmem[own] = jnp.where(is_token, experts, -1)
     weights_gmem[own] = jnp.where(is_token, weights, 0.0)
@@ -301,7 +310,8 @@ def select(
 
 @select.mosaic
 def _select_mosaic(experts_gmem, weights_gmem, token, scores_smem, biased_smem, selection, top_k, scaling_factor):
-    number, names = scores_smem.shape[0], list(selection)
+    number = scores_smem.shape[0]
+    names = list(selection)
 
     def look_up(token, lane, table, token_ids):
         rows = ir.MemRefType(table.type).shape[0]
@@ -311,7 +321,8 @@ def _select_mosaic(experts_gmem, weights_gmem, token, scores_smem, biased_smem, 
 
     def emit(experts, weights, token, scores, biased, *arrays):
         selection = dict(zip(names, arrays, strict=True))
-        token, thread = U32(mlir.scalar(token)), U32(mlir.thread())
+        token = U32(mlir.scalar(token))
+        thread = U32(mlir.thread())
         lane = thread & 31
         # Other threads wrote what this warp reads.
         mgpu.utils.warpgroup_barrier()

@@ -17,7 +17,8 @@ from dsv4_jax.engine import Engine, PromptLookup
 from dsv4_jax.host import KVCacheManager
 
 
-DRAFTS, BLOCK_TOKENS = 2, 128
+DRAFTS = 2
+BLOCK_TOKENS = 128
 TEXTS = dict(readme=Path(__file__).parents[1] / "README.md", license=Path(__file__).parents[1] / "LICENSE")
 
 
@@ -33,7 +34,8 @@ def main(
       temperature: temperature of the sampling, with top_p=0.95; 0 = greedy.
       out: also write the report to this file.
     """
-    content, rng = TEXTS[text].read_bytes(), np.random.default_rng(0)
+    content = TEXTS[text].read_bytes()
+    rng = np.random.default_rng(0)
     tokenizer = read_tokenizer(packaged_checkpoint())
     assert tokenizer is not None
     prompts = []

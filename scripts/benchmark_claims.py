@@ -112,7 +112,9 @@ def _serve_claims(run: dict[str, Any]) -> dict[str, bool]:
 
 
 def _load_claims(run: dict[str, Any]) -> dict[str, bool]:
-    load, engine, memory = run["load"], run["engine"], run["memory_mib"]
+    load = run["load"]
+    engine = run["engine"]
+    memory = run["memory_mib"]
     return {
         "load: 300 requests from 64 clients": (load["requests"], load["concurrency"]) == (300, 64),
         "load: a third is cancelled": 80 < engine["cancelled"] < 120,

@@ -144,7 +144,9 @@ class CacheCost:
         steps = ids.shape[1] - 1
         manager = ModelOptions(cache_format=form, dtype=self.dtype).make_manager(config, len(ids), steps)
         sizes = [min(self.chunk, steps - at) for at in range(0, steps, self.chunk)]
-        bits, best, at = [], [], 1
+        bits = []
+        best = []
+        at = 1
         for part in score_ids(model, manager, ids[:, :-1], sizes, layers=False, window_only=window_only):
             logits = part["logits"].astype(np.float64)
             logits -= logits.max(axis=2, keepdims=True)
@@ -156,7 +158,8 @@ class CacheCost:
         return np.concatenate(bits, axis=1), np.concatenate(best, axis=1)
 
 
-_OWN, _WINDOW = "top-k", "window"
+_OWN = "top-k"
+_WINDOW = "window"
 
 
 def _cases(model: DeepseekV4ForCausalLM, length: int) -> Iterator[tuple[str, str, int, bool]]:

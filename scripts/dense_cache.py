@@ -182,13 +182,15 @@ class DenseHandle:
         sinks = layer_value(sinks)
         window = self._window_size
         # A block's later passes see the first one's rows, and their own only at the token they began with.
-        passes, number = self.cache.passes, self.cache.pass_number
+        passes = self.cache.passes
+        number = self.cache.pass_number
         passes = None if passes is None else passes.at[number].set(self.window)
         first, *own = (self.window,) if passes is None else passes[: number + 1]
         before = jnp.pad(first, ((0, 0), (window, 0), (0, 0)))[:, :-window]
         band = jnp.concatenate([_stacked(before, window), _stacked(first, window)], axis=2)
         own = _stacked(jnp.stack(own, axis=2), window) if own else None
-        number, entries = jnp.arange(band.shape[0], dtype=jnp.int32), self.entries
+        number = jnp.arange(band.shape[0], dtype=jnp.int32)
+        entries = self.entries
         scores = self.scores[0] if self.spec.selects else None
 
         @jax.checkpoint
@@ -209,7 +211,8 @@ class DenseHandle:
                 logits = jnp.concatenate([logits, more], axis=-1)
             top = jnp.maximum(jnp.max(logits, axis=-1), sinks[None, None, :])
             top = jax.lax.stop_gradient(top)[..., None]
-            weights, sink = jnp.exp(logits - top), jnp.exp(sinks[None, None, :, None] - top)
+            weights = jnp.exp(logits - top)
+            sink = jnp.exp(sinks[None, None, :, None] - top)
             loss = jnp.float32(0)
             if indices is not None:
                 loss = _index_loss(weights[..., 2 * window :], jnp.sum(weights, axis=-1) + sink[..., 0], scores)
@@ -261,13 +264,15 @@ class DenseHandle:
 
     def _pool(self, kv, gate, weights):
         """Returns the entries [B, E, D] of all closed windows, like `ops.flush`, in ordinary arithmetic."""
-        rate, weights = self.spec.compress_rate, layer_value(weights)
+        rate = self.spec.compress_rate
+        weights = layer_value(weights)
         kv, gate = (self._rows(x) for x in (kv, gate))
         entries = kv.shape[1] // rate
         kv, gate = (x[:, : entries * rate].reshape(x.shape[0], entries, rate, -1) for x in (kv, gate))
         gate = gate + weights.position_bias[None, None]
         if self.spec.overlap:
-            kv, gate = _with_previous(kv, 0.0), _with_previous(gate, -jnp.inf)
+            kv = _with_previous(kv, 0.0)
+            gate = _with_previous(gate, -jnp.inf)
         dtype = self.cache.schema.dtype
         pooled = round_to(jnp.sum(jax.nn.softmax(gate, axis=2) * kv, axis=2), dtype).astype(jnp.float32)
         normed = round_to(weights.norm_weight[None, None, :] * rms_normalize(pooled, weights.eps), dtype)
@@ -301,7 +306,8 @@ def _band(window, number, ahead):
 
     The window belongs to the position `ahead` tokens later. The tokens in between have no rows.
     """
-    token, row = np.arange(window)[:, None], np.arange(2 * window)[None, :]
+    token = np.arange(window)[:, None]
+    row = np.arange(2 * window)[None, :]
     return jnp.asarray((token + ahead < row) & (row <= token + window)) & ((number > 0) | jnp.asarray(row >= window))
 
 

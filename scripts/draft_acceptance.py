@@ -50,7 +50,8 @@ class DraftAcceptance:
         checkpoint = self.checkpoint or packaged_checkpoint()
         config = DSV4Config.from_hf(checkpoint, mtp=True)
         assert config.drafts is not None
-        prompts, most = self._prompts(config), config.drafts.max_drafts or 3
+        prompts = self._prompts(config)
+        most = config.drafts.max_drafts or 3
         model = CompiledModel(load_checkpoint(checkpoint, config))
         report: dict[str, Any] = dict(device=jax.devices()[0].device_kind, jax=jax.__version__)
         report |= dict(requests=self.requests, prompt=self.prompt, tokens=self.tokens)
@@ -89,7 +90,8 @@ class DraftAcceptance:
         return [np.append(kjv.BOS, held_out[at : at + self.prompt - 1]) for at in starts]
 
     def _manager(self, model: CompiledModel, drafts: int, requests: int | None = None) -> KVCacheManager:
-        requests, context = requests or self.requests, self.prompt + max(self.tokens, self.speed_tokens)
+        requests = requests or self.requests
+        context = self.prompt + max(self.tokens, self.speed_tokens)
         blocks = requests * (1 + context // 128)
         return KVCacheManager(
             model.module.config,

@@ -35,14 +35,17 @@ def draft_losses(
       ([B, S] weighted mean over the passes; the cache after the block; {"accepted": mean number of greedy drafts that
       are right up to the first wrong one, of 3}).
     """
-    batch, shape = whole_sequences(ids[:, :-1]), ids[:, :-1].shape
+    batch = whole_sequences(ids[:, :-1])
+    shape = ids[:, :-1].shape
     frozen = dataclasses.replace(cache, select=jnp.bool_(True), quantize=jnp.bool_(True), key=None)
     hidden, streams, _ = model.forward_streams(frozen, batch)
     model_logits = jax.lax.stop_gradient(model.logits(hidden)).reshape(*shape, -1)
     windows = jnp.zeros((len(_WEIGHTS), *shape, model.config.head_dim), cache.schema.dtype)
     cache = dataclasses.replace(cache, passes=windows, expert_load=jnp.zeros_like(cache.expert_load))
 
-    losses, right, accepted = jnp.zeros(shape, jnp.float32), jnp.ones(shape, bool), jnp.float32(0)
+    losses = jnp.zeros(shape, jnp.float32)
+    right = jnp.ones(shape, bool)
+    accepted = jnp.float32(0)
     for number, weight in enumerate(_WEIGHTS, 1):
         # The last tokens' drafts are for bytes outside the excerpt, and do not count.
         inside = jnp.arange(shape[1])[None, :] + number < shape[1]
@@ -50,7 +53,8 @@ def draft_losses(
         step = dataclasses.replace(batch, token_ids=after.reshape(-1), positions=batch.positions + number - 1)
         cache = dataclasses.replace(cache, pass_number=number - 1)
         hidden, streams, cache = model.drafts(model, streams, cache, step)
-        logits, target = model.logits(hidden).reshape(*shape, -1), jnp.roll(model_logits, -number, axis=1)
+        logits = model.logits(hidden).reshape(*shape, -1)
+        target = jnp.roll(model_logits, -number, axis=1)
         loss = optax.softmax_cross_entropy(logits, jax.nn.softmax(target))
         losses += jnp.where(inside, np.float32(weight) * loss, 0)
         right &= (jnp.argmax(logits, axis=-1) == jnp.argmax(target, axis=-1)) & inside

@@ -165,7 +165,8 @@ def compare(config: DSV4Config, tensors: Tensors, ids: Int[np.ndarray, "S1"], di
       directions: number of random directions of each parameter.
     """
     trained, fixed = apart(tensors)
-    inputs, targets = ids[:-1], ids[1:]
+    inputs = ids[:-1]
+    targets = ids[1:]
     formats = dict(dense="plain", v4="v4", fake_quant=FakeQuantFormat())
     forward = {name: paged_forward(config, inputs, kv_format) for name, kv_format in formats.items()}
 
@@ -183,11 +184,13 @@ def compare(config: DSV4Config, tensors: Tensors, ids: Int[np.ndarray, "S1"], di
         assert isinstance(cache, ByteCache)
         return _cross_entropy(model.logits(hidden), targets) + cache.index_loss, cache.index_loss
 
-    on, off = jnp.bool_(True), jnp.bool_(False)
+    on = jnp.bool_(True)
+    off = jnp.bool_(False)
     references = dict(
         dense=dense(trained, off, off)[1], v4=dense(trained, on, on)[1], fake_quant=dense(trained, on, off)[1]
     )
-    gradients, experts = {}, None
+    gradients = {}
+    experts = None
     for name in formats:
         gradients[name], found = jax.jit(jax.grad(paged, has_aux=True), static_argnames="name")(trained, name=name)
         experts = found if name == "dense" else experts
@@ -221,9 +224,11 @@ def _cross_entropy(logits, targets):
 
 def _finite(losses, tensors, path, gradient, directions, largest_step=STEP):
     """Compares a gradient with central differences of the mean of `losses(tensors)` along random directions."""
-    value, rng = np.asarray(tensors[path]), np.random.default_rng(zlib.crc32(path.encode()))
+    value = np.asarray(tensors[path])
+    rng = np.random.default_rng(zlib.crc32(path.encode()))
     gradient = np.asarray(gradient, np.float64)
-    norm, worst = float(np.linalg.norm(gradient)), 0.0
+    norm = float(np.linalg.norm(gradient))
+    worst = 0.0
     step = np.float32(largest_step * min(1 / max(norm, 1e-9), max(np.sqrt(np.mean(value**2)), 0.1)))
     for _ in range(directions):
         direction = rng.normal(size=value.shape).astype(np.float32)

@@ -35,10 +35,12 @@ class NoModel:
 
 def measure(requests: int, steps: int, profile: bool, grammars: bool = False, **options: Any) -> dict[str, float]:
     """Returns the median milliseconds a step of Python's thread, those in the call of the program, and the others."""
-    config, length = read_config(packaged_checkpoint()), 4 + 3 * (steps + 10)
+    config = read_config(packaged_checkpoint())
+    length = 4 + 3 * (steps + 10)
     sizes = dict(max_requests=requests, max_context=2 * length, block_tokens=128)
     manager = KVCacheManager(config, num_blocks=requests * -(-2 * length // 128), **sizes)
-    model, params = NoModel(jnp.zeros((config.vocab_size,)).at[1].set(1.0)), {}
+    model = NoModel(jnp.zeros((config.vocab_size,)).at[1].set(1.0))
+    params = {}
     if grammars:
         from dsv4_jax.engine.grammar import Vocabulary
 
@@ -50,7 +52,9 @@ def measure(requests: int, steps: int, profile: bool, grammars: bool = False, **
         sampling = SamplingParams(temperature=0.0, top_k=i % 3)
         stop_tokens = config.eos_token_id if grammars else [3] * (i % 2)
         engine.add([i % 200, 2], max_new_tokens=length, seed=i, stop_tokens=stop_tokens, sampling=sampling, **params)
-    launch, calls, totals = step_launch.launch, [], []
+    launch = step_launch.launch
+    calls = []
+    totals = []
 
     def timed_launch(program, *args, **options):
         def timed(*args, **options):
@@ -73,7 +77,8 @@ def measure(requests: int, steps: int, profile: bool, grammars: bool = False, **
     totals.clear()
     run(steps)
     step_launch.launch = launch
-    total, call = 1e3 * np.array(totals), 1e3 * np.array(calls)
+    total = 1e3 * np.array(totals)
+    call = 1e3 * np.array(calls)
     if profile:
         with cProfile.Profile(time.thread_time) as found:
             run(steps)

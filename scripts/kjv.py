@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 
-BOS, EOS = 256, 257  # every excerpt begins with BOS, every book ends with EOS
+BOS = 256
+EOS = 257  # every excerpt begins with BOS, every book ends with EOS
 SPECIALS = {"<bos>": BOS, "<eos>": EOS}
 VOCAB = 258
 
@@ -98,7 +99,10 @@ def _lzw(data: bytes, size: int) -> bytes:
     """Decompresses a window: codes of 9 bits and more, least significant bit first, which grow as the table fills."""
     # A window ends when its size is reached; the checkpoint's padding follows.
     table = [bytes([i]) for i in range(256)] + [b""]
-    out, last, bits, at = bytearray(), b"", 9, 0
+    out = bytearray()
+    last = b""
+    bits = 9
+    at = 0
     while len(out) < size and at + bits <= 8 * len(data):
         code = int.from_bytes(data[at >> 3 : (at >> 3) + 4], "little") >> (at & 7) & (1 << bits) - 1
         at += bits

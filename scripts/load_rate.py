@@ -46,7 +46,8 @@ def load_rate(
         write_checkpoint(folder, content, stored_tensors(config), random_tensors(config))
         size = sum(path.stat().st_size for path in folder.iterdir())
         experts = expert_bytes(expert_memory, None)  # before JAX starts
-        devices, loads = make_mesh(parse_mesh(mesh)), []
+        devices = make_mesh(parse_mesh(mesh))
+        loads = []
         for _ in range(times):
             start = time.perf_counter()
             with PeakMemory() as memory:
@@ -79,7 +80,9 @@ class PeakMemory:
     """
 
     def __enter__(self) -> "PeakMemory":
-        self._first, self.peak, self._done = _anonymous_bytes(), 0, threading.Event()
+        self._first = _anonymous_bytes()
+        self.peak = 0
+        self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
         return self
@@ -104,7 +107,8 @@ def random_tensors(config: DSV4Config) -> Iterator[np.ndarray]:
     largest = max(tensor.nbytes for entries in stored_tensors(config) for tensor in entries)
     some = rng.integers(256, size=1 << 24, dtype=np.uint8)
     bytes_ = np.tile(some, -(-largest // some.size) + 1)
-    finite, scales = np.where(bytes_ & 0x7F == 0x7F, 0, bytes_).astype(np.uint8), 116 + bytes_[: 1 << 25] % 3
+    finite = np.where(bytes_ & 0x7F == 0x7F, 0, bytes_).astype(np.uint8)
+    scales = 116 + bytes_[: 1 << 25] % 3
     for entries in stored_tensors(config):
         for tensor in entries:
             yield _random(tensor, config, rng, bytes_, finite, scales)

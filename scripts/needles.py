@@ -6,7 +6,8 @@ import kjv
 import numpy as np
 
 
-LETTERS, DIGITS = 3, 4
+LETTERS = 3
+DIGITS = 4
 # A key, its value and a space. The value follows its key at once, so that the last bytes determine it.
 PAIR = LETTERS + DIGITS + 1
 _ALPHABET = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ", np.uint8)
@@ -40,7 +41,10 @@ def plant(rng: np.random.Generator, text: np.ndarray, length: int, mentions: lis
     letters = _ALPHABET[np.stack(np.unravel_index(keys, (len(_ALPHABET),) * LETTERS), axis=1)]
     values = rng.integers(ord("0"), ord("9") + 1, (len(mentions), DIGITS))
     words = np.append(np.flatnonzero(text == ord(" ")) + 1, len(text))
-    row, read, answers, distances = [kjv.BOS], 0, [], []
+    row = [kjv.BOS]
+    read = 0
+    answers = []
+    distances = []
     last: dict[int, int] = {}
     for place, pair in sorted((place, pair) for pair, places in enumerate(mentions) for place in places):
         until = words[np.searchsorted(words, read + max(place - len(row), 0))]
@@ -70,7 +74,8 @@ def training_row(
     pairs = round(questions ** rng.uniform())
     mentions = []
     for _ in range(pairs):
-        gaps, room = [], 0.9 * length
+        gaps = []
+        room = 0.9 * length
         for gap in np.exp(rng.uniform(np.log(nearest), np.log(room), -(-questions // pairs))):
             if gap <= room:
                 gaps.append(gap)

@@ -34,8 +34,10 @@ class Plot:
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
 
-        config, gpus = DSV4Config.v4_flash(), {}
-        layers, experts = config.num_hidden_layers, config.n_routed_experts
+        config = DSV4Config.v4_flash()
+        gpus = {}
+        layers = config.num_hidden_layers
+        experts = config.n_routed_experts
         figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
         for (gpu, rate), style in zip(READ_RATES.items(), ("-", "--"), strict=True):
             cost = TokenCost(layers, experts, config.num_experts_per_tok, EXPERT_BYTES, OTHER_BYTES, rate)

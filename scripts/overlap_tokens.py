@@ -43,7 +43,9 @@ class Load:
 
         Every second prompt begins where the text does.
         """
-        rng, requests, count = np.random.default_rng(self.seed), [], 0
+        rng = np.random.default_rng(self.seed)
+        requests = []
+        count = 0
         while count < total:
             size, limit = (int(rng.integers(low, high + 1)) for low, high in (self.prompt_tokens, self.new_tokens))
             begin = 0 if len(requests) % 2 else int(rng.integers(len(text) - size))
@@ -108,7 +110,8 @@ def serve(engine: Engine, load: list[dict[str, Any]], most: int) -> list[Served]
 
 def compare(left: list[Served], right: list[Served]) -> dict[str, Any]:
     """Counts equal and differing tokens; those behind the first difference of a text are its consequences."""
-    differing, tokens = [], 0
+    differing = []
+    tokens = 0
     for one, other in zip(left, right, strict=True):
         assert one.name == other.name
         tokens += len(one.request.generated)

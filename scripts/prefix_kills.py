@@ -64,7 +64,9 @@ def kill(rounds: int = 100, seed: int = 0) -> None:
       rounds: number of rounds.
       seed: seed of the times.
     """
-    rng, whole, unfinished = random.Random(seed), 0, 0
+    rng = random.Random(seed)
+    whole = 0
+    unfinished = 0
     for round_ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
             # JAX has not started a backend, so a fork is safe; the child uses NumPy only.
@@ -77,7 +79,8 @@ def kill(rounds: int = 100, seed: int = 0) -> None:
             os.kill(pid, signal.SIGKILL)
             assert os.WIFSIGNALED(os.waitpid(pid, 0)[1]), "the writer failed"
             found = check(Path(folder))
-            whole, unfinished = whole + found[0], unfinished + found[1]
+            whole = whole + found[0]
+            unfinished = unfinished + found[1]
     print(f"{rounds} kills left {whole} whole files, all with the right bytes, and {unfinished} unfinished ones")
     if not whole or not unfinished:
         raise SystemExit("no kill came during a write: the test shows nothing")

@@ -24,7 +24,10 @@ from dsv4_jax.engine import Engine, PromptLookup
 from dsv4_jax.host import KVCacheManager, PrefixCache
 
 
-SLOTS, CONTEXT, BLOCK_TOKENS, DRAFTS = 16, 640, 128, 2
+SLOTS = 16
+CONTEXT = 640
+BLOCK_TOKENS = 128
+DRAFTS = 2
 BLOCKS = 56  # too few for 16 long requests
 TOKEN_BUDGET = SLOTS * (1 + DRAFTS)
 SAMPLING = SamplingParams(0.8, 0, 0.95)
@@ -52,7 +55,9 @@ class Load:
 
     def make(self) -> list[dict[str, Any]]:
         """Returns prompt, max_tokens and seed of each request, and the token at which its client disconnects."""
-        rng, text, requests = np.random.default_rng(self.seed), TEXT.read_text(), []
+        rng = np.random.default_rng(self.seed)
+        text = TEXT.read_text()
+        requests = []
         for i in range(self.requests):
             size, limit = (int(rng.integers(low, high + 1)) for low, high in (self.prompt_tokens, self.new_tokens))
             # A byte is a token. Every second prompt shares its beginning with others.
@@ -74,8 +79,12 @@ async def drive(connect: dict[str, Any], model: str, load: Load) -> dict[str, An
       texts: text of each request; first_token, token: seconds to the first token, and for each token after it, of every
       complete request; seconds: total time; memory: bytes of the server's process over time.
     """
-    requests, texts = load.make(), [""] * load.requests
-    first_token, per_token, memory, due = [], [], [], iter(range(load.requests))
+    requests = load.make()
+    texts = [""] * load.requests
+    first_token = []
+    per_token = []
+    memory = []
+    due = iter(range(load.requests))
 
     async def send(client, i, prompt, max_tokens, seed, leaves):
         if leaves == 0:  # disconnects before the first token, perhaps while waiting for a slot
@@ -83,7 +92,9 @@ async def drive(connect: dict[str, Any], model: str, load: Load) -> dict[str, An
             await asyncio.sleep(0.05)
             task.cancel()
             return
-        start, first, count = time.perf_counter(), 0.0, 0
+        start = time.perf_counter()
+        first = 0.0
+        count = 0
         options: dict[str, Any] = dict(temperature=SAMPLING.temperature, top_p=SAMPLING.top_p, seed=seed, stream=True)
         more = dict(logprobs=0, extra_body=dict(ignore_eos=True))
         stream = await client.completions.create(model=model, prompt=prompt, max_tokens=max_tokens, **options, **more)
@@ -109,7 +120,8 @@ async def drive(connect: dict[str, Any], model: str, load: Load) -> dict[str, An
             await asyncio.sleep(0.5)
 
     async with openai.AsyncOpenAI(**connect) as client:
-        watching, start = asyncio.create_task(watch(client)), time.perf_counter()
+        watching = asyncio.create_task(watch(client))
+        start = time.perf_counter()
         await asyncio.gather(*(work(client) for _ in range(load.concurrency)))
         seconds = time.perf_counter() - start
         watching.cancel()
@@ -148,7 +160,8 @@ def left_over(engine: Engine) -> dict[str, int]:
     schema = engine.manager.schema
     assert engine.prefix is not None
     engine.prefix.evict(schema.num_blocks)
-    slots, blocks = schema.max_requests - engine.manager.free_slots, schema.num_blocks - engine.manager.free_blocks
+    slots = schema.max_requests - engine.manager.free_slots
+    blocks = schema.num_blocks - engine.manager.free_blocks
     return dict(lost_slots=slots, lost_blocks=blocks)
 
 
@@ -178,7 +191,8 @@ def _serve(pipe):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         pipe.send(listener.getsockname()[1])
         HTTPServer(app, grace_seconds=5, access_log=False).run([listener])
-    metrics, acceptance = dataclasses.asdict(engine.metrics), round(engine.metrics.acceptance, 4)
+    metrics = dataclasses.asdict(engine.metrics)
+    acceptance = round(engine.metrics.acceptance, 4)
     names = "finished cancelled failed waits preemptions restarts steps prompt_tokens generated_tokens compilations"
     counts = {name: metrics[name] for name in names.split()}
     pipe.send(counts | dict(acceptance=acceptance, hit_tokens=prefix.metrics.hit_tokens))
@@ -203,7 +217,8 @@ def main(load: Load, out: Path | None = None) -> None:
     got = asyncio.run(drive(connect, "tiny", load))
     time.sleep(1.0)
     process.terminate()  # SIGTERM: graceful shutdown
-    counts, lost = pipe.recv(), pipe.recv()
+    counts = pipe.recv()
+    lost = pipe.recv()
     process.join()
     model = CompiledModel(load_checkpoint(packaged_checkpoint()))
     expected = alone(model, _manager(), read_tokenizer(packaged_checkpoint()), load, TOKEN_BUDGET)

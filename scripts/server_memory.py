@@ -68,7 +68,8 @@ def sample() -> dict[str, Any]:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = _Mallinfo
-    heap, arrays = mallinfo(), jax.live_arrays()
+    heap = mallinfo()
+    arrays = jax.live_arrays()
     gc.collect()
     objects = gc.get_objects()
     types = collections.Counter(f"{type(item).__module__}.{type(item).__qualname__}" for item in objects)
@@ -98,9 +99,12 @@ def _serve(pipe, port, context):
 
 async def drive(url: str, load: Load, take_sample: Any, record: Any) -> None:
     """Sends requests until the time is over, and records samples meanwhile."""
-    rng, text = np.random.default_rng(load.seed), TEXT.read_text()
+    rng = np.random.default_rng(load.seed)
+    text = TEXT.read_text()
     running: set[asyncio.Task] = set()
-    sent, count, start = 0, 0, time.monotonic()
+    sent = 0
+    count = 0
+    start = time.monotonic()
 
     async def send(client, number):
         size, limit = (int(rng.integers(low, high + 1)) for low, high in (load.prompt_tokens, load.new_tokens))

@@ -27,7 +27,8 @@ def soak(operations: int = 1_000_000, processes: int = 2, seed: int = 0, kv_form
       seed: seed of the first process.
       kv_format: "v4", "per_entry" or "plain".
     """
-    context, began = multiprocessing.get_context("spawn"), time.monotonic()
+    context = multiprocessing.get_context("spawn")
+    began = time.monotonic()
     queue: Any = context.Queue()
     shares = [operations // processes + (i < operations % processes) for i in range(processes)]
     workers = [
@@ -39,7 +40,8 @@ def soak(operations: int = 1_000_000, processes: int = 2, seed: int = 0, kv_form
     total: dict[str, int] = {}
     columns = (*rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn())
     with rich.progress.Progress(*columns, console=rich.console.Console(stderr=True)) as progress:
-        task, running = progress.add_task("operations", total=operations), processes
+        task = progress.add_task("operations", total=operations)
+        running = processes
         while running:
             kind, value = queue.get()
             if kind == "done":
@@ -65,7 +67,8 @@ def _work(queue, operations, seed, kv_format):
     from tests.cache.test_life import manager
 
     life = Life(manager(kv_format=kv_format), seed=seed, every=(1, 2, None)[seed % 3])
-    name, i = "nothing", 0
+    name = "nothing"
+    i = 0
     try:
         for i, (name, a, b) in enumerate(random_operations(seed, operations)):
             life.apply(name, a, b)

@@ -23,7 +23,8 @@ def start_up(layers: int = 4, context: int = 4096) -> None:
     """
     table = rich.table.Table("seconds", "from start to first step", "traced", "lowered", "compiled", "new files")
     with tempfile.TemporaryDirectory() as folder:
-        programs, out = Path(folder) / "programs", Path(folder) / "report.json"
+        programs = Path(folder) / "programs"
+        out = Path(folder) / "report.json"
         options = ["--layers", layers, "--batches", 1, "--contexts", context, "--json", out]
         command = [sys.executable, "-c", "from dsv4_jax.cli import main; raise SystemExit(main())", "bench", "model"]
         env = os.environ | dict(JAX_COMPILATION_CACHE_DIR=str(programs), JAX_ENABLE_COMPILATION_CACHE="true")
@@ -35,7 +36,8 @@ def start_up(layers: int = 4, context: int = 4096) -> None:
             start = json.loads(out.read_text())["start"]
             seconds = [f"{start[key]:.1f}" for key in ("process", "trace", "lower", "compile")]
             table.add_row(name, *seconds, str(len(found - known)))
-            missed, known = found - known, found
+            missed = found - known
+            known = found
     rich.print(table)
     if missed:
         raise SystemExit(f"the second process compiled or lowered {len(missed)} programs again: {sorted(missed)[:3]}")

@@ -29,14 +29,18 @@ async def read_stream(url: urllib.parse.SplitResult, body: dict[str, Any]) -> tu
         writer.close()
         raise SystemExit(f"{status.decode().strip()}: {answer.partition('\r\n\r\n')[2]}")
     # Lines of the body's chunked encoding and of the head are skipped; a line is parsed only if it is the last one.
-    first, last, events, usage = 0.0, 0.0, 0, b""
+    first = 0.0
+    last = 0.0
+    events = 0
+    usage = b""
     async for line in reader:
         if not line.startswith(b"data: "):
             continue
         if line.find(b'"choices":[]') >= 0:
             usage = line
         elif not line.startswith(b"data: [DONE]"):
-            last, events = time.perf_counter(), events + 1
+            last = time.perf_counter()
+            events = events + 1
             first = first or last
     writer.close()
     if not usage:
@@ -55,7 +59,8 @@ async def measure(url: str, streams: int, prompt_tokens: int, new_tokens: int) -
         model = json.load(response)["data"][0]["id"]
     body = dict(model=model, stream=True, max_tokens=new_tokens, temperature=0, ignore_eos=True)
     body |= dict(stream_options=dict(include_usage=True))
-    begin, target = time.perf_counter(), urllib.parse.urlsplit(url)
+    begin = time.perf_counter()
+    target = urllib.parse.urlsplit(url)
     prompts = [[5 + (7 * i + j) % 200 for j in range(prompt_tokens)] for i in range(streams)]
     found = await asyncio.gather(*(read_stream(target, body | dict(prompt=prompt)) for prompt in prompts))
     times = [1e3 * (last - first) / (tokens - 1) for first, last, tokens, _ in found]

@@ -114,7 +114,8 @@ def _first(config, rng, path, like):
         return jnp.zeros(like.shape, jnp.float32)
     if name == "base":
         # Biases of `pre`, `post` and `comb`: read one stream, write to all, mix little.
-        streams, reads = config.hc_mult, _layer(config, path) % config.hc_mult
+        streams = config.hc_mult
+        reads = _layer(config, path) % config.hc_mult
         read = np.where(np.arange(streams) == reads, 1.0, -1.0)
         return jnp.asarray(np.concatenate([read, np.zeros(streams), 3.0 * np.eye(streams).ravel()]), jnp.float32)
     if len(like.shape) == 1:
@@ -227,5 +228,6 @@ class DetachedIndexer(FusedLinear):
 
     def __call__(self, x, norm=None):
         x = norm(x) if norm else x
-        products, detached = super().__call__(x), super().__call__(jax.lax.stop_gradient(x))
+        products = super().__call__(x)
+        detached = super().__call__(jax.lax.stop_gradient(x))
         return products | {name: y for name, y in detached.items() if name.startswith("indexer_")}

@@ -116,7 +116,8 @@ class TrainTiny:
             state = jax.tree.map(lambda value: jnp.asarray(np.asarray(value)), state)
             lines = [line for line in map(json.loads, log.read_text().splitlines()) if line["step"] <= last]
         every = self.every or max(self.steps // 40, 1)
-        earlier, saved = lines[-1]["seconds"] if lines else 0.0, begin
+        earlier = lines[-1]["seconds"] if lines else 0.0
+        saved = begin
 
         with Progress(*_COLUMNS, console=Console(stderr=True)) as progress:
             bar = progress.add_task("training", total=self.steps, completed=last or 0, state="compiling")
@@ -147,11 +148,13 @@ class TrainTiny:
 
     def _begin(self) -> tuple[Recipe, dict[str, Any]]:
         shapes = {"tiny": (TINY, TINY_WINDOW_ONLY), "toy": (TOY, TOY_WINDOW_ONLY)}
-        config, start = shapes[self.size][self.window_only], None
+        config = shapes[self.size][self.window_only]
+        start = None
         init = packaged_checkpoint() if self.mtp and self.init is None else self.init
         if init is not None:
             model = load_checkpoint(init, dtype=jnp.float32)
-            config, tensors = dataclasses.replace(model.config, num_nextn_predict_layers=int(self.mtp)), {}
+            config = dataclasses.replace(model.config, num_nextn_predict_layers=int(self.mtp))
+            tensors = {}
             if self.mtp:
                 tensors = {path: x for part in first_weights(config, self.seed) for path, x in part.items()}
             start = apart(tensors | named_tensors(model))

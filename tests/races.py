@@ -17,7 +17,8 @@ def race_checked():
     from jax._src.pallas.mosaic.interpret import race_detection_state as any_backend
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, race_detection_state, shared_memory
 
-    running, raced = [], []
+    running = []
+    raced = []
 
     def start(**options):
         finish()
@@ -67,7 +68,8 @@ class Accesses(list):
         if not self:
             return []
         clocks = self.clocks[: len(self)]
-        before, after = (clocks <= clock.clock).all(axis=-1), (clocks >= clock.clock).all(axis=-1)
+        before = (clocks <= clock.clock).all(axis=-1)
+        after = (clocks >= clock.clock).all(axis=-1)
         return [self[i] for i in np.flatnonzero(before == after)]
 
 

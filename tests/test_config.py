@@ -44,7 +44,8 @@ def changed(base, path, value):
 
 
 def test_spellings_give_equal_configs():
-    modern, raw = DSV4Config.from_hf(MODERN), DSV4Config.from_hf(RAW)
+    modern = DSV4Config.from_hf(MODERN)
+    raw = DSV4Config.from_hf(RAW)
     assert modern == raw
     assert hash(modern) == hash(raw)
     assert DSV4Config.from_hf(MODERN | RAW) == raw
@@ -93,7 +94,8 @@ def test_the_release_may_have_layers_of_several_rates():
 
 def test_no_yarn():
     default = {"rope_type": "default", "rope_theta": 160000.0, "partial_rotary_factor": 0.25}
-    raw, modern = RAW | {"rope_scaling": None}, changed(MODERN, "rope_parameters.compress", default)
+    raw = RAW | {"rope_scaling": None}
+    modern = changed(MODERN, "rope_parameters.compress", default)
     assert DSV4Config.from_hf(raw) == DSV4Config.from_hf(modern)
     expected = np.float32(1) / np.float32(160000) ** (np.arange(0, 8, 2, dtype=np.float32) / np.float32(8))
     chex.assert_trees_all_equal(DSV4Config.from_hf(raw).inv_freq(1), expected)
@@ -516,7 +518,8 @@ def test_inv_freq(config, borders):
         got = config.inv_freq(layer)
         assert got.dtype == np.float32
         chex.assert_trees_all_equal(got, plain if config.layer_types[layer] == SLIDING else yarn(dim, *borders))
-    fastest, slowest = config.inv_freq(3)[0], config.inv_freq(3)[-1]
+    fastest = config.inv_freq(3)[0]
+    slowest = config.inv_freq(3)[-1]
     assert fastest == 1.0
     # float64, from the closed form: the slowest pair is interpolated fully. 1e-6 is a few float32 roundings.
     chex.assert_trees_all_close(slowest, 160000.0 ** (-(dim - 2) / dim) / 16, rtol=1e-6)

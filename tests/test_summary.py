@@ -18,7 +18,8 @@ from tests.host.managers import ids, make
 
 def text_of(page):
     """The text of an HTML fragment, whose tags must all be closed."""
-    found, tags = [], []
+    found = []
+    tags = []
     parser = html.parser.HTMLParser()
     parser.handle_data = found.append
     parser.handle_starttag = lambda tag, _: tags.append(tag)
@@ -77,7 +78,8 @@ def test_a_manager_shows_what_its_requests_hold(parts):
 
 
 def test_requests_elsewhere_and_prefixes_show_their_sizes(parts):
-    manager, cache = parts[0], parts[1]
+    manager = parts[0]
+    cache = parts[1]
     rows = jax.tree.map(np.asarray, read_request(cache, 0, 0, 0, boundary=True))
     request = OffloadedRequest(length=40, min_length=38, rows=rows, blocks={}, identity={})
     assert re.fullmatch(r"OffloadedRequest\(40 tokens, [\d.]+ KiB\)", repr(request))
@@ -96,7 +98,8 @@ def test_a_request_shows_its_progress():
     request.slot = 3
     request.extend([1, 2], [0.0, 0.0])
     assert str(request.progress) == "2 of 9 tokens generated, running in slot 3"
-    request.slot, request.finish_reason = -1, "stop"
+    request.slot = -1
+    request.finish_reason = "stop"
     assert "id '<chat>', 5 prompt tokens, 2 of 9 tokens generated, ended: stop" in text_of(request._repr_html_())
 
 

@@ -12,10 +12,12 @@ from dsv4_jax.cache import CacheSchema
 
 
 # Numbers of tokens, in layers that attend to selected entries and in layers that attend to all.
-_SELECTED_TOKENS, _ALL_TOKENS = (1, 8, 32, 64, 128), (1, 8, 32)
+_SELECTED_TOKENS = (1, 8, 32, 64, 128)
+_ALL_TOKENS = (1, 8, 32)
 _ALL_ENTRIES = 8192
 # Requests of a million tokens whose entries are drawn from a pool of a million, so that hardly two rows are adjacent.
-_LONG_ENTRIES, _SHARED_ENTRIES = 1 << 18, 1 << 20
+_LONG_ENTRIES = 1 << 18
+_SHARED_ENTRIES = 1 << 20
 # Both versions round weights to bfloat16, at different scales, and round the result.
 _AGREE = close(relative=2**-6, absolute=2**-6)
 # Few calls, because XLA gathers dense rows first, which takes long.
@@ -30,7 +32,9 @@ def attention_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
         attended, entries = (_ALL_ENTRIES, _ALL_ENTRIES) if group.key is None else (topk, 4 * topk)
         sizes = _ALL_TOKENS if group.key is None else _SELECTED_TOKENS
         if small:
-            sizes, attended, entries = (2,), 512 if group.key is None else min(topk, 128), 512
+            sizes = (2,)
+            attended = 512 if group.key is None else min(topk, 128)
+            entries = 512
         for tokens in sizes:
             yield _attention_case(schema, group, tokens, attended, entries)
         if group.key is not None:
@@ -40,16 +44,21 @@ def attention_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
 
 
 def _attention_case(schema, group, tokens, attended, entries, shared=0):
-    config, selects = schema.config, group.key is not None
-    heads, dim, window = config.num_attention_heads, config.head_dim, config.sliding_window
-    window_bytes, row = window * tree_bytes(schema.window_codec.struct), tree_bytes(group.entry.struct)
+    config = schema.config
+    selects = group.key is not None
+    heads = config.num_attention_heads
+    dim = config.head_dim
+    window = config.sliding_window
+    window_bytes = window * tree_bytes(schema.window_codec.struct)
+    row = tree_bytes(group.entry.struct)
 
     def state(rng, layers):
         compressed = entries_view(schema, group, rng, layers, tokens, entries, shared=shared)
         return window_view(schema, rng, layers, tokens), compressed
 
     def inputs(rng):
-        q, sinks = normal(rng, (tokens, heads, dim), jnp.bfloat16), normal(rng, (heads,), jnp.float32)
+        q = normal(rng, (tokens, heads, dim), jnp.bfloat16)
+        sinks = normal(rng, (heads,), jnp.float32)
         chosen = [rng.choice(entries, attended, replace=False) for _ in range(tokens)] if selects else None
         positions = int32(np.full(tokens, entries * group.compress_rate - 1))
         return q, sinks, chosen and int32(np.stack(chosen)), int32(rng.permutation(tokens)), positions

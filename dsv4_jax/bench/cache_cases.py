@@ -36,7 +36,8 @@ def append_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
 
 def _append_case(schema, tokens):
     config = schema.config
-    window, dim = config.sliding_window, config.head_dim
+    window = config.sliding_window
+    dim = config.head_dim
     slots = max(256, -(-tokens // window))
     run = 1 if tokens <= slots else window
 
@@ -53,14 +54,16 @@ def _append_case(schema, tokens):
 
 
 def _norm_rope_case(append, config, tokens, heads):
-    dim, inv_freq = config.head_dim, jnp.asarray(config.inv_freq(0))
+    dim = config.head_dim
+    inv_freq = jnp.asarray(config.inv_freq(0))
 
     def state(rng, layers):
         return jnp.zeros((tokens, heads, dim), jnp.bfloat16), append.state(rng, layers)
 
     def inputs(rng):
         kv, slots, positions = append.inputs(rng)
-        q, weight = normal(rng, (tokens, heads, dim), jnp.bfloat16), normal(rng, (dim,), jnp.float32)
+        q = normal(rng, (tokens, heads, dim), jnp.bfloat16)
+        weight = normal(rng, (dim,), jnp.float32)
         return q, kv, weight, slots, positions, inv_freq
 
     def call(state, *arrays, implementation):
@@ -79,8 +82,10 @@ def _nearly_all_equal(got, expected):
 
 def gather_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
     """Yields cases of the three gathers: selected entries of long requests, all entries, windows."""
-    config, group = schema.config, next(group for group in schema.groups.values() if group.key is not None)
-    topk, window = config.index_topk, config.sliding_window
+    config = schema.config
+    group = next(group for group in schema.groups.values() if group.key is not None)
+    topk = config.index_topk
+    window = config.sliding_window
     entries_of = functools.partial(entries_view, schema, group)
 
     def selected(rng, tokens):
@@ -126,7 +131,8 @@ def flush_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
 
 
 def _flush_case(schema, group, label, requests, tokens, closes):
-    rate, codecs = group.compress_rate, (group.entry, group.key) if group.key_compressor else (group.entry,)
+    rate = group.compress_rate
+    codecs = (group.entry, group.key) if group.key_compressor else (group.entry,)
 
     def state(rng, layers):
         return tuple(_compressor_views(schema, group, codec, rng, layers, requests) for codec in codecs)
@@ -163,7 +169,8 @@ def _width(group, codec):
 
 def _compressor_views(schema, group, codec, rng, layers, requests):
     """Returns (states, pool) for entries or keys; a request owns blocks for `_FLUSH_CONTEXT` tokens."""
-    rate, shape = group.compress_rate, (layers, requests, group.pooled_rows, _width(group, codec))
+    rate = group.compress_rate
+    shape = (layers, requests, group.pooled_rows, _width(group, codec))
     max_blocks = _FLUSH_CONTEXT // schema.block_tokens
     leading = layers, requests * max_blocks, schema.entries_per_block(group.name)
     rows = jax.tree.map(lambda s: jnp.zeros((*leading, *s.shape), s.dtype), codec.struct)
@@ -187,8 +194,11 @@ def _flush_bytes(group, codec, tokens, closes):
 
     Projections are read, and state rows written, at most a full ring. Each entry reads the ring and writes a row.
     """
-    ring, width = group.pooled_rows, _width(group, codec)
-    entries, read = tokens // group.compress_rate, 0
+    ring = group.pooled_rows
+    width = _width(group, codec)
+    entries = tokens // group.compress_rate
+    read = 0
     if tokens == 1:
-        entries, read = int(closes), closes * (ring - 1) * codec.dim * 8
+        entries = int(closes)
+        read = closes * (ring - 1) * codec.dim * 8
     return (tokens + min(tokens, ring)) * width * 8 + read + entries * tree_bytes(codec.struct)

@@ -91,7 +91,8 @@ def close(relative: float, absolute: float) -> Callable[[Array, Array], Array]:
     """Returns an `agree` of a case that compares in float32 with these tolerances."""
 
     def agree(got, expected):
-        got, expected = got.astype(jnp.float32), expected.astype(jnp.float32)
+        got = got.astype(jnp.float32)
+        expected = expected.astype(jnp.float32)
         return jnp.all(jnp.abs(got - expected) <= relative * jnp.abs(expected) + absolute)
 
     return agree
@@ -131,7 +132,8 @@ def random_table(rng: np.random.Generator, slots: int, max_blocks: int) -> Int[A
 
 def window_view(schema: CacheSchema, rng: np.random.Generator, layers: int, slots: int) -> SWAView:
     """Returns sliding-window rings of random rows."""
-    window, codec = schema.config.sliding_window, schema.window_codec
+    window = schema.config.sliding_window
+    codec = schema.window_codec
     return SWAView(random_rows(codec, rng, layers, slots, window), 0, window, codec)
 
 

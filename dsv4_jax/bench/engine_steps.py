@@ -120,10 +120,14 @@ class _Case:
     """An engine for a number of requests, and the time to compile its programs."""
 
     def __init__(self, model, config, options, requests):
-        self.model, self.options, self.requests = model, options, requests
+        self.model = model
+        self.options = options
+        self.requests = requests
         self.manager = KVCacheManager(config, mesh=options.mesh, **options.manager_options(requests))
-        self._rng, self._vocabulary = np.random.default_rng(requests), config.vocab_size
-        drafts, budget = options.drafts, max(options.token_budget, requests * (1 + options.drafts))
+        self._rng = np.random.default_rng(requests)
+        self._vocabulary = config.vocab_size
+        drafts = options.drafts
+        budget = max(options.token_budget, requests * (1 + options.drafts))
         self.engine = Engine(model, self.manager, token_budget=budget, drafter="model" if drafts else None)
         begin = time.perf_counter()
         self.engine.warm_up()
@@ -145,7 +149,8 @@ class _Case:
         """Measures steps while all requests decode."""
         steps = self.options.steps
         self._start()
-        before, seconds = self._tokens(), _seconds(self.engine, steps)
+        before = self._tokens()
+        seconds = _seconds(self.engine, steps)
         tokens = self._tokens() - before
         host = _host_milliseconds(self.engine, steps)
         metrics = self.engine.metrics

@@ -53,7 +53,8 @@ def indexer_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
 
 
 def _query_case(schema, group, tokens):
-    config, key = schema.config, group.key
+    config = schema.config
+    key = group.key
     inv_freq = jnp.asarray(config.inv_freq(next(spec.layer for spec in config.layers if spec.selects)))
 
     def inputs(rng):
@@ -72,9 +73,15 @@ def _query_case(schema, group, tokens):
 
 
 def _scores_case(schema, group, label, lengths, tokens, topk=False):
-    config, key, rate = schema.config, group.key, group.compress_rate
-    heads, dim, key_bytes = config.index_n_heads, config.index_head_dim, tree_bytes(key.struct)
-    rows, count, entries = len(lengths) * tokens, sum(lengths), schema.entries_per_block(group.name)
+    config = schema.config
+    key = group.key
+    rate = group.compress_rate
+    heads = config.index_n_heads
+    dim = config.index_head_dim
+    key_bytes = tree_bytes(key.struct)
+    rows = len(lengths) * tokens
+    count = sum(lengths)
+    entries = schema.entries_per_block(group.name)
 
     def state(rng, layers):
         blocks = [-(-n // entries) for n in lengths]
@@ -85,7 +92,8 @@ def _scores_case(schema, group, label, lengths, tokens, topk=False):
     operands = jax.jit(functools.partial(round_index_query_operands, key, positions=None, inv_freq=None))
 
     def inputs(rng):
-        q, weights = normal(rng, (rows, heads, dim), jnp.bfloat16), normal(rng, (rows, heads), jnp.float32)
+        q = normal(rng, (rows, heads, dim), jnp.bfloat16)
+        weights = normal(rng, (rows, heads), jnp.float32)
         queries = dict(xla=(key.round_query(q), weights), mosaic_gpu=operands(q, weights))
         slots = int32(np.repeat(np.arange(len(lengths)), tokens))
         return queries, slots, int32(np.concatenate([np.arange(rate * n - tokens, rate * n) for n in lengths]))

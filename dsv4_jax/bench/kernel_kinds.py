@@ -46,7 +46,8 @@ def classify(launches: Sequence[tuple[str, float]], text: str) -> list[Kernel]:
 
     Launches are (name, milliseconds) of the kernels of whole calls of the program, in order.
     """
-    kinds, counts = kinds_by_name(text), collections.Counter()
+    kinds = kinds_by_name(text)
+    counts = collections.Counter()
     found = []
     for name, milliseconds in launches:
         pallas = _PALLAS.fullmatch(name)

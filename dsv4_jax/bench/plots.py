@@ -25,7 +25,8 @@ def plot_layers(report: dict[str, Any], path: Path) -> None:
                 left = [start + width for start, width in zip(left, widths, strict=True)]
         gaps = [max(row["layer"] - start, 0.0) for row, start in zip(rows, left, strict=True)]
         axes.barh(labels, gaps, left=left, color="lightgray", label="gaps" if any(left) else "step")
-        floors, places = [row["layer_floor"] for row in rows], range(len(rows))
+        floors = [row["layer_floor"] for row in rows]
+        places = range(len(rows))
         axes.vlines(floors, [i - 0.4 for i in places], [i + 0.4 for i in places], "k", label="floor: bytes read once")
         axes.invert_yaxis()
         axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -49,7 +49,8 @@ def run(
     totals: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for spec, count in collections.Counter(spec.kind for spec in config.specs).items():
         for step in measure(config.with_layers([spec]).with_drafts(False), options, report):
-            nbytes, times = step["floor_bytes"] - step["head_bytes"], step["kernel_milliseconds"]
+            nbytes = step["floor_bytes"] - step["head_bytes"]
+            times = step["kernel_milliseconds"]
             times = {kind: times[kind] for kind in LAYER_KINDS if kind in times}
             row: dict[str, Any] = dict(layer_type=spec.layer_type, layers=count, context=step["context"])
             row |= dict(chunk=step["tokens"], flops=step["operations"], bytes=nbytes, kernel_milliseconds=times)

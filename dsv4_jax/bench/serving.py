@@ -96,7 +96,8 @@ def run(workload: Workload, mesh: Mesh | None = None) -> Iterator[dict[str, Any]
         )
     model = CompiledModel(load_checkpoint(packaged_checkpoint(), mesh=mesh))
     script = workload.script(config.vocab_size)
-    replies, rows = [], []
+    replies = []
+    rows = []
     for cached in (False, True):
         before = _compiled(model)
         # Two turns of one conversation compile every program: prompt, decode step, and prefix hit.
@@ -155,7 +156,8 @@ class _Server:
                 sent[request] = number, turn, time.perf_counter()
                 self.tokens_sent += len(prompt)
             for output in self.engine.step():
-                request, now = output.request, time.perf_counter()
+                request = output.request
+                now = time.perf_counter()
                 number, turn, since = sent[request]
                 if len(request.generated) == len(output.tokens):
                     self.first_tokens.append((len(request.prompt), now - since))
@@ -167,7 +169,8 @@ class _Server:
 
     def report(self, seconds: float) -> dict[str, Any]:
         """Returns the measurements."""
-        metrics, waits = self.engine.metrics, sorted(1e3 * wait for _, wait in self.first_tokens)
+        metrics = self.engine.metrics
+        waits = sorted(1e3 * wait for _, wait in self.first_tokens)
         return dict(
             prefix_cache=metrics.prefix is not None,
             requests=metrics.finished,

@@ -19,7 +19,9 @@ from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 
 
 TOKENS = 1, 8, 32, 128
-UNROLLED, ITERATIONS, REPEATS = 20, 50, 5
+UNROLLED = 20
+ITERATIONS = 50
+REPEATS = 5
 COLUMNS = {
     "shape": "{shape}",
     "by": "{implementation}",
@@ -40,7 +42,8 @@ def run(width: int, mesh: Mesh, report: dict[str, Any]) -> Iterator[dict[str, An
       RuntimeError: a result is wrong; times would mean nothing.
     """
     report["clock"] = "wall clock of a loop on the devices, less that without sums, median"
-    devices, table = mesh.shape[MODEL_AXIS], make_mailboxes(mesh)
+    devices = mesh.shape[MODEL_AXIS]
+    table = make_mailboxes(mesh)
     names = ["xla"] if table is None else ["mosaic_gpu", "xla"]
     print(f"{report['device']} x {devices}, jax {report['jax']}; {report['clock']}.\n")
     lines = LiveTable(COLUMNS, shape=-12, by=-10)

@@ -22,7 +22,9 @@ class LiveTable:
           columns: {name: format of its cell, such as "{milliseconds:.1f}"}; a cell stays empty if the row lacks a key.
           widths: least widths of columns, negative if the text stands on the left; others are 8 wide.
         """
-        self._columns, self._widths, self._has_header = columns, widths, False
+        self._columns = columns
+        self._widths = widths
+        self._has_header = False
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Prints a row."""
@@ -57,7 +59,8 @@ def layer_share(row: Row) -> Row:
     embedding, head and sampling take, `outside` milliseconds, is left out of all but the gaps and, where no kernels
     were measured, of the time.
     """
-    times, share = row["kernel_milliseconds"], 1e3 / row["layers"]
+    times = row["kernel_milliseconds"]
+    share = 1e3 / row["layers"]
     outside = sum(times.get(kind, 0.0) for kind in OUTSIDE)
     floor = row["floor_milliseconds"] * (1 - row.get("head_bytes", 0) / row["floor_bytes"])
     added: Row = dict(layer=share * (row["milliseconds"] - outside), layer_floor=share * floor)

@@ -111,7 +111,8 @@ def kernels(calls: Callable[[], Any]) -> list[tuple[str, float]]:
 
 def alone(spans: list[tuple[float, float, str]]) -> list[tuple[str, float]]:
     """Returns (name, milliseconds) of kernels (start, end, name), in ns and sorted by start, without their overlaps."""
-    found, last = [], 0.0
+    found = []
+    last = 0.0
     for start, end, name in spans:
         found.append((name, max(end - max(start, last), 0.0) / 1e6))
         last = max(last, end)

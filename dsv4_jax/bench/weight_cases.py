@@ -33,7 +33,9 @@ def _config(schema, small):
 
 def linear_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
     """The matrix products of an attention layer of each group, those with the same input fused; two of them in FP8."""
-    config, maps, shapes = _config(schema, small), {}, {}
+    config = _config(schema, small)
+    maps = {}
+    shapes = {}
     for name, group in schema.groups.items():
         attention = Attention(config, group.layers[0], param_dtype=jnp.bfloat16, rngs=ABSTRACT)
         for source, fused in dict(hidden=attention.input_projections, latent=attention.latent_projections).items():
@@ -57,7 +59,8 @@ def linear_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
 
 def _linear_case(name, spec, shape, tokens, *, quantized=False):
     rows, depth = shape
-    channels, size = spec.num_groups * depth, (1 if quantized else 2) * rows * depth
+    channels = spec.num_groups * depth
+    size = (1 if quantized else 2) * rows * depth
 
     def weight(rng):
         if not quantized:
@@ -86,8 +89,10 @@ def experts_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
 
 
 def _experts_case(config, kind, tokens):
-    number, top_k = config.n_routed_experts, config.num_experts_per_tok
-    hidden, inner = config.hidden_size, config.moe_intermediate_size
+    number = config.n_routed_experts
+    top_k = config.num_experts_per_tok
+    hidden = config.hidden_size
+    inner = config.moe_intermediate_size
 
     def weight(key, rows, columns):
         if kind == "bfloat16":
@@ -138,11 +143,13 @@ def hyper_connections_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
 
 
 def _hyper_connections_case(config, tokens):
-    h, width = config.hc_mult, config.hidden_size
+    h = config.hc_mult
+    width = config.hidden_size
     rows = (2 + h) * h
 
     def weights(rng):
-        fn, base = normal(rng, (rows, h * width), jnp.float32) * width**-0.5 / h, normal(rng, (rows,), jnp.float32)
+        fn = normal(rng, (rows, h * width), jnp.float32) * width**-0.5 / h
+        base = normal(rng, (rows,), jnp.float32)
         return fn, base, jnp.ones((3,), jnp.float32), 1 + 0.1 * normal(rng, (width,), jnp.float32)
 
     def inputs(rng):
@@ -174,12 +181,16 @@ def router_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
 
 
 def _router_case(config, tokens, *, hashed):
-    experts, width, top_k = config.n_routed_experts, config.hidden_size, config.num_experts_per_tok
+    experts = config.n_routed_experts
+    width = config.hidden_size
+    top_k = config.num_experts_per_tok
 
     def weights(rng):
-        bias, table = normal(rng, (experts,), jnp.float32) * 0.1, None
+        bias = normal(rng, (experts,), jnp.float32) * 0.1
+        table = None
         if hashed:
-            bias, table = None, int32(rng.integers(0, experts, (config.vocab_size, top_k)))
+            bias = None
+            table = int32(rng.integers(0, experts, (config.vocab_size, top_k)))
         return normal(rng, (experts, width), jnp.float32) * width**-0.5, bias, table
 
     def inputs(rng):

@@ -22,7 +22,8 @@ def checksum_blocks(cache: KVCache, blocks: Int[Array, "n"]) -> UInt32[Array, "l
       cache: the cache; only read.
       blocks: [n] block ids; the checksum of -1 is 0.
     """
-    sums, blocks = jnp.zeros((len(cache.schema.layers), blocks.shape[0]), jnp.uint32), local_blocks(cache, blocks)
+    sums = jnp.zeros((len(cache.schema.layers), blocks.shape[0]), jnp.uint32)
+    blocks = local_blocks(cache, blocks)
     for name, spec in cache.schema.groups.items():
         pools = cache.groups[name].paged
         rows = jax.tree.map(lambda x: x.at[:, jnp.maximum(blocks, 0)].get(mode="clip"), pools)

@@ -45,7 +45,8 @@ class LayerCacheHandle(Summarized):
         return self._commit()._cache
 
     def _summary(self) -> Summary:
-        spec, config = self.spec, self._cache.schema.config
+        spec = self.spec
+        config = self._cache.schema.config
         name = f"layer {spec.layer}" if self.layer is None else f"a traced layer like {spec.layer}"
         words = [name, f"window of {config.window(spec.layer)} tokens"]
         if spec.group is not None:
@@ -88,7 +89,8 @@ class LayerCacheHandle(Summarized):
         Returns:
           (queries in q's dtype, new handle).
         """
-        batch, dim = self.batch, self._cache.schema.window_codec.dim
+        batch = self.batch
+        dim = self._cache.schema.window_codec.dim
         self._check_shape("q", q, None, dim)
         self._check_shape("kv", kv, dim)
         self._check_dtype("kv", kv)
@@ -119,7 +121,8 @@ class LayerCacheHandle(Summarized):
         """
         self._require("flush", "stores entries", self.spec.owner)
         if (index is not None) != self.spec.key_compressor:
-            needed, given = "a" if self.spec.key_compressor else "no", "missing" if index is None else "given"
+            needed = "a" if self.spec.key_compressor else "no"
+            given = "missing" if index is None else "given"
             raise ValueError(f"index is {given}, but layer {self.spec.layer} has {needed} compressor of index keys")
         self._check_windows("", kv, gate, weights)
         if index is not None:
@@ -159,7 +162,8 @@ class LayerCacheHandle(Summarized):
         """
         self._require("pool_windows", "stores entries", self.spec.owner)
         self._check_windows("", kv, gate, weights, keys=keys)
-        view, batch = self._state_view(keys=keys), self.batch
+        view = self._state_view(keys=keys)
+        batch = self.batch
         dtype = self._cache.schema.dtype
         closed, state = ops.pool_windows(view, kv, gate, weights, batch.slots, batch.positions, dtype=dtype)
         return closed, self._with_state(state, keys=keys)
@@ -193,7 +197,8 @@ class LayerCacheHandle(Summarized):
 
     def gather_all_compressed_kv(self) -> tuple[Float[Array, "T E D"], Bool[Array, "T E"]]:
         """Reads all visible entries of each token: (kv [T, E, head_dim] in the model's dtype, valid [T, E])."""
-        batch, view = self.batch, self._classical_view("gather_all_compressed_kv")
+        batch = self.batch
+        view = self._classical_view("gather_all_compressed_kv")
         return self._reduce_rows(ops.gather_all_compressed_kv(view, batch.slots, batch.positions, dtype=self._dtype))
 
     def indexer_scores(
@@ -247,10 +252,12 @@ class LayerCacheHandle(Summarized):
         compressed = None if self.spec.group is None else self.read_classical_view()
         kv = ops.AttentionKV(self.read_swa_view(), compressed, indices, self.pending)
         options = dict(inv_freq=inv_freq, context_parallel=compressed is not None and self._is_sharded)
-        positions, block = self.batch.positions, self.batch.draft_block
+        positions = self.batch.positions
+        block = self.batch.draft_block
         if block:
             # Every token of a block sees what the last one sees, but is rotated by its own position.
-            options["inv_freq"], offsets = None, jnp.arange(positions.shape[0], dtype=jnp.int32) % block
+            offsets = jnp.arange(positions.shape[0], dtype=jnp.int32) % block
+            options["inv_freq"] = None
             positions = jnp.where(positions >= 0, positions + (block - 1) - offsets, -1)
         out = ops.sparse_attention(q, sinks, kv, self.batch.slots, positions, **options)
         if block and inv_freq is not None:

@@ -143,7 +143,8 @@ class KVCache(Summarized):
 
     def shardings(self, mesh: Mesh) -> "KVCache":
         """Returns the cache with `NamedSharding` leaves, for `jax.device_put`."""
-        by_slot, paged = (None, "slots"), (None, self.schema.block_axis)
+        by_slot = (None, "slots")
+        paged = (None, self.schema.block_axis)
 
         def place(axes, tree):
             # Specs have full length, as in the results of a step: a shorter one would cause a second compilation.
@@ -222,14 +223,16 @@ class KVCache(Summarized):
             cache.
         """
         self._check_batch(batch)
-        layers, traced = self.schema.layers, None
+        layers = self.schema.layers
+        traced = None
         if isinstance(layer, jax.core.Tracer) and jnp.issubdtype(layer.dtype, jnp.integer) and layer.ndim == 0:
             if like is None and (other := [spec for spec in layers if spec.kind != layers[0].kind]):
                 raise ValueError(
                     f"layer is traced and the model's layers are of several kinds: layer 0 is {layers[0]}, layer "
                     f"{other[0].layer} is {other[0]}; give like=, the number of any layer of the kind that is meant"
                 )
-            traced, layer = layer, like or 0
+            traced = layer
+            layer = like or 0
         spec = layers[check_whole("layer" if traced is None else "like", layer, 0, len(layers) - 1)]
         return LayerCacheHandle(_cache=self, batch=batch, pending=None, spec=spec, layer=traced)
 

@@ -62,14 +62,16 @@ def read_request(
     Returns:
       RequestRows with the rings' number of rows, zeros where not live, or with the few rows of a boundary.
     """
-    schema, slot = cache.schema, _local_slots(cache, slot)
+    schema = cache.schema
+    slot = _local_slots(cache, slot)
     window = schema.max_window
     rows, _ = _newest_rows(cache.swa, slot, length, window if boundary else schema.swa_ring, min_length - window)
     count = 1 if boundary else schema.max_query_tokens
     streams, _ = _newest_rows(cache.streams, slot, length, count, min_length - 1)
     groups = {}
     for name, spec in schema.groups.items():
-        rate, overlap = spec.compress_rate, spec.overlap
+        rate = spec.compress_rate
+        overlap = spec.overlap
         opened = min_length // rate * rate
         groups[name] = PoolGroup()
         if boundary and not overlap:
@@ -108,7 +110,8 @@ def write_request(
       table_row: [max_blocks] the slot's row of the block table; -1 = none.
       rows: result of `read_request`; None leaves the slot's rows as they are.
     """
-    slots, slot = cache.lengths.shape[0], _local_slots(cache, slot)
+    slots = cache.lengths.shape[0]
+    slot = _local_slots(cache, slot)
     slot = jnp.where(slot >= 0, slot, slots)
     cache = dataclasses.replace(
         cache,
@@ -119,7 +122,9 @@ def write_request(
         return cache
 
     def write(pool, new):
-        ring, count, width = pool.shape[2], new.shape[1], new.shape[-1]
+        ring = pool.shape[2]
+        count = new.shape[1]
+        width = new.shape[-1]
         index = (length - count + jnp.arange(count, dtype=jnp.int32)) % ring
         # Both indices are arrays: a slice between them would move the axes.
         layers = jnp.arange(pool.shape[0], dtype=jnp.int32)
@@ -154,8 +159,10 @@ def copy_request(
       table_rows: [n, max_blocks] the targets' rows of the block table; -1 = none.
     """
     count = jnp.sum(targets >= 0, dtype=jnp.int32)
-    source, targets = _local_slots(cache, source), _local_slots(cache, targets)
-    source_block, target_blocks = local_blocks(cache, source_block), local_blocks(cache, target_blocks)
+    source = _local_slots(cache, source)
+    targets = _local_slots(cache, targets)
+    source_block = local_blocks(cache, source_block)
+    target_blocks = local_blocks(cache, target_blocks)
     across = "context" if cache.schema.context_parallel else None  # a block and its copy may lie on two devices
     rings = cache.swa, cache.streams, {name: group.by_slot for name, group in cache.groups.items()}
     pools = {name: group.paged for name, group in cache.groups.items()}
@@ -200,7 +207,8 @@ def read_blocks(
     Returns:
       {name: PoolGroup} with only the paged pools set: [layers, n, entries per block, ...].
     """
-    order, blocks = first + jnp.arange(blocks.shape[0], dtype=jnp.int32), local_blocks(cache, blocks)
+    order = first + jnp.arange(blocks.shape[0], dtype=jnp.int32)
+    blocks = local_blocks(cache, blocks)
 
     def read(pool, rate):
         per_block = pool.shape[2]
@@ -225,7 +233,8 @@ def write_blocks(cache: KVCache, blocks: Int[Array, "n"], rows: dict[str, PoolGr
       blocks: [n] block ids; -1 writes nothing.
       rows: result of `read_blocks`.
     """
-    blocks, pools = local_blocks(cache, blocks), {name: group.paged for name, group in cache.groups.items()}
+    blocks = local_blocks(cache, blocks)
+    pools = {name: group.paged for name, group in cache.groups.items()}
 
     def write(pool, new):
         return pool.at[:, jnp.where(blocks >= 0, blocks, pool.shape[1])].set(new, mode="drop")
@@ -246,7 +255,8 @@ def local_blocks(cache: KVCache, blocks: Int[Array, "..."]) -> Int[Array, "..."]
 def _newest_rows(pools: Any, slot, length, count, first):
     """Returns (rows [layers, count, ...] of a slot up to `length`, zeros before `first`; their positions [count])."""
     positions = length - count + jnp.arange(count, dtype=jnp.int32)
-    live, slot = (positions >= jnp.maximum(first, 0)) & (slot >= 0), jnp.maximum(slot, 0)
+    live = (positions >= jnp.maximum(first, 0)) & (slot >= 0)
+    slot = jnp.maximum(slot, 0)
     rows = jax.tree.map(lambda pool: _keep(pool[:, slot][:, positions % pool.shape[2]], live), pools)
     return rows, positions
 

@@ -112,10 +112,12 @@ class CacheSchema:
     @functools.cached_property
     def groups(self) -> dict[str, GroupSpec]:
         """The pool groups, sorted by name."""
-        config, groups = self.config, {}
+        config = self.config
+        groups = {}
         for name in sorted({spec.group for spec in self.layers if spec.group is not None}):
             owners = [spec for spec in self.layers if spec.group == name and spec.owner]
-            spec, layers = owners[0], tuple(owner.layer for owner in owners)
+            spec = owners[0]
+            layers = tuple(owner.layer for owner in owners)
             entry = self.kv_format.entries(config.nope_head_dim, config.qk_rope_head_dim)
             key = self.kv_format.keys(config.index_head_dim) if spec.keys else None
             groups[name] = GroupSpec(name, layers, spec.compress_rate, spec.overlap, entry, key, spec.key_compressor)
@@ -172,7 +174,8 @@ class CacheSchema:
         Windows of one token need no states.
         """
         spec = self.groups[group]
-        layers, width = len(spec.layers), 1 + spec.overlap
+        layers = len(spec.layers)
+        width = 1 + spec.overlap
 
         def paged(codec):
             return codec and _prepend(codec.struct, layers, self.num_blocks, self.entries_per_block(group))
@@ -188,7 +191,9 @@ class CacheSchema:
 
     def slot_structs(self) -> dict[str, Any]:
         """Returns the shapes of the other arrays by field of `KVCache`; `streams` is None unless drafts need it."""
-        config, slots, struct = self.config, self.max_requests, jax.ShapeDtypeStruct
+        config = self.config
+        slots = self.max_requests
+        struct = jax.ShapeDtypeStruct
         shape = (1, slots, self.max_query_tokens, config.hc_mult * config.hidden_size)
         keeps_streams = config.drafts is not None and config.drafts.keeps_streams
         return dict(
@@ -283,7 +288,8 @@ def compute_block_budget(config: DSV4Config, memory_bytes: int, **sizes) -> int:
       ValueError: the fixed bytes, or one block beside them, do not fit.
     """
     empty = CacheSchema(config, num_blocks=0, **sizes)
-    fixed, block = empty.memory_bytes(), empty.block_bytes
+    fixed = empty.memory_bytes()
+    block = empty.block_bytes
     if memory_bytes < fixed + block:
         raise ValueError(
             f"memory={memory_bytes} holds no block: {empty.max_requests} slots take {fixed} bytes "

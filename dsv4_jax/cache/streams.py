@@ -28,7 +28,8 @@ def advance_streams(
       (streams [T, hc_mult, hidden] of the predecessors; the batch with the predecessors' positions, -1 without a
       predecessor; the cache with the new streams).
     """
-    tokens, (start, end) = jnp.arange(batch.slots.shape[0], dtype=jnp.int32), run_bounds(batch.slots)
+    tokens = jnp.arange(batch.slots.shape[0], dtype=jnp.int32)
+    start, end = run_bounds(batch.slots)
     valid = (batch.slots >= 0) & (batch.positions >= 0)
     ring = cache.streams.shape[2]
     (kept,) = take((cache.streams,), jnp.zeros_like(batch.slots), batch.slots, (batch.positions - 1) % ring)

@@ -61,7 +61,8 @@ def convert_checkpoint(
             little room.
         OSError: a file cannot be written.
     """
-    source, folder = Path(source), Path(folder)
+    source = Path(source)
+    folder = Path(folder)
     content = read_json(source if source.is_dir() else source.with_name("config.json"))
     stored = read_checkpoint(source)
     config = DSV4Config.from_hf(content, mtp=any(keys.is_draft(x) and not keys.is_draft_copy(x) for x in stored))

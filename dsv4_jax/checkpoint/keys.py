@@ -201,7 +201,8 @@ def is_draft_copy(name: str) -> bool:
 
 
 def _weight(path: str, spec: str, sizes: dict[str, int], *sources: str) -> Weight:
-    shape, stored = _shape(spec.replace("|", " "), sizes), _shape(spec.replace("|", "*"), sizes)
+    shape = _shape(spec.replace("|", " "), sizes)
+    stored = _shape(spec.replace("|", "*"), sizes)
     if "{expert}" in sources[0]:
         sources = tuple(source.format(expert=expert) for expert in range(sizes["experts"]) for source in sources)
         stored = math.prod(shape[:-1]) // len(sources), shape[-1]
@@ -209,7 +210,8 @@ def _weight(path: str, spec: str, sizes: dict[str, int], *sources: str) -> Weigh
 
 
 def _sizes(config: DSV4Config) -> dict[str, int]:
-    hc, dspark = config.hc_mult, config.dspark
+    hc = config.hc_mult
+    dspark = config.dspark
     return {
         "vocab": config.vocab_size, "hidden": config.hidden_size, "hc": hc, "mix": (2 + hc) * hc,
         "q_lora": config.q_lora_rank, "heads": config.num_attention_heads, "head": config.head_dim,

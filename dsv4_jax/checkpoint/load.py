@@ -88,7 +88,8 @@ def load_checkpoint(
         raise ValueError(f"{weights=} must be quantized, bfloat16 or float32")
     if expert_memory is not None and (weights != "quantized" or mesh is not None):
         raise ValueError(f'expert_memory= needs weights="quantized" and no mesh, got {weights=}, {mesh=}')
-    path, stay = Path(path), isinstance(weights, str) and weights == "quantized"
+    path = Path(path)
+    stay = isinstance(weights, str) and weights == "quantized"
     if config is None:
         config = DSV4Config.from_hf(path if path.is_dir() else path.parent / "config.json")
     if mesh is not None:
@@ -144,7 +145,8 @@ def _name_if_out_of_memory(path: Path, weight: Weight, place: str, mesh: Mesh | 
 def _plan(memory: ExpertMemory, table: list[Weight]) -> str:
     """Decides where experts lie; returns a sentence about it."""
     experts = [weight for weight in table if weight.is_expert]
-    (first, *_), layers = experts, dict.fromkeys(weight.module for weight in experts)
+    first, *_ = experts
+    layers = dict.fromkeys(weight.module for weight in experts)
     shapes = [weight.packed_shape for weight in experts if weight.module == first.module]
     return memory.plan(list(layers), shapes)
 

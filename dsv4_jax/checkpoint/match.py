@@ -62,7 +62,8 @@ def _refuse_mismatches(
     needed = {source: weight for weight in table for source in weight.sources}
     missing = [name for name in needed if name not in stored and name not in wrong_scales]
     extra = [name for name in stored if name not in needed]
-    shapes, kinds = [], []
+    shapes = []
+    kinds = []
     for name, weight in needed.items():
         if name not in stored:
             continue

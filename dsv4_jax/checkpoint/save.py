@@ -68,7 +68,8 @@ def save_release(
     """
     if shard_bytes < 1:
         raise ValueError(f"{shard_bytes=} must be at least 1")
-    headers, parameters = list(stored_tensors(model.config, weights, naming)), parameter_views(model)
+    headers = list(stored_tensors(model.config, weights, naming))
+    parameters = parameter_views(model)
     table = list(keys.weights(model.config, naming))
     for weight in table:
         if not np.isfinite(np.asarray(parameters[weight.path].read(), np.float32)).all():
@@ -115,7 +116,8 @@ def write_checkpoint(
         if shards[-1] and sum(entry.nbytes for entry in shards[-1] + entries) > shard_bytes:
             shards.append([])
         shards[-1] += entries
-    count, arrays = len(shards), iter(arrays)
+    count = len(shards)
+    arrays = iter(arrays)
     names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] if count > 1 else [SINGLE_NAME]
     for name, entries in zip(names, shards, strict=True):
         with (folder / name).open("wb") as file:
@@ -230,7 +232,8 @@ def quantize_fp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _exponents(largest, limit):
     """Returns the least e with largest <= limit * 2 ** e, exactly; 0 for zeros."""
-    (m, x), (limit_m, limit_x) = np.frexp(largest), np.frexp(limit)
+    m, x = np.frexp(largest)
+    limit_m, limit_x = np.frexp(limit)
     return np.where(largest > 0, np.clip(x - limit_x + (m > limit_m), -126, 127), 0)
 
 

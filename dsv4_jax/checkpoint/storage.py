@@ -66,7 +66,8 @@ class QuantizedTensor:
         if self.dtype == "FP4":
             codes = self.codes.data.reshape(rows, -1)
             values = np.empty((rows, columns), np.float32)
-            values[:, 0::2], values[:, 1::2] = E2M1[codes & 15], E2M1[codes >> 4]
+            values[:, 0::2] = E2M1[codes & 15]
+            values[:, 1::2] = E2M1[codes >> 4]
             values.reshape(rows, -1, FP4_GROUP)[...] *= scale[:, :, None]
             return values
         values = self.codes.data.view(ml_dtypes.float8_e4m3fn).reshape(rows, columns).astype(np.float32)

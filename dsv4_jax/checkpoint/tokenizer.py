@@ -108,7 +108,8 @@ class TextStream:
         text = self._rest()
         if not text or text.endswith(_UNFINISHED):
             return ""
-        self._ids, self._known = self._ids[self._known :], len(self._ids) - self._known
+        del self._ids[: self._known]
+        self._known = len(self._ids)
         return text
 
     def finish(self) -> str:

@@ -79,7 +79,8 @@ class _DecodeSteps(ModelBenchmark):
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
         from dsv4_jax.bench import decode_steps
 
-        model, chosen = self._model(report), self._options(decode_steps.StepOptions, mesh)
+        model = self._model(report)
+        chosen = self._options(decode_steps.StepOptions, mesh)
         return dict(results=decode_steps.run(*model, chosen, report))
 
 
@@ -107,7 +108,8 @@ class LayerBench(_DecodeSteps):
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
         from dsv4_jax.bench import decode_steps, op_times
 
-        model, chosen = self._model(report), self._options(decode_steps.StepOptions, mesh)
+        model = self._model(report)
+        chosen = self._options(decode_steps.StepOptions, mesh)
         cases = dict(only=self.only, calls=self.calls, patterns=op_times.LAYER_CASES)
         ops = () if mesh else op_times.run(*model, tuple(op_times.CASES), report, **cases)
         return dict(ops=ops, results=decode_steps.run(*model, chosen, report, each_kind=True))
@@ -169,7 +171,8 @@ class PrefillBench(ModelBenchmark):
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
         from dsv4_jax.bench import decode_steps, prefill
 
-        model, chosen = self._model(report), self._options(decode_steps.StepOptions, mesh)
+        model = self._model(report)
+        chosen = self._options(decode_steps.StepOptions, mesh)
         return dict(results=prefill.run(*model, chosen, report))
 
 

@@ -81,7 +81,9 @@ class _Session:
 
     def __init__(self, url: str, headers: dict[str, str], options: dict[str, Any], system: str | None):
         self.console = Console(highlight=False, soft_wrap=True, markup=False)
-        self._url, self._headers, self._options = url, headers, options
+        self._url = url
+        self._headers = headers
+        self._options = options
         self._messages: list[dict[str, Any]] = []
         self._begin(system)
 
@@ -140,7 +142,9 @@ class _Session:
 
     def _answer(self, text):
         """Sends a message and shows the answer as it comes. A message without an answer is forgotten."""
-        question, parts, usage = dict(role="user", content=text), dict(reasoning_content="", content=""), {}
+        question = dict(role="user", content=text)
+        parts = dict(reasoning_content="", content="")
+        usage = {}
         begin = time.monotonic()
         try:
             for chunk in self._stream([*self._messages, question]):

@@ -206,7 +206,8 @@ class GenerateCommand(RandomModelOptions):
             with engine_for_prompts(model, manager, [prompt], self.max_new_tokens, self.chunk, drafts) as engine:
                 limits.pop("chunk")
                 request = engine.add(prompt, **sampling, **limits)
-                run, accepted = _measure_stream(model, engine.stream(request), show), request.accepted
+                run = _measure_stream(model, engine.stream(request), show)
+                accepted = request.accepted
         return dataclasses.replace(run, accepted=accepted if self.drafts else [])
 
     def _report(
@@ -257,7 +258,8 @@ class _Printer:
     def __init__(self, tokenizer: "Tokenizer | None", prompt: list[int], *, quiet: bool):
         from dsv4_jax.checkpoint import TextStream
 
-        self._text, self._quiet = None if tokenizer is None else TextStream(tokenizer), quiet
+        self._text = None if tokenizer is None else TextStream(tokenizer)
+        self._quiet = quiet
         if self._text is not None:
             self._print("".join(map(self._text.add, prompt)))
 
@@ -300,12 +302,14 @@ def _measure_stream(model: "CompiledModel", stream: Iterator[int], show: Callabl
     before = known = model.compilations
     start = last = time.perf_counter()
     for token in stream:
-        now, programs = time.perf_counter(), model.compilations
+        now = time.perf_counter()
+        programs = model.compilations
         if tokens and programs == known:
             timed.append(now - last)
         tokens.append(token)
         show(token)
-        known, last = programs, time.perf_counter()
+        known = programs
+        last = time.perf_counter()
     seconds = time.perf_counter() - start
     return _Run(tokens, known - before, seconds, len(timed), sum(timed), f"{len(timed)} tokens, none compiling")
 
@@ -314,7 +318,8 @@ def _measure[T](
     model: "CompiledModel", generate: Callable[[], tuple[list[int], T]], show: Callable[[int], None]
 ) -> tuple[_Run, T]:
     """Times a whole run, prompt included. If it compiles a program, a second run is timed."""
-    before, start = model.compilations, time.perf_counter()
+    before = model.compilations
+    start = time.perf_counter()
     tokens, rest = generate()
     seconds = timed = time.perf_counter() - start
     compilations = model.compilations - before
@@ -330,7 +335,8 @@ def _measure[T](
 
 def _print_table(run: _Run, schema: "CacheSchema", device: str) -> None:
     speed = run.tokens_per_second
-    dense, paged = schema.dense_bytes_per_token, schema.bytes_per_token
+    dense = schema.dense_bytes_per_token
+    paged = schema.bytes_per_token
     saving = f"; dense BF16: {dense}, {dense / paged:.1f} times as many" if paged else ""
     table = Table(title=f"{len(run.tokens)} new tokens on {device}", show_header=False, title_justify="left")
     table.add_row("tokens/s", f"{speed:.1f} ({run.timed})" if speed else "not measured: every step had to compile")

@@ -63,7 +63,8 @@ def explain(error: Exception, command: Any) -> str:
     options = {field.name for field in dataclasses.fields(command)}
 
     def option(match: re.Match[str]) -> str:
-        name, value = match[1], match[2]
+        name = match[1]
+        value = match[2]
         if name not in options:
             return match[0]
         return f"--{name.replace('_', '-')}" + ("" if value == "True" else f" {value}")

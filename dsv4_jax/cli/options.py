@@ -184,10 +184,12 @@ class ModelOptions:
         from dsv4_jax.decode.drafts import check_drafts
         from dsv4_jax.host import KVCacheManager
 
-        mesh, size = self.devices, block_tokens(config)
+        mesh = self.devices
+        size = block_tokens(config)
         groups = 1 if mesh is None else mesh.shape.get("data", 1)
         holders = mesh.size if mesh is not None and self.context_parallel else 1
-        requests, blocks = -(-requests // groups) * groups, -(-tokens // size)
+        requests = -(-requests // groups) * groups
+        blocks = -(-tokens // size)
         manager = KVCacheManager(
             config,
             num_blocks=-(-requests * blocks // holders) * holders,

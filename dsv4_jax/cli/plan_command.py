@@ -83,9 +83,11 @@ class PlanCommand:
         config = options.named_config(self.config, "--config", mtp=self.drafts > 0)
         option_checks.check_context(config, self.context, "--context")
         sizes = options.mesh_sizes(self.mesh, config, context_parallel=self.context_parallel)
-        one, experts = self.schema(config, self.context), self._plan_experts(config, memory)
+        one = self.schema(config, self.context)
+        experts = self._plan_experts(config, memory)
         weights = weights if experts is None else experts["weights_bytes"]
-        num_shards, holders = sizes.get("data", 1), check_context_parallel(sizes, self.context_parallel)
+        num_shards = sizes.get("data", 1)
+        holders = check_context_parallel(sizes, self.context_parallel)
         report = self._report(config, one, memory, weights, _Device(memory - weights, num_shards, holders))
         report |= {} if experts is None else dict(expert_memory=experts)
         if self.as_json:
@@ -146,7 +148,8 @@ class PlanCommand:
 
 def _pools(one: "CacheSchema") -> dict[str, dict[str, int]]:
     """Returns the bytes of each pool: of a block, of a request without its blocks, and of a full request."""
-    per_block, per_request = dataclasses.replace(one, num_blocks=1).block_bytes_by_pool(), one.slot_bytes_by_pool()
+    per_block = dataclasses.replace(one, num_blocks=1).block_bytes_by_pool()
+    per_request = one.slot_bytes_by_pool()
     return {
         name: dict(per_block=per_block.get(name, 0), per_request=per_request.get(name, 0), full=count)
         for name, count in one.pool_bytes().items()
@@ -171,13 +174,16 @@ class _Device:
 
     def _bytes_by_requests(self, one):
         # Every array has a slot axis or a block axis, so n requests take n times the bytes of one.
-        blocks, block = one.max_blocks, one.block_bytes
+        blocks = one.max_blocks
+        block = one.block_bytes
         slot = one.memory_bytes() - blocks * block
         return lambda requests: requests * slot + -(-requests * blocks // self.holders) * block
 
     def longest_context(self, one: "CacheSchema", requests: int) -> int:
         """Returns the maximum number of tokens of each of `requests` requests; 0 if not even a block fits."""
-        limit, size, shard = one.config.max_position_embeddings, one.block_tokens, -(-requests // self.num_shards)
+        limit = one.config.max_position_embeddings
+        size = one.block_tokens
+        shard = -(-requests // self.num_shards)
 
         def used(blocks: int) -> int:
             context = min(blocks * size, limit)
@@ -188,8 +194,10 @@ class _Device:
 
 def _print_report(report: dict[str, Any], one: "CacheSchema") -> None:
     console = Console()
-    context, tokens = report["context"], report["block_tokens"]
-    dense, paged = report["dense_bf16_bytes_per_token"], report["bytes_per_token"]
+    context = report["context"]
+    tokens = report["block_tokens"]
+    dense = report["dense_bf16_bytes_per_token"]
+    paged = report["bytes_per_token"]
     console.print(_rows(one), highlight=False)
 
     columns = ("pool", f"a block ({tokens} tokens)", "a token", "a request, fixed", f"a request of {context:,}")
@@ -214,7 +222,8 @@ def _print_report(report: dict[str, Any], one: "CacheSchema") -> None:
         fits.add_row(*(f"{count:,}" for count in row.values()), style="bold" if row["context"] == context else None)
     console.print(fits)
     if "max_requests" in report:
-        requests, longest = report["max_requests"], report["longest_context"]
+        requests = report["max_requests"]
+        longest = report["longest_context"]
         console.print(f"{requests} requests can have a context of {longest:,} tokens each.", highlight=False)
 
 

@@ -100,8 +100,10 @@ def score_ids(
     Yields:
       The results of `score_step` for the n tokens of a step, each array [B, n, ...].
     """
-    slots, compiled = [manager.admit(row) for row in ids], CompiledModel.of(model)
-    cache, at = manager.init_cache(), 0
+    slots = [manager.admit(row) for row in ids]
+    compiled = CompiledModel.of(model)
+    cache = manager.init_cache()
+    at = 0
     followers = np.pad(ids[:, 1:], ((0, 0), (0, 1)))
     if window_only:
         cache = WindowOnlyCache(**vars(cache))

@@ -120,7 +120,8 @@ class ServeCommand(RandomModelOptions):
             from dsv4_jax.serve import AsyncEngine, HTTPServer, ServerOptions, create_app
             from dsv4_jax.serve.chat import find_effort_prompts
 
-            tokenizer, end_tokens = read_tokenizer(checkpoint), tuple(config.eos_token_id)
+            tokenizer = read_tokenizer(checkpoint)
+            end_tokens = tuple(config.eos_token_id)
             engine = AsyncEngine(self._engine(checkpoint, config, context, name), max_waiting=self.max_waiting)
             address = f"[{self.host}]" if ":" in self.host else self.host
             url = f"http://{address}:{listener.getsockname()[1]}"

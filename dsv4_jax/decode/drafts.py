@@ -109,7 +109,8 @@ def check_drafts(schema: CacheSchema, drafts: int | DraftOptions) -> None:
 
 def one_token_batch(tokens: Int[Array, "slots"], positions: Int[Array, "slots"]) -> Batch:
     """Returns a batch with one token per slot, without new blocks; a slot with position -1 has no token."""
-    slots, none = jnp.arange(tokens.shape[0], dtype=jnp.int32), jnp.zeros((0,), jnp.int32)
+    slots = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    none = jnp.zeros((0,), jnp.int32)
     return Batch(
         token_ids=jnp.where(positions >= 0, tokens, 0),
         positions=positions,

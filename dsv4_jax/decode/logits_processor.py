@@ -63,7 +63,8 @@ class LogitsProcessor:
 
         Errors of the functions themselves are raised as they are.
         """
-        logits, token = jax.ShapeDtypeStruct((vocab_size,), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+        logits = jax.ShapeDtypeStruct((vocab_size,), jnp.float32)
+        token = jax.ShapeDtypeStruct((), jnp.int32)
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), self.state)
         result = jax.eval_shape(self.process, logits, state)
         if _types(result) != _types(logits):
@@ -98,17 +99,20 @@ class SlotRows:
           num_slots: number of slots.
         """
         _check_stacked(processor, num_slots)
-        count, at = indices.shape[0], jnp.maximum(indices, 0)
+        count = indices.shape[0]
+        at = jnp.maximum(indices, 0)
         most = count // num_slots if batch.schema is None else min(count, batch.schema.max_query_tokens)
         is_row = indices >= 0 if is_drawn is None else (indices >= 0) & is_drawn
-        slots, index = jnp.where(is_row, batch.slots[at], num_slots), jnp.arange(count, dtype=jnp.int32)
+        slots = jnp.where(is_row, batch.slots[at], num_slots)
+        index = jnp.arange(count, dtype=jnp.int32)
         begins = jax.lax.cummax(jnp.where((slots != jnp.roll(slots, 1)) | (index == 0), index, 0))
         rows = jnp.full((num_slots, most), -1, jnp.int32).at[slots, index - begins].set(index, mode="drop")
         return cls(processor, rows, batch.token_ids[at[jnp.maximum(rows, 0)]])
 
     def process(self, logits: Float[Array, "n vocab"]) -> Float[Array, "n vocab"]:
         """Returns the logits of all rows as the processor leaves them, each with the drafts before it in the state."""
-        new, state = logits, self.processor.state
+        new = logits
+        state = self.processor.state
         for i in range(self.rows.shape[1]):
             rows = self.rows[:, i]
             if i:

@@ -84,8 +84,10 @@ def decode_loop(
     num_slots = cache.lengths.shape[0]
     last = last_token_indices(batch, num_slots)
     at = jnp.maximum(last, 0)
-    none, zeros = jnp.full((num_slots, steps), -1, jnp.int32), jnp.zeros((num_slots,), jnp.int32)
-    logprobs, top = None if top_logprobs is None else jnp.zeros(none.shape), None
+    none = jnp.full((num_slots, steps), -1, jnp.int32)
+    zeros = jnp.zeros((num_slots,), jnp.int32)
+    logprobs = None if top_logprobs is None else jnp.zeros(none.shape)
+    top = None
     if top_logprobs:
         top = TopLogprobs(*(jnp.zeros((*none.shape, top_logprobs), dtype) for dtype in (jnp.int32, jnp.float32)))
     start = _LoopState(
@@ -125,8 +127,10 @@ class _LoopState:
 
 def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     """Runs one step of the loop: verifies the drafts, draws, and keeps the accepted tokens."""
-    slots, steps = jnp.arange(seeds.shape[0], dtype=jnp.int32), state.output.tokens.shape[1]
-    is_active, drafts = state.last_tokens.slots >= 0, draft_options.count
+    slots = jnp.arange(seeds.shape[0], dtype=jnp.int32)
+    steps = state.output.tokens.shape[1]
+    is_active = state.last_tokens.slots >= 0
+    drafts = draft_options.count
     offsets = jnp.arange(1 + drafts, dtype=jnp.int32)[None, :]
     # No more drafts than tokens that may still come; none before the first ones were made.
     num_made = jnp.sum(state.draft_tokens >= 0, axis=1, dtype=jnp.int32) if drafts else 0
@@ -134,7 +138,8 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     num_drafts = jnp.where(is_active & (state.num_tokens > 0), num_drafts, 0)
     is_live = is_active[:, None] & (offsets <= num_drafts[:, None])
     indices = jnp.where(is_live, jnp.arange(is_live.size, dtype=jnp.int32).reshape(is_live.shape), -1).reshape(-1)
-    batch, options = _with_drafts(state.last_tokens, state.draft_tokens, is_live), None
+    batch = _with_drafts(state.last_tokens, state.draft_tokens, is_live)
+    options = None
     if state.output.top_logprobs is not None:
         options = LogprobOptions(num_top=state.output.top_logprobs.ids.shape[-1])
     drawing = sampling, seeds, options, None, None, state.output.processor, draft_options

@@ -74,7 +74,8 @@ class ProgramTable:
             return None, args, False
         if not options.keys() <= _static_names(function):
             bound = inspect.signature(function).bind(*args, **options)
-            args, options = bound.args, bound.kwargs
+            args = bound.args
+            options = bound.kwargs
         leaves, structure = jax.tree.flatten(args[1:])
         types = tuple([(np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "sharding", None)) for x in leaves])
         key = function, structure, types, tuple(options.items()), default_implementation()
@@ -210,7 +211,8 @@ def _describe_leaf(leaf: Any) -> tuple:
     """Returns the type of an array, and its sharding if it has one."""
     if not isinstance(leaf, jax.Array):
         return "host", np.shape(leaf), str(getattr(leaf, "dtype", type(leaf)))
-    where, sharding = None, leaf.sharding
+    where = None
+    sharding = leaf.sharding
     if isinstance(sharding, NamedSharding):
         spec = list(sharding.spec)
         while spec and spec[-1] is None:  # P(None) means P()
@@ -235,7 +237,8 @@ def _devices(leaves: list[Any]) -> list[jax.Device]:
 @functools.cache
 def _environment() -> tuple:
     """Returns all that programs depend on besides their calls and the sources of this package."""
-    backend, devices = jax.extend.backend.get_backend(), jax.devices()
+    backend = jax.extend.backend.get_backend()
+    devices = jax.devices()
     settings = {name: str(value) for name, value in jax.config.values.items() if "cache" not in name}
     variables = {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "MOSAIC_"))}
     versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")]
@@ -249,7 +252,8 @@ def _environment() -> tuple:
 @functools.cache
 def _sources() -> str:
     """Returns a hash of the sources of this package and its kernels."""
-    digest, packages = hashlib.sha256(), Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    packages = Path(__file__).parents[2]
     for package in ("dsv4_jax", "pallas_kernels"):
         for path in sorted((packages / package).rglob("*.py")):
             digest.update(str(path.relative_to(packages)).encode() + path.read_bytes())
@@ -305,7 +309,8 @@ def _read(path: Path) -> bytes | None:
     """Returns the content of the user's own file, or None if it is missing or incomplete."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            status, data = os.fstat(file.fileno()), file.read()
+            status = os.fstat(file.fileno())
+            data = file.read()
     except OSError:
         return None
     if status.st_uid != os.getuid() or hashlib.sha256(data[32:]).digest() != data[:32]:

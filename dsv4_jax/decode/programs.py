@@ -42,7 +42,8 @@ class CompiledModel:
         """
         self.arrays, self.structure = jax.tree.flatten(model)
         self.expert_memory = expert_memory
-        self.compilations, self._programs = 0, ProgramTable()
+        self.compilations = 0
+        self._programs = ProgramTable()
 
     @classmethod
     def of(cls, model: Model) -> "CompiledModel":
@@ -55,8 +56,11 @@ class CompiledModel:
     @classmethod
     def tree_unflatten(cls, structure: Any, arrays: Any) -> "CompiledModel":
         model = object.__new__(cls)
-        model.arrays, model.structure, model.compilations = list(arrays), structure, 0
-        model._programs, model.expert_memory = ProgramTable(), None
+        model.arrays = list(arrays)
+        model.structure = structure
+        model.compilations = 0
+        model._programs = ProgramTable()
+        model.expert_memory = None
         return model
 
     def with_weights(self, model: Model) -> "CompiledModel":
@@ -139,7 +143,8 @@ class CompiledModel:
 
 def _check_structure(new, old):
     """Raises ValueError, which names an array, if two models differ in more than the values of their arrays."""
-    types_of_new, types_of_old = _array_types(new), _array_types(old)
+    types_of_new = _array_types(new)
+    types_of_old = _array_types(old)
     for name in types_of_old | types_of_new:
         new_type, old_type = (types.get(name, "missing") for types in (types_of_new, types_of_old))
         if new_type != old_type:

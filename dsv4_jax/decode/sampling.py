@@ -169,7 +169,8 @@ def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], optio
             return last, last
 
         # One token at a time rather than sorted, and not in a loop, for the reason that `_keep_best` gives.
-        ids, start = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :], (logits.shape[0], 1)
+        ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
+        start = (logits.shape[0], 1)
         first = jnp.full(start, jnp.inf, logits.dtype), jnp.full(start, -1, jnp.int32)
         _, found = jax.lax.scan(find_next, first, length=options.num_top, unroll=options.num_top <= MAX_UNROLLED)
         best, chosen = (x[:, :, 0].T for x in found)
@@ -192,7 +193,8 @@ def _keep_best(logits, sampling):
     Nothing is sorted: XLA's sort on a GPU is a library call that a CUDA graph cannot hold, so the host would have to
     wait for the whole step to learn whether the branch is taken.
     """
-    top_k, top_p = sampling.top_k[:, None], sampling.top_p[:, None]
+    top_k = sampling.top_k[:, None]
+    top_p = sampling.top_p[:, None]
     worst = _largest_threshold(lambda kept: jnp.sum(kept, axis=-1, dtype=jnp.int32) >= top_k, logits)
     logits = jnp.where(logits >= jnp.where(top_k > 0, worst, -jnp.inf), logits, -jnp.inf)
     probability = jax.nn.softmax(logits, axis=-1)[:, None, :]
@@ -209,7 +211,8 @@ def _largest_threshold(is_enough, logits):
       is_enough: function of which logits are kept, [n, 15, vocab] bool; returns [n, 15] bool.
       logits: [n, vocab] float32.
     """
-    place, digits = jnp.zeros((logits.shape[0], 1), jnp.uint32), jnp.arange(1, 16, dtype=jnp.uint32)[None, :]
+    place = jnp.zeros((logits.shape[0], 1), jnp.uint32)
+    digits = jnp.arange(1, 16, dtype=jnp.uint32)[None, :]
     for shift in range(28, -1, -4):
         thresholds = _float_at(place + (digits << shift))
         enough = is_enough(logits[:, None, :] >= thresholds[:, :, None])
@@ -219,6 +222,7 @@ def _largest_threshold(is_enough, logits):
 
 def _float_at(place):
     """Returns the float32 at a place, uint32, in their ascending order; -inf before its own, NaN behind infinity's."""
-    sign, first = np.uint32(1 << 31), np.uint32(0x007FFFFF)
+    sign = np.uint32(1 << 31)
+    first = np.uint32(0x007FFFFF)
     place = jnp.maximum(place, first)
     return jax.lax.bitcast_convert_type(jnp.where(place >= sign, place - sign, ~place), jnp.float32)

@@ -124,7 +124,9 @@ class EarlierTokens:
 
         `lengths` are those of the cache before the step.
         """
-        tokens, positions, is_earlier = self.tokens, batch.positions, self.indices >= 0
+        tokens = self.tokens
+        positions = batch.positions
+        is_earlier = self.indices >= 0
         if isinstance(tokens, tuple):
             last, drafts = tokens
             tokens = jnp.concatenate([last[:, None], drafts], axis=1)
@@ -260,11 +262,13 @@ def draw_tokens(
     Log-probabilities are those of the model's logits. That of a token which the processor forbids is NaN: it forbids
     all of them, or its logits are not numbers.
     """
-    at, num_slots = jnp.maximum(logits_indices, 0), seeds.shape[0]
+    at = jnp.maximum(logits_indices, 0)
+    num_slots = seeds.shape[0]
     slots = jnp.maximum(batch.slots[at], 0)
     row_sampling = sampling if isinstance(sampling, SamplingParams) else sampling[slots]
     forced = None if logprobs is None else logprobs.forced_tokens
-    processed, by_slot = logits, None
+    processed = logits
+    by_slot = None
     if processor is not None:
         is_drawn = None if forced is None else forced < 0
         by_slot = SlotRows.of(processor, batch, logits_indices, is_drawn, num_slots)
@@ -272,7 +276,8 @@ def draw_tokens(
     tokens = sample(processed, row_sampling, seeds[slots], batch.positions[at] + 1, token_mask)
     if forced is not None:
         tokens = jnp.where(forced >= 0, forced, tokens)
-    chosen, norm = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0], jax.nn.logsumexp(logits, axis=1)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    norm = jax.nn.logsumexp(logits, axis=1)
     top = None if logprobs is None else top_logprobs(logits, norm, logprobs)
     if by_slot is None:
         return StepOutput(tokens, chosen - norm, top)
@@ -306,7 +311,8 @@ def last_accepted(
     batch: Batch, logits_indices: Int[Array, "n"], tokens: Int[Array, "n"], num_slots: int
 ) -> Int[Array, "slots"]:
     """Returns, for each of `num_slots` slots, the entry of `logits_indices` with its last accepted token; -1 = none."""
-    at, index = jnp.maximum(logits_indices, 0), jnp.arange(logits_indices.shape[0], dtype=jnp.int32)
+    at = jnp.maximum(logits_indices, 0)
+    index = jnp.arange(logits_indices.shape[0], dtype=jnp.int32)
     slots = jnp.where(logits_indices >= 0, batch.slots[at], -1)
     is_draft = (slots == jnp.roll(slots, 1)) & (index > 0)
     is_rejected = is_draft & (batch.token_ids[at] != jnp.roll(tokens, 1))

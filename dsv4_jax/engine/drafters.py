@@ -41,7 +41,8 @@ class PromptLookup:
         """Sets the range; raises ValueError unless `1 <= shortest <= longest`."""
         if not 1 <= shortest <= longest:
             raise ValueError(f"{shortest=} and {longest=} must be 1 <= shortest <= longest")
-        self.longest, self.shortest = longest, shortest
+        self.longest = longest
+        self.shortest = shortest
 
     def draft(self, tokens: np.ndarray, count: int) -> list[int]:
         """Returns the tokens that followed the latest earlier occurrence of the last tokens; see `Drafter`."""

@@ -84,7 +84,9 @@ class Engine(Summarized):
             raise ValueError("prefix is the prefix cache of another manager, or a later one has taken its place")
         config = EngineConfig(**options).resolve(manager, drafter)
         on_device = drafter == "model"
-        self.manager, self.prefix, self.config = manager, prefix, config
+        self.manager = manager
+        self.prefix = prefix
+        self.config = config
         device_drafts = DraftOptions(config.draft_tokens or 0, config.min_confidence) if on_device else DraftOptions()
         model = CompiledModel.of(model)
         self._runner = StepRunner(model, manager, config, device_drafts=device_drafts)
@@ -103,7 +105,8 @@ class Engine(Summarized):
         self._launched: LaunchedStep | None = None  # the step that runs between two calls of `step`
 
     def _summary(self) -> Summary:
-        running, waiting = self.running, self.waiting
+        running = self.running
+        waiting = self.waiting
         requests = {f"request {reprlib.repr(request.id)}": request.progress for request in (*running, *waiting)}
         use = {name: share for name, share in self.manager.requests.use().items() if not name.startswith("slot ")}
         words = f"{len(running)} requests running", f"{len(waiting):,} waiting", f"{self._metrics.steps:,} steps"
@@ -161,7 +164,8 @@ class Engine(Summarized):
           ValueError: a parameter is out of range, the id is taken, the prompt is empty or holds invalid ids, or the
             request needs more tokens than the cache ever holds.
         """
-        checked, limit = RequestParams(**params), self.config.draft_tokens or 0
+        checked = RequestParams(**params)
+        limit = self.config.draft_tokens or 0
         ids = check_request(self.manager, prompt, checked.max_new_tokens)
         draft_tokens = limit if checked.draft_tokens is None else checked.draft_tokens
         if draft_tokens > limit:
@@ -169,7 +173,9 @@ class Engine(Summarized):
         vocab_size = self.manager.schema.config.vocab_size
         if checked.grammar is not None and (size := checked.grammar.vocabulary.size) != vocab_size:
             raise ValueError(f"grammar: its vocabulary has {size} tokens, the model's has {vocab_size}")
-        top, prompt_logprobs, most = checked.top_logprobs, checked.prompt_logprobs, self.config.max_logprobs
+        top = checked.top_logprobs
+        prompt_logprobs = checked.prompt_logprobs
+        most = self.config.max_logprobs
         if max(top, prompt_logprobs) > most:
             raise ValueError(f"top_logprobs={top}, {prompt_logprobs=}: the engine has max_logprobs={most}")
         if (state := checked.logits_state) is not None:
@@ -180,7 +186,8 @@ class Engine(Summarized):
             raise TypeError(f"{id=} must be hashable")
         if id is not None and id in self._scheduler.requests:
             raise ValueError(f"{id=} belongs to a request that has not finished")
-        order, checked = self._next_order(), dataclasses.replace(checked, draft_tokens=draft_tokens)
+        order = self._next_order()
+        checked = dataclasses.replace(checked, draft_tokens=draft_tokens)
         request = Request(order if id is None else id, ids, checked, order=order)
         self._scheduler.add(request)
         self._metrics.added += 1
@@ -260,7 +267,8 @@ class Engine(Summarized):
         if self.prefix is not None:
             self.prefix.check_key(key)
         with self._restart_on_error():
-            launched, self._launched = self._launched, None
+            launched = self._launched
+            self._launched = None
             if launched is not None and not launched.is_in_vain:
                 self._read(launched)
             if running == "recompute":
@@ -335,7 +343,8 @@ class Engine(Summarized):
         scheduler = self._scheduler
         with self._restart_on_error(), lost_process_named():
             scheduler.current = ()
-            launched, self._launched = self._launched, None
+            launched = self._launched
+            self._launched = None
             if launched is None or launched.is_in_vain:
                 launched = self._launch_first(decode)
             if launched is not None:
@@ -388,7 +397,8 @@ class Engine(Summarized):
 
     def _read(self, launched: LaunchedStep) -> None:
         """Waits for a step's output and gives each request its tokens."""
-        scheduler, scheduler.current = self._scheduler, launched.schedule.requests
+        scheduler.current = launched.schedule.requests
+        scheduler = self._scheduler
         output = jax.tree.map(np.asarray, launched.output)  # on its way already: `device_get` would ask once more
         self._metrics.steps += 1
         self._metrics.mixed_steps += launched.prefill

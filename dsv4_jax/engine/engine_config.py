@@ -50,7 +50,9 @@ class EngineConfig:
           manager: the engine's manager.
           drafter: the engine's drafter, "model" or None.
         """
-        schema, slots, draft_tokens = manager.schema, manager.requests.slots_per_shard, self.draft_tokens
+        schema = manager.schema
+        slots = manager.requests.slots_per_shard
+        draft_tokens = self.draft_tokens
         spare = schema.max_query_tokens - 1
         on_device = drafter == "model"
         if not (drafter is None or on_device or isinstance(drafter, Drafter)):

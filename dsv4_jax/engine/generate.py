@@ -98,7 +98,8 @@ def generate_on_device(
     model: Model, manager: KVCacheManager, prompts: Any, *, max_new_tokens: int, chunk: int, drafts: Any, **options: Any
 ) -> list[tuple[list[int], list[int]]]:
     """Returns each prompt's (new tokens, number of drafts that each of its steps accepted); see `generate`."""
-    seed, options["stop_tokens"] = options.pop("seed"), check_stop_tokens(options["stop_tokens"])
+    seed = options.pop("seed")
+    options["stop_tokens"] = check_stop_tokens(options["stop_tokens"])
     model = CompiledModel.of(model)
     with engine_for_prompts(model, manager, prompts, max_new_tokens, chunk, drafts) as engine:
         _check_room(manager, prompts, max_new_tokens)

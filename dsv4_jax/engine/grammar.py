@@ -40,7 +40,8 @@ class Vocabulary:
         """
         if not end_tokens:
             raise ValueError("end_tokens is empty: an answer that follows a grammar ends with one of them")
-        self.size, self.end_tokens = size, tuple(end_tokens)
+        self.size = size
+        self.end_tokens = tuple(end_tokens)
         # By other names, since text that a grammar prescribes may contain theirs.
         names = {token.content: f"\U000f0000{id}" for id, token in tokenizer.get_added_tokens_decoder().items()}
         self._tokenizer = llguidance.LLTokenizer(with_names(tokenizer, names), n_vocab=size, eos_token=list(end_tokens))
@@ -83,7 +84,8 @@ class GrammarMatcher:
 
     def __init__(self, matcher: llguidance.LLMatcher, num_tokens: int = 0):
         """Made by `Grammar.start`."""
-        self._matcher, self.num_tokens = matcher, num_tokens
+        self._matcher = matcher
+        self.num_tokens = num_tokens
 
     def copy(self) -> "GrammarMatcher":
         """Returns a matcher that goes on from here on its own."""

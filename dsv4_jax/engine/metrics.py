@@ -75,19 +75,26 @@ class EngineMetrics:
     def count_use(self, manager: KVCacheManager) -> None:
         """Counts the slots and blocks of the cache that are in use."""
         self.schema = schema = manager.schema
-        self.blocks, self.slots = schema.num_blocks - manager.free_blocks, schema.max_requests - manager.free_slots
-        self.most_blocks, self.most_slots = max(self.most_blocks, self.blocks), max(self.most_slots, self.slots)
+        self.blocks = schema.num_blocks - manager.free_blocks
+        self.slots = schema.max_requests - manager.free_slots
+        self.most_blocks = max(self.most_blocks, self.blocks)
+        self.most_slots = max(self.most_slots, self.slots)
 
     @property
     def pools(self) -> dict[str, PoolUse]:
         """The use of each pool of the cache by its name."""
-        pools, schema = {}, self.schema
+        pools = {}
+        schema = self.schema
         if schema is None:
             return pools
         for name, total in schema.pool_bytes().items():
-            held, most, units = self.slots, self.most_slots, schema.max_requests
+            held = self.slots
+            most = self.most_slots
+            units = schema.max_requests
             if name in schema.block_bytes_by_pool():
-                held, most, units = self.blocks, self.most_blocks, schema.num_blocks
+                held = self.blocks
+                most = self.most_blocks
+                units = schema.num_blocks
             pools[name] = PoolUse(total * held // units, total * most // units, total)
         return pools
 

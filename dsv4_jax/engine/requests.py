@@ -95,11 +95,16 @@ class Request(Summarized):
 
     def __init__(self, id: Hashable, prompt: np.ndarray, params: RequestParams, *, order: int):
         """Makes a request that has not run; `prompt` is [n] int32."""
-        self.id, self.params, self.order = id, params, order
-        self.device_drafts, self.drafted_tokens, self.accepted = np.zeros((0,), np.int32), 0, []
+        self.id = id
+        self.params = params
+        self.order = order
+        self.device_drafts = np.zeros((0,), np.int32)
+        self.drafted_tokens = 0
+        self.accepted = []
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
-        self.cached_tokens, self.slot = 0, -1
+        self.cached_tokens = 0
+        self.slot = -1
         self.matcher = None if params.grammar is None else params.grammar.start()
         self.offloaded: OffloadedRequest | None = None
         # Room for all tokens it can ever hold, so that no step copies the history. The first `num_tokens` are known.
@@ -126,10 +131,15 @@ class Request(Summarized):
     def child(self, *, seed: int, order: int) -> "Request":
         """Returns a request that continues from here with other random bits; its id is its order."""
         child = copy.copy(self)
-        child.id, child.order, child.slot, child.offloaded = order, order, -1, None
+        child.id = order
+        child.order = order
+        child.slot = -1
+        child.offloaded = None
         child.params = dataclasses.replace(self.params, seed=seed)
         child.matcher = None if self.matcher is None else self.matcher.copy()
-        child._ids, child._logprobs, child.accepted = self._ids.copy(), self._logprobs.copy(), self.accepted.copy()
+        child._ids = self._ids.copy()
+        child._logprobs = self._logprobs.copy()
+        child.accepted = self.accepted.copy()
         child._top = TopLogprobs(self._top.ids.copy(), self._top.logprobs.copy())
         return child
 
@@ -213,7 +223,8 @@ class Request(Summarized):
         Args:
           start, logprobs, top: position of the first token, [n] log-probabilities, and the likeliest tokens or None.
         """
-        first, count = start - self._scored_from, len(logprobs)
+        first = start - self._scored_from
+        count = len(logprobs)
         self._logprobs[first : first + count] = logprobs
         if top is not None:
             self._score_top(start, count, top)
@@ -222,7 +233,8 @@ class Request(Summarized):
         """Keeps the likeliest tokens in the places of `count` tokens."""
         if k := self.params.top_logprobs:
             here = slice(start - self._scored_from, start - self._scored_from + count)
-            self._top.ids[here], self._top.logprobs[here] = top.ids[:count, :k], top.logprobs[:count, :k]
+            self._top.ids[here] = top.ids[:count, :k]
+            self._top.logprobs[here] = top.logprobs[:count, :k]
 
     def extend(
         self, tokens: Sequence[int], logprobs: Sequence[float], num_drafts: int = 0, top: TopLogprobs | None = None
@@ -235,9 +247,11 @@ class Request(Summarized):
           num_drafts: number of drafts that the step verified.
         """
         start = end = self.num_tokens
-        stop_tokens, reason = self.params.stop_tokens, None
+        stop_tokens = self.params.stop_tokens
+        reason = None
         for token in tokens:
-            self._ids[end], self._logprobs[end - self._scored_from] = token, logprobs[end - start]
+            self._ids[end] = token
+            self._logprobs[end - self._scored_from] = logprobs[end - start]
             end += 1
             if token in stop_tokens:
                 reason = "stop"
@@ -247,7 +261,8 @@ class Request(Summarized):
                 break
         if top is not None:
             self._score_top(start, end - start, top)
-        self.num_tokens, self.finish_reason = end, reason
+        self.num_tokens = end
+        self.finish_reason = reason
         self.drafted_tokens += num_drafts
         self.accepted.append(end - start - 1)
         return end - start
@@ -294,9 +309,11 @@ def check_no_requests(manager: KVCacheManager) -> None:
 def check_request(manager: KVCacheManager, prompt: Sequence[int] | np.ndarray, max_new_tokens: int) -> np.ndarray:
     """Returns the prompt's ids [n] int32; raises TypeError or ValueError if the request could never run."""
     check_positive(max_new_tokens=max_new_tokens)
-    ids, schema = manager.check_ids(prompt, "prompt"), manager.schema
+    ids = manager.check_ids(prompt, "prompt")
+    schema = manager.schema
     # The last token is drawn, never stored.
-    need, table = len(ids) + max_new_tokens - 1, manager.requests
+    need = len(ids) + max_new_tokens - 1
+    table = manager.requests
     blocks = "the whole cache's" if table.num_shards == 1 else f"each of the cache's {table.num_shards} shards'"
     for name, limit in {"max_context": schema.max_context, blocks: table.capacity}.items():
         if need > limit:

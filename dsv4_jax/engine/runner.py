@@ -38,10 +38,14 @@ class StepRunner:
         self, model: CompiledModel, manager: KVCacheManager, config: EngineConfig, *, device_drafts: DraftOptions
     ):
         """Makes a runner; compiles nothing. Each step makes drafts for the next one as `device_drafts` says."""
-        self.model, self._manager, self._config, self._device_drafts = model, manager, config, device_drafts
+        self.model = model
+        self._manager = manager
+        self._config = config
+        self._device_drafts = device_drafts
         self.decode_size = config.decode_size(manager.requests.slots_per_shard)
         self._compilations_before = model.compilations
-        slots, count = manager.schema.max_requests, device_drafts.count
+        slots = manager.schema.max_requests
+        count = device_drafts.count
         rows = np.zeros((manager.requests.num_shards * self.decode_size,), np.int32)
         none = (rows[:slots], np.zeros((slots, count), np.int32)) if count else rows
         self._no_tokens = manager.requests.put(none, "tokens")
@@ -72,8 +76,12 @@ class StepRunner:
 
     def _prepare(self, schedule, after=None, has_grammars=False):
         """Prepares a batch. Returns its step before the launch: the function and its arguments after the cache."""
-        config, table, numbers = self._config, self._manager.requests, schedule.numbers
-        slots, counts, num_rows = numbers["slot"], numbers["num_tokens"], schedule.num_rows
+        config = self._config
+        table = self._manager.requests
+        numbers = schedule.numbers
+        slots = numbers["slot"]
+        counts = numbers["num_tokens"]
+        num_rows = schedule.num_rows
         sizes = config.token_budget, 0 if config.batch_invariant else self.decode_size
         layout = find_layout(table, slots, counts, *sizes)
         batch = prepare_forward(table, slots, counts, np.concatenate(schedule.tokens), layout)
@@ -87,7 +95,8 @@ class StepRunner:
         options = LogprobOptions(put["forced"], put["wants_top"], config.max_logprobs) if config.max_logprobs else None
         sampling = BatchedSamplingParams(put["temperature"], put["top_k"], put["top_p"])
         earlier = EarlierTokens(self._no_tokens if after is None else after.tokens, put["sources"])
-        rows, drawing = put["logits_indices"], (sampling, put["seeds"], options)
+        rows = put["logits_indices"]
+        drawing = (sampling, put["seeds"], options)
         launched = LaunchedStep(schedule, None, first_rows, len(batch.slots), batch.prefill)
         launched = dataclasses.replace(launched, wants_top=bool(arrays.get("wants_top", False)))
         self._begin_slots(schedule.requests)
@@ -126,7 +135,8 @@ class StepRunner:
 
     def _begin_slots(self, requests):
         """Sets the logits processor's states of requests that are new in their slots, with the tokens they have."""
-        table, processor = self._manager.requests, self._config.logits_processor
+        table = self._manager.requests
+        processor = self._config.logits_processor
         if processor is None:
             return
         if self._processor is None:
@@ -138,7 +148,8 @@ class StepRunner:
         for i in np.flatnonzero(self._begun[slots] != admitted).tolist():
             request = requests[i]
             state = processor.state if request.params.logits_state is None else request.params.logits_state
-            tokens, count = self._unused_tokens, request.num_generated
+            tokens = self._unused_tokens
+            count = request.num_generated
             if count:
                 tokens = np.zeros(tokens.shape, np.int32)
                 tokens[:count] = request.generated
@@ -158,22 +169,28 @@ class StepRunner:
         """Returns the masks of a step's rows, on the devices. They follow on the tokens that requests have now."""
         from dsv4_jax.engine.grammar import token_masks  # llguidance comes with the extra "serve"
 
-        schedule, table, rows = launched.schedule, self._manager.requests, []
+        schedule = launched.schedule
+        table = self._manager.requests
+        rows = []
         numbers = schedule.numbers
         first_rows = launched.first_rows + numbers["num_scored"]
         for i in np.flatnonzero(numbers["samples"]).tolist():
-            request, num_drafts = schedule.requests[i], int(numbers["num_drafts"][i])
+            request = schedule.requests[i]
+            num_drafts = int(numbers["num_drafts"][i])
             if request.matcher is not None and request.finish_reason is None:
                 request.matcher.read(request.tokens_from(request.prompt_length + request.matcher.num_tokens))
                 drafts = schedule.tokens[i][-num_drafts:].tolist() if num_drafts else ()
                 rows.append((request.matcher, int(first_rows[i]), drafts))
-        num_rows, vocab_size = table.num_shards * self.decode_size, self._manager.schema.config.vocab_size
+        num_rows = table.num_shards * self.decode_size
+        vocab_size = self._manager.schema.config.vocab_size
         return table.put(token_masks(rows, num_rows, vocab_size), "tokens")
 
     def _logprob_arrays(self, schedule, first_rows):
         """Returns the arrays of `LogprobOptions`: known tokens to be scored, and whether likeliest ones are wanted."""
         forced = np.full((self._manager.requests.num_shards * self.decode_size,), -1, np.int32)
-        num_rows, scored, ends = schedule.num_rows, schedule.numbers["num_scored"], schedule.ends
+        num_rows = schedule.num_rows
+        scored = schedule.numbers["num_scored"]
+        ends = schedule.ends
         for i in np.flatnonzero(scored):
             known = schedule.requests[i].tokens[ends[i] - num_rows[i] + 1 :]
             forced[first_rows[i] : first_rows[i] + scored[i]] = known[: scored[i]]
@@ -196,7 +213,9 @@ class StepRunner:
 
         Returns {name of a step's program: its number of tokens} and the cache, in which no request is left.
         """
-        config, manager, sizes = self._config, self._manager, {}
+        config = self._config
+        manager = self._manager
+        sizes = {}
         max_context = manager.schema.max_context
         counts = min(manager.schema.max_query_tokens + 1, config.token_budget, max_context), 1
         kinds = list(itertools.product(counts, {False, config.structured_output}))
@@ -212,7 +231,8 @@ class StepRunner:
                 slot, cache = resume(manager, cache, offloaded)
                 if prefix is not None:
                     cache = prefix.warm_up(cache, slot)
-                table, shard = manager.requests, manager.requests.shard(slot)
+                table = manager.requests
+                shard = manager.requests.shard(slot)
                 if table.free_slots(shard) and table.room(shard):  # otherwise no request can ever be forked
                     (child,), cache = manager.fork(cache, slot, 1)
                     manager.release(child)

@@ -48,8 +48,12 @@ class Scheduler:
         prefix: PrefixCache | None,
     ):
         """Makes a scheduler without requests; arguments as for `Engine`, but no drafter for drafts on the device."""
-        self.manager, self.cache, self.metrics, self.config = manager, cache, metrics, config
-        self.drafter, self.prefix = drafter, prefix
+        self.manager = manager
+        self.cache = cache
+        self.metrics = metrics
+        self.config = config
+        self.drafter = drafter
+        self.prefix = prefix
         self.requests: dict[Hashable, Request] = {}
         self.running: list[Request] = []
         self.waiting: list[Request] = []
@@ -71,7 +75,9 @@ class Scheduler:
         that was launched already runs the request's last token, the children run it again, to draw with their seeds. If
         it also runs drafts, they read all tokens again: it may have overwritten what the last one needs.
         """
-        offloaded, slots, slot = request.offloaded, [], request.slot
+        offloaded = request.offloaded
+        slots = []
+        slot = request.slot
         length = 0 if slot < 0 else min(self.manager.length(slot), len(request.tokens) - 1)
         if length and not (self.config.draft_tokens and self.manager.length(slot) > length):
             table = self.manager.requests
@@ -97,7 +103,9 @@ class Scheduler:
         """Ends a running or waiting request and frees its slot and blocks."""
         if error is not None:
             self.pending_outputs.setdefault(request, len(request.tokens))
-        request.finish_reason, request.error, request.offloaded = reason, error, None
+        request.finish_reason = reason
+        request.error = error
+        request.offloaded = None
         if request.slot >= 0:
             self.manager.release(request.slot)
         self._list_of(request).remove(request)
@@ -113,7 +121,8 @@ class Scheduler:
             request.slot = -1
             if request.matcher is not None:
                 request.matcher.reset()
-        self.running, self.waiting = [], sorted(self.requests.values(), key=_rank)
+        self.waiting = sorted(self.requests.values(), key=_rank)
+        self.running = []
         for request in list(self.waiting):
             if request.finish_reason is not None:  # the error came while it finished
                 self.finish(request, request.finish_reason, request.error)
@@ -159,7 +168,8 @@ class Scheduler:
         """
         if self.prefix is None:
             return
-        block, schedule = self.manager.schema.block_tokens, launched.schedule
+        block = self.manager.schema.block_tokens
+        schedule = launched.schedule
         for i in np.flatnonzero(schedule.ends // block > schedule.numbers["start"] // block):
             if (request := schedule.requests[i]).finish_reason is None:
                 launched.snapshots[request] = self.prefix.snapshot(self.cache, request.slot)
@@ -178,16 +188,20 @@ class Scheduler:
           CacheFullError: a request has to be preempted, and `in_flight` is given.
         """
         self.current = running = tuple(self.running)
-        table, num_slots = self.manager.requests, self.manager.schema.max_requests
+        table = self.manager.requests
+        num_slots = self.manager.schema.max_requests
         slots = np.array([request.slot for request in running], int)
         known = np.array([request.num_tokens for request in running], int)
         most = np.array([request.max_tokens for request in running], int)
-        sources, drawn = np.full((num_slots,), -1), np.zeros((num_slots,), int)
+        sources = np.full((num_slots,), -1)
+        drawn = np.zeros((num_slots,), int)
         if in_flight is not None:
             sources, drawn = in_flight.newest_tokens(num_slots, self.config.draft_tokens or 0)
-        sources, drawn = sources[slots], drawn[slots]
+        sources = sources[slots]
+        drawn = drawn[slots]
         # The most drafts that may be needed; those behind the end of a request are not counted as accepted.
-        least, known = known + (sources >= 0), known + drawn
+        least = known + (sources >= 0)
+        known = known + drawn
         room = np.minimum(most - least - 1, self.manager.schema.max_context - known)
         unread = known - table.states.numbers["length"][slots]
         decodes = (unread == 1) & (known < most) & decode
@@ -212,7 +226,9 @@ class Scheduler:
         np.subtract.at(rows, [table.shard(request.slot) for request in readers], 1)
         found = []
         for request in readers:
-            start, known, shard = self.manager.length(request.slot), request.num_tokens, table.shard(request.slot)
+            start = self.manager.length(request.slot)
+            known = request.num_tokens
+            shard = table.shard(request.slot)
             limit = min(budget[shard], rows[shard] + 1) if request.scores_prompt else budget[shard]
             end = int(min(start + limit, known - (not decode)))
             if end > start:
@@ -255,16 +271,20 @@ class Scheduler:
         have been read. A request takes up to `room` drafts. Raises CacheFullError if blocks are missing while such a
         step is in flight.
         """
-        slots, sources, counts = fields["slot"], fields["source"], np.ones((len(requests),), int)
+        slots = fields["slot"]
+        sources = fields["source"]
+        counts = np.ones((len(requests),), int)
         drafts = []
         if self.config.draft_tokens:
             drafts = [self._draft(*args) for args in zip(requests, room.tolist(), (sources >= 0).tolist(), strict=True)]
             counts += np.array([len(ids) for ids in drafts], int)
         for i in np.flatnonzero(self.manager.requests.missing_blocks(slots, counts)):
             counts[i] = self._reserve(requests[i], int(counts[i]), can_preempt=not is_in_flight)
-        tokens, is_prefill = [UNKNOWN] * len(requests), sources < 0
+        tokens = [UNKNOWN] * len(requests)
+        is_prefill = sources < 0
         for i in np.flatnonzero(is_prefill).tolist():
-            tokens[i], is_prefill[i] = requests[i].tokens[-1:], not requests[i].num_generated
+            tokens[i] = requests[i].tokens[-1:]
+            is_prefill[i] = not requests[i].num_generated
         for i in np.flatnonzero(counts > 1).tolist():
             tokens[i] = np.concatenate([tokens[i], drafts[i][: counts[i] - 1]])
         fields |= dict(num_tokens=counts, num_drafts=counts - 1, is_prefill=is_prefill)

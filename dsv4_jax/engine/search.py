@@ -130,9 +130,17 @@ class _BeamSearch:
     """
 
     def __init__(self, model, manager, prompt, beams, chunk):
-        self.alive, self.ended, self.length = [Candidate([], 0.0)], [], 0
-        self._model, self._manager, self._prompt, self._beams, self._chunk = model, manager, prompt, beams, chunk
-        self._cache, self._slots, self._parents = manager.init_cache(), [], [0]
+        self.alive = [Candidate([], 0.0)]
+        self.ended = []
+        self.length = 0
+        self._model = model
+        self._manager = manager
+        self._prompt = prompt
+        self._beams = beams
+        self._chunk = chunk
+        self._cache = manager.init_cache()
+        self._slots = []
+        self._parents = [0]
         self._options = LogprobOptions(num_top=min(2 * beams, manager.schema.config.vocab_size))
         self._step_size = min(chunk, len(prompt)) + manager.requests.slots_per_shard
 
@@ -157,7 +165,8 @@ class _BeamSearch:
         children = sorted(children, key=lambda child: -child[1].logprob)[: 2 * self._beams]
         self.ended += [beam for _, beam in children[: self._beams] if beam.tokens[-1] in stop_tokens]
         alive = [child for child in children if child[1].tokens[-1] not in stop_tokens][: self._beams]
-        self._parents, self.alive = [parent for parent, _ in alive], [beam for _, beam in alive]
+        self._parents = [parent for parent, _ in alive]
+        self.alive = [beam for _, beam in alive]
         self.length += 1
 
     def _run(self, tokens):
@@ -167,7 +176,8 @@ class _BeamSearch:
 
     def _follow_parents(self):
         """Gives each answer a slot: releases parents without children, and forks those with several."""
-        slots, parents = self._slots, self._parents
+        slots = self._slots
+        parents = self._parents
         for i, slot in enumerate(slots):
             if i not in parents:
                 self._manager.release(slot)

@@ -55,7 +55,8 @@ class Schedule:
     def select(self, mask: np.ndarray) -> "Schedule":
         """Returns the schedule of some requests, by a mask [n]."""
         places = np.flatnonzero(mask).tolist()
-        requests, tokens = tuple(self.requests[i] for i in places), [self.tokens[i] for i in places]
+        requests = tuple(self.requests[i] for i in places)
+        tokens = [self.tokens[i] for i in places]
         return Schedule(requests, tokens, self.numbers[mask])
 
     def __add__(self, other: "Schedule") -> "Schedule":
@@ -104,7 +105,9 @@ class LaunchedStep:
         """Returns the step with the drafts that it runs, if any, and their places, once the one before was read."""
         if self.output is None or self.output.draft_tokens is None:
             return self
-        schedule, tokens, numbers = self.schedule, list(self.schedule.tokens), self.schedule.numbers.copy()
+        schedule = self.schedule
+        tokens = list(self.schedule.tokens)
+        numbers = self.schedule.numbers.copy()
         for i in np.flatnonzero(numbers["source"] >= 0).tolist():
             if (request := schedule.requests[i]).finish_reason is None:
                 numbers["start"][i] = request.num_tokens - 1
@@ -127,7 +130,9 @@ class LaunchedStep:
         Returns:
           [num_slots] the index of the newest token among `tokens`, -1 = none, and [num_slots] the most tokens drawn.
         """
-        schedule, newest, counts = self.schedule, np.full((num_slots,), -1), np.zeros((num_slots,), int)
+        schedule = self.schedule
+        newest = np.full((num_slots,), -1)
+        counts = np.zeros((num_slots,), int)
         draws = np.array([request.finish_reason is None for request in schedule.requests]) & schedule.numbers["samples"]
         slots = schedule.numbers["slot"][draws]
         rows = (self.first_rows + schedule.num_rows - 1)[draws]

@@ -66,7 +66,8 @@ class StopStrings:
         # The stop string that is complete first counts; of several, the longest.
         ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if ends:
-            self.found, self._held = True, ""
+            self.found = True
+            self._held = ""
             return text[: min(ends)[1]]
         held = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
@@ -74,7 +75,8 @@ class StopStrings:
 
     def finish(self) -> str:
         """Returns the text that was held back."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
 
@@ -115,7 +117,8 @@ class AnswerText:
             if piece:
                 self._prompt_rest = ""
             return self._stops.add(piece)
-        text, self._separator = f"{self._separator}{token}", " "
+        text = f"{self._separator}{token}"
+        self._separator = " "
         return text
 
     def finish(self) -> str:
@@ -133,7 +136,9 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def token_offsets(tokenizer: Tokenizer | None, tokens: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
     """Returns (token, offset) of each token: the position where it, or text held back before it, begins."""
-    stream, offsets, end = None if tokenizer is None else TextStream(tokenizer), [], 0
+    stream = None if tokenizer is None else TextStream(tokenizer)
+    offsets = []
+    end = 0
     for token in map(int, tokens):
         offsets.append((token, end))
         end += len(f"{token} " if stream is None else stream.add(token))

@@ -33,17 +33,25 @@ def update(
     _fail_not_finite(scheduler, schedule, first_rows, output)
     kept = np.array([request.finish_reason is None for request in schedule.requests], bool)
     if not kept.all():
-        schedule, first_rows = schedule.select(kept), first_rows[kept]
-    requests, numbers, metrics, tops = schedule.requests, schedule.numbers, scheduler.metrics, output.top_logprobs
-    num_drafts, num_scored, lengths = numbers["num_drafts"], numbers["num_scored"], schedule.ends
+        schedule = schedule.select(kept)
+        first_rows = first_rows[kept]
+    requests = schedule.requests
+    numbers = schedule.numbers
+    metrics = scheduler.metrics
+    tops = output.top_logprobs
+    num_drafts = numbers["num_drafts"]
+    num_scored = numbers["num_scored"]
+    lengths = schedule.ends
     for i in np.flatnonzero(num_scored).tolist():
         rows = slice(first_rows[i], first_rows[i] + num_scored[i])
         requests[i].score(int(numbers["start"][i]) + 1, output.logprobs[rows], tops and tops[rows])
     if output.draft_tokens is not None:
         for i in np.flatnonzero(numbers["samples"]).tolist():
             requests[i].device_drafts = (drafts := output.draft_tokens[numbers["slot"][i]])[drafts >= 0]
-    pending, logprobs = scheduler.pending_outputs, output.logprobs.tolist()
-    new, first = _accepted(schedule, first_rows, output), (first_rows + num_scored).tolist()
+    pending = scheduler.pending_outputs
+    logprobs = output.logprobs.tolist()
+    new = _accepted(schedule, first_rows, output)
+    first = (first_rows + num_scored).tolist()
     for request, tokens, begin, drafts in zip(requests, new, first, num_drafts.tolist(), strict=True):
         if tokens:
             end = begin + len(tokens)
@@ -56,13 +64,15 @@ def update(
         metrics.drafted_tokens += int(num_drafts[i])
         metrics.accepted_tokens += requests[i].accepted[-1]
         # Rejected drafts are in the cache, and so are accepted ones behind the end; the last token is not.
-        end, lengths[i] = int(lengths[i]), requests[i].num_tokens - 1
+        end = int(lengths[i])
+        lengths[i] = requests[i].num_tokens - 1
         scheduler.manager.rewind(requests[i].slot, end - int(lengths[i]), is_followed=requests[i] in followed)
     metrics.prompt_tokens += int((numbers["num_tokens"] - num_drafts)[numbers["is_prefill"]].sum())
     if (prefix := scheduler.prefix) is not None:
         block_tokens = scheduler.manager.schema.block_tokens
         for i in np.flatnonzero(lengths // block_tokens > numbers["start"] // block_tokens).tolist():
-            request, length = requests[i], int(lengths[i])
+            request = requests[i]
+            length = int(lengths[i])
             snapshot = None if snapshots is None else snapshots.get(request)
             tokens = request.tokens[:length]
             salt = request.params.cache_salt
@@ -76,7 +86,8 @@ def update(
 
 def _accepted(schedule, first_rows, output):
     """Returns for each request the list of tokens that it draws: accepted drafts and the token drawn after them."""
-    numbers, tokens = schedule.numbers, output.tokens.tolist()
+    numbers = schedule.numbers
+    tokens = output.tokens.tolist()
     ends = first_rows + schedule.num_rows
     new = [tokens[i:end] for i, end in zip((first_rows + numbers["num_scored"]).tolist(), ends.tolist(), strict=True)]
     for i in np.flatnonzero(numbers["num_drafts"]).tolist():
@@ -88,7 +99,8 @@ def _fail_not_finite(scheduler, schedule, first_rows, output):
     """Ends the requests whose tokens were drawn from logits that are not finite."""
     if (is_finite := np.isfinite(output.logprobs)).all():
         return
-    first, accepted = first_rows + schedule.numbers["num_scored"], _accepted(schedule, first_rows, output)
+    first = first_rows + schedule.numbers["num_scored"]
+    accepted = _accepted(schedule, first_rows, output)
     for i, request in enumerate(schedule.requests):
         rows = slice(first_rows[i], first[i] + len(accepted[i]))
         if request.finish_reason is None and not is_finite[rows].all():

@@ -32,20 +32,27 @@ class CudaMemory:
         self._device = self._call("cuDeviceGet", device.local_hardware_id)
         # JAX uses the primary context, too.
         self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
-        kinds, access = driver.CUmemLocationType, driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        kinds = driver.CUmemLocationType
+        access = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         attribute = driver.CUdevice_attribute
         numa = self._call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, self._device)
         places = {
             False: (kinds.CU_MEM_LOCATION_TYPE_DEVICE, int(self._device)),
             True: (kinds.CU_MEM_LOCATION_TYPE_HOST_NUMA, max(int(numa), 0)),
         }
-        self._properties, self._access = {}, {}
+        self._properties = {}
+        self._access = {}
         for on_host, (kind, number) in places.items():
-            properties, rights = driver.CUmemAllocationProp(), driver.CUmemAccessDesc()
+            properties = driver.CUmemAllocationProp()
+            rights = driver.CUmemAccessDesc()
             properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-            properties.location.type, properties.location.id = kind, number
-            rights.location.type, rights.location.id, rights.flags = kind, number, access
-            self._properties[on_host], self._access[on_host] = properties, rights
+            properties.location.type = kind
+            properties.location.id = number
+            rights.location.type = kind
+            rights.location.id = number
+            rights.flags = access
+            self._properties[on_host] = properties
+            self._access[on_host] = rights
         smallest = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         sizes = [self._run("cuMemGetAllocationGranularity", x, smallest) for x in self._properties.values()]
         self._stream = self._run("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING)

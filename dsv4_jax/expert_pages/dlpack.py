@@ -31,7 +31,8 @@ class _Tensor(ctypes.Structure):
     )
 
 
-_CUDA, _CPU = 2, 1
+_CUDA = 2
+_CPU = 1
 _KINDS = dict(uint8=1, float32=2, bfloat16=4)
 # The objects that a tensor needs, by its address, until the array over it is gone.
 _owned: dict[int, tuple[Any, ...]] = {}
@@ -63,7 +64,8 @@ class _Exporter:
 
     def __dlpack__(self, **_: Any) -> Any:
         new = ctypes.pythonapi.PyCapsule_New
-        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        new.restype = ctypes.py_object
+        new.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
         return new(ctypes.addressof(self._tensor), b"dltensor", None)
 
 

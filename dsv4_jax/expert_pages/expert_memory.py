@@ -96,7 +96,8 @@ class ExpertMemory:
           layers: names of all layers with experts, in the order in which a cache counts them, whatever their stacks.
           shapes: [E, ...] shapes of the uint8 codes of a layer's matrices.
         """
-        memory, experts = self._opened_memory(), shapes[0][0]
+        memory = self._opened_memory()
+        experts = shapes[0][0]
         each = len(layers) * sum(math.prod(shape[1:]) for shape in shapes)  # an expert in every layer
         free = memory.free_bytes()
         scales = experts * each // CODES_PER_SCALE

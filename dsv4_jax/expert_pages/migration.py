@@ -98,8 +98,13 @@ class ExpertMigration:
           file: where the counts are kept for later processes, or None.
           batch, interval, remap_share: number of swaps, and as the attributes.
         """
-        self.interval, self.remap_share, self.metrics = interval, remap_share, ExpertMetrics()
-        self._memory, self._layers, self._file, self._batch = memory, dict(layers), file, batch
+        self.interval = interval
+        self.remap_share = remap_share
+        self.metrics = ExpertMetrics()
+        self._memory = memory
+        self._layers = dict(layers)
+        self._file = file
+        self._batch = batch
         self._stored = dict(frequencies)
         matrices = list(self._layers.values())
         self._on_host = np.stack([pages[0].on_host for pages in matrices])
@@ -116,8 +121,12 @@ class ExpertMigration:
             close.atexit = False  # the driver frees everything at the end of the process
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "expert-migration")
         self._job: concurrent.futures.Future[None] = self._thread.submit(lambda: None)
-        self._debt, self._last, self._saved = 0.0, time.perf_counter(), time.perf_counter()
-        self._steps, self._before, self._experts_per_token = 0, np.zeros(0, np.uint32), 1
+        self._debt = 0.0
+        self._last = time.perf_counter()
+        self._saved = time.perf_counter()
+        self._steps = 0
+        self._before = np.zeros(0, np.uint32)
+        self._experts_per_token = 1
 
     def start(self, counts: Int[Array, "2 L E"], experts_per_token: int) -> None:
         """Begins to read the counts of a cache, `KVCache.expert_counts`, which start at zero.
@@ -134,7 +143,9 @@ class ExpertMigration:
             # Counts of earlier processes decide only as long as nothing is counted here.
             weight = self.policy.half_life * experts_per_token / np.maximum(self.history.frequencies.sum(1), 1.0)
             self.policy.frequencies += self.history.frequencies * np.minimum(weight, 1.0)[:, None]
-        self._experts_per_token, self._steps, self._last = experts_per_token, 0, time.perf_counter()
+        self._experts_per_token = experts_per_token
+        self._steps = 0
+        self._last = time.perf_counter()
         self._was_on_host = self._on_host.copy()
         self._before = np.asarray(_snapshot(counts)).view(np.uint32)
 
@@ -144,7 +155,8 @@ class ExpertMigration:
         `counts` are the `KVCache.expert_counts` of the newest cache.
         """
         now = time.perf_counter()
-        passed, self._last = min(now - self._last, _MAX_STEP_SECONDS), now
+        passed = min(now - self._last, _MAX_STEP_SECONDS)
+        self._last = now
         self.metrics.seconds += passed
         self._debt = max(self._debt - self.remap_share * passed, 0.0)
         self._steps += 1
@@ -209,7 +221,8 @@ class ExpertMigration:
         mover.remap()
         seconds = time.perf_counter() - begin
         for layer, hot, cold in self._staged:
-            self._on_host[layer, hot], self._on_host[layer, cold] = False, True
+            self._on_host[layer, hot] = False
+            self._on_host[layer, cold] = True
         self.metrics.swaps += len(self._staged)
         self.metrics.remap_seconds += seconds
         self._debt += seconds

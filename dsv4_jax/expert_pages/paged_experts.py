@@ -63,7 +63,8 @@ class ExpertPages:
           piece: number of the piece of the expert that is written.
           pieces: number of equal pieces of an expert.
         """
-        nbytes, mapping = self.nbytes // pieces, self.mappings[expert]
+        nbytes = self.nbytes // pieces
+        mapping = self.mappings[expert]
         target = mapping.address + piece * nbytes
         if isinstance(data, int):
             self.memory.copy(target, data, nbytes)
@@ -141,7 +142,8 @@ def copy_to_host(memory: CudaMemory, x: Array) -> Array:
 
 def _array_of_pages(memory, nbytes, on_host, shape, dtype, device):
     """Returns an array, and the mappings of `nbytes` each that hold its bytes, one after another."""
-    total, mappings = nbytes * len(on_host), []
+    total = nbytes * len(on_host)
+    mappings = []
     base = memory.reserve(total)
     free = functools.partial(_free, memory, base, total, mappings)
     try:
@@ -161,7 +163,9 @@ def _map(memory, base, nbytes, handles, mappings):
         if error := future.exception():
             errors.append(error)
             continue
-        address, handle, host = base + number * nbytes, future.result(), bool(host)
+        address = base + number * nbytes
+        handle = future.result()
+        host = bool(host)
         try:
             memory.map(address, nbytes, handle, for_cpu=host)
         except BaseException as error:
@@ -196,7 +200,9 @@ class Mover:
 
         Raises MemoryError if the GPU or the host is out of memory. Nothing stays behind.
         """
-        self._memory, self._layers, self._staged = memory, layers, []
+        self._memory = memory
+        self._layers = layers
+        self._staged = []
         self._free: list[list[list[Mapping]]] = []  # for each swap and matrix, spare memory (GPU, host)
         self._copies = concurrent.futures.ThreadPoolExecutor(1)
         self.batch = batch
@@ -270,7 +276,8 @@ class Mover:
         for spares in [*self._free, *(spares for _, spares, _ in self._staged)]:
             for spare in (spare for pair in spares for spare in pair):
                 _free(self._memory, spare.address, spare.nbytes, [spare])
-        self._free, self._staged = [], []
+        self._free = []
+        self._staged = []
 
     def _spare(self, nbytes, on_host):
         with contextlib.ExitStack() as undo:

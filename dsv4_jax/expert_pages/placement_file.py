@@ -48,7 +48,8 @@ def _ignored(path, why):
 
 def write_frequencies(path: Path, frequencies: Mapping[str, Float[np.ndarray, "E"]]) -> None:
     """Writes the file atomically. If that fails, as on a full disk, there is a warning and the old file stays."""
-    file, rows = None, dict[str, Any]((name, row.astype(np.float32)) for name, row in frequencies.items())
+    file = None
+    rows = dict[str, Any]((name, row.astype(np.float32)) for name, row in frequencies.items())
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
             np.savez(file, **rows)

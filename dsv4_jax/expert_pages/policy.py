@@ -41,7 +41,8 @@ class PlacementPolicy:
         hot = np.argsort(np.where(on_host, -self.frequencies, np.inf), axis=1, kind="stable")
         cold = np.argsort(np.where(on_host, np.inf, self.frequencies), axis=1, kind="stable")
         pairs = min(int(on_host.sum(1).min()), int((~on_host).sum(1).min()))
-        hot, cold = hot[:, :pairs], cold[:, :pairs]
+        hot = hot[:, :pairs]
+        cold = cold[:, :pairs]
         gains, losses = (np.take_along_axis(self.frequencies, experts, axis=1) for experts in (hot, cold))
         saved = gains - losses - self.margin * np.sqrt(gains + losses)
         layers, ranks = np.nonzero(saved > 0)

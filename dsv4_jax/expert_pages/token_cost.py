@@ -83,7 +83,8 @@ def selection_shares(experts: int, chosen: int, skew: float) -> Float[np.ndarray
     if chosen >= experts:
         return np.ones(experts)
     weights = np.arange(1, experts + 1.0) ** -skew
-    shortest, longest = 0.0, 1.0
+    shortest = 0.0
+    longest = 1.0
     while -np.expm1(-longest * weights).sum() < chosen:
         longest *= 2
     for _ in range(60):

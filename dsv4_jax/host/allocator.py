@@ -29,7 +29,8 @@ class BlockAllocator:
         """
         if num_blocks < 1 or num_blocks % (num_shards * devices):
             raise ValueError(f"{num_blocks=} must be at least 1, and a multiple of {num_shards * devices}")
-        self.num_blocks, self.num_shards = num_blocks, num_shards
+        self.num_blocks = num_blocks
+        self.num_shards = num_shards
         self._references = [0] * num_blocks
         # One stack per shard: the block freed last is handed out next. A new stack yields 0, 1, 2, ...
         share = num_blocks // (num_shards * devices)
@@ -125,7 +126,8 @@ class BlockAllocator:
             references[block] += 1
         # Blocks that become free go on top of the stack, the lowest id first.
         free = dict.fromkeys([*self.state()[0], *range(self.num_blocks - 1, -1, -1)])
-        self._free, self._references = self._by_shard(block for block in free if not references[block]), references
+        self._free = self._by_shard(block for block in free if not references[block])
+        self._references = references
 
     def _by_shard(self, blocks):
         shards: list[list[int]] = [[] for _ in range(self.num_shards)]

@@ -27,7 +27,8 @@ def fork(table: RequestTable, cache: KVCache, slot: int, n: int, length: int | N
     shared = parent.blocks[:full]
     with table.transaction(dict.fromkeys(slots, int(partial > 0))) as copies:
         table.allocator.share(shared * n)
-        states, cached = {}, parent.cached_blocks[:full]
+        states = {}
+        cached = parent.cached_blocks[:full]
         for child in slots:
             blocks = shared + copies[child]
             states[child] = dataclasses.replace(
@@ -47,20 +48,25 @@ def truncate(table: RequestTable, cache: KVCache, slot: int, length: int) -> tup
     state = table.state(slot)
     if not 0 <= length <= state.length:
         raise ValueError(f"{length=} must be between 0 and the {state.length} tokens that slot {slot} holds")
-    start, min_length, snapshot = length, state.min_length, None
+    start = length
+    min_length = state.min_length
+    snapshot = None
     if length < min_length:
         kept = [node for node in state.cached_blocks if node.length <= length and node.snapshot is not None]
         start = 0
         if kept:
             check_snapshot(table.schema, kept[-1], f"slot {slot}")
-            start, snapshot = kept[-1].length, kept[-1].snapshot
+            start = kept[-1].length
+            snapshot = kept[-1].snapshot
         min_length = start
     full, partial = divmod(start, table.schema.block_tokens)
-    keep, drop = state.blocks[: full + bool(partial)], state.blocks[full + bool(partial) :]
+    keep = state.blocks[: full + bool(partial)]
+    drop = state.blocks[full + bool(partial) :]
     written = keep[full:]
     with table.transaction({slot: len(written)} if table.is_shared(written) else None) as copies:
         if copies:
-            keep, drop = keep[:full] + copies[slot], written + drop
+            keep = keep[:full] + copies[slot]
+            drop = written + drop
         table.allocator.release(drop)
         state = dataclasses.replace(
             state,
@@ -85,7 +91,8 @@ def _copy_request(table, cache, source, states, block, copies):
     max_requests = table.schema.max_requests
     slots, blocks = np.full((2, max_requests), -1, np.int32)
     copied = list(itertools.chain.from_iterable(copies.values()))
-    slots[: len(states)], blocks[: len(copied)] = list(states), copied
+    slots[: len(states)] = list(states)
+    blocks[: len(copied)] = copied
     rows = np.full((max_requests, table.schema.max_blocks), -1, np.int32)
     for i, state in enumerate(states.values()):
         rows[i] = table.block_table_row(state.blocks)

@@ -29,15 +29,21 @@ def prepare_forward(
       layout: their places, of `find_layout`.
       reserve: as in `KVCacheManager.prepare_forward`.
     """
-    block_tokens, states, time = table.schema.block_tokens, table.states, table.tick()
-    missing, now = table.missing_blocks(slots, counts + reserve), states.numbers[slots]
+    block_tokens = table.schema.block_tokens
+    states = table.states
+    time = table.tick()
+    missing = table.missing_blocks(slots, counts + reserve)
+    now = states.numbers[slots]
     after = extended(now, counts, table.schema)
     after["num_blocks"] += missing
-    after["changed"], after["is_new"] = time, False
+    after["changed"] = time
+    after["is_new"] = False
     # Only blocks that this step can reach are published, which bounds the size of new_blocks.
     after["published_blocks"] = np.maximum(now["published_blocks"], -(-(after["length"] + reserve) // block_tokens))
-    token_ids, positions = np.zeros((len(layout.slots),), np.int32), np.full((len(layout.slots),), -1, np.int32)
-    token_ids[layout.indices], positions[layout.indices] = ids, indices(now["length"], counts)
+    token_ids = np.zeros((len(layout.slots),), np.int32)
+    positions = np.full((len(layout.slots),), -1, np.int32)
+    positions[layout.indices] = indices(now["length"], counts)
+    token_ids[layout.indices] = ids
     needs = np.flatnonzero(missing)
     with table.transaction(dict(zip(slots[needs].tolist(), missing[needs].tolist(), strict=True))) as acquired:
         states = states.replaced(slots, after, acquired)
@@ -53,20 +59,24 @@ def prepare_forward(
 
 def _new_rows(table, slots, now, states, layout, reserve):
     """Returns a batch's `new_blocks` and `reset_slots`; `now` [n] are the numbers of its slots before it."""
-    num_shards, per_shard = table.num_shards, table.slots_per_shard
+    num_shards = table.num_shards
+    per_shard = table.slots_per_shard
     # A request opens at most ceil(tokens / block_tokens) blocks: at most one more than its share of the sum.
     most = per_shard * (1 + table.blocks_for(reserve)) + table.blocks_for(len(layout.slots) // num_shards)
     blank = _blank_rows(num_shards, per_shard, most)
     published = states.numbers["published_blocks"][slots]
     if not (news := np.flatnonzero(now["is_new"] | (published > now["published_blocks"]))).size:
         return blank
-    blocks_of, resets_of = [[] for _ in range(num_shards)], [[] for _ in range(num_shards)]
+    blocks_of = [[] for _ in range(num_shards)]
+    resets_of = [[] for _ in range(num_shards)]
     for i in news.tolist():
         shard, own = divmod(int(slots[i]), per_shard)
-        blocks, opened = states.lists[int(slots[i])][0], range(now["published_blocks"][i], published[i])
+        blocks = states.lists[int(slots[i])][0]
+        opened = range(now["published_blocks"][i], published[i])
         blocks_of[shard] += [(own, index, table.local_block(blocks[index])) for index in opened]
         resets_of[shard] += [own] if now["is_new"][i] else []
-    new_blocks, reset_slots = blank["new_blocks"].copy(), blank["reset_slots"].copy()
+    new_blocks = blank["new_blocks"].copy()
+    reset_slots = blank["reset_slots"].copy()
     for shard, (blocks, resets) in enumerate(zip(blocks_of, resets_of, strict=True)):
         new_blocks[shard * most :][: len(blocks)] = np.reshape(blocks, (-1, 3))
         reset_slots[shard * per_shard :][: len(resets)] = resets
@@ -107,19 +117,23 @@ def find_layout(
 
 @functools.lru_cache(maxsize=8)  # most steps run the requests of the step before
 def _find_layout(slots, counts, slots_per_shard, num_shards, max_query_tokens, prefill_size, decode_size):
-    slots, counts = np.frombuffer(slots, int), np.frombuffer(counts, int)
+    slots = np.frombuffer(slots, int)
+    counts = np.frombuffer(counts, int)
     shards, own = np.divmod(slots, slots_per_shard)
     per_shard = [int(counts[shards == shard].sum()) for shard in range(num_shards)]
     size = slots_per_shard if decode_size is None else decode_size
-    prefill, most = bool(counts.max() > max_query_tokens), max(per_shard)
+    prefill = bool(counts.max() > max_query_tokens)
+    most = max(per_shard)
     if prefill_size is None:
         size = size if most <= size else 1 << (most - 1).bit_length()
     elif prefill or most > size:
-        size, prefill = prefill_size, True
+        size = prefill_size
+        prefill = True
         if most > size:
             where = "" if num_shards == 1 else f" in shard {per_shard.index(most)} of {num_shards}"
             raise ValueError(f"{prefill_size=} is less than the step's {most} tokens{where}")
-    first, padded = first_indices(shards, counts, num_shards, size), np.full((num_shards * size,), -1, np.int32)
+    first = first_indices(shards, counts, num_shards, size)
+    padded = np.full((num_shards * size,), -1, np.int32)
     at = indices(first, counts)
     padded[at] = np.repeat(own, counts)
     return Layout(first, at, padded, prefill)

@@ -70,7 +70,8 @@ class KVCacheManager(Summarized):
         check_whole("max_requests", max_requests, 1)
         if num_blocks is not None:
             check_whole("num_blocks", num_blocks, 1)
-        shards, shape = count_shards(mesh), {} if mesh is None else mesh.shape
+        shards = count_shards(mesh)
+        shape = {} if mesh is None else mesh.shape
         if mesh is not None:
             check_mesh(mesh)
             check_shardable(config, shape)
@@ -211,7 +212,8 @@ class KVCacheManager(Summarized):
         if num_tokens < 0:
             raise ValueError(f"{num_tokens=} must not be negative")
         self.requests.state(slot)
-        table, slots = self.requests, np.array([slot])
+        table = self.requests
+        slots = np.array([slot])
         (missing,) = table.missing_blocks(slots, np.array([num_tokens])).tolist()
         if missing:
             numbers = table.states.numbers[slots]
@@ -263,7 +265,8 @@ class KVCacheManager(Summarized):
         ids = [self.check_ids(new, f"tokens[{check_whole('slot', slot)}]") for slot, new in tokens.items()]
         for slot in tokens:
             self.requests.state(slot)
-        slots, counts = np.array(list(tokens), int), np.array([len(new) for new in ids], int)
+        slots = np.array(list(tokens), int)
+        counts = np.array([len(new) for new in ids], int)
         layout = find_layout(self.requests, slots, counts, prefill_size, decode_size)
         return prepare_forward(self.requests, slots, counts, np.concatenate(ids), layout, reserve=reserve)
 
@@ -317,12 +320,14 @@ class KVCacheManager(Summarized):
         state = self.requests.state(slot)
         if num_tokens < 0:
             raise ValueError(f"{num_tokens=} must not be negative")
-        length, held = state.length - num_tokens, step_order.device_state(self.requests, slot)
+        length = state.length - num_tokens
+        held = step_order.device_state(self.requests, slot)
         base = held if length <= held.length else state
         if is_followed:  # the newest batch began, and overwrote rows, so many tokens earlier
             base = dataclasses.replace(state, min_length=state.min_length - num_tokens)
         if length < base.min_length:
-            spare, not_run = self.schema.max_query_tokens - 1, state.length - held.length
+            spare = self.schema.max_query_tokens - 1
+            not_run = state.length - held.length
             raise ValueError(
                 f"slot {slot} cannot rewind {num_tokens=}: it holds {state.length}, its rings reach back to "
                 f"{base.min_length} (max_query_tokens={spare + 1} keeps {spare} spare rows), so at most "

@@ -128,7 +128,9 @@ def resume(
       CacheFullError: no slot is free, or too few blocks.
     """
     manager.check_cache(cache)
-    schema, table, length = manager.schema, manager.requests, offloaded.length
+    schema = manager.schema
+    table = manager.requests
+    length = offloaded.length
     check_identity(schema, key, offloaded.identity)
     if length > schema.max_context:
         raise ValueError(f"the request holds {length} tokens, max_context={schema.max_context}")

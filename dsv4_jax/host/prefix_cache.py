@@ -123,8 +123,14 @@ class PrefixCache(Summarized):
         self.bytes_per_snapshot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(struct))
         if max_bytes < self.bytes_per_snapshot:
             raise ValueError(f"{max_bytes=} holds no snapshot: one takes {self.bytes_per_snapshot} bytes")
-        self.manager, self.every, self.max_bytes, self.debug, self.files = manager, every, max_bytes, debug, files
-        self._table, self._snapshot_struct, self._seed = manager.requests, struct, seed
+        self.manager = manager
+        self.every = every
+        self.max_bytes = max_bytes
+        self.debug = debug
+        self.files = files
+        self._table = manager.requests
+        self._snapshot_struct = struct
+        self._seed = seed
         self.get_cache: Callable[[], KVCache] | None = None
         stored = self._files_of(key)
         if self._table.evictor is not None:
@@ -179,7 +185,8 @@ class PrefixCache(Summarized):
         paths, found = self._find(ids, salt)
         slot = find_slot(self._table, len(ids), num_tokens, found)
         path = paths[self._table.shard(slot)]
-        prefix, new = self._find_stored(ids, salt, self._table.shard(slot), len(path)) or FoundBlocks(path), cache
+        prefix = self._find_stored(ids, salt, self._table.shard(slot), len(path)) or FoundBlocks(path)
+        new = cache
         if prefix.num_blocks:
             path, new = self._restore(cache, slot, prefix)
         else:
@@ -214,10 +221,12 @@ class PrefixCache(Summarized):
         Raises:
           ValueError: the slot is not admitted.
         """
-        state, block_tokens = self._table.state(slot), self.manager.schema.block_tokens
+        state = self._table.state(slot)
+        block_tokens = self.manager.schema.block_tokens
         stride = block_tokens * (self.every or 1)
         nodes = self._nodes(tokens[: end + 1], salt, self._table.shard(slot), state.cached_blocks)
-        parting, last = len(nodes) * block_tokens // stride * stride, len(tokens) // stride * stride
+        parting = len(nodes) * block_tokens // stride * stride
+        last = len(tokens) // stride * stride
         boundary = min(end // stride * stride, last)
         if state.length < parting < boundary and nodes[parting // block_tokens - 1].snapshot is None:
             return parting
@@ -256,7 +265,8 @@ class PrefixCache(Summarized):
         """
         self._check_current()
         self.manager.check_cache(cache, slot)
-        state, block_tokens = self._table.state(slot), self.manager.schema.block_tokens
+        state = self._table.state(slot)
+        block_tokens = self.manager.schema.block_tokens
         full = (state.length if length is None else min(length, state.length)) // block_tokens
         if len(tokens) < full * block_tokens:
             raise ValueError(f"slot {slot} holds {full} full blocks of {block_tokens} tokens, {len(tokens)=}")
@@ -441,7 +451,9 @@ class PrefixCache(Summarized):
             root = _digest(root, stored.identity)
         if key is None:
             root = _digest(root, repr(self._table.weights).encode())
-        self.key, self._stored, self._root = key, stored, root
+        self.key = key
+        self._stored = stored
+        self._root = root
 
     def _check_current(self):
         if self._table.evictor is not self:
@@ -454,7 +466,8 @@ class PrefixCache(Summarized):
 
     def _digests(self, ids, salt="", path=()):
         """Yields the digests of a prompt's full blocks after those of `path` that leave a token to run."""
-        digest, block_tokens = path[-1].digest if path else self._salted_root(salt), self.manager.schema.block_tokens
+        digest = path[-1].digest if path else self._salted_root(salt)
+        block_tokens = self.manager.schema.block_tokens
         for end in range((len(path) + 1) * block_tokens, len(ids), block_tokens):
             digest = _digest(digest, ids[end - block_tokens : end].tobytes())
             yield digest
@@ -486,7 +499,9 @@ class PrefixCache(Summarized):
 
     def _restore(self, cache, slot, prefix):
         """Gives a new request the blocks and the snapshot of a prefix. Returns its nodes and the cache."""
-        table, path, reader = self._table, list(prefix.nodes), f"slot {slot} (new)"
+        table = self._table
+        path = list(prefix.nodes)
+        reader = f"slot {slot} (new)"
         check_blocks(table, cache, path, reader)
         if prefix.snapshot is None:
             check_snapshot(self.manager.schema, path[-1], reader)
@@ -553,7 +568,8 @@ class PrefixCache(Summarized):
         if (len(self._snapshots) + 1) * self.bytes_per_snapshot > self.max_bytes:
             self._drop_snapshot(min(self._snapshots, key=lambda node: node.last_used))
         sums = snapshot_sums(self.manager.schema, snapshot) if self.debug else None
-        node.snapshot, node.snapshot_sums = snapshot, sums
+        node.snapshot = snapshot
+        node.snapshot_sums = sums
         self._snapshots.add(node)
         if self.every is None:
             last = next((n for n in before if n.snapshot is not None), None)

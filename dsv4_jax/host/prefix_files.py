@@ -80,7 +80,9 @@ class FileLayout:
           metadata: text for the header.
           axis: the axis along which arrays hold several files; None = they hold one.
         """
-        self.kind, self._axis, self._treedef = kind, axis, jax.tree.structure(struct)
+        self.kind = kind
+        self._axis = axis
+        self._treedef = jax.tree.structure(struct)
         names = named_leaves((struct,))
         self._shapes = [
             (x.shape if axis is None else (*x.shape[:axis], *x.shape[axis + 1 :]), np.dtype(x.dtype))
@@ -110,7 +112,8 @@ class FileLayout:
 
     def unpack(self, contents: np.ndarray) -> Any:
         """Returns the arrays of `contents`, [n, nbytes] uint8."""
-        leaves, at = [], len(self.header)
+        leaves = []
+        at = len(self.header)
         for shape, dtype in self._shapes:
             stop = at + TensorHeader("", DTYPE_NAMES[dtype], shape).nbytes
             leaf = contents[:, at:stop].view(dtype).reshape(len(contents), *shape)
@@ -151,7 +154,8 @@ class PrefixFiles(Summarized):
         self.max_bytes = parse_bytes(max_bytes, "max_bytes")
         self.max_pending_bytes = parse_bytes(max_pending_bytes, "max_pending_bytes")
         self.metrics = PrefixFileMetrics()
-        self._pending_bytes, self._pending = 0, threading.Condition()
+        self._pending_bytes = 0
+        self._pending = threading.Condition()
         self._warned: dict[str, float] = {}
         self._unlisted_bytes = 0  # written since the folder was listed
         partial = self.directory / f".{'0' * 64}.block.{secrets.token_hex(8)}"
@@ -274,7 +278,8 @@ class PrefixFiles(Summarized):
     def _warn(self, done, error):
         """Counts a fault, and logs it unless one like it was logged just now."""
         self.metrics.errors += 1
-        now, kind = time.monotonic(), f"{done}: {type(error).__name__} {getattr(error, 'errno', '')}"
+        now = time.monotonic()
+        kind = f"{done}: {type(error).__name__} {getattr(error, 'errno', '')}"
         if now - self._warned.get(kind, -_WARNING_SECONDS) >= _WARNING_SECONDS:
             self._warned[kind] = now
             _log.warning("prefix cache: a file could not be %s: %s", done, error)

@@ -63,7 +63,8 @@ class PrefixTree:
     def __init__(self, allocator: BlockAllocator):
         """Makes an empty tree that listens to the allocator's reference counts."""
         self.nodes: dict[tuple[int, bytes], CachedBlock] = {}
-        self._allocator, self._clock = allocator, 0
+        self._allocator = allocator
+        self._clock = 0
         self.recount()
         allocator.listener = self._listen
 
@@ -114,7 +115,9 @@ class PrefixTree:
         self._leaves: list[list[CachedBlock]] = [[] for _ in range(self._allocator.num_shards)]
         self.evictable = [0] * self._allocator.num_shards
         for node in sorted(self.nodes.values(), key=operator.attrgetter("length")):
-            node.in_use, node.children, node.pins = False, 0, 0
+            node.in_use = False
+            node.children = 0
+            node.pins = 0
             self._place(node)
 
     def _listen(self, blocks: Iterable[int]):
@@ -135,10 +138,12 @@ class PrefixTree:
     def _count(self, node, *, pins=0, children=0):
         """Adds to a node's counters and propagates pins up to the root."""
         while node is not None:
-            was_pinned, was_leaf = node.pins > 0, self._is_leaf(node)
+            was_pinned = node.pins > 0
+            was_leaf = self._is_leaf(node)
             node.pins += pins
             node.children += children
-            is_pinned, is_leaf = node.pins > 0, self._is_leaf(node)
+            is_pinned = node.pins > 0
+            is_leaf = self._is_leaf(node)
             if is_leaf and not was_leaf:
                 self._add_leaf(node)
             elif was_leaf and not is_leaf:
@@ -147,7 +152,9 @@ class PrefixTree:
                 return
             self.evictable[self._shard(node)] += was_pinned - is_pinned
             # A node that must stay pins its parent.
-            node, pins, children = node.parent, is_pinned - was_pinned, 0
+            node = node.parent
+            pins = is_pinned - was_pinned
+            children = 0
 
     def _add_leaf(self, node):
         bisect.insort(self._leaves[self._shard(node)], node, key=_LAST_USED)

@@ -19,7 +19,8 @@ from dsv4_jax.host.offload import OffloadedRequest, blocks_struct, capture, resu
 from dsv4_jax.safetensors_header import DTYPES, TensorHeader, read_header, write_header
 
 
-FORMAT, VERSION = "dsv4_jax request", "2"
+FORMAT = "dsv4_jax request"
+VERSION = "2"
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NO_DIGEST = "0" * 64
 
@@ -103,7 +104,8 @@ def _parse(blob, manager, key):
         raise ValueError(f"tokens must be int32 [n], the file has {tokens.dtype} {list(tokens.shape)}")
     tokens = manager.check_ids(tokens, "tokens")
     rows, blocks, spare = _read_tensors(schema, manager.requests.blocks_for(len(tokens)), tensors)
-    text, least = str(metadata.get("min_length")), max(0, len(tokens) - spare)
+    text = str(metadata.get("min_length"))
+    least = max(0, len(tokens) - spare)
     if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= len(tokens):
         raise ValueError(
             f"min_length is {text!r}, it must be from {least} to {len(tokens)}: its rings reach no further"
@@ -124,12 +126,14 @@ def _read_tensors(schema, num_blocks, tensors):
     Rings may have another number of rows (axis 1) than this cache's: the rows that a step reads, and spare ones.
     """
     structs = rows_struct(schema), blocks_struct(schema, num_blocks)
-    rings, want = named_leaves(structs[:1]), named_leaves(structs)
+    rings = named_leaves(structs[:1])
+    want = named_leaves(structs)
     if want.keys() != tensors.keys():
         raise ValueError(f"the file has other tensors than this cache: {sorted(want.keys() ^ tensors.keys())}")
     spares = set()
     for name, struct in want.items():
-        x, shape = tensors[name], list(struct.shape)
+        x = tensors[name]
+        shape = list(struct.shape)
         if name in rings and x.ndim > 1:
             read = shape[1] - (schema.max_query_tokens - 1)
             spares.add(x.shape[1] - read)

@@ -106,20 +106,24 @@ class RequestStates(Mapping[int, RequestState]):
 
     def updated(self, states: Mapping[int, RequestState]) -> "RequestStates":
         """Replaces the states of some slots, or adds them."""
-        numbers, lists = self.numbers.copy(), dict(self.lists)
+        numbers = self.numbers.copy()
+        lists = dict(self.lists)
         for slot, state in states.items():
-            numbers[slot], lists[slot] = state.numbers, (state.blocks, state.cached_blocks)
+            numbers[slot] = state.numbers
+            lists[slot] = (state.blocks, state.cached_blocks)
         return RequestStates(numbers, lists)
 
     def without(self, slots: Iterable[int]) -> "RequestStates":
         """Removes some slots."""
-        numbers, slots = self.numbers.copy(), set(slots)
+        numbers = self.numbers.copy()
+        slots = set(slots)
         numbers[list(slots)] = 0
         return RequestStates(numbers, {slot: lists for slot, lists in self.lists.items() if slot not in slots})
 
     def replaced(self, slots: np.ndarray, numbers: np.ndarray, new_blocks: Mapping[int, list[int]]) -> "RequestStates":
         """Replaces the numbers [n] of `slots` [n], and appends blocks by slot, which these numbers count already."""
-        all_numbers, lists = self.numbers.copy(), self.lists
+        all_numbers = self.numbers.copy()
+        lists = self.lists
         all_numbers[slots] = numbers
         if new_blocks:
             longer = {slot: (lists[slot][0] + blocks, lists[slot][1]) for slot, blocks in new_blocks.items()}
@@ -189,7 +193,8 @@ class RequestTable:
 
     def __init__(self, schema: CacheSchema, mesh: Mesh | None = None):
         """Makes a table without requests."""
-        self.schema, self.mesh = schema, mesh
+        self.schema = schema
+        self.mesh = mesh
         self.num_shards = count_shards(mesh)
         self.slots_per_shard = schema.max_requests // self.num_shards
         devices = mesh.shape.get(MODEL_AXIS, 1) if mesh is not None and schema.context_parallel else 1
@@ -300,7 +305,8 @@ class RequestTable:
         Raises:
           CacheFullError: there are not enough blocks.
         """
-        blocks, needed = blocks or {}, collections.Counter[int]()
+        blocks = blocks or {}
+        needed = collections.Counter[int]()
         for slot, count in blocks.items():
             needed[self.shard(slot)] += count
         for shard, count in needed.items():
@@ -320,7 +326,8 @@ class RequestTable:
 
     def recount(self) -> None:
         """Rebuilds all reference counts from the states and from the evictor's blocks."""
-        held, evictor = [blocks for blocks, _ in self.states.lists.values()], self.evictor
+        held = [blocks for blocks, _ in self.states.lists.values()]
+        evictor = self.evictor
         self.allocator.recount(itertools.chain(*held, () if evictor is None else evictor.blocks()))
         if evictor is not None:
             evictor.recount()
@@ -359,7 +366,8 @@ class RequestTable:
 
     def missing_blocks(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Returns the [n] blocks that requests in `slots` [n] must acquire to hold `counts` [n] more tokens."""
-        now, max_context = self.states.numbers[slots], self.schema.max_context
+        now = self.states.numbers[slots]
+        max_context = self.schema.max_context
         lengths = now["length"] + counts
         for i in np.flatnonzero(lengths > max_context):
             raise ValueError(

@@ -38,7 +38,8 @@ def find_slot(
     """
     if num_tokens is not None and num_tokens < 1:
         raise ValueError(f"{num_tokens=} must be at least 1")
-    needed, max_context = max(prompt_length, num_tokens or 0), table.schema.max_context
+    needed = max(prompt_length, num_tokens or 0)
+    max_context = table.schema.max_context
     if needed > max_context:
         raise ValueError(f"the request needs {needed} tokens, {max_context=}")
     if needed > (capacity := table.capacity):
@@ -54,7 +55,8 @@ def best_shard(table: RequestTable, num_tokens: int, found: Sequence[FoundPrefix
     """Prefers shards where a request of `num_tokens` tokens fits, then its longest cached prefix, then the emptiest."""
 
     def rank(shard):
-        free, prefix = len(table.free_slots(shard)), found[shard] if found else NOTHING
+        free = len(table.free_slots(shard))
+        prefix = found[shard] if found else NOTHING
         return free > 0, fits(table, shard, num_tokens, prefix), prefix.blocks, free, table.room(shard)
 
     return max(range(table.num_shards), key=rank)  # the first of equal ones

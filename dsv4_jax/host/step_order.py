@@ -73,7 +73,8 @@ class _Records:
             self._records[id(array)] = weakref.ref(array, forget), record
 
 
-_batches, _caches = _Records(), _Records()
+_batches = _Records()
+_caches = _Records()
 
 
 def record_batch(batch: Batch, prepared: PreparedBatch) -> None:
@@ -139,7 +140,8 @@ def check_not_donated(cache: Any) -> None:
 
 def check_order(cache: KVCache, batch: Batch) -> None:
     """Raises ValueError if the cache is known not to be in the state that the batch was prepared for."""
-    prepared, contents = _batches.get(batch.positions), _caches.get(cache.lengths)
+    prepared = _batches.get(batch.positions)
+    contents = _caches.get(cache.lengths)
     if prepared is None or contents is None:
         return
     table = prepared.table
@@ -150,8 +152,10 @@ def check_order(cache: KVCache, batch: Batch) -> None:
         )
     if contents.numbers is prepared.before and table.states.numbers is prepared.after:
         return
-    slots, before = prepared.slots, prepared.before[prepared.slots]
-    now, held = table.states.numbers[slots], contents.numbers[slots]
+    slots = prepared.slots
+    before = prepared.before[prepared.slots]
+    now = table.states.numbers[slots]
+    held = contents.numbers[slots]
     if (wrong := now["admitted"] != before["admitted"]).any():
         raise ValueError(
             f"the request in slot {slots[wrong][0]} was released after the batch was prepared: drop the batch"
@@ -179,7 +183,8 @@ def device_state(table: RequestTable, slot: int) -> RequestState:
 
     That is certain as long as the manager's newest cache exists, since a step would have donated it.
     """
-    state, contents = table.state(slot), _newest(table)
+    state = table.state(slot)
+    contents = _newest(table)
     is_known = contents is None or not _is_behind(contents, table.states.numbers, slot)
     return state if contents is None or is_known else _held(contents, slot, state)
 

@@ -65,7 +65,8 @@ class StoredPrefixes:
         """
         if table.mesh is not None and table.mesh.is_multi_process:
             raise ValueError("files of a prefix cache need a mesh of one process: others might find other files")
-        self.files, self._table = files, table
+        self.files = files
+        self._table = table
         metadata = {"format": "dsv4_jax prefix", "version": "1", **identity(table.schema, key)}
         self._blocks = FileLayout("block", blocks_struct(table.schema, 1), metadata, axis=1)
         self._snapshots = FileLayout("snapshot", snapshot_struct, metadata)
@@ -96,7 +97,8 @@ class StoredPrefixes:
 
     def save_snapshot(self, node: CachedBlock, *, wait: bool = False) -> None:
         """Queues the snapshot of a block for the writer, unless it is on disk."""
-        now, snapshot = time.time_ns(), node.snapshot
+        now = time.time_ns()
+        snapshot = node.snapshot
         if self.files.exists(self._snapshots, node.digest):
             self.files.touch(self._snapshots, [node.digest], used=now)
         else:
@@ -110,7 +112,8 @@ class StoredPrefixes:
             used[node] = max(used.get(node, 0), node.last_used)
             if node.parent is not None:
                 used[node.parent] = max(used.get(node.parent, 0), used[node])
-        room, kept = self.files.max_bytes, []
+        room = self.files.max_bytes
+        kept = []
         for node in sorted(used, key=lambda node: (-used[node], node.length)):
             room -= self._blocks.nbytes + (node.snapshot is not None) * self._snapshots.nbytes
             if room < 0:

@@ -110,7 +110,8 @@ class Attention(nnx.Module):
           (y [T, hidden] in x's dtype, on a mesh this device's partial sum, see `ops.all_reduce`; the carry with this
           layer's selection; the updated cache).
         """
-        config, spec = self.config, self.config.layers[self.layer]
+        config = self.config
+        spec = self.config.layers[self.layer]
         inv_freq = jnp.asarray(config.inv_freq(self.layer))
 
         projected_x = self.input_projections(x)

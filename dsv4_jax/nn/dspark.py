@@ -67,7 +67,9 @@ class DSparkDrafts(DraftLayers):
     def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         super().__init__(config, param_dtype=param_dtype, rngs=rngs)
         assert isinstance(config.drafts, DSparkConfig)
-        hidden, eps, rank = config.hidden_size, config.rms_norm_eps, config.drafts.markov_rank
+        hidden = config.hidden_size
+        eps = config.rms_norm_eps
+        rank = config.drafts.markov_rank
         taps = len(config.drafts.target_layer_ids)
         self.main_proj = Linear(taps * hidden, hidden, param_dtype=param_dtype, rngs=rngs)
         self.main_norm = RMSNorm(hidden, eps=eps, rngs=rngs)
@@ -103,7 +105,8 @@ class DSparkDrafts(DraftLayers):
           model, streams, cache, batch, draw, count: as there; the streams are not used.
         """
         assert isinstance(self.config.drafts, DSparkConfig)
-        size, noise = self.config.drafts.block_size, self.config.drafts.noise_token_id
+        size = self.config.drafts.block_size
+        noise = self.config.drafts.noise_token_id
         offsets = jnp.arange(size, dtype=jnp.int32)[None, :]
         exists = batch.positions[:, None] >= 0
         ids = jnp.where(offsets == 0, batch.token_ids[:, None], noise)

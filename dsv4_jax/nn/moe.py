@@ -116,8 +116,11 @@ class Experts(nnx.Module):
     """
 
     def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: AnyRngs):
-        self.limit, self.number = config.swiglu_limit, config.n_routed_experts
-        experts, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        self.limit = config.swiglu_limit
+        self.number = config.n_routed_experts
+        experts = config.n_routed_experts
+        hidden = config.hidden_size
+        inner = config.moe_intermediate_size
         axes = "experts", None, "inner"
         self.gate_up_proj = normal(rngs, (experts, 2, inner, hidden), param_dtype, axes=axes)
         self.down_proj = normal(rngs, (experts, hidden, inner), param_dtype, axes=axes)
@@ -140,7 +143,8 @@ class Experts(nnx.Module):
         down = self.down_proj.get_value()
         experts, weights, permutation = routing
         if gate_up.shape[0] < self.number:  # this device has some of the experts; ids of others add nothing
-            experts, permutation = experts - ops.model_index() * gate_up.shape[0], None
+            experts = experts - ops.model_index() * gate_up.shape[0]
+            permutation = None
         return ops.experts(x, experts, weights, gate_up, down, permutation, shared, limit=self.limit)
 
 

@@ -33,7 +33,8 @@ class MTPDrafts(DraftLayers):
 
     def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         super().__init__(config, param_dtype=param_dtype, rngs=rngs)
-        hidden, eps = config.hidden_size, config.rms_norm_eps
+        hidden = config.hidden_size
+        eps = config.rms_norm_eps
         self.e_proj = Linear(hidden, hidden, param_dtype=param_dtype, rngs=rngs)
         self.h_proj = Linear(hidden, hidden, param_dtype=param_dtype, rngs=rngs)
         self.enorm, self.hnorm, self.norm = (RMSNorm(hidden, eps=eps, rngs=rngs) for _ in range(3))

@@ -27,7 +27,8 @@ def shardings[M: nnx.Module](module: M, mesh: Mesh, *, expert_parallel: bool = F
     graph, state = nnx.split(module)
 
     def place(path, parameter):
-        name, value = ".".join(map(str, path)), parameter.get_value()
+        name = ".".join(map(str, path))
+        value = parameter.get_value()
         where = parameter_sharding(parameter, mesh, expert_parallel)
         if isinstance(value, QuantizedWeight):
             check_blocks(name, value.shape, value.kind, where)

@@ -54,7 +54,10 @@ def dense_rows(
     The arrays hold the call's T rows, a window of rows for each of `max_runs` requests, and for each of them as many
     entries as a request may have, of which only visible ones are written.
     """
-    tokens, window, compressed, new_kv = slots.shape[0], kv.window, kv.compressed, kv.new_kv
+    tokens = slots.shape[0]
+    window = kv.window
+    compressed = kv.compressed
+    new_kv = kv.new_kv
     assert new_kv is not None
     dtype = new_kv.dtype
     runs = _find_runs(window, slots, positions)
@@ -62,7 +65,9 @@ def dense_rows(
     rows = jnp.concatenate([window.codec.fake_quantize(new_kv, dtype), past_rows])
     past_end = tokens + (runs.index + 1) * (window.window - 1)
 
-    first_entry, counts, entries = jnp.zeros((tokens,), jnp.int32), jnp.zeros((tokens,), jnp.int32), None
+    first_entry = jnp.zeros((tokens,), jnp.int32)
+    counts = jnp.zeros((tokens,), jnp.int32)
+    entries = None
     if compressed is not None:
         last = jnp.where(runs.first >= 0, take(positions, take(runs.end, runs.first) - 1), -1)
         options = dict(dtype=dtype, only_visible=True, implementation=implementation)
@@ -81,7 +86,8 @@ def ring_of_call(
     window: SWAView, new_kv: Float[Array, "T D"], slots: Int[Array, "T"], positions: Int[Array, "T"]
 ) -> Rings:
     """Returns one ring that holds, request by request, the window before its first token and then its new rows."""
-    tokens, before = slots.shape[0], window.window - 1
+    tokens = slots.shape[0]
+    before = window.window - 1
     runs = _find_runs(window, slots, positions)
     own_rows = jnp.arange(tokens, dtype=jnp.int32) + before * (runs.index + 1)
     count = tokens + runs.past.size

@@ -84,7 +84,8 @@ def _sum_of_experts(y, selected, number):
 def _take_one_launch(x, *matrices):
     """Returns whether one launch takes the shared expert, the last two matrices: for few tokens, stored as released."""
     kinds = [weight.kind if isinstance(weight, QuantizedWeight) else None for weight in layer_value(matrices)]
-    inner, shared = matrices[1].shape[2], matrices[3].shape[1]
+    inner = matrices[1].shape[2]
+    shared = matrices[3].shape[1]
     few = x.shape[0] <= MAX_SHARED_TOKENS and inner % 512 == 0 and shared % 256 == 0
     return few and kinds == ["FP4", "FP4", "FP8", "FP8"]
 

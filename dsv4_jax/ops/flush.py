@@ -128,7 +128,8 @@ def pool_windows(
       slots, positions, dtype: as in `flush`.
     """
     _check_inputs(kv, gate)
-    rate, weights = state.compress_rate, layer_value(weights)
+    rate = state.compress_rate
+    weights = layer_value(weights)
     if state.kv is None:
         entries = jnp.where((slots >= 0) & (positions >= 0), positions, -1)
         return ClosedWindows(_norm(kv, weights, dtype), slots, entries), state
@@ -184,7 +185,8 @@ def _flush_kernel(compressors, slots, positions, *, dtype, max_query_tokens, int
             raise NotImplementedError("the flush kernel takes compressors with a state and a position bias")
         arrays = position_bias, norm_weight, weights.inv_freq, pool.block_table
         layers = jnp.asarray(state.layer, jnp.int32), jnp.asarray(pool.layer, jnp.int32)
-        pools, layout = tuple(jax.tree.leaves(pool.rows)), quantized(pool.layout)
+        pools = tuple(jax.tree.leaves(pool.rows))
+        layout = quantized(pool.layout)
         states = state.kv, state.gate
         operands.append(
             CompressorOperands(kv, gate, *arrays, *layers, *states, pools, layout, weights.eps, state.overlap)
@@ -211,12 +213,14 @@ def _pool_windows(state, kv, gate, closing, slot, position, first):
     rate = state.compress_rate
     rows = 2 * rate if state.overlap else rate
     back = jnp.arange(rows - 1, -1, -1, dtype=jnp.int32)[None, :]
-    source, index = position[:, None] - back, closing[:, None] - back
+    source = position[:, None] - back
+    index = closing[:, None] - back
     in_call = (index >= first[:, None])[..., None]
     ring = (jnp.broadcast_to(slot[:, None], source.shape), jnp.maximum(source, 0) % state.ring)
 
     def half(new, old):
-        new, old = take(new, index), take(old, state.layer, *ring)
+        new = take(new, index)
+        old = take(old, state.layer, *ring)
         value = jnp.where(in_call, new, old)
         if not state.overlap:
             return value
@@ -241,7 +245,8 @@ def _softmax_pool(logits, values):
     # The peak of a chunk of padding is finite, so that no infinities are subtracted.
     peak = jnp.maximum(jnp.max(logits, axis=2), exact_math.LOWEST)
     weight = exact_math.exp_negative(logits - peak[:, :, None])
-    weight, total = ordered_sum(weight, axis=2), ordered_sum(product(weight, values), axis=2)
+    total = ordered_sum(product(weight, values), axis=2)
+    weight = ordered_sum(weight, axis=2)
     if chunks == 1:
         return total[:, 0] * exact_math.reciprocal(weight[:, 0])
     factor = exact_math.exp_negative(peak - jnp.max(peak, axis=1, keepdims=True))

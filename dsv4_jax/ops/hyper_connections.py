@@ -151,7 +151,8 @@ def _hyper_connections_xla(streams, weights, norm_weight, y, mixing, _):
 
 def _hyper_connections_kernel(streams, weights, norm_weight, y, mixing, table, *, interpret):
     if y is not None and (table is None or not fuses_all_reduce(*streams.shape)):
-        y, table = all_reduce(y), None
+        y = all_reduce(y)
+        table = None
     stacks, layer = layer_stacks((weights.fn, weights.base, weights.scale, norm_weight))
     options = dict(norm_eps=weights.norm_eps, hc_eps=weights.hc_eps, iterations=weights.iterations)
     return hyper_connections_kernel(streams, *stacks, y, mixing, table, layer=layer, **options, interpret=interpret)

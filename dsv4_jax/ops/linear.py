@@ -116,7 +116,8 @@ def same_dtype(x: Float[Array, "..."], weight: Float[Array, "..."]) -> tuple[Flo
 
 
 def _check(x, weights, spec, norm):
-    depth, groups = weights[0].shape[1], spec.num_groups
+    depth = weights[0].shape[1]
+    groups = spec.num_groups
     spec.outputs(sum(weight.shape[0] for weight in weights))
     if x.shape[-1] != groups * depth:
         raise ValueError(
@@ -140,7 +141,8 @@ def _split_spec(spec, weights) -> Iterator[tuple[Matrix, LinearSpec]]:
     """Yields each weight and the spec of its own outputs."""
     remaining = list(spec.outputs(sum(weight.shape[0] for weight in weights)))
     for weight in weights:
-        own, rows = [], weight.shape[0]
+        own = []
+        rows = weight.shape[0]
         while sum(size for size, _ in own) < rows:
             own.append(remaining.pop(0))
         sizes, dtypes = zip(*own, strict=True)
@@ -156,13 +158,15 @@ def _linear_xla(x, weights, norm_weight, *, spec, eps):
 
 
 def _multiply(x, weight, spec):
-    outputs, groups = spec.outputs(weight.shape[0]), spec.num_groups
+    outputs = spec.outputs(weight.shape[0])
+    groups = spec.num_groups
     x, weight = same_dtype(x, weight[...] if isinstance(weight, QuantizedWeight) else weight)
     options = dict(precision="highest", preferred_element_type=jnp.float32)
     if groups == 1:
         product = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), **options)
     else:
-        x, weight = x.reshape(*x.shape[:-1], groups, -1), weight.reshape(groups, -1, weight.shape[-1])
+        x = x.reshape(*x.shape[:-1], groups, -1)
+        weight = weight.reshape(groups, -1, weight.shape[-1])
         product = jnp.einsum("...gk,gmk->...gm", x, weight, **options).reshape(*x.shape[:-2], -1)
     ends = list(itertools.accumulate(size for size, _ in outputs))
     products = jnp.split(product, ends[:-1], axis=-1)

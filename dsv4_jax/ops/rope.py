@@ -24,7 +24,8 @@ def apply_rope(
       inverse: rotate by the negative angle, which undoes a rotation at the same position.
     """
     angle = _angles(x, positions, inv_freq)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos = jnp.cos(angle)
+    sin = jnp.sin(angle)
     return _rotate(x, cos, -sin if inverse else sin, operator.mul)
 
 
@@ -45,7 +46,9 @@ def _rotate(x, cos, sin, multiply):
     pairs = cos.shape[-1]
     head, tail = jnp.split(x, [x.shape[-1] - 2 * pairs], axis=-1)
     tail = tail.astype(jnp.float32).reshape(*tail.shape[:-1], pairs, 2)
-    even, odd = tail[..., 0], tail[..., 1]
-    rotated_even, rotated_odd = multiply(even, cos) - multiply(odd, sin), multiply(even, sin) + multiply(odd, cos)
+    even = tail[..., 0]
+    odd = tail[..., 1]
+    rotated_even = multiply(even, cos) - multiply(odd, sin)
+    rotated_odd = multiply(even, sin) + multiply(odd, cos)
     rotated = jnp.stack([rotated_even, rotated_odd], axis=-1).reshape(*x.shape[:-1], 2 * pairs)
     return jnp.concatenate([head, round_to(rotated, x.dtype)], axis=-1)

@@ -62,7 +62,8 @@ def router(
     if (bias is None) == (table is None) or (table is None) != (token_ids is None):
         given = [name for name, value in dict(bias=bias, table=table, token_ids=token_ids).items() if value is not None]
         raise ValueError(f"either bias, or table and token_ids must be given, got {', '.join(given) or 'none of them'}")
-    args, options = (x, weight, bias, table, token_ids, slots), dict(top_k=top_k, scaling_factor=scaling_factor)
+    args = (x, weight, bias, table, token_ids, slots)
+    options = dict(top_k=top_k, scaling_factor=scaling_factor)
     return dispatch("router", implementation, *args, xla=_router_xla, kernel=_router_kernel, **options)
 
 
@@ -77,7 +78,8 @@ def _(primals, tangents):
 
     That quotient would be 0 / 0 where the score underflows, and its derivatives overflow before.
     """
-    (logits,), (tangent,) = primals, tangents
+    (logits,) = primals
+    (tangent,) = tangents
     score = _score(logits)
     small = logits < -20
     slope = jnp.where(small, score / 2, jax.nn.sigmoid(logits) / (2 * jnp.where(small, 1.0, score)))

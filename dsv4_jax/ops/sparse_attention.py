@@ -109,7 +109,9 @@ def _inverse_rope(out, positions, inv_freq):
 
 def _by_token(attend_dense, q, kv, slots, positions, with_window):
     """Applies `attend_dense(q [H, D], rows [N, D], valid [N])` to each token and the rows that it sees."""
-    window, compressed, new_kv = kv.window, kv.compressed, kv.new_kv
+    window = kv.window
+    compressed = kv.compressed
+    new_kv = kv.new_kv
     if new_kv is not None:
         new_kv = window.codec.fake_quantize(new_kv, q.dtype)
     tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
@@ -182,7 +184,8 @@ def _sparse_attention_kernel(q, sinks, kv, slots, positions, inv_freq, *, contex
 
 def _merge_splits(sums, stats):
     """Turns the KV splits of `attention_sums` into what `_softmax_sums` returns, for each token."""
-    largest, totals = stats[:, :, 0], stats[:, :, 1]
+    largest = stats[:, :, 0]
+    totals = stats[:, :, 1]
     overall = jnp.max(largest, axis=1)
     factor = jnp.exp2(largest - overall[:, None])
     return jnp.sum(sums * factor[..., None], axis=1), overall * math.log(2), jnp.sum(totals * factor, axis=1)

@@ -33,7 +33,8 @@ def mesh_axes(axis: LogicalAxis, present: Collection[str]) -> tuple[str, ...]:
 
 def partition_spec(axes: Sequence[LogicalAxis], mesh: Mesh) -> PartitionSpec:
     """Returns the spec of an array with these logical axes; a mesh axis shards the first dimension that it can."""
-    unused, spec = list(mesh.axis_names), []
+    unused = list(mesh.axis_names)
+    spec = []
     for axis in axes:
         used = mesh_axes(axis, unused)
         spec.append(used[0] if len(used) == 1 else used or None)

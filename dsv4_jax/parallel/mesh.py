@@ -30,7 +30,8 @@ def make_mesh(sizes: Mapping[str, int]) -> "Mesh":
     """Makes a mesh of the first devices from sizes by axis. Raises ValueError if there are too few devices."""
     import jax
 
-    devices, needed = jax.devices(), math.prod(sizes.values())
+    devices = jax.devices()
+    needed = math.prod(sizes.values())
     if needed > len(devices):
         text = ",".join(f"{axis}={size}" for axis, size in sizes.items())
         advice = f"; set JAX_NUM_CPU_DEVICES={needed} to try it on a CPU" * (devices[0].platform == "cpu")

@@ -23,7 +23,8 @@ def sharded_step(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(step)
     def call(model: Any, cache: Any, *args: Any, **options: Any) -> Any:
-        model_mesh, mesh = _mesh(model), _mesh(cache)
+        model_mesh = _mesh(model)
+        mesh = _mesh(cache)
         if model_mesh != mesh and jax.tree.leaves(model):
             raise ValueError(
                 f"the model lies on {_words(model_mesh)} and the cache on {_words(mesh)}: give load_checkpoint and "

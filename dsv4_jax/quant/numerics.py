@@ -58,7 +58,8 @@ def hadamard(x: Float[Array, "*rows N"]) -> Float[Array, "*rows N"]:
     step = 1
     while step < n:
         pairs = x.reshape(*shape[:-1], n // (2 * step), 2, step)
-        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        low = pairs[..., 0, :]
+        high = pairs[..., 1, :]
         x = jnp.stack([low + high, low - high], axis=-2).reshape(shape)
         step *= 2
     return x * jnp.float32(n**-0.5)

@@ -59,7 +59,9 @@ class Answer:
 
         Raises APIError if the prompts are too long, or need a feature that the server lacks.
         """
-        self._service, self._body, self._start = service, body, start
+        self._service = service
+        self._body = body
+        self._start = start
         self._generation: Generation | None = None
         self._samples = body.num_samples
         if body.stop and service.tokenizer is None:
@@ -69,7 +71,8 @@ class Answer:
         self._check(body.stop_token_ids or [0], "stop_token_ids")
         self._prompts = [self._check(ids, "prompt") for ids in self._encode()]
         self._limit = self._check_limit()
-        created, model = int(time.time()), service.options.model_name
+        created = int(time.time())
+        model = service.options.model_name
         self._head: dict[str, Any] = dict(id=f"{self.id_prefix}{uuid.uuid4().hex}", created=created, model=model)
         self._scores_prompts = getattr(body, "echo", False) and body.num_top is not None
         self._check_size()
@@ -121,7 +124,8 @@ class Answer:
 
     def submit(self) -> None:
         """Submits the requests to the engine; raises APIError if the queue is full."""
-        body, service = self._body, self._service
+        body = self._body
+        service = self._service
         if not self._limit and not self._scores_prompts:
             return
         try:
@@ -179,7 +183,8 @@ class Answer:
             for choice in self.choices:
                 yield choice, *choice.take(Update(choice.index, finish_reason="length"))
             return
-        limit, metrics = self._service.options.request_seconds, self._service.metrics
+        limit = self._service.options.request_seconds
+        metrics = self._service.metrics
         lift_limit = self._generation.expire_after(self._start + limit - time.monotonic())
         end_reports = self._generation.report_silence(_KEEP_ALIVE_SECONDS)
         try:
@@ -220,7 +225,8 @@ class Answer:
 
     def _check_size(self) -> None:
         """Raises APIError if the answer is more than the server makes or keeps at once."""
-        engine, count = self._service.engine, len(self._prompts) * self._samples
+        engine = self._service.engine
+        count = len(self._prompts) * self._samples
         if self._samples > 1 and self._body.temperature == 0:
             raise APIError(400, f"{self._samples} answers with temperature 0 would all be the same", param="n")
         if count > engine.capacity:
@@ -238,7 +244,8 @@ class Answer:
 
     def _check_limit(self) -> int:
         """Returns the maximum number of new tokens of each request."""
-        manager, longest = self._service.engine.engine.manager, max(map(len, self._prompts))
+        manager = self._service.engine.engine.manager
+        longest = max(map(len, self._prompts))
         context = min(manager.schema.max_context, manager.requests.capacity)
         # The last token is sampled, but never stored.
         room = context + 1 - longest
@@ -298,7 +305,9 @@ class OpenAIAnswer(Answer):
 class CompletionAnswer(OpenAIAnswer):
     """The answer to POST /v1/completions."""
 
-    id_prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
+    id_prefix = "cmpl-"
+    kind = "text_completion"
+    chunk_kind = "text_completion"
     body_type = CompletionBody
     _body: CompletionBody
 
@@ -324,7 +333,8 @@ class CompletionAnswer(OpenAIAnswer):
         """Returns the text with which the answers to a prompt begin."""
         if not self._body.echo:
             return ""
-        content, tokenizer = self._body.prompts[prompt], self._service.tokenizer
+        content = self._body.prompts[prompt]
+        tokenizer = self._service.tokenizer
         if isinstance(content, str):
             return content
         return " ".join(map(str, content)) + " " if tokenizer is None else tokenizer.decode(content)

@@ -84,7 +84,8 @@ class AuthMiddleware:
     """Refuses requests without the API key or for another host, and counts responses by path and status."""
 
     def __init__(self, app: ASGIApp, service: Service):
-        self._app, self._service = app, service
+        self._app = app
+        self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -177,7 +178,8 @@ def _check_model(service: Service, name: str) -> None:
 
 def _answer(kind: type[Answer]) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        service, start = _service(request), time.monotonic()
+        service = _service(request)
+        start = time.monotonic()
         if service.stopping:
             raise unavailable("the server is stopping and takes no new requests")
         if not service.engine.alive:
@@ -231,7 +233,8 @@ async def _complete_or_cancel(request: Request, answer: Answer) -> Response:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    complete, disconnect = asyncio.create_task(answer.complete()), asyncio.create_task(wait_for_disconnect())
+    complete = asyncio.create_task(answer.complete())
+    disconnect = asyncio.create_task(wait_for_disconnect())
     try:
         await asyncio.wait([complete, disconnect], return_when=asyncio.FIRST_COMPLETED)
         # The client does not read this status, but the metrics count it.

@@ -21,7 +21,8 @@ from dsv4_jax.engine import Engine, Request
 _log = logging.getLogger("dsv4_jax.serve")
 # Sending an event takes 0.06 ms of a CPU core, and the engine needs Python's lock for half of a short step. So 2.5
 # events a millisecond are sent, and tokens that come meanwhile are sent together: with 32 fast streams, those of 13 ms.
-_EVENTS_AT_ONCE, _SECONDS_PER_EVENT = 4, 4e-4
+_EVENTS_AT_ONCE = 4
+_SECONDS_PER_EVENT = 4e-4
 
 
 class QueueFullError(RuntimeError):
@@ -76,9 +77,12 @@ class Generation:
 
     def __init__(self, engine: "AsyncEngine", adds: Sequence[Callable[[], Request]], n: int):
         """Made by `AsyncEngine.submit`. `adds` has a function for each request that adds it to the engine."""
-        self._engine, self._adds, self._n = engine, adds, n
+        self._engine = engine
+        self._adds = adds
+        self._n = n
         self._updates: collections.deque[Update] = collections.deque()
-        self._has_news, self._is_expired = asyncio.Event(), False
+        self._has_news = asyncio.Event()
+        self._is_expired = False
         self._last_update = 0.0
 
     def report_silence(self, seconds: float) -> Callable[[], None]:
@@ -152,7 +156,8 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine, *, max_waiting: int):
         """Wraps an engine; `max_waiting` requests may wait while all slots are taken."""
-        self.engine, self.metrics = engine, engine.metrics
+        self.engine = engine
+        self.metrics = engine.metrics
         self.capacity = engine.manager.schema.max_requests + max_waiting
         self.unfinished = 0
         self.ready = False
@@ -330,7 +335,8 @@ class AsyncEngine:
             self._add(generation, follower)
 
     def _deliver(self):
-        updates, self._updates = self._updates, []
+        updates = self._updates
+        self._updates = []
         if updates and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._schedule_handover, updates)
 

@@ -21,7 +21,8 @@ class CallBlocks:
 
     def __init__(self, tokenizer: Tokenizer, *, has_calls: bool, has_begun: bool):
         """Says whether there are tools to call, and whether the prompt ends within a block of calls."""
-        self._tokenizer, self._token = tokenizer, tokenizer.token_to_id(CALL_TOKEN)
+        self._tokenizer = tokenizer
+        self._token = tokenizer.token_to_id(CALL_TOKEN)
         self._heads = _HEADS if has_calls else ()
         self._has_begun = has_begun
         self._held: list[int] = []

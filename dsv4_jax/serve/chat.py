@@ -20,7 +20,9 @@ from dsv4_jax.serve.constraints import compile_form
 from dsv4_jax.serve.errors import APIError
 
 
-_END, _ASSISTANT, _THINK = "<｜end▁of▁sentence｜>", "<｜Assistant｜>", "<think>"
+_END = "<｜end▁of▁sentence｜>"
+_ASSISTANT = "<｜Assistant｜>"
+_THINK = "<think>"
 _RELEASE_TOKENS = ("<｜begin▁of▁sentence｜>", _END, "<｜User｜>", _ASSISTANT, _THINK, "</think>", CALL_TOKEN)
 _PARSED_CALL_TOKEN = "\0" + CALL_TOKEN  # its name for the parser, which finds the other one in any text
 # April's release knows the first two of 0731's three prompts for reasoning effort, by other names.
@@ -67,7 +69,8 @@ class PastAnswers:
 
     def __init__(self):
         self._answers: collections.OrderedDict[str, PastAnswer] = collections.OrderedDict()
-        self._size, self._lock = 0, threading.Lock()
+        self._size = 0
+        self._lock = threading.Lock()
 
     def add(self, answer: PastAnswer) -> None:
         """Adds an answer, whose ids are new."""
@@ -145,7 +148,8 @@ class Chat:
             place = _find_place(kind, body, str(error))
             message = str(error).replace("invalid request body", place or "invalid request body")
             raise APIError(400, message, param=place and place.partition("[")[0]) from None
-        conversation, parsing = request.conversation, request.parsing_options
+        conversation = request.conversation
+        parsing = request.parsing_options
         if kind is recipe.MessagesRequest:
             conversation = _as_in_messages(conversation, body)
         if conversation.tool_choice == "required":
@@ -272,7 +276,8 @@ class ReleaseChat(Chat):
         starts = [i for i, token in enumerate(prompt) if token in (self._ids[_THINK], self._ids["</think>"])]
         begin = 1 + starts[-1]
         if calls and list(prompt[begin:]) in ([], self._call_begin):
-            thinks, tokens = prompt[begin - 1] == self._ids[_THINK], [*prompt[begin:], *tokens]
+            thinks = prompt[begin - 1] == self._ids[_THINK]
+            tokens = [*prompt[begin:], *tokens]
             self._past.add(PastAnswer(reasoning, content, calls, bool(thinks), np.array(tokens, np.int32)))
 
     def parser(self, converted: Converted, generator: Any) -> tuple[recipe.StreamProcessor, CallBlocks | None]:

@@ -35,7 +35,9 @@ class AnswerParser(AnswerText):
     ):
         """Takes a parser, an empty response, and what turns tokens into the parser's text or chunks."""
         super().__init__(None, [], [])
-        self._processor, self._source, self._keeps_events = processor, source, keeps_events
+        self._processor = processor
+        self._source = source
+        self._keeps_events = keeps_events
         self._has_begun = False
         self._events: list[tuple[str | None, str]] = []
         self.response = response
@@ -69,7 +71,8 @@ class AnswerParser(AnswerText):
 
     def take_events(self) -> list[tuple[str | None, str]]:
         """Returns the new events: their names, if the protocol has such, and their JSON."""
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events
 
     def _push(self, chunks):
@@ -92,7 +95,9 @@ class ParsedChoice(Choice):
 
     def __init__(self, index: int, parser: AnswerParser, prompt_tokens: int):
         super().__init__(index, parser, "")
-        self.parser, self._prompt_tokens, self.is_whole = parser, prompt_tokens, False
+        self.parser = parser
+        self._prompt_tokens = prompt_tokens
+        self.is_whole = False
 
     def take(self, update: Update) -> tuple[str, list[ScoredToken]]:
         self.parser.begin(self._prompt_tokens, update.cached_tokens)
@@ -136,8 +141,11 @@ class ParsedAnswer(Answer):
         return [prompt]
 
     def _new_choice(self, prompt: np.ndarray, number: int, index: int) -> Choice:
-        answer_id, created, model = self._head["id"], self._head["created"], self._head["model"]
-        chat, converted = self._chat, self._converted
+        answer_id = self._head["id"]
+        created = self._head["created"]
+        model = self._head["model"]
+        chat = self._chat
+        converted = self._converted
         processor, blocks = chat.parser(converted, self._make_generator(answer_id, model))
         stops = [*chat.stops, *converted.parsing.stop_sequences]
         source = blocks or AnswerText(self._service.tokenizer, prompt, stops)
@@ -162,8 +170,12 @@ class ParsedAnswer(Answer):
 class ChatAnswer(ParsedAnswer, OpenAIAnswer):
     """The answer to POST /v1/chat/completions."""
 
-    id_prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
-    body_type, request_type, response_type = ChatBody, recipe.ChatCompletionRequest, recipe.ChatCompletionResponse
+    id_prefix = "chatcmpl-"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    body_type = ChatBody
+    request_type = recipe.ChatCompletionRequest
+    response_type = recipe.ChatCompletionResponse
     _body: ChatBody
 
     def _max_tokens(self, room: int) -> int:
@@ -217,8 +229,10 @@ class SingleAnswer(ParsedAnswer):
 class ResponsesAnswer(SingleAnswer):
     """The answer to POST /v1/responses."""
 
-    id_prefix, body_type = "resp_", ResponsesBody
-    request_type, response_type = recipe.ResponsesRequest, recipe.ResponsesResponse
+    id_prefix = "resp_"
+    body_type = ResponsesBody
+    request_type = recipe.ResponsesRequest
+    response_type = recipe.ResponsesResponse
     _body: ResponsesBody
 
     def _make_generator(self, answer_id: str, model: str) -> Any:
@@ -237,7 +251,8 @@ class ResponsesAnswer(SingleAnswer):
         return self._body.max_output_tokens or max(room, 1)
 
     def _read(self, response: dict[str, Any]) -> tuple[str, str, list[ToolCall]]:
-        texts, calls = dict(reasoning="", message=""), []
+        texts = dict(reasoning="", message="")
+        calls = []
         for item in response["output"]:
             match item["type"]:
                 case "function_call":
@@ -257,8 +272,10 @@ class ResponsesAnswer(SingleAnswer):
 class MessagesAnswer(SingleAnswer):
     """The answer to POST /v1/messages."""
 
-    id_prefix, body_type = "msg_", MessagesBody
-    request_type, response_type = recipe.MessagesRequest, recipe.MessagesResponse
+    id_prefix = "msg_"
+    body_type = MessagesBody
+    request_type = recipe.MessagesRequest
+    response_type = recipe.MessagesResponse
     _keep_alive = sse(dict(type="ping"), "ping")
     _body: MessagesBody
 
@@ -269,7 +286,8 @@ class MessagesAnswer(SingleAnswer):
         return f"prompt is too long: {longest} tokens > {context} maximum"  # clients look for these words
 
     def _read(self, response: dict[str, Any]) -> tuple[str, str, list[ToolCall]]:
-        texts, calls = dict(thinking="", text=""), []
+        texts = dict(thinking="", text="")
+        calls = []
         for block in response["content"]:
             if block["type"] == "tool_use":
                 calls.append((block["id"], block["name"], json.dumps(block["input"])))

@@ -42,7 +42,10 @@ class Choice:
 
     def __init__(self, index: int, text: AnswerText, echo: str, prompt_offsets: Sequence[tuple[int, int]] = ()):
         """Starts a choice with the text `echo` and with the prompt's tokens, given as (id, offset)."""
-        self.index, self._answer, self._unshown, self._prompt = index, text, echo, prompt_offsets
+        self.index = index
+        self._answer = text
+        self._unshown = echo
+        self._prompt = prompt_offsets
         self.scored: list[ScoredToken] = []
         self.text = ""
         self.finish_reason: str | None = None
@@ -62,7 +65,8 @@ class Choice:
     def take(self, update: Update) -> tuple[str, list[ScoredToken]]:
         """Adds an update, and returns the new text and tokens."""
         self.cached_tokens = update.cached_tokens
-        new, self._unshown = self._unshown, ""
+        new = self._unshown
+        self._unshown = ""
         first = len(self.scored)
         if not first:
             logprobs = [None, *update.prompt_logprobs]

@@ -49,7 +49,9 @@ def compile_form(
       ValueError: the form cannot be enforced; names the place in the schema. In tools that are not strict, a value
         that cannot be enforced may be any.
     """
-    tools, kind, is_required = conversation.tools, conversation.response_format, conversation.tool_choice == "required"
+    tools = conversation.tools
+    kind = conversation.response_format
+    is_required = conversation.tool_choice == "required"
     if kind == "text" and not is_required and not any(tool.name in strict for tool in tools):
         return None
 
@@ -156,7 +158,8 @@ def _parameters(schema: Schema, strict_tool: str | None) -> Iterator[tuple[str |
         raise ValueError(f"tool {strict_tool!r}.schema.{unknown[0]}: a strict tool has no such keyword at the top")
     moved = _moved(schema)
     others = moved.get("additionalProperties", True)
-    properties, needed = moved.get("properties"), moved.get("required")
+    properties = moved.get("properties")
+    needed = moved.get("required")
     properties = properties if isinstance(properties, dict) else {}
     needed = [name for name in needed if isinstance(name, str)] if isinstance(needed, list) else []
     for name in [*properties, *(name for name in needed if name not in properties)]:

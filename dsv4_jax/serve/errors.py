@@ -31,7 +31,11 @@ class APIError(Exception):
         details: dict[str, Any] | None = None,
     ):
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers
         self.details = details
 
     @property

@@ -71,7 +71,8 @@ class ServerMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yields the engine's metrics. The registry calls it."""
-        metrics, schema = self._engine.metrics, self._engine.engine.manager.schema
+        metrics = self._engine.metrics
+        schema = self._engine.engine.manager.schema
         for field, text in _COUNTERS.items():
             yield CounterMetricFamily(f"dsv4_jax_{field}", text, value=getattr(metrics, field))
         yield GaugeMetricFamily("dsv4_jax_running_requests", "requests that hold a slot", value=metrics.running)
@@ -84,7 +85,8 @@ class ServerMetrics:
             total.add_metric([name], pool.total)
         yield from (used, total)
         if (prefix := metrics.prefix) is not None:
-            hits, asked = "prompt tokens that the prefix cache held", "prompt tokens of admitted requests"
+            hits = "prompt tokens that the prefix cache held"
+            asked = "prompt tokens of admitted requests"
             yield CounterMetricFamily("dsv4_jax_prefix_hit_tokens", hits, value=prefix.hit_tokens)
             yield CounterMetricFamily("dsv4_jax_prefix_prompt_tokens", asked, value=prefix.prompt_tokens)
             yield GaugeMetricFamily("dsv4_jax_prefix_blocks", "blocks the prefix cache holds", value=prefix.blocks)

@@ -50,7 +50,9 @@ class Service:
     """
 
     def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer | None, options: ServerOptions):
-        self.engine, self.tokenizer, self.options = engine, tokenizer, options
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.options = options
         self.chat = None if tokenizer is None else make_chat(tokenizer, options.model_name, options.effort_prompts)
         self.names = TokenNames(tokenizer)
         self.metrics = ServerMetrics(engine)

@@ -34,7 +34,8 @@ def check_operands(
     layout = FP4 if isinstance(gate_up, tuple) else BF16
     pairs: list[tuple[Any, Any]] = [w if isinstance(w, tuple) else (w, None) for w in (gate_up, down)]
     number, _, columns = pairs[1][0].shape[-3:]
-    inner, matrices = layout.columns(columns * layout.dtype.itemsize), []
+    inner = layout.columns(columns * layout.dtype.itemsize)
+    matrices = []
     shapes = (2 * inner, depth), (depth, inner)
     for name, (codes, scales), parts, (rows, columns) in zip(("gate_up", "down"), pairs, (2, 1), shapes, strict=True):
         check_weight(name, codes, layer, layout.dtype, number, rows, layout.elements(columns))

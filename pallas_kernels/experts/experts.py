@@ -41,7 +41,8 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 
 MAX_PAIRS = 1024  # one block of threads groups them
 MAX_SHARED_TOKENS = COLUMNS
-GATE_UP, DOWN = 0, 1  # the linear maps of an expert
+GATE_UP = 0
+DOWN = 1  # the linear maps of an expert
 
 
 @cached_trace("limit")
@@ -89,7 +90,8 @@ def experts(
     layout, number, inner, *matrices = check_operands(x, selected, weights, gate_up, down, layer)
     pairs = selected.size
     check_rules({f"1 to {MAX_PAIRS} pairs of a token and an expert, got {pairs}": 0 < pairs <= MAX_PAIRS})
-    selected, weights = selected.reshape(-1), weights.reshape(-1)
+    selected = selected.reshape(-1)
+    weights = weights.reshape(-1)
     if shared is not None:
         check_shared(tokens, depth, inner, layout, *shared, layer)
     shared_inner = 0 if shared is None else shared[1][0].shape[-1]
@@ -190,12 +192,16 @@ class ExpertsProblem:
         The shared expert's tiles, which have more bits, are spread evenly. The others are spread so that every block
         reads the same number of bytes, up to a part of a tile.
         """
-        workers, tiles, shared = jnp.int32(workers), groups * self.tiles[i], self.shared_tiles[i]
+        workers = jnp.int32(workers)
+        tiles = groups * self.tiles[i]
+        shared = self.shared_tiles[i]
         evenly = lax.div(worker * tiles, workers)
         if not shared:
             return evenly, jnp.int32(0)
-        bits, larger = self.layout.bits, FP8.bits
-        first, total = lax.div(worker * shared, workers), bits * tiles + larger * shared
+        bits = self.layout.bits
+        larger = FP8.bits
+        first = lax.div(worker * shared, workers)
+        total = bits * tiles + larger * shared
         rest = lax.div(worker * total, workers) - larger * first + bits // 2
         # Only if there is work of one shared tile for each block: no block can have a negative number of other tiles.
         balanced = total >= larger * workers
@@ -238,9 +244,12 @@ def _by_map(p, outs, first):
 def _body(p, *refs, tables_smem, factors_smem, groups_ready, skinny):
     *routing, inputs, weights, layer_gmem = refs[:7]
     matrices, shared_matrices = weights_of_layer(weights, layer_gmem)
-    routing, outs = RoutedPairs(*routing), _by_map(p, refs[7:], len(inputs))
-    worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
-    workers, groups = lax.axis_size("worker"), routing.counts[0]
+    routing = RoutedPairs(*routing)
+    outs = _by_map(p, refs[7:], len(inputs))
+    worker = lax.axis_index("worker")
+    warpgroup = lax.axis_index("warpgroup")
+    workers = lax.axis_size("worker")
+    groups = routing.counts[0]
     ranges = []
     for i in p.maps:
         (first, shared_first), (end, shared_end) = (p.first_tiles(groups, i, worker + n, workers) for n in range(2))
@@ -257,9 +266,11 @@ def _body(p, *refs, tables_smem, factors_smem, groups_ready, skinny):
         load_weights = functools.partial(pair_groups.load_weights, routing.weights, tables_smem[0], factors_smem)
         pl.when(warpgroup == EPILOGUE)(load_weights)
 
-    order, products = TileOrder(p, routing.counts), []
+    order = TileOrder(p, routing.counts)
+    products = []
     for n, (i, (own, shared)) in enumerate(zip(p.maps, ranges, strict=True)):
-        sources, tables = inputs if n == 0 else outs[0], (tables_smem[n], factors_smem)
+        sources = inputs if n == 0 else outs[0]
+        tables = (tables_smem[n], factors_smem)
         products.append(_routed_product(order, i, own, tables, sources[0], outs[n][0], matrices[i]))
         if p.shared:
             products.append(_shared_product(order, i, shared, sources[1], outs[n][1], shared_matrices[i]))
@@ -300,8 +311,11 @@ class TileOrder:
 
 def _routed_product(order, i, own, tables, source_gmem, out_gmem, matrix):
     """Returns the product of a block's tiles of map `i`, (first, count, first group): group after group of pairs."""
-    p, (first, count, first_group), (tables_smem, factors_smem) = order.problem, own, tables
-    tiles, gated = jnp.int32(p.tiles[i]), i == GATE_UP
+    p = order.problem
+    first, count, first_group = own
+    tables_smem, factors_smem = tables
+    tiles = jnp.int32(p.tiles[i])
+    gated = i == GATE_UP
 
     def group_of(n):
         """Returns the number of a tile's group in `tables_smem`."""
@@ -311,7 +325,8 @@ def _routed_product(order, i, own, tables, source_gmem, out_gmem, matrix):
         return tables_smem.at[pl.ds(group_of(n) * GROUP_WORDS + FIRST_PAIR, COLUMNS)]
 
     def rows_of(n):
-        expert, tile = tables_smem[group_of(n) * GROUP_WORDS], lax.rem(first + n, tiles)
+        expert = tables_smem[group_of(n) * GROUP_WORDS]
+        tile = lax.rem(first + n, tiles)
         if gated:
             row = expert * (2 * p.inner) + tile * HALF
             return row, row + p.inner
@@ -331,13 +346,16 @@ def _routed_product(order, i, own, tables, source_gmem, out_gmem, matrix):
         epilogue.store_few(out_gmem, sums, tile, limit=limit, rows_smem=pairs_of(n), weights_smem=weights)
         order.tile_stored(i, first_group + group_of(n), tile)
 
-    depth, (codes, scales) = p.depth if gated else p.inner, matrix
+    depth = p.depth if gated else p.inner
+    codes, scales = matrix
     return Product(p.layout, codes, scales, count, depth, 0, gated, rows_of, load_inputs, finish)
 
 
 def _shared_product(order, i, own, source_gmem, out_gmem, matrix):
     """Returns the product of a block's tiles, (first, count), of the shared expert's map `i`, in one group."""
-    p, (first, count), gated = order.problem, own, i == GATE_UP
+    p = order.problem
+    first, count = own
+    gated = i == GATE_UP
     group = jnp.int32(p.groups)
 
     def rows_of(n):
@@ -355,5 +373,6 @@ def _shared_product(order, i, own, source_gmem, out_gmem, matrix):
         epilogue.store_few(out_gmem, sums, first + n, limit=p.limit if gated else None)
         order.tile_stored(i, group, first + n)
 
-    depth, (codes, scales) = p.depth if gated else p.shared, matrix
+    depth = p.depth if gated else p.shared
+    codes, scales = matrix
     return Product(FP8, codes, scales, count, depth, 0, gated, rows_of, load_inputs, finish)

@@ -48,7 +48,8 @@ def copy_row(y_gmem, x_gmem, row: jax.Array, pairs_gmem, divisor: int, permuted:
 @copy_row.mosaic
 def _copy_row_mosaic(y_gmem, x_gmem, row, pairs_gmem, divisor, permuted):
     def emit(y_gmem, x_gmem, row, pairs_gmem):
-        row, width = U32(mlir.scalar(row)), ir.MemRefType(x_gmem.type).shape[1]
+        row = U32(mlir.scalar(row))
+        width = ir.MemRefType(x_gmem.type).shape[1]
         source = thread_ops.load_global(pairs_gmem, row) // divisor
 
         def copy_eight(eight):

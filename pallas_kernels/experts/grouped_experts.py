@@ -138,7 +138,8 @@ def _launch(p, table, x, weight, *, tiles, layer, interpret):
 
 
 def _body(p, count_gmem, blocks_gmem, table_gmem, x_gmem, codes_gmem, scales_gmem, layer_gmem, y_gmem, *, dequant):
-    worker, warpgroup = lax.axis_index("worker"), lax.axis_index("warpgroup")
+    worker = lax.axis_index("worker")
+    warpgroup = lax.axis_index("warpgroup")
     workers = lax.axis_size("worker")
     tiles = lax.div(count_gmem[0] * p.tiles - worker + (workers - 1), jnp.int32(workers))
     first_expert = 0 if layer_gmem is None else layer_gmem[0] * p.experts

@@ -45,10 +45,12 @@ def load_groups(table_gmem, first: jax.Array, groups_smem) -> None:
 
 @load_groups.mosaic
 def _load_groups_mosaic(table_gmem, first, groups_smem):
-    size, last = groups_smem.shape[0], table_gmem.shape[0] - 1
+    size = groups_smem.shape[0]
+    last = table_gmem.shape[0] - 1
 
     def emit(table_gmem, first, groups_smem):
-        first, target = U32(mlir.scalar(first)) * GROUP_WORDS, ops.shared(groups_smem)
+        first = U32(mlir.scalar(first)) * GROUP_WORDS
+        target = ops.shared(groups_smem)
 
         def copy_word(word):
             ops.store(target + (word << 2), ops.load_global(table_gmem, (first + word).minimum(last)))
@@ -71,10 +73,13 @@ def load_weights(weights_gmem, groups_smem, weights_smem) -> None:
 
 @load_weights.mosaic
 def _load_weights_mosaic(weights_gmem, groups_smem, weights_smem):
-    size, last = weights_smem.shape[0], weights_gmem.shape[0] - 1
+    size = weights_smem.shape[0]
+    last = weights_gmem.shape[0] - 1
 
     def emit(weights_gmem, groups_smem, weights_smem):
-        thread, source, target = ops.thread() % mlir.THREADS, ops.shared(groups_smem), ops.shared(weights_smem)
+        thread = ops.thread() % mlir.THREADS
+        source = ops.shared(groups_smem)
+        target = ops.shared(weights_smem)
         mgpu.utils.warpgroup_barrier()
         for start in range(0, size, mlir.THREADS):
             at = thread + start

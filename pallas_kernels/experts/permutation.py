@@ -75,11 +75,14 @@ def sort_pairs(selected, order, count, tiles, number: int, size: int, scratch) -
 
 @sort_pairs.mosaic
 def _sort_pairs_mosaic(selected, order, count, tiles, number, size, scratch):
-    pairs, places, max_tiles = selected.shape[0], order.shape[0], tiles.shape[1]
+    pairs = selected.shape[0]
+    places = order.shape[0]
+    max_tiles = tiles.shape[1]
     warps = MAX_EXPERTS // mlir.WARP
 
     def emit(selected, order, count, tiles, scratch):
-        thread, sizes = ops.thread(), ops.shared(scratch)
+        thread = ops.thread()
+        sizes = ops.shared(scratch)
         sums = sizes + 4 * MAX_EXPERTS
 
         def each_pair(visit: Callable[[U32, U32], None]):

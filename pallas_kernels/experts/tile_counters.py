@@ -71,12 +71,14 @@ def add_up_terms(
 def _add_up_terms_mosaic(
     total_gmem, terms_gmem, last_gmem, selected_gmem, counts_gmem, counter, worker, workers, experts
 ):
-    (tokens, width), top_k = total_gmem.shape, terms_gmem.shape[0] // total_gmem.shape[0]
+    tokens, width = total_gmem.shape
+    top_k = terms_gmem.shape[0] // total_gmem.shape[0]
     words_per_tile = ROWS // 2
     own_words = -(-tokens * width // (2 * workers))
 
     def emit(total, terms, last, selected, counts, worker):
-        first, groups = U32(mlir.scalar(worker)) * own_words, ops.load_global(counts, U32(0))
+        first = U32(mlir.scalar(worker)) * own_words
+        groups = ops.load_global(counts, U32(0))
 
         def address(ref, row, column):
             offset = arith.addi(arith.muli(mlir.to_i64(row.value), mlir.i64(width)), mlir.to_i64(column.value))
@@ -88,7 +90,8 @@ def _add_up_terms_mosaic(
 
         def store_sum(word):
             # Words of a tile of all tokens follow one another, so a block waits for few tiles.
-            tile, token = word // (tokens * words_per_tile), word // words_per_tile % tokens
+            tile = word // (tokens * words_per_tile)
+            token = word // words_per_tile % tokens
             column = tile * ROWS + (word % words_per_tile << 1)
             pairs = [token * top_k + j for j in range(top_k)]
             inside = [ops.load_global(selected, pair) < experts for pair in pairs]

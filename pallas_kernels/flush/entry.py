@@ -63,7 +63,8 @@ class EntryTarget:
 def find_target(ctx: FlushContext, token) -> EntryTarget:
     """Returns the target of the window that closes at `token`."""
     c = ctx.c
-    slot, position = ctx.slots_gmem[token], ctx.positions_gmem[token]
+    slot = ctx.slots_gmem[token]
+    position = ctx.positions_gmem[token]
     per_block = jnp.int32(c.pools[0].shape[2])
     entry = lax.div(position, jnp.int32(c.rate))
     logical = lax.div(entry, per_block)
@@ -133,7 +134,8 @@ def normalize(weight: jax.Array, total: jax.Array) -> jax.Array:
 
 def _norm_and_rotate(ctx, target, cos, sin, x, over_channels):
     """Rounds x and applies the RMS norm and RoPE."""
-    c, product = ctx.c, vector_product
+    c = ctx.c
+    product = vector_product
     channel = vectors.channels(x.shape[0]) + ctx.first
     x = round_bfloat16(x)
     mean_square = product(over_channels(jnp.add, product(x, x)), 1 / c.dim)

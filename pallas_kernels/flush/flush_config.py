@@ -97,5 +97,6 @@ class LongWindowPlan:
         Each warpgroup has its own share of the stages and of the scratch. The partials are the largest logits, the sums
         of weights and the weighted sums of every chunk.
         """
-        stages, dim = self.stages * self.stage_size * self.warpgroups, self.c.dim
+        stages = self.stages * self.stage_size * self.warpgroups
+        dim = self.c.dim
         return dict(stages_smem=stages, scratch_smem=dim, sums_smem=4 * dim, partials_smem=3 * CHUNKS * dim)

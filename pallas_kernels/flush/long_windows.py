@@ -94,7 +94,8 @@ class LongWindowWorker:
 
 def store_entries(c: CompressorOperands, refs: CompressorOperands, call: FlushCall, with_states: bool) -> None:
     """Stores the entries of the windows that close, and with `with_states` the state rows."""
-    most, interpret = call.max_tokens, call.interpret
+    most = call.max_tokens
+    interpret = call.interpret
     p = LongWindowPlan.for_call(call.config, c, call.slots.shape[0], most)
     shared: dict[str, Any] = {name: plgpu.SMEM((size,), jnp.float32) for name, size in p.shared.items()}
     if p.blocks > 1 and not interpret:
@@ -141,7 +142,8 @@ def store_entries(c: CompressorOperands, refs: CompressorOperands, call: FlushCa
 
 
 def _run(worker, first, writer, with_states):
-    p, ctx = worker.plan, worker.ctx
+    p = worker.plan
+    ctx = worker.ctx
     end = jnp.minimum(first + p.share, ctx.slots_gmem.shape[0])
     writers = p.blocks * p.warpgroups
     store = with_states and row_writer(ctx, first + writer, writers, -(-p.share // writers), end)
@@ -178,8 +180,10 @@ def _run(worker, first, writer, with_states):
 
 def _find_window(worker, first, end) -> WindowLocation:
     """Returns the first window that one of the tokens first, first + 1, ... closes, or one with token `end`."""
-    ctx, tokens = worker.ctx, worker.ctx.slots_gmem.shape[0]
-    c, ring = ctx.c, jnp.int32(ctx.c.state_kv.shape[2])
+    ctx = worker.ctx
+    tokens = worker.ctx.slots_gmem.shape[0]
+    c = ctx.c
+    ring = jnp.int32(ctx.c.state_kv.shape[2])
     scans = min(MAX_SCANS, -(-worker.plan.share // SCAN))
 
     def search(start):
@@ -192,7 +196,8 @@ def _find_window(worker, first, end) -> WindowLocation:
 
     if worker.plan.share == 1:
         at = jnp.minimum(first, tokens - 1)
-        slot, position = ctx.slots_gmem[at], ctx.positions_gmem[at]
+        slot = ctx.slots_gmem[at]
+        position = ctx.positions_gmem[at]
         token = jnp.where((first < end) & has_state(ctx, slot, position) & is_last(ctx, position), first, end)
     else:
         step = scans * SCAN
@@ -202,7 +207,8 @@ def _find_window(worker, first, end) -> WindowLocation:
             (first, search(first)),
         )
         at = jnp.minimum(token, tokens - 1)
-        slot, position = ctx.slots_gmem[at], ctx.positions_gmem[at]
+        slot = ctx.slots_gmem[at]
+        position = ctx.positions_gmem[at]
     oldest = lax.rem(position - (c.rows - 1) + ring, ring)
     row = ctx.state_row(slot, position) - lax.rem(position, ring) + oldest
     return WindowLocation(token, row, ring - oldest, c.rows - entry.rows_in_call(ctx, at))
@@ -211,8 +217,11 @@ def _find_window(worker, first, end) -> WindowLocation:
 @jax.named_scope("start_rows")
 def _start_rows(worker, window, k, i):
     """Starts to copy the logits (i = 0) or the values (i = 1) of this block's chunk k."""
-    p, ctx = worker.plan, worker.ctx
-    c, row, ring = ctx.c, worker.row(k), ctx.c.state_kv.shape[2]
+    p = worker.plan
+    ctx = worker.ctx
+    c = ctx.c
+    row = worker.row(k)
+    ring = ctx.c.state_kv.shape[2]
     call, state = ((ctx.gmem.gate, ctx.gmem.state_gate), (ctx.gmem.kv, ctx.gmem.state_kv))[i]
     pieces = [(state, window.ring + row, jnp.int32(0))]
     if ring % c.rows:
@@ -228,7 +237,8 @@ def _start_rows(worker, window, k, i):
 
 def _store_window(worker, window, following, end, count):
     """Stores the entry of the worker's window number `count` and starts to copy the rows of the following window."""
-    p, ctx = worker.plan, worker.ctx
+    p = worker.plan
+    ctx = worker.ctx
     target = entry.find_target(ctx, window.token)
     # The rotation overlaps the copies.
     rotation = entry.rotation(ctx, target)
@@ -320,7 +330,8 @@ def _send(worker, k, i, x):
 
 def _across(worker, count, uses, combine, x):
     """Combines x, equal within each slice, over all slices; `uses` numbers the calls for one entry."""
-    p, ctx = worker.plan, worker.ctx
+    p = worker.plan
+    ctx = worker.ctx
     # A warpgroup is at most one entry ahead of the others, so entries alternate between two places.
     base = (lax.rem(count, jnp.int32(2)) * 2 + next(uses)) * p.c.dim
     worker.sums_smem.at[pl.ds(base + ctx.first, p.channels)][...] = x

@@ -90,7 +90,9 @@ class CompressorOperands:
 
         `layer` is the index of position_bias and norm_weight in stacks, or None if they are not stacked.
         """
-        layout, dim, ring = self.layout, self.dim, self.state_kv.shape[2]
+        layout = self.layout
+        dim = self.dim
+        ring = self.state_kv.shape[2]
         width = dim * (2 if self.overlap else 1)
         check_rules(
             {

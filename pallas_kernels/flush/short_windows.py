@@ -114,7 +114,8 @@ def _start_window(ctx, token, bits, also=lambda ctx: None):
 def _start_biases(ctx: FlushContext) -> None:
     """Starts to copy the position biases of the rows that can be in the call, the same for every window."""
     c = ctx.c
-    place, first = _place(ctx), _may_be_in_call(ctx).start
+    place = _place(ctx)
+    first = _may_be_in_call(ctx).start
 
     def start_bias(j, _):
         row, column = place(j)
@@ -128,7 +129,8 @@ def _start_biases(ctx: FlushContext) -> None:
 def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
     """Starts to copy the rows of the window that closes at `token`."""
     c = ctx.c
-    slot, position = ctx.slots_gmem[token], ctx.positions_gmem[token]
+    slot = ctx.slots_gmem[token]
+    position = ctx.positions_gmem[token]
     ring = jnp.int32(c.state_kv.shape[2])
     last = ctx.state_row(slot, position)
     first_of_ring = last - lax.rem(position, ring)
@@ -162,7 +164,8 @@ def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
 
 def _take_logits(ctx: FlushContext, exists, rows_in_call) -> tuple[list[jax.Array], jax.Array]:
     """Returns the logits of the window, whose copies have arrived, and the largest of them."""
-    c, first = ctx.c, _may_be_in_call(ctx).start
+    c = ctx.c
+    first = _may_be_in_call(ctx).start
 
     def logit(j):
         x = _where_exists(ctx, exists, j, 1, -jnp.inf)
@@ -185,7 +188,8 @@ def _where_exists(ctx, exists, j, i, other):
 
 def _place(ctx):
     """Returns a function of j that returns the row in the window and the thread's column in the arrays."""
-    c, thread = ctx.c, vectors.thread()
+    c = ctx.c
+    thread = vectors.thread()
     held = c.dim // vectors.THREADS
     second = c.rate if c.overlap else c.rows
     return lambda j: (j, thread * held + jnp.where(j >= second, c.dim, 0))

@@ -107,7 +107,8 @@ def run_workers(
 
 
 def _store_rows(ctx, first, step, share):
-    tokens, ring = ctx.slots_gmem.shape[0], ctx.c.state_kv.shape[2]
+    tokens = ctx.slots_gmem.shape[0]
+    ring = ctx.c.state_kv.shape[2]
 
     def store_rows(number, _):
         token, mine, slot, _ = scan(ctx, first, step, number * SCAN, tokens)
@@ -128,9 +129,12 @@ def _store_rows(ctx, first, step, share):
 def _read_row(ctx, token, end):
     """Reads a token's row; returns a function that stores it in the ring."""
     c = ctx.c
-    tokens, ring = ctx.slots_gmem.shape[0], c.state_kv.shape[2]
-    safe, later = jnp.minimum(token, tokens - 1), jnp.minimum(token + ring, tokens - 1)
-    slot, position = ctx.slots_gmem[safe], ctx.positions_gmem[safe]
+    tokens = ctx.slots_gmem.shape[0]
+    ring = c.state_kv.shape[2]
+    safe = jnp.minimum(token, tokens - 1)
+    later = jnp.minimum(token + ring, tokens - 1)
+    slot = ctx.slots_gmem[safe]
+    position = ctx.positions_gmem[safe]
     mine = (token < end) & has_state(ctx, slot, position)
     if ctx.max_in_call > ring:
         # Skips a token whose row a later token of the call overwrites.

@@ -64,7 +64,8 @@ def product_in(layout: Callable[..., Any]) -> Callable[[jax.Array, jax.Array | f
         def emit(x, *factors):
             left = mlir.values(x)
             pairs = zip(left, mlir.values(*factors) if factors else [mlir.f32(y)] * len(left), strict=True)
-            code, kind = "mul.rn.f32 $0, $1, $2;", mlir.f32_type()
+            code = "mul.rn.f32 $0, $1, $2;"
+            kind = mlir.f32_type()
             return [mlir.ptx(code, *pair, results=kind, pure=True) for pair in pairs]
 
         return mlir.inline(emit, x, *([] if isinstance(y, float) else [y]), layout=layout, returns=x)
@@ -83,7 +84,8 @@ def _differentiable(derivative: Callable[[jax.Array, Any], Any]) -> Callable[[Ca
 
         @exact.defjvp
         def _(primals, tangents):
-            (x,), (dx,) = primals, tangents
+            (x,) = primals
+            (dx,) = tangents
             result = exact(x)
             return result, jax.tree.map(lambda slope: slope * dx, derivative(x, result))
 

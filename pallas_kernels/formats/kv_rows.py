@@ -62,7 +62,8 @@ def ring_rows(token: jax.Array, slots, positions, layer, shape: tuple[int, ...])
     _, num_slots, ring, *_ = shape
     tokens = slots.shape[0]
     at = jnp.minimum(token, tokens - 1)
-    slot, position = load_rows(slots, at, token.shape), load_rows(positions, at, token.shape)
+    slot = load_rows(slots, at, token.shape)
+    position = load_rows(positions, at, token.shape)
     keep = (token < tokens) & (slot >= 0) & (slot < num_slots) & (position >= 0)
     if tokens > ring:
         later = load_rows(slots, jnp.minimum(token + ring, tokens - 1), token.shape)

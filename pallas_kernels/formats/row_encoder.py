@@ -100,7 +100,8 @@ def encode_row(x: jax.Array, pools, layout: RowLayout, largest: Callable, first,
       scratch: as in `vectors.exchange`.
     """
     nope, rope, scale = pools
-    size, channel = jnp.abs(x), vectors.channels(x.shape[0]) + first
+    size = jnp.abs(x)
+    channel = vectors.channels(x.shape[0]) + first
     real = channel < layout.nope_dim
     if layout.scale_block is None:
         every = layout.dim
@@ -109,7 +110,8 @@ def encode_row(x: jax.Array, pools, layout: RowLayout, largest: Callable, first,
         every = layout.scale_block
         bits, factor = block_scale(vectors.butterfly(jnp.maximum, size, every // 2, 1, scratch))
         stored = jnp.where(real, bits, 0).astype(jnp.uint8)
-    codes, rounded = e4m3_codes(x * factor), x.astype(jnp.bfloat16)
+    codes = e4m3_codes(x * factor)
+    rounded = x.astype(jnp.bfloat16)
 
     @pl.when(keep)
     def _():
@@ -159,7 +161,8 @@ def key_scales(amax: jax.Array, layout: KeyLayout, registers) -> tuple[jax.Array
 
 
 def _hadamard(x, dim, scratch):
-    channel, distance = vectors.channels(x.shape[0]), 1
+    channel = vectors.channels(x.shape[0])
+    distance = 1
     while distance < dim:
         other = vectors.exchange(x, distance, scratch)
         x = jnp.where((channel & distance) == 0, x + other, other - x)

@@ -111,7 +111,9 @@ def collapse(p: CollapseProblem, streams, partials, weights, layer, *, interpret
 
 def _body(p, streams_gmem, partials_gmem, weights_gmem, layer_gmem, x_gmem, mixing_gmem, scratch):
     base_gmem, scale_gmem, weight_gmem = weights_of_layer(weights_gmem, layer_gmem)
-    block, blocks, warpgroup = lax.axis_index("block"), lax.axis_size("block"), lax.axis_index("warpgroup")
+    block = lax.axis_index("block")
+    blocks = lax.axis_size("block")
+    warpgroup = lax.axis_index("warpgroup")
     groups = block, blocks, lax.div(p.groups - block + blocks - 1, jnp.int32(blocks))
 
     collapse = functools.partial(_collapse_streams, p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, scratch)
@@ -121,10 +123,12 @@ def _body(p, streams_gmem, partials_gmem, weights_gmem, layer_gmem, x_gmem, mixi
 
 
 def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, scratch):
-    (block, blocks, count), own = groups, pl.ds(warpgroup * CHANNELS, CHANNELS)
+    block, blocks, count = groups
+    own = pl.ds(warpgroup * CHANNELS, CHANNELS)
     layout = plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=8)
     load = functools.partial(plgpu.load, layout=layout, optimized=False)
-    norm_weight, turns = load(weight_gmem.at[own]), p.tokens_each // p.step
+    norm_weight = load(weight_gmem.at[own])
+    turns = p.tokens_each // p.step
 
     def token_of(i, turn, n):
         return (block + i * blocks) * p.tokens_each + turn * p.step + n
@@ -157,7 +161,8 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, s
             for n, value in enumerate(values):
                 squares = [scratch.norms_smem[parity, n, j] for j in range(p.workers * WARPS)]
                 scale = lax.rsqrt(_pairwise_sum(squares) * (1 / p.width) + p.norm_eps)
-                token, value = token_of(i, turn, n), (norm_weight * (value * scale)).astype(jnp.bfloat16)
+                token = token_of(i, turn, n)
+                value = (norm_weight * (value * scale)).astype(jnp.bfloat16)
                 pl.when(token < p.tokens)(functools.partial(x_gmem.__setitem__, (token, own), value))
         plgpu.barrier_arrive(scratch.pre_empty.at[stage])
         return ahead
@@ -167,12 +172,14 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, s
 
 def _compute_weights(p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gmem, scratch):
     # A lane has the logit of its number.
-    (block, blocks, count), lane = groups, vectors.thread() & (WARP - 1)
+    block, blocks, count = groups
+    lane = vectors.thread() & (WARP - 1)
     bias = vectors.take(base_gmem, jnp.where(lane < p.rows, lane, -1))
     factors = vectors.take(scale_gmem, jnp.minimum(lane >> 2, scale_gmem.shape[0] - 1))
 
     def add_slices(group):
-        parts, chunks = [], range(p.slices * p.tokens_each // WARPS)
+        parts = []
+        chunks = range(p.slices * p.tokens_each // WARPS)
         for begin in chunks[::MAX_LOADS]:
             some = chunks[begin : begin + MAX_LOADS]
             places = [(group, chunk) if p.tokens_each == 1 else (chunk, group) for chunk in some]
@@ -184,7 +191,8 @@ def _compute_weights(p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gme
         return sums
 
     def visit_group(i):
-        stage, group = lax.rem(i, jnp.int32(STAGES)), block + i * blocks
+        stage = lax.rem(i, jnp.int32(STAGES))
+        group = block + i * blocks
         sums = add_slices(group)
         mean = from_lane(sums, SQUARES) * (1 / (STREAMS * p.width))
         logits = sums * lax.rsqrt(mean + p.norm_eps) * factors + bias
@@ -254,7 +262,8 @@ def _emit_mixing_matrix(logits, iterations, eps):
 
     comb = [softmax([_emit_from_lane(logits, (2 + j) * STREAMS + k) for k in places]) for j in places]
     flat = [thread_ops.bits(x) for row in columns(comb) for x in row]
-    found, lane = flat[0], thread_ops.lane()
+    found = flat[0]
+    lane = thread_ops.lane()
     for number, x in enumerate(thread_ops.loop(iterations - 1, iterate, *flat), 2 * STREAMS):
         found = lane.equals(number).where(x, found)
     return [thread_ops.as_float(found)]
@@ -320,7 +329,8 @@ def put_rows(target, x: jax.Array, first: jax.Array, *, rows: int) -> None:
 def _emit_put_rows(target, x, first, rows):
     count, width = target.type.shape
     thread = U32(mlir.thread())
-    warp, lane = thread >> 5, thread & (WARP - 1)
+    warp = thread >> 5
+    lane = thread & (WARP - 1)
     row = U32(mlir.scalar(first)) + warp
     inside = (warp < rows).value, (row < count).value, (lane < width).value
     with thread_ops.when(U32(functools.reduce(arith.andi, inside))):

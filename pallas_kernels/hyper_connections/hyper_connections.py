@@ -77,16 +77,23 @@ def hyper_connections(
     if table is not None and y is not None:
         mailbox.check_table(table, interpret=interpret)
         check_rules({f"parts of up to 4 tokens and 4096 channels, got {y.shape}": fuses_all_reduce(*streams.shape)})
-    added, new_type = (None, None, None), None
+    added = (None, None, None)
+    new_type = None
     if y is not None:
-        added, new_type = (y, mixing, table), jax.ShapeDtypeStruct(streams.shape, streams.dtype)
+        added = (y, mixing, table)
+        new_type = jax.ShapeDtypeStruct(streams.shape, streams.dtype)
     # Interpreted, `wgmma` is tested with as few tokens as it takes.
     if tokens <= (streams_wgmma.TOKENS - 1 if interpret else MAX_MMA_TOKENS):
-        launch, channels, group = _launch_slices, streams_fma.CHANNELS, 1
+        launch = _launch_slices
+        channels = streams_fma.CHANNELS
+        group = 1
     else:
-        launch, channels, group = streams_wgmma.launch, streams_wgmma.CHANNELS, collapse.WARPS
+        launch = streams_wgmma.launch
+        channels = streams_wgmma.CHANNELS
+        group = collapse.WARPS
     new, partials = launch(streams, fn, layer_number, added, new_type, interpret)
-    new, slices = streams if y is None else new, width // channels
+    new = streams if y is None else new
+    slices = width // channels
     problem = collapse.CollapseProblem(tokens, width, fn.shape[-2], slices, group, norm_eps, hc_eps, iterations)
     weights = base, scale, weight
     x, mixing = collapse.collapse(problem, new, partials, weights, layer_number, interpret=interpret)
@@ -118,7 +125,8 @@ def fuses_all_reduce(tokens: int, _: int, width: int) -> bool:
 
 def _launch_slices(streams, fn, layer, added, new_type, interpret):
     """Runs `streams_fma` or `streams_mma`; returns new streams, if there is y, and [T, slices * 32] partial sums."""
-    (tokens, _, width), many = streams.shape, streams.shape[0] > streams_fma.MAX_TOKENS
+    tokens, _, width = streams.shape
+    many = streams.shape[0] > streams_fma.MAX_TOKENS
     regime = streams_mma if many else streams_fma
 
     def body(streams_gmem, fn_gmem, layer_gmem, added_gmem, new_gmem, partials_gmem, **scratch):

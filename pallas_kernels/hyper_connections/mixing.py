@@ -37,14 +37,17 @@ def mixed_streams(streams: jax.Array, y: jax.Array, mixing: jax.Array) -> jax.Ar
     """Returns [T, 4, n] float32 new streams, rounded to bfloat16, from old ones, y [T, n] and mixing [T, 24]."""
     post = lax.slice_in_dim(mixing, STREAMS, 2 * STREAMS, axis=1)
     comb = lax.slice_in_dim(mixing, 2 * STREAMS, MIXING, axis=1).reshape(-1, STREAMS, STREAMS)
-    old, y = streams.astype(jnp.float32), y.astype(jnp.float32)
+    old = streams.astype(jnp.float32)
+    y = y.astype(jnp.float32)
     mixed = jnp.einsum("tjk,tjd->tkd", comb, old, precision="highest")
     return round_bfloat16(post[:, :, None] * y[:, None, :] + mixed)
 
 
 def add_channels(refs: StreamRefs, index: jax.Array, channels: int) -> None:
     """Writes a slice of the new streams of all tokens, and its sums."""
-    columns, first, (rows, width) = pl.ds(index * channels, channels), index * SUMS, refs.fn.shape
+    columns = pl.ds(index * channels, channels)
+    first = index * SUMS
+    rows, width = refs.fn.shape
     values = refs.streams[:, :, columns].astype(jnp.float32)
     if refs.y is not None:
         values = mixed_streams(values, refs.y[:, columns], refs.mixing[...])

@@ -46,7 +46,8 @@ def _update_slice_mosaic(index, tile, refs, inbox_smem, total_smem=None):
         *operands, inbox, total = operands if total_smem is not None else (*operands, None)
         refs = StreamRefs(*operands)
         thread = _Thread(U32(mlir.scalar(index)), refs, total)
-        tokens, inbox = ir.MemRefType(refs.streams.type).shape[0], thread_ops.shared(inbox)
+        tokens = ir.MemRefType(refs.streams.type).shape[0]
+        inbox = thread_ops.shared(inbox)
         fn_column = thread.load_fn()
         loaded = [thread.load_streams(U32(token)) for token in range(tokens)]
         if total is not None:
@@ -70,11 +71,16 @@ class _Thread:
     """Emits code of one thread, which has a channel of one stream."""
 
     def __init__(self, index, refs, total):
-        self.thread, self.index, self.refs, self.total = U32(mlir.thread()), index, refs, total
-        self.warp, self.lane = self.thread >> 5, self.thread & 31
+        self.thread = U32(mlir.thread())
+        self.index = index
+        self.refs = refs
+        self.total = total
+        self.warp = self.thread >> 5
+        self.lane = self.thread & 31
         self.column = index * CHANNELS + self.lane
         self.width = ir.MemRefType(refs.streams.type).shape[2]
-        self.f32, self.bf16 = mlir.f32_type(), ir.BF16Type.get()
+        self.f32 = mlir.f32_type()
+        self.bf16 = ir.BF16Type.get()
         self.streams, self.fn, self.partials = map(mlir.global_pointer, (refs.streams, refs.fn, refs.partials))
 
     def address(self, pointer, index, kind):

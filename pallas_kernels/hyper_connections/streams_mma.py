@@ -47,18 +47,26 @@ def update_slice(index: jax.Array, tile: jax.Array, refs: StreamRefs, values_sme
 @update_slice.mosaic
 def _update_slice_mosaic(index, tile, refs, values_smem, sums_smem):
     tokens, _, width = refs.streams.shape
-    rows, slices = refs.fn.shape[0], width // CHANNELS
+    rows = refs.fn.shape[0]
+    slices = width // CHANNELS
     groups = -(-rows // 8)
 
     def emit(index, tile, values, sums, *refs):
         refs = StreamRefs(*refs)
-        thread, index, tile = U32(mlir.thread()), U32(mlir.scalar(index)), U32(mlir.scalar(tile)) * TOKENS
-        warp, lane = thread >> 5, thread & 31
-        values, sums = thread_ops.shared(values), thread_ops.shared(sums)
+        thread = U32(mlir.thread())
+        index = U32(mlir.scalar(index))
+        tile = U32(mlir.scalar(tile)) * TOKENS
+        warp = thread >> 5
+        lane = thread & 31
+        values = thread_ops.shared(values)
+        sums = thread_ops.shared(sums)
         # Clamped: the last token may be written several times, with the same values.
-        row, eight = thread >> 2, thread & 3
-        token, own = (tile + row).minimum(tokens - 1), index * CHANNELS + eight * 8
-        loaded, factors = mixing.load_streams(refs.streams, refs.y, token, own), []
+        row = thread >> 2
+        eight = thread & 3
+        token = (tile + row).minimum(tokens - 1)
+        own = index * CHANNELS + eight * 8
+        loaded = mixing.load_streams(refs.streams, refs.y, token, own)
+        factors = []
         if refs.y is not None:
             factors = mixing.load_factors(element(refs.mixing, token * MIXING, 4))
         weights = _load_fn(refs.fn, warp * width + index * CHANNELS, rows, width)
@@ -81,8 +89,10 @@ def _update_slice_mosaic(index, tile, refs, values_smem, sums_smem):
         def store_sums(number):
             terms = [thread_ops.load_vector(sums + ((number + j * count * WARP) << 4)) for j in range(STREAMS)]
             totals = [_sum_four(*map(thread_ops.as_float, four)) for four in zip(*terms, strict=True)]
-            lane, part = number & 31, number >> 5
-            token, logit = tile + (part // groups) * 16 + (lane >> 2), (part % groups) * 8 + (lane & 3) * 2
+            lane = number & 31
+            part = number >> 5
+            token = tile + (part // groups) * 16 + (lane >> 2)
+            logit = (part % groups) * 8 + (lane & 3) * 2
             for i in range(2):
                 with thread_ops.when(token + 8 * i < tokens):
                     there = element(refs.partials, ((token + 8 * i) * slices + index) * SUMS + logit, 4)
@@ -95,7 +105,8 @@ def _update_slice_mosaic(index, tile, refs, values_smem, sums_smem):
 
 def _load_fn(fn, column, rows, width):
     """Returns {(group of 8 rows, step): a lane's four columns} of fn; a lane has 4 of every 16 columns, of one row."""
-    lane, weights = U32(mlir.thread()) & 31, {}
+    lane = U32(mlir.thread()) & 31
+    weights = {}
     for group in range(-(-rows // 8)):
         for step in range(STEPS):
             row = ((lane >> 2) + 8 * group).minimum(rows - 1)

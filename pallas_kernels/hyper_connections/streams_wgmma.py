@@ -47,8 +47,10 @@ def launch(streams, fn, layer, added, new_type, interpret):
     `layer` is the number of the layer within fn, [1] int32, or None, and `added` is (y, mixing, None).
     """
     tokens, _, width = streams.shape
-    slices, tiles = width // CHANNELS, -(-tokens // TOKENS)
-    warpgroups, columns = 1 if interpret else WARPGROUPS, PARTS * (-(-fn.shape[-2] // 8) * 8)
+    slices = width // CHANNELS
+    tiles = -(-tokens // TOKENS)
+    warpgroups = 1 if interpret else WARPGROUPS
+    columns = PARTS * (-(-fn.shape[-2] // 8) * 8)
     groups = min(max((3 if interpret else MULTIPROCESSORS) // slices, 1), tiles)
 
     def body(streams_gmem, fn_gmem, layer_gmem, added_gmem, new_gmem, partials_gmem, **scratch):
@@ -81,13 +83,16 @@ def launch(streams, fn, layer, added, new_type, interpret):
 def _body(index, group, warpgroup, refs, operand_smem, weights_smem, weights_ready):
     split_weight(weights_smem, refs.fn, index, warpgroup)
     barriers.sync_block(weights_ready)
-    tokens, groups = refs.streams.shape[0], lax.axis_size("group")
-    tiles, share = -(-tokens // TOKENS), groups * operand_smem.shape[0]
+    tokens = refs.streams.shape[0]
+    groups = lax.axis_size("group")
+    tiles = -(-tokens // TOKENS)
+    share = groups * operand_smem.shape[0]
     first_tile = warpgroup * groups + group
 
     def chunk_at(i, chunk):
         """Returns (first token, first channel); behind the last chunk of a tile comes the next tile's first."""
-        i, chunk = i + lax.div(chunk, jnp.int32(CHUNKS)), lax.rem(chunk, jnp.int32(CHUNKS))
+        i = i + lax.div(chunk, jnp.int32(CHUNKS))
+        chunk = lax.rem(chunk, jnp.int32(CHUNKS))
         # The last tile begins earlier if it would be cut: the same values are written twice.
         start = jnp.minimum((first_tile + i * share) * TOKENS, tokens - TOKENS)
         return start, index * CHANNELS + chunk * CHUNK
@@ -117,7 +122,8 @@ def split_weight(target, fn, index: jax.Array, warpgroup: jax.Array) -> None:
     `target` [2 * 4, 3 * N, 64] bfloat16 with TRANSFORMS has, for each chunk and stream, the high, middle and low parts
     of N rows: R of fn, then zeros.
     """
-    rows, width = fn.shape[0], fn.shape[1] // STREAMS
+    rows = fn.shape[0]
+    width = fn.shape[1] // STREAMS
     padded = target.shape[1] // PARTS
 
     @pl.when(warpgroup == 0)
@@ -135,7 +141,8 @@ def split_weight(target, fn, index: jax.Array, warpgroup: jax.Array) -> None:
 @mlir.emits(split_weight, plgpu.RefType(TRANSFORMS))
 def _emit_split_weight(target, fn, index, warpgroup):
     rows, columns = ir.MemRefType(fn.type).shape
-    width, padded = columns // STREAMS, -(-rows // 8) * 8
+    width = columns // STREAMS
+    padded = -(-rows // 8) * 8
     eights = CHANNELS // 8  # of a row and stream
     units = padded * STREAMS * eights
     thread = U32(mlir.thread()) + U32(mlir.scalar(warpgroup)) * THREADS
@@ -143,11 +150,14 @@ def _emit_split_weight(target, fn, index, warpgroup):
     column = U32(mlir.scalar(index)) * CHANNELS
 
     def visit(unit):
-        row, j, eight = unit // (STREAMS * eights), (unit // eights) % STREAMS, unit % eights
+        row = unit // (STREAMS * eights)
+        j = (unit // eights) % STREAMS
+        eight = unit % eights
         own = row.minimum(rows - 1)
         start = element(fn, own * (STREAMS * width) + j * width + column + eight * 8, 4)
         values = [(row < rows).where(x, 0) for i in range(2) for x in words.load_four(mlir.at(start, 16 * i))]
-        chunk, inner = eight // (CHUNK // 8), eight % (CHUNK // 8)
+        chunk = eight // (CHUNK // 8)
+        inner = eight % (CHUNK // 8)
         halves = [words.split(values[n : n + 4]) for n in (0, 4)]
         for i, (low, high) in enumerate(zip(*halves, strict=True)):
             line = (chunk * STREAMS + j) * (PARTS * padded) + row + i * padded
@@ -172,7 +182,8 @@ def load_rows(start: jax.Array, column: jax.Array, refs: StreamRefs) -> jax.Arra
 @load_rows.mosaic
 def _load_rows_mosaic(start, column, refs):
     def emit(start, column, streams, y=None):
-        start, column = U32(mlir.scalar(start)), U32(mlir.scalar(column))
+        start = U32(mlir.scalar(start))
+        column = U32(mlir.scalar(column))
         rows = [_load(start + _row_of(U32(i)), column, streams, y) for i in range(AHEAD)]
         return [word.value for row in rows for word in row]
 
@@ -188,7 +199,8 @@ def mix_chunk(operand, ahead: jax.Array, here, following, refs: StreamRefs) -> t
     channel) of this chunk, whose rows `ahead` are from `load_rows` or the chunk before, and of the next. Returns [128]
     float32 sums of squares over these channels, for `store_sums`, and the rows `ahead` of the next chunk.
     """
-    tokens, columns = pl.ds(here[0], TOKENS), pl.ds(here[1], CHUNK)
+    tokens = pl.ds(here[0], TOKENS)
+    columns = pl.ds(here[1], CHUNK)
     values = refs.streams[tokens, :, columns].astype(jnp.float32)
     if refs.y is not None:
         values = mixed_streams(values, refs.y[tokens, columns], refs.mixing[tokens, :])
@@ -210,13 +222,15 @@ def _mix_chunk_mosaic(operand, ahead, here, following, refs):
         mgpu.utils.warpgroup_barrier()
 
         def mix_row(i, squares, *loaded):
-            token, factors = start + _row_of(i), None
+            token = start + _row_of(i)
+            factors = None
             if y is not None:
                 factors = mixing.load_factors(element(weights, token * MIXING, 4))
             inside = i < ROWS - AHEAD
             token_ahead = inside.where(start, next_start) + _row_of((i + AHEAD) & (ROWS - 1))
             last = _load(token_ahead, inside.where(column, next_column), streams, y)
-            loaded, later = loaded[: len(last)], loaded[len(last) :]
+            later = loaded[len(last) :]
+            loaded = loaded[: len(last)]
             out = [list(loaded[4 * j : 4 * j + 4]) for j in range(len(loaded) // 4)]
             if factors is not None:
                 out = mixing.mix(out, factors)
@@ -280,7 +294,8 @@ def _(acc, operand, weights, chunk):
 @primitive
 def store_sums(partials, start: jax.Array, acc: jax.Array, squares: jax.Array) -> None:
     """Writes a tile's products, acc [64, 3 * N], and the squares of `mix_chunk` to `partials` [T, 32] float32."""
-    tokens, rows = pl.ds(start, TOKENS), acc.shape[1] // PARTS
+    tokens = pl.ds(start, TOKENS)
+    rows = acc.shape[1] // PARTS
     partials[tokens, pl.ds(0, rows)] = jnp.sum(acc.reshape(TOKENS, PARTS, rows)[:, ::-1], axis=1)
     found = squares.reshape(4, 4, 8)[:, :, :4].transpose(0, 2, 1).reshape(TOKENS, 1)
     partials[tokens, pl.ds(SQUARES, 1)] = found
@@ -289,7 +304,8 @@ def store_sums(partials, start: jax.Array, acc: jax.Array, squares: jax.Array) -
 @mlir.emits(store_sums, None, None, plgpu.Layout.WGMMA, vectors.layout(THREADS))
 def _emit_store_sums(partials, start, acc, squares):
     thread = U32(mlir.thread())
-    warp, lane = thread >> 5, thread & 31
+    warp = thread >> 5
+    lane = thread & 31
     first = U32(mlir.scalar(start)) + (warp << 4)
     base = mlir.global_pointer(partials)
 

@@ -64,7 +64,8 @@ class Scratch:
     @classmethod
     def types(cls, config: Config, q_dtype: Any, scale_width: int) -> "Scratch":
         """Returns the types to allocate."""
-        tiles, queries = config.warpgroups * config.stages, (config.chunk_tokens * HEADS, DIM)
+        tiles = config.warpgroups * config.stages
+        queries = (config.chunk_tokens * HEADS, DIM)
         return cls(
             queries_full=plgpu.Barrier(num_arrivals=2, num_barriers=config.chunk_tokens),
             queries_empty=plgpu.Barrier(num_arrivals=config.warpgroups),
@@ -100,7 +101,8 @@ class ChunkScorer:
             missing = _push_sign(missing, ids)
         for i in range(self.config.chunk_tokens):
             pl.when(i < self.chunk.count)(lambda i=i: plgpu.barrier_wait(self.scratch.queries_full.at[i]))
-        tiles, warpgroups = self.chunk.end_tile - self.chunk.first_tile, self.config.warpgroups
+        tiles = self.chunk.end_tile - self.chunk.first_tile
+        warpgroups = self.config.warpgroups
         own = lax.div(jnp.maximum(tiles - self.warpgroup, 0) + (warpgroups - 1), jnp.int32(warpgroups))
         with jax.named_scope("score_tiles"):
             runs = lax.div(own + (FLAGS - 1), jnp.int32(FLAGS))
@@ -113,7 +115,8 @@ class ChunkScorer:
             pl.when(i < self.chunk.count)(functools.partial(self._load_query, i))
 
     def _load_query(self, i):
-        token, full = self.chunk.token + i, self.scratch.queries_full.at[i]
+        token = self.chunk.token + i
+        full = self.scratch.queries_full.at[i]
         plgpu.copy_gmem_to_smem(self.q_gmem.at[token], self.scratch.queries_smem.at[pl.ds(i * HEADS, HEADS)], full)
         plgpu.copy_gmem_to_smem(self.weights_gmem.at[token], self.scratch.weights_smem.at[i], full)
 
@@ -145,7 +148,9 @@ class ChunkScorer:
 
     def _start_copy(self, i, block_ids):
         """Starts to copy a tile; past the last tile there is nothing to copy, and no thread waits for it."""
-        stage, rows, is_wanted = self._stage(i), self._first_rows(i, block_ids), self._tile(i) < self.chunk.end_tile
+        stage = self._stage(i)
+        rows = self._first_rows(i, block_ids)
+        is_wanted = self._tile(i) < self.chunk.end_tile
         key_tiles.start_tile(self.scratch.tiles_smem, stage, (self.keys.codes, self.keys.scales), rows, is_wanted)
         commit_copies()
 
@@ -153,7 +158,8 @@ class ChunkScorer:
 
     def _score_run(self, own, number, carry):
         """Scores up to 32 tiles, then those of them again that have keys with scales far apart."""
-        begin, end = number * FLAGS, jnp.minimum((number + 1) * FLAGS, own)
+        begin = number * FLAGS
+        end = jnp.minimum((number + 1) * FLAGS, own)
         far = None
         if self.keys.is_mxfp4:
             far = plgpu.layout_cast(jnp.zeros(PER_THREAD.shape, jnp.int32), PER_THREAD.layout)

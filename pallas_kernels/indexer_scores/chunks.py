@@ -33,9 +33,11 @@ class Chunks:
 
     def costs(self) -> jax.Array:
         """Returns [T] int32, the cost of the chunk that starts at each token, or 0. For arrays, outside of kernels."""
-        slots, tokens = self.slots, self.slots.shape[0]
+        slots = self.slots
+        tokens = self.slots.shape[0]
         token = jnp.arange(tokens, dtype=jnp.int32)
-        changes, edge = slots[1:] != slots[:-1], jnp.ones((1,), bool)
+        changes = slots[1:] != slots[:-1]
+        edge = jnp.ones((1,), bool)
         start = lax.cummax(jnp.where(jnp.concatenate([edge, changes]), token, 0))
         end = lax.cummin(jnp.where(jnp.concatenate([changes, edge]), token + 1, tokens), reverse=True)
         count = jnp.where((token - start) % self.size == 0, jnp.minimum(end - token, self.size), 0)
@@ -58,7 +60,8 @@ class Chunks:
         is_first = (token == 0) | (slot != load(self.slots, token - 1))
         start, run = latest_start(jnp.where(is_first, token, -1), run)
         starts = (token < tokens) & (slot >= 0) & (lax.rem(token - start, jnp.int32(self.size)) == 0)
-        count, same = jnp.ones_like(token), starts
+        count = jnp.ones_like(token)
+        same = starts
         for i in range(1, self.size):
             same = same & (token + i < tokens) & (load(self.slots, token + i) == slot)
             count = jnp.where(same, i + 1, count)
@@ -66,7 +69,10 @@ class Chunks:
 
     def at(self, token: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the slot, the number of tokens and the number of tiles of the chunk that starts at a token."""
-        tokens, slot, count, same = self.slots.shape[0], self.slots[token], jnp.int32(1), True
+        tokens = self.slots.shape[0]
+        slot = self.slots[token]
+        count = jnp.int32(1)
+        same = True
         for i in range(1, self.size):
             same &= (token + i < tokens) & (self.slots[jnp.minimum(token + i, tokens - 1)] == slot)
             count = jnp.where(same, i + 1, count)

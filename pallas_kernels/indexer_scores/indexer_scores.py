@@ -74,7 +74,8 @@ def indexer_scores(
         shares = planned_shares(Chunks(slots, positions, *division).costs(), config.blocks)
 
     def body(layer_gmem, slots_gmem, positions_gmem, q_gmem, weights_gmem, keys_gmem, shares_gmem, out_gmem, scratch):
-        warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        warpgroup = lax.axis_index("warpgroup")
+        block = lax.axis_index("block")
         keys = dataclasses.replace(keys_gmem, layer=layer_gmem[0])
         chunks = Chunks(slots_gmem, positions_gmem, *division)
         if shares_gmem is None:
@@ -90,7 +91,8 @@ def indexer_scores(
             def up_to(share):
                 return jnp.minimum(lax.div(jnp.maximum(share - base, 0) + (count - 1), count), tiles)
 
-            first, last = up_to(begin), up_to(end)
+            first = up_to(begin)
+            last = up_to(end)
 
             @pl.when(last > first)
             def _():

@@ -37,15 +37,18 @@ from pallas_kernels.runtime.launch import primitive
 KEYS = 64  # keys in a tile
 HEADS = 64
 DIM = 128
-WARPS, WARP_KEYS = 4, 16
+WARPS = 4
+WARP_KEYS = 16
 SCALE_BLOCKS = dict(e8m0=32, e4m3=16)
 
 # NVFP4 keys are multiplied by 2**-SHIFT, with which codes times scales are bfloat16 for every scale.
 SHIFT = 10
 # The E4M3 values of MXFP4 keys and queries are 2**TOP times the values in units of the largest scale: 6 becomes 384.
-TOP, NEAR = 6, 2
+TOP = 6
+NEAR = 2
 
-_WARP_TILING, _ALL_LANES = plgpu.Tiling(((WARPS,), (1,))), plgpu.Replicated(32)
+_WARP_TILING = plgpu.Tiling(((WARPS,), (1,)))
+_ALL_LANES = plgpu.Replicated(32)
 PER_WARP = plgpu.Layout.TILED(_WARP_TILING, warp_dims=(-2,), lane_dims=(_ALL_LANES,), vector_dim=-1)
 PER_THREAD = plgpu.ShapeDtypeStruct((mlir.THREADS,), jnp.int32, plgpu.Layout.WG_STRIDED((mlir.THREADS,), vec_size=1))
 CODES = plgpu.ShapeDtypeStruct((KEYS, DIM // 8), jnp.int32, plgpu.Layout.WGMMA_8BIT)  # words of 8; 4 per thread and key
@@ -108,11 +111,13 @@ class IndexerKeys:
 
 def permute_dims[A: (jax.Array, np.ndarray)](x: A, dtype: Any) -> A:
     """Returns x [..., 128] in the order in which tiles of a dtype (float8_e4m3fn or bfloat16) hold the dims."""
-    sizes, order = (4, 4, 2, 2, 2), (1, 3, 4, 0, 2)
+    sizes = (4, 4, 2, 2, 2)
+    order = (1, 3, 4, 0, 2)
     # dim = (lane's 32, word's 8, half word, k step's half, nibble) -> (k step, nibble, lane, half word)
     if dtype == jnp.float8_e4m3fn:
         # dim = (lane's 32, word's 8, half word, nibble) -> (k step, half word, lane, nibble)
-        sizes, order = (4, 4, 2, 4), (1, 2, 0, 3)
+        sizes = (4, 4, 2, 4)
+        order = (1, 2, 0, 3)
     lead = x.ndim - 1
     parts = x.reshape(*x.shape[:-1], *sizes)
     return parts.transpose(*range(lead), *(lead + i for i in order)).reshape(x.shape)
@@ -156,8 +161,11 @@ def _emit_start_tile(codes_smem, scales_smem, stage, codes_gmem, scales_gmem, ro
     key, dims = _own_key()
     row = mlir.to_i64(arith.addi(mlir.scalar(rows), (key % WARP_KEYS).value))
     key = U32(mlir.scalar(stage)) * KEYS + key
-    code, operands, width = [], [], scales_gmem.type.shape[-1]
-    all_codes, all_scales = (codes_smem, codes_gmem, DIM // 2, dims * 16), (scales_smem, scales_gmem, width, U32(0))
+    code = []
+    operands = []
+    width = scales_gmem.type.shape[-1]
+    all_codes = (codes_smem, codes_gmem, DIM // 2, dims * 16)
+    all_scales = (scales_smem, scales_gmem, width, U32(0))
     for target, source, size, offset in (all_codes, all_scales):
         operands.append(mlir.at(mlir.shared_pointer(target), (key * size + offset).value))
         operands.append(mlir.at(mlir.global_pointer(source), multiply_add(row, size, mlir.to_i64(offset.value))))
@@ -205,11 +213,14 @@ def _emit_load_tile(codes, scales, rows):
 
 def _words(codes, scales, row, width):
     """Emits loads of a thread's two keys, the first at a 64-bit row; returns 8 words of codes and 2 scale bytes."""
-    groups, dims = width // 4, _own_key()[1]
+    groups = width // 4
+    dims = _own_key()[1]
     codes = mlir.at(codes, multiply_add(row, DIM // 2, mlir.to_i64((dims * 16).value)))
     scales = mlir.at(scales, multiply_add(row, width, mlir.to_i64((dims * groups).value)))
-    quad, bits = mlir.vector_type(4, mlir.int_type()), mlir.int_type(8 * groups)
-    found, held = [], []
+    quad = mlir.vector_type(4, mlir.int_type())
+    bits = mlir.int_type(8 * groups)
+    found = []
+    held = []
     for below in (0, 8):
         found += mlir.values(llvm.load(quad, mlir.at(codes, below * DIM // 2), alignment=16))
         scale = llvm.load(bits, mlir.at(scales, below * width), alignment=groups)
@@ -248,7 +259,8 @@ def _emit_unpack_nvfp4(words, scales):
         for i, word in enumerate(mlir.values(quad)):
             for pair, bits in enumerate(e2m1_pairs(U32(word))):
                 # Place of the register in the operand of one of 8 steps of 16 dims.
-                step, column = 2 * i + pair // 2, pair % 2
+                step = 2 * i + pair // 2
+                column = pair % 2
                 value = multiply(bits, factors[i // 2])
                 halves[step // 4][4 * (step % 4) + 2 * column + row] = mgpu.utils.bitcast(value.value, pair_type)
     return halves
@@ -324,8 +336,10 @@ def e4m3_keys(words, below):
     for at, word in enumerate(map(U32, words)):
         row, i = divmod(at, len(words) // 2)
         # 0, 0.5, 1, 1.5 and 2, 3, 4, 6 times 2**TOP; one binade is 8.
-        low, high = U32(0x6C686000) - below[row] * 0x08080800, U32(0x7C787470) - below[row] * 0x08080808
-        sizes, left = word & 0x77777777, word << 4
+        low = U32(0x6C686000) - below[row] * 0x08080800
+        high = U32(0x7C787470) - below[row] * 0x08080808
+        sizes = word & 0x77777777
+        left = word << 4
         for half, (selector, order) in enumerate(((sizes, 0x5140), (sizes >> 16, 0x7362))):
             size = thread_ops.pure("prmt.b32 $0, $1, $2, $3;", low, high, selector)
             sign = thread_ops.pure("prmt.b32 $0, $1, $2, $3;", left, word, order) & 0x80808080

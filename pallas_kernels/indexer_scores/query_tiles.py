@@ -79,7 +79,8 @@ def _emit_spread_angles(x):
 @primitive
 def turn(x: jax.Array, cos: jax.Array, sin: jax.Array, *, first: int) -> jax.Array:
     """Rotates a tile's interleaved pairs from channel `first` on and rounds them to bfloat16."""
-    even, odd = x[..., 0::2], x[..., 1::2]
+    even = x[..., 0::2]
+    odd = x[..., 1::2]
     turned = jnp.stack([product(even, cos) - product(odd, sin), product(odd, cos) + product(even, sin)], axis=-1)
     return jnp.where(_channels() >= first, round_bfloat16(turned.reshape(x.shape)), x)
 
@@ -90,7 +91,8 @@ def _emit_turn(x, cos, sin, first):
         # PTX is never contracted to an FMA with an addition.
         return mlir.ptx("mul.rn.f32 $0, $1, $2;", x, y, results=mlir.f32_type(), pure=True)
 
-    x, channel = mlir.values(x), (thread_ops.lane() & 3) * HELD
+    x = mlir.values(x)
+    channel = (thread_ops.lane() & 3) * HELD
     for i, (cosine, sine) in enumerate(zip(mlir.values(cos), mlir.values(sin), strict=True)):
         even, odd = x[2 * i : 2 * i + 2]
         turned_even = arith.subf(times(even, cosine), times(odd, sine))
@@ -103,10 +105,13 @@ def _emit_turn(x, cos, sin, first):
 @primitive
 def hadamard(x: jax.Array) -> jax.Array:
     """Multiplies a tile by the Hadamard matrix of 128 dims and by 128**-0.5."""
-    x, shape, step = x.reshape(HEADS, DIM), x.shape, 1
+    step = 1
+    shape = x.shape
+    x = x.reshape(HEADS, DIM)
     while step < DIM:
         pairs = x.reshape(HEADS, -1, 2, step)
-        low, high = pairs[:, :, 0], pairs[:, :, 1]
+        low = pairs[:, :, 0]
+        high = pairs[:, :, 1]
         x = jnp.stack([low + high, low - high], axis=2).reshape(HEADS, DIM)
         step *= 2
     return (x * DIM**-0.5).reshape(shape)
@@ -114,12 +119,16 @@ def hadamard(x: jax.Array) -> jax.Array:
 
 @mlir.emits(hadamard, VALUES, returns=_TILE)
 def _emit_hadamard(x):
-    x, lane, step = mlir.values(x), thread_ops.lane(), 1
+    x = mlir.values(x)
+    lane = thread_ops.lane()
+    step = 1
     while step < HELD:
         for i in range(HELD):
             if not i & step:
-                low, high = x[i], x[i + step]
-                x[i], x[i + step] = arith.addf(low, high), arith.subf(low, high)
+                low = x[i]
+                high = x[i + step]
+                x[i] = arith.addf(low, high)
+                x[i + step] = arith.subf(low, high)
         step *= 2
     for distance in (1, 2):
         # The product with 1 or -1 is exact.
@@ -302,9 +311,11 @@ def _store_words_mosaic(ref, head, words):
                 upper = (lane & distance) > 0
                 for i in range(LANES):
                     if not i & distance:
-                        low, high = four[i], four[i + distance]
+                        low = four[i]
+                        high = four[i + distance]
                         other = U32(mgpu.utils.shfl_bfly(upper.where(low, high).value, distance))
-                        four[i], four[i + distance] = upper.where(other, low), upper.where(high, other)
+                        four[i] = upper.where(other, low)
+                        four[i + distance] = upper.where(high, other)
             llvm.store(mlir.pack(word.value for word in four), mlir.at(pointer, 16 * first), alignment=16)
 
     mlir.inline(emit, ref, head, (words, layout))

@@ -67,7 +67,8 @@ def round_index_query(
     first = DIM if inv_freq is None else DIM - 2 * inv_freq.size  # rotated channel
 
     def body(q_gmem, weights_gmem, positions_gmem, inv_freq_gmem, out_gmem, scaled_gmem):
-        token, split = lax.axis_index("token"), lax.axis_index("split")
+        token = lax.axis_index("token")
+        split = lax.axis_index("split")
         angles = None if inv_freq_gmem is None else _angles(token, positions_gmem, inv_freq_gmem)
 
         @pl.loop(0, tiles // splits)

@@ -124,7 +124,8 @@ def _put(total, out, row, first, block, only=None):
 
 def _far_sums(keys, queries, weights, token):
     """Emits the sums of `_add_up` for a thread's two keys, whose 8 words have four pairs of dims each."""
-    lane, zero = thread_ops.lane(), U32(mlir.f32(0.0))
+    lane = thread_ops.lane()
+    zero = U32(mlir.f32(0.0))
     head = lane >> 2
     start = thread_ops.shared(queries) + token * (HEADS * DIM) + head * DIM + ((lane & 3) << 2)
 
@@ -147,7 +148,8 @@ def _far_sums(keys, queries, weights, token):
 
 def _add_up(dots, weights, head, sums):
     """Emits the sums of a thread's two keys plus relu(dots) times the head weights from `head` on."""
-    place, sums = head + ((thread_ops.lane() & 3) << 1), list(sums)
+    place = head + ((thread_ops.lane() & 3) << 1)
+    sums = list(sums)
     pointer = mlir.at(mlir.shared_pointer(weights), place.value, mlir.f32_type())
     for i in range(len(dots) // 4):
         pair = mlir.at(pointer, 8 * i, mlir.f32_type())
@@ -192,7 +194,8 @@ def _dots(registers, queries, token, kind):
     size = dict(e4m3=1, bf16=2)[kind]
     registers = [mgpu.utils.bitcast(register, mlir.int_type()) for register in registers]
     start = ((thread_ops.shared(queries) & 0x3FFFF) >> 4 | 1 << 16) + U32(token) * (HEADS * DIM * size >> 4)
-    count, steps = HEADS // 2, len(registers) // 4
+    count = HEADS // 2
+    steps = len(registers) // 4
     sums = ", ".join(f"${i}" for i in range(count))
     # Stride between groups of 8 heads, and the 128-byte swizzle.
     high = 1 << 30 | 1024 * size >> 4

@@ -12,7 +12,8 @@ from pallas_kernels.runtime.launch import primitive
 
 
 # Layout of [32], one value per lane, the same in every warp.
-_TILING, _ALL_WARPS = plgpu.Tiling(((32,), (1,))), plgpu.Replicated(4)
+_TILING = plgpu.Tiling(((32,), (1,)))
+_ALL_WARPS = plgpu.Replicated(4)
 LANES = plgpu.Layout.TILED(_TILING, warp_dims=(_ALL_WARPS,), lane_dims=(-2,), vector_dim=-1)
 _SCALAR = jax.ShapeDtypeStruct((), jnp.int32)
 
@@ -35,7 +36,8 @@ def my_share(cost: Callable, items: int, share: jax.Array, num_shares: int) -> t
         return total + sum_lanes(costs), state
 
     total, _ = lax.fori_loop(0, -(-items // 32), add_up, (zero, zero))
-    units, extra = lax.div(total, jnp.int32(num_shares)), lax.rem(total, jnp.int32(num_shares))
+    units = lax.div(total, jnp.int32(num_shares))
+    extra = lax.rem(total, jnp.int32(num_shares))
     begin = share * units + jnp.minimum(share, extra)
 
     def search(carry):
@@ -55,7 +57,8 @@ def my_share(cost: Callable, items: int, share: jax.Array, num_shares: int) -> t
 def planned_shares(costs: jax.Array, num_shares: int) -> jax.Array:
     """Returns [4 * num_shares] int32, the results of `my_share` for each share; costs are [items] int32."""
     ends = jnp.cumsum(costs)
-    units, extra = ends[-1] // num_shares, ends[-1] % num_shares
+    units = ends[-1] // num_shares
+    extra = ends[-1] % num_shares
     share = jnp.arange(num_shares + 1, dtype=jnp.int32)
     begin = share * units + jnp.minimum(share, extra)
     item = jnp.sum(ends[None, :] <= begin[:-1, None], axis=1, dtype=jnp.int32)

@@ -130,7 +130,8 @@ def _select_row(radix: RadixSelect) -> None:
 
 def _count_scores(radix, chunks):
     """Counts the row's scores by first digits; returns the scores of chunk 0 and whether there are more than k."""
-    plan, first = radix.plan, jnp.int32(0)
+    plan = radix.plan
+    first = jnp.int32(0)
     radix.zero()
     if plan.chunks == 1:
         # Loading overlaps the wait.

@@ -45,11 +45,14 @@ class RadixPlan:
         max_blocks = next((blocks for blocks, at_once in _ROWS_AT_ONCE.items() if rows <= at_once), 1)
         if entries <= 32768:
             # A cluster costs more to start and to wait for than it saves.
-            blocks, warpgroups = 1, 8
+            blocks = 1
+            warpgroups = 8
         elif max_blocks == 8 and entries <= 8 * 16384:
-            blocks, warpgroups = 8, 4
+            blocks = 8
+            warpgroups = 4
         else:
-            blocks, warpgroups = min(max_blocks, -(-entries // 32768)), 8
+            blocks = min(max_blocks, -(-entries // 32768))
+            warpgroups = 8
         while True:
             share = -(-entries // (blocks * warpgroups * 128))
             plan = cls(k, blocks, warpgroups, -(-share // 4) * 4)

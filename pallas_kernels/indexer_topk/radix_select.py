@@ -48,8 +48,11 @@ class RadixSelect:
 
     def __init__(self, plan: RadixPlan, scores, lengths, out, *, memory, candidates):
         """Takes the references of the kernel, whose scratch memory is that of `scratch_types`."""
-        self.plan, self._scores, self._out = plan, scores, out
-        self._memory, self._candidates = memory, candidates
+        self.plan = plan
+        self._scores = scores
+        self._out = out
+        self._memory = memory
+        self._candidates = candidates
         self.row, self._block, self._warpgroup = (lax.axis_index(name) for name in ("row", "block", "warpgroup"))
         self.length = jnp.clip(lengths[self.row], 0, scores.shape[1])
         self.alone = self.length <= (plan.warps * 32 * plan.values if plan.blocks > 1 else 0)
@@ -119,7 +122,8 @@ class RadixSelect:
                 index = first + (r * STEP) + (ops.lane() << 2)
                 operands = row.value, base, index.value, limit.value, width
                 held += mlir.ptx(code, *operands, results=[mlir.f32_type()] * VECTOR)
-            zero, nothing = mlir.f32(0.0), mlir.f32(float("-inf"))
+            zero = mlir.f32(0.0)
+            nothing = mlir.f32(float("-inf"))
             held = [arith.addf(x, zero) for x in held]
 
             def mask_tail():
@@ -165,7 +169,8 @@ class RadixSelect:
 
         def emit(candidates, scores, low, chunk, *stretch):
             first, limit = self._chunk_range(chunk, *stretch)
-            least, slots = ops.as_float(_score_bits(low)), ops.shared(candidates, ops.thread())
+            least = ops.as_float(_score_bits(low))
+            slots = ops.shared(candidates, ops.thread())
             code = "{{ .reg .pred p; setp.ge.f32 p, $1, $2; @p st.shared.f32 [$3+{}], $1; @p or.b32 $0, $0, {}; }}"
             mask = U32(0).value
             for r in range(self.plan.values // VECTOR):
@@ -188,11 +193,13 @@ class RadixSelect:
 
         If there are too few slots, it sets the word that `overflowed` reads.
         """
-        plan, stride = self.plan, 4 * self.plan.threads
+        plan = self.plan
+        stride = 4 * self.plan.threads
 
         def emit(memory, candidates, count, scores, low, chunk, *stretch):
             first, limit = self._chunk_range(chunk, *stretch)
-            least, slots = ops.as_float(_score_bits(low)), ops.shared(candidates, ops.thread())
+            least = ops.as_float(_score_bits(low))
+            slots = ops.shared(candidates, ops.thread())
             full = slots + (plan.slots - VECTOR) * stride
             code = """{{ .reg .pred p; setp.ge.f32 p, $1, $2; @p st.shared.f32 [$0], $1; @p st.shared.u32 [$0+{}], $3;
                 @p add.u32 $0, $0, {}; }}"""
@@ -226,7 +233,8 @@ class RadixSelect:
 
     def _each_candidate(self, candidates, mask_or_count, chunk, visit):
         """Calls `visit(score bits, number of the score in the thread, number of candidates before it)` for each."""
-        own, stride = ops.shared(candidates, ops.thread()), 4 * self.plan.threads
+        own = ops.shared(candidates, ops.thread())
+        stride = 4 * self.plan.threads
         if chunk is None:
 
             def one_listed(nth):
@@ -380,7 +388,9 @@ class RadixSelect:
         """Stores the result of `find`, by one warp: sharing the work would cost more than it saves."""
         chunk_bins = 32 * VECTOR
         chunks = BINS // chunk_bins
-        above, chunk, before = U32(0), U32(chunks), U32(0)
+        above = U32(0)
+        chunk = U32(chunks)
+        before = U32(0)
         for i in range(chunks):  # from the largest digits on
             lowest = BINS - (i + 1) * chunk_bins
             start = lowest if number else lowest - BINS // 2 if lowest >= BINS // 2 else BINS - lowest - chunk_bins
@@ -389,7 +399,9 @@ class RadixSelect:
                 own = ops.lane().equals(31).where(0, own)  # -inf
             up_to = above + ops.warp_sum(own)
             here = (above < rank) & (rank <= up_to)
-            chunk, before, above = here.where(i, chunk), here.where(above, before), up_to
+            chunk = here.where(i, chunk)
+            before = here.where(above, before)
+            above = up_to
         with ops.when(chunk < chunks):
             first = (chunk * chunk_bins + (ops.lane() << 2)) ^ (BINS - 1)
             digits = [first - i for i in range(VECTOR)]
@@ -452,16 +464,20 @@ class RadixSelect:
             ops.sync()
             marks, counts = self._load_marks(memory, first, steps)
             before, total = ops.block_prefix_sum(counts, ops.shared(memory, plan.offsets.scratch), plan.warps)
-            above, tied = before >> 20, before & 0xFFFFF
-            all_above, all_tied = total >> 20, total & 0xFFFFF
+            above = before >> 20
+            tied = before & 0xFFFFF
+            all_above = total >> 20
+            all_tied = total & 0xFFFFF
             if plan.blocks > 1:
                 self._exchange_totals(memory, block, all_above, all_tied, shared, alone)
                 totals = ops.load(ops.shared(memory, ops.lane() & (MAX_BLOCKS - 1)) + 4 * plan.offsets.totals)
                 totals = (ops.lane() < plan.blocks).where(totals, 0)
                 others = ops.warp_sum((ops.lane() < block).where(totals, 0))
                 totals = ops.warp_sum(totals)
-                above, tied = above + (others >> 16), tied + (others & 0xFFFF)
-                all_above, all_tied = totals >> 16, totals & 0xFFFF
+                above = above + (others >> 16)
+                tied = tied + (others & 0xFFFF)
+                all_above = totals >> 16
+                all_tied = totals & 0xFFFF
             self._write_marked(out, row, marks, ties, above, tied)
             first_unfilled = all_above + all_tied.minimum(ties) + ops.thread()
             with ops.when(block.equals(0)):
@@ -474,7 +490,8 @@ class RadixSelect:
         """Loads a thread's marks; returns [(marks above, marks of ties, first entry)] and the numbers of both marks."""
         plan = self.plan
         each = -(-plan.marks // plan.threads)
-        loaded, counts = [], U32(0)
+        loaded = []
+        counts = U32(0)
         for i in range(each):
             at = ops.thread() * each + i
             inside = at < plan.marks
@@ -483,7 +500,8 @@ class RadixSelect:
             high, tie = (inside.where(mark, 0) for mark in marks)
             # Both in one word: at most k entries lie above, and a block has fewer than 2**20 entries.
             counts = counts + (ops.count_bits(high) << 20) + ops.count_bits(tie)
-            warp, rest = at // (plan.chunks * plan.values), at % (plan.chunks * plan.values)
+            warp = at // (plan.chunks * plan.values)
+            rest = at % (plan.chunks * plan.values)
             loaded.append((high, tie, first + warp * steps * STEP + (rest << 5)))
         return loaded, counts
 
@@ -508,8 +526,10 @@ class RadixSelect:
         """Writes the entries of a thread's marks, before which `above` and `tied` entries are marked."""
         k = self.plan.k
         for high, tie, entry in marks:
-            position, some = above + tied.minimum(ties), (tied < ties).where(tie, 0)
-            above, tied = above + ops.count_bits(high), tied + ops.count_bits(tie)
+            position = above + tied.minimum(ties)
+            some = (tied < ties).where(tie, 0)
+            above = above + ops.count_bits(high)
+            tied = tied + ops.count_bits(tie)
             surplus = ops.count_bits(some).minimum(tied - tied.minimum(ties))
             (some,) = ops.loop(surplus, lambda _, left: [left ^ ops.highest_bit(left)], some)
 

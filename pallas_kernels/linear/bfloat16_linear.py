@@ -37,7 +37,8 @@ MAX_TOKENS = 64
 TOKENS = 8  # `wgmma` has multiples of so many columns
 STAGING_BYTES = SHARED_BYTES - (18 << 10)
 MAX_SPLITS = 8  # blocks of a cluster that every device runs
-MULTIPLY, LOAD = 0, 1  # numbers of warpgroups
+MULTIPLY = 0
+LOAD = 1  # numbers of warpgroups
 
 
 @cached_trace("spec")
@@ -59,7 +60,9 @@ def bfloat16_linear(
     Raises:
       NotImplementedError: a shape or dtype is not one of these.
     """
-    tokens, (rows, depth), groups = x.shape[0], weight.shape[-2:], spec.num_groups
+    tokens = x.shape[0]
+    rows, depth = weight.shape[-2:]
+    groups = spec.num_groups
     check_array("x", x, jnp.bfloat16, tokens, groups * depth)
     check_weight("weight", weight, layer, jnp.bfloat16, rows, depth)
     outputs = checked_outputs(spec, rows)
@@ -131,7 +134,8 @@ def _body(p, x_gmem, weight_gmem, layer_gmem, *outs_gmem, inbox, stages):
     worker, split, warpgroup = (lax.axis_index(name) for name in ("worker", "split", "warpgroup"))
     # A block's steps over the columns.
     first, end = (lax.div((split + n) * jnp.int32(p.depth // STEP), jnp.int32(p.splits)) for n in range(2))
-    steps, tiles = end - first, lax.div(p.tiles - worker + p.workers - 1, jnp.int32(p.workers))
+    steps = end - first
+    tiles = lax.div(p.tiles - worker + p.workers - 1, jnp.int32(p.workers))
     exchange = None if inbox is None else p.exchange.start(inbox, outs_gmem)
     store = functools.partial(store_tile, outs_gmem, p.outputs)
 

@@ -78,7 +78,8 @@ class Config:
 def _configs_with_room(p, tokens, splits, workers) -> Iterator[Config]:
     """Yields the configs with enough stages, those with most room for sums and the largest stages first."""
     matrices = tuple((layout, p.depth // splits) for layout, _ in p.matrices)
-    fewest, most = max(layout.min_segments for layout, _ in matrices), skinny_gemm.most_segments(*matrices)
+    fewest = max(layout.min_segments for layout, _ in matrices)
+    most = skinny_gemm.most_segments(*matrices)
     for places, segments in itertools.product((MULTIPLIERS, 1), (4, 2, 1)):
         if fewest <= segments <= most:
             config = Config(tokens, splits, workers, segments, places)
@@ -145,7 +146,8 @@ def quantized_linear(
 
 def _problem(x, pairs, norm, layer, spec, swiglu_limit, eps):
     """Checks the arguments of `quantized_linear` and returns the problem that they are."""
-    tokens, groups = x.shape[0], spec.num_groups
+    tokens = x.shape[0]
+    groups = spec.num_groups
     depth = x.shape[1] // groups
     check_array("x", x, jnp.bfloat16, None, groups * depth)
     for codes, scales in pairs:
@@ -155,8 +157,10 @@ def _problem(x, pairs, norm, layer, spec, swiglu_limit, eps):
             check_weight("codes", codes, layer, jnp.uint8, None, depth)
             check_weight("scales", scales, layer, jnp.uint8, -(-codes.shape[-2] // SCALED), -(-depth // SCALED))
     matrices = tuple((BF16 if scales is None else FP8, codes.shape[-2] // ROWS) for codes, scales in pairs)
-    rows, columns = sum(codes.shape[-2] for codes, _ in pairs), min_columns(matrices)
-    outputs, most = checked_outputs(spec, rows, swiglu_limit), MAX_TOKENS if norm is None else MAX_NORMED_TOKENS
+    rows = sum(codes.shape[-2] for codes, _ in pairs)
+    columns = min_columns(matrices)
+    outputs = checked_outputs(spec, rows, swiglu_limit)
+    most = MAX_TOKENS if norm is None else MAX_NORMED_TOKENS
     rule = f"1 to {most} tokens{'' if norm is None else ' with a norm'}, got {tokens}"
     check_rules({f"columns in multiples of {columns}, got {depth}": depth % columns == 0, rule: 0 < tokens <= most})
     if norm is not None:
@@ -205,7 +209,8 @@ class QuantizedLinearProblem:
         """Returns where a cluster's range begins: every cluster reads as many bytes, up to a part of a tile."""
         clip, divide = (jnp.clip, lax.div) if isinstance(worker, jax.Array) else (np.clip, operator.floordiv)
         bits = [layout.bits * tiles for layout, tiles in self.matrices]
-        begin, found = divide(worker * sum(bits), np.int32(self.config.workers)), 0
+        begin = divide(worker * sum(bits), np.int32(self.config.workers))
+        found = 0
         for (layout, tiles), size in zip(self.matrices, bits, strict=True):
             found += clip(divide(begin, np.int32(layout.bits)), 0, tiles)
             begin -= size
@@ -213,7 +218,8 @@ class QuantizedLinearProblem:
 
 
 def _launch(p, x, pairs, norm, layer, interpret):
-    config, outputs = p.config, p.outputs if p.limit is None else p.outputs[:1]
+    config = p.config
+    outputs = p.outputs if p.limit is None else p.outputs[:1]
     inbox_out, inbox = p.exchange.types(config.workers, interpret=interpret)
     run = kernel(
         functools.partial(_body, p),
@@ -235,7 +241,8 @@ def _launch(p, x, pairs, norm, layer, interpret):
 
 def _body(p, x_gmem, weights_gmem, norm_gmem, layer_gmem, *outs_gmem, factors_smem, inbox, skinny):
     worker, split, warpgroup = (lax.axis_index(name) for name in ("worker", "split", "warpgroup"))
-    first, end = p.first_tile(worker), p.first_tile(worker + 1)
+    first = p.first_tile(worker)
+    end = p.first_tile(worker + 1)
     if layer_gmem is None:
         # Weights are no kernel's results: they are loaded while the kernel before ends.
         pl.when(warpgroup != LOAD)(wait_for_inputs)
@@ -246,7 +253,8 @@ def _body(p, x_gmem, weights_gmem, norm_gmem, layer_gmem, *outs_gmem, factors_sm
     weights_gmem, norm_gmem = weights_of_layer((weights_gmem, norm_gmem), layer_gmem)
     store = functools.partial(_store, p, outs_gmem)
     exchange = None if inbox is None else p.exchange.start(inbox, outs_gmem)
-    group_tiles, norm = p.tiles // p.num_groups, () if norm_gmem is None else (norm_gmem, factors_smem)
+    group_tiles = p.tiles // p.num_groups
+    norm = () if norm_gmem is None else (norm_gmem, factors_smem)
 
     def load_inputs(tile, load):
         @pl.when((tile == first) | (lax.rem(tile, jnp.int32(group_tiles)) == 0))
@@ -260,7 +268,8 @@ def _body(p, x_gmem, weights_gmem, norm_gmem, layer_gmem, *outs_gmem, factors_sm
         else:
             exchange.send(tile - first, sums)
 
-    products, above = [], 0
+    products = []
+    above = 0
     for weight_gmem, (_, tiles) in zip(weights_gmem, p.matrices, strict=True):
         begin, last = (jnp.clip(tile - above, 0, tiles) for tile in (first, end))
         products.append(_product(p, weight_gmem, (above, tiles), (begin, last), split, load_inputs, finish))
@@ -279,8 +288,11 @@ def _body(p, x_gmem, weights_gmem, norm_gmem, layer_gmem, *outs_gmem, factors_sm
 
 def _product(p, weight_gmem, place, own, split, load_inputs, finish):
     """Returns the product of the tiles `own` of a weight; `place` is the number of tiles before it, and its own."""
-    (codes_gmem, scales_gmem), gated, depth = weight_gmem, p.limit is not None, p.depth // p.config.splits
-    (above, tiles), (begin, end) = place, own
+    codes_gmem, scales_gmem = weight_gmem
+    gated = p.limit is not None
+    depth = p.depth // p.config.splits
+    above, tiles = place
+    begin, end = own
 
     def rows_of(n):
         # A block without a tile of the weight asks, too.

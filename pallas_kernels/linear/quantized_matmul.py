@@ -82,16 +82,20 @@ def quantized_matmul(
     Raises:
       NotImplementedError: a shape or dtype is not one of these.
     """
-    tokens, (rows, depth), groups = x.shape[0], codes.shape[-2:], spec.num_groups
+    tokens = x.shape[0]
+    rows, depth = codes.shape[-2:]
+    groups = spec.num_groups
     check_array("x", x, jnp.bfloat16, None, groups * depth)
     check_weight("codes", codes, layer, jnp.uint8, rows, depth)
     check_weight("scales", scales, layer, jnp.uint8, -(-rows // SCALED), -(-depth // SCALED))
-    outputs, gated = checked_outputs(spec, rows, swiglu_limit), swiglu_limit is not None
+    outputs = checked_outputs(spec, rows, swiglu_limit)
+    gated = swiglu_limit is not None
     rule = f"columns in multiples of {SCALED}, got {depth}"
     check_rules({rule: depth % SCALED == 0, "at least one token": tokens > 0})
     # Blocks of a cluster have the same inputs.
     blocks = BLOCKS if groups == 1 or rows // groups % (ROWS * WARPGROUPS * BLOCKS) == 0 else 1
-    row_tiles, clusters = -(-rows // (ROWS * WARPGROUPS * blocks)), MULTIPROCESSORS // blocks
+    row_tiles = -(-rows // (ROWS * WARPGROUPS * blocks))
+    clusters = MULTIPROCESSORS // blocks
     config = config or Config.choose(tokens, row_tiles, clusters, gated)
     gemm = DequantGemm(FP8, depth, config.tile_tokens, WARPGROUPS, gated, blocks)
     outputs = outputs[:1] if gated else outputs

@@ -58,8 +58,10 @@ def checked_outputs(spec: LinearSpec, rows: int, swiglu_limit: float | None = No
     Raises:
       NotImplementedError: an output has another dtype or size, or groups have another size, than kernels take.
     """
-    outputs, groups = spec.outputs(rows), spec.num_groups
-    sizes, dtypes = [size for size, _ in outputs], {str(dtype) for _, dtype in outputs}
+    outputs = spec.outputs(rows)
+    groups = spec.num_groups
+    sizes = [size for size, _ in outputs]
+    dtypes = {str(dtype) for _, dtype in outputs}
     check_rules(
         {
             f"outputs in float32 or bfloat16, got {', '.join(dtypes)}": dtypes <= {"float32", "bfloat16"},

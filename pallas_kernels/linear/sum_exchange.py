@@ -68,8 +68,10 @@ class SumExchange:
         """Sends the sums of the cluster's tile `n` to its owner."""
         # A block sends to another one once that one runs.
         pl.when(n == 0)(lambda: barriers.wait_cluster(None))
-        splits, split = jnp.int32(self.splits), lax.axis_index("split")
-        owner, slot = lax.rem(n, splits), lax.div(n, splits)
+        splits = jnp.int32(self.splits)
+        split = lax.axis_index("split")
+        owner = lax.rem(n, splits)
+        slot = lax.div(n, splits)
         if interpreting():
             wgmma.put(self.inbox.at[owner, slot, split], sums)
         else:

@@ -147,7 +147,8 @@ class DequantGemm:
 
     def scratch(self) -> DequantScratch:
         """Returns the types of scratch for `run`."""
-        other, arrivals = self.warpgroups * epilogue.STAGING_BYTES, dict(num_arrivals=self.warpgroups)
+        other = self.warpgroups * epilogue.STAGING_BYTES
+        arrivals = dict(num_arrivals=self.warpgroups)
         ring: dict[str, Any] = dict.fromkeys(DequantScratch._fields)
         row_bytes = self.code_steps * self.step_bytes
         if self.code_steps > 1:
@@ -223,11 +224,13 @@ def _load(gemm, operands, refs):
 
 def _load_step(gemm, operands, refs, n, place, codes_gmem, step):
     """Copies the operands of a step of tile `n`."""
-    i, width = n * gemm.steps + step, gemm.step_columns
+    i = n * gemm.steps + step
+    width = gemm.step_columns
     stage = _turn(i, refs.stage_full)
 
     pl.when(i >= refs.stage_full.shape[0])(lambda: plgpu.barrier_wait(refs.stage_empty.at[stage]))
-    columns, full = pl.ds(place.column + step * width, width), refs.stage_full.at[stage]
+    columns = pl.ds(place.column + step * width, width)
+    full = refs.stage_full.at[stage]
     inputs_gmem = operands.inputs_gmem.at[pl.ds(place.input, gemm.inputs), columns]
     together = "block" if gemm.blocks > 1 else None
     plgpu.copy_gmem_to_smem(inputs_gmem, refs.inputs_smem.at[stage], full, collective_axes=together)
@@ -280,16 +283,21 @@ def _multiply_tile(gemm, operands, refs, warpgroup, n):
 
 def _add_step(gemm, operands, refs, warpgroup, n, place, step, acc):
     """Adds the products of a step of tile `n`."""
-    i, shared = n * gemm.steps + step, jnp.int32(gemm.scale_steps)
-    stage, slot = _turn(i, refs.stage_full), lax.rem(lax.div(i, shared), jnp.int32(SCALES_STAGES))
-    scale_at, scales_smem = jnp.int32(0), None
+    i = n * gemm.steps + step
+    shared = jnp.int32(gemm.scale_steps)
+    stage = _turn(i, refs.stage_full)
+    slot = lax.rem(lax.div(i, shared), jnp.int32(SCALES_STAGES))
+    scale_at = jnp.int32(0)
+    scales_smem = None
     if gemm.layout.bits == 8:
         scale_at = _fp8_scales(gemm, operands, place, step)
     elif gemm.layout.bits == 4:
-        scale_at, scales_smem = lax.rem(i, shared) * (gemm.scales // gemm.scale_steps), refs.scales_smem.at[slot]
+        scale_at = lax.rem(i, shared) * (gemm.scales // gemm.scale_steps)
+        scales_smem = refs.scales_smem.at[slot]
         pl.when(lax.rem(i, shared) == 0)(lambda: plgpu.barrier_wait(refs.scales_full.at[slot]))
     plgpu.barrier_wait(refs.stage_full.at[stage])
-    together, codes_slot = jnp.int32(gemm.code_steps), stage
+    together = jnp.int32(gemm.code_steps)
+    codes_slot = stage
     if refs.codes_full is not None:
         codes_slot = _turn(lax.div(i, together), refs.codes_full)
         pl.when(lax.rem(i, together) == 0)(lambda: plgpu.barrier_wait(refs.codes_full.at[codes_slot]))

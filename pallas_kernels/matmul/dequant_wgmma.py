@@ -63,7 +63,8 @@ def multiply_tile(
         array = array.reshape(rows, -1)
         return jnp.concatenate([lax.dynamic_slice_in_dim(array, start, HALF) for start in starts])
 
-    values, columns = quantized_weights.decode(own_rows(codes_smem[...]), layout), inputs_smem.shape[1]
+    values = quantized_weights.decode(own_rows(codes_smem[...]), layout)
+    columns = inputs_smem.shape[1]
     if layout.bits == 4:
         part = lax.rem(scale_at * 32, jnp.int32(values.shape[1]))
         values = lax.dynamic_slice_in_dim(values, part, columns, axis=1)
@@ -77,16 +78,22 @@ def multiply_tile(
 
 @multiply_tile.mosaic
 def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, warpgroup, layout, gated, complete=True):
-    chunks, (matrices, rows, width) = inputs_smem.shape[1] // CHUNK, codes_smem.shape
-    rows, row_bytes = rows * matrices, width * codes_smem.dtype.itemsize
+    chunks = inputs_smem.shape[1] // CHUNK
+    matrices, rows, width = codes_smem.shape
+    rows = rows * matrices
+    row_bytes = width * codes_smem.dtype.itemsize
     unpacker = {4: _fp4_unpacker, 8: _fp8_unpacker, 16: _bf16_loader}[layout.bits]
 
     def emit(acc, codes, at, inputs, warpgroup, *scales):
-        thread, at = U32(mlir.thread()), U32(mlir.scalar(at))
-        other, lane = rows // 2 if gated else 8, thread % 32
-        row, part = lane >> 2, (lane & 3) * layout.columns(2)
+        thread = U32(mlir.thread())
+        at = U32(mlir.scalar(at))
+        other = rows // 2 if gated else 8
+        lane = thread % 32
+        row = lane >> 2
+        part = (lane & 3) * layout.columns(2)
         if layout.bits == 16:  # of `ldmatrix`, whose threads have other values than those whose places they give
-            row, part = (lane & 7) + (lane >> 3 & 1) * other, lane >> 4 << 4
+            row = (lane & 7) + (lane >> 3 & 1) * other
+            part = lane >> 4 << 4
         line = (thread >> 5) * (8 if gated else 16) + row
         line = line + U32(mlir.scalar(warpgroup)) * (HALF if gated else ROWS)
         # The swizzle exchanges 16 bytes at a time: 128 bytes of each row, or of two rows, with 8 of them.

@@ -64,9 +64,11 @@ def _store_few_mosaic(out_gmem, sums, tile, *, limit=None, rows_smem=None, weigh
         yield value
 
     def emit(out, sums, tile, *tables):
-        thread, channel = U32(mlir.thread()), U32(mlir.scalar(tile)) * (HALF if gated else ROWS)
+        thread = U32(mlir.thread())
+        channel = U32(mlir.scalar(tile)) * (HALF if gated else ROWS)
         line = (thread >> 5) * (8 if gated else 16) + (thread % 32 >> 2)
-        (count, width), held = ir.MemRefType(out.type).shape, mlir.values(sums)
+        count, width = ir.MemRefType(out.type).shape
+        held = mlir.values(sums)
         for n in range(0, len(held), 4):
             for i in range(2):
                 column = ((thread & 3) << 1) + (2 * n + i)
@@ -134,7 +136,8 @@ def _put_transposed(held, start, place):
     """Leaves the lines of the inputs from `start` on in shared memory, 8 x 8 values at a time, transposed."""
     # 16 rows and 16 inputs of a warp.
     thread = U32(mlir.thread())
-    matrix, line = thread % 32 >> 3, thread & 7
+    matrix = thread % 32 >> 3
+    line = thread & 7
     at = place + ((matrix >> 1) * 8 + line) * LINE_BYTES + ((thread >> 5) * 2 + (matrix & 1)) * 16
     for n in range(0, COLUMNS, 16):
         if 2 * start + 2 * n >= 4 * len(held):
@@ -147,9 +150,11 @@ def _put_transposed(held, start, place):
 
 def _put_swiglu(held, limit, inputs, weights, permuted, start, place):
     """Leaves the lines of SwiGLU of the inputs from `start` on in shared memory."""
-    (first, end), f32 = inputs, mlir.f32_type()
+    first, end = inputs
+    f32 = mlir.f32_type()
     thread = U32(mlir.thread())
-    warp, row = thread >> 5, thread % 32 >> 2
+    warp = thread >> 5
+    row = thread % 32 >> 2
     # The place of channel 8 * warp + row.
     in_order = warp * 8 + row
     position = (row >> 1 & 1) * 16 + (row & 1) * 8 + warp * 2 + (row >> 2) if permuted else in_order
@@ -170,7 +175,9 @@ def _store_lines(
     out: Any, inputs: int, put: Callable[[int, U32], None], width: int, place: tuple[U32, U32, U32], staging, rows
 ):
     """Stores lines of `width` bfloat16; `put(start, address)` leaves those of the inputs from `start` on in memory."""
-    (column, first, end), memory, thread = place, ops.shared(staging), U32(mlir.thread())
+    column, first, end = place
+    memory = ops.shared(staging)
+    thread = U32(mlir.thread())
     size = width // 8
     for start in range(0, inputs, COLUMNS):
         # The lines before these were read, also those of the last tile.
@@ -178,7 +185,8 @@ def _store_lines(
         put(start, memory)
         mgpu.utils.warpgroup_barrier()
         for turn in range(0, min(COLUMNS, inputs - start) * size, mlir.THREADS):
-            line, part = (thread + turn) // size, (thread + turn) % size
+            line = (thread + turn) // size
+            part = (thread + turn) % size
             row = first + start + line
             inside = row < end
             if start + COLUMNS > inputs:
@@ -223,7 +231,9 @@ def _finished(sums, limit):
 
 def _emit_swiglu(gate, up, limit):
     """Returns a value of SwiGLU from a thread's two sums."""
-    low, high, f32 = mlir.f32(-limit), mlir.f32(limit), mlir.f32_type()
+    low = mlir.f32(-limit)
+    high = mlir.f32(limit)
+    f32 = mlir.f32_type()
 
     def rounded(x):
         return arith.extf(f32, arith.truncf(ir.BF16Type.get(), arith.mulf(x, mlir.f32(2.0**SHIFT))))

@@ -55,7 +55,9 @@ class WeightLayout:
         return columns // 2 if self.bits == 4 else columns
 
 
-FP8, FP4, BF16 = WeightLayout(8), WeightLayout(4), WeightLayout(16)
+FP8 = WeightLayout(8)
+FP4 = WeightLayout(4)
+BF16 = WeightLayout(16)
 
 
 def decode(codes: jax.Array, layout: WeightLayout) -> jax.Array:

@@ -58,7 +58,8 @@ def group_pairs(selected_gmem, table_gmem, counts_gmem, experts: int, scratch_sm
     none; it is unspecified after the last group. `counts_gmem` [N] int32 receives the number of groups, then zeros.
     `scratch_smem` is [`scratch_words(experts)`] int32.
     """
-    groups, chosen = table_gmem.shape[0] // GROUP_WORDS, selected_gmem[...]
+    groups = table_gmem.shape[0] // GROUP_WORDS
+    chosen = selected_gmem[...]
     pairs, here, rank, sizes = rank_pairs(chosen, experts)
     filled = (sizes + GROUP_SIZE - 1) // GROUP_SIZE
     first = jnp.cumsum(filled) - filled
@@ -143,7 +144,8 @@ def _rank_pair(ids, selected, own_sizes, turn, turns, pairs, experts):
 
 def _fill_groups(ids, sizes, padded, i):
     """Replaces the sizes of a thread's `i`-th expert by the pairs of the warps before; returns its number of groups."""
-    at, before = sizes + (ids.thread * (padded // mlir.THREADS) + i << 2), U32(0)
+    at = sizes + (ids.thread * (padded // mlir.THREADS) + i << 2)
+    before = U32(0)
     for other in range(_WARPS):
         size = ops.load(at + 4 * other * padded)
         ops.store(at + 4 * other * padded, before)
@@ -160,7 +162,8 @@ def _start_groups(ids, filled, starts, sums):
     with ops.when(ids.lane.equals(31)):
         ops.store(sums + (ids.warp << 2), up_to)
     mgpu.utils.warpgroup_barrier()
-    before, groups = up_to - total, U32(0)
+    before = up_to - total
+    groups = U32(0)
     for other in range(_WARPS):
         others = ops.load(sums + 4 * other)
         before = before + (ids.warp > other).where(others, 0)

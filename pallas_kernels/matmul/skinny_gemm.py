@@ -34,7 +34,8 @@ from pallas_kernels.runtime.hardware import SHARED_BYTES
 from pallas_kernels.runtime.launch import primitive
 
 
-LOAD, EPILOGUE = MULTIPLIERS, MULTIPLIERS + 1  # numbers of warpgroups
+LOAD = MULTIPLIERS
+EPILOGUE = MULTIPLIERS + 1  # numbers of warpgroups
 WARPGROUPS = MULTIPLIERS + 2
 STAGING_BYTES = SHARED_BYTES - (2 << 10)
 MAX_STAGES = 32
@@ -139,7 +140,8 @@ class SkinnyGemm:
 
     def scratch(self, other_bytes: int, *, interpret: bool) -> SkinnyScratch:
         """Returns the types of scratch for `run`; a block uses `other_bytes` of shared memory for more."""
-        stages, has_scales = self.stages(other_bytes), FP4 in self.layouts
+        stages = self.stages(other_bytes)
+        has_scales = FP4 in self.layouts
         # The same memory as arrays of each dtype: FP4's and FP8's codes lie alike. The interpreter takes any two writes
         # to such arrays for a race.
         kinds = {layout.dtype: layout for layout in self.layouts}
@@ -195,14 +197,18 @@ def _load_weights(gemm, products, refs):
 
 def _copy_stage(gemm, product, refs, before, i):
     """Copies stage `i` of a product; `before` stages of other products came before."""
-    tile_stages, codes_smem = jnp.int32(gemm.tile_stages(product)), refs.codes(product.layout)
-    stage, step = lax.rem(before + i, jnp.int32(refs.stages)), lax.rem(i, tile_stages)
+    tile_stages = jnp.int32(gemm.tile_stages(product))
+    codes_smem = refs.codes(product.layout)
+    stage = lax.rem(before + i, jnp.int32(refs.stages))
+    step = lax.rem(i, tile_stages)
     pl.when(before + i >= refs.stages)(lambda: plgpu.barrier_wait(refs.weights_empty.at[stage]))
     starts = product.rows_of(lax.div(i, tile_stages))
     column = product.layout.elements(product.first_column + step * gemm.stage_columns(product))
-    full, size = refs.weights_full.at[stage], codes_smem.shape[2]
+    full = refs.weights_full.at[stage]
+    size = codes_smem.shape[2]
     for half, row in enumerate(starts):
-        source, columns = pl.ds(pl.multiple_of(row, HALF), HALF), pl.ds(pl.multiple_of(column, size), size)
+        source = pl.ds(pl.multiple_of(row, HALF), HALF)
+        columns = pl.ds(pl.multiple_of(column, size), size)
         target = codes_smem.at[stage].at[pl.ds(half * HALF, HALF)]
         plgpu.copy_gmem_to_smem(product.codes_gmem.at[source, columns], target, full)
         if product.layout.bits == 4:
@@ -219,7 +225,8 @@ def _copy_stage(gemm, product, refs, before, i):
 
 @jax.named_scope("multiply")
 def _multiply(gemm, products, refs, warpgroup):
-    copied, done = jnp.int32(0), jnp.int32(0)
+    copied = jnp.int32(0)
+    done = jnp.int32(0)
     for product in products:
         multiply_tile = functools.partial(_multiply_tile, gemm, product, refs, warpgroup, copied, done)
         lax.fori_loop(0, product.tiles, multiply_tile, _load_scales(product, jnp.int32(0)))
@@ -258,9 +265,12 @@ def _multiply_tile(gemm, product, refs, warpgroup, copied, done, tile, scales):
 
 def _multiply_steps(gemm, product, refs, warpgroup, copied, tile, scales):
     """Returns the sums of a tile over a warpgroup's steps. See `_multiply_tile`."""
-    layout, tile_stages, codes_smem = product.layout, gemm.tile_stages(product), refs.codes(product.layout)
+    layout = product.layout
+    tile_stages = gemm.tile_stages(product)
+    codes_smem = refs.codes(product.layout)
     # Stages take turns, so a warpgroup has the same ones also where a tile has fewer steps than four.
-    first, count = warpgroup, tile_stages // MULTIPLIERS
+    first = warpgroup
+    count = tile_stages // MULTIPLIERS
     scale_lines = ROWS * product.scale_bytes // SCALE_BYTES
     if tile_stages < MULTIPLIERS:
         first = (warpgroup - copied - tile * tile_stages) & (MULTIPLIERS - 1)
@@ -291,7 +301,8 @@ def _load_scales(product, tile):
 
 def _add_in_turn(refs, acc, warpgroup, slot):
     """Adds up the sums of the multiplying warpgroups in one place, in their order."""
-    place, turn = refs.sums_smem.at[slot, 0], slot * (MULTIPLIERS - 1) + warpgroup
+    place = refs.sums_smem.at[slot, 0]
+    turn = slot * (MULTIPLIERS - 1) + warpgroup
     pl.when(warpgroup == 0)(lambda: wgmma.put(place, acc))
 
     @pl.when(warpgroup > 0)

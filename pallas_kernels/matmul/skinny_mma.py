@@ -47,7 +47,8 @@ def load_scales(scales_gmem, rows: Sequence[jax.Array], first: jax.Array) -> jax
     `rows` has the row of the tile's scales, or one for each of its halves, up to 64 of them from the even `first` on.
     """
     blocks = first + 2 * (lax.iota(jnp.int32, mlir.THREADS) % mlir.WARP)
-    count, found = scales_gmem.shape[1], jnp.zeros(mlir.THREADS, jnp.int32)
+    count = scales_gmem.shape[1]
+    found = jnp.zeros(mlir.THREADS, jnp.int32)
     for place, (row, i) in enumerate(itertools.product(rows, range(2))):
         scale = jnp.where(blocks + i < count, scales_gmem[row][jnp.minimum(blocks + i, count - 1)], 0)
         found |= scale.astype(jnp.int32) << 8 * place
@@ -57,7 +58,9 @@ def load_scales(scales_gmem, rows: Sequence[jax.Array], first: jax.Array) -> jax
 @load_scales.mosaic
 def _load_scales_mosaic(scales_gmem, rows, first):
     def emit(scales, first, *rows):
-        blocks, block, found = scales_gmem.shape[1], first + (thread_ops.lane() << 1), U32(0)
+        blocks = scales_gmem.shape[1]
+        block = first + (thread_ops.lane() << 1)
+        found = U32(0)
         for place, (row, i) in enumerate(itertools.product(rows, range(2))):
             at = row * blocks + (block + i).minimum(blocks - 1)
             pointer = mlir.at(mlir.global_pointer(scales), arith.extui(mlir.int_type(64), at.value))
@@ -100,12 +103,15 @@ def multiply_add(
 def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, layout, gated):
     segments = codes_smem.shape[1] // layout.elements(layout.segment)
     tiles, units, _, _ = inputs_smem.shape
-    segment_units, together = layout.segment // UNIT, layout.min_segments
+    segment_units = layout.segment // UNIT
+    together = layout.min_segments
     row_bytes = segments * SEGMENT
 
     def emit(acc, codes, scales, inputs, step):
-        thread, step = U32(mlir.thread()), U32(mlir.scalar(step))
-        inner, line = thread & 3, thread % 32 >> 2
+        thread = U32(mlir.thread())
+        step = U32(mlir.scalar(step))
+        inner = thread & 3
+        line = thread % 32 >> 2
         # A tile's halves of 32 rows: a thread's two rows.
         if layout.bits == 16:
             # FP8's order: 32 bytes for each of four threads. Two of these begin with the second 16 bytes, so that the
@@ -128,7 +134,8 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, layout, gat
 
         def add_segments(i, *sums):
             """In a loop: less code is fetched sooner."""
-            sums, segment = [x.value for x in sums], i * together
+            sums = [x.value for x in sums]
+            segment = i * together
             own = fragments + segment * (segment_units << 9)
             for unit, pairs in weights(segment, [row + segment * SEGMENT for row in rows]):
                 operands = [thread_ops.load_vector(own + (unit + tile * units << 9)) for tile in range(tiles)]
@@ -166,7 +173,8 @@ def _weights_bf16(late, segment, places):
 
 
 def _factors_fp4(scales, thread, step, segments, gated):
-    line, inner = thread % 32 >> 2, thread & 3
+    line = thread % 32 >> 2
+    inner = thread & 3
     row = (thread >> 5) * (8 if gated else 16) + line
     size = ir.MemRefType(scales.type).shape[0] * quantized_weights.SCALE_BYTES // ROWS
     place = thread_ops.shared(scales) + row * size + inner + (step * (4 * segments) & size - 1)

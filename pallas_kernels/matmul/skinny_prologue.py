@@ -105,16 +105,19 @@ def load_inputs(
 @load_inputs.mosaic
 def _load_inputs_mosaic(inputs_smem, source_gmem, rows, divisor, column, columns, warpgroup, layout, norm=()):
     tiles, units, _, _ = inputs_smem.shape
-    eights, threads = columns // 8, MULTIPLIERS * mlir.THREADS
+    eights = columns // 8
+    threads = MULTIPLIERS * mlir.THREADS
     # Rows that threads copy at once, and that one thread does: a norm takes registers.
     lines = max(1, threads // eights)
     count = rows if isinstance(rows, int) else tiles * COLUMNS
     together = min(-(-count // lines), COLUMNS // 4 if norm else COLUMNS)
 
     def emit(inputs, source, column, warpgroup, *more):
-        table, norm_refs = more[: len(tables)], more[len(tables) :]
+        table = more[: len(tables)]
+        norm_refs = more[len(tables) :]
         thread = U32(mlir.thread()) + U32(mlir.scalar(warpgroup)) * mlir.THREADS
-        there, width = thread_ops.shared(inputs), ir.MemRefType(source.type).shape[1]
+        there = thread_ops.shared(inputs)
+        width = ir.MemRefType(source.type).shape[1]
         base = mlir.at(mlir.global_pointer(source), mlir.to_i64(mlir.scalar(column)), ir.BF16Type.get())
 
         def normed(four, n, eight):

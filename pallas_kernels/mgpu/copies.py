@@ -85,9 +85,11 @@ def start_rows(target, pieces, *, column: jax.Array, size: int) -> None:
 
 @start_rows.mosaic
 def _start_rows_mosaic(target, pieces, *, column, size):
-    rows, held = target.shape[0] // size, size // THREADS
+    rows = target.shape[0] // size
+    held = size // THREADS
     # A thread copies 4 values at once, but reads `held` of a row: 8 * held threads of a warp copy one of 4 / held rows.
-    wide, high = 8 * held, 4 // held
+    wide = 8 * held
+    high = 4 // held
 
     def emit(target, column, *operands):
         thread = mlir.thread(64)

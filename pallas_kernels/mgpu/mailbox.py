@@ -33,7 +33,8 @@ ROUNDS = 4  # units that a thread exchanges in a call
 UNIT = 8  # values
 SLOT_BYTES = 16  # two words, each followed by the number of the call
 SLOTS_PER_UNIT = 2
-OWN, PEERS = 1, 2  # entries of the table: this GPU's mailbox, and the first of all mailboxes
+OWN = 1
+PEERS = 2  # entries of the table: this GPU's mailbox, and the first of all mailboxes
 MAX_POLLS = 1 << 25  # half a minute; then another GPU has failed, and this one traps
 
 
@@ -90,7 +91,9 @@ def exchange(block: U32, table_gmem: Any, units: Sequence[Unit], *, ranks: int) 
         return mlir.ptx("ld.global.nc.b64 $0, [$1];", pointer, results=mlir.int_type(64))
 
     addresses = [load_address(i) for i in range(PEERS + ranks)]
-    rank, own, peers = U32(arith.trunci(mlir.int_type(), addresses[0])), addresses[OWN], addresses[PEERS:]
+    rank = U32(arith.trunci(mlir.int_type(), addresses[0]))
+    own = addresses[OWN]
+    peers = addresses[PEERS:]
     thread = U32(mlir.thread())
     counter = _add_offset(own, counter_offset(block, ranks=ranks))
     call = U32(mlir.ptx("ld.volatile.global.u32 $0, [$1];", counter, results=mlir.int_type())) + 1
@@ -132,7 +135,8 @@ def _send(address, four, call):
 def _receive(address, call, ranks, rank_stride):
     """Waits for a unit of each GPU and returns its four words; `rank_stride` is in bytes."""
     count = 2 * SLOTS_PER_UNIT * ranks
-    loads, checks = [], []
+    loads = []
+    checks = []
     for i in range(SLOTS_PER_UNIT * ranks):
         rank, slot = divmod(i, SLOTS_PER_UNIT)
         offset = rank * rank_stride + slot * THREADS * SLOT_BYTES

@@ -89,7 +89,8 @@ def _array(parts, kind):
     signed = mgpu.utils.is_signed(kind.dtype)
     if not kind.shape:
         return mgpu.FragmentedArray.splat(parts, (), is_signed=signed)
-    layout, parts = kind.layout.to_mgpu(), list(parts)
+    layout = kind.layout.to_mgpu()
+    parts = list(parts)
     registers = np.empty(layout.registers_shape(kind.shape), dtype=object)
     if not isinstance(parts[0].type, ir.VectorType):
         size = len(parts) // math.prod(registers.shape)

@@ -35,12 +35,20 @@ class U32:
             value = value.value
         self.value = mlir.i32(value & 0xFFFFFFFF) if isinstance(value, int) else value
 
-    __add__, __sub__, __mul__ = _operator(arith.addi), _operator(arith.subi), _operator(arith.muli)
-    __floordiv__, __mod__ = _operator(arith.divui), _operator(arith.remui)
-    __and__, __or__, __xor__ = _operator(arith.andi), _operator(arith.ori), _operator(arith.xori)
-    __lshift__, __rshift__ = _operator(arith.shli), _operator(arith.shrui)
+    __add__ = _operator(arith.addi)
+    __sub__ = _operator(arith.subi)
+    __mul__ = _operator(arith.muli)
+    __floordiv__ = _operator(arith.divui)
+    __mod__ = _operator(arith.remui)
+    __and__ = _operator(arith.andi)
+    __or__ = _operator(arith.ori)
+    __xor__ = _operator(arith.xori)
+    __lshift__ = _operator(arith.shli)
+    __rshift__ = _operator(arith.shrui)
     __lt__, __le__, __gt__, __ge__ = (_comparison(predicate) for predicate in ("ult", "ule", "ugt", "uge"))
-    equals, minimum, maximum = _comparison("eq"), _operator(arith.minui), _operator(arith.maxui)
+    equals = _comparison("eq")
+    minimum = _operator(arith.minui)
+    maximum = _operator(arith.maxui)
 
     def where(self, yes: "U32 | int", no: "U32 | int") -> "U32":
         """Returns `yes` if this condition holds, else `no`."""
@@ -233,7 +241,8 @@ def block_prefix_sum(x: U32, scratch: U32, warps: int) -> tuple[U32, U32]:
 
     `scratch` is the address of 32 bits for each warp, which no thread accesses until the next synchronization.
     """
-    up_to, own_warp = warp_prefix_sum(x), warp()
+    up_to = warp_prefix_sum(x)
+    own_warp = warp()
     with when(lane().equals(31)):
         store(scratch + (own_warp << 2), up_to)
     sync()

@@ -66,7 +66,8 @@ def _exchange_mosaic(x, distance, scratch):
         return [mgpu.utils.shfl_bfly(value, distance // held) for value in mlir.values(x)]
 
     def in_warpgroup(x, scratch):
-        (register,), (at,) = x.registers, x.layout.linear_thread_idxs()
+        (register,) = x.registers
+        (at,) = x.layout.linear_thread_idxs()
         mgpu.utils.warpgroup_barrier()
         vector.store(register, scratch, [at])
         mgpu.utils.warpgroup_barrier()
@@ -144,8 +145,10 @@ def store_channels(ref, x: jax.Array, channel: jax.Array, *, every: int = 1) -> 
 @emits(store_channels)
 def _emit_store_channels(ref, x, channel, *, every=1):
     end = ref.type.shape[0] * every
-    (register,), numbers = x.registers, mlir.values(channel)
-    held, bits = x.layout.vec_size, mgpu.utils.bitwidth(x.mlir_dtype)
+    (register,) = x.registers
+    numbers = mlir.values(channel)
+    held = x.layout.vec_size
+    bits = mgpu.utils.bitwidth(x.mlir_dtype)
     register = vector.bitcast(mlir.vector_type(held, mlir.int_type(bits)), register)
     width = held if every == 1 else 1
     for i in range(0, held, max(width, min(every, held))):
@@ -227,7 +230,8 @@ count.mosaic(lambda x: _vote(x, "bar.red.popc.u32 $0, $2, 128, p;"))
 
 def _vote(x, code):
     def emit(x):
-        value, barrier = mlir.scalar(x), mgpu.utils.warpgroup_barrier_idx(sync=False)
+        value = mlir.scalar(x)
+        barrier = mgpu.utils.warpgroup_barrier_idx(sync=False)
         code_of = "{ .reg .pred p; setp.ne.s32 p, $1, 0; " + code + " }"
         return mlir.ptx(code_of, value, barrier, results=mlir.int_type(), convergent=False)
 

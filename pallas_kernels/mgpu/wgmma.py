@@ -141,7 +141,8 @@ def _emit_store(ref, values, *, transposed=False):
     kind = ir.MemRefType(ref.type)
     (stride, _), _ = kind.get_strides_and_offset()
     size = 2 if isinstance(kind.element_type, ir.BF16Type) else 4
-    layout, width = values.layout, values.shape[1]
+    layout = values.layout
+    width = values.shape[1]
     # Bytes from a row to the next, and from a column to the next.
     down, right = (size, size * stride) if transposed else (size * stride, size)
     row, first = next(layout.thread_idxs(values.shape))
@@ -151,7 +152,8 @@ def _emit_store(ref, values, *, transposed=False):
     steps = layout.tiling.tile_strides((width, 1))
     for at in np.ndindex(values.registers.shape):
         row, column = divmod(sum(i * step for i, step in zip(at, steps, strict=False)), width)
-        pair, place = values.registers[at], row * down + column * right
+        pair = values.registers[at]
+        place = row * down + column * right
         if not transposed:
             llvm.store(pair, mlir.at(start, place), alignment=8)
             continue

@@ -41,7 +41,8 @@ def equal_variables(system: constraints.ConstraintSystem) -> dict[constraints.Va
     for constraint in system.constraints:
         match constraint:
             case constraints.Equals(lhs=constraints.Variable() as lhs, rhs=constraints.Variable() as rhs):
-                left, right = groups.setdefault(lhs, [lhs]), groups.setdefault(rhs, [rhs])
+                left = groups.setdefault(lhs, [lhs])
+                right = groups.setdefault(rhs, [rhs])
                 if left is not right:
                     left += right
                     groups |= dict.fromkeys(right, left)

@@ -104,7 +104,8 @@ def _call(on_arrays: Callable, function: Callable, args: Any, kwargs: Any, *arra
         results = jax.tree.unflatten(kept.out_tree, kept.out_avals)
         build = functools.partial(lambda exported: exported, kept)
     # Within `jax.shard_map` types name the mesh, and the axes along which values differ.
-    like, mesh = jax.typeof(arrays[0]), jax.sharding.get_abstract_mesh()
+    like = jax.typeof(arrays[0])
+    mesh = jax.sharding.get_abstract_mesh()
     shards = [jax.NamedSharding(mesh, jax.P(*[None] * x.ndim)) for x in jax.tree.leaves(results)]
     types = tuple(
         like.update(x.shape, x.dtype, weak_type=False, sharding=shard)
@@ -195,7 +196,8 @@ def _read(path: Path) -> export.Exported | None:
     """Returns the lowered kernel in the file, or None if the file is missing or incomplete."""
     try:
         data = path.read_bytes()
-        digest, data = data[:32], data[32:]
+        digest = data[:32]
+        data = data[32:]
         return export.deserialize(bytearray(data)) if digest == hashlib.sha256(data).digest() else None
     except OSError:
         return None

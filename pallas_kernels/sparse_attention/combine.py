@@ -39,7 +39,8 @@ def combine(
         largest)`, 0 without rows.
       sinks, positions, inv_freq, layer, interpret: as in `sparse_attention`; negative positions count as 0.
     """
-    (tokens, splits, _, dim), heads = sums.shape, sinks.shape[-1]
+    tokens, splits, _, dim = sums.shape
+    heads = sinks.shape[-1]
     # A block loads this many splits at once, each into columns / 128 registers of a thread.
     columns, splits_at_once = (512, splits) if splits <= 16 else (128, min(splits, 32))
     run = kernel(
@@ -56,8 +57,10 @@ def combine(
 
 def _combine_kernel(columns, splits_at_once, sums_gmem, stats_gmem, sinks_gmem, layer_gmem, rotation_gmem, out_gmem):
     sinks_gmem = weights_of_layer(sinks_gmem, layer_gmem)
-    splits, dim = sums_gmem.shape[1], sums_gmem.shape[3]
-    token, head = lax.axis_index("token"), lax.axis_index("head")
+    splits = sums_gmem.shape[1]
+    dim = sums_gmem.shape[3]
+    token = lax.axis_index("token")
+    head = lax.axis_index("head")
     first_column = lax.axis_index("columns") * columns
     own_columns = pl.ds(first_column, columns)
     rotate = None
@@ -81,7 +84,8 @@ def _combine_kernel(columns, splits_at_once, sums_gmem, stats_gmem, sinks_gmem, 
             running_max, running_sum, acc = carry
             exists = weight > 0
             new_max = jnp.where(exists, jnp.maximum(running_max, split_max), running_max)
-            old, new = jnp.exp2(running_max - new_max), jnp.where(exists, jnp.exp2(split_max - new_max), 0.0)
+            old = jnp.exp2(running_max - new_max)
+            new = jnp.where(exists, jnp.exp2(split_max - new_max), 0.0)
             # Selected, not multiplied by 0: the sums of a split without rows were never written and may be NaN.
             acc = acc * old + jnp.where(exists, values * new, 0.0)
             carry = new_max, running_sum * old + jnp.where(exists, weight * new, 0.0), acc

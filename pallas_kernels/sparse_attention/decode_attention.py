@@ -43,7 +43,8 @@ from pallas_kernels.sparse_attention.row_addresses import TILE, UNITS, Attention
 STAGES = 2  # tiles of rows in shared memory
 SCORE, ADD, LOAD = range(3)
 # Registers of a thread. Three warpgroups start with 168 each and may not hold more together.
-LOAD_REGISTERS, MULTIPLY_REGISTERS = 120, 192
+LOAD_REGISTERS = 120
+MULTIPLY_REGISTERS = 192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +255,8 @@ def _put_result(warpgroup, result, buffers):
 
 def _load_tiles(problem, addresses, tiles, buffers, other_block):
     """Dequantizes tile after tile to shared memory. Loads of the next tile are in flight meanwhile."""
-    layout, compressed = problem.layout, problem.compressed
+    layout = problem.layout
+    compressed = problem.compressed
     pools = problem.rings if compressed is None else compressed.pools
 
     def load_unit(tile, row):
@@ -264,10 +266,12 @@ def _load_tiles(problem, addresses, tiles, buffers, other_block):
     def load_tile(tile, carry):
         # Each value is computed a tile after what it is found from: entries, then blocks, then rows, then units.
         units, rows, next_entries, next_blocks, later_entries = carry
-        stage, next_units = tiles.stage(tile), []
+        stage = tiles.stage(tile)
+        next_units = []
         tiles.wait_empty(buffers.keys_empty, tile)
         next_rows = addresses.rows(tile + 1, next_entries, next_blocks)
-        keys_smem, biases_smem = buffers.keys_smem.at[stage], buffers.biases_smem.at[stage]
+        keys_smem = buffers.keys_smem.at[stage]
+        biases_smem = buffers.biases_smem.at[stage]
         peer = (other_block, buffers.keys_full.at[stage]) if buffers.blocks > 1 else None
         for i in range(addresses.units):
             first = (addresses.first_unit + i) * UNIT

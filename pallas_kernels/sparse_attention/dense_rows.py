@@ -67,7 +67,8 @@ class TokenRows:
     """Computes the row numbers of a token's tiles."""
 
     def __init__(self, rows: DenseRows, token: jax.Array):
-        self.rows, self.token = rows, token
+        self.rows = rows
+        self.token = token
         start = kv_tiles.splat(4 * token)
         metadata = (take(rows.metadata, start + i) for i in range(4))
         self.position, self.first_token, self.past_end, self.first_entry = metadata
@@ -111,7 +112,8 @@ class WorkItems:
     def locate(self, i: jax.Array) -> tuple[jax.Array, Any]:
         """Returns (token, heads) of item i; items after the last are those of the last token."""
         item = jnp.minimum(self.block + i * self.blocks, self.tokens * self.groups - 1)
-        token, group = lax.div(item, jnp.int32(self.groups)), lax.rem(item, jnp.int32(self.groups))
+        token = lax.div(item, jnp.int32(self.groups))
+        group = lax.rem(item, jnp.int32(self.groups))
         return token, pl.ds(group * HEADS, HEADS)
 
     def tiles(self, i: jax.Array) -> jax.Array:
@@ -160,7 +162,8 @@ def _emit_start_unit(target, bias, in_window, row, window_rows, entries=None, *,
     source = mlir.at(base, arith.addi(offset, arith.extui(mlir.int_type(64), (lane * 16).value)))
     size = arith.select(exists, mlir.i32(16), mlir.i32(0))
     for group in range(CHUNK // GROUP):
-        place, offset = 2 * (first * CHUNK + 8 * GROUP * group), 2 * (chunk * CHUNK + GROUP * group)
+        place = 2 * (first * CHUNK + 8 * GROUP * group)
+        offset = 2 * (chunk * CHUNK + GROUP * group)
         copy = f"cp.async.cg.shared.global [$0 + {place}], [$1 + {offset}], 16, $2;"
         mlir.ptx(copy, start, source, size)
     if chunk == 0:

@@ -45,7 +45,9 @@ def inverse_rope(values: jax.Array, angles_gmem, token: jax.Array) -> jax.Array:
 @inverse_rope.mosaic
 def _inverse_rope_mosaic(values, angles_gmem, token):
     def emit(values, cos, sin, token):
-        layout, width, pairs = values.layout, values.shape[1], cos.type.shape[1]
+        layout = values.layout
+        width = values.shape[1]
+        pairs = cos.type.shape[1]
         _, column = next(layout.thread_idxs(values.shape))
         offset = arith.muli(mlir.to_i64(mlir.scalar(token)), mlir.i64(4 * pairs))
         offset = arith.addi(offset, mlir.to_i64(arith.muli(column, mlir.index(2))))
@@ -83,7 +85,8 @@ def vector_inverse_rope(positions_gmem, inv_freq_gmem, token, channels: jax.Arra
     position = jnp.maximum(positions_gmem[token], 0).astype(jnp.float32)
 
     def rotate(values):
-        values, (cos, sin) = round_bfloat16(values), cos_sin(frequency * position, product)
+        values = round_bfloat16(values)
+        cos, sin = cos_sin(frequency * position, product)
         other = vectors.exchange(values, 1, None) * jnp.where(channels & 1 == 0, sin, -sin)
         return jnp.where(channels >= 0, values * cos + other, values)
 

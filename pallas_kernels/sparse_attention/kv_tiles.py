@@ -170,7 +170,8 @@ def unit_offsets(tile, columns: int) -> tuple[U32, Any, U32]:
     start of the tile.
     """
     thread = U32(mlir.thread())
-    warp, lane = thread // 32, thread % 32
+    warp = thread // 32
+    lane = thread % 32
     chunk = lane % 8
     row = warp * 4 + lane // 8
     line = row % 8

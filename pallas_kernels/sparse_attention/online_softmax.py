@@ -21,7 +21,8 @@ LOWEST = -1e30
 SCALE = ROW_DIM**-0.5 * math.log2(math.e)
 
 LAYOUT = plgpu.Layout.WGMMA
-PER_HEAD, PER_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
+PER_HEAD = LAYOUT.reduce(1)
+PER_COLUMN = LAYOUT.reduce(0)
 
 
 def initial_stats() -> tuple[jax.Array, jax.Array]:

@@ -49,7 +49,9 @@ CHUNK_STAGES = 9  # chunks of rows in shared memory
 MAX_PAIRS = CHUNK // 2
 SCORE, ADD_LOW, ADD_HIGH, COPY = range(4)
 # Registers of a thread. Four warpgroups start with 128 each and may not hold more together.
-SCORE_REGISTERS, ADD_REGISTERS, COPY_REGISTERS = 112, 176, 48
+SCORE_REGISTERS = 112
+ADD_REGISTERS = 176
+COPY_REGISTERS = 48
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +194,8 @@ def _copy_items(items, rows, buffers):
         stage = _chunk_stage(tile, chunk)
         is_reused = CHUNKS * tile + chunk >= CHUNK_STAGES
         pl.when(is_reused)(lambda: plgpu.barrier_wait(buffers.keys_empty.at[stage]))
-        chunk_smem, bias_smem = buffers.keys_smem.at[stage], _bias_smem(buffers, tile)
+        chunk_smem = buffers.keys_smem.at[stage]
+        bias_smem = _bias_smem(buffers, tile)
         for unit, row in enumerate(tile_rows):
             start_unit(chunk_smem, bias_smem, in_window, row, rows.sources, first=unit * UNIT, chunk=chunk)
         copies.commit_copies()
@@ -319,7 +322,8 @@ def _add_items(items, chunks, angles_gmem, out_gmem, buffers):
             buffers.keys_smem[_chunk_stage(last, chunk)] = acc.astype(jnp.bfloat16)
         plgpu.commit_smem()
         for chunk in chunks:
-            result_smem, columns = buffers.keys_smem.at[_chunk_stage(last, chunk)], pl.ds(chunk * CHUNK, CHUNK)
+            result_smem = buffers.keys_smem.at[_chunk_stage(last, chunk)]
+            columns = pl.ds(chunk * CHUNK, CHUNK)
             plgpu.copy_smem_to_gmem(result_smem, out_gmem.at[token, heads, columns])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         release_keys(last)

@@ -69,11 +69,16 @@ class RowAddresses:
 
     def __init__(self, problem: AttentionProblem, token: jax.Array, last: jax.Array, first_unit: Any, units: int):
         """Loads what all tiles have in common. Tiles from `last` on have no rows."""
-        self.problem, self.token, self.last = problem, token, last
-        self.first_unit, self.units = first_unit, units
+        self.problem = problem
+        self.token = token
+        self.last = last
+        self.first_unit = first_unit
+        self.units = units
         # Vectors, not scalars: the compiler waits for a scalar before it loads the next.
-        token_index, zero = kv_tiles.splat(token), kv_tiles.splat(jnp.int32(0))
-        position, slot = take(problem.positions, token_index), take(problem.slots, token_index)
+        token_index = kv_tiles.splat(token)
+        zero = kv_tiles.splat(jnp.int32(0))
+        position = take(problem.positions, token_index)
+        slot = take(problem.slots, token_index)
         _, slots, ring, _ = problem.rings[0].shape
         exists = (position >= 0) & (slot >= 0)
         if problem.own_rows is None:
@@ -110,7 +115,8 @@ class RowAddresses:
         paged = self.problem.compressed
         if paged is None:
             return []
-        (slots, columns), per_block = paged.block_table.shape, paged.pools[0].shape[2]
+        slots, columns = paged.block_table.shape
+        per_block = paged.pools[0].shape[2]
         start = jnp.minimum(self.slot, slots - 1) * columns
         logical = (jnp.clip(lax.div(entry, jnp.int32(per_block)), 0, columns - 1) for entry in entries)
         return [take(paged.block_table, start + column) for column in logical]

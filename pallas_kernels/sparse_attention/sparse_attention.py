@@ -98,7 +98,8 @@ def attention_sums(
 
 def _check_and_merge(q, slots, positions, rings, compressed):
     """Checks the arguments and merges all but the queries into a problem."""
-    (tokens, heads, _), layout = q.shape, rings.layout
+    tokens, heads, _ = q.shape
+    layout = rings.layout
     multiple = 8 if heads < HEADS else HEADS
     check_array("q", q, jnp.bfloat16, tokens, None, ROW_DIM)
     check_array("slots", slots, jnp.int32, tokens)

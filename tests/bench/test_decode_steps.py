@@ -34,7 +34,8 @@ def steps_of(config, requests, tokens=1, drafts=0, mesh=None):
 
 def test_measures_and_writes_json_and_a_picture(run, tmp_path):
     """A step of one token, one that verifies two drafts, and one that also makes them."""
-    table, picture = tmp_path / "steps.json", tmp_path / "steps.png"
+    table = tmp_path / "steps.json"
+    picture = tmp_path / "steps.png"
     options = "--batches", 2, "--contexts", 256, "--layers", 1, "--drafts", 2, "--json", table, "--plot", picture
     out = run("bench", "model", *options)
     assert "Layers of a tiny model: 1 (sliding_attention)" in out
@@ -104,13 +105,12 @@ def test_the_products_of_a_chunk():
     width = 4 * config.num_attention_heads * config.head_dim
     assert later - begin == width * (16 * config.sliding_window - 16 * 17 // 2)
     # A layer without an indexer: of each token with each matrix, two of the eight experts among them.
-    hidden, inner, latent, out = (
-        config.hidden_size,
-        config.moe_intermediate_size,
-        config.q_lora_rank,
-        config.o_lora_rank,
-    )
-    heads, groups = config.num_attention_heads * config.head_dim, config.o_groups
+    hidden = config.hidden_size
+    inner = config.moe_intermediate_size
+    latent = config.q_lora_rank
+    out = config.o_lora_rank
+    heads = config.num_attention_heads * config.head_dim
+    groups = config.o_groups
     values = hidden * (latent + config.head_dim) + latent * heads + heads * out + groups * out * hidden
     values += 3 * hidden * inner * (1 + config.num_experts_per_tok) + config.n_routed_experts * hidden
     values += 2 * (2 + config.hc_mult) * config.hc_mult * config.hc_mult * hidden
@@ -130,10 +130,8 @@ def test_a_model_in_the_releases_storage_is_cut_by_whole_blocks():
 
 def test_a_group_without_keys_is_filled_on_a_mesh():
     config = CONFIG.with_layers([LayerSpec.hca(16)])
-    schema, mesh = (
-        CacheSchema(config, num_blocks=8, max_requests=1, max_context=256),
-        make_mesh({"model": 2}),
-    )
+    schema = CacheSchema(config, num_blocks=8, max_requests=1, max_context=256)
+    mesh = make_mesh({"model": 2})
     cache = dataclasses.replace(random_cache(schema, mesh), mailboxes=None)
     assert jax.tree.structure(cache) == jax.tree.structure(KVCache.zeros(schema))
     assert all(len(leaf.sharding.device_set) == 2 for leaf in jax.tree.leaves(cache))
@@ -203,7 +201,9 @@ def test_the_bytes_that_dsparks_drafts_read():
     def read(requests, drafts):
         return weight_work(model, config, requests, 1, drafts)[1] - weight_work(model, config, requests, 1, 0)[1]
 
-    expert, markov, head = 3 * 2048 * 4096 * 17 // 32, 129280 * 256 * 2, 129280 * 4096 * 2
+    expert = 3 * 2048 * 4096 * 17 // 32
+    markov = 129280 * 256 * 2
+    head = 129280 * 4096 * 2
     layers = 10_862_838_300 - 2 * markov - 3 * 256 * expert  # without the experts and `markov_head`
     hit = 256 * (1 - (1 - 6 / 256) ** 5)
     layers += 3 * 256 * 4096 * 2  # routers are float32 here and bfloat16 there; so are norms, which hardly count
@@ -243,7 +243,8 @@ def test_mistakes_are_explained(refused, options, message):
 
 
 def test_the_defaults_fit_the_model_that_runs():
-    tiny, flash = read_config(packaged_checkpoint()), DSV4Config.v4_flash()
+    tiny = read_config(packaged_checkpoint())
+    flash = DSV4Config.v4_flash()
     cpu, gpu = (StepOptions().with_defaults(device, kv_format("v4")) for device in ("cpu", "gpu"))
     assert (cpu.batches, cpu.contexts, gpu.contexts) == ((1, 4), (512, 4096), (4096, 65536))
     cpu.check(tiny)
@@ -269,7 +270,8 @@ def test_titles_name_the_model_that_ran(monkeypatch, tmp_path):
 def test_parts_of_a_layer_and_layers_of_each_kind(run, tmp_path, monkeypatch):
     config = read_config(packaged_checkpoint()).with_layers([LayerSpec(), LayerSpec.hca()])
     monkeypatch.setattr(decode_steps, "measured_config", lambda *_: config)
-    table, picture = tmp_path / "layer.json", tmp_path / "layer.png"
+    table = tmp_path / "layer.json"
+    picture = tmp_path / "layer.png"
     options = "--only", "experts", "linear", "append_swa", "--batches", 2, "--contexts", 256, "--calls", 1
     out = run("bench", "layer", *options, "--json", table, "--plot", picture)
     report = json.loads(table.read_text())

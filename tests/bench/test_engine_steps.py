@@ -31,10 +31,8 @@ def test_prompts_and_decode_steps(run, tmp_path, monkeypatch):
 
 
 def test_experts_leave_room_for_the_largest_cache():
-    config, options = (
-        read_config(packaged_checkpoint()),
-        EngineOptions(requests=(1, 8), prompts=(), expert_memory="auto"),
-    )
+    config = read_config(packaged_checkpoint())
+    options = EngineOptions(requests=(1, 8), prompts=(), expert_memory="auto")
     schema = CacheSchema(config, **options.manager_options(8))
     reserved = expert_memory("auto", schema, options.max_step_tokens).reserved_bytes
     assert reserved == program_bytes(options.token_budget, config) + schema.memory_bytes()
@@ -43,9 +41,11 @@ def test_experts_leave_room_for_the_largest_cache():
 
 
 def test_experts_in_host_memory(monkeypatch):
-    each, memory = 32768 + 16384, CpuMemory()
+    each = 32768 + 16384
+    memory = CpuMemory()
     monkeypatch.setattr(engine_steps, "expert_memory", lambda *_: ExpertMemory(5 * each, memory=memory))
-    config, report = read_config(packaged_checkpoint()), {}
+    config = read_config(packaged_checkpoint())
+    report = {}
     options = EngineOptions(requests=(1,), prompts=(), layers=1, skew=1.0)
     case = unittest.mock.Mock(decode=lambda: dict(measurement="decode", tokens_per_second=1.0))
     monkeypatch.setattr(engine_steps, "_Case", lambda *_: case)

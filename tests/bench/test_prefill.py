@@ -14,8 +14,10 @@ from dsv4_jax.decode import program_store
 def test_measures_each_kind_and_all_layers_together(run, tmp_path, monkeypatch):
     config = read_config(packaged_checkpoint()).with_layers([LayerSpec(), LayerSpec.hca(), LayerSpec.hca()])
     monkeypatch.setattr(prefill, "measured_config", lambda *_: config)
-    table, picture = tmp_path / "prefill.json", tmp_path / "prefill.png"
-    compiled, compile_program = [], program_store.compile_program
+    table = tmp_path / "prefill.json"
+    picture = tmp_path / "prefill.png"
+    compiled = []
+    compile_program = program_store.compile_program
 
     def compile(function, args, options):
         compiled.append(args[2].token_ids.shape)
@@ -29,7 +31,8 @@ def test_measures_each_kind_and_all_layers_together(run, tmp_path, monkeypatch):
     assert list(rows) == [(kind, context) for kind in kinds for context in (0, 256)] + [(STACK, 0), (STACK, 256)]
     assert compiled == [(16,)] * len(kinds), "a program for each kind of layer and size of chunk, not for each context"
     for context in (0, 256):
-        whole, parts = rows[STACK, context], [rows[kind, context] for kind in kinds]
+        whole = rows[STACK, context]
+        parts = [rows[kind, context] for kind in kinds]
         assert [row["layers"] for row in (whole, *parts)] == [3, 1, 2]
         assert whole["milliseconds"] == pytest.approx(sum(r["layers"] * r["milliseconds"] for r in parts), rel=1e-3)
         assert whole["flops"] == sum(row["layers"] * row["flops"] for row in parts)

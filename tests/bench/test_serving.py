@@ -11,7 +11,8 @@ from dsv4_jax.bench.serving import Workload
 @pytest.mark.slow
 def test_serves_without_and_with_the_prefix_cache(run, one_layer, monkeypatch, tmp_path):
     monkeypatch.setattr("dsv4_jax.bench.serving.packaged_checkpoint", lambda: one_layer)
-    table, picture = tmp_path / "serve.json", tmp_path / "serve.png"
+    table = tmp_path / "serve.json"
+    picture = tmp_path / "serve.png"
     sizes = ["--conversations", 3, "--turns", 2, "--drafts", 2]
     out = run("bench", "serve", *sizes, "--json", table, "--plot", picture)
     assert "3 conversations of 2 turns" in out and "same tokens" in out

@@ -125,7 +125,8 @@ class Life:
         """Some tokens back by arithmetic alone, and on with others; refused where others read what would be written."""
         if (slot := self.pick(a)) is None:
             return False
-        request, block_tokens = self.requests[slot], self.schema.block_tokens
+        request = self.requests[slot]
+        block_tokens = self.schema.block_tokens
         length = len(request.ids) - b % (len(request.ids) - request.min_length + 1)
         blocks = self.manager.requests.state(slot).blocks[length // block_tokens :]
         if any(self.manager.requests.allocator.references(block) > 1 for block in blocks):
@@ -138,7 +139,8 @@ class Life:
         self.pending[slot] = self.other_ids(slot, length)
 
     def evict(self, a, b):
-        free, oldest = self.manager.free_blocks, by_age(self.manager, self.prefix._tree.nodes.values())
+        free = self.manager.free_blocks
+        oldest = by_age(self.manager, self.prefix._tree.nodes.values())
         freed = self.prefix.evict(a % 4)
         assert freed == min(a % 4, len(oldest)) and self.manager.free_blocks == free + freed
         assert [node.alive for node in oldest] == [i >= freed for i in range(len(oldest))]
@@ -163,7 +165,8 @@ class Life:
         parked, request, pending = self.offloaded[a % len(self.offloaded)]
         slot, self.cache = resume(self.manager, self.cache, parked)
         self.offloaded.pop(a % len(self.offloaded))
-        self.requests[slot], self.pending[slot] = request, pending
+        self.requests[slot] = request
+        self.pending[slot] = pending
 
     def save(self, a, b):
         if (slot := self.pick(a)) is None or not self.requests[slot].ids:
@@ -179,7 +182,8 @@ class Life:
         path, request, pending = self.saved[a % len(self.saved)]
         slot, tokens, self.cache = load_request(path, self.manager, self.cache)
         assert tokens.tolist() == request.ids
-        self.requests[slot], self.pending[slot] = request.copy(), list(pending)
+        self.requests[slot] = request.copy()
+        self.pending[slot] = list(pending)
 
     # --- their parts ---
 
@@ -243,7 +247,8 @@ class Life:
 
     def check(self, name: str) -> None:
         """Raises AssertionError where the cache, the manager or a request is not what it must be."""
-        pools, table = jax.tree.map(np.asarray, self.cache), self.manager.block_table
+        pools = jax.tree.map(np.asarray, self.cache)
+        table = self.manager.block_table
         assert set(self.manager.slots) == self.requests.keys()
         for slot, request in self.requests.items():
             assert (self.manager.length(slot), self.manager.min_length(slot)) == (len(request.ids), request.min_length)
@@ -257,7 +262,8 @@ class Life:
         cached = [node.block for node in self.prefix._tree.nodes.values()]
         for kind, leaves in self.cached.items():
             for have, want in zip(jax.tree.leaves(pools.groups[kind].paged), leaves, strict=True):
-                have, want = have[:, cached], want[:, cached]
+                have = have[:, cached]
+                want = want[:, cached]
                 self.compared += want.nbytes
                 if have.tobytes() != want.tobytes():
                     self.differing += int((have.view(np.uint8) != want.view(np.uint8)).sum())
@@ -283,7 +289,8 @@ OPERATIONS = {
 
 def random_operations(seed: int, n: int):
     """(name, a, b) for `Life.apply`, n times."""
-    rng, names = np.random.default_rng(seed), list(OPERATIONS)
+    rng = np.random.default_rng(seed)
+    names = list(OPERATIONS)
     weights = np.array(list(OPERATIONS.values())) / sum(OPERATIONS.values())
     for _ in range(n):
         yield names[rng.choice(len(names), p=weights)], *rng.integers(MUCH, size=2).tolist()

@@ -58,7 +58,8 @@ class Tables:
 
     def entries(self, group: str, ids: np.ndarray, start: int) -> list[np.ndarray]:
         """What windows `start` and later of a request leave, for each leaf of the cache's pool [layers, n, ...]."""
-        rate, reach = self.schema.groups[group].compress_rate, self.schema.groups[group].pooled_rows
+        rate = self.schema.groups[group].compress_rate
+        reach = self.schema.groups[group].pooled_rows
         keys = []
         for end in range((start + 1) * rate, len(ids) + 1, rate):
             window = np.full((reach,), -1, np.int32)
@@ -84,7 +85,8 @@ class Tables:
         """Leaves [layers, n, ...] of the windows' entries, in the order of the leaves of the cache's pool."""
         layers = []
         for layer in self.schema.groups[group].layers:
-            x, both = self.inputs[layer], []
+            x = self.inputs[layer]
+            both = []
             for index, weights in enumerate(self.weights[layer]):
                 kv, gate = (x.index_kv, x.index_gate) if index else (x.kv, x.gate)
                 both.append(_store(kv[windows], gate[windows], firsts, weights, self.schema, group, bool(index)))
@@ -104,7 +106,8 @@ def _store(kv, gate, firsts, weights, schema, group, index):
 @sharded_step
 def run_step(tables: tuple[list[Inputs], Any], cache: KVCache, batch) -> tuple[KVCache]:
     """Writes every layer as a model would. Padding tokens bring NaN."""
-    cache, (inputs, weights) = cache.begin_step(batch), tables
+    cache = cache.begin_step(batch)
+    inputs, weights = tables
     real = (batch.slots >= 0)[:, None]
     for layer, (table, parts) in enumerate(zip(inputs, weights, strict=True)):
         x = jax.tree.map(lambda rows: jnp.where(real, rows[batch.token_ids], jnp.nan), table)
@@ -145,8 +148,11 @@ class NaiveRequest:
 
     def differing_bytes(self, pools: KVCache, slot: int, blocks: np.ndarray) -> tuple[dict[str, int], int]:
         """(by part of the cache how many live bytes are not what they must be, all live bytes); `pools` in NumPy."""
-        schema, length = self.tables.schema, len(self.ids)
-        ids, wrong, compared = np.array(self.ids, np.int32), {}, 0
+        schema = self.tables.schema
+        length = len(self.ids)
+        ids = np.array(self.ids, np.int32)
+        wrong = {}
+        compared = 0
 
         def compare(name, have, want):
             nonlocal compared
@@ -160,7 +166,9 @@ class NaiveRequest:
         for have, want in zip(jax.tree.leaves(pools.swa), jax.tree.leaves(self.tables.windows), strict=True):
             compare("swa", have[:, slot, at % schema.swa_ring], want[:, ids[at]])
         for name, spec in schema.groups.items():
-            group, rate, ring = pools.groups[name], spec.compress_rate, schema.state_ring(name)
+            group = pools.groups[name]
+            rate = spec.compress_rate
+            ring = schema.state_ring(name)
             opened = self.min_length // rate * rate
             for index, state in enumerate(filter(None, (group.state, group.key_state))):
                 spans = [(opened, slice(None))]

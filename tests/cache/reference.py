@@ -128,7 +128,8 @@ class ReferenceCache:
         return reads
 
     def _take(self, slot, token):
-        request, schema = self.requests[slot], self.schema
+        request = self.requests[slot]
+        schema = self.schema
         position = len(request.tokens)
         request.tokens.append(token)
         request.windows.append([])
@@ -144,12 +145,15 @@ class ReferenceCache:
 
     def _compress(self, slot, layer, state, pool, index):
         """The newest token's state row, and the entry of the window that it closes."""
-        request, schema, rate = self.requests[slot], self.schema, layer.compress_rate
+        request = self.requests[slot]
+        schema = self.schema
+        rate = layer.compress_rate
         weights = self.weights[layer.layer][index]
         position = len(request.tokens) - 1
         row = layer.index, slot, position % schema.state_ring(layer.group)
         kv, gate = (x[0] for x in self._stream(request, layer, position, position + 1, index))
-        state.kv[row], state.gate[row] = kv, gate + weights.position_bias[position % rate]
+        state.kv[row] = kv
+        state.gate[row] = gate + weights.position_bias[position % rate]
         if (position + 1) % rate:
             return
         first = position + 1 - schema.groups[layer.group].pooled_rows
@@ -171,7 +175,8 @@ class ReferenceCache:
         return (np.stack(part) for part in zip(*pairs, strict=True))
 
     def _read(self, slot, layer):
-        request, schema = self.requests[slot], self.schema
+        request = self.requests[slot]
+        schema = self.schema
         window = schema.config.window(layer.layer)
         reads = _padded([rows[layer.layer] for rows in request.windows[-window:]], window, schema, front=True)
         if layer.group is None:
@@ -204,8 +209,10 @@ def store_row(row, schema):
 @functools.partial(jax.jit, static_argnames=("schema", "group", "index"))
 def store_entry(kv, gate, first, weights, schema, group, index):
     """(what is stored for one window [rows, width] that starts at `first`, what is read back): flush of it alone."""
-    spec, rate = schema.groups[group], schema.groups[group].compress_rate
-    codec, most = spec.key if index else spec.entry, schema.entries_per_block(group)
+    spec = schema.groups[group]
+    rate = schema.groups[group].compress_rate
+    codec = spec.key if index else spec.entry
+    most = schema.entries_per_block(group)
     rows = jax.tree.map(lambda s: jnp.zeros((1, 1, most, *s.shape), s.dtype), codec.struct)
     table = jnp.zeros((1, schema.max_blocks), jnp.int32)
     view = (IndexerView if index else ClassicalView)(rows, 0, table, rate, codec)
@@ -221,7 +228,8 @@ def store_entry(kv, gate, first, weights, schema, group, index):
 
 def entry_formula(kv, gate, first, weights, schema, group, index):
     """One entry by dsv4.md 3.1 in float64, rounded where the released model rounds, before quantization."""
-    rate, overlap = schema.groups[group].compress_rate, schema.groups[group].overlap
+    rate = schema.groups[group].compress_rate
+    overlap = schema.groups[group].overlap
     bias, norm, inv_freq = (
         np.asarray(x, np.float64) for x in (weights.position_bias, weights.norm_weight, weights.inv_freq)
     )
@@ -236,7 +244,8 @@ def entry_formula(kv, gate, first, weights, schema, group, index):
     entry = norm * pooled / np.sqrt((pooled * pooled).mean() + weights.eps)
     angle = (first + len(kv) - rate) * inv_freq
     turned = (entry[dim - 2 * len(angle) :: 2] + 1j * entry[dim - 2 * len(angle) + 1 :: 2]) * np.exp(1j * angle)
-    entry[dim - 2 * len(angle) :: 2], entry[dim - 2 * len(angle) + 1 :: 2] = turned.real, turned.imag
+    entry[dim - 2 * len(angle) :: 2] = turned.real
+    entry[dim - 2 * len(angle) + 1 :: 2] = turned.imag
     if index and schema.kv_format.name == "v4":
         hadamard = np.ones((1, 1))
         while len(hadamard) < dim:

@@ -12,7 +12,10 @@ from dsv4_jax.host import KVCacheManager
 from dsv4_jax.layer_spec import LayerSpec
 
 
-EXPERTS, LAYERS, TOKENS, TOP_K = 8, 5, 6, 3
+EXPERTS = 8
+LAYERS = 5
+TOKENS = 6
+TOP_K = 3
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +45,11 @@ def naive(counts, experts, layers):
 
 @pytest.mark.parametrize("layers", [(0, 1, 2, 3, 4), (1, 3), (4,), (3, 0, 2)])
 def test_steps_add_to_the_layers_that_were_stacked(cache, layers):
-    step, counts = jax.jit(count_experts, static_argnums=2), np.asarray(cache.expert_counts)
+    step = jax.jit(count_experts, static_argnums=2)
+    counts = np.asarray(cache.expert_counts)
     for seed in range(2):
         experts = selected(len(layers), seed)
-        cache, counts = step(cache, jnp.asarray(experts), layers), naive(counts, experts, layers)
+        cache = step(cache, jnp.asarray(experts), layers)
+        counts = naive(counts, experts, layers)
     assert counts[0].sum() == 2 * len(layers) * (TOKENS - 2) * TOP_K
     chex.assert_trees_all_equal(np.asarray(cache.expert_counts), counts)

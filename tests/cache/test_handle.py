@@ -36,7 +36,8 @@ SECOND = {CSA: 3, HCA: 4}  # numbers of the second CSA and HCA layers
 
 def make_batch(slots, positions, *, new_blocks=((-1, -1, -1),), reset_slots=(-1, -1, -1), prefill=False):
     """A batch written down by hand."""
-    slots, positions = ints(slots), ints(positions)
+    slots = ints(slots)
+    positions = ints(positions)
     return Batch(jnp.zeros_like(slots), positions, slots, ints(new_blocks), ints(reset_slots), prefill=prefill)
 
 
@@ -57,7 +58,8 @@ def layer_inputs(layer, tokens=TOKENS):
 
 def flush_arguments(layer, tokens=TOKENS):
     """(kv, gate, weights, index) that fit the layer."""
-    x, weights = layer_inputs(layer, tokens), jax.tree.map(jnp.asarray, WEIGHTS[layer])
+    x = layer_inputs(layer, tokens)
+    weights = jax.tree.map(jnp.asarray, WEIGHTS[layer])
     index = (x.index_kv, x.index_gate, weights[1]) if len(weights) == 2 else None
     return x.kv, x.gate, weights[0], index
 
@@ -165,7 +167,8 @@ class TestErrors:
     @pytest.mark.usefixtures("untyped")
     def test_rows_of_other_dtypes(self, dtype, message):
         """They would be stored, rounded otherwise than the model rounds."""
-        handle, rows = self.HANDLE[CSA], jnp.zeros((1, 96), dtype)
+        handle = self.HANDLE[CSA]
+        rows = jnp.zeros((1, 96), dtype)
         closed = ClosedWindows(rows, handle.batch.slots, ints([-1]))
         with pytest.raises(TypeError, match=message.format("kv")):
             handle.write_swa(rows)
@@ -218,7 +221,8 @@ class TestErrors:
     )
     @pytest.mark.usefixtures("untyped")
     def test_a_batch_of_another_manager(self, changes, message):
-        manager, cache = KVCacheManager(**dict(config=CONFIG) | SIZES | changes), KVCache.abstract(SCHEMA)
+        manager = KVCacheManager(**dict(config=CONFIG) | SIZES | changes)
+        cache = KVCache.abstract(SCHEMA)
         slot = manager.admit()
         batch = manager.prepare_forward({slot: [1]})
         for use in (cache.begin_step, lambda batch: cache.handle(0, batch)):
@@ -272,7 +276,8 @@ class TestViews:
     def test_acquire_allocates_nothing(self):
         """Every array of a handle and of its views is the cache's own object."""
         manager = KVCacheManager(CONFIG, **SIZES)
-        cache, batch = manager.init_cache(), make_batch([0], [0])
+        cache = manager.init_cache()
+        batch = make_batch([0], [0])
         own = {id(x) for x in jax.tree.leaves(cache)}
         for layer in manager.schema.layers:
             handle = manager.acquire(cache, layer.layer, batch)
@@ -290,7 +295,8 @@ class TestViews:
     def test_fields(self, kind):
         cache = table_cache()
         handle = cache.handle(SECOND[kind], make_batch([0], [0]))
-        window, entries = handle.read_swa_view(), handle.read_classical_view()
+        window = handle.read_swa_view()
+        entries = handle.read_classical_view()
         assert isinstance(window, SWAView) and window.rows is cache.swa
         assert (window.layer, window.window, window.ring) == (SECOND[kind], 8, 10)
         name, rate = {CSA: ("csa4", 4), HCA: ("hca16", 16)}[kind]
@@ -319,7 +325,8 @@ class TestWrites:
     @pytest.mark.parametrize("kind", [SLIDING, CSA, HCA])
     def test_old_handles_and_caches_keep_their_bytes(self, kind, prefill):
         """Each write returns another handle; the parts of its layer's kind change and no other."""
-        cache, layer = table_cache(), LAYER[kind]
+        cache = table_cache()
+        layer = LAYER[kind]
         before = jax.tree.map(np.array, cache)
         first = cache.handle(layer, one_request(0, prefill=prefill))
         written = first.write_swa(layer_inputs(layer).window)
@@ -343,7 +350,10 @@ class TestWrites:
             return jnp.asarray(draw(shape), jnp.float32)
 
         kv, gate, weights, index = flush_arguments(LAYER[CSA])
-        q, norm, sinks, inv_freq = floats(TOKENS, 2, 96).astype(jnp.bfloat16), floats(96), floats(2), floats(4)
+        q = floats(TOKENS, 2, 96).astype(jnp.bfloat16)
+        norm = floats(96)
+        sinks = floats(2)
+        inv_freq = floats(4)
 
         def in_stack(value):
             return LayerSlice(value, jnp.full((3, *value.shape), jnp.nan), ints(1))
@@ -366,7 +376,8 @@ class TestWrites:
     @pytest.mark.parametrize("kind", [CSA, HCA])
     def test_other_layers_keep_their_bytes(self, kind):
         """Of the stacks of a kind only the layer's own row changes."""
-        cache, layer = table_cache(), SECOND[kind]
+        cache = table_cache()
+        layer = SECOND[kind]
         handle = cache.handle(layer, one_request(0)).write_swa(layer_inputs(layer).window)
         after = handle.flush(*flush_arguments(layer)).cache
         for name in ("swa", *OWN[kind]):
@@ -378,7 +389,8 @@ class TestWrites:
 
     def test_prefill_rows_wait_for_the_commit(self):
         """In a prefill the ring is written by `attend`, with the bytes that `handle.cache` shows before."""
-        cache, layer = table_cache(), LAYER[SLIDING]
+        cache = table_cache()
+        layer = LAYER[SLIDING]
         slots = [1] * 12 + [0] * 5  # twelve tokens push the first two out of a ring of ten
         handle = cache.handle(layer, make_batch(slots, [*range(12), *range(5, 10)], prefill=True))
         kv = layer_inputs(layer).window
@@ -396,9 +408,11 @@ class TestWrites:
         same_bytes(shown, decode.cache)
 
     def test_prefill_flush_keeps_pending_rows(self):
-        cache, layer = table_cache(), LAYER[HCA]
+        cache = table_cache()
+        layer = LAYER[HCA]
         handle = cache.handle(layer, one_request(2))
-        kv, flushed = layer_inputs(layer).window, flush_arguments(layer)
+        kv = layer_inputs(layer).window
+        flushed = flush_arguments(layer)
         handle = handle.write_swa(kv).flush(*flushed)
         assert handle.pending is kv
         other = cache.handle(layer, handle.batch).flush(*flushed).write_swa(kv)
@@ -406,7 +420,8 @@ class TestWrites:
 
     def test_decode_attends_what_it_wrote(self):
         """In a decode step the ring holds the tokens before `attend`, which then changes nothing."""
-        cache, layer = table_cache(), LAYER[SLIDING]
+        cache = table_cache()
+        layer = LAYER[SLIDING]
         handle = cache.handle(layer, make_batch([0, 1, -1], [0, 0, -1])).write_swa(layer_inputs(layer, 3).window)
         # One visible row and the sink, both with logit 0: half the row.
         out, after = handle.attend(jnp.zeros((3, 4, 96), jnp.bfloat16), jnp.zeros(4))
@@ -481,8 +496,10 @@ class TestBeginStep:
 
 def test_rows_of_several_layers_are_written_as_those_of_each():
     """More tokens of two requests than a ring has rows, with padding between and behind them."""
-    cache, count = table_cache(), SCHEMA.swa_ring + 3
-    slots, positions = [2] * count + [-1] + [0] * 2 + [-1], [*range(count), -1, 40, 41, -1]
+    cache = table_cache()
+    count = SCHEMA.swa_ring + 3
+    slots = [2] * count + [-1] + [0] * 2 + [-1]
+    positions = [*range(count), -1, 40, 41, -1]
     batch = make_batch(slots, positions, prefill=True)
     rows = {layer: layer_inputs(layer, len(slots)).window for layer in (SECOND[HCA], SECOND[CSA])}
     want = cache

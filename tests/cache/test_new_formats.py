@@ -91,7 +91,8 @@ def _bytes(count):
 
 def layers_of_v41():
     """shared/spec/dsv41.md 2: sources 2, 8, 14 (rate 2) and 20 (rate 1); eight layers select, the others reuse."""
-    sources, selecting = {2: ("r2", 0), 8: ("r2", 1), 14: ("r2", 2), 20: ("r1", 0)}, (2, 8, 14, 20, 24, 28, 32, 36)
+    sources = {2: ("r2", 0), 8: ("r2", 1), 14: ("r2", 2), 20: ("r1", 0)}
+    selecting = (2, 8, 14, 20, 24, 28, 32, 36)
     layers = [LayerSpec(), LayerSpec()]
     for layer in range(2, 40):
         source = max(s for s in sources if s <= layer)
@@ -123,9 +124,11 @@ def test_bytes():
 
 def test_a_source_writes_entries_and_keys_from_one_latent_and_others_read_them():
     manager = KVCacheManager(config(), **SIZES)
-    slot, rng = manager.admit(), np.random.default_rng(0)
+    slot = manager.admit()
+    rng = np.random.default_rng(0)
     batch = manager.prepare_forward({slot: [0] * 131})
-    cache, tokens = manager.init_cache().begin_step(batch), batch.slots.shape[0]
+    cache = manager.init_cache().begin_step(batch)
+    tokens = batch.slots.shape[0]
 
     @jax.jit
     def run(cache, x, gate):

@@ -55,7 +55,8 @@ def test_windows_of_one_token_need_no_state():
     schema = CacheSchema(config, **SIZES, kv_format="plain", dtype=jnp.float32)
     assert schema.group_structs("r1")["state"] is schema.group_structs("r1")["key_state"] is None
     manager = KVCacheManager(config, **SIZES, kv_format="plain", dtype=jnp.float32)
-    slot, rng = manager.admit(), np.random.default_rng(0)
+    slot = manager.admit()
+    rng = np.random.default_rng(0)
     batch = manager.prepare_forward({slot: [0] * 5})
     cache = manager.init_cache().begin_step(batch)
     weights = random_weights(CacheSchema(CONFIG, **SIZES), rng)[2][0]
@@ -88,7 +89,8 @@ def test_every_byte_is_the_naive_models(kv_format, dtype):
         tokens = {slot: [random_token(manager.schema, rng) for _ in range(n)] for slot, n in counts.items()}
         expected = reference.step(tokens, [row for row in batch.new_blocks.tolist() if row[0] >= 0])
         flat = [token for new in tokens.values() for token in new]
-        real, size = len(flat), len(batch.slots)
+        real = len(flat)
+        size = len(batch.slots)
         inputs = jax.tree.map(lambda *rows, size=size: pad(np.stack(rows), size, np.nan), *flat)
         cache, reads = run_step(cache, batch, inputs, weights)
         same_bytes(reference.pools, cache)

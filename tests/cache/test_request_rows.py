@@ -23,13 +23,16 @@ def vector(*shape):
 
 def calls(schema):
     """{name: (function, arguments)} with shapes instead of arrays."""
-    cache, slots, blocks = KVCache.abstract(schema), schema.max_requests, schema.max_blocks
+    cache = KVCache.abstract(schema)
+    slots = schema.max_requests
+    blocks = schema.max_blocks
     rows = {
         boundary: jax.eval_shape(lambda c, b=boundary: request_rows.read_request(c, 0, 0, 0, boundary=b), cache)
         for boundary in (False, True)
     }
     some = jax.eval_shape(lambda c: request_rows.read_blocks(c, jnp.zeros(4, jnp.int32), 0, 0), cache)
-    where, lists = (SCALAR, SCALAR, vector(blocks)), (vector(slots), vector(slots), vector(slots, blocks))
+    where = (SCALAR, SCALAR, vector(blocks))
+    lists = (vector(slots), vector(slots), vector(slots, blocks))
     return {
         "read": (request_rows.read_request, (cache, SCALAR, SCALAR, SCALAR)),
         "read blocks": (request_rows.read_blocks, (cache, vector(4), SCALAR, SCALAR)),
@@ -110,13 +113,15 @@ class TestNothingElseIsTouched:
                 x[:, 0] = x[:, 2]
         for x in jax.tree.leaves([group.paged for group in want.groups.values()]):
             x[:, 9] = x[:, 5]
-        want.block_table[0], want.lengths[0] = tables[0], 20
+        want.block_table[0] = tables[0]
+        want.lengths[0] = 20
         same_bytes(after, want)
 
     def test_a_boundary(self):
         """Restoring a snapshot writes the last window's rows and half of CSA's last ones."""
         manager = make()
-        source, cache = random_cache(manager), random_cache(manager)
+        source = random_cache(manager)
+        cache = random_cache(manager)
         rows = request_rows.read_request(source, *at(1, 32, 32), boundary=True)
         want = jax.tree.map(np.array, cache)
         after = request_rows.write_request(cache, *at(3, 32, [7, 8, -1, -1, -1, -1]), rows)
@@ -128,7 +133,8 @@ class TestNothingElseIsTouched:
             half = have.shape[-1] // 2
             for position in range(28, 32):
                 have[:, 3, position % 10, :half] = np.asarray(new)[:, 1, position % 10, :half]
-        want.block_table[3], want.lengths[3] = [7, 8, -1, -1, -1, -1], 32
+        want.block_table[3] = [7, 8, -1, -1, -1, -1]
+        want.lengths[3] = 32
         same_bytes(after, want)
 
     def test_blocks(self):
@@ -138,5 +144,6 @@ class TestNothingElseIsTouched:
         read = request_rows.read_blocks(cache, *at([4, 0, 11], 0, 96))
         after = request_rows.write_blocks(cache, *at([6, -1, 1]), read)
         for x in jax.tree.leaves([group.paged for group in want.groups.values()]):
-            x[:, 6], x[:, 1] = x[:, 4], x[:, 11]
+            x[:, 6] = x[:, 4]
+            x[:, 1] = x[:, 11]
         same_bytes(after, want)

@@ -31,7 +31,11 @@ def config_of(*specs):
 # Layer numbers differ from the layers' places in the stacks of their kinds.
 CONFIG = config_of(CSA, WINDOW, CSA, HCA)
 SMALL = config_of(WINDOW, CSA, HCA)
-SLOTS, BLOCKS, BLOCK, CONTEXT, QUERY = 3, 8, 16, 64, 3
+SLOTS = 3
+BLOCKS = 8
+BLOCK = 16
+CONTEXT = 64
+QUERY = 3
 
 
 @functools.partial(jax.jit, donate_argnames="cache")

@@ -39,7 +39,8 @@ def values(folder):
 def test_a_release_comes_back_bit_for_bit(tmp_path, weights, naming):
     save_release(load_checkpoint(FP8, DSV4Config.from_hf(FP8, mtp=True)), tmp_path / "old")
     convert_checkpoint(tmp_path / "old", tmp_path / "new", weights=weights, naming=naming, shard_bytes=10**6)
-    new, config = read_checkpoint(tmp_path / "new"), DSV4Config.from_hf(tmp_path / "new", mtp=True)
+    new = read_checkpoint(tmp_path / "new")
+    config = DSV4Config.from_hf(tmp_path / "new", mtp=True)
     assert detect_naming(config, new) == naming and config == DSV4Config.from_hf(FP8, mtp=True)
     assert {x.dtype for x in new.values()} == {"I64", "F32", *(["BF16"] if weights == "bfloat16" else [])}
     content = json.loads((tmp_path / "new" / "config.json").read_text())
@@ -55,7 +56,8 @@ def test_a_release_comes_back_bit_for_bit(tmp_path, weights, naming):
 def test_weights_that_stay_quantized_are_copied(tmp_path, naming):
     """The release's own scales are not the least ones: rounding again would change them."""
     convert_checkpoint(FP8, tmp_path / "new", weights="quantized", naming=naming)
-    old, new = stored_bytes(FP8), stored_bytes(tmp_path / "new")
+    old = stored_bytes(FP8)
+    new = stored_bytes(tmp_path / "new")
     if naming == "release":
         assert new == old
     assert sorted(new.values()) == sorted(old.values())
@@ -76,7 +78,8 @@ def test_other_names_are_the_same_tensors(tmp_path, source, naming):
 
 def test_bfloat16_is_rounded_to_nearest_even(tmp_path):
     convert_checkpoint(HYBRID, tmp_path / "new", weights="bfloat16")
-    old, new = read_checkpoint(HYBRID), read_checkpoint(tmp_path / "new")
+    old = read_checkpoint(HYBRID)
+    new = read_checkpoint(tmp_path / "new")
     assert old.keys() == new.keys()
     for name, tensor in old.items():
         rounded = tensor.load().astype(ml_dtypes.bfloat16) if new[name].dtype == "BF16" else tensor.load()

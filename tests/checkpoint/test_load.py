@@ -51,7 +51,8 @@ def renamed(naming):
 
 
 def assert_same(one, other):
-    one, other = flat(one), flat(other)
+    one = flat(one)
+    other = flat(other)
     chex.assert_trees_all_equal_dtypes(one, other)
     chex.assert_trees_all_equal(one, other)
 
@@ -112,7 +113,8 @@ def test_one_routed_expert_in_the_spellings_of_transformers(hybrid, tmp_path):
 
 
 def test_every_tensor_lands_where_its_name_says(hybrid):
-    stored, loaded = tensors(HF_TINY / "module_names"), flat(hybrid)
+    stored = tensors(HF_TINY / "module_names")
+    loaded = flat(hybrid)
     loaded = {weight.sources[0]: loaded[weight.path] for weight in weights(hybrid.config, "module")}
     assert stored.keys() == loaded.keys()
     for name, value in stored.items():
@@ -131,7 +133,8 @@ def test_the_packaged_checkpoint_holds_the_goldens_weights():
 
 
 def test_experts_are_stacked_gate_above_up(hybrid):
-    stored, loaded = tensors(HF_TINY), flat(hybrid)["model.layers.2.mlp.experts.gate_up_proj"]
+    stored = tensors(HF_TINY)
+    loaded = flat(hybrid)["model.layers.2.mlp.experts.gate_up_proj"]
     for expert in (0, 5):
         prefix = f"model.layers.2.ffn.experts.{expert}"
         chex.assert_trees_all_equal(loaded[expert, 0], stored[f"{prefix}.w1.weight"])
@@ -140,7 +143,8 @@ def test_experts_are_stacked_gate_above_up(hybrid):
 
 def test_shards(hybrid, tmp_path):
     shutil.copy(HF_TINY / "config.json", tmp_path)
-    stored, weight_map = tensors(HF_TINY), {}
+    stored = tensors(HF_TINY)
+    weight_map = {}
     names = sorted(stored)
     for i in range(3):
         file = f"model-{i}.safetensors"

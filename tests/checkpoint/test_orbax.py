@@ -56,7 +56,8 @@ def test_a_restored_model_is_the_saved_one(make, tmp_path):
 
 
 def test_a_model_is_restored_onto_a_mesh(tmp_path):
-    model, mesh = random_model(0), jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
+    model = random_model(0)
+    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
     graph, other = nnx.split(jax.device_put(random_model(1), shardings(model, mesh)))
     restored = nnx.merge(graph, through_orbax(tmp_path, nnx.state(model), other))
     chex.assert_trees_all_equal(restored, model)

@@ -61,7 +61,10 @@ def write_large(folder: Path) -> None:
     config = dataclasses.replace(DSV4Config.from_hf(FP8), hidden_size=768, moe_intermediate_size=1024)
     (folder / "config.json").write_text(json.dumps(release_config(config)))
     shapes = {source: weight.source_shape for weight in weights(config, "release") for source in weight.sources}
-    stored, header, scales, at = read_checkpoint(FP8), {}, [], 0
+    stored = read_checkpoint(FP8)
+    header = {}
+    scales = []
+    at = 0
     for name, tensor in stored.items():
         if name.startswith("mtp."):
             continue
@@ -111,7 +114,8 @@ def test_each_device_gets_its_part(whole_blocks, weights):
 
 
 def test_each_device_gets_its_experts(whole_blocks):
-    mesh, options = make_mesh({"model": 2}), dict(expert_parallel=True)
+    mesh = make_mesh({"model": 2})
+    options = dict(expert_parallel=True)
     one = load_checkpoint(whole_blocks, weights="quantized")
     two = load_checkpoint(whole_blocks, weights="quantized", mesh=mesh, **options)
     assert [x.sharding for x in jax.tree.leaves(two)] == jax.tree.leaves(shardings(one, mesh, **options))
@@ -132,7 +136,8 @@ def test_blocks_that_share_a_scale_are_not_cut():
 @pytest.mark.parametrize("step", ["device_put", "block_until_ready"])
 def test_a_full_device_is_named(whole_blocks, monkeypatch, step):
     """Whether it says so when a transfer is asked for, or when it is waited for."""
-    do, calls = getattr(jax, step), []
+    do = getattr(jax, step)
+    calls = []
 
     def full(*args, **options):
         calls.append(args)
@@ -150,7 +155,8 @@ def test_a_full_device_is_named(whole_blocks, monkeypatch, step):
 def test_each_piece_is_read_once():
     """[3, 2, 4, 6] from six matrices, which two devices share by rows or by columns."""
     values = np.arange(144, dtype=np.uint8).reshape(3, 2, 4, 6)
-    reads, staging = [], Staging()
+    reads = []
+    staging = Staging()
 
     def piece(i):
         return lambda: reads.append(i) or values.reshape(6, 4, 6)[i]
@@ -167,7 +173,9 @@ def test_each_piece_is_read_once():
 def test_arrays_keep_their_values(axes):
     """Neither what is placed next nor what becomes of a source changes an array, wherever in memory that begins."""
     where = axes if axes is None else named_sharding(axes, make_mesh({"model": 2}))
-    staging, memory, placed = Staging(), np.zeros(2**17, np.uint8), []
+    staging = Staging()
+    memory = np.zeros(2**17, np.uint8)
+    placed = []
     first = -memory.ctypes.data % 64
     for at in range(0, 128, 4):
         shape = 64 + 2 * at, 64
@@ -182,9 +190,13 @@ def test_arrays_keep_their_values(axes):
 
 def test_the_file_is_read_by_the_device_and_staging_memory_is_reused(monkeypatch):
     """What needs no change goes straight from its pages; the rest from one piece of memory."""
-    memory, put, sources, staging = np.zeros(2**14, np.float32), jax.device_put, [], Staging()
+    memory = np.zeros(2**14, np.float32)
+    put = jax.device_put
+    sources = []
+    staging = Staging()
     monkeypatch.setattr(jax, "device_put", lambda x, device: sources.append(x) or put(x, device))
-    where, first = named_sharding(("vocab",), make_mesh({"model": 2})), 2 - memory.ctypes.data % 64 // 4
+    where = named_sharding(("vocab",), make_mesh({"model": 2}))
+    first = 2 - memory.ctypes.data % 64 // 4
     stored = memory[16 + first :][: 64 * 96].reshape(64, 96)
     staging.place([lambda: stored], stored.shape, np.float32, where)
     assert len(sources) == 2 and all(np.shares_memory(x, stored) for x in sources)

@@ -30,7 +30,10 @@ def zipf(experts, chosen, skew, tokens):
 @pytest.mark.parametrize("skew", [0.0, 0.6, 1.0])
 def test_a_router_selects_as_often_as_asked(skew):
     """The router of V4-Flash's sizes, with random activations."""
-    tokens, experts, chosen, hidden = 4096, 256, 6, 4096
+    tokens = 4096
+    experts = 256
+    chosen = 6
+    hidden = 4096
     shares = selection_shares(experts, chosen, skew)
     assert shares.sum() == pytest.approx(chosen)
     keys = jax.random.split(jax.random.key(0))
@@ -50,8 +53,10 @@ def test_a_model_without_a_checkpoint(monkeypatch):
     hashed = ("hash_moe",) + ("moe",) * 2
     config = CONFIG.with_layers(CONFIG.specs[:3], hashed)
     config = dataclasses.replace(config, num_nextn_predict_layers=1)
-    memory, made = ExpertMemory(device_bytes=5 * 4 * each, memory=CpuMemory()), []
-    plan, scales = memory.plan, random_weights._scales
+    memory = ExpertMemory(device_bytes=5 * 4 * each, memory=CpuMemory())
+    made = []
+    plan = memory.plan
+    scales = random_weights._scales
     # Scales are made after the plan, which leaves room for them.
     monkeypatch.setattr(random_weights, "_scales", lambda *args: made.append(args) or scales(*args))
     monkeypatch.setattr(memory, "plan", lambda *args: made.append("plan") or plan(*args))

@@ -147,7 +147,8 @@ def shards(folder, parts, index=None):
     return folder
 
 
-ONE, TWO = {"a": np.zeros(2, np.float32)}, {"b": np.ones(3, np.float32)}
+ONE = {"a": np.zeros(2, np.float32)}
+TWO = {"b": np.ones(3, np.float32)}
 
 
 def test_shards_are_read_together(tmp_path):

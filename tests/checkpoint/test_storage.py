@@ -50,12 +50,14 @@ def test_what_was_read_is_written_back_unchanged(release, tmp_path, shard_bytes)
     assert (files == ["model.safetensors"]) == (shard_bytes > 10**7)
     again = load_all(tmp_path / "new")
     assert again.config == release.config
-    old, new = flat(release), flat(again)
+    old = flat(release)
+    new = flat(again)
     assert old.keys() == new.keys()
     for name, value in old.items():
         chex.assert_trees_all_equal(new[name], value, custom_message=name)
     # The same names, dtypes and shapes as the release's own writer.
-    theirs, ours = read_checkpoint(FP8), read_checkpoint(tmp_path / "new")
+    theirs = read_checkpoint(FP8)
+    ours = read_checkpoint(tmp_path / "new")
     assert {name: (t.dtype, t.shape) for name, t in ours.items()} == {
         name: (t.dtype, t.shape) for name, t in theirs.items()
     }
@@ -66,7 +68,8 @@ def test_a_random_model_can_be_shipped_small(tmp_path):
     model = load_checkpoint(TINY, dtype=jnp.float32)
     save_release(model, tmp_path)
     assert DSV4Config.from_hf(tmp_path) == model.config
-    again, old = flat(load_checkpoint(tmp_path, dtype=jnp.float32)), flat(model)
+    again = flat(load_checkpoint(tmp_path, dtype=jnp.float32))
+    old = flat(model)
     for name, value in old.items():
         # The coarsest is e2m1, at its worst where a group's largest value is 5: halfway between 4 and 6.
         chex.assert_trees_all_close(
@@ -143,7 +146,8 @@ def test_fp4_codes_are_packed_low_nibble_first_and_ties_go_to_even():
 )
 def test_wrong_scales_are_reported_by_name(tmp_path, change, message):
     """One tensor of a good checkpoint is changed; the rest stays in place beside it."""
-    prefix, folder = "layers.1.attn.", tmp_path / "x"
+    prefix = "layers.1.attn."
+    folder = tmp_path / "x"
     shutil.copytree(FP8, folder)
     content = {}
     for name, tensor in read_checkpoint(FP8).items():
@@ -221,7 +225,8 @@ def test_scales_without_a_weight_are_extra(tmp_path):
 
 def test_ten_thousand_mutated_headers_give_the_same_values_or_an_error(tmp_path):
     """Data bytes stay as they are, so a tensor of the same name, dtype and shape must have the same values."""
-    rng, file = np.random.default_rng(0), tmp_path / "x.safetensors"
+    rng = np.random.default_rng(0)
+    file = tmp_path / "x.safetensors"
     codes, scales = quantize_fp8(rng.standard_normal((130, 200)).astype(np.float32))
     packed, groups = quantize_fp4(rng.standard_normal((6, 64)).astype(np.float32))
     tensors = {
@@ -276,7 +281,8 @@ def test_the_index_is_complete(release, tmp_path):
 
 
 def test_two_thousand_mutated_indexes_give_the_same_values_or_an_error(tmp_path):
-    rng, index = np.random.default_rng(1), tmp_path / "model.safetensors.index.json"
+    rng = np.random.default_rng(1)
+    index = tmp_path / "model.safetensors.index.json"
     shards = {"model-1.safetensors": ["a", "b"], "model-2.safetensors": ["c"]}
     values = {name: rng.standard_normal(3).astype(np.float32) for names in shards.values() for name in names}
     for file, names in shards.items():

@@ -93,9 +93,11 @@ def test_other_tokenizers_stream_too(kind):
     trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     other = Tokenizer(models.BPE())
     if kind == "bytes":
-        other.pre_tokenizer, other.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        other.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        other.decoder = decoders.ByteLevel()
     else:
-        other.pre_tokenizer, other.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        other.pre_tokenizer = pre_tokenizers.Metaspace()
+        other.decoder = decoders.Metaspace()
     other.train_from_iterator([text] * 3, trainer)
     ids = other.encode(text).ids
     assert len(ids) < len(text.encode())

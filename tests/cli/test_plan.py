@@ -101,19 +101,24 @@ def test_a_mesh_has_room_on_each_device(run, sizes, split):
     """As many requests as its devices hold, whose arrays are cut; a multiple of the parts more is too many."""
     if split and "model" not in sizes:
         return
-    config, memory, context, mesh = CONFIGS["v4_flash"], 10 * GIB, 16384 + 128, make_mesh(sizes)
+    config = CONFIGS["v4_flash"]
+    memory = 10 * GIB
+    context = 16384 + 128
+    mesh = make_mesh(sizes)
     text = ",".join(f"{axis}={size}" for axis, size in sizes.items())
     given = ["--config", "v4_flash", "--memory", "10GiB", "--context", context, "--mesh", text, "--json"]
     report = json.loads(run("plan", *given, *["--context-parallel"] * split))
     (row,) = (row for row in report["fits"] if row["context"] == context)
 
     def on_a_device(requests):
-        holders, blocks = sizes.get("model", 1) if split else 1, requests * (context // 128)
+        holders = sizes.get("model", 1) if split else 1
+        blocks = requests * (context // 128)
         each = -(-blocks // sizes.get("data", 1) // holders) * sizes.get("data", 1) * holders
         given = dict(num_blocks=each, max_requests=requests, max_context=context, context_parallel=split)
         return tree_bytes(KVCache.abstract(CacheSchema(config, **given), mesh))
 
-    requests, parts = row["requests"], sizes.get("data", 1)
+    requests = row["requests"]
+    parts = sizes.get("data", 1)
     assert on_a_device(requests) == memory - row["bytes_left"] <= memory < on_a_device(requests + parts)
     most = [*given, "--max-requests", requests + parts, *["--context-parallel"] * split]
     longest = json.loads(run("plan", *most))["longest_context"]

@@ -171,7 +171,9 @@ def test_ablations(run, golden, tmp_path):
         run("score", *PLAIN, "--ids", tmp_path / ids, "--out", tmp_path / "scores.npz", *options)
         return np.load(tmp_path / "scores.npz")["logits"][0]
 
-    usual, alone, fewer = logits(), logits("--window-only"), logits("--index-topk", "1")
+    usual = logits()
+    alone = logits("--window-only")
+    fewer = logits("--index-topk", "1")
     chex.assert_trees_all_equal(logits("--index-topk", "4"), usual)  # what config.json says
     # The first entry closes with the fourth token (CSA), and one is as good as four until there are two.
     chex.assert_trees_all_close(alone[:3], usual[:3], rtol=0, atol=LOGITS_TOLERANCE)

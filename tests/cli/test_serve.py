@@ -114,7 +114,8 @@ def test_the_models_own_layers_draft(monkeypatch, untyped):
     made: dict[str, Any] = {}
     monkeypatch.setattr("dsv4_jax.engine.Engine", lambda *_, **options: made.update(options))
     monkeypatch.setattr(ServeCommand, "load_model", lambda *_, **options: None)
-    folder, model = DATA / "official_dspark", dict(cache_format="plain", drafter="model", min_confidence=0.5)
+    folder = DATA / "official_dspark"
+    model = dict(cache_format="plain", drafter="model", min_confidence=0.5)
     config = DSV4Config.from_hf(folder, mtp=True)
     ServeCommand(**model, drafts=5)._engine(folder, config, 64, "")
     assert made["drafter"] == "model" and made["min_confidence"] == 0.5
@@ -127,7 +128,8 @@ def test_the_prefix_caches_folder(monkeypatch, untyped, tmp_path):
     made: dict[str, Any] = {}
     monkeypatch.setattr("dsv4_jax.engine.Engine", lambda *_, **options: made.update(options))
     monkeypatch.setattr(ServeCommand, "load_model", lambda *_, **options: None)
-    folder, model = DATA / "official_dspark", dict(cache_format="plain", prefix_dir=tmp_path / "a")
+    folder = DATA / "official_dspark"
+    model = dict(cache_format="plain", prefix_dir=tmp_path / "a")
     config = DSV4Config.from_hf(folder)
     ServeCommand(**model)._engine(folder, config, 64, "")
     files = made["prefix"].files

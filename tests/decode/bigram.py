@@ -33,7 +33,8 @@ LOGPROBS = TABLE - np.log(np.exp(TABLE.astype(np.float64)).sum(axis=1, keepdims=
 
 def check(tokens, logprobs, top):
     """Compares what was found for all tokens [n + 1] but the first with the table."""
-    before, rows = np.asarray(tokens[:-1]), np.arange(len(tokens) - 1)
+    before = np.asarray(tokens[:-1])
+    rows = np.arange(len(tokens) - 1)
     # Sums of 160 exponentials in float32.
     chex.assert_trees_all_close(np.asarray(logprobs), LOGPROBS[before, tokens[1:]], rtol=0, atol=1e-5)
     best = np.argsort(-TABLE[before], axis=1, kind="stable")[:, : top.ids.shape[1]]
@@ -52,7 +53,8 @@ class BigramDrafts:
         return cache
 
     def draft(self, model, streams, cache, batch, draw, count):
-        tokens, logits = [batch.token_ids], []
+        tokens = [batch.token_ids]
+        logits = []
         for i in range(count):
             odd = tokens[-1] % 2 == 1
             logits.append(model.logits(model.hidden(jnp.where(odd, -1, 1) * (tokens[-1] + 1))))

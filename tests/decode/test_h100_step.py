@@ -50,7 +50,8 @@ def arguments(requests=8, drafts=0):
     def ints(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    tokens, slots = ints(requests * (1 + drafts)), ints(requests)
+    tokens = ints(requests * (1 + drafts))
+    slots = ints(requests)
     batch = Batch(tokens, tokens, tokens, ints(requests, 3), slots, prefill=False)
     sampling = jax.eval_shape(
         lambda: jax.tree.map(jnp.asarray, BatchedSamplingParams.of([SamplingParams()] * requests))

@@ -25,7 +25,8 @@ def arguments():
     manager = make()
     batch = manager.prepare_forward({manager.admit(): [7, 9], manager.admit(): [5]})
     sampling = jax.device_put(BatchedSamplingParams.of([SamplingParams(1.0)] * 4))
-    rows, seeds = jnp.asarray([0, 1, 2, -1], jnp.int32), jnp.arange(4, dtype=jnp.uint32)
+    rows = jnp.asarray([0, 1, 2, -1], jnp.int32)
+    seeds = jnp.arange(4, dtype=jnp.uint32)
     return manager.init_cache(), batch, rows, sampling, seeds
 
 
@@ -33,7 +34,8 @@ def test_a_step_without_them_has_no_more_to_do():
     def expected(model, cache, batch, rows, sampling, seeds):
         at = jnp.maximum(rows, 0)
         hidden, cache = model(cache, batch)
-        logits, at = model.logits(hidden[at]), jnp.maximum(rows, 0)
+        logits = model.logits(hidden[at])
+        at = jnp.maximum(rows, 0)
         slots = jnp.maximum(batch.slots[at], 0)
         tokens = sample(logits, sampling[slots], seeds[slots], batch.positions[at] + 1)
         logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0] - jax.nn.logsumexp(logits, axis=1)
@@ -52,7 +54,8 @@ def test_likeliest_and_forced_tokens():
     for wanted in (True, False):
         options = LogprobOptions(forced, jnp.asarray(wanted), num_top=4)
         output, cache = sample_step(MODEL, *arguments(), options)
-        tokens, top = output.tokens, output.top_logprobs
+        tokens = output.tokens
+        top = output.top_logprobs
         assert int(tokens[0]) == 9 and cache.lengths.tolist()[:2] == [2, 1]
         if wanted:
             for i, before in enumerate((7, 9, 5)):
@@ -67,13 +70,16 @@ def test_likeliest_and_forced_tokens():
 def test_the_loop_on_the_device_tells_them():
     manager = make()
     slots = [manager.admit(), manager.admit()]
-    batch, seeds = manager.prepare_forward({slot: [7 + slot] for slot in slots}, reserve=11), jnp.zeros(4, jnp.uint32)
+    batch = manager.prepare_forward({slot: [7 + slot] for slot in slots}, reserve=11)
+    seeds = jnp.zeros(4, jnp.uint32)
     options = dict(steps=12, sampling=SamplingParams(1.0, top_k=20))
     plain, _ = decode_loop(MODEL, manager.init_cache(), batch, seeds, **options)
     stop = int(plain.tokens[1, 5])
     options |= dict(stop_tokens=(stop,), top_logprobs=5)
     output, _ = decode_loop(MODEL, manager.init_cache(), batch, seeds, **options)
-    tokens, logprobs, top = output.tokens, output.logprobs, output.top_logprobs
+    tokens = output.tokens
+    logprobs = output.logprobs
+    top = output.top_logprobs
     for slot in slots:
         count = int((tokens[slot] >= 0).sum())
         chex.assert_trees_all_equal(tokens[slot, :count], plain.tokens[slot, :count])

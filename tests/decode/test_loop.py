@@ -65,7 +65,9 @@ def test_the_device_loop_crosses_blocks_as_single_steps_do(model, manager):
     logits, _ = decode_step(model, cache, manager.prepare_forward({slot: [int(tokens[slot, -1])]}))
     manager.release(slot)
 
-    slot, cache, token = manager.admit(num_tokens=90), manager.init_cache(), 3
+    slot = manager.admit(num_tokens=90)
+    cache = manager.init_cache()
+    token = 3
     for i in range(40):
         step_logits, cache = decode_step(model, cache, manager.prepare_forward({slot: [token]}))
         token = int(np.argmax(step_logits[slot]))

@@ -135,7 +135,8 @@ def test_without_a_store_functions_are_called(monkeypatch):
 
 def test_a_model_counts_what_it_compiles_or_loads(folder):
     for expected in (1, 1):
-        model, (_, cache, batch) = CompiledModel({"w": jnp.arange(3.0)}), toy_args()
+        model = CompiledModel({"w": jnp.arange(3.0)})
+        _, cache, batch = toy_args()
         for _ in range(2):
             (y, _), cache = model.run(_toy_step_of_model, cache, batch, bias=jnp.ones(2), scale=2)
         assert float(y) == 12.0 and model.compilations == expected

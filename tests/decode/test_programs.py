@@ -28,7 +28,8 @@ def test_each_method_is_the_function_of_its_name(one_layer, manager):
     compiled = CompiledModel(one_layer)
     batch = manager.prepare_forward({manager.admit(): [5]})
     slots = manager.schema.max_requests
-    rows, seeds = jnp.array([0, -1, -1]), jnp.zeros(slots, jnp.uint32)
+    rows = jnp.array([0, -1, -1])
+    seeds = jnp.zeros(slots, jnp.uint32)
     sampling = jax.device_put(BatchedSamplingParams.of([GREEDY] * slots))
     for function, args, options in (
         (forward, (), {}),
@@ -61,8 +62,11 @@ def test_nothing_is_copied_and_twice_is_once(model):
 
 def test_compiled_programs_are_counted():
     # No other test has five slots, and so these programs.
-    compiled, same, manager = CompiledModel(MODEL), CompiledModel(MODEL), make(max_query_tokens=1, max_requests=5)
-    slot, cache = manager.admit(), manager.init_cache()
+    compiled = CompiledModel(MODEL)
+    same = CompiledModel(MODEL)
+    manager = make(max_query_tokens=1, max_requests=5)
+    slot = manager.admit()
+    cache = manager.init_cache()
     for tokens, count in (([5], 1), ([6], 1), ([7, 8], 2)):
         _, cache = compiled.decode_step(cache, manager.prepare_forward({slot: tokens}))
         assert compiled.compilations == count

@@ -55,7 +55,9 @@ def test_one_trace_while_requests_come_grow_and_go(model, manager):
     """50 steps: admissions, growth over block borders, releases, re-admissions, and no host transfer inside."""
     cache = manager.init_cache()
     step = jax.jit(chex.assert_max_traces(last_logits, n=1), donate_argnums=1)
-    rng, slots, crossed = np.random.default_rng(0), [], 0
+    rng = np.random.default_rng(0)
+    slots = []
+    crossed = 0
     for i in range(50):
         if len(slots) < 3 and i % 4 == 0:
             slots.append(manager.admit(num_tokens=40))
@@ -91,7 +93,9 @@ class Forgetful:
 @pytest.mark.parametrize("begins", [False, True])
 def test_a_step_that_was_not_begun_is_refused_while_it_is_traced(manager, begins):
     batch = manager.prepare_forward({manager.admit(): [1]})
-    cache, rows, seeds = KVCache.abstract(manager.schema), jnp.zeros(1, jnp.int32), jnp.zeros(3, jnp.uint32)
+    cache = KVCache.abstract(manager.schema)
+    rows = jnp.zeros(1, jnp.int32)
+    seeds = jnp.zeros(3, jnp.uint32)
     rest = rows, BatchedSamplingParams.of([SamplingParams()] * 3), seeds
     for step in (
         lambda cache: forward.__wrapped__(Forgetful(begins), cache, batch),
@@ -209,7 +213,9 @@ def test_running_out_raises_before_launch_and_changes_nothing(model, manager):
     slots = [manager.admit(num_tokens=90) for _ in range(3)]
     _, cache = decode_step(model, cache, manager.prepare_forward({s: [7] for s in slots}))
     manager.allocate(slots[0], 90)
-    before, table, lengths = snapshot(cache), manager.block_table, [manager.length(s) for s in slots]
+    before = snapshot(cache)
+    table = manager.block_table
+    lengths = [manager.length(s) for s in slots]
     free = manager.free_blocks
     with pytest.raises(CacheFullError, match="block"):
         manager.prepare_forward({slots[1]: [1] * 60, slots[2]: [1] * 60})
@@ -228,7 +234,8 @@ def test_running_out_raises_before_launch_and_changes_nothing(model, manager):
 def test_the_device_loop_makes_no_transfer(model, manager):
     slot = manager.admit(num_tokens=20)
     batch = manager.prepare_forward({slot: [3]}, reserve=7)
-    cache, seeds = manager.init_cache(), jnp.zeros((3,), jnp.uint32)
+    cache = manager.init_cache()
+    seeds = jnp.zeros((3,), jnp.uint32)
     with jax.transfer_guard("disallow"):
         output, cache = decode_loop(model, cache, batch, seeds, steps=8)
     manager.advance(slot, 7)
@@ -246,9 +253,11 @@ def test_no_copy_of_a_pool_in_a_step_that_drafts(tokens):
     host = KVCacheManager(config, **sizes)
     batch = host.prepare_forward({host.admit(): [1] * tokens}, prefill_size=40, decode_size=12)
     cache = KVCache.abstract(host.schema)
-    rows, seeds = jnp.zeros((12,), jnp.int32), jnp.zeros((3,), jnp.uint32)
+    rows = jnp.zeros((12,), jnp.int32)
+    seeds = jnp.zeros((3,), jnp.uint32)
     sampling = jax.device_put(BatchedSamplingParams.of([GREEDY] * 3))
     compiled = sample_step.lower(model, cache, batch, rows, sampling, seeds, drafts=3).compile()
-    scratch, pools = check_in_place(compiled, cache), host.schema.block_bytes_by_pool()
+    scratch = check_in_place(compiled, cache)
+    pools = host.schema.block_bytes_by_pool()
     # Of the largest pool, at least; the other pools share a name in the program with smaller arrays.
     assert scratch < max(pools.values()), (scratch, pools)

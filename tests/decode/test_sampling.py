@@ -64,7 +64,8 @@ def test_greedy_takes_the_lowest_id_among_equals():
 def test_a_row_depends_on_its_own_seed_and_position_only():
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.standard_normal((8, 50)), jnp.float32)
-    seeds, positions = jnp.arange(8, dtype=jnp.uint32), jnp.arange(10, 18, dtype=jnp.int32)
+    seeds = jnp.arange(8, dtype=jnp.uint32)
+    positions = jnp.arange(10, 18, dtype=jnp.int32)
     together = draw(logits, SamplingParams(1.0), seeds, positions)
     for i in range(8):
         assert draw(logits[i : i + 1], SamplingParams(1.0), seeds[i : i + 1], positions[i : i + 1])[0] == together[i]

@@ -52,9 +52,11 @@ def test_a_dropped_batch_is_missed_and_taken_back(step, max_query_tokens, earlie
     manager, other = (make(max_query_tokens=max_query_tokens) for _ in range(2))
     caches = []
     for m in (manager, other):
-        slots, cache = [m.admit(), m.admit()], m.init_cache()
+        slots = [m.admit(), m.admit()]
+        cache = m.init_cache()
         caches.append(run(cache, m.prepare_forward({s: [1] * earlier for s in slots})) if earlier else cache)
-    cache, tokens = caches[0], {0: [4] * (BLOCK + 2), 1: [4]}
+    cache = caches[0]
+    tokens = {0: [4] * (BLOCK + 2), 1: [4]}
     manager.prepare_forward(tokens)  # dropped
     batch = manager.prepare_forward({0: [4], 1: [4]})
     advice = refused("has not run on this cache", cache, batch, step)
@@ -70,7 +72,8 @@ def test_a_dropped_batch_is_missed_and_taken_back(step, max_query_tokens, earlie
 
 def test_a_batch_runs_once_and_in_its_turn():
     manager = make()
-    slot, cache = manager.admit(), manager.init_cache()
+    slot = manager.admit()
+    cache = manager.init_cache()
     first, second, third = (manager.prepare_forward({slot: [4]}) for _ in range(3))
     refused("has not run", cache, second)
     copy = jax.tree.map(jnp.copy, cache)
@@ -85,7 +88,8 @@ def test_a_batch_runs_once_and_in_its_turn():
 
 
 def test_a_batch_of_another_manager():
-    manager, other = make(), make()
+    manager = make()
+    other = make()
     batch = other.prepare_forward({other.admit(): [4]})
     refused("two managers", manager.init_cache(), batch)
     with pytest.raises(ValueError, match="another manager"):
@@ -94,7 +98,8 @@ def test_a_batch_of_another_manager():
 
 def test_batches_of_released_requests():
     manager = make()
-    slot, cache = manager.admit(), manager.init_cache()
+    slot = manager.admit()
+    cache = manager.init_cache()
     batch = manager.prepare_forward({slot: [4]})
     manager.release(slot)
     refused("was released", cache, batch)
@@ -127,7 +132,9 @@ def test_only_all_tokens_that_did_not_run_come_back():
 def test_what_serves_requests_is_in_order():
     """Batches ahead, in any order across requests, and around everything that copies or frees requests."""
     manager = make(max_query_tokens=3)
-    a, b, cache = manager.admit(), manager.admit(), manager.init_cache()
+    a = manager.admit()
+    b = manager.admit()
+    cache = manager.init_cache()
     batches = [manager.prepare_forward({slot: [4] * BLOCK}) for slot in (a, b)]
     manager.admit()
     cache = run(cache, *reversed(batches))
@@ -175,7 +182,9 @@ def test_programs_stay_as_they_are():
     """Records are no part of the pytrees: one trace, the same program text, nothing kept when the arrays are gone."""
     manager = make()
     gc.collect()  # what earlier tests left
-    slot, cache, known = manager.admit(), manager.init_cache(), len(step_order._caches._records)
+    slot = manager.admit()
+    cache = manager.init_cache()
+    known = len(step_order._caches._records)
     batch = manager.prepare_forward({slot: [4]})
     copies = jax.tree.map(jnp.copy, (cache, batch))
     assert decode_step.lower(MODEL, cache, batch).as_text() == decode_step.lower(MODEL, *copies).as_text()
@@ -196,8 +205,10 @@ def test_programs_stay_as_they_are():
 def test_kept_programs_are_checked_too(tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER, str(tmp_path / "programs"))
     monkeypatch.setattr(program_store, "_KNOWN", program_store._KNOWN | {"tests"})
-    manager, model = make(), CompiledModel(MODEL)
-    slot, cache = manager.admit(), manager.init_cache()
+    manager = make()
+    model = CompiledModel(MODEL)
+    slot = manager.admit()
+    cache = manager.init_cache()
     dropped, batch = (manager.prepare_forward({slot: [4]}) for _ in range(2))
     with pytest.raises(ValueError, match="has not run"):
         model.decode_step(cache, batch)
@@ -207,7 +218,8 @@ def test_kept_programs_are_checked_too(tmp_path, monkeypatch):
 
 def test_arguments_in_another_order_and_a_donated_cache():
     manager = make()
-    slot, cache = manager.admit(), manager.init_cache()
+    slot = manager.admit()
+    cache = manager.init_cache()
     batch = manager.prepare_forward({slot: [4]})
     for args in ((cache, MODEL, batch), (MODEL, batch, cache), (MODEL, cache, cache)):
         with pytest.raises(TypeError, match=r"takes \(model, cache, batch\) in this order, got \("):

@@ -79,7 +79,8 @@ def check(words: list[str]) -> None:
 def check_uv(arguments: list[str]) -> None:
     assert arguments[0] == "run", arguments
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    groups, extras = project["dependency-groups"], project["project"]["optional-dependencies"]
+    groups = project["dependency-groups"]
+    extras = project["project"]["optional-dependencies"]
     installed = [*groups["lint"], *groups["test"]]
     arguments = arguments[1:]
     while arguments[0] in ("--group", "--extra"):

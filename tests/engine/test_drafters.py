@@ -31,7 +31,9 @@ class Scripted:
     """Guesses `count` tokens of a known text, of which the first `right` are right."""
 
     def __init__(self, text, count, right):
-        self.text, self.count, self.right = text, count, right
+        self.text = text
+        self.count = count
+        self.right = right
 
     def draft(self, tokens, count):
         guesses = self.text[len(tokens) : len(tokens) + min(count, self.count)].copy()
@@ -118,7 +120,9 @@ def test_a_stop_token_among_right_drafts_ends_the_request_there(small, wide, pla
 
 def test_sampling_keeps_the_target_distribution():
     """The second tokens of many seeds, verified against guesses that are right a third of the time, and without."""
-    counts, drafter, seeds = [], None, 400
+    counts = []
+    drafter = None
+    seeds = 400
     for half in range(2):
         engine = Engine(BIGRAM, make(), token_budget=12, drafter=drafter)
         options = dict(max_new_tokens=3, sampling=SamplingParams(temperature=1.0, top_k=3))
@@ -130,7 +134,8 @@ def test_sampling_keeps_the_target_distribution():
     # Two-sample chi-square; its mean is the degrees of freedom, its variance twice that: four standard deviations.
     a, b = (c[counts[0] + counts[1] >= 10] for c in counts)
     assert a.sum() + b.sum() > 0.95 * 2 * seeds and len(a) >= 5
-    chi, freedom = ((a - b) ** 2 / (a + b)).sum(), len(a) - 1
+    chi = ((a - b) ** 2 / (a + b)).sum()
+    freedom = len(a) - 1
     assert chi < freedom + 4 * (2 * freedom) ** 0.5
 
 
@@ -170,15 +175,23 @@ def test_accept_keeps_right_guesses_and_the_token_after_them():
 @settings(max_examples=40, deadline=None)
 def test_lengths_on_the_device_count_what_is_accepted(turns, random):
     """Requests of 1 to 5 tokens; of those that draw, any number of last tokens are guesses of a small vocabulary."""
-    ids, positions, slots, rows, drawn, want = [], [], [], [], [], [7] * 6
+    ids = []
+    positions = []
+    slots = []
+    rows = []
+    drawn = []
+    want = [7] * 6
     for slot, (count, draws) in enumerate(turns):
-        start, tokens = random.randrange(50), [random.randrange(2) for _ in range(count)]
+        start = random.randrange(50)
+        tokens = [random.randrange(2) for _ in range(count)]
         drafts = random.randrange(count) if draws else 0
         mine = [random.randrange(2) for _ in range(1 + drafts)] if draws else []
         refused = 1 + drafts - len(accept(tokens[count - drafts :], mine)) if draws else 0
         rows += range(len(ids) + count - len(mine), len(ids) + count)
         want[slot] = start + count - refused
-        ids, positions, slots = ids + tokens, positions + list(range(start, start + count)), slots + [slot] * count
+        ids = ids + tokens
+        positions = positions + list(range(start, start + count))
+        slots = slots + [slot] * count
         drawn += mine
 
     def padded(x, size=24):

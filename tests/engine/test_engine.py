@@ -132,7 +132,9 @@ def test_lengths_agree_without_reading_the_device(small, roomy, drafter):
 
 def test_the_youngest_leaves_and_comes_back_with_the_same_tokens(small, wide):
     """Three requests of 5 to 7 blocks in the end, over 9 blocks."""
-    prompts, new, tight = [PROMPTS[1], PROMPTS[3], PROMPTS[4]], 60, wide(9)
+    prompts = [PROMPTS[1], PROMPTS[3], PROMPTS[4]]
+    new = 60
+    tight = wide(9)
     want = []
     for i, prompt in enumerate(prompts):
         engine = make(small, tight)
@@ -209,7 +211,8 @@ def test_stop_tokens_and_limits(small, roomy, alone):
 
 def test_streams_run_side_by_side(small, roomy, alone):
     engine = make(small, roomy)
-    a, b = add(engine, 0), add(engine, 3)
+    a = add(engine, 0)
+    b = add(engine, 3)
     pairs = list(zip(engine.stream(a), engine.stream(b), strict=False))
     assert [x for x, _ in pairs] == alone[0][: len(pairs)] and [y for _, y in pairs] == alone[3][: len(pairs)]
     # Steps belong to nobody: their outputs are still there, for all requests.
@@ -238,7 +241,8 @@ class Moody(PromptLookup):
 
     def __init__(self, prompt, result):
         super().__init__()
-        self.prompt, self.result = prompt, result
+        self.prompt = prompt
+        self.result = result
 
     def draft(self, tokens, count):
         if tokens[: len(self.prompt)].tolist() != self.prompt:
@@ -304,7 +308,8 @@ def faulty(monkeypatch, targets, at, late):
         real = getattr(owner, name)
 
         def call(*args, _real=real, _name=name, **kwargs):
-            mine, calls[0] = calls[0], calls[0] + 1
+            mine = calls[0]
+            calls[0] = calls[0] + 1
             if mine == at and not late:
                 raise Fault(_name)
             try:
@@ -329,7 +334,8 @@ def live_through(small, manager, blocks, monkeypatch, at, late):
         prompts = [PROMPTS[4] + PROMPTS[i] for i in (1, 3, 0)]
         requests = [engine.add(prompt, max_new_tokens=40, sampling=WARM, seed=i) for i, prompt in enumerate(prompts)]
         requests.append(engine.add(prompts[0], max_new_tokens=9, sampling=WARM))
-        calls, faults = faulty(patch, targets, at, late), 0
+        calls = faulty(patch, targets, at, late)
+        faults = 0
         for _ in range(400):
             if not engine.busy:
                 break
@@ -362,7 +368,8 @@ def test_requests_that_cannot_fit_and_strangers_are_refused(small, roomy, tight)
     few = KVCacheManager(small[1], num_blocks=2, max_requests=3, max_context=96, max_query_tokens=4, block_tokens=16)
     with pytest.raises(ValueError, match="need room for 33, more than the whole cache's 32"):
         make(small, few).add([1] * 30, max_new_tokens=4)
-    other, engine = make(small, roomy), make(small, tight)
+    other = make(small, roomy)
+    engine = make(small, tight)
     request = other.add([1], max_new_tokens=1)
     for call in (engine.cancel, lambda request: next(engine.stream(request))):
         with pytest.raises(ValueError, match="belongs to another engine"):

@@ -26,7 +26,8 @@ def token_after(position, seed):
 
 def formula_step(model, cache, batch, rows, sampling, seeds, options, earlier, *, drafts):
     rows, slots, positions, seeds = map(np.asarray, (rows, batch.slots, batch.positions, seeds))
-    at, taken = np.maximum(rows, 0), np.flatnonzero(np.asarray(earlier.indices) >= 0)
+    at = np.maximum(rows, 0)
+    taken = np.flatnonzero(np.asarray(earlier.indices) >= 0)
     # The tokens that come from the step before are those of their requests.
     ran = np.asarray(earlier.tokens)[np.asarray(earlier.indices)[taken]]
     assert ran.tolist() == token_after(positions[taken] - 1, seeds[slots[taken]].astype(int)).tolist()
@@ -39,7 +40,8 @@ def formula_step(model, cache, batch, rows, sampling, seeds, options, earlier, *
 def drafting_step(cache, batch, rows, seeds, earlier):
     """What a step does to lengths and drafts. Drafts are right for requests with seed 0, wrong for the others."""
     batch = earlier.fill(batch, cache.lengths)
-    cache, at = cache.begin_step(batch), jnp.maximum(rows, 0)
+    cache = cache.begin_step(batch)
+    at = jnp.maximum(rows, 0)
     seeds = seeds.astype(jnp.int32)
     tokens = token_after(batch.positions[at], seeds[jnp.maximum(batch.slots[at], 0)])
     last = jnp.maximum(last_accepted(batch, rows, tokens, len(seeds)), 0)
@@ -75,7 +77,8 @@ class Life:
         self.prefix = PrefixCache(self.manager, key="")
         nothing = CompiledModel({})
         self.engine = Engine(nothing, self.manager, token_budget=30, drafter=drafter, prefix=self.prefix)
-        self.told, self.requests = {}, []
+        self.told = {}
+        self.requests = []
 
     def add(self, n, start, new, seed=0, **options):
         self.requests.append(self.engine.add(ids(n, start), max_new_tokens=new, seed=seed, **options))
@@ -111,7 +114,8 @@ class Life:
         self.check()
         for request in self.requests:
             assert self.told.get(request.order, []) == request.generated
-            known, start = request.tokens.tolist(), len(request.prompt)
+            known = request.tokens.tolist()
+            start = len(request.prompt)
             assert known[start:] == [token_after(at, request.params.seed) for at in range(start - 1, len(known) - 1)]
             assert request.remaining == 0 or request.finish_reason in ("cancelled", "stop")
         self.prefix.evict(6)
@@ -131,7 +135,8 @@ def situations(drafter=None):
     yield "decode", copy.deepcopy(life), Life.step
     yield "fork", copy.deepcopy(life), Life.fork
     yield "cancel", copy.deepcopy(life), Life.cancel
-    metrics, seen = life.engine.metrics, {}
+    metrics = life.engine.metrics
+    seen = {}
     while life.engine.busy:
         before = copy.deepcopy(life)
         saved = {request.order for request in life.requests if request.offloaded}
@@ -187,9 +192,12 @@ NAMES = ("admit and chunk", "decode", "fork", "cancel", "preempt", "resume", "hi
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fault_anywhere_leaves_a_whole_engine(lives, name, kind, files, every, opcodes):
     before, act = lives[kind][name]
-    n, cut = 0, True
+    n = 0
+    cut = True
     while cut:
-        life, cut, drain = copy.deepcopy(before), False, n // every % 24 == 0
+        life = copy.deepcopy(before)
+        cut = False
+        drain = n // every % 24 == 0
         try:
             with Inject(n, files, opcodes):
                 act(life)

@@ -43,14 +43,18 @@ def check_request(request):
 
 def test_every_number_whatever_happens(monkeypatch):
     """Chunks, drafts, company, preemption, prefixes that are cached, forks, and a step that raises midway."""
-    engine, plain = engine_of(), engine_of(max_logprobs=0)
-    programs, total, compilations = engine.warm_up(), [], engine.metrics.compilations
+    engine = engine_of()
+    plain = engine_of(max_logprobs=0)
+    programs = engine.warm_up()
+    total = []
+    compilations = engine.metrics.compilations
     for i in range(6):
         options = dict(max_new_tokens=40, sampling=WARM, seed=i)
         total.append(
             (plain.add(LONG, **options), engine.add(LONG, top_logprobs=i, prompt_logprobs=i % 2 == 1, **options))
         )
-    launch, steps = engine._launch, itertools.count()
+    launch = engine._launch
+    steps = itertools.count()
 
     def failing(scheduled, *after):
         if next(steps) == 3:
@@ -157,7 +161,8 @@ def test_the_engine_says_which_requests_a_step_ran(monkeypatch):
         with pytest.raises(AttributeError):
             engine.step()
     assert engine.last_scheduled == (first,) and engine.waiting == (first, second, third)
-    admit, fails = engine.manager.admit, [False, True]
+    admit = engine.manager.admit
+    fails = [False, True]
 
     def failing(*args, **options):
         if fails.pop(0):
@@ -176,14 +181,17 @@ def test_the_engine_says_which_requests_a_step_ran(monkeypatch):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_new_cache_lies_where_the_lost_one_did(monkeypatch, devices):
     """A step that raises after its launch has taken the cache with it. The new one is the same programs' argument."""
-    manager, model = make(), MODEL
+    manager = make()
+    model = MODEL
     if devices == 2:
         mesh = make_mesh({"model": 2})
-        manager, model = make(mesh=mesh), jax.device_put(MODEL, NamedSharding(mesh, PartitionSpec()))
+        manager = make(mesh=mesh)
+        model = jax.device_put(MODEL, NamedSharding(mesh, PartitionSpec()))
     engine = engine_of(manager, model=model)
     request = engine.add(LONG, max_new_tokens=8)
     engine.warm_up()
-    before, programs = jax.tree.leaves(engine.cache), engine.metrics.compilations
+    before = jax.tree.leaves(engine.cache)
+    programs = engine.metrics.compilations
     run = CompiledModel.run
 
     def failing(*args, **options):

@@ -24,7 +24,8 @@ MESSAGES = [[RNG.integers(160, size=n).tolist() for n in sizes] for sizes in ((5
 
 def converse(engine):
     """Three conversations of three turns that resend their history; tokens and log-probabilities of every reply."""
-    histories, replies = [list(SYSTEM) for _ in MESSAGES], []
+    histories = [list(SYSTEM) for _ in MESSAGES]
+    replies = []
     for turn in range(3):
         for i, history in enumerate(histories):
             history += MESSAGES[i][turn]
@@ -81,7 +82,8 @@ def test_a_changed_byte_fails_the_request_that_would_read_it(small, wide):
     cache = engine.cache.with_groups({"csa4": PoolGroup(entries=entries)})
     other = Engine(small[0], manager, jax.block_until_ready(cache), token_budget=40, drafter=PromptLookup(),
                    prefix=engine.prefix)  # fmt: skip
-    bad, good = other.add(SYSTEM, max_new_tokens=5), other.add(SYSTEM[::-1], max_new_tokens=5)
+    bad = other.add(SYSTEM, max_new_tokens=5)
+    good = other.add(SYSTEM[::-1], max_new_tokens=5)
     while other.busy:
         other.step()
     assert bad.finish_reason == "error" and good.finish_reason == "length" and len(good.generated) == 5 == len(want)
@@ -105,7 +107,8 @@ class Reader:
 
     def read(self, prompt, max_new_tokens=1):
         """Answers a prompt alone. Returns the request and the number of steps until its first token."""
-        request, steps = self.engine.add(prompt, max_new_tokens=max_new_tokens), 0
+        request = self.engine.add(prompt, max_new_tokens=max_new_tokens)
+        steps = 0
         while not request.num_generated:
             self.engine.step()
             steps += 1
@@ -135,7 +138,8 @@ def test_a_prefix_cache_adds_at_most_the_step_behind_the_last_boundary(length, b
 @pytest.mark.parametrize(("answer", "budget"), [(3, 512), (90, 512), (3, 90)])
 def test_the_next_turn_hits_at_the_last_boundary(length, answer, budget, every):
     """It lies in the answer if that reached one, else in the prompt; an answer that a client drops costs no hit."""
-    reader, prompt = Reader(budget=budget, every=every), tokens(length)
+    reader = Reader(budget=budget, every=every)
+    prompt = tokens(length)
     request, _ = reader.read(prompt, answer)
     # The last token was drawn and has not run.
     known = request.tokens.tolist()[:-1]
@@ -147,7 +151,8 @@ def test_the_next_turn_hits_at_the_last_boundary(length, answer, budget, every):
 @pytest.mark.parametrize("every", [1, 3, None])
 def test_the_third_prompt_with_a_common_beginning_hits_it(every):
     """The second one finds out where the two part, within a chunk."""
-    reader, system = Reader(budget=2048, every=every), tokens(1000)
+    reader = Reader(budget=2048, every=every)
+    system = tokens(1000)
     hits = [reader.read(system + tokens(500, i))[0].cached_tokens for i in range(1, 5)]
     stride = 64 * (every or 1)
     assert hits == [0, 0, 1000 // stride * stride, 1000 // stride * stride]
@@ -158,7 +163,8 @@ def test_a_chunk_beside_running_requests_gives_up_an_eighth_at_most():
     reader = Reader(budget=128)
     runs = reader.engine.add([1], max_new_tokens=400)
     reader.engine.step()
-    request, steps = reader.engine.add(tokens(2050), max_new_tokens=1), 0
+    request = reader.engine.add(tokens(2050), max_new_tokens=1)
+    steps = 0
     while not request.num_generated:
         reader.engine.step()
         steps += 1

@@ -85,7 +85,8 @@ def test_the_tokens_of_a_request_cannot_be_written(small, roomy):
 
 
 def test_a_long_queue_is_not_sorted_for_each_request(small, roomy, monkeypatch):
-    engine, compared = make(small, roomy), []
+    engine = make(small, roomy)
+    compared = []
     for i in range(300):
         engine.add([1], max_new_tokens=2, priority=i % 7)
     rank = requests.Request.rank.fget

@@ -88,7 +88,8 @@ def test_drafts_on_the_device_change_no_token(expected):
 
 
 def test_other_requests_are_not_touched(expected):
-    engine, params = Engine(MODEL, make(), token_budget=24), dict(max_new_tokens=60, stop_tokens=(END,))
+    engine = Engine(MODEL, make(), token_budget=24)
+    params = dict(max_new_tokens=60, stop_tokens=(END,))
     plain = [engine.add([i, 5, 9], seed=i, sampling=SamplingParams(temperature=1.0), **params) for i in (0, 2, 4)]
     while engine.busy:
         engine.step()
@@ -97,7 +98,8 @@ def test_other_requests_are_not_touched(expected):
 
 def test_a_step_that_fails_is_run_again(expected, monkeypatch):
     """Matchers begin anew with the tokens that their requests have."""
-    engine, calls = Engine(MODEL, make(), token_budget=24), []
+    engine = Engine(MODEL, make(), token_budget=24)
+    calls = []
 
     def fail(*args):
         calls.append(args)
@@ -119,7 +121,8 @@ def test_a_step_that_fails_is_run_again(expected, monkeypatch):
 
 
 def test_a_grammar_that_cannot_go_on_ends_its_request_only(expected):
-    engine, params = Engine(MODEL, make(), token_budget=24), dict(max_new_tokens=60, stop_tokens=(END,))
+    engine = Engine(MODEL, make(), token_budget=24)
+    params = dict(max_new_tokens=60, stop_tokens=(END,))
     request = engine.add([3, 5, 9], grammar=DIGITS, **params)
     other = engine.add([6, 5, 9], seed=6, **params)
     engine.step()
@@ -140,18 +143,24 @@ def test_nothing_is_compiled_after_the_warm_up():
 
 def test_masks_hold_for_every_way_to_sample():
     rng = np.random.default_rng(0)
-    logits, allowed = rng.standard_normal((40, CONFIG.vocab_size)), rng.random((40, CONFIG.vocab_size)) < 0.1
+    logits = rng.standard_normal((40, CONFIG.vocab_size))
+    allowed = rng.random((40, CONFIG.vocab_size)) < 0.1
     allowed[:, 3] = True
     masks = np.packbits(np.pad(allowed, [(0, 0), (0, -CONFIG.vocab_size % 32)]), axis=1, bitorder="little")
     for params in (SamplingParams(), SamplingParams(2.0), SamplingParams(2.0, top_k=5), SamplingParams(2.0, top_p=0.5)):
-        seeds, positions = jnp.arange(40, dtype=jnp.uint32), jnp.arange(40, dtype=jnp.int32)
+        seeds = jnp.arange(40, dtype=jnp.uint32)
+        positions = jnp.arange(40, dtype=jnp.int32)
         tokens = sample(jnp.asarray(logits, jnp.float32), params, seeds, positions, jnp.asarray(masks.view(np.uint32)))
         assert allowed[np.arange(40), np.asarray(tokens)].all()
 
 
 def random_schema(random, depth=3):
     """A JSON schema with most of the keywords that llguidance supports."""
-    low, nested = random.randint(-20, 20), lambda: random_schema(random, depth - 1)
+    low = random.randint(-20, 20)
+
+    def nested():
+        return random_schema(random, depth - 1)
+
     kinds = [
         lambda: dict(type="integer", minimum=low, maximum=low + random.randint(0, 300)),
         lambda: dict(type="number", minimum=low, exclusiveMaximum=low + 0.5),
@@ -183,7 +192,8 @@ def random_schema(random, depth=3):
 
 def random_text(grammar, rng):
     """Draws tokens that the masks allow, and rather those that end something; None if there were too many."""
-    matcher, tokens = grammar.start(), []
+    matcher = grammar.start()
+    tokens = []
     while len(tokens) < 1000:
         (mask,) = token_masks([(matcher, 0, ())], 1, VOCABULARY.size)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: VOCABULARY.size])
@@ -199,7 +209,9 @@ def random_text(grammar, rng):
 
 @pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.slow)])
 def test_texts_of_schemas_are_valid(count):
-    random, rng, found = Random(count), np.random.default_rng(count), 0
+    random = Random(count)
+    rng = np.random.default_rng(count)
+    found = 0
     for _ in range(count):
         schema = random_schema(random)
         words = random_text(VOCABULARY.json_schema(schema), rng)

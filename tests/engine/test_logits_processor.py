@@ -18,7 +18,8 @@ from tests.host.managers import CONFIG, ids, make
 from tests.parallel.test_data_axis import HALVES, bigram_on, make_mesh
 
 
-WARM, GREEDY = SamplingParams(temperature=1.0), SamplingParams()
+WARM = SamplingParams(temperature=1.0)
+GREEDY = SamplingParams()
 VOCAB = CONFIG.vocab_size
 DRAFTING = dict(model=DraftingBigram(MODEL.table), config=dataclasses.replace(CONFIG, num_nextn_predict_layers=1))
 
@@ -53,8 +54,10 @@ REQUESTS = [
 def reference(i, n):
     """The n tokens that a loop in NumPy draws for a request."""
     prompt, state, sampling = REQUESTS[i]
-    tokens, state = list(prompt), dict(PROCESSOR.state if state is None else state)
-    counts, newest = state["counts"].copy(), -1
+    tokens = list(prompt)
+    state = dict(PROCESSOR.state if state is None else state)
+    counts = state["counts"].copy()
+    newest = -1
     for _ in range(n):
         logits = TABLE[tokens[-1]] - state["penalty"] * counts
         if newest >= 0:
@@ -134,7 +137,9 @@ def test_log_probabilities_are_those_of_the_model(expected):
 
 
 def test_states_survive_errors_and_new_weights(expected, monkeypatch):
-    engine, calls, launch = engine_of(), [], Engine._launch
+    engine = engine_of()
+    calls = []
+    launch = Engine._launch
 
     def failing(self, *args):
         calls.append(args)
@@ -159,11 +164,13 @@ def test_states_survive_errors_and_new_weights(expected, monkeypatch):
 def test_a_loop_on_the_device_and_the_next_one(expected, drafts):
     """The second loop goes on with the states that the first returned; one request has fewer tokens."""
     model, config = (DRAFTING["model"], DRAFTING["config"]) if drafts else (MODEL, CONFIG)
-    manager, slots = make(config), 4
+    manager = make(config)
+    slots = 4
     states = [PROCESSOR.state if state is None else state for _, state, _ in REQUESTS[:slots]]
     prompts = [[prompt[-1]] for prompt, _, _ in REQUESTS[:slots]]
     chosen = dict(steps=8, drafts=drafts)
-    cache, processor = manager.init_cache(), PROCESSOR.stacked(states)
+    cache = manager.init_cache()
+    processor = PROCESSOR.stacked(states)
     assert [manager.admit() for _ in range(slots)] == list(range(slots))
     tokens: list = [[] for _ in range(slots)]
     for _ in range(2):

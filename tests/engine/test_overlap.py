@@ -21,7 +21,8 @@ TEXT = bytes(range(256)) * 3
 @pytest.mark.parametrize("prefix", [False, True], ids=["", "prefix"])
 def test_tokens_are_those_of_an_engine_that_waits(small, wide, prefix):
     """With forks, cancels, stop tokens, prefix hits, and fewer blocks than the requests need."""
-    load, results = Load(1, (1, 60), (1, 60), 160).make(300, TEXT), []
+    load = Load(1, (1, 60), (1, 60), 160).make(300, TEXT)
+    results = []
     for overlap in (True, False):
         manager = wide(13)
         cached = PrefixCache(manager, key="tiny") if prefix else None
@@ -78,7 +79,8 @@ def test_drafts_of_the_device_change_no_token(name, prefix):
         options |= dict(prefix=cached, batch_invariant=True, token_budget=20)
         return Engine(model, manager, drafter="model", **options)
 
-    ahead, waits = engine_of(8), engine_of(40, overlap=False)
+    ahead = engine_of(8)
+    waits = engine_of(40, overlap=False)
     assert ahead.config.overlap and not waits.config.overlap
     found = serve(ahead, Load(2, (1, 40), (1, 40), config.vocab_size).make(400, TEXT), most=6)
     wanted = [waits.add(**one.alone, draft_tokens=0) for one in found]
@@ -89,7 +91,8 @@ def test_drafts_of_the_device_change_no_token(name, prefix):
         generated = request.tokens[len(alone["prompt"]) :].tolist()
         assert generated == want.generated[: len(generated) if request.finish_reason == "cancelled" else None]
         tokens += len(generated)
-    metrics, manager = ahead.metrics, ahead.manager
+    metrics = ahead.metrics
+    manager = ahead.manager
     assert tokens > 200 and metrics.cancelled
     assert 0 < metrics.acceptance < 1 and metrics.drafted_tokens > 200
     assert metrics.prefix.hits if prefix else metrics.preemptions

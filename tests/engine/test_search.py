@@ -83,14 +83,16 @@ def naive_beams(model, make, prompt, beams, steps, stops):
 
     def continuations(tokens):
         manager = make()
-        cache, slot = manager.init_cache(), manager.admit()
+        cache = manager.init_cache()
+        slot = manager.admit()
         for start in range(0, len(tokens), CHUNK):
             batch = manager.prepare_forward({slot: tokens[start : start + CHUNK]}, prefill_size=CHUNK + 3)
             output, cache = sample_step(model, cache, batch, logprobs=LogprobOptions(num_top=2 * beams))
         top = jax.device_get(output.top_logprobs[slot])
         return zip(top.logprobs, top.ids, strict=True)
 
-    alive, ended = [([], 0.0)], []
+    alive = [([], 0.0)]
+    ended = []
     for _ in range(steps):
         ways = [([*a, int(t)], s + float(p)) for a, s in alive for p, t in continuations([*prompt, *a])]
         ways.sort(key=lambda way: -way[1])

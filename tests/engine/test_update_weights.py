@@ -75,11 +75,15 @@ def run(engine, prompt):
 )
 def test_random_swaps_compile_nothing_and_hit_nothing_stale(modules, wide, answer, swaps, overlap):
     """Requests run, wait, are preempted and forked meanwhile. Those not kept get a new engine's tokens."""
-    manager, rng = wide(11), np.random.default_rng(swaps)
+    manager = wide(11)
+    rng = np.random.default_rng(swaps)
     engine = make(modules[0], manager, prefix=PrefixCache(manager, key="model"), overlap=overlap)
     engine.warm_up()
     compiled = engine.metrics.compilations, [program._cache_size() for program in PROGRAMS]
-    now, started, checked, hits = 0, {}, 0, 0  # {request: number of tokens before its last swap, None = it was kept}
+    now = 0
+    started = {}
+    checked = 0
+    hits = 0  # {request: number of tokens before its last swap, None = it was kept}
     for _ in range(swaps):
         for _ in range(min(rng.integers(5), 12 - len(engine.waiting))):
             started[add(engine, PROMPTS[rng.integers(len(PROMPTS))])] = 0
@@ -94,7 +98,8 @@ def test_random_swaps_compile_nothing_and_hit_nothing_stale(modules, wide, answe
                 checked += 1
                 rest = answer(now, request.prompt + request.generated[:start], NEW_TOKENS - start)
                 assert given(request, start) == rest
-        now, running = int(rng.integers(3)), str(rng.choice(["keep", "recompute"]))
+        now = int(rng.integers(3))
+        running = str(rng.choice(["keep", "recompute"]))
         engine.update_weights(modules[now], running=running)
         assert engine.prefix.metrics.blocks == 0
         started = {r: None if running == "keep" else r.num_generated for r in started if not r.finish_reason}
@@ -112,7 +117,8 @@ def test_requests_go_on_as_the_caller_chose(modules, wide, answer, running):
         engine.step()
     engine.step()
     engine.update_weights(modules[1], running=running)
-    before, number = request.generated, request.num_generated
+    before = request.generated
+    number = request.num_generated
     assert given(request) == tuple(x[:number] for x in answer(0, PROMPTS[0])) and number < NEW_TOKENS
     length = engine.manager.length(request.slot) if request.slot >= 0 else 0
     assert length == (len(request.tokens) - 1 if running == "keep" else 0)

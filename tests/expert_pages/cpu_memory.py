@@ -29,7 +29,10 @@ class CpuMemory(CudaMemory):
 
     def __init__(self, device_bytes=1 << 40, host_bytes=1 << 40):
         self.room = {False: device_bytes, True: host_bytes}
-        self.ranges, self.handles, self.mapped, self.copied = {}, {}, {}, 0
+        self.ranges = {}
+        self.handles = {}
+        self.mapped = {}
+        self.copied = 0
         self._lock = threading.Lock()
 
     def reserve(self, nbytes):

@@ -16,7 +16,9 @@ from dsv4_jax.quant import QuantizedWeight
 
 
 pytestmark = pytest.mark.gpu
-E, INNER, HIDDEN = 8, 2048, 4096
+E = 8
+INNER = 2048
+HIDDEN = 4096
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,8 @@ def make(memory, codes, on_host):
 @pytest.fixture(scope="module")
 def step():
     x = jax.random.normal(jax.random.key(0), (2, HIDDEN), jnp.bfloat16)
-    selected, weights = jnp.array([[0, 5, 2], [7, 1, 5]], jnp.int32), jnp.full((2, 3), 0.5, jnp.float32)
+    selected = jnp.array([[0, 5, 2], [7, 1, 5]], jnp.int32)
+    weights = jnp.full((2, 3), 0.5, jnp.float32)
     scales = jnp.full((E, 2 * INNER, HIDDEN // 32), 118, jnp.uint8), jnp.full((E, HIDDEN, INNER // 32), 118, jnp.uint8)
 
     @jax.jit
@@ -57,8 +60,10 @@ def step():
 
 
 def test_a_table_in_host_memory_is_read_from_there(memory):
-    table, rows = jax.random.normal(jax.random.key(0), (1000, HIDDEN), jnp.bfloat16), jnp.array([0, 999, 7, 7])
-    expected, free = np.asarray(table[rows]), memory.free_bytes()
+    table = jax.random.normal(jax.random.key(0), (1000, HIDDEN), jnp.bfloat16)
+    rows = jnp.array([0, 999, 7, 7])
+    expected = np.asarray(table[rows])
+    free = memory.free_bytes()
     on_host = copy_to_host(memory, table)
     assert memory.free_bytes() > free - table.nbytes
     chex.assert_trees_all_equal(np.asarray(jax.jit(lambda x, i: x[i])(on_host, rows)), expected)
@@ -109,7 +114,8 @@ def test_a_gpu_without_room_leaves_nothing(memory):
 
 def test_layers_of_a_stack_before_and_after_moves(memory):
     """The array has 4.5 GiB, so that 32 bits do not count its bytes; half of each layer's experts are the host's."""
-    layers, experts = 9, 64
+    layers = 9
+    experts = 64
     on_host = np.stack([np.arange(experts) % 2 == layer % 2 for layer in range(layers)])
     stack = ExpertStack(memory, (layers, experts, 2048, 4096), on_host, jax.devices()[0])
     assert stack.array.nbytes == 9 << 29

@@ -20,7 +20,10 @@ from tests.expert_pages.cpu_memory import CpuMemory, whole_pages
 
 
 CHECKPOINT = packaged_checkpoint()
-LAYERS, EXPERTS, EACH, EMBEDDING = 6, 8, 32768 + 16384, 2 * 258 * 256
+LAYERS = 6
+EXPERTS = 8
+EACH = 32768 + 16384
+EMBEDDING = 2 * 258 * 256
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +142,10 @@ def test_experts_move_within_stacks_and_are_named_by_layer_in_the_file(tmp_path)
     data = np.random.default_rng(0).integers(0, 256, (2, EXPERTS, 4096), np.uint8)
     for index in range(2):
         stack.write(index, list(data[index]))
-    moves, counts = memory.migration, np.zeros((2, 2, EXPERTS), np.int32)
-    moves.interval, moves.remap_share = 1, 1e9
+    moves = memory.migration
+    counts = np.zeros((2, 2, EXPERTS), np.int32)
+    moves.interval = 1
+    moves.remap_share = 1e9
     moves.start(jnp.asarray(counts), experts_per_token=2)
     cold = np.flatnonzero(memory.layers[NAMES[1]][0].on_host)[:2]
     for _ in range(3):

@@ -31,7 +31,9 @@ from tests.expert_pages.cpu_memory import CpuMemory
 
 # Two layers and the block that makes drafts.
 CONFIG = read_config(packaged_checkpoint(), mtp=True).with_layers([LayerSpec()] * 2, ["hash_moe", "moe"])
-LAYERS, EXPERTS, EACH = 3, 8, 32768 + 16384
+LAYERS = 3
+EXPERTS = 8
+EACH = 32768 + 16384
 PROMPTS = [list(range(start, start + length)) for start, length in ((3, 40), (100, 7), (200, 1))]
 
 
@@ -59,7 +61,9 @@ def make_manager():
 def move_always(model):
     """Lets experts move after every step, for any gain and at any cost."""
     moves = model.expert_memory.migration
-    moves.interval, moves.remap_share, moves.policy.margin = 1, 1e9, 0.0
+    moves.interval = 1
+    moves.remap_share = 1e9
+    moves.policy.margin = 0.0
     return moves
 
 
@@ -78,7 +82,8 @@ def run(model, **options):
         if model.expert_memory is not None:
             model.expert_memory.migration.wait()
     results = [(request.generated, request.logprobs) for request in requests]
-    cache, metrics = dataclasses.replace(engine.cache, expert_counts=None), engine.metrics
+    cache = dataclasses.replace(engine.cache, expert_counts=None)
+    metrics = engine.metrics
     engine.close()
     return (results, jax.tree.map(np.asarray, cache)), metrics
 
@@ -91,7 +96,8 @@ def expected(plain):
 @pytest.mark.parametrize("on_device", [0, 5])
 def test_an_engine_computes_the_same_bits_while_experts_move(folder, expected, on_device):
     model = load(folder, on_device)
-    moves, loaded = move_always(model), model.expert_memory.memory.copied
+    moves = move_always(model)
+    loaded = model.expert_memory.memory.copied
     got, metrics = run(model)
     wanted, before = expected
     chex.assert_trees_all_equal(got, wanted)
@@ -109,11 +115,10 @@ def test_experts_of_dspark_layers_are_counted_and_moved():
     config = CONFIG.with_layers([LayerSpec()]).with_dspark(markov_rank=32)
     config = dataclasses.replace(config, dspark=dataclasses.replace(config.dspark, num_layers=1))
     memory = ExpertMemory(device_bytes=4 * len(config.layers) * EACH, memory=CpuMemory())
-    model, pages = (
-        CompiledModel(random_model(config, expert_memory=memory), memory),
-        memory.layers["drafts.layers.0.mlp.experts"],
-    )
-    moves, before = move_always(model), pages[0].on_host.copy()
+    model = CompiledModel(random_model(config, expert_memory=memory), memory)
+    pages = memory.layers["drafts.layers.0.mlp.experts"]
+    moves = move_always(model)
+    before = pages[0].on_host.copy()
     sizes = dict(num_blocks=1, max_requests=1, max_context=64, block_tokens=64, max_query_tokens=6)
     options = dict(token_budget=6, batch_invariant=True, drafter="model")
     engine = Engine(model, KVCacheManager(config, **sizes), **options)
@@ -129,7 +134,8 @@ def test_experts_of_dspark_layers_are_counted_and_moved():
 
 def test_a_loop_on_the_device_generates_the_same_tokens(folder, expected):
     (results, _), _ = expected
-    options, wanted = dict(max_new_tokens=8, drafts=2, chunk=8), [tokens for tokens, _ in results]
+    options = dict(max_new_tokens=8, drafts=2, chunk=8)
+    wanted = [tokens for tokens, _ in results]
     model = load(folder, 5)
     moves = move_always(model)
     assert generate(model, make_manager(), PROMPTS, **options) == wanted
@@ -149,7 +155,9 @@ def selections(model, tokens):
 def by_hand(model, between_steps):
     """Yields (logits or tokens, cache) after a prompt step with padding, three decode steps and a loop of five."""
     manager = make_manager()
-    cache, (slot, other) = manager.init_cache().with_expert_counts(), (manager.admit(), manager.admit())
+    cache = manager.init_cache().with_expert_counts()
+    slot = manager.admit()
+    other = manager.admit()
     batch = manager.prepare_forward({slot: PROMPTS[0][:20], other: PROMPTS[1]}, prefill_size=64)
     assert (batch.slots < 0).sum() == 64 - 27
     logits, cache = forward(model, cache, batch)
@@ -213,7 +221,8 @@ class Small:
     """Two layers of six experts, of which three lie on the GPU, and counts that a test adds to."""
 
     def __init__(self, monkeypatch=None, file=None, **options):
-        self.memory, self.now = CpuMemory(), 100.0
+        self.memory = CpuMemory()
+        self.now = 100.0
         if monkeypatch is not None:
             monkeypatch.setattr(migration, "time", types.SimpleNamespace(perf_counter=lambda: self.now))
         stack = ExpertStack(self.memory, (2, 6, 4096), np.tile(np.arange(6) >= 3, (2, 1)), jax.devices()[0])
@@ -271,8 +280,10 @@ def test_a_cache_that_begins_again_is_understood():
 
 
 def test_remapping_takes_a_hundredth_of_the_time(monkeypatch):
-    small, rng = Small(monkeypatch, batch=1, interval=1), np.random.default_rng(0)
-    small.moves.policy.margin, remap = 0.0, small.moves._mover.remap
+    small = Small(monkeypatch, batch=1, interval=1)
+    rng = np.random.default_rng(0)
+    small.moves.policy.margin = 0.0
+    remap = small.moves._mover.remap
 
     def slow():
         small.now += 0.002

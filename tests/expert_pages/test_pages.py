@@ -15,7 +15,9 @@ from dsv4_jax.expert_pages.paged_experts import copy_to_host
 from tests.expert_pages.cpu_memory import CpuMemory, whole_pages
 
 
-LAYERS, EXPERTS, SHAPE = 3, 6, (6, 4, 2048)
+LAYERS = 3
+EXPERTS = 6
+SHAPE = (6, 4, 2048)
 # The experts of each layer that lie in host memory.
 ON_HOST = (3, 4, 5), (0, 2, 4), (0, 1, 5)
 
@@ -78,7 +80,10 @@ def test_a_layer_of_its_own_has_no_axis_of_layers(memory, data):
 
 def test_a_stack_of_more_bytes_than_32_bits_count(memory):
     """It has the range of V4-Flash: 20 layers of 2 GiB. Its memory is made when it is touched."""
-    layers, experts, rows, columns = 20, 4, 1 << 14, 1 << 15
+    layers = 20
+    experts = 4
+    rows = 1 << 14
+    columns = 1 << 15
     on_host = np.arange(layers * experts).reshape(layers, experts) % 3 == 0
     stack = ExpertStack(memory, (layers, experts, rows, columns), on_host, jax.devices()[0])
     assert list(memory.ranges.values()) == [layers << 31] and stack.array.nbytes == layers << 31
@@ -116,7 +121,8 @@ def test_memory_lives_as_long_as_the_array_or_the_pages_of_a_layer(memory, data,
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.float32, jnp.bfloat16])
 def test_a_copy_in_host_memory(memory, data, dtype):
     x = jnp.asarray(data[:, :, 5:]).astype(dtype)
-    copied, room = copy_to_host(memory, x), (1 << 40) - whole_pages(x.nbytes)
+    copied = copy_to_host(memory, x)
+    room = (1 << 40) - whole_pages(x.nbytes)
     assert memory.room == {False: 1 << 40, True: room}
     chex.assert_trees_all_equal(jax.jit(jnp.copy)(copied), x)
     with mock.patch.object(memory, "map", side_effect=RuntimeError("cuMemMap")), pytest.raises(RuntimeError):
@@ -143,7 +149,8 @@ def test_moves_change_no_value(memory):
     for stack, layers in zip(stacks, data, strict=True):
         for layer, matrices in enumerate(layers):
             stack.write(layer, list(matrices))
-    written, nbytes = memory.copied, data[0, 0, 0].nbytes
+    written = memory.copied
+    nbytes = data[0, 0, 0].nbytes
     mover = Mover(memory, list(zip(*(stack.layers for stack in stacks), strict=True)), batch=2)
     assert mover.stage(1, hot=4, cold=1) and mover.stage(0, hot=3, cold=2)
     assert not mover.stage(2, hot=5, cold=2)  # no spare memory is left
@@ -188,7 +195,8 @@ def test_nothing_stays_when_memory_is_short(room):
 @pytest.mark.parametrize("call", [0, 1, 7, 17])
 def test_nothing_stays_when_mapping_fails(monkeypatch, call):
     memory = CpuMemory()
-    original, calls = memory.map, []
+    original = memory.map
+    calls = []
 
     def map_or_fail(*args, **options):
         calls.append(args)
@@ -203,7 +211,8 @@ def test_nothing_stays_when_mapping_fails(monkeypatch, call):
 
 
 def test_nothing_stays_when_jax_refuses_the_memory(monkeypatch):
-    memory, before = CpuMemory(), set(dlpack._owned)
+    memory = CpuMemory()
+    before = set(dlpack._owned)
     monkeypatch.setattr("jax.dlpack.from_dlpack", mock.Mock(side_effect=RuntimeError("no such memory")))
     with pytest.raises(RuntimeError, match="no such memory"):
         make(memory)

@@ -6,7 +6,9 @@ import pytest
 from dsv4_jax.expert_pages import PlacementPolicy
 
 
-LAYERS, EXPERTS, TOP_K = 4, 256, 6
+LAYERS = 4
+EXPERTS = 256
+TOP_K = 6
 EVERY = 8  # tokens between two choices
 
 
@@ -24,7 +26,8 @@ def select(rng, probabilities, tokens):
 
 class Simulation:
     def __init__(self, on_device, limit=10**9, **options):
-        self.policy, self.limit = PlacementPolicy(np.zeros((LAYERS, EXPERTS)), **options), limit
+        self.policy = PlacementPolicy(np.zeros((LAYERS, EXPERTS)), **options)
+        self.limit = limit
         self.on_host = np.tile(np.arange(EXPERTS) >= on_device, (LAYERS, 1))
         self.moved = 0
 
@@ -51,7 +54,9 @@ def oracle(selected, on_device):
 @pytest.mark.parametrize("on_device", [26, 102, 230])
 def test_a_topic_that_changes_every_500_tokens_is_followed(on_device):
     rng = np.random.default_rng(0)
-    simulation, shares, best = Simulation(on_device), [], []
+    simulation = Simulation(on_device)
+    shares = []
+    best = []
     for _ in range(6):
         selected = select(rng, zipf(rng, 1.0), 504)
         shares.append(simulation.run(selected)[200 // EVERY :].mean())

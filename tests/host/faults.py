@@ -32,7 +32,9 @@ class Inject:
     """Raises `Fault` at the n-th line that runs in some files: before it, or with `opcodes` in the middle of it."""
 
     def __init__(self, n: int, files: tuple[str, ...] = HOST, opcodes: bool = False):
-        self.left, self.files, self.event = n, frozenset(files), "opcode" if opcodes else "line"
+        self.left = n
+        self.files = frozenset(files)
+        self.event = "opcode" if opcodes else "line"
 
     def __enter__(self):
         self.before = sys.gettrace()
@@ -62,7 +64,8 @@ class Inject:
 def consistent(manager, prefix=None):
     """Every reference has an owner, and the prefix tree's counters are what one would count."""
     allocator = manager.requests.allocator
-    held, nodes = np.zeros(allocator.num_blocks, int), []
+    held = np.zeros(allocator.num_blocks, int)
+    nodes = []
     for state in manager.requests.states.values():
         np.add.at(held, state.blocks, 1)
     if prefix is not None:
@@ -93,7 +96,9 @@ def age(node):
 
 def by_age(manager, nodes):
     """Nodes that can be given up one after the other, found by looking at all of them each time."""
-    nodes, order, references = list(nodes), [], manager.requests.allocator.references
+    nodes = list(nodes)
+    order = []
+    references = manager.requests.allocator.references
     while leaves := [n for n in nodes if references(n.block) == 1 and not any(m.parent is n for m in nodes)]:
         order.append(min(leaves, key=age))
         nodes.remove(order[-1])

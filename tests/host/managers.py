@@ -20,7 +20,8 @@ def make(config=CONFIG, **changes) -> KVCacheManager:
 
 def random_cache(manager: KVCacheManager) -> KVCache:
     """A cache of random bytes that holds no request."""
-    empty, rng = manager.init_cache(), np.random.default_rng(0)
+    empty = manager.init_cache()
+    rng = np.random.default_rng(0)
 
     def fill(x):
         raw = rng.integers(0, 256, (*x.shape, x.dtype.itemsize), np.uint8)

@@ -17,7 +17,8 @@ from tests.host.managers import ids, make, random_cache, step
 def cached():
     """(manager, prefix, cache): slot 0 holds 40 tokens, two of its blocks are cached, block 2 is open."""
     manager = make()
-    prefix, cache = PrefixCache(manager, key="", debug=True), random_cache(manager)
+    prefix = PrefixCache(manager, key="", debug=True)
+    cache = random_cache(manager)
     slot, _, cache = prefix.admit(cache, ids(60))
     for n in (16, 16, 8):
         cache = step(manager, cache, slot, ids(n))
@@ -88,7 +89,8 @@ def test_what_may_change_is_not_watched(cached):
 
 def test_without_debug_nothing_is_kept_or_read():
     manager = make()
-    prefix, cache = PrefixCache(manager, key=""), manager.init_cache()
+    prefix = PrefixCache(manager, key="")
+    cache = manager.init_cache()
     slot, _, cache = prefix.admit(cache, ids(20))
     cache = step(manager, cache, slot, ids(16))
     prefix.observe(cache, slot, ids(20))

@@ -74,7 +74,9 @@ OPERATIONS = {
 @pytest.mark.parametrize("opcodes", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["lines", "opcodes"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_fault_anywhere_loses_nothing(name, opcodes, tmp_path):
-    world, n, undone = World(tmp_path), 0, 0
+    world = World(tmp_path)
+    n = 0
+    undone = 0
     # Every line is tested, and of the opcodes within lines some. Most of those around a file read or write it, and
     # change nothing else; those of a load end with a resume's.
     every = {"save": 5, "load": 23}.get(name, 3) if opcodes else 1
@@ -115,8 +117,12 @@ def test_a_fault_anywhere_loses_nothing(name, opcodes, tmp_path):
 def test_a_fault_while_learning_or_giving_up_loses_no_block(opcodes):
     """`observe` and `evict` may have done a part by then; asked again they do the rest."""
     manager = make()
-    prefix, cache = PrefixCache(manager, key="", debug=True), manager.init_cache()
-    n, every, faults, counts = 0, 5 if opcodes else 1, True, {"observe": set(), "evict": set()}
+    prefix = PrefixCache(manager, key="", debug=True)
+    cache = manager.init_cache()
+    n = 0
+    every = 5 if opcodes else 1
+    faults = True
+    counts = {"observe": set(), "evict": set()}
 
     def attempt(name, *args):
         operation = getattr(prefix, name)

@@ -170,7 +170,8 @@ class TestPrepareForward:
 
     def test_contents(self):
         manager = make()
-        a, b = manager.admit(), manager.admit()
+        a = manager.admit()
+        b = manager.admit()
         batch = manager.prepare_forward({b: ids(18, 7), a: [3]})
         assert rows(batch.slots) == [b] * 18 + [a]
         assert rows(batch.positions) == [*range(18), 0]
@@ -237,7 +238,8 @@ class TestPrepareForward:
 
     def test_prefill_flag(self):
         manager = make(max_query_tokens=3)
-        a, b = manager.admit(), manager.admit()
+        a = manager.admit()
+        b = manager.admit()
         assert not manager.prepare_forward({a: ids(3), b: ids(1)}).prefill
         assert manager.prepare_forward({a: ids(1), b: ids(4)}).prefill
 
@@ -297,7 +299,8 @@ class TestPrepareForward:
 
     def test_after_a_refusal_the_rest_still_fits(self):
         manager = make(num_blocks=2)
-        a, b = manager.admit(), manager.admit()
+        a = manager.admit()
+        b = manager.admit()
         manager.prepare_forward({a: ids(BLOCK)})
         with pytest.raises(CacheFullError):
             manager.prepare_forward({a: [1], b: [1]})
@@ -312,7 +315,8 @@ def make_one_batch():
 class TestReservation:
     def test_allocate_makes_later_steps_sure(self):
         manager = make(num_blocks=4)
-        a, b = manager.admit(), manager.admit()
+        a = manager.admit()
+        b = manager.admit()
         manager.allocate(a, 3 * BLOCK)
         assert manager.free_blocks == 1
         with pytest.raises(CacheFullError):
@@ -384,7 +388,8 @@ class TestReservation:
     def test_the_devices_block_table_is_the_managers(self):
         manager = make()
         cache = manager.init_cache()
-        a, b = manager.admit(), manager.admit()
+        a = manager.admit()
+        b = manager.admit()
         manager.allocate(a, 100)
         for tokens, reserve in [({a: ids(20), b: [1]}, 0), ({b: ids(16)}, 33), ({a: [1]}, 0)]:
             cache = cache.begin_step(manager.prepare_forward(tokens, reserve=reserve))

@@ -124,7 +124,8 @@ class TestFinding:
 
     def test_two_that_ran_side_by_side_are_one(self):
         cached = Cached()
-        (a, _), (b, _) = cached.admit(ids(60)), cached.admit(ids(60))
+        a, _ = cached.admit(ids(60))
+        b, _ = cached.admit(ids(60))
         for slot in (a, b):
             cached.step(slot, ids(32), ids(60))
         assert cached.prefix.metrics.blocks == 2
@@ -156,7 +157,8 @@ class TestReset:
     @pytest.mark.parametrize("key", [None, "other"])
     def test_nothing_of_other_weights_is_hit(self, key):
         cached = Cached(64)
-        manager, prefix = cached.manager, cached.prefix
+        manager = cached.manager
+        prefix = cached.prefix
         slot, _ = cached.admit(ids(50))
         prefix.reset(key=key)
         assert manager.free_blocks == 12 - 3 and prefix.metrics.blocks == prefix.metrics.snapshots == 0
@@ -219,7 +221,8 @@ class TestSnapshots:
 class TestEviction:
     def test_leaves_first_and_the_least_recently_used(self):
         cached = Cached(48)
-        manager, prefix = cached.manager, cached.prefix
+        manager = cached.manager
+        prefix = cached.prefix
         cached.run([*ids(16), *ids(33, 90)])
         assert cached.hit(ids(60)) == 48
         assert (manager.free_blocks, prefix.evictable) == (7, 5)
@@ -299,11 +302,13 @@ class TestMetricsAndRefusals:
 
     def test_refusals_change_nothing(self):
         cached = Cached(64)
-        manager, prefix = cached.manager, cached.prefix
+        manager = cached.manager
+        prefix = cached.prefix
         slot, _ = cached.admit(ids(50))
         for _ in range(3):
             manager.admit()
-        before, metrics = host_state(manager), prefix.metrics
+        before = host_state(manager)
+        metrics = prefix.metrics
         for error, message, call in [
             (CacheFullError, "1 slot is needed", lambda: cached.admit(ids(50))),
             (ValueError, "needs 97 tokens, max_context=96", lambda: cached.admit(ids(97))),

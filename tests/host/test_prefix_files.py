@@ -35,7 +35,8 @@ def stored(folder, n=0, manager=None, size=SIZE, **options):
 
 def request_bytes(cached, slot):
     """The blocks, and the rows at the end, of a request at a block boundary."""
-    manager, length = cached.manager, np.int32(cached.manager.length(slot))
+    manager = cached.manager
+    length = np.int32(cached.manager.length(slot))
     blocks = np.array(manager.requests.state(slot).blocks, np.int32)
     rows = read_request(cached.cache, np.int32(slot), length, length, boundary=True)
     return jax.device_get((read_blocks(cached.cache, blocks, np.int32(0), length), rows))
@@ -143,8 +144,10 @@ class TestEviction:
         assert cached.prefix.metrics.files.dropped == 2 and "could not be copied from the device" in caplog.text
 
     def test_beyond_the_limit_the_ends_are_dropped(self, tmp_path):
-        cached, go = stored(tmp_path, 80), threading.Event()
-        files, layout = cached.prefix.files, cached.prefix._stored._blocks
+        cached = stored(tmp_path, 80)
+        go = threading.Event()
+        files = cached.prefix.files
+        layout = cached.prefix._stored._blocks
         files.max_pending_bytes = 3 * layout.nbytes
         files._writer.submit(go.wait)
         assert cached.prefix.evict(4) == 4
@@ -260,7 +263,8 @@ class TestFaults:
             "folder": os.mkdir,
             "device": lambda path: os.symlink("/dev/zero", path),
         }
-        block, partial = LAYOUT.name(digest(1)), f".{LAYOUT.name(digest(2))}.{'a' * 16}"
+        block = LAYOUT.name(digest(1))
+        partial = f".{LAYOUT.name(digest(2))}.{'a' * 16}"
         for name in block, partial:
             make[kind](tmp_path / name)
             os.utime(tmp_path / name, (1, 1), follow_symlinks=False)

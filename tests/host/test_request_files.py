@@ -22,7 +22,8 @@ def begun(n=40, **changes):
     """(manager, cache of random bytes, slot of a request of n tokens)."""
     manager = make(**changes)
     cache = random_cache(manager)
-    other, slot = manager.admit(), manager.admit()
+    other = manager.admit()
+    slot = manager.admit()
     cache = step(manager, cache, other, ids(20))
     return manager, step(manager, cache, slot, ids(n)), slot
 
@@ -124,7 +125,8 @@ class TestRefusals:
     def target(self):
         """A manager and cache with a request, checked on leaving to be unchanged."""
         manager, cache, _ = begun(20)
-        before, bytes_before = host_state(manager), jax.tree.map(np.array, cache)
+        before = host_state(manager)
+        bytes_before = jax.tree.map(np.array, cache)
         yield manager, cache
         assert host_state(manager) == before
         same_bytes(cache, bytes_before)
@@ -146,7 +148,8 @@ class TestRefusals:
             self.refuses(path, target, "no safetensors file|SHA-256")
 
     def test_any_changed_byte(self, saved, target, tmp_path):
-        rng, size = np.random.default_rng(0), saved[0].stat().st_size
+        rng = np.random.default_rng(0)
+        size = saved[0].stat().st_size
         start = 8 + int.from_bytes(saved[0].read_bytes()[:8], "little")
         for at in [*range(0, start, 11), *rng.integers(start, size, 40)]:
 

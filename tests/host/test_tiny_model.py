@@ -24,7 +24,8 @@ class Runs:
     def __init__(self, model, **sizes):
         defaults = dict(num_blocks=24, max_requests=4, max_context=96, block_tokens=16, max_query_tokens=3)
         self.manager = KVCacheManager(model.config, dtype=model.lm_head.weight[...].dtype, **defaults | sizes)
-        self.model, self.cache = model, self.manager.init_cache()
+        self.cache = self.manager.init_cache()
+        self.model = model
         self.prefix = PrefixCache(self.manager, key="tiny", debug=True)
 
     def feed(self, tokens, observe=False):
@@ -68,7 +69,8 @@ def cold(request):
 @pytest.fixture
 def runs(cold):
     """The same runs for each test, which leaves slot 0 and what is cached alone."""
-    runs, programs = cold[2], decode_step._cache_size()
+    runs = cold[2]
+    programs = decode_step._cache_size()
     yield runs
     assert decode_step._cache_size() == programs, "what moves requests gave the next step another argument type"
     for slot in runs.manager.slots[1:]:

@@ -22,13 +22,16 @@ def rope(x, positions, inv_freq, sign=1):
     for t, position in enumerate(positions):
         for i, frequency in enumerate(inv_freq):
             angle = sign * float(np.float32(position) * np.float32(frequency))
-            a, b = x[t, ..., start + 2 * i].copy(), x[t, ..., start + 2 * i + 1].copy()
+            a = x[t, ..., start + 2 * i].copy()
+            b = x[t, ..., start + 2 * i + 1].copy()
             x[t, ..., start + 2 * i] = a * np.cos(angle) - b * np.sin(angle)
             x[t, ..., start + 2 * i + 1] = a * np.sin(angle) + b * np.cos(angle)
     return x
 
 
 def expert(x, gate_weight, up_weight, down_weight, limit):
-    gate, up = gate_weight @ x, up_weight @ x
-    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    gate = gate_weight @ x
+    up = up_weight @ x
+    gate = np.minimum(gate, limit)
+    up = np.clip(up, -limit, limit)
     return down_weight @ (gate * sigmoid(gate) * up)

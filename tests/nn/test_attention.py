@@ -85,8 +85,11 @@ def product(fused, name, x):
 def test_queries_window_rows_and_output(config, draw, kind):
     x = draw(4, config.hidden_size)
     attention, calls, y, layer = run(config, kind, x)
-    heads, dim, eps = config.num_attention_heads, config.head_dim, config.rms_norm_eps
-    positions, inv_freq = np.maximum(POSITIONS, 0), config.inv_freq(layer)
+    heads = config.num_attention_heads
+    dim = config.head_dim
+    eps = config.rms_norm_eps
+    positions = np.maximum(POSITIONS, 0)
+    inv_freq = config.inv_freq(layer)
 
     kv = rms_norm(product(attention.input_projections, "kv_proj", x), eps, f64(attention.kv_norm.weight))
     np.testing.assert_allclose(f64(calls["write_swa"]), rope(kv, positions, inv_freq), **TOLERANCE)
@@ -99,7 +102,8 @@ def test_queries_window_rows_and_output(config, draw, kind):
 
     # The handle returned the queries, so that turning back must give the unrotated ones.
     groups = normed.reshape(4, config.o_groups, -1)
-    low, rank = f64(attention.o_a_proj.weight), config.o_lora_rank
+    low = f64(attention.o_a_proj.weight)
+    rank = config.o_lora_rank
     out = np.concatenate([groups[:, g] @ low[g * rank : (g + 1) * rank].T for g in range(config.o_groups)], axis=1)
     np.testing.assert_allclose(f64(y), linear(attention.o_b_proj, out), **TOLERANCE)
 
@@ -148,7 +152,8 @@ def test_compressor_projects_in_float32(config, draw, kind, dtype):
 def test_indexer_queries_and_head_weights(config, draw):
     x = draw(4, config.hidden_size)
     attention, calls, _, layer = run(config, CSA, x)
-    heads, dim = config.index_n_heads, config.index_head_dim
+    heads = config.index_n_heads
+    dim = config.index_head_dim
     latent = rms_norm(
         product(attention.input_projections, "q_a_proj", x), config.rms_norm_eps, f64(attention.q_a_norm.weight)
     )
@@ -178,7 +183,8 @@ SPECS = (
     LayerSpec(3, **SHARED),
     LayerSpec(4, **SHARED | dict(index=1), owner=True, selection=1),
 )
-WRITES, SCORES = ["write_swa", "flush"], ["indexer_scores", "indexer_topk"]
+WRITES = ["write_swa", "flush"]
+SCORES = ["indexer_scores", "indexer_topk"]
 CALLS = (WRITES + SCORES, ["write_swa", *SCORES], ["write_swa"], ["write_swa"], WRITES)
 
 
@@ -188,7 +194,8 @@ def sharing(config):
 
 
 def test_layers_that_share_entries_keys_and_selections(sharing, draw):
-    carry, x = StepCarry(), jnp.asarray(draw(4, sharing.hidden_size))
+    carry = StepCarry()
+    x = jnp.asarray(draw(4, sharing.hidden_size))
     for spec, expected in zip(SPECS, CALLS, strict=True):
         attention = Attention(sharing, spec.layer, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
         assert (attention.compressor is not None) == spec.owner

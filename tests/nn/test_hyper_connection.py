@@ -33,9 +33,11 @@ def collapse(hc, streams):
 
 def reference(hc, streams, config):
     """(collapsed, post, comb) of one token's [h, hidden] streams."""
-    h, eps = config.hc_mult, config.hc_eps
+    h = config.hc_mult
+    eps = config.hc_eps
     logits = f64(hc.fn) @ rms_norm(streams.reshape(-1), config.rms_norm_eps)
-    base, scale = f64(hc.base), f64(hc.scale)
+    base = f64(hc.base)
+    scale = f64(hc.scale)
     pre = [sigmoid(logits[j] * scale[0] + base[j]) + eps for j in range(h)]
     post = [2 * sigmoid(logits[h + j] * scale[1] + base[h + j]) for j in range(h)]
     comb = np.zeros((h, h))
@@ -54,7 +56,8 @@ TOLERANCE = dict(rtol=1e-5, atol=1e-5)
 
 
 def test_collapse_and_weights(small, draw):
-    hc, streams = connection(small), draw(5, 3, 24)
+    hc = connection(small)
+    streams = draw(5, 3, 24)
     collapsed, post, comb = collapse(hc, jnp.asarray(streams))
     for t in range(5):
         expected = reference(hc, f64(streams[t]), small)
@@ -63,7 +66,10 @@ def test_collapse_and_weights(small, draw):
 
 
 def test_expansion_mixes_over_combs_first_axis(small, draw):
-    streams, y, post, comb = draw(4, 3, 24), draw(4, 24), draw(4, 3), draw(4, 3, 3)
+    streams = draw(4, 3, 24)
+    y = draw(4, 24)
+    post = draw(4, 3)
+    comb = draw(4, 3, 3)
     new = apply_post(*map(jnp.asarray, (streams, y, post, comb)))
     for t in range(4):
         for k in range(3):
@@ -72,7 +78,8 @@ def test_expansion_mixes_over_combs_first_axis(small, draw):
 
 
 def test_head(small, draw):
-    head, streams = HyperHead(small, rngs=nnx.Rngs(0)), draw(5, 3, 24)
+    head = HyperHead(small, rngs=nnx.Rngs(0))
+    streams = draw(5, 3, 24)
     head.hc_fn[...] = head.hc_fn[...] * 20.0
     out = head(jnp.asarray(streams))
     for t in range(5):
@@ -93,9 +100,12 @@ def test_comb_is_doubly_stochastic_but_not_symmetric(config, draw):
 
 def test_joined_borders_are_the_separate_steps(small, draw):
     """A block's output and the next block's input in one call, and the head after the last."""
-    first, second, head = connection(small), connection(small, std=0.3), HyperHead(small, rngs=nnx.Rngs(1))
+    first = connection(small)
+    second = connection(small, std=0.3)
+    head = HyperHead(small, rngs=nnx.Rngs(1))
     norms = [RMSNorm(24, eps=small.rms_norm_eps, rngs=nnx.Rngs(i)) for i in range(3)]
-    streams, (y, z) = jnp.asarray(draw(4, 3, 24)), jnp.asarray(draw(2, 4, 24))
+    streams = jnp.asarray(draw(4, 3, 24))
+    y, z = jnp.asarray(draw(2, 4, 24))
     x, residual = first.pre(ResidualStreams(streams), norms[0])
     between, residual = second.pre(residual.post(y), norms[1])
     out, left = head.pre(residual.post(z), norms[2])
@@ -119,7 +129,8 @@ def test_sinkhorn_with_one_iteration_divides_by_columns_only(draw):
 
 
 def test_bf16_streams_are_rounded_once(config, draw):
-    hc, shape = connection(config), (5, config.hc_mult, config.hidden_size)
+    hc = connection(config)
+    shape = (5, config.hc_mult, config.hidden_size)
     streams = jnp.asarray(draw(*shape), jnp.bfloat16)
     y = jnp.asarray(draw(5, config.hidden_size), jnp.bfloat16)
     low, exact = (collapse(hc, x) for x in (streams, streams.astype(jnp.float32)))

@@ -20,8 +20,10 @@ def logits(*specs, sliding_window=16, index_topk=16, chunks=(21, 22, 23)):
     config = DSV4Config.small(specs, sliding_window=sliding_window, index_topk=index_topk)
     model = DeepseekV4ForCausalLM(config, jnp.float32, rngs=nnx.Rngs(0))
     sizes = dict(num_blocks=2, max_requests=1, max_context=32, block_tokens=16, kv_format="plain", dtype=jnp.float32)
-    manager, rows = KVCacheManager(config, **sizes), []
-    cache, slot = manager.init_cache(), manager.admit()
+    manager = KVCacheManager(config, **sizes)
+    rows = []
+    cache = manager.init_cache()
+    slot = manager.admit()
     for part in np.split(np.random.default_rng(0).integers(0, 200, 24), chunks):
         row, cache = decode_step(model, cache, manager.prepare_forward({slot: part}, prefill_size=21))
         rows.append(np.asarray(row[slot]))
@@ -59,7 +61,8 @@ def test_a_selection_of_another_layer_never_reads_what_an_earlier_request_left(g
     """Entries of one rate exist at the same time, in whichever group: a used cache gives a clean one's logits."""
     config = DSV4Config.small([LayerSpec.csa(), LayerSpec.csa(group=group, selection=0)], index_topk=8)
     model = DeepseekV4ForCausalLM(config, jnp.float32, rngs=nnx.Rngs(0))
-    ids, rows = np.random.default_rng(1).integers(0, 100, 20), []
+    ids = np.random.default_rng(1).integers(0, 100, 20)
+    rows = []
     for earlier in ([], [np.arange(64)]):
         sizes = dict(num_blocks=4, max_requests=2, max_context=128, block_tokens=32, dtype=jnp.float32)
         manager = KVCacheManager(config, **sizes)

@@ -90,7 +90,8 @@ def test_few_arrays_for_a_released_model():
 @pytest.fixture(scope="module")
 def repeating(config):
     """Seven layers in three loops, two of which repeat; the last one has a period of two."""
-    csa, hca = config.specs[config.layer_types.index(CSA)], config.specs[config.layer_types.index(HCA)]
+    csa = config.specs[config.layer_types.index(CSA)]
+    hca = config.specs[config.layer_types.index(HCA)]
     layers = [LayerSpec(), LayerSpec(), LayerSpec.csa(csa.compress_rate)]
     layers += [LayerSpec.hca(hca.compress_rate), LayerSpec.csa(csa.compress_rate)] * 2
     return config.with_layers(layers, ["hash_moe"] * 3 + ["moe"] * 4)

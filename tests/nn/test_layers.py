@@ -17,7 +17,8 @@ def integers(*shape):
 def test_linear_sums_exactly_and_rounds_once():
     # Products and sums of small integers are exact in float32, in any order, and most sums need more than bf16's bits.
     layer = Linear(300, 16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    x, weight = integers(5, 300), integers(16, 300)
+    x = integers(5, 300)
+    weight = integers(16, 300)
     layer.weight[...] = jnp.asarray(weight, jnp.bfloat16)
     exact = x @ weight.T
     expected = exact.astype(ml_dtypes.bfloat16)
@@ -29,7 +30,8 @@ def test_linear_sums_exactly_and_rounds_once():
 
 def test_grouped_linear_keeps_groups_apart():
     layer = Linear(3 * 40, 3 * 7, num_groups=3, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    x, weight = integers(4, 3, 40), integers(21, 40)
+    x = integers(4, 3, 40)
+    weight = integers(21, 40)
     layer.weight[...] = jnp.asarray(weight, jnp.bfloat16)
     expected = np.concatenate([x[:, g] @ weight[7 * g : 7 * g + 7].T for g in range(3)], axis=1)
     y = layer(jnp.asarray(x.reshape(4, -1), jnp.bfloat16))
@@ -40,7 +42,8 @@ def test_grouped_linear_keeps_groups_apart():
 def test_rms_norm_is_float32_inside_and_rounds_once(draw):
     norm = RMSNorm(64, eps=1e-6, rngs=nnx.Rngs(0))
     x = jnp.asarray(100 * draw(6, 64), jnp.bfloat16)
-    low, exact = norm(x), norm(x.astype(jnp.float32))
+    low = norm(x)
+    exact = norm(x.astype(jnp.float32))
     assert (norm.weight.dtype, low.dtype, exact.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
     # A few roundings of 2**-24 each.
     chex.assert_trees_all_close(f64(exact), rms_norm(f64(x), 1e-6, f64(norm.weight)), rtol=1e-6)

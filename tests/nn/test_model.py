@@ -54,7 +54,8 @@ def test_padding_reaches_neither_other_tokens_nor_the_cache(model):
         return hidden, model.logits(hidden), cache
 
     def run(padding_id):
-        outputs, cache = [], init_cache(schema)
+        outputs = []
+        cache = init_cache(schema)
         for first, count, blocks in [(0, 21, [(0, 0, 1)]), (21, 1, []), (22, 1, [])]:
             hidden, logits, cache = step(model, cache, step_batch(first, count, padding_id, blocks))
             assert (hidden.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)
@@ -62,7 +63,8 @@ def test_padding_reaches_neither_other_tokens_nor_the_cache(model):
             outputs += [np.asarray(hidden[:count]), np.asarray(logits[:count])]
         return outputs + [np.asarray(leaf) for leaf in jax.tree.leaves(cache)]
 
-    first, second = run(-1), run(33)
+    first = run(-1)
+    second = run(33)
     # One program for each shape: prefill and decode.
     assert traces == [True, False]
     assert not (first[0][0] == first[0][1]).all()

@@ -16,11 +16,14 @@ from dsv4_jax.nn.layers import ABSTRACT
 from tests.paths import DATA
 
 
-F32, BF16, I32 = jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("int32")
+F32 = jnp.dtype("float32")
+BF16 = jnp.dtype("bfloat16")
+I32 = jnp.dtype("int32")
 
 # The packaged tiny model: hidden 64, vocab 160, 4 heads of 96, q_lora 24, 2 groups of o_lora 16, indexer 32 x 64,
 # 8 experts of 32, 4 streams, rates 4 and 16.
-INPUTS, LATENTS = "self_attn.input_projections.weights", "self_attn.latent_projections.weights"
+INPUTS = "self_attn.input_projections.weights"
+LATENTS = "self_attn.latent_projections.weights"
 HYPER = {"fn": ((24, 256), F32), "base": ((24,), F32), "scale": ((3,), F32)}
 COMMON = {
     f"{INPUTS}.q_a_proj": ((24, 64), BF16),
@@ -126,7 +129,9 @@ def test_random_weights_follow_the_seed_and_leave_nothing_trivial(short_config):
         model = DeepseekV4ForCausalLM(short_config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
         return {path: view.read() for path, view in parameter_views(model).items()}
 
-    first, again, other = parameters(1), parameters(1), parameters(2)
+    first = parameters(1)
+    again = parameters(1)
+    other = parameters(2)
     for path, value in first.items():
         assert (value == again[path]).all() and not (value == other[path]).all(), path
         assert value.size == 1 or value.min() < value.max(), path

@@ -48,7 +48,8 @@ def test_top_k_router(config, draw):
 
 def test_bias_moves_the_selection_and_never_a_weight(config, draw):
     router = Router(config, hashed=False, rngs=nnx.Rngs(0))
-    x, ids = jnp.asarray(draw(30, config.hidden_size)), jnp.zeros(30, jnp.int32)
+    x = jnp.asarray(draw(30, config.hidden_size))
+    ids = jnp.zeros(30, jnp.int32)
     before, plain_weights, _ = router(x, ids)
     router.e_score_correction_bias[...] = router.e_score_correction_bias[...] + 3.0
     chex.assert_trees_all_equal(router(x, ids)[1], plain_weights)
@@ -79,12 +80,15 @@ def test_hash_router_looks_experts_up_and_scores_them(config, draw):
 def test_moe_block(config, draw, tokens, limit):
     layer = config.mlp_layer_types.index("moe")
     moe = MoE(dataclasses.replace(config, swiglu_limit=limit), layer, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
-    moe.experts, moe.shared_experts = spread(moe.experts, 10.0), spread(moe.shared_experts, 10.0)
+    moe.experts = spread(moe.experts, 10.0)
+    moe.shared_experts = spread(moe.shared_experts, 10.0)
     x = draw(tokens, config.hidden_size)
     routing = moe.gate(jnp.asarray(x), jnp.zeros(tokens, jnp.int32))
     y = jax.jit(lambda moe, *args: moe(*args))(moe, jnp.asarray(x), routing)
     experts, weights, _ = routing
-    gate_up, down, shared = f64(moe.experts.gate_up_proj), f64(moe.experts.down_proj), moe.shared_experts
+    gate_up = f64(moe.experts.gate_up_proj)
+    down = f64(moe.experts.down_proj)
+    shared = moe.shared_experts
     gate_up_shared = [f64(shared.gate_up_proj.matrix(name)) for name in ("gate_proj", "up_proj")]
     reached = False
     for t in range(tokens):
@@ -113,7 +117,8 @@ def test_a_bad_token_does_not_reach_others(config, draw):
     x = jnp.asarray(draw(6, config.hidden_size), jnp.bfloat16)
     chosen = jnp.asarray(np.random.default_rng(2).integers(0, config.n_routed_experts, (6, 2)), jnp.int32)
     routing = ops.Routing(chosen, jnp.full((6, 2), 0.5))
-    clean, dirty = experts(x, routing), experts(x.at[2].set(jnp.nan), routing)
+    clean = experts(x, routing)
+    dirty = experts(x.at[2].set(jnp.nan), routing)
     assert clean.dtype == jnp.float32
     others = np.array([0, 1, 3, 4, 5])
     chex.assert_trees_all_equal(np.asarray(dirty)[others], np.asarray(clean)[others])

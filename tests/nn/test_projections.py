@@ -43,7 +43,8 @@ def groups(**projections):
 
 
 def test_maps_share_a_matrix_if_they_are_stored_and_sharded_alike():
-    fp8, plain = Projection(128), Projection(32, is_fp8=False)
+    fp8 = Projection(128)
+    plain = Projection(32, is_fp8=False)
     assert groups(a=fp8, b=fp8, c=plain, d=plain) == (("a", "b"), ("c", "d"))
     assert groups(a=fp8, b=Projection(128, axes=("heads",))) == (("a",), ("b",))
     assert groups(a=Projection(32, axes=("inner",)), b=Projection(32, axes=("inner",))) == (("a", "b"),)
@@ -99,7 +100,8 @@ def test_matrices_in_fp8_share_one():
     codes = jnp.asarray(rng.integers(0, 127, (256, 128)), jnp.uint8)
     scale = jnp.asarray(rng.integers(118, 122, (2, 1)), jnp.uint8)
     fused.weights["first+second"] = nnx.Param(QuantizedWeight(codes, scale, "FP8", jnp.dtype(jnp.bfloat16)), axes=())
-    products, views = fused(x), parameter_views(fused)
+    products = fused(x)
+    views = parameter_views(fused)
     for number, name in enumerate(NAMES):
         rows = slice(128 * number, 128 * number + 128)
         alone = QuantizedWeight(codes[rows], scale[number : number + 1], "FP8", jnp.dtype(jnp.bfloat16))

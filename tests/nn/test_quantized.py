@@ -64,11 +64,14 @@ def test_linears_give_the_same_bits(groups):
 @pytest.mark.parametrize("tokens", [2, 30], ids=["fewer pairs than experts", "more"])
 def test_experts_give_the_same_bits(config, tokens):
     layer = Experts(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    number, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+    number = config.n_routed_experts
+    hidden = config.hidden_size
+    inner = config.moe_intermediate_size
     x = jax.random.normal(jax.random.key(1), (tokens, hidden), jnp.bfloat16)
     experts = jax.random.randint(jax.random.key(2), (tokens, 2), 0, number, jnp.int32)
     weights = jnp.ones((tokens, 2))
-    up, down = random_weight("FP4", (number, 2, inner, hidden)), random_weight("FP4", (number, hidden, inner))
+    up = random_weight("FP4", (number, 2, inner, hidden))
+    down = random_weight("FP4", (number, hidden, inner))
     results = []
     for part in (1, 0):
         layer.gate_up_proj, layer.down_proj = (
@@ -81,13 +84,15 @@ def test_experts_give_the_same_bits(config, tokens):
 
 def test_few_tokens_dequantize_their_experts_only(config):
     """Scratch memory of a decode step does not grow with the number of experts."""
-    hidden, inner = config.hidden_size, config.moe_intermediate_size
+    hidden = config.hidden_size
+    inner = config.moe_intermediate_size
     scratch = []
     for number in (8, 64):
         layer = nnx.eval_shape(lambda: Experts(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
         layer.gate_up_proj = nnx.Param(random_weight("FP4", (number, 2, inner, hidden))[0])
         layer.down_proj = nnx.Param(random_weight("FP4", (number, hidden, inner))[0])
-        x, routing = jnp.zeros((2, hidden), jnp.bfloat16), ops.Routing(jnp.zeros((2, 2), jnp.int32), jnp.ones((2, 2)))
+        x = jnp.zeros((2, hidden), jnp.bfloat16)
+        routing = ops.Routing(jnp.zeros((2, 2), jnp.int32), jnp.ones((2, 2)))
         compiled = jax.jit(lambda layer, *args: layer(*args)).lower(layer, x, routing).compile()
         scratch.append(compiled.memory_analysis().temp_size_in_bytes)
     assert scratch[0] == scratch[1] > 0

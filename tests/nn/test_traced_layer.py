@@ -40,12 +40,15 @@ def test_a_scan_over_stacked_layers_is_the_loop_over_them(config, draw):
         return jax.lax.scan(step, (x, cache), (ints(layers), stacked))[0]
 
     positions = [*range(16), -1]
-    x, batch = jnp.asarray(draw(17, config.hidden_size), jnp.bfloat16), make_batch([1] * 16 + [-1], positions)
+    x = jnp.asarray(draw(17, config.hidden_size), jnp.bfloat16)
+    batch = make_batch([1] * 16 + [-1], positions)
     cache = poisoned_cache(schema)
     cache = cache.begin_step(make_batch([-1], [-1], new_blocks=[(1, 0, 5)]))
-    expected, found = jax.jit(loop)(x, cache, batch), jax.jit(scan)(x, cache, batch)
+    expected = jax.jit(loop)(x, cache, batch)
+    found = jax.jit(scan)(x, cache, batch)
     chex.assert_trees_all_equal(found, expected)
-    group, before = found[1].groups["csa4"], cache.groups["csa4"]
+    group = found[1].groups["csa4"]
+    before = cache.groups["csa4"]
     for new, old in zip(jax.tree.leaves(group), jax.tree.leaves(before), strict=True):
         assert (np.asarray(new) != np.asarray(old)).any(axis=tuple(range(1, new.ndim))).all(), "a layer wrote nothing"
 

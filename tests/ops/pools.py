@@ -9,7 +9,9 @@ from dsv4_jax.ops import ClassicalView, IndexerView, StateView, SWAView
 from dsv4_jax.quant import kv_format
 
 
-NOPE, ROPE, INDEX = 64, 16, 32
+NOPE = 64
+ROPE = 16
+INDEX = 32
 DIM = NOPE + ROPE
 FORMATS = {"v4": kv_format("v4"), "per_entry": kv_format("per_entry"), "plain": kv_format("plain", jnp.float32)}
 

@@ -31,7 +31,8 @@ def test_bytes_do_not_depend_on_the_calls(fmt, calls):
     """Any split into calls, with padding between, leaves the bytes that single tokens leave."""
     total = [20, 3, 11]
     values = np.random.default_rng(7).standard_normal((3, 20, DIM)).astype(jnp.bfloat16)
-    one, split = swa_view(fmt), swa_view(fmt)
+    one = swa_view(fmt)
+    split = swa_view(fmt)
     for p in range(20):
         live = [s for s in range(3) if p < total[s]]
         pad = [-1] * (3 - len(live))
@@ -88,13 +89,15 @@ def test_window_is_the_last_tokens_oldest_first(fmt, position):
 def test_windows_of_a_prefill_call_equal_those_read_back_one_by_one(fmt):
     """[ring | this call's rows] shows every token what a ring written token by token would show it."""
     kv = jnp.asarray(np.random.default_rng(2).standard_normal((25, DIM)), jnp.bfloat16)
-    view, windows = swa_view(fmt), []
+    view = swa_view(fmt)
+    windows = []
     for p in range(25):
         if p == 5:
             at_five = view
         view = append(view, kv[p : p + 1], ints([0]), ints([p]))
         windows.append(gather(view, ints([0]), ints([p]), dtype=jnp.bfloat16))
-    slots, positions = ints([0] * 20 + [-1]), ints([*range(5, 25), -1])
+    slots = ints([0] * 20 + [-1])
+    positions = ints([*range(5, 25), -1])
     new_kv = jnp.concatenate([kv[5:], kv[:1]])
     got, valid = gather(at_five, slots, positions, new_kv=new_kv, dtype=jnp.bfloat16)
     chex.assert_trees_all_equal(got[:20], np.concatenate([w[0] for w in windows[5:]]))

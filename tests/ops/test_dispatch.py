@@ -106,7 +106,8 @@ def test_the_gradient_is_that_of_the_reference():
         y, _ = dispatch.dispatch("op", implementation, x, selected, **functions, factor=3)
         return jnp.sum(y * jnp.arange(2.0))
 
-    x, selected = jnp.zeros((4,)), jnp.array([1, 3])
+    x = jnp.zeros((4,))
+    selected = jnp.array([1, 3])
     values = {name: jax.grad(loss)(x, selected, name) for name in ("xla", "interpret")}
     chex.assert_trees_all_equal(*values.values(), jnp.array([0.0, 0.0, 0.0, 3.0]))
 
@@ -180,7 +181,8 @@ def fresh():
 
 @pytest.mark.parametrize("order", [(None, "interpret"), ("interpret", None), ("interpret", "xla", "mosaic_gpu")])
 def test_a_jitted_function_follows_the_context(order):
-    function, x = fresh(), jnp.zeros(())
+    function = fresh()
+    x = jnp.zeros(())
     for name in 2 * order:
         if name is None:
             assert chosen(function(x)) == "xla"
@@ -191,7 +193,8 @@ def test_a_jitted_function_follows_the_context(order):
 
 
 def test_contexts_nest():
-    function, x = fresh(), jnp.zeros(())
+    function = fresh()
+    x = jnp.zeros(())
     with use_implementation("interpret"):
         with use_implementation("xla"):
             assert chosen(function(x)) == "xla"
@@ -217,7 +220,9 @@ def test_a_context_within_a_traced_function_reaches_jitted_ones():
 
 
 def test_a_context_holds_for_its_thread():
-    function, x, found = fresh(), jnp.zeros(()), {}
+    function = fresh()
+    x = jnp.zeros(())
+    found = {}
 
     def other():
         found["outside"] = chosen(function(x))

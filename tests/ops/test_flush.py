@@ -132,9 +132,12 @@ def test_entries_equal_the_formula(kind):
             c = ((weight / weight.sum(0)) * kv).sum(0)
             e = norm * c / np.sqrt((c * c).mean() + EPS)
             angle = i * rate * inv_freq
-            even, odd = e[-16::2].copy(), e[-15::2].copy()
-            cos, sin = np.cos(angle), np.sin(angle)
-            e[-16::2], e[-15::2] = even * cos - odd * sin, even * sin + odd * cos
+            even = e[-16::2].copy()
+            odd = e[-15::2].copy()
+            cos = np.cos(angle)
+            sin = np.sin(angle)
+            e[-16::2] = even * cos - odd * sin
+            e[-15::2] = even * sin + odd * cos
             block = int(pool.block_table[slot, i // (16 // rate)])
             row = i % (16 // rate)
             got = np.concatenate([np.asarray(x[1, block, row]) for x in (pool.rows.nope, pool.rows.rope)])
@@ -148,9 +151,11 @@ def test_the_two_halves_are_flush(kind, fmt):
     """`pool_windows`, then `write_entries`: what models need that make index keys from the pooled vectors."""
     state, pool, weights, inputs = setup(kind, fmt, spare=1)
     dtype = jnp.float32 if isinstance(pool.codec, PlainRows | PlainKeys) else jnp.bfloat16
-    tokens, pad = 19, 2
+    tokens = 19
+    pad = 2
     kv, gate = (jnp.asarray(np.pad(x[1, :tokens], ((0, pad), (0, 0)))) for x in inputs)
-    slots, positions = ints([1] * tokens + [-1] * pad), ints([*range(tokens)] + [-1] * pad)
+    slots = ints([1] * tokens + [-1] * pad)
+    positions = ints([*range(tokens)] + [-1] * pad)
     closed, new_state = jax.jit(ops.pool_windows, static_argnames="dtype")(
         state, kv, gate, weights, slots, positions, dtype=dtype
     )
@@ -163,7 +168,8 @@ def test_the_two_halves_are_flush(kind, fmt):
 def test_padding_missing_blocks_and_positions_past_the_table_write_nothing():
     state, pool, weights, inputs = setup("csa", FORMATS["v4"])
     pool_without = classical_view(FORMATS["v4"], table=[[-1] * 4] * 3)
-    kv, gate = jnp.asarray(inputs[0, 0, :8]), jnp.asarray(inputs[1, 0, :8])
+    kv = jnp.asarray(inputs[0, 0, :8])
+    gate = jnp.asarray(inputs[1, 0, :8])
     new_state, new_pool = flush(
         state, pool_without, kv, gate, weights, ints([0] * 8), ints(range(8)), dtype=jnp.bfloat16
     )

@@ -49,12 +49,14 @@ def test_valid_lengths():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_scores_equal_the_formula(name):
-    fmt, rng = FORMATS[name], np.random.default_rng(1)
+    fmt = FORMATS[name]
+    rng = np.random.default_rng(1)
     keys = rng.standard_normal((3, 12, INDEX)).astype(jnp.bfloat16)
     view = filled(indexer_view(fmt), keys)
     q = jnp.asarray(rng.standard_normal((5, 8, INDEX)), jnp.bfloat16)
     weights = jnp.asarray(rng.standard_normal((5, 8)), jnp.float32)
-    slots, positions = [0, 2, 2, 1, -1], [47, 2, 3, 30, -1]
+    slots = [0, 2, 2, 1, -1]
+    positions = [47, 2, 3, 30, -1]
     got = np.asarray(jax.jit(ops.indexer_scores)(view, q, weights, ints(slots), ints(positions)))
     stored = np.asarray(view.codec.decode(view.codec.encode(jnp.asarray(keys))), np.float64)
     rounded = np.asarray(view.codec.round_query(q), np.float64)

@@ -17,7 +17,8 @@ from tests.ops.pools import DIM, FORMATS, INDEX, ROPE, classical_view, indexer_v
 
 PLAIN = FORMATS["plain"]
 TOKENS = 9
-SLOTS, POSITIONS = ints([0] * 5 + [2] * 4), ints([*range(3, 8), *range(8, 12)])
+SLOTS = ints([0] * 5 + [2] * 4)
+POSITIONS = ints([*range(3, 8), *range(8, 12)])
 INV_FREQ = jnp.asarray(0.3 ** np.arange(ROPE // 2), jnp.float32)
 EPS = dict(eps=1e-6)
 # They select, count or configure.
@@ -115,7 +116,8 @@ def indexer_scores(q, weights, rows):
 
 
 def sparse_attention(q, sinks, new_kv, rings, entries, *, indices=None):
-    window, compressed = dataclasses.replace(RINGS, rows=rings), dataclasses.replace(ENTRIES, rows=entries)
+    window = dataclasses.replace(RINGS, rows=rings)
+    compressed = dataclasses.replace(ENTRIES, rows=entries)
     kv = AttentionKV(window, compressed, indices, new_kv)
     return ops.sparse_attention(q, sinks, kv, SLOTS, POSITIONS, inv_freq=INV_FREQ)
 
@@ -149,7 +151,8 @@ def router(x, weight):
 
 
 def router_of_table(x, weight):
-    table, ids = ints([[0, 1], [3, 2]]), ints(np.arange(TOKENS) % 2)
+    table = ints([[0, 1], [3, 2]])
+    ids = ints(np.arange(TOKENS) % 2)
     return ops.router(x, weight, None, table, ids, top_k=2, scaling_factor=1.5).weights
 
 
@@ -168,7 +171,8 @@ def apply_rope(x):
     return ops.apply_rope(x, POSITIONS, INV_FREQ), ops.apply_rope(x, POSITIONS, INV_FREQ, inverse=True)
 
 
-NORM, QUERIES = 1 + normal(DIM, scale=0.1), normal(TOKENS, 2, DIM)
+NORM = 1 + normal(DIM, scale=0.1)
+QUERIES = normal(TOKENS, 2, DIM)
 ATTENTION = QUERIES, normal(2), normal(TOKENS, DIM, seed=5), RINGS.rows, ENTRIES.rows
 INPUTS = {
     apply_rope: (QUERIES,),
@@ -239,7 +243,8 @@ def test_gradients_are_those_of_finite_differences(function):
 def test_second_derivatives_are_those_of_finite_differences(function):
     """A Hessian-vector product, forward over reverse, against central differences of the gradient."""
     flat, tree = jax.tree.flatten(INPUTS[function])
-    rng, step = np.random.default_rng(0), 1e-2
+    rng = np.random.default_rng(0)
+    step = 1e-2
     direction = [jnp.asarray(rng.normal(size=x.shape) / np.sqrt(x.size), jnp.float32) for x in flat]
 
     @jax.jit
@@ -267,7 +272,8 @@ def test_router_weights_have_derivatives_where_softplus_underflows():
         return ops.router(jnp.ones((1, 1)), matrix, None, ints([[0, 1]]), ints([0]), **options).weights[0, 0]
 
     z = logits.astype(np.float64)
-    score, other = np.sqrt(np.logaddexp(0, z)), np.sqrt(np.log(2))
+    score = np.sqrt(np.logaddexp(0, z))
+    other = np.sqrt(np.log(2))
     sigmoid = 1 / (1 + np.exp(-z))
     slope = sigmoid / (2 * score)
     curvature = sigmoid * (1 - sigmoid) / (2 * score) - sigmoid**2 / (4 * score**3)

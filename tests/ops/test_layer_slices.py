@@ -18,7 +18,10 @@ from tests.pallas_kernels.test_hyper_connections import MIXED, OPTIONS, operands
 from tests.pallas_kernels.test_norm_rope import rings_of
 
 
-TOKENS, WIDTH, EXPERTS, HEADS = 2, 1024, 128, 64
+TOKENS = 2
+WIDTH = 1024
+EXPERTS = 128
+HEADS = 64
 
 
 def scan_layers(step, carry, stacks):
@@ -56,7 +59,8 @@ def test_gradients_of_stacks_are_those_of_separate_layers(implementation):
     streams, *_, y, mixing = operands(TOKENS, WIDTH)
     tables = jnp.asarray(np.random.default_rng(0).permutation(LAYERS * 64).reshape(LAYERS, 16, 4) % EXPERTS, jnp.int32)
     ids = jnp.arange(TOKENS, dtype=jnp.int32)
-    weights, direction = (*mixing_weights(), stacked(EXPERTS, WIDTH, std=0.03)), stacked(4, WIDTH)[:1]
+    weights = (*mixing_weights(), stacked(EXPERTS, WIDTH, std=0.03))
+    direction = stacked(4, WIDTH)[:1]
 
     def step(implementation, weights, streams):
         *mixed, router, table = weights
@@ -89,7 +93,9 @@ def layers_of_a_model():
     """(function, carry, stacks, rest): layers of all ops whose kernels take small weights, with CSA's compressors."""
     streams, *_, y, mixing = operands(TOKENS, WIDTH)
     window, slots, positions = rings_of(np.random.default_rng(0), TOKENS, "v4", ring=128)
-    views, compressors, inputs = [], [], []
+    views = []
+    compressors = []
+    inputs = []
     for kind in ("csa", "index"):
         state, pool, weights, floats = test_flush.setup(kind, "v4", kinds=test_flush.RELEASED)
         views.append((state, pool))

@@ -28,7 +28,8 @@ def softmax_attention(q, rows, sinks):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("case", ["sliding", "indices", "all"])
 def test_one_softmax_over_window_entries_and_sink(name, case):
-    fmt, rng = FORMATS[name], np.random.default_rng(5)
+    fmt = FORMATS[name]
+    rng = np.random.default_rng(5)
     kv = jnp.asarray(rng.standard_normal((40, DIM)), jnp.bfloat16)
     window = swa_view(fmt)
     for p in range(40):
@@ -40,7 +41,8 @@ def test_one_softmax_over_window_entries_and_sink(name, case):
     dtype = jnp.float32 if name == "plain" else jnp.bfloat16
     q = jnp.asarray(rng.standard_normal((3, HEADS, DIM)), dtype)
     sinks = jnp.asarray([0.5, -1.0, 3.0, 200.0], jnp.float32)
-    slots, positions = ints([2, -1, 1]), ints([39, -1, 0])
+    slots = ints([2, -1, 1])
+    positions = ints([39, -1, 0])
     window = dataclasses.replace(window, rows=jax.tree.map(lambda x: x.at[1, 1, 0].set(0), window.rows))
     out = np.asarray(attention(q, sinks, ops.AttentionKV(window, compressed, indices), slots, positions))
 
@@ -70,12 +72,14 @@ def test_a_sink_far_below_does_not_divide_by_zero():
 
 def test_many_queries_equal_the_same_queries_alone():
     """Query blocks change nothing: rows of another request never enter."""
-    fmt, rng = FORMATS["v4"], np.random.default_rng(6)
+    fmt = FORMATS["v4"]
+    rng = np.random.default_rng(6)
     compressed = filled(classical_view(fmt), rng.standard_normal((3, 10, DIM)).astype(jnp.bfloat16))
     new_kv = jnp.asarray(rng.standard_normal((70, DIM)), jnp.bfloat16)
     q = jnp.asarray(rng.standard_normal((70, HEADS, DIM)), jnp.bfloat16)
     sinks = jnp.zeros((HEADS,))
-    slots, positions = ints([0] * 35 + [1] * 35), ints([*range(35), *range(35)])
+    slots = ints([0] * 35 + [1] * 35)
+    positions = ints([*range(35), *range(35)])
     kv = ops.AttentionKV(swa_view(fmt), compressed, new_kv=new_kv)
     both = attention(q, sinks, kv, slots, positions)
     for half in (slice(0, 35), slice(35, 70)):

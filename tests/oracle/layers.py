@@ -71,7 +71,8 @@ def run_layer(model, layer, x, chunks, *, kv_format, dtype, given=None, block_to
     )  # fmt: skip
     cache = manager.init_cache()
     slots = [manager.admit(num_tokens=total) for _ in range(rows)]
-    parts, at = [], 0
+    parts = []
+    at = 0
     for n in chunks:
         batch = manager.prepare_forward({slot: [0] * n for slot in slots})
         padding = batch.slots.shape[0] - rows * n

@@ -63,9 +63,11 @@ def test_attention_layer(model, golden, layer):
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_logits_for_any_chunking(model, golden, plan):
     host = manager(model)
-    cache, ids = host.init_cache(), golden["ids"]
+    cache = host.init_cache()
+    ids = golden["ids"]
     slots = [host.admit(row) for row in ids]
-    parts, at = [], 0
+    parts = []
+    at = 0
     for n in plan:
         size = 2 * (17 if n <= 17 else 75)  # few sizes, so few programs to compile
         batch = host.prepare_forward({slot: ids[slot, at : at + n] for slot in slots}, prefill_size=size)
@@ -77,7 +79,8 @@ def test_logits_for_any_chunking(model, golden, plan):
 
 @pytest.mark.parametrize("how", [stream, generate])
 def test_greedy_tokens_equal_transformers(model, golden, how):
-    prompts, want = golden["greedy_prompt"], golden["greedy_tokens"]
+    prompts = golden["greedy_prompt"]
+    want = golden["greedy_tokens"]
     made = how(model, manager(model), prompts, max_new_tokens=48, chunk=16)
     if how is stream:
         pairs = list(made)
@@ -87,7 +90,8 @@ def test_greedy_tokens_equal_transformers(model, golden, how):
 
 def test_drafts_are_verified_and_forgotten(model, golden):
     """Steps of four tokens of which three are wrong guesses: rewound, they leave no trace (rings with spare rows)."""
-    host, ids = manager(model, max_query_tokens=4), golden["ids"]
+    host = manager(model, max_query_tokens=4)
+    ids = golden["ids"]
     cache = host.init_cache()
     slots = [host.admit(row) for row in ids]
     _, cache = forward(model, cache, host.prepare_forward({slot: ids[slot, :21] for slot in slots}))

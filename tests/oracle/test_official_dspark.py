@@ -26,8 +26,12 @@ from tests.paths import DATA
 
 FOLDER = DATA / "official_dspark"
 # Ten and more times what an independent float64 implementation differs by.
-TOLERANCE, ROW_TOLERANCE, CONFIDENCE_TOLERANCE = 1e-4, 5e-5, 2e-4
-K, WINDOW, LAYERS = 5, 8, slice(4, 7)
+TOLERANCE = 1e-4
+ROW_TOLERANCE = 5e-5
+CONFIDENCE_TOLERANCE = 2e-4
+K = 5
+WINDOW = 8
+LAYERS = slice(4, 7)
 PLANS = plans((1, 4, 6), K)
 
 
@@ -70,7 +74,8 @@ def run(model, host, cache, tokens, anchors=None):
 
 def run_true(model, host, cache, golden, rows, at, n):
     """Runs tokens `at` to `at + n - 1` of rows, {slot: row}, and checks them and the drafts after the next token."""
-    ids, last = golden["ids"], at + n - 1
+    ids = golden["ids"]
+    last = at + n - 1
     anchors = {slot: ids[row, min(at + n, T - 1)] for slot, row in rows.items()}
     out, cache = run(model, host, cache, {slot: ids[row, at : at + n] for slot, row in rows.items()}, anchors)
     for slot, row in rows.items():
@@ -95,14 +100,17 @@ def check_rows(cache, golden, slot, row, end):
     """The rows of the window before a position, in all draft layers."""
     positions = np.arange(max(end - WINDOW, 0), end)
     rows = jax.tree.map(lambda x: x[LAYERS, slot][:, positions % x.shape[2]], cache.swa)
-    have, want = np.concatenate([rows.nope, rows.rope], axis=-1), golden["rows"][:, row, positions]
+    have = np.concatenate([rows.nope, rows.rope], axis=-1)
+    want = golden["rows"][:, row, positions]
     chex.assert_trees_all_close(have, want, rtol=0, atol=ROW_TOLERANCE)
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_drafts_for_any_chunking(model, golden, plan):
-    host, at = manager_of(model, K), 0
-    cache, slots = host.init_cache(), [host.admit(row) for row in golden["ids"]]
+    host = manager_of(model, K)
+    at = 0
+    cache = host.init_cache()
+    slots = [host.admit(row) for row in golden["ids"]]
     for n in plan:
         cache = run_true(model, host, cache, golden, {slot: slot for slot in slots}, at, n)
         at += n
@@ -112,8 +120,11 @@ def test_drafts_for_any_chunking(model, golden, plan):
 
 def test_drafts_after_rewinds(model, golden):
     """Steps of six tokens of which 0 to 5 are wrong, rewound, leave no trace in the next step's drafts."""
-    host, ids, t = manager_of(model, K), golden["ids"], 16
-    cache, slots = host.init_cache(), [host.admit(row) for row in ids]
+    host = manager_of(model, K)
+    ids = golden["ids"]
+    t = 16
+    cache = host.init_cache()
+    slots = [host.admit(row) for row in ids]
     cache = read(model, host, cache, dict(enumerate(ids)), t)
     for wrong in (5, 0, 4, 1, 3, 2):
         guesses = {slot: ids[slot, t : t + 1 + K].copy() for slot in slots}
@@ -131,8 +142,10 @@ def test_drafts_after_rewinds(model, golden):
 
 def test_drafts_after_a_fork_and_after_an_offload(model, golden):
     """A child goes on with true tokens and its parent with others; later it comes back to another slot."""
-    host, ids = manager_of(model, K), golden["ids"]
-    cache, parent = host.init_cache(), host.admit(ids[0])
+    host = manager_of(model, K)
+    ids = golden["ids"]
+    cache = host.init_cache()
+    parent = host.admit(ids[0])
     cache = read(model, host, cache, {parent: ids[0]}, 21)
     (child,), cache = host.fork(cache, parent, 1)
     for t in range(21, 26):
@@ -147,8 +160,10 @@ def test_drafts_after_a_fork_and_after_an_offload(model, golden):
 
 def test_drafts_after_a_prefix_hit(model, golden):
     """The request that left the prefix went on with another token."""
-    host, ids = manager_of(model, K), golden["ids"][1]
-    prefix, cache = PrefixCache(host, key="", debug=True), host.init_cache()
+    host = manager_of(model, K)
+    ids = golden["ids"][1]
+    prefix = PrefixCache(host, key="", debug=True)
+    cache = host.init_cache()
     first, _, cache = prefix.admit(cache, ids)
     cache = read(model, host, cache, {first: ids}, 32)
     _, cache = run(model, host, cache, {first: 125 - ids[32:33]})
@@ -176,7 +191,8 @@ def test_the_command_line_gives_the_goldens_predictions(golden, tmp_path):
 
 def expected_steps(golden, row, tokens):
     """How many drafts each step keeps: none with the prompt's step, then the golden's, but for those past the end."""
-    accepted, at = [0], 0
+    accepted = [0]
+    at = 0
     while (left := tokens - sum(accepted) - len(accepted)) > 0:
         accepted.append(min(int(golden["spec_accept"][row, at]), left - 1))
         at += 1
@@ -198,7 +214,9 @@ def finish(engine):
 
 def test_the_engine_accepts_what_the_golden_does(compiled, golden):
     """With every number of drafts that a step verifies the tokens are those without drafts, also after a prefix hit."""
-    engine, prompts, want = engine_of(compiled, prefix=True), golden["greedy_prompt"], golden["greedy_tokens"]
+    engine = engine_of(compiled, prefix=True)
+    prompts = golden["greedy_prompt"]
+    want = golden["greedy_tokens"]
     requests = [engine.add(prompt, max_new_tokens=40) for prompt in prompts]
     finish(engine)
     again = [engine.add(prompts[0], max_new_tokens=40, draft_tokens=k) for k in range(1 + K)]
@@ -212,7 +230,8 @@ def test_the_engine_accepts_what_the_golden_does(compiled, golden):
 
 
 def test_drafts_without_confidence_are_not_verified(compiled, golden):
-    engine, prompts = engine_of(compiled, min_confidence=0.5), golden["greedy_prompt"]
+    engine = engine_of(compiled, min_confidence=0.5)
+    prompts = golden["greedy_prompt"]
     requests = [engine.add(prompt, max_new_tokens=40) for prompt in prompts]
     finish(engine)
     for row, request in enumerate(requests):
@@ -226,7 +245,8 @@ def test_drafts_without_confidence_are_not_verified(compiled, golden):
 @pytest.mark.parametrize("kv_format", ["plain", pytest.param("v4", marks=pytest.mark.slow)])
 def test_drafts_change_no_drawn_token(compiled, golden, kv_format):
     """Drafts share the random bits of the tokens they guess, so tokens are equal and drafts are often right."""
-    engine, groups = engine_of(compiled, kv_format=kv_format), []
+    engine = engine_of(compiled, kv_format=kv_format)
+    groups = []
     engine.manager.requests.allocator.acquire(17)  # the other 7 are too few for two requests: one has to make room
     for seed, temperature in enumerate((1.0, 1.0, 0.0)):
         options = dict(max_new_tokens=40, sampling=SamplingParams(temperature=temperature, top_k=20), seed=seed)
@@ -239,14 +259,18 @@ def test_drafts_change_no_drawn_token(compiled, golden, kv_format):
 
 @pytest.mark.parametrize("drafts", [K, pytest.param(DraftOptions(K, min_confidence=0.5), marks=pytest.mark.slow)])
 def test_the_loop_on_the_device_accepts_what_the_golden_does(model, golden, drafts):
-    host, prompts, want = manager_of(model, K), golden["greedy_prompt"], golden["greedy_tokens"]
-    cache, slots = host.init_cache(), [host.admit(prompt) for prompt in prompts]
+    host = manager_of(model, K)
+    prompts = golden["greedy_prompt"]
+    want = golden["greedy_tokens"]
+    cache = host.init_cache()
+    slots = [host.admit(prompt) for prompt in prompts]
     cache = read(model, host, cache, dict(enumerate(prompts)), 20)
     batch = host.prepare_forward({slot: prompts[slot, -1:] for slot in slots}, reserve=39)
     output, _ = decode_loop(model, cache, batch, jnp.zeros((3,), jnp.uint32), steps=40, drafts=drafts)
     chex.assert_trees_all_equal(output.tokens[:2], want)
     for row in range(2):
-        steps, accepted = expected_steps(golden, row, 40), output.accepted[row].tolist()
+        steps = expected_steps(golden, row, 40)
+        accepted = output.accepted[row].tolist()
         if drafts == K:
             assert accepted == steps + [-1] * (40 - len(steps))
         else:
@@ -254,7 +278,8 @@ def test_the_loop_on_the_device_accepts_what_the_golden_does(model, golden, draf
 
 
 def test_what_makes_no_drafts_is_refused(compiled):
-    config, sizes = compiled.module.config, dict(num_blocks=8, max_requests=2, max_context=64, block_tokens=16)
+    config = compiled.module.config
+    sizes = dict(num_blocks=8, max_requests=2, max_context=64, block_tokens=16)
     with pytest.raises(ValueError, match="drafts=6 must be from 1 to 5, the most that this model's layers make"):
         Engine(compiled, KVCacheManager(config, **sizes, max_query_tokens=7), drafter="model")
     with pytest.raises(ValueError, match=r"min_confidence=1.5 must be from 0 to 1"):
@@ -277,7 +302,8 @@ def test_the_layers_are_saved_as_the_release_stores_them(model, tmp_path):
     save_release(model, tmp_path)
     config = DSV4Config.from_hf(tmp_path, mtp=True)
     assert config == model.config and config.num_draft_layers == 3
-    theirs, ours = read_checkpoint(FOLDER), read_checkpoint(tmp_path)
+    theirs = read_checkpoint(FOLDER)
+    ours = read_checkpoint(tmp_path)
     scales = {name for name in ours if name.endswith(".scale")}
     assert ours.keys() - scales == theirs.keys()
     assert ours["mtp.0.main_proj.weight"].dtype == "F8_E4M3"

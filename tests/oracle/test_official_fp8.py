@@ -101,7 +101,10 @@ def test_stored_weights_give_the_same_bits():
         model = load_checkpoint(FOLDER, weights=weights)
         sizes = dict(num_blocks=6, max_requests=1, max_context=96, block_tokens=16)
         host = KVCacheManager(model.config, kv_format="v4", **sizes)
-        model, slot, cache, outs = CompiledModel(model), host.admit(), host.init_cache(), []
+        model = CompiledModel(model)
+        slot = host.admit()
+        cache = host.init_cache()
+        outs = []
         for tokens in (list(range(5, 45)), [7]):
             out, cache = model.forward(cache, host.prepare_forward({slot: tokens}))
             outs.append(np.asarray(out))

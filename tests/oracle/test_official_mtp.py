@@ -27,7 +27,9 @@ FOLDER = DATA / "official_mtp"
 TOLERANCE = 1e-4
 # 10 times that.
 ROW_TOLERANCE = 2e-5
-K, WINDOW, LAYER = 3, 8, 3
+K = 3
+WINDOW = 8
+LAYER = 3
 PLANS = plans((1, 2, 3, 4, 5, 16), K)
 
 
@@ -101,7 +103,8 @@ def test_the_block_on_true_tokens(model, golden):
             mtp_x=entered, mtp_out=left, mtp_logits=model.logits(drafts.norm(drafts.hc_head(left))), **attention
         ), cache
 
-    host, ids = manager_of(model, K), golden["ids"]
+    host = manager_of(model, K)
+    ids = golden["ids"]
     slots = [host.admit(row) for row in ids]
     batch = host.prepare_forward(dict(zip(slots, ids, strict=True)), prefill_size=2 * T)
     out, cache = block_step(model, host.init_cache(), batch)
@@ -112,14 +115,18 @@ def test_the_block_on_true_tokens(model, golden):
             value, golden[name], rtol=0, atol=tolerance.get(name, ROW_TOLERANCE), custom_message=name
         )
     for slot in slots:
-        want, at = golden["mtp_ring"][slot], np.arange(T - 1 - WINDOW, T - 1)
+        want = golden["mtp_ring"][slot]
+        at = np.arange(T - 1 - WINDOW, T - 1)
         chex.assert_trees_all_close(ring(cache, slot, at), want[at % WINDOW], rtol=0, atol=ROW_TOLERANCE)
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_drafts_for_any_chunking(model, golden, plan):
-    host, ids, at = manager_of(model, K), golden["ids"], 0
-    cache, slots = host.init_cache(), [host.admit(row) for row in ids]
+    host = manager_of(model, K)
+    ids = golden["ids"]
+    at = 0
+    cache = host.init_cache()
+    slots = [host.admit(row) for row in ids]
     for n in plan:
         out, cache = run(model, host, cache, {slot: ids[slot, at : at + n] for slot in slots})
         at += n
@@ -137,8 +144,12 @@ def test_drafts_for_any_chunking(model, golden, plan):
 
 def test_drafts_after_rewinds(model, golden):
     """Steps of four tokens of which 0 to 3 are wrong, rewound, leave no trace in the next step's drafts."""
-    host, ids, t, turn = manager_of(model, K), golden["ids"], 21, 0
-    cache, slots = host.init_cache(), [host.admit(row) for row in ids]
+    host = manager_of(model, K)
+    ids = golden["ids"]
+    t = 21
+    turn = 0
+    cache = host.init_cache()
+    slots = [host.admit(row) for row in ids]
     cache = read(model, host, cache, dict(enumerate(ids)), t)
     while t + 1 + K < T:
         guesses = {slot: ids[slot, t : t + 1 + K].copy() for slot in slots}
@@ -155,14 +166,17 @@ def test_drafts_after_rewinds(model, golden):
         out, cache = run(model, host, cache, {slot: ids[slot, t : t + 1] for slot in slots})
         for slot in slots:
             check(out, golden, slot, slot, t)
-        t, turn = t + 1, turn + 1
+        t = t + 1
+        turn = turn + 1
     assert turn > 2 * K
 
 
 def test_drafts_after_a_fork_and_after_an_offload(model, golden):
     """A child and its parent go on with other tokens: the row between the last shared token and these differs."""
-    host, ids = manager_of(model, K), golden["ids"]
-    cache, parent = host.init_cache(), host.admit(ids[0])
+    host = manager_of(model, K)
+    ids = golden["ids"]
+    cache = host.init_cache()
+    parent = host.admit(ids[0])
     cache = read(model, host, cache, {parent: ids[0]}, 21)
     (child,), cache = host.fork(cache, parent, 1)
     for t in range(21, 30):
@@ -178,8 +192,10 @@ def test_drafts_after_a_fork_and_after_an_offload(model, golden):
 
 def test_drafts_after_a_prefix_hit(model, golden):
     """The request that left the prefix went on with another token; the one that hits has what a cold one has."""
-    host, ids = manager_of(model, K), golden["ids"][1]
-    prefix, cache = PrefixCache(host, key="", debug=True), host.init_cache()
+    host = manager_of(model, K)
+    ids = golden["ids"][1]
+    prefix = PrefixCache(host, key="", debug=True)
+    cache = host.init_cache()
     first, _, cache = prefix.admit(cache, ids)
     cache = read(model, host, cache, {first: ids}, 32)
     _, cache = run(model, host, cache, {first: 159 - ids[32:33]})
@@ -224,7 +240,8 @@ def test_the_command_line_gives_the_goldens_predictions(golden, tmp_path):
 
 def expected_steps(golden, row, tokens):
     """How many drafts each step keeps: none with the prompt's step, then the golden's, but for those past the end."""
-    accepted, at = [0], 0
+    accepted = [0]
+    at = 0
     while at < tokens - 1:
         accepted.append(min(int(golden["greedy_accept"][row, at]), tokens - 2 - at))
         at += 1 + accepted[-1]
@@ -256,7 +273,8 @@ def finish(engine):
 def test_the_engine_accepts_what_the_golden_does(compiled, golden):
     """Requests with drafts and without in one batch."""
     engine = engine_of(compiled)
-    prompts, want = golden["greedy_prompt"], golden["greedy_tokens"]
+    prompts = golden["greedy_prompt"]
+    want = golden["greedy_tokens"]
     requests = [engine.add(prompt, max_new_tokens=32) for prompt in prompts]
     requests += [engine.add(prompts[1], max_new_tokens=20, draft_tokens=0)]
     finish(engine)
@@ -271,7 +289,8 @@ def test_the_engine_accepts_what_the_golden_does(compiled, golden):
 
 def test_guesses_follow_the_last_kept_draft(compiled, golden):
     """Their rows, which lie behind those of the text, are rotated by their positions: two requests, the same bits."""
-    engine, prompt = engine_of(compiled), golden["greedy_prompt"][1]
+    engine = engine_of(compiled)
+    prompt = golden["greedy_prompt"][1]
     count = length_that_ends_with_drafts(golden, 1)
     requests = [engine.add(prompt, max_new_tokens=count, draft_tokens=k) for k in (K, 0)]
     engine.step()
@@ -285,7 +304,8 @@ def test_guesses_follow_the_last_kept_draft(compiled, golden):
 
 def test_what_makes_no_drafts_is_refused(compiled):
     host = manager_of(compiled.module, K)
-    batch, seeds = host.prepare_forward({host.admit(): [5]}), jnp.zeros((3,), jnp.uint32)
+    batch = host.prepare_forward({host.admit(): [5]})
+    seeds = jnp.zeros((3,), jnp.uint32)
     with pytest.raises(ValueError, match="drafts=4 must be from 1 to 3: the cache has max_query_tokens=4"):
         compiled.decode_loop(host.init_cache(), batch, seeds, steps=2, drafts=4)
     config = DSV4Config.from_hf(FOLDER)
@@ -298,7 +318,8 @@ def test_what_makes_no_drafts_is_refused(compiled):
 
 def test_the_engine_accepts_as_many_after_a_prefix_hit(compiled, golden):
     """The prompt's first block, of a request whose prompt goes on otherwise."""
-    engine, prompt = engine_of(compiled, prefix=True), golden["greedy_prompt"][0]
+    engine = engine_of(compiled, prefix=True)
+    prompt = golden["greedy_prompt"][0]
     engine.add(np.append(prompt[:16], 159 - prompt[16:]), max_new_tokens=1)
     finish(engine)
     request = engine.add(prompt, max_new_tokens=32)
@@ -309,7 +330,8 @@ def test_the_engine_accepts_as_many_after_a_prefix_hit(compiled, golden):
 
 def test_drafts_change_no_drawn_token(compiled, golden):
     """Drafts share the random bits of the tokens they guess, so tokens are equal and drafts are often right."""
-    engine, warm = engine_of(compiled), SamplingParams(temperature=1.0, top_k=20)
+    engine = engine_of(compiled)
+    warm = SamplingParams(temperature=1.0, top_k=20)
     pairs = []
     for seed in range(4):
         options = dict(max_new_tokens=24, sampling=warm, seed=seed)
@@ -327,7 +349,9 @@ def test_drafts_change_no_drawn_token(compiled, golden):
 def test_drafts_keep_the_models_distribution(compiled, golden):
     """The token after the first one, which drafts guess, is as often each id as softmax says."""
     # Many at once, and prompts so short that a step reads all of theirs.
-    engine, prompt, options = engine_of(compiled, requests=16), golden["ids"][0, :7], dict(max_new_tokens=3)
+    engine = engine_of(compiled, requests=16)
+    prompt = golden["ids"][0, :7]
+    options = dict(max_new_tokens=3)
     draws = [
         engine.add(prompt, seed=i, sampling=SamplingParams(temperature=1.0, top_k=4), **options) for i in range(1500)
     ]
@@ -344,7 +368,8 @@ def test_drafts_keep_the_models_distribution(compiled, golden):
         seconds = [request.generated[1] for request in draws if request.generated[0] == first]
         have = np.bincount(seconds, minlength=160)[best]
         assert have.sum() == firsts[first]  # none outside the four
-        chi, freedom = chi + ((have - want) ** 2 / want).sum(), freedom + 3
+        chi = chi + ((have - want) ** 2 / want).sum()
+        freedom = freedom + 3
     # Its mean is the degrees of freedom, its variance twice that: four standard deviations.
     assert freedom >= 3 and chi < freedom + 4 * (2 * freedom) ** 0.5
 
@@ -358,14 +383,18 @@ def logits_after(model, ids):
 
 
 def test_the_loop_on_the_device_accepts_what_the_golden_does(model, golden):
-    host, prompts, want = manager_of(model, K), golden["greedy_prompt"], golden["greedy_tokens"]
-    cache, slots = host.init_cache(), [host.admit(prompt) for prompt in prompts]
+    host = manager_of(model, K)
+    prompts = golden["greedy_prompt"]
+    want = golden["greedy_tokens"]
+    cache = host.init_cache()
+    slots = [host.admit(prompt) for prompt in prompts]
     cache = read(model, host, cache, dict(enumerate(prompts)), 20)
     steps = length_that_ends_with_drafts(golden, 0)
     batch = host.prepare_forward({slot: prompts[slot, -1:] for slot in slots}, reserve=steps - 1)
     seeds = jnp.zeros((3,), jnp.uint32)
     output, cache = decode_loop(model, cache, batch, seeds, steps=steps, drafts=K)
-    tokens, accepted = output.tokens, output.accepted
+    tokens = output.tokens
+    accepted = output.accepted
     chex.assert_trees_all_equal(tokens[:2], want[:, :steps])
     assert (np.asarray(tokens[2]) == -1).all() and (np.asarray(accepted[2]) == -1).all()
     held = 21 + steps - 1
@@ -374,7 +403,8 @@ def test_the_loop_on_the_device_accepts_what_the_golden_does(model, golden):
         kept = expected_steps(golden, row, steps)
         assert accepted[row].tolist() == kept + [-1] * (steps - len(kept))
     # The last guesses' rows, too, are where single steps leave them.
-    other, ids = manager_of(model, K), np.append(prompts[0], want[0, : steps - 1])
+    other = manager_of(model, K)
+    ids = np.append(prompts[0], want[0, : steps - 1])
     other_cache = read(model, other, other.init_cache(), {other.admit(): ids}, held)
     positions = np.arange(held - WINDOW, held - 1 + K)
     chex.assert_trees_all_close(ring(cache, 0, positions), ring(other_cache, 0, positions), rtol=0, atol=ROW_TOLERANCE)
@@ -384,10 +414,8 @@ def test_the_loop_on_the_device_accepts_what_the_golden_does(model, golden):
 def test_drawn_tokens_are_the_same_by_every_road(model, golden):
     """A stop in one row, prompts of unequal lengths; with 1 to 3 drafts in the loop on the device, and streamed."""
     long, short = golden["greedy_prompt"].tolist()
-    prompts, options = (
-        [long, short[:5]],
-        dict(max_new_tokens=30, sampling=SamplingParams(temperature=1.0), seed=3, chunk=8),
-    )
+    prompts = [long, short[:5]]
+    options = dict(max_new_tokens=30, sampling=SamplingParams(temperature=1.0), seed=3, chunk=8)
     free = generate(model, manager_of(model, K), prompts, **options)
     stop = next(token for token in free[0][5:] if token not in free[1])
     want = [free[0][: free[0].index(stop) + 1], free[1]]

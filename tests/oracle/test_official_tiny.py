@@ -48,7 +48,8 @@ cases = pytest.mark.parametrize(("run", "layer"), [(run, layer) for run in RUNS 
 
 def almost_equal(got, want, step):
     """At least 99.9 % of the values equal, the rest one step of the grid apart (a product on a rounding border)."""
-    got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+    got = np.asarray(got, np.float32)
+    want = np.asarray(want, np.float32)
     differ = got != want
     assert differ.mean() <= 1e-3, f"{differ.mean():.2%} differ"
     assert (np.abs(got - want) <= step(np.maximum(np.abs(got), np.abs(want)))).all()
@@ -95,18 +96,21 @@ def test_entries_and_keys(model, golden, outcome, run, layer):
 @cases
 def test_states(model, golden, outcome, run, layer):
     """Only rows that a later window reads mean anything; the golden keeps them at fixed rows, we by position."""
-    kind, cache = model.config.layer_types[layer], outcome(run, layer)[2]
+    kind = model.config.layer_types[layer]
+    cache = outcome(run, layer)[2]
     if kind == SLIDING:
         return
     rate = model.config.compress_rate(layer)
     opened = 75 // rate * rate
     spec = cache.schema.layers[layer]
-    index, group = spec.index, cache.groups[spec.group]
+    index = spec.index
+    group = cache.groups[spec.group]
     for prefix, state in {"": group.state, "index_": group.key_state}.items():
         if state is None:
             continue
         for name, array in ((f"{prefix}kv_state", state.kv), (f"{prefix}score_state", state.gate)):
-            array, want = np.asarray(array[index]), golden[f"{run}_{name}_{layer}"]
+            array = np.asarray(array[index])
+            want = golden[f"{run}_{name}_{layer}"]
             ring = array.shape[1]
             for p in range(opened, 75):
                 row = (rate if kind == CSA else 0) + p % rate
@@ -122,11 +126,13 @@ def test_states(model, golden, outcome, run, layer):
 def test_selection_follows_the_band_rule(model, golden, outcome, run, layer):
     if model.config.layer_types[layer] != CSA:
         return
-    selected, scores = outcome(run, layer)[1]["topk"], golden[f"{run}_index_score_{layer}"]
+    selected = outcome(run, layer)[1]["topk"]
+    scores = golden[f"{run}_index_score_{layer}"]
     k = model.config.index_topk
     for row in range(2):
         for t in range(75):
-            visible, mine = (t + 1) // 4, set(selected[row, t][selected[row, t] >= 0])
+            visible = (t + 1) // 4
+            mine = set(selected[row, t][selected[row, t] >= 0])
             assert len(mine) == min(k, visible) and all(s < visible for s in mine)
             if visible <= k:
                 continue

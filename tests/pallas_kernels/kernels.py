@@ -14,7 +14,8 @@ from tests.ops.pools import same_bytes
 
 
 FORMATS = {name: kv_format(name) for name in ("v4", "per_entry")}
-NOPE, ROPE = 448, 64
+NOPE = 448
+ROPE = 64
 DIM = NOPE + ROPE
 LAYOUTS = {name: fmt.entries(NOPE, ROPE).layout for name, fmt in FORMATS.items()}
 
@@ -50,7 +51,8 @@ def compile_in_process(script: str) -> str:
 
 def registers(script: str) -> dict[str, int]:
     """Registers a thread of each kernel that the script compiles, by name; fails where one spills."""
-    found, name = {}, None
+    found = {}
+    name = None
     for line in compile_in_process(script).splitlines():
         if match := re.match(r"kernel (\S+)", line):
             name = match[1]

@@ -31,7 +31,8 @@ def receive_all(rng, ranks, calls, generations):
     A rank is a program of single steps; a store arrives some time after it was issued, in any order.
     """
     boxes = [{} for _ in range(ranks)]
-    flying, received = [], [[] for _ in range(ranks)]
+    flying = []
+    received = [[] for _ in range(ranks)]
 
     def program(rank):
         for call in range(1, calls + 1):

@@ -28,7 +28,8 @@ def rows_of(rng, tokens):
 
 def call_of(rng, plan, padding, tokens):
     """(slots, positions) of `tokens` tokens: `plan` = (slot, how many, first position) and padding between."""
-    slots, positions = [], []
+    slots = []
+    positions = []
     for slot, count, first in plan:
         slots += [slot] * count
         positions += range(first, first + count)
@@ -62,7 +63,8 @@ def test_interpreted(fmt, counts, first, order, padding, tokens, seed):
 def test_on_gpu(fmt, tokens):
     rng = np.random.default_rng(tokens)
     if tokens < 300:
-        slots, positions = rng.permutation(300)[:tokens] - 20, rng.integers(-1, 1 << 20, tokens)
+        slots = rng.permutation(300)[:tokens] - 20
+        positions = rng.integers(-1, 1 << 20, tokens)
     else:  # a prefill: longer and shorter runs than the ring
         slots, positions = call_of(rng, [(7, 5000, 33), (3, 128, 1), (200, 129, 1 << 19), (0, 2000, 0)], True, tokens)
     view = view_of(fmt, layers=3, slots=280, ring=128)
@@ -126,7 +128,8 @@ def test_what_the_kernel_does_not_take_is_refused_before_launch():
 
 def test_the_best_implementation_falls_back_to_xla():
     """Within use_implementation an op takes the kernel where it can, and the reference where the kernel cannot."""
-    view, kv = swa_view(FORMATS["v4"]), jnp.ones((1, 80), jnp.bfloat16)
+    view = swa_view(FORMATS["v4"])
+    kv = jnp.ones((1, 80), jnp.bfloat16)
     with ops.use_implementation("interpret"):
         got = ops.append_swa(view, kv, ints([0]), ints([0]))
     same_bytes(got, ops.append_swa(view, kv, ints([0]), ints([0]), implementation="xla"))

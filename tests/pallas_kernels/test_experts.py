@@ -60,7 +60,8 @@ def reference(x, selected, weights, gate_up, down):
         t, j = np.nonzero(np.asarray(selected) == expert)
         both = rounded(np.asarray(x, np.float64)[t] @ np.asarray(gate_up[expert], np.float64).T)
         gate, up = np.split(both, 2, axis=1)
-        gate, up = np.minimum(gate, LIMIT), np.clip(up, -LIMIT, LIMIT)
+        gate = np.minimum(gate, LIMIT)
+        up = np.clip(up, -LIMIT, LIMIT)
         inner = rounded(gate / (1 + np.exp(-gate)) * up * np.asarray(weights, np.float64)[t, j, None])
         out[t, j] = rounded(inner @ np.asarray(down[expert], np.float64).T)
     return out.sum(axis=1)
@@ -71,7 +72,8 @@ def check(implementation, *args, **kwargs):
 
 
 def compare(implementation, *arrays, run=run):
-    got, want = np.float64(run(*arrays, implementation=implementation)), reference(*arrays[:5])
+    got = np.float64(run(*arrays, implementation=implementation))
+    want = reference(*arrays[:5])
     # Where a sum in another order is rounded the other way, the value is off by 2**-8: few are. See also
     # `test_quantized_linear` for single sums.
     assert np.linalg.norm(got - want) <= 1e-3 * np.linalg.norm(want)
@@ -80,12 +82,14 @@ def compare(implementation, *arrays, run=run):
 
 def check_shared(implementation, tokens, top_k, number, depth, inner, shared):
     """Beside the others, in one launch, the expert that all tokens have."""
-    arrays, rng = operands(tokens, top_k, number, depth, inner), np.random.default_rng(0)
+    arrays = operands(tokens, top_k, number, depth, inner)
+    rng = np.random.default_rng(0)
     gate_up, down = (random_weight(rng, *shape, scales=(113, 118)) for shape in ((2 * shared, depth), (depth, shared)))
     got = np.float64(run(*arrays, None, (gate_up[0], down[0]), implementation=implementation))
     alone = np.float64(run(*arrays, implementation=implementation))
     gate, up = np.split(rounded(np.asarray(arrays[0], np.float64) @ gate_up[1].T), 2, axis=1)
-    gate, up = np.minimum(gate, LIMIT), np.clip(up, -LIMIT, LIMIT)
+    gate = np.minimum(gate, LIMIT)
+    up = np.clip(up, -LIMIT, LIMIT)
     shared_only = rounded(rounded(gate / (1 + np.exp(-gate)) * up) @ down[1].T)
     want = alone + shared_only
     # Half a unit of bfloat16 of the sum; for the shared expert's part see `compare`.
@@ -102,7 +106,8 @@ def test_blocks_of_threads_share_the_work(blocks, shared):
     for i, tiles in enumerate(problem.tiles):
         worker = jnp.arange(MULTIPROCESSORS + 1)
         routed, own = problem.first_tiles(jnp.int32(blocks), i, worker, MULTIPROCESSORS)
-        routed, own = np.asarray(routed), np.broadcast_to(own, worker.shape)
+        routed = np.asarray(routed)
+        own = np.broadcast_to(own, worker.shape)
         assert (routed[0], own[0], routed[-1], own[-1]) == (0, 0, blocks * tiles, problem.shared_tiles[i])
         counts = np.diff(routed), np.diff(own)
         assert min(map(np.min, counts)) >= 0
@@ -145,7 +150,8 @@ def test_the_shared_expert_is_one_more(implementation):
 def test_pairs_grouped_by_the_router(implementation):
     x, _, _, *matrices = operands(2, 1, 128, 512, 256)
     keys = jax.random.split(jax.random.key(0))
-    weight, bias = jax.random.normal(keys[0], (128, 512)), jax.random.normal(keys[1], (128,))
+    weight = jax.random.normal(keys[0], (128, 512))
+    bias = jax.random.normal(keys[1], (128,))
     routing = ops.router(x, weight, bias, top_k=1, scaling_factor=1.0, implementation=implementation)
     assert routing.permutation is not None
     arrays = x, routing.experts, routing.weights, *matrices

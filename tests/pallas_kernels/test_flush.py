@@ -19,7 +19,10 @@ from tests.pallas_kernels.kernels import registers
 from tests.pallas_kernels.stacks import check_layers
 
 
-SLOTS, MAX_BLOCKS, LAYERS, BLOCK_TOKENS = 3, 4, 2, 128
+SLOTS = 3
+MAX_BLOCKS = 4
+LAYERS = 2
+BLOCK_TOKENS = 128
 # rate, overlap, channels. Interpreted: few channels, and HCA windows of 32 rows.
 SMALL = {"csa": (4, True, 128), "index": (4, True, 128), "hca": (32, False, 128)}
 RELEASED = {"csa": (4, True, 512), "index": (4, True, 128), "hca": (128, False, 512)}
@@ -30,8 +33,10 @@ FORMATS = ["v4", "per_entry"]
 def setup(kind, fmt, *, kinds=SMALL, requests=SLOTS, spare=0, seed=0):
     """Views with random states and poisoned pools; every third block of a request is missing."""
     rate, overlap, dim = kinds[kind]
-    fmt, rng = kv_format(fmt), np.random.default_rng(seed)
-    ring, width = rate * (1 + overlap) + spare, dim * (1 + overlap)
+    fmt = kv_format(fmt)
+    rng = np.random.default_rng(seed)
+    ring = rate * (1 + overlap) + spare
+    width = dim * (1 + overlap)
 
     def floats(*shape):
         return jnp.asarray(rng.standard_normal(shape) * 2, jnp.float32)
@@ -50,7 +55,8 @@ def setup(kind, fmt, *, kinds=SMALL, requests=SLOTS, spare=0, seed=0):
 
 @functools.partial(jax.jit, static_argnames=("max_query_tokens", "implementation", "config"))
 def flush(compressors, slots, positions, *, max_query_tokens, implementation, config=None):
-    args, options = (compressors, slots, positions), dict(max_query_tokens=max_query_tokens)
+    args = (compressors, slots, positions)
+    options = dict(max_query_tokens=max_query_tokens)
     if config is not None:
         return _flush_kernel(*args, dtype=jnp.bfloat16, interpret=True, config=config, **options)
     return ops.flush(*args, implementation=implementation, **options)
@@ -116,8 +122,10 @@ def test_layers_of_a_stack(layer, most, implementation):
     """One launch, and two: each layer adds its position biases to rows of the call, and stores them with its norm."""
     kinds = RELEASED if implementation == "mosaic_gpu" else SMALL
     start = kinds[LAYERS_OF[layer][0]][0] - 2
-    slots, positions = ints([0, 0, 1, -1]), ints([start, start + 1, start + 1, -1])
-    given, weights = [], []
+    slots = ints([0, 0, 1, -1])
+    positions = ints([start, start + 1, start + 1, -1])
+    given = []
+    weights = []
     for kind in LAYERS_OF[layer]:
         state, pool, own, floats = setup(kind, "v4", kinds=kinds, spare=1)
         given.append((state, pool, *floats(2, 4, state.kv.shape[-1]), own))
@@ -153,7 +161,8 @@ def test_refusals_name_the_rule():
 @pytest.mark.parametrize("layer", LAYERS_OF)
 def test_decode_on_the_gpu(layer, fmt, tokens):
     """The released shapes: every window closes; requests at any phase; two tokens a request. HCA: 8, 4, 2, 1 blocks."""
-    rate, rng = RELEASED[LAYERS_OF[layer][0]][0], np.random.default_rng(1)
+    rate = RELEASED[LAYERS_OF[layer][0]][0]
+    rng = np.random.default_rng(1)
     check = functools.partial(compare, "mosaic_gpu", layer, fmt, kinds=RELEASED, requests=tokens)
     slots = rng.permutation(tokens)
     check(slots, rng.integers(1, 4 * 128 // rate, tokens) * rate - 1, max_query_tokens=1)
@@ -168,7 +177,8 @@ def test_decode_on_the_gpu(layer, fmt, tokens):
 @pytest.mark.parametrize("layer", LAYERS_OF)
 def test_prefill_on_the_gpu(layer, fmt):
     """8192 tokens: long runs, runs shorter than a window at any phase, single tokens, padding between them."""
-    rng, runs = np.random.default_rng(2), []
+    rng = np.random.default_rng(2)
+    runs = []
     for slot in rng.permutation(64):
         length = rng.choice([1, 2, 3, 7, 60, 130, 257, 500])
         runs.append((slot, rng.integers(0, 512 - length), length, rng.integers(0, 3)))

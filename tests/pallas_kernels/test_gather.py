@@ -58,7 +58,8 @@ EXAMPLES = settings(max_examples=5, deadline=None)
 @EXAMPLES
 def test_by_index_interpreted(fmt, tokens, count, seed):
     rng = np.random.default_rng(seed)
-    slots, indices = ints(rng.integers(-1, 3, tokens)), ints(rng.integers(-1, 8, (tokens, count)))
+    slots = ints(rng.integers(-1, 3, tokens))
+    indices = ints(rng.integers(-1, 8, (tokens, count)))
     check(ops.gather_compressed_kv, "interpret", paged(fmt, rng, **SMALL), indices, slots)
 
 
@@ -67,7 +68,8 @@ def test_by_index_interpreted(fmt, tokens, count, seed):
 @EXAMPLES
 def test_all_interpreted(fmt, tokens, rate, seed):
     rng = np.random.default_rng(seed)
-    slots, positions = ints(rng.integers(-1, 3, tokens)), ints(rng.integers(-1, 7 * rate, tokens))
+    slots = ints(rng.integers(-1, 3, tokens))
+    positions = ints(rng.integers(-1, 7 * rate, tokens))
     check(ops.gather_all_compressed_kv, "interpret", paged(fmt, rng, rate=rate, **SMALL), slots, positions)
 
 
@@ -85,7 +87,8 @@ def test_only_visible_interpreted():
     In the interpreter that is NaN.
     """
     view = paged(FORMATS["v4"], np.random.default_rng(0), **SMALL | dict(max_blocks=19))
-    slots, positions = ints([1, -1, 0]), ints([11, 50, 23])
+    slots = ints([1, -1, 0])
+    positions = ints([11, 50, 23])
     check(visible, "interpret", view, slots, positions)
     gather = functools.partial(ops.gather_all_compressed_kv, only_visible=True, implementation="interpret")
     kv, _ = jax.jit(gather)(view, slots, positions)
@@ -98,7 +101,8 @@ def test_only_visible_interpreted():
 def test_window_interpreted(fmt, tokens, spare, seed):
     rng = np.random.default_rng(seed)
     view, clean = rings(fmt, rng, layers=2, slots=9, ring=5 + spare, window=5)
-    slots, positions = ints(rng.choice([-1, *clean], tokens)), ints(rng.integers(-1, 20, tokens))
+    slots = ints(rng.choice([-1, *clean], tokens))
+    positions = ints(rng.integers(-1, 20, tokens))
     check(ops.gather_swa_kv, "interpret", view, slots, positions)
 
 
@@ -108,7 +112,8 @@ def test_window_interpreted(fmt, tokens, spare, seed):
 def test_on_gpu(fmt, tokens, count):
     rng = np.random.default_rng(tokens)
     view = paged(fmt, rng, layers=3, blocks=1024, entries=4, slots=70, max_blocks=150)
-    slots, indices = rng.integers(-1, 70, tokens), ints(rng.integers(-1, 610, (tokens, count)))
+    slots = rng.integers(-1, 70, tokens)
+    indices = ints(rng.integers(-1, 610, (tokens, count)))
     check(ops.gather_compressed_kv, "mosaic_gpu", view, indices, ints(slots))
     for op in (ops.gather_all_compressed_kv, visible):
         check(op, "mosaic_gpu", view, ints(slots), ints(rng.integers(-1, 2500, tokens)))

@@ -15,7 +15,8 @@ from tests.pallas_kernels.kernels import registers
 from tests.pallas_kernels.stacks import LAYERS, check_layers
 
 
-MIXED, HEAD = 24, 4
+MIXED = 24
+HEAD = 4
 OPTIONS = dict(norm_eps=1e-6, hc_eps=1e-6, iterations=20)
 
 
@@ -27,8 +28,10 @@ def operands(tokens, width, rows=MIXED, *, added=True):
         return jnp.asarray(mean + std * rng.standard_normal(shape), jnp.float32)
 
     streams = normal(tokens, 4, width).astype(jnp.bfloat16)
-    fn, base = normal(rows, 4 * width, std=(4 * width) ** -0.5), normal(rows, std=0.5)
-    scale, weight = normal(3 if rows == MIXED else 1, mean=1.0, std=0.1), normal(width, mean=1.0, std=0.1)
+    fn = normal(rows, 4 * width, std=(4 * width) ** -0.5)
+    base = normal(rows, std=0.5)
+    scale = normal(3 if rows == MIXED else 1, mean=1.0, std=0.1)
+    weight = normal(width, mean=1.0, std=0.1)
     if not added:
         return streams, fn, base, scale, weight, None, None
     return streams, fn, base, scale, weight, normal(tokens, width).astype(jnp.bfloat16), jnp.abs(normal(tokens, MIXED))
@@ -46,7 +49,8 @@ def check(got, want):
         if mine is None:
             continue
         assert (mine.dtype, mine.shape) == (other.dtype, other.shape)
-        mine, other = np.float64(mine), np.float64(other)
+        mine = np.float64(mine)
+        other = np.float64(other)
         if name == "mixing":
             # Sums of 16,384 float32 products in another order, and of streams of which some are a unit off.
             chex.assert_trees_all_close(mine, other, rtol=1e-3, atol=1e-4)
@@ -91,7 +95,8 @@ def test_values_and_gradient_interpreted():
         return values, pull(jax.tree.map(lambda x: jnp.cos(x.astype(jnp.float32)).astype(x.dtype), want))
 
     want = run("xla", *arrays)
-    (values, gradient), (_, expected) = pulled("interpret"), pulled("xla")
+    values, gradient = pulled("interpret")
+    _, expected = pulled("xla")
     check(values, want)
     for mine, other in zip(gradient, expected, strict=True):
         # The same program on the same inputs.

@@ -11,7 +11,11 @@ from tests.pallas_kernels.kernels import registers
 from tests.pallas_kernels.stacks import slices
 
 
-LAYERS, DEPTH, INNER, EXPERTS, TOP_K = 20, 1024, 512, 32, 6
+LAYERS = 20
+DEPTH = 1024
+INNER = 512
+EXPERTS = 32
+TOP_K = 6
 
 
 def arguments(tokens):
@@ -21,7 +25,8 @@ def arguments(tokens):
         return jax.ShapeDtypeStruct((LAYERS, *shape), dtype)
 
     def fp8(rows, columns):
-        codes, scale = stack(jnp.uint8, rows, columns), stack(jnp.uint8, -(-rows // 128), columns // 128)
+        codes = stack(jnp.uint8, rows, columns)
+        scale = stack(jnp.uint8, -(-rows // 128), columns // 128)
         return QuantizedWeight(codes, scale, "FP8", jnp.dtype(jnp.bfloat16))
 
     def fp4(rows, columns):

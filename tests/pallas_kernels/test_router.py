@@ -48,7 +48,8 @@ def check_groups(experts, table, counts):
 
 
 def check(implementation, *arrays):
-    (experts, weights, permutation), (wanted, expected, _) = run(implementation, *arrays), run("xla", *arrays)
+    experts, weights, permutation = run(implementation, *arrays)
+    wanted, expected, _ = run("xla", *arrays)
     assert (permutation is None) == (experts.shape[0] > 8)
     if permutation is not None:
         check_groups(experts, *permutation)
@@ -91,7 +92,8 @@ def test_scores_of_large_and_small_logits(implementation):
     weight = np.zeros((128, 512), np.float32)
     weight[: len(logits), 0] = logits
     table = jnp.asarray(np.arange(6)[None, :] + np.arange(4)[:, None], jnp.int32)
-    x, ids = jnp.zeros((4, 512), jnp.bfloat16).at[:, 0].set(1.0), jnp.arange(4, dtype=jnp.int32)
+    x = jnp.zeros((4, 512), jnp.bfloat16).at[:, 0].set(1.0)
+    ids = jnp.arange(4, dtype=jnp.int32)
     _, weights, _ = run(implementation, x, jnp.asarray(weight), None, table, ids)
     scores = np.sqrt(np.logaddexp(0, logits))[np.asarray(table)]
     chex.assert_trees_all_close(weights, 1.5 * scores / scores.sum(axis=1, keepdims=True), rtol=3e-6)

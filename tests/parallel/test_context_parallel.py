@@ -44,7 +44,9 @@ def test_the_selection_is_that_of_one_device(k):
     """Many equal scores, entries without a block, fewer entries than are asked for, none at all."""
     rng = np.random.default_rng(k)
     scores = rng.integers(-2, 3, (9, 40)).astype(np.float32)
-    scores[2], scores[3, ::2], scores[4, :7] = 0, -0.0, -np.inf
+    scores[2] = 0
+    scores[3, ::2] = -0.0
+    scores[4, :7] = -np.inf
     lengths = np.array([40, 33, 40, 40, 40, 12, 2, 1, 0], np.int32)
     owner = rng.integers(0, 4, 40)
     parts = jnp.where(np.arange(4)[:, None, None] == owner, scores, -jnp.inf)
@@ -61,8 +63,12 @@ def test_the_selection_is_that_of_one_device(k):
 @pytest.mark.parametrize("prefill", [False, True])
 @pytest.mark.parametrize("selected", [False, True])
 def test_attention_is_that_of_one_device(selected, prefill):
-    rng, fmt = np.random.default_rng(0), kv_format("plain", jnp.float32)
-    codec, T, H, D = fmt.window(96, 32), 6, 8, 128
+    rng = np.random.default_rng(0)
+    fmt = kv_format("plain", jnp.float32)
+    codec = fmt.window(96, 32)
+    T = 6
+    H = 8
+    D = 128
 
     def rows(*shape):
         return codec.encode(jnp.asarray(rng.normal(size=(*shape, D)), jnp.float32))
@@ -96,14 +102,17 @@ def test_attention_by_the_kernels_is_that_of_one_device(many, implementation, mo
     """Few tokens exchange sums, many entries. Interpreted on one device: the interpreter is one for all of them."""
     devices = 1 if implementation == "interpret" else min(len(jax.devices()), 2)
     attention = importlib.import_module("dsv4_jax.ops.sparse_attention")  # the package has the function by this name
-    rng, tokens, sizes = np.random.default_rng(3), 3, SMALL | dict(heads=16)
+    rng = np.random.default_rng(3)
+    tokens = 3
+    sizes = SMALL | dict(heads=16)
     args = call(FORMATS["v4"], rng, [2, 2, 0], [100, 101, 33], rate=4, count=None if many else 20, **sizes)
     if many:
         args = with_new_rows(args, jnp.asarray(rng.standard_normal((tokens, 512)), jnp.bfloat16))
     q, sinks, kv, slots, positions = args
     prefill = PrefillConfig(min_tokens=tokens, max_rows_per_token=1 << 10)
     want = sparse_attention(*args, inv_freq=INV_FREQ, implementation="xla")
-    calls, kernel = [], attention.prefill_attention
+    calls = []
+    kernel = attention.prefill_attention
     monkeypatch.setattr(attention, "prefill_attention", lambda *a, **k: calls.append(1) or kernel(*a, **k))
 
     def local(q, sinks, pool):
@@ -120,7 +129,8 @@ def test_attention_by_the_kernels_is_that_of_one_device(many, implementation, mo
 
 @pytest.mark.parametrize("sizes", [FOUR, pytest.param(dict(data=2, model=4), marks=pytest.mark.slow)], ids=str)
 def test_tokens_are_those_of_one_device(model, alone, sizes):
-    mesh, parts = make_mesh(sizes), sizes.get("data", 1)
+    mesh = make_mesh(sizes)
+    parts = sizes.get("data", 1)
     placed = jax.device_put(model, shardings(model, mesh))
     options = dict(context_parallel=True, num_blocks=12 * parts, max_requests=4 * parts)
     tokens, cache, programs = run_engine(placed, model.config, mesh, **options)

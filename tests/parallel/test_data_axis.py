@@ -50,8 +50,10 @@ def test_tokens_and_bytes_are_those_of_one_device(model, alone, sizes):
 
 def test_each_part_steps_with_its_own_requests():
     mesh = make_mesh(HALVES)
-    manager, model = make(mesh=mesh), bigram_on(mesh)
-    cache, slots = manager.init_cache(), [manager.admit() for _ in range(3)]
+    manager = make(mesh=mesh)
+    model = bigram_on(mesh)
+    cache = manager.init_cache()
+    slots = [manager.admit() for _ in range(3)]
     assert slots == [0, 2, 1]  # the emptiest part
     assert sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(cache)) * 2 == cache.nbytes
     batch = manager.prepare_forward({2: [5, 6], 0: [7], 1: [8]}, reserve=BLOCK)
@@ -82,7 +84,8 @@ def test_a_step_that_is_not_under_shard_map_says_what_to_do():
 
 def test_a_prefix_is_found_where_its_blocks_are():
     manager = make(mesh=make_mesh(HALVES), max_requests=6, num_blocks=16)
-    prefix, cache = PrefixCache(manager, key=""), manager.init_cache()
+    prefix = PrefixCache(manager, key="")
+    cache = manager.init_cache()
 
     def admit(tokens, **options):
         nonlocal cache
@@ -128,7 +131,8 @@ def test_an_engine_fills_all_parts_and_preempts_within_one():
 
     One of them follows a grammar.
     """
-    tokens, grammar = [], VOCABULARY.compile("start: /[0-9]{40}/")
+    tokens = []
+    grammar = VOCABULARY.compile("start: /[0-9]{40}/")
     for sizes, blocks in (({}, 40), (HALVES, 14)):
         mesh = make_mesh(sizes) if sizes else None
         manager = make(num_blocks=blocks, max_requests=6, mesh=mesh)
@@ -149,8 +153,10 @@ def test_an_engine_fills_all_parts_and_preempts_within_one():
 
 def test_steps_run_ahead_of_drafts_in_each_part():
     """The tokens and drafts of a step behind one that is not read come from the device's own part."""
-    config, mesh = dataclasses.replace(CONFIG, num_nextn_predict_layers=1), make_mesh(HALVES)
-    drafting, options = DraftingBigram(BIGRAM.table), dict(token_budget=24, drafter="model")
+    config = dataclasses.replace(CONFIG, num_nextn_predict_layers=1)
+    mesh = make_mesh(HALVES)
+    drafting = DraftingBigram(BIGRAM.table)
+    options = dict(token_budget=24, drafter="model")
     tokens = []
     for model, parts, overlap in ((drafting, None, False), (bigram_on(mesh, drafting), mesh, True)):
         engine = Engine(model, make(config, num_blocks=40, mesh=parts), overlap=overlap, **options)

@@ -113,10 +113,13 @@ def test_without_a_mesh_nothing_is_added():
 
 def test_a_step_takes_no_transfers_and_keeps_the_cache_in_place():
     mesh = make_mesh({"model": 2})
-    manager, model = make(mesh=mesh), jax.device_put(BIGRAM, jax.NamedSharding(mesh, jax.P()))
-    cache, slot = manager.init_cache(), manager.admit()
+    manager = make(mesh=mesh)
+    model = jax.device_put(BIGRAM, jax.NamedSharding(mesh, jax.P()))
+    cache = manager.init_cache()
+    slot = manager.admit()
     for _ in range(2):
-        batch, old = manager.prepare_forward({slot: [3]}), cache
+        batch = manager.prepare_forward({slot: [3]})
+        old = cache
         with jax.transfer_guard("disallow"):
             logits, cache = forward(model, cache, batch)
         chex.assert_trees_all_equal(logits[0], BIGRAM.table[3])
@@ -126,13 +129,15 @@ def test_a_step_takes_no_transfers_and_keeps_the_cache_in_place():
 
 def test_model_and_cache_must_lie_on_one_mesh():
     mesh = make_mesh({"model": 2})
-    one, two = make(), make(mesh=mesh)
+    one = make()
+    two = make(mesh=mesh)
     placed = jax.device_put(BIGRAM, jax.NamedSharding(mesh, jax.P()))
     for model, manager, lies in (
         (BIGRAM, two, r"no mesh .* a mesh of {'model': 2}"),
         (placed, one, "{'model': 2} and"),
     ):
-        cache, slot = manager.init_cache(), manager.admit()
+        cache = manager.init_cache()
+        slot = manager.admit()
         with pytest.raises(ValueError, match=f"{lies}.*give load_checkpoint and KVCacheManager the same mesh"):
             forward(model, cache, manager.prepare_forward({slot: [3]}))
         assert not cache.lengths.is_deleted()
@@ -193,7 +198,8 @@ def test_meshes_of_devices_that_are_not_there():
 
 def test_programs_are_those_of_one_device_where_there_is_no_mesh():
     manager = make()
-    cache, slot = manager.init_cache(), manager.admit()
+    cache = manager.init_cache()
+    slot = manager.admit()
     jaxpr = str(forward.trace(BIGRAM, cache, manager.prepare_forward({slot: [3]})).jaxpr)
     assert "shard_map" not in jaxpr
 
@@ -201,11 +207,13 @@ def test_programs_are_those_of_one_device_where_there_is_no_mesh():
 @pytest.mark.slow
 def test_requests_move_within_a_mesh_as_on_one_device():
     """Preempted, resumed, forked and found in a prefix cache: the same tokens, and the same bytes on all devices."""
-    tokens, caches = [], []
+    tokens = []
+    caches = []
     for mesh in (None, make_mesh({"model": 2})):
         manager = make(num_blocks=8, mesh=mesh)
         # A copy: the cache itself is known to be another manager's.
-        model, cache = BIGRAM, jax.tree.map(jnp.copy, random_cache(make(num_blocks=8)))
+        model = BIGRAM
+        cache = jax.tree.map(jnp.copy, random_cache(make(num_blocks=8)))
         if mesh is not None:
             model = jax.device_put(BIGRAM, jax.NamedSharding(mesh, jax.P()))
             cache = jax.device_put(cache, cache.shardings(mesh))
@@ -239,7 +247,8 @@ def test_a_step_has_two_reductions_a_layer(model):
 
 def test_four_devices_take_every_kernel(monkeypatch):
     """The parts of V4-Flash's layers that four devices get are of shapes that kernels take."""
-    mesh, flash = make_mesh({"model": 4}), DSV4Config.v4_flash()
+    mesh = make_mesh({"model": 4})
+    flash = DSV4Config.v4_flash()
     layers = [LayerSpec(), LayerSpec.csa(), LayerSpec.hca()]
     config = flash.with_layers(layers, ["hash_moe", "moe", "moe"])
     manager = KVCacheManager(config, num_blocks=64, max_requests=8, max_context=1024, mesh=mesh)
@@ -260,8 +269,10 @@ def test_addresses_of_mailboxes_stay_with_the_cache(monkeypatch):
     mesh = make_mesh({"model": 2})
     table = jax.device_put(np.arange(8, dtype=np.uint32).reshape(2, 4), mailbox_sharding(mesh))
     monkeypatch.setattr("dsv4_jax.cache.pools.make_mailboxes", lambda mesh: table.copy())
-    manager, model = make(mesh=mesh), jax.device_put(BIGRAM, jax.NamedSharding(mesh, jax.P()))
-    cache, slot = manager.init_cache(), manager.admit()
+    manager = make(mesh=mesh)
+    model = jax.device_put(BIGRAM, jax.NamedSharding(mesh, jax.P()))
+    cache = manager.init_cache()
+    slot = manager.admit()
     for _ in range(2):
         logits, cache = forward(model, cache, manager.prepare_forward({slot: [3]}))
         chex.assert_trees_all_equal(logits[0], BIGRAM.table[3])
@@ -312,7 +323,8 @@ for n in 1, 8:
 def test_a_whole_layer_on_two_gpus(monkeypatch):
     if len(jax.devices()) < 2:
         pytest.skip("needs two GPUs")
-    mesh, flash = make_mesh({"model": 2}), DSV4Config.v4_flash()
+    mesh = make_mesh({"model": 2})
+    flash = DSV4Config.v4_flash()
     config = flash.with_layers([LayerSpec.hca()])
     model = CompiledModel(random_model(config, mesh))
 

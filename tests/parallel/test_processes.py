@@ -54,7 +54,8 @@ def test_two_processes_make_the_tokens_of_one(tmp_path):
     save_release(DeepseekV4ForCausalLM(DSV4Config.from_hf(TINY).with_layers([LayerSpec.csa()])), tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    environment, root = os.environ | {"JAX_PLATFORMS": "cpu"}, Path(__file__).parents[2]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    root = Path(__file__).parents[2]
     running = []
     for rank in range(2):
         arguments = [json.dumps(x) for x in (str(tmp_path), rank, address, SIZES, PROMPTS)]

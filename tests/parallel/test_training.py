@@ -32,7 +32,8 @@ def loss_and_gradient(mesh, rows):
     model = model if mesh is None else jax.device_put(model, shardings(model, mesh))
     sizes = dict(num_blocks=2, max_requests=2, max_context=128)
     manager = KVCacheManager(CONFIG, **sizes, kv_format="plain", dtype=jnp.float32, mesh=mesh)
-    cache, batch = manager.init_cache(), manager.prepare_forward({manager.admit(): t for t in TEXTS}, prefill_size=rows)
+    cache = manager.init_cache()
+    batch = manager.prepare_forward({manager.admit(): t for t in TEXTS}, prefill_size=rows)
     graph, floats, others = nnx.split(model, lambda _, value: value.get_value().dtype == jnp.float32, ...)
 
     @jax.jit
@@ -46,7 +47,8 @@ def loss_and_gradient(mesh, rows):
 
 def test_the_gradient_is_that_of_one_device():
     """Two texts in one batch; over two shards of requests, each with padding, and two of the model."""
-    one, sharded = loss_and_gradient(None, 24), loss_and_gradient(make_mesh(dict(data=2, model=2)), 16)
+    one = loss_and_gradient(None, 24)
+    sharded = loss_and_gradient(make_mesh(dict(data=2, model=2)), 16)
     assert max(np.abs(x).max() for x in jax.tree.leaves(one[1])) > 0.05
     # Sums over devices have another order.
     chex.assert_trees_all_close(sharded, one, rtol=1e-4, atol=1e-5)

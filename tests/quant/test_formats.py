@@ -13,7 +13,9 @@ from dsv4_jax.quant import PerEntryFormat, PlainFormat, Rows, V4Format, encode_m
 
 ALL = [V4Format(), PerEntryFormat(), PerEntryFormat(0.25), PlainFormat(jnp.float32), PlainFormat(jnp.bfloat16)]
 QUANTISED = ALL[:3]
-NOPE, ROPE, INDEX = 128, 32, 64
+NOPE = 128
+ROPE = 32
+INDEX = 64
 
 # Finite float32 without subnormals (XLA on CPU flushes them), far enough from the top that no format overflows.
 TOP = float(np.float32(1e30))
@@ -65,12 +67,14 @@ def test_bytes_of_the_release(format, row_bytes, key_bytes):
 @pytest.mark.parametrize("format", ALL, ids=repr)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_bits_of_a_row_do_not_depend_on_its_company(format, dtype):
-    kv, keys = normal(6, NOPE + ROPE).astype(dtype), normal(6, INDEX).astype(dtype)
+    kv = normal(6, NOPE + ROPE).astype(dtype)
+    keys = normal(6, INDEX).astype(dtype)
     row_codec, key_codec = codecs(format)
 
     @jax.jit
     def bits(kv, keys):
-        rows, index = row_codec.encode(kv), key_codec.encode(keys)
+        rows = row_codec.encode(kv)
+        index = key_codec.encode(keys)
         return rows, index, row_codec.decode(rows, dtype), key_codec.decode(index), key_codec.round_query(keys)
 
     together = bits(kv, keys)

@@ -33,7 +33,8 @@ def looped(x, stack, implementation):
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_a_loop_over_a_stack_has_values_and_gradients_of_separate_layers(implementation):
-    x, stack = jnp.linspace(-1.0, 1.0, 4), jax.random.normal(jax.random.key(0), (LAYERS, 4))
+    x = jnp.linspace(-1.0, 1.0, 4)
+    stack = jax.random.normal(jax.random.key(0), (LAYERS, 4))
 
     def unrolled(x, stack):
         for weight in stack:

@@ -10,7 +10,11 @@ from needles import DIGITS, LETTERS, PAIR, plant, test_row as make_row, training
 def compress(window):
     """LZW as `compress` writes it, for `kjv.decompress` to read."""
     codes = {bytes([i]): i for i in range(256)}
-    stream, at, bits, count, now = 0, 0, 9, 257, b""
+    stream = 0
+    at = 0
+    bits = 9
+    count = 257
+    now = b""
     for i in range(len(window) + 1):
         ahead = now + window[i : i + 1]
         if i < len(window) and ahead in codes:

@@ -60,7 +60,9 @@ def paged_logits(model, ids, size):
     manager = KVCacheManager(
         model.config, num_blocks=2, max_requests=2, max_context=128, kv_format="plain", dtype=jnp.float32
     )
-    slots, cache, parts = [manager.admit(row) for row in ids], manager.init_cache(), []
+    slots = [manager.admit(row) for row in ids]
+    cache = manager.init_cache()
+    parts = []
     for at in range(0, ids.shape[1], size):
         batch = manager.prepare_forward({slot: row[at : at + size] for slot, row in zip(slots, ids, strict=True)})
         logits, cache = forward(model, cache, batch)
@@ -117,7 +119,9 @@ def test_refuses_a_length_that_is_no_multiple_of_the_window():
 
 def test_a_blocks_losses_are_of_the_drafts_that_decoding_makes():
     """Three passes over whole sequences are, at any token, three steps after it; but for wrong drafts, see there."""
-    config, length, t = dataclasses.replace(TOY, num_nextn_predict_layers=1), 4 * TOY.sliding_window, 20
+    config = dataclasses.replace(TOY, num_nextn_predict_layers=1)
+    length = 4 * TOY.sliding_window
+    t = 20
     trained, fixed = first_weights(config, 0)
     model = assemble(config, trained | fixed, jnp.float32)
     ids = np.random.default_rng(1).integers(0, config.vocab_size, (2, length + 1), dtype=np.int32)
@@ -134,8 +138,10 @@ def test_a_blocks_losses_are_of_the_drafts_that_decoding_makes():
     @jax.jit
     def passes(model, cache, batch, true):
         _, streams, cache = forward_for_drafts(model, cache, batch)
-        at, logits = jnp.arange(2, dtype=jnp.int32) * (t + 1) + t, []
-        newest, streams = one_token_batch(true[:, 0], batch.positions[at]), streams[at]
+        at = jnp.arange(2, dtype=jnp.int32) * (t + 1) + t
+        logits = []
+        newest = one_token_batch(true[:, 0], batch.positions[at])
+        streams = streams[at]
         for i in range(3):
             step = dataclasses.replace(newest, token_ids=true[:, i], positions=newest.positions + i)
             hidden, streams, cache = model.drafts(model, streams, cache, step)

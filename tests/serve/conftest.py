@@ -23,7 +23,9 @@ from tests.paths import DATA, PACKAGED
 
 sys.path.insert(0, str(DATA.parents[1] / "scripts"))  # they import one another by bare names
 
-SLOTS, BLOCKS, CONTEXT = 4, 24, 256
+SLOTS = 4
+BLOCKS = 24
+CONTEXT = 256
 
 
 @pytest.fixture(scope="session")

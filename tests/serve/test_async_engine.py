@@ -69,14 +69,18 @@ def test_fast_streams_get_several_tokens_in_an_event(monkeypatch):
         engine = unittest.mock.MagicMock(spec=Engine, manager=unittest.mock.MagicMock(), metrics=None)
         engine.manager.schema.max_requests = 10
         engine = AsyncEngine(engine, max_waiting=0)
-        engine._loop, engine.unfinished, updates = asyncio.get_running_loop(), 10, generation()
+        engine._loop = asyncio.get_running_loop()
+        engine.unfinished = 10
+        updates = generation()
         # Of ten requests, the first eight get their token at once after a pause, and the others with the next one.
         engine._schedule_handover([(updates, Update(i, [i], [-0.5])) for i in range(10)])
-        found, begin = [await updates.next_update() for _ in range(8)], time.monotonic()
+        found = [await updates.next_update() for _ in range(8)]
+        begin = time.monotonic()
         last = [(updates, Update(i, [11], [-0.7], finish_reason="stop")) for i in range(10)]
         engine._schedule_handover(last[8:])
         found += [await updates.next_update() for _ in range(2)]
-        seconds, unfinished = time.monotonic() - begin, engine.unfinished
+        seconds = time.monotonic() - begin
+        unfinished = engine.unfinished
         engine._schedule_handover(last[:8])
         return [*found, *[await updates.next_update() for _ in range(8)]], seconds, unfinished, engine.unfinished
 

@@ -30,8 +30,10 @@ from tests.paths import PACKAGED
 from tests.serve.conftest import serving
 
 
-CONTEXT, VOCABULARY = 8192, 272
-END, THINK = 257, 258
+CONTEXT = 8192
+VOCABULARY = 272
+END = 257
+THINK = 258
 NAMES = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<think>", "</think>", "<｜User｜>", "<｜Assistant｜>")
 NAMES += ("｜DSML｜", "<｜latest_reminder｜>")
 
@@ -83,7 +85,8 @@ def scripted(release):
     engine = Engine(model, manager, drafter=model, token_budget=1024, prefix=prefix)
     with serving(engine, release) as server:
         chat = server.app.state.service.chat
-        server.prompts, encode = [], chat.encode
+        server.prompts = []
+        encode = chat.encode
 
         def say(text):
             server.tokens = [*release.encode(text).ids, END]
@@ -97,7 +100,8 @@ def scripted(release):
             server.prompts.append(ids)
             return ids
 
-        server.say, chat.encode = say, encode_and_script
+        server.say = say
+        chat.encode = encode_and_script
         yield server
 
 
@@ -127,9 +131,11 @@ def ask(server, stream=False, messages=HI, **options):
     if not stream:
         choice = server.client.chat.completions.create(**options).choices[0]
         return choice.message.model_dump(exclude_none=True), choice.finish_reason
-    message, found = dict(role="assistant", content=""), []
+    message = dict(role="assistant", content="")
+    found = []
     for event in server.client.chat.completions.create(stream=True, **options):
-        delta, reason = event.choices[0].delta.model_dump(exclude_none=True), event.choices[0].finish_reason
+        delta = event.choices[0].delta.model_dump(exclude_none=True)
+        reason = event.choices[0].finish_reason
         for key in ("content", "reasoning_content"):
             if key in delta:
                 message[key] = message.get(key, "") + delta[key]
@@ -188,7 +194,8 @@ def answers_of(body, ids):
 
 def test_500_conversations_are_written_as_by_the_releases_library(release):
     """Also where past answers with tool calls are spliced in, here as the library writes them itself."""
-    chat, spliced = make_chat(release, "tiny", "0731"), 0
+    chat = make_chat(release, "tiny", "0731")
+    spliced = 0
     for body in conversations(500, seed=0):
         conversation = convert(chat, body).conversation
         expected = release.encode(recipe.DeepseekV4Encoding().render_conversation(conversation).prompt).ids
@@ -243,12 +250,15 @@ def test_answers_are_read_as_they_were_written(release):
 
 def test_2000_mutated_answers_end(release):
     """Special tokens come where they should not, parts are lost, doubled and moved, and the answer may be cut."""
-    chat, rng = make_chat(release, "tiny", "0731"), Random(2)
-    answers, reasons = list(some_answers(chat, 100)), collections.Counter()
+    chat = make_chat(release, "tiny", "0731")
+    rng = Random(2)
+    answers = list(some_answers(chat, 100))
+    reasons = collections.Counter()
     for i in range(2000):
         converted, _, tokens = answers[i % 100]
         for _ in range(rng.randint(1, 4)):
-            at, size = rng.randrange(len(tokens)), rng.randint(1, 12)
+            at = rng.randrange(len(tokens))
+            size = rng.randint(1, 12)
             part = tokens[at : at + size]
             new = [[], part + part, part[::-1], [rng.randrange(256)], [rng.randrange(256, VOCABULARY)]][
                 rng.randrange(5)
@@ -381,7 +391,8 @@ def test_a_client_cannot_write_the_releases_tokens(scripted, release):
 
 def test_an_agents_prompts_hit_the_prefix_cache(scripted):
     """Ten turns: each prompt repeats what the model wrote, though its JSON has other spaces than the encoding's."""
-    messages, written = [dict(role="user", content="Fix it.")], []
+    messages = [dict(role="user", content="Fix it.")]
+    written = []
     for turn in range(10):
         lines = [1, dict(b=2.50, a=turn)]
         text = f"\n\nTurn {turn}.</think>\nLook." + calls(call("read", path=str(turn), lines=lines))
@@ -454,7 +465,9 @@ def claude(scripted):
 
 def test_an_agent_over_responses(scripted):
     """Two turns, whole and streamed: the second prompt repeats what the model wrote in the first."""
-    items, written, create = [dict(role="user", content="Hi")], [], scripted.client.responses.create
+    items = [dict(role="user", content="Hi")]
+    written = []
+    create = scripted.client.responses.create
     for turn in range(2):
         scripted.say("Hm.</think>Both." + BOTH)
         options = dict(model="tiny", input=items, instructions="Be kind.", tools=RESPONSES_TOOLS)
@@ -479,7 +492,8 @@ def test_an_agent_over_responses(scripted):
 
 
 def test_an_agent_over_messages(scripted, claude):
-    messages, written = [dict(role="user", content="Hi")], []
+    messages = [dict(role="user", content="Hi")]
+    written = []
     options = dict(model="tiny", max_tokens=500, system="Be kind.", tools=MESSAGES_TOOLS)
     for turn in range(2):
         scripted.say("Hm.</think>Both." + BOTH)
@@ -645,7 +659,11 @@ def test_control_characters_do_not_reach_the_terminal(scripted, monkeypatch, cap
     answers = iter([[chunks[0]], [chunks[1]]])
 
     class Response(list):
-        __enter__, __exit__ = (lambda self: self), (lambda *_: None)
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
 
     lines_of = lambda: Response(b"data: " + json.dumps(chunk).encode() for chunk in next(answers))  # noqa: E731
     monkeypatch.setattr(chat_command._Session, "_open", lambda *_: lines_of())

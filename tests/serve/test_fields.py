@@ -229,7 +229,8 @@ def test_what_chats_of_other_servers_have(scripted, release):  # noqa: F811
         status, answer, _ = post(scripted, "chat/completions", messages=[*HI, past, *HI], tools=TOOLS, max_tokens=50)
         assert status == 200, answer
         assert "<think>Hm.</think>ok" in release.decode(scripted.prompts[0], skip_special_tokens=False)
-        message, usage = answer["choices"][0]["message"], answer["usage"]
+        message = answer["choices"][0]["message"]
+        usage = answer["usage"]
         assert message["refusal"] is None and "Else." not in release.decode(scripted.prompts[0])
         assert usage["completion_tokens_details"] == dict(reasoning_tokens=len("Well."))
 
@@ -320,7 +321,8 @@ def test_a_stream_is_kept_alive(scripted, monkeypatch, path):  # noqa: F811
     """Before the first token, and between tokens."""
     monkeypatch.setattr(answers, "_KEEP_ALIVE_SECONDS", 0.1)
     engine = scripted.engine.engine
-    step, begin = engine.step, []
+    step = engine.step
+    begin = []
 
     def slow():
         begin.append(None)

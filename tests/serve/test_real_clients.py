@@ -153,7 +153,8 @@ def adding(agent_server):
 
 def test_openai_chat(adding):
     tools = [dict(type="function", function=dict(name="add", parameters=SCHEMA))]
-    messages, called = [dict(role="user", content=PROMPT)], []
+    messages = [dict(role="user", content=PROMPT)]
+    called = []
     while True:
         create = adding.client.chat.completions.create
         message = create(model="tiny", messages=messages, tools=tools).choices[0].message
@@ -169,7 +170,8 @@ def test_openai_chat(adding):
 
 def test_openai_responses(adding):
     tools = [dict(type="function", name="add", parameters=SCHEMA, strict=False)]
-    items, called = [dict(role="user", content=PROMPT)], []
+    items = [dict(role="user", content=PROMPT)]
+    called = []
     while True:
         answer = adding.client.responses.create(model="tiny", input=items, tools=tools, store=False)
         items += answer.output

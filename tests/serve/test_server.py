@@ -75,12 +75,14 @@ def test_sixteen_clients_get_what_generate_gives(server, expected):
         if i % 4 < 2:
             answer = await client.completions.create(**options)
             return answer.choices[0].text, answer.choices[0].finish_reason, answer.usage
-        text, reason = "", None
+        text = ""
+        reason = None
         async for event in await client.completions.create(
             stream=True, stream_options=dict(include_usage=True), **options
         ):
             for choice in event.choices:
-                text, reason = text + choice.text, choice.finish_reason
+                text = text + choice.text
+                reason = choice.finish_reason
         return text, reason, event.usage
 
     async def ask_all():
@@ -121,7 +123,8 @@ def test_several_answers_are_those_of_following_seeds(server, expected):
 
 def test_text_ends_before_a_stop_string_that_spans_tokens(server, expected):
     seed = max(range(16), key=lambda i: len(expected[i]))
-    text, options = expected[seed], dict(model="tiny", prompt=PROMPTS[seed], max_tokens=TOKENS, seed=seed, **WARM)
+    text = expected[seed]
+    options = dict(model="tiny", prompt=PROMPTS[seed], max_tokens=TOKENS, seed=seed, **WARM)
     stop = text[8:12]
     cut = text[: text.index(stop)]
     cancelled = server.engine.metrics.cancelled
@@ -219,7 +222,8 @@ def test_a_prompt_is_scored(server, tokenizer):
     ]
     asked = dict(model="tiny", prompt=whole, echo=True, temperature=0)
     answer = ask(max_tokens=0, logprobs=2, **asked)
-    choice, usage = answer.choices[0], answer.usage
+    choice = answer.choices[0]
+    usage = answer.usage
     assert (usage.prompt_tokens, usage.completion_tokens, choice.finish_reason) == (len(whole), 0, "length")
     assert usage.prompt_tokens_details.cached_tokens == 0 and choice.text == PROMPT + made.choices[0].text
     found = choice.logprobs
@@ -421,10 +425,12 @@ def ticks_beside(function):
     """Runs a function in another thread; returns its seconds, and the longest for which this one had to wait."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         begin = last = time.monotonic()
-        future, longest = pool.submit(function), 0.0
+        future = pool.submit(function)
+        longest = 0.0
         while not future.done():
             time.sleep(0.001)
-            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+            longest = max(longest, time.monotonic() - last)
+            last = time.monotonic()
         future.result()
         return time.monotonic() - begin, longest
 
@@ -496,7 +502,8 @@ def test_a_full_queue_says_when_to_come_back(server, monkeypatch):
 
 def test_a_step_that_raises_fails_its_requests_only(server, expected, monkeypatch):
     """Some of four requests run when a step raises; one with a slot that did not fit, and two that wait, go on."""
-    engine, failed = server.engine.engine, []
+    engine = server.engine.engine
+    failed = []
     launch = engine._launch
     engine.prefix.evict(BLOCKS)  # all prompts are read anew, the first ones in several steps
 

@@ -31,7 +31,8 @@ def test_clients_come_and_go(server, bytes_model, make_manager, tokenizer):
     assert 30 < len(got["first_token"]) == sum(request["leaves"] is None for request in load.make()) < 50
     while server.engine.unfinished:
         time.sleep(0.01)
-    metrics, manager = server.engine.metrics, server.engine.engine.manager
+    metrics = server.engine.metrics
+    manager = server.engine.engine.manager
     assert metrics.failed == 0 and metrics.cancelled > 5 and metrics.waits > 0 and metrics.preemptions > 0
     assert (manager.free_slots, manager.free_blocks) == (SLOTS, 14 - metrics.prefix.blocks)
 
@@ -77,7 +78,8 @@ def mutated(rng):
     content = bytearray(text.encode("utf-8", "surrogatepass"))
     if kind == 2:
         for _ in range(rng.integers(1, 6)):
-            at, how = int(rng.integers(len(content) - 1)), rng.integers(4)
+            at = int(rng.integers(len(content) - 1))
+            how = rng.integers(4)
             if how == 0:
                 content[at] = int(rng.integers(256))
             elif how == 1:
@@ -120,7 +122,8 @@ def exchange(server, request):
 
 def test_mutated_requests_are_refused_with_a_message(server, monkeypatch):
     monkeypatch.setattr(app, "_BODY_SECONDS", 0.2)  # some bodies never end
-    rng, statuses = np.random.default_rng(0), {}
+    rng = np.random.default_rng(0)
+    statuses = {}
     for number in range(2000):
         request = mutated(rng)
         status, body = exchange(server, request)

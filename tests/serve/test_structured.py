@@ -36,7 +36,9 @@ def answer(server, stream=False, **options):
         message = response.choices[0].message
         found = [(c.function.name, c.function.arguments) for c in message.tool_calls or []]
         return message.content, found, response.choices[0].finish_reason
-    content, found, reason = "", {}, None
+    content = ""
+    found = {}
+    reason = None
     for chunk in response:
         for choice in chunk.choices:
             content += choice.delta.content or ""
@@ -203,7 +205,8 @@ def test_a_schema_is_enforced_in_all_or_refused(scripted, value, written, fault,
 @pytest.fixture(scope="module")
 def follows(release):  # noqa: F811
     """follows(text, tool, strict): whether a required call of a tool may be written so."""
-    vocabulary, ids = Vocabulary(release, VOCABULARY, [END]), {name: 256 + i for i, name in enumerate(NAMES)}
+    vocabulary = Vocabulary(release, VOCABULARY, [END])
+    ids = {name: 256 + i for i, name in enumerate(NAMES)}
 
     def follows(text, parameters, strict=True):
         tools = [recipe.ToolDefinition("f", parameters=parameters)]
@@ -294,7 +297,8 @@ class Outer(BaseModel):
 
 
 def test_nested_models_of_openais_package(scripted):  # noqa: F811
-    chat, given = scripted.client.chat.completions, dict(x=dict(v=1, kind="s"), more=[])
+    chat = scripted.client.chat.completions
+    given = dict(x=dict(v=1, kind="s"), more=[])
     scripted.say("t</think>" + json.dumps(given))
     options = dict(model="tiny", messages=HI)
     assert chat.parse(response_format=Outer, max_tokens=300, **options).choices[0].message.parsed == Outer(**given)

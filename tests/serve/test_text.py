@@ -66,7 +66,8 @@ def test_what_may_begin_a_stop_string_is_held_back(tokenizer, stops, pieces):
 )
 def test_how_a_text_is_cut_into_pieces_makes_no_difference(text, stops, cuts):
     def run(pieces):
-        stop, out = StopStrings(stops), ""
+        stop = StopStrings(stops)
+        out = ""
         for piece in pieces:
             out += stop.add(piece)
             if stop.found:

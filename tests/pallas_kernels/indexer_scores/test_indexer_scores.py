@@ -21,7 +21,8 @@ from tests.ops.pools import indexer_view, ints, poison
 from tests.pallas_kernels.kernels import registers
 
 
-HEADS, DIM = 64, 128
+HEADS = 64
+DIM = 128
 FORMATS = dict(v4=kv_format("v4"), per_entry=PerEntryFormat(index_global_scale=0.5))
 # Products of FP4 values are exact. Of bfloat16, the tensor core drops less than 2**-22 of the largest addend in each of
 # 8 steps; sums of E4M3 are exact for keys and queries like these (see `key_tiles`). 16 additions, 2 more over lanes and
@@ -80,7 +81,8 @@ def check(view, q, weights, slots, positions, implementation, config=None):
         if slot < 0:
             continue
         visible = min((positions[t] + 1) // 4, view.max_entries)
-        keys, valid = stored[slot, :visible], exists[slot, :visible]
+        keys = stored[slot, :visible]
+        valid = exists[slot, :visible]
         want = np.maximum(keys @ q[t].T, 0) @ weights[t]
         size = (np.abs(keys) @ np.abs(q[t]).T) @ np.abs(weights[t])
         # Beyond, memory holds what an earlier program left there: signalling NaNs too, of which a cast would warn.
@@ -109,9 +111,11 @@ def test_interpreted(name, step):
 
 def test_planned_interpreted():
     """XLA computes the blocks' shares, as for many tokens."""
-    rng, config = np.random.default_rng(3), dataclasses.replace(Config.for_tokens(12, True), plan_in_xla=True)
+    rng = np.random.default_rng(3)
+    config = dataclasses.replace(Config.for_tokens(12, True), plan_in_xla=True)
     view = paged(FORMATS["v4"], rng, lengths=[40, 90], max_blocks=3)
-    slots, positions = [1] * 10 + [-1, 0], [*range(330, 340), -1, 63]
+    slots = [1] * 10 + [-1, 0]
+    positions = [*range(330, 340), -1, 63]
     check(view, *queries(rng, 12), slots, positions, "interpret", config)
 
 
@@ -138,7 +142,8 @@ def test_on_gpu(name, per_block, counts):
     rng = np.random.default_rng(sum(counts))
     lengths = [9000, 70, 1, 2500, 640]
     view = paged(FORMATS[name], rng, lengths=lengths, max_blocks=301, per_block=per_block, missing=0.05)
-    slots, positions = [], []
+    slots = []
+    positions = []
     for slot in rng.permutation(5):
         slots += [-1, *[slot] * counts[slot]]
         positions += [-1, *range(4 * lengths[slot] + 3 - counts[slot], 4 * lengths[slot] + 3)]

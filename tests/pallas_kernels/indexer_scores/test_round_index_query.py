@@ -75,7 +75,8 @@ def test_with_rope_interpreted(name, pairs):
 @pytest.mark.parametrize(("dtype", "bits"), [(np.float32, 24), (jnp.bfloat16, 8)])
 def test_values_are_rounded_as_codes_are(dtype, bits):
     """What a GPU does in place of codes: adding and taking away a large number rounds to E2M1's steps."""
-    ties, above = np.arange(-96, 97) / 16, np.array([0.25, 2.5, 5]) * (1 + 2.0 ** (1 - bits))
+    ties = np.arange(-96, 97) / 16
+    above = np.array([0.25, 2.5, 5]) * (1 + 2.0 ** (1 - bits))
     others = np.random.default_rng(0).uniform(-6, 6, 10000)
     x = np.concatenate([ties, above, others, [-0.0, 1e-30, -1e-30]]).astype(dtype)
     power = 2.0 ** np.floor(np.log2(np.maximum(np.abs(x.astype(np.float64)), 1)))

@@ -27,8 +27,10 @@ class InterpretedRadixSelect(RadixSelect):
 
     def __init__(self, plan, scores, lengths, out, exchange, *, histograms, block_barrier, cluster_barrier=None, **kw):
         super().__init__(plan, scores, lengths, out, **kw)
-        self._exchange, self._histograms = exchange, histograms
-        self._block_barrier, self._cluster_barrier = block_barrier, cluster_barrier
+        self._exchange = exchange
+        self._histograms = histograms
+        self._block_barrier = block_barrier
+        self._cluster_barrier = cluster_barrier
 
     @staticmethod
     def scratch_types(plan: RadixPlan) -> dict[str, Any]:
@@ -118,7 +120,8 @@ class InterpretedRadixSelect(RadixSelect):
         if kept.chunk is None:
             return kept.mask_or_count[..., 0], kept.mask_or_count[..., 1]
         scores = kept.mask_or_count
-        keys, held = jnp.where(scores > -jnp.inf, _keys(scores), 0), scores.shape[1]
+        keys = jnp.where(scores > -jnp.inf, _keys(scores), 0)
+        held = scores.shape[1]
         return keys, jnp.broadcast_to((kept.chunk * held + lax.iota(jnp.int32, held))[None, :], keys.shape)
 
     def share_candidates(self, kept: CandidateList, overflowed: jax.Array) -> None:
@@ -158,7 +161,8 @@ class InterpretedRadixSelect(RadixSelect):
         @pl.when(self._warpgroup == 0)
         def _():
             keys = self._received(CANDIDATES)
-            listed, tie = _unsigned(keys) >= _unsigned(low), _unsigned(keys - low) < _unsigned(width)
+            listed = _unsigned(keys) >= _unsigned(low)
+            tie = _unsigned(keys - low) < _unsigned(width)
             totals = (listed & ~tie).sum(1) * (1 << 16) + (listed & tie).sum(1)
             self._memory[pl.ds(self.plan.offsets.totals, self.plan.blocks)] = totals
 
@@ -190,7 +194,8 @@ class InterpretedRadixSelect(RadixSelect):
     def mark(self, kept: CandidateList, low: jax.Array, width: jax.Array) -> None:
         plan = self.plan
         keys, entry = self._candidate_keys(kept)
-        listed, tie = _unsigned(keys) >= _unsigned(low), _unsigned(keys - low) < _unsigned(width)
+        listed = _unsigned(keys) >= _unsigned(low)
+        tie = _unsigned(keys - low) < _unsigned(width)
         size = plan.chunks * plan.values
         warp = jnp.broadcast_to(lax.iota(jnp.int32, 4)[:, None], keys.shape)
         for area, flags in enumerate((listed & ~tie, listed & tie)):
@@ -208,7 +213,8 @@ class InterpretedRadixSelect(RadixSelect):
             marks = self._memory[pl.ds(plan.offsets.above + area * plan.marks, plan.marks)]
             return ((marks[:, None] >> lax.iota(jnp.int32, 32)[None, :]) & 1).reshape(-1)
 
-        above, tied = marked(0), marked(1)
+        above = marked(0)
+        tied = marked(1)
 
         @pl.when(~shared & ~self.alone)
         def _():

@@ -72,7 +72,8 @@ def test_interpreted(rows, seed):
 # Two blocks that load twice; two warpgroups.
 @pytest.mark.parametrize("plan", [RadixPlan(33, 2, 1, 4, 2), RadixPlan(9, 1, 2, 4, 2)])
 def test_other_plans_interpreted(plan):
-    kinds, lengths = ("normal", "equal", "up", "holes"), [2000, 2000, 1999, 20]
+    kinds = ("normal", "equal", "up", "holes")
+    lengths = [2000, 2000, 1999, 20]
     check_plan(plan, unwritten(draw(np.random.default_rng(0), kinds, 2000), lengths), ints(lengths), interpret=True)
 
 
@@ -134,7 +135,8 @@ def test_what_the_kernel_does_not_take_is_refused_before_launch():
 
 
 def test_the_interpreter_is_refused():
-    scores, lengths = jnp.asarray([[0.5, 2.0, 1.0, -1.0]]), ints([3])
+    scores = jnp.asarray([[0.5, 2.0, 1.0, -1.0]])
+    lengths = ints([3])
     with pytest.raises(NotImplementedError, match="cannot run as 'interpret': .*PTX, which the interpreter cannot run"):
         ops.indexer_topk(scores, lengths, 2, implementation="interpret")
     with ops.use_implementation("interpret"):

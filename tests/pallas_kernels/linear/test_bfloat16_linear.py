@@ -124,7 +124,8 @@ def test_what_the_kernel_does_not_take_is_refused():
 
 def test_small_weights_are_left_to_xla(monkeypatch):
     monkeypatch.setattr("dsv4_jax.ops.dispatch.why_no_mosaic_gpu", lambda: None)
-    x, weight = jnp.zeros((8, 256), jnp.bfloat16), jnp.zeros((64, 256), jnp.bfloat16)
+    x = jnp.zeros((8, 256), jnp.bfloat16)
+    weight = jnp.zeros((64, 256), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="for weights of 1536 rows or more, got 64"):
         ops.linear(x, weight, implementation="mosaic_gpu")
     assert ops.linear(x, weight)[0].shape == (8, 64)
@@ -135,7 +136,8 @@ def test_small_weights_are_left_to_xla(monkeypatch):
 
 
 def test_mistakes_are_explained():
-    x, weight = jnp.zeros((8, 256), jnp.bfloat16), jnp.zeros((6, 128), jnp.bfloat16)
+    x = jnp.zeros((8, 256), jnp.bfloat16)
+    weight = jnp.zeros((6, 128), jnp.bfloat16)
     with pytest.raises(ValueError, match=r"x must have 1 \* 128 channels for a weight \[6, 128\], got 256"):
         ops.linear(x, weight)
     with pytest.raises(ValueError, match="num_groups=4 must divide the weight's 6 rows"):

@@ -18,7 +18,8 @@ from tests.pallas_kernels.kernels import registers
 from tests.pallas_kernels.stacks import LAYERS, check_kernel, check_layers
 
 
-BF16, F32 = jnp.bfloat16, jnp.float32
+BF16 = jnp.bfloat16
+F32 = jnp.float32
 
 
 def make_spec(outputs, groups=1):
@@ -49,7 +50,8 @@ def check(implementation, tokens, outputs, depth, groups=1, scales=(110, 124), p
     weight, values = random_weight(rng, rows - plain_rows, depth, scales)
     if plain:
         bfloat16 = rng.standard_normal((plain_rows, depth)).astype(ml_dtypes.bfloat16)
-        weight, values = (weight, jnp.asarray(bfloat16)), np.concatenate([values, bfloat16.astype(np.float64)])
+        weight = (weight, jnp.asarray(bfloat16))
+        values = np.concatenate([values, bfloat16.astype(np.float64)])
     is_name = isinstance(implementation, str)
     linear = functools.partial(ops.linear, implementation=implementation) if is_name else implementation
     found = jax.jit(functools.partial(linear, spec=make_spec(outputs, groups)))(x, weight)
@@ -78,7 +80,8 @@ def check_swiglu(implementation, tokens, inner, depth, limit=1.0):
     assert got.shape == (tokens, inner) and got.dtype == jnp.bfloat16
     gate, up = np.split(np.asarray(x, np.float64) @ values.T, 2, axis=1)
     assert (gate > limit).any() and (np.abs(up) > limit).any() and (np.abs(up) < limit).any()
-    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    gate = np.minimum(gate, limit)
+    up = np.clip(up, -limit, limit)
     want = gate / (1 + np.exp(-gate)) * up
     # gate and up within half a bfloat16 each of values up to the limit, whose factor is at most the limit, and the sum
     # of what is added in float32; then the result's own rounding.

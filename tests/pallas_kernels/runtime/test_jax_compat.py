@@ -48,7 +48,8 @@ def test_variables_that_are_equal_through_others():
 def test_systems_are_joined_unless_they_contradict_each_other(swapped):
     x, y = variables(2)
     one, two = (constraints.RegisterLayout(WGSplatFragLayout((size,))) for size in (128, 256))
-    few, many = constraints.ConstraintSystem(assignments={x: one}), constraints.ConstraintSystem({x: one, y: two})
+    few = constraints.ConstraintSystem(assignments={x: one})
+    many = constraints.ConstraintSystem({x: one, y: two})
     wrong = constraints.ConstraintSystem(assignments={x: two, y: two})
     assert join_systems(*((many, few) if swapped else (few, many))).assignments == {x: one, y: two}
     assert isinstance(join_systems(*((wrong, few) if swapped else (few, wrong))), constraints.Unsatisfiable)

@@ -31,7 +31,8 @@ def folder(tmp_path):
 @pytest.fixture
 def exports(monkeypatch):
     """What was lowered anew, by name."""
-    found, original = [], export.export
+    found = []
+    original = export.export
 
     def counted(function, **options):
         found.append(function)

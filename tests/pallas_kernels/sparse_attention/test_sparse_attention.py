@@ -41,13 +41,15 @@ def call(
     fmt, rng, slots, positions, *, heads, rate, window, ring, per_block, max_blocks, count=None, layers=2, rope=ROPE
 ) -> tuple[Any, ...]:
     """Arguments of the op: rings and pools hold the rows that the tokens may see, every other byte is poison."""
-    num_slots, last = max(slots) + 2, layers - 1
+    num_slots = max(slots) + 2
+    last = layers - 1
     codec = fmt.entries(DIM - rope, rope)
     rings = poison(codec.struct, layers, num_slots, ring)
     pools = poison(codec.struct, layers, num_slots * max_blocks, per_block)
     table = np.full((num_slots, max_blocks), -1)
     blocks = rng.permutation(num_slots * max_blocks).reshape(num_slots, max_blocks)
-    ring_at, pool_at = [], []
+    ring_at = []
+    pool_at = []
     for slot in {s for s in slots if s >= 0}:
         seen = [p for s, p in zip(slots, positions, strict=True) if s == slot and p >= 0]
         if not seen:
@@ -183,7 +185,8 @@ def prefill_interpreted(q, sinks, kv, slots, positions):
 def test_many_tokens_interpreted(count):
     """Several tokens for a block; two requests, one of them new, and padding."""
     rng = np.random.default_rng(4)
-    slots, positions = [2, 2, 2, -1, 0, 0], [300, 301, 302, -1, 0, 1]
+    slots = [2, 2, 2, -1, 0, 0]
+    positions = [300, 301, 302, -1, 0, 1]
     args = call(FORMATS["v4"], rng, slots, positions, rate=4, count=count or None, **SMALL | {"max_blocks": 64})
     if count == 0:
         args = window_alone(args)
@@ -197,7 +200,8 @@ def test_many_tokens_interpreted(count):
 @pytest.mark.parametrize("kind", ["KV splits", "one split", "prefill"])
 def test_sinks_of_a_stack(kind, implementation):
     """A single split is that of one tile of rows, here for the heads of a device that has a quarter of a layer's."""
-    rng, prefill = np.random.default_rng(9), PrefillConfig(min_tokens=2)
+    rng = np.random.default_rng(9)
+    prefill = PrefillConfig(min_tokens=2)
     sizes = SMALL | dict(heads=16 if kind == "one split" else 64)
     q, sinks, kv, *tokens = call(FORMATS["v4"], rng, [2, 0], [101, 0], rate=4, count=40, **sizes)
     if kind == "one split":
@@ -216,8 +220,10 @@ def test_sinks_of_a_stack(kind, implementation):
 def test_a_call_whose_rows_could_be_too_many_reads_the_pools(spare, monkeypatch):
     """Up to the limit a prefill dequantizes rows for all tokens, beyond it it does not: the same attention."""
     attention = importlib.import_module("dsv4_jax.ops.sparse_attention")  # the package has the function by this name
-    rng, calls = np.random.default_rng(4), []
-    slots, positions = [2, 2, 2, -1, 0, 0], [300, 301, 302, -1, 0, 1]
+    rng = np.random.default_rng(4)
+    calls = []
+    slots = [2, 2, 2, -1, 0, 0]
+    positions = [300, 301, 302, -1, 0, 1]
     args = call(FORMATS["v4"], rng, slots, positions, rate=4, count=70, **SMALL | {"max_blocks": 64})
     kv = args[2]
     rows = max_runs(kv.window, len(slots)) * kv.compressed.max_entries
@@ -236,9 +242,11 @@ def test_splits_are_combined(splits):
     sums = rng.standard_normal((2, splits, 1, DIM), np.float32)
     top = rng.uniform(-30, 30, (2, splits, 1)).astype(np.float32)
     weight = np.where(rng.random((2, splits, 1)) < 0.5, rng.uniform(1, 64, (2, splits, 1)), 0).astype(np.float32)
-    weight[0, 0], weight[1] = 1, 0
+    weight[0, 0] = 1
+    weight[1] = 0
     sums[weight == 0] = np.nan
-    sinks, positions = np.asarray([0.5], np.float32), np.asarray([123456, -1], np.int32)
+    sinks = np.asarray([0.5], np.float32)
+    positions = np.asarray([123456, -1], np.int32)
     args = [jnp.asarray(x) for x in (sums, np.stack([top, weight], 2), sinks)]
     got = combine(*args, interpret=True)
     rotated = combine(*args, jnp.asarray(positions), INV_FREQ, interpret=True)
@@ -257,7 +265,8 @@ def check_sharded(implementation, args):
     """Two devices share the entries' blocks, the first has the windows: the splits of both, combined."""
     q, sinks, kv, slots, positions = args
     interpret = implementation == "interpret"
-    rings, entries = kv.window.for_kernels(), kv.compressed.for_kernels(kv.indices)
+    rings = kv.window.for_kernels()
+    entries = kv.compressed.for_kernels(kv.indices)
 
     @jax.jit
     def attend(q, slots, positions, rings, entries, tables, layers):
@@ -340,7 +349,8 @@ def test_shards_of_two_devices_on_gpu(tokens, count, heads):
 def test_rows_of_this_call_on_gpu(fmt):
     """A prefill of three requests that together bring many times what a ring holds."""
     rng = np.random.default_rng(11)
-    counts, starts = [700, 1, 300], [0, 90, 4001]
+    counts = [700, 1, 300]
+    starts = [0, 90, 4001]
     slots = np.repeat([4, 0, 2], counts).tolist() + [-1] * 7
     positions = np.concatenate([s + np.arange(n) for n, s in zip(counts, starts, strict=True)]).tolist() + [-1] * 7
     args = call(fmt, rng, slots, positions, heads=64, rate=4, count=512, layers=3, **REAL)
@@ -382,7 +392,8 @@ def test_window_alone_on_gpu(heads):
 def test_draft_blocks_on_gpu(fmt, count):
     """DSpark's blocks at V4-Flash's size: 5 tokens see 128 rows before them and each other; one request is short."""
     sizes = REAL | dict(window=133, ring=143)
-    slots, positions = [2] * 5 + [0] * 5 + [-1], [4004] * 5 + [6] * 5 + [-1]
+    slots = [2] * 5 + [0] * 5 + [-1]
+    positions = [4004] * 5 + [6] * 5 + [-1]
     args = call(fmt, np.random.default_rng(14), slots, positions, heads=64, rate=4, count=count or 8, layers=3, **sizes)
     check("mosaic_gpu", *(args if count else window_alone(args)))
 
