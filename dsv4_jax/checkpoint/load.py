@@ -37,7 +37,7 @@ from dsv4_jax.nn.parameters import (
 )
 from dsv4_jax.nn.shardings import check_blocks, parameter_sharding
 from dsv4_jax.parallel.mesh import check_mesh, check_shardable
-from dsv4_jax.quant import WEIGHT_BLOCK, quantized_struct
+from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedKind, quantized_struct
 
 
 _log = logging.getLogger(__name__)
@@ -99,8 +99,7 @@ def load_checkpoint(
     model = DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=param_dtype, rngs=ABSTRACT)
     table, tensors = match_weights(path, read_checkpoint(path), config)
     views = parameter_views(model)
-    shapes = {key: view.shape for key, view in views.items()}
-    assert {weight.path: weight.shape for weight in table} == shapes, "the table of keys and the model disagree"
+    assert {weight.path for weight in table} == views.keys(), "the table of keys and the model disagree"
 
     groups: dict[int, list[Weight]] = collections.defaultdict(list)  # by the variable that holds the weights
     for weight in table:
@@ -190,9 +189,9 @@ class _Loader:
                 sentences.append(f"{source} has {count} NaN or infinite values of {math.prod(tensor.shape)}")
         return sentences
 
-    def quantized_kind(self, weights: list[Weight]) -> Literal["FP8", "FP4"] | None:
+    def quantized_kind(self, weights: list[Weight]) -> QuantizedKind | None:
         """Returns the quantized storage, "FP8" or "FP4", that all these weights have; None if they cannot keep one."""
-        kinds: set[Literal["FP8", "FP4"]] = set()
+        kinds: set[QuantizedKind] = set()
         for weight in weights:
             for source in weight.sources:
                 piece = self._tensors[source]
@@ -208,7 +207,7 @@ class _Loader:
         self,
         weights: list[Weight],
         views: list[ParameterView],
-        kind: Literal["FP8", "FP4"] | None,
+        kind: QuantizedKind | None,
         memory: ExpertMemory | None,
         advance: Callable[[Weight], None],
     ) -> None:

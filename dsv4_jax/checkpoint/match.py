@@ -70,8 +70,9 @@ def _refuse_mismatches(
         tensor = stored[name]
         if tensor.shape != weight.source_shape:
             shapes.append(f"{name} is {list(tensor.shape)}, needed {list(weight.source_shape)}")
-        if tensor.dtype.startswith(("I", "U")) != weight.is_ids:
-            needs = "integers" if weight.is_ids else "floating-point numbers"
+        is_ids = weight.dtype == "I64"
+        if tensor.dtype.startswith(("I", "U")) != is_ids:
+            needs = "integers" if is_ids else "floating-point numbers"
             kinds.append(f"{name} is stored as {tensor.dtype}, needed are {needs}")
     problems = {
         "missing": _with_nearest(missing, extra),

@@ -9,7 +9,7 @@ import statistics
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 
 from dsv4_jax.checkpoint.keys import weights
-from dsv4_jax.checkpoint.save import stored_kind
+from dsv4_jax.checkpoint.storage import QUANTIZED_KINDS
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.expert_pages import ExpertMemory, selection_shares
 from dsv4_jax.nn import DeepseekV4ForCausalLM, shardings
@@ -58,11 +58,10 @@ def as_released[Module: nnx.Module](
     The module is a model with shapes in place of arrays. The other
     arguments are those of `random_weights`.
     """
-    stored = {weight.path: stored_kind(weight.sources[0], weight.source_shape) for weight in weights(config, "release")}
-    kinds: dict[str, Literal["FP8", "FP4"]] = {"F8_E4M3": "FP8", "I8": "FP4"}
+    kinds = {weight.path: QUANTIZED_KINDS.get(weight.dtype) for weight in weights(config, "release")}
     module = nnx.clone(module)
     for path, view in parameter_views(module).items():
-        kind = kinds.get(stored[path])
+        kind = kinds[path]
         value = view.variable.get_value()
         if kind is not None and not isinstance(value, QuantizedWeight):
             view.variable.set_value(quantized_struct(kind, value))
