@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dsv4_jax import ops
 from dsv4_jax.cache.batch import Batch
-from dsv4_jax.layer_spec import LayerSpec
+from dsv4_jax.config.layer_spec import LayerSpec
 from dsv4_jax.ops import ClassicalView, ClosedWindows, CompressorWeights, IndexerView, StateView, SWAView
 from dsv4_jax.ops.context_parallel import topk_of_shards
 from dsv4_jax.parallel.local_ids import all_reduce_bits, is_sharded, to_local_ids

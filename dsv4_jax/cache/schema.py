@@ -11,7 +11,7 @@ import numpy as np
 
 from dsv4_jax.arguments import check_whole
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.layer_spec import LayerSpec
+from dsv4_jax.config.layer_spec import LayerSpec
 from dsv4_jax.quant import KeyCodec, RowCodec, kv_format as as_kv_format
 from dsv4_jax.sizes import readable_bytes
 

@@ -21,7 +21,7 @@ from dsv4_jax.checkpoint.save import (
 )
 from dsv4_jax.checkpoint.storage import QuantizedTensor
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.config_json import read_json
+from dsv4_jax.config.config_json import read_json
 from dsv4_jax.sizes import readable_bytes
 
 

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from dsv4_jax.config_json import read_json
+from dsv4_jax.config.config_json import read_json
 
 
 # Ends of tensor names that no release has, and the methods that write them, the most specific ends first.

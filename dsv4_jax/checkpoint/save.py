@@ -1,6 +1,5 @@
 """Writes a model as the release stores it (FP8 linears, FP4 experts), or in bfloat16 or float32, in any naming."""
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from dsv4_jax.checkpoint.progress import byte_bar
 from dsv4_jax.checkpoint.reader import INDEX_NAME, SINGLE_NAME
 from dsv4_jax.checkpoint.storage import QUANTIZED_KINDS, quantize_fp4, quantize_fp8, scale_name
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.layer_spec import LayerSpec
+from dsv4_jax.config.config_json import release_config
 from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
 from dsv4_jax.quant import WEIGHT_BLOCK, quantized_shapes
 from dsv4_jax.safetensors_header import DTYPES, TensorHeader, write_header
@@ -161,39 +160,6 @@ def check_storage(weights: str, naming: str) -> None:
         raise ValueError(f"{weights=} must be quantized, bfloat16 or float32, and {naming=} release, hybrid or module")
     if weights == "quantized" and naming == "module":
         raise ValueError(f"{naming=} stacks experts in one tensor, so {weights=} must be bfloat16 or float32")
-
-
-def release_config(config: DSV4Config) -> dict[str, Any]:
-    """Returns config.json in the release's spelling; raises ValueError as in `save_release`."""
-    for layer, spec in enumerate(config.specs):
-        read = LayerSpec.of_ratio(spec.compress_rate)
-        kind = dataclasses.replace(spec.kind, group=read.group, window=None, index_topk=None)
-        sizes = config.window(layer), config.topk(layer)
-        if kind != read or sizes != (config.sliding_window, config.index_topk):
-            raise ValueError(f"the release's config.json cannot express layer {layer}: {spec}")
-    hashed = config.mlp_layer_types.count("hash_moe")
-    if "hash_moe" in config.mlp_layer_types[hashed:]:
-        raise ValueError(
-            f"the release's config.json can only express hash layers that come first; this model has {hashed} others"
-        )
-    fields = dataclasses.asdict(config)
-    for name in ("specs", "mlp_layer_types", "rope_scaling", "dspark"):
-        del fields[name]
-    if config.dspark is not None:
-        fields |= {f"dspark_{name}": value for name, value in dataclasses.asdict(config.dspark).items()}
-        del fields["dspark_num_layers"]  # the length of compress_ratios tells it
-    scaling = config.rope_scaling and dict(dataclasses.asdict(config.rope_scaling), type="yarn")
-    return fields | dict(
-        architectures=["DeepseekV4ForCausalLM"],
-        model_type="deepseek_v4",
-        num_hidden_layers=config.num_hidden_layers,
-        num_key_value_heads=1,
-        tie_word_embeddings=False,
-        compress_ratios=[spec.compress_rate for spec in config.layers],
-        num_hash_layers=hashed,
-        rope_scaling=scaling,
-        eos_token_id=list(config.eos_token_id),
-    )
 
 
 def describe_storage(config: Mapping[str, Any], weights: Storage) -> dict[str, Any]:

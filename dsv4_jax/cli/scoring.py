@@ -13,12 +13,12 @@ from jaxtyping import Array, Float, Int
 from tokenizers import Tokenizer
 
 from dsv4_jax.cache import Batch, KVCache, LayerCacheHandle
+from dsv4_jax.config.layer_spec import LayerSpec
 from dsv4_jax.decode import CompiledModel, Model
 from dsv4_jax.decode.drafts import draft, one_token_batch
 from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.host.forward import find_layout
-from dsv4_jax.layer_spec import LayerSpec
 from dsv4_jax.parallel.sharded_step import sharded_step
 from dsv4_jax.quant import LayerSlice
 

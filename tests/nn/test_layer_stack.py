@@ -11,8 +11,8 @@ from hypothesis import given, settings, strategies as st
 from dsv4_jax.cache import CacheSchema, init_cache
 from dsv4_jax.checkpoint.random_weights import as_released, random_model
 from dsv4_jax.config import DSV4Config, LayerSpec
+from dsv4_jax.config.layer_spec import CSA, HCA
 from dsv4_jax.layer_runs import find_runs
-from dsv4_jax.layer_spec import CSA, HCA
 from dsv4_jax.nn import (
     RECORDED,
     DeepseekV4ForCausalLM,
