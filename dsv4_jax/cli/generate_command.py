@@ -110,7 +110,8 @@ class GenerateCommand(RandomModelOptions):
         total = len(prompt) + self.max_new_tokens - 1
         option_checks.check_context(config, total, f"{option} and --max-new-tokens {self.max_new_tokens}")
         # The answers to one prompt share blocks, so they stay in one data-parallel group.
-        manager = self.make_manager(config, self._answers * sizes.get("data", 1), total, self.drafts)
+        requests = self._answers * sizes.get("data", 1)
+        manager = self.make_manager(config, requests, options.whole_blocks(config, total), self.drafts)
         manager.check_ids(prompt, option)
         progress = not self.as_json and sys.stdout.isatty()
         step_tokens = max(self.chunk, self._answers * (1 + self.drafts))

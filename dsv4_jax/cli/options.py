@@ -120,8 +120,7 @@ class ModelOptions:
             if self.expert_memory is None:
                 raise ValueError("--expert-placement needs --expert-memory: otherwise all experts lie on the GPU")
             check_writable("expert-placement", self.expert_placement)
-        parallel = dict(context_parallel=self.context_parallel, expert_parallel=self.expert_parallel)
-        return mesh_sizes(self.mesh, config, **parallel)
+        return mesh_sizes(self.mesh, config, self.context_parallel, self.expert_parallel)
 
     @functools.cached_property
     def devices(self) -> "Mesh | None":
@@ -146,9 +145,17 @@ class ModelOptions:
         stay = experts is not None or (self.weights is None and jax.default_backend() == "gpu")
         if checkpoint != packaged_checkpoint():
             show_log()
-        options: dict[str, Any] = dict(mesh=self.devices, expert_parallel=self.expert_parallel, progress=progress)
-        options |= dict(dtype=jnp.dtype(self.dtype), weights="quantized" if stay else self.weights)
-        return CompiledModel(load_checkpoint(checkpoint, schema.config, expert_memory=experts, **options), experts)
+        model = load_checkpoint(
+            checkpoint,
+            schema.config,
+            dtype=jnp.dtype(self.dtype),
+            weights="quantized" if stay else self.weights,
+            mesh=self.devices,
+            expert_parallel=self.expert_parallel,
+            expert_memory=experts,
+            progress=progress,
+        )
+        return CompiledModel(model, experts)
 
     def _expert_memory(self, schema: "CacheSchema", step_tokens: int) -> "ExpertMemory | None":
         if (size := expert_bytes(self.expert_memory, self.mesh)) is None:
@@ -157,49 +164,47 @@ class ModelOptions:
 
         from dsv4_jax.expert_pages import CudaMemory, ExpertMemory, program_bytes
 
-        given: dict[str, Any] = dict(memory=CudaMemory(jax.devices()[0]), placement_file=self.expert_placement)
-        if size == "auto":
-            reserved_bytes = program_bytes(step_tokens, schema.config) + schema.memory_bytes()
-            return ExpertMemory(reserved_bytes=reserved_bytes, **given)
-        return ExpertMemory(size, **given)
-
-    def cache_options(self, config: "DSV4Config") -> dict[str, Any]:
-        """Returns the arguments of a `KVCacheManager` that do not depend on the requests."""
-        import jax.numpy as jnp
-
-        return dict(
-            block_tokens=block_tokens(config),
-            kv_format=self.cache_format,
-            dtype=jnp.dtype(self.dtype),
-            mesh=self.devices,
-            context_parallel=self.context_parallel,
+        return ExpertMemory(
+            None if size == "auto" else size,
+            reserved_bytes=program_bytes(step_tokens, schema.config) + schema.memory_bytes(),
+            memory=CudaMemory(jax.devices()[0]),
+            placement_file=self.expert_placement,
         )
 
-    def make_manager(self, config: "DSV4Config", requests: int, tokens: int, drafts: int = 0) -> "KVCacheManager":
-        """Returns a manager with room for `requests` requests of `tokens` tokens, of which a step verifies `drafts`.
+    def make_manager(
+        self, config: "DSV4Config", requests: int, context: int, drafts: int = 0, memory: str | None = None
+    ) -> "KVCacheManager":
+        """Returns a manager for `requests` requests of up to `context` tokens.
 
+        A step verifies `drafts` drafts of each. Blocks fill `memory`; without, all requests can have the whole context.
         Slots and blocks are rounded up so that every device of the mesh holds the same number. Raises ValueError if the
-        model's layers cannot make so many drafts.
+        model's draft layers, if it has any, cannot make so many drafts.
         """
+        import jax.numpy as jnp
+
         from dsv4_jax.decode.drafts import check_drafts
         from dsv4_jax.host import KVCacheManager
 
         mesh = self.devices
-        size = block_tokens(config)
+        tokens = block_tokens(config)
         groups = 1 if mesh is None else mesh.shape.get("data", 1)
-        holders = mesh.size if mesh is not None and self.context_parallel else 1
-        requests = -(-requests // groups) * groups
-        blocks = -(-tokens // size)
+        devices = 1 if mesh is None else mesh.size
+        requests += -requests % groups
+        blocks = requests * -(-context // tokens)
         manager = KVCacheManager(
             config,
-            num_blocks=-(-requests * blocks // holders) * holders,
+            memory=memory,
+            num_blocks=blocks + -blocks % devices if memory is None else None,
             max_requests=requests,
-            # A multiple of the block size, so that prompts of similar lengths share a compiled program.
-            max_context=min(blocks * size, config.max_position_embeddings),
+            max_context=context,
             max_query_tokens=1 + drafts,
-            **self.cache_options(config),
+            block_tokens=tokens,
+            kv_format=self.cache_format,
+            dtype=jnp.dtype(self.dtype),
+            mesh=mesh,
+            context_parallel=self.context_parallel,
         )
-        if drafts:
+        if drafts and config.drafts is not None:
             check_drafts(manager.schema, drafts)
         return manager
 
@@ -248,8 +253,15 @@ class RandomModelOptions(ModelOptions):
 
         show_log()
         experts = self._expert_memory(schema, step_tokens)
-        options: dict[str, Any] = dict(expert_parallel=self.expert_parallel, expert_memory=experts, skew=self.skew)
-        return CompiledModel(random_model(schema.config, self.devices, dtype=jnp.dtype(self.dtype), **options), experts)
+        model = random_model(
+            schema.config,
+            self.devices,
+            dtype=jnp.dtype(self.dtype),
+            expert_parallel=self.expert_parallel,
+            expert_memory=experts,
+            skew=self.skew,
+        )
+        return CompiledModel(model, experts)
 
     def weights_key(self, checkpoint: Path) -> str:
         """Returns a name of the weights that differs between checkpoints and ways of running them."""
@@ -287,6 +299,11 @@ def open_checkpoint(path: Path | None, *, mtp: bool = False) -> "tuple[Path, DSV
     return checkpoint, read_config(checkpoint, mtp=mtp)
 
 
+def whole_blocks(config: "DSV4Config", tokens: int) -> int:
+    """Returns a context for `tokens` tokens, in whole blocks: prompts of similar lengths share a compiled program."""
+    return min(tokens + -tokens % block_tokens(config), config.max_position_embeddings)
+
+
 def expert_bytes(expert_memory: str | None, mesh: str | None) -> int | Literal["auto"] | None:
     """Parses --expert-memory; before JAX starts, so that JAX leaves room for the experts.
 
@@ -303,7 +320,7 @@ def expert_bytes(expert_memory: str | None, mesh: str | None) -> int | Literal["
 
 
 def mesh_sizes(
-    mesh: str | None, config: "DSV4Config | None", *, context_parallel: bool = False, expert_parallel: bool = False
+    mesh: str | None, config: "DSV4Config | None", context_parallel: bool, expert_parallel: bool
 ) -> dict[str, int]:
     """Parses --mesh and returns the number of devices along each axis; {} without a mesh.
 

@@ -93,7 +93,7 @@ class ScoreCommand(ModelOptions):
         if prefill > total:
             raise ValueError(f"--decode-from {prefill} must be from 0 to {total}, the number of tokens in a row")
         option_checks.check_context(config, total, "--text" if self.ids is None else "--ids")
-        manager = self.make_manager(config, rows, total, self.drafts)
+        manager = self.make_manager(config, rows, options.whole_blocks(config, total), self.drafts)
         ids = np.stack([manager.check_ids(row, f"ids[{i}]") for i, row in enumerate(ids)])
 
         model = self.load_model(checkpoint, manager.schema)

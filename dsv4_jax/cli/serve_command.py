@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from dsv4_jax.cli import option_checks, options, startup
 from dsv4_jax.cli.options import RandomModelOptions, optional
-from dsv4_jax.data import block_tokens
 from dsv4_jax.parallel.mesh import check_divisible
 from dsv4_jax.sizes import parse_bytes
 
@@ -188,25 +187,11 @@ class ServeCommand(RandomModelOptions):
         return context
 
     def _engine(self, checkpoint: Path, config: "DSV4Config", context: int, name: str) -> "Engine":
-        from dsv4_jax.decode.drafts import DraftOptions, check_drafts
         from dsv4_jax.engine import Engine, PromptLookup
-        from dsv4_jax.host import KVCacheManager
         from dsv4_jax.serve.protocol import MAX_LOGPROBS
 
-        blocks = self.max_requests * -(-context // block_tokens(config))
-        blocks += -blocks % (1 if self.devices is None else self.devices.size)
-        manager = KVCacheManager(
-            config,
-            memory=self.memory,
-            num_blocks=blocks if self.memory is None else None,
-            max_requests=self.max_requests,
-            max_context=context,
-            max_query_tokens=1 + self.drafts,
-            **self.cache_options(config),
-        )
+        manager = self.make_manager(config, self.max_requests, context, self.drafts, self.memory)
         prefix = self._prefix(manager, checkpoint, name)
-        if self.drafter == "model":
-            check_drafts(manager.schema, DraftOptions(self.drafts, self.min_confidence))  # before the weights are read
         return Engine(
             self.load_model(checkpoint, manager.schema, step_tokens=self._step_tokens),
             manager,
