@@ -5,7 +5,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -89,13 +89,13 @@ def load_checkpoint(
     if expert_memory is not None and (weights != "quantized" or mesh is not None):
         raise ValueError(f'expert_memory= needs weights="quantized" and no mesh, got {weights=}, {mesh=}')
     path = Path(path)
-    stay = isinstance(weights, str) and weights == "quantized"
+    stay_quantized = isinstance(weights, str) and weights == "quantized"
     if config is None:
         config = DSV4Config.from_hf(path if path.is_dir() else path.parent / "config.json")
     if mesh is not None:
         check_mesh(mesh)
         check_shardable(config, mesh.shape, expert_parallel)
-    param_dtype = None if stay else weights
+    param_dtype = None if stay_quantized else weights
     model = DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=param_dtype, rngs=ABSTRACT)
     table, tensors = match_weights(path, read_checkpoint(path), config)
     views = parameter_views(model)
@@ -107,17 +107,17 @@ def load_checkpoint(
     # With `expert_memory` the experts come last and get the memory that the others leave.
     ordered = sorted(groups.values(), key=lambda group: expert_memory is not None and group[0].is_expert)
     loader = _Loader(config, tensors, mesh, expert_parallel)
-    with _progress_bar(table, tensors, progress) as advance:
+    with byte_bar("Loading weights", loader.nbytes(table), progress) as advance:
         for number, group in enumerate(ordered, 1):
             with _name_if_out_of_memory(path, group[0], f"number {number} of {len(ordered)}", mesh):
-                if expert_memory is not None and group[0].is_expert and not expert_memory.is_planned:
-                    _log.info("%s", _plan(expert_memory, table))
-                kind = loader.quantized_kind(group) if stay else None
                 pages = expert_memory if group[0].is_expert else None
-                loader.load(group, [views[weight.path] for weight in group], kind, pages, advance)
+                if pages is not None and not pages.is_planned:
+                    _log.info("%s", _plan(pages, table))
+                loader.load(group, [views[weight.path] for weight in group], stay_quantized, pages)
                 if expert_memory is not None and group[0].path == keys.EMBEDDING:
                     embedding = views[keys.EMBEDDING].variable
                     embedding.set_value(expert_memory.place_on_host(embedding.get_value()))
+            advance(loader.nbytes(group))
     if loader.problems:
         raise ValueError(f"{path} holds impossible values:{listing(loader.problems)}")
     return model
@@ -143,21 +143,11 @@ def _name_if_out_of_memory(path: Path, weight: Weight, place: str, mesh: Mesh | 
 
 def _plan(memory: ExpertMemory, table: list[Weight]) -> str:
     """Decides where experts lie; returns a sentence about it."""
-    experts = [weight for weight in table if weight.is_expert]
-    first, *_ = experts
-    layers = dict.fromkeys(weight.module for weight in experts)
-    shapes = [weight.packed_shape for weight in experts if weight.module == first.module]
-    return memory.plan(list(layers), shapes)
-
-
-@contextlib.contextmanager
-def _progress_bar(
-    table: list[Weight], tensors: Mapping[str, StoredTensor | QuantizedTensor], progress: bool
-) -> Iterator[Callable[[Weight], None]]:
-    """Shows a progress bar that counts bytes; yields a function to call for each weight that is loaded."""
-    sizes = {weight.path: sum(tensors[source].nbytes for source in weight.sources) for weight in table}
-    with byte_bar("Loading weights", sum(sizes.values()), progress) as advance:
-        yield lambda weight: advance(sizes[weight.path])
+    shapes: dict[str, list[tuple[int, ...]]] = {}  # of the codes, by layer
+    for weight in table:
+        if weight.is_expert:
+            shapes.setdefault(weight.module, []).append(weight.packed_shape)
+    return memory.plan(list(shapes), next(iter(shapes.values())))
 
 
 class _Loader:
@@ -189,7 +179,11 @@ class _Loader:
                 sentences.append(f"{source} has {count} NaN or infinite values of {math.prod(tensor.shape)}")
         return sentences
 
-    def quantized_kind(self, weights: list[Weight]) -> QuantizedKind | None:
+    def nbytes(self, weights: list[Weight]) -> int:
+        """Returns the bytes of the weights in the files."""
+        return sum(self._tensors[source].nbytes for weight in weights for source in weight.sources)
+
+    def _quantized_kind(self, weights: list[Weight]) -> QuantizedKind | None:
         """Returns the quantized storage, "FP8" or "FP4", that all these weights have; None if they cannot keep one."""
         kinds: set[QuantizedKind] = set()
         for weight in weights:
@@ -204,22 +198,18 @@ class _Loader:
         return kinds.pop() if len(kinds) == 1 else None
 
     def load(
-        self,
-        weights: list[Weight],
-        views: list[ParameterView],
-        kind: QuantizedKind | None,
-        memory: ExpertMemory | None,
-        advance: Callable[[Weight], None],
+        self, weights: list[Weight], views: list[ParameterView], stay_quantized: bool, memory: ExpertMemory | None
     ) -> None:
         """Loads all weights of a variable.
 
         Args:
           weights: the weights.
           views: their places in the variable.
-          kind: quantized storage to keep, or None to convert values to the variable's dtype.
+          stay_quantized: whether to keep quantized storage, if all weights have one that can be kept. Other values are
+            converted to the variable's dtype.
           memory: where the codes of experts lie; None for the devices.
-          advance: function to call for each weight that is loaded.
         """
+        kind = self._quantized_kind(weights) if stay_quantized else None
         variable = views[0].variable
         where = None if self._mesh is None else parameter_sharding(variable, self._mesh, self._expert_parallel)
         if kind is not None:
@@ -242,21 +232,15 @@ class _Loader:
                 if whole is not None:
                     fill(whole[index], pieces, check)
                     continue
-                part = (
-                    None
-                    if where is None
-                    else NamedSharding(where.mesh, PartitionSpec(*where.spec[view.num_layer_axes :]))
-                )
+                # The sharding of one layer's part.
+                part = where and NamedSharding(where.mesh, PartitionSpec(*where.spec[view.num_layer_axes :]))
                 is_view = all(isinstance(self._tensors[source], StoredTensor) for source in weight.sources)
                 shape = indexed_shape(struct.shape, index)
-                value = self._staging.place(
-                    pieces, shape, struct.dtype, part, check, threads=is_view or field is not None
-                )
+                threads = is_view or field is not None
+                value = self._staging.place(pieces, shape, struct.dtype, part, check, threads)
                 write_leaf(variable, field, value, index)
             if whole is not None:
                 set_leaf(variable, field, self._staging.place([whole.view], whole.shape, whole.dtype, where))
-        for weight in weights:
-            advance(weight)
 
     def _paged_codes(self, weights, shape, memory):
         """Copies the codes of experts to where each of them lies, and returns them as one array."""

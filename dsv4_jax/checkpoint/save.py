@@ -110,7 +110,7 @@ def write_checkpoint(
     names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] if count > 1 else [SINGLE_NAME]
     for name, entries in zip(names, shards, strict=True):
         with (folder / name).open("wb") as file:
-            file.write(write_header(entries, dict(format="pt")))
+            file.write(write_header(entries, {"format": "pt"}))
             for entry in entries:
                 missing = entry.nbytes
                 while missing:
@@ -121,7 +121,7 @@ def write_checkpoint(
                     advance(array.nbytes)
     if count > 1:
         places = {entry.name: name for name, entries in zip(names, shards, strict=True) for entry in entries}
-        index = dict(metadata=dict(total_size=total_bytes(shards)), weight_map=places)
+        index = {"metadata": {"total_size": total_bytes(shards)}, "weight_map": places}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
 
@@ -164,12 +164,19 @@ def check_storage(weights: str, naming: str) -> None:
 
 def describe_storage(config: Mapping[str, Any], weights: Storage) -> dict[str, Any]:
     """Returns the content of a config.json with the fields that tell how weights are stored."""
-    others = {name: x for name, x in config.items() if name not in ("dtype", "expert_dtype", "quantization_config")}
+    content = {name: x for name, x in config.items() if name not in ("dtype", "expert_dtype", "quantization_config")}
     if weights != "quantized":
-        return others | dict(torch_dtype=weights)
-    blocks = [WEIGHT_BLOCK, WEIGHT_BLOCK]
-    method = dict(quant_method="fp8", fmt="e4m3", scale_fmt="ue8m0", weight_block_size=blocks)
-    return others | dict(expert_dtype="fp4", torch_dtype="bfloat16", quantization_config=method)
+        return content | {"torch_dtype": weights}
+    return content | {
+        "expert_dtype": "fp4",
+        "torch_dtype": "bfloat16",
+        "quantization_config": {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "scale_fmt": "ue8m0",
+            "weight_block_size": [WEIGHT_BLOCK, WEIGHT_BLOCK],
+        },
+    }
 
 
 def encode(name: str, values: np.ndarray, dtype: str) -> Iterator[np.ndarray]:
