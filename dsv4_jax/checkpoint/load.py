@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import functools
-import logging
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from jax.typing import DTypeLike
 from dsv4_jax.checkpoint import keys
 from dsv4_jax.checkpoint.keys import Weight
 from dsv4_jax.checkpoint.match import listing, match_weights
-from dsv4_jax.checkpoint.placement import Staging, fill
+from dsv4_jax.checkpoint.placement import Staging, fill, plan_expert_memory
 from dsv4_jax.checkpoint.progress import byte_bar
 from dsv4_jax.checkpoint.reader import StoredTensor, read_checkpoint
 from dsv4_jax.checkpoint.storage import QuantizedTensor
@@ -40,7 +39,6 @@ from dsv4_jax.parallel.mesh import check_mesh, check_shardable
 from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedKind, quantized_struct
 
 
-_log = logging.getLogger(__name__)
 _MAX_HOST_BYTES = 1 << 26  # of a variable whose layers and maps are put together on the host
 
 
@@ -112,7 +110,7 @@ def load_checkpoint(
             with _name_if_out_of_memory(path, group[0], f"number {number} of {len(ordered)}", mesh):
                 pages = expert_memory if group[0].is_expert else None
                 if pages is not None and not pages.is_planned:
-                    _log.info("%s", _plan(pages, table))
+                    plan_expert_memory(pages, table)
                 loader.load(group, [views[weight.path] for weight in group], stay_quantized, pages)
                 if expert_memory is not None and group[0].path == keys.EMBEDDING:
                     embedding = views[keys.EMBEDDING].variable
@@ -139,15 +137,6 @@ def _name_if_out_of_memory(path: Path, weight: Weight, place: str, mesh: Mesh | 
             f"device{'s' * (devices > 1)}. Shard the model over more devices (mesh=), or keep quantized weights "
             f'quantized (weights="quantized"). {error}'
         ) from error
-
-
-def _plan(memory: ExpertMemory, table: list[Weight]) -> str:
-    """Decides where experts lie; returns a sentence about it."""
-    shapes: dict[str, list[tuple[int, ...]]] = {}  # of the codes, by layer
-    for weight in table:
-        if weight.is_expert:
-            shapes.setdefault(weight.module, []).append(weight.packed_shape)
-    return memory.plan(list(shapes), next(iter(shapes.values())))
 
 
 class _Loader:

@@ -3,12 +3,16 @@
 import collections
 import concurrent.futures
 import gc
+import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+
+from dsv4_jax.checkpoint.keys import Weight
+from dsv4_jax.expert_pages import ExpertMemory
 
 
 Pieces = Sequence[Callable[[], np.ndarray]]
@@ -16,6 +20,16 @@ Check = Callable[[int, np.ndarray, np.ndarray], None]
 _BLOCK_BYTES = 1 << 24  # unit of copies and checks, which bounds the memory of a check
 # XLA on a CPU aliases memory with this alignment instead of copying it.
 _ALIASED = 64
+_log = logging.getLogger(__name__)
+
+
+def plan_expert_memory(memory: ExpertMemory, table: Iterable[Weight]) -> None:
+    """Decides where the routed experts of a model with these weights lie, and logs it."""
+    shapes: dict[str, list[tuple[int, ...]]] = {}  # of the codes, by layer
+    for weight in table:
+        if weight.is_expert:
+            shapes.setdefault(weight.module, []).append(weight.packed_shape)
+    _log.info("%s", memory.plan(list(shapes), next(iter(shapes.values()))))
 
 
 def fill(target: np.ndarray, pieces: Pieces, check: Check | None = None) -> None:

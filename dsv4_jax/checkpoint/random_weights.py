@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import logging
 import math
 import statistics
 import zlib
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.progress import track
 
 from dsv4_jax.checkpoint.keys import weights
+from dsv4_jax.checkpoint.placement import plan_expert_memory
 from dsv4_jax.checkpoint.storage import QUANTIZED_KINDS
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.expert_pages import ExpertMemory, selection_shares
@@ -32,31 +32,18 @@ from dsv4_jax.nn.shardings import parameter_sharding
 from dsv4_jax.quant import QuantizedWeight, quantized_struct
 
 
-_log = logging.getLogger(__name__)
 SELECTS = "tid2eid", "e_score_correction_bias"  # the parameters of a router that decide which experts it selects
 MAX_SMALL = 1 << 20  # numbers of a variable that is made together with others, in one program
 PERIOD = 4_194_301  # a prime number of random words, so that rows of a matrix differ
 STD = 0.02  # of weights, as in the released models' initialization
 
 
-def random_model(
-    config: DSV4Config, mesh: Mesh | None = None, *, dtype: DTypeLike = jnp.bfloat16, **options: Any
-) -> DeepseekV4ForCausalLM:
-    """Returns a model with random weights in the release's storage, without ever making unquantized ones.
-
-    `dtype` is that of the activations, bfloat16 or float32; the other options are those of `random_weights`.
-    """
-    model = DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=jnp.bfloat16, rngs=ABSTRACT)
-    return random_weights(model, config, mesh, **options)
-
-
 def as_released[Module: nnx.Module](
     module: Module, config: DSV4Config, mesh: Mesh | None = None, *, expert_parallel: bool = False
 ) -> Module:
-    """Returns a model or its layers with the shapes of the release's storage, sharded over a mesh.
+    """Returns a model or its layers, with shapes in place of arrays, in the release's storage and sharded over a mesh.
 
-    The module is a model with shapes in place of arrays. The other
-    arguments are those of `random_weights`.
+    The arguments are those of `random_model`.
     """
     kinds = {weight.path: QUANTIZED_KINDS.get(weight.dtype) for weight in weights(config, "release")}
     module = nnx.clone(module)
@@ -72,40 +59,40 @@ def as_released[Module: nnx.Module](
     )
 
 
-def random_weights[Module: nnx.Module](
-    module: Module,
+def random_model(
     config: DSV4Config,
     mesh: Mesh | None = None,
     *,
+    dtype: DTypeLike = jnp.bfloat16,
     expert_parallel: bool = False,
     expert_memory: ExpertMemory | None = None,
     skew: float = 0.0,
-) -> Module:
-    """Gives the module of `as_released` random weights, which each device makes for itself.
+) -> DeepseekV4ForCausalLM:
+    """Returns a model with random weights in the release's storage, which each device makes for itself.
 
-    The names of layers in `expert_memory` are their paths in the module.
+    Unquantized weights are never made.
 
     Args:
-      module: as in `as_released`.
       config: configuration of the model.
       mesh: devices to shard the model over; None for the default one.
+      dtype: dtype of the activations, bfloat16 or float32.
       expert_parallel: whether each device gets whole experts instead of a shard of each expert.
       expert_memory: where the routed experts lie, the most frequent ones on the GPU; None for the devices. The
-        embedding, if there is one, lies in host memory then.
+        embedding lies in host memory then.
       skew: how unequally tokens select experts: that of rank r with weight r ** -skew, ranks in random order in each
         layer. The routers' biases and tables are chosen so.
     """
-    module = as_released(module, config, mesh, expert_parallel=expert_parallel)
-    views = parameter_views(module)
+    model = DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=jnp.bfloat16, rngs=ABSTRACT)
+    model = as_released(model, config, mesh, expert_parallel=expert_parallel)
+    views = parameter_views(model)
     names = {id(view.variable): path for path, view in reversed(views.items())}  # of the first layer of a stack
     frequencies = {}
-
     draws = {}
     for path, view in views.items():
         variable = view.variable
         where = None if mesh is None else parameter_sharding(variable, mesh, expert_parallel)
         if path.endswith(SELECTS):
-            part = None if where is None else NamedSharding(where.mesh, PartitionSpec(*where.spec[len(view.index) :]))
+            part = where and NamedSharding(where.mesh, PartitionSpec(*where.spec[len(view.index) :]))
             selects, shares = _selects(path, view.shape, config, skew, part)
             frequencies[f"{path.rpartition('.gate.')[0]}.experts"] = shares
             view.set_value(selects)
@@ -126,12 +113,12 @@ def random_weights[Module: nnx.Module](
                 variable.set_value(expert_memory.place_on_host(variable.get_value()))
     if expert_memory is not None:
         expert_memory.frequencies |= frequencies
-        _place_experts(views, expert_memory, bits)
-    return module
+        _place_experts(config, views, expert_memory, bits)
+    return model
 
 
 def select_experts(module: nnx.Module, config: DSV4Config, skew: float) -> None:
-    """Replaces the biases and tables of a module's routers by those of another skew, see `random_weights`."""
+    """Replaces the biases and tables of a module's routers by those of another skew, see `random_model`."""
     for path, view in parameter_views(module).items():
         if path.endswith(SELECTS):
             where = getattr(view.get_value(), "sharding", None)
@@ -163,21 +150,16 @@ def selection_bias(shares: Float[np.ndarray, "E"], logit_std: float) -> Float[np
     return -np.sqrt(np.logaddexp(0.0, logit_std * quantiles)).astype(np.float32)
 
 
-def _place_experts(views, expert_memory, bits):
+def _place_experts(config, views, expert_memory, bits):
     """Makes random codes of all experts, where they lie."""
+    plan_expert_memory(expert_memory, weights(config, "release"))
+    names = list(expert_memory.layers)
     stacks: dict[int, list[tuple[str, ParameterView]]] = collections.defaultdict(list)
-    shapes = {}
-    names = []
     for path, view in views.items():
-        module, _, name = path.rpartition(".")
-        if module.endswith(".mlp.experts"):
+        module = path.rpartition(".")[0]
+        if module in expert_memory.layers:
             stacks[id(view.variable)].append((module, view))
-            *leading, columns = view.shape
-            shapes[name] = (*leading, columns // 2)
-            names.append(module)
-    names = sorted(set(names), key=_in_layer_order)
-    _log.info("%s", expert_memory.plan(names, list(shapes.values())))
-    each = max(math.prod(shape[1:]) for shape in shapes.values())
+    each = max(math.prod(view.shape[1:]) // 2 for stack in stacks.values() for _, view in stack)
     # Experts begin at different bytes of the same random ones.
     (random,) = jax.block_until_ready(_drawn(bits, [np.uint32(0)], (_Draw(_bytes, ((2 * each,),)),)))
     start = random.unsafe_buffer_pointer()
@@ -191,11 +173,6 @@ def _place_experts(views, expert_memory, bits):
             pages.write(number, starts)
         (scale,) = _drawn(bits, [np.uint32(0)], (_Draw(_scales, (value.scale.shape,)),))
         variable.set_value(dataclasses.replace(value, codes=pages.array, scale=scale))
-
-
-def _in_layer_order(name):
-    """Returns the key by which names of layers are sorted: the model's before the draft layers, by number."""
-    return name.startswith("drafts"), [int(word) for word in name.split(".") if word.isdecimal()]
 
 
 def _random_bits(mesh):
@@ -264,8 +241,10 @@ def _draw_one(bits, number, draw):
 
     if draw.where is None:
         return local(bits, number)
-    specs = {"in_specs": (jax.P(), jax.P()), "out_specs": draw.where.spec}
-    return jax.shard_map(local, mesh=draw.where.mesh, check_vma=False, **specs)(bits, number)
+    on_mesh = jax.shard_map(
+        local, mesh=draw.where.mesh, in_specs=(jax.P(), jax.P()), out_specs=draw.where.spec, check_vma=False
+    )
+    return on_mesh(bits, number)
 
 
 def _normal(words, shape, dtype, mean):
