@@ -139,8 +139,8 @@ class ServeCommand(RandomModelOptions):
         ]
         if missing:
             raise ValueError(f"dsv4-jax serve needs {', '.join(missing)}: pip install 'dsv4-jax[serve]'")
-        positive = dict(max_requests=self.max_requests, token_budget=self.token_budget, context=self.context)
-        option_checks.check_at_least(1, **positive)
+        option_checks.check_at_least(1, max_requests=self.max_requests)
+        option_checks.check_at_least(1, token_budget=self.token_budget, context=self.context)
         option_checks.check_at_least(0, max_waiting=self.max_waiting, drafts=self.drafts)
         option_checks.check_at_least(0, request_seconds=self.request_seconds, grace_seconds=self.grace_seconds)
         if self.drafter == "model" and not self.drafts:
@@ -215,8 +215,8 @@ class ServeCommand(RandomModelOptions):
             files = PrefixFiles(self.prefix_dir, self.prefix_size or "50GB")
             return PrefixCache(manager, key=self.weights_key(checkpoint), files=files)
         except ValueError as error:
-            names = {"directory=": "--prefix-dir ", "max_bytes=": "--prefix-size "}
-            raise ValueError(re.sub("|".join(names), lambda found: names[found[0]], str(error))) from None
+            message = str(error).replace("directory=", "--prefix-dir ").replace("max_bytes=", "--prefix-size ")
+            raise ValueError(message) from None
 
 
 def _is_loopback(host: str) -> bool:
