@@ -20,9 +20,9 @@ from dsv4_jax.checkpoint.save import (
     write_checkpoint,
 )
 from dsv4_jax.checkpoint.storage import QuantizedTensor
+from dsv4_jax.common.sizes import readable_bytes
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.config_json import read_json
-from dsv4_jax.sizes import readable_bytes
 
 
 _COPIED = ".json", ".jinja", ".txt", ".md", ""  # ends of files that lie beside the weights, such as tokenizer.json

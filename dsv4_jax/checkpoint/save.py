@@ -12,11 +12,11 @@ from dsv4_jax.checkpoint.keys import Naming, Storage, Weight
 from dsv4_jax.checkpoint.progress import byte_bar
 from dsv4_jax.checkpoint.reader import INDEX_NAME, SINGLE_NAME
 from dsv4_jax.checkpoint.storage import QUANTIZED_KINDS, quantize_fp4, quantize_fp8, scale_name
+from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader, write_header
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.config_json import release_config
 from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
 from dsv4_jax.quant import WEIGHT_BLOCK, quantized_shapes
-from dsv4_jax.safetensors_header import DTYPES, TensorHeader, write_header
 
 
 _CHUNK_BYTES = 1 << 26  # of values that are converted at a time

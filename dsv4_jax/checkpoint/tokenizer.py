@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from dsv4_jax.downloads import check_not_lfs_pointer
+from dsv4_jax.common.downloads import check_not_lfs_pointer
 
 
 TOKENIZER_NAME = "tokenizer.json"

@@ -61,7 +61,8 @@ class ChatCommand:
             raise ValueError(f"--url {self.url} must begin with http:// or https://")
         key = self.api_key or os.environ.get("DSV4_JAX_API_KEY")
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        options = {"temperature": self.temperature, "stream": True, "stream_options": {"include_usage": True}}
+        options: dict[str, Any] = {"temperature": self.temperature, "stream": True}
+        options["stream_options"] = {"include_usage": True}
         if self.max_tokens is not None:
             options["max_tokens"] = self.max_tokens
         session = _Session(self.url.rstrip("/"), headers, options, self.system)

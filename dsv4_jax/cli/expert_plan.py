@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from dsv4_jax.sizes import parse_bytes, readable_bytes
+from dsv4_jax.common.sizes import parse_bytes, readable_bytes
 
 
 if TYPE_CHECKING:

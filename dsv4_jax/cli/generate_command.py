@@ -12,10 +12,10 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from dsv4_jax.arguments import check_temperature, check_top_k, check_top_p
 from dsv4_jax.cli import option_checks, options, startup
 from dsv4_jax.cli.options import RandomModelOptions, optional
-from dsv4_jax.sizes import readable_bytes
+from dsv4_jax.common.arguments import check_temperature, check_top_k, check_top_p
+from dsv4_jax.common.sizes import readable_bytes
 
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import tyro
 
 from dsv4_jax.cli.option_checks import check_at_least, check_writable
 from dsv4_jax.cli.startup import show_log
+from dsv4_jax.common.sizes import parse_bytes
 from dsv4_jax.data import block_tokens, packaged_checkpoint, read_config
 from dsv4_jax.parallel.mesh import check_context_parallel, check_shardable, make_mesh, parse_mesh
-from dsv4_jax.sizes import parse_bytes
 
 
 if TYPE_CHECKING:

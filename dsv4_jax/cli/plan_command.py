@@ -11,9 +11,9 @@ from rich.console import Console
 from dsv4_jax.cli import option_checks, options
 from dsv4_jax.cli.expert_plan import expert_table, number_table, plan_experts
 from dsv4_jax.cli.options import CacheFormat, ContextParallel, Dtype, JsonFlag, MeshOption, optional
+from dsv4_jax.common.sizes import parse_bytes, readable_bytes
 from dsv4_jax.data import block_tokens
 from dsv4_jax.parallel.mesh import check_context_parallel
-from dsv4_jax.sizes import parse_bytes, readable_bytes
 
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from dsv4_jax.cli import option_checks, options, startup
 from dsv4_jax.cli.options import RandomModelOptions, optional
+from dsv4_jax.common.sizes import parse_bytes
 from dsv4_jax.parallel.mesh import check_divisible
-from dsv4_jax.sizes import parse_bytes
 
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsv4_jax.arguments import check, check_positive, check_whole
+from dsv4_jax.common.arguments import check, check_positive, check_whole
+from dsv4_jax.common.downloads import check_not_lfs_pointer, snapshot_hint
 from dsv4_jax.config.draft_config import DSparkConfig
 from dsv4_jax.config.layer_spec import LAYER_TYPES, MAX_ROWS, SLIDING, LayerSpec
 from dsv4_jax.config.rope_scaling import RopeScaling
-from dsv4_jax.downloads import check_not_lfs_pointer, snapshot_hint
 
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from dsv4_jax.arguments import check, check_whole
+from dsv4_jax.common.arguments import check, check_whole
 
 
 class MTPConfig:

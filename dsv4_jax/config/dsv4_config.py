@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsv4_jax.arguments import check
+from dsv4_jax.common.arguments import check
 from dsv4_jax.config import config_json
 from dsv4_jax.config.draft_config import DSparkConfig, MTPConfig
 from dsv4_jax.config.layer_spec import LayerSpec, numbered

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from dsv4_jax.arguments import check_whole
+from dsv4_jax.common.arguments import check_whole
 
 
 # The names of transformers' config.json for the attention of a layer.

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from dsv4_jax.arguments import check, check_positive, check_whole
+from dsv4_jax.common.arguments import check, check_positive, check_whole
 
 
 if TYPE_CHECKING:

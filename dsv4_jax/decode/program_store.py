@@ -33,8 +33,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from dsv4_jax.common.private_folder import make_private_folder
 from dsv4_jax.ops.dispatch import default_implementation
-from dsv4_jax.private_folder import make_private_folder
 from pallas_kernels.runtime.atomic_write import atomic_write
 
 

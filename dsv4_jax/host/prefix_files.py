@@ -23,11 +23,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from dsv4_jax.common.private_folder import make_private_folder
+from dsv4_jax.common.safetensors_header import TensorHeader, write_header
+from dsv4_jax.common.sizes import parse_bytes, readable_bytes
+from dsv4_jax.common.summary import Summarized, Summary
 from dsv4_jax.host.request_files import DTYPE_NAMES, named_leaves
-from dsv4_jax.private_folder import make_private_folder
-from dsv4_jax.safetensors_header import TensorHeader, write_header
-from dsv4_jax.sizes import parse_bytes, readable_bytes
-from dsv4_jax.summary import Summarized, Summary
 from pallas_kernels.runtime.atomic_write import atomic_write
 
 

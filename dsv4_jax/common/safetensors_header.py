@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from dsv4_jax.downloads import check_not_lfs_pointer
+from dsv4_jax.common.downloads import check_not_lfs_pointer
 
 
 DTYPES = {
