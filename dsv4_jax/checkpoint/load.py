@@ -102,7 +102,7 @@ def load_checkpoint(
     groups: dict[int, list[Weight]] = collections.defaultdict(list)  # by the variable that holds the weights
     for weight in table:
         groups[id(views[weight.path].variable)].append(weight)
-    # With `expert_memory` the experts come last and get the memory that the others leave.
+    # Experts come last with `expert_memory`, and get the memory that the other weights leave.
     ordered = sorted(groups.values(), key=lambda group: expert_memory is not None and group[0].is_expert)
     loader = _Loader(config, tensors, mesh, expert_parallel)
     with byte_bar("Loading weights", loader.nbytes(table), progress) as advance:

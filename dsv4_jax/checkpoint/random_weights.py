@@ -186,7 +186,7 @@ def _random_bits(mesh):
 
 @dataclasses.dataclass(frozen=True)
 class _Draw:
-    """How the arrays of a variable are drawn: `make(words, *args)`, with the sharding `where` or None.
+    """A function that draws the arrays of a variable, `make(words, *args)`, and their sharding, if any.
 
     `words` is a function that returns random words of a shape.
     """
@@ -241,10 +241,10 @@ def _draw_one(bits, number, draw):
 
     if draw.where is None:
         return local(bits, number)
-    on_mesh = jax.shard_map(
+    draw_shards = jax.shard_map(
         local, mesh=draw.where.mesh, in_specs=(jax.P(), jax.P()), out_specs=draw.where.spec, check_vma=False
     )
-    return on_mesh(bits, number)
+    return draw_shards(bits, number)
 
 
 def _normal(words, shape, dtype, mean):

@@ -9,6 +9,7 @@ from dsv4_jax.common.sizes import parse_bytes, readable_bytes
 
 if TYPE_CHECKING:
     from dsv4_jax.config import DSV4Config
+    from dsv4_jax.expert_pages import TokenCost
 
 SKEWS = 0.0, 1.0
 TOKENS = 1, 8, 32
@@ -63,7 +64,19 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
         read_rate=READ_RATES[gpu],
     )
     on_host = experts - on_device
-    steps = [
+    return {
+        "experts": experts,
+        "on_host": on_host,
+        "host_bytes": on_host * each,
+        "weights_bytes": needed,
+        "steps": _estimate_steps(cost, on_host),
+        "gpu": gpu,
+    }
+
+
+def _estimate_steps(cost: "TokenCost", on_host: int) -> list[dict[str, Any]]:
+    """Returns the estimated time of steps, and the experts that each reads from host memory."""
+    return [
         {
             "tokens": tokens,
             "skew": skew,
@@ -73,14 +86,6 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
         for tokens in TOKENS
         for skew in SKEWS
     ]
-    return {
-        "experts": experts,
-        "on_host": on_host,
-        "host_bytes": on_host * each,
-        "weights_bytes": needed,
-        "steps": steps,
-        "gpu": gpu,
-    }
 
 
 def number_table(title: str, label: str, *columns: str) -> Table:

@@ -324,7 +324,7 @@ def _measure[T](
     """Times a whole run, prompt included. If it compiles a program, a second run is timed."""
     programs = model.compilations
     start = time.perf_counter()
-    tokens, others = generate()
+    tokens, details = generate()
     seconds = timed = time.perf_counter() - start
     compilations = model.compilations - programs
     for token in tokens:
@@ -334,7 +334,7 @@ def _measure[T](
         generate()
         timed = time.perf_counter() - start
     how = "a whole run, prompt included, none compiling"
-    return _Result(tokens, compilations, seconds, len(tokens), timed, how), others
+    return _Result(tokens, compilations, seconds, len(tokens), timed, how), details
 
 
 def _print_table(report: dict[str, Any], timed: str, format_name: str) -> None:

@@ -1,1 +1,1 @@
-"""What any room may use: checks of arguments, sizes, reprs, headers of safetensors files, XLA's flags, mesh axes."""
+"""Modules that any room may use: checks of arguments, sizes, reprs, headers of safetensors files, XLA's flags, axes."""

@@ -80,12 +80,9 @@ def _object(name: str, value: Any) -> dict[str, Any]:
 
 def _agree(fact: str, spellings: dict[str, Any]) -> Any:
     """Returns the value of a fact that config.json spells in several ways; `spellings` maps key to value."""
-    (key, value), *others = spellings.items()
-    for other_key, other in others:
-        check(
-            value == other,
-            f"config.json contradicts itself on {fact}: {key} = {value!r}, {other_key} = {other!r}.",
-        )
+    (key, value), *rest = spellings.items()
+    for name, stated in rest:
+        check(value == stated, f"config.json contradicts itself on {fact}: {key} = {value!r}, {name} = {stated!r}.")
     return value
 
 
