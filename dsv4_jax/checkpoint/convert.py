@@ -60,7 +60,7 @@ def convert_checkpoint(
     """
     source = Path(source)
     folder = Path(folder)
-    content = read_json(source if source.is_dir() else source.with_name("config.json"))
+    content = read_json(source)
     stored = read_checkpoint(source)
     config = DSV4Config.from_hf(content, mtp=any(keys.is_draft(x) and not keys.is_draft_copy(x) for x in stored))
     table, tensors = match_weights(source, stored, config)

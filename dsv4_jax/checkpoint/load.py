@@ -89,7 +89,7 @@ def load_checkpoint(
     path = Path(path)
     stay_quantized = isinstance(weights, str) and weights == "quantized"
     if config is None:
-        config = DSV4Config.from_hf(path if path.is_dir() else path.parent / "config.json")
+        config = DSV4Config.from_hf(path)
     if mesh is not None:
         check_mesh(mesh)
         check_shardable(config, mesh.shape, expert_parallel)

@@ -16,6 +16,7 @@ from dsv4_jax.cli import option_checks, options, startup
 from dsv4_jax.cli.options import RandomModelOptions, optional
 from dsv4_jax.common.arguments import check_temperature, check_top_k, check_top_p
 from dsv4_jax.common.sizes import readable_bytes
+from dsv4_jax.config.draft_config import check_min_confidence
 
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class GenerateCommand(RandomModelOptions):
         # Mistakes are found before the weights are read, which takes long; most before JAX is imported.
         self._check()
         checkpoint, config = self.open_model(self.checkpoint, mtp=self.drafts > 0)
-        option_checks.check_min_confidence(self.min_confidence, config)
+        check_min_confidence(self.min_confidence, config.drafts)
         option_checks.check_context(config, self.max_new_tokens, f"--max-new-tokens {self.max_new_tokens}")
         sizes = self.check_devices(config)
         ids = None if self.prompt_ids is None else _parse_ids(self.prompt_ids)

@@ -11,7 +11,8 @@ import tyro
 from dsv4_jax.cli.option_checks import check_at_least, check_writable
 from dsv4_jax.cli.startup import show_log
 from dsv4_jax.common.sizes import parse_bytes
-from dsv4_jax.data import block_tokens, packaged_checkpoint, read_config
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.data import block_tokens, packaged_checkpoint
 from dsv4_jax.parallel.mesh import check_context_parallel, check_shardable, make_mesh, parse_mesh
 
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from dsv4_jax.cache import CacheSchema
-    from dsv4_jax.config import DSV4Config
     from dsv4_jax.decode import CompiledModel
     from dsv4_jax.expert_pages import ExpertMemory
     from dsv4_jax.host import KVCacheManager
@@ -108,7 +108,7 @@ class ModelOptions:
     expert_memory: ExpertMemoryOption = None
     expert_placement: Annotated[Path | None, optional("FILE")] = None
 
-    def check_devices(self, config: "DSV4Config") -> dict[str, int]:
+    def check_devices(self, config: DSV4Config) -> dict[str, int]:
         """Returns the sizes of --mesh by axis. Call it before JAX starts.
 
         Raises ValueError if the mesh cannot shard the model, --expert-memory does not go with the other options, or the
@@ -172,7 +172,7 @@ class ModelOptions:
         )
 
     def make_manager(
-        self, config: "DSV4Config", requests: int, context: int, drafts: int = 0, memory: str | None = None
+        self, config: DSV4Config, requests: int, context: int, drafts: int = 0, memory: str | None = None
     ) -> "KVCacheManager":
         """Returns a manager for `requests` requests of up to `context` tokens.
 
@@ -221,7 +221,7 @@ class RandomModelOptions(ModelOptions):
     random_weights: Annotated[str | None, optional("v4_flash|v4_pro|v4_flash_0731|v4_pro_0813|DIR")] = None
     skew: Skew = 0.0
 
-    def open_model(self, checkpoint: Path | None, *, mtp: bool = False) -> "tuple[Path, DSV4Config]":
+    def open_model(self, checkpoint: Path | None, *, mtp: bool = False) -> tuple[Path, DSV4Config]:
         """Returns the folder of the model, which has no files for a released model's name, and its configuration.
 
         Raises ValueError if there is no such model, or the options exclude each other.
@@ -277,13 +277,11 @@ class RandomModelOptions(ModelOptions):
 PRESETS = "v4_flash", "v4_pro", "v4_flash_0731", "v4_pro_0813"
 
 
-def named_config(name: str, option: str, *, mtp: bool = False) -> "DSV4Config":
+def named_config(name: str, option: str, *, mtp: bool = False) -> DSV4Config:
     """Returns the configuration of a released model, or of a folder with a config.json, with the draft block if `mtp`.
 
     Raises ValueError, which names the option, if there is neither.
     """
-    from dsv4_jax.config import DSV4Config
-
     if name in PRESETS:
         return getattr(DSV4Config, name)().with_drafts(mtp)
     if not Path(name).exists():
@@ -291,15 +289,15 @@ def named_config(name: str, option: str, *, mtp: bool = False) -> "DSV4Config":
     return DSV4Config.from_hf(Path(name), mtp=mtp)
 
 
-def open_checkpoint(path: Path | None, *, mtp: bool = False) -> "tuple[Path, DSV4Config]":
+def open_checkpoint(path: Path | None, *, mtp: bool = False) -> tuple[Path, DSV4Config]:
     """Returns --checkpoint, or else the packaged one, and its configuration, with the draft block if `mtp`."""
     checkpoint = packaged_checkpoint() if path is None else path
     if checkpoint.is_file() and checkpoint.suffix not in (".safetensors", ".json"):
         raise ValueError(f"--checkpoint {checkpoint} is neither a folder nor a safetensors file")
-    return checkpoint, read_config(checkpoint, mtp=mtp)
+    return checkpoint, DSV4Config.from_hf(checkpoint, mtp=mtp)
 
 
-def whole_blocks(config: "DSV4Config", tokens: int) -> int:
+def whole_blocks(config: DSV4Config, tokens: int) -> int:
     """Returns a context for `tokens` tokens, in whole blocks: prompts of similar lengths share a compiled program."""
     return min(tokens + -tokens % block_tokens(config), config.max_position_embeddings)
 
@@ -320,7 +318,7 @@ def expert_bytes(expert_memory: str | None, mesh: str | None) -> int | Literal["
 
 
 def mesh_sizes(
-    mesh: str | None, config: "DSV4Config | None", context_parallel: bool, expert_parallel: bool
+    mesh: str | None, config: DSV4Config | None, context_parallel: bool, expert_parallel: bool
 ) -> dict[str, int]:
     """Parses --mesh and returns the number of devices along each axis; {} without a mesh.
 

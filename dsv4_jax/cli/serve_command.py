@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from dsv4_jax.cli import option_checks, options, startup
 from dsv4_jax.cli.options import RandomModelOptions, optional
 from dsv4_jax.common.sizes import parse_bytes
+from dsv4_jax.config.draft_config import check_min_confidence
 from dsv4_jax.parallel.mesh import check_divisible
 
 
@@ -178,7 +179,7 @@ class ServeCommand(RandomModelOptions):
 
     def _check_model(self, config: "DSV4Config") -> int:
         """Checks the options that depend on the model's configuration, and returns the length of the context."""
-        option_checks.check_min_confidence(self.min_confidence, config)
+        check_min_confidence(self.min_confidence, config.drafts)
         limit = config.max_position_embeddings
         context = min(4096, limit) if self.context is None else self.context
         if context > limit:

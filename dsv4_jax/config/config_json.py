@@ -172,8 +172,13 @@ def release_config(config: "DSV4Config") -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a config.json, or that of a folder; raises ValueError if it cannot be read or is not an object."""
+    """Reads a config.json, or that in a folder or beside a safetensors file.
+
+    Raises ValueError if it cannot be read or is not an object.
+    """
     file = path / "config.json" if path.is_dir() else path
+    if path.suffix == ".safetensors" and path.is_file():
+        file = path.with_name("config.json")
     try:
         text = file.read_bytes()
     except OSError as error:

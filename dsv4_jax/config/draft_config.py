@@ -72,3 +72,11 @@ class DSparkConfig:
             check_whole(f"dspark_target_layer_ids[{i}]", layer, 0, num_hidden_layers - 1)
         ascends = bool(layers) and sorted({*layers}) == layers
         check(ascends, f"dspark_target_layer_ids={layers} must ascend, and name a layer at least")
+
+
+def check_min_confidence(min_confidence: float, layers: MTPConfig | DSparkConfig | None) -> None:
+    """Raises ValueError unless this is a probability, and the model's draft layers estimate one if it is not 0."""
+    name = f"min_confidence={min_confidence}"
+    check(0 <= min_confidence <= 1, f"{name} must be from 0 to 1, a probability")
+    is_known = layers is not None and layers.estimates_confidence
+    check(not min_confidence or is_known, f"{name} needs draft layers that estimate their confidence, such as DSpark's")

@@ -212,7 +212,8 @@ class DSV4Config:
         """Reads config.json in the release's spelling, in transformers 5's, or in a mixture that agrees.
 
         Args:
-            source: a folder that holds config.json, the file itself, or its parsed content.
+            source: a folder that holds config.json, the file itself, a safetensors file beside it, or its parsed
+                content.
             mtp: whether to include the layers that make drafts, which take the memory of more layers: the
                 multi-token-prediction block, or DSpark's three where the file has `dspark_*` keys.
 
