@@ -40,9 +40,9 @@ def convert_checkpoint(
     """Writes a checkpoint's weights to another folder, in another storage or naming.
 
     Weights that are FP8 or FP4 already and stay so are copied byte for byte. bfloat16 and float32 hold each of their
-    values exactly. What `save_release` says of "quantized" and of "bfloat16" holds for other weights. A part of one
-    tensor is in memory at a time. Draft layers are converted too; copies of the embedding and the head in them are left
-    out, as loading does. Other small files of the folder, such as tokenizer.json, are copied.
+    values exactly. Other weights are rounded as `save_release` rounds them. A part of one tensor is in memory at a
+    time. Draft layers are converted too; copies of the embedding and the head in them are left out, as loading does.
+    Other small files of the folder, such as tokenizer.json, are copied.
 
     Args:
         source: folder of the checkpoint, or one `.safetensors` file with its config.json beside it.

@@ -177,7 +177,7 @@ def weights(config: DSV4Config, naming: Naming) -> Iterator[Weight]:
 
 
 def _weight(config: DSV4Config, path: str, names: str, dtype: str) -> Iterator[Weight]:
-    """Yields the parameter of a path, if the model has it, with the `names` of its tensors, or of one expert's."""
+    """Yields the parameter at `path` if the model has it. `names` are its tensors; {expert} stands for each expert."""
     shape = _shapes(config).get(path)
     if shape is None:
         return
@@ -215,7 +215,7 @@ def detect_naming(config: DSV4Config, names: Iterable[str]) -> Naming:
 
 
 def tied(table: list[Weight], names: Collection[str]) -> Iterator[Weight]:
-    """Yields the weights of a model whose head, if no tensor in `names` is it, is a copy of the embedding."""
+    """Yields the weights of the table. If `names` lacks the head's tensor, the head is read from the embedding's."""
     (embedding,) = (weight.sources for weight in table if weight.path == EMBEDDING)
     for weight in table:
         absent = weight.path == HEAD and weight.sources[0] not in names

@@ -140,7 +140,7 @@ def _name_if_out_of_memory(path: Path, weight: Weight, place: str, mesh: Mesh | 
 
 
 class _Loader:
-    """Loads all weights of one variable at a time: of equal layers, and of linear maps that share a matrix."""
+    """Loads one variable at a time: weights of several equal layers, or of linear maps that share a matrix."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class _Loader:
         return sum(self._tensors[source].nbytes for weight in weights for source in weight.sources)
 
     def _quantized_kind(self, weights: list[Weight]) -> QuantizedKind | None:
-        """Returns the quantized storage, "FP8" or "FP4", that all these weights have; None if they cannot keep one."""
+        """Returns the quantized storage that all these weights can keep; None if there is none."""
         kinds: set[QuantizedKind] = set()
         for weight in weights:
             for source in weight.sources:
@@ -239,7 +239,7 @@ class _Loader:
         return stack.array
 
     def _pieces(self, weight, field):
-        """Returns functions that return the arrays of which a weight's leaf consists, and a check of their values."""
+        """Returns functions that read the arrays of a weight's leaf, and a function that checks their values."""
         if field is not None:
             stored = [getattr(self._quantized(source), field) for source in weight.sources]
             return [functools.partial(tensor.data.reshape, tensor.shape) for tensor in stored], None

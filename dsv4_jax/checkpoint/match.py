@@ -96,6 +96,6 @@ def _with_nearest(names: list[str], others: list[str]) -> list[str]:
 
 
 def listing(lines: list[str]) -> str:
-    """Returns the lines, indented, or as many as fit a message and the number of the others."""
+    """Returns the lines, indented. A long list ends with the number of lines that are left out."""
     more = [f"... and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
     return "".join(f"\n  {line}" for line in lines[:_MAX_LISTED] + more)

@@ -126,7 +126,7 @@ def select_experts(module: nnx.Module, config: DSV4Config, skew: float) -> None:
 
 
 def _selects(path, shape, config, skew, where):
-    """Returns a router's bias or table of a shape, and the share of tokens that select each expert."""
+    """Returns a router's bias or table of experts, and the share of tokens that select each expert."""
     experts = config.n_routed_experts
     shares = selection_shares(experts, config.num_experts_per_tok, skew)
     seed = zlib.crc32(path.encode())
@@ -151,7 +151,7 @@ def selection_bias(shares: Float[np.ndarray, "E"], logit_std: float) -> Float[np
 
 
 def _place_experts(config, views, expert_memory, bits):
-    """Makes random codes of all experts, where they lie."""
+    """Fills the codes of all experts with random bytes, on the GPU or in host memory as planned."""
     plan_expert_memory(expert_memory, weights(config, "release"))
     names = list(expert_memory.layers)
     stacks: dict[int, list[tuple[str, ParameterView]]] = collections.defaultdict(list)
@@ -197,7 +197,7 @@ class _Draw:
 
 
 def _draw(path, value, where):
-    """Returns the draw of a variable's value."""
+    """Returns how a variable's value is drawn."""
     *_, kind, name = path.split(".")
 
     def shape(struct):
@@ -210,7 +210,7 @@ def _draw(path, value, where):
 
 
 def _compile(groups: Sequence[tuple[_Draw, ...]], bits: Array) -> list[jax.stages.Compiled]:
-    """Returns the program of each group of draws, which makes them at once."""
+    """Compiles a program for each group of draws. Equal groups share one."""
 
     def compile_group(draws):
         return _drawn.lower(bits, [jnp.uint32(0)] * len(draws), draws).compile()
@@ -223,7 +223,7 @@ def _compile(groups: Sequence[tuple[_Draw, ...]], bits: Array) -> list[jax.stage
 
 @functools.partial(jax.jit, static_argnums=2)
 def _drawn(bits, numbers, draws):
-    """Returns the arrays of each draw, of which each device makes its shard; other numbers give other values."""
+    """Returns the arrays of each draw, whose number is its seed. Each device makes its shard."""
     return [_draw_one(bits, number, draw) for number, draw in zip(numbers, draws, strict=True)]
 
 

@@ -133,7 +133,7 @@ def total_bytes(headers: Iterable[list[TensorHeader]]) -> int:
 def stored_tensors(
     config: DSV4Config, weights: Storage = "quantized", naming: Naming = "release"
 ) -> Iterator[list[TensorHeader]]:
-    """Yields the headers of a checkpoint's tensors in our order: each tensor, with its scales if quantized.
+    """Yields the headers of a checkpoint's tensors in the order in which they are saved, each with that of its scales.
 
     Raises ValueError as `check_storage`.
     """

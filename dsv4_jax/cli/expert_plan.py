@@ -24,8 +24,13 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
     experts lie in host memory, or not with experts of the given size.
 
     Returns:
-      experts: number of experts of a layer; on_host: those in host memory; host_bytes: their bytes; weights_bytes:
-        bytes of the GPU that weights and programs take; steps: [{tokens, skew, milliseconds, misses}].
+      A dictionary:
+        experts: number of experts of a layer.
+        on_host: number of those in host memory.
+        host_bytes: bytes of these experts in all layers.
+        weights_bytes: bytes of the GPU that weights and programs take.
+        steps: estimates, [{tokens, skew, milliseconds, misses}].
+        gpu: as given.
     """
     from flax import nnx
 
