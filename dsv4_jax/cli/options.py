@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dsv4_jax.host import KVCacheManager
 
 Dtype = Literal["float32", "bfloat16"]
+PRESETS = ("v4_flash", "v4_pro", "v4_flash_0731", "v4_pro_0813")
 
 
 def optional(metavar: str, **options: Any) -> Any:
@@ -218,7 +219,7 @@ class RandomModelOptions(ModelOptions):
         configuration, or a folder's config.json. Prompts are token ids, unless the folder has a tokenizer.json.
     """
 
-    random_weights: Annotated[str | None, optional("v4_flash|v4_pro|v4_flash_0731|v4_pro_0813|DIR")] = None
+    random_weights: Annotated[str | None, optional("|".join((*PRESETS, "DIR")))] = None
     skew: Skew = 0.0
 
     def open_model(self, checkpoint: Path | None, *, mtp: bool = False) -> tuple[Path, DSV4Config]:
@@ -272,9 +273,6 @@ class RandomModelOptions(ModelOptions):
         is_random = self.random_weights is not None
         weights = f"random, skew={self.skew}" if is_random else weights_fingerprint(checkpoint)
         return f"{weights}, weights={self.weights}, {jax.default_backend()}"
-
-
-PRESETS = "v4_flash", "v4_pro", "v4_flash_0731", "v4_pro_0813"
 
 
 def named_config(name: str, option: str, *, mtp: bool = False) -> DSV4Config:

@@ -54,7 +54,7 @@ class PlanCommand:
       as_json: print one JSON object instead.
     """
 
-    config: Annotated[str, tyro.conf.arg(metavar="DIR|v4_flash|v4_pro|v4_flash_0731|v4_pro_0813")]
+    config: Annotated[str, tyro.conf.arg(metavar="|".join(("DIR", *options.PRESETS)))]
     memory: Annotated[str, tyro.conf.arg(metavar="SIZE")]
     context: Annotated[int, tyro.conf.arg(metavar="TOKENS")]
     max_requests: Annotated[int | None, optional("N")] = None

@@ -69,7 +69,7 @@ def check_names(field: str, values: Any, known: tuple[str, ...], count: int) -> 
 
 def check_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the numbers among a configuration's values; raises TypeError or ValueError for an impossible one."""
-    integers = {name: check_whole(name, values[name], 1, most) for name, most in INTEGERS.items()}
+    integers = {name: check_whole(name, values[name], 1, limit) for name, limit in INTEGERS.items()}
     return integers | {name: check_positive(name, values[name]) for name in REALS}
 
 
@@ -80,8 +80,8 @@ def _object(name: str, value: Any) -> dict[str, Any]:
 
 def _agree(fact: str, spellings: dict[str, Any]) -> Any:
     """Returns the value of a fact that config.json spells in several ways; `spellings` maps key to value."""
-    (key, value), *rest = spellings.items()
-    for name, stated in rest:
+    (key, value), *repetitions = spellings.items()
+    for name, stated in repetitions:
         check(value == stated, f"config.json contradicts itself on {fact}: {key} = {value!r}, {name} = {stated!r}.")
     return value
 
