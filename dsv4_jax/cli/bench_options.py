@@ -56,8 +56,8 @@ class Benchmark:
             values = given.get(name)
             for value in values if isinstance(values, tuple) else (values,):
                 option_checks.check_at_least(minimum, **{name: value})
-        parallel = (given.get(name, False) for name in ("context_parallel", "expert_parallel"))
-        sizes = options.mesh_sizes(given.get("mesh"), None, *parallel)
+        parallel = {name: given.get(name, False) for name in ("context_parallel", "expert_parallel")}
+        sizes = options.mesh_sizes(given.get("mesh"), None, **parallel)
         plot = given.get("plot")
         if plot is not None and importlib.util.find_spec("matplotlib") is None:
             raise ValueError("--plot needs matplotlib: pip install 'dsv4-jax[notebooks]'")

@@ -121,7 +121,9 @@ class ModelOptions:
             if self.expert_memory is None:
                 raise ValueError("--expert-placement needs --expert-memory: otherwise all experts lie on the GPU")
             check_writable("expert-placement", self.expert_placement)
-        return mesh_sizes(self.mesh, config, self.context_parallel, self.expert_parallel)
+        return mesh_sizes(
+            self.mesh, config, context_parallel=self.context_parallel, expert_parallel=self.expert_parallel
+        )
 
     @functools.cached_property
     def devices(self) -> "Mesh | None":
@@ -316,7 +318,7 @@ def expert_bytes(expert_memory: str | None, mesh: str | None) -> int | Literal["
 
 
 def mesh_sizes(
-    mesh: str | None, config: DSV4Config | None, context_parallel: bool, expert_parallel: bool
+    mesh: str | None, config: DSV4Config | None, *, context_parallel: bool = False, expert_parallel: bool = False
 ) -> dict[str, int]:
     """Parses --mesh and returns the number of devices along each axis; {} without a mesh.
 

@@ -81,7 +81,7 @@ class PlanCommand:
             raise ValueError(f"--weights {weights} bytes are more than --memory {memory} bytes")
         config = options.named_config(self.config, "--config", mtp=self.drafts > 0)
         option_checks.check_context(config, self.context, "--context")
-        sizes = options.mesh_sizes(self.mesh, config, self.context_parallel, expert_parallel=False)
+        sizes = options.mesh_sizes(self.mesh, config, context_parallel=self.context_parallel)
         one = self.schema(config, self.context)
         experts = self._plan_experts(config, memory)
         if experts is not None:
