@@ -23,6 +23,7 @@ from .cache import (
     init_cache as init_cache,
 )
 from .checkpoint import load_checkpoint as load_checkpoint, save_release as save_release
+from .common.xla_flags import set_xla_flags as set_xla_flags
 from .config import DSV4Config as DSV4Config
 from .decode import (
     CompiledModel as CompiledModel,
@@ -52,6 +53,5 @@ from .host import (
 )
 from .nn import DeepseekV4ForCausalLM as DeepseekV4ForCausalLM
 from .quant import kv_format as kv_format
-from .xla_flags import set_xla_flags as set_xla_flags
 
 __version__: str

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from dsv4_jax import ops
 from dsv4_jax.cache import Batch, CacheSchema
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.layer_spec import LayerSpec
+from dsv4_jax.config.layer_spec import LayerSpec
 from dsv4_jax.ops import CompressorWeights
 from dsv4_jax.ops.norm_rope import rms_normalize
 from dsv4_jax.quant import KVFormat, LayerSlice, RowCodec, layer_value, round_to

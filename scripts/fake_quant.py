@@ -9,11 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dsv4_jax.checkpoint.keys import weights
-from dsv4_jax.checkpoint.save import stored_kind
-from dsv4_jax.checkpoint.storage import FP4_GROUP
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.quant import WEIGHT_BLOCK, round_to
-from dsv4_jax.quant.fp4 import E2M1_MAX, decode_e2m1, encode_e2m1
+from dsv4_jax.quant.fp4 import E2M1_MAX, MXFP4_BLOCK, decode_e2m1, encode_e2m1
 from dsv4_jax.quant.fp8 import E4M3_MAX, decode_e4m3, encode_e4m3
 from dsv4_jax.quant.numerics import e8m0_reciprocal, e8m0_value
 
@@ -22,9 +20,8 @@ def as_stored(config: DSV4Config, parameters: dict[str, Array]) -> dict[str, Arr
     """Returns the parameters with the values that they have once saved, with straight-through gradients."""
     kinds: dict[str, list[str]] = {"F8_E4M3": [], "I8": [], "BF16": []}
     for weight in weights(config, "release"):
-        kind = stored_kind(weight.sources[0], weight.source_shape)
-        if weight.path in parameters and kind in kinds:
-            kinds[kind].append(weight.path)
+        if weight.path in parameters and weight.dtype in kinds:
+            kinds[weight.dtype].append(weight.path)
     still = jax.lax.stop_gradient(parameters)
     rounded = {path: round_to(still[path], jnp.bfloat16).astype(jnp.float32) for path in kinds["BF16"]}
     rounded |= _together(_fp8, _blocks, _from_blocks, {path: still[path] for path in kinds["F8_E4M3"]})
@@ -75,7 +72,7 @@ def _from_blocks(rows, shape):
 
 
 def _groups(x):
-    return x.reshape(-1, FP4_GROUP)
+    return x.reshape(-1, MXFP4_BLOCK)
 
 
 def _from_groups(rows, shape):

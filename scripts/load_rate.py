@@ -14,12 +14,13 @@ import numpy as np
 import tyro
 
 from dsv4_jax.checkpoint import load_checkpoint
-from dsv4_jax.checkpoint.save import describe_storage, release_config, stored_tensors, write_checkpoint
+from dsv4_jax.checkpoint.save import describe_storage, stored_tensors, write_checkpoint
 from dsv4_jax.cli.options import expert_bytes
+from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.config.config_json import release_config
 from dsv4_jax.expert_pages import ExpertMemory
 from dsv4_jax.parallel.mesh import make_mesh, parse_mesh
-from dsv4_jax.safetensors_header import DTYPES, TensorHeader
 
 
 def load_rate(

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from dsv4_jax.sizes import parse_bytes, readable_bytes
+from dsv4_jax.common.sizes import parse_bytes, readable_bytes
 
 
 @pytest.mark.parametrize(

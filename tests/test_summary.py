@@ -9,10 +9,10 @@ import pytest
 
 from dsv4_jax.cache import KVCache
 from dsv4_jax.cache.request_rows import read_request
+from dsv4_jax.common.summary import MAX_ROWS, Share, Summarized, Summary
 from dsv4_jax.engine.requests import Request, RequestParams
 from dsv4_jax.host import PrefixCache
 from dsv4_jax.host.offload import OffloadedRequest
-from dsv4_jax.summary import MAX_ROWS, Share, Summarized, Summary
 from tests.host.managers import ids, make
 
 

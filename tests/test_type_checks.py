@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 
+from dsv4_jax.common.sizes import parse_bytes
 from dsv4_jax.ops import apply_rope
-from dsv4_jax.sizes import parse_bytes
 
 
 def test_wrong_arguments_are_found():

@@ -5,8 +5,9 @@ import os
 import jax
 import pytest
 
-from dsv4_jax import set_xla_flags, xla_flags
-from dsv4_jax.xla_flags import FLAGS
+from dsv4_jax import set_xla_flags
+from dsv4_jax.common import xla_flags
+from dsv4_jax.common.xla_flags import FLAGS
 
 
 OURS = " ".join(f"--{name}={value}" for name, value in FLAGS.items())

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv4_jax import ops
 from dsv4_jax.bench.tables import LiveTable
-from dsv4_jax.mesh_axes import MODEL_AXIS
+from dsv4_jax.common.mesh_axes import MODEL_AXIS
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 
 

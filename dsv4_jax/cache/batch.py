@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from dsv4_jax.cache.schema import CacheSchema
-from dsv4_jax.summary import Summarized, Summary
+from dsv4_jax.common.summary import Summarized, Summary
 
 
 @jax.tree_util.register_dataclass

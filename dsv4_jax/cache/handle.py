@@ -9,12 +9,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dsv4_jax import ops
 from dsv4_jax.cache.batch import Batch
-from dsv4_jax.layer_spec import LayerSpec
+from dsv4_jax.common.summary import Summarized, Summary
+from dsv4_jax.config.layer_spec import LayerSpec
 from dsv4_jax.ops import ClassicalView, ClosedWindows, CompressorWeights, IndexerView, StateView, SWAView
 from dsv4_jax.ops.context_parallel import topk_of_shards
 from dsv4_jax.parallel.local_ids import all_reduce_bits, is_sharded, to_local_ids
 from dsv4_jax.quant import LayerSlice
-from dsv4_jax.summary import Summarized, Summary
 
 
 @jax.tree_util.register_dataclass

@@ -12,18 +12,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.arguments import check_whole
 from dsv4_jax.cache.batch import Batch
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.schema import CacheSchema
+from dsv4_jax.common.arguments import check_whole
+from dsv4_jax.common.sizes import readable_bytes
+from dsv4_jax.common.summary import Summarized, Summary
 from dsv4_jax.ops.append_swa import append_swa
 from dsv4_jax.ops.views import SWAView, run_bounds
 from dsv4_jax.parallel.axis_rules import named_sharding
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 from dsv4_jax.parallel.sharded_step import check_within_shard_map
 from dsv4_jax.quant import IndexRows, Rows
-from dsv4_jax.sizes import readable_bytes
-from dsv4_jax.summary import Summarized, Summary
 
 
 @jax.tree_util.register_dataclass

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv4_jax.arguments import check_whole
+from dsv4_jax.common.arguments import check_whole
+from dsv4_jax.common.sizes import readable_bytes
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.layer_spec import LayerSpec
+from dsv4_jax.config.layer_spec import LayerSpec
 from dsv4_jax.quant import KeyCodec, RowCodec, kv_format as as_kv_format
-from dsv4_jax.sizes import readable_bytes
 
 
 MAX_INT32 = 2**31 - 1  # ids, positions and lengths are int32 on the device

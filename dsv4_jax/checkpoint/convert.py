@@ -1,6 +1,5 @@
 """Converts a checkpoint to another storage or naming, tensor by tensor."""
 
-import dataclasses
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -8,12 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from dsv4_jax.checkpoint import keys
-from dsv4_jax.checkpoint.keys import Naming, Weight
+from dsv4_jax.checkpoint.keys import Naming, Storage, Weight
 from dsv4_jax.checkpoint.match import match_weights
 from dsv4_jax.checkpoint.progress import byte_bar
 from dsv4_jax.checkpoint.reader import INDEX_NAME, StoredTensor, read_checkpoint
 from dsv4_jax.checkpoint.save import (
-    Storage,
     check_storage,
     describe_storage,
     encode,
@@ -22,10 +20,9 @@ from dsv4_jax.checkpoint.save import (
     write_checkpoint,
 )
 from dsv4_jax.checkpoint.storage import QuantizedTensor
+from dsv4_jax.common.sizes import readable_bytes
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.config_json import read_json
-from dsv4_jax.safetensors_header import TensorHeader
-from dsv4_jax.sizes import readable_bytes
+from dsv4_jax.config.config_json import read_json
 
 
 _COPIED = ".json", ".jinja", ".txt", ".md", ""  # ends of files that lie beside the weights, such as tokenizer.json
@@ -43,9 +40,9 @@ def convert_checkpoint(
     """Writes a checkpoint's weights to another folder, in another storage or naming.
 
     Weights that are FP8 or FP4 already and stay so are copied byte for byte. bfloat16 and float32 hold each of their
-    values exactly. What `save_release` says of "quantized" and of "bfloat16" holds for other weights. A part of one
-    tensor is in memory at a time. Draft layers are converted too; copies of the embedding and the head in them are left
-    out, as loading does. Other small files of the folder, such as tokenizer.json, are copied.
+    values exactly. Other weights are rounded as `save_release` rounds them. A part of one tensor is in memory at a
+    time. Draft layers are converted too; copies of the embedding and the head in them are left out, as loading does.
+    Other small files of the folder, such as tokenizer.json, are copied.
 
     Args:
         source: folder of the checkpoint, or one `.safetensors` file with its config.json beside it.
@@ -63,25 +60,24 @@ def convert_checkpoint(
     """
     source = Path(source)
     folder = Path(folder)
-    content = read_json(source if source.is_dir() else source.with_name("config.json"))
+    content = read_json(source)
     stored = read_checkpoint(source)
     config = DSV4Config.from_hf(content, mtp=any(keys.is_draft(x) and not keys.is_draft_copy(x) for x in stored))
     table, tensors = match_weights(source, stored, config)
     naming = naming or keys.detect_naming(config, stored)
     check_storage(weights, naming)
-    namings = (table, keys.weights(config, naming), keys.weights(config, "release"))
-    conversions = [_Conversion(*row, weights) for row in zip(*namings, strict=True)]
+    pairs = zip(table, keys.weights(config, naming), strict=True)
     # A head that no tensor is stays the embedding's copy.
     (embedding,) = (weight.sources for weight in table if weight.path == keys.EMBEDDING)
-    conversions = [x for x in conversions if x.source.path == keys.EMBEDDING or x.source.sources != embedding]
-    headers = [entries for conversion in conversions for entries in conversion.headers]
+    pairs = [(old, new) for old, new in pairs if old.path == keys.EMBEDDING or old.sources != embedding]
+    headers = [entries for _, new in pairs for entries in tensor_headers(new, weights)]
     _check_room(folder, total_bytes(headers))
 
     partial = folder.with_name(f".{folder.name}.partial")
     if partial.exists():
         raise ValueError(f"{partial} exists: another conversion writes there, or was interrupted; then remove it")
     try:
-        arrays = (array for conversion in conversions for array in conversion.arrays(tensors))
+        arrays = (array for old, new in pairs for array in _converted(old, new, new.stored_dtype(weights), tensors))
         with byte_bar("Converting weights", total_bytes(headers), progress) as advance:
             write_checkpoint(
                 partial, describe_storage(content, weights), headers, arrays, shard_bytes=shard_bytes, advance=advance
@@ -93,35 +89,19 @@ def convert_checkpoint(
         raise
 
 
-@dataclasses.dataclass(frozen=True)
-class _Conversion:
-    """A parameter's tensors in the source, in the destination, and the release's names of them."""
-
-    source: Weight
-    target: Weight
-    release: Weight
-    weights: Storage
-
-    @property
-    def headers(self) -> list[list[TensorHeader]]:
-        """The headers of the destination's tensors."""
-        return list(tensor_headers(self.target, self.release, self.weights))
-
-    def arrays(self, tensors: Mapping[str, StoredTensor | QuantizedTensor]) -> Iterator[np.ndarray]:
-        """Yields the data of the destination's tensors. Both namings store the same values in the same order."""
-        kinds = [entries[0].dtype for entries in self.headers]
-        per_source = max(1, len(self.target.sources) // len(self.source.sources))
-        for i, name in enumerate(name for name in self.source.sources for _ in range(per_source)):
-            tensor = tensors[name]
-            kind = kinds[i * len(kinds) // (per_source * len(self.source.sources))]
-            if isinstance(tensor, QuantizedTensor) and tensor.codes.dtype == kind:
-                yield tensor.codes.data
-                yield tensor.scale.data
-                continue
-            values = tensor.load()
-            if per_source > 1:
-                values = values.reshape(per_source, *self.target.source_shape)[i % per_source]
-            yield from encode(name, values, kind)
+def _converted(
+    old: Weight, new: Weight, dtype: str, tensors: Mapping[str, StoredTensor | QuantizedTensor]
+) -> Iterator[np.ndarray]:
+    """Yields the data of a parameter's tensors in the destination, which hold the source's values in the same order."""
+    pieces = max(1, len(new.sources) // len(old.sources))  # tensors that one of the source becomes
+    for name in old.sources:
+        tensor = tensors[name]
+        if isinstance(tensor, QuantizedTensor) and tensor.codes.dtype == dtype:
+            yield tensor.codes.data
+            yield tensor.scale.data
+            continue
+        for piece in tensor.load().reshape(pieces, -1, tensor.shape[-1]):
+            yield from encode(name, piece, dtype)
 
 
 def _copy_others(source: Path, folder: Path) -> None:

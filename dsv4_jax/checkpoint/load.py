@@ -3,9 +3,8 @@
 import collections
 import contextlib
 import functools
-import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +17,7 @@ from jax.typing import DTypeLike
 from dsv4_jax.checkpoint import keys
 from dsv4_jax.checkpoint.keys import Weight
 from dsv4_jax.checkpoint.match import listing, match_weights
-from dsv4_jax.checkpoint.placement import Staging, fill
+from dsv4_jax.checkpoint.placement import Staging, fill, plan_expert_memory
 from dsv4_jax.checkpoint.progress import byte_bar
 from dsv4_jax.checkpoint.reader import StoredTensor, read_checkpoint
 from dsv4_jax.checkpoint.storage import QuantizedTensor
@@ -37,10 +36,9 @@ from dsv4_jax.nn.parameters import (
 )
 from dsv4_jax.nn.shardings import check_blocks, parameter_sharding
 from dsv4_jax.parallel.mesh import check_mesh, check_shardable
-from dsv4_jax.quant import WEIGHT_BLOCK, quantized_struct
+from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedKind, quantized_struct
 
 
-_log = logging.getLogger(__name__)
 _MAX_HOST_BYTES = 1 << 26  # of a variable whose layers and maps are put together on the host
 
 
@@ -89,36 +87,35 @@ def load_checkpoint(
     if expert_memory is not None and (weights != "quantized" or mesh is not None):
         raise ValueError(f'expert_memory= needs weights="quantized" and no mesh, got {weights=}, {mesh=}')
     path = Path(path)
-    stay = isinstance(weights, str) and weights == "quantized"
+    stay_quantized = isinstance(weights, str) and weights == "quantized"
     if config is None:
-        config = DSV4Config.from_hf(path if path.is_dir() else path.parent / "config.json")
+        config = DSV4Config.from_hf(path)
     if mesh is not None:
         check_mesh(mesh)
         check_shardable(config, mesh.shape, expert_parallel)
-    param_dtype = None if stay else weights
+    param_dtype = None if stay_quantized else weights
     model = DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=param_dtype, rngs=ABSTRACT)
     table, tensors = match_weights(path, read_checkpoint(path), config)
     views = parameter_views(model)
-    shapes = {key: view.shape for key, view in views.items()}
-    assert {weight.path: weight.shape for weight in table} == shapes, "the table of keys and the model disagree"
+    assert {weight.path for weight in table} == views.keys(), "the table of keys and the model disagree"
 
     groups: dict[int, list[Weight]] = collections.defaultdict(list)  # by the variable that holds the weights
     for weight in table:
         groups[id(views[weight.path].variable)].append(weight)
-    # With `expert_memory` the experts come last and get the memory that the others leave.
+    # Experts come last with `expert_memory`, and get the memory that the other weights leave.
     ordered = sorted(groups.values(), key=lambda group: expert_memory is not None and group[0].is_expert)
     loader = _Loader(config, tensors, mesh, expert_parallel)
-    with _progress_bar(table, tensors, progress) as advance:
+    with byte_bar("Loading weights", loader.nbytes(table), progress) as advance:
         for number, group in enumerate(ordered, 1):
             with _name_if_out_of_memory(path, group[0], f"number {number} of {len(ordered)}", mesh):
-                if expert_memory is not None and group[0].is_expert and not expert_memory.is_planned:
-                    _log.info("%s", _plan(expert_memory, table))
-                kind = loader.quantized_kind(group) if stay else None
                 pages = expert_memory if group[0].is_expert else None
-                loader.load(group, [views[weight.path] for weight in group], kind, pages, advance)
+                if pages is not None and not pages.is_planned:
+                    plan_expert_memory(pages, table)
+                loader.load(group, [views[weight.path] for weight in group], stay_quantized, pages)
                 if expert_memory is not None and group[0].path == keys.EMBEDDING:
                     embedding = views[keys.EMBEDDING].variable
                     embedding.set_value(expert_memory.place_on_host(embedding.get_value()))
+            advance(loader.nbytes(group))
     if loader.problems:
         raise ValueError(f"{path} holds impossible values:{listing(loader.problems)}")
     return model
@@ -142,27 +139,8 @@ def _name_if_out_of_memory(path: Path, weight: Weight, place: str, mesh: Mesh | 
         ) from error
 
 
-def _plan(memory: ExpertMemory, table: list[Weight]) -> str:
-    """Decides where experts lie; returns a sentence about it."""
-    experts = [weight for weight in table if weight.is_expert]
-    first, *_ = experts
-    layers = dict.fromkeys(weight.module for weight in experts)
-    shapes = [weight.packed_shape for weight in experts if weight.module == first.module]
-    return memory.plan(list(layers), shapes)
-
-
-@contextlib.contextmanager
-def _progress_bar(
-    table: list[Weight], tensors: Mapping[str, StoredTensor | QuantizedTensor], progress: bool
-) -> Iterator[Callable[[Weight], None]]:
-    """Shows a progress bar that counts bytes; yields a function to call for each weight that is loaded."""
-    sizes = {weight.path: sum(tensors[source].nbytes for source in weight.sources) for weight in table}
-    with byte_bar("Loading weights", sum(sizes.values()), progress) as advance:
-        yield lambda weight: advance(sizes[weight.path])
-
-
 class _Loader:
-    """Loads all weights of one variable at a time: of equal layers, and of linear maps that share a matrix."""
+    """Loads one variable at a time: weights of several equal layers, or of linear maps that share a matrix."""
 
     def __init__(
         self,
@@ -190,9 +168,13 @@ class _Loader:
                 sentences.append(f"{source} has {count} NaN or infinite values of {math.prod(tensor.shape)}")
         return sentences
 
-    def quantized_kind(self, weights: list[Weight]) -> Literal["FP8", "FP4"] | None:
-        """Returns the quantized storage, "FP8" or "FP4", that all these weights have; None if they cannot keep one."""
-        kinds: set[Literal["FP8", "FP4"]] = set()
+    def nbytes(self, weights: list[Weight]) -> int:
+        """Returns the bytes of the weights in the files."""
+        return sum(self._tensors[source].nbytes for weight in weights for source in weight.sources)
+
+    def _quantized_kind(self, weights: list[Weight]) -> QuantizedKind | None:
+        """Returns the quantized storage that all these weights can keep; None if there is none."""
+        kinds: set[QuantizedKind] = set()
         for weight in weights:
             for source in weight.sources:
                 piece = self._tensors[source]
@@ -205,22 +187,18 @@ class _Loader:
         return kinds.pop() if len(kinds) == 1 else None
 
     def load(
-        self,
-        weights: list[Weight],
-        views: list[ParameterView],
-        kind: Literal["FP8", "FP4"] | None,
-        memory: ExpertMemory | None,
-        advance: Callable[[Weight], None],
+        self, weights: list[Weight], views: list[ParameterView], stay_quantized: bool, memory: ExpertMemory | None
     ) -> None:
         """Loads all weights of a variable.
 
         Args:
           weights: the weights.
           views: their places in the variable.
-          kind: quantized storage to keep, or None to convert values to the variable's dtype.
+          stay_quantized: whether to keep quantized storage, if all weights have one that can be kept. Other values are
+            converted to the variable's dtype.
           memory: where the codes of experts lie; None for the devices.
-          advance: function to call for each weight that is loaded.
         """
+        kind = self._quantized_kind(weights) if stay_quantized else None
         variable = views[0].variable
         where = None if self._mesh is None else parameter_sharding(variable, self._mesh, self._expert_parallel)
         if kind is not None:
@@ -243,21 +221,15 @@ class _Loader:
                 if whole is not None:
                     fill(whole[index], pieces, check)
                     continue
-                part = (
-                    None
-                    if where is None
-                    else NamedSharding(where.mesh, PartitionSpec(*where.spec[view.num_layer_axes :]))
-                )
+                # The sharding of one layer's part.
+                part = where and NamedSharding(where.mesh, PartitionSpec(*where.spec[view.num_layer_axes :]))
                 is_view = all(isinstance(self._tensors[source], StoredTensor) for source in weight.sources)
                 shape = indexed_shape(struct.shape, index)
-                value = self._staging.place(
-                    pieces, shape, struct.dtype, part, check, threads=is_view or field is not None
-                )
+                threads = is_view or field is not None
+                value = self._staging.place(pieces, shape, struct.dtype, part, check, threads)
                 write_leaf(variable, field, value, index)
             if whole is not None:
                 set_leaf(variable, field, self._staging.place([whole.view], whole.shape, whole.dtype, where))
-        for weight in weights:
-            advance(weight)
 
     def _paged_codes(self, weights, shape, memory):
         """Copies the codes of experts to where each of them lies, and returns them as one array."""
@@ -267,7 +239,7 @@ class _Loader:
         return stack.array
 
     def _pieces(self, weight, field):
-        """Returns functions that return the arrays of which a weight's leaf consists, and a check of their values."""
+        """Returns functions that read the arrays of a weight's leaf, and a function that checks their values."""
         if field is not None:
             stored = [getattr(self._quantized(source), field) for source in weight.sources]
             return [functools.partial(tensor.data.reshape, tensor.shape) for tensor in stored], None

@@ -70,8 +70,9 @@ def _refuse_mismatches(
         tensor = stored[name]
         if tensor.shape != weight.source_shape:
             shapes.append(f"{name} is {list(tensor.shape)}, needed {list(weight.source_shape)}")
-        if tensor.dtype.startswith(("I", "U")) != weight.is_ids:
-            needs = "integers" if weight.is_ids else "floating-point numbers"
+        is_ids = weight.dtype == "I64"
+        if tensor.dtype.startswith(("I", "U")) != is_ids:
+            needs = "integers" if is_ids else "floating-point numbers"
             kinds.append(f"{name} is stored as {tensor.dtype}, needed are {needs}")
     problems = {
         "missing": _with_nearest(missing, extra),
@@ -80,18 +81,21 @@ def _refuse_mismatches(
         "of another kind": kinds,
         "without the right scale": list(wrong_scales.values()),
     }
-    found = [f"{len(lines)} {what}:{listing(lines)}" for what, lines in problems.items() if lines]
-    if found:
-        raise ValueError("the checkpoint does not fit the configuration.\n" + "\n".join(found))
+    sections = [f"{len(lines)} {title}:{listing(lines)}" for title, lines in problems.items() if lines]
+    if sections:
+        raise ValueError("the checkpoint does not fit the configuration.\n" + "\n".join(sections))
 
 
 def _with_nearest(names: list[str], others: list[str]) -> list[str]:
     """Adds the most similar other name to each name that will be listed."""
-    near = (difflib.get_close_matches(name, others[:_MAX_COMPARED], n=1, cutoff=0.8) for name in names[:_MAX_LISTED])
-    found = [f"{name} (near: {match[0]})" if match else name for name, match in zip(names, near, strict=False)]
-    return found + names[_MAX_LISTED:]
+    lines = []
+    for name in names[:_MAX_LISTED]:
+        match = difflib.get_close_matches(name, others[:_MAX_COMPARED], n=1, cutoff=0.8)
+        lines.append(f"{name} (near: {match[0]})" if match else name)
+    return lines + names[_MAX_LISTED:]
 
 
 def listing(lines: list[str]) -> str:
+    """Returns the lines, indented. A long list ends with the number of lines that are left out."""
     more = [f"... and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
     return "".join(f"\n  {line}" for line in lines[:_MAX_LISTED] + more)

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from dsv4_jax.config_json import read_json
+from dsv4_jax.config.config_json import read_json
 
 
 # Ends of tensor names that no release has, and the methods that write them, the most specific ends first.
@@ -33,7 +33,7 @@ def find_other_quantization(path: Path, names: Collection[str]) -> str | None:
     by_names = next((method for end, method in _METHODS.items() if any(name.endswith(end) for name in names)), None)
     declared: Any = None
     with contextlib.suppress(ValueError):
-        declared = read_json(path if path.is_dir() else path.with_name("config.json")).get("quantization_config")
+        declared = read_json(path).get("quantization_config")
     if not isinstance(declared, dict) or declared.get("quant_method") in (None, "fp8"):
         return by_names
     words = [declared.get(key) for key in ("quant_method", "format", "quant_algo")]

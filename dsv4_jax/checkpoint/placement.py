@@ -3,12 +3,16 @@
 import collections
 import concurrent.futures
 import gc
+import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+
+from dsv4_jax.checkpoint.keys import Weight
+from dsv4_jax.expert_pages import ExpertMemory
 
 
 Pieces = Sequence[Callable[[], np.ndarray]]
@@ -16,6 +20,16 @@ Check = Callable[[int, np.ndarray, np.ndarray], None]
 _BLOCK_BYTES = 1 << 24  # unit of copies and checks, which bounds the memory of a check
 # XLA on a CPU aliases memory with this alignment instead of copying it.
 _ALIASED = 64
+_log = logging.getLogger(__name__)
+
+
+def plan_expert_memory(memory: ExpertMemory, table: Iterable[Weight]) -> None:
+    """Decides where the routed experts of a model with these weights lie, and logs it."""
+    shapes: dict[str, list[tuple[int, ...]]] = {}  # of the codes, by layer
+    for weight in table:
+        if weight.is_expert:
+            shapes.setdefault(weight.module, []).append(weight.packed_shape)
+    _log.info("%s", memory.plan(list(shapes), next(iter(shapes.values()))))
 
 
 def fill(target: np.ndarray, pieces: Pieces, check: Check | None = None) -> None:
@@ -26,12 +40,12 @@ def fill(target: np.ndarray, pieces: Pieces, check: Check | None = None) -> None
       pieces, check: as for `Staging.place`.
     """
     stack = target.shape[:-2] if len(pieces) > 1 else ()
-    for number, at in enumerate(np.ndindex(stack)):
+    for number, index in enumerate(np.ndindex(stack)):
         values = np.asarray(pieces[number]()).reshape(target.shape[len(stack) :])
         with np.errstate(over="ignore", invalid="ignore"):  # overflow becomes infinity
-            target[at] = values
+            target[index] = values
         if check is not None:
-            check(number, values, target[at])
+            check(number, values, target[index])
 
 
 class Staging:
@@ -74,26 +88,26 @@ class Staging:
         shards = dict(zip(devices, self._views([[b - a for a, b in bounds] for bounds in devices], dtype), strict=True))
 
         def blocks() -> Iterator[tuple[int, np.ndarray, np.ndarray | None]]:
-            for number, at in enumerate(np.ndindex(stack)):
+            for number, index in enumerate(np.ndindex(stack)):
                 values = np.asarray(pieces[number]()).reshape(shape[len(stack) :])
                 for bounds, shard in shards.items():
-                    if all(start <= i < end for i, (start, end) in zip(at, bounds, strict=False)):
-                        some = values[tuple(slice(*pair) for pair in bounds[len(stack) :])]
-                        here = shard[tuple(i - start for i, (start, _) in zip(at, bounds, strict=False))]
-                        if direct := not stack and some.dtype == dtype and _can_be_source(some):
-                            shards[bounds] = some
-                        some, here = np.atleast_1d(some, here)
-                        rows = max(1, len(here) * _BLOCK_BYTES // max(here.nbytes, 1))
-                        for i in range(0, len(here), rows):
-                            yield number, some[i : i + rows], None if direct else here[i : i + rows]
+                    if all(start <= i < end for i, (start, end) in zip(index, bounds, strict=False)):
+                        part = values[tuple(slice(*pair) for pair in bounds[len(stack) :])]
+                        target = shard[tuple(i - start for i, (start, _) in zip(index, bounds, strict=False))]
+                        if direct := not stack and part.dtype == dtype and _can_be_source(part):
+                            shards[bounds] = part
+                        part, target = np.atleast_1d(part, target)
+                        rows = max(1, len(target) * _BLOCK_BYTES // max(target.nbytes, 1))
+                        for i in range(0, len(target), rows):
+                            yield number, part[i : i + rows], None if direct else target[i : i + rows]
 
         def fill_block(block: tuple[int, np.ndarray, np.ndarray | None]) -> None:
-            number, some, here = block
-            if here is not None:
+            number, part, target = block
+            if target is not None:
                 with np.errstate(over="ignore", invalid="ignore"):  # overflow becomes infinity
-                    here[...] = some
+                    target[...] = part
             if check is not None:
-                check(number, some, some if here is None else here)
+                check(number, part, part if target is None else target)
 
         with concurrent.futures.ThreadPoolExecutor() as pool:
             # A single thread copies slower than a disk may read.
@@ -113,10 +127,10 @@ class Staging:
             # A transfer that ended in a thread of JAX frees its source at the next collection: hold no two buffers.
             gc.collect(0)
             self._memory = np.empty(needed, np.uint8)
-        first = (8 - self._memory.ctypes.data) % _ALIASED
-        starts = [first, *(first + ends[:-1])]
+        offset = (8 - self._memory.ctypes.data) % _ALIASED
+        starts = [offset, *(offset + ends[:-1])]
         places = zip(starts, sizes, shapes, strict=True)
-        return [self._memory[at : at + size].view(dtype).reshape(shape) for at, size, shape in places]
+        return [self._memory[start : start + size].view(dtype).reshape(shape) for start, size, shape in places]
 
 
 def _can_be_source(values: np.ndarray) -> bool:

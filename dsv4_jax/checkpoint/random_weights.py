@@ -3,13 +3,12 @@
 import collections
 import dataclasses
 import functools
-import logging
 import math
 import statistics
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,8 @@ from rich.console import Console
 from rich.progress import track
 
 from dsv4_jax.checkpoint.keys import weights
-from dsv4_jax.checkpoint.save import stored_kind
+from dsv4_jax.checkpoint.placement import plan_expert_memory
+from dsv4_jax.checkpoint.storage import QUANTIZED_KINDS
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.expert_pages import ExpertMemory, selection_shares
 from dsv4_jax.nn import DeepseekV4ForCausalLM, shardings
@@ -32,37 +32,23 @@ from dsv4_jax.nn.shardings import parameter_sharding
 from dsv4_jax.quant import QuantizedWeight, quantized_struct
 
 
-_log = logging.getLogger(__name__)
 SELECTS = "tid2eid", "e_score_correction_bias"  # the parameters of a router that decide which experts it selects
 MAX_SMALL = 1 << 20  # numbers of a variable that is made together with others, in one program
 PERIOD = 4_194_301  # a prime number of random words, so that rows of a matrix differ
 STD = 0.02  # of weights, as in the released models' initialization
 
 
-def random_model(
-    config: DSV4Config, mesh: Mesh | None = None, *, dtype: DTypeLike = jnp.bfloat16, **options: Any
-) -> DeepseekV4ForCausalLM:
-    """Returns a model with random weights in the release's storage, without ever making unquantized ones.
-
-    `dtype` is that of the activations, bfloat16 or float32; the other options are those of `random_weights`.
-    """
-    model = DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=jnp.bfloat16, rngs=ABSTRACT)
-    return random_weights(model, config, mesh, **options)
-
-
 def as_released[Module: nnx.Module](
     module: Module, config: DSV4Config, mesh: Mesh | None = None, *, expert_parallel: bool = False
 ) -> Module:
-    """Returns a model or its layers with the shapes of the release's storage, sharded over a mesh.
+    """Returns a model or its layers, with shapes in place of arrays, in the release's storage and sharded over a mesh.
 
-    The module is a model with shapes in place of arrays. The other
-    arguments are those of `random_weights`.
+    The arguments are those of `random_model`.
     """
-    stored = {weight.path: stored_kind(weight.sources[0], weight.source_shape) for weight in weights(config, "release")}
-    kinds: dict[str, Literal["FP8", "FP4"]] = {"F8_E4M3": "FP8", "I8": "FP4"}
+    kinds = {weight.path: QUANTIZED_KINDS.get(weight.dtype) for weight in weights(config, "release")}
     module = nnx.clone(module)
     for path, view in parameter_views(module).items():
-        kind = kinds.get(stored[path])
+        kind = kinds[path]
         value = view.variable.get_value()
         if kind is not None and not isinstance(value, QuantizedWeight):
             view.variable.set_value(quantized_struct(kind, value))
@@ -73,40 +59,40 @@ def as_released[Module: nnx.Module](
     )
 
 
-def random_weights[Module: nnx.Module](
-    module: Module,
+def random_model(
     config: DSV4Config,
     mesh: Mesh | None = None,
     *,
+    dtype: DTypeLike = jnp.bfloat16,
     expert_parallel: bool = False,
     expert_memory: ExpertMemory | None = None,
     skew: float = 0.0,
-) -> Module:
-    """Gives the module of `as_released` random weights, which each device makes for itself.
+) -> DeepseekV4ForCausalLM:
+    """Returns a model with random weights in the release's storage, which each device makes for itself.
 
-    The names of layers in `expert_memory` are their paths in the module.
+    Unquantized weights are never made.
 
     Args:
-      module: as in `as_released`.
       config: configuration of the model.
       mesh: devices to shard the model over; None for the default one.
+      dtype: dtype of the activations, bfloat16 or float32.
       expert_parallel: whether each device gets whole experts instead of a shard of each expert.
       expert_memory: where the routed experts lie, the most frequent ones on the GPU; None for the devices. The
-        embedding, if there is one, lies in host memory then.
+        embedding lies in host memory then.
       skew: how unequally tokens select experts: that of rank r with weight r ** -skew, ranks in random order in each
         layer. The routers' biases and tables are chosen so.
     """
-    module = as_released(module, config, mesh, expert_parallel=expert_parallel)
-    views = parameter_views(module)
+    model = DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=jnp.bfloat16, rngs=ABSTRACT)
+    model = as_released(model, config, mesh, expert_parallel=expert_parallel)
+    views = parameter_views(model)
     names = {id(view.variable): path for path, view in reversed(views.items())}  # of the first layer of a stack
     frequencies = {}
-
     draws = {}
     for path, view in views.items():
         variable = view.variable
         where = None if mesh is None else parameter_sharding(variable, mesh, expert_parallel)
         if path.endswith(SELECTS):
-            part = None if where is None else NamedSharding(where.mesh, PartitionSpec(*where.spec[len(view.index) :]))
+            part = where and NamedSharding(where.mesh, PartitionSpec(*where.spec[len(view.index) :]))
             selects, shares = _selects(path, view.shape, config, skew, part)
             frequencies[f"{path.rpartition('.gate.')[0]}.experts"] = shares
             view.set_value(selects)
@@ -127,12 +113,12 @@ def random_weights[Module: nnx.Module](
                 variable.set_value(expert_memory.place_on_host(variable.get_value()))
     if expert_memory is not None:
         expert_memory.frequencies |= frequencies
-        _place_experts(views, expert_memory, bits)
-    return module
+        _place_experts(config, views, expert_memory, bits)
+    return model
 
 
 def select_experts(module: nnx.Module, config: DSV4Config, skew: float) -> None:
-    """Replaces the biases and tables of a module's routers by those of another skew, see `random_weights`."""
+    """Replaces the biases and tables of a module's routers by those of another skew, see `random_model`."""
     for path, view in parameter_views(module).items():
         if path.endswith(SELECTS):
             where = getattr(view.get_value(), "sharding", None)
@@ -140,7 +126,7 @@ def select_experts(module: nnx.Module, config: DSV4Config, skew: float) -> None:
 
 
 def _selects(path, shape, config, skew, where):
-    """Returns a router's bias or table of a shape, and the share of tokens that select each expert."""
+    """Returns a router's bias or table of experts, and the share of tokens that select each expert."""
     experts = config.n_routed_experts
     shares = selection_shares(experts, config.num_experts_per_tok, skew)
     seed = zlib.crc32(path.encode())
@@ -164,21 +150,16 @@ def selection_bias(shares: Float[np.ndarray, "E"], logit_std: float) -> Float[np
     return -np.sqrt(np.logaddexp(0.0, logit_std * quantiles)).astype(np.float32)
 
 
-def _place_experts(views, expert_memory, bits):
-    """Makes random codes of all experts, where they lie."""
+def _place_experts(config, views, expert_memory, bits):
+    """Fills the codes of all experts with random bytes, on the GPU or in host memory as planned."""
+    plan_expert_memory(expert_memory, weights(config, "release"))
+    names = list(expert_memory.layers)
     stacks: dict[int, list[tuple[str, ParameterView]]] = collections.defaultdict(list)
-    shapes = {}
-    names = []
     for path, view in views.items():
-        module, _, name = path.rpartition(".")
-        if module.endswith(".mlp.experts"):
+        module = path.rpartition(".")[0]
+        if module in expert_memory.layers:
             stacks[id(view.variable)].append((module, view))
-            *leading, columns = view.shape
-            shapes[name] = (*leading, columns // 2)
-            names.append(module)
-    names = sorted(set(names), key=_in_layer_order)
-    _log.info("%s", expert_memory.plan(names, list(shapes.values())))
-    each = max(math.prod(shape[1:]) for shape in shapes.values())
+    each = max(math.prod(view.shape[1:]) // 2 for stack in stacks.values() for _, view in stack)
     # Experts begin at different bytes of the same random ones.
     (random,) = jax.block_until_ready(_drawn(bits, [np.uint32(0)], (_Draw(_bytes, ((2 * each,),)),)))
     start = random.unsafe_buffer_pointer()
@@ -194,11 +175,6 @@ def _place_experts(views, expert_memory, bits):
         variable.set_value(dataclasses.replace(value, codes=pages.array, scale=scale))
 
 
-def _in_layer_order(name):
-    """Returns the key by which names of layers are sorted: the model's before the draft layers, by number."""
-    return name.startswith("drafts"), [int(word) for word in name.split(".") if word.isdecimal()]
-
-
 def _random_bits(mesh):
     """Returns the random words [PERIOD] uint32 that all weights are made of, on the device or on each of a mesh.
 
@@ -210,7 +186,7 @@ def _random_bits(mesh):
 
 @dataclasses.dataclass(frozen=True)
 class _Draw:
-    """How the arrays of a variable are drawn: `make(words, *args)`, with the sharding `where` or None.
+    """A function that draws the arrays of a variable, `make(words, *args)`, and their sharding, if any.
 
     `words` is a function that returns random words of a shape.
     """
@@ -221,7 +197,7 @@ class _Draw:
 
 
 def _draw(path, value, where):
-    """Returns the draw of a variable's value."""
+    """Returns how a variable's value is drawn."""
     *_, kind, name = path.split(".")
 
     def shape(struct):
@@ -234,7 +210,7 @@ def _draw(path, value, where):
 
 
 def _compile(groups: Sequence[tuple[_Draw, ...]], bits: Array) -> list[jax.stages.Compiled]:
-    """Returns the program of each group of draws, which makes them at once."""
+    """Compiles a program for each group of draws. Equal groups share one."""
 
     def compile_group(draws):
         return _drawn.lower(bits, [jnp.uint32(0)] * len(draws), draws).compile()
@@ -247,7 +223,7 @@ def _compile(groups: Sequence[tuple[_Draw, ...]], bits: Array) -> list[jax.stage
 
 @functools.partial(jax.jit, static_argnums=2)
 def _drawn(bits, numbers, draws):
-    """Returns the arrays of each draw, of which each device makes its shard; other numbers give other values."""
+    """Returns the arrays of each draw, whose number is its seed. Each device makes its shard."""
     return [_draw_one(bits, number, draw) for number, draw in zip(numbers, draws, strict=True)]
 
 
@@ -265,8 +241,10 @@ def _draw_one(bits, number, draw):
 
     if draw.where is None:
         return local(bits, number)
-    specs = {"in_specs": (jax.P(), jax.P()), "out_specs": draw.where.spec}
-    return jax.shard_map(local, mesh=draw.where.mesh, check_vma=False, **specs)(bits, number)
+    draw_shards = jax.shard_map(
+        local, mesh=draw.where.mesh, in_specs=(jax.P(), jax.P()), out_specs=draw.where.spec, check_vma=False
+    )
+    return draw_shards(bits, number)
 
 
 def _normal(words, shape, dtype, mean):

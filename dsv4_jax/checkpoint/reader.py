@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dsv4_jax.downloads import snapshot_hint
-from dsv4_jax.safetensors_header import DTYPES, TensorHeader, parse_json, read_header
+from dsv4_jax.common.downloads import snapshot_hint
+from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader, parse_json, read_header
 
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -95,8 +95,8 @@ def read_checkpoint(path: str | Path) -> dict[str, StoredTensor]:
         tensors = read_file(path / SINGLE_NAME)
         unused = files - {SINGLE_NAME}
     else:
-        found = f"only {_shortened(files)}." if files else f"no *.safetensors at all.{snapshot_hint(path)}"
-        raise ValueError(f"{path} holds neither {SINGLE_NAME} nor {INDEX_NAME}; {found}")
+        content = f"only {_shortened(files)}." if files else f"no *.safetensors at all.{snapshot_hint(path)}"
+        raise ValueError(f"{path} holds neither {SINGLE_NAME} nor {INDEX_NAME}; {content}")
     if SINGLE_NAME in unused:
         raise ValueError(
             f"{path} holds two checkpoints: {SINGLE_NAME}, and the shards of {INDEX_NAME}. Remove one of them, or give "

@@ -1,36 +1,25 @@
 """Writes a model as the release stores it (FP8 linears, FP4 experts), or in bfloat16 or float32, in any naming."""
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-import ml_dtypes
 import numpy as np
 
 from dsv4_jax.checkpoint import keys
-from dsv4_jax.checkpoint.keys import Naming, Weight
+from dsv4_jax.checkpoint.keys import Naming, Storage, Weight
 from dsv4_jax.checkpoint.progress import byte_bar
 from dsv4_jax.checkpoint.reader import INDEX_NAME, SINGLE_NAME
-from dsv4_jax.checkpoint.storage import FP4_GROUP
+from dsv4_jax.checkpoint.storage import QUANTIZED_KINDS, quantize_fp4, quantize_fp8, scale_name
+from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader, write_header
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.layer_spec import LayerSpec
+from dsv4_jax.config.config_json import release_config
 from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
-from dsv4_jax.quant import WEIGHT_BLOCK
-from dsv4_jax.safetensors_header import DTYPES, TensorHeader, write_header
+from dsv4_jax.quant import WEIGHT_BLOCK, quantized_shapes
 
-
-type Storage = Literal["quantized", "bfloat16", "float32"]
 
 _CHUNK_BYTES = 1 << 26  # of values that are converted at a time
-# Suffixes of names in the release; all other tensors are BF16.
-_FP8 = (
-    "attn.wq_a.weight", "attn.wq_b.weight", "attn.wkv.weight", "attn.wo_a.weight", "attn.wo_b.weight",
-    "indexer.wq_b.weight", "shared_experts.w1.weight", "shared_experts.w2.weight", "shared_experts.w3.weight",
-    "e_proj.weight", "h_proj.weight", "main_proj.weight",
-)  # fmt: skip
-_F32 = (".ape", ".attn_sink", "gate.bias", "_fn", "_base", "_scale")
 
 
 def save_release(
@@ -76,10 +65,10 @@ def save_release(
             raise ValueError(f"{weight.path} has NaN or infinite values")
 
     def arrays() -> Iterator[np.ndarray]:
-        for weight, release in zip(table, keys.weights(model.config, "release"), strict=True):
+        for weight in table:
             value = np.asarray(parameters[weight.path].read()).reshape(len(weight.sources), *weight.source_shape)
             for name, piece in zip(weight.sources, value, strict=True):
-                yield from encode(name, piece, stored_kind(release.sources[0], piece.shape, weights))
+                yield from encode(name, piece, weight.stored_dtype(weights))
 
     content = describe_storage(release_config(model.config), weights)
     with byte_bar("Saving weights", total_bytes(headers), progress) as advance:
@@ -121,7 +110,7 @@ def write_checkpoint(
     names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] if count > 1 else [SINGLE_NAME]
     for name, entries in zip(names, shards, strict=True):
         with (folder / name).open("wb") as file:
-            file.write(write_header(entries, dict(format="pt")))
+            file.write(write_header(entries, {"format": "pt"}))
             for entry in entries:
                 missing = entry.nbytes
                 while missing:
@@ -132,7 +121,7 @@ def write_checkpoint(
                     advance(array.nbytes)
     if count > 1:
         places = {entry.name: name for name, entries in zip(names, shards, strict=True) for entry in entries}
-        index = dict(metadata=dict(total_size=total_bytes(shards)), weight_map=places)
+        index = {"metadata": {"total_size": total_bytes(shards)}, "weight_map": places}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
 
@@ -144,20 +133,25 @@ def total_bytes(headers: Iterable[list[TensorHeader]]) -> int:
 def stored_tensors(
     config: DSV4Config, weights: Storage = "quantized", naming: Naming = "release"
 ) -> Iterator[list[TensorHeader]]:
-    """Yields the headers of a checkpoint's tensors in our order: each tensor, with its scales if quantized.
+    """Yields the headers of a checkpoint's tensors in the order in which they are saved, each with that of its scales.
 
     Raises ValueError as `check_storage`.
     """
     check_storage(weights, naming)
-    for weight, release in zip(keys.weights(config, naming), keys.weights(config, "release"), strict=True):
-        yield from tensor_headers(weight, release, weights)
+    for weight in keys.weights(config, naming):
+        yield from tensor_headers(weight, weights)
 
 
-def tensor_headers(weight: Weight, release: Weight, weights: Storage) -> Iterator[list[TensorHeader]]:
-    """Yields the headers of a parameter's tensors. `release` is the same parameter in the release's naming."""
-    kind = stored_kind(release.sources[0], weight.source_shape, weights)
-    for source in weight.sources:
-        yield _entries(source, kind, weight.source_shape)
+def tensor_headers(weight: Weight, weights: Storage) -> Iterator[list[TensorHeader]]:
+    """Yields the headers of each of a parameter's tensors: its own, and that of its scales if it is quantized."""
+    dtype = weight.stored_dtype(weights)
+    kind = QUANTIZED_KINDS.get(dtype)
+    for name in weight.sources:
+        if kind is None:
+            yield [TensorHeader(name, dtype, weight.source_shape)]
+            continue
+        codes, scale = quantized_shapes(kind, weight.source_shape)
+        yield [TensorHeader(name, dtype, codes), TensorHeader(scale_name(name), "F8_E8M0", scale)]
 
 
 def check_storage(weights: str, naming: str) -> None:
@@ -168,122 +162,37 @@ def check_storage(weights: str, naming: str) -> None:
         raise ValueError(f"{naming=} stacks experts in one tensor, so {weights=} must be bfloat16 or float32")
 
 
-def release_config(config: DSV4Config) -> dict[str, Any]:
-    """Returns config.json in the release's spelling; raises ValueError as in `save_release`."""
-    for layer, spec in enumerate(config.specs):
-        read = LayerSpec.of_ratio(spec.compress_rate)
-        kind = dataclasses.replace(spec.kind, group=read.group, window=None, index_topk=None)
-        sizes = config.window(layer), config.topk(layer)
-        if kind != read or sizes != (config.sliding_window, config.index_topk):
-            raise ValueError(f"the release's config.json cannot express layer {layer}: {spec}")
-    hashed = config.mlp_layer_types.count("hash_moe")
-    if "hash_moe" in config.mlp_layer_types[hashed:]:
-        raise ValueError(
-            f"the release's config.json can only express hash layers that come first; this model has {hashed} others"
-        )
-    fields = dataclasses.asdict(config)
-    for name in ("specs", "mlp_layer_types", "rope_scaling", "dspark"):
-        del fields[name]
-    if config.dspark is not None:
-        fields |= {f"dspark_{name}": value for name, value in dataclasses.asdict(config.dspark).items()}
-        del fields["dspark_num_layers"]  # the length of compress_ratios tells it
-    scaling = config.rope_scaling and dict(dataclasses.asdict(config.rope_scaling), type="yarn")
-    return fields | dict(
-        architectures=["DeepseekV4ForCausalLM"],
-        model_type="deepseek_v4",
-        num_hidden_layers=config.num_hidden_layers,
-        num_key_value_heads=1,
-        tie_word_embeddings=False,
-        compress_ratios=[spec.compress_rate for spec in config.layers],
-        num_hash_layers=hashed,
-        rope_scaling=scaling,
-        eos_token_id=list(config.eos_token_id),
-    )
-
-
 def describe_storage(config: Mapping[str, Any], weights: Storage) -> dict[str, Any]:
     """Returns the content of a config.json with the fields that tell how weights are stored."""
-    others = {name: x for name, x in config.items() if name not in ("dtype", "expert_dtype", "quantization_config")}
+    content = {name: x for name, x in config.items() if name not in ("dtype", "expert_dtype", "quantization_config")}
     if weights != "quantized":
-        return others | dict(torch_dtype=weights)
-    blocks = [WEIGHT_BLOCK, WEIGHT_BLOCK]
-    method = dict(quant_method="fp8", fmt="e4m3", scale_fmt="ue8m0", weight_block_size=blocks)
-    return others | dict(expert_dtype="fp4", torch_dtype="bfloat16", quantization_config=method)
+        return content | {"torch_dtype": weights}
+    return content | {
+        "expert_dtype": "fp4",
+        "torch_dtype": "bfloat16",
+        "quantization_config": {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "scale_fmt": "ue8m0",
+            "weight_block_size": [WEIGHT_BLOCK, WEIGHT_BLOCK],
+        },
+    }
 
 
-def quantize_fp8(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes [out, in] float32 to (codes [out, in] e4m3, scales [ceil(out / 128), ceil(in / 128)] e8m0)."""
-    rows, columns = values.shape
-    padded = np.pad(values, [(0, -rows % WEIGHT_BLOCK), (0, -columns % WEIGHT_BLOCK)])
-    blocks = padded.reshape(-(-rows // WEIGHT_BLOCK), WEIGHT_BLOCK, -(-columns // WEIGHT_BLOCK), WEIGHT_BLOCK)
-    exponents = _exponents(np.abs(blocks).max(axis=(1, 3)), np.float32(448))
-    codes = np.ldexp(blocks, -exponents[:, None, :, None]).reshape(padded.shape)[:rows, :columns]
-    return codes.astype(ml_dtypes.float8_e4m3fn), _e8m0(exponents)
-
-
-def quantize_fp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes [out, in] float32 to (codes [out, in / 2] uint8, even inputs in low nibbles; scales [out, in / 32])."""
-    groups = values.reshape(len(values), -1, FP4_GROUP)
-    exponents = _exponents(np.abs(groups).max(axis=2), np.float32(6))
-    codes = np.ldexp(groups, -exponents[:, :, None]).reshape(values.shape).astype(ml_dtypes.float4_e2m1fn)
-    codes = codes.view(np.uint8)
-    return codes[:, 0::2] | codes[:, 1::2] << 4, _e8m0(exponents)
-
-
-def _exponents(largest, limit):
-    """Returns the least e with largest <= limit * 2 ** e, exactly; 0 for zeros."""
-    m, x = np.frexp(largest)
-    limit_m, limit_x = np.frexp(limit)
-    return np.where(largest > 0, np.clip(x - limit_x + (m > limit_m), -126, 127), 0)
-
-
-def _e8m0(exponents):
-    return (exponents + 127).astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)
-
-
-def stored_kind(name: str, shape: tuple[int, ...], weights: Storage = "quantized") -> str:
-    """Returns the dtype of a stored tensor: "F8_E4M3", "I8" (FP4), "I64", "F32" or "BF16".
-
-    Args:
-        name: name of the tensor, or of one that is a part of it, in the release.
-        shape: shape of the tensor.
-        weights: storage of the weights, as in `save_release`.
-    """
-    if name.endswith("tid2eid"):
-        return "I64"
-    if weights == "float32" or name.endswith(_F32):
-        return "F32"
-    if weights == "quantized" and ".ffn.experts." in name and shape[-1] % FP4_GROUP == 0:
-        return "I8"
-    return "F8_E4M3" if weights == "quantized" and name.endswith(_FP8) else "BF16"
-
-
-def _entries(name: str, kind: str, shape: tuple[int, ...]) -> list[TensorHeader]:
-    """Returns the tensors that store a weight: one, or codes and scales."""
-    scale = name.removesuffix(".weight") + ".scale"
-    if kind == "F8_E4M3":
-        blocks = -(-shape[0] // WEIGHT_BLOCK), -(-shape[1] // WEIGHT_BLOCK)
-        return [TensorHeader(name, kind, shape), TensorHeader(scale, "F8_E8M0", blocks)]
-    if kind == "I8":
-        groups = shape[0], shape[1] // FP4_GROUP
-        return [TensorHeader(name, kind, (shape[0], shape[1] // 2)), TensorHeader(scale, "F8_E8M0", groups)]
-    return [TensorHeader(name, kind, shape)]
-
-
-def encode(name: str, values: np.ndarray, kind: str) -> Iterator[np.ndarray]:
-    """Yields the arrays that store values as `kind`: codes and scales, or the values, some rows at a time.
+def encode(name: str, values: np.ndarray, dtype: str) -> Iterator[np.ndarray]:
+    """Yields the arrays that store values as `dtype`: codes and scales, or the values, some rows at a time.
 
     Raises ValueError, with the tensor's name, if a value is not finite in this dtype.
     """
-    if kind in ("F8_E4M3", "I8"):
+    if dtype in QUANTIZED_KINDS:
         exact = values.astype(np.float32)
         _check_finite(name, exact)
-        yield from (quantize_fp8 if kind == "F8_E4M3" else quantize_fp4)(exact)
+        yield from (quantize_fp8 if QUANTIZED_KINDS[dtype] == "FP8" else quantize_fp4)(exact)
         return
     rows = max(1, _CHUNK_BYTES * len(values) // max(1, values.nbytes))
     for start in range(0, len(values), rows):
         with np.errstate(over="ignore"):
-            chunk = values[start : start + rows].astype(DTYPES[kind])
+            chunk = values[start : start + rows].astype(DTYPES[dtype])
         _check_finite(name, chunk)
         yield chunk
 

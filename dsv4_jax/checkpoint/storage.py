@@ -7,20 +7,20 @@ An e8m0 byte e is 2 ** (e - 127); 255 is NaN. Each tensor's stored dtype decides
 """
 
 import dataclasses
-from typing import Literal
 
 import ml_dtypes
 import numpy as np
 
 from dsv4_jax.checkpoint.reader import StoredTensor
-from dsv4_jax.quant import WEIGHT_BLOCK
+from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedKind, quantized_shapes
+from dsv4_jax.quant.fp4 import MXFP4_BLOCK
 
 
-FP4_GROUP = 32
+QUANTIZED_KINDS: dict[str, QuantizedKind] = {"F8_E4M3": "FP8", "I8": "FP4"}  # by the dtype of the codes
 # Kernels compute with values times 2 ** -32. For these e8m0 bytes every product is zero or a normal bfloat16: the
 # extremes are 448 * 2 ** 33 and 2 ** -9 * 2 ** -85.
 STORED_SCALES = 42, 160
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +39,9 @@ class QuantizedTensor:
         return self.codes.nbytes + self.scale.nbytes
 
     @property
-    def dtype(self) -> Literal["FP8", "FP4"]:
+    def dtype(self) -> QuantizedKind:
         """The kind of storage."""
-        return "FP4" if self.codes.dtype == "I8" else "FP8"
+        return QUANTIZED_KINDS[self.codes.dtype]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -68,13 +68,18 @@ class QuantizedTensor:
             values = np.empty((rows, columns), np.float32)
             values[:, 0::2] = E2M1[codes & 15]
             values[:, 1::2] = E2M1[codes >> 4]
-            values.reshape(rows, -1, FP4_GROUP)[...] *= scale[:, :, None]
+            values.reshape(rows, -1, MXFP4_BLOCK)[...] *= scale[:, :, None]
             return values
         values = self.codes.data.view(ml_dtypes.float8_e4m3fn).reshape(rows, columns).astype(np.float32)
         for i, of_row in enumerate(scale):  # one block row at a time: avoids an array of scales as large as the weight
             block = values[i * WEIGHT_BLOCK : (i + 1) * WEIGHT_BLOCK]
             block *= np.repeat(of_row, WEIGHT_BLOCK)[None, :columns]
         return values
+
+
+def scale_name(name: str) -> str:
+    """Returns the name of the scales of a quantized weight."""
+    return f"{name.removesuffix('.weight')}.scale"
 
 
 def join_scales(stored: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor | QuantizedTensor], dict[str, str]]:
@@ -87,35 +92,64 @@ def join_scales(stored: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor
     tensors: dict[str, StoredTensor | QuantizedTensor] = dict(stored)
     problems = {}
     for name, tensor in stored.items():
-        scale_name = name.removesuffix(".weight") + ".scale"
         if not tensor.quantized or (name.endswith(".scale") and name.removesuffix("scale") + "weight" in stored):
             continue
-        scale = stored.get(scale_name)
-        if problem := _wrong_scale(tensor, scale, scale_name):
+        scale = stored.get(scale_name(name))
+        if problem := _wrong_scale(tensor, scale):
             problems[name] = problem
             del tensors[name]
         else:
             assert scale is not None
             tensors[name] = QuantizedTensor(tensor, scale)
-        tensors.pop(scale_name, None)
+        tensors.pop(scale_name(name), None)
     return tensors, problems
 
 
-def _wrong_scale(codes: StoredTensor, scale: StoredTensor | None, scale_name: str) -> str:
+def _wrong_scale(codes: StoredTensor, scale: StoredTensor | None) -> str:
     """Describes the problem of a quantized weight's scale; empty if it fits."""
     stored = f"{codes.name} is stored as {codes.dtype} {list(codes.shape)}"
-    if codes.dtype not in ("F8_E4M3", "I8") or len(codes.shape) != 2:
+    if codes.dtype not in QUANTIZED_KINDS or len(codes.shape) != 2:
         return f"{stored}, which no weight is"
+    kind = QUANTIZED_KINDS[codes.dtype]
     rows, columns = codes.shape
-    if codes.dtype == "I8":
+    if kind == "FP4":
         columns *= 2
-        needed = [rows, columns // FP4_GROUP]
-        if columns % FP4_GROUP:
-            return f"{stored}; FP4 needs whole groups of {FP4_GROUP} inputs, this has {columns}"
-    else:
-        needed = [-(-rows // WEIGHT_BLOCK), -(-columns // WEIGHT_BLOCK)]
+        if columns % MXFP4_BLOCK:
+            return f"{stored}; FP4 needs whole groups of {MXFP4_BLOCK} inputs, this has {columns}"
+    _, shape = quantized_shapes(kind, (rows, columns))
+    needed = f"F8_E8M0 {list(shape)}"
     if scale is None:
-        return f"{stored}; it needs {scale_name}, F8_E8M0 {needed}, which is missing"
-    if scale.dtype != "F8_E8M0" or list(scale.shape) != needed:
-        return f"{stored}; {scale_name} must be F8_E8M0 {needed}, and is {scale.dtype} {list(scale.shape)}"
+        return f"{stored}; it needs {scale_name(codes.name)}, {needed}, which is missing"
+    if scale.dtype != "F8_E8M0" or scale.shape != shape:
+        return f"{stored}; {scale.name} must be {needed}, and is {scale.dtype} {list(scale.shape)}"
     return ""
+
+
+def quantize_fp8(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Quantizes [out, in] float32 to (codes [out, in] e4m3, scales [ceil(out / 128), ceil(in / 128)] e8m0)."""
+    rows, columns = values.shape
+    padded = np.pad(values, [(0, -rows % WEIGHT_BLOCK), (0, -columns % WEIGHT_BLOCK)])
+    blocks = padded.reshape(-(-rows // WEIGHT_BLOCK), WEIGHT_BLOCK, -(-columns // WEIGHT_BLOCK), WEIGHT_BLOCK)
+    exponents = _exponents(np.abs(blocks).max(axis=(1, 3)), np.float32(448))
+    codes = np.ldexp(blocks, -exponents[:, None, :, None]).reshape(padded.shape)[:rows, :columns]
+    return codes.astype(ml_dtypes.float8_e4m3fn), _e8m0(exponents)
+
+
+def quantize_fp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Quantizes [out, in] float32 to (codes [out, in / 2] uint8, even inputs in low nibbles; scales [out, in / 32])."""
+    groups = values.reshape(len(values), -1, MXFP4_BLOCK)
+    exponents = _exponents(np.abs(groups).max(axis=2), np.float32(6))
+    codes = np.ldexp(groups, -exponents[:, :, None]).reshape(values.shape).astype(ml_dtypes.float4_e2m1fn)
+    codes = codes.view(np.uint8)
+    return codes[:, 0::2] | codes[:, 1::2] << 4, _e8m0(exponents)
+
+
+def _exponents(largest, limit):
+    """Returns the least e with largest <= limit * 2 ** e, exactly; 0 for zeros."""
+    m, x = np.frexp(largest)
+    limit_m, limit_x = np.frexp(limit)
+    return np.where(largest > 0, np.clip(x - limit_x + (m > limit_m), -126, 127), 0)
+
+
+def _e8m0(exponents):
+    return (exponents + 127).astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)

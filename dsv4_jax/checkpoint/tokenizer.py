@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from dsv4_jax.downloads import check_not_lfs_pointer
+from dsv4_jax.common.downloads import check_not_lfs_pointer
 
 
 TOKENIZER_NAME = "tokenizer.json"
@@ -64,10 +64,9 @@ def _byte_characters() -> list[str]:
 
     Printable Latin-1 stands for itself; other bytes are the characters from 256 on, in order.
     """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    codes = {byte: byte for byte in printable} | {byte: 256 + i for i, byte in enumerate(others)}
-    return [chr(codes[byte]) for byte in range(256)]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    stand_ins = iter(character for character in alphabet if ord(character) > 255)
+    return [chr(byte) if chr(byte) in alphabet else next(stand_ins) for byte in range(256)]
 
 
 class TokenBytes:

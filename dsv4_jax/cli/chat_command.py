@@ -61,9 +61,10 @@ class ChatCommand:
             raise ValueError(f"--url {self.url} must begin with http:// or https://")
         key = self.api_key or os.environ.get("DSV4_JAX_API_KEY")
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        options: dict[str, Any] = dict(temperature=self.temperature, stream=True)
-        options |= dict(stream_options=dict(include_usage=True))
-        options |= {} if self.max_tokens is None else dict(max_tokens=self.max_tokens)
+        options: dict[str, Any] = {"temperature": self.temperature, "stream": True}
+        options["stream_options"] = {"include_usage": True}
+        if self.max_tokens is not None:
+            options["max_tokens"] = self.max_tokens
         session = _Session(self.url.rstrip("/"), headers, options, self.system)
         if self.thinking is not None:
             session.think(self.thinking)
@@ -89,7 +90,7 @@ class _Session:
 
     def _begin(self, system):
         self._system = system
-        self._messages = [] if system is None else [dict(role="system", content=system)]
+        self._messages = [] if system is None else [{"role": "system", "content": system}]
 
     def find_model(self) -> str:
         """Returns the name of the server's model; raises ValueError if there is no server."""
@@ -125,7 +126,7 @@ class _Session:
             case "/thinking", str():
                 self.think(argument)
             case "/save", str():
-                Path(argument).write_text(json.dumps(dict(messages=self._messages), ensure_ascii=False, indent=1))
+                Path(argument).write_text(json.dumps({"messages": self._messages}, ensure_ascii=False, indent=1))
                 self.console.print(f"{len(self._messages)} messages written to {argument}", style="dim")
             case _:
                 raise ValueError(f"{command}: there is no such command, or it takes something else. /help lists all.")
@@ -136,14 +137,14 @@ class _Session:
         if effort not in ("off", *_EFFORTS):
             raise ValueError(f"thinking {effort} must be off, {', '.join(_EFFORTS)}")
         self._options.pop("reasoning_effort", None)
-        self._options["thinking"] = dict(type="disabled" if effort == "off" else "enabled")
+        self._options["thinking"] = {"type": "disabled" if effort == "off" else "enabled"}
         if effort != "off":
             self._options["reasoning_effort"] = effort
 
     def _answer(self, text):
         """Sends a message and shows the answer as it comes. A message without an answer is forgotten."""
-        question = dict(role="user", content=text)
-        parts = dict(reasoning_content="", content="")
+        question = {"role": "user", "content": text}
+        parts = {"reasoning_content": "", "content": ""}
         usage = {}
         begin = time.monotonic()
         try:
@@ -163,7 +164,7 @@ class _Session:
             prompt = f"{hits} of {usage['prompt_tokens']} tokens of the prompt cached"
             self.console.print(f"{usage['completion_tokens']} tokens, {rate:.1f} a second, {prompt}", style="dim")
         if parts["content"]:
-            self._messages += [question, dict(role="assistant") | {name: part for name, part in parts.items() if part}]
+            self._messages += [question, {"role": "assistant"} | {name: part for name, part in parts.items() if part}]
 
     def _show(self, name, new, is_first):
         if is_first and name == "content":
@@ -172,7 +173,7 @@ class _Session:
         self.console.print(shown, style="dim" if name != "content" else None, end="")
 
     def _stream(self, messages) -> Iterator[dict[str, Any]]:
-        with self._open("/v1/chat/completions", self._options | dict(messages=messages)) as response:
+        with self._open("/v1/chat/completions", self._options | {"messages": messages}) as response:
             for line in response:
                 data = line.decode().removeprefix("data:").strip()
                 if not line.startswith(b"data:") or data == "[DONE]":

@@ -15,7 +15,7 @@ from dsv4_jax.cli.plan_command import PlanCommand
 from dsv4_jax.cli.score_command import ScoreCommand
 from dsv4_jax.cli.serve_command import ServeCommand
 from dsv4_jax.cli.startup import explain_missing_platform, use_compilation_cache, visible
-from dsv4_jax.xla_flags import jax_has_started, set_xla_flags
+from dsv4_jax.common.xla_flags import jax_has_started, set_xla_flags
 
 
 _DESCRIPTION = """DeepSeek-V4's quantized, paged KV cache and sparse-attention decode.

@@ -4,11 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from dsv4_jax.sizes import parse_bytes, readable_bytes
+from dsv4_jax.common.sizes import parse_bytes, readable_bytes
 
 
 if TYPE_CHECKING:
     from dsv4_jax.config import DSV4Config
+    from dsv4_jax.expert_pages import TokenCost
 
 SKEWS = 0.0, 1.0
 TOKENS = 1, 8, 32
@@ -23,8 +24,13 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
     experts lie in host memory, or not with experts of the given size.
 
     Returns:
-      experts: number of experts of a layer; on_host: those in host memory; host_bytes: their bytes; weights_bytes:
-        bytes of the GPU that weights and programs take; steps: [{tokens, skew, milliseconds, misses}].
+      A dictionary:
+        experts: number of experts of a layer.
+        on_host: number of those in host memory.
+        host_bytes: bytes of these experts in all layers.
+        weights_bytes: bytes of the GPU that weights and programs take.
+        steps: estimates, [{tokens, skew, milliseconds, misses}].
+        gpu: as given.
     """
     from flax import nnx
 
@@ -46,28 +52,53 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
     room = memory - (whole - codes) - programs - cache_bytes
     room = room if expert_memory == "auto" else parse_bytes(expert_memory, "expert_memory")
     on_device = min(experts, max(room, 0) // each)
-    taken = whole - codes + on_device * each + programs
-    if taken > memory:
+    needed = whole - codes + on_device * each + programs
+    if needed > memory:
         raise ValueError(
-            f"--memory {readable_bytes(memory)} is too little for {readable_bytes(taken)}: weights, of which "
+            f"--memory {readable_bytes(memory)} is too little for {readable_bytes(needed)}: weights, of which "
             f"{readable_bytes(on_device * each)} experts, and {readable_bytes(programs)} for programs"
         )
-    drafting = tree_bytes(model.drafts)
-    other = (
-        whole
-        - drafting
-        - sum(tree_bytes(layer.mlp.experts) for loop in model.model.layers.loops for layer in loop.layers)
+    loops = model.model.layers.loops
+    routed = tree_bytes(model.drafts) + sum(tree_bytes(layer.mlp.experts) for loop in loops for layer in loop.layers)
+    cost = TokenCost(
+        layers=config.num_hidden_layers,
+        experts=experts,
+        chosen=config.num_experts_per_tok,
+        expert_bytes=expert,
+        other_bytes=whole - routed,
+        read_rate=READ_RATES[gpu],
     )
-    sizes = dict(layers=config.num_hidden_layers, experts=experts, chosen=config.num_experts_per_tok)
-    cost = TokenCost(**sizes, expert_bytes=expert, other_bytes=other, read_rate=READ_RATES[gpu])
     on_host = experts - on_device
-    steps = [
-        dict(tokens=tokens, skew=skew, milliseconds=round(cost.milliseconds(on_host, skew, tokens), 1))
-        | dict(misses=round(cost.misses(on_host, skew, tokens), 1))
+    return {
+        "experts": experts,
+        "on_host": on_host,
+        "host_bytes": on_host * each,
+        "weights_bytes": needed,
+        "steps": _estimate_steps(cost, on_host),
+        "gpu": gpu,
+    }
+
+
+def _estimate_steps(cost: "TokenCost", on_host: int) -> list[dict[str, Any]]:
+    """Returns the estimated time of steps, and the experts that each reads from host memory."""
+    return [
+        {
+            "tokens": tokens,
+            "skew": skew,
+            "milliseconds": round(cost.milliseconds(on_host, skew, tokens), 1),
+            "misses": round(cost.misses(on_host, skew, tokens), 1),
+        }
         for tokens in TOKENS
         for skew in SKEWS
     ]
-    return dict(experts=experts, on_host=on_host, host_bytes=on_host * each, weights_bytes=taken, steps=steps, gpu=gpu)
+
+
+def number_table(title: str, label: str, *columns: str) -> Table:
+    """Returns an empty table with a column of labels, and columns of numbers."""
+    table = Table(label, title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
 
 
 def expert_table(report: dict[str, Any]) -> Table:
@@ -76,9 +107,7 @@ def expert_table(report: dict[str, Any]) -> Table:
         f"{report['on_host']} of {report['experts']} experts a layer stay in host memory "
         f"({report['host_bytes'] / 1e9:.1f} GB). Estimated milliseconds a step, {report['gpu'].upper()}"
     )
-    table = Table("tokens of a step", title=title, title_justify="left")
-    table.add_column("uniform routing", justify="right")
-    table.add_column("skew 1", justify="right")
+    table = number_table(title, "tokens of a step", "uniform routing", "skew 1")
     for tokens in TOKENS:
         times = [f"{row['milliseconds']:.1f}" for row in report["steps"] if row["tokens"] == tokens]
         table.add_row(str(tokens), *times)

@@ -12,10 +12,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from dsv4_jax.arguments import check_temperature, check_top_k, check_top_p
 from dsv4_jax.cli import option_checks, options, startup
 from dsv4_jax.cli.options import RandomModelOptions, optional
-from dsv4_jax.sizes import readable_bytes
+from dsv4_jax.common.arguments import check_temperature, check_top_k, check_top_p
+from dsv4_jax.common.sizes import readable_bytes
+from dsv4_jax.config.draft_config import check_min_confidence
 
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class GenerateCommand(RandomModelOptions):
         # Mistakes are found before the weights are read, which takes long; most before JAX is imported.
         self._check()
         checkpoint, config = self.open_model(self.checkpoint, mtp=self.drafts > 0)
-        option_checks.check_min_confidence(self.min_confidence, config)
+        check_min_confidence(self.min_confidence, config.drafts)
         option_checks.check_context(config, self.max_new_tokens, f"--max-new-tokens {self.max_new_tokens}")
         sizes = self.check_devices(config)
         ids = None if self.prompt_ids is None else _parse_ids(self.prompt_ids)
@@ -110,7 +111,8 @@ class GenerateCommand(RandomModelOptions):
         total = len(prompt) + self.max_new_tokens - 1
         option_checks.check_context(config, total, f"{option} and --max-new-tokens {self.max_new_tokens}")
         # The answers to one prompt share blocks, so they stay in one data-parallel group.
-        manager = self.make_manager(config, self._answers * sizes.get("data", 1), total, self.drafts)
+        requests = self._answers * sizes.get("data", 1)
+        manager = self.make_manager(config, requests, options.whole_blocks(config, total), self.drafts)
         manager.check_ids(prompt, option)
         progress = not self.as_json and sys.stdout.isatty()
         step_tokens = max(self.chunk, self._answers * (1 + self.drafts))
@@ -119,16 +121,15 @@ class GenerateCommand(RandomModelOptions):
         startup.notify(startup.compiling_for(device))
 
         printer = _Printer(tokenizer, prompt, quiet=self.as_json)
-        stop_tokens = () if self.ignore_eos else config.eos_token_id
-        run = self._generate(model, manager, prompt, stop_tokens, printer.add)
+        result = self._generate(model, manager, prompt, () if self.ignore_eos else config.eos_token_id, printer.add)
+        report = self._report(result, manager.schema, device, tokenizer, prompt)
         if self.as_json:
-            print(json.dumps(self._report(run, manager.schema, device, tokenizer, prompt)))
-        else:
-            printer.finish()
-            for candidate in run.candidates[1:]:
-                shown = _describe(candidate, tokenizer, prompt)
-                _print("\n" + shown.get("text", " ".join(map(str, shown["tokens"]))))
-            _print_table(run, manager.schema, device)
+            print(json.dumps(report))
+            return
+        printer.finish()
+        for candidate in report.get("candidates", [])[1:]:
+            _print("\n" + candidate.get("text", " ".join(map(str, candidate["tokens"]))))
+        _print_table(report, result.timed, manager.schema.kv_format.name)
 
     @property
     def _answers(self) -> int:
@@ -137,8 +138,9 @@ class GenerateCommand(RandomModelOptions):
 
     def _check(self) -> None:
         """Raises ValueError if an option is out of range or contradicts another one."""
-        sizes = dict(max_new_tokens=self.max_new_tokens, chunk=self.chunk, n_best=self.n_best, beams=self.beams)
-        option_checks.check_at_least(1, **sizes)
+        option_checks.check_at_least(
+            1, max_new_tokens=self.max_new_tokens, chunk=self.chunk, n_best=self.n_best, beams=self.beams
+        )
         option_checks.check_at_least(0, drafts=self.drafts)
         check_temperature(self.temperature)
         check_top_k(self.top_k)
@@ -157,9 +159,9 @@ class GenerateCommand(RandomModelOptions):
             raise ValueError(f"--n-best {self.n_best} answers would all be the same: give --temperature above 0")
         if self.beams > 1 and self.temperature > 0:
             raise ValueError("--beams searches for the likeliest tokens and draws none: leave out --temperature")
-        for option, given in {"--drafts": self.drafts, "--on-device-loop": self.on_device_loop}.items():
-            if given and self._answers > 1:
-                raise ValueError(f"{option} makes one answer faster: leave out --n-best and --beams")
+        if self._answers > 1 and (self.drafts or self.on_device_loop):
+            option = "--drafts" if self.drafts else "--on-device-loop"
+            raise ValueError(f"{option} makes one answer faster: leave out --n-best and --beams")
 
     def _encode(self, tokenizer: "Tokenizer | None") -> tuple[str, list[int]]:
         """Returns the option that the prompt comes from, and the prompt's token ids."""
@@ -176,64 +178,70 @@ class GenerateCommand(RandomModelOptions):
         prompt: list[int],
         stop_tokens: tuple[int, ...],
         show: Callable[[int], None],
-    ) -> "_Run":
+    ) -> "_Result":
         """Generates as the options ask, and measures the speed. `show` takes every new token as it comes."""
         from dsv4_jax.decode import DraftOptions, SamplingParams
         from dsv4_jax.engine import beam_search, n_best
         from dsv4_jax.engine.generate import engine_for_prompts, generate_on_device
 
-        limits = dict(max_new_tokens=self.max_new_tokens, stop_tokens=stop_tokens, chunk=self.chunk)
-        sampling = dict(sampling=SamplingParams(self.temperature, self.top_k, self.top_p), seed=self.seed)
+        limits: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "stop_tokens": stop_tokens}
+        draws: dict[str, Any] = {
+            "sampling": SamplingParams(self.temperature, self.top_k, self.top_p),
+            "seed": self.seed,
+        }
         drafts = DraftOptions(self.drafts, self.min_confidence)
 
         def search() -> "tuple[list[int], list[Candidate]]":
             if self.n_best > 1:
-                found = n_best(model, manager, prompt, n=self.n_best, **sampling, **limits)
+                candidates = n_best(model, manager, prompt, n=self.n_best, chunk=self.chunk, **draws, **limits)
             else:
-                found = beam_search(model, manager, prompt, beams=self.beams, **limits)
-            return found[0].tokens, found
+                candidates = beam_search(model, manager, prompt, beams=self.beams, chunk=self.chunk, **limits)
+            return candidates[0].tokens, candidates
 
         def loop() -> tuple[list[int], list[int]]:
-            return generate_on_device(model, manager, [prompt], drafts=drafts, **sampling, **limits)[0]
+            return generate_on_device(model, manager, [prompt], drafts=drafts, chunk=self.chunk, **draws, **limits)[0]
 
         if self._answers > 1:
-            run, candidates = _measure(model, search, show)
+            result, candidates = _measure(model, search, show)
             timed_tokens = sum(len(candidate.tokens) for candidate in candidates)
-            return dataclasses.replace(run, candidates=candidates, timed_tokens=timed_tokens)
+            return dataclasses.replace(result, candidates=candidates, timed_tokens=timed_tokens)
         if self.on_device_loop:
-            run, accepted = _measure(model, loop, show)
+            result, accepted = _measure(model, loop, show)
         else:
             with engine_for_prompts(model, manager, [prompt], self.max_new_tokens, self.chunk, drafts) as engine:
-                limits.pop("chunk")
-                request = engine.add(prompt, **sampling, **limits)
-                run = _measure_stream(model, engine.stream(request), show)
+                request = engine.add(prompt, **draws, **limits)
+                result = _measure_stream(model, engine.stream(request), show)
                 accepted = request.accepted
-        return dataclasses.replace(run, accepted=accepted if self.drafts else [])
+        return dataclasses.replace(result, accepted=accepted)
 
     def _report(
-        self, run: "_Run", schema: "CacheSchema", device: str, tokenizer: "Tokenizer | None", prompt: list[int]
+        self, result: "_Result", schema: "CacheSchema", device: str, tokenizer: "Tokenizer | None", prompt: list[int]
     ) -> dict[str, Any]:
         """Returns the JSON object of --json."""
-        names = ("tokens", "compilations", "seconds", "timed_tokens", "tokens_per_second")
-        report: dict[str, Any] = {name: getattr(run, name) for name in names} | dict(device=device)
-        report["cache_bytes"] = dict(
-            per_token=schema.bytes_per_token,
-            per_request=schema.bytes_per_request,
-            total=schema.memory_bytes(),
-            dense_bf16_per_token=schema.dense_bytes_per_token,
-        )
-        if tokenizer is not None:
-            report["text"] = _text_after(tokenizer, prompt, run.tokens)
+
+        def described(tokens: list[int]) -> dict[str, Any]:
+            text = {} if tokenizer is None else {"text": _text_after(tokenizer, prompt, tokens)}
+            return {"tokens": tokens} | text
+
+        names = ("compilations", "seconds", "timed_tokens", "tokens_per_second")
+        report = described(result.tokens) | {name: getattr(result, name) for name in names}
+        report["device"] = device
+        report["cache_bytes"] = {
+            "per_token": schema.bytes_per_token,
+            "per_request": schema.bytes_per_request,
+            "total": schema.memory_bytes(),
+            "dense_bf16_per_token": schema.dense_bytes_per_token,
+        }
         if self.drafts:
-            report["accepted"] = run.accepted
-        if run.candidates:
-            report["candidates"] = [_describe(candidate, tokenizer, prompt) for candidate in run.candidates]
+            report["accepted"] = result.accepted
+        if result.candidates:
+            report["candidates"] = [described(x.tokens) | {"logprob": x.logprob} for x in result.candidates]
         return report
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
-    """The result of a run: the best answer's tokens, accepted drafts by step, or all answers, best first.
+class _Result:
+    """The best answer's tokens, accepted drafts by step, or all answers, best first; and the times.
 
     `seconds` is the time of everything after loading. `timed` describes `timed_seconds`, which exclude compilation.
     """
@@ -290,65 +298,65 @@ def _text_after(tokenizer: "Tokenizer", prompt: list[int], tokens: list[int]) ->
     return tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]
 
 
-def _describe(candidate: "Candidate", tokenizer: "Tokenizer | None", prompt: list[int]) -> dict[str, Any]:
-    text = {} if tokenizer is None else dict(text=_text_after(tokenizer, prompt, candidate.tokens))
-    return dict(tokens=candidate.tokens, logprob=candidate.logprob) | text
-
-
-def _measure_stream(model: "CompiledModel", stream: Iterator[int], show: Callable[[int], None]) -> _Run:
+def _measure_stream(model: "CompiledModel", stream: Iterator[int], show: Callable[[int], None]) -> _Result:
     """Times the tokens after the first, whose step runs the prompt. Steps that compile a program do not count."""
     tokens: list[int] = []
     timed: list[float] = []
-    before = known = model.compilations
-    start = last = time.perf_counter()
+    first_programs = model.compilations
+    num_programs = first_programs
+    start = time.perf_counter()
+    step_start = start
     for token in stream:
-        now = time.perf_counter()
-        programs = model.compilations
-        if tokens and programs == known:
-            timed.append(now - last)
+        seconds = time.perf_counter() - step_start
+        if tokens and model.compilations == num_programs:
+            timed.append(seconds)
         tokens.append(token)
         show(token)
-        known = programs
-        last = time.perf_counter()
+        num_programs = model.compilations
+        step_start = time.perf_counter()
     seconds = time.perf_counter() - start
-    return _Run(tokens, known - before, seconds, len(timed), sum(timed), f"{len(timed)} tokens, none compiling")
+    compilations = num_programs - first_programs
+    return _Result(tokens, compilations, seconds, len(timed), sum(timed), f"{len(timed)} tokens, none compiling")
 
 
 def _measure[T](
     model: "CompiledModel", generate: Callable[[], tuple[list[int], T]], show: Callable[[int], None]
-) -> tuple[_Run, T]:
+) -> tuple[_Result, T]:
     """Times a whole run, prompt included. If it compiles a program, a second run is timed."""
-    before = model.compilations
+    programs = model.compilations
     start = time.perf_counter()
-    tokens, rest = generate()
+    tokens, details = generate()
     seconds = timed = time.perf_counter() - start
-    compilations = model.compilations - before
+    compilations = model.compilations - programs
     for token in tokens:
         show(token)
     if compilations:
         start = time.perf_counter()
         generate()
         timed = time.perf_counter() - start
-    run = _Run(tokens, compilations, seconds, len(tokens), timed, "a whole run, prompt included, none compiling")
-    return run, rest
+    how = "a whole run, prompt included, none compiling"
+    return _Result(tokens, compilations, seconds, len(tokens), timed, how), details
 
 
-def _print_table(run: _Run, schema: "CacheSchema", device: str) -> None:
-    speed = run.tokens_per_second
-    dense = schema.dense_bytes_per_token
-    paged = schema.bytes_per_token
+def _print_table(report: dict[str, Any], timed: str, format_name: str) -> None:
+    """Prints a report. `timed` says what the speed was measured of."""
+    tokens = len(report["tokens"])
+    speed = report["tokens_per_second"]
+    cache = report["cache_bytes"]
+    paged = cache["per_token"]
+    dense = cache["dense_bf16_per_token"]
     saving = f"; dense BF16: {dense}, {dense / paged:.1f} times as many" if paged else ""
-    table = Table(title=f"{len(run.tokens)} new tokens on {device}", show_header=False, title_justify="left")
-    table.add_row("tokens/s", f"{speed:.1f} ({run.timed})" if speed else "not measured: every step had to compile")
-    if run.accepted:
-        table.add_row("tokens a step", f"{len(run.tokens) / len(run.accepted):.2f}, drafts included")
-    table.add_row("time", f"{run.seconds:.2f} s after loading, compilation included")
-    table.add_row("compilations", str(run.compilations))
+    total = cache["total"]
+    table = Table(title=f"{tokens} new tokens on {report['device']}", show_header=False, title_justify="left")
+    table.add_row("tokens/s", f"{speed:.1f} ({timed})" if speed else "not measured: every step had to compile")
+    if accepted := report.get("accepted"):
+        table.add_row("tokens a step", f"{tokens / len(accepted):.2f}, drafts included")
+    table.add_row("time", f"{report['seconds']:.2f} s after loading, compilation included")
+    table.add_row("compilations", str(report["compilations"]))
     table.add_row("cache bytes a token", f"{paged:.2f}{saving}")
     table.add_row(
-        "cache bytes a request", f"{schema.bytes_per_request:,}, whatever its length: windows and compressor states"
+        "cache bytes a request", f"{cache['per_request']:,}, whatever its length: windows and compressor states"
     )
-    total = schema.memory_bytes()
-    table.add_row("cache bytes in all", f"{total:,} ({readable_bytes(total)}; format {schema.kv_format.name})")
+    table.add_row("cache bytes in all", f"{total:,} ({readable_bytes(total)}; format {format_name})")
     print()
     Console().print(table)

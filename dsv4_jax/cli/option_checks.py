@@ -12,16 +12,6 @@ if TYPE_CHECKING:
     from dsv4_jax.config import DSV4Config
 
 
-def check_min_confidence(min_confidence: float, config: "DSV4Config") -> None:
-    """Raises ValueError unless --min-confidence is a probability, and the model estimates one if it is not 0."""
-    if not 0 <= min_confidence <= 1:
-        raise ValueError(f"--min-confidence {min_confidence} must be from 0 to 1, a probability")
-    if min_confidence and not (config.drafts is not None and config.drafts.estimates_confidence):
-        raise ValueError(
-            f"--min-confidence {min_confidence} needs drafts of layers that estimate their confidence, such as DSpark's"
-        )
-
-
 def check_context(config: "DSV4Config", tokens: int, option: str) -> None:
     """Raises ValueError, which names the option, if a request of `tokens` tokens is too long for the model."""
     if tokens > (limit := config.max_position_embeddings):

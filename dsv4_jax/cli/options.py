@@ -10,21 +10,22 @@ import tyro
 
 from dsv4_jax.cli.option_checks import check_at_least, check_writable
 from dsv4_jax.cli.startup import show_log
-from dsv4_jax.data import block_tokens, packaged_checkpoint, read_config
+from dsv4_jax.common.sizes import parse_bytes
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.data import block_tokens, packaged_checkpoint
 from dsv4_jax.parallel.mesh import check_context_parallel, check_shardable, make_mesh, parse_mesh
-from dsv4_jax.sizes import parse_bytes
 
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from dsv4_jax.cache import CacheSchema
-    from dsv4_jax.config import DSV4Config
     from dsv4_jax.decode import CompiledModel
     from dsv4_jax.expert_pages import ExpertMemory
     from dsv4_jax.host import KVCacheManager
 
 Dtype = Literal["float32", "bfloat16"]
+PRESETS = ("v4_flash", "v4_pro", "v4_flash_0731", "v4_pro_0813")
 
 
 def optional(metavar: str, **options: Any) -> Any:
@@ -108,7 +109,7 @@ class ModelOptions:
     expert_memory: ExpertMemoryOption = None
     expert_placement: Annotated[Path | None, optional("FILE")] = None
 
-    def check_devices(self, config: "DSV4Config") -> dict[str, int]:
+    def check_devices(self, config: DSV4Config) -> dict[str, int]:
         """Returns the sizes of --mesh by axis. Call it before JAX starts.
 
         Raises ValueError if the mesh cannot shard the model, --expert-memory does not go with the other options, or the
@@ -120,8 +121,9 @@ class ModelOptions:
             if self.expert_memory is None:
                 raise ValueError("--expert-placement needs --expert-memory: otherwise all experts lie on the GPU")
             check_writable("expert-placement", self.expert_placement)
-        parallel = dict(context_parallel=self.context_parallel, expert_parallel=self.expert_parallel)
-        return mesh_sizes(self.mesh, config, **parallel)
+        return mesh_sizes(
+            self.mesh, config, context_parallel=self.context_parallel, expert_parallel=self.expert_parallel
+        )
 
     @functools.cached_property
     def devices(self) -> "Mesh | None":
@@ -146,9 +148,17 @@ class ModelOptions:
         stay = experts is not None or (self.weights is None and jax.default_backend() == "gpu")
         if checkpoint != packaged_checkpoint():
             show_log()
-        options: dict[str, Any] = dict(mesh=self.devices, expert_parallel=self.expert_parallel, progress=progress)
-        options |= dict(dtype=jnp.dtype(self.dtype), weights="quantized" if stay else self.weights)
-        return CompiledModel(load_checkpoint(checkpoint, schema.config, expert_memory=experts, **options), experts)
+        model = load_checkpoint(
+            checkpoint,
+            schema.config,
+            dtype=jnp.dtype(self.dtype),
+            weights="quantized" if stay else self.weights,
+            mesh=self.devices,
+            expert_parallel=self.expert_parallel,
+            expert_memory=experts,
+            progress=progress,
+        )
+        return CompiledModel(model, experts)
 
     def _expert_memory(self, schema: "CacheSchema", step_tokens: int) -> "ExpertMemory | None":
         if (size := expert_bytes(self.expert_memory, self.mesh)) is None:
@@ -157,49 +167,47 @@ class ModelOptions:
 
         from dsv4_jax.expert_pages import CudaMemory, ExpertMemory, program_bytes
 
-        given: dict[str, Any] = dict(memory=CudaMemory(jax.devices()[0]), placement_file=self.expert_placement)
-        if size == "auto":
-            reserved_bytes = program_bytes(step_tokens, schema.config) + schema.memory_bytes()
-            return ExpertMemory(reserved_bytes=reserved_bytes, **given)
-        return ExpertMemory(size, **given)
-
-    def cache_options(self, config: "DSV4Config") -> dict[str, Any]:
-        """Returns the arguments of a `KVCacheManager` that do not depend on the requests."""
-        import jax.numpy as jnp
-
-        return dict(
-            block_tokens=block_tokens(config),
-            kv_format=self.cache_format,
-            dtype=jnp.dtype(self.dtype),
-            mesh=self.devices,
-            context_parallel=self.context_parallel,
+        return ExpertMemory(
+            None if size == "auto" else size,
+            reserved_bytes=program_bytes(step_tokens, schema.config) + schema.memory_bytes(),
+            memory=CudaMemory(jax.devices()[0]),
+            placement_file=self.expert_placement,
         )
 
-    def make_manager(self, config: "DSV4Config", requests: int, tokens: int, drafts: int = 0) -> "KVCacheManager":
-        """Returns a manager with room for `requests` requests of `tokens` tokens, of which a step verifies `drafts`.
+    def make_manager(
+        self, config: DSV4Config, requests: int, context: int, drafts: int = 0, memory: str | None = None
+    ) -> "KVCacheManager":
+        """Returns a manager for `requests` requests of up to `context` tokens.
 
+        A step verifies `drafts` drafts of each. Blocks fill `memory`; without, all requests can have the whole context.
         Slots and blocks are rounded up so that every device of the mesh holds the same number. Raises ValueError if the
-        model's layers cannot make so many drafts.
+        model's draft layers, if it has any, cannot make so many drafts.
         """
+        import jax.numpy as jnp
+
         from dsv4_jax.decode.drafts import check_drafts
         from dsv4_jax.host import KVCacheManager
 
         mesh = self.devices
-        size = block_tokens(config)
+        tokens = block_tokens(config)
         groups = 1 if mesh is None else mesh.shape.get("data", 1)
-        holders = mesh.size if mesh is not None and self.context_parallel else 1
-        requests = -(-requests // groups) * groups
-        blocks = -(-tokens // size)
+        devices = 1 if mesh is None else mesh.size
+        requests += -requests % groups
+        blocks = requests * -(-context // tokens)
         manager = KVCacheManager(
             config,
-            num_blocks=-(-requests * blocks // holders) * holders,
+            memory=memory,
+            num_blocks=blocks + -blocks % devices if memory is None else None,
             max_requests=requests,
-            # A multiple of the block size, so that prompts of similar lengths share a compiled program.
-            max_context=min(blocks * size, config.max_position_embeddings),
+            max_context=context,
             max_query_tokens=1 + drafts,
-            **self.cache_options(config),
+            block_tokens=tokens,
+            kv_format=self.cache_format,
+            dtype=jnp.dtype(self.dtype),
+            mesh=mesh,
+            context_parallel=self.context_parallel,
         )
-        if drafts:
+        if drafts and config.drafts is not None:
             check_drafts(manager.schema, drafts)
         return manager
 
@@ -213,10 +221,10 @@ class RandomModelOptions(ModelOptions):
         configuration, or a folder's config.json. Prompts are token ids, unless the folder has a tokenizer.json.
     """
 
-    random_weights: Annotated[str | None, optional("v4_flash|v4_pro|v4_flash_0731|v4_pro_0813|DIR")] = None
+    random_weights: Annotated[str | None, optional("|".join((*PRESETS, "DIR")))] = None
     skew: Skew = 0.0
 
-    def open_model(self, checkpoint: Path | None, *, mtp: bool = False) -> "tuple[Path, DSV4Config]":
+    def open_model(self, checkpoint: Path | None, *, mtp: bool = False) -> tuple[Path, DSV4Config]:
         """Returns the folder of the model, which has no files for a released model's name, and its configuration.
 
         Raises ValueError if there is no such model, or the options exclude each other.
@@ -248,8 +256,15 @@ class RandomModelOptions(ModelOptions):
 
         show_log()
         experts = self._expert_memory(schema, step_tokens)
-        options: dict[str, Any] = dict(expert_parallel=self.expert_parallel, expert_memory=experts, skew=self.skew)
-        return CompiledModel(random_model(schema.config, self.devices, dtype=jnp.dtype(self.dtype), **options), experts)
+        model = random_model(
+            schema.config,
+            self.devices,
+            dtype=jnp.dtype(self.dtype),
+            expert_parallel=self.expert_parallel,
+            expert_memory=experts,
+            skew=self.skew,
+        )
+        return CompiledModel(model, experts)
 
     def weights_key(self, checkpoint: Path) -> str:
         """Returns a name of the weights that differs between checkpoints and ways of running them."""
@@ -262,16 +277,11 @@ class RandomModelOptions(ModelOptions):
         return f"{weights}, weights={self.weights}, {jax.default_backend()}"
 
 
-PRESETS = "v4_flash", "v4_pro", "v4_flash_0731", "v4_pro_0813"
-
-
-def named_config(name: str, option: str, *, mtp: bool = False) -> "DSV4Config":
+def named_config(name: str, option: str, *, mtp: bool = False) -> DSV4Config:
     """Returns the configuration of a released model, or of a folder with a config.json, with the draft block if `mtp`.
 
     Raises ValueError, which names the option, if there is neither.
     """
-    from dsv4_jax.config import DSV4Config
-
     if name in PRESETS:
         return getattr(DSV4Config, name)().with_drafts(mtp)
     if not Path(name).exists():
@@ -279,12 +289,17 @@ def named_config(name: str, option: str, *, mtp: bool = False) -> "DSV4Config":
     return DSV4Config.from_hf(Path(name), mtp=mtp)
 
 
-def open_checkpoint(path: Path | None, *, mtp: bool = False) -> "tuple[Path, DSV4Config]":
+def open_checkpoint(path: Path | None, *, mtp: bool = False) -> tuple[Path, DSV4Config]:
     """Returns --checkpoint, or else the packaged one, and its configuration, with the draft block if `mtp`."""
     checkpoint = packaged_checkpoint() if path is None else path
     if checkpoint.is_file() and checkpoint.suffix not in (".safetensors", ".json"):
         raise ValueError(f"--checkpoint {checkpoint} is neither a folder nor a safetensors file")
-    return checkpoint, read_config(checkpoint, mtp=mtp)
+    return checkpoint, DSV4Config.from_hf(checkpoint, mtp=mtp)
+
+
+def whole_blocks(config: DSV4Config, tokens: int) -> int:
+    """Returns a context for `tokens` tokens, in whole blocks: prompts of similar lengths share a compiled program."""
+    return min(tokens + -tokens % block_tokens(config), config.max_position_embeddings)
 
 
 def expert_bytes(expert_memory: str | None, mesh: str | None) -> int | Literal["auto"] | None:
@@ -303,7 +318,7 @@ def expert_bytes(expert_memory: str | None, mesh: str | None) -> int | Literal["
 
 
 def mesh_sizes(
-    mesh: str | None, config: "DSV4Config | None", *, context_parallel: bool = False, expert_parallel: bool = False
+    mesh: str | None, config: DSV4Config | None, *, context_parallel: bool = False, expert_parallel: bool = False
 ) -> dict[str, int]:
     """Parses --mesh and returns the number of devices along each axis; {} without a mesh.
 

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
-from rich.table import Table
 
 from dsv4_jax.cli import option_checks, options
-from dsv4_jax.cli.expert_plan import expert_table, plan_experts
+from dsv4_jax.cli.expert_plan import expert_table, number_table, plan_experts
 from dsv4_jax.cli.options import CacheFormat, ContextParallel, Dtype, JsonFlag, MeshOption, optional
+from dsv4_jax.common.sizes import parse_bytes, readable_bytes
 from dsv4_jax.data import block_tokens
 from dsv4_jax.parallel.mesh import check_context_parallel
-from dsv4_jax.sizes import parse_bytes, readable_bytes
 
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ class PlanCommand:
       as_json: print one JSON object instead.
     """
 
-    config: Annotated[str, tyro.conf.arg(metavar="DIR|v4_flash|v4_pro|v4_flash_0731|v4_pro_0813")]
+    config: Annotated[str, tyro.conf.arg(metavar="|".join(("DIR", *options.PRESETS)))]
     memory: Annotated[str, tyro.conf.arg(metavar="SIZE")]
     context: Annotated[int, tyro.conf.arg(metavar="TOKENS")]
     max_requests: Annotated[int | None, optional("N")] = None
@@ -73,8 +72,8 @@ class PlanCommand:
 
     def run(self) -> None:
         """Runs the command; raises ValueError where the user has to change something."""
-        positive = dict(context=self.context, max_requests=self.max_requests, block_tokens=self.block_tokens)
-        option_checks.check_at_least(1, **positive, max_query_tokens=self.max_query_tokens)
+        option_checks.check_at_least(1, context=self.context, max_requests=self.max_requests)
+        option_checks.check_at_least(1, block_tokens=self.block_tokens, max_query_tokens=self.max_query_tokens)
         option_checks.check_at_least(0, drafts=self.drafts)
         memory = parse_bytes(self.memory)
         weights = 0 if self.weights is None else parse_bytes(self.weights, "weights")
@@ -85,17 +84,16 @@ class PlanCommand:
         sizes = options.mesh_sizes(self.mesh, config, context_parallel=self.context_parallel)
         one = self.schema(config, self.context)
         experts = self._plan_experts(config, memory)
-        weights = weights if experts is None else experts["weights_bytes"]
-        num_shards = sizes.get("data", 1)
+        if experts is not None:
+            weights = experts["weights_bytes"]
         holders = check_context_parallel(sizes, self.context_parallel)
-        report = self._report(config, one, memory, weights, _Device(memory - weights, num_shards, holders))
-        report |= {} if experts is None else dict(expert_memory=experts)
+        report = self._report(config, one, memory, _Device(memory - weights, sizes.get("data", 1), holders))
+        if experts is not None:
+            report["expert_memory"] = experts
         if self.as_json:
             print(json.dumps(report))
         else:
             _print_report(report, one)
-            if experts is not None:
-                Console().print(expert_table(experts))
 
     def _plan_experts(self, config: "DSV4Config", memory: int) -> dict[str, Any] | None:
         """Returns the report about experts in host memory; None if all lie on the GPU."""
@@ -124,25 +122,36 @@ class PlanCommand:
         )
         return dataclasses.replace(empty, num_blocks=requests * empty.max_blocks)
 
-    def _report(
-        self, config: "DSV4Config", one: "CacheSchema", memory: int, weights: int, device: "_Device"
-    ) -> dict[str, Any]:
+    def _report(self, config: "DSV4Config", one: "CacheSchema", memory: int, device: "_Device") -> dict[str, Any]:
+        """Returns the JSON object of --json, without experts. `one` is the cache of one full request."""
         fits = []
         for context in sorted({c for c in _CONTEXTS if c <= config.max_position_embeddings} | {self.context}):
             schema = self.schema(config, context)
-            fit = device.num_shards * device.requests(schema)
-            fit = fit if self.max_requests is None else min(fit, self.max_requests)
-            left = device.memory - device.used(schema, -(-fit // device.num_shards))
-            fits.append(dict(context=context, bytes_per_request=device.used(schema, 1), requests=fit, bytes_left=left))
-        given = ("config", "mesh", "context_parallel", "cache_format", "context", "drafts")
-        computed = ("block_tokens", "bytes_per_token", "bytes_per_request")
-        report: dict[str, Any] = {name: getattr(self, name) for name in given}
-        report |= {name: getattr(one, name) for name in computed}
-        report |= dict(memory_bytes=memory, weights_bytes=weights)
-        report |= dict(dense_bf16_bytes_per_token=one.dense_bytes_per_token, pools=_pools(one), fits=fits)
+            requests = device.num_shards * device.requests(schema)
+            if self.max_requests is not None:
+                requests = min(requests, self.max_requests)
+            bytes_left = device.memory - device.used(schema, -(-requests // device.num_shards))
+            fit = {"context": context, "bytes_per_request": device.used(schema, 1)}
+            fits.append(fit | {"requests": requests, "bytes_left": bytes_left})
+        report = {
+            "config": self.config,
+            "mesh": self.mesh,
+            "context_parallel": self.context_parallel,
+            "cache_format": self.cache_format,
+            "context": self.context,
+            "drafts": self.drafts,
+            "block_tokens": one.block_tokens,
+            "bytes_per_token": one.bytes_per_token,
+            "bytes_per_request": one.bytes_per_request,
+            "memory_bytes": memory,
+            "weights_bytes": memory - device.memory,
+            "dense_bf16_bytes_per_token": one.dense_bytes_per_token,
+            "pools": _pools(one),
+            "fits": fits,
+        }
         if self.max_requests is not None:
-            longest = device.longest_context(one, self.max_requests)
-            report |= dict(max_requests=self.max_requests, longest_context=longest)
+            report["max_requests"] = self.max_requests
+            report["longest_context"] = device.longest_context(one, self.max_requests)
         return report
 
 
@@ -151,7 +160,7 @@ def _pools(one: "CacheSchema") -> dict[str, dict[str, int]]:
     per_block = dataclasses.replace(one, num_blocks=1).block_bytes_by_pool()
     per_request = one.slot_bytes_by_pool()
     return {
-        name: dict(per_block=per_block.get(name, 0), per_request=per_request.get(name, 0), full=count)
+        name: {"per_block": per_block.get(name, 0), "per_request": per_request.get(name, 0), "full": count}
         for name, count in one.pool_bytes().items()
     }
 
@@ -201,7 +210,7 @@ def _print_report(report: dict[str, Any], one: "CacheSchema") -> None:
     console.print(_rows(one), highlight=False)
 
     columns = ("pool", f"a block ({tokens} tokens)", "a token", "a request, fixed", f"a request of {context:,}")
-    pools = _numbers("Bytes, over all layers", *columns)
+    pools = number_table("Bytes, over all layers", *columns)
     for name, pool in report["pools"].items():
         pools.add_row(name, *_pool_cells(pool, tokens))
     pools.add_section()
@@ -217,7 +226,7 @@ def _print_report(report: dict[str, Any], one: "CacheSchema") -> None:
     title = f"Requests that fit {free:,} bytes ({readable_bytes(free)})"
     if report["mesh"]:
         title += f" on each device of {report['mesh']}" + ", context parallel" * report["context_parallel"]
-    fits = _numbers(title, "context", "bytes a request", "requests", "bytes left")
+    fits = number_table(title, "context", "bytes a request", "requests", "bytes left")
     for row in report["fits"]:
         fits.add_row(*(f"{count:,}" for count in row.values()), style="bold" if row["context"] == context else None)
     console.print(fits)
@@ -225,14 +234,8 @@ def _print_report(report: dict[str, Any], one: "CacheSchema") -> None:
         requests = report["max_requests"]
         longest = report["longest_context"]
         console.print(f"{requests} requests can have a context of {longest:,} tokens each.", highlight=False)
-
-
-def _numbers(title: str, first: str, *columns: str) -> Table:
-    """Returns an empty table whose columns but the first hold numbers."""
-    table = Table(first, title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
+    if "expert_memory" in report:
+        console.print(expert_table(report["expert_memory"]))
 
 
 _POOL_KEYS = ("per_block", "per_request", "full")

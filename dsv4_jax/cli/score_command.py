@@ -93,11 +93,11 @@ class ScoreCommand(ModelOptions):
         if prefill > total:
             raise ValueError(f"--decode-from {prefill} must be from 0 to {total}, the number of tokens in a row")
         option_checks.check_context(config, total, "--text" if self.ids is None else "--ids")
-        manager = self.make_manager(config, rows, total, self.drafts)
+        manager = self.make_manager(config, rows, options.whole_blocks(config, total), self.drafts)
         ids = np.stack([manager.check_ids(row, f"ids[{i}]") for i, row in enumerate(ids)])
 
         model = self.load_model(checkpoint, manager.schema)
-        sizes = [min(self.chunk, prefill - at) for at in range(0, prefill, self.chunk)] + [1] * (total - prefill)
+        sizes = [min(self.chunk, prefill - start) for start in range(0, prefill, self.chunk)] + [1] * (total - prefill)
         steps = score_ids(
             model,
             manager,
@@ -141,18 +141,16 @@ class ScoreCommand(ModelOptions):
 def _collect(steps: "Iterator[dict[str, np.ndarray]]", rows: int, sizes: Sequence[int]) -> dict[str, Any]:
     """Joins the arrays [B, n, ...] of steps along the tokens; shows a progress bar meanwhile."""
     import numpy as np
-    from rich.progress import Progress
+    from rich.progress import track
 
     results: dict[str, Any] = {}
-    at = 0
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("Scoring", total=sum(sizes))
-        for step, n in zip(steps, sizes, strict=True):
-            for name, value in step.items():
-                whole = results.setdefault(name, np.empty((rows, sum(sizes), *value.shape[2:]), value.dtype))
-                whole[:, at : at + n] = value
-            at += n
-            progress.advance(bar, n)
+    start = 0
+    bar = track(steps, "Scoring", len(sizes), console=Console(stderr=True), transient=True)
+    for step, n in zip(bar, sizes, strict=True):
+        for name, value in step.items():
+            whole = results.setdefault(name, np.empty((rows, sum(sizes), *value.shape[2:]), value.dtype))
+            whole[:, start : start + n] = value
+        start += n
     return results
 
 

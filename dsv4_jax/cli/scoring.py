@@ -13,12 +13,12 @@ from jaxtyping import Array, Float, Int
 from tokenizers import Tokenizer
 
 from dsv4_jax.cache import Batch, KVCache, LayerCacheHandle
+from dsv4_jax.config.layer_spec import LayerSpec
 from dsv4_jax.decode import CompiledModel, Model
 from dsv4_jax.decode.drafts import draft, one_token_batch
 from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.host.forward import find_layout
-from dsv4_jax.layer_spec import LayerSpec
 from dsv4_jax.parallel.sharded_step import sharded_step
 from dsv4_jax.quant import LayerSlice
 
@@ -70,13 +70,13 @@ def _score_drafts(model, cache, batch, streams, next_tokens, count, per_row):
     seeds = jnp.zeros((slots,), jnp.uint32)
 
     def score_one(cache, i):
-        at = jnp.arange(slots, dtype=jnp.int32) * per_row + i
-        positions = batch.positions[at]
-        cache = model.drafts.write(model, streams[at], cache, one_token_batch(batch.token_ids[at], positions))
-        newest = one_token_batch(next_tokens[at], jnp.where(positions >= 0, positions + 1, -1))
-        tokens, logits, confidence, cache = draft(model, cache, streams[at], newest, GREEDY, seeds, drafts=count)
-        results = dict(draft_tokens=tokens, draft_logits=logits)
-        return cache, results if confidence is None else results | dict(confidence=confidence)
+        rows = jnp.arange(slots, dtype=jnp.int32) * per_row + i
+        positions = batch.positions[rows]
+        cache = model.drafts.write(model, streams[rows], cache, one_token_batch(batch.token_ids[rows], positions))
+        newest = one_token_batch(next_tokens[rows], jnp.where(positions >= 0, positions + 1, -1))
+        tokens, logits, confidence, cache = draft(model, cache, streams[rows], newest, GREEDY, seeds, drafts=count)
+        results = {"draft_tokens": tokens, "draft_logits": logits}
+        return cache, results if confidence is None else results | {"confidence": confidence}
 
     cache, results = jax.lax.scan(score_one, cache, jnp.arange(per_row, dtype=jnp.int32))
     return {name: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for name, x in results.items()}, cache
@@ -103,20 +103,29 @@ def score_ids(
     slots = [manager.admit(row) for row in ids]
     compiled = CompiledModel.of(model)
     cache = manager.init_cache()
-    at = 0
+    start = 0
     followers = np.pad(ids[:, 1:], ((0, 0), (0, 1)))
     if window_only:
         cache = WindowOnlyCache(**vars(cache))
     for n in sizes:
-        batch = manager.prepare_forward({slot: row[at : at + n] for slot, row in zip(slots, ids, strict=True)})
+        stop = start + n
+        batch = manager.prepare_forward({slot: row[start:stop] for slot, row in zip(slots, ids, strict=True)})
         layout = find_layout(manager.requests, np.array(slots), np.full((len(slots),), n), None, None)
-        here = layout.first[:, None] + np.arange(n)
+        places = layout.first[:, None] + np.arange(n)
         next_tokens = np.zeros(batch.token_ids.shape, np.int32)
-        next_tokens[here] = followers[:, at : at + n]
-        options = dict(keep_logits=keep_logits, layers=layers, drafts=drafts, per_row=n if drafts else 0)
-        results, cache = compiled.run(score_step, cache, batch, manager.requests.put(next_tokens, "tokens"), **options)
-        yield {name: x[here] for name, x in manager.requests.get(results).items()}
-        at += n
+        next_tokens[places] = followers[:, start:stop]
+        results, cache = compiled.run(
+            score_step,
+            cache,
+            batch,
+            manager.requests.put(next_tokens, "tokens"),
+            keep_logits=keep_logits,
+            layers=layers,
+            drafts=drafts,
+            per_row=n if drafts else 0,
+        )
+        yield {name: x[places] for name, x in manager.requests.get(results).items()}
+        start = stop
     for slot in slots:
         manager.release(slot)
 
@@ -138,10 +147,11 @@ def text_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
     """Returns the UTF-8 bytes of each row's text without its first token; [] if a row is not the tokens of a text."""
     lengths = []
     for row in ids.tolist():
-        first, text = (tokenizer.decode(part, skip_special_tokens=False) for part in (row[:1], row))
-        if tokenizer.encode(text, add_special_tokens=False).ids != row or not text.startswith(first):
+        start = tokenizer.decode(row[:1], skip_special_tokens=False)
+        text = tokenizer.decode(row, skip_special_tokens=False)
+        if tokenizer.encode(text, add_special_tokens=False).ids != row or not text.startswith(start):
             return []
-        lengths.append(len(text.encode()) - len(first.encode()))
+        lengths.append(len(text.encode()) - len(start.encode()))
     return lengths if all(lengths) else []
 
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from dsv4_jax.cli import option_checks, options, startup
 from dsv4_jax.cli.options import RandomModelOptions, optional
-from dsv4_jax.data import block_tokens
+from dsv4_jax.common.sizes import parse_bytes
+from dsv4_jax.config.draft_config import check_min_confidence
 from dsv4_jax.parallel.mesh import check_divisible
-from dsv4_jax.sizes import parse_bytes
 
 
 if TYPE_CHECKING:
@@ -140,8 +140,8 @@ class ServeCommand(RandomModelOptions):
         ]
         if missing:
             raise ValueError(f"dsv4-jax serve needs {', '.join(missing)}: pip install 'dsv4-jax[serve]'")
-        positive = dict(max_requests=self.max_requests, token_budget=self.token_budget, context=self.context)
-        option_checks.check_at_least(1, **positive)
+        option_checks.check_at_least(1, max_requests=self.max_requests)
+        option_checks.check_at_least(1, token_budget=self.token_budget, context=self.context)
         option_checks.check_at_least(0, max_waiting=self.max_waiting, drafts=self.drafts)
         option_checks.check_at_least(0, request_seconds=self.request_seconds, grace_seconds=self.grace_seconds)
         if self.drafter == "model" and not self.drafts:
@@ -179,7 +179,7 @@ class ServeCommand(RandomModelOptions):
 
     def _check_model(self, config: "DSV4Config") -> int:
         """Checks the options that depend on the model's configuration, and returns the length of the context."""
-        option_checks.check_min_confidence(self.min_confidence, config)
+        check_min_confidence(self.min_confidence, config.drafts)
         limit = config.max_position_embeddings
         context = min(4096, limit) if self.context is None else self.context
         if context > limit:
@@ -188,25 +188,11 @@ class ServeCommand(RandomModelOptions):
         return context
 
     def _engine(self, checkpoint: Path, config: "DSV4Config", context: int, name: str) -> "Engine":
-        from dsv4_jax.decode.drafts import DraftOptions, check_drafts
         from dsv4_jax.engine import Engine, PromptLookup
-        from dsv4_jax.host import KVCacheManager
         from dsv4_jax.serve.protocol import MAX_LOGPROBS
 
-        blocks = self.max_requests * -(-context // block_tokens(config))
-        blocks += -blocks % (1 if self.devices is None else self.devices.size)
-        manager = KVCacheManager(
-            config,
-            memory=self.memory,
-            num_blocks=blocks if self.memory is None else None,
-            max_requests=self.max_requests,
-            max_context=context,
-            max_query_tokens=1 + self.drafts,
-            **self.cache_options(config),
-        )
+        manager = self.make_manager(config, self.max_requests, context, self.drafts, self.memory)
         prefix = self._prefix(manager, checkpoint, name)
-        if self.drafter == "model":
-            check_drafts(manager.schema, DraftOptions(self.drafts, self.min_confidence))  # before the weights are read
         return Engine(
             self.load_model(checkpoint, manager.schema, step_tokens=self._step_tokens),
             manager,
@@ -230,8 +216,8 @@ class ServeCommand(RandomModelOptions):
             files = PrefixFiles(self.prefix_dir, self.prefix_size or "50GB")
             return PrefixCache(manager, key=self.weights_key(checkpoint), files=files)
         except ValueError as error:
-            names = {"directory=": "--prefix-dir ", "max_bytes=": "--prefix-size "}
-            raise ValueError(re.sub("|".join(names), lambda found: names[found[0]], str(error))) from None
+            message = str(error).replace("directory=", "--prefix-dir ").replace("max_bytes=", "--prefix-size ")
+            raise ValueError(message) from None
 
 
 def _is_loopback(host: str) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dsv4_jax.private_folder import make_private_folder
+from dsv4_jax.common.private_folder import make_private_folder
 
 
 _CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\t"), ord("\n")})

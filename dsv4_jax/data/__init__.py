@@ -23,4 +23,4 @@ def packaged_checkpoint() -> Path:
 
 def read_config(checkpoint: Path, *, mtp: bool = False) -> DSV4Config:
     """Reads the config.json in a checkpoint's folder, or beside its file; `mtp` as in `DSV4Config.from_hf`."""
-    return DSV4Config.from_hf(checkpoint.with_name("config.json") if checkpoint.is_file() else checkpoint, mtp=mtp)
+    return DSV4Config.from_hf(checkpoint, mtp=mtp)

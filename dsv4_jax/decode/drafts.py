@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from dsv4_jax.cache import Batch, CacheSchema, KVCache
+from dsv4_jax.config.draft_config import check_min_confidence
 from dsv4_jax.decode.sampling import BatchedSamplingParams, SamplingParams, sample
 from dsv4_jax.nn.draft_layers import Draw
 
@@ -91,11 +92,7 @@ def check_drafts(schema: CacheSchema, drafts: int | DraftOptions) -> None:
             "drafts on the device need the model's draft layers (multi-token prediction or DSpark), which this "
             "configuration leaves out (num_nextn_predict_layers=0): read it with DSV4Config.from_hf(..., mtp=True)"
         )
-    if options.min_confidence and not layers.estimates_confidence:
-        raise ValueError(
-            f"min_confidence={options.min_confidence} needs draft layers that estimate their confidence, such as "
-            "DSpark's; this model's do not"
-        )
+    check_min_confidence(options.min_confidence, layers)
     if layers.max_drafts is not None and options.count > layers.max_drafts:
         raise ValueError(
             f"drafts={options.count} must be from 1 to {layers.max_drafts}, the most that this model's layers make"

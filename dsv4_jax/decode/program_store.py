@@ -20,7 +20,6 @@ import logging
 import os
 import pickle
 import platform
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,8 +33,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from dsv4_jax.common.private_folder import make_private_folder
 from dsv4_jax.ops.dispatch import default_implementation
-from dsv4_jax.private_folder import make_private_folder
+from pallas_kernels.runtime.atomic_write import atomic_write
 
 
 FOLDER = "DSV4_JAX_PROGRAMS"  # environment variable with the store's folder; without it there is no store
@@ -325,9 +325,8 @@ def _read(path: Path) -> bytes | None:
 def _write(path: Path, data: bytes) -> None:
     """Writes the file atomically. If that fails, as on a full disk, the next process compiles again."""
     with _reported(f"cannot write {path}"):
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        with atomic_write(path) as file:
             file.write(hashlib.sha256(data).digest() + data)
-        os.replace(file.name, path)
 
 
 def _remove_oldest(folder: Path) -> None:

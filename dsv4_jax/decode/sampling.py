@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from dsv4_jax.arguments import check_temperature, check_top_k, check_top_p
+from dsv4_jax.common.arguments import check_temperature, check_top_k, check_top_p
 
 
 @jax.tree_util.register_static

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from dsv4_jax.cache import KVCache
+from dsv4_jax.common.summary import Summarized, Summary
 from dsv4_jax.decode.drafts import DraftOptions
 from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.step import Model
@@ -24,7 +25,6 @@ from dsv4_jax.engine.steps import LaunchedStep, Schedule
 from dsv4_jax.engine.updates import update
 from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache
 from dsv4_jax.parallel.processes import lost_process_named
-from dsv4_jax.summary import Summarized, Summary
 
 
 class Engine(Summarized):

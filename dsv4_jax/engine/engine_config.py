@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from dsv4_jax.arguments import check_whole
+from dsv4_jax.common.arguments import check_whole
 from dsv4_jax.decode.drafts import DraftOptions, check_drafts
 from dsv4_jax.decode.logits_processor import LogitsProcessor
 from dsv4_jax.engine.drafters import Drafter

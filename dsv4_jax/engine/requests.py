@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from dsv4_jax.arguments import check_whole
+from dsv4_jax.common.arguments import check_whole
+from dsv4_jax.common.summary import Share, Summarized, Summary
 from dsv4_jax.decode.sampling import GREEDY, SamplingParams, TopLogprobs
 from dsv4_jax.host import KVCacheManager, OffloadedRequest
-from dsv4_jax.summary import Share, Summarized, Summary
 
 
 if TYPE_CHECKING:  # llguidance comes with the extra "serve"

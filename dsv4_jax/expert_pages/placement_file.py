@@ -1,8 +1,6 @@
 """The file that keeps how often experts were selected, so that the next process places the hot ones on the GPU."""
 
 import logging
-import os
-import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +8,8 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
+
+from pallas_kernels.runtime.atomic_write import atomic_write
 
 
 _log = logging.getLogger(__name__)
@@ -48,13 +48,9 @@ def _ignored(path, why):
 
 def write_frequencies(path: Path, frequencies: Mapping[str, Float[np.ndarray, "E"]]) -> None:
     """Writes the file atomically. If that fails, as on a full disk, there is a warning and the old file stays."""
-    file = None
     rows = dict[str, Any]((name, row.astype(np.float32)) for name, row in frequencies.items())
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
+        with atomic_write(path) as file:
             np.savez(file, **rows)
-        os.replace(file.name, path)
     except OSError as error:
         _log.warning("the placement of experts is not kept in %s: %s", path, error)
-        if file is not None:
-            Path(file.name).unlink(missing_ok=True)

@@ -1,5 +1,6 @@
 """The host side: slots, blocks and lengths of requests. Plain Python and NumPy, never traced."""
 
+from dsv4_jax.common.sizes import parse_bytes
 from dsv4_jax.host.allocator import BlockAllocator
 from dsv4_jax.host.cache_errors import CacheCorruptionError, CacheFullError
 from dsv4_jax.host.manager import KVCacheManager
@@ -9,4 +10,3 @@ from dsv4_jax.host.prefix_files import PrefixFileMetrics, PrefixFiles
 from dsv4_jax.host.prefix_tree import CachedBlock
 from dsv4_jax.host.request_files import load_request, save_request
 from dsv4_jax.host.request_table import RequestState, RequestTable
-from dsv4_jax.sizes import parse_bytes

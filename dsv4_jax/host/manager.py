@@ -8,8 +8,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dsv4_jax.arguments import check_whole
 from dsv4_jax.cache import Batch, CacheSchema, KVCache, LayerCacheHandle, compute_block_budget
+from dsv4_jax.common.arguments import check_whole
+from dsv4_jax.common.sizes import parse_bytes
+from dsv4_jax.common.summary import Summarized, Summary
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.host import step_order
 from dsv4_jax.host.fork_truncate import fork, truncate
@@ -17,8 +19,6 @@ from dsv4_jax.host.forward import find_layout, prepare_forward
 from dsv4_jax.host.request_table import RequestTable, count_shards, extended
 from dsv4_jax.host.shard_placement import find_slot
 from dsv4_jax.parallel.mesh import check_context_parallel, check_divisible, check_mesh, check_shardable
-from dsv4_jax.sizes import parse_bytes
-from dsv4_jax.summary import Summarized, Summary
 
 
 TokenIds = Sequence[int] | np.ndarray | jax.Array

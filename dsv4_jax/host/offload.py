@@ -10,14 +10,14 @@ import numpy as np
 
 from dsv4_jax.cache import CacheSchema, KVCache
 from dsv4_jax.cache.request_rows import RequestRows, read_blocks, read_request, write_blocks, write_request
+from dsv4_jax.common.sizes import readable_bytes
+from dsv4_jax.common.summary import Summarized, Summary
 from dsv4_jax.host.canary import check_blocks
 from dsv4_jax.host.identity import check_identity, identity
 from dsv4_jax.host.manager import KVCacheManager
 from dsv4_jax.host.request_table import RequestState, RequestTable
 from dsv4_jax.host.shard_placement import best_shard
 from dsv4_jax.host.step_order import record_write
-from dsv4_jax.sizes import readable_bytes
-from dsv4_jax.summary import Summarized, Summary
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

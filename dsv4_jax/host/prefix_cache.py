@@ -10,6 +10,8 @@ import numpy as np
 
 from dsv4_jax.cache import KVCache
 from dsv4_jax.cache.request_rows import RequestRows, read_request, write_blocks, write_request
+from dsv4_jax.common.sizes import readable_bytes
+from dsv4_jax.common.summary import Summarized, Summary
 from dsv4_jax.host.canary import block_sums, check_blocks, check_snapshot, snapshot_sums
 from dsv4_jax.host.identity import fingerprint
 from dsv4_jax.host.manager import KVCacheManager, TokenIds
@@ -20,8 +22,6 @@ from dsv4_jax.host.request_table import RequestState
 from dsv4_jax.host.shard_placement import FoundPrefix, find_slot, fits
 from dsv4_jax.host.step_order import record_write
 from dsv4_jax.host.stored_prefixes import FoundBlocks, StoredPrefixes
-from dsv4_jax.sizes import readable_bytes
-from dsv4_jax.summary import Summarized, Summary
 
 
 @dataclasses.dataclass

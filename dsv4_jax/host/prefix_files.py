@@ -23,11 +23,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from dsv4_jax.common.private_folder import make_private_folder
+from dsv4_jax.common.safetensors_header import TensorHeader, write_header
+from dsv4_jax.common.sizes import parse_bytes, readable_bytes
+from dsv4_jax.common.summary import Summarized, Summary
 from dsv4_jax.host.request_files import DTYPE_NAMES, named_leaves
-from dsv4_jax.private_folder import make_private_folder
-from dsv4_jax.safetensors_header import TensorHeader, write_header
-from dsv4_jax.sizes import parse_bytes, readable_bytes
-from dsv4_jax.summary import Summarized, Summary
+from pallas_kernels.runtime.atomic_write import atomic_write
 
 
 _log = logging.getLogger("dsv4_jax.host")
@@ -311,19 +312,11 @@ class PrefixFiles(Summarized):
             self.metrics.dropped += len(digests) - written
 
     def _write_file(self, name, content, used):
-        """Writes a file that has its name only when it is whole."""
-        partial = self.directory / f".{name}.{secrets.token_hex(8)}"
-        try:
-            with open(partial, "xb", buffering=0, opener=_open_private) as file:
-                view = memoryview(content)
-                while view:
-                    view = view[file.write(view) :]
-                os.utime(file.fileno(), ns=(used, used))
-                os.fsync(file.fileno())
-            os.rename(partial, self.directory / name)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+        with atomic_write(self.directory / name) as file:
+            file.write(content)
+            file.flush()
+            os.utime(file.fileno(), ns=(used, used))
+            os.fsync(file.fileno())
 
     def _touch(self, layout, digests, used):
         for i, digest in enumerate(digests):
@@ -379,11 +372,6 @@ class PrefixFiles(Summarized):
 def _open_at_once(path: str, flags: int) -> int:
     """Opens a file without waiting for a writer, as opening a named pipe would."""
     return os.open(path, flags | os.O_NONBLOCK)
-
-
-def _open_private(path: str, flags: int) -> int:
-    """Opens a new file that only the user may read and write."""
-    return os.open(path, flags, 0o600)
 
 
 def _checksum(digest: bytes, content: bytes | memoryview) -> bytes:

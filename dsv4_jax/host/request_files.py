@@ -5,7 +5,6 @@ The metadata describe the bytes. `sha256` is the hash of the whole file, with ze
 
 import hashlib
 import re
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ import jax
 import numpy as np
 
 from dsv4_jax.cache import KVCache
+from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader, read_header, write_header
 from dsv4_jax.host.identity import check_identity, identity
 from dsv4_jax.host.manager import KVCacheManager, TokenIds
 from dsv4_jax.host.offload import OffloadedRequest, blocks_struct, capture, resume, rows_struct
-from dsv4_jax.safetensors_header import DTYPES, TensorHeader, read_header, write_header
+from pallas_kernels.runtime.atomic_write import atomic_write
 
 
 FORMAT = "dsv4_jax request"
@@ -51,7 +51,8 @@ def save_request(
     header = write_header((TensorHeader(k, DTYPE_NAMES[x.dtype], x.shape) for k, x in tensors.items()), metadata)
     blob = b"".join([header, *(x.tobytes() for x in tensors.values())])
     digest = hashlib.sha256(blob).hexdigest()
-    _write(Path(path), blob.replace(_NO_DIGEST.encode(), digest.encode(), 1))
+    with atomic_write(Path(path)) as file:
+        file.write(blob.replace(_NO_DIGEST.encode(), digest.encode(), 1))
 
 
 def load_request(
@@ -143,12 +144,3 @@ def _read_tensors(schema, num_blocks, tensors):
     if len(spares) != 1:
         raise ValueError(f"the file's rings have {sorted(spares)} spare rows: all must have the same number")
     return *jax.tree.unflatten(jax.tree.structure(structs), [tensors[name] for name in want]), spares.pop()
-
-
-def _write(path, blob):
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        partial.write_bytes(blob)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

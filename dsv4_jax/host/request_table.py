@@ -12,13 +12,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dsv4_jax.arguments import check_whole
 from dsv4_jax.cache import CacheSchema
+from dsv4_jax.common.arguments import check_whole
+from dsv4_jax.common.mesh_axes import DATA_AXIS, MODEL_AXIS
+from dsv4_jax.common.summary import Share
 from dsv4_jax.host.allocator import BlockAllocator
 from dsv4_jax.host.cache_errors import CacheFullError
-from dsv4_jax.mesh_axes import DATA_AXIS, MODEL_AXIS
 from dsv4_jax.parallel.axis_rules import named_sharding
-from dsv4_jax.summary import Share
 
 
 MAX_BLOCKS_PER_TRANSFER = 16

@@ -14,8 +14,8 @@ from jaxtyping import Array, Shaped
 from dsv4_jax.cache import Batch, StepCache
 from dsv4_jax.cache.expert_counts import count_experts, counts_experts
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.layer_runs import LayerRun, find_runs
 from dsv4_jax.nn.attention import StepCarry
+from dsv4_jax.nn.layer_runs import LayerRun, find_runs
 from dsv4_jax.nn.layers import StackedRngs
 from dsv4_jax.quant import LayerSlice
 

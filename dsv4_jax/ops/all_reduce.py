@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from dsv4_jax.mesh_axes import MODEL_AXIS
+from dsv4_jax.common.mesh_axes import MODEL_AXIS
 from dsv4_jax.ops.dispatch import PreferXla, dispatch
 from dsv4_jax.quant import round_to
 from pallas_kernels.all_reduce import MAX_VALUES, all_reduce as all_reduce_kernel

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.arguments import check_dtype
+from dsv4_jax.common.arguments import check_dtype
 from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.views import SWAView, put, run_bounds
 from dsv4_jax.quant import Rows

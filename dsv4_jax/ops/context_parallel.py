@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dsv4_jax.mesh_axes import MODEL_AXIS
+from dsv4_jax.common.mesh_axes import MODEL_AXIS
 from dsv4_jax.ops.all_reduce import model_index
 from dsv4_jax.ops.indexer_topk import indexer_topk
 from dsv4_jax.quant import round_to

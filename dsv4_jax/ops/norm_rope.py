@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.arguments import check_dtype
+from dsv4_jax.common.arguments import check_dtype
 from dsv4_jax.ops.append_swa import append_swa
 from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.rope import apply_rope

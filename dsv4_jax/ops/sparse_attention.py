@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.mesh_axes import MODEL_AXIS
+from dsv4_jax.common.mesh_axes import MODEL_AXIS
 from dsv4_jax.ops.context_parallel import attend_to_shards
 from dsv4_jax.ops.dense_rows import dense_rows, max_runs, ring_of_call
 from dsv4_jax.ops.dispatch import dispatch

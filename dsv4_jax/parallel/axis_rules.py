@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dsv4_jax.mesh_axes import DATA_AXIS, MODEL_AXIS
+from dsv4_jax.common.mesh_axes import DATA_AXIS, MODEL_AXIS
 
 
 # Mesh axes for each logical axis of a parameter, a pool or a step's input. Other axes are replicated.

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
-from dsv4_jax.mesh_axes import MODEL_AXIS
+from dsv4_jax.common.mesh_axes import MODEL_AXIS
 from pallas_kernels.mgpu.mailbox import mailbox_bytes
 from pallas_kernels.runtime.hardware import why_no_mosaic_gpu
 

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from dsv4_jax.common.mesh_axes import AXES, DATA_AXIS, MODEL_AXIS
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.mesh_axes import AXES, DATA_AXIS, MODEL_AXIS
 
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from dsv4_jax.mesh_axes import DATA_AXIS
+from dsv4_jax.common.mesh_axes import DATA_AXIS
 from dsv4_jax.ops import with_mailboxes
 
 

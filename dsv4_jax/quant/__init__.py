@@ -35,4 +35,10 @@ from dsv4_jax.quant.numerics import (
     straight_through,
 )
 from dsv4_jax.quant.pages import flashmla_page_bytes, from_flashmla_pages, to_flashmla_pages
-from dsv4_jax.quant.quantized_weight import WEIGHT_BLOCK, QuantizedWeight, quantized_struct
+from dsv4_jax.quant.quantized_weight import (
+    WEIGHT_BLOCK,
+    QuantizedKind,
+    QuantizedWeight,
+    quantized_shapes,
+    quantized_struct,
+)

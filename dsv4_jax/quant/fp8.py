@@ -11,7 +11,7 @@ from dsv4_jax.quant.numerics import e8m0_ceil, e8m0_reciprocal, e8m0_value
 
 
 E4M3_MAX = 448.0
-FP8_BLOCK = 64
+FP8_BLOCK = 64  # channels of a cached row that share a scale; weights have blocks of WEIGHT_BLOCK rows and columns
 
 
 def encode_e4m3(x: Float[Array, "..."]) -> UInt8[Array, "..."]:

@@ -1,7 +1,6 @@
 """Weights that stay quantized in memory, in the release's storage format."""
 
 import dataclasses
-import functools
 import math
 from typing import Any, Literal
 
@@ -10,12 +9,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from dsv4_jax.quant.fp4 import decode_mxfp4
+from dsv4_jax.quant.fp4 import MXFP4_BLOCK, decode_mxfp4
 from dsv4_jax.quant.fp8 import decode_e4m3
 from dsv4_jax.quant.numerics import e8m0_value, round_to
 
 
 WEIGHT_BLOCK = 128
+type QuantizedKind = Literal["FP8", "FP4"]
 
 
 @jax.tree_util.register_dataclass
@@ -37,7 +37,7 @@ class QuantizedWeight:
 
     codes: Any
     scale: Any
-    kind: Literal["FP8", "FP4"] = dataclasses.field(metadata=dict(static=True))
+    kind: QuantizedKind = dataclasses.field(metadata=dict(static=True))
     dtype: DTypeLike = dataclasses.field(metadata=dict(static=True))
 
     @property
@@ -56,12 +56,15 @@ class QuantizedWeight:
         return round_to(decode_e4m3(codes) * scale[..., :rows, :columns], self.dtype)
 
 
-def quantized_struct(kind: Literal["FP8", "FP4"], values: jax.ShapeDtypeStruct) -> QuantizedWeight:
-    """Returns the shapes of values [..., out, in] that are stored quantized."""
-    *leading, rows, columns = values.shape
-    uint8 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.uint8)
+def quantized_shapes(kind: QuantizedKind, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the shapes of the codes and of the scales that store values [..., out, in]."""
+    *leading, rows, columns = shape
     if kind == "FP8":
-        blocks = math.ceil(rows / WEIGHT_BLOCK), math.ceil(columns / WEIGHT_BLOCK)
-        return QuantizedWeight(uint8(values.shape), uint8((*leading, *blocks)), kind, values.dtype)
-    codes = (*leading, rows, columns // 2)
-    return QuantizedWeight(uint8(codes), uint8((*leading, rows, columns // 32)), kind, values.dtype)
+        return shape, (*leading, math.ceil(rows / WEIGHT_BLOCK), math.ceil(columns / WEIGHT_BLOCK))
+    return (*leading, rows, columns // 2), (*leading, rows, columns // MXFP4_BLOCK)
+
+
+def quantized_struct(kind: QuantizedKind, values: jax.ShapeDtypeStruct) -> QuantizedWeight:
+    """Returns the shapes of values [..., out, in] that are stored quantized."""
+    codes, scale = (jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in quantized_shapes(kind, values.shape))
+    return QuantizedWeight(codes, scale, kind, values.dtype)

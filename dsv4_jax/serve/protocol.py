@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from dsv4_jax.arguments import check_temperature, check_top_p
+from dsv4_jax.common.arguments import check_temperature, check_top_p
 from dsv4_jax.serve.errors import APIError
 
 

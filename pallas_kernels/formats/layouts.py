@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.runtime.checks import check_array, check_rules
 
 
-GROUP = 64  # channels of a row that share a scale, and the unit in which kernels move rows
+GROUP = 64  # channels that kernels move and scale together
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,6 @@ import hashlib
 import importlib
 import importlib.metadata
 import logging
-import os
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -30,6 +28,7 @@ from jax import export
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from pallas_kernels.runtime.atomic_write import atomic_write
 from pallas_kernels.runtime.hardware import runs_all_blocks_at_once, why_no_mosaic_gpu
 
 
@@ -207,9 +206,8 @@ def _write(path: Path, data: bytes) -> None:
     """Writes the file atomically. If that fails, as in a read-only folder, the next process lowers the kernel again."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        with atomic_write(path) as file:
             file.write(hashlib.sha256(data).digest() + data)
-        os.replace(file.name, path)
 
 
 @functools.cache

@@ -8,8 +8,8 @@ import pytest
 
 from dsv4_jax.cache.expert_counts import count_experts
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.config.layer_spec import LayerSpec
 from dsv4_jax.host import KVCacheManager
-from dsv4_jax.layer_spec import LayerSpec
 
 
 EXPERTS = 8

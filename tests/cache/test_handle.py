@@ -11,8 +11,8 @@ from flax import serialization
 
 from dsv4_jax.cache import Batch, CacheSchema, KVCache
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.config.layer_spec import CSA, HCA, SLIDING
 from dsv4_jax.host import KVCacheManager, PrefixCache, offload, resume
-from dsv4_jax.layer_spec import CSA, HCA, SLIDING
 from dsv4_jax.ops import ClassicalView, ClosedWindows, CompressorWeights, IndexerView, SWAView
 from dsv4_jax.quant import LayerSlice
 from tests.cache.reference import poisoned_cache, random_token, random_weights

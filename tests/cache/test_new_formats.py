@@ -12,8 +12,8 @@ import numpy as np
 
 from dsv4_jax.cache import CacheSchema, KVCache
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.config.layer_spec import LayerSpec
 from dsv4_jax.host import KVCacheManager, offload, resume
-from dsv4_jax.layer_spec import LayerSpec
 from dsv4_jax.ops import CompressorWeights
 from dsv4_jax.quant import (
     IndexRows,

@@ -17,8 +17,8 @@ import pytest
 from dsv4_jax.checkpoint import load_checkpoint, read_checkpoint, save_release
 from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.checkpoint.placement import Staging
-from dsv4_jax.checkpoint.save import release_config
 from dsv4_jax.config import DSV4Config, LayerSpec
+from dsv4_jax.config.config_json import release_config
 from dsv4_jax.nn import DeepseekV4ForCausalLM, shardings
 from dsv4_jax.parallel.axis_rules import named_sharding
 from dsv4_jax.parallel.mesh import make_mesh

@@ -13,8 +13,7 @@ from hypothesis import given, settings, strategies as st
 from safetensors.numpy import save_file
 
 from dsv4_jax.checkpoint import load_checkpoint, read_checkpoint, read_file, save_release
-from dsv4_jax.checkpoint.save import quantize_fp4, quantize_fp8
-from dsv4_jax.checkpoint.storage import join_scales
+from dsv4_jax.checkpoint.storage import join_scales, quantize_fp4, quantize_fp8
 from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
 from dsv4_jax.quant import QuantizedWeight

@@ -59,7 +59,7 @@ def test_mistakes_are_told_at_once():
         "--drafts -1": "--drafts -1 must be at least 0",
         "--max-requests 0": "--max-requests 0 must be at least 1",
         "--drafter model --drafts 0": "--drafter model needs --drafts of at least 1",
-        "--min-confidence 0.5": "--min-confidence 0.5 needs drafts of layers that estimate their confidence",
+        "--min-confidence 0.5": "--min-confidence 0.5 needs draft layers that estimate their confidence",
         "--min-confidence 2": "--min-confidence 2.0 must be from 0 to 1",
     }
     others = {
@@ -69,7 +69,7 @@ def test_mistakes_are_told_at_once():
         "generate --max-new-tokens 100000": "--max-new-tokens 100000: a request of 100000 tokens",
         "generate --checkpoint README.md": "--checkpoint README.md is neither",
         "generate --checkpoint tests/data/hf_tiny --drafts 1": "no layers that make drafts",
-        "generate --drafts 1 --min-confidence 0.5": "--min-confidence 0.5 needs drafts of layers",
+        "generate --drafts 1 --min-confidence 0.5": "--min-confidence 0.5 needs draft layers",
         "score --checkpoint tests/data/hf_tiny --out x.npz --ids no.npy": "--ids no.npy cannot be read: No such file",
         "score --checkpoint tests/data/hf_tiny --out x.npz": "give --ids or --text",
         "plan --config v4_flash --memory 12 --context 9": "--memory '12' must be",

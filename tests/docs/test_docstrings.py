@@ -5,16 +5,16 @@ import importlib
 import inspect
 import re
 
-from dsv4_jax.config import DSV4Config, RopeScaling
+from dsv4_jax.config import DSV4Config
 
 
 PARTS = ("cache", "checkpoint", "cli", "decode", "engine", "expert_pages", "host", "nn", "ops", "quant", "serve")
-PACKAGES = ["dsv4_jax", *(f"dsv4_jax.{part}" for part in PARTS), "pallas_kernels"]
+PACKAGES = ["dsv4_jax", "dsv4_jax.config", *(f"dsv4_jax.{part}" for part in PARTS), "pallas_kernels"]
 
 
 def public():
     """{qualified name of the definition: object} of everything exported, each once."""
-    found = {f"dsv4_jax.config.{cls.__name__}": cls for cls in (DSV4Config, RopeScaling)}
+    found = {}
     for package in PACKAGES:
         module = importlib.import_module(package)
         for name in getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]:

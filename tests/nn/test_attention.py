@@ -10,7 +10,7 @@ from flax import nnx
 
 from dsv4_jax.cache import Batch, KVCache, LayerCacheHandle
 from dsv4_jax.checkpoint import keys
-from dsv4_jax.layer_spec import CSA, HCA, SLIDING, LayerSpec
+from dsv4_jax.config.layer_spec import CSA, HCA, SLIDING, LayerSpec
 from dsv4_jax.nn import Attention, DeepseekV4ForCausalLM, StepCarry, parameter_views
 from dsv4_jax.nn.layers import ABSTRACT
 from dsv4_jax.ops import apply_rope, norm_rope

@@ -11,8 +11,7 @@ from hypothesis import given, settings, strategies as st
 from dsv4_jax.cache import CacheSchema, init_cache
 from dsv4_jax.checkpoint.random_weights import as_released, random_model
 from dsv4_jax.config import DSV4Config, LayerSpec
-from dsv4_jax.layer_runs import find_runs
-from dsv4_jax.layer_spec import CSA, HCA
+from dsv4_jax.config.layer_spec import CSA, HCA
 from dsv4_jax.nn import (
     RECORDED,
     DeepseekV4ForCausalLM,
@@ -21,6 +20,7 @@ from dsv4_jax.nn import (
     parameter_views,
     stack_modules,
 )
+from dsv4_jax.nn.layer_runs import find_runs
 from dsv4_jax.nn.layers import ABSTRACT
 from dsv4_jax.quant import QuantizedWeight
 from tests.nn.test_model import step_batch

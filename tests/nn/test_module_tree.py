@@ -10,7 +10,7 @@ from flax import nnx
 
 from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.layer_spec import CSA, HCA, SLIDING
+from dsv4_jax.config.layer_spec import CSA, HCA, SLIDING
 from dsv4_jax.nn import DeepseekV4ForCausalLM, HashTable, ResidualStreams, StepCarry, parameter_views
 from dsv4_jax.nn.layers import ABSTRACT
 from tests.paths import DATA

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from dsv4_jax.cache import CacheSchema
-from dsv4_jax.layer_spec import CSA
+from dsv4_jax.config.layer_spec import CSA
 from dsv4_jax.nn import Attention, StepCarry
 from tests.cache.reference import poisoned_cache
 from tests.cache.test_handle import make_batch

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax.cache import Batch, CacheHandle
+from dsv4_jax.config.layer_spec import CSA
 from dsv4_jax.host import KVCacheManager
-from dsv4_jax.layer_spec import CSA
 from dsv4_jax.nn import StepCarry
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from dsv4_jax.checkpoint import load_checkpoint
+from dsv4_jax.config.layer_spec import CSA, SLIDING
 from dsv4_jax.decode import forward
 from dsv4_jax.engine import generate, stream
 from dsv4_jax.host import KVCacheManager
-from dsv4_jax.layer_spec import CSA, SLIDING
 from tests.oracle.layers import entries, reader, run_layer
 from tests.paths import DATA
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.checkpoint import load_checkpoint
-from dsv4_jax.layer_spec import CSA, SLIDING
+from dsv4_jax.config.layer_spec import CSA, SLIDING
 from tests.oracle.layers import entries, reader, run_layer
 from tests.paths import DATA, TINY
 

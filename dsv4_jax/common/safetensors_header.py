@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from dsv4_jax.downloads import check_not_lfs_pointer
+from dsv4_jax.common.downloads import check_not_lfs_pointer
 
 
 DTYPES = {
@@ -48,10 +48,11 @@ class TensorHeader:
 def write_header(tensors: Iterable[TensorHeader], metadata: Mapping[str, str]) -> bytes:
     """Returns the bytes that precede the data of consecutive tensors."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    at = 0
+    start = 0
     for tensor in tensors:
-        offsets = [at, at := at + tensor.nbytes]
-        header[tensor.name] = dict(dtype=tensor.dtype, shape=tensor.shape, data_offsets=offsets)
+        stop = start + tensor.nbytes
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [start, stop]}
+        start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -108,30 +109,36 @@ def parse_json(name: str, content: bytes) -> dict[str, Any]:
     return parsed
 
 
-def _is_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+def _are_sizes(value: Any, most: int) -> bool:
+    """Whether a value is a list of at most so many sizes."""
+    return isinstance(value, list) and len(value) <= most and all(type(n) is int and 0 <= n <= _MAX_SIZE for n in value)
 
 
 def _check_entry(file: str, name: str, entry: Any, data_bytes: int) -> tuple[TensorHeader, int, int]:
+    """Returns a tensor's header and where its bytes begin and end in the data."""
     where = f"{file}: {name}"
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{where} is described by {entry!r}; it must have dtype, shape and data_offsets.")
+    is_well_formed = (
+        isinstance(entry, dict)
+        and entry.keys() == {"dtype", "shape", "data_offsets"}
+        and entry["dtype"] in list(DTYPES)
+        and _are_sizes(entry["shape"], most=32)
+        and _are_sizes(entry["data_offsets"], most=2)
+        and len(entry["data_offsets"]) == 2
+    )
+    if not is_well_formed:
+        raise ValueError(
+            f"{where} is described by {entry!r}; it must have a dtype ({', '.join(DTYPES)}), a shape of at most 32 "
+            "sizes and data_offsets [start, stop]."
+        )
     dtype = entry["dtype"]
     shape = entry["shape"]
-    offsets = entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{where} has dtype {dtype!r}; known are {', '.join(DTYPES)}.")
-    if not _is_sizes(shape) or len(shape) > 32 or max(shape, default=0) > _MAX_SIZE:
-        raise ValueError(f"{where} has shape {shape!r}; it must be a short list of sizes.")
-    if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"{where} has data_offsets {offsets!r}; they must be [start, stop].")
-    start, stop = offsets
+    start, stop = entry["data_offsets"]
     if stop > data_bytes:
         raise ValueError(f"{where} ends at byte {stop} of the data, but the file has {data_bytes}: it is truncated.")
     tensor = TensorHeader(name, dtype, tuple(shape))
     if tensor.nbytes != stop - start:
         raise ValueError(
-            f"{where} is {dtype} {shape}, which takes {tensor.nbytes} bytes, but data_offsets {offsets} span "
+            f"{where} is {dtype} {shape}, which takes {tensor.nbytes} bytes, but data_offsets {[start, stop]} span "
             f"{stop - start}."
         )
     return tensor, start, stop

@@ -1,8 +1,15 @@
-"""Validators of plain arguments, with uniform messages."""
+"""Checks of plain arguments. Messages are `NAME=VALUE must be ...`; the command line puts its option in their place."""
 
+import math
 import numbers
 import operator
 from typing import Any
+
+
+def check(holds: bool, message: str) -> None:
+    """Raises ValueError with the message unless the condition holds."""
+    if not holds:
+        raise ValueError(message)
 
 
 def check_whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
@@ -17,10 +24,8 @@ def check_whole(name: str, value: Any, least: int | None = None, most: int | Non
         number = None
     if number is None or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be a whole number")
-    if least is not None and number < least:
-        raise ValueError(f"{name}={number} must be at least {least}")
-    if most is not None and number > most:
-        raise ValueError(f"{name}={number} must be at most {most}")
+    check(least is None or number >= least, f"{name}={number} must be at least {least}")
+    check(most is None or number <= most, f"{name}={number} must be at most {most}")
     return number
 
 
@@ -28,14 +33,23 @@ def check_real(name: str, value: Any) -> float:
     """Returns a real number as a float; raises TypeError for other values. The caller checks the range."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def check_positive(name: str, value: Any) -> float:
+    """Returns a finite number above 0 as a float; raises TypeError if it is no number, and ValueError otherwise."""
+    number = check_real(name, value)
+    check(0 < number < math.inf, f"{name}={value!r} must be a finite number above 0")
+    return number
 
 
 def check_temperature(temperature: Any) -> float:
     """Returns a sampling temperature as a float: 0, or in a range that keeps logits finite in float32."""
     value = check_real("temperature", temperature)
-    if not (value == 0 or 1e-5 <= value <= 1e5):
-        raise ValueError(f"temperature={value} must be 0 (greedy) or positive, from 1e-5 to 1e5")
+    check(value == 0 or 1e-5 <= value <= 1e5, f"temperature={value} must be 0 (greedy) or positive, from 1e-5 to 1e5")
     return value
 
 
@@ -47,8 +61,7 @@ def check_top_k(top_k: Any) -> int:
 def check_top_p(top_p: Any) -> float:
     """Returns a probability that is not 0 in float32 as a float."""
     value = check_real("top_p", top_p)
-    if not 2.0**-126 <= value <= 1:
-        raise ValueError(f"top_p={value} must be in (0, 1]")
+    check(2.0**-126 <= value <= 1, f"top_p={value} must be in (0, 1]")
     return value
 
 

@@ -20,14 +20,14 @@ def set_xla_flags() -> None:
     Raises:
       RuntimeError: JAX has used a device already, and the variable lacks a flag.
     """
-    given = os.environ.get("XLA_FLAGS", "")
-    new = [f"--{name}={value}" for name, value in FLAGS.items() if name not in given]
+    flags = os.environ.get("XLA_FLAGS", "")
+    new = [f"--{name}={value}" for name, value in FLAGS.items() if name not in flags]
     if new and jax_has_started():
         raise RuntimeError(
             f"JAX has started, so XLA would not see {' '.join(new)}: call set_xla_flags() before anything that makes "
             "an array or asks for devices, or set the environment variable XLA_FLAGS before Python starts"
         )
-    os.environ["XLA_FLAGS"] = " ".join([given, *new]).strip()
+    os.environ["XLA_FLAGS"] = " ".join([flags, *new]).strip()
 
 
 def jax_has_started() -> bool:

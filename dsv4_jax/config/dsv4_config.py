@@ -3,118 +3,19 @@
 import collections
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsv4_jax import config_json
-from dsv4_jax.config_json import check, check_integer, check_real, mlp_types
-from dsv4_jax.layer_spec import LayerSpec, numbered
+from dsv4_jax.common.arguments import check
+from dsv4_jax.config import config_json
+from dsv4_jax.config.draft_config import DSparkConfig, MTPConfig
+from dsv4_jax.config.layer_spec import LayerSpec, numbered
+from dsv4_jax.config.rope_scaling import RopeScaling
 
 
 if TYPE_CHECKING:
     import numpy as np
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """YaRN's parameters (Peng et al. 2023), without an attention factor: DeepSeek-V4 uses none.
-
-    Attributes:
-        factor: factor by which the context was extended.
-        original_max_position_embeddings: context length before the extension, in tokens.
-        beta_fast: pairs that turn more often than this over the original context keep their frequency.
-        beta_slow: pairs that turn less often than this get their frequency divided by `factor`.
-    """
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float
-    beta_slow: float
-
-    def __post_init__(self) -> None:
-        for name in ("factor", "beta_fast", "beta_slow"):
-            check_real(f"rope_scaling.{name}", getattr(self, name))
-        context = check_integer("rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings)
-        if self.beta_fast <= self.beta_slow:
-            raise ValueError(f"rope_scaling.beta_fast ({self.beta_fast}) must exceed beta_slow ({self.beta_slow}).")
-        if context < 2 * math.pi * self.beta_slow:
-            raise ValueError(
-                f"rope_scaling.original_max_position_embeddings ({context}) must be at least 2 pi beta_slow "
-                f"= {2 * math.pi * self.beta_slow:.1f}: below that no pair turns beta_slow times."
-            )
-
-
-class MTPConfig:
-    """The multi-token-prediction block, a layer that drafts one token after another.
-
-    Every kind of draft layers has these attributes and the method `spare_rows`; nothing else asks for the kind.
-
-    Attributes:
-        num_layers: number of draft layers, which have a window only.
-        block_size: number of tokens that a pass over the layers drafts.
-        max_drafts: the most tokens that can be drafted for a request in a step; None = no limit.
-        keeps_streams: whether the cache stores the residual streams of each request's last tokens.
-        estimates_confidence: whether a draft has a probability of being accepted.
-        target_layer_ids: layers of the model, ascending, whose streams drafts are made from, each as a mean; () = the
-            streams before the model's head.
-    """
-
-    num_layers = 1
-    block_size = 1
-    max_drafts = None
-    keeps_streams = True
-    estimates_confidence = False
-    target_layer_ids = ()
-
-    def spare_rows(self, drafts: int) -> int:
-        """Returns the number of window rows behind a request's last token that drafting so many tokens writes."""
-        return max(drafts - 1, 0)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DSparkConfig:
-    """The draft layers of V4-Flash-0731 and V4-Pro-0813, which draft a block of tokens in one pass (DSpark).
-
-    Attributes:
-        num_layers: number of draft layers, which have a window only.
-        block_size: number of tokens that a pass drafts, and that a step can draft.
-        noise_token_id: token id that stands in the block for every token but the first.
-        target_layer_ids: layers of the model, ascending; the draft layers read the streams that leave them.
-        markov_rank: width of the correction of a draft's logits by the token before it.
-    """
-
-    num_layers: int
-    block_size: int
-    noise_token_id: int
-    target_layer_ids: tuple[int, ...]
-    markov_rank: int
-
-    keeps_streams = False
-    estimates_confidence = True
-
-    @property
-    def max_drafts(self) -> int:
-        """The most tokens that can be drafted for a request in a step."""
-        return self.block_size
-
-    def spare_rows(self, drafts: int) -> int:
-        """Returns the number of rows of a block, which has the same size for any number of drafts."""
-        return self.block_size
-
-    def check(self, num_hidden_layers: int, vocab_size: int) -> None:
-        """Raises ValueError if a value is impossible in a model of so many layers and tokens."""
-        for name in ("num_layers", "block_size", "markov_rank"):
-            check_integer(f"dspark_{name}", getattr(self, name))
-        noise = check_integer("dspark_noise_token_id", self.noise_token_id, least=0)
-        targets = self.target_layer_ids
-        check(noise < vocab_size, f"dspark_noise_token_id ({noise}) must be less than vocab_size ({vocab_size}).")
-        ascending = all(isinstance(layer, int) for layer in targets) and sorted({*targets}) == list(targets)
-        check(
-            bool(targets) and ascending and 0 <= targets[0] and targets[-1] < num_hidden_layers,
-            f"dspark_target_layer_ids is {list(targets)}; it must ascend within 0 to {num_hidden_layers - 1}.",
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,32 +71,31 @@ class DSV4Config:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "specs", numbered(self.specs))
-        for name in (*config_json.INTEGERS, "qk_rope_head_dim"):
-            check_integer(name, getattr(self, name))
-        for name in (*config_json.REALS, "rope_theta", "compress_rope_theta"):
-            check_real(name, getattr(self, name))
-        known = config_json.MLP_LAYER_TYPES
-        config_json.check_names("mlp_layer_types", self.mlp_layer_types, known, self.num_hidden_layers)
-        check(self.scoring_func == "sqrtsoftplus", f"scoring_func is {self.scoring_func!r}; known: 'sqrtsoftplus'.")
+        config_json.check_numbers(vars(self) | {"num_hidden_layers": self.num_hidden_layers})
+        config_json.check_names(
+            "mlp_layer_types", self.mlp_layer_types, config_json.MLP_LAYER_TYPES, self.num_hidden_layers
+        )
         rope = self.qk_rope_head_dim
-        check(rope % 2 == 0, f"qk_rope_head_dim ({rope}) must be even: RoPE turns pairs.")
-        check(rope <= self.head_dim, f"qk_rope_head_dim ({rope}) exceeds head_dim ({self.head_dim}).")
-        indexer = self.index_head_dim
-        check(rope <= indexer, f"qk_rope_head_dim ({rope}) exceeds index_head_dim ({indexer}).")
         heads = self.num_attention_heads
-        groups = self.o_groups
-        check(heads % groups == 0, f"num_attention_heads ({heads}) must be a multiple of o_groups ({groups}).")
-        chosen = self.num_experts_per_tok
-        experts = self.n_routed_experts
-        check(chosen <= experts, f"num_experts_per_tok ({chosen}) exceeds n_routed_experts ({experts}).")
-        check(self.n_shared_experts == 1, f"n_shared_experts is {self.n_shared_experts}; DeepSeek-V4 has 1.")
-        plain = self.rope_theta
-        compressed = self.compress_rope_theta
-        check(min(plain, compressed) > 1, f"rope_theta ({plain}), compress_rope_theta ({compressed}) must exceed 1.")
         drafting = self.num_nextn_predict_layers
-        check(drafting in (0, 1), f"num_nextn_predict_layers is {drafting!r}; DeepSeek-V4 has 1, or 0 without drafts.")
+        rules = {
+            f"scoring_func={self.scoring_func!r} must be 'sqrtsoftplus'": self.scoring_func == "sqrtsoftplus",
+            f"qk_rope_head_dim={rope} must be even: RoPE turns pairs": rope % 2 == 0,
+            f"qk_rope_head_dim={rope} exceeds head_dim={self.head_dim}": rope <= self.head_dim,
+            f"qk_rope_head_dim={rope} exceeds index_head_dim={self.index_head_dim}": rope <= self.index_head_dim,
+            f"num_attention_heads={heads} must be a multiple of o_groups={self.o_groups}": heads % self.o_groups == 0,
+            f"num_experts_per_tok={self.num_experts_per_tok} exceeds n_routed_experts={self.n_routed_experts}": (
+                self.num_experts_per_tok <= self.n_routed_experts
+            ),
+            f"n_shared_experts={self.n_shared_experts} must be 1, as in DeepSeek-V4": self.n_shared_experts == 1,
+            f"rope_theta={self.rope_theta} must exceed 1": self.rope_theta > 1,
+            f"compress_rope_theta={self.compress_rope_theta} must exceed 1": self.compress_rope_theta > 1,
+            f"num_nextn_predict_layers={drafting!r} must be 1, or 0 without drafts": drafting in (0, 1),
+            f"num_nextn_predict_layers={drafting!r} must be 1 with dspark": drafting == 1 or self.dspark is None,
+        }
+        for message, holds in rules.items():
+            check(holds, message)
         if self.dspark is not None:
-            check(drafting == 1, f"num_nextn_predict_layers is {drafting}; it must be 1 with dspark.")
             self.dspark.check(self.num_hidden_layers, self.vocab_size)
 
     def __repr__(self) -> str:
@@ -256,9 +156,13 @@ class DSV4Config:
 
     def with_dspark(self, markov_rank: int) -> "DSV4Config":
         """Returns the configuration with DSpark's three draft layers, whose other sizes are the releases'."""
-        targets = tuple(range(self.num_hidden_layers))[-3:]
-        sizes = dict(num_layers=3, block_size=5, noise_token_id=min(128799, self.vocab_size - 1))
-        dspark = DSparkConfig(**sizes, target_layer_ids=targets, markov_rank=markov_rank)
+        dspark = DSparkConfig(
+            num_layers=3,
+            block_size=5,
+            noise_token_id=min(128799, self.vocab_size - 1),
+            target_layer_ids=tuple(range(self.num_hidden_layers))[-3:],
+            markov_rank=markov_rank,
+        )
         return dataclasses.replace(self, num_nextn_predict_layers=1, dspark=dspark)
 
     def with_drafts(self, drafts: bool) -> "DSV4Config":
@@ -295,32 +199,21 @@ class DSV4Config:
         """
         import numpy as np  # here, so that the command line need not import it to print its help
 
-        dim = self.qk_rope_head_dim
-        compressed = self.layers[layer].compress_rate > 0
-        theta = self.compress_rope_theta if compressed else self.rope_theta
-        exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+        is_compressed = self.layers[layer].compress_rate > 0
+        theta = self.compress_rope_theta if is_compressed else self.rope_theta
+        exponents = np.arange(0, self.qk_rope_head_dim, 2, dtype=np.float32) / np.float32(self.qk_rope_head_dim)
         freqs = np.float32(1) / np.power(np.float32(theta), exponents)
-        if not compressed or self.rope_scaling is None:
+        if not is_compressed or self.rope_scaling is None:
             return freqs
-        scaling = self.rope_scaling
-
-        def pair_turning(turns: float) -> float:
-            context = scaling.original_max_position_embeddings
-            return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-        low = max(math.floor(pair_turning(scaling.beta_fast)), 0)
-        high = min(math.ceil(pair_turning(scaling.beta_slow)), dim - 1)
-        width = np.float32(high - low if high != low else 0.001)
-        ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - np.float32(low)) / width, 0, 1)
-        smooth = np.float32(1) - ramp
-        return freqs / np.float32(scaling.factor) * (np.float32(1) - smooth) + freqs * smooth
+        return self.rope_scaling.interpolate(freqs, theta)
 
     @classmethod
     def from_hf(cls, source: str | Path | dict[str, Any], *, mtp: bool = False) -> "DSV4Config":
         """Reads config.json in the release's spelling, in transformers 5's, or in a mixture that agrees.
 
         Args:
-            source: a folder that holds config.json, the file itself, or its parsed content.
+            source: a folder that holds config.json, the file itself, a safetensors file beside it, or its parsed
+                content.
             mtp: whether to include the layers that make drafts, which take the memory of more layers: the
                 multi-token-prediction block, or DSpark's three where the file has `dspark_*` keys.
 
@@ -330,11 +223,10 @@ class DSV4Config:
                 `mtp` is given for a model without such layers.
         """
         content = source if isinstance(source, dict) else config_json.read_json(Path(source))
-        fields = config_json.read_fields(content, mtp=mtp)
-        scaling = fields.pop("rope_scaling")
-        if dspark := fields.pop("dspark"):
-            fields["dspark"] = DSparkConfig(**dspark)
-        return cls(**fields, rope_scaling=None if scaling is None else RopeScaling(**scaling))
+        try:
+            return cls(**config_json.read_fields(content, mtp=mtp))
+        except TypeError as error:  # a value of another JSON type
+            raise ValueError(str(error)) from None
 
     @classmethod
     def small(cls, layers: Sequence[LayerSpec], **fields: Any) -> "DSV4Config":
@@ -353,7 +245,7 @@ class DSV4Config:
         hca = LayerSpec.hca()
         return cls(
             **_RELEASED, hidden_size=4096, num_attention_heads=64, q_lora_rank=1024, o_groups=8, index_topk=512,
-            specs=(LayerSpec(), LayerSpec(), *(csa, hca) * 20, csa), mlp_layer_types=mlp_types(3, 43),
+            specs=(LayerSpec(), LayerSpec(), *(csa, hca) * 20, csa), mlp_layer_types=config_json.mlp_types(3, 43),
             moe_intermediate_size=2048, n_routed_experts=256, routed_scaling_factor=1.5,
         )  # fmt: skip
 
@@ -364,8 +256,8 @@ class DSV4Config:
         hca = LayerSpec.hca()
         return cls(
             **_RELEASED, hidden_size=7168, num_attention_heads=128, q_lora_rank=1536, o_groups=16, index_topk=1024,
-            specs=(hca, hca, *(csa, hca) * 29, csa), mlp_layer_types=mlp_types(3, 61), moe_intermediate_size=3072,
-            n_routed_experts=384, routed_scaling_factor=2.5,
+            specs=(hca, hca, *(csa, hca) * 29, csa), mlp_layer_types=config_json.mlp_types(3, 61),
+            moe_intermediate_size=3072, n_routed_experts=384, routed_scaling_factor=2.5,
         )  # fmt: skip
 
     @classmethod
@@ -379,20 +271,18 @@ class DSV4Config:
         return cls.v4_pro().with_dspark(512)
 
 
-_RELEASED: dict[str, Any] = dict(
-    vocab_size=129280, head_dim=512, qk_rope_head_dim=64, o_lora_rank=1024, index_n_heads=64, index_head_dim=128,
-    sliding_window=128, n_shared_experts=1, num_experts_per_tok=6, scoring_func="sqrtsoftplus", swiglu_limit=10.0,
-    hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-6, rope_theta=10000.0, compress_rope_theta=160000.0,
-    rope_scaling=RopeScaling(16.0, 65536, 32.0, 1.0), max_position_embeddings=1048576, bos_token_id=0,
-    eos_token_id=(1,),
-)  # fmt: skip
-_SMALL: dict[str, Any] = dict(
-    vocab_size=256, hidden_size=64, num_attention_heads=4, head_dim=96, qk_rope_head_dim=32, q_lora_rank=24,
-    o_lora_rank=16, o_groups=2, index_n_heads=32, index_head_dim=64, index_topk=16, sliding_window=16,
-    moe_intermediate_size=32, n_routed_experts=8, num_experts_per_tok=2, routed_scaling_factor=1.5, rope_scaling=None,
-    max_position_embeddings=4096, bos_token_id=None, eos_token_id=(),
-)  # fmt: skip
-
-
-def __dir__() -> list[str]:
-    return ["DSV4Config", "DSparkConfig", "LayerSpec", "RopeScaling"]
+_RELEASED: dict[str, Any] = {
+    "vocab_size": 129280, "head_dim": 512, "qk_rope_head_dim": 64, "o_lora_rank": 1024, "index_n_heads": 64,
+    "index_head_dim": 128, "sliding_window": 128, "n_shared_experts": 1, "num_experts_per_tok": 6,
+    "scoring_func": "sqrtsoftplus", "swiglu_limit": 10.0, "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "compress_rope_theta": 160000.0,
+    "rope_scaling": RopeScaling(16.0, 65536, 32.0, 1.0), "max_position_embeddings": 1048576, "bos_token_id": 0,
+    "eos_token_id": (1,),
+}  # fmt: skip
+_SMALL: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 96, "qk_rope_head_dim": 32,
+    "q_lora_rank": 24, "o_lora_rank": 16, "o_groups": 2, "index_n_heads": 32, "index_head_dim": 64, "index_topk": 16,
+    "sliding_window": 16, "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.5, "rope_scaling": None, "max_position_embeddings": 4096, "bos_token_id": None,
+    "eos_token_id": (),
+}  # fmt: skip

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from dsv4_jax.arguments import check_whole
+from dsv4_jax.common.arguments import check_whole
 
 
 # The names of transformers' config.json for the attention of a layer.
@@ -105,46 +105,46 @@ def numbered(specs: Iterable[LayerSpec]) -> tuple[LayerSpec, ...]:
     """
     owners: dict[str | None, list[LayerSpec]] = {}
     placed: list[LayerSpec] = []
-    for layer, given in enumerate(specs):
+    for layer, unplaced in enumerate(specs):
         name = f"layers[{layer}]"
-        if not isinstance(given, LayerSpec):
-            raise TypeError(f"{name}={given!r} must be a LayerSpec")
+        if not isinstance(unplaced, LayerSpec):
+            raise TypeError(f"{name}={unplaced!r} must be a LayerSpec")
         for field, least in _LEAST.items():
-            if (value := getattr(given, field)) is not None:
+            if (value := getattr(unplaced, field)) is not None:
                 check_whole(f"{name}.{field}", value, least, MAX_ROWS)
-        stored = owners.setdefault(given.group, [])
-        selection = layer if given.selection == OWN else given.selection
-        index = len(stored) if given.owner else given.index
-        spec = dataclasses.replace(given, layer=layer, index=index, selection=selection)
+        stored = owners.setdefault(unplaced.group, [])
+        selection = layer if unplaced.selection == OWN else unplaced.selection
+        index = len(stored) if unplaced.owner else unplaced.index
+        spec = dataclasses.replace(unplaced, layer=layer, index=index, selection=selection)
         placed.append(spec)
         if spec.owner:
             stored.append(spec)
-        for fault in _faults(spec, given, placed, stored):
+        for fault in _faults(spec, unplaced, placed, stored):
             raise ValueError(f"{name} {fault}")
     return tuple(placed)
 
 
-def _faults(spec, given, placed, owners):
+def _faults(spec, unplaced, placed, owners):
     """Yields what a layer claims wrongly. The caller stops at the first fault: later checks rely on earlier ones.
 
     Args:
       spec: the spec with its places.
-      given: the spec without.
+      unplaced: the spec without.
       placed: specs of all layers up to this one.
       owners: those that store a row of its group.
     """
     rate = spec.compress_rate
     group = spec.group
-    if given.layer not in (OWN, spec.layer):
-        yield f"is given as layer={given.layer}; leave the number out, as LayerSpec.kind does"
+    if unplaced.layer not in (OWN, spec.layer):
+        yield f"is given as layer={unplaced.layer}; leave the number out, as LayerSpec.kind does"
     if (rate > 0) != (group is not None):
         yield f"has compress_rate={rate} and group={group!r}; entries need a rate above 0 and a group"
     if group is None:
         if spec != LayerSpec(spec.layer, window=spec.window):
             yield f"has no group, so it can have no attribute but its window: {spec}"
         return
-    if given.index not in (0, spec.index):
-        yield f"has index={given.index}, but stores row {spec.index} of group {group!r}"
+    if unplaced.index not in (0, spec.index):
+        yield f"has index={unplaced.index}, but stores row {spec.index} of group {group!r}"
     if spec.index >= len(owners):
         yield f"reads row {spec.index} of group {group!r}, which no layer before it stores"
     for field in ("compress_rate", "overlap", "keys", "key_compressor"):

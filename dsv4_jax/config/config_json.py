@@ -1,0 +1,308 @@
+"""Reads config.json, in the release's spelling or transformers', and writes it in the release's."""
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsv4_jax.common.arguments import check, check_positive, check_whole
+from dsv4_jax.common.downloads import check_not_lfs_pointer, snapshot_hint
+from dsv4_jax.config.draft_config import DSparkConfig
+from dsv4_jax.config.layer_spec import LAYER_TYPES, MAX_ROWS, SLIDING, LayerSpec
+from dsv4_jax.config.rope_scaling import RopeScaling
+
+
+if TYPE_CHECKING:
+    from dsv4_jax.config.dsv4_config import DSV4Config
+
+MLP_LAYER_TYPES = ("hash_moe", "moe")
+_OTHERS = "Layers of other rates are given as data: config.with_layers([LayerSpec.csa(8), ...])."
+
+# Whole numbers, and the most that each may be: far beyond any model, where no weight's shape confirms it.
+INTEGERS = dict.fromkeys((
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "qk_rope_head_dim",
+    "q_lora_rank", "o_lora_rank", "o_groups", "index_n_heads", "index_head_dim", "moe_intermediate_size",
+    "n_shared_experts", "num_experts_per_tok", "hc_mult", "max_position_embeddings",
+), 2**31 - 1) | {
+    "n_routed_experts": 2**16, "index_topk": MAX_ROWS, "sliding_window": MAX_ROWS, "hc_sinkhorn_iters": 2**16,
+}  # fmt: skip
+REALS = ("routed_scaling_factor", "swiglu_limit", "hc_eps", "rms_norm_eps", "rope_theta", "compress_rope_theta")
+# Pairs of spellings: the release's, then transformers'.
+_SPELLINGS = (
+    ("compress_ratios", "layer_types"), ("compress_ratios", "compress_rates"), ("num_hash_layers", "mlp_layer_types"),
+    ("qk_rope_head_dim", "partial_rotary_factor"), ("rope_scaling", "rope_parameters"),
+    ("rope_theta", "rope_parameters"), ("compress_rope_theta", "rope_parameters"),
+)  # fmt: skip
+# Choices that the architecture fixes; where a config states one, it must state this.
+_FIXED = {
+    "num_key_value_heads": 1, "scoring_func": "sqrtsoftplus", "hidden_act": "silu",
+    "attention_bias": False, "mlp_bias": False, "norm_topk_prob": True, "topk_method": "noaux_tc",
+}  # fmt: skip
+_REQUIRED_FIXED = ("num_key_value_heads", "scoring_func")
+_RESPELLED = {name for names in _SPELLINGS for name in names}
+_REQUIRED = tuple((name,) for name in (*INTEGERS, *REALS, *_REQUIRED_FIXED) if name not in _RESPELLED) + _SPELLINGS
+# Keys that change nothing here: training, storage (the stored dtype decides), multi-token prediction, bookkeeping.
+_IRRELEVANT = frozenset((
+    "_name_or_path", "architectures", "attention_dropout", "auto_map", "chunk_size_feed_forward", "dtype",
+    "expert_dtype", "id2label", "initializer_range", "intermediate_size", "is_encoder_decoder", "label2id",
+    "num_local_experts", "num_nextn_predict_layers", "output_attentions", "output_hidden_states",
+    "output_router_logits", "pad_token_id", "problem_type", "quantization_config", "return_dict",
+    "router_aux_loss_coef", "router_jitter_noise", "torch_dtype", "transformers_version", "use_cache",
+))  # fmt: skip
+_READ_APART = frozenset(("model_type", "bos_token_id", "eos_token_id", "tie_word_embeddings"))
+_YARN = tuple(field.name for field in dataclasses.fields(RopeScaling))
+_CONTEXT = "original_max_position_embeddings"
+_ROPE_KEYS = frozenset((*_YARN, "type", "rope_type", "rope_theta", "partial_rotary_factor", "attention_factor"))
+_DSPARK = tuple(field.name for field in dataclasses.fields(DSparkConfig) if field.name != "num_layers")
+
+
+def check_names(field: str, values: Any, known: tuple[str, ...], count: int) -> tuple[str, ...]:
+    """Returns the names of `count` layers as a tuple; raises ValueError unless all are known."""
+    check(isinstance(values, list | tuple), f"{field}={values!r} must be a list of {count} names")
+    check(len(values) == count, f"{field} names {len(values)} layers, but num_hidden_layers={count}")
+    for i, value in enumerate(values):
+        check(value in known, f"{field}[{i}]={value!r} must be one of {list(known)}")
+    return tuple(values)
+
+
+def check_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the numbers among a configuration's values; raises TypeError or ValueError for an impossible one."""
+    integers = {name: check_whole(name, values[name], 1, limit) for name, limit in INTEGERS.items()}
+    return integers | {name: check_positive(name, values[name]) for name in REALS}
+
+
+def _object(name: str, value: Any) -> dict[str, Any]:
+    check(isinstance(value, dict), f"{name}={value!r} must be an object")
+    return value
+
+
+def _agree(fact: str, spellings: dict[str, Any]) -> Any:
+    """Returns the value of a fact that config.json spells in several ways; `spellings` maps key to value."""
+    (key, value), *repetitions = spellings.items()
+    for name, stated in repetitions:
+        check(value == stated, f"config.json contradicts itself on {fact}: {key} = {value!r}, {name} = {stated!r}.")
+    return value
+
+
+def _stated(spellings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the spellings that config.json has; raises ValueError if there is none. A null is an absent field."""
+    stated = {key: value for key, value in spellings.items() if value is not None}
+    check(bool(stated), f"config.json lacks {' or '.join(spellings)}.")
+    return stated
+
+
+def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
+    """Returns the fields of `DSV4Config`, which checks most of them, from config.json's content.
+
+    Raises:
+        TypeError: a number is of another type.
+        ValueError: as `DSV4Config.from_hf`, but for values that `DSV4Config` refuses.
+    """
+    model_type = raw.get("model_type")
+    check(model_type == "deepseek_v4", f"model_type={model_type!r} must be 'deepseek_v4': no other model is known")
+    # The release may write `rope_scaling: null` for "no YaRN".
+    present = {key for key, value in raw.items() if value is not None or key == "rope_scaling"}
+    missing = [" or ".join(names) for names in _REQUIRED if present.isdisjoint(names)]
+    check(not missing, f"config.json lacks {'; '.join(missing)}: these decide shapes and have no default.")
+    for key, value in _FIXED.items():
+        check(raw.get(key) in (None, value), f"{key}={raw.get(key)!r} must be {value!r}")
+    known = _READ_APART.union(_IRRELEVANT, _FIXED, *_REQUIRED)
+    if unknown := sorted(key for key in raw if key not in known and not key.startswith("dspark_")):
+        warnings.warn(f"config.json has keys that are not used here: {', '.join(unknown)}.", stacklevel=3)
+    rope = _rope_fields(raw)
+    numbers = check_numbers(raw | rope)
+    layers = numbers.pop("num_hidden_layers")
+    tied = raw.get("tie_word_embeddings") or False
+    check(isinstance(tied, bool), f"tie_word_embeddings={tied!r} must be true or false")
+    bos = raw.get("bos_token_id")
+    eos = raw.get("eos_token_id")
+    ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    return {
+        **rope,
+        **numbers,
+        "specs": _specs(raw, layers),
+        "mlp_layer_types": _mlp_layer_types(raw, layers),
+        "scoring_func": raw["scoring_func"],
+        "tie_word_embeddings": tied,
+        "num_nextn_predict_layers": _draft_layers(raw) if mtp else 0,
+        "dspark": _dspark(raw) if mtp else None,
+        "bos_token_id": None if bos is None else check_whole("bos_token_id", bos, 0),
+        "eos_token_id": tuple(check_whole("eos_token_id", token, 0) for token in ends),
+    }
+
+
+def release_config(config: "DSV4Config") -> dict[str, Any]:
+    """Returns the content of config.json in the release's spelling.
+
+    Raises ValueError if it cannot express the layers: hash layers follow others, or a layer's spec is not that of its
+    rate in a release.
+    """
+    for layer, spec in enumerate(config.specs):
+        read = LayerSpec.of_ratio(spec.compress_rate)
+        kind = dataclasses.replace(spec.kind, group=read.group, window=None, index_topk=None)
+        sizes = (config.window(layer), config.topk(layer))
+        if kind != read or sizes != (config.sliding_window, config.index_topk):
+            raise ValueError(f"the release's config.json cannot express layer {layer}: {spec}")
+    num_hash_layers = config.mlp_layer_types.count("hash_moe")
+    check(
+        config.mlp_layer_types == mlp_types(num_hash_layers, config.num_hidden_layers),
+        f"the release's config.json can only express hash layers that come first; this model has {num_hash_layers}, "
+        "some behind others",
+    )
+    fields = dataclasses.asdict(config)
+    scaling = fields["rope_scaling"]
+    dspark = fields.pop("dspark") or {}
+    dspark.pop("num_layers", None)  # the length of compress_ratios tells it
+    del fields["specs"], fields["mlp_layer_types"]
+    return {
+        **fields,
+        **{f"dspark_{name}": value for name, value in dspark.items()},
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": False,
+        "compress_ratios": [spec.compress_rate for spec in config.layers],
+        "num_hash_layers": num_hash_layers,
+        "rope_scaling": scaling and scaling | {"type": "yarn"},
+        "eos_token_id": list(config.eos_token_id),
+    }
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a config.json, or that in a folder or beside a safetensors file.
+
+    Raises ValueError if it cannot be read or is not an object.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    if path.suffix == ".safetensors" and path.is_file():
+        file = path.with_name("config.json")
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        hint = snapshot_hint(path)
+        raise ValueError(f"cannot read the configuration {file}: {error.strerror}.{hint}") from None
+    check_not_lfs_pointer(file, text)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON (truncated?): {error}.") from None
+    return _object(str(file), content)
+
+
+def mlp_types(hash_layers: int, layers: int) -> tuple[str, ...]:
+    """Returns `mlp_layer_types` for a model whose first layers are hash layers."""
+    return ("hash_moe",) * hash_layers + ("moe",) * (layers - hash_layers)
+
+
+def _draft_layers(raw: dict[str, Any]) -> int:
+    count = raw.get("num_nextn_predict_layers") or 0
+    check(count != 0, "num_nextn_predict_layers is 0 or absent: this model has no layers that make drafts.")
+    ratios = _draft_ratios(raw)
+    check(set(ratios) <= {0, 1}, f"compress_ratios ends in {ratios}; multi-token prediction has a window only (0).")
+    return check_whole("num_nextn_predict_layers", count)
+
+
+def _draft_ratios(raw: dict[str, Any]) -> list[Any]:
+    """Returns the tail of `compress_ratios`, which belongs to the draft layers."""
+    return (raw.get("compress_ratios") or [])[raw["num_hidden_layers"] :]
+
+
+def _dspark(raw: dict[str, Any]) -> DSparkConfig | None:
+    """Returns DSpark's configuration; None if the draft layer is the multi-token-prediction block.
+
+    `num_nextn_predict_layers` is 1 in the releases, whatever the number of layers; the ratios behind the model's tell.
+    """
+    fields = {key.removeprefix("dspark_"): value for key, value in raw.items() if key.startswith("dspark_")}
+    if not fields:
+        return None
+    missing = [f"dspark_{name}" for name in _DSPARK if fields.get(name) is None]
+    check(not missing, f"config.json lacks {', '.join(missing)}, but has other keys of DSpark.")
+    unknown = sorted(f"dspark_{name}" for name in fields.keys() - set(_DSPARK))
+    check(not unknown, f"config.json has {', '.join(unknown)}: draft layers of another kind than DeepSeek-V4's.")
+    targets = fields["target_layer_ids"]
+    check(isinstance(targets, list | tuple), f"dspark_target_layer_ids={targets!r} must be a list of layers")
+    fields["target_layer_ids"] = tuple(targets)
+    return DSparkConfig(num_layers=len(_draft_ratios(raw)) or len(targets), **fields)
+
+
+def _specs(raw: dict[str, Any], layers: int) -> tuple[LayerSpec, ...]:
+    """Returns the specs of the layers, from the release's list or from transformers' names."""
+    types = {}
+    rates = {}
+    if (ratios := raw.get("compress_ratios")) is not None:
+        check(isinstance(ratios, list | tuple), f"compress_ratios={ratios!r} must be a list of integers")
+        check(len(ratios) >= layers, f"compress_ratios has {len(ratios)} entries, but num_hidden_layers={layers}")
+        ratios = [check_whole(f"compress_ratios[{i}]", ratio, 0, MAX_ROWS) for i, ratio in enumerate(ratios[:layers])]
+        specs = [LayerSpec.of_ratio(ratio) for ratio in ratios]
+        types["compress_ratios"] = tuple(spec.layer_type for spec in specs)
+        rates["compress_ratios"] = tuple(spec.compress_rate for spec in specs)
+    if (names := raw.get("layer_types")) is not None:
+        types["layer_types"] = check_names("layer_types", names, LAYER_TYPES, layers)
+    layer_types = _agree("the layers' types", types)
+    if raw.get("compress_rates") is not None:
+        rate_of = _object("compress_rates", raw["compress_rates"]) | {SLIDING: 0}
+        for kind in sorted({*layer_types} - {SLIDING}):
+            check(kind in rate_of, f"config.json lacks compress_rates.{kind}, which its layers need.")
+            rate = check_whole(f"compress_rates.{kind}", rate_of[kind], 1, MAX_ROWS)
+            known = LayerSpec.of_ratio(rate).layer_type == kind
+            check(known, f"compress_rates.{kind}={rate}: CSA pools 4 tokens, HCA another number above 1. {_OTHERS}")
+        rates["compress_rates"] = tuple(rate_of[kind] for kind in layer_types)
+    return tuple(LayerSpec.of_ratio(rate) for rate in _agree("the layers' rates", rates))
+
+
+def _mlp_layer_types(raw: dict[str, Any], layers: int) -> tuple[str, ...]:
+    types = {}
+    if (hashed := raw.get("num_hash_layers")) is not None:
+        types["num_hash_layers"] = mlp_types(check_whole("num_hash_layers", hashed, 0, layers), layers)
+    if raw.get("mlp_layer_types") is not None:
+        types["mlp_layer_types"] = check_names("mlp_layer_types", raw["mlp_layer_types"], MLP_LAYER_TYPES, layers)
+    return _agree("the MLPs' types", types)
+
+
+def _read_scaling(name: str, block: Any) -> RopeScaling | None:
+    block = _object(name, block)
+    kinds = {key: block[key] for key in ("type", "rope_type") if key in block}
+    kind = _agree(f"{name}'s type", kinds or {"type": None})
+    unknown = sorted(set(block) - _ROPE_KEYS)
+    check(not unknown, f"{name} has {', '.join(unknown)}, which DeepSeek-V4's RoPE does not have.")
+    factor = block.get("attention_factor", 1.0)
+    check(factor == 1, f"{name}.attention_factor={factor!r} must be 1.0: DeepSeek-V4 scales no attention")
+    check(kind in ("default", "yarn"), f"{name}.type={kind!r} must be 'default' or 'yarn'")
+    if kind == "default":
+        return None
+    missing = [f"{name}.{key}" for key in _YARN if block.get(key) is None]
+    check(not missing, f"config.json lacks {', '.join(missing)}.")
+    try:
+        numbers: dict[str, Any] = {key: check_positive(key, block[key]) for key in _YARN}
+        return RopeScaling(**numbers | {_CONTEXT: check_whole(_CONTEXT, block[_CONTEXT])})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}.{error}") from None
+
+
+def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    spellings = {name: {name: raw.get(name)} for name in ("qk_rope_head_dim", "rope_theta", "compress_rope_theta")}
+    fractions = {"partial_rotary_factor": raw.get("partial_rotary_factor")}
+    scalings = {}
+    if raw.get("rope_parameters") is not None:
+        blocks = _object("rope_parameters", raw["rope_parameters"])
+        for label, theta in (("main", "rope_theta"), ("compress", "compress_rope_theta")):
+            name = f"rope_parameters.{label}"
+            block = _object(name, blocks.get(label))
+            spellings[theta][f"{name}.rope_theta"] = block.get("rope_theta")
+            fractions[f"{name}.partial_rotary_factor"] = block.get("partial_rotary_factor")
+            scalings[name] = _read_scaling(name, block)
+        plain = scalings.pop("rope_parameters.main")
+        check(plain is None, "rope_parameters.main asks for YaRN; sliding layers have plain RoPE.")
+    block = raw.get("rope_scaling")
+    if block is not None or not scalings:
+        scalings["rope_scaling"] = None if block is None else _read_scaling("rope_scaling", block)
+    head_dim = check_whole("head_dim", raw["head_dim"], 1, INTEGERS["head_dim"])
+    for key, fraction in fractions.items():
+        if fraction is not None:
+            # The fraction is a quotient of integers, so the product is within an ulp of one.
+            spellings["qk_rope_head_dim"][f"{key} * head_dim"] = round(head_dim * check_positive(key, fraction))
+    fields = {fact: _agree(fact, _stated(values)) for fact, values in spellings.items()}
+    return fields | {"rope_scaling": _agree("YaRN", scalings)}
