@@ -81,9 +81,9 @@ def test_random_swaps_compile_nothing_and_hit_nothing_stale(modules, wide, answe
     engine.warm_up()
     compiled = engine.metrics.compilations, [program._cache_size() for program in PROGRAMS]
     now = 0
-    started = {}
+    started = {}  # {request: number of tokens before its last swap, None = it was kept}
     checked = 0
-    hits = 0  # {request: number of tokens before its last swap, None = it was kept}
+    hits = 0
     for _ in range(swaps):
         for _ in range(min(rng.integers(5), 12 - len(engine.waiting))):
             started[add(engine, PROMPTS[rng.integers(len(PROMPTS))])] = 0
