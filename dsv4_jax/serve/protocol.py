@@ -45,6 +45,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = dict(
     truncation=("disabled",),
     background=(False,),
     reasoning_effort=("none",),
+    reasoning=({}, {"summary": "auto"}),
     modalities=(["text"],),
     verbosity=("medium",),
     refusal=("",),
@@ -358,10 +359,11 @@ class TextOptions(_Body):
 
 
 class ReasoningOptions(_Body):
-    """How to think in Responses. An answer always has its whole reasoning, so summaries have no effect."""
+    """How to think in Responses. An answer always has its whole reasoning; `summary` is only repeated in it."""
 
     effort: str | None = None
-    _unused = ("summary", "generate_summary")
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    _unused = ("generate_summary",)
 
 
 class ResponsesBody(_OneAnswerBody):

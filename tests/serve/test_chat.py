@@ -300,7 +300,8 @@ def test_thinking_text_and_parallel_calls(scripted, stream):
 def test_a_block_without_a_call_is_text(scripted, stream, text):
     """A block with a call behind it is still one, and so is a call without a block."""
     scripted.say("Hm.</think>" + text)
-    assert ask(scripted, stream, tools=TOOLS)[0] == dict(role="assistant", content=text, reasoning_content="Hm.")
+    message = ask(scripted, stream, tools=TOOLS)[0]
+    assert (message["content"], message["reasoning_content"]) == (text, "Hm.") and "tool_calls" not in message
     for written in (BOTH, "\n\n" + call("read", path="a")):
         scripted.say("Hm.</think>" + text + written)
         message, reason = ask(scripted, stream, tools=TOOLS)
@@ -518,6 +519,51 @@ def test_an_agent_over_messages(scripted, claude):
         model="tiny", max_tokens=50, messages=HI, thinking=thinking, stop_sequences=["stop"]
     )
     assert (answer.content[0].text, answer.stop_reason, answer.stop_sequence) == ("a ", "stop_sequence", "stop")
+
+
+def test_messages_have_the_fields_of_anthropics_package(scripted):
+    """Whole and streamed, also those of features that the server lacks."""
+    types = anthropic.types
+    body = dict(model="tiny", max_tokens=500, messages=HI, tools=MESSAGES_TOOLS)
+    scripted.say("Hm.</think>Both." + BOTH)
+    whole = scripted.http.post("/v1/messages", json=body).json()
+    with scripted.http.stream("POST", "/v1/messages", json=body | dict(stream=True)) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+    events = [json.loads(line) for line in lines]
+    begun = next(event["message"] for event in events if event["type"] == "message_start")
+    (end,) = (event for event in events if event["type"] == "message_delta")
+    blocks = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    kinds = [types.ThinkingBlock, types.TextBlock, types.ToolUseBlock, types.ToolUseBlock]
+    parts = [(message, types.Message) for message in (whole, begun)]
+    parts += [(message["usage"], types.Usage) for message in (whole, begun)]
+    parts += [*zip(whole["content"], kinds, strict=True), *zip(blocks, kinds, strict=True)]
+    parts += [(end["delta"], types.raw_message_delta_event.Delta), (end["usage"], types.MessageDeltaUsage)]
+    newer = {"diagnostics", "speed", "toolset_name"}  # than Anthropic's published schema, which does not have them
+    for part, kind in parts:
+        assert kind.model_fields.keys() - newer <= part.keys(), kind
+        kind.model_validate(part)
+    assert whole["content"][2]["input"] == dict(path='a "b"', lines=[1, dict(c=2.5)])
+    assert end["delta"]["stop_reason"] == whole["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_without_reasoning_has_no_block_of_it(scripted, stream):
+    """Though it was asked to think, and may have written new lines before it did not."""
+    for written in ("</think>Four.", "\n</think>Four."):
+        scripted.say(written)
+        message, _ = ask(scripted, stream)
+        assert not message.get("reasoning_content") and message["content"] == "Four."
+        for path, body, begins in (
+            ("messages", dict(messages=HI, max_tokens=50), "content_block_start"),
+            ("responses", dict(input="Hi"), "response.output_item.added"),
+        ):
+            response = scripted.http.post(f"/v1/{path}", json=dict(model="tiny", stream=stream) | body)
+            if stream:
+                events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: ")]
+                parts = [event.get("content_block") or event["item"] for event in events if event["type"] == begins]
+            else:
+                parts = response.json().get("content") or response.json()["output"]
+            assert [part["type"] for part in parts] == ["text" if path == "messages" else "message"]
 
 
 @pytest.mark.parametrize("thinking", ["enabled", "disabled"])

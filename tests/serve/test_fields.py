@@ -113,13 +113,13 @@ def test_a_salt_keeps_prefixes_apart(scripted, path):  # noqa: F811
 
 @pytest.mark.parametrize("path", [*BASES, "messages/count_tokens"])
 @pytest.mark.parametrize("model", [None, "gpt"])
-def test_a_request_names_its_model(server, path, model):
+def test_a_request_names_its_model(scripted, path, model):  # noqa: F811
     """OpenAI's and Anthropic's servers refuse a request without one, each in its own shape."""
     body = BASES.get(path, BASES["messages"]) | dict(model=model)
     if not model:
         del body["model"]
     for asked in (body, body | ({} if model else dict(model=None))):
-        response = server.http.post(f"/v1/{path}", json=asked)
+        response = scripted.http.post(f"/v1/{path}", json=asked)
         answer = response.json()
         assert response.status_code == (404 if model else 400)
         message = "there is no model 'gpt'" if model else "model: this field is needed"
@@ -133,7 +133,7 @@ def test_the_page_lists_the_fields():
     page = (DATA.parents[1] / "docs" / "serve.md").read_text()
     rows = page.partition("| field | accepted |\n| --- | --- |\n")[2].partition("\n\n")[0].splitlines()
     listed = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
-    nested = {"thinking", "reasoning", "annotations", "provider_specific_fields", "summary", "generate_summary"}
+    nested = {"thinking", "annotations", "provider_specific_fields", "summary", "generate_summary"}
     nested |= {"disable_parallel_tool_use", "budget_tokens", "display", "user"}
     assert listed - nested == {*UNUSED, *NEUTRAL} and nested <= listed
 
@@ -174,6 +174,24 @@ def test_a_prompt_that_is_too_long_in_messages(scripted):  # noqa: F811
     assert status == 200 and answer["input_tokens"] > 9000
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_max_tokens_beyond_the_context_in_messages(scripted, claude, stream):  # noqa: F811
+    """The answer fills the context, and says so, as Anthropic's does."""
+    messages = [dict(role="user", content="a" * 8100)]
+    options = dict(model="tiny", messages=messages, thinking=dict(type="disabled"))
+    scripted.say("b" * 8192)
+    prompt = claude.messages.count_tokens(**options).input_tokens
+    room = 8192 + 1 - prompt  # the last token is not stored
+    for limit, reason in ((32000, "model_context_window_exceeded"), (room, "max_tokens")):
+        if stream:
+            with claude.messages.stream(max_tokens=limit, **options) as events:
+                answer = events.get_final_message()
+        else:
+            answer = claude.messages.create(max_tokens=limit, timeout=60, **options)
+        assert (answer.content[0].text, answer.usage.output_tokens) == ("b" * room, room)
+        assert answer.stop_reason == reason
+
+
 @pytest.mark.parametrize("thread", [dict(type="create"), dict(type="continue", previous_message_id="msg_1")])
 def test_a_thread(scripted, thread):  # noqa: F811
     """Refused in the form on which Anthropic's package goes on without it; null is none."""
@@ -207,6 +225,15 @@ def test_codex(scripted):  # noqa: F811
     assert status == 400 and "needs tools" in answer["error"]["message"] and "Warning" not in response.headers
 
 
+def test_settings_that_responses_repeat(scripted):  # noqa: F811
+    scripted.say("</think>ok")
+    answer = post(scripted, "responses", reasoning=dict(effort="low", summary="auto"))[1]
+    assert answer["reasoning"] == dict(effort="low", summary="auto")
+    assert answer["text"] == dict(format=dict(type="text"), verbosity="medium")
+    status, answer, _ = post(scripted, "responses", reasoning=dict(summary="short"))
+    assert status == 400 and "reasoning.summary: Input should be 'auto', 'concise'" in answer["error"]["message"]
+
+
 def test_a_strict_tool_in_a_namespace(scripted):  # noqa: F811
     tool = RESPONSES_TOOLS[0] | dict(
         strict=True, parameters=dict(type="object", properties=dict(a=dict(uniqueItems=True)))
@@ -231,7 +258,8 @@ def test_what_chats_of_other_servers_have(scripted, release):  # noqa: F811
         assert "<think>Hm.</think>ok" in release.decode(scripted.prompts[0], skip_special_tokens=False)
         message = answer["choices"][0]["message"]
         usage = answer["usage"]
-        assert message["refusal"] is None and "Else." not in release.decode(scripted.prompts[0])
+        assert (message["refusal"], message["annotations"]) == (None, [])
+        assert "Else." not in release.decode(scripted.prompts[0])
         assert usage["completion_tokens_details"] == dict(reasoning_tokens=len("Well."))
 
 
