@@ -240,7 +240,7 @@ class ResponsesAnswer(SingleAnswer):
     _body: ResponsesBody
 
     def _make_generator(self, answer_id: str, model: str) -> Any:
-        asked = self._body.asked() | dict(model=model)
+        asked: dict[str, Any] = self._body.asked() | dict(model=model)
         asked["text"] = dict(verbosity="medium") | asked.get("text", {})
         self._namespaces = self._chat.namespace_tools(asked)
         generator = super()._make_generator(answer_id, model).with_echo(recipe.ResponsesRequest(asked).echo())
@@ -305,7 +305,7 @@ class MessagesAnswer(SingleAnswer):
             part = self._stop_fields | part
             if part["stop_reason"] == "max_tokens" and self._limit < self._body.max_tokens:
                 part["stop_reason"] = "model_context_window_exceeded"
-        return self._block_fields.get(part.get("type"), {}) | part
+        return self._block_fields.get(part.get("type", ""), {}) | part
 
     def _max_tokens(self, room: int) -> int:
         return min(self._body.max_tokens, max(room, 1))
