@@ -219,9 +219,6 @@ class SingleAnswer(ParsedAnswer):
             self._complete(choice)
         return [sse(self._as_sent(json.loads(event)), name) for name, event in choice.parser.take_events()]
 
-    def _last_events(self) -> list[bytes]:
-        return []
-
     def _response(self) -> Response:
         return JSONResponse(self._as_sent(self._complete(self.choices[0])))
 

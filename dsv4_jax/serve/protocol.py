@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's API that clients send, and the usage that answers report."""
+"""Bodies of the protocols' requests."""
 
 import functools
 import itertools
@@ -491,13 +491,3 @@ def _explain(wrong: Mapping[str, Any]) -> str:
             return f"{name}: this field is needed"
     message = wrong["msg"].removeprefix("Value error, ")
     return f"{name}: {message}" if name else message
-
-
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """Returns the usage of an answer. `prompt_tokens` includes the cached ones."""
-    return dict(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=dict(cached_tokens=cached_tokens),
-    )
