@@ -214,10 +214,14 @@ class ChatAnswer(ParsedAnswer, OpenAIAnswer):
 class SingleAnswer(ParsedAnswer):
     """An answer of one choice, in a format that is deepseek-recipe's throughout."""
 
+    _num_events = 0
+
     def _events(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[bytes]:
         if choice.finish_reason is not None:
             self._complete(choice)
-        return [sse(self._as_sent(json.loads(event)), name) for name, event in choice.parser.take_events()]
+        events = choice.parser.take_events()
+        self._num_events += len(events)
+        return [sse(self._as_sent(json.loads(event)), name) for name, event in events]
 
     def _response(self) -> Response:
         return JSONResponse(self._as_sent(self._complete(self.choices[0])))
@@ -268,7 +272,8 @@ class ResponsesAnswer(SingleAnswer):
         return texts["reasoning"], texts["message"], calls
 
     def _error_event(self, error: APIError) -> bytes:
-        return sse(dict(type="error", code=error.code, message=error.message, param=error.param), "error")
+        place = dict(param=error.param, sequence_number=self._num_events)
+        return sse(dict(type="error", code=error.code, message=error.message) | place, "error")
 
 
 class MessagesAnswer(SingleAnswer):

@@ -214,6 +214,26 @@ def test_codex(scripted):
     assert status == 400 and "needs tools" in answer["error"]["message"] and "Warning" not in response.headers
 
 
+def test_an_error_in_a_stream_of_responses_has_its_number(scripted, monkeypatch):
+    engine = scripted.engine.engine
+    step = engine.step
+    outputs = []
+
+    def failing():
+        if len(outputs) > 2:
+            raise RuntimeError("the device is on fire")
+        outputs.append(step())
+        return outputs[-1]
+
+    monkeypatch.setattr(engine, "step", failing)
+    scripted.say("</think>" + "long " * 100)
+    body = BASES["responses"] | dict(stream=True, max_output_tokens=900)
+    lines = scripted.http.post("/v1/responses", json=body).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    assert [event["sequence_number"] for event in events] == list(range(len(events))) and len(events) > 3
+    assert events[-1]["type"] == "error" and "fire" not in events[-1]["message"]
+
+
 def test_settings_that_responses_repeat(scripted):
     scripted.say("</think>ok")
     answer = post(scripted, "responses", reasoning=dict(effort="low", summary="auto"))[1]
