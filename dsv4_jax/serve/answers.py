@@ -22,7 +22,7 @@ from dsv4_jax.engine.text import AnswerText, encode, token_offsets
 from dsv4_jax.serve.async_engine import SILENCE, Generation, QueueFullError, Update
 from dsv4_jax.serve.choices import Choice, ScoredToken
 from dsv4_jax.serve.errors import APIError
-from dsv4_jax.serve.protocol import CompletionBody, GenerationBody, usage
+from dsv4_jax.serve.protocol import CompletionBody, GenerationBody
 from dsv4_jax.serve.service import Service
 
 
@@ -98,7 +98,7 @@ class Answer:
 
     def _last_events(self) -> list[bytes]:
         """Returns the server-sent events after all choices are complete."""
-        raise NotImplementedError
+        return []
 
     def _error_event(self, error: APIError) -> bytes:
         """Returns the server-sent event of an error."""
@@ -296,10 +296,16 @@ class OpenAIAnswer(Answer):
         return [*usage, b"data: [DONE]\n\n"]
 
     def _usage(self) -> dict[str, Any]:
-        generated = sum(choice.num_generated for choice in self.choices)
+        prompt_tokens = sum(map(len, self._prompts))
+        completion_tokens = sum(choice.num_generated for choice in self.choices)
         # Only the first sample of a prompt counts: it read the prompt that the others find in the cache.
-        cached = sum(choice.cached_tokens for choice in self.choices[:: self._samples])
-        return usage(sum(map(len, self._prompts)), generated, cached)
+        cached_tokens = sum(choice.cached_tokens for choice in self.choices[:: self._samples])
+        return dict(
+            prompt_tokens=prompt_tokens,  # the cached ones, too
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=dict(cached_tokens=cached_tokens),
+        )
 
 
 class CompletionAnswer(OpenAIAnswer):

@@ -184,7 +184,7 @@ class ChatAnswer(ParsedAnswer, OpenAIAnswer):
 
     def _json(self, choice: Any) -> dict[str, Any]:
         made = self._complete(choice)["choices"][0] | dict(logprobs=self._logprobs(choice.scored))
-        return made | dict(message=dict(refusal=None) | made["message"])
+        return made | dict(message=dict(refusal=None, annotations=[]) | made["message"])
 
     def _usage(self) -> dict[str, Any]:
         responses = [json.loads(choice.parser.response.to_json()) for choice in self.choices]
@@ -214,16 +214,21 @@ class ChatAnswer(ParsedAnswer, OpenAIAnswer):
 class SingleAnswer(ParsedAnswer):
     """An answer of one choice, in a format that is deepseek-recipe's throughout."""
 
+    _num_events = 0
+
     def _events(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[bytes]:
         if choice.finish_reason is not None:
             self._complete(choice)
-        return [sse(event, name) for name, event in choice.parser.take_events()]
-
-    def _last_events(self) -> list[bytes]:
-        return []
+        events = choice.parser.take_events()
+        self._num_events += len(events)
+        return [sse(self._as_sent(json.loads(event)), name) for name, event in events]
 
     def _response(self) -> Response:
-        return JSONResponse(self._complete(self.choices[0]))
+        return JSONResponse(self._as_sent(self._complete(self.choices[0])))
+
+    def _as_sent(self, part: dict[str, Any]) -> dict[str, Any]:
+        """Returns an event or a whole answer of deepseek-recipe as the protocol's clients know it."""
+        return part
 
 
 class ResponsesAnswer(SingleAnswer):
@@ -236,7 +241,8 @@ class ResponsesAnswer(SingleAnswer):
     _body: ResponsesBody
 
     def _make_generator(self, answer_id: str, model: str) -> Any:
-        asked = self._body.asked() | dict(model=model)
+        asked: dict[str, Any] = self._body.asked() | dict(model=model)
+        asked["text"] = dict(verbosity="medium") | asked.get("text", {})
         self._namespaces = self._chat.namespace_tools(asked)
         generator = super()._make_generator(answer_id, model).with_echo(recipe.ResponsesRequest(asked).echo())
         return generator.with_namespace_tool_map(self._namespaces)
@@ -266,7 +272,8 @@ class ResponsesAnswer(SingleAnswer):
         return texts["reasoning"], texts["message"], calls
 
     def _error_event(self, error: APIError) -> bytes:
-        return sse(dict(type="error", code=error.code, message=error.message, param=error.param), "error")
+        place = dict(param=error.param, sequence_number=self._num_events)
+        return sse(dict(type="error", code=error.code, message=error.message) | place, "error")
 
 
 class MessagesAnswer(SingleAnswer):
@@ -278,6 +285,29 @@ class MessagesAnswer(SingleAnswer):
     response_type = recipe.MessagesResponse
     _keep_alive = sse(dict(type="ping"), "ping")
     _body: MessagesBody
+    # Fields that the protocol requires and deepseek-recipe leaves out.
+    _block_fields: ClassVar[dict[str, Any]] = dict(text=dict(citations=None), tool_use=dict(caller=dict(type="direct")))
+    _usage_fields: ClassVar[dict[str, Any]] = dict.fromkeys(
+        ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use")
+    )
+    _stop_fields: ClassVar[dict[str, Any]] = dict.fromkeys(("container", "stop_details"))
+
+    def _make_generator(self, answer_id: str, model: str) -> Any:
+        # Otherwise each answer would begin with a block of thinking, which may stay empty.
+        return recipe.MessagesChunkGenerator(answer_id, model, thinking_mode=False)
+
+    def _as_sent(self, part: dict[str, Any]) -> dict[str, Any]:
+        for name in part.keys() & {"message", "content_block", "delta"}:
+            part[name] = self._as_sent(part[name])
+        if "content" in part:
+            part["content"] = [self._as_sent(block) for block in part["content"]]
+        if "usage" in part:
+            part["usage"] = self._usage_fields | part["usage"]
+        if "stop_reason" in part:
+            part = self._stop_fields | part
+            if part["stop_reason"] == "max_tokens" and self._limit < self._body.max_tokens:
+                part["stop_reason"] = "model_context_window_exceeded"
+        return self._block_fields.get(part.get("type", ""), {}) | part
 
     def _max_tokens(self, room: int) -> int:
         return min(self._body.max_tokens, max(room, 1))

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's API that clients send, and the usage that answers report."""
+"""Bodies of the protocols' requests."""
 
 import functools
 import itertools
@@ -45,6 +45,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = dict(
     truncation=("disabled",),
     background=(False,),
     reasoning_effort=("none",),
+    reasoning=({}, {"summary": "auto"}),
     modalities=(["text"],),
     verbosity=("medium",),
     refusal=("",),
@@ -358,10 +359,11 @@ class TextOptions(_Body):
 
 
 class ReasoningOptions(_Body):
-    """How to think in Responses. An answer always has its whole reasoning, so summaries have no effect."""
+    """How to think in Responses. An answer always has its whole reasoning; `summary` is only repeated in it."""
 
     effort: str | None = None
-    _unused = ("summary", "generate_summary")
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    _unused = ("generate_summary",)
 
 
 class ResponsesBody(_OneAnswerBody):
@@ -489,13 +491,3 @@ def _explain(wrong: Mapping[str, Any]) -> str:
             return f"{name}: this field is needed"
     message = wrong["msg"].removeprefix("Value error, ")
     return f"{name}: {message}" if name else message
-
-
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """Returns the usage of an answer. `prompt_tokens` includes the cached ones."""
-    return dict(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=dict(cached_tokens=cached_tokens),
-    )

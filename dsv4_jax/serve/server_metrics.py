@@ -1,6 +1,7 @@
 """Metrics in the text format of Prometheus."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -33,6 +34,12 @@ _EXPERT_COUNTERS = dict(
     swaps="pairs of experts that changed places",
     remap_seconds="time for which moves of experts kept the GPU idle",
 )
+_PREFIX_COUNTERS = dict(
+    hit_tokens="prompt tokens that the prefix cache held",
+    prompt_tokens="prompt tokens of admitted requests",
+)
+_PREFIX_GAUGES = dict(blocks="blocks the prefix cache holds")
+_FILE_GAUGES = dict(blocks="blocks in the folder of the prefix cache", bytes="bytes of this folder's files")
 _FILE_COUNTERS = dict(
     hit_tokens="prompt tokens whose blocks were read from disk",
     read_bytes="bytes of blocks and snapshots read",
@@ -73,8 +80,7 @@ class ServerMetrics:
         """Yields the engine's metrics. The registry calls it."""
         metrics = self._engine.metrics
         schema = self._engine.engine.manager.schema
-        for field, text in _COUNTERS.items():
-            yield CounterMetricFamily(f"dsv4_jax_{field}", text, value=getattr(metrics, field))
+        yield from _families(CounterMetricFamily, "", metrics, _COUNTERS)
         yield GaugeMetricFamily("dsv4_jax_running_requests", "requests that hold a slot", value=metrics.running)
         yield GaugeMetricFamily("dsv4_jax_waiting_requests", "requests without a slot", value=metrics.waiting)
         yield GaugeMetricFamily("dsv4_jax_slots", "slots", value=schema.max_requests)
@@ -85,17 +91,16 @@ class ServerMetrics:
             total.add_metric([name], pool.total)
         yield from (used, total)
         if (prefix := metrics.prefix) is not None:
-            hits = "prompt tokens that the prefix cache held"
-            asked = "prompt tokens of admitted requests"
-            yield CounterMetricFamily("dsv4_jax_prefix_hit_tokens", hits, value=prefix.hit_tokens)
-            yield CounterMetricFamily("dsv4_jax_prefix_prompt_tokens", asked, value=prefix.prompt_tokens)
-            yield GaugeMetricFamily("dsv4_jax_prefix_blocks", "blocks the prefix cache holds", value=prefix.blocks)
+            yield from _families(CounterMetricFamily, "prefix_", prefix, _PREFIX_COUNTERS)
+            yield from _families(GaugeMetricFamily, "prefix_", prefix, _PREFIX_GAUGES)
             if (files := prefix.files) is not None:
-                blocks = "blocks in the folder of the prefix cache"
-                yield GaugeMetricFamily("dsv4_jax_prefix_disk_blocks", blocks, value=files.blocks)
-                yield GaugeMetricFamily("dsv4_jax_prefix_disk_bytes", "bytes of this folder's files", value=files.bytes)
-                for field, text in _FILE_COUNTERS.items():
-                    yield CounterMetricFamily(f"dsv4_jax_prefix_disk_{field}", text, value=getattr(files, field))
+                yield from _families(GaugeMetricFamily, "prefix_disk_", files, _FILE_GAUGES)
+                yield from _families(CounterMetricFamily, "prefix_disk_", files, _FILE_COUNTERS)
         if metrics.experts is not None:
-            for field, text in _EXPERT_COUNTERS.items():
-                yield CounterMetricFamily(f"dsv4_jax_expert_{field}", text, value=getattr(metrics.experts, field))
+            yield from _families(CounterMetricFamily, "expert_", metrics.experts, _EXPERT_COUNTERS)
+
+
+def _families(kind: Callable[..., Metric], prefix: str, metrics: Any, texts: Mapping[str, str]) -> Iterator[Metric]:
+    """Yields the fields of some metrics, each with its description."""
+    for field, text in texts.items():
+        yield kind(f"dsv4_jax_{prefix}{field}", text, value=getattr(metrics, field))

@@ -41,7 +41,7 @@ def flush(
       interpret: whether to run on the CPU, interpreted, with race detection.
     """
     for c in compressors:
-        c.check(layer)
+        c.check(layer, interpret)
     if len(compressors) > 1 and any(c.is_long for c in compressors):
         raise NotImplementedError("the flush kernel takes windows of more than 16 rows of one compressor only")
     tokens = slots.shape[0]

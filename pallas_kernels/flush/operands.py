@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats.exact_math import MAX_SHORT
+from pallas_kernels.formats.kv_rows import ROW_DIM
 from pallas_kernels.formats.layouts import KeyLayout, RowLayout, check_pools, check_row_layout
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.layer_operands import check_weight, weights_of_layer
@@ -15,7 +16,7 @@ from pallas_kernels.runtime.layer_operands import check_weight, weights_of_layer
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CompressorOperands:
-    """The operands of a compressor, or references to them within a kernel; D = 128, 256 or 512.
+    """The operands of a compressor, or references to them within a kernel; D = 128, 256 or 512, for rows on a GPU 512.
 
     Attributes:
       kv: [T, width] float32 projections of this call's tokens, width = D, or 2 * D with overlap.
@@ -85,10 +86,11 @@ class CompressorOperands:
         position_bias, norm_weight = weights_of_layer(weights, layer_gmem)
         return dataclasses.replace(self, position_bias=position_bias, norm_weight=norm_weight)
 
-    def check(self, layer: jax.Array | None) -> None:
+    def check(self, layer: jax.Array | None, interpret: bool) -> None:
         """Raises NotImplementedError naming the rule that a shape, dtype or layout breaks.
 
-        `layer` is the index of position_bias and norm_weight in stacks, or None if they are not stacked.
+        `layer` is the index of position_bias and norm_weight in stacks, or None if they are not stacked. Only the
+        interpreter takes rows of fewer than 512 channels: Mosaic GPU does not compile their stores.
         """
         layout = self.layout
         dim = self.dim
@@ -112,6 +114,8 @@ class CompressorOperands:
         check_array("states", self.state_kv, jnp.float32, None, None, None, width)
         if isinstance(layout, RowLayout):
             check_row_layout(layout)
+            rows = f"rows of {ROW_DIM} values on a GPU, got {layout.nope_dim} + {layout.rope_dim}"
+            check_rules({rows: interpret or dim == ROW_DIM})
         else:
             check_rules({f"a scale for 16 or 32 channels, got {layout.scale_block}": layout.scale_block in (16, 32)})
         check_pools(layout, self.pools)

@@ -155,6 +155,19 @@ def test_refusals_name_the_rule():
         call([ops.CompressorInputs(state, pool, kv, kv, weights)])
 
 
+@pytest.mark.parametrize("dim", [128, 256])
+def test_a_gpu_leaves_short_rows_to_the_reference(dim):
+    """Mosaic GPU does not compile their stores; keys of 128 channels it does."""
+    state, pool, weights, floats = setup("csa", "v4", kinds=dict(csa=(4, True, dim)))
+    kv = floats(1, 2 * dim)
+    args = [ops.CompressorInputs(state, pool, kv, kv, weights)], ints([0]), ints([3])
+    with pytest.raises(NotImplementedError, match=f"takes rows of 512 values on a GPU, got {dim - 64} . 64"):
+        _flush_kernel(*args, dtype=jnp.bfloat16, max_query_tokens=1, interpret=False)
+    with ops.use_implementation("mosaic_gpu"):
+        left = jax.jit(ops.flush)(*args)
+    same_bytes(left, flush(*args, max_query_tokens=None, implementation="xla"))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 20, 256, 300])
 @pytest.mark.parametrize("fmt", FORMATS)

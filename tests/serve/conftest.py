@@ -1,6 +1,7 @@
-"""A server in this process, of a small model whose tokens are bytes."""
+"""Servers in this process, of a small model whose tokens are bytes and of one whose answers are given."""
 
 import contextlib
+import dataclasses
 import shutil
 import socket
 import sys
@@ -8,11 +9,15 @@ import threading
 import time
 from types import SimpleNamespace
 
+import anthropic
 import httpx2 as httpx
+import jax
+import jax.numpy as jnp
+import numpy as np
 import openai
 import pytest
 
-from dsv4_jax.checkpoint import read_tokenizer
+from dsv4_jax.checkpoint import read_tokenizer, write_byte_tokenizer
 from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.engine import Engine, PromptLookup
 from dsv4_jax.host import BlockAllocator, KVCacheManager, PrefixCache
@@ -26,6 +31,14 @@ sys.path.insert(0, str(DATA.parents[1] / "scripts"))  # they import one another 
 SLOTS = 4
 BLOCKS = 24
 CONTEXT = 256
+
+# Of the model whose answers are given.
+SCRIPT_CONTEXT = 8192
+VOCABULARY = 272
+END = 257
+THINK = 258
+NAMES = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<think>", "</think>", "<｜User｜>", "<｜Assistant｜>")
+NAMES += ("｜DSML｜", "<｜latest_reminder｜>")
 
 
 @pytest.fixture(scope="session")
@@ -112,3 +125,76 @@ def browser():
     driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
     yield driver
     driver.quit()
+
+
+@pytest.fixture(scope="session")
+def release(tmp_path_factory):
+    """A tokenizer of bytes with the release's tokens, which encodes them where their names stand."""
+    path = tmp_path_factory.mktemp("release") / "tokenizer.json"
+    write_byte_tokenizer(path, {name: 256 + i for i, name in enumerate(NAMES)})
+    return read_tokenizer(path)
+
+
+@jax.tree_util.register_pytree_node_class
+class ScriptedModel:
+    """Draws the tokens that `script` has, [SCRIPT_CONTEXT + 1] by position."""
+
+    script = np.zeros((SCRIPT_CONTEXT + 1,), np.int32)
+
+    def __call__(self, cache, batch):
+        shape = jax.ShapeDtypeStruct(batch.positions.shape, jnp.int32)
+        read = lambda positions: self.script[positions + 1]  # noqa: E731
+        tokens = jax.pure_callback(read, shape, batch.positions)
+        return tokens[:, None].astype(jnp.float32), cache.begin_step(batch)
+
+    def logits(self, hidden):
+        return 100 * jax.nn.one_hot(hidden[..., 0].astype(jnp.int32), VOCABULARY)
+
+    def draft(self, tokens, count):
+        """Guesses them too, so that an answer takes few steps."""
+        return self.script[len(tokens) : len(tokens) + count]
+
+    def tree_flatten(self):
+        return (), None
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls()
+
+
+@pytest.fixture(scope="package")
+def scripted(release):
+    """A server, and `say(text)`, which makes the model's next answer. `prompts` has the prompts since then."""
+    config = DSV4Config.from_hf(PACKAGED).with_layers([LayerSpec.csa()])
+    config = dataclasses.replace(config, vocab_size=VOCABULARY, max_position_embeddings=SCRIPT_CONTEXT)
+    sizes = dict(max_requests=2, max_context=SCRIPT_CONTEXT, block_tokens=64, max_query_tokens=48)
+    manager = KVCacheManager(config, num_blocks=256, **sizes)
+    prefix = PrefixCache(manager, key="scripted")
+    model = ScriptedModel()
+    engine = Engine(model, manager, drafter=model, token_budget=1024, prefix=prefix)
+    with serving(engine, release) as server:
+        chat = server.app.state.service.chat
+        server.prompts = []
+        encode = chat.encode
+
+        def say(text):
+            server.tokens = [*release.encode(text).ids, END]
+            server.prompts.clear()
+
+        def encode_and_script(conversation):
+            ids = encode(conversation)
+            room = ScriptedModel.script[len(ids) :]
+            room[:] = END
+            room[: len(server.tokens)] = server.tokens[: len(room)]
+            server.prompts.append(ids)
+            return ids
+
+        server.say = say
+        chat.encode = encode_and_script
+        yield server
+
+
+@pytest.fixture
+def claude(scripted):
+    with anthropic.Anthropic(base_url=scripted.url, api_key="none", max_retries=0) as client:
+        yield client

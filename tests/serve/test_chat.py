@@ -1,7 +1,6 @@
 """Chats in the release's encoding, with a model whose answers are given and OpenAI's package as the client."""
 
 import collections
-import dataclasses
 import itertools
 import json
 import signal
@@ -12,97 +11,15 @@ from random import Random
 
 import anthropic
 import deepseek_recipe as recipe
-import jax
-import jax.numpy as jnp
-import numpy as np
 import openai
 import pytest
 
-from dsv4_jax.checkpoint import read_tokenizer, write_byte_tokenizer
 from dsv4_jax.cli import chat_command
 from dsv4_jax.cli.chat_command import ChatCommand
-from dsv4_jax.config import DSV4Config, LayerSpec
-from dsv4_jax.engine import Engine
-from dsv4_jax.host import KVCacheManager, PrefixCache
 from dsv4_jax.serve.chat import find_effort_prompts, make_chat
 from dsv4_jax.serve.chat_answers import AnswerParser
 from tests.paths import PACKAGED
-from tests.serve.conftest import serving
-
-
-CONTEXT = 8192
-VOCABULARY = 272
-END = 257
-THINK = 258
-NAMES = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<think>", "</think>", "<｜User｜>", "<｜Assistant｜>")
-NAMES += ("｜DSML｜", "<｜latest_reminder｜>")
-
-
-@pytest.fixture(scope="session")
-def release(tmp_path_factory):
-    """A tokenizer of bytes with the release's tokens, which encodes them where their names stand."""
-    path = tmp_path_factory.mktemp("release") / "tokenizer.json"
-    write_byte_tokenizer(path, {name: 256 + i for i, name in enumerate(NAMES)})
-    return read_tokenizer(path)
-
-
-@jax.tree_util.register_pytree_node_class
-class ScriptedModel:
-    """Draws the tokens that `script` has, [CONTEXT + 1] by position."""
-
-    script = np.zeros((CONTEXT + 1,), np.int32)
-
-    def __call__(self, cache, batch):
-        shape = jax.ShapeDtypeStruct(batch.positions.shape, jnp.int32)
-        read = lambda positions: self.script[positions + 1]  # noqa: E731
-        tokens = jax.pure_callback(read, shape, batch.positions)
-        return tokens[:, None].astype(jnp.float32), cache.begin_step(batch)
-
-    def logits(self, hidden):
-        return 100 * jax.nn.one_hot(hidden[..., 0].astype(jnp.int32), VOCABULARY)
-
-    def draft(self, tokens, count):
-        """Guesses them too, so that an answer takes few steps."""
-        return self.script[len(tokens) : len(tokens) + count]
-
-    def tree_flatten(self):
-        return (), None
-
-    @classmethod
-    def tree_unflatten(cls, aux, children):
-        return cls()
-
-
-@pytest.fixture(scope="module")
-def scripted(release):
-    """A server, and `say(text)`, which makes the model's next answer. `prompts` has the prompts since then."""
-    config = DSV4Config.from_hf(PACKAGED).with_layers([LayerSpec.csa()])
-    config = dataclasses.replace(config, vocab_size=VOCABULARY, max_position_embeddings=CONTEXT)
-    sizes = dict(max_requests=2, max_context=CONTEXT, block_tokens=64, max_query_tokens=48)
-    manager = KVCacheManager(config, num_blocks=256, **sizes)
-    prefix = PrefixCache(manager, key="scripted")
-    model = ScriptedModel()
-    engine = Engine(model, manager, drafter=model, token_budget=1024, prefix=prefix)
-    with serving(engine, release) as server:
-        chat = server.app.state.service.chat
-        server.prompts = []
-        encode = chat.encode
-
-        def say(text):
-            server.tokens = [*release.encode(text).ids, END]
-            server.prompts.clear()
-
-        def encode_and_script(conversation):
-            ids = encode(conversation)
-            room = ScriptedModel.script[len(ids) :]
-            room[:] = END
-            room[: len(server.tokens)] = server.tokens[: len(room)]
-            server.prompts.append(ids)
-            return ids
-
-        server.say = say
-        chat.encode = encode_and_script
-        yield server
+from tests.serve.conftest import END, NAMES, THINK, VOCABULARY
 
 
 def call(name, **arguments):
@@ -300,7 +217,8 @@ def test_thinking_text_and_parallel_calls(scripted, stream):
 def test_a_block_without_a_call_is_text(scripted, stream, text):
     """A block with a call behind it is still one, and so is a call without a block."""
     scripted.say("Hm.</think>" + text)
-    assert ask(scripted, stream, tools=TOOLS)[0] == dict(role="assistant", content=text, reasoning_content="Hm.")
+    message = ask(scripted, stream, tools=TOOLS)[0]
+    assert (message["content"], message["reasoning_content"]) == (text, "Hm.") and "tool_calls" not in message
     for written in (BOTH, "\n\n" + call("read", path="a")):
         scripted.say("Hm.</think>" + text + written)
         message, reason = ask(scripted, stream, tools=TOOLS)
@@ -457,12 +375,6 @@ RESPONSES_TOOLS = [dict(type="function", **tool["function"]) for tool in TOOLS]
 MESSAGES_TOOLS = [dict(name=tool["function"]["name"], input_schema=PARAMETERS) for tool in TOOLS]
 
 
-@pytest.fixture
-def claude(scripted):
-    with anthropic.Anthropic(base_url=scripted.url, api_key="none", max_retries=0) as client:
-        yield client
-
-
 def test_an_agent_over_responses(scripted):
     """Two turns, whole and streamed: the second prompt repeats what the model wrote in the first."""
     items = [dict(role="user", content="Hi")]
@@ -518,6 +430,51 @@ def test_an_agent_over_messages(scripted, claude):
         model="tiny", max_tokens=50, messages=HI, thinking=thinking, stop_sequences=["stop"]
     )
     assert (answer.content[0].text, answer.stop_reason, answer.stop_sequence) == ("a ", "stop_sequence", "stop")
+
+
+def test_messages_have_the_fields_of_anthropics_package(scripted):
+    """Whole and streamed, also those of features that the server lacks."""
+    types = anthropic.types
+    body = dict(model="tiny", max_tokens=500, messages=HI, tools=MESSAGES_TOOLS)
+    scripted.say("Hm.</think>Both." + BOTH)
+    whole = scripted.http.post("/v1/messages", json=body).json()
+    with scripted.http.stream("POST", "/v1/messages", json=body | dict(stream=True)) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+    events = [json.loads(line) for line in lines]
+    begun = next(event["message"] for event in events if event["type"] == "message_start")
+    (end,) = (event for event in events if event["type"] == "message_delta")
+    blocks = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    kinds = [types.ThinkingBlock, types.TextBlock, types.ToolUseBlock, types.ToolUseBlock]
+    parts = [(message, types.Message) for message in (whole, begun)]
+    parts += [(message["usage"], types.Usage) for message in (whole, begun)]
+    parts += [*zip(whole["content"], kinds, strict=True), *zip(blocks, kinds, strict=True)]
+    parts += [(end["delta"], types.raw_message_delta_event.Delta), (end["usage"], types.MessageDeltaUsage)]
+    newer = {"diagnostics", "speed", "toolset_name"}  # than Anthropic's published schema, which does not have them
+    for part, kind in parts:
+        assert kind.model_fields.keys() - newer <= part.keys(), kind
+        kind.model_validate(part)
+    assert whole["content"][2]["input"] == dict(path='a "b"', lines=[1, dict(c=2.5)])
+    assert end["delta"]["stop_reason"] == whole["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_without_reasoning_has_no_block_of_it(scripted, stream):
+    """Though it was asked to think, and may have written new lines before it did not."""
+    for written in ("</think>Four.", "\n</think>Four."):
+        scripted.say(written)
+        message, _ = ask(scripted, stream)
+        assert not message.get("reasoning_content") and message["content"] == "Four."
+        for path, body, begins in (
+            ("messages", dict(messages=HI, max_tokens=50), "content_block_start"),
+            ("responses", dict(input="Hi"), "response.output_item.added"),
+        ):
+            response = scripted.http.post(f"/v1/{path}", json=dict(model="tiny", stream=stream) | body)
+            if stream:
+                events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: ")]
+                parts = [event.get("content_block") or event["item"] for event in events if event["type"] == begins]
+            else:
+                parts = response.json().get("content") or response.json()["output"]
+            assert [part["type"] for part in parts] == ["text" if path == "messages" else "message"]
 
 
 @pytest.mark.parametrize("thinking", ["enabled", "disabled"])

@@ -9,18 +9,7 @@ import pytest
 from dsv4_jax.serve import answers
 from dsv4_jax.serve.protocol import NEUTRAL, UNUSED
 from tests.paths import DATA
-from tests.serve.test_chat import (  # noqa: F401
-    BOTH,
-    HI,
-    MESSAGES_TOOLS,
-    RESPONSES_TOOLS,
-    TOOLS,
-    call,
-    calls,
-    claude,
-    release,
-    scripted,
-)
+from tests.serve.test_chat import BOTH, HI, MESSAGES_TOOLS, RESPONSES_TOOLS, TOOLS, call, calls
 
 
 BASES = {
@@ -73,7 +62,7 @@ def post(server, path, **body):
 
 
 @pytest.mark.parametrize("path", BASES)
-def test_fields_without_effect(scripted, path):  # noqa: F811
+def test_fields_without_effect(scripted, path):
     """All at once, and each value that is neutral where the field is not supported."""
     scripted.say("</think>ok")
     unused = {name: dict(a="b") for name in UNUSED if (path, name) != ("responses", "store")}
@@ -95,7 +84,7 @@ def cached_tokens(answer):
 
 
 @pytest.mark.parametrize("path", BASES)
-def test_a_salt_keeps_prefixes_apart(scripted, path):  # noqa: F811
+def test_a_salt_keeps_prefixes_apart(scripted, path):
     """Timing and `cached_tokens` tell what others asked only within a salt."""
     long = path + "a" * 610  # no prompt ends at a boundary of blocks, where a repetition finds less
     body = {name: [dict(role="user", content=long)] if name == "messages" else long for name in BASES[path]}
@@ -113,13 +102,13 @@ def test_a_salt_keeps_prefixes_apart(scripted, path):  # noqa: F811
 
 @pytest.mark.parametrize("path", [*BASES, "messages/count_tokens"])
 @pytest.mark.parametrize("model", [None, "gpt"])
-def test_a_request_names_its_model(server, path, model):
+def test_a_request_names_its_model(scripted, path, model):
     """OpenAI's and Anthropic's servers refuse a request without one, each in its own shape."""
     body = BASES.get(path, BASES["messages"]) | dict(model=model)
     if not model:
         del body["model"]
     for asked in (body, body | ({} if model else dict(model=None))):
-        response = server.http.post(f"/v1/{path}", json=asked)
+        response = scripted.http.post(f"/v1/{path}", json=asked)
         answer = response.json()
         assert response.status_code == (404 if model else 400)
         message = "there is no model 'gpt'" if model else "model: this field is needed"
@@ -133,12 +122,12 @@ def test_the_page_lists_the_fields():
     page = (DATA.parents[1] / "docs" / "serve.md").read_text()
     rows = page.partition("| field | accepted |\n| --- | --- |\n")[2].partition("\n\n")[0].splitlines()
     listed = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
-    nested = {"thinking", "reasoning", "annotations", "provider_specific_fields", "summary", "generate_summary"}
+    nested = {"thinking", "annotations", "provider_specific_fields", "summary", "generate_summary"}
     nested |= {"disable_parallel_tool_use", "budget_tokens", "display", "user"}
     assert listed - nested == {*UNUSED, *NEUTRAL} and nested <= listed
 
 
-def test_claude_code(scripted, release):  # noqa: F811
+def test_claude_code(scripted, release):
     scripted.say("Hm.</think>Both." + BOTH)
     status, answer, _ = post(scripted, "messages", **CLAUDE_CODE)
     assert (status, answer["stop_reason"], len(answer["content"])) == (200, "tool_use", 4), answer
@@ -163,7 +152,7 @@ def test_claude_code(scripted, release):  # noqa: F811
     assert post(scripted, "messages/nothing")[1]["type"] == "error"
 
 
-def test_a_prompt_that_is_too_long_in_messages(scripted):  # noqa: F811
+def test_a_prompt_that_is_too_long_in_messages(scripted):
     """Claude Code compacts a conversation on these words."""
     long = [dict(role="user", content="a" * 9000)]
     status, answer, _ = post(scripted, "messages", messages=long)
@@ -174,8 +163,26 @@ def test_a_prompt_that_is_too_long_in_messages(scripted):  # noqa: F811
     assert status == 200 and answer["input_tokens"] > 9000
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_max_tokens_beyond_the_context_in_messages(scripted, claude, stream):
+    """The answer fills the context, and says so, as Anthropic's does."""
+    messages = [dict(role="user", content="a" * 8100)]
+    options = dict(model="tiny", messages=messages, thinking=dict(type="disabled"))
+    scripted.say("b" * 8192)
+    prompt = claude.messages.count_tokens(**options).input_tokens
+    room = 8192 + 1 - prompt  # the last token is not stored
+    for limit, reason in ((32000, "model_context_window_exceeded"), (room, "max_tokens")):
+        if stream:
+            with claude.messages.stream(max_tokens=limit, **options) as events:
+                answer = events.get_final_message()
+        else:
+            answer = claude.messages.create(max_tokens=limit, timeout=60, **options)
+        assert (answer.content[0].text, answer.usage.output_tokens) == ("b" * room, room)
+        assert answer.stop_reason == reason
+
+
 @pytest.mark.parametrize("thread", [dict(type="create"), dict(type="continue", previous_message_id="msg_1")])
-def test_a_thread(scripted, thread):  # noqa: F811
+def test_a_thread(scripted, thread):
     """Refused in the form on which Anthropic's package goes on without it; null is none."""
     status, answer, _ = post(scripted, "messages", thread=thread)
     assert status == 400 and answer["error"]["message"].startswith("thread: this server keeps no conversations")
@@ -186,7 +193,7 @@ def test_a_thread(scripted, thread):  # noqa: F811
     assert "details" not in post(scripted, "messages", color=1)[1]["error"]
 
 
-def test_codex(scripted):  # noqa: F811
+def test_codex(scripted):
     find = call("files__find", path="a")
     scripted.say("Hm.</think>Look." + calls(find))
     status, answer, response = post(scripted, "responses", **CODEX)
@@ -207,7 +214,36 @@ def test_codex(scripted):  # noqa: F811
     assert status == 400 and "needs tools" in answer["error"]["message"] and "Warning" not in response.headers
 
 
-def test_a_strict_tool_in_a_namespace(scripted):  # noqa: F811
+def test_an_error_in_a_stream_of_responses_has_its_number(scripted, monkeypatch):
+    engine = scripted.engine.engine
+    step = engine.step
+    outputs = []
+
+    def failing():
+        if len(outputs) > 2:
+            raise RuntimeError("the device is on fire")
+        outputs.append(step())
+        return outputs[-1]
+
+    monkeypatch.setattr(engine, "step", failing)
+    scripted.say("</think>" + "long " * 100)
+    body = BASES["responses"] | dict(stream=True, max_output_tokens=900)
+    lines = scripted.http.post("/v1/responses", json=body).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    assert [event["sequence_number"] for event in events] == list(range(len(events))) and len(events) > 3
+    assert events[-1]["type"] == "error" and "fire" not in events[-1]["message"]
+
+
+def test_settings_that_responses_repeat(scripted):
+    scripted.say("</think>ok")
+    answer = post(scripted, "responses", reasoning=dict(effort="low", summary="auto"))[1]
+    assert answer["reasoning"] == dict(effort="low", summary="auto")
+    assert answer["text"] == dict(format=dict(type="text"), verbosity="medium")
+    status, answer, _ = post(scripted, "responses", reasoning=dict(summary="short"))
+    assert status == 400 and "reasoning.summary: Input should be 'auto', 'concise'" in answer["error"]["message"]
+
+
+def test_a_strict_tool_in_a_namespace(scripted):
     tool = RESPONSES_TOOLS[0] | dict(
         strict=True, parameters=dict(type="object", properties=dict(a=dict(uniqueItems=True)))
     )
@@ -217,7 +253,7 @@ def test_a_strict_tool_in_a_namespace(scripted):  # noqa: F811
     assert status == 400 and "tool 'n__read'.schema.properties.a: Unimplemented" in answer["error"]["message"]
 
 
-def test_what_chats_of_other_servers_have(scripted, release):  # noqa: F811
+def test_what_chats_of_other_servers_have(scripted, release):
     blocks = [dict(type="thinking", thinking="Hm.", signature="s"), dict(type="redacted_thinking", data="x")]
     for field in (
         dict(reasoning="Hm."),
@@ -231,11 +267,12 @@ def test_what_chats_of_other_servers_have(scripted, release):  # noqa: F811
         assert "<think>Hm.</think>ok" in release.decode(scripted.prompts[0], skip_special_tokens=False)
         message = answer["choices"][0]["message"]
         usage = answer["usage"]
-        assert message["refusal"] is None and "Else." not in release.decode(scripted.prompts[0])
+        assert (message["refusal"], message["annotations"]) == (None, [])
+        assert "Else." not in release.decode(scripted.prompts[0])
         assert usage["completion_tokens_details"] == dict(reasoning_tokens=len("Well."))
 
 
-def test_any_of_two_tools_in_messages(scripted, claude):  # noqa: F811
+def test_any_of_two_tools_in_messages(scripted, claude):
     scripted.say("I would rather not.")
     options = dict(model="tiny", max_tokens=400, messages=HI, extra_body=dict(temperature=0))
     names = dict(type="object", properties={}, additionalProperties=False)
@@ -244,7 +281,7 @@ def test_any_of_two_tools_in_messages(scripted, claude):  # noqa: F811
     assert made.stop_reason == "tool_use" and {block.name for block in made.content} <= {"read", "write"}
 
 
-def test_a_format_in_messages(scripted, claude, release):  # noqa: F811
+def test_a_format_in_messages(scripted, claude, release):
     schema = dict(type="object", properties=dict(a=dict(type="integer")), required=["a"], additionalProperties=False)
     scripted.say("Hm.</think>Surely!")
     form = dict(type="json_schema", schema=schema)
@@ -255,7 +292,7 @@ def test_a_format_in_messages(scripted, claude, release):  # noqa: F811
 
 
 @pytest.mark.parametrize("written", ['{"a": 1}', "Surely!" + BOTH, BOTH])
-def test_a_format_beside_tools(scripted, written):  # noqa: F811
+def test_a_format_beside_tools(scripted, written):
     """An answer is JSON of the schema, or calls a tool."""
     schema = dict(type="object", properties=dict(a=dict(type="integer")), required=["a"], additionalProperties=False)
     form = dict(type="json_schema", json_schema=dict(name="n", schema=schema))
@@ -310,14 +347,14 @@ def test_a_format_beside_tools(scripted, written):  # noqa: F811
         ),
     ],
 )
-def test_errors_have_a_place(scripted, path, body, param, message):  # noqa: F811
+def test_errors_have_a_place(scripted, path, body, param, message):
     status, answer, _ = post(scripted, path, **body)
     assert status == 400 and message in answer["error"]["message"] and answer["error"]["param"] == param, answer
     assert "str" not in answer["error"]["message"].split(":")[0]
 
 
 @pytest.mark.parametrize("path", BASES)
-def test_a_stream_is_kept_alive(scripted, monkeypatch, path):  # noqa: F811
+def test_a_stream_is_kept_alive(scripted, monkeypatch, path):
     """Before the first token, and between tokens."""
     monkeypatch.setattr(answers, "_KEEP_ALIVE_SECONDS", 0.1)
     engine = scripted.engine.engine

@@ -24,8 +24,8 @@ from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.engine import Engine
 from dsv4_jax.host import KVCacheManager, PrefixCache
 from tests.paths import PACKAGED
-from tests.serve.conftest import serving
-from tests.serve.test_chat import END, VOCABULARY, ScriptedModel, call, calls, release  # noqa: F401
+from tests.serve.conftest import END, VOCABULARY, ScriptedModel, serving
+from tests.serve.test_chat import call, calls
 
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ class LongScriptedModel(ScriptedModel):
 
 
 @pytest.fixture(scope="module")
-def agent_server(release):  # noqa: F811
+def agent_server(release):
     """A server, `turns`: the model's answers by the number of results so far, and `results` of the last prompt.
 
     A conversation without tools asks for a title.
@@ -206,30 +206,61 @@ def test_anthropic(adding):
 
 LITELLM = """
 import json, sys, litellm
-provider, url, tools = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-messages, called = [dict(role="user", content=sys.argv[4])], []
-while True:
-    options = dict(model=f"{provider}/tiny", api_base=url, api_key="none", max_tokens=4000, num_retries=0)
-    message = litellm.completion(messages=messages, tools=tools, **options).choices[0].message
-    messages.append(message)
-    if not message.tool_calls:
-        break
-    for made in message.tool_calls:
-        called.append(json.loads(made.function.arguments))
-        messages.append(dict(role="tool", tool_call_id=made.id, content=str(sum(called[-1].values()))))
-print(json.dumps([called, message.content]))
+url, tools = sys.argv[1], json.loads(sys.argv[2])
+for provider, base in (("openai", f"{url}/v1"), ("anthropic", url)):
+    messages, called = [dict(role="user", content=sys.argv[3])], []
+    while True:
+        options = dict(model=f"{provider}/tiny", api_base=base, api_key="none", max_tokens=4000, num_retries=0)
+        message = litellm.completion(messages=messages, tools=tools, **options).choices[0].message
+        messages.append(message)
+        if not message.tool_calls:
+            break
+        for made in message.tool_calls:
+            called.append(json.loads(made.function.arguments))
+            messages.append(dict(role="tool", tool_call_id=made.id, content=str(sum(called[-1].values()))))
+    print(json.dumps([called, message.content]))
 """
 
 
 def test_litellm(adding, install, run):
-    """In OpenAI's protocol and in Anthropic's."""
+    """In OpenAI's protocol and in Anthropic's. Importing the package takes longer than both."""
     folder = install("litellm==1.110.2", python=True)
     tools = json.dumps([dict(type="function", function=dict(name="add", description="Adds.", parameters=SCHEMA))])
-    for provider, url in (("openai", f"{adding.url}/v1"), ("anthropic", adding.url)):
-        options = dict(PYTHONPATH=str(folder), LITELLM_LOCAL_MODEL_COST_MAP="True")
-        written = run(sys.executable, "-c", LITELLM, provider, url, tools, PROMPT, **options)
-        assert json.loads(written.splitlines()[-1]) == [ADDED, "All done."]
-        check(adding, ["3", "43"])
+    options = dict(PYTHONPATH=str(folder), LITELLM_LOCAL_MODEL_COST_MAP="True")
+    written = run(sys.executable, "-c", LITELLM, adding.url, tools, PROMPT, **options)
+    answers = [line for line in written.splitlines() if line.startswith("[")]
+    assert list(map(json.loads, answers)) == [[ADDED, "All done."]] * 2, written
+    check(adding, ["3", "43"])
+
+
+# Runs all checks, also those that it would skip because of the model's name.
+LLM_COMPLY = """
+import sys
+from llm_comply import cli, tests
+for case in tests.get_tests(sys.argv[1]):
+    case.skip_reason = None
+cli.main(["-u", sys.argv[2], "-k", "none", "-m", "tiny", "--json", "--format", sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize(
+    ("form", "images", "warnings"),
+    [
+        ("openai-chat", "chat-image-input", {"chat-reasoning-summary"}),  # the model does not think
+        ("open-responses", "image-input", {"compact-response"}),  # an endpoint that it may lack
+        ("anthropic", "anth-image-input", {"anth-thinking-display"}),
+    ],
+)
+def test_llm_comply(agent_server, install, run, form, images, warnings):
+    """All checks but those of images, which are refused by name."""
+    folder = install("llm-comply==0.5.0", python=True)
+    begin, _, rest = calls(call("get_weather", location="Paris")).partition("tool_calls>\n")
+    agent_server.turns = ["</think>" + rest]  # behind a prompt that begins the call
+    url = f"{agent_server.url}/v1"
+    results = json.loads(run(sys.executable, "-c", LLM_COMPLY, form, url, PYTHONPATH=str(folder)))["results"]
+    failed = {result["id"]: result["errors"] for result in results if result["status"] != "passed"}
+    assert failed.keys() == {images} and failed[images][0] == "HTTP 400 (expected [200])", failed
+    assert {result["id"] for result in results if result.get("warnings")} == warnings
 
 
 AI_SDK = """

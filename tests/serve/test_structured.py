@@ -11,7 +11,8 @@ from pydantic import BaseModel, Field
 
 from dsv4_jax.engine.grammar import Vocabulary
 from dsv4_jax.serve.constraints import compile_form
-from tests.serve.test_chat import BOTH, END, HI, NAMES, TOOLS, VOCABULARY, call, calls, claude, release, scripted  # noqa: F401
+from tests.serve.conftest import END, NAMES, VOCABULARY
+from tests.serve.test_chat import BOTH, HI, TOOLS, call, calls
 
 
 SCHEMA = dict(
@@ -51,7 +52,7 @@ def answer(server, stream=False, **options):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("think", [False, True])
-def test_json_of_a_schema(scripted, stream, think):  # noqa: F811
+def test_json_of_a_schema(scripted, stream, think):
     """Written rightly it is the model's own text; a text that is not JSON becomes such."""
     written, extra = ("Hm {</think>", {}) if think else ("", NO_THINKING)
     scripted.say(written + '{"name": "Ann", "size": "l"}')
@@ -63,7 +64,7 @@ def test_json_of_a_schema(scripted, stream, think):  # noqa: F811
     assert list(found) == ["name", "size"] and len(found["name"]) <= 4 and found["size"] in "sl" and reason == "stop"
 
 
-def test_any_object(scripted):  # noqa: F811
+def test_any_object(scripted):
     scripted.say('{"a": [1, null]}')
     hi = [dict(role="user", content="Some json")]
     options = dict(response_format=dict(type="json_object"), extra_body=NO_THINKING)
@@ -74,7 +75,7 @@ def test_any_object(scripted):  # noqa: F811
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_must_come(scripted, stream):  # noqa: F811
+def test_a_call_that_must_come(scripted, stream):
     """Reasoning is off then, unless the client says how to think."""
     begin = len("\n\n<｜DSML｜tool_calls>\n")
     scripted.say(BOTH[begin:])
@@ -91,7 +92,7 @@ def test_a_call_that_must_come(scripted, stream):  # noqa: F811
         answer(scripted, tools=TOOLS, tool_choice="required", extra_body=dict(thinking=dict(type="enabled")))
 
 
-def test_a_call_that_had_to_come_is_sent_back(scripted):  # noqa: F811
+def test_a_call_that_had_to_come_is_sent_back(scripted):
     """The next prompt repeats what the model wrote, and what the prompt before it began."""
     scripted.say(BOTH[len("\n\n<｜DSML｜tool_calls>\n") :])
     options = dict(model="tiny", tools=TOOLS, tool_choice="required")
@@ -105,7 +106,7 @@ def test_a_call_that_had_to_come_is_sent_back(scripted):  # noqa: F811
     assert scripted.prompts[0][: len(written)] == written
 
 
-def test_other_endpoints(scripted, claude):  # noqa: F811
+def test_other_endpoints(scripted, claude):
     scripted.say('{"name": "Ann", "size": "l"}')
     text = dict(format=dict(type="json_schema", name="n", schema=SCHEMA))
     response = scripted.client.responses.create(model="tiny", input="Hi", text=text, reasoning=dict(effort="none"))
@@ -119,7 +120,7 @@ def test_other_endpoints(scripted, claude):  # noqa: F811
     )
 
 
-def test_a_strict_tool_binds_only_calls(scripted):  # noqa: F811
+def test_a_strict_tool_binds_only_calls(scripted):
     strict = dict(type="function", function=PAINT["function"] | dict(strict=True))
     for text in ("Paint? No.", "Well" + calls(call("paint", color="pink"))):
         scripted.say("Hm.</think>" + text)
@@ -146,7 +147,7 @@ def test_a_strict_tool_binds_only_calls(scripted):  # noqa: F811
         ),
     ],
 )
-def test_mistakes_are_named(scripted, options, message):  # noqa: F811
+def test_mistakes_are_named(scripted, options, message):
     with pytest.raises(openai.BadRequestError, match=message):
         answer(scripted, **options)
 
@@ -186,7 +187,7 @@ def holding(value):
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(("value", "written", "fault"), LIMITS, ids=str)
-def test_a_schema_is_enforced_in_all_or_refused(scripted, value, written, fault, strict):  # noqa: F811
+def test_a_schema_is_enforced_in_all_or_refused(scripted, value, written, fault, strict):
     scripted.say(f'{{"a": {written}}}')
     form = dict(type="json_schema", json_schema=dict(name="n", schema=holding(value), strict=strict))
     body = dict(model="tiny", messages=HI, max_tokens=200, temperature=0, response_format=form) | NO_THINKING
@@ -203,7 +204,7 @@ def test_a_schema_is_enforced_in_all_or_refused(scripted, value, written, fault,
 
 
 @pytest.fixture(scope="module")
-def follows(release):  # noqa: F811
+def follows(release):
     """follows(text, tool, strict): whether a required call of a tool may be written so."""
     vocabulary = Vocabulary(release, VOCABULARY, [END])
     ids = {name: 256 + i for i, name in enumerate(NAMES)}
@@ -296,7 +297,7 @@ class Outer(BaseModel):
     more: list[Inner] = Field(max_length=2)
 
 
-def test_nested_models_of_openais_package(scripted):  # noqa: F811
+def test_nested_models_of_openais_package(scripted):
     chat = scripted.client.chat.completions
     given = dict(x=dict(v=1, kind="s"), more=[])
     scripted.say("t</think>" + json.dumps(given))
@@ -310,7 +311,7 @@ def test_nested_models_of_openais_package(scripted):  # noqa: F811
 
 
 @pytest.mark.parametrize("schema", [True, False, {}, []])
-def test_no_schema_is_a_fault_of_the_server(scripted, schema):  # noqa: F811
+def test_no_schema_is_a_fault_of_the_server(scripted, schema):
     """Schemas of true and false, and what is none, wherever a client can write one."""
     form = dict(name="n", schema=schema)
     tool = dict(name="f", parameters=holding(dict(anyOf=[schema, dict(oneOf=[schema])])))
