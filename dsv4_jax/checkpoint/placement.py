@@ -16,6 +16,7 @@ from dsv4_jax.expert_pages import ExpertMemory
 
 
 Pieces = Sequence[Callable[[], np.ndarray]]
+Bounds = tuple[tuple[int, int], ...]
 Check = Callable[[int, np.ndarray, np.ndarray], None]
 _BLOCK_BYTES = 1 << 24  # unit of copies and checks, which bounds the memory of a check
 # XLA on a CPU aliases memory with this alignment instead of copying it.
@@ -78,13 +79,7 @@ class Staging:
           threads: whether several threads copy pieces, which pays for views; otherwise one piece is made at a time.
         """
         stack = shape[:-2] if len(pieces) > 1 else ()
-        if where is None:
-            devices = {tuple((0, n) for n in shape): [None]}
-        else:
-            devices = collections.defaultdict(list)
-            for device, index in where.addressable_devices_indices_map(shape).items():
-                assert index is not None
-                devices[tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))].append(device)
+        devices = _devices_by_shard(shape, where)
         shards = dict(zip(devices, self._views([[b - a for a, b in bounds] for bounds in devices], dtype), strict=True))
 
         def blocks() -> Iterator[tuple[int, np.ndarray, np.ndarray | None]]:
@@ -131,6 +126,17 @@ class Staging:
         starts = [offset, *(offset + ends[:-1])]
         places = zip(starts, sizes, shapes, strict=True)
         return [self._memory[start : start + size].view(dtype).reshape(shape) for start, size, shape in places]
+
+
+def _devices_by_shard(shape: tuple[int, ...], where: NamedSharding | None) -> dict[Bounds, list[jax.Device | None]]:
+    """Returns the devices of this process that hold each shard of an array, by the shard's bounds on each axis."""
+    if where is None:
+        return {tuple((0, size) for size in shape): [None]}
+    devices = collections.defaultdict(list)
+    for device, index in where.addressable_devices_indices_map(shape).items():
+        assert index is not None
+        devices[tuple(axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True))].append(device)
+    return devices
 
 
 def _can_be_source(values: np.ndarray) -> bool:

@@ -10,7 +10,7 @@ from dsv4_jax.cli.bench_command import BenchCommand
 from dsv4_jax.cli.chat_command import ChatCommand
 from dsv4_jax.cli.convert_command import ConvertCommand
 from dsv4_jax.cli.generate_command import GenerateCommand
-from dsv4_jax.cli.option_checks import explain
+from dsv4_jax.cli.option_checks import check_minimums, explain
 from dsv4_jax.cli.plan_command import PlanCommand
 from dsv4_jax.cli.score_command import ScoreCommand
 from dsv4_jax.cli.serve_command import ServeCommand
@@ -51,6 +51,7 @@ def run_command(argv: list[str]) -> int:
         set_xla_flags()
     use_compilation_cache()
     try:
+        check_minimums(command)
         command.run()
     except BrokenPipeError:
         raise

@@ -138,10 +138,6 @@ class GenerateCommand(RandomModelOptions):
 
     def _check(self) -> None:
         """Raises ValueError if an option is out of range or contradicts another one."""
-        option_checks.check_at_least(
-            1, max_new_tokens=self.max_new_tokens, chunk=self.chunk, n_best=self.n_best, beams=self.beams
-        )
-        option_checks.check_at_least(0, drafts=self.drafts)
         check_temperature(self.temperature)
         check_top_k(self.top_k)
         check_top_p(self.top_p)

@@ -12,6 +12,27 @@ if TYPE_CHECKING:
     from dsv4_jax.config import DSV4Config
 
 
+# The least that each of these options may be, in whichever command.
+MINIMUMS = {
+    "beams": 1,
+    "block_tokens": 1,
+    "chunk": 1,
+    "context": 1,
+    "decode_from": 0,
+    "drafts": 0,
+    "grace_seconds": 0,
+    "index_topk": 1,
+    "max_new_tokens": 1,
+    "max_query_tokens": 1,
+    "max_requests": 1,
+    "max_waiting": 0,
+    "n_best": 1,
+    "request_seconds": 0,
+    "skew": 0,
+    "token_budget": 1,
+}
+
+
 def check_context(config: "DSV4Config", tokens: int, option: str) -> None:
     """Raises ValueError, which names the option, if a request of `tokens` tokens is too long for the model."""
     if tokens > (limit := config.max_position_embeddings):
@@ -19,6 +40,14 @@ def check_context(config: "DSV4Config", tokens: int, option: str) -> None:
             f"{option}: a request of {tokens} tokens, prompt and new ones, is longer than the model's context, "
             f"max_position_embeddings={limit}"
         )
+
+
+def check_minimums(command: Any) -> None:
+    """Raises ValueError, which names the option, if a command's option is below its minimum, see `MINIMUMS`."""
+    for name, minimum in MINIMUMS.items():
+        value = getattr(command, name, None)
+        if isinstance(value, int | float):
+            check_at_least(minimum, **{name: value})
 
 
 def check_at_least(minimum: int, **values: int | float | None) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from dsv4_jax.cli.option_checks import check_at_least, check_writable
+from dsv4_jax.cli.option_checks import check_writable
 from dsv4_jax.cli.startup import show_log
 from dsv4_jax.common.sizes import parse_bytes
 from dsv4_jax.config import DSV4Config
@@ -229,7 +229,6 @@ class RandomModelOptions(ModelOptions):
 
         Raises ValueError if there is no such model, or the options exclude each other.
         """
-        check_at_least(0, skew=self.skew)
         if self.random_weights is None:
             if self.skew:
                 raise ValueError(f"--skew {self.skew} needs --random-weights")

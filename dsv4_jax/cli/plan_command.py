@@ -72,9 +72,6 @@ class PlanCommand:
 
     def run(self) -> None:
         """Runs the command; raises ValueError where the user has to change something."""
-        option_checks.check_at_least(1, context=self.context, max_requests=self.max_requests)
-        option_checks.check_at_least(1, block_tokens=self.block_tokens, max_query_tokens=self.max_query_tokens)
-        option_checks.check_at_least(0, drafts=self.drafts)
         memory = parse_bytes(self.memory)
         weights = 0 if self.weights is None else parse_bytes(self.weights, "weights")
         if weights > memory:

@@ -64,8 +64,6 @@ class ScoreCommand(ModelOptions):
     def run(self) -> None:
         """Runs the command; raises ValueError, TypeError or OSError where the user has to change something."""
         # Mistakes are found before the weights are read, which takes long; most before JAX is imported.
-        option_checks.check_at_least(1, chunk=self.chunk, index_topk=self.index_topk)
-        option_checks.check_at_least(0, drafts=self.drafts, decode_from=self.decode_from)
         if self.drafts and self.window_only:
             raise ValueError("--window-only is for the model alone: leave out --drafts")
         if (self.ids is None) == (self.text is None):

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from dsv4_jax.cli import option_checks, options, startup
+from dsv4_jax.cli import options, startup
 from dsv4_jax.cli.options import RandomModelOptions, optional
 from dsv4_jax.common.sizes import parse_bytes
 from dsv4_jax.config.draft_config import check_min_confidence
@@ -140,10 +140,6 @@ class ServeCommand(RandomModelOptions):
         ]
         if missing:
             raise ValueError(f"dsv4-jax serve needs {', '.join(missing)}: pip install 'dsv4-jax[serve]'")
-        option_checks.check_at_least(1, max_requests=self.max_requests)
-        option_checks.check_at_least(1, token_budget=self.token_budget, context=self.context)
-        option_checks.check_at_least(0, max_waiting=self.max_waiting, drafts=self.drafts)
-        option_checks.check_at_least(0, request_seconds=self.request_seconds, grace_seconds=self.grace_seconds)
         if self.drafter == "model" and not self.drafts:
             raise ValueError("--drafter model needs --drafts of at least 1")
         if self.memory is not None:
