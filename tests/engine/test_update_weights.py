@@ -73,7 +73,7 @@ def run(engine, prompt):
         pytest.param(300, False, marks=pytest.mark.slow),  # 200 swaps preempt no request
     ],
 )
-def test_random_swaps_compile_nothing_and_hit_nothing_stale(modules, wide, answer, swaps, overlap):
+def test_random_swaps_compile_nothing_and_hit_nothing_stale(modules, wide, answer, untyped, swaps, overlap):
     """Requests run, wait, are preempted and forked meanwhile. Those not kept get a new engine's tokens."""
     manager = wide(11)
     rng = np.random.default_rng(swaps)
