@@ -223,10 +223,10 @@ def tied(table: list[Weight], names: Collection[str]) -> Iterator[Weight]:
 
 
 def is_draft(name: str) -> bool:
-    """Whether a tensor belongs to a layer that makes drafts, which a model without drafts leaves out."""
+    """Whether a tensor belongs to a draft layer, which a model without drafts leaves out."""
     return name.startswith(("mtp.", "model.mtp."))
 
 
 def is_draft_copy(name: str) -> bool:
-    """Whether a tensor of such a layer is a copy of the embedding or the head, by the released converter's rule."""
+    """Whether a tensor of a draft layer is a copy of the embedding or the head, by the released converter's rule."""
     return is_draft(name) and ("emb" in name or name.endswith("head.weight"))

@@ -1,4 +1,4 @@
-"""The kinds of layers that make drafts."""
+"""The kinds of draft layers, which predict tokens that the model then verifies."""
 
 import dataclasses
 
