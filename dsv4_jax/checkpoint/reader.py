@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dsv4_jax.common.downloads import snapshot_hint
-from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader, parse_json, read_header
+from dsv4_jax.common.downloads import parse_json, snapshot_hint
+from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader, read_header
 
 
 INDEX_NAME = "model.safetensors.index.json"
