@@ -121,12 +121,12 @@ class Weight:
     """A parameter of the model and the stored tensors it is made of.
 
     Attributes:
-        path: module path of the parameter, e.g. "model.layers.0.mlp.experts.down_proj".
-        shape: shape of the parameter.
-        dtype: dtype of its tensors in the release's files: "F8_E4M3", "I8" (FP4), "BF16", "F32", or "I64" for ids of
-            experts, the model's only integers.
-        sources: names of the stored tensors, whose concatenation is the parameter in row-major order.
-        source_shape: shape of each stored tensor.
+      path: module path of the parameter, e.g. "model.layers.0.mlp.experts.down_proj".
+      shape: shape of the parameter.
+      dtype: dtype of its tensors in the release's files: "F8_E4M3", "I8" (FP4), "BF16", "F32", or "I64" for ids of
+        experts, the model's only integers.
+      sources: names of the stored tensors, whose concatenation is the parameter in row-major order.
+      source_shape: shape of each stored tensor.
     """
 
     path: str

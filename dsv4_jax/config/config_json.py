@@ -96,8 +96,8 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
     """Returns the fields of `DSV4Config`, which checks most of them, from config.json's content.
 
     Raises:
-        TypeError: a number is of another type.
-        ValueError: as `DSV4Config.from_hf`, but for values that `DSV4Config` refuses.
+      TypeError: a number is of another type.
+      ValueError: as `DSV4Config.from_hf`, but for values that `DSV4Config` refuses.
     """
     model_type = raw.get("model_type")
     check(model_type == "deepseek_v4", f"model_type={model_type!r} must be 'deepseek_v4': no other model is known")

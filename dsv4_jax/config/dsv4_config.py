@@ -34,8 +34,8 @@ class DSV4Config:
     - `tie_word_embeddings`: whether a checkpoint may leave out the head, which is then a copy of the embedding.
 
     Raises:
-        TypeError: a layer is no LayerSpec, or a number in it is not whole.
-        ValueError: a field has an impossible value; the message names the field and the value.
+      TypeError: a layer is no LayerSpec, or a number in it is not whole.
+      ValueError: a field has an impossible value; the message names the field and the value.
     """
 
     vocab_size: int
@@ -216,15 +216,15 @@ class DSV4Config:
         """Reads config.json in the release's spelling, in transformers 5's, or in a mixture that agrees.
 
         Args:
-            source: a folder that holds config.json, the file itself, a safetensors file beside it, or its parsed
-                content.
-            mtp: whether to include the draft layers, which take the memory of more layers: the
-                multi-token-prediction block, or DSpark's three where the file has `dspark_*` keys.
+          source: a folder that holds config.json, the file itself, a safetensors file beside it, or its parsed
+            content.
+          mtp: whether to include the draft layers, which take the memory of more layers: the
+            multi-token-prediction block, or DSpark's three where the file has `dspark_*` keys.
 
         Raises:
-            ValueError: the file is missing or not JSON, describes another model, lacks fields (all are named at once;
-                fields that decide layout have no default), has two spellings that disagree or an impossible value, or
-                `mtp` is given for a model without such layers.
+          ValueError: the file is missing or not JSON, describes another model, lacks fields (all are named at once;
+            fields that decide layout have no default), has two spellings that disagree or an impossible value, or
+            `mtp` is given for a model without such layers.
         """
         content = source if isinstance(source, dict) else config_json.read_json(Path(source))
         try:
