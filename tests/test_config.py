@@ -408,10 +408,10 @@ def test_broken_files(tmp_path):
     text = json.dumps(RAW)
     for content in (text[: len(text) // 2], "", "\udcff", "[" * 100_000, "1" * 10_000):
         file.write_bytes(content.encode(errors="surrogateescape"))
-        with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+        with pytest.raises(ValueError, match=r"config\.json: its JSON is broken"):
             DSV4Config.from_hf(tmp_path)
     file.write_text("[1]")
-    with pytest.raises(ValueError, match="must be an object"):
+    with pytest.raises(ValueError, match="its JSON is no object but list"):
         DSV4Config.from_hf(file)
 
 

@@ -45,18 +45,18 @@ def convert_checkpoint(
     Other small files of the folder, such as tokenizer.json, are copied.
 
     Args:
-        source: folder of the checkpoint, or one `.safetensors` file with its config.json beside it.
-        folder: destination, which must not exist or be empty. It appears when all is written.
-        weights: storage of the weights, as in `save_release`.
-        naming: names of the tensors, see `checkpoint.keys`. None = those of the source.
-        shard_bytes: largest size of a file, unless a single tensor with its scale exceeds it.
-        progress: whether to show a progress bar on standard error.
+      source: folder of the checkpoint, or one `.safetensors` file with its config.json beside it.
+      folder: destination, which must not exist or be empty. It appears when all is written.
+      weights: storage of the weights, as in `save_release`.
+      naming: names of the tensors, see `checkpoint.keys`. None = those of the source.
+      shard_bytes: largest size of a file, unless a single tensor with its scale exceeds it.
+      progress: whether to show a progress bar on standard error.
 
     Raises:
-        ValueError: the source is none that `load_checkpoint` reads; a value is NaN or infinite in the new storage;
-            `weights` and `naming` exclude each other (see `save_release`); the destination is not empty, or has too
-            little room.
-        OSError: a file cannot be written.
+      ValueError: the source is none that `load_checkpoint` reads; a value is NaN or infinite in the new storage;
+        `weights` and `naming` exclude each other (see `save_release`); the destination is not empty, or has too
+        little room.
+      OSError: a file cannot be written.
     """
     source = Path(source)
     folder = Path(folder)

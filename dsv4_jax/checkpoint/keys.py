@@ -8,7 +8,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Literal, get_args
 
 from dsv4_jax.config import DSV4Config
@@ -121,12 +121,12 @@ class Weight:
     """A parameter of the model and the stored tensors it is made of.
 
     Attributes:
-        path: module path of the parameter, e.g. "model.layers.0.mlp.experts.down_proj".
-        shape: shape of the parameter.
-        dtype: dtype of its tensors in the release's files: "F8_E4M3", "I8" (FP4), "BF16", "F32", or "I64" for ids of
-            experts, the model's only integers.
-        sources: names of the stored tensors, whose concatenation is the parameter in row-major order.
-        source_shape: shape of each stored tensor.
+      path: module path of the parameter, e.g. "model.layers.0.mlp.experts.down_proj".
+      shape: shape of the parameter.
+      dtype: dtype of its tensors in the release's files: "F8_E4M3", "I8" (FP4), "BF16", "F32", or "I64" for ids of
+        experts, the model's only integers.
+      sources: names of the stored tensors, whose concatenation is the parameter in row-major order.
+      source_shape: shape of each stored tensor.
     """
 
     path: str
@@ -159,26 +159,29 @@ class Weight:
 
 def weights(config: DSV4Config, naming: Naming) -> Iterator[Weight]:
     """Yields every parameter of the model in the given naming."""
+    shapes = _shapes(config)
     for path, release, dtype in _TOP:
         is_release = naming == "release" or (naming == "hybrid" and path == HEAD)
-        yield from _weight(config, path, release if is_release else path, dtype)
+        yield from _weight(shapes, path, release if is_release else path, dtype)
     parts = [(f"model.layers.{layer}.", f"layers.{layer}.", _LAYER) for layer in range(config.num_hidden_layers)]
     parts += [(f"drafts.layers.{layer}.", f"mtp.{layer}.", _LAYER) for layer in range(config.num_draft_layers)]
     parts += [("drafts.", "mtp.0.", _DRAFT_INPUTS), ("drafts.", f"mtp.{config.num_draft_layers - 1}.", _DRAFT_OUTPUTS)]
     for ours, theirs, rows in parts:
         if naming == "hybrid" or (naming == "module" and ours.startswith("model.")):
             theirs = f"model.{theirs}"
-        for path, release, dtype, *module in rows:
-            names = (*module, path)[0] if naming == "module" else release
-            if naming == "hybrid" and release == "attn.kv_norm.weight":
+        for path, release, dtype, *other_path in rows:
+            names = release
+            if naming == "module":
+                names = other_path[0] if other_path else path
+            elif naming == "hybrid" and release == "attn.kv_norm.weight":
                 names = "attn.norm.weight"
             names = " ".join(theirs + name for name in names.split())
-            yield from _weight(config, ours + path.format_map(_FUSED), names, dtype)
+            yield from _weight(shapes, ours + path.format_map(_FUSED), names, dtype)
 
 
-def _weight(config: DSV4Config, path: str, names: str, dtype: str) -> Iterator[Weight]:
-    """Yields the parameter at `path` if the model has it. `names` are its tensors; {expert} stands for each expert."""
-    shape = _shapes(config).get(path)
+def _weight(shapes: Mapping[str, tuple[int, ...]], path: str, names: str, dtype: str) -> Iterator[Weight]:
+    """Yields the parameter at `path` if it has a shape. `names` are its tensors; {expert} stands for each expert."""
+    shape = shapes.get(path)
     if shape is None:
         return
     sources = tuple(names.split())
@@ -223,10 +226,10 @@ def tied(table: list[Weight], names: Collection[str]) -> Iterator[Weight]:
 
 
 def is_draft(name: str) -> bool:
-    """Whether a tensor belongs to a layer that makes drafts, which a model without drafts leaves out."""
+    """Whether a tensor belongs to a draft layer, which a model without drafts leaves out."""
     return name.startswith(("mtp.", "model.mtp."))
 
 
 def is_draft_copy(name: str) -> bool:
-    """Whether a tensor of such a layer is a copy of the embedding or the head, by the released converter's rule."""
+    """Whether a tensor of a draft layer is a copy of the embedding or the head, by the released converter's rule."""
     return is_draft(name) and ("emb" in name or name.endswith("head.weight"))

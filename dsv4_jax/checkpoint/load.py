@@ -60,27 +60,27 @@ def load_checkpoint(
     shard straight from the file's pages.
 
     Args:
-        path: a folder with `model.safetensors` or shards and their index, or one `.safetensors` file.
-        config: configuration of the model. None reads config.json beside the tensors, without the
-            multi-token-prediction block: for drafts, give `DSV4Config.from_hf(path, mtp=True)`.
-        dtype: dtype of the activations, bfloat16 or float32.
-        weights: dtype of embedding and linear weights, bfloat16 or float32; both hold every value of the quantized
-            storage exactly. "quantized" keeps quantized weights quantized in memory and dequantizes them on use, with
-            equal results. None = the dtype of the activations. The module decides which parameters are always float32.
-        mesh: devices to shard the model over, with an axis "model", for instance `jax.make_mesh((4,), ("model",))`; see
-            `parallel.axis_rules`. Give `KVCacheManager` the same mesh. None = the default device.
-        expert_parallel: whether each device along "model" gets whole experts instead of a shard of each expert.
-        expert_memory: where the routed experts of the release's storage lie, for a model that is larger than its GPU;
-            the embedding lies in host memory then. None = on the devices. Needs weights="quantized" and no mesh.
-        progress: whether to show a progress bar on standard error.
+      path: a folder with `model.safetensors` or shards and their index, or one `.safetensors` file.
+      config: configuration of the model. None reads config.json beside the tensors, without the
+        multi-token-prediction block: for drafts, give `DSV4Config.from_hf(path, mtp=True)`.
+      dtype: dtype of the activations, bfloat16 or float32.
+      weights: dtype of embedding and linear weights, bfloat16 or float32; both hold every value of the quantized
+        storage exactly. "quantized" keeps quantized weights quantized in memory and dequantizes them on use, with
+        equal results. None = the dtype of the activations. The module decides which parameters are always float32.
+      mesh: devices to shard the model over, with an axis "model", for instance `jax.make_mesh((4,), ("model",))`; see
+        `parallel.axis_rules`. Give `KVCacheManager` the same mesh. None = the default device.
+      expert_parallel: whether each device along "model" gets whole experts instead of a shard of each expert.
+      expert_memory: where the routed experts of the release's storage lie, for a model that is larger than its GPU;
+        the embedding lies in host memory then. None = on the devices. Needs weights="quantized" and no mesh.
+      progress: whether to show a progress bar on standard error.
 
     Returns:
-        The model. Tensors of multi-token prediction are left out, and logged, if the configuration has none.
+      The model. Tensors of multi-token prediction are left out, and logged, if the configuration has none.
 
     Raises:
-        ValueError: the dtype or `weights` is invalid; a file is broken (see `reader`); tensors are missing, extra,
-            mis-shaped, of the wrong kind or have wrong scales (all in one message); weights are NaN or infinite; the
-            mesh does not divide the model or would split a block of weights with one scale; a device is out of memory.
+      ValueError: the dtype or `weights` is invalid; a file is broken (see `reader`); tensors are missing, extra,
+        mis-shaped, of the wrong kind or have wrong scales (all in one message); weights are NaN or infinite; the
+        mesh does not divide the model or would split a block of weights with one scale; a device is out of memory.
     """
     if isinstance(weights, str) and weights not in ("quantized", "bfloat16", "float32"):
         raise ValueError(f"{weights=} must be quantized, bfloat16 or float32")

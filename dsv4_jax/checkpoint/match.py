@@ -24,13 +24,13 @@ def match_weights(
     """Returns the table of the model's weights in the checkpoint's naming, and the tensors by name.
 
     Args:
-        path: the checkpoint, for messages.
-        stored: its tensors by name. Those of draft layers are left out, and logged, if the configuration has none.
-        config: configuration of the model.
+      path: the checkpoint, for messages.
+      stored: its tensors by name. Those of draft layers are left out, and logged, if the configuration has none.
+      config: configuration of the model.
 
     Raises:
-        ValueError: tensors are missing, extra, mis-shaped, of the wrong kind or have wrong scales (all in one message),
-            or another tool has quantized them.
+      ValueError: tensors are missing, extra, mis-shaped, of the wrong kind or have wrong scales (all in one message),
+        or another tool has quantized them.
     """
     if not config.num_nextn_predict_layers and (unused := [name for name in stored if is_draft(name)]):
         _log.info("%d tensors of multi-token prediction (%s, ...) are not used", len(unused), unused[0])

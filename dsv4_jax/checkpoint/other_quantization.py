@@ -27,8 +27,8 @@ def find_other_quantization(path: Path, names: Collection[str]) -> str | None:
     """Returns the name of the method that has quantized a checkpoint; None if it is the release's or there is none.
 
     Args:
-        path: the checkpoint's folder, or a file in it. The `quantization_config` of its config.json names the method.
-        names: names of the checkpoint's tensors, which tell the method if config.json does not.
+      path: the checkpoint's folder, or a file in it. The `quantization_config` of its config.json names the method.
+      names: names of the checkpoint's tensors, which tell the method if config.json does not.
     """
     by_names = next((method for end, method in _METHODS.items() if any(name.endswith(end) for name in names)), None)
     declared: Any = None

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dsv4_jax.common.downloads import snapshot_hint
-from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader, parse_json, read_header
+from dsv4_jax.common.downloads import parse_json, snapshot_hint
+from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader, read_header
 
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -25,9 +25,9 @@ class StoredTensor(TensorHeader):
     """A tensor in a memory-mapped safetensors file.
 
     Attributes:
-        name, dtype, shape: as in the file's header.
-        file: path of the file.
-        data: [bytes] uint8 view of the mapped file.
+      name, dtype, shape: as in the file's header.
+      file: path of the file.
+      data: [bytes] uint8 view of the mapped file.
     """
 
     file: Path
@@ -75,14 +75,14 @@ def read_checkpoint(path: str | Path) -> dict[str, StoredTensor]:
     """Reads the tensors of a checkpoint by name.
 
     Args:
-        path: a `.safetensors` file, or a folder with `model.safetensors` or with shards and their
-            `model.safetensors.index.json`.
+      path: a `.safetensors` file, or a folder with `model.safetensors` or with shards and their
+        `model.safetensors.index.json`.
 
     A warning names other safetensors files of the folder, which are not read.
 
     Raises:
-        ValueError: as `read_file`; the folder holds no checkpoint, or two; the index names missing files or tensors or
-            leaves tensors out; two shards hold the same tensor.
+      ValueError: as `read_file`; the folder holds no checkpoint, or two; the index names missing files or tensors or
+        leaves tensors out; two shards hold the same tensor.
     """
     path = Path(path)
     if not path.is_dir():
@@ -117,7 +117,7 @@ def weights_fingerprint(path: str | Path) -> str:
     Reads no more of the files. It does not depend on their number, names and times.
 
     Args:
-        path: as for `read_checkpoint`, which raises the same errors.
+      path: as for `read_checkpoint`, which raises the same errors.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(read_checkpoint(path).items()):

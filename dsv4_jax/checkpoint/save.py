@@ -43,17 +43,17 @@ def save_release(
     storage; with "float32", everything is float32.
 
     Args:
-        model: the model.
-        folder: destination, which is made if it does not exist; existing files are overwritten.
-        weights: storage of the weights, see above.
-        naming: names of the tensors, see `checkpoint.keys`. "module" stacks a layer's experts in one tensor.
-        shard_bytes: largest size of a file, unless a single tensor with its scale exceeds it.
-        progress: whether to show a progress bar on standard error.
+      model: the model.
+      folder: destination, which is made if it does not exist; existing files are overwritten.
+      weights: storage of the weights, see above.
+      naming: names of the tensors, see `checkpoint.keys`. "module" stacks a layer's experts in one tensor.
+      shard_bytes: largest size of a file, unless a single tensor with its scale exceeds it.
+      progress: whether to show a progress bar on standard error.
 
     Raises:
-        ValueError: `shard_bytes` is not positive, a parameter is not finite, `weights` and `naming` exclude each other
-            (see `check_storage`), or the release's spelling cannot express the layers: hash layers follow others, or a
-            layer's spec is not that of its rate in a release.
+      ValueError: `shard_bytes` is not positive, a parameter is not finite, `weights` and `naming` exclude each other
+        (see `check_storage`), or the release's spelling cannot express the layers: hash layers follow others, or a
+        layer's spec is not that of its rate in a release.
     """
     if shard_bytes < 1:
         raise ValueError(f"{shard_bytes=} must be at least 1")
@@ -87,13 +87,13 @@ def write_checkpoint(
     """Writes config.json and safetensors files to a folder.
 
     Args:
-        folder: destination, which is made if it does not exist; existing files are overwritten.
-        config: content of config.json.
-        headers: the tensors in order, of which those of a list lie in the same file.
-        arrays: the tensors' data in the same order. Several arrays may follow one another in a tensor, so that no
-            tensor has to be in memory as a whole.
-        shard_bytes: largest size of a file, unless a single list of tensors exceeds it.
-        advance: function that is called with the number of bytes after each array.
+      folder: destination, which is made if it does not exist; existing files are overwritten.
+      config: content of config.json.
+      headers: the tensors in order, of which those of a list lie in the same file.
+      arrays: the tensors' data in the same order. Several arrays may follow one another in a tensor, so that no
+        tensor has to be in memory as a whole.
+      shard_bytes: largest size of a file, unless a single list of tensors exceeds it.
+      advance: function that is called with the number of bytes after each array.
     """
     folder = Path(folder)
     content = json.dumps(config, indent=2) + "\n"

@@ -35,13 +35,13 @@ def write_byte_tokenizer(path: str | Path, specials: dict[str, int], *, begin: s
     """Writes a tokenizer.json whose ids 0 to 255 are the bytes of the text in UTF-8.
 
     Args:
-        path: path of the file; `read_tokenizer` expects the name tokenizer.json.
-        specials: {name: id} of special tokens, such as {"<bos>": 256, "<eos>": 257}, with ids from 256 on. Encoding
-            recognizes their names in a text; decoding omits them by default.
-        begin: special token that encoding puts before every text; None = none.
+      path: path of the file; `read_tokenizer` expects the name tokenizer.json.
+      specials: {name: id} of special tokens, such as {"<bos>": 256, "<eos>": 257}, with ids from 256 on. Encoding
+        recognizes their names in a text; decoding omits them by default.
+      begin: special token that encoding puts before every text; None = none.
 
     Raises:
-        ValueError: a special token is empty, or its id is a byte's or another token's; `begin` is not a special token.
+      ValueError: a special token is empty, or its id is a byte's or another token's; `begin` is not a special token.
     """
     if "" in specials or len(set(specials.values())) < len(specials) or min(specials.values(), default=256) < 256:
         raise ValueError(f"{specials=} must have names and unique ids from 256 on: smaller ids are bytes")

@@ -1,6 +1,8 @@
-"""Recognizes what an incomplete download leaves in place of a checkpoint's files, and says what to do."""
+"""Small files of checkpoints, and what an incomplete download leaves in their place."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -20,3 +22,23 @@ def snapshot_hint(folder: Path) -> str:
     snapshots = folder if folder.name == "snapshots" else folder / "snapshots"
     configs = sorted(snapshots.glob("*/config.json"), key=lambda file: file.lstat().st_mtime)
     return f" This is a folder of the hub's cache: give the snapshot in it, {configs[-1].parent}" if configs else ""
+
+
+def parse_json(name: str, content: bytes) -> dict[str, Any]:
+    """Parses a JSON object; raises ValueError, with `name` first, for other content or duplicate keys."""
+    check_not_lfs_pointer(name, content)
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice")
+        return result
+
+    try:
+        parsed = json.loads(content, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: its JSON is broken (truncated?): {error}.") from None
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{name}: its JSON is no object but {type(parsed).__name__}.")
+    return parsed

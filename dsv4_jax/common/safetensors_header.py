@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from dsv4_jax.common.downloads import check_not_lfs_pointer
+from dsv4_jax.common.downloads import check_not_lfs_pointer, parse_json
 
 
 DTYPES = {
@@ -87,26 +87,6 @@ def read_header(file: np.ndarray, name: str) -> tuple[dict[str, tuple[TensorHead
         spans.append((start, stop, key))
     _check_spans(name, spans, len(data))
     return tensors, metadata
-
-
-def parse_json(name: str, content: bytes) -> dict[str, Any]:
-    """Parses a JSON object; raises ValueError, with `name` first, for other content or duplicate keys."""
-    check_not_lfs_pointer(name, content)
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) < len(pairs):
-            names = [name for name, _ in pairs]
-            raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice")
-        return result
-
-    try:
-        parsed = json.loads(content, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name}: its JSON is broken: {error}.") from None
-    if not isinstance(parsed, dict):
-        raise ValueError(f"{name}: its JSON is no object but {type(parsed).__name__}.")
-    return parsed
 
 
 def _are_sizes(value: Any, most: int) -> bool:

@@ -1,14 +1,13 @@
 """Reads config.json, in the release's spelling or transformers', and writes it in the release's."""
 
 import dataclasses
-import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsv4_jax.common.arguments import check, check_positive, check_whole
-from dsv4_jax.common.downloads import check_not_lfs_pointer, snapshot_hint
+from dsv4_jax.common.downloads import parse_json, snapshot_hint
 from dsv4_jax.config.draft_config import DSparkConfig
 from dsv4_jax.config.layer_spec import LAYER_TYPES, MAX_ROWS, SLIDING, LayerSpec
 from dsv4_jax.config.rope_scaling import RopeScaling
@@ -97,8 +96,8 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
     """Returns the fields of `DSV4Config`, which checks most of them, from config.json's content.
 
     Raises:
-        TypeError: a number is of another type.
-        ValueError: as `DSV4Config.from_hf`, but for values that `DSV4Config` refuses.
+      TypeError: a number is of another type.
+      ValueError: as `DSV4Config.from_hf`, but for values that `DSV4Config` refuses.
     """
     model_type = raw.get("model_type")
     check(model_type == "deepseek_v4", f"model_type={model_type!r} must be 'deepseek_v4': no other model is known")
@@ -184,12 +183,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         hint = snapshot_hint(path)
         raise ValueError(f"cannot read the configuration {file}: {error.strerror}.{hint}") from None
-    check_not_lfs_pointer(file, text)
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON (truncated?): {error}.") from None
-    return _object(str(file), content)
+    return parse_json(str(file), text)
 
 
 def mlp_types(hash_layers: int, layers: int) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The kinds of layers that make drafts."""
+"""The kinds of draft layers, which predict tokens that the model then verifies."""
 
 import dataclasses
 
@@ -11,13 +11,13 @@ class MTPConfig:
     Every kind of draft layers has these attributes and the method `spare_rows`; nothing else asks for the kind.
 
     Attributes:
-        num_layers: number of draft layers, which have a window only.
-        block_size: number of tokens that a pass over the layers drafts.
-        max_drafts: the most tokens that can be drafted for a request in a step; None = no limit.
-        keeps_streams: whether the cache stores the residual streams of each request's last tokens.
-        estimates_confidence: whether a draft has a probability of being accepted.
-        target_layer_ids: layers of the model, ascending, whose streams drafts are made from, each as a mean; () = the
-            streams before the model's head.
+      num_layers: number of draft layers, which have a window only.
+      block_size: number of tokens that a pass over the layers drafts.
+      max_drafts: the most tokens that can be drafted for a request in a step; None = no limit.
+      keeps_streams: whether the cache stores the residual streams of each request's last tokens.
+      estimates_confidence: whether a draft has a probability of being accepted.
+      target_layer_ids: layers of the model, ascending, whose streams drafts are made from, each as a mean; () = the
+        streams before the model's head.
     """
 
     num_layers = 1
@@ -37,11 +37,11 @@ class DSparkConfig:
     """The draft layers of V4-Flash-0731 and V4-Pro-0813, which draft a block of tokens in one pass (DSpark).
 
     Attributes:
-        num_layers: number of draft layers, which have a window only.
-        block_size: number of tokens that a pass drafts, and that a step can draft.
-        noise_token_id: token id that stands in the block for every token but the first.
-        target_layer_ids: layers of the model, ascending; the draft layers read the streams that leave them.
-        markov_rank: width of the correction of a draft's logits by the token before it.
+      num_layers: number of draft layers, which have a window only.
+      block_size: number of tokens that a pass drafts, and that a step can draft.
+      noise_token_id: token id that stands in the block for every token but the first.
+      target_layer_ids: layers of the model, ascending; the draft layers read the streams that leave them.
+      markov_rank: width of the correction of a draft's logits by the token before it.
     """
 
     num_layers: int

@@ -22,16 +22,20 @@ if TYPE_CHECKING:
 class DSV4Config:
     """The configuration of a DeepSeek-V4 model; immutable and hashable (a static jit argument).
 
-    Fields are named as in config.json. `specs` describes the attention of each layer, without those that make drafts,
-    and `mlp_layer_types` its MLP, "hash_moe" or "moe". `rope_theta` (plain) serves layers that have a window only,
-    `compress_rope_theta` with `rope_scaling` (None = no YaRN) the compressed ones. `eos_token_id` is a tuple, empty if
-    there is none. `num_nextn_predict_layers` is 1 with layers that make drafts, and 0 without: the
-    multi-token-prediction block, or those that `dspark` describes. With `tie_word_embeddings` a checkpoint may leave
-    out the head, which is loaded as a copy of the embedding.
+    Fields are named as in config.json. These need a word more:
+
+    - `specs`: the attention of each layer, without draft layers.
+    - `mlp_layer_types`: the MLP of each of these layers, "hash_moe" or "moe".
+    - `rope_theta`: base of plain RoPE, for layers that have a window only.
+    - `compress_rope_theta`: base of RoPE in the other layers, where `rope_scaling` describes YaRN; None = no YaRN.
+    - `eos_token_id`: a tuple, empty if there is none.
+    - `num_nextn_predict_layers`: 1 with draft layers, 0 without. They are the multi-token-prediction block, or those
+      that `dspark` describes.
+    - `tie_word_embeddings`: whether a checkpoint may leave out the head, which is then a copy of the embedding.
 
     Raises:
-        TypeError: a layer is no LayerSpec, or a number in it is not whole.
-        ValueError: a field has an impossible value; the message names the field and the value.
+      TypeError: a layer is no LayerSpec, or a number in it is not whole.
+      ValueError: a field has an impossible value; the message names the field and the value.
     """
 
     vocab_size: int
@@ -114,27 +118,27 @@ class DSV4Config:
 
     @functools.cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """The specs of all layers in order; those that make drafts, which have a window only, are the last ones."""
+        """The specs of all layers in order. Draft layers, which have a window only, are the last ones."""
         return numbered((*self.specs, *[LayerSpec()] * self.num_draft_layers))
 
     @property
     def num_hidden_layers(self) -> int:
-        """The number of layers without those that make drafts."""
+        """The number of layers without draft layers."""
         return len(self.specs)
 
     @property
     def layer_types(self) -> tuple[str, ...]:
-        """The names of the layers' attention in transformers' config.json, without layers that make drafts."""
+        """The names of the layers' attention in transformers' config.json, without draft layers."""
         return tuple(spec.layer_type for spec in self.specs)
 
     @property
     def drafts(self) -> MTPConfig | DSparkConfig | None:
-        """The description of the layers that make drafts; None without such layers."""
+        """The description of the draft layers; None without any."""
         return (self.dspark or MTPConfig()) if self.num_nextn_predict_layers else None
 
     @property
     def num_draft_layers(self) -> int:
-        """The number of layers that make drafts."""
+        """The number of draft layers."""
         return 0 if self.drafts is None else self.drafts.num_layers
 
     def with_layers(self, specs: Sequence[LayerSpec], mlp_layer_types: Sequence[str] | None = None) -> "DSV4Config":
@@ -166,7 +170,7 @@ class DSV4Config:
         return dataclasses.replace(self, num_nextn_predict_layers=1, dspark=dspark)
 
     def with_drafts(self, drafts: bool) -> "DSV4Config":
-        """Returns the configuration with the model's layers that make drafts, or without them."""
+        """Returns the configuration with the model's draft layers, or without them."""
         return dataclasses.replace(self, num_nextn_predict_layers=int(drafts), dspark=self.dspark if drafts else None)
 
     def with_drafts_of(self, other: "DSV4Config") -> "DSV4Config":
@@ -188,7 +192,7 @@ class DSV4Config:
         return self.layers[layer].index_topk or self.index_topk
 
     def is_hashed(self, layer: int) -> bool:
-        """Whether a layer looks up its experts by token id; layers that make drafts never do."""
+        """Whether a layer looks up its experts by token id; draft layers never do."""
         return self.mlp_layer_types[layer : layer + 1] == ("hash_moe",)
 
     def inv_freq(self, layer: int) -> "np.ndarray":
@@ -212,15 +216,15 @@ class DSV4Config:
         """Reads config.json in the release's spelling, in transformers 5's, or in a mixture that agrees.
 
         Args:
-            source: a folder that holds config.json, the file itself, a safetensors file beside it, or its parsed
-                content.
-            mtp: whether to include the layers that make drafts, which take the memory of more layers: the
-                multi-token-prediction block, or DSpark's three where the file has `dspark_*` keys.
+          source: a folder that holds config.json, the file itself, a safetensors file beside it, or its parsed
+            content.
+          mtp: whether to include the draft layers, which take the memory of more layers: the
+            multi-token-prediction block, or DSpark's three where the file has `dspark_*` keys.
 
         Raises:
-            ValueError: the file is missing or not JSON, describes another model, lacks fields (all are named at once;
-                fields that decide layout have no default), has two spellings that disagree or an impossible value, or
-                `mtp` is given for a model without such layers.
+          ValueError: the file is missing or not JSON, describes another model, lacks fields (all are named at once;
+            fields that decide layout have no default), has two spellings that disagree or an impossible value, or
+            `mtp` is given for a model without such layers.
         """
         content = source if isinstance(source, dict) else config_json.read_json(Path(source))
         try:

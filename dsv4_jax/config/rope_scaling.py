@@ -16,10 +16,10 @@ class RopeScaling:
     """YaRN's parameters (Peng et al. 2023), without an attention factor: DeepSeek-V4 uses none.
 
     Attributes:
-        factor: factor by which the context was extended.
-        original_max_position_embeddings: context length before the extension, in tokens.
-        beta_fast: pairs that turn more often than this over the original context keep their frequency.
-        beta_slow: pairs that turn less often than this get their frequency divided by `factor`.
+      factor: factor by which the context was extended.
+      original_max_position_embeddings: context length before the extension, in tokens.
+      beta_fast: pairs that turn more often than this over the original context keep their frequency.
+      beta_slow: pairs that turn less often than this get their frequency divided by `factor`.
     """
 
     factor: float

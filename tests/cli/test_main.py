@@ -15,6 +15,7 @@ import dsv4_jax
 from dsv4_jax.cli import bench_command as bench, main
 from dsv4_jax.cli.convert_command import ConvertCommand
 from dsv4_jax.cli.generate_command import GenerateCommand
+from dsv4_jax.cli.option_checks import MINIMUMS
 from dsv4_jax.cli.plan_command import PlanCommand
 from dsv4_jax.cli.score_command import ScoreCommand
 from dsv4_jax.cli.serve_command import ServeCommand
@@ -51,6 +52,11 @@ def test_help_explains_every_option_and_has_an_example(name, capsys):
     assert out.count("\n  --") + out.count("│ --") == len(dataclasses.fields(COMMANDS[name])) - positional
     # An explanation stands between an option and its default.
     assert not re.findall(r"--[\w-]+(?: \S+)? \((?:default|required)", words(out))
+
+
+def test_every_minimum_is_an_options():
+    options = {field.name for command in COMMANDS.values() for field in dataclasses.fields(command)}
+    assert MINIMUMS.keys() <= options
 
 
 def test_help_lists_the_commands(capsys):

@@ -79,6 +79,7 @@ def test_a_row_depends_on_its_own_seed_and_position_only():
         (dict(temperature=float("nan")), ValueError, "temperature=nan"),
         (dict(temperature=float("inf")), ValueError, "temperature=inf"),
         (dict(temperature=1e-40), ValueError, "temperature=1e-40 must be 0 .* or positive, from 1e-5 to 1e5"),
+        (dict(temperature=10**400), ValueError, "temperature=inf"),
         (dict(temperature="0.8"), TypeError, "temperature='0.8' must be a number"),
         (dict(temperature=True), TypeError, "temperature=True must be a number"),
         (dict(top_k=-1), ValueError, "top_k=-1 must be at least 0"),
