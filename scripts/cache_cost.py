@@ -1,7 +1,6 @@
 """Measures what quantizing the cache costs a model: `python scripts/cache_cost.py --help`."""
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,6 +16,7 @@ from needles import DIGITS, Planted, test_row
 from rich.console import Console
 from rich.progress import track
 
+from dsv4_jax.bench.reports import write_report
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.cli.options import Dtype, ModelOptions
 from dsv4_jax.cli.scoring import score_ids
@@ -114,7 +114,7 @@ class CacheCost:
 
     def _write(self, report: dict[str, Any]) -> None:
         """Writes the files; called after every measurement, because each takes long."""
-        self.out.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n")
+        write_report(self.out.with_suffix(".json"), report)
         self.out.with_suffix(".md").write_text(tables(report))
         plot(self.out.with_suffix(".png"), report)
 

@@ -1,6 +1,5 @@
 """Times calls of an op in a loop on the device, comparable to CUDA graphs of other projects' kernels."""
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from jax import lax
 from dsv4_jax.bench import timing
 from dsv4_jax.bench.cases import Case
 from dsv4_jax.bench.op_times import CASES
+from dsv4_jax.bench.reports import write_report
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.config import DSV4Config
 
@@ -53,7 +53,7 @@ def loop_times(
     if report is not None:
         found = dict(device=jax.devices()[0].device_kind, jax=jax.__version__, shapes=shapes, cache_format="v4")
         found |= dict(clock="loop on the device, median", loops=results)
-        report.write_text(json.dumps(found, indent=1) + "\n")
+        write_report(report, found)
 
 
 def seconds_a_call(case: Case, implementation: str, calls: int, passes: int, times: int = 5) -> float:

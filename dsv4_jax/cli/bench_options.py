@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import inspect
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
+from dsv4_jax.bench.reports import write_report
 from dsv4_jax.cli import option_checks, options, startup
 from dsv4_jax.parallel.mesh import make_mesh
 
@@ -83,7 +83,7 @@ class Benchmark:
             for row in rows:
                 report[section].append(row)
                 if self.out is not None:
-                    self.out.write_text(json.dumps(_rounded(report), indent=1) + "\n")
+                    write_report(self.out, report)
         if plot is not None:
             from dsv4_jax.bench import plots
 
@@ -98,15 +98,6 @@ class Benchmark:
 
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
         raise NotImplementedError
-
-
-def _rounded(value: Any) -> Any:
-    """Returns a report whose measured numbers have six digits."""
-    if isinstance(value, dict):
-        return {name: _rounded(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
