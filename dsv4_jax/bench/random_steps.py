@@ -87,9 +87,12 @@ class RandomSteps:
         start = self.manager.length(self._slots[0]) % DRAWS * count
         ids = np.arange(start, start + count, dtype=np.int32) % self.manager.schema.config.vocab_size
         size = self.shard_requests * self.tokens
-        sizes = dict(prefill_size=size, decode_size=0 if self.is_prefill else size)
-        tokens = dict(zip(self._slots, np.split(ids, self.requests), strict=True))
-        batch = self.manager.prepare_forward(tokens, reserve=reserve, **sizes)
+        batch = self.manager.prepare_forward(
+            dict(zip(self._slots, np.split(ids, self.requests), strict=True)),
+            reserve=reserve,
+            prefill_size=size,
+            decode_size=0 if self.is_prefill else size,
+        )
         if self.is_prefill:
             self._chunk = batch
             return batch
@@ -164,14 +167,17 @@ def _program(function, args, **options):
 def _random_cache(schema):
     cache = KVCache.zeros(schema)
 
-    def fill(pool, codec):
+    def fill(pool, codec) -> Any:
+        if pool is None:
+            return None
         _, blocks, rows, _ = jax.tree.leaves(pool)[0].shape  # blocks or slots
-        some = codec.encode(jax.random.normal(jax.random.key(0), (min(blocks, 1024), rows, codec.dim), jnp.bfloat16))
-        order = jnp.arange(blocks) % min(blocks, 1024)
-        return jax.tree.map(lambda old, x: jnp.broadcast_to(x[order][None], old.shape), pool, some)
+        count = min(blocks, 1024)
+        encoded = codec.encode(jax.random.normal(jax.random.key(0), (count, rows, codec.dim), jnp.bfloat16))
+        order = jnp.arange(blocks) % count
+        return jax.tree.map(lambda old, x: jnp.broadcast_to(x[order][None], old.shape), pool, encoded)
 
-    new = {
-        name: PoolGroup(fill(pools.entries, group.entry), None if group.key is None else fill(pools.keys, group.key))
-        for (name, group), pools in zip(schema.groups.items(), cache.groups.values(), strict=True)
-    }
-    return dataclasses.replace(cache.with_groups(new), swa=fill(cache.swa, schema.window_codec))
+    groups = {}
+    for name, group in schema.groups.items():
+        pools = cache.groups[name]
+        groups[name] = PoolGroup(fill(pools.entries, group.entry), fill(pools.keys, group.key))
+    return dataclasses.replace(cache.with_groups(groups), swa=fill(cache.swa, schema.window_codec))

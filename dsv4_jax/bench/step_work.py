@@ -31,7 +31,7 @@ def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: in
     hit at random.
     """
     passes = draft_passes(config, drafts)
-    reads = dict(embed_tokens=0, markov_w1=0, tid2eid=0, markov_w2=drafts, lm_head=1 + passes)
+    reads = {"embed_tokens": 0, "markov_w1": 0, "tid2eid": 0, "markov_w2": drafts, "lm_head": 1 + passes}
     share = config.num_experts_per_tok / config.n_routed_experts
     operations = 0.0
     nbytes = 0.0
@@ -53,14 +53,14 @@ def cache_work(steps: RandomSteps, context: int) -> tuple[int, int]:
     row = tree_bytes(schema.window_codec.struct)
     windows = config.num_draft_layers * draft_passes(config, steps.drafts)
     read = windows * min(context, config.sliding_window) * row
-    seen = np.arange(context - steps.tokens, context) + 1  # by each token
+    visible_tokens = np.arange(context - steps.tokens, context) + 1  # to each token
     attended = scored = 0
     for spec in config.specs:
         read += min(context, config.window(spec.layer)) * row
-        attended += np.minimum(seen, config.window(spec.layer)).sum()
+        attended += np.minimum(visible_tokens, config.window(spec.layer)).sum()
         if spec.group is not None:
             group = schema.groups[spec.group]
-            visible = seen // spec.compress_rate
+            visible = visible_tokens // spec.compress_rate
             topk = context if spec.selection is None else config.topk(spec.selection)
             attended += np.minimum(visible, topk).sum()
             read += min(visible[-1], steps.tokens * topk) * tree_bytes(group.entry.struct)

@@ -6,8 +6,16 @@ from typing import Any
 from dsv4_jax.bench.kernel_kinds import KINDS, OUTSIDE, REST
 
 
-Row = dict[str, Any]
+Row = dict[str, Any]  # a result, or a report of many
 LAYER_KINDS = tuple(kind for kind in (*KINDS, REST) if kind not in OUTSIDE)
+# By a report's "shapes". Without a GPU, "tiny" replaces the requested model.
+MODELS = {
+    "flash": "V4-Flash",
+    "pro": "V4-Pro",
+    "flash_0731": "V4-Flash-0731",
+    "pro_0813": "V4-Pro-0813",
+    "tiny": "a tiny model",
+}
 # Acceptance rates for which tokens a second are reported.
 ACCEPTANCES = (0.5, 0.7, 0.9)
 
@@ -26,21 +34,23 @@ class LiveTable:
         self._widths = widths
         self._has_header = False
 
-    def add(self, row: Mapping[str, Any]) -> None:
+    def add(self, row: Row) -> None:
         """Prints a row."""
-        header = [] if self._has_header else [{name: name for name in self._columns}]
-        self._has_header = True
-        for cells in (*header, {name: cell(text, row) for name, text in self._columns.items()}):
-            print("  ".join(self._padded(name, text) for name, text in cells.items()).rstrip(), flush=True)
+        if not self._has_header:
+            self._print({name: name for name in self._columns})
+            self._has_header = True
+        self._print({name: _cell(text, row) for name, text in self._columns.items()})
 
-    def _padded(self, name, text):
-        least = self._widths.get(name, 8)
-        width = max(abs(least), len(name))
-        return text.ljust(width) if least < 0 else text.rjust(width)
+    def _print(self, cells):
+        padded = []
+        for name, text in cells.items():
+            least = self._widths.get(name, 8)
+            width = max(abs(least), len(name))
+            padded.append(text.ljust(width) if least < 0 else text.rjust(width))
+        print("  ".join(padded).rstrip(), flush=True)
 
 
-def cell(text: str, row: Mapping[str, Any]) -> str:
-    """Returns a format filled with a row's values; empty if the row lacks one."""
+def _cell(text, row):
     try:
         return text.format(**row)
     except KeyError:
@@ -63,10 +73,10 @@ def layer_share(row: Row) -> Row:
     share = 1e3 / row["layers"]
     outside = sum(times.get(kind, 0.0) for kind in OUTSIDE)
     floor = row["floor_milliseconds"] * (1 - row.get("head_bytes", 0) / row["floor_bytes"])
-    added: Row = dict(layer=share * (row["milliseconds"] - outside), layer_floor=share * floor)
-    added |= dict(kinds={kind: share * times[kind] for kind in LAYER_KINDS if kind in times})
+    kinds = {kind: share * times[kind] for kind in LAYER_KINDS if kind in times}
+    added: Row = {"layer": share * (row["milliseconds"] - outside), "layer_floor": share * floor, "kinds": kinds}
     if times:
-        added |= dict(outside=outside, gaps=share * row["gap_milliseconds"])
+        added |= {"outside": outside, "gaps": share * row["gap_milliseconds"]}
     return row | added
 
 

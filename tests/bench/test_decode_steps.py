@@ -11,7 +11,7 @@ from flax import nnx
 
 from dsv4_jax.bench import decode_steps, plots, timing
 from dsv4_jax.bench.cases import tree_bytes
-from dsv4_jax.bench.decode_steps import STEPS, StepCase, StepOptions
+from dsv4_jax.bench.decode_steps import STEPS, StepCase, StepOptions, default_sizes
 from dsv4_jax.bench.random_steps import DRAWS, RandomSteps, abstract_model, random_cache
 from dsv4_jax.bench.step_work import step_work, weight_work
 from dsv4_jax.bench.tables import LiveTable, layer_share
@@ -21,7 +21,6 @@ from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.parallel.mesh import make_mesh
-from dsv4_jax.quant import kv_format
 from tests.host.managers import CONFIG
 
 
@@ -147,7 +146,7 @@ def test_kernels_are_those_of_one_gpu(monkeypatch):
     monkeypatch.setattr(timing, "kernels", lambda calls: found)
     monkeypatch.setattr(decode_steps, "step_work", lambda *_: (0, 1000, 0))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    row = StepCase(steps, 256).profile(dict(milliseconds=7.0), dict(copy_bytes_per_second=1e9), None)
+    row = StepCase(steps, 256).profile(dict(milliseconds=7.0), dict(copy_bytes_per_second=1e9))
     assert row["kernel_milliseconds"]["all_reduce"] == 6.0 and row["launches"] == 3 and row["gap_milliseconds"] == 1.0
 
 
@@ -236,17 +235,21 @@ def test_the_bytes_that_dsparks_drafts_read():
         (["prefill", "--chunks", "1"], "--chunks 1 must be at least 2 tokens"),
         (["prefill", "--contexts", "-1"], "--contexts -1 must be from 0 to"),
         (["prefill", "--contexts"], "--contexts needs at least one number"),
+        (["prefill", "--chunks"], "--chunks needs at least one number"),
     ],
 )
 def test_mistakes_are_explained(refused, options, message):
     assert message in refused("bench", *options)
 
 
-def test_the_defaults_fit_the_model_that_runs():
+def test_the_defaults_fit_the_model_that_runs(monkeypatch):
     tiny = read_config(packaged_checkpoint())
     flash = DSV4Config.v4_flash()
-    cpu, gpu = (StepOptions().with_defaults(device, kv_format("v4")) for device in ("cpu", "gpu"))
+    cpu = StepOptions(**default_sizes())
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    gpu = StepOptions(**default_sizes())
     assert (cpu.batches, cpu.contexts, gpu.contexts) == ((1, 4), (512, 4096), (4096, 65536))
+    assert default_sizes(make_mesh({"data": 2}))["batches"] == (8, 32, 128)
     cpu.check(tiny)
     gpu.check(flash)
     with pytest.raises(ValueError, match="--contexts 65536 must be from 129 to 32768 tokens"):
@@ -257,7 +260,7 @@ def test_titles_name_the_model_that_ran(monkeypatch, tmp_path):
     titles = []
 
     @contextlib.contextmanager
-    def axes(path, title, *labels):
+    def axes(path, title, **labels):
         titles.append(title)
         yield unittest.mock.MagicMock()
 
