@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -65,11 +65,13 @@ DRAFT_COLUMNS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Options of a measurement, named and described as those of `dsv4-jax bench model`.
+    """Options of a measurement. Those that are not listed are described in `dsv4-jax bench model`.
 
-    The devices are those of `mesh`, None for the default one, and `expert_memory` is bytes of the GPU, "auto" for what
-    is left, or None for all experts. With `chunks`, steps read so many tokens of one prompt each, behind `contexts`
-    tokens.
+    Attributes:
+      contexts: numbers of tokens that a request holds at the end of a measurement, or before a chunk of a prompt.
+      chunks: numbers of tokens of one prompt that a step reads; empty for decode steps.
+      mesh: the devices; None for the default one.
+      expert_memory: bytes of the GPU for experts, "auto" for those that are left, or None for all experts.
     """
 
     batches: tuple[int, ...]
@@ -88,24 +90,14 @@ class StepOptions:
         """Raises ValueError if an option is wrong for a model."""
         if self.mesh is not None:
             check_shardable(config, self.mesh.shape, self.expert_parallel)
-        for requests in self.batches:
-            check_divisible({} if self.mesh is None else self.mesh.shape, batches=requests)
-            if requests < 1:
-                raise ValueError(f"--batches {requests} must be at least 1")
-        shortest = 0 if self.chunks else MARGIN + 1
-        longest = config.max_position_embeddings - max(self.chunks, default=0)
-        for context in self.contexts:
-            if not shortest <= context <= longest:
-                raise ValueError(f"--contexts {context} must be from {shortest} to {longest} tokens")
-        if not self.batches or not self.contexts:
-            raise ValueError(f"--{'contexts' if self.batches else 'batches'} needs at least one number")
-        if min(self.chunks, default=2) < 2:
-            raise ValueError(f"--chunks {min(self.chunks)} must be at least 2 tokens")
+            for requests in self.batches:
+                check_divisible(self.mesh.shape, batches=requests)
         max_drafts = MAX_DRAFTS if config.drafts is None else config.drafts.max_drafts or MAX_DRAFTS
-        if self.drafts > max_drafts:
-            raise ValueError(f"--drafts {self.drafts} must be at most {max_drafts}")
-        if not 0 <= self.layers <= config.num_hidden_layers:
-            raise ValueError(f"--layers {self.layers} must be from 0 (all) to {config.num_hidden_layers}")
+        longest = config.max_position_embeddings - max(self.chunks, default=0)
+        check_numbers("batches", self.batches, 1)
+        check_numbers("contexts", self.contexts, 0 if self.chunks else MARGIN + 1, longest)
+        check_numbers("drafts", (self.drafts,), 0, max_drafts)
+        check_numbers("layers", (self.layers,), 0, config.num_hidden_layers)
 
     @property
     def step_sizes(self) -> list[tuple[int, int]]:
@@ -134,6 +126,16 @@ class StepOptions:
         return CacheSchema(config, **self.cache_sizes(max(self.batches), max(self.contexts)))
 
 
+def check_numbers(option: str, numbers: Sequence[int], minimum: int, maximum: int | None = None) -> None:
+    """Raises ValueError unless an option has numbers, all of them from `minimum` to `maximum`; None = no maximum."""
+    if not numbers:
+        raise ValueError(f"--{option} needs at least one number")
+    for number in numbers:
+        if number < minimum or (maximum is not None and number > maximum):
+            valid = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+            raise ValueError(f"--{option} {number} must be {valid}")
+
+
 def default_sizes(mesh: Mesh | None = None) -> dict[str, tuple[int, ...]]:
     """Returns the batch sizes, of those that a mesh divides, and contexts that are measured by default."""
     gpu = jax.default_backend() == "gpu"
@@ -147,8 +149,10 @@ def default_sizes(mesh: Mesh | None = None) -> dict[str, tuple[int, ...]]:
 class StepCase:
     """One batch size at one context.
 
-    That is the number of tokens that a request holds at the end of a measurement, or before a chunk of a prompt. `skew`
-    is that of the model's routers.
+    Attributes:
+      steps: the steps of requests to measure.
+      context: number of tokens that a request holds at the end of a measurement, or before a chunk of a prompt.
+      skew: skew of the model's routers.
     """
 
     steps: RandomSteps
@@ -169,7 +173,7 @@ class StepCase:
     def time(self, loop: bool) -> dict[str, float]:
         """Measures the milliseconds of a step, of its dispatch and, with `loop`, of a step of the on-device loop.
 
-        The loop has one token a request, so that of steps with more is not measured.
+        The loop is measured only beside steps of one token a request, because its steps have one.
         """
         self.begin(WARM_UP)
         seconds = {
@@ -183,8 +187,8 @@ class StepCase:
     def profile(self, times: dict[str, float], report: Row) -> Row:
         """Returns the case's result, on a GPU with the times of its kernels; `times` is the result of `time`.
 
-        The floor is the time to read its bytes at the report's rate of a copy. For a chunk of a prompt, it is that of
-        the layers alone, and the time of their products if that is longer.
+        The floor is the time to read the step's bytes at the report's rate of a copy. For a chunk of a prompt, the head
+        does not count, and the floor is the time of the layers' products if that is longer.
         """
         steps = self.steps
         schema = steps.manager.schema
@@ -221,9 +225,17 @@ def run(config: DSV4Config, options: StepOptions, report: Row, *, each_kind: boo
 
     With drafts, each case is measured three times: with one token a request, with the tokens of a step that verifies
     drafts, and when such a step also drafts new tokens. Without a GPU, the packaged model replaces `config`. The rate
-    of a copy, the clock, and the seconds until the first step are added to the report. With `each_kind`, layers of one
-    kind are measured, for each kind of the model; results also have their `layer_type`, and the on-device loop is
-    measured on a mesh only. Raises ValueError if an option is out of range.
+    of a copy, the clock, and the seconds until the first step are added to the report.
+
+    Args:
+      config: the model.
+      options: what to measure.
+      report: the report that the results belong to.
+      each_kind: measure a model of layers of one kind, for each kind of the model's layers. Results then have their
+        `layer_type`, and the on-device loop is measured on a mesh only.
+
+    Raises:
+      ValueError: an option is out of range.
     """
     config = measured_config(config, report)
     options.check(config)
@@ -257,8 +269,8 @@ def _run(config, options, report, *, loop=True):
 def measure(config: DSV4Config, options: StepOptions, report: Row, *, loop: bool = True) -> Iterator[Row]:
     """Yields the results of a model; see `run`. `loop` is that of `StepCase.time`.
 
-    All steps are timed before the first profile, because launches take up to twice as long after one. The rates come
-    from profiles, too.
+    All steps are timed before the first profile, because launches take up to twice as long after one. The rate of a
+    copy is measured by a profile, too.
     """
     report["clock"] = "wall clock of steps, kernel time from CUPTI"
     config = config.with_drafts(options.drafts > 0)
@@ -299,7 +311,7 @@ def measure(config: DSV4Config, options: StepOptions, report: Row, *, loop: bool
         yield case.profile(known, report)
 
 
-def _cases(config, model, options, skew) -> list[StepCase]:
+def _cases(config, model, options, skew):
     """Returns the cases that fit the device's memory; prints those that do not."""
     cases = []
     weights = tree_bytes(model.arrays)
@@ -319,14 +331,13 @@ def _cases(config, model, options, skew) -> list[StepCase]:
     return cases
 
 
-def _start(case: StepCase) -> dict[str, float]:
+def _start(case):
     """Compiles and runs a step; returns the age of the process, and the seconds to make the step's program."""
     case.begin(1)
-    assert case.steps.program is not None
     return {"process": timing.process_seconds()} | case.steps.program.seconds
 
 
-def _in_turn(cases: list[StepCase], title: str) -> Iterator[StepCase]:
+def _in_turn(cases, title):
     """Yields the cases, below a progress bar; frees a cache after its last one."""
     last = {case.steps: case for case in cases}
     for case in track(cases, title, console=Console(stderr=True), transient=True):
@@ -352,11 +363,11 @@ def _fits(weights, schema, mesh):
     return limit is None or weights + tree_bytes(KVCache.abstract(schema, mesh)) <= MAX_MEMORY * limit
 
 
-def _steps_in_a_row(steps: RandomSteps, count: int) -> float:
+def _steps_in_a_row(steps, count):
     """Measures seconds a step, with the host running ahead of the device as in a decode loop.
 
-    Begins at the end of a step behind which the next one is launched, because the device is idle during the first
-    launch, which can take longer than a step.
+    The time begins when a step ends, behind which the next one is launched already. It does not begin with a launch,
+    which can take longer than a step while the device is idle.
     """
     output, next_output = (steps.step(steps.batch()) for _ in range(2))
     jax.block_until_ready(output)
@@ -367,7 +378,7 @@ def _steps_in_a_row(steps: RandomSteps, count: int) -> float:
     return (time.perf_counter() - begin) / count
 
 
-def _dispatch(steps: RandomSteps, count: int) -> float:
+def _dispatch(steps, count):
     """Measures the median seconds until a call returns, before its result is computed."""
     seconds = []
     for _ in range(count):
@@ -390,7 +401,7 @@ def loop_seconds(steps: RandomSteps, count: int) -> float:
     return seconds / count
 
 
-def _kernels(steps: RandomSteps, count: int) -> Row:
+def _kernels(steps, count):
     """Returns the times of the kernels of a step on one GPU, from `count` steps."""
     devices = 1 if steps.manager.mesh is None else steps.manager.mesh.size
 
@@ -399,5 +410,4 @@ def _kernels(steps: RandomSteps, count: int) -> Row:
             jax.block_until_ready(steps.step(steps.batch()))
 
     launches = timing.kernels(run)
-    assert steps.program is not None
     return kernel_report(launches, steps.program.call.as_text() or "", count * devices)

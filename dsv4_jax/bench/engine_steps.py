@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dsv4_jax.bench.decode_steps import loop_seconds
+from dsv4_jax.bench.decode_steps import check_numbers, loop_seconds
 from dsv4_jax.bench.random_steps import RandomSteps, expert_memory
 from dsv4_jax.bench.tables import LiveTable, Row
 from dsv4_jax.cache import CacheSchema
@@ -27,8 +27,8 @@ from dsv4_jax.host import KVCacheManager
 
 WARM_UP = 4  # steps before the first measured one
 LOOP_STEPS = 16
-HOST_SHARE = 0.01  # functions of the host that take less than this share of a step are not reported
-_ROOMS = "engine", "host", "decode", "expert_pages"  # whose functions are reported
+HOST_SHARE = 0.01  # functions that take a smaller share of a step of the host are not reported
+_ROOMS = "engine", "host", "decode", "expert_pages"  # folders whose functions are reported
 COLUMNS = {
     "what": "{measurement}",
     "tokens": "{tokens}",
@@ -43,10 +43,13 @@ COLUMNS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options of a measurement, named and described as those of `dsv4-jax bench serve --config`.
+    """Options of a measurement.
 
-    `steps` is the number of decode steps whose mean time is reported. `mesh` and `expert_memory` are those of
+    Those of `dsv4-jax bench serve --config` are described there; `mesh` and `expert_memory` are those of
     `decode_steps.StepOptions`.
+
+    Attributes:
+      steps: number of decode steps whose mean time is reported.
     """
 
     requests: tuple[int, ...] = (1, 4, 16, 64)
@@ -62,7 +65,7 @@ class EngineOptions:
 
     @property
     def new_tokens(self) -> int:
-        """The most tokens that a measurement generates for a request, some while others read their prompts."""
+        """The largest number of tokens that a request generates, some of them while others read their prompts."""
         prompts = -(-max(self.requests) * self.context // self.token_budget)
         return (1 + self.drafts) * (prompts + 2 * WARM_UP + 2 * self.steps) + 2 * LOOP_STEPS
 
@@ -73,7 +76,7 @@ class EngineOptions:
 
     @property
     def max_context(self) -> int:
-        """The most tokens that a request holds."""
+        """The largest number of tokens that a request holds."""
         return max(self.context + self.new_tokens, max(self.prompts, default=0) + 1)
 
     def cache_sizes(self, requests: int) -> dict[str, Any]:
@@ -91,16 +94,16 @@ def run(config: DSV4Config, options: EngineOptions, report: Row) -> Iterator[Row
     """Measures prompts and then decode steps, prints and yields the results.
 
     A "prompt" row has the time until the first token of a prompt that runs alone. A "decode" row has the mean time of
-    `Engine.step` while all requests decode, that of a step of the on-device loop beside it (without the engine's
-    bookkeeping), and the milliseconds a step that the host spends in each function, callees included, under Python's
-    profiler. What holds for all results is added to the report. Raises ValueError if the sizes do not fit the model,
-    the mesh or the GPU.
+    `Engine.step` while all requests decode, and that of a step of the on-device loop, which has no bookkeeping. It also
+    has the milliseconds a step that the host spends in each function and its callees, under Python's profiler. Sizes
+    and the time to make the weights are added to the report.
+
+    Raises:
+      ValueError: the sizes do not fit the model, the mesh or the GPU.
     """
-    if not options.requests:
-        raise ValueError("--requests needs at least one number")
+    check_numbers("requests", options.requests, 1)
+    check_numbers("layers", (options.layers,), 0, config.num_hidden_layers)
     count = options.layers or config.num_hidden_layers
-    if count > config.num_hidden_layers:
-        raise ValueError(f"--layers {count} must be from 0 (all) to {config.num_hidden_layers}")
     config = config.first_layers(count).with_drafts(options.drafts > 0)
     if options.max_context > (limit := config.max_position_embeddings):
         raise ValueError(f"--prompts and --context need {options.max_context} tokens; the model's context is {limit}")
@@ -206,7 +209,7 @@ def _seconds(engine, steps):
 
 
 def _host_milliseconds(engine, steps):
-    """Returns the milliseconds a step that the host spends in each function of the engine, callees included."""
+    """Returns the milliseconds a step that the host spends in each function of the engine and its callees."""
     with cProfile.Profile() as profile:
         seconds = _seconds(engine, steps)
     rows: Any = pstats.Stats(profile).stats  # type: ignore[attr-defined]

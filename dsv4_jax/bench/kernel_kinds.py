@@ -1,7 +1,7 @@
 """Classifies a program's kernels by the part of the model that they belong to, and lists the longest ones.
 
-XLA's text of a compiled program gives each instruction the path of its `jax.named_scope`s. The kernel of a fusion is
-named after the instruction, and a Pallas kernel's own name is the last but one element of the path.
+In XLA's text of a compiled program, each instruction has the path of its `jax.named_scope`s. The kernel of a fusion is
+named after the instruction. The name of a Pallas kernel is the last but one element of the path.
 """
 
 import collections
@@ -46,9 +46,11 @@ class Kernel(NamedTuple):
 
 
 def classify(launches: Sequence[tuple[str, float]], text: str) -> list[Kernel]:
-    """Finds the kind of each launch from XLA's text of the program.
+    """Returns the kernels of whole calls of a program with their kinds.
 
-    Launches are (name, milliseconds) of the kernels of whole calls of the program, in order.
+    Args:
+      launches: name and milliseconds of each launch, in order.
+      text: XLA's text of the program.
     """
     kinds = kinds_by_name(text)
     counts = collections.Counter()
@@ -67,7 +69,10 @@ def classify(launches: Sequence[tuple[str, float]], text: str) -> list[Kernel]:
 
 
 def kinds_by_name(text: str) -> dict[str, list[str]]:
-    """Returns {kernel name: kind of each launch in a call of the program, in order}, loops of known length unrolled."""
+    """Returns the kinds of each kernel's launches in a call of a program, in order, by the kernel's name.
+
+    Loops of known length are unrolled.
+    """
     computations: dict[str, list[str]] = {}
     entry: list[str] = []
     lines: list[str] = []
@@ -94,7 +99,7 @@ def kinds_by_name(text: str) -> dict[str, list[str]]:
     return kinds
 
 
-def _kind(scopes: Sequence[str]) -> str:
+def _kind(scopes):
     if any(ALL_REDUCE in scope for scope in scopes):
         return ALL_REDUCE
     # The outermost scope says which part of the model an instruction belongs to.

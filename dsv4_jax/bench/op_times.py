@@ -3,7 +3,6 @@
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import jax
 
@@ -12,7 +11,7 @@ from dsv4_jax.bench.attention_cases import attention_cases
 from dsv4_jax.bench.cache_cases import append_cases, flush_cases, gather_cases
 from dsv4_jax.bench.cases import Case
 from dsv4_jax.bench.indexer_cases import indexer_cases
-from dsv4_jax.bench.tables import MODELS, LiveTable
+from dsv4_jax.bench.tables import MODELS, LiveTable, Row
 from dsv4_jax.bench.weight_cases import experts_cases, hyper_connections_cases, linear_cases, router_cases
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.config import DSV4Config
@@ -81,7 +80,7 @@ def chosen_cases(
                 yield case
 
 
-def run(cases: Iterable[Case], report: dict[str, Any], calls: int) -> Iterator[dict[str, Any]]:
+def run(cases: Iterable[Case], report: Row, calls: int) -> Iterator[Row]:
     """Times cases with `calls` calls each, without a GPU at most 4; prints and yields the result of each as it comes.
 
     The clock and the rates of a copy, a read and a matrix product are added to the report.
@@ -104,7 +103,7 @@ def run(cases: Iterable[Case], report: dict[str, Any], calls: int) -> Iterator[d
         yield row
 
 
-def _measure(case: Case, calls: int, copy: float, read: float, matmul: float) -> dict[str, Any]:
+def _measure(case, calls, copy, read, matmul):
     state, inputs = case.make(calls)
     kernel = why_no_mosaic_gpu() is None and timing.kernel_is_right(case, state, inputs[0])
     state, xla = timing.median_seconds(case, "xla", state, inputs[: case.xla_calls])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 
 from dsv4_jax.bench.cases import measured_config
-from dsv4_jax.bench.decode_steps import StepOptions, measure
+from dsv4_jax.bench.decode_steps import StepOptions, check_numbers, measure
 from dsv4_jax.bench.tables import LAYER_KINDS, LiveTable, Row, kind_columns
 from dsv4_jax.config import DSV4Config
 
@@ -38,11 +38,13 @@ def run(config: DSV4Config, options: StepOptions, report: Row) -> Iterator[Row]:
     The last results are for all layers: the time of each kind times the number of its layers. One program is compiled
     for a kind and chunk size, so every context is measured in the cache of the longest. On a GPU, times are those of
     kernels, without those of embedding, head and sampling. Without one, the packaged model replaces `config`, and the
-    clock measures whole steps. Rates and clock are added to the report. Raises ValueError if an option is out of range.
+    clock measures whole steps. Rates and clock are added to the report.
+
+    Raises:
+      ValueError: an option is out of range.
     """
     config = measured_config(config, report)
-    if not options.chunks:
-        raise ValueError("--chunks needs at least one number")
+    check_numbers("chunks", options.chunks, 2)
     options.check(config)
     lines = LiveTable(COLUMNS, layer=-28, chunk=6)
     rows_by_place: dict[tuple[int, int], list[Row]] = {}

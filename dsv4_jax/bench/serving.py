@@ -12,11 +12,12 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
+from dsv4_jax.bench.tables import Row
 from dsv4_jax.cache import request_rows as moves
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.data import BLOCK_TOKENS, packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel
-from dsv4_jax.engine import Engine, PromptLookup, Request
+from dsv4_jax.engine import Engine, PromptLookup
 from dsv4_jax.host import KVCacheManager, PrefixCache
 
 
@@ -53,7 +54,10 @@ MOVES: tuple[Any, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The conversations to serve, described in `dsv4-jax bench serve`. A turn sends all before it and a new message."""
+    """The conversations to serve, as `dsv4-jax bench serve` describes them.
+
+    A turn sends the whole conversation before it and a new message.
+    """
 
     conversations: int
     turns: int
@@ -83,10 +87,11 @@ class Workload:
         return script
 
 
-def run(workload: Workload, mesh: Mesh | None = None) -> Iterator[dict[str, Any]]:
+def run(workload: Workload, mesh: Mesh | None = None) -> Iterator[Row]:
     """Serves the workload without and with a prefix cache, yields the measurements of each, and then prints both.
 
-    Raises ValueError if the conversations would be longer than the model's context, or the mesh cannot shard the model.
+    Raises:
+      ValueError: the conversations would be longer than the model's context, or the mesh cannot shard the model.
     """
     config = read_config(packaged_checkpoint())
     if (longest := workload.max_context) > config.max_position_embeddings:
@@ -136,14 +141,14 @@ def _engine(model, config, workload, cached, mesh):
     )
 
 
-def _serve(engine: Engine, script: Script) -> tuple[dict[str, Any], dict[tuple[int, int], list[int]]]:
+def _serve(engine, script):
     """Serves all conversations, each of which sends its next turn when it has a reply.
 
     Returns:
       The measurements, and the replies by conversation and turn.
     """
     engine.warm_up()
-    sent: dict[Request, tuple[int, int, float]] = {}
+    sent = {}
     replies = {}
     first_tokens = []  # [tokens sent, milliseconds until the first came back]
 
@@ -192,7 +197,7 @@ def _measurements(metrics, first_tokens, seconds):
     }
 
 
-def _compiled(model: CompiledModel) -> int:
+def _compiled(model):
     return model.compilations + sum(program._cache_size() for program in MOVES)
 
 

@@ -65,9 +65,9 @@ def kind_columns(field: str, digits: int) -> dict[str, str]:
 def layer_share(row: Row) -> Row:
     """Returns a step's result with a layer's share of it, in microseconds.
 
-    Added are `layer`, its time with the gaps between kernels; `layer_floor`; `gaps`; and `kinds`, its kernels. What
-    embedding, head and sampling take, `outside` milliseconds, is left out of all but the gaps and, where no kernels
-    were measured, of the time.
+    Keys that are added: `layer`, its time with the gaps between kernels; `layer_floor`; `gaps`; `kinds`, its kernels;
+    `outside`, the milliseconds of embedding, head and sampling. These count in the gaps only and, where no kernels were
+    measured, in the time.
     """
     times = row["kernel_milliseconds"]
     share = 1e3 / row["layers"]

@@ -20,7 +20,8 @@ from dsv4_jax.bench.cases import Case
 def kernel_is_right(case: Case, state: Any, inputs: tuple) -> bool:
     """Returns whether the op has a kernel for this case, after comparing its result with XLA's.
 
-    Raises RuntimeError if the results differ, in a bit or beyond the case's `agree`.
+    Raises:
+      RuntimeError: the results differ in a bit, or by more than the case's `agree` allows.
     """
 
     def result(implementation):
@@ -81,7 +82,7 @@ def process_seconds() -> float:
 
 
 def kernels(calls: Callable[[], Any]) -> list[tuple[str, float]]:
-    """Returns (name, milliseconds) of every kernel that `calls` runs, in order, starting with a cold cache.
+    """Returns (name, milliseconds) of every kernel that `calls` runs, in order, starting with a cold L2 cache.
 
     Where kernels overlap, the time counts for the first one, so that the sum is the time in which any kernel runs.
     """
@@ -124,7 +125,7 @@ def _median_of(function, x):
     return statistics.median(_seconds(lambda _: compiled(x), 10 if _on_gpu() else 5))
 
 
-def _seconds(call: Callable[[int], Any], count: int) -> list[float]:
+def _seconds(call, count):
     """Measures the seconds of each of `count` calls: the sum of its kernels on a GPU, by the wall clock elsewhere."""
     wall = []
 
@@ -145,7 +146,7 @@ def _seconds(call: Callable[[int], Any], count: int) -> list[float]:
 
 
 @functools.cache
-def _evict() -> Callable[[], Any]:
+def _evict():
     """Returns a function that fills the L2 cache with other data, in one kernel."""
     x = jnp.zeros((1 << 25,), jnp.float32)
     negative = jax.jit(jnp.negative)
@@ -153,7 +154,7 @@ def _evict() -> Callable[[], Any]:
 
 
 @functools.cache
-def _jitted(case: Case, implementation: str) -> Callable[..., Any]:
+def _jitted(case, implementation):
     """Returns the compiled call, which the check and the timing share."""
     call = functools.partial(case.run, implementation=implementation)
     return jax.jit(call, donate_argnums=(0,) if case.updates else ())

@@ -35,7 +35,6 @@ _MINIMUMS = {
     "turns": 1,
     "drafts": 0,
     "skew": 0,
-    "requests": 1,
     "prompts": 1,
     "context": 1,
     "token_budget": 1,
