@@ -18,7 +18,7 @@ from dsv4_jax.bench.cases import measured_config, tree_bytes
 from dsv4_jax.bench.kernel_kinds import kernel_report
 from dsv4_jax.bench.random_steps import DRAWS, RandomSteps, abstract_model, expert_memory
 from dsv4_jax.bench.step_work import step_work
-from dsv4_jax.bench.tables import ACCEPTANCES, MODELS, LiveTable, Row, kind_columns, layer_share, tokens_per_second
+from dsv4_jax.bench.tables import ACCEPTANCES, MODELS, Row, kind_columns, layer_share, print_rows, tokens_per_second
 from dsv4_jax.cache import CacheSchema, KVCache
 from dsv4_jax.checkpoint.random_weights import random_model, select_experts
 from dsv4_jax.config import DSV4Config
@@ -252,9 +252,15 @@ def _run(config, options, report, *, loop=True):
     """Prints and yields the results of a model, or of as many of its layers as fit, if no number was chosen."""
     if not options.layers and options.expert_memory is None:
         config = config.first_layers(_max_layers(config, options))
-    lines = LiveTable(COLUMNS | (DRAFT_COLUMNS if options.drafts else {}), batch=5, tokens=6)
+    columns = COLUMNS | (DRAFT_COLUMNS if options.drafts else {})
+    rows = _compare_with_one_token(measure(config, options, report, loop=loop))
+    yield from print_rows(rows, columns, layer_share, batch=5, tokens=6)
+
+
+def _compare_with_one_token(results):
+    """Yields results, those of steps with drafts beside the step of one token a request at the same place."""
     rows_by_place: dict[tuple[Any, ...], list[Row]] = {}
-    for row in measure(config, options, report, loop=loop):
+    for row in results:
         rows = rows_by_place.setdefault((row["requests"], row["context"], row["skew"]), [])
         rows.append(row)
         if row["tokens"] > 1:
@@ -262,7 +268,6 @@ def _run(config, options, report, *, loop=True):
         if row["drafts"]:
             row["draft_milliseconds"] = row["milliseconds"] - rows[1]["milliseconds"]
             row["tokens_per_second"] = tokens_per_second(row)
-        lines.add(layer_share(row))
         yield row
 
 

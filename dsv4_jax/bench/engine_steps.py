@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from dsv4_jax.bench.decode_steps import check_numbers, loop_seconds
 from dsv4_jax.bench.random_steps import RandomSteps, expert_memory
-from dsv4_jax.bench.tables import LiveTable, Row
+from dsv4_jax.bench.tables import Row, print_rows
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.checkpoint.random_weights import random_model
 from dsv4_jax.config import DSV4Config
@@ -121,13 +121,15 @@ def run(config: DSV4Config, options: EngineOptions, report: Row) -> Iterator[Row
         "weights_seconds": time.perf_counter() - begin,
     }
     print(f"weights of {count} layers made in {report['weights_seconds']:.1f} s", file=sys.stderr)
-    lines = LiveTable(COLUMNS, what=-7, tokens=7)
+    yield from print_rows(_measure(model, config, options), COLUMNS, what=-7, tokens=7)
+
+
+def _measure(model, config, options):
     prompts = options.prompts
     for requests in options.requests:
         case = _Case(model, config, options, requests)
-        for row in (*map(case.prompt, prompts), case.decode()):
-            lines.add(row)
-            yield row
+        yield from map(case.prompt, prompts)
+        yield case.decode()
         prompts = ()
 
 

@@ -11,7 +11,7 @@ from dsv4_jax.bench.attention_cases import attention_cases
 from dsv4_jax.bench.cache_cases import append_cases, flush_cases, gather_cases
 from dsv4_jax.bench.cases import Case
 from dsv4_jax.bench.indexer_cases import indexer_cases
-from dsv4_jax.bench.tables import MODELS, LiveTable, Row
+from dsv4_jax.bench.tables import MODELS, Row, print_rows
 from dsv4_jax.bench.weight_cases import experts_cases, hyper_connections_cases, linear_cases, router_cases
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.config import DSV4Config
@@ -96,11 +96,8 @@ def run(cases: Iterable[Case], report: Row, calls: int) -> Iterator[Row]:
         f"product {matmul / 1e12:,.1f} TFLOP/s.\n"
         f"{MODELS[report['shapes']]} shapes, format {report['cache_format']}\n"
     )
-    lines = LiveTable(COLUMNS, op=-24, shape=-22, by=-10)
-    for case in cases:
-        row = _measure(case, calls if gpu else min(calls, 4), copy, read, matmul)
-        lines.add(row)
-        yield row
+    rows = (_measure(case, calls if gpu else min(calls, 4), copy, read, matmul) for case in cases)
+    yield from print_rows(rows, COLUMNS, op=-24, shape=-22, by=-10)
 
 
 def _measure(case, calls, copy, read, matmul):

@@ -7,7 +7,7 @@ import jax
 
 from dsv4_jax.bench.cases import measured_config
 from dsv4_jax.bench.decode_steps import StepOptions, check_numbers, measure
-from dsv4_jax.bench.tables import LAYER_KINDS, LiveTable, Row, kind_columns
+from dsv4_jax.bench.tables import LAYER_KINDS, Row, kind_columns, print_rows
 from dsv4_jax.config import DSV4Config
 
 
@@ -46,7 +46,10 @@ def run(config: DSV4Config, options: StepOptions, report: Row) -> Iterator[Row]:
     config = measured_config(config, report)
     check_numbers("chunks", options.chunks, 2)
     options.check(config)
-    lines = LiveTable(COLUMNS, layer=-28, chunk=6)
+    yield from print_rows(_measure(config, options, report), COLUMNS, layer=-28, chunk=6)
+
+
+def _measure(config, options, report):
     rows_by_place: dict[tuple[int, int], list[Row]] = {}
     for spec, count in collections.Counter(spec.kind for spec in config.specs).items():
         for step in measure(config.with_layers([spec]).with_drafts(False), options, report):
@@ -66,11 +69,8 @@ def run(config: DSV4Config, options: StepOptions, report: Row) -> Iterator[Row]:
                 }
             )
             rows_by_place.setdefault((row["context"], row["chunk"]), []).append(row)
-            lines.add(row)
             yield row
-    for rows in rows_by_place.values():
-        lines.add(row := _total(rows))
-        yield row
+    yield from map(_total, rows_by_place.values())
 
 
 def _with_rates(row):

@@ -9,10 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from rich.console import Console
-from rich.table import Table
 
-from dsv4_jax.bench.tables import Row
+from dsv4_jax.bench.tables import Row, print_rows
 from dsv4_jax.cache import request_rows as moves
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.data import BLOCK_TOKENS, packaged_checkpoint, read_config
@@ -28,20 +26,19 @@ SYSTEM_PROMPTS = 2
 SYSTEM_TOKENS = (280, 330)
 MESSAGE_TOKENS = (16, 80)
 REPLY_TOKENS = (16, 32)
-# Lines of the printed table.
-LINES = {
-    "requests": "{requests:,}",
-    "prompt tokens sent": "{prompt_tokens_sent:,}",
-    "prompt tokens run": "{prompt_tokens_run:,}",
+COLUMNS = {
+    "prefix cache": "{prefix_cache}",
+    "sent": "{prompt_tokens_sent:,}",
+    "run": "{prompt_tokens_run:,}",
     "hit rate": "{hit_rate:.1%}",
-    "generated tokens": "{generated_tokens:,}",
-    "generated tokens/s": "{generated_tokens_per_second:,.1f}",
-    "all tokens/s": "{total_tokens_per_second:,.1f}",
-    "first token, median": "{first_token_milliseconds[median]:,.0f} ms",
-    "first token, 95 %": "{first_token_milliseconds[p95]:,.0f} ms",
-    "drafts accepted": "{acceptance:.1%}",
-    "steps": "{steps:,} in {seconds:.2f} s",
-    "compilations": "{compilations} in the warm-up, {compilations_later} later",
+    "generated": "{generated_tokens:,}",
+    "tokens/s": "{generated_tokens_per_second:,.1f}",
+    "first token, ms": "{first_token_milliseconds[median]:,.0f}",
+    "95 %": "{first_token_milliseconds[p95]:,.0f}",
+    "accepted": "{acceptance:.1%}",
+    "steps": "{steps:,}",
+    "seconds": "{seconds:.2f}",
+    "compilations": "{compilations} + {compilations_later}",
     "same tokens": "{same_tokens}",
 }
 # For each turn of each conversation, the new tokens of the prompt and the length of the reply.
@@ -88,7 +85,7 @@ class Workload:
 
 
 def run(workload: Workload, mesh: Mesh | None = None) -> Iterator[Row]:
-    """Serves the workload without and with a prefix cache, yields the measurements of each, and then prints both.
+    """Serves the workload without and with a prefix cache, prints and yields the measurements of each.
 
     Raises:
       ValueError: the conversations would be longer than the model's context, or the mesh cannot shard the model.
@@ -99,8 +96,15 @@ def run(workload: Workload, mesh: Mesh | None = None) -> Iterator[Row]:
             f"--turns {workload.turns} makes conversations of up to {longest} tokens, "
             f"max_position_embeddings={config.max_position_embeddings}"
         )
+    print(
+        f"{workload.conversations} conversations of {workload.turns} turns, packaged model, "
+        f"{jax.devices()[0].device_kind}, {SLOTS} slots\n"
+    )
+    yield from print_rows(_measure(config, workload, mesh), COLUMNS)
+
+
+def _measure(config, workload, mesh):
     model = CompiledModel(load_checkpoint(packaged_checkpoint(), mesh=mesh))
-    rows = []
     replies = []
     for cached in (False, True):
         before = _compiled(model)
@@ -109,16 +113,11 @@ def run(workload: Workload, mesh: Mesh | None = None) -> Iterator[Row]:
         compiled = _compiled(model)
         row, reply = _serve(_engine(model, config, workload, cached, mesh), workload.script(config.vocab_size))
         replies.append(reply)
-        rows.append(
-            row
-            | {
-                "compilations": compiled - before,
-                "compilations_later": _compiled(model) - compiled,
-                "same_tokens": reply == replies[0],
-            }
-        )
-        yield rows[-1]
-    _print_table(rows, workload)
+        yield row | {
+            "compilations": compiled - before,
+            "compilations_later": _compiled(model) - compiled,
+            "same_tokens": reply == replies[0],
+        }
 
 
 def _engine(model, config, workload, cached, mesh):
@@ -199,13 +198,3 @@ def _measurements(metrics, first_tokens, seconds):
 
 def _compiled(model):
     return model.compilations + sum(program._cache_size() for program in MOVES)
-
-
-def _print_table(rows, workload):
-    """Prints both results side by side."""
-    device = jax.devices()[0].device_kind
-    title = f"{workload.conversations} conversations of {workload.turns} turns, packaged model, {device}, {SLOTS} slots"
-    table = Table("", "no prefix cache", "prefix cache", title=title, title_justify="left")
-    for name, text in LINES.items():
-        table.add_row(name, *(text.format(**row) for row in rows))
-    Console().print(table)

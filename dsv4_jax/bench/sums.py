@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv4_jax import ops
-from dsv4_jax.bench.tables import LiveTable, Row
+from dsv4_jax.bench.tables import Row, print_rows
 from dsv4_jax.mesh_axes import MODEL_AXIS
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 
@@ -41,28 +41,30 @@ def run(width: int, mesh: Mesh, report: Row) -> Iterator[Row]:
       RuntimeError: a result is wrong; times would mean nothing.
     """
     report["clock"] = "wall clock of a loop on the devices, less that without sums, median"
-    devices = mesh.shape[MODEL_AXIS]
     mailboxes = make_mailboxes(mesh)
+    print(f"{report['device']} x {mesh.shape[MODEL_AXIS]}, jax {report['jax']}; {report['clock']}.\n")
+    rows = (_measure(tokens, width, mesh, mailboxes) for tokens in TOKENS)
+    yield from print_rows(rows, COLUMNS, shape=-12, by=-10)
+
+
+def _measure(tokens, width, mesh, mailboxes):
+    devices = mesh.shape[MODEL_AXIS]
     best = "xla" if mailboxes is None else "mosaic_gpu"
-    print(f"{report['device']} x {devices}, jax {report['jax']}; {report['clock']}.\n")
-    lines = LiveTable(COLUMNS, shape=-12, by=-10)
-    for tokens in TOKENS:
-        x = np.random.default_rng(tokens).normal(size=(devices, tokens, width)).astype(jnp.bfloat16)
-        shards = jax.device_put(x, NamedSharding(mesh, PartitionSpec(MODEL_AXIS)))
-        seconds = {name: _loop_seconds(name, shards, mailboxes, mesh) for name in dict.fromkeys([best, "xla", None])}
-        net = {name: 1e6 * (seconds[name] - seconds[None]) for name in seconds}
-        row = {
-            "op": "all_reduce",
-            "shape": f"[{tokens}, {width}]",
-            "implementation": best,
-            "devices": devices,
-            "microseconds": net[best],
-            "xla_microseconds": net["xla"],
-            "times_xla": net["xla"] / net[best],
-            "loop_microseconds": 1e6 * seconds[best],
-        }
-        lines.add(row)
-        yield row
+    x = np.random.default_rng(tokens).normal(size=(devices, tokens, width)).astype(jnp.bfloat16)
+    shards = jax.device_put(x, NamedSharding(mesh, PartitionSpec(MODEL_AXIS)))
+    names = dict.fromkeys([best, "xla", None])
+    seconds = {name: _loop_seconds(name, shards, mailboxes, mesh) for name in names}
+    net = {name: 1e6 * (seconds[name] - seconds[None]) for name in names}
+    return {
+        "op": "all_reduce",
+        "shape": f"[{tokens}, {width}]",
+        "implementation": best,
+        "devices": devices,
+        "microseconds": net[best],
+        "xla_microseconds": net["xla"],
+        "times_xla": net["xla"] / net[best],
+        "loop_microseconds": 1e6 * seconds[best],
+    }
 
 
 def _loop_seconds(name, shards, mailboxes, mesh):

@@ -1,6 +1,6 @@
 """The tables that benchmarks print, line by line as results come."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from dsv4_jax.bench.kernel_kinds import KINDS, OUTSIDE, REST
@@ -20,34 +20,32 @@ MODELS = {
 ACCEPTANCES = (0.5, 0.7, 0.9)
 
 
-class LiveTable:
-    """Prints rows as they come, the first one below the names of its columns."""
+def print_rows(
+    rows: Iterable[Row], columns: Mapping[str, str], show: Callable[[Row], Row] = lambda row: row, **widths: int
+) -> Iterator[Row]:
+    """Yields rows, and prints each as it comes, the first one below the names of its columns.
 
-    def __init__(self, columns: Mapping[str, str], **widths: int):
-        """Makes an empty table.
+    Args:
+      rows: the results.
+      columns: {name: format of its cell, such as "{milliseconds:.1f}"}; a cell stays empty if the row lacks a key.
+      show: what is printed of a row.
+      widths: least widths of columns, negative if the text stands on the left; others are 8 wide.
+    """
 
-        Args:
-          columns: {name: format of its cell, such as "{milliseconds:.1f}"}; a cell stays empty if the row lacks a key.
-          widths: least widths of columns, negative if the text stands on the left; others are 8 wide.
-        """
-        self._columns = columns
-        self._widths = widths
-        self._has_header = False
-
-    def add(self, row: Row) -> None:
-        """Prints a row."""
-        if not self._has_header:
-            self._print({name: name for name in self._columns})
-            self._has_header = True
-        self._print({name: _cell(text, row) for name, text in self._columns.items()})
-
-    def _print(self, cells):
+    def print_line(cells):
         padded = []
-        for name, text in cells.items():
-            least = self._widths.get(name, 8)
+        for name, text in zip(columns, cells, strict=True):
+            least = widths.get(name, 8)
             width = max(abs(least), len(name))
             padded.append(text.ljust(width) if least < 0 else text.rjust(width))
         print("  ".join(padded).rstrip(), flush=True)
+
+    for number, row in enumerate(rows):
+        if number == 0:
+            print_line(columns)
+        shown = show(row)
+        print_line([_cell(text, shown) for text in columns.values()])
+        yield row
 
 
 def _cell(text, row):

@@ -14,7 +14,7 @@ from dsv4_jax.bench.cases import tree_bytes
 from dsv4_jax.bench.decode_steps import STEPS, StepCase, StepOptions, default_sizes
 from dsv4_jax.bench.random_steps import DRAWS, RandomSteps, abstract_model, random_cache
 from dsv4_jax.bench.step_work import step_work, weight_work
-from dsv4_jax.bench.tables import LiveTable, layer_share
+from dsv4_jax.bench.tables import layer_share, print_rows
 from dsv4_jax.cache import CacheSchema, KVCache
 from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.data import packaged_checkpoint, read_config
@@ -297,9 +297,8 @@ def test_a_layers_share_of_a_step_is_printed(capsys):
     share = layer_share(row)
     assert [round(share[name], 6) for name in ("layer", "layer_floor", "outside", "gaps")] == [100.0, 50.0, 0.1, 25.0]
     assert {kind: round(time, 6) for kind, time in share["kinds"].items()} == {"experts": 30.0, "rest": 45.0}
-    table = LiveTable(decode_steps.COLUMNS, batch=5, tokens=-9)
-    table.add(share)
-    table.add(layer_share(row | dict(requests=32)))
+    rows = [row, row | dict(requests=32)]
+    assert list(print_rows(rows, decode_steps.COLUMNS, layer_share, batch=5, tokens=-9)) == rows
     header, *lines = capsys.readouterr().out.splitlines()
     assert len(header) == len(lines[0]) == len(lines[1])
     assert header.startswith("batch   context  tokens       drafts      skew   step ms  % of floor   loop ms")
