@@ -9,6 +9,7 @@ from dsv4_jax.bench.cases import (
     Case,
     close,
     distinct,
+    group_label,
     normal,
     normal_float32,
     paged_view,
@@ -53,7 +54,7 @@ def _attention_case(schema, group, tokens, attended, entries, shared=0):
         kv = ops.AttentionKV(window_rows, entry_rows, indices)
         return ops.sparse_attention(q, sinks, kv, slots, positions, implementation=implementation)
 
-    label = f"{group.name.upper()} {tokens} x {attended}+{window}" + (f" of {shared:,}" if shared else "")
+    label = f"{group_label(group)} {tokens} x {attended}+{window}" + (f" of {shared:,}" if shared else "")
     entry_bytes = attended * (tree_bytes(group.entry.struct) + 4 * selects)
     return Case(
         op="sparse_attention",

@@ -10,6 +10,7 @@ from dsv4_jax import ops
 from dsv4_jax.bench.cases import (
     Case,
     distinct,
+    group_label,
     normal,
     normal_float32,
     paged_view,
@@ -169,7 +170,7 @@ def _flush_case(schema, group, label, requests, tokens, closes):
     projections = [(normal_float32(requests * tokens, width),) * 2 for width in widths]
     return Case(
         op="flush",
-        shape=f"{group.name.upper()} {label}",
+        shape=f"{group_label(group)} {label}",
         nbytes=requests * (8 * tokens + sum(_flush_bytes(group, codec, tokens, closes) for codec in codecs)),
         call=call,
         state=tuple((state_view(width), pool) for width, pool in zip(widths, pools, strict=True)),

@@ -164,6 +164,11 @@ def distinct(tokens: int, count: int, limit: int) -> Draw:
     return lambda rng: np.stack([rng.choice(limit, count, replace=False) for _ in range(tokens)])
 
 
+def group_label(group: GroupSpec) -> str:
+    """Returns the name of a group without its compression rate, such as "CSA"."""
+    return group.name.rstrip("0123456789").upper()
+
+
 def window_view(schema: CacheSchema, slots: int) -> MakeState:
     """Returns a maker of sliding-window rings of random rows."""
     window = schema.config.sliding_window

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import ops
-from dsv4_jax.bench.cases import Case, close, draw, normal, normal_float32, random_key
+from dsv4_jax.bench.cases import Case, close, draw, group_label, normal, normal_float32, random_key
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.nn.attention import Attention
 from dsv4_jax.nn.layers import ABSTRACT
@@ -35,7 +35,7 @@ def linear_cases(schema: CacheSchema) -> Iterator[Case]:
         "o_a": (rank, width // config.o_groups),
         "o_b": (config.hidden_size, rank),
     }
-    for name, group in schema.groups.items():
+    for group in schema.groups.values():
         attention = Attention(config, group.layers[0], param_dtype=jnp.bfloat16, rngs=ABSTRACT)
         sources = {
             "hidden": (attention.input_projections, config.hidden_size),
@@ -46,7 +46,7 @@ def linear_cases(schema: CacheSchema) -> Iterator[Case]:
             sizes = tuple(output.size for output in outputs)
             spec = LinearSpec(sizes, tuple(output.out_dtype or jnp.bfloat16 for output in outputs))
             for tokens in (8, 32):
-                yield _linear_case(f"{name.upper()}, of {source}", (sum(sizes), columns), tokens, spec)
+                yield _linear_case(f"{group_label(group)}, of {source}", (sum(sizes), columns), tokens, spec)
     for name, groups in (("o_a", config.o_groups), ("o_b", 1)):
         for tokens in (8, 32):
             yield _linear_case(name, shapes[name], tokens, LinearSpec(output_dtype=jnp.bfloat16, num_groups=groups))

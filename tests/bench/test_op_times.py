@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from dsv4_jax.bench.op_times import CASES
 from dsv4_jax.cli import main
+from dsv4_jax.cli.bench_command import OPS
 
 
 def test_times_every_case_and_writes_json(run, tmp_path):
@@ -27,6 +29,10 @@ def test_times_every_case_and_writes_json(run, tmp_path):
         assert row["percent_of_copy"] == pytest.approx(
             1e8 * row["bytes"] / row["microseconds"] / report["copy_bytes_per_second"], rel=0.01, abs=0.06
         )
+
+
+def test_every_op_has_cases():
+    assert tuple(CASES) == OPS
 
 
 def test_help_has_an_example(capsys):
