@@ -144,7 +144,7 @@ class CacheCost:
         config = dataclasses.replace(model.config, index_topk=topk)
         steps = ids.shape[1] - 1
         manager = ModelOptions(cache_format=form, dtype=self.dtype).make_manager(config, len(ids), steps)
-        sizes = [min(self.chunk, steps - at) for at in range(0, steps, self.chunk)]
+        sizes = [min(self.chunk, steps - begin) for begin in range(0, steps, self.chunk)]
         bits = []
         best = []
         start = 1
