@@ -1,6 +1,7 @@
 """Compiled steps: tokens in, logits or drawn tokens and the updated cache out; the cache is donated."""
 
 import dataclasses
+import functools
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -323,8 +324,12 @@ def last_accepted(
     return jnp.full((num_slots,), -1, jnp.int32).at[to].max(index, mode="drop")
 
 
+@functools.partial(jax.jit, inline=True)
 def run_model(model: Any, cache: KVCache, batch: Batch) -> tuple[Float[Array, "T D"], KVCache]:
-    """Calls the model. Raises ValueError if the model lost the updated cache, or did not begin the step."""
+    """Calls the model, which steps of equal shapes trace only once: that takes seconds.
+
+    Raises ValueError if the model lost the updated cache, or did not begin the step.
+    """
     hidden, new = model(cache, batch)
     if new.lengths is cache.lengths:
         raise ValueError(

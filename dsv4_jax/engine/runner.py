@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -218,7 +217,8 @@ class StepRunner:
         sizes = {}
         max_context = manager.schema.max_context
         counts = min(manager.schema.max_query_tokens + 1, config.token_budget, max_context), 1
-        kinds = list(itertools.product(counts, {False, config.structured_output}))
+        # Programs with grammars come last: they find the model traced for those without.
+        kinds = [(n, masked) for masked in sorted({False, config.structured_output}) for n in counts]
         self._compile(cache, kinds)
         for count, has_grammars in kinds:
             request = _request_of_zeros(manager, count)

@@ -14,6 +14,8 @@ from dsv4_jax.decode import (
     sample_step,
 )
 from dsv4_jax.decode.sampling import GREEDY
+from dsv4_jax.host import KVCacheManager
+from dsv4_jax.nn import DeepseekV4ForCausalLM
 from tests.decode.bigram import MODEL
 from tests.decode.conftest import make_manager
 from tests.host.managers import make
@@ -50,6 +52,18 @@ def test_a_module_takes_the_same_step(one_layer, manager):
     expected, _ = decode_step(one_layer, manager.init_cache(), batch)
     got, _ = CompiledModel(one_layer).decode_step(manager.init_cache(), batch)
     chex.assert_trees_all_equal(got, expected)
+
+
+def test_steps_of_equal_shapes_trace_the_model_once(one_layer, monkeypatch):
+    manager = KVCacheManager(one_layer.config, num_blocks=4, max_requests=2, max_context=64)  # a shape of no other test
+    cache = manager.init_cache()
+    batch = manager.prepare_forward({manager.admit(): [5]})
+    traced = []
+    call = DeepseekV4ForCausalLM.__call__
+    monkeypatch.setattr(DeepseekV4ForCausalLM, "__call__", lambda *args: traced.append(0) or call(*args))
+    for step in (forward, decode_step, sample_step):
+        step.trace(one_layer, cache, batch)
+    assert len(traced) == 1
 
 
 def test_nothing_is_copied_and_twice_is_once(model):
