@@ -1,6 +1,5 @@
 """Counts the tokens that depend on other requests, and measures what `batch_invariant` costs."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 import rich
 import tyro
 
+from dsv4_jax.bench.reports import write_report
 from dsv4_jax.checkpoint import load_checkpoint, read_tokenizer
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel, SamplingParams
@@ -76,7 +76,7 @@ def main(
         report["runs"].append(options)
         rich.print(options)
     if out is not None:
-        out.write_text(json.dumps(report, indent=1) + "\n")
+        write_report(out, report)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Measures what quantizing the cache costs a model: `python scripts/cache_cost.py --help`."""
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,6 +16,7 @@ from needles import DIGITS, Planted, test_row
 from rich.console import Console
 from rich.progress import track
 
+from dsv4_jax.bench.reports import write_report
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.cli.options import Dtype, ModelOptions
 from dsv4_jax.cli.scoring import score_ids
@@ -79,16 +79,16 @@ class CacheCost:
 
     def _run(self) -> dict[str, Any]:
         held_out = kjv.split(kjv.read_books(self.text))["held_out"]
-        report: dict[str, Any] = dict(
-            device=jax.devices()[0].device_kind,
-            jax=jax.__version__,
-            rows=self.rows,
-            length=self.length,
-            chunk=self.chunk,
-            dtype=self.dtype,
-            text=[],
-            needles=[],
-        )
+        report: dict[str, Any] = {
+            "device": jax.devices()[0].device_kind,
+            "jax": jax.__version__,
+            "rows": self.rows,
+            "length": self.length,
+            "chunk": self.chunk,
+            "dtype": self.dtype,
+            "text": [],
+            "needles": [],
+        }
         ids = excerpts(held_out, self.rows, self.length)
         if self.checkpoint is not None:
             model = self._load(self.checkpoint)
@@ -114,7 +114,7 @@ class CacheCost:
 
     def _write(self, report: dict[str, Any]) -> None:
         """Writes the files; called after every measurement, because each takes long."""
-        self.out.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n")
+        write_report(self.out.with_suffix(".json"), report)
         self.out.with_suffix(".md").write_text(tables(report))
         plot(self.out.with_suffix(".png"), report)
 
@@ -124,37 +124,38 @@ class CacheCost:
     def _score(self, model, ids, form, attended, topk, window_only) -> dict[str, Any]:
         bits, _ = self._read(model, ids, form, topk, window_only)
         places = {str(low): value for low, value in bits_by_place(bits).items()}
-        return dict(format=form, attended=attended, bits=float(bits.mean()), by_place=places)
+        return {"format": form, "attended": attended, "bits": float(bits.mean()), "by_place": places}
 
     def _find(self, model, rows: list[Planted], form, attended, topk, window_only) -> dict[str, Any]:
         ids = np.stack([row.ids for row in rows])
         _, best = self._read(model, ids, form, topk, window_only)
-        found: dict[int, list[bool]] = {distance: [] for distance in self.distances}
+        hits_by_distance: dict[int, list[bool]] = {distance: [] for distance in self.distances}
         for row, guesses in zip(rows, best, strict=True):
             for answer, distance in zip(row.answers, row.distances, strict=True):
                 right = guesses[answer - 1 : answer - 1 + DIGITS] == row.ids[answer : answer + DIGITS]
-                nearest = min(found, key=lambda asked: abs(asked - int(distance)))
-                found[nearest].append(bool(right.all()))
-        accuracy = {str(distance): float(np.mean(hits)) for distance, hits in found.items()}
-        return dict(format=form, attended=attended, accuracy=accuracy, questions=len(rows) * len(rows[0].answers))
+                nearest = min(hits_by_distance, key=lambda asked: abs(asked - int(distance)))
+                hits_by_distance[nearest].append(bool(right.all()))
+        accuracy = {str(distance): float(np.mean(hits)) for distance, hits in hits_by_distance.items()}
+        questions = len(rows) * len(rows[0].answers)
+        return {"format": form, "attended": attended, "accuracy": accuracy, "questions": questions}
 
     def _read(self, model, ids, form, topk, window_only) -> tuple[np.ndarray, np.ndarray]:
         """Returns bits of each id but the first, and the likeliest id in its place, both [rows, n - 1]."""
         config = dataclasses.replace(model.config, index_topk=topk)
         steps = ids.shape[1] - 1
         manager = ModelOptions(cache_format=form, dtype=self.dtype).make_manager(config, len(ids), steps)
-        sizes = [min(self.chunk, steps - at) for at in range(0, steps, self.chunk)]
+        sizes = [min(self.chunk, steps - begin) for begin in range(0, steps, self.chunk)]
         bits = []
         best = []
-        at = 1
+        start = 1
         for part in score_ids(model, manager, ids[:, :-1], sizes, layers=False, window_only=window_only):
             logits = part["logits"].astype(np.float64)
             logits -= logits.max(axis=2, keepdims=True)
-            targets = ids[:, at : at + logits.shape[1], None]
+            targets = ids[:, start : start + logits.shape[1], None]
             chosen = np.take_along_axis(logits, targets, axis=2)[..., 0]
             bits.append((np.log(np.exp(logits).sum(axis=2)) - chosen) / np.log(2))
             best.append(logits.argmax(axis=2))
-            at += logits.shape[1]
+            start += logits.shape[1]
         return np.concatenate(bits, axis=1), np.concatenate(best, axis=1)
 
 
@@ -164,13 +165,13 @@ _WINDOW = "window"
 
 def _cases(model: DeepseekV4ForCausalLM, length: int) -> Iterator[tuple[str, str, int, bool]]:
     """Yields the format, a label, index_topk and window_only of each measurement."""
-    own = model.config.index_topk
+    topk = model.config.index_topk
     rate = min(spec.compress_rate for spec in model.config.layers if spec.selection is not None)
     for form in FORMATS:
         yield form, "all", -(-length // rate), False
-        for attended, topk in ((_OWN, own), ("50% of top-k", own // 2), ("25% of top-k", own // 4)):
-            yield form, attended, topk, False
-        yield form, _WINDOW, own, True
+        for attended, count in ((_OWN, topk), ("50% of top-k", topk // 2), ("25% of top-k", topk // 4)):
+            yield form, attended, count, False
+        yield form, _WINDOW, topk, True
 
 
 def excerpts(text: np.ndarray, rows: int, length: int) -> np.ndarray:

@@ -12,6 +12,7 @@ import numpy as np
 import tyro
 
 from dsv4_jax import DSV4Config, KVCacheManager, SamplingParams, load_checkpoint
+from dsv4_jax.bench.reports import write_report
 from dsv4_jax.data import packaged_checkpoint
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.engine import Engine, Request, generate
@@ -79,7 +80,7 @@ class DraftAcceptance:
         print(json.dumps(report))
         print(_table(report, most))
         if self.out is not None:
-            self.out.write_text(json.dumps(report, indent=1) + "\n")
+            write_report(self.out, report)
         return report
 
     def _prompts(self, config: DSV4Config) -> list[np.ndarray]:

@@ -1,6 +1,5 @@
 """Measures how fast a checkpoint in the release's storage is loaded, from a file system in memory."""
 
-import json
 import re
 import shutil
 import threading
@@ -13,6 +12,7 @@ import jax
 import numpy as np
 import tyro
 
+from dsv4_jax.bench.reports import write_report
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.checkpoint.save import describe_storage, stored_tensors, write_checkpoint
 from dsv4_jax.cli.options import expert_bytes
@@ -68,7 +68,7 @@ def load_rate(
         if report is not None:
             found = dict(device=jax.devices()[0].device_kind, jax=jax.__version__, mesh=mesh, bytes=size, loads=loads)
             found |= dict(expert_memory=expert_memory) if expert_memory else {}
-            report.write_text(json.dumps(found, indent=1) + "\n")
+            write_report(report, found)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,21 +1,19 @@
 """Times calls of an op in a loop on the device, comparable to CUDA graphs of other projects' kernels."""
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import tyro
 from jax import lax
 
-from dsv4_jax.bench import timing
 from dsv4_jax.bench.cases import Case
-from dsv4_jax.bench.op_times import CASES
-from dsv4_jax.cache import CacheSchema
+from dsv4_jax.bench.op_times import chosen_cases
+from dsv4_jax.bench.reports import write_report
 from dsv4_jax.config import DSV4Config
 
 
@@ -39,26 +37,27 @@ def loop_times(
       passes: number of passes of the loop; with 16, times below 3 us were up to 0.5 us apart.
       report: JSON file to write the times to.
     """
-    small = jax.default_backend() != "gpu"
-    config = dict(flash=DSV4Config.v4_flash, pro=DSV4Config.v4_pro)[shapes]()
-    schema = CacheSchema(config, num_blocks=0, max_requests=1, max_context=1, kv_format="v4")
-    results = []
-    for name in names:
-        for case in CASES[name](schema, small):
-            if only and not any(text in f"{case.op} {case.shape}" for text in only):
-                continue
-            seconds = seconds_a_call(case, "xla" if small else "mosaic_gpu", calls, passes)
-            results.append(dict(op=case.op, shape=case.shape, microseconds=round(seconds * 1e6, 3)))
-            print(f"{case.op:24s} {case.shape:30s} {seconds * 1e6:8.2f} us", flush=True)
+    result: dict[str, Any] = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "shapes": shapes,
+        "cache_format": "v4",
+        "clock": "loop on the device, median",
+        "loops": [],
+    }
+    config = DSV4Config.v4_flash() if shapes == "flash" else DSV4Config.v4_pro()
+    implementation = "mosaic_gpu" if jax.default_backend() == "gpu" else "xla"
+    for case in chosen_cases(config, "v4", names, only):
+        microseconds = 1e6 * seconds_a_call(case, implementation, calls, passes)
+        result["loops"].append({"op": case.op, "shape": case.shape, "microseconds": round(microseconds, 3)})
+        print(f"{case.op:24s} {case.shape:30s} {microseconds:8.2f} us", flush=True)
     if report is not None:
-        found = dict(device=jax.devices()[0].device_kind, jax=jax.__version__, shapes=shapes, cache_format="v4")
-        found |= dict(clock="loop on the device, median", loops=results)
-        report.write_text(json.dumps(found, indent=1) + "\n")
+        write_report(report, result)
 
 
 def seconds_a_call(case: Case, implementation: str, calls: int, passes: int, times: int = 5) -> float:
     """Returns the seconds of a call: the median over `times` differences between three loops and one."""
-    state, inputs = timing.build(case, calls)
+    state, inputs = case.make(calls)
 
     def one_pass(inputs, carry):
         state, results, number = carry

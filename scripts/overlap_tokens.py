@@ -4,7 +4,6 @@ Requests come and go, share prefixes, stop, are cancelled, forked and preempted,
 """
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ import numpy as np
 import rich
 import tyro
 
+from dsv4_jax.bench.reports import write_report
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel, SamplingParams
@@ -163,7 +163,7 @@ def main(
         report[f"overlap and {drafts}"] = compare(one, other)
     rich.print(report)
     if out is not None:
-        out.write_text(json.dumps(report, indent=1) + "\n")
+        write_report(out, report)
 
 
 if __name__ == "__main__":

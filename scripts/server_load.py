@@ -17,6 +17,7 @@ import openai
 import rich
 import tyro
 
+from dsv4_jax.bench.reports import write_report
 from dsv4_jax.checkpoint import load_checkpoint, read_tokenizer
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel, SamplingParams
@@ -246,7 +247,7 @@ def main(load: Load, out: Path | None = None) -> None:
     )
     rich.print_json(json.dumps(report))
     if out is not None:
-        out.write_text(json.dumps(report, indent=1) + "\n")
+        write_report(out, report)
 
 
 if __name__ == "__main__":

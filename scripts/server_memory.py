@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
-import json
 import multiprocessing
 import re
 import socket
@@ -19,6 +18,8 @@ import httpx2
 import numpy as np
 import rich
 import tyro
+
+from dsv4_jax.bench.reports import write_report
 
 
 TEXT = Path(__file__).parents[1] / "README.md"
@@ -206,7 +207,7 @@ def main(load: Load, out: Path | None = None, picture: Path | None = None) -> No
         report = dict(load=dataclasses.asdict(load), grown_types=grown(samples), samples=columns)
         rich.print({name: value for name, value in new.items() if name != "types"})
         if out is not None:
-            out.write_text(json.dumps(report) + "\n")
+            write_report(out, report)
         if picture is not None:
             plot(report, picture)
 

@@ -27,17 +27,18 @@ def start_up(layers: int = 4, context: int = 4096) -> None:
         out = Path(folder) / "report.json"
         options = ["--layers", layers, "--batches", 1, "--contexts", context, "--json", out]
         command = [sys.executable, "-c", "from dsv4_jax.cli import main; raise SystemExit(main())", "bench", "model"]
-        env = os.environ | dict(JAX_COMPILATION_CACHE_DIR=str(programs), JAX_ENABLE_COMPILATION_CACHE="true")
+        env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(programs), "JAX_ENABLE_COMPILATION_CACHE": "true"}
         known: set[Path] = set()
+        missed: set[Path] = set()
         for name in ("first", "second"):
             subprocess.run([*command, *map(str, options)], env=env, check=True, stdout=subprocess.DEVNULL)
             # Files that end in -atime record the last use of a program.
-            found = {path for path in programs.rglob("*") if path.is_file() and not path.name.endswith("-atime")}
+            files = {path for path in programs.rglob("*") if path.is_file() and not path.name.endswith("-atime")}
             start = json.loads(out.read_text())["start"]
             seconds = [f"{start[key]:.1f}" for key in ("process", "trace", "lower", "compile")]
-            table.add_row(name, *seconds, str(len(found - known)))
-            missed = found - known
-            known = found
+            missed = files - known
+            table.add_row(name, *seconds, str(len(missed)))
+            known = files
     rich.print(table)
     if missed:
         raise SystemExit(f"the second process compiled or lowered {len(missed)} programs again: {sorted(missed)[:3]}")

@@ -1,15 +1,23 @@
 """The cases of `dsv4-jax bench ops append`, `gather` and `flush`."""
 
-import functools
+import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import ops
-from dsv4_jax.bench.cases import Case, entries_view, int32, normal, random_table, tree_bytes, window_view
+from dsv4_jax.bench.cases import (
+    Case,
+    distinct,
+    group_label,
+    normal,
+    normal_float32,
+    paged_view,
+    permutation,
+    tree_bytes,
+    window_view,
+)
 from dsv4_jax.cache import CacheSchema
 
 
@@ -22,16 +30,16 @@ _FLUSH_SHAPES = (
 _FLUSH_CONTEXT = 1024
 
 
-def append_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
+def append_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of append_swa, one token per request, and of norm_rope_append, which other projects fuse alike.
 
     T=8192 is a prefill of 64 requests with a full window each.
     """
-    for tokens in (1, 8, 64) if small else (1, 8, 64, 256, 8192):
+    for tokens in (1, 8, 64, 256, 8192):
         yield _append_case(schema, tokens)
-    for heads in dict.fromkeys((1, schema.config.num_attention_heads)):
-        for tokens in (8,) if small else (1, 8, 64, 256):
-            yield _norm_rope_case(_append_case(schema, tokens), schema.config, tokens, heads)
+    for heads in (1, schema.config.num_attention_heads):
+        for tokens in (1, 8, 64, 256):
+            yield _norm_rope_case(schema, tokens, heads)
 
 
 def _append_case(schema, tokens):
@@ -39,163 +47,156 @@ def _append_case(schema, tokens):
     window = config.sliding_window
     dim = config.head_dim
     slots = max(256, -(-tokens // window))
-    run = 1 if tokens <= slots else window
+    request_tokens = 1 if tokens <= slots else window
 
-    def inputs(rng):
-        owners = rng.permutation(slots)[: tokens // run].repeat(run)
-        first = rng.integers(0, config.max_position_embeddings - run, tokens // run)
-        positions = (first[:, None] + np.arange(run)).reshape(-1)
-        return normal(rng, (tokens, dim), jnp.bfloat16), int32(owners), int32(positions)
+    def owners(rng):
+        return rng.permutation(slots)[: tokens // request_tokens].repeat(request_tokens)
 
-    row = tree_bytes(schema.window_codec.struct)
-    state = functools.partial(window_view, schema, slots=slots)
-    options: dict[str, Any] = dict(state=state, layer_bytes=slots * window * row, updates=True)
-    return Case("append_swa", f"T={tokens}", tokens * (2 * dim + row + 8), inputs, ops.append_swa, **options)
+    def positions(rng):
+        starts = rng.integers(0, config.max_position_embeddings - request_tokens, tokens // request_tokens)
+        return (starts[:, None] + np.arange(request_tokens)).reshape(-1)
+
+    return Case(
+        op="append_swa",
+        shape=f"T={tokens}",
+        nbytes=tokens * (2 * dim + tree_bytes(schema.window_codec.struct) + 8),
+        call=ops.append_swa,
+        state=window_view(schema, slots),
+        inputs=(normal(tokens, dim), owners, positions),
+        updates=True,
+        in_layer=False,
+    )
 
 
-def _norm_rope_case(append, config, tokens, heads):
+def _norm_rope_case(schema, tokens, heads):
+    append = _append_case(schema, tokens)
+    config = schema.config
     dim = config.head_dim
     inv_freq = jnp.asarray(config.inv_freq(0))
-
-    def state(rng, layers):
-        return jnp.zeros((tokens, heads, dim), jnp.bfloat16), append.state(rng, layers)
-
-    def inputs(rng):
-        kv, slots, positions = append.inputs(rng)
-        q = normal(rng, (tokens, heads, dim), jnp.bfloat16)
-        weight = normal(rng, (dim,), jnp.float32)
-        return q, kv, weight, slots, positions, inv_freq
+    kv, slots, positions = append.inputs
 
     def call(state, *arrays, implementation):
         return ops.norm_rope_append(state[1], *arrays, eps=config.rms_norm_eps, implementation=implementation)
 
-    nbytes = append.nbytes + 4 * tokens * heads * dim + 4 * dim + inv_freq.nbytes
-    label = f"{heads} head{'s' * (heads > 1)}, {append.shape}"
-    options: dict[str, Any] = dict(layer_bytes=append.layer_bytes, updates=True, agree=_nearly_all_equal)
-    return Case("norm_rope + append", label, nbytes, inputs, call, state, **options)
+    def agree(result, expected):
+        """Allows a unit in the last place here and there, and so for the stored codes."""
+        return jnp.mean(result != expected) < 0.02
+
+    return dataclasses.replace(
+        append,
+        op="norm_rope + append",
+        shape=f"{heads} head{'s' * (heads > 1)}, {append.shape}",
+        nbytes=append.nbytes + 4 * tokens * heads * dim + 4 * dim + inv_freq.nbytes,
+        call=call,
+        state=(lambda rng, layers: jnp.zeros((tokens, heads, dim), jnp.bfloat16), append.state),
+        inputs=(normal(tokens, heads, dim), kv, normal_float32(dim), slots, positions, inv_freq),
+        agree=agree,
+        in_layer=heads > 1,
+    )
 
 
-def _nearly_all_equal(got, expected):
-    # Versions of norm_rope differ by a unit in the last place here and there, and so do the stored codes.
-    return jnp.mean(got != expected) < 0.02
-
-
-def gather_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
+def gather_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of the three gathers: selected entries of long requests, all entries, windows."""
     config = schema.config
     group = next(group for group in schema.groups.values() if group.key is not None)
     topk = config.index_topk
+    for tokens in (8, 64, 128):
+        view = paged_view(schema, group, group.entry, [4 * topk] * tokens)
+        inputs = distinct(tokens, topk, 4 * topk), permutation(tokens)
+        yield _gather_case(ops.gather_compressed_kv, group.entry, tokens, topk, view, inputs)
+    tokens = 32
+    entries = 8192
+    view = paged_view(schema, group, group.entry, [entries] * tokens)
+    inputs = permutation(tokens), np.full(tokens, entries * group.compress_rate - 1)
+    yield _gather_case(ops.gather_all_compressed_kv, group.entry, tokens, entries, view, inputs)
+    tokens = 256
     window = config.sliding_window
-    entries_of = functools.partial(entries_view, schema, group)
-
-    def selected(rng, tokens):
-        indices = rng.permuted(np.tile(np.arange(4 * topk), (tokens, 1)), axis=1)[:, :topk]
-        return indices, rng.permutation(tokens)
-
-    def last_positions(rng, tokens):
-        return rng.permutation(tokens), np.full(tokens, entries * group.compress_rate - 1)
-
-    def any_positions(rng, tokens):
-        return rng.permutation(tokens), rng.integers(window, config.max_position_embeddings, tokens)
-
-    for tokens in (2,) if small else (8, 64, 128):
-        view = functools.partial(entries_of, slots=tokens, entries=4 * topk)
-        yield _gather_case(ops.gather_compressed_kv, group.entry, tokens, topk, view, 4 * topk, selected)
-    tokens, entries = (2, 256) if small else (32, 8192)
-    view = functools.partial(entries_of, slots=tokens, entries=entries)
-    yield _gather_case(ops.gather_all_compressed_kv, group.entry, tokens, entries, view, entries, last_positions)
-    tokens = 8 if small else 256
-    view = functools.partial(window_view, schema, slots=tokens)
-    yield _gather_case(ops.gather_swa_kv, schema.window_codec, tokens, window, view, window, any_positions)
+    inputs = permutation(tokens), lambda rng: rng.integers(window, config.max_position_embeddings, tokens)
+    yield _gather_case(ops.gather_swa_kv, schema.window_codec, tokens, window, window_view(schema, tokens), inputs)
 
 
-def _gather_case(op, codec, tokens, rows, view, rows_in_view, inputs):
-    """A gather of so many rows for each token, from a view that holds `rows_in_view` for each."""
-    row = tree_bytes(codec.struct)
+def _gather_case(op, codec, tokens, rows, view, inputs):
+    """Returns a case in which each token reads so many rows."""
+    # A row comes in, and a dense one and a flag go out. Beside its slot, a token has a position or indices of rows.
+    numbers = rows if op is ops.gather_compressed_kv else 1
+    return Case(
+        op=op.__name__,
+        shape=f"{tokens} x {rows}",
+        nbytes=tokens * (rows * (tree_bytes(codec.struct) + 2 * codec.dim + 1) + 4 * (1 + numbers)),
+        call=op,
+        state=view,
+        inputs=inputs,
+        in_layer=False,
+    )
 
-    def arrays(rng):
-        return tuple(map(int32, inputs(rng, tokens)))
 
-    # A row comes in, and a dense one and a flag go out; an index list has its indices, all rows a position.
-    by_index = op is ops.gather_compressed_kv
-    nbytes = tokens * (rows * (row + 2 * codec.dim + (5 if by_index else 1)) + (4 if by_index else 8))
-    options: dict[str, Any] = dict(layer_bytes=tokens * rows_in_view * row)
-    return Case(op.__name__, f"{tokens} x {rows}", nbytes, arrays, op, view, **options)
-
-
-def flush_cases(schema: CacheSchema, small: bool) -> Iterator[Case]:
+def flush_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of flush, keys included: decode steps in which all or no windows close, and a prefill."""
     for group in schema.groups.values():
-        for shape in _FLUSH_SHAPES[:1] if small else _FLUSH_SHAPES:
+        for shape in _FLUSH_SHAPES:
             yield _flush_case(schema, group, *shape)
 
 
 def _flush_case(schema, group, label, requests, tokens, closes):
     rate = group.compress_rate
-    codecs = (group.entry, group.key) if group.key_compressor else (group.entry,)
+    codecs = (group.entry, group.key) if group.key and group.key_compressor else (group.entry,)
+    widths = [codec.dim * (1 + group.overlap) for codec in codecs]
 
-    def state(rng, layers):
-        return tuple(_compressor_views(schema, group, codec, rng, layers, requests) for codec in codecs)
+    def state_view(width):
+        values = normal_float32(requests, group.pooled_rows, width)
 
-    def weights(rng):
-        return (tuple(_compressor_weights(schema, group, codec, rng) for codec in codecs),)
+        def make(rng, layers):
+            kv, gate = (jnp.stack([values(rng) for _ in range(layers)]) for _ in range(2))
+            return ops.StateView(kv, gate, 0, rate, group.overlap)
 
-    def inputs(rng):
+        return make
+
+    def positions(rng):
+        if tokens > 1:
+            return np.tile(np.arange(tokens), requests)
         window = rng.integers(1, _FLUSH_CONTEXT // rate, requests)
-        offset = rate - 1 if closes else rng.integers(0, rate - 1, requests)
-        first = (window * rate + offset) if tokens == 1 else np.zeros(requests, int)
-        slots = rng.permutation(requests).repeat(tokens)
-        positions = (first[:, None] + np.arange(tokens)).reshape(-1)
-        new = [tuple(normal(rng, (2, slots.size, _width(group, codec)), jnp.float32)) for codec in codecs]
-        return new, int32(slots), int32(positions)
+        return window * rate + (rate - 1 if closes else rng.integers(0, rate - 1, requests))
 
-    def call(state, weights, new, slots, positions, *, implementation):
+    def call(state, weights, projections, slots, positions, *, implementation):
         compressors = [
-            ops.CompressorInputs(states, pool, kv, gate, own)
-            for (states, pool), (kv, gate), own in zip(state, new, weights, strict=True)
+            ops.CompressorInputs(states, pool, kv, gate, compressor)
+            for (states, pool), (kv, gate), compressor in zip(state, projections, weights, strict=True)
         ]
-        options = dict(max_query_tokens=tokens if tokens == 1 else None, implementation=implementation)
-        return tuple(map(tuple, ops.flush(compressors, slots, positions, **options)))
+        limit = 1 if tokens == 1 else None
+        results = ops.flush(compressors, slots, positions, max_query_tokens=limit, implementation=implementation)
+        return tuple(map(tuple, results))
 
-    nbytes = requests * (8 * tokens + sum(_flush_bytes(group, codec, tokens, closes) for codec in codecs))
-    layer_bytes = requests * group.pooled_rows * _width(group, codecs[-1]) * 8
-    options: dict[str, Any] = dict(state=state, weights=weights, layer_bytes=layer_bytes, updates=True)
-    return Case("flush", f"{group.name.upper()} {label}", nbytes, inputs, call, **options)
-
-
-def _width(group, codec):
-    return codec.dim * (1 + group.overlap)
-
-
-def _compressor_views(schema, group, codec, rng, layers, requests):
-    """Returns (states, pool) for entries or keys; a request owns blocks for `_FLUSH_CONTEXT` tokens."""
-    rate = group.compress_rate
-    shape = (layers, requests, group.pooled_rows, _width(group, codec))
-    max_blocks = _FLUSH_CONTEXT // schema.block_tokens
-    leading = layers, requests * max_blocks, schema.entries_per_block(group.name)
-    rows = jax.tree.map(lambda s: jnp.zeros((*leading, *s.shape), s.dtype), codec.struct)
-    view = ops.IndexerView if codec is group.key else ops.ClassicalView
-    kv, gate = (normal(rng, shape, jnp.float32) for _ in range(2))
-    table = random_table(rng, requests, max_blocks)
-    return ops.StateView(kv, gate, 0, rate, group.overlap), view(rows, 0, table, rate, codec)
+    pools = [paged_view(schema, group, codec, [_FLUSH_CONTEXT // rate] * requests) for codec in codecs]
+    projections = [(normal_float32(requests * tokens, width),) * 2 for width in widths]
+    return Case(
+        op="flush",
+        shape=f"{group_label(group)} {label}",
+        nbytes=requests * (8 * tokens + sum(_flush_bytes(group, codec, tokens, closes) for codec in codecs)),
+        call=call,
+        state=tuple((state_view(width), pool) for width, pool in zip(widths, pools, strict=True)),
+        weights=([_compressor_weights(schema, group, codec) for codec in codecs],),
+        inputs=(projections, permutation(requests, tokens), positions),
+        updates=True,
+        in_layer="all close" in label,
+    )
 
 
-def _compressor_weights(schema, group, codec, rng):
+def _compressor_weights(schema, group, codec):
     return ops.CompressorWeights(
-        position_bias=normal(rng, (group.compress_rate, _width(group, codec)), jnp.float32),
-        norm_weight=normal(rng, (codec.dim,), jnp.float32),
+        position_bias=normal_float32(group.compress_rate, codec.dim * (1 + group.overlap)),
+        norm_weight=normal_float32(codec.dim),
         inv_freq=jnp.asarray(schema.config.inv_freq(group.layers[0]), jnp.float32),
         eps=schema.config.rms_norm_eps,
     )
 
 
 def _flush_bytes(group, codec, tokens, closes):
-    """The bytes read and written for a request.
+    """Returns the bytes read and written for a request.
 
     Projections are read, and state rows written, at most a full ring. Each entry reads the ring and writes a row.
     """
     ring = group.pooled_rows
-    width = _width(group, codec)
+    width = codec.dim * (1 + group.overlap)
     entries = tokens // group.compress_rate
     read = 0
     if tokens == 1:

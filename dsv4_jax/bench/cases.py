@@ -1,24 +1,32 @@
-"""A benchmark case, one op at one shape of a real model, and helpers that make inputs of cases."""
+"""A benchmark case, one op at one shape of a real model, and what makes the arrays of cases."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, ArrayLike, Int
+from jaxtyping import Array
 
 from dsv4_jax.cache import CacheSchema, GroupSpec
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import packaged_checkpoint, read_config
-from dsv4_jax.ops import ClassicalView, SWAView
+from dsv4_jax.ops import ClassicalView, IndexerView, SWAView
 from dsv4_jax.quant import KeyCodec, RowCodec
 
 
-@dataclasses.dataclass(frozen=True)
+# Makes a random array of a call. Integers may be a numpy array, which becomes an int32 array of the device.
+Draw = Callable[[np.random.Generator], Any]
+# Makes views of so many layers, or other arrays that all calls share.
+MakeState = Callable[[np.random.Generator, int], Any]
+_LAYERS_BYTES = 1 << 30  # bytes of layers through which calls rotate, many times those of the L2 cache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
     """One op at one shape.
 
@@ -26,45 +34,65 @@ class Case:
       op: public name of the op.
       shape: label of the shape.
       nbytes: number of bytes that a call has to read and write, by the op's definition.
-      inputs: rng -> the arrays of one call.
       call: (state, *weights, *inputs, implementation) -> result.
-      state: (rng, layers) -> views of so many layers, or other arrays that all calls share.
-      weights: rng -> the arrays of one layer.
-      layer_bytes: number of bytes of a layer's state or weights.
+      inputs: the arrays of one call, each an array or a `Draw`.
+      weights: the arrays of one layer, each an array or a `Draw`.
+      state: pytree of `MakeState`.
       updates: whether the result is the next call's state; the state is then donated.
       flops: number of operations of a call on the tensor cores.
       reads: whether nearly all bytes are read, so that the rate of a read is the limit, not that of a copy.
       agree: (array, XLA's array) -> bool scalar, called for each array of a result; None compares bit for bit.
       xla_calls: number of timed calls of XLA's version; None for as many as of the kernel.
+      in_layer: whether a layer calls the op so, in a decode step or a prefill with weights as released.
     """
 
     op: str
     shape: str
     nbytes: int
-    inputs: Callable[[np.random.Generator], tuple]
     call: Callable
-    state: Callable[[np.random.Generator, int], Any] = lambda rng, layers: None
-    weights: Callable[[np.random.Generator], tuple] = lambda rng: ()
-    layer_bytes: int = 1 << 28
+    inputs: Sequence[Any]
+    weights: Sequence[Any] = ()
+    state: Any = ()
     updates: bool = False
     flops: int = 0
     reads: bool = False
     agree: Callable[[Any, Any], Any] | None = None
     xla_calls: int | None = None
+    in_layer: bool = True
 
-    def make(self, rng: np.random.Generator, calls: int) -> tuple[Any, list[tuple]]:
-        """Returns the state, and the layer, weights and inputs of each call.
+    @functools.cached_property
+    def layer_bytes(self) -> int:
+        """The number of bytes of a layer's state and weights."""
+        return tree_bytes(jax.eval_shape(lambda: self._make_layers(np.random.default_rng(0), 1)))
+
+    def make(self, calls: int) -> tuple[Any, list[tuple]]:
+        """Returns the state, and the layer, weights and inputs of each call, on the device.
 
         Calls rotate through so many layers that none finds its data in the L2 cache.
         """
-        layers = min(calls, 1 + (1 << 28) // self.layer_bytes)  # several times the 50 MB of the cache
-        state = self.state(rng, layers)
-        weights = [self.weights(rng) for _ in range(layers)]
-        return state, [(int32(i % layers), *weights[i % layers], *self.inputs(rng)) for i in range(calls)]
+        rng = np.random.default_rng(0)
+        layers = min(calls, 1 + _LAYERS_BYTES // max(self.layer_bytes, 1))
+        state, weights = self._make_layers(rng, layers)
+        inputs = [(_int32(i % layers), *weights[i % layers], *draw(self.inputs, rng)) for i in range(calls)]
+        return jax.block_until_ready((state, inputs))
 
     def run(self, state: Any, layer: Any, *arrays: Any, implementation: str) -> Any:
         """Calls the op with the state's views at a layer; views of the result are those of layer 0, as the state's."""
         return _at_layer(self.call(_at_layer(state, layer), *arrays, implementation=implementation), 0)
+
+    def _make_layers(self, rng, layers):
+        state = jax.tree.map(lambda make: make(rng, layers), self.state)
+        return state, [draw(self.weights, rng) for _ in range(layers)]
+
+
+def draw(tree: Any, rng: np.random.Generator) -> Any:
+    """Returns a pytree with arrays in place of its `Draw`s."""
+
+    def array(leaf):
+        value = leaf(rng) if callable(leaf) else leaf
+        return _int32(value) if isinstance(value, np.ndarray) else value
+
+    return jax.tree.map(array, tree)
 
 
 def _at_layer(tree, layer):
@@ -74,6 +102,10 @@ def _at_layer(tree, layer):
         return hasattr(x, "layer")
 
     return jax.tree.map(lambda x: dataclasses.replace(x, layer=layer) if is_view(x) else x, tree, is_leaf=is_view)
+
+
+def _int32(values):
+    return jnp.asarray(values, jnp.int32)
 
 
 def measured_config(config: DSV4Config, report: dict[str, Any], field: str = "shapes") -> DSV4Config:
@@ -90,10 +122,9 @@ def measured_config(config: DSV4Config, report: dict[str, Any], field: str = "sh
 def close(relative: float, absolute: float) -> Callable[[Array, Array], Array]:
     """Returns an `agree` of a case that compares in float32 with these tolerances."""
 
-    def agree(got, expected):
-        got = got.astype(jnp.float32)
+    def agree(result, expected):
         expected = expected.astype(jnp.float32)
-        return jnp.all(jnp.abs(got - expected) <= relative * jnp.abs(expected) + absolute)
+        return jnp.all(jnp.abs(result.astype(jnp.float32) - expected) <= relative * jnp.abs(expected) + absolute)
 
     return agree
 
@@ -108,51 +139,68 @@ def tree_bytes(tree: Any) -> int:
     return sum(size(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def int32(values: ArrayLike) -> Int[Array, "..."]:
-    """Returns the values as an int32 array."""
-    return jnp.asarray(values, jnp.int32)
+def normal(*shape: int, dtype: DTypeLike = jnp.bfloat16, scale: float = 1.0) -> Draw:
+    """Returns a draw of normally distributed values, made on the device."""
+    return lambda rng: scale * jax.random.normal(random_key(rng), shape, dtype)
 
 
-def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """Returns normally distributed values, made on the device."""
-    return jax.random.normal(jax.random.key(int(rng.integers(1 << 30))), shape, dtype)
+def normal_float32(*shape: int, scale: float = 1.0) -> Draw:
+    """Returns a draw of normally distributed float32 values, made on the device."""
+    return normal(*shape, dtype=jnp.float32, scale=scale)
 
 
-def random_rows(codec: RowCodec | KeyCodec, rng: np.random.Generator, *leading: int) -> Any:
-    """Returns a pool of encoded random rows or keys; `leading` are the axes before a row's own, first layers."""
-    encode = jax.jit(codec.encode)
-    layers = [encode(normal(rng, (*leading[1:], codec.dim), jnp.bfloat16)) for _ in range(leading[0])]
-    return jax.tree.map(lambda *rows: jnp.stack(rows), *layers)
+def random_key(rng: np.random.Generator) -> Array:
+    """Returns a key for random values that are made on the device."""
+    return jax.random.key(int(rng.integers(1 << 30)))
 
 
-def random_table(rng: np.random.Generator, slots: int, max_blocks: int) -> Int[Array, "slots blocks"]:
-    """Returns a block table of full requests whose blocks lie in random order."""
-    return int32(rng.permutation(slots * max_blocks).reshape(slots, max_blocks))
+def permutation(requests: int, tokens: int = 1) -> Draw:
+    """Returns a draw of the slots of requests in random order, each for so many tokens."""
+    return lambda rng: rng.permutation(requests).repeat(tokens)
 
 
-def window_view(schema: CacheSchema, rng: np.random.Generator, layers: int, slots: int) -> SWAView:
-    """Returns sliding-window rings of random rows."""
+def distinct(tokens: int, count: int, limit: int) -> Draw:
+    """Returns a draw of `count` distinct numbers below `limit` for each token, [tokens, count]."""
+    return lambda rng: np.stack([rng.choice(limit, count, replace=False) for _ in range(tokens)])
+
+
+def group_label(group: GroupSpec) -> str:
+    """Returns the name of a group without its compression rate, such as "CSA"."""
+    return group.name.rstrip("0123456789").upper()
+
+
+def window_view(schema: CacheSchema, slots: int) -> MakeState:
+    """Returns a maker of sliding-window rings of random rows."""
     window = schema.config.sliding_window
     codec = schema.window_codec
-    return SWAView(random_rows(codec, rng, layers, slots, window), 0, window, codec)
+    return lambda rng, layers: SWAView(_random_rows(codec, rng, layers, slots, window), 0, window, codec)
 
 
-def entries_view(
-    schema: CacheSchema,
-    group: GroupSpec,
-    rng: np.random.Generator,
-    layers: int,
-    slots: int,
-    entries: int,
-    *,
-    shared: int = 0,
-) -> ClassicalView:
-    """Returns the compressed entries of full requests, `entries` rows each: their own, or drawn from `shared` rows."""
+def paged_view(
+    schema: CacheSchema, group: GroupSpec, codec: RowCodec | KeyCodec, lengths: Sequence[int], shared: int = 0
+) -> MakeState:
+    """Returns a maker of the entries, or the index keys, of requests that have `lengths` of them, at random.
+
+    Blocks lie in random order. They are a request's own, or drawn for each from those of `shared` entries.
+    """
     rows = schema.entries_per_block(group.name)
-    max_blocks = entries // rows
-    if shared:
-        table = int32(np.stack([rng.permutation(shared // rows)[:max_blocks] for _ in range(slots)]))
-    else:
-        table = random_table(rng, slots, max_blocks)
-    pool = random_rows(group.entry, rng, layers, shared // rows or slots * max_blocks, rows)
-    return ClassicalView(pool, 0, table, group.compress_rate, group.entry)
+    blocks = np.array([-(-length // rows) for length in lengths])
+    view = IndexerView if isinstance(codec, KeyCodec) else ClassicalView
+
+    def make(rng, layers):
+        table = np.full((len(blocks), blocks.max()), -1)
+        pools = (
+            [rng.permutation(shared // rows)[:count] for count in blocks] if shared else rng.permutation(blocks.sum())
+        )
+        table[np.arange(blocks.max()) < blocks[:, None]] = np.concatenate(pools) if shared else pools
+        pool = _random_rows(codec, rng, layers, shared // rows or int(blocks.sum()), rows)
+        return view(pool, 0, _int32(table), group.compress_rate, codec)
+
+    return make
+
+
+def _random_rows(codec, rng, layers, *leading):
+    """Returns encoded random rows or keys [layers, *leading, ...], made layer by layer."""
+    encode = jax.jit(codec.encode)
+    rows = [encode(normal(*leading, codec.dim)(rng)) for _ in range(layers)]
+    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *rows)

@@ -3,6 +3,7 @@
 import cProfile
 import dataclasses
 import pstats
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +12,14 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from rich.console import Console
 
-from dsv4_jax.bench.decode_steps import loop_seconds
+from dsv4_jax.bench.decode_steps import check_numbers, loop_seconds
 from dsv4_jax.bench.random_steps import RandomSteps, expert_memory
-from dsv4_jax.bench.tables import LiveTable
+from dsv4_jax.bench.tables import Row, print_rows
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.checkpoint.random_weights import random_model
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.data import BLOCK_TOKENS
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.engine import Engine
 from dsv4_jax.host import KVCacheManager
@@ -26,8 +27,8 @@ from dsv4_jax.host import KVCacheManager
 
 WARM_UP = 4  # steps before the first measured one
 LOOP_STEPS = 16
-HOST_SHARE = 0.01  # functions of the host that take less than this share of a step are not reported
-_ROOMS = "engine", "host", "decode", "expert_pages"  # whose functions are reported
+HOST_SHARE = 0.01  # functions that take a smaller share of a step of the host are not reported
+_ROOMS = "engine", "host", "decode", "expert_pages"  # folders whose functions are reported
 COLUMNS = {
     "what": "{measurement}",
     "tokens": "{tokens}",
@@ -42,10 +43,13 @@ COLUMNS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options of a measurement, named and described as those of `dsv4-jax bench serve --config`.
+    """Options of a measurement.
 
-    `steps` is the number of decode steps whose mean time is reported. `mesh` and `expert_memory` are those of
+    Those of `dsv4-jax bench serve --config` are described there; `mesh` and `expert_memory` are those of
     `decode_steps.StepOptions`.
+
+    Attributes:
+      steps: number of decode steps whose mean time is reported.
     """
 
     requests: tuple[int, ...] = (1, 4, 16, 64)
@@ -61,7 +65,7 @@ class EngineOptions:
 
     @property
     def new_tokens(self) -> int:
-        """The most tokens that a measurement generates for a request, the first while others read their prompts."""
+        """The largest number of tokens that a request generates, some of them while others read their prompts."""
         prompts = -(-max(self.requests) * self.context // self.token_budget)
         return (1 + self.drafts) * (prompts + 2 * WARM_UP + 2 * self.steps) + 2 * LOOP_STEPS
 
@@ -72,48 +76,61 @@ class EngineOptions:
 
     @property
     def max_context(self) -> int:
-        """The most tokens that a request holds."""
+        """The largest number of tokens that a request holds."""
         return max(self.context + self.new_tokens, max(self.prompts, default=0) + 1)
 
-    def manager_options(self, requests: int) -> dict[str, Any]:
-        """Returns the arguments of a manager for so many requests, or for one of the longest prompts."""
-        blocks = requests * -(-(self.context + self.new_tokens) // 128)
-        blocks = max(blocks, -(-self.max_context // 128))
-        sizes = dict(max_requests=requests, max_context=self.max_context, max_query_tokens=1 + self.drafts)
-        return sizes | dict(num_blocks=blocks)
+    def cache_sizes(self, requests: int) -> dict[str, Any]:
+        """Returns the sizes of a cache for so many requests, or for one of the longest prompts."""
+        decoding = requests * -(-(self.context + self.new_tokens) // BLOCK_TOKENS)
+        return {
+            "num_blocks": max(decoding, -(-self.max_context // BLOCK_TOKENS)),
+            "max_requests": requests,
+            "max_context": self.max_context,
+            "max_query_tokens": 1 + self.drafts,
+        }
 
 
-def run(config: DSV4Config, options: EngineOptions, report: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def run(config: DSV4Config, options: EngineOptions, report: Row) -> Iterator[Row]:
     """Measures prompts and then decode steps, prints and yields the results.
 
     A "prompt" row has the time until the first token of a prompt that runs alone. A "decode" row has the mean time of
-    `Engine.step` while all requests decode, that of a step of the on-device loop beside it (without the engine's
-    bookkeeping), and the milliseconds a step that the host spends in each function, callees included, under Python's
-    profiler. What holds for all results is added to the report. Raises ValueError if the sizes do not fit the model,
-    the mesh or the GPU.
+    `Engine.step` while all requests decode, and that of a step of the on-device loop, which has no bookkeeping. It also
+    has the milliseconds a step that the host spends in each function and its callees, under Python's profiler. Sizes
+    and the time to make the weights are added to the report.
+
+    Raises:
+      ValueError: the sizes do not fit the model, the mesh or the GPU.
     """
+    check_numbers("requests", options.requests, 1)
+    check_numbers("layers", (options.layers,), 0, config.num_hidden_layers)
     count = options.layers or config.num_hidden_layers
-    if count > config.num_hidden_layers:
-        raise ValueError(f"--layers {count} must be from 0 (all) to {config.num_hidden_layers}")
     config = config.first_layers(count).with_drafts(options.drafts > 0)
     if options.max_context > (limit := config.max_position_embeddings):
         raise ValueError(f"--prompts and --context need {options.max_context} tokens; the model's context is {limit}")
-    largest = CacheSchema(config, **options.manager_options(max(options.requests)))
+    largest = CacheSchema(config, **options.cache_sizes(max(options.requests)))
     experts = expert_memory(options.expert_memory, largest, options.max_step_tokens)
     begin = time.perf_counter()
     model = random_model(config, options.mesh, expert_memory=experts, skew=options.skew)
     model = CompiledModel(jax.block_until_ready(model), experts)
-    sizes = dict(layers=count, token_budget=options.token_budget, context=options.context, skew=options.skew)
-    report |= sizes | dict(host_bytes=experts.host_bytes if experts else 0)
-    report["weights_seconds"] = time.perf_counter() - begin
-    _say(f"weights of {count} layers made in {report['weights_seconds']:.1f} s")
-    lines = LiveTable(COLUMNS, what=-7, tokens=7)
-    for number_of_requests in options.requests:
-        case = _Case(model, config, options, number_of_requests)
-        prompts = options.prompts if number_of_requests == options.requests[0] else ()
-        for row in (*map(case.prompt, prompts), case.decode()):
-            lines.add(row)
-            yield row
+    report |= {
+        "layers": count,
+        "token_budget": options.token_budget,
+        "context": options.context,
+        "skew": options.skew,
+        "host_bytes": experts.host_bytes if experts else 0,
+        "weights_seconds": time.perf_counter() - begin,
+    }
+    print(f"weights of {count} layers made in {report['weights_seconds']:.1f} s", file=sys.stderr)
+    yield from print_rows(_measure(model, config, options), COLUMNS, what=-7, tokens=7)
+
+
+def _measure(model, config, options):
+    prompts = options.prompts
+    for requests in options.requests:
+        case = _Case(model, config, options, requests)
+        yield from map(case.prompt, prompts)
+        yield case.decode()
+        prompts = ()
 
 
 class _Case:
@@ -123,66 +140,66 @@ class _Case:
         self.model = model
         self.options = options
         self.requests = requests
-        self.manager = KVCacheManager(config, mesh=options.mesh, **options.manager_options(requests))
+        self.manager = KVCacheManager(config, mesh=options.mesh, **options.cache_sizes(requests))
         self._rng = np.random.default_rng(requests)
-        self._vocabulary = config.vocab_size
-        drafts = options.drafts
         budget = max(options.token_budget, requests * (1 + options.drafts))
-        self.engine = Engine(model, self.manager, token_budget=budget, drafter="model" if drafts else None)
+        drafter = "model" if options.drafts else None
+        self.engine = Engine(model, self.manager, token_budget=budget, drafter=drafter)
         begin = time.perf_counter()
         self.engine.warm_up()
         self.compile_seconds = time.perf_counter() - begin
-        _say(f"{requests} requests: programs compiled in {self.compile_seconds:.1f} s")
+        print(f"{requests} requests: programs compiled in {self.compile_seconds:.1f} s", file=sys.stderr)
 
     def prompt(self, tokens):
         """Measures a prompt that runs alone, the second time that it runs."""
+        seconds = 0.0
         for _ in range(2):
             begin = time.perf_counter()
             request = self._add(tokens, 1)
             while request.finish_reason is None:
                 self.engine.step()
             seconds = time.perf_counter() - begin
-        result = dict(measurement="prompt", tokens=tokens, first_token_milliseconds=1e3 * seconds)
-        return result | dict(tokens_per_second=tokens / seconds, compile_seconds=self.compile_seconds)
+        return {
+            "measurement": "prompt",
+            "tokens": tokens,
+            "first_token_milliseconds": 1e3 * seconds,
+            "tokens_per_second": tokens / seconds,
+            "compile_seconds": self.compile_seconds,
+        }
 
     def decode(self):
         """Measures steps while all requests decode."""
-        steps = self.options.steps
-        self._start()
-        before = self._tokens()
-        seconds = _seconds(self.engine, steps)
-        tokens = self._tokens() - before
-        host = _host_milliseconds(self.engine, steps)
-        metrics = self.engine.metrics
-        result = dict(measurement="decode", requests=self.requests, drafts=self.options.drafts)
-        result |= dict(step_milliseconds=1e3 * seconds / steps, tokens_per_second=tokens / seconds)
-        result |= dict(token_milliseconds=1e3 * seconds * self.requests / max(tokens, 1))
-        result |= dict(acceptance=metrics.acceptance, compile_seconds=self.compile_seconds)
-        self.engine.close()
-        if not self.options.drafts:
-            result["loop_milliseconds"] = self._loop_milliseconds()
-        return result | dict(host_milliseconds=host)
-
-    def _loop_milliseconds(self):
-        """Measures a step of the on-device loop alone, for the same number of requests in the same cache."""
-        steps = RandomSteps(self.model, self.manager, self.requests)
-        steps.cache = self.engine.cache
-        steps.start_requests(self.options.context)
-        return 1e3 * loop_seconds(steps, LOOP_STEPS)
-
-    def _start(self):
-        """Starts the requests and runs steps until all of them decode."""
-        self._running = [self._add(self.options.context, self.options.new_tokens) for _ in range(self.requests)]
-        while not all(request.generated for request in self._running):
+        options = self.options
+        requests = [self._add(options.context, options.new_tokens) for _ in range(self.requests)]
+        while not all(request.generated for request in requests):
             self.engine.step()
         _seconds(self.engine, WARM_UP)
+        before = sum(len(request.generated) for request in requests)
+        seconds = _seconds(self.engine, options.steps)
+        tokens = sum(len(request.generated) for request in requests) - before
+        row = {
+            "measurement": "decode",
+            "requests": self.requests,
+            "drafts": options.drafts,
+            "step_milliseconds": 1e3 * seconds / options.steps,
+            "tokens_per_second": tokens / seconds,
+            "token_milliseconds": 1e3 * seconds * self.requests / max(tokens, 1),
+            "host_milliseconds": _host_milliseconds(self.engine, options.steps),
+            "acceptance": self.engine.metrics.acceptance,
+            "compile_seconds": self.compile_seconds,
+        }
+        self.engine.close()
+        if not options.drafts:
+            # The loop alone, for the same number of requests in the same cache.
+            steps = RandomSteps(self.model, self.manager, self.requests)
+            steps.cache = self.engine.cache
+            steps.start_requests(options.context)
+            row["loop_milliseconds"] = 1e3 * loop_seconds(steps, LOOP_STEPS)
+        return row
 
     def _add(self, tokens, new_tokens):
-        ids = self._rng.integers(2, self._vocabulary, size=tokens)
+        ids = self._rng.integers(2, self.manager.schema.config.vocab_size, size=tokens)
         return self.engine.add(ids, max_new_tokens=new_tokens)
-
-    def _tokens(self):
-        return sum(len(request.generated) for request in self._running)
 
 
 def _seconds(engine, steps):
@@ -194,18 +211,14 @@ def _seconds(engine, steps):
 
 
 def _host_milliseconds(engine, steps):
-    """Returns the milliseconds a step that the host spends in each function of the engine, callees included."""
+    """Returns the milliseconds a step that the host spends in each function of the engine and its callees."""
     with cProfile.Profile() as profile:
         seconds = _seconds(engine, steps)
     rows: Any = pstats.Stats(profile).stats  # type: ignore[attr-defined]
-    found = {}
+    times = {}
     for (file, _, function), (_, _, _, cumulative, _) in rows.items():
         path = Path(file)
         if path.parent.name in _ROOMS and "dsv4_jax" in path.parts and cumulative > HOST_SHARE * seconds:
             name = f"{path.parent.name}.{path.stem}.{function}"
-            found[name] = round(max(found.get(name, 0.0), 1e3 * cumulative / steps), 3)
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def _say(text):
-    Console(stderr=True).print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+            times[name] = round(max(times.get(name, 0.0), 1e3 * cumulative / steps), 3)
+    return dict(sorted(times.items(), key=lambda item: -item[1]))

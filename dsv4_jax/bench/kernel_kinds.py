@@ -1,14 +1,13 @@
 """Classifies a program's kernels by the part of the model that they belong to, and lists the longest ones.
 
-XLA's text of a compiled program gives each instruction the path of its `jax.named_scope`s. The kernel of a fusion is
-named after the instruction, and a Pallas kernel's own name is the last but one element of the path.
+In XLA's text of a compiled program, each instruction has the path of its `jax.named_scope`s. The kernel of a fusion is
+named after the instruction. The name of a Pallas kernel is the last but one element of the path.
 """
 
 import collections
-import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsv4_jax.nn import SCOPES
 
@@ -32,23 +31,30 @@ _LIBRARIES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """One launch of a kernel."""
+class Kernel(NamedTuple):
+    """One launch of a kernel.
 
-    name: str  # without the numbers of its copies
-    kind: str  # one of `KINDS`, or `REST`
+    Attributes:
+      name: name of the kernel, without the numbers of its copies.
+      kind: one of `KINDS`, or `REST`.
+      milliseconds: time of the launch.
+    """
+
+    name: str
+    kind: str
     milliseconds: float
 
 
 def classify(launches: Sequence[tuple[str, float]], text: str) -> list[Kernel]:
-    """Finds the kind of each launch from XLA's text of the program.
+    """Returns the kernels of whole calls of a program with their kinds.
 
-    Launches are (name, milliseconds) of the kernels of whole calls of the program, in order.
+    Args:
+      launches: name and milliseconds of each launch, in order.
+      text: XLA's text of the program.
     """
     kinds = kinds_by_name(text)
     counts = collections.Counter()
-    found = []
+    kernels = []
     for name, milliseconds in launches:
         pallas = _PALLAS.fullmatch(name)
         key = pallas[1] if pallas else name
@@ -58,12 +64,15 @@ def classify(launches: Sequence[tuple[str, float]], text: str) -> list[Kernel]:
         else:
             kind = next((kind for kind, pattern in _LIBRARIES.items() if pattern.search(name)), REST)
         counts[key] += 1
-        found.append(Kernel(re.sub(r"_\d+$", "", name), kind, milliseconds))
-    return found
+        kernels.append(Kernel(re.sub(r"_\d+$", "", name), kind, milliseconds))
+    return kernels
 
 
 def kinds_by_name(text: str) -> dict[str, list[str]]:
-    """Returns {kernel name: kind of each launch in a call of the program, in order}, loops of known length unrolled."""
+    """Returns the kinds of each kernel's launches in a call of a program, in order, by the kernel's name.
+
+    Loops of known length are unrolled.
+    """
     computations: dict[str, list[str]] = {}
     entry: list[str] = []
     lines: list[str] = []
@@ -72,7 +81,7 @@ def kinds_by_name(text: str) -> dict[str, list[str]]:
             lines = computations.setdefault(header[2], [])
             entry = lines if header[1] else entry
         lines.append(line)
-    found: dict[str, list[str]] = {}
+    kinds: dict[str, list[str]] = {}
 
     def visit(lines: list[str]) -> None:
         for line in lines[1:]:
@@ -80,17 +89,17 @@ def kinds_by_name(text: str) -> dict[str, list[str]]:
                 instruction, opcode, path = match.groups()
                 scopes = path.split("/")
                 name = re.sub(r"[.-]", "_", instruction) if opcode == "fusion" else scopes[-2:][0]
-                found.setdefault(name, []).append(_kind(scopes))
+                kinds.setdefault(name, []).append(_kind(scopes))
             elif called := _CALLED.findall(line):
                 trips = _TRIP_COUNT.search(line)
                 for name in int(trips[1] if trips else 1) * re.findall(r"%([\w.-]+)", " ".join(called)):
                     visit(computations[name])
 
     visit(entry)
-    return found
+    return kinds
 
 
-def _kind(scopes: Sequence[str]) -> str:
+def _kind(scopes):
     if any(ALL_REDUCE in scope for scope in scopes):
         return ALL_REDUCE
     # The outermost scope says which part of the model an instruction belongs to.
@@ -98,31 +107,23 @@ def _kind(scopes: Sequence[str]) -> str:
     return outermost if outermost in KINDS else REST
 
 
-def by_kind(kernels: Sequence[Kernel]) -> dict[str, float]:
-    """Returns {kind: milliseconds}, with every kind of `KINDS`."""
-    kinds = dict.fromkeys([*KINDS, REST], 0.0)
-    for kernel in kernels:
-        kinds[kernel.kind] += kernel.milliseconds
-    return kinds
-
-
 def kernel_report(launches: Sequence[tuple[str, float]], text: str, calls: int) -> dict[str, Any]:
-    """Returns the kernels' times in each of `calls` calls, by kind and of the longest ones; see `classify`."""
-    kernels = classify([(name, milliseconds / calls) for name, milliseconds in launches], text)
-    kinds = {kind: round(milliseconds, 4) for kind, milliseconds in by_kind(kernels).items()}
-    return dict(kernel_milliseconds=kinds, longest_kernels=longest(kernels, calls), launches=len(kernels) / calls)
+    """Returns the times a call of the kernels of `calls` calls, by kind, and those of the longest kernels by name.
 
-
-def longest(kernels: Sequence[Kernel], calls: int) -> list[dict[str, Any]]:
-    """Returns name, kind, launches and milliseconds a call of the longest kernels.
-
-    Milliseconds are divided by the number of calls already.
+    The other arguments are those of `classify`.
     """
-    found: dict[tuple[str, str], list[float]] = {}
+    kernels = classify(launches, text)
+    by_kind = dict.fromkeys([*KINDS, REST], 0.0)
+    by_name: dict[tuple[str, str], list[float]] = {}
     for kernel in kernels:
-        found.setdefault((kernel.name, kernel.kind), []).append(kernel.milliseconds)
+        by_kind[kernel.kind] += kernel.milliseconds / calls
+        by_name.setdefault((kernel.name, kernel.kind), []).append(kernel.milliseconds / calls)
     rows = [
-        dict(name=name, kind=kind, launches=len(times) / calls, milliseconds=round(sum(times), 4))
-        for (name, kind), times in found.items()
+        {"name": name, "kind": kind, "launches": len(times) / calls, "milliseconds": round(sum(times), 4)}
+        for (name, kind), times in by_name.items()
     ]
-    return sorted(rows, key=lambda row: -row["milliseconds"])[:LONGEST]
+    return {
+        "kernel_milliseconds": {kind: round(milliseconds, 4) for kind, milliseconds in by_kind.items()},
+        "longest_kernels": sorted(rows, key=lambda row: -row["milliseconds"])[:LONGEST],
+        "launches": len(kernels) / calls,
+    }

@@ -27,16 +27,18 @@ SAMPLING = SamplingParams(temperature=1.0)  # a loop draws its own tokens: greed
 
 
 class RandomSteps:
-    """Runs steps of `requests` requests of one length in a cache of its own.
+    """Runs steps of requests of one length in a cache of its own.
 
-    A step has `tokens` tokens of each request, and drafts `drafts` more. Decode steps in a row have different tokens,
-    which select different experts, so a mean of `DRAWS` steps hardly depends on a draw. A step of more tokens than a
-    request decodes at once is a chunk of a prompt, which runs again and again in its place.
+    Decode steps in a row have different tokens, which select different experts, so that the mean of `DRAWS` steps
+    hardly depends on the draw. A step of more tokens than a request decodes at once is a chunk of a prompt. It runs at
+    the same positions again and again.
 
     Attributes:
       model: CompiledModel.
       manager: KVCacheManager of the cache's sizes.
-      requests, tokens, drafts: the numbers above.
+      requests: number of requests.
+      tokens: number of tokens of each request in a step.
+      drafts: number of tokens that a step then drafts for each request.
       cache: the cache, or None before the first request and after `free_cache`.
       program: the program of a step, with its text and the seconds to make it; None before the first step.
     """
@@ -55,7 +57,7 @@ class RandomSteps:
         self._chunk: Batch | None = None
         table = manager.requests
         size = self.shard_requests * tokens
-        # A decode step draws a token after each of its tokens, a chunk of a prompt after its last one.
+        # A decode step draws a token after each of its tokens; a chunk of a prompt draws one after its last token.
         indices = np.arange(size, dtype=np.int32)[-1 if self.is_prefill else 0 :]
         self._logits_indices = table.put(np.tile(indices, table.num_shards), "tokens")
         self._seeds = table.put(np.arange(manager.schema.max_requests, dtype=np.uint32), "slots")
@@ -87,9 +89,12 @@ class RandomSteps:
         start = self.manager.length(self._slots[0]) % DRAWS * count
         ids = np.arange(start, start + count, dtype=np.int32) % self.manager.schema.config.vocab_size
         size = self.shard_requests * self.tokens
-        sizes = dict(prefill_size=size, decode_size=0 if self.is_prefill else size)
-        tokens = dict(zip(self._slots, np.split(ids, self.requests), strict=True))
-        batch = self.manager.prepare_forward(tokens, reserve=reserve, **sizes)
+        batch = self.manager.prepare_forward(
+            dict(zip(self._slots, np.split(ids, self.requests), strict=True)),
+            reserve=reserve,
+            prefill_size=size,
+            decode_size=0 if self.is_prefill else size,
+        )
         if self.is_prefill:
             self._chunk = batch
             return batch
@@ -141,9 +146,9 @@ def random_cache(schema: CacheSchema, mesh: Mesh | None = None) -> KVCache:
 
 
 def expert_memory(given: int | Literal["auto"] | None, schema: CacheSchema, tokens: int) -> ExpertMemory | None:
-    """Returns where experts lie: `given` bytes of the GPU, "auto" for what is left, or None for all on the devices.
+    """Returns the memory of experts, of which `given` bytes are on the GPU; None if all experts lie on the devices.
 
-    With "auto", the cache of the schema and programs of `tokens` tokens have room.
+    "auto" leaves room for the schema's cache and for programs of `tokens` tokens.
     """
     if given != "auto":
         return None if given is None else ExpertMemory(given)
@@ -164,14 +169,17 @@ def _program(function, args, **options):
 def _random_cache(schema):
     cache = KVCache.zeros(schema)
 
-    def fill(pool, codec):
+    def fill(pool, codec) -> Any:
+        if pool is None:
+            return None
         _, blocks, rows, _ = jax.tree.leaves(pool)[0].shape  # blocks or slots
-        some = codec.encode(jax.random.normal(jax.random.key(0), (min(blocks, 1024), rows, codec.dim), jnp.bfloat16))
-        order = jnp.arange(blocks) % min(blocks, 1024)
-        return jax.tree.map(lambda old, x: jnp.broadcast_to(x[order][None], old.shape), pool, some)
+        count = min(blocks, 1024)
+        encoded = codec.encode(jax.random.normal(jax.random.key(0), (count, rows, codec.dim), jnp.bfloat16))
+        order = jnp.arange(blocks) % count
+        return jax.tree.map(lambda old, x: jnp.broadcast_to(x[order][None], old.shape), pool, encoded)
 
-    new = {
-        name: PoolGroup(fill(pools.entries, group.entry), None if group.key is None else fill(pools.keys, group.key))
-        for (name, group), pools in zip(schema.groups.items(), cache.groups.values(), strict=True)
-    }
-    return dataclasses.replace(cache.with_groups(new), swa=fill(cache.swa, schema.window_codec))
+    groups = {}
+    for name, group in schema.groups.items():
+        pools = cache.groups[name]
+        groups[name] = PoolGroup(fill(pools.entries, group.entry), fill(pools.keys, group.key))
+    return dataclasses.replace(cache.with_groups(groups), swa=fill(cache.swa, schema.window_codec))

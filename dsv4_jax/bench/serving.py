@@ -1,6 +1,5 @@
 """`dsv4-jax bench serve`: the packaged model serves synthetic conversations that share system prompts."""
 
-import collections
 import dataclasses
 import statistics
 import time
@@ -10,13 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from rich.console import Console
-from rich.table import Table
 
+from dsv4_jax.bench.tables import Row, print_rows
 from dsv4_jax.cache import request_rows as moves
+from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.data import BLOCK_TOKENS, packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel
-from dsv4_jax.engine import Engine, PromptLookup, Request
+from dsv4_jax.engine import Engine, PromptLookup
 from dsv4_jax.host import KVCacheManager, PrefixCache
 
 
@@ -27,22 +26,23 @@ SYSTEM_PROMPTS = 2
 SYSTEM_TOKENS = (280, 330)
 MESSAGE_TOKENS = (16, 80)
 REPLY_TOKENS = (16, 32)
-# Lines of the printed table.
-LINES = {
-    "requests": "{requests:,}",
-    "prompt tokens sent": "{prompt_tokens_sent:,}",
-    "prompt tokens run": "{prompt_tokens_run:,}",
+COLUMNS = {
+    "prefix cache": "{prefix_cache}",
+    "sent": "{prompt_tokens_sent:,}",
+    "run": "{prompt_tokens_run:,}",
     "hit rate": "{hit_rate:.1%}",
-    "generated tokens": "{generated_tokens:,}",
-    "generated tokens/s": "{generated_tokens_per_second:,.1f}",
-    "all tokens/s": "{total_tokens_per_second:,.1f}",
-    "first token, median": "{first_token_milliseconds[median]:,.0f} ms",
-    "first token, 95 %": "{first_token_milliseconds[p95]:,.0f} ms",
-    "drafts accepted": "{acceptance:.1%}",
-    "steps": "{steps:,} in {seconds:.2f} s",
-    "compilations": "{compilations} in the warm-up, {compilations_later} later",
+    "generated": "{generated_tokens:,}",
+    "tokens/s": "{generated_tokens_per_second:,.1f}",
+    "first token, ms": "{first_token_milliseconds[median]:,.0f}",
+    "95 %": "{first_token_milliseconds[p95]:,.0f}",
+    "accepted": "{acceptance:.1%}",
+    "steps": "{steps:,}",
+    "seconds": "{seconds:.2f}",
+    "compilations": "{compilations} + {compilations_later}",
     "same tokens": "{same_tokens}",
 }
+# For each turn of each conversation, the new tokens of the prompt and the length of the reply.
+Script = list[list[tuple[list[int], int]]]
 # The programs that transfer requests' bytes.
 MOVES: tuple[Any, ...] = (
     moves.read_request, moves.write_request, moves.copy_request, moves.read_blocks, moves.write_blocks
@@ -51,7 +51,10 @@ MOVES: tuple[Any, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The conversations to serve, described in `dsv4-jax bench serve`. A turn sends all before it and a new message."""
+    """The conversations to serve, as `dsv4-jax bench serve` describes them.
+
+    A turn sends the whole conversation before it and a new message.
+    """
 
     conversations: int
     turns: int
@@ -64,7 +67,7 @@ class Workload:
         tokens = max(SYSTEM_TOKENS) + self.turns * (MESSAGE_TOKENS[1] + REPLY_TOKENS[1])
         return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
-    def script(self, vocabulary: int) -> list[list[tuple[list[int], int]]]:
+    def script(self, vocabulary: int) -> Script:
         """Returns the new prompt tokens and the length of the reply, for each turn of each conversation."""
         rng = np.random.default_rng(self.seed)
 
@@ -81,125 +84,117 @@ class Workload:
         return script
 
 
-def run(workload: Workload, mesh: Mesh | None = None) -> Iterator[dict[str, Any]]:
-    """Serves the workload without and with a prefix cache, yields the measurements of each, and then prints both.
+def run(workload: Workload, mesh: Mesh | None = None) -> Iterator[Row]:
+    """Serves the workload without and with a prefix cache, prints and yields the measurements of each.
 
-    Raises ValueError if the conversations would be longer than the model's context, or the mesh cannot shard the model.
+    Raises:
+      ValueError: the conversations would be longer than the model's context, or the mesh cannot shard the model.
     """
-    from dsv4_jax.checkpoint import load_checkpoint
-
     config = read_config(packaged_checkpoint())
     if (longest := workload.max_context) > config.max_position_embeddings:
         raise ValueError(
             f"--turns {workload.turns} makes conversations of up to {longest} tokens, "
             f"max_position_embeddings={config.max_position_embeddings}"
         )
+    print(
+        f"{workload.conversations} conversations of {workload.turns} turns, packaged model, "
+        f"{jax.devices()[0].device_kind}, {SLOTS} slots\n"
+    )
+    yield from print_rows(_measure(config, workload, mesh), COLUMNS)
+
+
+def _measure(config, workload, mesh):
     model = CompiledModel(load_checkpoint(packaged_checkpoint(), mesh=mesh))
-    script = workload.script(config.vocab_size)
     replies = []
-    rows = []
     for cached in (False, True):
         before = _compiled(model)
         # Two turns of one conversation compile every program: prompt, decode step, and prefix hit.
-        warm = Workload(1, 2).script(config.vocab_size)
-        _Server(model, config, workload, cached, mesh).serve(warm)
+        _serve(_engine(model, config, workload, cached, mesh), Workload(1, 2).script(config.vocab_size))
         compiled = _compiled(model)
-        server = _Server(model, config, workload, cached, mesh)
-        seconds = server.serve(script)
-        replies.append(server.replies)
-        row = server.report(seconds) | dict(
-            compilations=compiled - before,
-            compilations_later=_compiled(model) - compiled,
-            same_tokens=replies[0] == replies[-1],
-        )
-        rows.append(row)
-        yield row
-    _print_table(rows, workload)
+        row, reply = _serve(_engine(model, config, workload, cached, mesh), workload.script(config.vocab_size))
+        replies.append(reply)
+        yield row | {
+            "compilations": compiled - before,
+            "compilations_later": _compiled(model) - compiled,
+            "same_tokens": reply == replies[0],
+        }
 
 
-class _Server:
-    """An engine that serves conversations. A conversation sends its next turn when it has a reply."""
-
-    def __init__(self, model: CompiledModel, config, workload: Workload, cached: bool, mesh: Mesh | None):
-        blocks = workload.max_context // BLOCK_TOKENS
-        # Twice the size that running requests can hold; the other half is for cached prefixes.
-        manager = KVCacheManager(
-            config,
-            num_blocks=2 * SLOTS * blocks,
-            max_requests=SLOTS,
-            max_context=workload.max_context,
-            block_tokens=BLOCK_TOKENS,
-            max_query_tokens=1 + workload.drafts,
-            mesh=mesh,
-        )
-        self.engine = Engine(
-            model,
-            manager,
-            token_budget=TOKEN_BUDGET,
-            drafter=PromptLookup() if workload.drafts else None,
-            prefix=PrefixCache(manager, key="packaged model") if cached else None,
-        )
-        self.replies: dict[tuple[int, int], list[int]] = {}
-        self.first_tokens: list[tuple[int, float]] = []  # (tokens sent, seconds until the first came back)
-        self.tokens_sent = 0
-
-    def serve(self, script: list[list[tuple[list[int], int]]]) -> float:
-        """Serves all conversations and returns the seconds that it took."""
-        self.engine.warm_up()
-        sent: dict[Request, tuple[int, int, float]] = {}
-        start = time.perf_counter()
-        due = collections.deque((number, 0, turns[0][0]) for number, turns in enumerate(script))
-        while due or self.engine.busy:
-            while due:
-                number, turn, prompt = due.popleft()
-                request = self.engine.add(prompt, max_new_tokens=script[number][turn][1])
-                sent[request] = number, turn, time.perf_counter()
-                self.tokens_sent += len(prompt)
-            for output in self.engine.step():
-                request = output.request
-                now = time.perf_counter()
-                number, turn, since = sent[request]
-                if len(request.generated) == len(output.tokens):
-                    self.first_tokens.append((len(request.prompt), now - since))
-                if request.finish_reason is not None:
-                    self.replies[number, turn] = request.generated
-                    if turn + 1 < len(script[number]):
-                        due.append((number, turn + 1, request.tokens.tolist() + script[number][turn + 1][0]))
-        return time.perf_counter() - start
-
-    def report(self, seconds: float) -> dict[str, Any]:
-        """Returns the measurements."""
-        metrics = self.engine.metrics
-        waits = sorted(1e3 * wait for _, wait in self.first_tokens)
-        return dict(
-            prefix_cache=metrics.prefix is not None,
-            requests=metrics.finished,
-            prompt_tokens_sent=self.tokens_sent,
-            prompt_tokens_run=metrics.prompt_tokens,
-            generated_tokens=metrics.generated_tokens,
-            steps=metrics.steps,
-            seconds=seconds,
-            generated_tokens_per_second=metrics.generated_tokens / seconds,
-            total_tokens_per_second=(self.tokens_sent + metrics.generated_tokens) / seconds,
-            first_token_milliseconds=dict(
-                median=statistics.median(waits), p95=round(waits[int(0.95 * (len(waits) - 1))], 2)
-            ),
-            hit_rate=1 - metrics.prompt_tokens / self.tokens_sent,
-            acceptance=metrics.acceptance,
-            preemptions=metrics.preemptions,
-            first_tokens=[(sent, 1e3 * wait) for sent, wait in self.first_tokens],
-        )
+def _engine(model, config, workload, cached, mesh):
+    # Twice the blocks that running requests can hold; the other half is for cached prefixes.
+    manager = KVCacheManager(
+        config,
+        num_blocks=2 * SLOTS * workload.max_context // BLOCK_TOKENS,
+        max_requests=SLOTS,
+        max_context=workload.max_context,
+        block_tokens=BLOCK_TOKENS,
+        max_query_tokens=1 + workload.drafts,
+        mesh=mesh,
+    )
+    return Engine(
+        model,
+        manager,
+        token_budget=TOKEN_BUDGET,
+        drafter=PromptLookup() if workload.drafts else None,
+        prefix=PrefixCache(manager, key="packaged model") if cached else None,
+    )
 
 
-def _compiled(model: CompiledModel) -> int:
+def _serve(engine, script):
+    """Serves all conversations, each of which sends its next turn when it has a reply.
+
+    Returns:
+      The measurements, and the replies by conversation and turn.
+    """
+    engine.warm_up()
+    sent = {}
+    replies = {}
+    first_tokens = []  # [tokens sent, milliseconds until the first came back]
+
+    def send(conversation, turn, history):
+        prompt, length = script[conversation][turn]
+        request = engine.add(history + prompt, max_new_tokens=length)
+        sent[request] = conversation, turn, time.perf_counter()
+
+    begin = time.perf_counter()
+    for conversation in range(len(script)):
+        send(conversation, 0, [])
+    while engine.busy:
+        for output in engine.step():
+            request = output.request
+            conversation, turn, since = sent[request]
+            if len(request.generated) == len(output.tokens):
+                first_tokens.append((len(request.prompt), 1e3 * (time.perf_counter() - since)))
+            if request.finish_reason is not None:
+                replies[conversation, turn] = request.generated
+                if turn + 1 < len(script[conversation]):
+                    send(conversation, turn + 1, request.tokens.tolist())
+    return _measurements(engine.metrics, first_tokens, time.perf_counter() - begin), replies
+
+
+def _measurements(metrics, first_tokens, seconds):
+    tokens_sent = sum(tokens for tokens, _ in first_tokens)
+    waits = sorted(wait for _, wait in first_tokens)
+    return {
+        "prefix_cache": metrics.prefix is not None,
+        "requests": metrics.finished,
+        "prompt_tokens_sent": tokens_sent,
+        "prompt_tokens_run": metrics.prompt_tokens,
+        "generated_tokens": metrics.generated_tokens,
+        "steps": metrics.steps,
+        "seconds": seconds,
+        "generated_tokens_per_second": metrics.generated_tokens / seconds,
+        "total_tokens_per_second": (tokens_sent + metrics.generated_tokens) / seconds,
+        "first_token_milliseconds": {
+            "median": statistics.median(waits),
+            "p95": waits[int(0.95 * (len(waits) - 1))],
+        },
+        "hit_rate": 1 - metrics.prompt_tokens / tokens_sent,
+        "acceptance": metrics.acceptance,
+        "preemptions": metrics.preemptions,
+        "first_tokens": first_tokens,
+    }
+
+
+def _compiled(model):
     return model.compilations + sum(program._cache_size() for program in MOVES)
-
-
-def _print_table(rows, workload):
-    """Prints both results side by side."""
-    device = jax.devices()[0].device_kind
-    title = f"{workload.conversations} conversations of {workload.turns} turns, packaged model, {device}, {SLOTS} slots"
-    table = Table("", "no prefix cache", "prefix cache", title=title, title_justify="left")
-    for name, text in LINES.items():
-        table.add_row(name, *(text.format(**row) for row in rows))
-    Console().print(table)

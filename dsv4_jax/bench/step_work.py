@@ -1,4 +1,4 @@
-"""The work of a step, from which its least possible time follows."""
+"""The operations and bytes of a step, from which its shortest possible time follows."""
 
 import numpy as np
 from flax import nnx
@@ -9,11 +9,11 @@ from dsv4_jax.config import DSV4Config
 
 
 def step_work(steps: RandomSteps, context: int) -> tuple[int, int, int]:
-    """Returns the work of a device in a step after which requests hold `context` tokens, in the least that it can be.
+    """Returns the smallest work of a device in a step, after which its requests hold `context` tokens.
 
     Returns:
-      operations of the layers' products, without those of drafts; bytes of weights, attended rows and scored keys, each
-      read once; bytes of the head among them.
+      (operations, bytes, head bytes). Operations are those of the layers' products, without draft layers. Bytes are
+      those of weights, attended rows and scored keys, each read once. The head's bytes are among them.
     """
     model = steps.model.module
     requests = steps.shard_requests
@@ -26,12 +26,12 @@ def step_work(steps: RandomSteps, context: int) -> tuple[int, int, int]:
 def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: int, drafts: int) -> tuple[int, int]:
     """Returns the operations of the layers' products with weights, and the bytes of weights that a device reads.
 
-    Draft layers, and the head for them, are read in each pass. DSpark's `markov_w2` is read for each draft; of tables
-    such as the embedding, the few rows are left out. Of the routed experts, the expected number is counted that tokens
-    hit at random.
+    Each pass of the draft layers reads them and the head. Each draft reads DSpark's `markov_w2`. The few rows that are
+    read of tables, such as the embedding, are left out. Routed experts count in the number that tokens hit if they
+    select at random.
     """
     passes = draft_passes(config, drafts)
-    reads = dict(embed_tokens=0, markov_w1=0, tid2eid=0, markov_w2=drafts, lm_head=1 + passes)
+    reads = {"embed_tokens": 0, "markov_w1": 0, "tid2eid": 0, "markov_w2": drafts, "lm_head": 1 + passes}
     share = config.num_experts_per_tok / config.n_routed_experts
     operations = 0.0
     nbytes = 0.0
@@ -53,14 +53,14 @@ def cache_work(steps: RandomSteps, context: int) -> tuple[int, int]:
     row = tree_bytes(schema.window_codec.struct)
     windows = config.num_draft_layers * draft_passes(config, steps.drafts)
     read = windows * min(context, config.sliding_window) * row
-    seen = np.arange(context - steps.tokens, context) + 1  # by each token
+    visible_tokens = np.arange(context - steps.tokens, context) + 1  # to each token
     attended = scored = 0
     for spec in config.specs:
         read += min(context, config.window(spec.layer)) * row
-        attended += np.minimum(seen, config.window(spec.layer)).sum()
+        attended += np.minimum(visible_tokens, config.window(spec.layer)).sum()
         if spec.group is not None:
             group = schema.groups[spec.group]
-            visible = seen // spec.compress_rate
+            visible = visible_tokens // spec.compress_rate
             topk = context if spec.selection is None else config.topk(spec.selection)
             attended += np.minimum(visible, topk).sum()
             read += min(visible[-1], steps.tokens * topk) * tree_bytes(group.entry.struct)

@@ -11,22 +11,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.profiler import ProfileData
 
 from dsv4_jax.bench.cases import Case
 
 
-def build(case: Case, calls: int) -> tuple[Any, list[tuple]]:
-    """Returns the case's state and the inputs of each call, on the device."""
-    return jax.block_until_ready(case.make(np.random.default_rng(0), calls))
-
-
 def kernel_is_right(case: Case, state: Any, inputs: tuple) -> bool:
     """Returns whether the op has a kernel for this case, after comparing its result with XLA's.
 
-    Raises RuntimeError if the results differ, in a bit or beyond the case's `agree`.
+    Raises:
+      RuntimeError: the results differ in a bit, or by more than the case's `agree` allows.
     """
 
     def result(implementation):
@@ -34,11 +29,11 @@ def kernel_is_right(case: Case, state: Any, inputs: tuple) -> bool:
         return _jitted(case, implementation)(copied, *inputs)
 
     try:
-        got = result("mosaic_gpu")
+        output = result("mosaic_gpu")
     except NotImplementedError:
         return False
     agree = _same_bits if case.agree is None else jax.jit(case.agree)
-    if not all(jax.tree.leaves(jax.tree.map(agree, got, result("xla")))):
+    if not all(jax.tree.leaves(jax.tree.map(agree, output, result("xla")))):
         raise RuntimeError(f"{case.op} {case.shape}: the kernel's result differs from XLA's; times would mean nothing")
     return True
 
@@ -62,21 +57,21 @@ def median_seconds(case: Case, implementation: str, state: Any, inputs: list[tup
 def copy_bandwidth() -> float:
     """Measures the bytes a second, read and written, of a copy of an array that is larger than any cache."""
     # Twice 128 MiB: experts in pages leave little memory.
-    x = jnp.ones((1 << (25 if jax.default_backend() == "gpu" else 24),), jnp.float32)
-    return 2 * x.nbytes / _median_of(jax.jit(jnp.negative), x)
+    x = jnp.ones((1 << (25 if _on_gpu() else 24),), jnp.float32)
+    return 2 * x.nbytes / _median_of(jnp.negative, x)
 
 
 def read_bandwidth() -> float:
     """Measures the bytes a second of reading an array that is larger than any cache."""
-    x = jnp.ones((1 << (28 if jax.default_backend() == "gpu" else 24),), jnp.int32)
-    return x.nbytes / _median_of(jax.jit(jnp.max), x)
+    x = jnp.ones((1 << (28 if _on_gpu() else 24),), jnp.int32)
+    return x.nbytes / _median_of(jnp.max, x)
 
 
 def matmul_rate() -> float:
     """Measures the operations a second of a large bfloat16 matrix product by XLA."""
-    size = 8192 if jax.default_backend() == "gpu" else 512
+    size = 8192 if _on_gpu() else 512
     x = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
-    return 2 * size**3 / _median_of(jax.jit(lambda x: x @ x), x)
+    return 2 * size**3 / _median_of(lambda x: x @ x, x)
 
 
 def process_seconds() -> float:
@@ -87,7 +82,7 @@ def process_seconds() -> float:
 
 
 def kernels(calls: Callable[[], Any]) -> list[tuple[str, float]]:
-    """Returns (name, milliseconds) of every kernel that `calls` runs, in order, starting with a cold cache.
+    """Returns (name, milliseconds) of every kernel that `calls` runs, in order, starting with a cold L2 cache.
 
     Where kernels overlap, the time counts for the first one, so that the sum is the time in which any kernel runs.
     """
@@ -102,30 +97,35 @@ def kernels(calls: Callable[[], Any]) -> list[tuple[str, float]]:
         (path,) = Path(folder).rglob("*.xplane.pb")
         planes = [plane for plane in ProfileData.from_file(str(path)).planes if plane.name.startswith("/device:GPU")]
         devices = [[event for line in plane.lines for event in line.events] for plane in planes]
-    found = []
+    launches = []
     for events in devices:
         spans = [(x.start_ns, x.start_ns + x.duration_ns, x.name) for x in events if not x.name.startswith("Mem")]
-        found += alone(sorted(spans))
-    return found[1:]
+        launches += without_overlaps(sorted(spans))
+    return launches[1:]
 
 
-def alone(spans: list[tuple[float, float, str]]) -> list[tuple[str, float]]:
+def without_overlaps(spans: list[tuple[float, float, str]]) -> list[tuple[str, float]]:
     """Returns (name, milliseconds) of kernels (start, end, name), in ns and sorted by start, without their overlaps."""
-    found = []
+    launches = []
     last = 0.0
     for start, end, name in spans:
-        found.append((name, max(end - max(start, last), 0.0) / 1e6))
+        launches.append((name, max(end - max(start, last), 0.0) / 1e6))
         last = max(last, end)
-    return found
+    return launches
+
+
+def _on_gpu():
+    return jax.default_backend() == "gpu"
 
 
 def _median_of(function, x):
-    """Measures the median seconds of a call of a compiled function."""
-    jax.block_until_ready(function(x))
-    return statistics.median(_seconds(lambda _: function(x), 10 if jax.default_backend() == "gpu" else 5))
+    """Measures the median seconds of a call of a function, compiled."""
+    compiled = jax.jit(function)
+    jax.block_until_ready(compiled(x))
+    return statistics.median(_seconds(lambda _: compiled(x), 10 if _on_gpu() else 5))
 
 
-def _seconds(call: Callable[[int], Any], count: int) -> list[float]:
+def _seconds(call, count):
     """Measures the seconds of each of `count` calls: the sum of its kernels on a GPU, by the wall clock elsewhere."""
     wall = []
 
@@ -135,7 +135,7 @@ def _seconds(call: Callable[[int], Any], count: int) -> list[float]:
             jax.block_until_ready(call(i))
             wall.append(time.perf_counter() - begin)
 
-    if jax.default_backend() != "gpu":
+    if not _on_gpu():
         calls()
         return wall
     times = [milliseconds / 1e3 for _, milliseconds in kernels(calls)]
@@ -146,7 +146,7 @@ def _seconds(call: Callable[[int], Any], count: int) -> list[float]:
 
 
 @functools.cache
-def _evict() -> Callable[[], Any]:
+def _evict():
     """Returns a function that fills the L2 cache with other data, in one kernel."""
     x = jnp.zeros((1 << 25,), jnp.float32)
     negative = jax.jit(jnp.negative)
@@ -154,7 +154,7 @@ def _evict() -> Callable[[], Any]:
 
 
 @functools.cache
-def _jitted(case: Case, implementation: str) -> Callable[..., Any]:
+def _jitted(case, implementation):
     """Returns the compiled call, which the check and the timing share."""
     call = functools.partial(case.run, implementation=implementation)
     return jax.jit(call, donate_argnums=(0,) if case.updates else ())

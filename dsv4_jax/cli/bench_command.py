@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import tyro
 
-from dsv4_jax.cli import option_checks, options, startup
+from dsv4_jax.cli import options, startup
 from dsv4_jax.cli.bench_options import (
     Benchmark,
     Calls,
@@ -15,12 +15,14 @@ from dsv4_jax.cli.bench_options import (
     PlotFile,
     Sections,
     Shapes,
-    Trace,
 )  # fmt: skip
 
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
+
+    from dsv4_jax.bench.decode_steps import StepOptions
+    from dsv4_jax.config import DSV4Config
 
 Op = Literal[
     "append", "flush", "gather", "indexer", "attention", "linear", "experts", "hyper_connections", "router"
@@ -55,7 +57,8 @@ class OpsBench(ModelBenchmark):
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
         from dsv4_jax.bench import op_times
 
-        return dict(results=op_times.run(*self._model(report), self.ops, report, only=self.only, calls=self.calls))
+        cases = op_times.chosen_cases(*self._model(report), self.ops, self.only)
+        return {"results": op_times.run(cases, report, self.calls)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,15 +76,19 @@ class _DecodeSteps(ModelBenchmark):
     drafts: Annotated[int, tyro.conf.arg(metavar="K")] = 0
     mesh: options.MeshOption = None
     context_parallel: options.ContextParallel = False
-    trace: Trace = None
     plot: PlotFile = None
 
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
         from dsv4_jax.bench import decode_steps
 
-        model = self._model(report)
-        chosen = self._options(decode_steps.StepOptions, mesh)
-        return dict(results=decode_steps.run(*model, chosen, report))
+        return {"results": decode_steps.run(*self._steps(report, mesh), report)}
+
+    def _steps(self, report: dict[str, Any], mesh: "Mesh | None") -> "tuple[DSV4Config, StepOptions]":
+        """Adds the model to the report, and returns its configuration and the options of the measurement."""
+        from dsv4_jax.bench.decode_steps import StepOptions, default_sizes
+
+        config, kv_format = self._model(report)
+        return config, self._options(StepOptions, mesh, **default_sizes(mesh), kv_format=kv_format)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,11 +115,10 @@ class LayerBench(_DecodeSteps):
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
         from dsv4_jax.bench import decode_steps, op_times
 
-        model = self._model(report)
-        chosen = self._options(decode_steps.StepOptions, mesh)
-        cases = dict(only=self.only, calls=self.calls, patterns=op_times.LAYER_CASES)
-        ops = () if mesh else op_times.run(*model, tuple(op_times.CASES), report, **cases)
-        return dict(ops=ops, results=decode_steps.run(*model, chosen, report, each_kind=True))
+        config, steps = self._steps(report, mesh)
+        cases = (case for case in op_times.chosen_cases(config, steps.kv_format, OPS, self.only) if case.in_layer)
+        ops = () if mesh else op_times.run(cases, report, self.calls)
+        return {"ops": ops, "results": decode_steps.run(config, steps, report, each_kind=True)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,15 +171,15 @@ class PrefillBench(ModelBenchmark):
     _plot = "plot_prefill"
     chunks: Numbers = None
     contexts: Numbers = None
-    trace: Trace = None
     plot: PlotFile = None
 
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
         from dsv4_jax.bench import decode_steps, prefill
 
-        model = self._model(report)
-        chosen = self._options(decode_steps.StepOptions, mesh)
-        return dict(results=prefill.run(*model, chosen, report))
+        config, kv_format = self._model(report)
+        sizes = prefill.default_sizes() | {"batches": (1,)}
+        steps = self._options(decode_steps.StepOptions, mesh, **sizes, kv_format=kv_format)
+        return {"results": prefill.run(config, steps, report)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -228,8 +234,6 @@ class ServeBench(Benchmark):
             raise ValueError("--expert-memory, --skew and --layers need --config")
         if self.config is not None and self.plot is not None:
             raise ValueError("--plot is for conversations: leave out --config")
-        sizes = dict(requests=min(self.requests or (1,)), prompts=min(self.prompts or (1,)))
-        option_checks.check_at_least(1, **sizes, context=self.context, token_budget=self.token_budget)
         if self.config is not None:
             startup.use_compilation_cache()
         super().run()
@@ -245,14 +249,14 @@ class ServeBench(Benchmark):
             report["config"] = self.config
             if self.config.startswith("v4_"):
                 config = measured_config(config, report, "config")
-            defaults = {} if jax.default_backend() == "gpu" else dict(requests=(1, 4), prompts=(256,))
-            chosen = self._options(engine_steps.EngineOptions, mesh, **defaults)
-            return dict(results=engine_steps.run(config, chosen, report))
+            defaults = {} if jax.default_backend() == "gpu" else {"requests": (1, 4), "prompts": (256,)}
+            steps = self._options(engine_steps.EngineOptions, mesh, **defaults)
+            return {"results": engine_steps.run(config, steps, report)}
         from dsv4_jax.bench import serving
 
         workload = serving.Workload(self.conversations, self.turns, self.drafts)
         report["workload"] = dataclasses.asdict(workload)
-        return dict(results=serving.run(workload, mesh))
+        return {"results": serving.run(workload, mesh)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -274,7 +278,8 @@ class AllReduceBench(Benchmark):
 
         if mesh is None or mesh.shape.get("model", 1) < 2:
             raise ValueError(f"--mesh {self.mesh} must have more than one device along the axis model")
-        return dict(results=sums.run(options.named_config(f"v4_{self.shapes}", "--shapes").hidden_size, mesh, report))
+        width = options.named_config(f"v4_{self.shapes}", "--shapes").hidden_size
+        return {"results": sums.run(width, mesh, report)}
 
 
 BenchCommand = (

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import inspect
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
+from dsv4_jax.bench.reports import write_report
 from dsv4_jax.cli import option_checks, options, startup
 from dsv4_jax.parallel.mesh import make_mesh
 
@@ -28,11 +28,17 @@ Shapes = Annotated[
 Only = Annotated[tuple[str, ...], tyro.conf.arg(help="only ops whose name or shape contains one of these texts.")]
 Calls = Annotated[int, tyro.conf.arg(help="number of calls whose median time is reported.")]
 Numbers = Annotated[tuple[int, ...] | None, options.optional("N ...")]
-Trace = Annotated[
-    Path | None,
-    options.optional("DIR", help="write a profile of the last case to this folder, for TensorBoard or Perfetto."),
-]
 PlotFile = Annotated[Path | None, options.optional("FILE.png")]
+_MINIMUMS = {
+    "calls": 1,
+    "conversations": 1,
+    "turns": 1,
+    "drafts": 0,
+    "skew": 0,
+    "prompts": 1,
+    "context": 1,
+    "token_budget": 1,
+}
 Sections = dict[str, Iterable[dict[str, Any]]]  # the rows of each section of a report
 
 
@@ -52,7 +58,7 @@ class Benchmark:
     def run(self) -> None:
         """Runs the benchmark; raises ValueError if an option is wrong."""
         given = vars(self)
-        for name, minimum in dict(calls=1, conversations=1, turns=1, drafts=0, skew=0).items():
+        for name, minimum in _MINIMUMS.items():
             values = given.get(name)
             for value in values if isinstance(values, tuple) else (values,):
                 option_checks.check_at_least(minimum, **{name: value})
@@ -67,8 +73,6 @@ class Benchmark:
         for option, path in (("json", self.out), ("plot", plot)):
             if path is not None:
                 option_checks.check_writable(option, path)
-        if trace := given.get("trace"):
-            trace.mkdir(parents=True, exist_ok=True)
         if options.expert_bytes(given.get("expert_memory"), given.get("mesh")) is not None:
             startup.show_log()
         # XLA leaves a quarter of a GPU's memory unused by default.
@@ -76,14 +80,14 @@ class Benchmark:
         startup.notify("Starting JAX ...")
         import jax
 
-        report: dict[str, Any] = dict(device=jax.devices()[0].device_kind, jax=jax.__version__)
-        report |= dict(mesh=sizes) if sizes else {}
+        report: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+        report |= {"mesh": sizes} if sizes else {}
         for section, rows in self._results(report, make_mesh(sizes) if sizes else None).items():
             report[section] = []
             for row in rows:
                 report[section].append(row)
                 if self.out is not None:
-                    self.out.write_text(json.dumps(_rounded(report), indent=1) + "\n")
+                    write_report(self.out, report)
         if plot is not None:
             from dsv4_jax.bench import plots
 
@@ -98,15 +102,6 @@ class Benchmark:
 
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
         raise NotImplementedError
-
-
-def _rounded(value: Any) -> Any:
-    """Returns a report whose measured numbers have six digits."""
-    if isinstance(value, dict):
-        return {name: _rounded(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,6 +119,6 @@ class ModelBenchmark(Benchmark):
         """Adds the model to the report, and returns its configuration and the cache's format."""
         from dsv4_jax.quant import kv_format
 
-        report |= dict(shapes=self.shapes, cache_format=self.cache_format)
+        report |= {"shapes": self.shapes, "cache_format": self.cache_format}
         drafts: int = getattr(self, "drafts", 0)
         return options.named_config(f"v4_{self.shapes}", "--shapes", mtp=drafts > 0), kv_format(self.cache_format)

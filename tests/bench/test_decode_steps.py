@@ -11,17 +11,16 @@ from flax import nnx
 
 from dsv4_jax.bench import decode_steps, plots, timing
 from dsv4_jax.bench.cases import tree_bytes
-from dsv4_jax.bench.decode_steps import STEPS, StepCase, StepOptions
+from dsv4_jax.bench.decode_steps import STEPS, StepCase, StepOptions, default_sizes
 from dsv4_jax.bench.random_steps import DRAWS, RandomSteps, abstract_model, random_cache
 from dsv4_jax.bench.step_work import step_work, weight_work
-from dsv4_jax.bench.tables import LiveTable, layer_share
+from dsv4_jax.bench.tables import layer_share, print_rows
 from dsv4_jax.cache import CacheSchema, KVCache
 from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.parallel.mesh import make_mesh
-from dsv4_jax.quant import kv_format
 from tests.host.managers import CONFIG
 
 
@@ -147,7 +146,7 @@ def test_kernels_are_those_of_one_gpu(monkeypatch):
     monkeypatch.setattr(timing, "kernels", lambda calls: found)
     monkeypatch.setattr(decode_steps, "step_work", lambda *_: (0, 1000, 0))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    row = StepCase(steps, 256).profile(dict(milliseconds=7.0), dict(copy_bytes_per_second=1e9), None)
+    row = StepCase(steps, 256).profile(dict(milliseconds=7.0), dict(copy_bytes_per_second=1e9))
     assert row["kernel_milliseconds"]["all_reduce"] == 6.0 and row["launches"] == 3 and row["gap_milliseconds"] == 1.0
 
 
@@ -219,7 +218,7 @@ def test_the_bytes_that_dsparks_drafts_read():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["model", "--shapes", "flash_0731", "--drafts", "6"], "--drafts 6 must be at most 5"),
+        (["model", "--shapes", "flash_0731", "--drafts", "6"], "--drafts 6 must be from 0 to 5"),
         (["model", "--mesh", "data=2", "--batches", "4", "3"], "mesh axis data=2 does not divide --batches 3"),
         (["all_reduce", "--mesh", "data=2"], "--mesh data=2 must have more than one device along the axis model"),
         (["model", "--expert-parallel"], "--expert-parallel needs a mesh with more than one device"),
@@ -228,28 +227,32 @@ def test_the_bytes_that_dsparks_drafts_read():
         (["model", "--plot", "no/such/x.png"], "--plot no/such/x.png cannot be written: No such file or directory"),
         (["model", "--json", "no/such/x.json"], "--json no/such/x.json cannot be written: No such file or directory"),
         (["ops", "append", "--json", "."], "--json . cannot be written: Is a directory"),
-        (["model", "--contexts", "128"], "--contexts 128 must be from 129 to 32768 tokens"),
+        (["model", "--contexts", "128"], "--contexts 128 must be from 129 to 32768"),
         (["model", "--contexts", "33000"], "--contexts 33000 must be from 129 to 32768"),
         (["model", "--contexts", "512", "--batches", "0"], "--batches 0 must be at least 1"),
-        (["model", "--contexts", "512", "--drafts", "9"], "--drafts 9 must be at most 8"),
-        (["model", "--contexts", "512", "--layers", "7"], "--layers 7 must be from 0 (all) to 6"),
-        (["prefill", "--chunks", "1"], "--chunks 1 must be at least 2 tokens"),
+        (["model", "--contexts", "512", "--drafts", "9"], "--drafts 9 must be from 0 to 8"),
+        (["model", "--contexts", "512", "--layers", "7"], "--layers 7 must be from 0 to 6"),
+        (["prefill", "--chunks", "1"], "--chunks 1 must be at least 2"),
         (["prefill", "--contexts", "-1"], "--contexts -1 must be from 0 to"),
         (["prefill", "--contexts"], "--contexts needs at least one number"),
+        (["prefill", "--chunks"], "--chunks needs at least one number"),
     ],
 )
 def test_mistakes_are_explained(refused, options, message):
     assert message in refused("bench", *options)
 
 
-def test_the_defaults_fit_the_model_that_runs():
+def test_the_defaults_fit_the_model_that_runs(monkeypatch):
     tiny = read_config(packaged_checkpoint())
     flash = DSV4Config.v4_flash()
-    cpu, gpu = (StepOptions().with_defaults(device, kv_format("v4")) for device in ("cpu", "gpu"))
+    cpu = StepOptions(**default_sizes())
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    gpu = StepOptions(**default_sizes())
     assert (cpu.batches, cpu.contexts, gpu.contexts) == ((1, 4), (512, 4096), (4096, 65536))
+    assert default_sizes(make_mesh({"data": 2}))["batches"] == (8, 32, 128)
     cpu.check(tiny)
     gpu.check(flash)
-    with pytest.raises(ValueError, match="--contexts 65536 must be from 129 to 32768 tokens"):
+    with pytest.raises(ValueError, match="--contexts 65536 must be from 129 to 32768"):
         gpu.check(tiny)
 
 
@@ -257,7 +260,7 @@ def test_titles_name_the_model_that_ran(monkeypatch, tmp_path):
     titles = []
 
     @contextlib.contextmanager
-    def axes(path, title, *labels):
+    def axes(path, title, **labels):
         titles.append(title)
         yield unittest.mock.MagicMock()
 
@@ -294,9 +297,8 @@ def test_a_layers_share_of_a_step_is_printed(capsys):
     share = layer_share(row)
     assert [round(share[name], 6) for name in ("layer", "layer_floor", "outside", "gaps")] == [100.0, 50.0, 0.1, 25.0]
     assert {kind: round(time, 6) for kind, time in share["kinds"].items()} == {"experts": 30.0, "rest": 45.0}
-    table = LiveTable(decode_steps.COLUMNS, batch=5, tokens=-9)
-    table.add(share)
-    table.add(layer_share(row | dict(requests=32)))
+    rows = [row, row | dict(requests=32)]
+    assert list(print_rows(rows, decode_steps.COLUMNS, layer_share, batch=5, tokens=-9)) == rows
     header, *lines = capsys.readouterr().out.splitlines()
     assert len(header) == len(lines[0]) == len(lines[1])
     assert header.startswith("batch   context  tokens       drafts      skew   step ms  % of floor   loop ms")

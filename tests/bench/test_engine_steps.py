@@ -33,7 +33,7 @@ def test_prompts_and_decode_steps(run, tmp_path, monkeypatch):
 def test_experts_leave_room_for_the_largest_cache():
     config = read_config(packaged_checkpoint())
     options = EngineOptions(requests=(1, 8), prompts=(), expert_memory="auto")
-    schema = CacheSchema(config, **options.manager_options(8))
+    schema = CacheSchema(config, **options.cache_sizes(8))
     reserved = expert_memory("auto", schema, options.max_step_tokens).reserved_bytes
     assert reserved == program_bytes(options.token_budget, config) + schema.memory_bytes()
     assert expert_memory(None, schema, 1) is None and expert_memory(5, schema, 1).device_bytes == 5
@@ -57,9 +57,10 @@ def test_experts_in_host_memory(monkeypatch):
     ("options", "message"),
     [
         (["--skew", "1"], "--expert-memory, --skew and --layers need --config"),
-        (["--config", "v4_flash", "--layers", "7"], "--layers 7 must be from 0 (all) to 6"),
+        (["--config", "v4_flash", "--layers", "7"], "--layers 7 must be from 0 to 6"),
         (["--config", "v4_flash", "--prompts", "40000"], "--prompts and --context need 40001 tokens"),
         (["--config", "v4_flash", "--requests", "0"], "--requests 0 must be at least 1"),
+        (["--config", "v4_flash", "--requests"], "--requests needs at least one number"),
         (["--config", "no"], "--config no is neither v4_flash nor v4_pro"),
     ],
 )

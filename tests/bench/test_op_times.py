@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from dsv4_jax.bench.op_times import CASES
 from dsv4_jax.cli import main
+from dsv4_jax.cli.bench_command import OPS
 
 
 def test_times_every_case_and_writes_json(run, tmp_path):
@@ -13,16 +15,24 @@ def test_times_every_case_and_writes_json(run, tmp_path):
     assert "wall clock" in out and "V4-Flash shapes, format v4" in out
     report = json.loads(path.read_text())
     rows = {(row["op"], row["shape"]): row for row in report["results"]}
-    assert len(rows) == len(report["results"]) == 29
+    assert len(rows) == len(report["results"])
+    assert {op for op, _ in rows} == {
+        "append_swa", "norm_rope + append", "flush", "gather_compressed_kv", "index query", "indexer_scores",
+        "scores + top-k", "indexer_topk", "sparse_attention", "linear", "experts", "hyper_connections", "router",
+    }  # fmt: skip
     # A row in bfloat16, slot and position come in; 584 bytes go out.
-    assert rows["append_swa", "T=8"]["bytes"] == 8 * (1024 + 8 + 584)
+    assert rows["append_swa", "T=1"]["bytes"] == 1024 + 8 + 584
     # An index and a stored row come in, a dense row and a flag go out; a slot each token.
-    assert rows["gather_compressed_kv", "2 x 512"]["bytes"] == 2 * (512 * (4 + 584 + 1024 + 1) + 4)
+    assert rows["gather_compressed_kv", "8 x 512"]["bytes"] == 8 * (512 * (4 + 584 + 1024 + 1) + 4)
     for row in rows.values():
         assert row["implementation"] == "xla" and row["microseconds"] > 0
         assert row["percent_of_copy"] == pytest.approx(
             1e8 * row["bytes"] / row["microseconds"] / report["copy_bytes_per_second"], rel=0.01, abs=0.06
         )
+
+
+def test_every_op_has_cases():
+    assert tuple(CASES) == OPS
 
 
 def test_help_has_an_example(capsys):

@@ -1,25 +1,44 @@
-"""The tables of the pages have the numbers of the committed files, which support the pages' claims."""
+"""The tables of the pages have the numbers of the committed files, which have a line for each row."""
 
 import json
 import re
-import shutil
 
 import pytest
-from benchmark_claims import ROOT, wrong_claims
-from benchmark_tables import KINDS, PAGES, main, rewrite
+from benchmark_tables import KINDS, PAGES, ROOT, main, rewrite
+
+from dsv4_jax.bench.reports import report_text, write_report
 
 
-def test_tables_and_claims_are_those_of_the_files():
+FILES = sorted((ROOT / "benchmarks").glob("*.json"))
+
+
+def test_tables_are_those_of_the_files():
     main(check=True)
 
 
-def test_a_wrong_claim_is_named(tmp_path):
-    shutil.copytree(ROOT / "benchmarks", tmp_path, dirs_exist_ok=True)
-    path = tmp_path / "serve.json"
-    report = json.loads(path.read_text())
-    report["results"][1]["same_tokens"] = False
-    path.write_text(json.dumps(report))
-    assert wrong_claims(tmp_path) == ["serve: the prefix cache changes no token"]
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_file_has_a_line_for_each_row(path):
+    text = path.read_text()
+    assert text == report_text(json.loads(text))
+
+
+def test_a_report_is_rounded(tmp_path):
+    path = tmp_path / "report.json"
+    write_report(
+        path, {"device": "cpu", "rate": 1234567.891, "count": 12345678, "ops": [], "results": [{"a": (1, 0.5)}, {}]}
+    )
+    assert path.read_text().splitlines() == [
+        "{",
+        ' "device": "cpu",',
+        ' "rate": 1234570.0,',
+        ' "count": 12345678,',
+        ' "ops": [],',
+        ' "results": [',
+        '  {"a": [1, 0.5]},',
+        "  {}",
+        " ]",
+        "}",
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name or page.name)

@@ -8,12 +8,12 @@ from loop_times import main
 def test_times_and_reports(tmp_path, capsys):
     report = tmp_path / "report.json"
     sizes = ["--calls", "2", "--passes", "2", "--report", str(report)]
-    main(["--names", "append", "indexer", "--only", "append_swa T=1", "topk", *sizes])
+    main(["--names", "append", "indexer", "--only", "append_swa T=1", "1024 visible", *sizes])
     found = json.loads(report.read_text())
     # One case whose calls update a state, and one whose calls have results.
     assert [(row["op"], row["shape"]) for row in found["loops"]] == [
         ("append_swa", "T=1"),
-        ("indexer_topk", "2 x 4096"),
+        ("indexer_topk", "1 x 16384, 1024 visible"),
     ]
     assert all(row["microseconds"] > 0 for row in found["loops"])
     assert "append_swa" in capsys.readouterr().out
