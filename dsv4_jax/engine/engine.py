@@ -397,8 +397,8 @@ class Engine(Summarized):
 
     def _read(self, launched: LaunchedStep) -> None:
         """Waits for a step's output and gives each request its tokens."""
-        scheduler.current = launched.schedule.requests
         scheduler = self._scheduler
+        scheduler.current = launched.schedule.requests
         output = jax.tree.map(np.asarray, launched.output)  # on its way already: `device_get` would ask once more
         self._metrics.steps += 1
         self._metrics.mixed_steps += launched.prefill
