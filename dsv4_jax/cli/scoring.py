@@ -17,7 +17,6 @@ from dsv4_jax.decode import CompiledModel, Model
 from dsv4_jax.decode.drafts import draft, one_token_batch
 from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.host import KVCacheManager
-from dsv4_jax.host.forward import find_layout
 from dsv4_jax.layer_spec import LayerSpec
 from dsv4_jax.parallel.sharded_step import sharded_step
 from dsv4_jax.quant import LayerSlice
@@ -108,14 +107,14 @@ def score_ids(
     if window_only:
         cache = WindowOnlyCache(**vars(cache))
     for n in sizes:
-        batch = manager.prepare_forward({slot: row[at : at + n] for slot, row in zip(slots, ids, strict=True)})
-        layout = find_layout(manager.requests, np.array(slots), np.full((len(slots),), n), None, None)
-        here = layout.first[:, None] + np.arange(n)
+        tokens = manager.check_ids(ids[:, at : at + n].reshape(-1))
+        batch, begins = manager.prepare_arrays(np.array(slots), np.full((len(slots),), n), tokens)
+        here = begins[:, None] + np.arange(n)
         next_tokens = np.zeros(batch.token_ids.shape, np.int32)
         next_tokens[here] = followers[:, at : at + n]
         options = dict(keep_logits=keep_logits, layers=layers, drafts=drafts, per_row=n if drafts else 0)
-        results, cache = compiled.run(score_step, cache, batch, manager.requests.put(next_tokens, "tokens"), **options)
-        yield {name: x[here] for name, x in manager.requests.get(results).items()}
+        results, cache = compiled.run(score_step, cache, batch, manager.devices.put(next_tokens, "tokens"), **options)
+        yield {name: x[here] for name, x in manager.devices.get(results).items()}
         at += n
     for slot in slots:
         manager.release(slot)

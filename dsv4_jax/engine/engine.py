@@ -80,7 +80,7 @@ class Engine(Summarized):
         check_no_requests(manager)
         if cache is not None:
             manager.check_cache(cache)
-        if prefix is not None and manager.requests.evictor is not prefix:
+        if prefix is not None and not prefix.serves(manager):
             raise ValueError("prefix is the prefix cache of another manager, or a later one has taken its place")
         config = EngineConfig(**options).resolve(manager, drafter)
         on_device = drafter == "model"
@@ -108,7 +108,7 @@ class Engine(Summarized):
         running = self.running
         waiting = self.waiting
         requests = {f"request {reprlib.repr(request.id)}": request.progress for request in (*running, *waiting)}
-        use = {name: share for name, share in self.manager.requests.use().items() if not name.startswith("slot ")}
+        use = {name: share for name, share in self.manager.use().items() if not name.startswith("slot ")}
         words = f"{len(running)} requests running", f"{len(waiting):,} waiting", f"{self._metrics.steps:,} steps"
         return Summary(words, use | requests)
 

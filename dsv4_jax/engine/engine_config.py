@@ -51,7 +51,7 @@ class EngineConfig:
           drafter: the engine's drafter, "model" or None.
         """
         schema = manager.schema
-        slots = manager.requests.slots_per_shard
+        slots = manager.shards.slots
         draft_tokens = self.draft_tokens
         spare = schema.max_query_tokens - 1
         on_device = drafter == "model"

@@ -112,9 +112,9 @@ def generate_on_device(
         # The last token of each prompt is the loop's first input.
         batch = manager.prepare_forward({r.slot: r.tokens[-1:] for r in requests}, reserve=max_new_tokens - 1)
         sizes = dict(steps=max_new_tokens, drafts=drafts)
-        seeds = manager.requests.put(seeds, "slots")
+        seeds = manager.devices.put(seeds, "slots")
         output, cache = model.decode_loop(engine.cache, batch, seeds, **sizes, **options)
-        output = manager.requests.get(output)
+        output = manager.devices.get(output)
         if model.expert_memory is not None and (migration := model.expert_memory.migration) is not None:
             migration.finish(cache.expert_counts)
         tokens = output.tokens
@@ -132,7 +132,7 @@ def engine_for_prompts(model, manager: KVCacheManager, prompts, max_new_tokens: 
         raise ValueError("prompts is empty: give at least one prompt")
     total = sum(len(check_request(manager, prompt, max_new_tokens)) for prompt in prompts)
     options = DraftOptions.of(drafts)
-    budget = min(chunk, total) - 1 + manager.requests.slots_per_shard * (1 + options.count)
+    budget = min(chunk, total) - 1 + manager.shards.slots * (1 + options.count)
     drafting: dict[str, Any] = dict(drafter="model" if options.count else None, draft_tokens=options.count)
     drafting["min_confidence"] = options.min_confidence
     return contextlib.closing(Engine(model, manager, token_budget=budget, **drafting))
@@ -145,12 +145,15 @@ def prefill(engine: Engine, requests: Sequence[Request]) -> None:
 
 
 def _check_room(manager, prompts, max_new_tokens):
-    """Raises CacheFullError unless all requests fit at once."""
-    table = manager.requests
-    free = [[len(table.free_slots(shard)), table.allocator.free_in(shard)] for shard in range(table.num_shards)]
-    for fit, prompt in enumerate(prompts):
-        need = table.blocks_for(len(prompt) + max_new_tokens - 1)
-        best = max(free, key=lambda shard: (shard[0] > 0 and shard[1] >= need, *shard))  # noqa: B023 (called here)
-        best[:] = best[0] - 1, best[1] - need
-        if min(best) < 0:
-            raise CacheFullError(f"{len(prompts)} prompts do not fit at once ({fit} do); use stream, or a larger cache")
+    """Raises CacheFullError unless the slots and blocks of a manager without requests hold all prompts at once."""
+    count = 0
+    try:
+        for prompt in prompts:
+            num_tokens = len(prompt) + max_new_tokens - 1
+            manager.allocate(manager.admit(num_tokens=num_tokens), num_tokens)
+            count += 1
+    except CacheFullError:
+        message = f"{len(prompts)} prompts do not fit at once ({count} do); use stream, or a larger cache"
+        raise CacheFullError(message) from None
+    finally:
+        manager.release_all()

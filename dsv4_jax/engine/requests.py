@@ -310,14 +310,6 @@ def check_request(manager: KVCacheManager, prompt: Sequence[int] | np.ndarray, m
     """Returns the prompt's ids [n] int32; raises TypeError or ValueError if the request could never run."""
     check_positive(max_new_tokens=max_new_tokens)
     ids = manager.check_ids(prompt, "prompt")
-    schema = manager.schema
-    # The last token is drawn, never stored.
-    need = len(ids) + max_new_tokens - 1
-    table = manager.requests
-    blocks = "the whole cache's" if table.num_shards == 1 else f"each of the cache's {table.num_shards} shards'"
-    for name, limit in {"max_context": schema.max_context, blocks: table.capacity}.items():
-        if need > limit:
-            raise ValueError(
-                f"a prompt of {len(ids)} tokens and {max_new_tokens=} need room for {need}, more than {name} {limit}"
-            )
+    subject = f"a prompt of {len(ids)} tokens and {max_new_tokens=} need room for"
+    manager.check_size(len(ids) + max_new_tokens - 1, subject=subject)  # the last token is drawn, never stored
     return ids

@@ -1,5 +1,6 @@
 """Runs an engine's steps on the device, in programs of fixed shapes."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -19,8 +20,8 @@ from dsv4_jax.decode.step import EarlierTokens, draw_step, logits_step, sample_s
 from dsv4_jax.engine.engine_config import EngineConfig
 from dsv4_jax.engine.requests import Request, RequestParams
 from dsv4_jax.engine.steps import LaunchedStep, Schedule
-from dsv4_jax.host import KVCacheManager, PrefixCache, offload, resume
-from dsv4_jax.host.forward import find_layout, first_indices, indices, prepare_forward
+from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache, offload, resume
+from dsv4_jax.host.cache_devices import consecutive
 
 
 class StepRunner:
@@ -42,13 +43,13 @@ class StepRunner:
         self._manager = manager
         self._config = config
         self._device_drafts = device_drafts
-        self.decode_size = config.decode_size(manager.requests.slots_per_shard)
+        self.decode_size = config.decode_size(manager.shards.slots)
         self._compilations_before = model.compilations
         slots = manager.schema.max_requests
         count = device_drafts.count
-        rows = np.zeros((manager.requests.num_shards * self.decode_size,), np.int32)
+        rows = np.zeros((manager.shards.count * self.decode_size,), np.int32)
         none = (rows[:slots], np.zeros((slots, count), np.int32)) if count else rows
-        self._no_tokens = manager.requests.put(none, "tokens")
+        self._no_tokens = manager.devices.put(none, "tokens")
         self._processor: LogitsProcessor | None = None  # with the states of all slots
         self.forget_logits_states()
         self._sampled: tuple[list[RequestParams | None], dict[str, np.ndarray]] = [], {}  # of the last step, by slot
@@ -77,21 +78,27 @@ class StepRunner:
     def _prepare(self, schedule, after=None, has_grammars=False):
         """Prepares a batch. Returns its step before the launch: the function and its arguments after the cache."""
         config = self._config
-        table = self._manager.requests
+        devices = self._manager.devices
         numbers = schedule.numbers
         slots = numbers["slot"]
         counts = numbers["num_tokens"]
         num_rows = schedule.num_rows
-        sizes = config.token_budget, 0 if config.batch_invariant else self.decode_size
-        layout = find_layout(table, slots, counts, *sizes)
-        batch = prepare_forward(table, slots, counts, np.concatenate(schedule.tokens), layout)
-        fields = slots, num_rows, layout.first + counts - num_rows, numbers["source"], layout.first, counts
-        shard_sizes = table.slots_per_shard, table.num_shards, len(batch.slots), self.decode_size
-        first_rows, logits_indices, sources = _output_rows(tuple(x.tobytes() for x in fields), *shard_sizes)
+        batch, begins = self._manager.prepare_arrays(
+            slots,
+            counts,
+            np.concatenate(schedule.tokens),
+            prefill_size=config.token_budget,
+            decode_size=0 if config.batch_invariant else self.decode_size,
+        )
+        fields = slots, num_rows, begins + counts - num_rows, numbers["source"], begins, counts
+        field_bytes = tuple(field.tobytes() for field in fields)
+        first_rows, logits_indices, sources = _output_rows(
+            field_bytes, self._manager.shards, len(batch.slots), self.decode_size
+        )
         arrays = dict(logits_indices=logits_indices, sources=sources) | self._sampling(schedule.requests)
         if config.max_logprobs:
             arrays |= self._logprob_arrays(schedule, first_rows)
-        put = table.put_changed(arrays, "tokens")
+        put = devices.put_changed(arrays, "tokens")
         options = LogprobOptions(put["forced"], put["wants_top"], config.max_logprobs) if config.max_logprobs else None
         sampling = BatchedSamplingParams(put["temperature"], put["top_k"], put["top_p"])
         earlier = EarlierTokens(self._no_tokens if after is None else after.tokens, put["sources"])
@@ -135,16 +142,16 @@ class StepRunner:
 
     def _begin_slots(self, requests):
         """Sets the logits processor's states of requests that are new in their slots, with the tokens they have."""
-        table = self._manager.requests
+        devices = self._manager.devices
         processor = self._config.logits_processor
         if processor is None:
             return
         if self._processor is None:
-            states = [processor.state] * len(self._begun)
-            self._processor = table.put(processor.stacked(states), "slots")
-            self._unused_tokens = table.put(np.zeros((self._manager.schema.max_context,), np.int32))
+            states = [processor.state] * self._manager.schema.max_requests
+            self._processor = devices.put(processor.stacked(states), "slots")
+            self._unused_tokens = devices.put(np.zeros((self._manager.schema.max_context,), np.int32))
         slots = np.array([request.slot for request in requests], int)
-        admitted = table.states.numbers["admitted"][slots]
+        admitted = self._manager.admission_times[slots]
         for i in np.flatnonzero(self._begun[slots] != admitted).tolist():
             request = requests[i]
             state = processor.state if request.params.logits_state is None else request.params.logits_state
@@ -153,9 +160,10 @@ class StepRunner:
             if count:
                 tokens = np.zeros(tokens.shape, np.int32)
                 tokens[:count] = request.generated
-            where = table.put((np.int32(slots[i]), jax.tree.map(np.asarray, state), tokens, np.int32(count)))
-            self._processor = begin_slot(self._processor, *where)
-            self._begun[slots[i]] = admitted[i]
+            state = jax.tree.map(np.asarray, state)
+            arguments = devices.put((np.int32(request.slot), state, tokens, np.int32(count)))
+            self._processor = begin_slot(self._processor, *arguments)
+            self._begun[request.slot] = admitted[i]
 
     def _with_output(self, launched, output):
         """Returns the step with its output, which begins its way to the host."""
@@ -163,14 +171,13 @@ class StepRunner:
         output = dataclasses.replace(output, last_tokens=None, processor=None)
         if not launched.wants_top:
             output = dataclasses.replace(output, top_logprobs=None)
-        return dataclasses.replace(launched, tokens=tokens, output=self._manager.requests.begin_get(output))
+        return dataclasses.replace(launched, tokens=tokens, output=self._manager.devices.begin_get(output))
 
     def _token_masks(self, launched):
         """Returns the masks of a step's rows, on the devices. They follow on the tokens that requests have now."""
         from dsv4_jax.engine.grammar import token_masks  # llguidance comes with the extra "serve"
 
         schedule = launched.schedule
-        table = self._manager.requests
         rows = []
         numbers = schedule.numbers
         first_rows = launched.first_rows + numbers["num_scored"]
@@ -181,13 +188,13 @@ class StepRunner:
                 request.matcher.read(request.tokens_from(request.prompt_length + request.matcher.num_tokens))
                 drafts = schedule.tokens[i][-num_drafts:].tolist() if num_drafts else ()
                 rows.append((request.matcher, int(first_rows[i]), drafts))
-        num_rows = table.num_shards * self.decode_size
+        num_rows = self._manager.shards.count * self.decode_size
         vocab_size = self._manager.schema.config.vocab_size
-        return table.put(token_masks(rows, num_rows, vocab_size), "tokens")
+        return self._manager.devices.put(token_masks(rows, num_rows, vocab_size), "tokens")
 
     def _logprob_arrays(self, schedule, first_rows):
         """Returns the arrays of `LogprobOptions`: known tokens to be scored, and whether likeliest ones are wanted."""
-        forced = np.full((self._manager.requests.num_shards * self.decode_size,), -1, np.int32)
+        forced = np.full((self._manager.shards.count * self.decode_size,), -1, np.int32)
         num_rows = schedule.num_rows
         scored = schedule.numbers["num_scored"]
         ends = schedule.ends
@@ -231,9 +238,7 @@ class StepRunner:
                 slot, cache = resume(manager, cache, offloaded)
                 if prefix is not None:
                     cache = prefix.warm_up(cache, slot)
-                table = manager.requests
-                shard = manager.requests.shard(slot)
-                if table.free_slots(shard) and table.room(shard):  # otherwise no request can ever be forked
+                with contextlib.suppress(CacheFullError):  # no request can ever be forked
                     (child,), cache = manager.fork(cache, slot, 1)
                     manager.release(child)
             manager.release(slot)
@@ -283,23 +288,26 @@ def _request_of_zeros(manager, count):
 
 
 @functools.lru_cache(maxsize=8)  # most steps run the requests of the step before
-def _output_rows(fields, slots_per_shard, num_shards, num_tokens, decode_size):
+def _output_rows(fields, shards, num_tokens, decode_size):
     """Places the rows of a step's output.
 
     Args:
       fields: bytes of integers [n] for each request: its slot, its number of rows, the index of the token that its
         first row follows, the index of its first token among those of the step before (or -1) and in the batch, and its
         number of tokens.
-      slots_per_shard, num_shards, num_tokens, decode_size: slots, shards, tokens in all, and rows of a shard.
+      shards: the shards of the cache.
+      num_tokens, decode_size: number of tokens in all, and number of rows of a shard.
 
     Returns:
       ([n] the first row of each request, `logits_indices`, `EarlierTokens.indices`).
     """
-    slots, num_rows, first_tokens, sources, first, counts = (np.frombuffer(field, int) for field in fields)
-    first_rows = first_indices(slots // slots_per_shard, num_rows, num_shards, decode_size)
-    logits_indices, earlier = (np.full((n,), -1, np.int32) for n in (num_shards * decode_size, num_tokens))
+    slots, num_rows, first_tokens, sources, begins, counts = (np.frombuffer(field, int) for field in fields)
+    first_rows = shards.place_rows(slots, num_rows, decode_size)
     # Indices of tokens, in the batch and among those of the step before, are those within their shard.
-    logits_indices[indices(first_rows, num_rows)] = indices(first_tokens, num_rows) % (num_tokens // num_shards)
+    logits_indices = np.full((shards.count * decode_size,), -1, np.int32)
+    tokens = consecutive(first_tokens, num_rows) % (num_tokens // shards.count)
+    logits_indices[consecutive(first_rows, num_rows)] = tokens
     drawn = sources >= 0
-    earlier[indices(first[drawn], counts[drawn])] = indices(sources[drawn] % decode_size, counts[drawn])
+    earlier = np.full((num_tokens,), -1, np.int32)
+    earlier[consecutive(begins[drawn], counts[drawn])] = consecutive(sources[drawn] % decode_size, counts[drawn])
     return first_rows, logits_indices, earlier

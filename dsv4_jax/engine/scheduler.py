@@ -16,7 +16,6 @@ from dsv4_jax.engine.requests import FinishReason, Request
 from dsv4_jax.engine.steps import NO_DRAFTS, UNKNOWN, LaunchedStep, Schedule
 from dsv4_jax.host import CacheCorruptionError, CacheFullError, KVCacheManager, PrefixCache, offload, resume
 from dsv4_jax.host.offload import capture
-from dsv4_jax.host.shard_placement import fits
 
 
 class Scheduler:
@@ -80,8 +79,7 @@ class Scheduler:
         slot = request.slot
         length = 0 if slot < 0 else min(self.manager.length(slot), len(request.tokens) - 1)
         if length and not (self.config.draft_tokens and self.manager.length(slot) > length):
-            table = self.manager.requests
-            room = min(len(children), len(table.free_slots(table.shard(slot))))
+            room = min(len(children), self.manager.free_slots_beside(slot))
             if room < len(children):
                 offloaded = capture(self.manager, self.cache, slot, length=length)
             try:
@@ -188,7 +186,6 @@ class Scheduler:
           CacheFullError: a request has to be preempted, and `in_flight` is given.
         """
         self.current = running = tuple(self.running)
-        table = self.manager.requests
         num_slots = self.manager.schema.max_requests
         slots = np.array([request.slot for request in running], int)
         known = np.array([request.num_tokens for request in running], int)
@@ -203,7 +200,7 @@ class Scheduler:
         least = known + (sources >= 0)
         known = known + drawn
         room = np.minimum(most - least - 1, self.manager.schema.max_context - known)
-        unread = known - table.states.numbers["length"][slots]
+        unread = known - self.manager.lengths[slots]
         decodes = (unread == 1) & (known < most) & decode
         requests = [*itertools.compress(running, decodes.tolist())]
         fields = dict(slot=slots[decodes], start=known[decodes] - 1, source=sources[decodes])
@@ -216,19 +213,19 @@ class Scheduler:
 
     def _schedule_prefill(self, readers, schedule, decode):
         """Schedules unread tokens, as many as the budget of a step that also has another schedule allows."""
-        table = self.manager.requests
+        shards = self.manager.shards
         # Each shard's remaining tokens, and its remaining rows of output after one row for each reader.
-        budget = np.full((table.num_shards,), self.config.token_budget)
-        rows = np.full((table.num_shards,), self.config.decode_size(table.slots_per_shard))
-        shards = schedule.numbers["slot"] // table.slots_per_shard
-        np.subtract.at(budget, shards, schedule.numbers["num_tokens"])
-        np.subtract.at(rows, shards, schedule.num_rows)
-        np.subtract.at(rows, [table.shard(request.slot) for request in readers], 1)
+        budget = np.full((shards.count,), self.config.token_budget)
+        rows = np.full((shards.count,), self.config.decode_size(shards.slots))
+        decoding = shards.of(schedule.numbers["slot"])
+        np.subtract.at(budget, decoding, schedule.numbers["num_tokens"])
+        np.subtract.at(rows, decoding, schedule.num_rows)
+        np.subtract.at(rows, [shards.of(request.slot) for request in readers], 1)
         found = []
         for request in readers:
             start = self.manager.length(request.slot)
             known = request.num_tokens
-            shard = table.shard(request.slot)
+            shard = shards.of(request.slot)
             limit = min(budget[shard], rows[shard] + 1) if request.scores_prompt else budget[shard]
             end = int(min(start + limit, known - (not decode)))
             if end > start:
@@ -247,8 +244,7 @@ class Scheduler:
     def _fits(self, request, num_tokens):
         if self.prefix is not None and request.offloaded is None and not request.scores_prompt:
             return self.prefix.fits(request.tokens, num_tokens, salt=request.params.cache_salt)
-        table = self.manager.requests
-        return any(fits(table, shard, num_tokens) for shard in range(table.num_shards))
+        return self.manager.fits(num_tokens)
 
     def _admit(self, request, num_tokens):
         """Returns a slot for a request, with the tokens that the prefix cache or host memory still holds of it."""
@@ -278,7 +274,7 @@ class Scheduler:
         if self.config.draft_tokens:
             drafts = [self._draft(*args) for args in zip(requests, room.tolist(), (sources >= 0).tolist(), strict=True)]
             counts += np.array([len(ids) for ids in drafts], int)
-        for i in np.flatnonzero(self.manager.requests.missing_blocks(slots, counts)):
+        for i in np.flatnonzero(self.manager.missing_blocks(slots, counts)):
             counts[i] = self._reserve(requests[i], int(counts[i]), can_preempt=not is_in_flight)
         tokens = [UNKNOWN] * len(requests)
         is_prefill = sources < 0
@@ -305,7 +301,7 @@ class Scheduler:
                 elif not can_preempt:
                     raise
                 else:
-                    shard = self.manager.requests.shard
+                    shard = self.manager.shards.of
                     self._preempt([r for r in self.running if shard(r.slot) == shard(request.slot)][-1])
         return 0
 

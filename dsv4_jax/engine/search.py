@@ -107,7 +107,7 @@ def beam_search(
     check_positive(beams=beams, max_new_tokens=max_new_tokens, chunk=chunk)
     stop_tokens = check_stop_tokens(stop_tokens)
     check_no_requests(manager)
-    if beams > (slots := manager.requests.slots_per_shard):
+    if beams > (slots := manager.shards.slots):
         raise ValueError(f"{beams=} need a slot each, there are {slots}: raise max_requests")
     search = _BeamSearch(CompiledModel.of(model), manager, manager.check_ids(prompt, "prompt"), beams, chunk)
     try:
@@ -142,7 +142,7 @@ class _BeamSearch:
         self._slots = []
         self._parents = [0]
         self._options = LogprobOptions(num_top=min(2 * beams, manager.schema.config.vocab_size))
-        self._step_size = min(chunk, len(prompt)) + manager.requests.slots_per_shard
+        self._step_size = min(chunk, len(prompt)) + manager.shards.slots
 
     def prefill(self, max_new_tokens):
         """Admits the prompt and runs it in chunks."""
@@ -156,7 +156,7 @@ class _BeamSearch:
         if self.length:
             self._follow_parents()
             self._run({slot: beam.tokens[-1:] for slot, beam in zip(self._slots, self.alive, strict=True)})
-        top = self._manager.requests.get(self._top)
+        top = self._manager.devices.get(self._top)
         children = [
             (parent, Candidate([*beam.tokens, int(token)], beam.logprob + float(logprob)))
             for parent, (slot, beam) in enumerate(zip(self._slots, self.alive, strict=True))

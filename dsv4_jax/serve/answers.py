@@ -246,7 +246,7 @@ class Answer:
         """Returns the maximum number of new tokens of each request."""
         manager = self._service.engine.engine.manager
         longest = max(map(len, self._prompts))
-        context = min(manager.schema.max_context, manager.requests.capacity)
+        context = min(manager.schema.max_context, manager.capacity)
         # The last token is sampled, but never stored.
         room = context + 1 - longest
         limit = self._max_tokens(room)
