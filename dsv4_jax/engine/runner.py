@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -52,7 +52,8 @@ class StepRunner:
         self._no_tokens = manager.devices.put(none, "tokens")
         self._processor: LogitsProcessor | None = None  # with the states of all slots
         self.forget_logits_states()
-        self._sampled: tuple[list[RequestParams | None], dict[str, np.ndarray]] = [], {}  # of the last step, by slot
+        # The parameters of the last step's requests by slot, and their arrays.
+        self._last_sampling: tuple[list[RequestParams | None], Any] = [], None
 
     @property
     def compilations(self) -> int:
@@ -73,12 +74,21 @@ class StepRunner:
         with grammars later: the masks depend on the tokens of the step `after`, which the host has not read. With
         drafts of the device the masks are known: the engine launches no step ahead of requests with grammars.
         """
-        return self._run(cache, self._prepare(schedule, after, has_grammars))
+        launched, function, args, options = self._prepare(schedule, after, has_grammars)
+        output, cache = self.model.run(function, cache, *args, **options)
+        if launched.draw is not None:
+            return dataclasses.replace(launched, draw=functools.partial(launched.draw, output)), cache
+        self._processor = output.processor
+        return self._with_output(launched, output), cache
 
     def _prepare(self, schedule, after=None, has_grammars=False):
-        """Prepares a batch. Returns its step before the launch: the function and its arguments after the cache."""
+        """Prepares a batch.
+
+        Returns:
+          (the step without its output, the compiled function of the model that runs it, this function's arguments after
+          the cache, its keyword arguments). If the function returns logits only, `draw` of the step takes them first.
+        """
         config = self._config
-        devices = self._manager.devices
         numbers = schedule.numbers
         slots = numbers["slot"]
         counts = numbers["num_tokens"]
@@ -95,35 +105,20 @@ class StepRunner:
         first_rows, logits_indices, sources = _output_rows(
             field_bytes, self._manager.shards, len(batch.slots), self.decode_size
         )
-        arrays = dict(logits_indices=logits_indices, sources=sources) | self._sampling(schedule.requests)
-        if config.max_logprobs:
-            arrays |= self._logprob_arrays(schedule, first_rows)
-        put = devices.put_changed(arrays, "tokens")
-        options = LogprobOptions(put["forced"], put["wants_top"], config.max_logprobs) if config.max_logprobs else None
-        sampling = BatchedSamplingParams(put["temperature"], put["top_k"], put["top_p"])
-        earlier = EarlierTokens(self._no_tokens if after is None else after.tokens, put["sources"])
-        rows = put["logits_indices"]
-        drawing = (sampling, put["seeds"], options)
-        launched = LaunchedStep(schedule, None, first_rows, len(batch.slots), batch.prefill)
-        launched = dataclasses.replace(launched, wants_top=bool(arrays.get("wants_top", False)))
+        options = self._logprob_options(schedule, first_rows) if config.max_logprobs else None
+        arrays = (logits_indices, sources, (*self._sampling(schedule.requests), options))
+        rows, sources, drawing = self._manager.devices.put_changed(arrays, "tokens")
+        earlier = EarlierTokens(self._no_tokens if after is None else after.tokens, sources)
+        wants_top = options is not None and bool(options.wants_top)
+        launched = LaunchedStep(schedule, None, first_rows, len(batch.slots), batch.prefill, wants_top=wants_top)
         self._begin_slots(schedule.requests)
         has_grammars = has_grammars or any(request.matcher is not None for request in schedule.requests)
         if has_grammars and config.overlap and not self._device_drafts.count:
             draw = functools.partial(self._draw, batch=batch, rows=rows, drawing=drawing)
-            return _PreparedStep(launched, logits_step, (batch, rows, earlier), {}, draw)
-        args = (self._token_masks(launched),) if has_grammars else ()
-        if config.logits_processor is not None:
-            args = *(args or (None,)), self._processor
-        args = batch, rows, *drawing, earlier, *args
-        return _PreparedStep(launched, sample_step, args, {"drafts": self._device_drafts})
-
-    def _run(self, cache, step):
-        """Launches a prepared step."""
-        output, cache = self.model.run(step.function, cache, *step.args, **step.options)
-        if step.draw is not None:
-            return dataclasses.replace(step.launched, draw=functools.partial(step.draw, output)), cache
-        self._processor = output.processor
-        return self._with_output(step.launched, output), cache
+            return dataclasses.replace(launched, draw=draw), logits_step, (batch, rows, earlier), {}
+        masks = self._token_masks(launched) if has_grammars else None
+        args = (batch, rows, *drawing, earlier, masks, self._processor)
+        return launched, sample_step, args, {"drafts": self._device_drafts}
 
     def draw(self, launched: LaunchedStep) -> LaunchedStep:
         """Launches the drawing of a step's tokens if it was left out, once the step before has been read."""
@@ -134,8 +129,7 @@ class StepRunner:
 
     def _draw(self, logits, masks, *, batch, rows, drawing):
         before = draw_step._cache_size()
-        processor = () if self._processor is None else (self._processor,)
-        output = draw_step(logits, batch, rows, *drawing, masks, *processor)
+        output = draw_step(logits, batch, rows, *drawing, masks, self._processor)
         self._processor = output.processor
         self._compilations_before -= draw_step._cache_size() - before
         return output
@@ -192,8 +186,8 @@ class StepRunner:
         vocab_size = self._manager.schema.config.vocab_size
         return self._manager.devices.put(token_masks(rows, num_rows, vocab_size), "tokens")
 
-    def _logprob_arrays(self, schedule, first_rows):
-        """Returns the arrays of `LogprobOptions`: known tokens to be scored, and whether likeliest ones are wanted."""
+    def _logprob_options(self, schedule, first_rows):
+        """Returns `LogprobOptions`: known tokens to be scored, and whether likeliest ones are wanted."""
         forced = np.full((self._manager.shards.count * self.decode_size,), -1, np.int32)
         num_rows = schedule.num_rows
         scored = schedule.numbers["num_scored"]
@@ -202,18 +196,18 @@ class StepRunner:
             known = schedule.requests[i].tokens[ends[i] - num_rows[i] + 1 :]
             forced[first_rows[i] : first_rows[i] + scored[i]] = known[: scored[i]]
         wants_top = any(r.params.top_logprobs and n for r, n in zip(schedule.requests, num_rows, strict=True))
-        return dict(forced=forced, wants_top=np.array(wants_top))
+        return LogprobOptions(forced, np.array(wants_top), self._config.max_logprobs)
 
-    def _sampling(self, requests: Sequence[Request]) -> dict[str, np.ndarray]:
+    def _sampling(self, requests: Sequence[Request]) -> tuple[BatchedSamplingParams, np.ndarray]:
         """Returns the sampling parameters and seeds [slots]; slots of other requests draw greedily."""
         params: list[RequestParams | None] = [None] * self._manager.schema.max_requests
         for request in requests:
             params[request.slot] = request.params
-        if params != self._sampled[0]:
+        if params != self._last_sampling[0]:
             sampling = BatchedSamplingParams.of([GREEDY if p is None else p.sampling for p in params])
-            arrays = dict(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
-            self._sampled = params, arrays | dict(seeds=np.array([p.seed if p else 0 for p in params], np.uint32))
-        return dict(self._sampled[1])
+            seeds = np.array([p.seed if p else 0 for p in params], np.uint32)
+            self._last_sampling = params, (sampling, seeds)
+        return self._last_sampling[1]
 
     def warm_up(self, cache: KVCache, prefix: PrefixCache | None) -> tuple[dict[str, int], KVCache]:
         """Runs each program once: the steps, and those that offload, resume, fork and restore requests.
@@ -256,28 +250,11 @@ class StepRunner:
             self._manager.release(request.slot)
 
         def prepare(step):
-            return self.model.prepare(step.function, cache, *step.args, **step.options)
+            _, function, args, options = step
+            return self.model.prepare(function, cache, *args, **options)
 
         with ThreadPoolExecutor(len(steps), "compile-steps") as threads:
             self.model.compilations += sum(threads.map(prepare, steps))
-
-
-@dataclasses.dataclass(frozen=True)
-class _PreparedStep:
-    """A step before its launch.
-
-    Attributes:
-      launched: the step without its output.
-      function: the compiled function of a model, a cache and `args`.
-      args, options: its arguments.
-      draw: function of the step's logits and masks that draws its tokens, or None if `function` draws them.
-    """
-
-    launched: LaunchedStep
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-    draw: Callable[..., Any] | None = None
 
 
 def _request_of_zeros(manager, count):

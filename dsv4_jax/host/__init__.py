@@ -3,7 +3,7 @@
 from dsv4_jax.host.allocator import BlockAllocator, CacheFullError
 from dsv4_jax.host.canary import CacheCorruptionError
 from dsv4_jax.host.manager import KVCacheManager
-from dsv4_jax.host.offload import OffloadedRequest, offload, resume
+from dsv4_jax.host.offload import OffloadedRequest, capture, offload, resume
 from dsv4_jax.host.prefix.prefix_cache import PrefixCache, PrefixMetrics
 from dsv4_jax.host.prefix.prefix_files import PrefixFileMetrics, PrefixFiles
 from dsv4_jax.host.prefix.prefix_tree import CachedBlock

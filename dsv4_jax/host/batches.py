@@ -89,8 +89,8 @@ def find_new_rows(
         slot = int(slots[i])
         shard, local_slot = divmod(slot, shards.slots)
         for index in range(now["published_blocks"][i], published[i]):
-            place = shard * max_blocks + num_blocks[shard]
-            rows["new_blocks"][place] = local_slot, index, after.lists[slot][0][index] % shards.blocks
+            row = shard * max_blocks + num_blocks[shard]
+            rows["new_blocks"][row] = local_slot, index, after.lists[slot][0][index] % shards.blocks
             num_blocks[shard] += 1
         if now["is_new"][i]:
             rows["reset_slots"][shard * shards.slots + num_resets[shard]] = local_slot

@@ -1,7 +1,7 @@
 """The shards of a cache, and transfers between the host and the devices that hold it."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -111,19 +111,21 @@ class CacheDevices:
             )
         return jax.device_put(tree, shardings)
 
-    def put_changed(self, arrays: Mapping[str, np.ndarray], axis: str | None = None) -> dict[str, Any]:
-        """Puts arrays as `put` does, except those that equal the last ones of their names and shapes.
+    def put_changed(self, tree: Any, axis: str | None = None) -> Any:
+        """Puts arrays as `put` does, except those that equal the last ones in their places of such a tree.
 
         Args:
-          arrays: NumPy arrays by name, which must not change later.
+          tree: NumPy arrays, which must not change later.
           axis: as for `put`.
         """
-        keys = {name: (name, np.shape(x), axis) for name, x in arrays.items()}
-        changed = {name: x for name, x in arrays.items() if not self._is_there(keys[name], x)}
+        leaves, structure = jax.tree.flatten(tree)
+        keys = [(structure, i, np.shape(leaf), axis) for i, leaf in enumerate(leaves)]
+        changed = [i for i, key in enumerate(keys) if not self._is_there(key, leaves[i])]
         if changed:
-            new = self.put(changed, axis)
-            self._last_put |= {keys[name]: (changed[name], new[name]) for name in changed}
-        return {name: self._last_put[key][1] for name, key in keys.items()}
+            arrays = [leaves[i] for i in changed]
+            for i, array, on_device in zip(changed, arrays, self.put(arrays, axis), strict=True):
+                self._last_put[keys[i]] = array, on_device
+        return structure.unflatten([self._last_put[key][1] for key in keys])
 
     def _is_there(self, key, array):
         """Whether the devices have an array already."""

@@ -12,7 +12,7 @@ import dsv4_jax.host
 HOST = tuple(str(path) for path in Path(dsv4_jax.host.__file__).parent.rglob("*.py"))
 ENGINE = tuple(
     str(Path(dsv4_jax.engine.__file__).with_name(f"{n}.py"))
-    for n in ("scheduler", "engine", "requests", "runner", "steps", "updates")
+    for n in ("scheduler", "engine", "requests", "runner", "steps")
 )
 
 
