@@ -341,8 +341,15 @@ class KVCacheManager(Summarized):
             self.requests.state(slot)
         slots = np.array(list(tokens), int)
         counts = np.array([len(new) for new in ids], int)
-        sizes = {"reserve": reserve, "prefill_size": prefill_size, "decode_size": decode_size}
-        return self.prepare_arrays(slots, counts, np.concatenate(ids), **sizes)[0]
+        batch, _ = self.prepare_arrays(
+            slots,
+            counts,
+            np.concatenate(ids),
+            reserve=reserve,
+            prefill_size=prefill_size,
+            decode_size=decode_size,
+        )
+        return batch
 
     def prepare_arrays(
         self,
@@ -438,7 +445,7 @@ class KVCacheManager(Summarized):
                 "prepare the loop's first batch with a larger reserve"
             )
         (numbers,) = self._extended(self.requests.states.numbers[[slot]], np.array([num_tokens]))
-        step_order.commit(self.requests, slot, state.with_numbers(numbers))
+        step_order.commit_length(self.requests, slot, state.with_numbers(numbers))
 
     def rewind(self, slot: int, num_tokens: int, *, is_followed: bool = False) -> None:
         """Forgets a request's last `num_tokens` tokens without touching the device; its blocks stay reserved.
@@ -482,7 +489,7 @@ class KVCacheManager(Summarized):
                 f"slot {slot} cannot rewind {num_tokens=}: the block of position {length} is shared; use truncate"
             )
         state = dataclasses.replace(base, length=length, cached_blocks=state.cached_blocks[:full])
-        step_order.commit(self.requests, slot, state)
+        step_order.commit_length(self.requests, slot, state)
 
     def fork(self, cache: KVCache, slot: int, n: int, *, length: int | None = None) -> tuple[list[int], KVCache]:
         """Makes `n` copies of a request, which goes on too.

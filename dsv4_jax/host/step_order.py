@@ -171,8 +171,8 @@ def device_state(table: RequestTable, slot: int) -> RequestState:
     return state if contents is None or not contents.is_behind(table.states.numbers, slot) else contents.state(slot)
 
 
-def commit(table: RequestTable, slot: int, state: RequestState) -> None:
-    """Commits a state that differs from the one before in the number of tokens that the cache is taken to hold."""
+def commit_length(table: RequestTable, slot: int, state: RequestState) -> None:
+    """Commits the state of a request whose length changed without a batch, in the record of its cache too."""
     table.commit({slot: state})
     contents = _newest(table)
     if contents is not None and (present := contents.numbers[slot])["admitted"] and present["changed"] == state.changed:
