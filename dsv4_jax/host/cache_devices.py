@@ -76,9 +76,7 @@ class CacheDevices:
 
     def block_table_row(self, blocks: Sequence[int]) -> np.ndarray:
         """Returns a request's row of the block table, [max_blocks] int32; -1 = none."""
-        row = np.full((self.schema.max_blocks,), -1, np.int32)
-        row[: len(blocks)] = np.asarray(blocks, int) % self.shards.blocks
-        return row
+        return padded(np.asarray(blocks, int) % self.shards.blocks, self.schema.max_blocks)
 
     def block_chunks(self, blocks: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
         """Splits blocks into chunks of one size, so that one program moves them with bounded device memory.
@@ -88,10 +86,7 @@ class CacheDevices:
         """
         size = min(MAX_BLOCKS_PER_TRANSFER, self.schema.max_blocks)
         for start in range(0, len(blocks), size):
-            ids = np.full((size,), -1, np.int32)
-            chunk = blocks[start : start + size]
-            ids[: len(chunk)] = chunk
-            yield start, ids
+            yield start, padded(blocks[start : start + size], size)
 
     def put(self, tree: Any, axis: str | None = None) -> Any:
         """Puts arrays of the host on the devices, in one explicit transfer.
@@ -151,6 +146,13 @@ class CacheDevices:
 def count_shards(mesh: Mesh | None) -> int:
     """Returns the number of shards of slots and blocks on a mesh."""
     return 1 if mesh is None else mesh.shape.get(DATA_AXIS, 1)
+
+
+def padded(values: Any, size: int) -> np.ndarray:
+    """Returns whole numbers [n] as [size] int32, with -1 behind them."""
+    array = np.full((size,), -1, np.int32)
+    array[: len(values)] = values
+    return array
 
 
 def consecutive(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:

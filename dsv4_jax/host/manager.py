@@ -15,7 +15,7 @@ from dsv4_jax.cache.request_rows import copy_request, write_request
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.host import step_order
 from dsv4_jax.host.batches import find_layout, find_new_rows
-from dsv4_jax.host.cache_devices import CacheDevices, consecutive, count_shards
+from dsv4_jax.host.cache_devices import CacheDevices, consecutive, count_shards, padded
 from dsv4_jax.host.canary import check_snapshot
 from dsv4_jax.host.request_table import RequestState, RequestTable
 from dsv4_jax.mesh_axes import MODEL_AXIS
@@ -601,11 +601,8 @@ class KVCacheManager(Summarized):
     def _copy_request(self, cache, source: int, states: Mapping[int, RequestState], block: int, copies):
         """Copies slot `source` to the slots of `states`, and `block` to each block of `copies`."""
         max_requests = self.schema.max_requests
-        slots = np.full((max_requests,), -1, np.int32)
-        slots[: len(states)] = list(states)
-        targets = list(itertools.chain.from_iterable(copies.values()))
-        blocks = np.full((max_requests,), -1, np.int32)
-        blocks[: len(targets)] = targets
+        slots = padded(list(states), max_requests)
+        blocks = padded(list(itertools.chain.from_iterable(copies.values())), max_requests)
         rows = np.full((max_requests, self.schema.max_blocks), -1, np.int32)
         for i, state in enumerate(states.values()):
             rows[i] = self.devices.block_table_row(state.blocks)

@@ -232,7 +232,7 @@ class PrefixCache(Summarized):
         state = self._table.state(slot)
         block_tokens = self.manager.schema.block_tokens
         stride = block_tokens * (self.every or 1)
-        nodes = self._nodes(tokens[: end + 1], salt, self.manager.shards.of(slot), state.cached_blocks)
+        nodes = self._nodes(tokens[:end], salt, self.manager.shards.of(slot), state.cached_blocks)
         parting = len(nodes) * block_tokens // stride * stride
         last = len(tokens) // stride * stride
         boundary = min(end // stride * stride, last)
@@ -284,10 +284,11 @@ class PrefixCache(Summarized):
             path = state.cached_blocks
             if len(path) < full or not path[-1].alive:
                 path = [node for node in path if node.alive]
-                for index in range(len(path), full):
-                    ids = self.manager.check_ids(tokens[index * block_tokens : (index + 1) * block_tokens], "tokens")
-                    digest = _digest(path[-1].digest if path else self._salted_root(salt), ids.tobytes())
-                    path.append(self._cache_block(path[-1] if path else None, digest, state.blocks[index]))
+                if (num_known := len(path)) < full:
+                    ids = self.manager.check_ids(tokens[num_known * block_tokens : full * block_tokens], "tokens")
+                    digests = list(self._digests(ids, salt, path))
+                    for digest, block in zip(digests, state.blocks[num_known:full], strict=True):
+                        self._append_block(path, digest, block)
                 self._table.commit({slot: dataclasses.replace(state, cached_blocks=path)})
             if self.debug and (new := [node for node in path if node.sums is None]):
                 for node, sums in zip(new, block_sums(self._devices, cache, [n.block for n in new]).T, strict=True):
@@ -471,25 +472,25 @@ class PrefixCache(Summarized):
         return hashlib.blake2b(data, key=self._root, person=b"salt", digest_size=32).digest() if salt else self._root
 
     def _digests(self, ids, salt="", path=()):
-        """Yields the digests of a prompt's full blocks after those of `path` that leave a token to run."""
+        """Yields the digests of the full blocks of `ids`, which follow on the nodes of `path`."""
         digest = path[-1].digest if path else self._salted_root(salt)
         block_tokens = self.manager.schema.block_tokens
-        for end in range((len(path) + 1) * block_tokens, len(ids), block_tokens):
+        for end in range(block_tokens, len(ids) + 1, block_tokens):
             digest = _digest(digest, ids[end - block_tokens : end].tobytes())
             yield digest
 
     def _find(self, ids, salt):
-        """Returns each shard's longest usable prefix in memory: nodes that end in a snapshot."""
-        paths = [self._nodes(ids, salt, shard) for shard in range(self.manager.shards.count)]
+        """Returns each shard's longest prefix in memory that ends in a snapshot and leaves a token to run."""
+        paths = [self._nodes(ids[:-1], salt, shard) for shard in range(self.manager.shards.count)]
         for path in paths:
             while path and path[-1].snapshot is None:
                 path.pop()
         return paths, [FoundPrefix(len(path), sum(not node.pins for node in path)) for path in paths]
 
     def _nodes(self, ids, salt, shard, path=()):
-        """Returns `path` and the nodes of a prompt's blocks after it that are in memory and in the same shard."""
+        """Returns `path` and the nodes of the blocks of `ids` after it that are in memory and in the same shard."""
         nodes = list(path)
-        for digest in self._digests(ids, salt, path):
+        for digest in self._digests(ids[len(path) * self.manager.schema.block_tokens :], salt, path):
             if (node := self._tree.nodes.get((shard, digest))) is None:
                 break
             nodes.append(node)
@@ -499,9 +500,9 @@ class PrefixCache(Summarized):
         """Reads a prefix of more than `min_blocks` blocks of which a part is on disk. Returns None if there is none."""
         if self._stored is None:
             return None
-        nodes = self._nodes(ids, salt, shard)
+        nodes = self._nodes(ids[:-1], salt, shard)
         room = len(nodes) + self._table.room(shard) - sum(not node.pins for node in nodes)
-        return self._stored.find(self._digests(ids, salt), nodes, min_blocks, room)
+        return self._stored.find(self._digests(ids[:-1], salt), nodes, min_blocks, room)
 
     def _restore(self, cache, slot, prefix):
         """Gives a new request the blocks and the snapshot of a prefix. Returns its nodes and the cache."""
@@ -525,7 +526,7 @@ class PrefixCache(Summarized):
                     new = write_blocks(new, ids, rows)
                 new = write_request(new, *arguments, path[-1].snapshot if snapshot is None else snapshot)
                 for digest, block in zip(prefix.digests, restored, strict=True):
-                    path.append(self._cache_block(path[-1] if path else None, digest, block))
+                    self._append_block(path, digest, block)
                 if snapshot is not None:
                     self._keep_snapshot(snapshot, path)
                 state = RequestState(
@@ -549,16 +550,16 @@ class PrefixCache(Summarized):
                 if node.snapshot is not None:
                     self._drop_snapshot(node)
 
-    def _cache_block(self, parent, digest, block):
-        """Returns the node of a full block with this digest, which is added if the tree has none."""
+    def _append_block(self, path, digest, block):
+        """Appends the node of a full block with this digest to a path. The tree gets the block if it has none."""
         if (node := self._tree.nodes.get((self._table.allocator.shard(block), digest))) is not None:
             self._tree.touch(node)
         else:
-            length = (parent.length if parent else 0) + self.manager.schema.block_tokens
-            node = CachedBlock(digest, parent, length, block)
+            length = (len(path) + 1) * self.manager.schema.block_tokens
+            node = CachedBlock(digest, path[-1] if path else None, length, block)
             self._table.allocator.share([block])
             self._tree.add(node)
-        return node
+        path.append(node)
 
     def _read_snapshot(self, cache, state, slot, full):
         """Reads the rows behind the first `full` blocks of a request, if the policy wants and the rings hold them."""
