@@ -8,7 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dsv4_jax.cache import CacheSchema
+from dsv4_jax.cache import CacheSchema, KVCache
+from dsv4_jax.cache.request_rows import RequestRows, write_blocks, write_request
 from dsv4_jax.mesh_axes import DATA_AXIS
 from dsv4_jax.parallel.axis_rules import named_sharding
 
@@ -105,6 +106,30 @@ class CacheDevices:
                 lambda x, s: jax.make_array_from_callback(np.shape(x), s, lambda index: x[index]), tree, shardings
             )
         return jax.device_put(tree, shardings)
+
+    def write_request(
+        self,
+        cache: KVCache,
+        slot: int,
+        length: int,
+        blocks: Sequence[int],
+        rows: RequestRows | None,
+        chunks: Sequence[tuple[Any, Any]] = (),
+    ) -> KVCache:
+        """Writes a request to a slot. Nothing can fail on the host once the cache is donated.
+
+        Args:
+          cache: the cache; donated.
+          slot: slot of the request.
+          length: number of its tokens.
+          blocks: its blocks in order.
+          rows: rows of its slot, on the devices; None leaves them as they are.
+          chunks: further arguments (ids, rows) of `write_blocks`, on the devices.
+        """
+        arguments = self.put((np.int32(slot), np.int32(length), self.block_table_row(blocks)))
+        for ids, block_rows in chunks:
+            cache = write_blocks(cache, ids, block_rows)
+        return write_request(cache, *arguments, rows)
 
     def put_changed(self, tree: Any, axis: str | None = None) -> Any:
         """Puts arrays as `put` does, except those that equal the last ones in their places of such a tree.

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from dsv4_jax.arguments import check_whole
 from dsv4_jax.cache import Batch, CacheSchema, KVCache, LayerCacheHandle, compute_block_budget
-from dsv4_jax.cache.request_rows import copy_request, write_request
+from dsv4_jax.cache.request_rows import copy_request
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.host import step_order
 from dsv4_jax.host.batches import find_layout, find_new_rows
@@ -593,8 +593,7 @@ class KVCacheManager(Summarized):
             if copies:
                 new = self._copy_request(cache, slot, {slot: state}, written[0], copies)
             else:
-                row = self.devices.block_table_row(blocks)
-                new = write_request(cache, *self.devices.put((np.int32(slot), np.int32(start), row)), snapshot)
+                new = self.devices.write_request(cache, slot, start, blocks, snapshot)
             step_order.record_write(table, cache, new, {slot: state})
         return start, new
 

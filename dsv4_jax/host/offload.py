@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from dsv4_jax.cache import CacheSchema, KVCache
-from dsv4_jax.cache.request_rows import RequestRows, read_blocks, read_request, write_blocks, write_request
+from dsv4_jax.cache.request_rows import RequestRows, read_blocks, read_request
 from dsv4_jax.host.cache_devices import CacheDevices
 from dsv4_jax.host.canary import check_blocks
 from dsv4_jax.host.manager import KVCacheManager
@@ -138,14 +138,9 @@ def resume(
     slot = table.find_slot(max(length, num_tokens or 0))
     with table.transaction({slot: table.blocks_for(length)}) as acquired:
         blocks = acquired[slot]
-        chunks = [devices.put(chunk) for chunk in row_chunks(devices, blocks, offloaded.blocks)]
         rows = jax.tree.map(_fit, offloaded.rows, rows_struct(schema))
-        arguments = devices.put((np.int32(slot), np.int32(length), devices.block_table_row(blocks), rows))
-        # Nothing below can fail on the host: all data is on the device.
-        new = cache
-        for ids, part in chunks:
-            new = write_blocks(new, ids, part)
-        new = write_request(new, *arguments)
+        chunks, rows = devices.put((row_chunks(devices, blocks, offloaded.blocks), rows))
+        new = devices.write_request(cache, slot, length, blocks, rows, chunks)
         # This ring may be shorter, with fewer spare rows.
         min_length = max(offloaded.min_length, length - (schema.max_query_tokens - 1))
         state = RequestState(length, min_length, blocks, len(blocks), is_new=False, weights=offloaded.weights)

@@ -275,7 +275,13 @@ class RequestTable:
         return slot
 
     def fits(self, shard: int, num_tokens: int, prefix: FoundPrefix = NOTHING) -> bool:
-        """Whether a shard has a slot and enough blocks for a new request, whose `prefix` is cached there."""
+        """Whether a shard has a slot and enough blocks for a new request.
+
+        Args:
+          shard: the shard.
+          num_tokens: number of tokens that the request needs room for.
+          prefix: the part of its prompt that is cached in the shard.
+        """
         missing = self.blocks_for(num_tokens) - prefix.blocks
         return bool(self.free_slots(shard)) and missing <= self.room(shard) - prefix.evictable
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from dsv4_jax.cache import KVCache
-from dsv4_jax.cache.request_rows import RequestRows, read_request, write_blocks, write_request
+from dsv4_jax.cache.request_rows import RequestRows, read_request
 from dsv4_jax.host.canary import block_sums, check_blocks, check_snapshot, snapshot_sums
 from dsv4_jax.host.manager import KVCacheManager, TokenIds
 from dsv4_jax.host.offload import fingerprint, row_chunks
@@ -320,9 +320,9 @@ class PrefixCache(Summarized):
         This overwrites the slot, which must then be released.
         """
         state = self._table.state(slot)
-        row = self._devices.block_table_row(state.blocks)
-        on_device, zero, row = self._devices.put((np.int32(slot), np.int32(0), row))
-        new = write_request(cache, on_device, zero, row, read_request(cache, on_device, zero, zero, boundary=True))
+        on_device, zero = self._devices.put((np.int32(slot), np.int32(0)))
+        rows = read_request(cache, on_device, zero, zero, boundary=True)
+        new = self._devices.write_request(cache, slot, 0, state.blocks, rows)
         record_write(self._table, cache, new, {slot: state})
         if self._stored is not None:
             self._stored.warm_up(new)
@@ -520,11 +520,8 @@ class PrefixCache(Summarized):
                 hit = len(blocks) * self.manager.schema.block_tokens
                 chunks = row_chunks(devices, restored, prefix.blocks)
                 chunks, snapshot = devices.put((chunks, prefix.snapshot))
-                arguments = devices.put((np.int32(slot), np.int32(hit), devices.block_table_row(blocks)))
-                new = cache
-                for ids, rows in chunks:
-                    new = write_blocks(new, ids, rows)
-                new = write_request(new, *arguments, path[-1].snapshot if snapshot is None else snapshot)
+                rows = path[-1].snapshot if snapshot is None else snapshot
+                new = devices.write_request(cache, slot, hit, blocks, rows, chunks)
                 for digest, block in zip(prefix.digests, restored, strict=True):
                     self._append_block(path, digest, block)
                 if snapshot is not None:
