@@ -269,9 +269,13 @@ def _output_rows(fields, shards, num_tokens, decode_size):
     """Places the rows of a step's output.
 
     Args:
-      fields: bytes of integers [n] for each request: its slot, its number of rows, the index of the token that its
-        first row follows, the index of its first token among those of the step before (or -1) and in the batch, and its
-        number of tokens.
+      fields: six arrays of integers [n], a number for each request, as bytes:
+        * its slot.
+        * number of its rows of output.
+        * index in the batch of the token that its first row follows.
+        * index of its first token among the tokens of the step before, or -1.
+        * index of its first token in the batch.
+        * number of its tokens.
       shards: the shards of the cache.
       num_tokens, decode_size: number of tokens in all, and number of rows of a shard.
 

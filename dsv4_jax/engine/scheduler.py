@@ -23,8 +23,8 @@ class Scheduler:
 
     A request waits until a slot is free, and blocks for its tokens and one block more. It then takes blocks as it
     grows. When a shard of the cache has none left, the youngest of its requests with the lowest priority is preempted.
-    The request's bytes move to host memory and later come back unchanged, to any shard. Running its tokens again would
-    need no host memory, but a token that was decoded alone and is then read in a chunk may differ in the last bit.
+    The request's bytes move to host memory and later come back unchanged, to any shard. To run its tokens again would
+    need no host memory. But a token that was decoded alone may differ in the last bit when it is read in a chunk.
 
     Attributes:
       requests: {id: unfinished request}. `restart` rebuilds the two lists from it.

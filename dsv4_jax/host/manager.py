@@ -453,8 +453,8 @@ class KVCacheManager(Summarized):
         The rings keep `max_query_tokens - 1` spare rows, so a request can go back that far from its greatest length
         (see `min_length`). `truncate` goes to any length. The cache's `lengths` follow with the request's next batch.
 
-        The tokens of batches that were prepared and did not run, for instance after an exception, can be taken back
-        however many they are, as long as the cache that should have run them is the newest. Prepare them again then.
+        Batches that were prepared may not run, for instance after an exception. Their tokens can be taken back however
+        many they are, as long as the manager's newest cache is the one that should have run them.
 
         Args:
           slot: slot of the request.
@@ -541,10 +541,10 @@ class KVCacheManager(Summarized):
     def truncate(self, cache: KVCache, slot: int, length: int) -> tuple[int, KVCache]:
         """Truncates a request to any length.
 
-        Down to `min_length` nothing has to run again. Below it, the rows that the next token reads are gone. The
-        request then goes back to its last boundary with a snapshot in a `PrefixCache`, or to nothing, and the caller
-        runs the tokens from there up to `length` again. Blocks beyond are released. A shared block that will be written
-        is replaced by a copy.
+        Down to `min_length` nothing has to run again. Below it, the rows that the next token reads are gone: the
+        request goes back to its last boundary with a snapshot in a `PrefixCache`, or to no tokens. The caller then runs
+        the tokens from there up to `length` again. Blocks beyond are released. A shared block that will be written is
+        replaced by a copy.
 
         Args:
           cache: the cache; donated.
