@@ -320,9 +320,10 @@ class PrefixFiles(Summarized):
         """Writes a file that has its name only when it is whole."""
         partial = self.directory / f".{name}.{secrets.token_hex(8)}"
         try:
-            with open(partial, "xb", opener=_open_private) as file:
-                file.write(content)
-                file.flush()
+            with open(partial, "xb", buffering=0, opener=_open_private) as file:
+                view = memoryview(content)
+                while view:
+                    view = view[file.write(view) :]
                 os.utime(file.fileno(), ns=(used, used))
                 os.fsync(file.fileno())
             os.rename(partial, self.directory / name)
