@@ -55,17 +55,16 @@ class RandomSteps:
         self._loop: Program | None = None
         self._slots: list[int] = []
         self._chunk: Batch | None = None
-        table = manager.requests
         size = self.shard_requests * tokens
         # A decode step draws a token after each of its tokens; a chunk of a prompt draws one after its last token.
         indices = np.arange(size, dtype=np.int32)[-1 if self.is_prefill else 0 :]
-        self._logits_indices = table.put(np.tile(indices, table.num_shards), "tokens")
-        self._seeds = table.put(np.arange(manager.schema.max_requests, dtype=np.uint32), "slots")
+        self._logits_indices = manager.devices.put(np.tile(indices, manager.shards.count), "tokens")
+        self._seeds = manager.devices.put(np.arange(manager.schema.max_requests, dtype=np.uint32), "slots")
 
     @property
     def shard_requests(self) -> int:
         """The number of requests of a shard of the mesh's axis "data"."""
-        return self.requests // self.manager.requests.num_shards
+        return self.requests // self.manager.shards.count
 
     def start_requests(self, past: int) -> None:
         """Replaces all requests by new ones with `past` tokens each."""

@@ -18,7 +18,6 @@ from dsv4_jax.decode import CompiledModel, Model
 from dsv4_jax.decode.drafts import draft, one_token_batch
 from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.host import KVCacheManager
-from dsv4_jax.host.forward import find_layout
 from dsv4_jax.parallel.sharded_step import sharded_step
 from dsv4_jax.quant import LayerSlice
 
@@ -109,22 +108,22 @@ def score_ids(
         cache = WindowOnlyCache(**vars(cache))
     for n in sizes:
         stop = start + n
-        batch = manager.prepare_forward({slot: row[start:stop] for slot, row in zip(slots, ids, strict=True)})
-        layout = find_layout(manager.requests, np.array(slots), np.full((len(slots),), n), None, None)
-        places = layout.first[:, None] + np.arange(n)
+        tokens = manager.check_ids(ids[:, start:stop].reshape(-1))
+        batch, begins = manager.prepare_arrays(np.array(slots), np.full((len(slots),), n), tokens)
+        places = begins[:, None] + np.arange(n)
         next_tokens = np.zeros(batch.token_ids.shape, np.int32)
         next_tokens[places] = followers[:, start:stop]
         results, cache = compiled.run(
             score_step,
             cache,
             batch,
-            manager.requests.put(next_tokens, "tokens"),
+            manager.devices.put(next_tokens, "tokens"),
             keep_logits=keep_logits,
             layers=layers,
             drafts=drafts,
             per_row=n if drafts else 0,
         )
-        yield {name: x[places] for name, x in manager.requests.get(results).items()}
+        yield {name: x[places] for name, x in manager.devices.get(results).items()}
         start = stop
     for slot in slots:
         manager.release(slot)

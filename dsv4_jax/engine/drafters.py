@@ -61,9 +61,9 @@ def accept(drafts: Sequence[int], drawn: Sequence[int]) -> list[int]:
     """Returns the tokens that a step with k drafts yields: the accepted drafts and the token drawn after them.
 
     `drawn[i]` of the k + 1 drawn tokens comes from the model's own distribution after the known tokens and
-    `drafts[:i]`. While drafts equal the drawn tokens, the contexts are equal too, so every accepted token is the one
-    that a step without drafts draws with the same random bits. A draft is accepted with the model's probability of it,
-    as in rejection sampling from a drafter that is always certain (Leviathan et al., 2023, arXiv:2211.17192).
+    `drafts[:i]`. As long as drafts equal the drawn tokens, their contexts are equal too. So an accepted token is the
+    one that a step without drafts draws with the same random bits. A draft is accepted with the model's probability of
+    it, as in rejection sampling from a drafter that is always certain (Leviathan et al., 2023, arXiv:2211.17192).
     """
     accepted = 0
     while accepted < len(drafts) and drafts[accepted] == drawn[accepted]:

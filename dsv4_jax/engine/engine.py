@@ -21,8 +21,7 @@ from dsv4_jax.engine.metrics import EngineMetrics
 from dsv4_jax.engine.requests import Output, Request, RequestParams, check_no_requests, check_request
 from dsv4_jax.engine.runner import StepRunner
 from dsv4_jax.engine.scheduler import Scheduler
-from dsv4_jax.engine.steps import LaunchedStep, Schedule
-from dsv4_jax.engine.updates import update
+from dsv4_jax.engine.steps import LaunchedStep
 from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache
 from dsv4_jax.parallel.processes import lost_process_named
 
@@ -80,7 +79,7 @@ class Engine(Summarized):
         check_no_requests(manager)
         if cache is not None:
             manager.check_cache(cache)
-        if prefix is not None and manager.requests.evictor is not prefix:
+        if prefix is not None and not prefix.serves(manager):
             raise ValueError("prefix is the prefix cache of another manager, or a later one has taken its place")
         config = EngineConfig(**options).resolve(manager, drafter)
         on_device = drafter == "model"
@@ -108,7 +107,7 @@ class Engine(Summarized):
         running = self.running
         waiting = self.waiting
         requests = {f"request {reprlib.repr(request.id)}": request.progress for request in (*running, *waiting)}
-        use = {name: share for name, share in self.manager.requests.use().items() if not name.startswith("slot ")}
+        use = {name: share for name, share in self.manager.use().items() if not name.startswith("slot ")}
         words = f"{len(running)} requests running", f"{len(waiting):,} waiting", f"{self._metrics.steps:,} steps"
         return Summary(words, use | requests)
 
@@ -173,11 +172,11 @@ class Engine(Summarized):
         vocab_size = self.manager.schema.config.vocab_size
         if checked.grammar is not None and (size := checked.grammar.vocabulary.size) != vocab_size:
             raise ValueError(f"grammar: its vocabulary has {size} tokens, the model's has {vocab_size}")
-        top = checked.top_logprobs
+        top_logprobs = checked.top_logprobs
         prompt_logprobs = checked.prompt_logprobs
-        most = self.config.max_logprobs
-        if max(top, prompt_logprobs) > most:
-            raise ValueError(f"top_logprobs={top}, {prompt_logprobs=}: the engine has max_logprobs={most}")
+        max_logprobs = self.config.max_logprobs
+        if max(top_logprobs, prompt_logprobs) > max_logprobs:
+            raise ValueError(f"{top_logprobs=}, {prompt_logprobs=}: the engine has {max_logprobs=}")
         if (state := checked.logits_state) is not None:
             if (processor := self.config.logits_processor) is None:
                 raise ValueError("logits_state: the engine has no logits_processor")
@@ -346,10 +345,10 @@ class Engine(Summarized):
             launched = self._launched
             self._launched = None
             if launched is None or launched.is_in_vain:
-                launched = self._launch_first(decode)
+                launched = self._launch(decode)
             if launched is not None:
                 if self.config.overlap:
-                    self._launched = self._launch_ahead(launched, decode)
+                    self._launched = self._launch(decode, launched)
                 self._read(launched)
                 if self._launched is not None:
                     self._launched = self._runner.draw(self._launched).with_known_tokens()
@@ -369,31 +368,31 @@ class Engine(Summarized):
             self._metrics.restarts += 1
             raise
 
-    def _launch(self, schedule: Schedule, after: LaunchedStep | None = None) -> LaunchedStep:
-        """Launches a step, without waiting for it or for the step `after` whose tokens it runs."""
-        launched, self._scheduler.cache = self._runner(self._scheduler.cache, schedule, after)
-        return launched
+    def _launch(self, decode: bool, after: LaunchedStep | None = None) -> LaunchedStep | None:
+        """Schedules a step and launches it, without waiting for it.
 
-    def _launch_first(self, decode: bool) -> LaunchedStep | None:
-        """Launches a step while none runs. Returns None if there is nothing to run."""
-        scheduler = self._scheduler
-        scheduler.admit()
-        schedule = scheduler.schedule(decode=decode)
-        return self._runner.draw(self._launch(schedule)) if schedule.requests else None
+        Args:
+          decode: as for `step`.
+          after: the step before, whose tokens it runs, if that was not read yet.
 
-    def _launch_ahead(self, launched: LaunchedStep, decode: bool) -> LaunchedStep | None:
-        """Launches the step behind one that is not read. Returns None if there is none, or if it has to wait."""
+        Returns:
+          The step; None if there is nothing to run, or if it has to wait until `after` was read.
+        """
         scheduler = self._scheduler
-        scheduler.current = launched.schedule.requests
-        if self.config.draft_tokens and any(request.matcher is not None for request in scheduler.running):
-            return None  # the masks depend on the drafts
-        scheduler.take_snapshots(launched)
+        if after is not None:
+            scheduler.current = after.schedule.requests
+            if self.config.draft_tokens and any(request.matcher is not None for request in scheduler.running):
+                return None  # the masks depend on the drafts
+            scheduler.take_snapshots(after)
         scheduler.admit()
         try:
-            schedule = scheduler.schedule(decode=decode, in_flight=launched)
-        except CacheFullError:
+            schedule = scheduler.schedule(decode=decode, in_flight=after)
+        except CacheFullError:  # a request has to be preempted, which needs its tokens
             return None
-        return self._launch(schedule, launched) if schedule.requests else None
+        if not schedule.requests:
+            return None
+        launched, scheduler.cache = self._runner(scheduler.cache, schedule, after)
+        return self._runner.draw(launched) if after is None else launched
 
     def _read(self, launched: LaunchedStep) -> None:
         """Waits for a step's output and gives each request its tokens."""
@@ -402,8 +401,7 @@ class Engine(Summarized):
         output = jax.tree.map(np.asarray, launched.output)  # on its way already: `device_get` would ask once more
         self._metrics.steps += 1
         self._metrics.mixed_steps += launched.prefill
-        follower = None if self._launched is None else self._launched.schedule
-        update(scheduler, launched.schedule, launched.first_rows, output, launched.snapshots, follower)
+        scheduler.update(launched, output, self._launched)
 
     def _next_order(self):
         """Returns the next number that is not the id of a request, since it may become one."""

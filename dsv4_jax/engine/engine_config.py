@@ -21,7 +21,7 @@ class EngineConfig:
         None = 0 without a drafter, else as many as possible.
       min_confidence: with drafts of the model's own layers, as in `decode.drafts.DraftOptions`.
       batch_invariant: whether all steps run in one program of `token_budget` tokens. Matrix products with another
-        number of rows may add in another order, so the last bit of a logit can depend on whether a token came in a
+        number of rows may add in another order. So the last bit of a logit can depend on whether a token came in a
         chunk, alone or as a draft. This option prevents it and makes decode steps slower.
       max_logprobs: the largest `top_logprobs` of a request; 0 = no log-probabilities of other tokens or of prompts.
         With more than 20, the host waits for each step on a GPU.
@@ -51,7 +51,7 @@ class EngineConfig:
           drafter: the engine's drafter, "model" or None.
         """
         schema = manager.schema
-        slots = manager.requests.slots_per_shard
+        slots = manager.shards.slots
         draft_tokens = self.draft_tokens
         spare = schema.max_query_tokens - 1
         on_device = drafter == "model"

@@ -21,11 +21,10 @@ def stream(
     prompts: Sequence[Sequence[int]] | np.ndarray,
     *,
     max_new_tokens: int,
-    sampling: SamplingParams = GREEDY,
     seed: int = 0,
-    stop_tokens: tuple[int, ...] = (),
     chunk: int = 256,
     drafts: int | DraftOptions = 0,
+    **params: Any,
 ) -> Iterator[tuple[int, int]]:
     """Generates for many prompts with an `Engine`, and yields each token as soon as it is known.
 
@@ -37,12 +36,11 @@ def stream(
       manager: the owner of the slots and blocks; must hold no requests.
       prompts: token ids [n] of each request.
       max_new_tokens: the most tokens that a request gets.
-      sampling: the sampling parameters.
       seed: seed of the first request; request i draws with seed + i.
-      stop_tokens: token ids that end a request; they are yielded too.
       chunk: number of prompt tokens per step.
       drafts: number of tokens that the model's draft layers draft per request, for the next step to verify, less than
         the manager's `max_query_tokens`; or DraftOptions. Drafts change no token.
+      params: further fields of `RequestParams`, such as `sampling` and `stop_tokens`. Stop tokens are yielded too.
 
     Yields:
       (index of the prompt, token id).
@@ -51,11 +49,10 @@ def stream(
       TypeError: an argument has the wrong type.
       ValueError: a prompt or size is invalid, or a request could never fit the cache.
     """
-    options = dict(max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=tuple(stop_tokens))
     # The engine is closed even when the caller stops iterating or a step fails: the manager stays usable.
     with engine_for_prompts(model, manager, prompts, max_new_tokens, chunk, drafts) as engine:
         for i, prompt in enumerate(prompts):
-            engine.add(prompt, seed=seed + i, **options)
+            engine.add(prompt, max_new_tokens=max_new_tokens, seed=seed + i, **params)
         while engine.busy:
             for output in engine.step():
                 if output.request.error is not None:
@@ -65,22 +62,14 @@ def stream(
 
 
 def generate(
-    model: Model,
-    manager: KVCacheManager,
-    prompts: Sequence[Sequence[int]] | np.ndarray,
-    *,
-    max_new_tokens: int,
-    sampling: SamplingParams = GREEDY,
-    seed: int = 0,
-    stop_tokens: tuple[int, ...] = (),
-    chunk: int = 256,
-    drafts: int | DraftOptions = 0,
+    model: Model, manager: KVCacheManager, prompts: Sequence[Sequence[int]] | np.ndarray, **options: Any
 ) -> list[list[int]]:
     """Generates the tokens that `stream` yields, in one loop on the device once the prompts have been read.
 
     Args:
-      model, manager, prompts, max_new_tokens, sampling, seed, stop_tokens, chunk, drafts: as for `stream`; all prompts
-        [n] must fit the manager's slots and blocks at once.
+      model, manager: as for `stream`.
+      prompts: as for `stream`; all prompts must fit the manager's slots and blocks at once.
+      options: `max_new_tokens`, `seed`, `chunk`, `drafts`, `sampling` and `stop_tokens`, as for `stream`.
 
     Returns:
       The new tokens of each prompt.
@@ -89,32 +78,46 @@ def generate(
       TypeError, ValueError: as for `stream`.
       CacheFullError: the prompts do not fit at once.
     """
-    options = dict(sampling=sampling, seed=seed, stop_tokens=stop_tokens, chunk=chunk, drafts=drafts)
-    results = generate_on_device(model, manager, prompts, max_new_tokens=max_new_tokens, **options)
-    return [tokens for tokens, _ in results]
+    return [tokens for tokens, _ in generate_on_device(model, manager, prompts, **options)]
 
 
 def generate_on_device(
-    model: Model, manager: KVCacheManager, prompts: Any, *, max_new_tokens: int, chunk: int, drafts: Any, **options: Any
+    model: Model,
+    manager: KVCacheManager,
+    prompts: Any,
+    *,
+    max_new_tokens: int,
+    sampling: SamplingParams = GREEDY,
+    seed: int = 0,
+    stop_tokens: Sequence[int] = (),
+    chunk: int = 256,
+    drafts: int | DraftOptions = 0,
 ) -> list[tuple[list[int], list[int]]]:
     """Returns each prompt's (new tokens, number of drafts that each of its steps accepted); see `generate`."""
-    seed = options.pop("seed")
-    options["stop_tokens"] = check_stop_tokens(options["stop_tokens"])
+    stop_tokens = check_stop_tokens(stop_tokens)
     model = CompiledModel.of(model)
     with engine_for_prompts(model, manager, prompts, max_new_tokens, chunk, drafts) as engine:
         _check_room(manager, prompts, max_new_tokens)
-        limits = dict(max_new_tokens=max_new_tokens) | options
-        requests = [engine.add(prompt, seed=seed + i, **limits) for i, prompt in enumerate(prompts)]
+        requests = [
+            engine.add(prompt, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed + i, stop_tokens=stop_tokens)
+            for i, prompt in enumerate(prompts)
+        ]
         prefill(engine, requests)
         seeds = np.zeros((manager.schema.max_requests,), np.uint32)
         for request in requests:
             seeds[request.slot] = request.params.seed
         # The last token of each prompt is the loop's first input.
         batch = manager.prepare_forward({r.slot: r.tokens[-1:] for r in requests}, reserve=max_new_tokens - 1)
-        sizes = dict(steps=max_new_tokens, drafts=drafts)
-        seeds = manager.requests.put(seeds, "slots")
-        output, cache = model.decode_loop(engine.cache, batch, seeds, **sizes, **options)
-        output = manager.requests.get(output)
+        output, cache = model.decode_loop(
+            engine.cache,
+            batch,
+            manager.devices.put(seeds, "slots"),
+            steps=max_new_tokens,
+            sampling=sampling,
+            stop_tokens=stop_tokens,
+            drafts=drafts,
+        )
+        output = manager.devices.get(output)
         if model.expert_memory is not None and (migration := model.expert_memory.migration) is not None:
             migration.finish(cache.expert_counts)
         tokens = output.tokens
@@ -132,10 +135,16 @@ def engine_for_prompts(model, manager: KVCacheManager, prompts, max_new_tokens: 
         raise ValueError("prompts is empty: give at least one prompt")
     total = sum(len(check_request(manager, prompt, max_new_tokens)) for prompt in prompts)
     options = DraftOptions.of(drafts)
-    budget = min(chunk, total) - 1 + manager.requests.slots_per_shard * (1 + options.count)
-    drafting: dict[str, Any] = dict(drafter="model" if options.count else None, draft_tokens=options.count)
-    drafting["min_confidence"] = options.min_confidence
-    return contextlib.closing(Engine(model, manager, token_budget=budget, **drafting))
+    budget = min(chunk, total) - 1 + manager.shards.slots * (1 + options.count)
+    engine = Engine(
+        model,
+        manager,
+        drafter="model" if options.count else None,
+        token_budget=budget,
+        draft_tokens=options.count,
+        min_confidence=options.min_confidence,
+    )
+    return contextlib.closing(engine)
 
 
 def prefill(engine: Engine, requests: Sequence[Request]) -> None:
@@ -145,12 +154,15 @@ def prefill(engine: Engine, requests: Sequence[Request]) -> None:
 
 
 def _check_room(manager, prompts, max_new_tokens):
-    """Raises CacheFullError unless all requests fit at once."""
-    table = manager.requests
-    free = [[len(table.free_slots(shard)), table.allocator.free_in(shard)] for shard in range(table.num_shards)]
-    for fit, prompt in enumerate(prompts):
-        need = table.blocks_for(len(prompt) + max_new_tokens - 1)
-        best = max(free, key=lambda shard: (shard[0] > 0 and shard[1] >= need, *shard))  # noqa: B023 (called here)
-        best[:] = best[0] - 1, best[1] - need
-        if min(best) < 0:
-            raise CacheFullError(f"{len(prompts)} prompts do not fit at once ({fit} do); use stream, or a larger cache")
+    """Raises CacheFullError unless the slots and blocks of a manager without requests hold all prompts at once."""
+    count = 0
+    try:
+        for prompt in prompts:
+            num_tokens = len(prompt) + max_new_tokens - 1
+            manager.allocate(manager.admit(num_tokens=num_tokens), num_tokens)
+            count += 1
+    except CacheFullError:
+        message = f"{len(prompts)} prompts do not fit at once ({count} do); use stream, or a larger cache"
+        raise CacheFullError(message) from None
+    finally:
+        manager.release_all()

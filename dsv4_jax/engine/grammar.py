@@ -124,12 +124,12 @@ def token_masks(
     with_drafts = [(matcher._matcher, row, list(drafts)) for matcher, row, drafts in rows if drafts]
     if with_drafts:
         fill_next_token_bitmask_par_with_draft_tokens(_executor(), with_drafts, masks)
-    others = [(matcher._matcher, row) for matcher, row, drafts in rows if not drafts]
+    without_drafts = [(matcher._matcher, row) for matcher, row, drafts in rows if not drafts]
     # On two cores that a model keeps busy too, threads took 2 to 3 ms for 26 matchers, and one by one 0.5.
-    if len(others) > 1 and (os.cpu_count() or 1) >= 4:
-        fill_next_token_bitmask_par(_executor(), others, masks)
+    if len(without_drafts) > 1 and (os.cpu_count() or 1) >= 4:
+        fill_next_token_bitmask_par(_executor(), without_drafts, masks)
     else:
-        for matcher, row in others:
+        for matcher, row in without_drafts:
             fill_next_token_bitmask(matcher, masks, row)
     return masks.view(np.uint32)
 
@@ -139,7 +139,8 @@ def with_names(tokenizer: Tokenizer, names: Mapping[str, str]) -> str:
     content = json.loads(tokenizer.to_str())
     for token in content["added_tokens"]:
         if token["content"] in names:
-            token |= dict(special=True, content=names[token["content"]])
+            token["special"] = True
+            token["content"] = names[token["content"]]
     vocab = content["model"]["vocab"]
     if isinstance(vocab, dict):
         content["model"]["vocab"] = {names.get(name, name): id for name, id in vocab.items()}
@@ -153,8 +154,7 @@ def json_rule(schema: Any, is_lenient: bool = False) -> str:
     """
     schema = {} if schema is True else schema
     if isinstance(schema, dict):
-        options = dict(whitespace_pattern=r"[ \t\n\r]{0,32}", lenient=is_lenient)
-        schema = schema | {"x-guidance": options}
+        schema = schema | {"x-guidance": {"whitespace_pattern": r"[ \t\n\r]{0,32}", "lenient": is_lenient}}
     return f"%json {json.dumps(schema)}"
 
 

@@ -88,14 +88,14 @@ class EngineMetrics:
         if schema is None:
             return pools
         for name, total in schema.pool_bytes().items():
-            held = self.slots
-            most = self.most_slots
+            used = self.slots
+            high_water = self.most_slots
             units = schema.max_requests
             if name in schema.block_bytes_by_pool():
-                held = self.blocks
-                most = self.most_blocks
+                used = self.blocks
+                high_water = self.most_blocks
                 units = schema.num_blocks
-            pools[name] = PoolUse(total * held // units, total * most // units, total)
+            pools[name] = PoolUse(total * used // units, total * high_water // units, total)
         return pools
 
     @property
@@ -114,14 +114,13 @@ class EngineMetrics:
         table.add_row("drafts", f"{self.drafted_tokens:,} tokens, {self.acceptance:.1%} accepted")
         table.add_row("compilations", f"{self.compilations:,}")
         if self.prefix is not None:
-            found = self.prefix
-            table.add_row(
-                "prefix hits", f"{found.hits:,} of {found.requests:,} requests, {found.hit_rate:.1%} of tokens"
-            )
-            held = f"{found.blocks:,} blocks, {found.snapshots:,} snapshots of {found.snapshot_bytes:,} bytes"
-            table.add_row("prefix cache", held)
-            table.add_row("evicted", f"{found.evicted_blocks:,} blocks, {found.evicted_snapshots:,} snapshots")
-            if (files := found.files) is not None:
+            prefix = self.prefix
+            hits = f"{prefix.hits:,} of {prefix.requests:,} requests, {prefix.hit_rate:.1%} of tokens"
+            table.add_row("prefix hits", hits)
+            snapshots = f"{prefix.snapshots:,} snapshots of {prefix.snapshot_bytes:,} bytes"
+            table.add_row("prefix cache", f"{prefix.blocks:,} blocks, {snapshots}")
+            table.add_row("evicted", f"{prefix.evicted_blocks:,} blocks, {prefix.evicted_snapshots:,} snapshots")
+            if (files := prefix.files) is not None:
                 read = f"{files.hit_tokens:,} tokens read, {files.dropped:,} writes dropped, {files.errors:,} errors"
                 table.add_row("on disk", f"{files.blocks:,} blocks, {files.bytes:,} bytes; {read}")
         if (experts := self.experts) is not None:

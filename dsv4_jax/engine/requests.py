@@ -223,18 +223,16 @@ class Request(Summarized):
         Args:
           start, logprobs, top: position of the first token, [n] log-probabilities, and the likeliest tokens or None.
         """
-        first = start - self._scored_from
-        count = len(logprobs)
-        self._logprobs[first : first + count] = logprobs
-        if top is not None:
-            self._score_top(start, count, top)
+        offset = start - self._scored_from
+        self._logprobs[offset : offset + len(logprobs)] = logprobs
+        self._score_top(start, len(logprobs), top)
 
     def _score_top(self, start, count, top):
-        """Keeps the likeliest tokens in the places of `count` tokens."""
-        if k := self.params.top_logprobs:
-            here = slice(start - self._scored_from, start - self._scored_from + count)
-            self._top.ids[here] = top.ids[:count, :k]
-            self._top.logprobs[here] = top.logprobs[:count, :k]
+        """Keeps the likeliest tokens, if they are given, in the places of `count` tokens."""
+        if top is not None and (k := self.params.top_logprobs):
+            places = slice(start - self._scored_from, start - self._scored_from + count)
+            self._top.ids[places] = top.ids[:count, :k]
+            self._top.logprobs[places] = top.logprobs[:count, :k]
 
     def extend(
         self, tokens: Sequence[int], logprobs: Sequence[float], num_drafts: int = 0, top: TopLogprobs | None = None
@@ -259,8 +257,7 @@ class Request(Summarized):
                 reason = "length"
             if reason is not None:
                 break
-        if top is not None:
-            self._score_top(start, end - start, top)
+        self._score_top(start, end - start, top)
         self.num_tokens = end
         self.finish_reason = reason
         self.drafted_tokens += num_drafts
@@ -310,14 +307,6 @@ def check_request(manager: KVCacheManager, prompt: Sequence[int] | np.ndarray, m
     """Returns the prompt's ids [n] int32; raises TypeError or ValueError if the request could never run."""
     check_positive(max_new_tokens=max_new_tokens)
     ids = manager.check_ids(prompt, "prompt")
-    schema = manager.schema
-    # The last token is drawn, never stored.
-    need = len(ids) + max_new_tokens - 1
-    table = manager.requests
-    blocks = "the whole cache's" if table.num_shards == 1 else f"each of the cache's {table.num_shards} shards'"
-    for name, limit in {"max_context": schema.max_context, blocks: table.capacity}.items():
-        if need > limit:
-            raise ValueError(
-                f"a prompt of {len(ids)} tokens and {max_new_tokens=} need room for {need}, more than {name} {limit}"
-            )
+    subject = f"a prompt of {len(ids)} tokens and {max_new_tokens=} need room for"
+    manager.check_size(len(ids) + max_new_tokens - 1, subject=subject)  # the last token is drawn, never stored
     return ids

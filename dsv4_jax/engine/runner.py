@@ -1,8 +1,9 @@
 """Runs an engine's steps on the device, in programs of fixed shapes."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,8 +19,8 @@ from dsv4_jax.decode.step import EarlierTokens, draw_step, logits_step, sample_s
 from dsv4_jax.engine.engine_config import EngineConfig
 from dsv4_jax.engine.requests import Request, RequestParams
 from dsv4_jax.engine.steps import LaunchedStep, Schedule
-from dsv4_jax.host import KVCacheManager, PrefixCache, offload, resume
-from dsv4_jax.host.forward import find_layout, first_indices, indices, prepare_forward
+from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache, offload, resume
+from dsv4_jax.host.cache_devices import consecutive
 
 
 class StepRunner:
@@ -41,16 +42,17 @@ class StepRunner:
         self._manager = manager
         self._config = config
         self._device_drafts = device_drafts
-        self.decode_size = config.decode_size(manager.requests.slots_per_shard)
+        self.decode_size = config.decode_size(manager.shards.slots)
         self._compilations_before = model.compilations
         slots = manager.schema.max_requests
         count = device_drafts.count
-        rows = np.zeros((manager.requests.num_shards * self.decode_size,), np.int32)
+        rows = np.zeros((manager.shards.count * self.decode_size,), np.int32)
         none = (rows[:slots], np.zeros((slots, count), np.int32)) if count else rows
-        self._no_tokens = manager.requests.put(none, "tokens")
+        self._no_tokens = manager.devices.put(none, "tokens")
         self._processor: LogitsProcessor | None = None  # with the states of all slots
         self.forget_logits_states()
-        self._sampled: tuple[list[RequestParams | None], dict[str, np.ndarray]] = [], {}  # of the last step, by slot
+        # The parameters of the last step's requests by slot, and their arrays.
+        self._last_sampling: tuple[list[RequestParams | None], Any] = [], None
 
     @property
     def compilations(self) -> int:
@@ -71,51 +73,51 @@ class StepRunner:
         with grammars later: the masks depend on the tokens of the step `after`, which the host has not read. With
         drafts of the device the masks are known: the engine launches no step ahead of requests with grammars.
         """
-        return self._run(cache, self._prepare(schedule, after, has_grammars))
+        launched, function, args, options = self._prepare(schedule, after, has_grammars)
+        output, cache = self.model.run(function, cache, *args, **options)
+        if launched.draw is not None:
+            return dataclasses.replace(launched, draw=functools.partial(launched.draw, output)), cache
+        self._processor = output.processor
+        return self._with_output(launched, output), cache
 
     def _prepare(self, schedule, after=None, has_grammars=False):
-        """Prepares a batch. Returns its step before the launch: the function and its arguments after the cache."""
+        """Prepares a batch.
+
+        Returns:
+          (the step without its output, the compiled function of the model that runs it, this function's arguments after
+          the cache, its keyword arguments). If the function returns logits only, `draw` of the step takes them first.
+        """
         config = self._config
-        table = self._manager.requests
         numbers = schedule.numbers
         slots = numbers["slot"]
         counts = numbers["num_tokens"]
         num_rows = schedule.num_rows
-        sizes = config.token_budget, 0 if config.batch_invariant else self.decode_size
-        layout = find_layout(table, slots, counts, *sizes)
-        batch = prepare_forward(table, slots, counts, np.concatenate(schedule.tokens), layout)
-        fields = slots, num_rows, layout.first + counts - num_rows, numbers["source"], layout.first, counts
-        shard_sizes = table.slots_per_shard, table.num_shards, len(batch.slots), self.decode_size
-        first_rows, logits_indices, sources = _output_rows(tuple(x.tobytes() for x in fields), *shard_sizes)
-        arrays = dict(logits_indices=logits_indices, sources=sources) | self._sampling(schedule.requests)
-        if config.max_logprobs:
-            arrays |= self._logprob_arrays(schedule, first_rows)
-        put = table.put_changed(arrays, "tokens")
-        options = LogprobOptions(put["forced"], put["wants_top"], config.max_logprobs) if config.max_logprobs else None
-        sampling = BatchedSamplingParams(put["temperature"], put["top_k"], put["top_p"])
-        earlier = EarlierTokens(self._no_tokens if after is None else after.tokens, put["sources"])
-        rows = put["logits_indices"]
-        drawing = (sampling, put["seeds"], options)
-        launched = LaunchedStep(schedule, None, first_rows, len(batch.slots), batch.prefill)
-        launched = dataclasses.replace(launched, wants_top=bool(arrays.get("wants_top", False)))
+        batch, begins = self._manager.prepare_arrays(
+            slots,
+            counts,
+            np.concatenate(schedule.tokens),
+            prefill_size=config.token_budget,
+            decode_size=0 if config.batch_invariant else self.decode_size,
+        )
+        fields = slots, num_rows, begins + counts - num_rows, numbers["source"], begins, counts
+        field_bytes = tuple(field.tobytes() for field in fields)
+        first_rows, logits_indices, sources = _output_rows(
+            field_bytes, self._manager.shards, len(batch.slots), self.decode_size
+        )
+        options = self._logprob_options(schedule, first_rows) if config.max_logprobs else None
+        arrays = (logits_indices, sources, (*self._sampling(schedule.requests), options))
+        rows, sources, drawing = self._manager.devices.put_changed(arrays, "tokens")
+        earlier = EarlierTokens(self._no_tokens if after is None else after.tokens, sources)
+        wants_top = options is not None and bool(options.wants_top)
+        launched = LaunchedStep(schedule, None, first_rows, len(batch.slots), batch.prefill, wants_top=wants_top)
         self._begin_slots(schedule.requests)
         has_grammars = has_grammars or any(request.matcher is not None for request in schedule.requests)
         if has_grammars and config.overlap and not self._device_drafts.count:
             draw = functools.partial(self._draw, batch=batch, rows=rows, drawing=drawing)
-            return _PreparedStep(launched, logits_step, (batch, rows, earlier), {}, draw)
-        args = (self._token_masks(launched),) if has_grammars else ()
-        if config.logits_processor is not None:
-            args = *(args or (None,)), self._processor
-        args = batch, rows, *drawing, earlier, *args
-        return _PreparedStep(launched, sample_step, args, {"drafts": self._device_drafts})
-
-    def _run(self, cache, step):
-        """Launches a prepared step."""
-        output, cache = self.model.run(step.function, cache, *step.args, **step.options)
-        if step.draw is not None:
-            return dataclasses.replace(step.launched, draw=functools.partial(step.draw, output)), cache
-        self._processor = output.processor
-        return self._with_output(step.launched, output), cache
+            return dataclasses.replace(launched, draw=draw), logits_step, (batch, rows, earlier), {}
+        masks = self._token_masks(launched) if has_grammars else None
+        args = (batch, rows, *drawing, earlier, masks, self._processor)
+        return launched, sample_step, args, {"drafts": self._device_drafts}
 
     def draw(self, launched: LaunchedStep) -> LaunchedStep:
         """Launches the drawing of a step's tokens if it was left out, once the step before has been read."""
@@ -126,24 +128,23 @@ class StepRunner:
 
     def _draw(self, logits, masks, *, batch, rows, drawing):
         before = draw_step._cache_size()
-        processor = () if self._processor is None else (self._processor,)
-        output = draw_step(logits, batch, rows, *drawing, masks, *processor)
+        output = draw_step(logits, batch, rows, *drawing, masks, self._processor)
         self._processor = output.processor
         self._compilations_before -= draw_step._cache_size() - before
         return output
 
     def _begin_slots(self, requests):
         """Sets the logits processor's states of requests that are new in their slots, with the tokens they have."""
-        table = self._manager.requests
+        devices = self._manager.devices
         processor = self._config.logits_processor
         if processor is None:
             return
         if self._processor is None:
-            states = [processor.state] * len(self._begun)
-            self._processor = table.put(processor.stacked(states), "slots")
-            self._unused_tokens = table.put(np.zeros((self._manager.schema.max_context,), np.int32))
+            states = [processor.state] * self._manager.schema.max_requests
+            self._processor = devices.put(processor.stacked(states), "slots")
+            self._unused_tokens = devices.put(np.zeros((self._manager.schema.max_context,), np.int32))
         slots = np.array([request.slot for request in requests], int)
-        admitted = table.states.numbers["admitted"][slots]
+        admitted = self._manager.admission_times[slots]
         for i in np.flatnonzero(self._begun[slots] != admitted).tolist():
             request = requests[i]
             state = processor.state if request.params.logits_state is None else request.params.logits_state
@@ -152,9 +153,10 @@ class StepRunner:
             if count:
                 tokens = np.zeros(tokens.shape, np.int32)
                 tokens[:count] = request.generated
-            where = table.put((np.int32(slots[i]), jax.tree.map(np.asarray, state), tokens, np.int32(count)))
-            self._processor = begin_slot(self._processor, *where)
-            self._begun[slots[i]] = admitted[i]
+            state = jax.tree.map(np.asarray, state)
+            arguments = devices.put((np.int32(request.slot), state, tokens, np.int32(count)))
+            self._processor = begin_slot(self._processor, *arguments)
+            self._begun[request.slot] = admitted[i]
 
     def _with_output(self, launched, output):
         """Returns the step with its output, which begins its way to the host."""
@@ -162,14 +164,13 @@ class StepRunner:
         output = dataclasses.replace(output, last_tokens=None, processor=None)
         if not launched.wants_top:
             output = dataclasses.replace(output, top_logprobs=None)
-        return dataclasses.replace(launched, tokens=tokens, output=self._manager.requests.begin_get(output))
+        return dataclasses.replace(launched, tokens=tokens, output=self._manager.devices.begin_get(output))
 
     def _token_masks(self, launched):
         """Returns the masks of a step's rows, on the devices. They follow on the tokens that requests have now."""
         from dsv4_jax.engine.grammar import token_masks  # llguidance comes with the extra "serve"
 
         schedule = launched.schedule
-        table = self._manager.requests
         rows = []
         numbers = schedule.numbers
         first_rows = launched.first_rows + numbers["num_scored"]
@@ -180,13 +181,13 @@ class StepRunner:
                 request.matcher.read(request.tokens_from(request.prompt_length + request.matcher.num_tokens))
                 drafts = schedule.tokens[i][-num_drafts:].tolist() if num_drafts else ()
                 rows.append((request.matcher, int(first_rows[i]), drafts))
-        num_rows = table.num_shards * self.decode_size
+        num_rows = self._manager.shards.count * self.decode_size
         vocab_size = self._manager.schema.config.vocab_size
-        return table.put(token_masks(rows, num_rows, vocab_size), "tokens")
+        return self._manager.devices.put(token_masks(rows, num_rows, vocab_size), "tokens")
 
-    def _logprob_arrays(self, schedule, first_rows):
-        """Returns the arrays of `LogprobOptions`: known tokens to be scored, and whether likeliest ones are wanted."""
-        forced = np.full((self._manager.requests.num_shards * self.decode_size,), -1, np.int32)
+    def _logprob_options(self, schedule, first_rows):
+        """Returns `LogprobOptions`: known tokens to be scored, and whether likeliest ones are wanted."""
+        forced = np.full((self._manager.shards.count * self.decode_size,), -1, np.int32)
         num_rows = schedule.num_rows
         scored = schedule.numbers["num_scored"]
         ends = schedule.ends
@@ -194,18 +195,18 @@ class StepRunner:
             known = schedule.requests[i].tokens[ends[i] - num_rows[i] + 1 :]
             forced[first_rows[i] : first_rows[i] + scored[i]] = known[: scored[i]]
         wants_top = any(r.params.top_logprobs and n for r, n in zip(schedule.requests, num_rows, strict=True))
-        return dict(forced=forced, wants_top=np.array(wants_top))
+        return LogprobOptions(forced, np.array(wants_top), self._config.max_logprobs)
 
-    def _sampling(self, requests: Sequence[Request]) -> dict[str, np.ndarray]:
+    def _sampling(self, requests: Sequence[Request]) -> tuple[BatchedSamplingParams, np.ndarray]:
         """Returns the sampling parameters and seeds [slots]; slots of other requests draw greedily."""
         params: list[RequestParams | None] = [None] * self._manager.schema.max_requests
         for request in requests:
             params[request.slot] = request.params
-        if params != self._sampled[0]:
+        if params != self._last_sampling[0]:
             sampling = BatchedSamplingParams.of([GREEDY if p is None else p.sampling for p in params])
-            arrays = dict(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
-            self._sampled = params, arrays | dict(seeds=np.array([p.seed if p else 0 for p in params], np.uint32))
-        return dict(self._sampled[1])
+            seeds = np.array([p.seed if p else 0 for p in params], np.uint32)
+            self._last_sampling = params, (sampling, seeds)
+        return self._last_sampling[1]
 
     def warm_up(self, cache: KVCache, prefix: PrefixCache | None) -> tuple[dict[str, int], KVCache]:
         """Runs each program once: the steps, and those that offload, resume, fork and restore requests.
@@ -231,9 +232,7 @@ class StepRunner:
                 slot, cache = resume(manager, cache, offloaded)
                 if prefix is not None:
                     cache = prefix.warm_up(cache, slot)
-                table = manager.requests
-                shard = manager.requests.shard(slot)
-                if table.free_slots(shard) and table.room(shard):  # otherwise no request can ever be forked
+                with contextlib.suppress(CacheFullError):  # no request can ever be forked
                     (child,), cache = manager.fork(cache, slot, 1)
                     manager.release(child)
             manager.release(slot)
@@ -251,28 +250,11 @@ class StepRunner:
             self._manager.release(request.slot)
 
         def prepare(step):
-            return self.model.prepare(step.function, cache, *step.args, **step.options)
+            _, function, args, options = step
+            return self.model.prepare(function, cache, *args, **options)
 
         with ThreadPoolExecutor(len(steps), "compile-steps") as threads:
             self.model.compilations += sum(threads.map(prepare, steps))
-
-
-@dataclasses.dataclass(frozen=True)
-class _PreparedStep:
-    """A step before its launch.
-
-    Attributes:
-      launched: the step without its output.
-      function: the compiled function of a model, a cache and `args`.
-      args, options: its arguments.
-      draw: function of the step's logits and masks that draws its tokens, or None if `function` draws them.
-    """
-
-    launched: LaunchedStep
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-    draw: Callable[..., Any] | None = None
 
 
 def _request_of_zeros(manager, count):
@@ -283,23 +265,30 @@ def _request_of_zeros(manager, count):
 
 
 @functools.lru_cache(maxsize=8)  # most steps run the requests of the step before
-def _output_rows(fields, slots_per_shard, num_shards, num_tokens, decode_size):
+def _output_rows(fields, shards, num_tokens, decode_size):
     """Places the rows of a step's output.
 
     Args:
-      fields: bytes of integers [n] for each request: its slot, its number of rows, the index of the token that its
-        first row follows, the index of its first token among those of the step before (or -1) and in the batch, and its
-        number of tokens.
-      slots_per_shard, num_shards, num_tokens, decode_size: slots, shards, tokens in all, and rows of a shard.
+      fields: six arrays of integers [n], a number for each request, as bytes:
+        * its slot.
+        * number of its rows of output.
+        * index in the batch of the token that its first row follows.
+        * index of its first token among the tokens of the step before, or -1.
+        * index of its first token in the batch.
+        * number of its tokens.
+      shards: the shards of the cache.
+      num_tokens, decode_size: number of tokens in all, and number of rows of a shard.
 
     Returns:
       ([n] the first row of each request, `logits_indices`, `EarlierTokens.indices`).
     """
-    slots, num_rows, first_tokens, sources, first, counts = (np.frombuffer(field, int) for field in fields)
-    first_rows = first_indices(slots // slots_per_shard, num_rows, num_shards, decode_size)
-    logits_indices, earlier = (np.full((n,), -1, np.int32) for n in (num_shards * decode_size, num_tokens))
+    slots, num_rows, first_tokens, sources, begins, counts = (np.frombuffer(field, int) for field in fields)
+    first_rows = shards.place_rows(slots, num_rows, decode_size)
     # Indices of tokens, in the batch and among those of the step before, are those within their shard.
-    logits_indices[indices(first_rows, num_rows)] = indices(first_tokens, num_rows) % (num_tokens // num_shards)
+    logits_indices = np.full((shards.count * decode_size,), -1, np.int32)
+    tokens = consecutive(first_tokens, num_rows) % (num_tokens // shards.count)
+    logits_indices[consecutive(first_rows, num_rows)] = tokens
     drawn = sources >= 0
-    earlier[indices(first[drawn], counts[drawn])] = indices(sources[drawn] % decode_size, counts[drawn])
+    earlier = np.full((num_tokens,), -1, np.int32)
+    earlier[consecutive(begins[drawn], counts[drawn])] = consecutive(sources[drawn] % decode_size, counts[drawn])
     return first_rows, logits_indices, earlier

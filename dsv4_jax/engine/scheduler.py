@@ -9,14 +9,13 @@ import jax
 import numpy as np
 
 from dsv4_jax.cache import KVCache
-from dsv4_jax.engine.drafters import Drafter
+from dsv4_jax.decode.step import StepOutput
+from dsv4_jax.engine.drafters import Drafter, accept
 from dsv4_jax.engine.engine_config import EngineConfig
 from dsv4_jax.engine.metrics import EngineMetrics
 from dsv4_jax.engine.requests import FinishReason, Request
 from dsv4_jax.engine.steps import NO_DRAFTS, UNKNOWN, LaunchedStep, Schedule
-from dsv4_jax.host import CacheCorruptionError, CacheFullError, KVCacheManager, PrefixCache, offload, resume
-from dsv4_jax.host.offload import capture
-from dsv4_jax.host.shard_placement import fits
+from dsv4_jax.host import CacheCorruptionError, CacheFullError, KVCacheManager, PrefixCache, capture, offload, resume
 
 
 class Scheduler:
@@ -24,8 +23,8 @@ class Scheduler:
 
     A request waits until a slot is free, and blocks for its tokens and one block more. It then takes blocks as it
     grows. When a shard of the cache has none left, the youngest of its requests with the lowest priority is preempted.
-    The request's bytes move to host memory and later come back unchanged, to any shard. Running its tokens again would
-    need no host memory, but a token that was decoded alone and is then read in a chunk may differ in the last bit.
+    The request's bytes move to host memory and later come back unchanged, to any shard. To run its tokens again would
+    need no host memory. But a token that was decoded alone may differ in the last bit when it is read in a chunk.
 
     Attributes:
       requests: {id: unfinished request}. `restart` rebuilds the two lists from it.
@@ -80,8 +79,7 @@ class Scheduler:
         slot = request.slot
         length = 0 if slot < 0 else min(self.manager.length(slot), len(request.tokens) - 1)
         if length and not (self.config.draft_tokens and self.manager.length(slot) > length):
-            table = self.manager.requests
-            room = min(len(children), len(table.free_slots(table.shard(slot))))
+            room = min(len(children), self.manager.free_slots_beside(slot))
             if room < len(children):
                 offloaded = capture(self.manager, self.cache, slot, length=length)
             try:
@@ -111,8 +109,12 @@ class Scheduler:
         self._list_of(request).remove(request)
         request.slot = -1
         self.requests.pop(request.id, None)
-        counter = dict(error="failed", cancelled="cancelled").get(reason, "finished")
-        setattr(self.metrics, counter, getattr(self.metrics, counter) + 1)
+        if reason == "error":
+            self.metrics.failed += 1
+        elif reason == "cancelled":
+            self.metrics.cancelled += 1
+        else:
+            self.metrics.finished += 1
 
     def restart(self) -> None:
         """Frees all slots and queues the unfinished requests, which read their tokens again, as after an error."""
@@ -187,48 +189,142 @@ class Scheduler:
         Raises:
           CacheFullError: a request has to be preempted, and `in_flight` is given.
         """
-        self.current = running = tuple(self.running)
-        table = self.manager.requests
-        num_slots = self.manager.schema.max_requests
+        running = tuple(self.running)
+        self.current = running
         slots = np.array([request.slot for request in running], int)
         known = np.array([request.num_tokens for request in running], int)
-        most = np.array([request.max_tokens for request in running], int)
-        sources = np.full((num_slots,), -1)
-        drawn = np.zeros((num_slots,), int)
+        limits = np.array([request.max_tokens for request in running], int)
+        certain = known  # the fewest tokens that are known once the step in flight was read
+        sources = np.full(slots.shape, -1)
         if in_flight is not None:
-            sources, drawn = in_flight.newest_tokens(num_slots, self.config.draft_tokens or 0)
-        sources = sources[slots]
-        drawn = drawn[slots]
+            newest, drawn = in_flight.newest_tokens(self.manager.schema.max_requests, self.config.draft_tokens or 0)
+            sources = newest[slots]
+            certain = known + (sources >= 0)
+            known = known + drawn[slots]
         # The most drafts that may be needed; those behind the end of a request are not counted as accepted.
-        least = known + (sources >= 0)
-        known = known + drawn
-        room = np.minimum(most - least - 1, self.manager.schema.max_context - known)
-        unread = known - table.states.numbers["length"][slots]
-        decodes = (unread == 1) & (known < most) & decode
-        requests = [*itertools.compress(running, decodes.tolist())]
-        fields = dict(slot=slots[decodes], start=known[decodes] - 1, source=sources[decodes])
-        schedule = self._schedule_decode(requests, fields, room[decodes], in_flight is not None)
+        room = np.minimum(limits - certain - 1, self.manager.schema.max_context - known)
+        unread = known - self.manager.lengths[slots]
+        decodes = (unread == 1) & (known < limits) & decode
+        schedule = self._schedule_decode(
+            [*itertools.compress(running, decodes.tolist())], sources[decodes], room[decodes], in_flight is not None
+        )
         readers = [running[i] for i in np.flatnonzero(unread > 1).tolist() if running[i].slot >= 0]
         if readers:
             schedule += self._schedule_prefill(readers, schedule, decode)
         self.current = schedule.requests
         return schedule
 
+    def update(self, launched: LaunchedStep, output: StepOutput, follower: LaunchedStep | None) -> None:
+        """Gives requests the accepted tokens of a step, forgets rejected drafts, and ends requests that are done.
+
+        Args:
+          launched: the step. Requests that have ended since are left out.
+          output: its output, on the host.
+          follower: the step behind it, if it was launched already.
+        """
+        self._fail_not_finite(launched, output)
+        is_unfinished = np.array([request.finish_reason is None for request in launched.schedule.requests], bool)
+        schedule = launched.schedule.select(is_unfinished)
+        first_rows = launched.first_rows[is_unfinished]
+        self._extend(schedule, first_rows, output)
+        lengths = self._forget_rejected(schedule, follower)
+        self._observe(schedule, lengths, launched.snapshots)
+        for request in schedule.requests:
+            if request.matcher is not None and (error := request.matcher.error):
+                message = f"request {request.id!r}: its grammar cannot go on: {error}"
+                self.finish(request, "error", ValueError(message))
+            elif request.finish_reason is not None:
+                self.finish(request, request.finish_reason)
+
+    def _extend(self, schedule, first_rows, output):
+        """Gives requests their tokens, with log-probabilities, and the drafts that the device made."""
+        requests = schedule.requests
+        numbers = schedule.numbers
+        tops = output.top_logprobs
+        for i in np.flatnonzero(numbers["num_scored"]).tolist():
+            rows = slice(first_rows[i], first_rows[i] + numbers["num_scored"][i])
+            requests[i].score(int(numbers["start"][i]) + 1, output.logprobs[rows], tops and tops[rows])
+        if output.draft_tokens is not None:
+            for i in np.flatnonzero(numbers["samples"]).tolist():
+                drafts = output.draft_tokens[numbers["slot"][i]]
+                requests[i].device_drafts = drafts[drafts >= 0]
+        logprobs = output.logprobs.tolist()
+        accepted = _accepted(schedule, first_rows, output)
+        begins = (first_rows + numbers["num_scored"]).tolist()
+        num_drafts = numbers["num_drafts"].tolist()
+        for request, tokens, begin, count in zip(requests, accepted, begins, num_drafts, strict=True):
+            if tokens:
+                end = begin + len(tokens)
+                self.pending_outputs.setdefault(request, request.num_tokens)
+                top = tops and tops[begin:end]
+                self.metrics.generated_tokens += request.extend(tokens, logprobs[begin:end], count, top)
+        num_read = numbers["num_tokens"] - numbers["num_drafts"]
+        self.metrics.prompt_tokens += int(num_read[numbers["is_prefill"]].sum())
+
+    def _forget_rejected(self, schedule, follower):
+        """Takes rejected drafts out of the cache. Returns the [n] tokens that it holds of each request."""
+        lengths = schedule.ends
+        drafted = np.flatnonzero(schedule.numbers["num_drafts"]).tolist()
+        followed = set()
+        if drafted and follower is not None:
+            sources = follower.schedule.numbers["source"]
+            followed = {follower.schedule.requests[i] for i in np.flatnonzero(sources >= 0).tolist()}
+        for i in drafted:
+            request = schedule.requests[i]
+            self.metrics.drafted_tokens += int(schedule.numbers["num_drafts"][i])
+            self.metrics.accepted_tokens += request.accepted[-1]
+            # Rejected drafts are in the cache, and so are accepted ones behind the end; the last token is not.
+            end = int(lengths[i])
+            lengths[i] = request.num_tokens - 1
+            self.manager.rewind(request.slot, end - int(lengths[i]), is_followed=request in followed)
+        return lengths
+
+    def _observe(self, schedule, lengths, snapshots):
+        """Has the prefix cache learn the blocks that requests have filled up to `lengths` [n]."""
+        if self.prefix is None:
+            return
+        block_tokens = self.manager.schema.block_tokens
+        for i in np.flatnonzero(lengths // block_tokens > schedule.numbers["start"] // block_tokens).tolist():
+            request = schedule.requests[i]
+            length = int(lengths[i])
+            self.prefix.observe(
+                self.cache,
+                request.slot,
+                request.tokens[:length],
+                length=length,
+                snapshot=snapshots.get(request),
+                salt=request.params.cache_salt,
+            )
+
+    def _fail_not_finite(self, launched, output):
+        """Ends the requests whose tokens were drawn from logits that are not finite."""
+        if (is_finite := np.isfinite(output.logprobs)).all():
+            return
+        schedule = launched.schedule
+        begins = launched.first_rows + schedule.numbers["num_scored"]
+        for i, tokens in enumerate(_accepted(schedule, launched.first_rows, output)):
+            request = schedule.requests[i]
+            rows = slice(launched.first_rows[i], begins[i] + len(tokens))
+            if request.finish_reason is None and not is_finite[rows].all():
+                last = schedule.ends[i] - schedule.num_rows[i] + is_finite[rows].argmin()
+                error = FloatingPointError(f"request {request.id!r}: logits after its token {last} are not finite")
+                self.finish(request, "error", error)
+
     def _schedule_prefill(self, readers, schedule, decode):
         """Schedules unread tokens, as many as the budget of a step that also has another schedule allows."""
-        table = self.manager.requests
+        shards = self.manager.shards
         # Each shard's remaining tokens, and its remaining rows of output after one row for each reader.
-        budget = np.full((table.num_shards,), self.config.token_budget)
-        rows = np.full((table.num_shards,), self.config.decode_size(table.slots_per_shard))
-        shards = schedule.numbers["slot"] // table.slots_per_shard
-        np.subtract.at(budget, shards, schedule.numbers["num_tokens"])
-        np.subtract.at(rows, shards, schedule.num_rows)
-        np.subtract.at(rows, [table.shard(request.slot) for request in readers], 1)
-        found = []
+        budget = np.full((shards.count,), self.config.token_budget)
+        rows = np.full((shards.count,), self.config.decode_size(shards.slots))
+        decoding = shards.of(schedule.numbers["slot"])
+        np.subtract.at(budget, decoding, schedule.numbers["num_tokens"])
+        np.subtract.at(rows, decoding, schedule.num_rows)
+        np.subtract.at(rows, [shards.of(request.slot) for request in readers], 1)
+        chunks = []
         for request in readers:
             start = self.manager.length(request.slot)
             known = request.num_tokens
-            shard = table.shard(request.slot)
+            shard = shards.of(request.slot)
             limit = min(budget[shard], rows[shard] + 1) if request.scores_prompt else budget[shard]
             end = int(min(start + limit, known - (not decode)))
             if end > start:
@@ -239,46 +335,43 @@ class Scheduler:
                 num_scored = end - start - samples if request.scores_prompt else 0
                 rows[shard] -= max(num_scored + samples - 1, 0)
                 budget[shard] -= end - start
-                found.append((request, request.tokens[start:end], start, num_scored, samples))
-        requests, tokens, *fields = zip(*found, strict=True) if found else ((),) * 5
-        fields = dict(zip(("start", "num_scored", "samples"), fields, strict=True))
-        return Schedule.of(requests, tokens, is_prefill=True, **fields)
+                chunks.append((request, request.tokens[start:end], start, num_scored, samples))
+        requests, tokens, starts, num_scored, samples = zip(*chunks, strict=True) if chunks else ((),) * 5
+        return Schedule.of(requests, tokens, start=starts, num_scored=num_scored, samples=samples, is_prefill=True)
 
     def _fits(self, request, num_tokens):
         if self.prefix is not None and request.offloaded is None and not request.scores_prompt:
             return self.prefix.fits(request.tokens, num_tokens, salt=request.params.cache_salt)
-        table = self.manager.requests
-        return any(fits(table, shard, num_tokens) for shard in range(table.num_shards))
+        return self.manager.fits(num_tokens)
 
     def _admit(self, request, num_tokens):
         """Returns a slot for a request, with the tokens that the prefix cache or host memory still holds of it."""
-        room = dict(num_tokens=num_tokens)
         if request.offloaded is not None:
-            slot, self.cache = resume(self.manager, self.cache, request.offloaded, **room)
+            slot, self.cache = resume(self.manager, self.cache, request.offloaded, num_tokens=num_tokens)
         elif self.prefix is not None and not request.scores_prompt:  # scored tokens must run
-            salt = request.params.cache_salt
-            slot, hit_tokens, self.cache = self.prefix.admit(self.cache, request.tokens, salt=salt, **room)
+            slot, hit_tokens, self.cache = self.prefix.admit(
+                self.cache, request.tokens, num_tokens=num_tokens, salt=request.params.cache_salt
+            )
             if not request.num_generated:
                 request.cached_tokens = hit_tokens
         else:
-            slot = self.manager.admit(request.tokens, **room)
+            slot = self.manager.admit(request.tokens, num_tokens=num_tokens)
         return slot
 
-    def _schedule_decode(self, requests, fields, room, is_in_flight):
+    def _schedule_decode(self, requests, sources, room, is_in_flight):
         """Schedules the last tokens of requests with their drafts.
 
-        `fields` are those of `Schedule` that are known; the step before, which has the tokens of a `source`, may not
-        have been read. A request takes up to `room` drafts. Raises CacheFullError if blocks are missing while such a
-        step is in flight.
+        Tokens with one of `sources` [n] are those of the step before, which may not have been read. A request takes up
+        to `room` [n] drafts. Raises CacheFullError if blocks are missing while such a step is in flight.
         """
-        slots = fields["slot"]
-        sources = fields["source"]
+        slots = np.array([request.slot for request in requests], int)
+        starts = self.manager.lengths[slots]
         counts = np.ones((len(requests),), int)
         drafts = []
         if self.config.draft_tokens:
             drafts = [self._draft(*args) for args in zip(requests, room.tolist(), (sources >= 0).tolist(), strict=True)]
             counts += np.array([len(ids) for ids in drafts], int)
-        for i in np.flatnonzero(self.manager.requests.missing_blocks(slots, counts)):
+        for i in np.flatnonzero(self.manager.missing_blocks(slots, counts)):
             counts[i] = self._reserve(requests[i], int(counts[i]), can_preempt=not is_in_flight)
         tokens = [UNKNOWN] * len(requests)
         is_prefill = sources < 0
@@ -287,11 +380,18 @@ class Scheduler:
             is_prefill[i] = not requests[i].num_generated
         for i in np.flatnonzero(counts > 1).tolist():
             tokens[i] = np.concatenate([tokens[i], drafts[i][: counts[i] - 1]])
-        fields |= dict(num_tokens=counts, num_drafts=counts - 1, is_prefill=is_prefill)
-        schedule = Schedule.of(requests, tokens, **fields)
+        schedule = Schedule.of(
+            requests,
+            tokens,
+            slot=slots,
+            start=starts,
+            source=sources,
+            num_tokens=counts,
+            num_drafts=counts - 1,
+            is_prefill=is_prefill,
+        )
         # Others were preempted meanwhile, or their drafters failed.
-        kept = [request.slot >= 0 for request in requests]
-        return schedule if all(kept) else schedule.select(np.array(kept))
+        return schedule.select(np.array([request.slot >= 0 for request in requests], bool))
 
     def _reserve(self, request, num_tokens, *, can_preempt):
         """Reserves blocks for a token and its drafts, or for the token only; returns for how many, 0 if preempted."""
@@ -305,7 +405,7 @@ class Scheduler:
                 elif not can_preempt:
                     raise
                 else:
-                    shard = self.manager.requests.shard
+                    shard = self.manager.shards.of
                     self._preempt([r for r in self.running if shard(r.slot) == shard(request.slot)][-1])
         return 0
 
@@ -346,6 +446,18 @@ class Scheduler:
 
 
 _rank = operator.attrgetter("rank")
+
+
+def _accepted(schedule, first_rows, output):
+    """Returns for each request the list of tokens that it draws: accepted drafts and the token drawn after them."""
+    numbers = schedule.numbers
+    tokens = output.tokens.tolist()
+    ends = first_rows + schedule.num_rows
+    begins = first_rows + numbers["num_scored"]
+    drawn = [tokens[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+    for i in np.flatnonzero(numbers["num_drafts"]).tolist():
+        drawn[i] = accept(schedule.tokens[i][-numbers["num_drafts"][i] :].tolist(), drawn[i])
+    return drawn
 
 
 def _is_lost(cache):

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -39,13 +40,13 @@ def n_best(
     max_new_tokens: int,
     sampling: SamplingParams,
     seed: int = 0,
-    stop_tokens: tuple[int, ...] = (),
     chunk: int = 256,
+    **params: Any,
 ) -> list[Candidate]:
     """Draws `n` answers to a prompt that is read once. Answer i is the one that `stream` draws with seed + i.
 
     Args:
-      model, manager, max_new_tokens, stop_tokens, chunk: as for `stream`. Candidates without a slot wait for one.
+      model, manager, max_new_tokens, chunk, params: as for `stream`. Candidates without a slot wait for one.
       prompt: [n] token ids.
       n: number of answers.
       sampling: the sampling parameters; greedy answers would all be the same.
@@ -62,16 +63,16 @@ def n_best(
     if n > 1 and check_sampling(sampling).temperature == 0:
         raise ValueError(f"{n=} greedy answers would all be the same: give a temperature above 0")
     with engine_for_prompts(model, manager, [prompt], max_new_tokens, chunk) as engine:
-        first = engine.add(prompt, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, stop_tokens=stop_tokens)
-        prefill(engine, [first])
-        requests = [first, *(engine.fork(first, range(seed + 1, seed + n)) if n > 1 else [])]
+        request = engine.add(prompt, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, **params)
+        prefill(engine, [request])
+        requests = [request, *(engine.fork(request, range(seed + 1, seed + n)) if n > 1 else [])]
         while engine.busy:
             engine.step()
     for request in requests:
         if request.error is not None:
             raise request.error
-    found = [Candidate(request.generated, sum(request.logprobs)) for request in requests]
-    return sorted(found, key=Candidate.score, reverse=True)
+    candidates = [Candidate(request.generated, sum(request.logprobs)) for request in requests]
+    return sorted(candidates, key=Candidate.score, reverse=True)
 
 
 def beam_search(
@@ -107,7 +108,7 @@ def beam_search(
     check_positive(beams=beams, max_new_tokens=max_new_tokens, chunk=chunk)
     stop_tokens = check_stop_tokens(stop_tokens)
     check_no_requests(manager)
-    if beams > (slots := manager.requests.slots_per_shard):
+    if beams > (slots := manager.shards.slots):
         raise ValueError(f"{beams=} need a slot each, there are {slots}: raise max_requests")
     search = _BeamSearch(CompiledModel.of(model), manager, manager.check_ids(prompt, "prompt"), beams, chunk)
     try:
@@ -116,8 +117,8 @@ def beam_search(
             search.step(stop_tokens)
     finally:
         manager.release_all()
-    found = search.ended if len(search.ended) >= beams else search.ended + search.alive
-    return sorted(found, key=lambda beam: beam.score(length_penalty), reverse=True)[:beams]
+    answers = search.ended if len(search.ended) >= beams else search.ended + search.alive
+    return sorted(answers, key=lambda beam: beam.score(length_penalty), reverse=True)[:beams]
 
 
 class _BeamSearch:
@@ -142,7 +143,7 @@ class _BeamSearch:
         self._slots = []
         self._parents = [0]
         self._options = LogprobOptions(num_top=min(2 * beams, manager.schema.config.vocab_size))
-        self._step_size = min(chunk, len(prompt)) + manager.requests.slots_per_shard
+        self._step_size = min(chunk, len(prompt)) + manager.shards.slots
 
     def prefill(self, max_new_tokens):
         """Admits the prompt and runs it in chunks."""
@@ -156,7 +157,7 @@ class _BeamSearch:
         if self.length:
             self._follow_parents()
             self._run({slot: beam.tokens[-1:] for slot, beam in zip(self._slots, self.alive, strict=True)})
-        top = self._manager.requests.get(self._top)
+        top = self._manager.devices.get(self._top)
         children = [
             (parent, Candidate([*beam.tokens, int(token)], beam.logprob + float(logprob)))
             for parent, (slot, beam) in enumerate(zip(self._slots, self.alive, strict=True))

@@ -46,14 +46,17 @@ class Schedule:
     def of(cls, requests: Sequence[Request], tokens: Sequence[np.ndarray], **fields: Any) -> "Schedule":
         """Returns a schedule in which each request draws a token; `fields` are those of `numbers` that are known."""
         if "slot" not in fields:
-            fields |= dict(slot=[request.slot for request in requests], num_tokens=[len(ids) for ids in tokens])
+            fields["slot"] = [request.slot for request in requests]
+            fields["num_tokens"] = [len(ids) for ids in tokens]
         numbers = np.zeros((len(requests),), SCHEDULED)
-        for name, values in (dict(source=-1, samples=True) | fields).items():
+        for name, values in {"source": -1, "samples": True, **fields}.items():
             numbers[name] = values
         return cls(tuple(requests), tokens, numbers)
 
     def select(self, mask: np.ndarray) -> "Schedule":
         """Returns the schedule of some requests, by a mask [n]."""
+        if mask.all():
+            return self
         places = np.flatnonzero(mask).tolist()
         requests = tuple(self.requests[i] for i in places)
         tokens = [self.tokens[i] for i in places]

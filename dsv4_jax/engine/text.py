@@ -64,20 +64,20 @@ class StopStrings:
         """Returns the text that can be shown, and holds back a possible beginning of a stop string."""
         text = self._held + piece
         # The stop string that is complete first counts; of several, the longest.
-        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        ends = [(begin + len(stop), begin) for stop in self._stops if (begin := text.find(stop)) >= 0]
         if ends:
             self.found = True
             self._held = ""
             return text[: min(ends)[1]]
-        held = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        end = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[end:]
+        return text[:end]
 
     def finish(self) -> str:
         """Returns the text that was held back."""
-        held = self._held
+        text = self._held
         self._held = ""
-        return held
+        return text
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -123,8 +123,8 @@ class AnswerText:
 
     def finish(self) -> str:
         """Returns the text that was held back, after the last token."""
-        rest = "" if self._stream is None else self._stream.finish()
-        text = self._stops.add(rest.removeprefix(self._prompt_rest))
+        last_piece = "" if self._stream is None else self._stream.finish()
+        text = self._stops.add(last_piece.removeprefix(self._prompt_rest))
         return text if self.stopped else text + self._stops.finish()
 
 

@@ -3,7 +3,12 @@
 import collections
 from collections.abc import Callable, Iterable, Sequence
 
-from dsv4_jax.host.cache_errors import CacheFullError
+
+class CacheFullError(ValueError):
+    """Too few slots or blocks are free now; the message gives the numbers. Nothing was changed.
+
+    It can succeed once another request is released, so a scheduler catches this error and waits.
+    """
 
 
 class BlockAllocator:
@@ -119,10 +124,10 @@ class BlockAllocator:
         """Returns copies of (free blocks, reference counts of all blocks)."""
         return [block for free in self._free for block in free], list(self._references)
 
-    def recount(self, held: Iterable[int]) -> None:
-        """Rebuilds all counts from `held`, which lists each block once for each owner. Does not call the listener."""
+    def recount(self, owned: Iterable[int]) -> None:
+        """Rebuilds all counts from `owned`, which lists each block once for each owner. Does not call the listener."""
         references = [0] * self.num_blocks
-        for block in held:
+        for block in owned:
             references[block] += 1
         # Blocks that become free go on top of the stack, the lowest id first.
         free = dict.fromkeys([*self.state()[0], *range(self.num_blocks - 1, -1, -1)])

@@ -9,13 +9,16 @@ import numpy as np
 from dsv4_jax.cache import CacheSchema, KVCache
 from dsv4_jax.cache.checksums import checksum_blocks, checksum_rows
 from dsv4_jax.cache.request_rows import RequestRows
-from dsv4_jax.host.cache_errors import CacheCorruptionError
-from dsv4_jax.host.request_table import RequestTable
+from dsv4_jax.host.cache_devices import CacheDevices
 
 
-def block_sums(table: RequestTable, cache: KVCache, blocks: list[int]) -> np.ndarray:
+class CacheCorruptionError(RuntimeError):
+    """Bytes of the cache that must not change have changed; the message names request, layer and block."""
+
+
+def block_sums(devices: CacheDevices, cache: KVCache, blocks: list[int]) -> np.ndarray:
     """Returns checksums of blocks, [layers, n] uint32."""
-    sums = [jax.device_get(checksum_blocks(cache, table.put(ids))) for _, ids in table.block_chunks(blocks)]
+    sums = [jax.device_get(checksum_blocks(cache, devices.put(ids))) for _, ids in devices.block_chunks(blocks)]
     return np.concatenate(sums, axis=1)[:, : len(blocks)]
 
 
@@ -24,7 +27,7 @@ def snapshot_sums(schema: CacheSchema, rows: RequestRows) -> np.ndarray:
     return jax.device_get(_checksum_rows(schema, rows))
 
 
-def check_blocks(table: RequestTable, cache: KVCache, nodes: Iterable[Any], reader: str) -> None:
+def check_blocks(devices: CacheDevices, cache: KVCache, nodes: Iterable[Any], reader: str) -> None:
     """Compares `CachedBlock`s with the checksums that were taken when they were cached, and skips evicted ones.
 
     Raises CacheCorruptionError if bytes have changed. The message begins with `reader`, the name of the reader.
@@ -32,11 +35,12 @@ def check_blocks(table: RequestTable, cache: KVCache, nodes: Iterable[Any], read
     nodes = [node for node in nodes if node.alive and node.sums is not None]
     if not nodes:
         return
-    have = block_sums(table, cache, [node.block for node in nodes])
+    have = block_sums(devices, cache, [node.block for node in nodes])
     for node, sums in zip(nodes, have.T, strict=True):
         if bad := np.flatnonzero(sums != node.sums).tolist():
+            start = node.length - devices.schema.block_tokens
             raise CacheCorruptionError(
-                f"{reader}: block {node.block} (tokens {node.length - table.schema.block_tokens} to {node.length - 1}) "
+                f"{reader}: block {node.block} (tokens {start} to {node.length - 1}) "
                 f"has changed in layer {bad[0]} since it was cached; layers with changes: {bad}"
             )
 

@@ -1,6 +1,7 @@
 """The host side of the cache: admits requests, reserves their blocks and builds each step's `Batch`."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,15 +10,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dsv4_jax.cache import Batch, CacheSchema, KVCache, LayerCacheHandle, compute_block_budget
+from dsv4_jax.cache.request_rows import copy_request
 from dsv4_jax.common.arguments import check_whole
+from dsv4_jax.common.mesh_axes import MODEL_AXIS
 from dsv4_jax.common.sizes import parse_bytes
-from dsv4_jax.common.summary import Summarized, Summary
+from dsv4_jax.common.summary import Share, Summarized, Summary
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.host import step_order
-from dsv4_jax.host.fork_truncate import fork, truncate
-from dsv4_jax.host.forward import find_layout, prepare_forward
-from dsv4_jax.host.request_table import RequestTable, count_shards, extended
-from dsv4_jax.host.shard_placement import find_slot
+from dsv4_jax.host.batches import find_layout, find_new_rows
+from dsv4_jax.host.cache_devices import CacheDevices, consecutive, count_shards, padded
+from dsv4_jax.host.canary import check_snapshot
+from dsv4_jax.host.request_table import RequestState, RequestTable
 from dsv4_jax.parallel.mesh import check_context_parallel, check_divisible, check_mesh, check_shardable
 
 
@@ -33,7 +36,9 @@ class KVCacheManager(Summarized):
 
     Attributes:
       schema: geometry of the cache.
-      requests: table of slots, lengths and blocks of all requests; for other modules of this package.
+      devices: transfers to and from the devices that hold the cache.
+      shards: the shards of its slots and blocks.
+      requests: table of slots, lengths and blocks of all requests; only modules of `dsv4_jax.host` use it.
     """
 
     def __init__(
@@ -79,24 +84,41 @@ class KVCacheManager(Summarized):
         holders = check_context_parallel(shape, context_parallel, num_blocks or 0)
         if num_blocks is None and memory is not None:
             slots = max_requests // shards
-            sizes = dict(max_requests=slots, context_parallel=context_parallel, **sizes)
-            budget = compute_block_budget(config, parse_bytes(memory), **sizes)
-            most = slots * CacheSchema(config, 0, **sizes).max_blocks
-            num_blocks = shards * holders * min(budget, -(-most // holders))
+            budget = compute_block_budget(
+                config, parse_bytes(memory), max_requests=slots, context_parallel=context_parallel, **sizes
+            )
+            shard = CacheSchema(config, 0, max_requests=slots, context_parallel=context_parallel, **sizes)
+            num_blocks = shards * holders * min(budget, -(-slots * shard.max_blocks // holders))
         elif num_blocks is None or memory is not None:
             raise ValueError(f"give exactly one of memory and num_blocks; got {memory=} and {num_blocks=}")
-        sizes |= dict(max_requests=max_requests, context_parallel=context_parallel)
-        self.schema = CacheSchema(config, num_blocks, **sizes)
-        self.requests = RequestTable(self.schema, mesh)
+        self.schema = CacheSchema(
+            config, num_blocks, max_requests=max_requests, context_parallel=context_parallel, **sizes
+        )
+        self.devices = CacheDevices(self.schema, mesh)
+        self.shards = self.devices.shards
+        self.requests = RequestTable(self.schema, self.shards, shape.get(MODEL_AXIS, 1) if context_parallel else 1)
 
     def _summary(self) -> Summary:
         words = f"{len(self.slots)} requests", f"{self.free_blocks:,} free blocks", *self.schema.words()
-        return Summary(words, self.requests.use())
+        return Summary(words, self.use())
+
+    def use(self) -> dict[str, Share]:
+        """Returns the use of slots, blocks and each request's context, for a repr."""
+        schema = self.schema
+        shares = {
+            "slots": Share(len(self.slots), schema.max_requests),
+            "blocks": Share(schema.num_blocks - self.free_blocks, schema.num_blocks),
+        }
+        for slot in self.slots:
+            state = self.requests.state(slot)
+            blocks = f"tokens in {state.num_blocks:,} blocks"
+            shares[f"slot {slot}"] = Share(state.length, schema.max_context, blocks)
+        return shares
 
     @property
     def mesh(self) -> Mesh | None:
         """The devices that hold the cache; None = the default device."""
-        return self.requests.mesh
+        return self.devices.mesh
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -114,6 +136,16 @@ class KVCacheManager(Summarized):
         return self.requests.allocator.num_free
 
     @property
+    def lengths(self) -> np.ndarray:
+        """The [max_requests] numbers of tokens that requests hold, by slot; 0 in free slots."""
+        return self.requests.states.numbers["length"]
+
+    @property
+    def admission_times(self) -> np.ndarray:
+        """The [max_requests] times of admission by slot, which tell a slot's requests apart; 0 in free slots."""
+        return self.requests.states.numbers["admitted"]
+
+    @property
     def block_table(self) -> np.ndarray:
         """A copy of the device's block table for admitted slots, [max_requests, max_blocks] int32; -1 = none.
 
@@ -121,7 +153,7 @@ class KVCacheManager(Summarized):
         """
         table = np.full((self.schema.max_requests, self.schema.max_blocks), -1, np.int32)
         for slot, state in self.requests.states.items():
-            table[slot] = self.requests.block_table_row(state.blocks[: state.published_blocks])
+            table[slot] = self.devices.block_table_row(state.blocks[: state.published_blocks])
         return table
 
     def length(self, slot: int) -> int:
@@ -135,7 +167,7 @@ class KVCacheManager(Summarized):
     def init_cache(self) -> KVCache:
         """Makes an empty cache. Steps refuse batches of requests that ran on another one."""
         cache = KVCache.zeros(self.schema, self.mesh)
-        step_order.record_cache(cache, step_order.CacheContents.empty(self.requests, is_complete=True))
+        step_order.record_empty(cache, self.requests)
         return cache
 
     def check_cache(self, cache: KVCache, slot: int | None = None) -> None:
@@ -149,8 +181,8 @@ class KVCacheManager(Summarized):
           RuntimeError: the cache was donated.
           ValueError: the cache is of another geometry or manager, or lacks tokens of the request.
         """
-        if found := cache.schema.differences(self.schema, "manager"):
-            raise ValueError(f"the cache is of another manager: {found}")
+        if differences := cache.schema.differences(self.schema, "manager"):
+            raise ValueError(f"the cache is of another manager: {differences}")
         step_order.check_manager(self.requests, cache, slot)
 
     def check_ids(self, ids: object, name: str = "prompt_ids") -> np.ndarray:
@@ -198,9 +230,51 @@ class KVCacheManager(Summarized):
           TypeError, ValueError: the ids are bad, or there are more tokens than `max_context` or all blocks hold.
           CacheFullError: every slot is taken.
         """
-        slot = find_slot(self.requests, 0 if prompt_ids is None else len(self.check_ids(prompt_ids)), num_tokens)
+        num_tokens = self.check_size(0 if prompt_ids is None else len(self.check_ids(prompt_ids)), num_tokens)
+        slot = self.requests.find_slot(num_tokens)
         self.requests.admit(slot)
         return slot
+
+    def check_size(self, prompt_length: int, num_tokens: int | None = None, subject: str = "the request needs") -> int:
+        """Returns the number of tokens that a request needs room for, if the cache has this room while it is empty.
+
+        Args:
+          prompt_length: number of tokens in its prompt.
+          num_tokens: as in `admit`.
+          subject: the beginning of the error.
+
+        Raises:
+          ValueError: the request needs more tokens than `max_context` or than the blocks of a shard hold.
+        """
+        if num_tokens is not None and num_tokens < 1:
+            raise ValueError(f"{num_tokens=} must be at least 1")
+        needed = max(prompt_length, num_tokens or 0)
+        max_context = self.schema.max_context
+        if needed > max_context:
+            raise ValueError(f"{subject} {needed} tokens, {max_context=}")
+        if needed > self.capacity:
+            blocks = "the whole cache" if self.shards.count == 1 else f"each of the cache's {self.shards.count} shards"
+            raise ValueError(
+                f"{subject} {needed} tokens, {blocks} holds {self.capacity}: make it larger (memory or num_blocks)"
+            )
+        return needed
+
+    @property
+    def capacity(self) -> int:
+        """The number of tokens that the blocks of one shard hold."""
+        return self.shards.blocks * self.schema.block_tokens
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether a slot and enough blocks are free for a request of so many tokens."""
+        return any(self.requests.fits(shard, num_tokens) for shard in range(self.shards.count))
+
+    def free_slots_beside(self, slot: int) -> int:
+        """Returns the number of free slots in the shard of a slot, which is that of a request's copies."""
+        return len(self.requests.free_slots(self.shards.of(slot)))
+
+    def missing_blocks(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Returns the [n] blocks that requests in `slots` [n] must reserve to hold `counts` [n] more tokens."""
+        return self.requests.missing_blocks(slots, counts)
 
     def allocate(self, slot: int, num_tokens: int) -> None:
         """Reserves blocks so that a request can take `num_tokens` more tokens whatever other requests do meanwhile.
@@ -267,8 +341,83 @@ class KVCacheManager(Summarized):
             self.requests.state(slot)
         slots = np.array(list(tokens), int)
         counts = np.array([len(new) for new in ids], int)
-        layout = find_layout(self.requests, slots, counts, prefill_size, decode_size)
-        return prepare_forward(self.requests, slots, counts, np.concatenate(ids), layout, reserve=reserve)
+        batch, _ = self.prepare_arrays(
+            slots,
+            counts,
+            np.concatenate(ids),
+            reserve=reserve,
+            prefill_size=prefill_size,
+            decode_size=decode_size,
+        )
+        return batch
+
+    def prepare_arrays(
+        self,
+        slots: np.ndarray,
+        counts: np.ndarray,
+        ids: np.ndarray,
+        *,
+        reserve: int = 0,
+        prefill_size: int | None = None,
+        decode_size: int | None = None,
+    ) -> tuple[Batch, np.ndarray]:
+        """Builds a step's inputs as `prepare_forward` does, from arrays that were checked.
+
+        Args:
+          slots: [n] admitted slots, each once.
+          counts: [n] number of tokens that each brings.
+          ids: [sum of counts] int32 token ids.
+          reserve, prefill_size, decode_size: as for `prepare_forward`.
+
+        Returns:
+          (the batch, [n] index of each request's first token in it).
+        """
+        table = self.requests
+        block_tokens = self.schema.block_tokens
+        layout = find_layout(
+            self.shards, slots.tobytes(), counts.tobytes(), self.schema.max_query_tokens, prefill_size, decode_size
+        )
+        num_tokens = len(layout.slots)
+        states = table.states
+        time = table.tick()
+        missing = table.missing_blocks(slots, counts + reserve)
+        now = states.numbers[slots]
+        after = self._extended(now, counts)
+        after["num_blocks"] += missing
+        after["changed"] = time
+        after["is_new"] = False
+        # Only blocks that this step can reach are published, which bounds the size of new_blocks.
+        after["published_blocks"] = np.maximum(now["published_blocks"], -(-(after["length"] + reserve) // block_tokens))
+        # A request opens at most ceil(tokens / block_tokens) blocks: at most one more than its share of the sum.
+        max_blocks = self.shards.slots * (1 + table.blocks_for(reserve))
+        max_blocks += table.blocks_for(num_tokens // self.shards.count)
+        token_ids = np.zeros((num_tokens,), np.int32)
+        token_ids[layout.indices] = ids
+        positions = np.full((num_tokens,), -1, np.int32)
+        positions[layout.indices] = consecutive(now["length"], counts)
+        growing = np.flatnonzero(missing)
+        with table.transaction(dict(zip(slots[growing].tolist(), missing[growing].tolist(), strict=True))) as acquired:
+            states = states.replaced(slots, after, acquired)
+            arrays = {"token_ids": token_ids, "slots": layout.slots}
+            arrays |= find_new_rows(self.shards, slots, now, states, max_blocks)
+            batch = Batch(
+                positions=self.devices.put(positions, "tokens"),  # always a new array, by which a batch is known
+                **self.devices.put_changed(arrays, "tokens"),
+                prefill=layout.prefill,
+                schema=self.schema,
+            )
+            prepared = step_order.PreparedBatch(table, time, slots, table.states.numbers, states.numbers)
+            step_order.record_batch(batch, prepared)
+            table.states = states
+        return batch, layout.begins
+
+    def _extended(self, numbers, counts):
+        """Returns `NUMBERS` [n] after `counts` [n] more tokens."""
+        numbers = numbers.copy()
+        numbers["length"] += counts
+        longest_rewind = self.schema.max_query_tokens - 1
+        numbers["min_length"] = np.maximum(numbers["min_length"], numbers["length"] - longest_rewind)
+        return numbers
 
     def acquire(self, cache: KVCache, layer: int, batch: Batch) -> LayerCacheHandle:
         """Returns one layer's view of the cache for a batch. Allocates nothing; may be traced.
@@ -295,8 +444,8 @@ class KVCacheManager(Summarized):
                 f"slot {slot} cannot have decoded {num_tokens=} on the device: its blocks had room for {room}; "
                 "prepare the loop's first batch with a larger reserve"
             )
-        (numbers,) = extended(self.requests.states.numbers[[slot]], np.array([num_tokens]), self.schema)
-        step_order.commit(self.requests, slot, state.with_numbers(numbers))
+        (numbers,) = self._extended(self.requests.states.numbers[[slot]], np.array([num_tokens]))
+        step_order.commit_length(self.requests, slot, state.with_numbers(numbers))
 
     def rewind(self, slot: int, num_tokens: int, *, is_followed: bool = False) -> None:
         """Forgets a request's last `num_tokens` tokens without touching the device; its blocks stay reserved.
@@ -304,8 +453,8 @@ class KVCacheManager(Summarized):
         The rings keep `max_query_tokens - 1` spare rows, so a request can go back that far from its greatest length
         (see `min_length`). `truncate` goes to any length. The cache's `lengths` follow with the request's next batch.
 
-        The tokens of batches that were prepared and did not run, for instance after an exception, can be taken back
-        however many they are, as long as the cache that should have run them is the newest. Prepare them again then.
+        Batches that were prepared may not run, for instance after an exception. Their tokens can be taken back however
+        many they are, as long as the manager's newest cache is the one that should have run them.
 
         Args:
           slot: slot of the request.
@@ -321,13 +470,13 @@ class KVCacheManager(Summarized):
         if num_tokens < 0:
             raise ValueError(f"{num_tokens=} must not be negative")
         length = state.length - num_tokens
-        held = step_order.device_state(self.requests, slot)
-        base = held if length <= held.length else state
+        device_state = step_order.device_state(self.requests, slot)
+        base = device_state if length <= device_state.length else state
         if is_followed:  # the newest batch began, and overwrote rows, so many tokens earlier
             base = dataclasses.replace(state, min_length=state.min_length - num_tokens)
         if length < base.min_length:
             spare = self.schema.max_query_tokens - 1
-            not_run = state.length - held.length
+            not_run = state.length - device_state.length
             raise ValueError(
                 f"slot {slot} cannot rewind {num_tokens=}: it holds {state.length}, its rings reach back to "
                 f"{base.min_length} (max_query_tokens={spare + 1} keeps {spare} spare rows), so at most "
@@ -340,7 +489,7 @@ class KVCacheManager(Summarized):
                 f"slot {slot} cannot rewind {num_tokens=}: the block of position {length} is shared; use truncate"
             )
         state = dataclasses.replace(base, length=length, cached_blocks=state.cached_blocks[:full])
-        step_order.commit(self.requests, slot, state)
+        step_order.commit_length(self.requests, slot, state)
 
     def fork(self, cache: KVCache, slot: int, n: int, *, length: int | None = None) -> tuple[list[int], KVCache]:
         """Makes `n` copies of a request, which goes on too.
@@ -363,15 +512,39 @@ class KVCacheManager(Summarized):
           CacheFullError: too few slots or blocks are free.
         """
         self.check_cache(cache, slot)
-        return fork(self.requests, cache, slot, n, length)
+        table = self.requests
+        parent = table.state(slot).shortened(length, slot)
+        if n < 1:
+            raise ValueError(f"{n=} must be at least 1")
+        if not parent.length:
+            raise ValueError(f"slot {slot} holds no tokens yet: admit another request instead of a fork")
+        slots = table.find_slots(n, self.shards.of(slot))
+        full, partial = divmod(parent.length, self.schema.block_tokens)
+        shared = parent.blocks[:full]
+        with table.transaction(dict.fromkeys(slots, int(partial > 0))) as copies:
+            table.allocator.share(shared * n)
+            states = {}
+            cached_blocks = parent.cached_blocks[:full]
+            for child in slots:
+                blocks = shared + copies[child]
+                states[child] = dataclasses.replace(
+                    parent,
+                    blocks=blocks,
+                    published_blocks=len(blocks),
+                    cached_blocks=cached_blocks,
+                    admitted=0,
+                )
+            new = self._copy_request(cache, slot, states, parent.blocks[full] if partial else -1, copies)
+            step_order.record_write(table, cache, new, states)
+        return slots, new
 
     def truncate(self, cache: KVCache, slot: int, length: int) -> tuple[int, KVCache]:
         """Truncates a request to any length.
 
-        Down to `min_length` nothing has to run again. Below it, the rows that the next token reads are gone. The
-        request then goes back to its last boundary with a snapshot in a `PrefixCache`, or to nothing, and the caller
-        runs the tokens from there up to `length` again. Blocks beyond are released. A shared block that will be written
-        is replaced by a copy.
+        Down to `min_length` nothing has to run again. Below it, the rows that the next token reads are gone: the
+        request goes back to its last boundary with a snapshot in a `PrefixCache`, or to no tokens. The caller then runs
+        the tokens from there up to `length` again. Blocks beyond are released. A shared block that will be written is
+        replaced by a copy.
 
         Args:
           cache: the cache; donated.
@@ -387,7 +560,54 @@ class KVCacheManager(Summarized):
           CacheCorruptionError: a `PrefixCache` with `debug` found a changed snapshot.
         """
         self.check_cache(cache, slot)
-        return truncate(self.requests, cache, slot, length)
+        table = self.requests
+        state = table.state(slot)
+        if not 0 <= length <= state.length:
+            raise ValueError(f"{length=} must be between 0 and the {state.length} tokens that slot {slot} holds")
+        start = length
+        min_length = state.min_length
+        snapshot = None
+        if length < min_length:
+            start = 0
+            nodes = [node for node in state.cached_blocks if node.length <= length and node.snapshot is not None]
+            if nodes:
+                check_snapshot(self.schema, nodes[-1], f"slot {slot}")
+                start = nodes[-1].length
+                snapshot = nodes[-1].snapshot
+            min_length = start
+        full, partial = divmod(start, self.schema.block_tokens)
+        end = full + bool(partial)
+        written = state.blocks[full:end]
+        with table.transaction({slot: len(written)} if table.is_shared(written) else None) as copies:
+            blocks = state.blocks[:full] + (copies[slot] if copies else written)
+            table.allocator.release((written if copies else []) + state.blocks[end:])
+            state = dataclasses.replace(
+                state,
+                length=start,
+                min_length=min_length,
+                blocks=blocks,
+                published_blocks=end,
+                is_new=False,
+                cached_blocks=state.cached_blocks[:full],
+            )
+            if copies:
+                new = self._copy_request(cache, slot, {slot: state}, written[0], copies)
+            else:
+                new = self.devices.write_request(cache, slot, start, blocks, snapshot)
+            step_order.record_write(table, cache, new, {slot: state})
+        return start, new
+
+    def _copy_request(self, cache, source: int, states: Mapping[int, RequestState], block: int, copies):
+        """Copies slot `source` to the slots of `states`, and `block` to each block of `copies`."""
+        max_requests = self.schema.max_requests
+        slots = padded(list(states), max_requests)
+        blocks = padded(list(itertools.chain.from_iterable(copies.values())), max_requests)
+        rows = np.full((max_requests, self.schema.max_blocks), -1, np.int32)
+        for i, state in enumerate(states.values()):
+            rows[i] = self.devices.block_table_row(state.blocks)
+        (length,) = {state.length for state in states.values()}
+        arguments = (np.int32(source), np.int32(block), np.int32(length), slots, blocks, rows)
+        return copy_request(cache, *self.devices.put(arguments))
 
     def release(self, slot: int) -> None:
         """Ends a request and frees its blocks and slot. Its bytes on the device are never read again."""

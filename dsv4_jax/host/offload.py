@@ -2,21 +2,22 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from dsv4_jax.cache import CacheSchema, KVCache
-from dsv4_jax.cache.request_rows import RequestRows, read_blocks, read_request, write_blocks, write_request
+from dsv4_jax.cache.request_rows import RequestRows, read_blocks, read_request
 from dsv4_jax.common.sizes import readable_bytes
 from dsv4_jax.common.summary import Summarized, Summary
+from dsv4_jax.host.cache_devices import CacheDevices
 from dsv4_jax.host.canary import check_blocks
-from dsv4_jax.host.identity import check_identity, identity
 from dsv4_jax.host.manager import KVCacheManager
-from dsv4_jax.host.request_table import RequestState, RequestTable
-from dsv4_jax.host.shard_placement import best_shard
+from dsv4_jax.host.request_table import RequestState
 from dsv4_jax.host.step_order import record_write
 
 
@@ -29,7 +30,7 @@ class OffloadedRequest(Summarized):
       min_length: the shortest length that the request can be rewound to.
       rows: rows of the request's slot, as NumPy arrays.
       blocks: {pool group: entries and keys [layers, blocks, entries per block, ...]}, as NumPy arrays.
-      identity: properties that the resuming cache must share (see `host.identity`).
+      identity: properties that the resuming cache must share (see `identity`).
       weights: version of the weights that its first rows come from, as in `RequestState`.
     """
 
@@ -64,21 +65,20 @@ def capture(
       ValueError, CacheCorruptionError: as for `offload`.
     """
     manager.check_cache(cache, slot)
-    table = manager.requests
-    state = table.state(slot).shortened(length, slot)
+    devices = manager.devices
+    state = manager.requests.state(slot).shortened(length, slot)
     if not state.length:
         raise ValueError(f"slot {slot} holds no tokens yet: there is nothing to keep")
-    check_blocks(table, cache, state.cached_blocks, f"slot {slot}")
-    where = table.put(tuple(map(np.int32, (slot, state.length, state.min_length))))
-    rows = jax.device_get(read_request(cache, *where))
-    blocks = state.blocks[: table.blocks_for(state.length)]
+    check_blocks(devices, cache, state.cached_blocks, f"slot {slot}")
+    numbers = devices.put((np.int32(slot), np.int32(state.length), np.int32(state.min_length)))
+    rows = jax.device_get(read_request(cache, *numbers))
+    blocks = state.blocks[: manager.requests.blocks_for(state.length)]
     chunks = [
-        jax.device_get(read_blocks(cache, *table.put((ids, np.int32(first), np.int32(state.length)))))
-        for first, ids in table.block_chunks(blocks)
+        jax.device_get(read_blocks(cache, *devices.put((ids, np.int32(start), np.int32(state.length)))))
+        for start, ids in devices.block_chunks(blocks)
     ]
     whole = jax.tree.map(lambda *pieces: np.concatenate(pieces, axis=1)[:, : len(blocks)], *chunks)
-    properties = identity(manager.schema, key)
-    return OffloadedRequest(state.length, state.min_length, rows, whole, properties, state.weights)
+    return OffloadedRequest(state.length, state.min_length, rows, whole, identity(manager.schema, key), state.weights)
 
 
 def offload(manager: KVCacheManager, cache: KVCache, slot: int) -> tuple[OffloadedRequest, KVCache]:
@@ -130,26 +130,49 @@ def resume(
     manager.check_cache(cache)
     schema = manager.schema
     table = manager.requests
+    devices = manager.devices
     length = offloaded.length
     check_identity(schema, key, offloaded.identity)
     if length > schema.max_context:
         raise ValueError(f"the request holds {length} tokens, max_context={schema.max_context}")
-    (slot,) = table.find_slots(1, best_shard(table, max(length, num_tokens or 0)))
+    slot = table.find_slot(max(length, num_tokens or 0))
     with table.transaction({slot: table.blocks_for(length)}) as acquired:
         blocks = acquired[slot]
-        chunks = [table.put(chunk) for chunk in row_chunks(table, blocks, offloaded.blocks)]
         rows = jax.tree.map(_fit, offloaded.rows, rows_struct(schema))
-        where = table.put((np.int32(slot), np.int32(length), table.block_table_row(blocks), rows))
-        # Nothing below can fail on the host: all data is on the device.
-        new = cache
-        for ids, part in chunks:
-            new = write_blocks(new, ids, part)
-        new = write_request(new, *where)
+        chunks, rows = devices.put((row_chunks(devices, blocks, offloaded.blocks), rows))
+        new = devices.write_request(cache, slot, length, blocks, rows, chunks)
         # This ring may be shorter, with fewer spare rows.
         min_length = max(offloaded.min_length, length - (schema.max_query_tokens - 1))
         state = RequestState(length, min_length, blocks, len(blocks), is_new=False, weights=offloaded.weights)
         record_write(table, cache, new, {slot: state})
     return slot, new
+
+
+def identity(schema: CacheSchema, key: str) -> dict[str, str]:
+    """Returns everything that decides a request's bytes, as {name: value}.
+
+    The numbers of blocks and slots and the context length do not matter. `key` names the weights.
+    """
+    return {
+        "key": key,
+        "config": hashlib.sha256(repr(dataclasses.asdict(schema.config)).encode()).hexdigest(),
+        "kv_format": repr(schema.kv_format),
+        "dtype": schema.dtype.name,
+        "block_tokens": str(schema.block_tokens),
+    }
+
+
+def fingerprint(schema: CacheSchema, key: str) -> bytes:
+    """Returns a 16-byte hash of `identity`."""
+    text = json.dumps(identity(schema, key), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def check_identity(schema: CacheSchema, key: str, have: Mapping[str, str]) -> None:
+    """Raises ValueError unless the identity `have` of a request equals that of this cache."""
+    for name, want in identity(schema, key).items():
+        if have.get(name) != want:
+            raise ValueError(f"the request was made with {name}={have.get(name)!r}, this cache has {name}={want!r}")
 
 
 @functools.lru_cache
@@ -164,14 +187,14 @@ def blocks_struct(schema: CacheSchema, n: int) -> dict[str, Any]:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0], n, *x.shape[2:]), x.dtype), pools)
 
 
-def row_chunks(table: RequestTable, blocks: Sequence[int], rows: Any) -> list[tuple[np.ndarray, Any]]:
+def row_chunks(devices: CacheDevices, blocks: Sequence[int], rows: Any) -> list[tuple[np.ndarray, Any]]:
     """Returns the arguments (ids, rows) of `write_blocks` that write `rows` [layers, n, ...] to `blocks` [n]."""
-    chunks = table.block_chunks(blocks)
-    return [(ids, jax.tree.map(functools.partial(_slice, first=at, count=len(ids)), rows)) for at, ids in chunks]
+    chunks = devices.block_chunks(blocks)
+    return [(ids, jax.tree.map(functools.partial(_slice, start=start, count=len(ids)), rows)) for start, ids in chunks]
 
 
-def _slice(x, first, count):
-    part = x[:, first : first + count]
+def _slice(x, start, count):
+    part = x[:, start : start + count]
     return np.pad(part, [(0, 0), (0, count - part.shape[1])] + [(0, 0)] * (x.ndim - 2))
 
 

@@ -13,9 +13,16 @@ import numpy as np
 
 from dsv4_jax.cache import KVCache
 from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader, read_header, write_header
-from dsv4_jax.host.identity import check_identity, identity
 from dsv4_jax.host.manager import KVCacheManager, TokenIds
-from dsv4_jax.host.offload import OffloadedRequest, blocks_struct, capture, resume, rows_struct
+from dsv4_jax.host.offload import (
+    OffloadedRequest,
+    blocks_struct,
+    capture,
+    check_identity,
+    identity,
+    resume,
+    rows_struct,
+)
 from pallas_kernels.runtime.atomic_write import atomic_write
 
 

@@ -1,12 +1,12 @@
 """Knows which batches a cache has run, so that a batch that does not follow on them is refused before its launch.
 
-Batches and caches are recognized by one array of theirs. So nothing is added to the pytrees, programs and their keys
-stay as they are, and records vanish with the arrays. Arrays that a user's own program returned are unknown, and nothing
-is checked for them; `decode.step_launch` records what the steps of this package return.
+A batch and a cache are known by one array of theirs, which carries the host's record as a Python attribute. So nothing
+is added to the pytrees, programs and their keys stay as they are, and a record vanishes with its array. Arrays that a
+user's own program returned carry none, and nothing is checked for them; `decode.step_launch` records what the steps of
+this package return.
 """
 
 import dataclasses
-import functools
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +16,9 @@ import numpy as np
 
 from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.host.request_table import NUMBERS, RequestState, RequestTable
+
+
+_ATTRIBUTE = "_dsv4_jax_record"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,44 +52,39 @@ class CacheContents:
 
     table: RequestTable
     numbers: np.ndarray
-    is_complete: bool
+    is_complete: bool = False
 
-    @classmethod
-    def empty(cls, table: RequestTable, *, is_complete: bool = False) -> "CacheContents":
-        """Returns the record of a cache without known requests."""
-        return cls(table, np.zeros((table.schema.max_requests,), NUMBERS), is_complete)
+    def is_behind(self, numbers: np.ndarray, slots: Any) -> Any:
+        """Whether the cache is known to lack tokens that `numbers` count, in a slot or in each of slots [n]."""
+        present = self.numbers[slots]
+        return np.where(present["admitted"] == 0, self.is_complete, present["changed"] != numbers[slots]["changed"])
 
+    def state(self, slot: int) -> RequestState:
+        """Returns the part of a request that the cache holds, with the blocks that are reserved now."""
+        state = self.table.state(slot)
+        present = self.numbers[slot]
+        if present["admitted"] == state.admitted:
+            return state.with_numbers(present)
+        return RequestState(blocks=state.blocks, admitted=state.admitted, weights=state.weights)
 
-class _Records:
-    """Records by the identity of an array, which has no hash; a record lives as long as its array."""
-
-    def __init__(self):
-        self._records: dict[int, tuple[weakref.ref, Any]] = {}
-
-    def get(self, array: Any) -> Any:
-        return self._records.get(id(array), (None, None))[1]
-
-    def put(self, array: Any, record: Any) -> None:
-        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-            # The callback runs no Python, so that no exception from outside (Ctrl-C) can come in it.
-            forget = functools.partial(self._records.pop, id(array))
-            self._records[id(array)] = weakref.ref(array, forget), record
-
-
-_batches = _Records()
-_caches = _Records()
+    def advice(self, slots: list[int]) -> str:
+        """Says how to go on if the cache lacks tokens of requests."""
+        missing = {slot: self.table.state(slot).length - self.state(slot).length for slot in slots}
+        calls = ", ".join(f"manager.rewind({slot}, {count})" for slot, count in missing.items())
+        return (
+            "Batches run in the order in which they were prepared. If that one was dropped, take back the tokens of "
+            f"all batches that did not run, {calls}, and prepare them again"
+        )
 
 
 def record_batch(batch: Batch, prepared: PreparedBatch) -> None:
     """Records a batch that was prepared."""
-    _batches.put(batch.positions, prepared)
+    _record(batch.positions, prepared)
 
 
-def record_cache(cache: KVCache, contents: CacheContents) -> None:
-    """Records a cache as the newest one of its manager."""
-    if isinstance(lengths := cache.lengths, jax.Array):
-        _caches.put(lengths, contents)
-        contents.table.newest_lengths = weakref.ref(lengths)
+def record_empty(cache: KVCache, table: RequestTable) -> None:
+    """Records a cache that holds no request."""
+    _record_cache(cache, CacheContents(table, _no_numbers(table), is_complete=True))
 
 
 def record_write(table: RequestTable, old: KVCache, new: KVCache, states: Mapping[int, RequestState]) -> None:
@@ -99,39 +97,25 @@ def record_write(table: RequestTable, old: KVCache, new: KVCache, states: Mappin
 
 def record_step(old: KVCache, batch: Batch, new: KVCache) -> None:
     """Records the cache that a step returned."""
-    if (prepared := _batches.get(batch.positions)) is not None:
+    if (prepared := _record_of(batch.positions)) is not None:
         _follow(prepared.table, old, new, prepared.slots, prepared.after, prepared.before)
-
-
-def _follow(table, old, new, slots, after, before=None):
-    """Records a cache that holds what another one does, and in `slots` what the numbers `after` say."""
-    contents = _caches.get(old.lengths)
-    if contents is None or contents.table is not table:
-        contents = CacheContents.empty(table)
-    numbers = after
-    if contents.numbers is not before:
-        merged = contents.numbers.copy()
-        merged[slots] = after[slots]
-        # The same array as the table's shows `check_order` at a glance that nothing else has happened.
-        numbers = after if np.array_equal(merged, after) else merged
-    record_cache(new, dataclasses.replace(contents, numbers=numbers))
 
 
 def check_manager(table: RequestTable, cache: KVCache, slot: int | None = None) -> None:
     """Raises ValueError if the cache is known to be another manager's, donated, or behind the manager in a slot."""
     check_not_donated(cache)
-    if (contents := _caches.get(cache.lengths)) is None:
+    if (contents := _record_of(cache.lengths)) is None:
         return
     if contents.table is not table:
         raise ValueError("the cache is of another manager: take the one that this manager's init_cache made")
-    if slot is not None and table.state(slot).length and _is_behind(contents, table.states.numbers, slot):
-        raise ValueError(f"a batch of slot {slot} has not run on this cache. {_advice(contents, [slot])}")
+    if slot is not None and table.state(slot).length and contents.is_behind(table.states.numbers, slot):
+        raise ValueError(f"a batch of slot {slot} has not run on this cache. {contents.advice([slot])}")
 
 
 def check_not_donated(cache: Any) -> None:
     """Raises RuntimeError if the arrays of a cache are deleted."""
-    lengths = getattr(cache, "lengths", None)
-    if isinstance(lengths, jax.Array) and not isinstance(lengths, jax.core.Tracer) and lengths.is_deleted():
+    lengths: Any = getattr(cache, "lengths", None)
+    if _is_concrete(lengths) and lengths.is_deleted():
         raise RuntimeError(
             "the cache was donated to an earlier step, which deleted its arrays: use the cache that this step returned "
             "(logits, cache = decode_step(model, cache, batch))"
@@ -140,8 +124,8 @@ def check_not_donated(cache: Any) -> None:
 
 def check_order(cache: KVCache, batch: Batch) -> None:
     """Raises ValueError if the cache is known not to be in the state that the batch was prepared for."""
-    prepared = _batches.get(batch.positions)
-    contents = _caches.get(cache.lengths)
+    prepared = _record_of(batch.positions)
+    contents = _record_of(cache.lengths)
     if prepared is None or contents is None:
         return
     table = prepared.table
@@ -153,9 +137,8 @@ def check_order(cache: KVCache, batch: Batch) -> None:
     if contents.numbers is prepared.before and table.states.numbers is prepared.after:
         return
     slots = prepared.slots
-    before = prepared.before[prepared.slots]
+    before = prepared.before[slots]
     now = table.states.numbers[slots]
-    held = contents.numbers[slots]
     if (wrong := now["admitted"] != before["admitted"]).any():
         raise ValueError(
             f"the request in slot {slots[wrong][0]} was released after the batch was prepared: drop the batch"
@@ -165,16 +148,16 @@ def check_order(cache: KVCache, batch: Batch) -> None:
             f"the batch's tokens of slot {slots[wrong][0]} were taken back by rewind: drop the batch and prepare them "
             "again"
         )
-    if (wrong := held["changed"] >= prepared.time).any():
+    if (wrong := contents.numbers[slots]["changed"] >= prepared.time).any():
         raise ValueError(
             f"the cache has already run this batch, or one of slot {slots[wrong][0]} that was prepared after it: drop "
             "the batch; prepare_forward makes the next one"
         )
-    if (behind := ~before["is_new"] & _is_behind(contents, prepared.before, slots)).any():
-        behind = slots[behind].tolist()
+    if (wrong := ~before["is_new"] & contents.is_behind(prepared.before, slots)).any():
+        behind = slots[wrong].tolist()
         raise ValueError(
             f"the batch follows on another one of slot {behind[0]} that has not run on this cache. "
-            + _advice(contents, behind)
+            + contents.advice(behind)
         )
 
 
@@ -185,46 +168,60 @@ def device_state(table: RequestTable, slot: int) -> RequestState:
     """
     state = table.state(slot)
     contents = _newest(table)
-    is_known = contents is None or not _is_behind(contents, table.states.numbers, slot)
-    return state if contents is None or is_known else _held(contents, slot, state)
+    return state if contents is None or not contents.is_behind(table.states.numbers, slot) else contents.state(slot)
 
 
-def commit(table: RequestTable, slot: int, state: RequestState) -> None:
-    """Commits a state that differs from the one before in the number of tokens that the cache is taken to hold."""
+def commit_length(table: RequestTable, slot: int, state: RequestState) -> None:
+    """Commits the state of a request whose length changed without a batch, in the record of its cache too."""
     table.commit({slot: state})
     contents = _newest(table)
-    if contents is not None and (held := contents.numbers[slot])["admitted"] and held["changed"] == state.changed:
+    if contents is not None and (present := contents.numbers[slot])["admitted"] and present["changed"] == state.changed:
         numbers = contents.numbers.copy()
-        numbers[slot] = state.numbers
+        numbers[slot] = table.states.numbers[slot]
         contents.numbers = numbers
 
 
+def _is_concrete(array):
+    return isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
+
+
+def _record_of(array):
+    """Returns the record that an array carries, or None."""
+    return getattr(array, _ATTRIBUTE, None)
+
+
+def _record(array, record):
+    if _is_concrete(array):
+        setattr(array, _ATTRIBUTE, record)
+
+
+def _record_cache(cache, contents):
+    """Records a cache as the newest one of its manager."""
+    _record(cache.lengths, contents)
+    if isinstance(cache.lengths, jax.Array):
+        contents.table.newest_lengths = weakref.ref(cache.lengths)
+
+
+def _no_numbers(table):
+    return np.zeros((table.schema.max_requests,), NUMBERS)
+
+
+def _follow(table, old, new, slots, after, before=None):
+    """Records a cache that holds what another one does, and in `slots` what the numbers `after` say."""
+    contents = _record_of(old.lengths)
+    if contents is None or contents.table is not table:
+        contents = CacheContents(table, _no_numbers(table))
+    numbers = after
+    if contents.numbers is not before:
+        merged = contents.numbers.copy()
+        merged[slots] = after[slots]
+        # The same array as the table's shows `check_order` at a glance that nothing else has happened.
+        numbers = after if np.array_equal(merged, after) else merged
+    _record_cache(new, dataclasses.replace(contents, numbers=numbers))
+
+
 def _newest(table):
-    """The contents of a manager's newest cache, or None if it was donated or is gone."""
+    """Returns the contents of a manager's newest cache, or None if it was donated or is gone."""
     lengths = None if table.newest_lengths is None else table.newest_lengths()
-    contents = None if lengths is None or lengths.is_deleted() else _caches.get(lengths)
+    contents = None if lengths is None or lengths.is_deleted() else _record_of(lengths)
     return contents if contents is not None and contents.table is table else None
-
-
-def _is_behind(contents, numbers, slots):
-    """Whether the cache is known to lack tokens that requests have by their numbers [slots]; for a slot or for [n]."""
-    held = contents.numbers[slots]
-    return np.where(held["admitted"] == 0, contents.is_complete, held["changed"] != numbers[slots]["changed"])
-
-
-def _held(contents, slot, state):
-    """The part of the request that the cache holds, with the blocks that are reserved now."""
-    held = contents.numbers[slot]
-    if held["admitted"] != state.admitted:
-        return RequestState(blocks=state.blocks, admitted=state.admitted, weights=state.weights)
-    return state.with_numbers(held)
-
-
-def _advice(contents, slots):
-    """Says how to go on where a cache lacks tokens of requests."""
-    states = {slot: contents.table.state(slot) for slot in slots}
-    calls = [f"manager.rewind({k}, {s.length - _held(contents, k, s).length})" for k, s in states.items()]
-    return (
-        "Batches run in the order in which they were prepared. If that one was dropped, take back the tokens of all "
-        f"batches that did not run, {', '.join(calls)}, and prepare them again"
-    )

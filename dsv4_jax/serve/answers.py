@@ -109,8 +109,9 @@ class Answer:
         raise NotImplementedError
 
     @property
-    def _top_p(self) -> float:
-        return self._body.top_p
+    def _sampling(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` that the body has."""
+        return self._body.model_dump(include={field.name for field in dataclasses.fields(SamplingParams)})
 
     @property
     def streams(self) -> bool:
@@ -134,7 +135,7 @@ class Answer:
                 self._prompts,
                 n=self._samples,
                 max_new_tokens=max(self._limit, 1),
-                sampling=SamplingParams(body.temperature, max(body.top_k, 0), self._top_p),
+                sampling=SamplingParams(**self._sampling),
                 seed=secrets.randbits(32) if body.seed is None else body.seed,
                 stop_tokens=(*ends, *body.stop_token_ids),
                 top_logprobs=body.num_top or 0,
@@ -246,7 +247,7 @@ class Answer:
         """Returns the maximum number of new tokens of each request."""
         manager = self._service.engine.engine.manager
         longest = max(map(len, self._prompts))
-        context = min(manager.schema.max_context, manager.requests.capacity)
+        context = min(manager.schema.max_context, manager.capacity)
         # The last token is sampled, but never stored.
         room = context + 1 - longest
         limit = self._max_tokens(room)

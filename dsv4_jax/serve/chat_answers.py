@@ -153,9 +153,11 @@ class ParsedAnswer(Answer):
         return ParsedChoice(index, AnswerParser(processor, response, source, self._body.stream), len(prompt))
 
     @property
-    def _top_p(self) -> float:
+    def _sampling(self) -> dict[str, Any]:
         default = self._converted.request.inference_options.top_p
-        return self._body.top_p if "top_p" in self._body.model_fields_set or default is None else round(default, 6)
+        if "top_p" in self._body.model_fields_set or default is None:
+            return super()._sampling
+        return super()._sampling | {"top_p": round(default, 6)}
 
     def _complete(self, choice: ParsedChoice) -> dict[str, Any]:
         """Returns a complete answer as JSON, and remembers it if its client may send it back."""

@@ -116,7 +116,8 @@ class GenerationBody(_Body):
     n: int = Field(1, ge=1, le=128)
     temperature: Annotated[float, BeforeValidator(_greedy_if_tiny), AfterValidator(check_temperature)] = 1.0
     top_p: Annotated[float, AfterValidator(check_top_p)] = 1.0
-    top_k: int = Field(0, ge=-1, lt=2**31)  # as in vLLM, 0 and -1 take all tokens
+    # As in vLLM, 0 and -1 take all tokens.
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda top_k: max(top_k, 0))] = 0
     seed: int | None = None
     stop: Annotated[_List[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed), Field(max_length=16)] = []
     stop_token_ids: _List[int] = Field([], max_length=1024)

@@ -28,7 +28,7 @@ class Life:
         self.manager = manager
         self.schema = manager.schema
         self.tables = Tables(self.schema, seed=11)
-        self.device_tables = manager.requests.put((self.tables.inputs, self.tables.weights))
+        self.device_tables = manager.devices.put((self.tables.inputs, self.tables.weights))
         probe = PrefixCache(manager, key="life", max_bytes=MUCH)
         manager.requests.evictor = None
         self.prefix = PrefixCache(manager, key="life", every=every, max_bytes=snapshots * probe.bytes_per_snapshot)
@@ -54,7 +54,7 @@ class Life:
         """One operation, then every byte of every request."""
         before = self.host_state()
         # Nothing may read the device's lengths: a rewind leaves them behind.
-        self.cache = dataclasses.replace(self.cache, lengths=self.manager.requests.put(self.lengths, "slots"))
+        self.cache = dataclasses.replace(self.cache, lengths=self.manager.devices.put(self.lengths, "slots"))
         try:
             if getattr(self, name)(a, b) is not False:
                 self.done[name] += 1
@@ -254,7 +254,7 @@ class Life:
             assert (self.manager.length(slot), self.manager.min_length(slot)) == (len(request.ids), request.min_length)
             assert not request.ids or pools.block_table[slot].tolist() == table[slot].tolist()
             # Each part of a mesh numbers its blocks from 0.
-            first = self.manager.requests.shard(slot) * self.schema.num_blocks // self.manager.requests.num_shards
+            first = self.manager.shards.of(slot) * self.manager.shards.blocks
             wrong, compared = request.differing_bytes(pools, slot, table[slot] + first)
             self.compared += compared
             self.differing += sum(wrong.values())

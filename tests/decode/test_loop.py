@@ -99,7 +99,7 @@ def test_an_oversized_request_waits_for_blocks(model, manager):
         ([[]], {}, ValueError, "is empty"),
         ([[1, 160]], {}, ValueError, "160 is outside the vocabulary: ids go from 0 to 159"),
         ([[-1]], {}, ValueError, "outside the vocabulary"),
-        ([[1] * 92], {}, ValueError, "need room for 97, more than max_context 96"),
+        ([[1] * 92], {}, ValueError, "need room for 97 tokens, max_context=96"),
         ([[1]], dict(max_new_tokens=0), ValueError, "max_new_tokens=0 must be at least 1"),
         ([[1]], dict(chunk=-4), ValueError, "chunk=-4 must be at least 1"),
     ],

@@ -326,7 +326,7 @@ def live_through(small, manager, blocks, monkeypatch, at, late):
     """Waiting, chunks, drafts, hits and preemption with one fault; (results, calls, faults seen)."""
     prefix = PrefixCache(manager, key="tiny")
     engine = make(small, manager, prefix=prefix)
-    targets = [(manager, name) for name in ("admit", "allocate", "prepare_forward", "rewind", "release")]
+    targets = [(manager, name) for name in ("admit", "allocate", "prepare_arrays", "rewind", "release")]
     targets += [(manager.requests.allocator, name) for name in ("acquire", "release", "share")]
     targets += [(prefix, name) for name in ("admit", "observe")]
     targets += [(scheduler, "offload"), (scheduler, "resume"), (CompiledModel, "run")]
@@ -366,7 +366,7 @@ def test_a_fault_at_any_host_step_leaves_a_whole_engine(small, wide, monkeypatch
 
 def test_requests_that_cannot_fit_and_strangers_are_refused(small, roomy, tight):
     few = KVCacheManager(small[1], num_blocks=2, max_requests=3, max_context=96, max_query_tokens=4, block_tokens=16)
-    with pytest.raises(ValueError, match="need room for 33, more than the whole cache's 32"):
+    with pytest.raises(ValueError, match="need room for 33 tokens, the whole cache holds 32"):
         make(small, few).add([1] * 30, max_new_tokens=4)
     other = make(small, roomy)
     engine = make(small, tight)

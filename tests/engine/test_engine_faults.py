@@ -24,7 +24,7 @@ def token_after(position, seed):
     return (7 * position * position + position + 31 * seed) % CONFIG.vocab_size
 
 
-def formula_step(model, cache, batch, rows, sampling, seeds, options, earlier, *, drafts):
+def formula_step(model, cache, batch, rows, sampling, seeds, options, earlier, masks, processor, *, drafts):
     rows, slots, positions, seeds = map(np.asarray, (rows, batch.slots, batch.positions, seeds))
     at = np.maximum(rows, 0)
     taken = np.flatnonzero(np.asarray(earlier.indices) >= 0)
@@ -53,7 +53,7 @@ def drafting_step(cache, batch, rows, seeds, earlier):
     return output, cache, jnp.all(right | ~is_newest)
 
 
-def formula_step_with_drafts(model, cache, batch, rows, sampling, seeds, options, earlier, *, drafts):
+def formula_step_with_drafts(model, cache, batch, rows, sampling, seeds, options, earlier, masks, processor, *, drafts):
     assert drafts.count == 2
     output, new, is_right = drafting_step(cache, batch, rows, seeds, earlier)
     assert is_right

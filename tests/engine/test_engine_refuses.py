@@ -16,7 +16,7 @@ def make(small, manager, **options):
     [
         (dict(prompt=[]), "prompt is empty"),
         (dict(prompt=[160]), r"prompt\[0\]=160 is outside the vocabulary"),
-        (dict(prompt=[1] * 100, max_new_tokens=94), "need room for 193, more than max_context 192"),
+        (dict(prompt=[1] * 100, max_new_tokens=94), "need room for 193 tokens, max_context=192"),
         (dict(max_new_tokens=0), "max_new_tokens=0 must be at least 1"),
         (dict(priority=-1), "priority=-1 must be at least 0"),
         (dict(id="taken"), "id='taken' belongs to a request that has not finished"),

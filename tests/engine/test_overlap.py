@@ -1,5 +1,6 @@
 """A step that is launched before the one ahead of it is read changes no token."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 from overlap_tokens import Load, compare, serve
@@ -97,3 +98,24 @@ def test_drafts_of_the_device_change_no_token(name, prefix):
     assert 0 < metrics.acceptance < 1 and metrics.drafted_tokens > 200
     assert metrics.prefix.hits if prefix else metrics.preemptions
     assert manager.free_slots == 4 and manager.free_blocks == 8 - (metrics.prefix.blocks if prefix else 0)
+
+
+def test_a_decode_step_moves_its_positions_only(monkeypatch):
+    """Other arrays of the step are on the device already, as long as no request comes, ends or opens a block."""
+    manager = make_bigram_manager()
+    engine = Engine(BIGRAM, manager, token_budget=20)
+    for prompt in ([4], [5, 6]):
+        engine.add(prompt, max_new_tokens=12, seed=len(prompt))
+    engine.step()
+    engine.step()
+    put = manager.devices.put
+    shapes = []
+
+    def counted(tree, axis=None):
+        shapes.append(jax.tree.map(jnp.shape, tree))
+        return put(tree, axis)
+
+    monkeypatch.setattr(manager.devices, "put", counted)
+    for _ in range(5):
+        engine.step()
+    assert shapes == [(4,)] * 5

@@ -9,10 +9,10 @@ import dsv4_jax.engine
 import dsv4_jax.host
 
 
-HOST = tuple(str(path) for path in Path(dsv4_jax.host.__file__).parent.glob("*.py"))
+HOST = tuple(str(path) for path in Path(dsv4_jax.host.__file__).parent.rglob("*.py"))
 ENGINE = tuple(
     str(Path(dsv4_jax.engine.__file__).with_name(f"{n}.py"))
-    for n in ("scheduler", "engine", "requests", "runner", "steps", "updates")
+    for n in ("scheduler", "engine", "requests", "runner", "steps")
 )
 
 
@@ -84,7 +84,7 @@ def consistent(manager, prefix=None):
         mine = [n for n in order if allocator.shard(n.block) == part]
         assert tree.evictable[part] == len(mine)
         assert tree._leaves[part] == [n for n in sorted(mine, key=age) if not n.children]
-        assert not mine or tree.oldest(part) is mine[0]
+        assert not mine or tree.oldest([part]) is mine[0]
     snapshots = sum(n.snapshot is not None for n in nodes)
     assert (prefix.metrics.blocks, prefix.metrics.snapshots) == (len(nodes), snapshots)
     assert prefix.metrics.snapshot_bytes <= prefix.max_bytes

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import json
 import math
 import re
@@ -20,7 +21,7 @@ from dsv4_jax.engine.text import encode
 from dsv4_jax.host import PrefixFiles
 from dsv4_jax.serve import answers
 from dsv4_jax.serve.errors import APIError
-from dsv4_jax.serve.protocol import ChatBody, MessagesBody, ResponsesBody, parse
+from dsv4_jax.serve.protocol import ChatBody, CompletionBody, MessagesBody, ResponsesBody, parse
 from tests.serve.conftest import BLOCKS, CONTEXT, SLOTS
 
 
@@ -590,3 +591,10 @@ def test_running_requests_end_before_the_server_does(serve_again, expected):
         assert asyncio.run(ask_all(server)) == expected[:4]
         metrics = server.engine.metrics
         assert metrics.finished == 4 and metrics.waits + metrics.preemptions > 0
+
+
+@pytest.mark.parametrize(("top_k", "expected"), [(-1, 0), (0, 0), (7, 7)])
+def test_a_body_has_the_fields_of_sampling_params(top_k, expected):
+    body = CompletionBody(model="tiny", prompt="a", top_k=top_k, top_p=0.5, temperature=0.25)
+    assert {field.name for field in dataclasses.fields(SamplingParams)} <= body.model_fields_set
+    assert SamplingParams(body.temperature, body.top_k, body.top_p) == SamplingParams(0.25, expected, 0.5)

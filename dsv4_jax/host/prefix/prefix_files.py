@@ -1,4 +1,4 @@
-"""Files of cached blocks and snapshots, one for each, which a thread writes behind the steps.
+"""Files of a prefix cache's blocks and snapshots, one for each, which a thread writes behind the steps.
 
 A file is a safetensors file with a constant header, the arrays and a SHA-256 of its name and its bytes. It gets its
 name when all bytes are on disk, so a process that is killed leaves no file that is not whole.
@@ -16,17 +16,22 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from dsv4_jax.cache import KVCache
+from dsv4_jax.cache.request_rows import RequestRows, read_blocks
 from dsv4_jax.common.private_folder import make_private_folder
 from dsv4_jax.common.safetensors_header import TensorHeader, write_header
 from dsv4_jax.common.sizes import parse_bytes, readable_bytes
 from dsv4_jax.common.summary import Summarized, Summary
+from dsv4_jax.host.cache_devices import CacheDevices
+from dsv4_jax.host.offload import blocks_struct, identity
+from dsv4_jax.host.prefix.prefix_tree import CachedBlock
 from dsv4_jax.host.request_files import DTYPE_NAMES, named_leaves
 from pallas_kernels.runtime.atomic_write import atomic_write
 
@@ -39,6 +44,7 @@ _PARTIAL = re.compile(r"\.[0-9a-f]{64}\.(block|snapshot)\.[0-9a-f]{16}")
 _PARTIAL_SECONDS = 600.0  # an unfinished file that is older has no writer any more
 _READERS = 8  # threads that read files; most of their time goes into SHA-256
 _WARNING_SECONDS = 60.0  # the same fault is logged once in this time
+_FEW_BLOCKS = 4  # up to so many are read from the device one by one
 
 
 @dataclasses.dataclass
@@ -114,12 +120,12 @@ class FileLayout:
     def unpack(self, contents: np.ndarray) -> Any:
         """Returns the arrays of `contents`, [n, nbytes] uint8."""
         leaves = []
-        at = len(self.header)
+        start = len(self.header)
         for shape, dtype in self._shapes:
-            stop = at + TensorHeader("", DTYPE_NAMES[dtype], shape).nbytes
-            leaf = contents[:, at:stop].view(dtype).reshape(len(contents), *shape)
+            stop = start + TensorHeader("", DTYPE_NAMES[dtype], shape).nbytes
+            leaf = contents[:, start:stop].view(dtype).reshape(len(contents), *shape)
             leaves.append(np.ascontiguousarray(leaf[0] if self._axis is None else np.moveaxis(leaf, 0, self._axis)))
-            at = stop
+            start = stop
         return jax.tree.unflatten(self._treedef, leaves)
 
 
@@ -369,12 +375,167 @@ class PrefixFiles(Summarized):
             self.metrics.blocks += 1 if nbytes > 0 else -1
 
 
+@dataclasses.dataclass(frozen=True)
+class FoundBlocks:
+    """The cached prefix of a prompt.
+
+    Attributes:
+      nodes: its first blocks, which are in memory.
+      digests: digests of the blocks that follow and were read from disk.
+      blocks: bytes of these blocks on the host, as of `read_blocks`; None if there are none.
+      snapshot: rows at the end of the prefix, from disk; None = the last block in memory has them.
+    """
+
+    nodes: list[CachedBlock]
+    digests: Sequence[bytes] = ()
+    blocks: Any = None
+    snapshot: RequestRows | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks."""
+        return len(self.nodes) + len(self.digests)
+
+
+class StoredPrefixes:
+    """Writes blocks and snapshots that leave memory to `PrefixFiles`, and finds them again.
+
+    Attributes:
+      files: the files.
+      identity: the bytes that every digest of this cache must depend on.
+    """
+
+    def __init__(self, files: PrefixFiles, devices: CacheDevices, snapshot_struct: RequestRows, *, key: str):
+        """Begins to use the files for a cache.
+
+        Args:
+          files: see the class.
+          devices: the devices that hold the cache.
+          snapshot_struct: shapes and dtypes of a snapshot.
+          key: name of the model's weights.
+
+        Raises:
+          ValueError: the files' `max_bytes` hold no block with its snapshot, or the cache lies on several processes.
+        """
+        if devices.mesh is not None and devices.mesh.is_multi_process:
+            raise ValueError("files of a prefix cache need a mesh of one process: others might find other files")
+        self.files = files
+        self._devices = devices
+        metadata = {"format": "dsv4_jax prefix", "version": "1", **identity(devices.schema, key)}
+        self._blocks = FileLayout("block", blocks_struct(devices.schema, 1), metadata, axis=1)
+        self._snapshots = FileLayout("snapshot", snapshot_struct, metadata)
+        self.identity = self._blocks.header + self._snapshots.header
+        if files.max_bytes < (least := self._blocks.nbytes + self._snapshots.nbytes):
+            raise ValueError(f"max_bytes={files.max_bytes} holds no block with its snapshot, which take {least} bytes")
+
+    def save_blocks(
+        self, nodes: Sequence[CachedBlock], get_cache: Callable[[], KVCache], *, wait: bool = False
+    ) -> None:
+        """Queues blocks for the writer that are not on disk; launches their copies to the host, and waits for none.
+
+        Args:
+          nodes: the blocks, in the order of their last use, the newest first.
+          get_cache: returns the cache; it raises if there is none that holds the blocks.
+          wait: whether to wait for the writer if it is behind; otherwise blocks beyond its limit are dropped.
+        """
+        now = time.time_ns()
+        missing = [node for node in nodes if not self.files.exists(self._blocks, node.digest)]
+        if len(missing) < len(nodes):
+            self.files.touch(self._blocks, [node.digest for node in nodes], used=now)
+        for start, ids in self._chunks([node.block for node in missing]):
+            digests = [node.digest for node in missing[start : start + len(ids)]]
+            get_arrays = functools.partial(self._read, get_cache, ids)
+            nbytes = len(ids) * self._blocks.nbytes
+            self.files.save(self._blocks, digests, get_arrays, nbytes=nbytes, used=now - start, wait=wait)
+
+    def save_snapshot(self, node: CachedBlock, *, wait: bool = False) -> None:
+        """Queues the snapshot of a block for the writer, unless it is on disk."""
+        if self.files.exists(self._snapshots, node.digest):
+            self.files.touch(self._snapshots, [node.digest], used=time.time_ns())
+        else:
+            get_arrays = functools.partial(self._devices.begin_get, node.snapshot)
+            self.files.save(self._snapshots, [node.digest], get_arrays, used=time.time_ns(), wait=wait)
+
+    def save_all(self, nodes: Iterable[CachedBlock], get_cache: Callable[[], KVCache]) -> None:
+        """Writes blocks and their snapshots, as many as the files may hold, and waits until they are on disk."""
+        used: dict[CachedBlock, int] = {}
+        for node in sorted(nodes, key=lambda node: -node.length):  # a block is used when one after it is
+            used[node] = max(used.get(node, 0), node.last_used)
+            if node.parent is not None:
+                used[node.parent] = max(used.get(node.parent, 0), used[node])
+        room = self.files.max_bytes
+        chosen = []
+        for node in sorted(used, key=lambda node: (-used[node], node.length)):
+            room -= self._blocks.nbytes + (node.snapshot is not None) * self._snapshots.nbytes
+            if room < 0:
+                break
+            chosen.append(node)
+        self.save_blocks(chosen, get_cache, wait=True)
+        for node in chosen:
+            if node.snapshot is not None:
+                self.save_snapshot(node, wait=True)
+        self.files.flush()
+
+    def find(
+        self, digests: Iterable[bytes], nodes: list[CachedBlock], min_blocks: int, room: int
+    ) -> FoundBlocks | None:
+        """Reads the longest usable prefix of a prompt of which a part is on disk.
+
+        Args:
+          digests: digests of the prompt's blocks that may be used, in order.
+          nodes: the first ones of them in memory.
+          min_blocks: number of blocks that are usable without files.
+          room: number of blocks for which there is room.
+
+        Returns:
+          The prefix; None if there is none with more than `min_blocks` blocks.
+        """
+        path: list[bytes] = []
+        for digest in itertools.islice(digests, room):
+            if len(path) >= len(nodes) and not self.files.exists(self._blocks, digest):
+                break
+            path.append(digest)
+        while len(path) > min_blocks:
+            has_snapshot, snapshot = self.files.read(self._snapshots, path[-1:])
+            if not has_snapshot:
+                path.pop()
+                continue
+            on_disk = path[len(nodes) :]
+            count, blocks = self.files.read(self._blocks, on_disk)
+            if count == len(on_disk):
+                self._count(path, count)
+                return FoundBlocks(nodes[: len(path)], on_disk, blocks, snapshot)
+            del path[len(nodes) + count :]
+        return None
+
+    def warm_up(self, cache: KVCache) -> None:
+        """Compiles the program that reads one block; those for more blocks are programs of `offload` and `resume`."""
+        self._read(lambda: cache, np.array([-1], np.int32))
+
+    def _chunks(self, blocks):
+        """Splits blocks as `CacheDevices.block_chunks` does, but yields few blocks one by one, without padding."""
+        if len(blocks) > _FEW_BLOCKS:
+            return self._devices.block_chunks(blocks)
+        return ((i, np.array([block], np.int32)) for i, block in enumerate(blocks))
+
+    def _read(self, get_cache, ids):
+        """Launches a copy of full blocks to the host, all of whose entries are live."""
+        length = np.int32(len(ids) * self._devices.schema.block_tokens)
+        return self._devices.begin_get(read_blocks(get_cache(), *self._devices.put((ids, np.int32(0), length))))
+
+    def _count(self, digests, num_read):
+        self.files.metrics.hit_tokens += num_read * self._devices.schema.block_tokens
+        now = time.time_ns()
+        self.files.touch(self._blocks, digests, used=now)
+        self.files.touch(self._snapshots, digests[-1:], used=now)
+
+
 def _open_at_once(path: str, flags: int) -> int:
     """Opens a file without waiting for a writer, as opening a named pipe would."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _checksum(digest: bytes, content: bytes | memoryview) -> bytes:
-    found = hashlib.sha256(digest)
-    found.update(content)
-    return found.digest()
+    checksum = hashlib.sha256(digest)
+    checksum.update(content)
+    return checksum.digest()

@@ -9,19 +9,16 @@ import jax
 import numpy as np
 
 from dsv4_jax.cache import KVCache
-from dsv4_jax.cache.request_rows import RequestRows, read_request, write_blocks, write_request
+from dsv4_jax.cache.request_rows import RequestRows, read_request
 from dsv4_jax.common.sizes import readable_bytes
 from dsv4_jax.common.summary import Summarized, Summary
 from dsv4_jax.host.canary import block_sums, check_blocks, check_snapshot, snapshot_sums
-from dsv4_jax.host.identity import fingerprint
 from dsv4_jax.host.manager import KVCacheManager, TokenIds
-from dsv4_jax.host.offload import row_chunks
-from dsv4_jax.host.prefix_files import PrefixFileMetrics, PrefixFiles
-from dsv4_jax.host.prefix_tree import CachedBlock, PrefixTree
-from dsv4_jax.host.request_table import RequestState
-from dsv4_jax.host.shard_placement import FoundPrefix, find_slot, fits
+from dsv4_jax.host.offload import fingerprint, row_chunks
+from dsv4_jax.host.prefix.prefix_files import FoundBlocks, PrefixFileMetrics, PrefixFiles, StoredPrefixes
+from dsv4_jax.host.prefix.prefix_tree import CachedBlock, PrefixTree
+from dsv4_jax.host.request_table import FoundPrefix, RequestState
 from dsv4_jax.host.step_order import record_write
-from dsv4_jax.host.stored_prefixes import FoundBlocks, StoredPrefixes
 
 
 @dataclasses.dataclass
@@ -69,8 +66,8 @@ class PrefixCache(Summarized):
     A step leaves the rows of its last tokens only, so there is at most one snapshot for each chunk of a prompt, and
     prompts hit at ends of chunks. `chunk_end` chooses these.
 
-    The prefix cache registers itself as the manager's `BlockEvictor`: blocks that only it holds are evicted when a
-    request needs them. A second one of the manager takes the place of the first, which cannot be used any more.
+    Blocks that only the prefix cache holds are evicted when a request needs them. A manager has one prefix cache: a
+    second one takes the place of the first, which cannot be used any more.
 
     Prefixes belong to the weights that computed them. Call `reset` when the model gets others. Requests that were
     admitted before, their forks and copies are not cached any more, since their rows come from the earlier weights.
@@ -129,6 +126,7 @@ class PrefixCache(Summarized):
         self.debug = debug
         self.files = files
         self._table = manager.requests
+        self._devices = manager.devices
         self._snapshot_struct = struct
         self._seed = seed
         self.get_cache: Callable[[], KVCache] | None = None
@@ -147,13 +145,22 @@ class PrefixCache(Summarized):
         """The counters so far."""
         snapshots = len(self._snapshots)
         files = None if self._stored is None else dataclasses.replace(self._stored.files.metrics)
-        held = dict(snapshots=snapshots, snapshot_bytes=snapshots * self.bytes_per_snapshot, files=files)
-        return dataclasses.replace(self._metrics, blocks=len(self._tree.nodes), **held)
+        return dataclasses.replace(
+            self._metrics,
+            blocks=len(self._tree.nodes),
+            snapshots=snapshots,
+            snapshot_bytes=snapshots * self.bytes_per_snapshot,
+            files=files,
+        )
 
     def _summary(self) -> Summary:
-        found = self.metrics
-        snapshots = f"{found.snapshots} snapshots ({readable_bytes(found.snapshot_bytes)})"
-        return Summary((f"{found.blocks} blocks", snapshots), {"hit rate": f"{found.hit_rate:.0%}"})
+        metrics = self.metrics
+        snapshots = f"{metrics.snapshots} snapshots ({readable_bytes(metrics.snapshot_bytes)})"
+        return Summary((f"{metrics.blocks} blocks", snapshots), {"hit rate": f"{metrics.hit_rate:.0%}"})
+
+    def serves(self, manager: KVCacheManager) -> bool:
+        """Whether this is the prefix cache of a manager, and no later one has taken its place."""
+        return manager.requests.evictor is self
 
     @property
     def evictable(self) -> int:
@@ -182,10 +189,11 @@ class PrefixCache(Summarized):
         self._check_current()
         self.manager.check_cache(cache)
         ids = self.manager.check_ids(prompt_ids)
-        paths, found = self._find(ids, salt)
-        slot = find_slot(self._table, len(ids), num_tokens, found)
-        path = paths[self._table.shard(slot)]
-        prefix = self._find_stored(ids, salt, self._table.shard(slot), len(path)) or FoundBlocks(path)
+        paths, prefixes = self._find(ids, salt)
+        slot = self._table.find_slot(self.manager.check_size(len(ids), num_tokens), prefixes)
+        shard = self.manager.shards.of(slot)
+        path = paths[shard]
+        prefix = self._find_stored(ids, salt, shard, len(path)) or FoundBlocks(path)
         new = cache
         if prefix.num_blocks:
             path, new = self._restore(cache, slot, prefix)
@@ -224,7 +232,7 @@ class PrefixCache(Summarized):
         state = self._table.state(slot)
         block_tokens = self.manager.schema.block_tokens
         stride = block_tokens * (self.every or 1)
-        nodes = self._nodes(tokens[: end + 1], salt, self._table.shard(slot), state.cached_blocks)
+        nodes = self._nodes(tokens[:end], salt, self.manager.shards.of(slot), state.cached_blocks)
         parting = len(nodes) * block_tokens // stride * stride
         last = len(tokens) // stride * stride
         boundary = min(end // stride * stride, last)
@@ -276,13 +284,14 @@ class PrefixCache(Summarized):
             path = state.cached_blocks
             if len(path) < full or not path[-1].alive:
                 path = [node for node in path if node.alive]
-                for index in range(len(path), full):
-                    ids = self.manager.check_ids(tokens[index * block_tokens : (index + 1) * block_tokens], "tokens")
-                    digest = _digest(path[-1].digest if path else self._salted_root(salt), ids.tobytes())
-                    path.append(self._cache_block(path[-1] if path else None, digest, state.blocks[index]))
+                if (num_known := len(path)) < full:
+                    ids = self.manager.check_ids(tokens[num_known * block_tokens : full * block_tokens], "tokens")
+                    digests = list(self._digests(ids, salt, path))
+                    for digest, block in zip(digests, state.blocks[num_known:full], strict=True):
+                        self._append_block(path, digest, block)
                 self._table.commit({slot: dataclasses.replace(state, cached_blocks=path)})
             if self.debug and (new := [node for node in path if node.sums is None]):
-                for node, sums in zip(new, block_sums(self._table, cache, [n.block for n in new]).T, strict=True):
+                for node, sums in zip(new, block_sums(self._devices, cache, [n.block for n in new]).T, strict=True):
                     node.sums = sums
             if path[full - 1].snapshot is None:
                 snapshot = self._read_snapshot(cache, state, slot, full) if snapshot is None else snapshot
@@ -310,10 +319,11 @@ class PrefixCache(Summarized):
 
         This overwrites the slot, which must then be released.
         """
-        row = self._table.block_table_row(self._table.state(slot).blocks)
-        where, zero, row = self._table.put((np.int32(slot), np.int32(0), row))
-        new = write_request(cache, where, zero, row, read_request(cache, where, zero, zero, boundary=True))
-        record_write(self._table, cache, new, {slot: self._table.state(slot)})
+        state = self._table.state(slot)
+        on_device, zero = self._devices.put((np.int32(slot), np.int32(0)))
+        rows = read_request(cache, on_device, zero, zero, boundary=True)
+        new = self._devices.write_request(cache, slot, 0, state.blocks, rows)
+        record_write(self._table, cache, new, {slot: state})
         if self._stored is not None:
             self._stored.warm_up(new)
         return new
@@ -329,8 +339,8 @@ class PrefixCache(Summarized):
         Raises:
           TypeError, ValueError: the ids are bad.
         """
-        _, found = self._find(self.manager.check_ids(prompt_ids), salt)
-        return any(fits(self._table, shard, num_tokens, prefix) for shard, prefix in enumerate(found))
+        _, prefixes = self._find(self.manager.check_ids(prompt_ids), salt)
+        return any(self._table.fits(shard, num_tokens, prefix) for shard, prefix in enumerate(prefixes))
 
     def check(self, cache: KVCache, slot: int | None = None) -> None:
         """Compares bytes that were cached under `debug` with their checksums.
@@ -345,7 +355,7 @@ class PrefixCache(Summarized):
         """
         nodes = list(self._tree.nodes.values()) if slot is None else self._table.state(slot).cached_blocks
         reader = "a check of everything" if slot is None else f"slot {slot}"
-        check_blocks(self._table, cache, nodes, reader)
+        check_blocks(self._devices, cache, nodes, reader)
         for node in nodes:
             check_snapshot(self.manager.schema, node, reader)
 
@@ -387,12 +397,9 @@ class PrefixCache(Summarized):
         """
         if n_blocks < 0:
             raise ValueError(f"{n_blocks=} must not be negative")
-
-        def oldest():
-            shards = [shard for shard, n in enumerate(self._tree.evictable) if n]
-            return min(map(self._tree.oldest, shards), key=lambda node: node.last_used)
-
-        return self._evict(min(n_blocks, self.evictable), oldest)
+        count = min(n_blocks, self.evictable)
+        self._evict(count, range(self.manager.shards.count))
+        return count
 
     def save(self, cache: KVCache) -> None:
         """Writes all cached blocks and snapshots to the files and waits until they are on disk. Evicts none.
@@ -408,7 +415,7 @@ class PrefixCache(Summarized):
             raise ValueError("the prefix cache has no files: give it files=PrefixFiles(directory, max_bytes)")
         self._stored.save_all(self._tree.nodes.values(), lambda: cache)
 
-    # --- BlockEvictor ---
+    # --- for RequestTable: blocks that no request needs ---
 
     def blocks(self) -> Iterable[int]:
         """Returns the blocks of the prefix cache; each counts as one reference."""
@@ -420,7 +427,7 @@ class PrefixCache(Summarized):
 
     def reclaim(self, n_blocks: int, shard: int) -> None:
         """Gives up `n_blocks` blocks of a shard; at least that many must be evictable."""
-        self._evict(n_blocks, lambda: self._tree.oldest(shard))
+        self._evict(n_blocks, [shard])
 
     def clear(self) -> None:
         """Forgets all blocks and snapshots. Requests keep the blocks that they hold; files get those they do not."""
@@ -442,7 +449,7 @@ class PrefixCache(Summarized):
         """Returns the part of the files that belongs to weights of this name, or None without files."""
         if self.files is None:
             return None
-        return StoredPrefixes(self.files, self._table, self._snapshot_struct, key=key)
+        return StoredPrefixes(self.files, self._devices, self._snapshot_struct, key=key)
 
     def _set_key(self, key, stored):
         """Makes all digests depend on the name of the weights; None = on their version in this process."""
@@ -456,7 +463,7 @@ class PrefixCache(Summarized):
         self._root = root
 
     def _check_current(self):
-        if self._table.evictor is not self:
+        if not self.serves(self.manager):
             raise ValueError("another PrefixCache of the manager has taken the place of this one: use that one")
 
     def _salted_root(self, salt):
@@ -465,44 +472,45 @@ class PrefixCache(Summarized):
         return hashlib.blake2b(data, key=self._root, person=b"salt", digest_size=32).digest() if salt else self._root
 
     def _digests(self, ids, salt="", path=()):
-        """Yields the digests of a prompt's full blocks after those of `path` that leave a token to run."""
+        """Yields the digests of the full blocks of `ids`, which follow on the nodes of `path`."""
         digest = path[-1].digest if path else self._salted_root(salt)
         block_tokens = self.manager.schema.block_tokens
-        for end in range((len(path) + 1) * block_tokens, len(ids), block_tokens):
+        for end in range(block_tokens, len(ids) + 1, block_tokens):
             digest = _digest(digest, ids[end - block_tokens : end].tobytes())
             yield digest
 
     def _find(self, ids, salt):
-        """Returns each shard's longest usable prefix in memory: nodes that end in a snapshot."""
-        paths = [self._nodes(ids, salt, shard) for shard in range(self._table.num_shards)]
+        """Returns each shard's longest prefix in memory that ends in a snapshot and leaves a token to run."""
+        paths = [self._nodes(ids[:-1], salt, shard) for shard in range(self.manager.shards.count)]
         for path in paths:
             while path and path[-1].snapshot is None:
                 path.pop()
         return paths, [FoundPrefix(len(path), sum(not node.pins for node in path)) for path in paths]
 
     def _nodes(self, ids, salt, shard, path=()):
-        """Returns `path` and the nodes of a prompt's blocks after it that are in memory and in the same shard."""
+        """Returns `path` and the nodes of the blocks of `ids` after it that are in memory and in the same shard."""
         nodes = list(path)
-        for digest in self._digests(ids, salt, path):
+        for digest in self._digests(ids[len(path) * self.manager.schema.block_tokens :], salt, path):
             if (node := self._tree.nodes.get((shard, digest))) is None:
                 break
             nodes.append(node)
         return nodes
 
-    def _find_stored(self, ids, salt, shard, least):
-        """Reads a prefix from disk that is longer than the `least` blocks in memory. Returns None if there is none."""
+    def _find_stored(self, ids, salt, shard, min_blocks):
+        """Reads a prefix of more than `min_blocks` blocks of which a part is on disk. Returns None if there is none."""
         if self._stored is None:
             return None
-        nodes = self._nodes(ids, salt, shard)
-        most = len(nodes) + self._table.room(shard) - sum(not node.pins for node in nodes)
-        return self._stored.find(self._digests(ids, salt), nodes, least, most)
+        nodes = self._nodes(ids[:-1], salt, shard)
+        room = len(nodes) + self._table.room(shard) - sum(not node.pins for node in nodes)
+        return self._stored.find(self._digests(ids[:-1], salt), nodes, min_blocks, room)
 
     def _restore(self, cache, slot, prefix):
         """Gives a new request the blocks and the snapshot of a prefix. Returns its nodes and the cache."""
         table = self._table
+        devices = self._devices
         path = list(prefix.nodes)
         reader = f"slot {slot} (new)"
-        check_blocks(table, cache, path, reader)
+        check_blocks(self._devices, cache, path, reader)
         if prefix.snapshot is None:
             check_snapshot(self.manager.schema, path[-1], reader)
         with table.transaction():
@@ -510,27 +518,26 @@ class PrefixCache(Summarized):
             with table.transaction({slot: len(prefix.digests)}) as acquired:
                 blocks += (restored := acquired[slot])
                 hit = len(blocks) * self.manager.schema.block_tokens
-                chunks, snapshot = table.put((row_chunks(table, restored, prefix.blocks), prefix.snapshot))
-                where = table.put((np.int32(slot), np.int32(hit), table.block_table_row(blocks)))
-                new = cache
-                for ids, rows in chunks:
-                    new = write_blocks(new, ids, rows)
-                new = write_request(new, *where, path[-1].snapshot if snapshot is None else snapshot)
+                chunks = row_chunks(devices, restored, prefix.blocks)
+                chunks, snapshot = devices.put((chunks, prefix.snapshot))
+                rows = path[-1].snapshot if snapshot is None else snapshot
+                new = devices.write_request(cache, slot, hit, blocks, rows, chunks)
                 for digest, block in zip(prefix.digests, restored, strict=True):
-                    path.append(self._cache_block(path[-1] if path else None, digest, block))
+                    self._append_block(path, digest, block)
                 if snapshot is not None:
                     self._keep_snapshot(snapshot, path)
-                version = dict(weights=table.weights, is_new=False)
-                state = RequestState(hit, hit, blocks, published_blocks=len(blocks), cached_blocks=path, **version)
+                state = RequestState(
+                    hit, hit, blocks, len(blocks), is_new=False, cached_blocks=path, weights=table.weights
+                )
                 record_write(table, cache, new, {slot: state})
         return path, new
 
-    def _evict(self, count, oldest):
-        """Evicts `count` nodes, each the `oldest()` one of those that are left."""
+    def _evict(self, count, shards):
+        """Evicts `count` nodes of some shards, the least recently used first."""
         nodes = []
         with self._table.transaction():
             for _ in range(count):
-                nodes.append(node := oldest())
+                nodes.append(node := self._tree.oldest(shards))
                 self._tree.remove(node)
             self._metrics.evicted_blocks += count
             if self._stored is not None and self.get_cache is not None:
@@ -539,18 +546,17 @@ class PrefixCache(Summarized):
             for node in nodes:
                 if node.snapshot is not None:
                     self._drop_snapshot(node)
-        return count
 
-    def _cache_block(self, parent, digest, block):
-        """Returns the node of a full block with this digest, which is added if the tree has none."""
+    def _append_block(self, path, digest, block):
+        """Appends the node of a full block with this digest to a path. The tree gets the block if it has none."""
         if (node := self._tree.nodes.get((self._table.allocator.shard(block), digest))) is not None:
             self._tree.touch(node)
         else:
-            length = (parent.length if parent else 0) + self.manager.schema.block_tokens
-            node = CachedBlock(digest, parent, length, block)
+            length = (len(path) + 1) * self.manager.schema.block_tokens
+            node = CachedBlock(digest, path[-1] if path else None, length, block)
             self._table.allocator.share([block])
             self._tree.add(node)
-        return node
+        path.append(node)
 
     def _read_snapshot(self, cache, state, slot, full):
         """Reads the rows behind the first `full` blocks of a request, if the policy wants and the rings hold them."""
@@ -559,8 +565,8 @@ class PrefixCache(Summarized):
         is_stale = state.weights != self._table.weights
         if not full or is_stale or state.min_length > length or full % (self.every or 1):
             return None
-        where = self._table.put((np.int32(slot), np.int32(length)))
-        return read_request(cache, *where, where[1], boundary=True)
+        on_device, end = self._devices.put((np.int32(slot), np.int32(length)))
+        return read_request(cache, on_device, end, end, boundary=True)
 
     def _keep_snapshot(self, snapshot, path):
         """Keeps the rows at the end of the last node, within the budget and the policy."""

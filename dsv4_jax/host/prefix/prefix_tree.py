@@ -72,9 +72,9 @@ class PrefixTree:
         """Returns the shard and digest of a node."""
         return self._shard(node), node.digest
 
-    def oldest(self, shard: int) -> CachedBlock:
-        """Returns the least recently used evictable node of a shard; `evictable` must be positive."""
-        return self._leaves[shard][0]
+    def oldest(self, shards: Iterable[int]) -> CachedBlock:
+        """Returns the least recently used evictable node of some shards, one of which must have one."""
+        return min((self._leaves[shard][0] for shard in shards if self._leaves[shard]), key=_LAST_USED)
 
     def add(self, node: CachedBlock) -> None:
         """Adds a node whose parent is in the tree; the caller has added the reference to its block."""

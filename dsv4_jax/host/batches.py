@@ -1,0 +1,105 @@
+"""Places the tokens of requests in the arrays of a batch."""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from dsv4_jax.host.cache_devices import Shards, consecutive
+from dsv4_jax.host.request_table import RequestStates
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The places of tokens in a batch.
+
+    Attributes:
+      begins: [n] index of each request's first token.
+      indices: [sum of counts] index of each token.
+      slots: [T] int32, `Batch.slots`.
+      prefill: `Batch.prefill`.
+    """
+
+    begins: np.ndarray
+    indices: np.ndarray
+    slots: np.ndarray
+    prefill: bool
+
+
+@functools.lru_cache(maxsize=8)  # most steps run the requests of the step before
+def find_layout(
+    shards: Shards,
+    slots: bytes,
+    counts: bytes,
+    max_query_tokens: int,
+    prefill_size: int | None,
+    decode_size: int | None,
+) -> Layout:
+    """Returns the layout of a batch.
+
+    Args:
+      shards: the shards of the cache.
+      slots: bytes of [n] slots.
+      counts: bytes of [n] numbers of tokens.
+      max_query_tokens: as in `CacheSchema`.
+      prefill_size, decode_size: as in `KVCacheManager.prepare_forward`.
+    """
+    slot_of = np.frombuffer(slots, int)
+    num_tokens = np.frombuffer(counts, int)
+    per_shard = [int(num_tokens[shards.of(slot_of) == shard].sum()) for shard in range(shards.count)]
+    largest = max(per_shard)
+    size = shards.slots if decode_size is None else decode_size
+    prefill = bool(num_tokens.max() > max_query_tokens)
+    if prefill_size is None:
+        size = size if largest <= size else 1 << (largest - 1).bit_length()
+    elif prefill or largest > size:
+        size = prefill_size
+        prefill = True
+        if largest > size:
+            where = shards.where(per_shard.index(largest))
+            raise ValueError(f"{prefill_size=} is less than the step's {largest} tokens{where}")
+    begins = shards.place_rows(slot_of, num_tokens, size)
+    indices = consecutive(begins, num_tokens)
+    padded = np.full((shards.count * size,), -1, np.int32)
+    padded[indices] = np.repeat(slot_of % shards.slots, num_tokens)
+    return Layout(begins, indices, padded, prefill)
+
+
+def find_new_rows(
+    shards: Shards, slots: np.ndarray, now: np.ndarray, after: RequestStates, max_blocks: int
+) -> dict[str, np.ndarray]:
+    """Returns a batch's `new_blocks` and `reset_slots`.
+
+    Args:
+      shards: the shards of the cache.
+      slots: [n] slots of the batch.
+      now: [n] `NUMBERS` of these slots before the batch.
+      after: the states after it.
+      max_blocks: the most blocks of a shard that the batch can open.
+    """
+    rows = _blank_rows(shards, max_blocks)
+    published = after.numbers["published_blocks"][slots]
+    changed = np.flatnonzero(now["is_new"] | (published > now["published_blocks"])).tolist()
+    if not changed:
+        return rows
+    rows = {name: array.copy() for name, array in rows.items()}
+    num_blocks = [0] * shards.count
+    num_resets = [0] * shards.count
+    for i in changed:
+        slot = int(slots[i])
+        shard, local_slot = divmod(slot, shards.slots)
+        for index in range(now["published_blocks"][i], published[i]):
+            row = shard * max_blocks + num_blocks[shard]
+            rows["new_blocks"][row] = local_slot, index, after.lists[slot][0][index] % shards.blocks
+            num_blocks[shard] += 1
+        if now["is_new"][i]:
+            rows["reset_slots"][shard * shards.slots + num_resets[shard]] = local_slot
+            num_resets[shard] += 1
+    return rows
+
+
+@functools.lru_cache(maxsize=8)
+def _blank_rows(shards, max_blocks):
+    """Returns the `new_blocks` and `reset_slots` of a batch that opens no block and begins no request."""
+    new_blocks = np.full((shards.count * max_blocks, 3), -1, np.int32)
+    return {"new_blocks": new_blocks, "reset_slots": np.full((shards.count * shards.slots,), -1, np.int32)}
