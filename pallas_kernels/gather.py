@@ -39,7 +39,7 @@ def gather_compressed_kv(slots: jax.Array, entries: Paged, *, interpret: bool = 
     entries.check(tokens)
 
     def address(item, layer, indices_gmem, slots_gmem, table_gmem):
-        slot = kv_rows.load_rows(slots_gmem, lax.div(item, jnp.int32(count)), item.shape)
+        slot = kv_rows.load_rows(slots_gmem, lax.div(item, count), item.shape)
         entry = kv_rows.load_rows(indices_gmem, item, item.shape)
         return _through_table(slot, entry, layer, table_gmem, entries)
 
@@ -69,17 +69,17 @@ def gather_all_compressed_kv(
     entries.check(tokens)
 
     def address(item, layer, slots_gmem, positions_gmem, table_gmem):
-        token = lax.div(item, jnp.int32(count))
-        entry = lax.rem(item, jnp.int32(count))
+        token = lax.div(item, count)
+        entry = lax.rem(item, count)
         slot = kv_rows.load_rows(slots_gmem, token, item.shape)
         position = kv_rows.load_rows(positions_gmem, token, item.shape)
-        entry = jnp.where(entry < lax.div(position + 1, jnp.int32(rate)), entry, -1)
+        entry = jnp.where(entry < lax.div(position + 1, rate), entry, -1)
         return _through_table(slot, entry, layer, table_gmem, entries)
 
     def any_visible(first, slots_gmem, positions_gmem, _):
-        token = lax.div(first, jnp.int32(count))
-        entry = lax.rem(first, jnp.int32(count))
-        visible = (slots_gmem[token] >= 0) & (entry < lax.div(positions_gmem[token] + 1, jnp.int32(rate)))
+        token = lax.div(first, count)
+        entry = lax.rem(first, count)
+        visible = (slots_gmem[token] >= 0) & (entry < lax.div(positions_gmem[token] + 1, rate))
         return visible | (entry + BLOCK_ROWS > count)  # the block also has entries of the next token
 
     operands = [slots, positions, entries.block_table.reshape(-1)]
@@ -108,15 +108,15 @@ def gather_swa_kv(
     rings.check()
 
     def address(item, layer, slots_gmem, positions_gmem):
-        token = lax.div(item, jnp.int32(window))
-        distance = window - 1 - lax.rem(item, jnp.int32(window))
+        token = lax.div(item, window)
+        distance = window - 1 - lax.rem(item, window)
         slot = kv_rows.load_rows(slots_gmem, token, item.shape)
         last = kv_rows.load_rows(positions_gmem, token, item.shape)
         position = last - distance
         valid = (slot >= 0) & (last >= 0) & (position >= 0)
         slot = jnp.clip(slot, 0, num_slots - 1)
         position = jnp.maximum(position, 0)
-        return (layer * num_slots + slot) * ring + lax.rem(position, jnp.int32(ring)), valid
+        return (layer * num_slots + slot) * ring + lax.rem(position, ring), valid
 
     return _gather((tokens, window), address, [slots, positions], rings, interpret)
 
@@ -126,11 +126,11 @@ def _through_table(slot, entry, layer, table_gmem, entries):
     num_slots, max_blocks = entries.block_table.shape
     blocks, per_block = entries.pools[0].shape[1:3]
     clipped = jnp.maximum(entry, 0)
-    logical = lax.div(clipped, jnp.int32(per_block))
+    logical = lax.div(clipped, per_block)
     valid = (slot >= 0) & (entry >= 0) & (logical < max_blocks)
     index = jnp.clip(slot, 0, num_slots - 1) * max_blocks + jnp.minimum(logical, max_blocks - 1)
     block = kv_rows.load_rows(table_gmem, index, slot.shape)
-    row = (layer * blocks + jnp.clip(block, 0, blocks - 1)) * per_block + lax.rem(clipped, jnp.int32(per_block))
+    row = (layer * blocks + jnp.clip(block, 0, blocks - 1)) * per_block + lax.rem(clipped, per_block)
     return row, valid & (block >= 0)
 
 

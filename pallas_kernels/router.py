@@ -20,13 +20,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.matmul.routing import GROUP_WORDS, counts_size, group_pairs, max_groups, scratch_words
 from pallas_kernels.mgpu import barriers, bfloat16_words as words, mlir, thread_ops, vectors
-from pallas_kernels.mgpu.mlir import THREADS, WARP
-from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.mgpu.mlir import THREADS, U32, WARP
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.launch import kernel, primitive
 from pallas_kernels.runtime.layer_operands import check_weight, layer_operand, weights_of_layer
@@ -168,44 +166,39 @@ def multiply_slice(part: jax.Array, group: jax.Array, tile: jax.Array, x_gmem, w
         out_gmem[part, :, rows] = jnp.dot(x_gmem[:, columns].astype(jnp.float32), weight.T, precision="highest")
 
 
-@multiply_slice.mosaic
-def _multiply_slice_mosaic(part, group, tile, x_gmem, weight_gmem, out_gmem):
-    tokens, depth = x_gmem.shape
-    experts = weight_gmem.shape[0]
+@mlir.emits(multiply_slice)
+def _emit_multiply_slice(part, group, tile, x_gmem, weight_gmem, out_gmem):
+    tokens, depth = x_gmem.type.shape
+    experts = weight_gmem.type.shape[0]
     halves = 1 if tokens <= 16 else 2
-    steps = SLICE // STEP
-
-    def emit(part, group, tile, x, weight, out):
-        thread = U32(mlir.thread())
-        part = U32(mlir.scalar(part))
-        lane = thread & 31
-        tile = U32(mlir.scalar(tile)) * BLOCK_TOKENS
-        row = lane >> 2
-        column = part * SLICE + ((lane & 3) << 2)
-        first = U32(mlir.scalar(group)) * BLOCK_EXPERTS + (thread >> 5) * WARP_EXPERTS
-        start = thread_ops.element(weight, (first + row) * depth + column, 4)
-        weights = [words.load_four(mlir.at(start, 4 * STEP * step)) for step in range(steps)]
-        # Clamped: sums of tokens beyond the last are not stored.
-        numbers = [(tile + row + 8 * i).minimum(tokens - 1) for i in range(2 * halves)]
-        starts = [thread_ops.element(x, token * depth + column, 2) for token in numbers]
-        inputs = [[words.load_pair(mlir.at(start, 2 * STEP * step)) for start in starts] for step in range(steps)]
-        # Three chains of products for each half: they do not wait for each other.
-        sums = [[[mlir.f32(0.0)] * 4 for _ in range(words.PARTS)] for _ in range(halves)]
-        for four, pairs in zip(weights, inputs, strict=True):
-            for i, piece in enumerate(words.split(four)):
-                for half, chains in enumerate(sums):
-                    low, high = pairs[2 * half : 2 * half + 2]
-                    chains[i] = words.multiply_add(chains[i], [low[0], high[0], low[1], high[1]], piece)
-        for half, (high, middle, low) in enumerate(sums):
-            totals = [arith.addf(arith.addf(c, b), a) for a, b, c in zip(high, middle, low, strict=True)]
-            for i in range(2):
-                token = tile + row + (16 * half + 8 * i)
-                with thread_ops.when(token < tokens):
-                    index = (part * tokens + token) * experts + first + ((lane & 3) << 1)
-                    pair = mlir.pack(totals[2 * i : 2 * i + 2])
-                    llvm.store(pair, thread_ops.element(out, index, 4), alignment=8)
-
-    mlir.inline(emit, part, group, tile, x_gmem, weight_gmem, out_gmem)
+    steps = range(SLICE // STEP)
+    thread = mlir.thread()
+    lane = thread & 31
+    tile = tile * BLOCK_TOKENS
+    row = lane >> 2
+    column = part * SLICE + ((lane & 3) << 2)
+    first = group * BLOCK_EXPERTS + (thread >> 5) * WARP_EXPERTS
+    start = mlir.element(weight_gmem, (first + row) * depth + column, 4)
+    weights = [words.load_four(mlir.at(start, 4 * STEP * step)) for step in steps]
+    # Clamped: sums of tokens beyond the last are not stored.
+    numbers = [(tile + row + 8 * i).minimum(tokens - 1) for i in range(2 * halves)]
+    starts = [mlir.element(x_gmem, token * depth + column, 2) for token in numbers]
+    inputs = [[words.load_pair(mlir.at(start, 2 * STEP * step)) for start in starts] for step in steps]
+    # Three chains of products for each half: they do not wait for each other.
+    sums = [[[mlir.f32(0.0)] * 4 for _ in range(words.PARTS)] for _ in range(halves)]
+    for four, pairs in zip(weights, inputs, strict=True):
+        for i, piece in enumerate(words.split(four)):
+            for half, chains in enumerate(sums):
+                low, high = pairs[2 * half : 2 * half + 2]
+                chains[i] = words.multiply_add(chains[i], [low[0], high[0], low[1], high[1]], piece)
+    for half, (high, middle, low) in enumerate(sums):
+        totals = [arith.addf(arith.addf(c, b), a) for a, b, c in zip(high, middle, low, strict=True)]
+        for i in range(2):
+            token = tile + row + (16 * half + 8 * i)
+            with thread_ops.when(token < tokens):
+                index = (part * tokens + token) * experts + first + ((lane & 3) << 1)
+                pair = mlir.pack(totals[2 * i : 2 * i + 2])
+                llvm.store(pair, mlir.element(out_gmem, index, 4), alignment=8)
 
 
 def _select_body(
@@ -308,45 +301,34 @@ def select(
     weights_gmem[own] = jnp.where(is_token, weights, 0.0)
 
 
-@select.mosaic
-def _select_mosaic(experts_gmem, weights_gmem, token, scores_smem, biased_smem, selection, top_k, scaling_factor):
-    number = scores_smem.shape[0]
-    names = list(selection)
-
-    def look_up(token, lane, table, token_ids):
-        rows = ir.MemRefType(table.type).shape[0]
-        own = thread_ops.load_global(token_ids, token)
-        own = U32(arith.minsi(arith.maxsi(own.value, mlir.i32(0)), mlir.i32(rows - 1)))
-        return thread_ops.load_global(table, own * top_k + lane.minimum(top_k - 1))
-
-    def emit(experts, weights, token, scores, biased, *arrays):
-        selection = dict(zip(names, arrays, strict=True))
-        token = U32(mlir.scalar(token))
-        thread = U32(mlir.thread())
-        lane = thread & 31
-        # Other threads wrote what this warp reads.
-        mgpu.utils.warpgroup_barrier()
-        with thread_ops.when(thread < WARP):
-            if "bias" in selection:
-                expert = _top_k(thread_ops.shared(biased), lane, number, top_k)
-            else:
-                expert = look_up(token, lane, selection["table"], selection["token_ids"])
-            score = thread_ops.as_float(thread_ops.load(thread_ops.shared(scores) + (expert << 2)))
-            inside = lane < top_k
-            total = thread_ops.sum_lanes(arith.select(inside.value, score, mlir.f32(0.0)))
-            share = arith.divf(score, arith.addf(total, mlir.f32(1e-20)))
-            with thread_ops.when(inside):
-                place = token * top_k + lane
-                weight = arith.mulf(share, mlir.f32(scaling_factor))
-                if "slots" in selection:
-                    is_padding = thread_ops.load_global(selection["slots"], token) >> 31  # 1 for -1
-                    is_padding = is_padding.equals(1)
-                    expert = is_padding.where(0xFFFFFFFF, expert)
-                    weight = arith.select(is_padding.value, mlir.f32(0.0), weight)
-                thread_ops.store_global(experts, place, expert)
-                thread_ops.store_global(weights, place, thread_ops.bits(weight))
-
-    mlir.inline(emit, experts_gmem, weights_gmem, token, scores_smem, biased_smem, *selection.values())
+@mlir.emits(select)
+def _emit_select(experts_gmem, weights_gmem, token, scores_smem, biased_smem, selection, top_k, scaling_factor):
+    thread = mlir.thread()
+    lane = thread & 31
+    # Other threads wrote what this warp reads.
+    mgpu.utils.warpgroup_barrier()
+    with thread_ops.when(thread < WARP):
+        if "bias" in selection:
+            expert = _top_k(thread_ops.shared(biased_smem), lane, scores_smem.type.shape[0], top_k)
+        else:
+            rows = selection["table"].type.shape[0]
+            row = thread_ops.load_global(selection["token_ids"], token)
+            row = U32(arith.minsi(arith.maxsi(row.value, mlir.i32(0)), mlir.i32(rows - 1)))
+            expert = thread_ops.load_global(selection["table"], row * top_k + lane.minimum(top_k - 1))
+        score = thread_ops.as_float(thread_ops.load(thread_ops.shared(scores_smem) + (expert << 2)))
+        inside = lane < top_k
+        total = thread_ops.sum_lanes(arith.select(inside.value, score, mlir.f32(0.0)))
+        share = arith.divf(score, arith.addf(total, mlir.f32(1e-20)))
+        with thread_ops.when(inside):
+            place = token * top_k + lane
+            weight = arith.mulf(share, mlir.f32(scaling_factor))
+            if "slots" in selection:
+                is_padding = thread_ops.load_global(selection["slots"], token) >> 31  # 1 for -1
+                is_padding = is_padding.equals(1)
+                expert = is_padding.where(0xFFFFFFFF, expert)
+                weight = arith.select(is_padding.value, mlir.f32(0.0), weight)
+            thread_ops.store_global(experts_gmem, place, expert)
+            thread_ops.store_global(weights_gmem, place, thread_ops.bits(weight))
 
 
 def _top_k(values, lane, number, top_k):

@@ -205,7 +205,7 @@ class ExpertsProblem:
         rest = lax.div(worker * total, workers) - larger * first + bits // 2
         # Only if there is work of one shared tile for each block: no block can have a negative number of other tiles.
         balanced = total >= larger * workers
-        return jnp.where(balanced, jnp.clip(lax.div(rest, jnp.int32(bits)), 0, tiles), evenly), first
+        return jnp.where(balanced, jnp.clip(lax.div(rest, bits), 0, tiles), evenly), first
 
     def max_groups(self, i: int, workers: int) -> int:
         """Returns the largest number of groups of which one block has tiles of map `i`."""
@@ -253,7 +253,7 @@ def _body(p, *refs, tables_smem, factors_smem, groups_ready, skinny):
     ranges = []
     for i in p.maps:
         (first, shared_first), (end, shared_end) = (p.first_tiles(groups, i, worker + n, workers) for n in range(2))
-        first_group = lax.div(first, jnp.int32(p.tiles[i]))
+        first_group = lax.div(first, p.tiles[i])
         ranges.append(((first, end - first, first_group), (shared_first, shared_end - shared_first)))
 
     @pl.when(warpgroup == EPILOGUE)

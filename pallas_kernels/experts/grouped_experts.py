@@ -141,13 +141,13 @@ def _body(p, count_gmem, blocks_gmem, table_gmem, x_gmem, codes_gmem, scales_gme
     worker = lax.axis_index("worker")
     warpgroup = lax.axis_index("warpgroup")
     workers = lax.axis_size("worker")
-    tiles = lax.div(count_gmem[0] * p.tiles - worker + (workers - 1), jnp.int32(workers))
+    tiles = lax.div(count_gmem[0] * p.tiles - worker + (workers - 1), workers)
     first_expert = 0 if layer_gmem is None else layer_gmem[0] * p.experts
 
     def block_and_tile(n):
         """Returns the block of pairs of this worker's n-th output tile, and the tile's number within it."""
         tile = worker + n * workers
-        block = lax.div(tile, jnp.int32(p.tiles))
+        block = lax.div(tile, p.tiles)
         return block, tile - block * p.tiles
 
     def locate(n):

@@ -35,7 +35,7 @@ class FlushContext:
     def state_row(self, slot, position):
         """Returns the row of the states."""
         _, num_slots, ring, _ = self.c.state_kv.shape
-        return (self.gmem.state_layer[0] * num_slots + slot) * ring + lax.rem(position, jnp.int32(ring))
+        return (self.gmem.state_layer[0] * num_slots + slot) * ring + lax.rem(position, ring)
 
 
 def rows_in_call(ctx: FlushContext, token) -> Any:
@@ -66,7 +66,7 @@ def find_target(ctx: FlushContext, token) -> EntryTarget:
     slot = ctx.slots_gmem[token]
     position = ctx.positions_gmem[token]
     per_block = jnp.int32(c.pools[0].shape[2])
-    entry = lax.div(position, jnp.int32(c.rate))
+    entry = lax.div(position, c.rate)
     logical = lax.div(entry, per_block)
     block = ctx.gmem.block_table[slot, jnp.minimum(logical, ctx.gmem.block_table.shape[1] - 1)]
     keep = (logical < ctx.gmem.block_table.shape[1]) & (block >= 0)

@@ -66,7 +66,7 @@ class LongWindowWorker:
     def staged(self, k, begin: int, rows: int):
         """Returns `rows` rows of chunk k's stage, which has logits, then biases, then values."""
         p = self.plan
-        at = lax.rem(k, jnp.int32(p.stages)) * p.stage_size + begin * p.channels
+        at = lax.rem(k, p.stages) * p.stage_size + begin * p.channels
         return self.stages_smem.at[pl.ds(at, rows * p.channels)]
 
     def place(self, i: int, chunk):
@@ -333,7 +333,7 @@ def _across(worker, count, uses, combine, x):
     p = worker.plan
     ctx = worker.ctx
     # A warpgroup is at most one entry ahead of the others, so entries alternate between two places.
-    base = (lax.rem(count, jnp.int32(2)) * 2 + next(uses)) * p.c.dim
+    base = (lax.rem(count, 2) * 2 + next(uses)) * p.c.dim
     worker.sums_smem.at[pl.ds(base + ctx.first, p.channels)][...] = x
     barriers.sync_block(worker.block_barrier)
     slices = (worker.sums_smem.at[pl.ds(base + at, SLICE)] for at in range(0, p.c.dim, SLICE))

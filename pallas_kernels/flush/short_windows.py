@@ -120,7 +120,7 @@ def _start_biases(ctx: FlushContext) -> None:
     def start_bias(j, _):
         row, column = place(j)
         target = ctx.biases_smem.at[pl.ds((j - first) * c.dim, c.dim)]
-        copies.start_copy(target, ctx.gmem.position_bias, lax.rem(row, jnp.int32(c.rate)), column)
+        copies.start_copy(target, ctx.gmem.position_bias, lax.rem(row, c.rate), column)
 
     lax.fori_loop(first, c.rows, start_bias, None)
 

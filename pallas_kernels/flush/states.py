@@ -47,7 +47,7 @@ def closing(ctx: FlushContext, first, step: int, number, end) -> jax.Array:
 
 def is_last(ctx: FlushContext, position) -> jax.Array:
     """Returns whether a position is the last one of a window."""
-    return lax.rem(position, jnp.int32(ctx.c.rate)) == ctx.c.rate - 1
+    return lax.rem(position, ctx.c.rate) == ctx.c.rate - 1
 
 
 def row_writer(ctx: FlushContext, first, step: int, count: int, end) -> Callable[[], None]:
@@ -139,7 +139,7 @@ def _read_row(ctx, token, end):
     if ctx.max_in_call > ring:
         # Skips a token whose row a later token of the call overwrites.
         mine &= (token + ring >= tokens) | (ctx.slots_gmem[later] != slot)
-    phase = lax.rem(jnp.maximum(position, 0), jnp.int32(c.rate))
+    phase = lax.rem(jnp.maximum(position, 0), c.rate)
     halves = [pl.ds(half * c.dim, c.dim) for half in range(1 + c.overlap)]
     rows = (ctx.gmem.kv, safe), (ctx.gmem.gate, safe), (ctx.gmem.position_bias, phase)
     values = [[vectors.load(array.at[row, half]) for array, row in rows] for half in halves]

@@ -25,7 +25,6 @@ from pallas_kernels.formats.exact_math import round_bfloat16
 from pallas_kernels.hyper_connections.mixing import SQUARES, STREAMS
 from pallas_kernels.mgpu import barriers, mlir, thread_ops, vectors
 from pallas_kernels.mgpu.mlir import THREADS, WARP
-from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel, primitive
 from pallas_kernels.runtime.layer_operands import weights_of_layer
@@ -114,7 +113,7 @@ def _body(p, streams_gmem, partials_gmem, weights_gmem, layer_gmem, x_gmem, mixi
     block = lax.axis_index("block")
     blocks = lax.axis_size("block")
     warpgroup = lax.axis_index("warpgroup")
-    groups = block, blocks, lax.div(p.groups - block + blocks - 1, jnp.int32(blocks))
+    groups = block, blocks, lax.div(p.groups - block + blocks - 1, blocks)
 
     collapse = functools.partial(_collapse_streams, p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, scratch)
     compute = functools.partial(_compute_weights, p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gmem, scratch)
@@ -147,10 +146,10 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, s
         return value
 
     def collapse_group(i, ahead):
-        stage = lax.rem(i, jnp.int32(STAGES))
+        stage = lax.rem(i, STAGES)
         plgpu.barrier_wait(scratch.pre_full.at[stage])
         for turn in range(turns):
-            parity = lax.rem(i * turns + turn, jnp.int32(2))
+            parity = lax.rem(i * turns + turn, 2)
             values = [collapse_token(stage, parity, turn, n, four) for n, four in enumerate(ahead)]
             if turn + 1 < turns:
                 ahead = load_streams(i, turn + 1)
@@ -191,7 +190,7 @@ def _compute_weights(p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gme
         return sums
 
     def visit_group(i):
-        stage = lax.rem(i, jnp.int32(STAGES))
+        stage = lax.rem(i, STAGES)
         group = block + i * blocks
         sums = add_slices(group)
         mean = from_lane(sums, SQUARES) * (1 / (STREAMS * p.width))
@@ -260,7 +259,7 @@ def _emit_mixing_matrix(logits, iterations, eps):
         comb = columns(rows([flat[STREAMS * j : STREAMS * (j + 1)] for j in places]))
         return [thread_ops.bits(x) for row in comb for x in row]
 
-    comb = [softmax([_emit_from_lane(logits, (2 + j) * STREAMS + k) for k in places]) for j in places]
+    comb = [softmax([_emit_from_lane(logits, (2 + j) * STREAMS + k)[0] for k in places]) for j in places]
     flat = [thread_ops.bits(x) for row in columns(comb) for x in row]
     found = flat[0]
     lane = thread_ops.lane()
@@ -275,9 +274,9 @@ def reciprocal(x: jax.Array) -> jax.Array:
     return 1.0 / x
 
 
-@reciprocal.mosaic
-def _reciprocal_mosaic(x):
-    return vectors.inline(lambda x: [_approximate(_RECIPROCAL, mlir.scalar(x))], x, returns=x)
+@vectors.emits(reciprocal, returns=lambda x: x)
+def _(x):
+    return [_approximate(_RECIPROCAL, mlir.scalar(x))]
 
 
 def _approximate(code, x):
@@ -290,14 +289,10 @@ def from_lane(x: jax.Array, lane: int) -> jax.Array:
     return jnp.repeat(x.reshape(WARPS, WARP)[:, lane], WARP)
 
 
-@from_lane.mosaic
-def _from_lane_mosaic(x, lane):
-    return vectors.inline(lambda x: [_emit_from_lane(x, lane)], x, returns=x)
-
-
+@vectors.emits(from_lane, returns=lambda x, lane: x)
 def _emit_from_lane(x, lane):
     code = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
-    return thread_ops.as_float(thread_ops.ptx(code, thread_ops.bits(mlir.scalar(x)), lane))
+    return [thread_ops.as_float(thread_ops.ptx(code, thread_ops.bits(mlir.scalar(x)), lane))]
 
 
 @primitive
@@ -309,7 +304,7 @@ def warp_sums(x: jax.Array, target) -> None:
 @mlir.emits(warp_sums, plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=8))
 def _emit_warp_sums(x, target):
     total = thread_ops.sum_lanes(_pairwise_sum(mlir.values(x), arith.addf))
-    thread = U32(mlir.thread())
+    thread = mlir.thread()
     with thread_ops.when((thread & (WARP - 1)).equals(0)):
         thread_ops.store(thread_ops.shared(target) + (thread >> 5 << 2), thread_ops.bits(total))
 
@@ -328,11 +323,9 @@ def put_rows(target, x: jax.Array, first: jax.Array, *, rows: int) -> None:
 @mlir.emits(put_rows, None, _LANES.layout)
 def _emit_put_rows(target, x, first, rows):
     count, width = target.type.shape
-    thread = U32(mlir.thread())
+    thread = mlir.thread()
     warp = thread >> 5
     lane = thread & (WARP - 1)
-    row = U32(mlir.scalar(first)) + warp
-    inside = (warp < rows).value, (row < count).value, (lane < width).value
-    with thread_ops.when(U32(functools.reduce(arith.andi, inside))):
-        place = mlir.to_i64((row * width + lane).value)
-        llvm.store(mlir.scalar(x), mlir.at(mlir.global_pointer(target), place, mlir.f32_type()), alignment=4)
+    row = first + warp
+    with thread_ops.when((warp < rows) & (row < count) & (lane < width)):
+        llvm.store(mlir.scalar(x), mlir.element(target, row * width + lane), alignment=4)

@@ -7,12 +7,12 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.formats.exact_math import round_bfloat16
 from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops
-from pallas_kernels.mgpu.thread_ops import U32, element, fma
+from pallas_kernels.mgpu.mlir import U32
+from pallas_kernels.mgpu.thread_ops import fma
 
 
 STREAMS = 4
@@ -60,16 +60,16 @@ def add_channels(refs: StreamRefs, index: jax.Array, channels: int) -> None:
 
 def load_streams(streams: Any, y: Any, token: U32, channel: U32) -> list[list[U32]]:
     """Loads 8 channels of each of a token's streams, and of y if there is one, four words each."""
-    width = ir.MemRefType(streams.type).shape[2]
-    first = element(streams, token * (STREAMS * width) + channel, 2)
+    width = streams.type.shape[2]
+    first = mlir.element(streams, token * (STREAMS * width) + channel, 2)
     fours = [words.load_four(mlir.at(first, 2 * width * j)) for j in range(STREAMS)]
-    return fours if y is None else [*fours, words.load_four(element(y, token * width + channel, 2))]
+    return fours if y is None else [*fours, words.load_four(mlir.element(y, token * width + channel, 2))]
 
 
 def store_streams(new: Any, token: U32, channel: U32, fours: Sequence[Sequence[U32]]) -> None:
     """Stores 8 channels of each of a token's new streams."""
-    width = ir.MemRefType(new.type).shape[2]
-    first = element(new, token * (STREAMS * width) + channel, 2)
+    width = new.type.shape[2]
+    first = mlir.element(new, token * (STREAMS * width) + channel, 2)
     for k in range(STREAMS):
         words.store_four(mlir.at(first, 2 * width * k), fours[k])
 

@@ -103,9 +103,9 @@ class ChunkScorer:
             pl.when(i < self.chunk.count)(lambda i=i: plgpu.barrier_wait(self.scratch.queries_full.at[i]))
         tiles = self.chunk.end_tile - self.chunk.first_tile
         warpgroups = self.config.warpgroups
-        own = lax.div(jnp.maximum(tiles - self.warpgroup, 0) + (warpgroups - 1), jnp.int32(warpgroups))
+        own = lax.div(jnp.maximum(tiles - self.warpgroup, 0) + (warpgroups - 1), warpgroups)
         with jax.named_scope("score_tiles"):
-            runs = lax.div(own + (FLAGS - 1), jnp.int32(FLAGS))
+            runs = lax.div(own + (FLAGS - 1), FLAGS)
             lax.fori_loop(0, runs, functools.partial(self._score_run, own), (block_ids, missing))
         wait_copies(0)
 
@@ -127,7 +127,7 @@ class ChunkScorer:
         return self.chunk.first_tile + self.warpgroup + i * self.config.warpgroups
 
     def _stage(self, i):
-        return self.warpgroup * self.config.stages + lax.rem(i, jnp.int32(self.config.stages))
+        return self.warpgroup * self.config.stages + lax.rem(i, self.config.stages)
 
     def _in_blocks(self, operation, i):
         """Returns the first key of each warp, divided (div or rem) by the keys per block; unsigned is faster."""

@@ -28,8 +28,8 @@ class Chunks:
 
     def num_tiles(self, position: jax.Array) -> jax.Array:
         """Returns the number of tiles that hold the keys visible at a position."""
-        keys = jnp.clip(lax.div(position + 1, jnp.int32(self.compress_rate)), 0, self.max_keys)
-        return lax.div(keys + (KEYS - 1), jnp.int32(KEYS))
+        keys = jnp.clip(lax.div(position + 1, self.compress_rate), 0, self.max_keys)
+        return lax.div(keys + (KEYS - 1), KEYS)
 
     def costs(self) -> jax.Array:
         """Returns [T] int32, the cost of the chunk that starts at each token, or 0. For arrays, outside of kernels."""
@@ -59,7 +59,7 @@ class Chunks:
         slot = load(self.slots, token)
         is_first = (token == 0) | (slot != load(self.slots, token - 1))
         start, run = latest_start(jnp.where(is_first, token, -1), run)
-        starts = (token < tokens) & (slot >= 0) & (lax.rem(token - start, jnp.int32(self.size)) == 0)
+        starts = (token < tokens) & (slot >= 0) & (lax.rem(token - start, self.size) == 0)
         count = jnp.ones_like(token)
         same = starts
         for i in range(1, self.size):

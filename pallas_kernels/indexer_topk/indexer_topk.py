@@ -98,7 +98,7 @@ class _Search(NamedTuple):
 def _select_row(radix: RadixSelect) -> None:
     """Runs all steps for one row."""
     per_chunk = radix.plan.values // VECTOR
-    chunks = lax.div(radix.steps + (per_chunk - 1), jnp.int32(per_chunk))
+    chunks = lax.div(radix.steps + (per_chunk - 1), per_chunk)
     with jax.named_scope("count_scores"):
         scores, is_long = _count_scores(radix, chunks)
     digit, rank, spare = radix.found(0)

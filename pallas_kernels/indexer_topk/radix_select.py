@@ -22,7 +22,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.indexer_topk.radix_plan import BINS, MAX_BLOCKS, SHIFTS, STEP, VECTOR, CandidateList, RadixPlan
 from pallas_kernels.mgpu import mlir, thread_ops as ops
-from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.mgpu.mlir import U32
 
 
 _SIGN = 1 << 31
@@ -81,7 +81,7 @@ class RadixSelect:
             def clear(i):
                 at = (ops.thread() + i * plan.threads) * 4
                 with ops.when(at < plan.offsets.zeroed):
-                    ops.ptx_effect("st.shared.v4.u32 [$0], {$1, $1, $1, $1};", ops.shared(memory, at), 0)
+                    mlir.ptx("st.shared.v4.u32 [$0], {$1, $1, $1, $1};", ops.shared(memory, at), 0)
 
             ops.loop(-(-plan.offsets.zeroed // (4 * plan.threads)), clear)
             if plan.blocks > 1:
@@ -113,15 +113,14 @@ class RadixSelect:
         def emit(scores, row, chunk, *stretch):
             first, limit = self._chunk_range(chunk, *stretch)
             base = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(scores))
-            width = mlir.i32(4 * self._scores.shape[1])
+            width = 4 * self._scores.shape[1]
             code = """{ .reg .pred p; .reg .b64 a; setp.lt.u32 p, $6, $7; mul.wide.u32 a, $4, $8; add.u64 a, a, $5;
                 mad.wide.u32 a, $6, 4, a; mov.b32 $0, 0fFF800000; mov.b32 $1, 0fFF800000; mov.b32 $2, 0fFF800000;
                 mov.b32 $3, 0fFF800000; @p ld.global.nc.L1::no_allocate.v4.f32 {$0, $1, $2, $3}, [a]; }"""
             held = []
             for r in range(plan.values // VECTOR):
                 index = first + (r * STEP) + (ops.lane() << 2)
-                operands = row.value, base, index.value, limit.value, width
-                held += mlir.ptx(code, *operands, results=[mlir.f32_type()] * VECTOR)
+                held += mlir.ptx(code, row, base, index, limit, width, results=[mlir.f32_type()] * VECTOR)
             zero = mlir.f32(0.0)
             nothing = mlir.f32(float("-inf"))
             held = [arith.addf(x, zero) for x in held]
@@ -158,7 +157,7 @@ class RadixSelect:
             for r in range(self.plan.values // VECTOR):
                 with ops.when(first + r * STEP < limit):
                     for x in scores[r * VECTOR : (r + 1) * VECTOR]:
-                        ops.ptx_effect(code, ops.bits(x), histogram)
+                        mlir.ptx(code, ops.bits(x), histogram)
 
         ops.inline(emit, self._memory, scores, chunk, *self._stretch())
 
@@ -172,18 +171,17 @@ class RadixSelect:
             least = ops.as_float(_score_bits(low))
             slots = ops.shared(candidates, ops.thread())
             code = "{{ .reg .pred p; setp.ge.f32 p, $1, $2; @p st.shared.f32 [$3+{}], $1; @p or.b32 $0, $0, {}; }}"
-            mask = U32(0).value
+            mask = U32(0)
             for r in range(self.plan.values // VECTOR):
 
                 def compare(r=r, mask=mask):
                     for i in range(r * VECTOR, (r + 1) * VECTOR):
                         one = code.format(4 * self.plan.threads * i, 1 << i)
-                        operands = scores[i], least, slots.value
-                        mask = mlir.ptx(one, *operands, results=mlir.int_type(), in_out=[mask])
-                    return [mask]
+                        mask = ops.ptx(one, scores[i], least, slots, in_out=[mask])
+                    return [mask.value]
 
-                (mask,) = ops.replace_if(first + r * STEP < limit, [mask], compare)
-            return U32(mask)
+                mask = U32(*ops.replace_if(first + r * STEP < limit, [mask.value], compare))
+            return mask
 
         arrays = scores, low, chunk, *self._stretch()
         return CandidateList(ops.inline(emit, self._candidates, *arrays, returns=_PER_THREAD), chunk)
@@ -207,11 +205,10 @@ class RadixSelect:
             at = slots + count * stride
             for r in range(plan.values // VECTOR):
 
-                def compare(r=r, at=at.value):
+                def compare(r=r, at=at):
                     for i in range(r * VECTOR, (r + 1) * VECTOR):
-                        operands = scores[i], least, (chunk * plan.values + i).value
-                        at = mlir.ptx(code, *operands, results=mlir.int_type(), in_out=[at])
-                    return [at]
+                        at = ops.ptx(code, scores[i], least, chunk * plan.values + i, in_out=[at])
+                    return [at.value]
 
                 has_room = at <= full
                 with ops.when(at > full):

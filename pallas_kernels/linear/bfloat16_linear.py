@@ -133,9 +133,9 @@ def _body(p, x_gmem, weight_gmem, layer_gmem, *outs_gmem, inbox, stages):
     weight_gmem = weights_of_layer(weight_gmem, layer_gmem)
     worker, split, warpgroup = (lax.axis_index(name) for name in ("worker", "split", "warpgroup"))
     # A block's steps over the columns.
-    first, end = (lax.div((split + n) * jnp.int32(p.depth // STEP), jnp.int32(p.splits)) for n in range(2))
+    first, end = (lax.div((split + n) * jnp.int32(p.depth // STEP), p.splits) for n in range(2))
     steps = end - first
-    tiles = lax.div(p.tiles - worker + p.workers - 1, jnp.int32(p.workers))
+    tiles = lax.div(p.tiles - worker + p.workers - 1, p.workers)
     exchange = None if inbox is None else p.exchange.start(inbox, outs_gmem)
     store = functools.partial(store_tile, outs_gmem, p.outputs)
 
@@ -164,18 +164,18 @@ def _body(p, x_gmem, weight_gmem, layer_gmem, *outs_gmem, inbox, stages):
 
 def _load_stage(p, x_gmem, weight_gmem, stages, first, steps, i):
     """Copies the operands of a block's step `i`, counted over all its tiles."""
-    stage = lax.rem(i, jnp.int32(stages.full.shape[0]))
+    stage = lax.rem(i, stages.full.shape[0])
     tile = lax.axis_index("worker") + lax.div(i, steps) * p.workers
     column = (first + lax.rem(i, steps)) * STEP
     pl.when(i >= stages.full.shape[0])(lambda: plgpu.barrier_wait(stages.empty.at[stage]))
     place = pl.ds(tile * ROWS, ROWS), pl.ds(column, STEP)
     plgpu.copy_gmem_to_smem(weight_gmem.at[place], stages.weights_smem.at[stage], stages.full.at[stage])
-    columns = pl.ds(lax.div(tile, jnp.int32(p.group_tiles)) * p.depth + column, STEP)
+    columns = pl.ds(lax.div(tile, p.group_tiles) * p.depth + column, STEP)
     plgpu.copy_gmem_to_smem(x_gmem.at[:, columns], stages.inputs_smem.at[stage], stages.full.at[stage])
 
 
 def _add_stage(stages, i, acc):
-    stage = lax.rem(i, jnp.int32(stages.full.shape[0]))
+    stage = lax.rem(i, stages.full.shape[0])
     plgpu.barrier_wait(stages.full.at[stage])
     acc = wgmma.multiply_add(acc, stages.weights_smem.at[stage], stages.inputs_smem.at[stage].transpose((1, 0)))
     # Shared memory was read; bulk copies write it next.

@@ -257,9 +257,9 @@ def _body(p, x_gmem, weights_gmem, norm_gmem, layer_gmem, *outs_gmem, factors_sm
     norm = () if norm_gmem is None else (norm_gmem, factors_smem)
 
     def load_inputs(tile, load):
-        @pl.when((tile == first) | (lax.rem(tile, jnp.int32(group_tiles)) == 0))
+        @pl.when((tile == first) | (lax.rem(tile, group_tiles) == 0))
         def _():
-            group = lax.div(tile, jnp.int32(group_tiles))
+            group = lax.div(tile, group_tiles)
             load(x_gmem, p.tokens, column=group * p.depth, norm=norm, eps=p.eps)
 
     def finish(tile, sums):

@@ -145,7 +145,7 @@ class QuantizedMatmulProblem:
 
     def place(self, tile):
         """Returns the first output channel and the first token of a cluster's tile."""
-        batch = lax.div(tile, jnp.int32(self.batch_tiles * self.row_tiles))
+        batch = lax.div(tile, self.batch_tiles * self.row_tiles)
         inner = tile - batch * (self.batch_tiles * self.row_tiles)
         size = jnp.minimum(self.token_tiles - batch * self.batch_tiles, self.batch_tiles)
         row = lax.div(inner, size)
@@ -156,13 +156,13 @@ class QuantizedMatmulProblem:
 def _body(p, x_gmem, codes_gmem, scales_gmem, layer_gmem, *outs_gmem, dequant):
     worker, block, warpgroup = (lax.axis_index(name) for name in ("worker", "block", "warpgroup"))
     workers = lax.axis_size("worker")
-    tiles = lax.div(p.tiles - worker + (workers - 1), jnp.int32(workers))
+    tiles = lax.div(p.tiles - worker + (workers - 1), workers)
     matrix = 0 if layer_gmem is None else layer_gmem[0] * p.gemm.matrices
 
     def locate(n):
         row, token = p.place(worker + n * workers)
         # The column is the cluster's, not the block's: blocks whose rows are past the end have the inputs, too.
-        column = lax.div(row, jnp.int32(p.rows // p.num_groups)) * p.gemm.depth
+        column = lax.div(row, p.rows // p.num_groups) * p.gemm.depth
         return OutputTile(matrix, row + block * (WARPGROUPS * p.height), token, column)
 
     def finish(n, sums):

@@ -202,7 +202,7 @@ class DequantGemm:
 
 def _turn(i, ring):
     """Returns the place of number `i` in a ring of barriers or memory."""
-    return lax.rem(i, jnp.int32(ring.shape[0]))
+    return lax.rem(i, ring.shape[0])
 
 
 @jax.named_scope("load")
@@ -263,9 +263,9 @@ def _load_scales(gemm, operands, refs, place, number, step):
     slot = _turn(number, refs.scales_full)
 
     pl.when(number >= SCALES_STAGES)(lambda: plgpu.barrier_wait(refs.scales_empty.at[slot]))
-    columns = pl.ds(lax.div(step, jnp.int32(gemm.scale_steps)) * SCALE_BYTES, SCALE_BYTES)
+    columns = pl.ds(lax.div(step, gemm.scale_steps) * SCALE_BYTES, SCALE_BYTES)
     lines = refs.scales_smem.shape[2]
-    first = lax.div(place.row, jnp.int32(gemm.rows // gemm.matrices)) * lines
+    first = lax.div(place.row, gemm.rows // gemm.matrices) * lines
     scales_gmem = operands.scales_gmem.at[pl.ds(place.matrix, gemm.matrices), pl.ds(first, lines), columns]
     plgpu.copy_gmem_to_smem(scales_gmem, refs.scales_smem.at[slot], refs.scales_full.at[slot])
 
@@ -286,7 +286,7 @@ def _add_step(gemm, operands, refs, warpgroup, n, place, step, acc):
     i = n * gemm.steps + step
     shared = jnp.int32(gemm.scale_steps)
     stage = _turn(i, refs.stage_full)
-    slot = lax.rem(lax.div(i, shared), jnp.int32(SCALES_STAGES))
+    slot = lax.rem(lax.div(i, shared), SCALES_STAGES)
     scale_at = jnp.int32(0)
     scales_smem = None
     if gemm.layout.bits == 8:
@@ -316,8 +316,8 @@ def _add_step(gemm, operands, refs, warpgroup, n, place, step, acc):
 
 def _fp8_scales(gemm, operands, place, step):
     """Returns the scales of a step's codes, that of the up projection times 256."""
-    row = jnp.minimum(lax.div(place.row, jnp.int32(SCALED)), operands.scales_gmem.shape[1] - 1)
-    column = lax.div(step * gemm.step_bytes, jnp.int32(SCALED))
+    row = jnp.minimum(lax.div(place.row, SCALED), operands.scales_gmem.shape[1] - 1)
+    column = lax.div(step * gemm.step_bytes, SCALED)
     scales = [operands.scales_gmem[place.matrix + i, row, column].astype(jnp.int32) for i in range(gemm.matrices)]
     return scales[0] | scales[1] << 8 if gemm.gated else scales[0]
 

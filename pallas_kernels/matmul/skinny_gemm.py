@@ -199,7 +199,7 @@ def _copy_stage(gemm, product, refs, before, i):
     """Copies stage `i` of a product; `before` stages of other products came before."""
     tile_stages = jnp.int32(gemm.tile_stages(product))
     codes_smem = refs.codes(product.layout)
-    stage = lax.rem(before + i, jnp.int32(refs.stages))
+    stage = lax.rem(before + i, refs.stages)
     step = lax.rem(i, tile_stages)
     pl.when(before + i >= refs.stages)(lambda: plgpu.barrier_wait(refs.weights_empty.at[stage]))
     starts = product.rows_of(lax.div(i, tile_stages))
@@ -215,7 +215,7 @@ def _copy_stage(gemm, product, refs, before, i):
             # A scale for 16 bytes.
             columns = pl.ds(lax.div(lax.div(column, 16), SCALE_BYTES) * SCALE_BYTES, SCALE_BYTES)
             lines = HALF * product.scale_bytes // SCALE_BYTES
-            source = pl.ds(pl.multiple_of(lax.div(row, jnp.int32(HALF)) * lines, lines), lines)
+            source = pl.ds(pl.multiple_of(lax.div(row, HALF) * lines, lines), lines)
             target = refs.scales_smem.at[stage, pl.ds(half * lines, lines)]
             plgpu.copy_gmem_to_smem(product.scales_gmem.at[source, columns], target, full)
         elif refs.scales_smem is not None:
@@ -253,7 +253,7 @@ def _multiply_tile(gemm, product, refs, warpgroup, copied, done, tile, scales):
     product.load_inputs(tile, load)
     next_scales = _load_scales(product, jnp.minimum(tile + 1, product.tiles - 1))
     acc = _multiply_steps(gemm, product, refs, warpgroup, copied, tile, scales)
-    slot = lax.rem(done + tile, jnp.int32(gemm.slots))
+    slot = lax.rem(done + tile, gemm.slots)
     pl.when(done + tile >= gemm.slots)(lambda: plgpu.barrier_wait(refs.sums_empty.at[slot]))
     if gemm.places == 1:
         _add_in_turn(refs, acc, warpgroup, slot)
@@ -279,7 +279,7 @@ def _multiply_steps(gemm, product, refs, warpgroup, copied, tile, scales):
     def add_stage(i, acc):
         per_step = jnp.int32(gemm.stages_per_step)
         step = (lax.div(i, per_step) * MULTIPLIERS + first) * per_step + lax.rem(i, per_step)
-        stage = lax.rem(copied + tile * tile_stages + step, jnp.int32(refs.stages))
+        stage = lax.rem(copied + tile * tile_stages + step, refs.stages)
         plgpu.barrier_wait(refs.weights_full.at[stage])
         operand = refs.scales_smem.at[stage, pl.ds(0, scale_lines)] if layout.bits == 4 else scales
         operands = codes_smem.at[stage], operand, refs.inputs_smem, step
@@ -294,7 +294,7 @@ def _load_scales(product, tile):
     """Returns FP8's scales of a tile."""
     if product.layout.bits != 8:
         return jnp.int32(0)
-    rows = [lax.div(row, jnp.int32(SCALED)) for row in product.rows_of(tile)[: 1 + product.gated]]
+    rows = [lax.div(row, SCALED) for row in product.rows_of(tile)[: 1 + product.gated]]
     first = lax.div(jnp.int32(product.first_column), SCALED)
     return skinny_mma.load_scales(product.scales_gmem, rows, first)
 
@@ -323,7 +323,7 @@ def _finish_tiles(gemm, products, refs):
 
 
 def _finish_tile(gemm, product, refs, done, tile):
-    slot = lax.rem(done + tile, jnp.int32(gemm.slots))
+    slot = lax.rem(done + tile, gemm.slots)
     plgpu.barrier_wait(refs.sums_full.at[slot])
     total = wgmma.zeros((ROWS, gemm.tokens))
     for i in range(gemm.places):

@@ -24,7 +24,7 @@ def wait_for_last(ring, count: jax.Array) -> None:
 
     @pl.loop(jnp.maximum(count - size, 0), count)
     def _(i):
-        plgpu.barrier_wait(ring.at[lax.rem(i, jnp.int32(size))])
+        plgpu.barrier_wait(ring.at[lax.rem(i, size)])
 
 
 @primitive

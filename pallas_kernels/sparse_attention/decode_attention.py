@@ -93,7 +93,7 @@ def decode_attention(
         grid={"token": tokens, "heads": groups // blocks, "split": splits or 1},
         cluster={"block": blocks},
         num_threads=3,
-        scratch_types=dict(buffers=DecodeBuffers.for_cluster() if blocks > 1 else DecodeBuffers()),
+        scratch_types={"buffers": DecodeBuffers.for_cluster() if blocks > 1 else DecodeBuffers()},
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
@@ -151,7 +151,7 @@ class DecodeBuffers:
         if self.blocks == 1:
             plgpu.barrier_wait(self.keys_full.at[stage])
             return
-        transaction_barriers.wait(self.keys_full.at[stage], lax.div(tile - tiles.first, jnp.int32(STAGES)) & 1)
+        transaction_barriers.wait(self.keys_full.at[stage], lax.div(tile - tiles.first, STAGES) & 1)
         # The other block's loader cannot make its writes visible to this block's `wgmma`.
         kv_tiles.fence()
 
@@ -169,7 +169,7 @@ class Tiles:
     last: jax.Array
 
     def stage(self, tile):
-        return lax.rem(tile - self.first, jnp.int32(STAGES))
+        return lax.rem(tile - self.first, STAGES)
 
     def wait_empty(self, empty, tile):
         """Waits until the tile that had the same stage before has been read."""
@@ -274,7 +274,7 @@ def _load_tiles(problem, addresses, tiles, buffers, other_block):
         biases_smem = buffers.biases_smem.at[stage]
         peer = (other_block, buffers.keys_full.at[stage]) if buffers.blocks > 1 else None
         for i in range(addresses.units):
-            first = (addresses.first_unit + i) * UNIT
+            first = jnp.int32((addresses.first_unit + i) * UNIT)
             kv_tiles.store_unit(keys_smem, biases_smem, first, units[i], rows[i], layout, peer)
             next_units.append(load_unit(tile + 1, next_rows[i]))
         buffers.signal_keys_full(stage, addresses.units)

@@ -100,7 +100,7 @@ def prefill_attention(
         kernel_name="sparse_attention_prefill",
         grid={"block": blocks},
         num_threads=4,
-        scratch_types=dict(buffers=PrefillBuffers()),
+        scratch_types={"buffers": PrefillBuffers()},
         interpret=interpret,
         # Sums over rows in the layout of `wgmma` need no shared memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
@@ -176,15 +176,15 @@ def _prefill_kernel(blocks, q_gmem, sinks_gmem, layer_gmem, rows, angles_gmem, o
 
 
 def _stage(tile):
-    return lax.rem(tile, jnp.int32(STAGES))
+    return lax.rem(tile, STAGES)
 
 
 def _chunk_stage(tile, chunk):
-    return lax.rem(CHUNKS * tile + chunk, jnp.int32(CHUNK_STAGES))
+    return lax.rem(CHUNKS * tile + chunk, CHUNK_STAGES)
 
 
 def _bias_smem(buffers, tile):
-    return buffers.biases_smem.at[lax.rem(tile, jnp.int32(STAGES + 1))]
+    return buffers.biases_smem.at[lax.rem(tile, STAGES + 1)]
 
 
 def _copy_items(items, rows, buffers):
