@@ -106,7 +106,11 @@ def experts(
     y = _run_maps(p, x, routing, operands, interpret)
     if not shared:
         return y[0].reshape(tokens, -1, depth)
-    return y[2] if len(y) > 2 else _total(y[0], y[1], selected, number)
+    if len(y) > 2:
+        return y[2]
+    # What `tile_counters.add_up_terms` writes in one launch.
+    total = sum_of_experts(y[0].reshape(tokens, -1, depth), selected.reshape(tokens, -1), number)
+    return (total + y[1].astype(jnp.float32)).astype(jnp.bfloat16)
 
 
 def _run_maps(p, x, routing, operands, interpret):
@@ -128,12 +132,14 @@ def _run_maps(p, x, routing, operands, interpret):
     return inputs
 
 
-def _total(terms, last, selected, experts):
-    """Returns what `tile_counters.add_up_terms` writes in one launch."""
-    here = (selected >= 0) & (selected < experts)
-    terms = jnp.where(here[:, None], terms.astype(jnp.float32), 0.0).reshape(len(last), -1, last.shape[1])
-    total = functools.reduce(jnp.add, [terms[:, j] for j in range(terms.shape[1])])
-    return (total + last.astype(jnp.float32)).astype(jnp.bfloat16)
+def sum_of_experts(terms: jax.Array, selected: jax.Array, experts: int) -> jax.Array:
+    """Sums terms [T, k, D] of selected experts [T, k] to [T, D] float32, in routing order.
+
+    Experts outside of [0, experts) add nothing. The sum is elementwise: XLA fuses it with the next operation.
+    """
+    has_expert = (selected >= 0) & (selected < experts)
+    terms = jnp.where(has_expert[..., None], terms.astype(jnp.float32), 0.0)
+    return functools.reduce(jnp.add, [terms[:, j] for j in range(terms.shape[1])])
 
 
 class RoutedPairs(NamedTuple):

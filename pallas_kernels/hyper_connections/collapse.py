@@ -22,12 +22,13 @@ from jax import lax
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.formats.exact_math import round_bfloat16
-from pallas_kernels.hyper_connections.mixing import SQUARES, STREAMS
+from pallas_kernels.hyper_connections.mixing import SQUARES, STREAMS, sinkhorn
 from pallas_kernels.mgpu import barriers, mlir, thread_ops, vectors
 from pallas_kernels.mgpu.mlir import THREADS, WARP
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel, primitive
 from pallas_kernels.runtime.layer_operands import weights_of_layer
+from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
 CHANNELS = 1024  # channels of a warpgroup
@@ -67,8 +68,7 @@ class CollapseProblem:
         return min(2 if self.workers <= 4 else 1, self.tokens_each)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class CollapseScratch:
     """Scratch of the launch: the types to allocate, and within the kernel the references."""
 
@@ -197,7 +197,7 @@ def _compute_weights(p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gme
         logits = sums * lax.rsqrt(mean + p.norm_eps) * factors + bias
         gates = reciprocal(1.0 + jnp.exp(-logits))
         weights = jnp.where(lane < STREAMS, gates + p.hc_eps, 2.0 * gates)
-        pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(scratch.pre_empty.at[stage]))
+        barriers.wait_empty(scratch.pre_empty, i)
         scratch.pre_smem[stage] = weights
         plgpu.barrier_arrive(scratch.pre_full.at[stage])
         if mixing_gmem is not None:
@@ -223,13 +223,7 @@ def mixing_matrix(logits: jax.Array, *, iterations: int, eps: float) -> jax.Arra
     """
     lanes = slice(2 * STREAMS, (2 + STREAMS) * STREAMS)
     comb = logits.reshape(WARPS, WARP)[:, lanes].reshape(WARPS, STREAMS, STREAMS)
-    comb = jax.nn.softmax(comb, axis=2) + eps
-
-    def normalized(comb, axis):
-        return comb / (jnp.sum(comb, axis=axis, keepdims=True) + eps)
-
-    comb = normalized(comb, 1)
-    comb = lax.fori_loop(0, iterations - 1, lambda _, comb: normalized(normalized(comb, 2), 1), comb)
+    comb = sinkhorn(jax.nn.softmax(comb, axis=2) + eps, iterations, eps)
     return logits.reshape(WARPS, WARP).at[:, lanes].set(comb.reshape(WARPS, -1)).reshape(-1)
 
 

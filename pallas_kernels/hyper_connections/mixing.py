@@ -33,6 +33,23 @@ class StreamRefs(NamedTuple):
     table: Any = None  # table of mailboxes if y is to be summed over GPUs, see `mailbox.check_table`
 
 
+def sinkhorn(comb: jax.Array, iterations: int, eps: float) -> jax.Array:
+    """Makes positive matrices nearly doubly stochastic: normalizes columns, then rows and columns again and again.
+
+    Columns sum to 1 up to eps and rounding, rows as far as the iterations converged.
+
+    Args:
+      comb: [.., h, h] float32, positive.
+      iterations, eps: number of iterations, at least 1, and constant added to each sum.
+    """
+
+    def normalized(comb, axis):
+        return comb / (jnp.sum(comb, axis=axis, keepdims=True) + eps)
+
+    comb = normalized(comb, -2)
+    return lax.fori_loop(0, iterations - 1, lambda _, comb: normalized(normalized(comb, -1), -2), comb)
+
+
 def mixed_streams(streams: jax.Array, y: jax.Array, mixing: jax.Array) -> jax.Array:
     """Returns [T, 4, n] float32 new streams, rounded to bfloat16, from old ones, y [T, n] and mixing [T, 24]."""
     post = lax.slice_in_dim(mixing, STREAMS, 2 * STREAMS, axis=1)

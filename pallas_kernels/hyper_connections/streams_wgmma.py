@@ -98,10 +98,10 @@ def _body(index, group, warpgroup, refs, operand_smem, weights_smem, weights_rea
     def visit_tile(i, ahead):
         def visit_chunk(chunk, carry):
             acc, squares, ahead = carry
-            own = operand_smem.at[vectors.opaque(warpgroup)]
+            streams_smem = operand_smem.at[vectors.opaque(warpgroup)]
             places = chunk_at(i, chunk), chunk_at(i, chunk + 1)
-            found, ahead = mix_chunk(own, ahead, *places, refs)
-            return multiply_add(acc, own, weights_smem, chunk), squares + found, ahead
+            chunk_squares, ahead = mix_chunk(streams_smem, ahead, *places, refs)
+            return multiply_add(acc, streams_smem, weights_smem, chunk), squares + chunk_squares, ahead
 
         acc = wgmma.zeros((TOKENS, weights_smem.shape[1]))
         squares = plgpu.layout_cast(jnp.zeros((vectors.THREADS,), jnp.float32), vectors.layout(vectors.THREADS))
@@ -288,8 +288,8 @@ def store_sums(partials, start: jax.Array, acc: jax.Array, squares: jax.Array) -
     tokens = pl.ds(start, TOKENS)
     rows = acc.shape[1] // PARTS
     partials[tokens, pl.ds(0, rows)] = jnp.sum(acc.reshape(TOKENS, PARTS, rows)[:, ::-1], axis=1)
-    found = squares.reshape(4, 4, 8)[:, :, :4].transpose(0, 2, 1).reshape(TOKENS, 1)
-    partials[tokens, pl.ds(SQUARES, 1)] = found
+    squares = squares.reshape(4, 4, 8)[:, :, :4].transpose(0, 2, 1).reshape(TOKENS, 1)
+    partials[tokens, pl.ds(SQUARES, 1)] = squares
 
 
 @mlir.emits(store_sums, None, None, plgpu.Layout.WGMMA, vectors.layout(THREADS))

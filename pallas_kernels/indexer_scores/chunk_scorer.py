@@ -15,6 +15,7 @@ from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, KEYS, PER_THREAD
 from pallas_kernels.indexer_scores.tile_scores import score, score_far
 from pallas_kernels.mgpu.copies import commit_copies, wait_copies
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
+from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
 FLAGS = 32  # tiles whose flags fit into a word
@@ -50,8 +51,7 @@ class Chunk(NamedTuple):
     end_tile: Any  # end of the tiles of keys
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class Scratch:
     """The shared memory and barriers of a block."""
 

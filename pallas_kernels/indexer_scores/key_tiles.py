@@ -14,7 +14,6 @@ warp's 16 keys has scales farther apart, the warp scores all of them again as bf
 after the Hadamard rotation values are about normal, and 1 of 4 million keys of normal values had such scales.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -32,6 +31,7 @@ from pallas_kernels.mgpu.bfloat16_words import e2m1_pairs, e2m1_value, multiply
 from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.launch import primitive
+from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
 KEYS = 64  # keys in a tile
@@ -65,8 +65,7 @@ def check_layout(layout: KeyLayout) -> None:
     check_rules({rule: layout.dim == DIM and SCALE_BLOCKS.get(layout.scale) == layout.scale_block})
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class IndexerKeys:
     """The paged indexer keys of a layer, or references to them within a kernel.
 
@@ -83,8 +82,8 @@ class IndexerKeys:
     block_table: Any
     codes: Any
     scales: Any
-    compress_rate: int = dataclasses.field(metadata=dict(static=True))
-    layout: KeyLayout = dataclasses.field(metadata=dict(static=True))
+    compress_rate: int = static_field()
+    layout: KeyLayout = static_field()
 
     @property
     def is_mxfp4(self) -> bool:
@@ -190,7 +189,8 @@ def _pack_bytes(words, factors):
 @mlir.emits(read_tile, returns=(CODES, SCALES))
 def _emit_read_tile(tiles_smem, stage):
     key = mlir.to_i64(stage * KEYS + _own_key()[0])
-    return _words(*map(mlir.shared_pointer, tiles_smem), key, tiles_smem[1].type.shape[-1])
+    codes, scales = map(mlir.shared_pointer, tiles_smem)
+    return _words(codes, scales, key, tiles_smem[1].type.shape[-1])
 
 
 @primitive
@@ -202,7 +202,8 @@ def load_tile(pools, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @mlir.emits(load_tile, None, None, PER_WARP, returns=(CODES, SCALES))
 def _emit_load_tile(pools, rows):
-    return _words(*map(mlir.global_pointer, pools), _own_row(rows), pools[1].type.shape[-1])
+    codes, scales = map(mlir.global_pointer, pools)
+    return _words(codes, scales, _own_row(rows), pools[1].type.shape[-1])
 
 
 def _words(codes, scales, row, width):

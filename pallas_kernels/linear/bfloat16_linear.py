@@ -164,10 +164,10 @@ def _body(p, x_gmem, weight_gmem, layer_gmem, *outs_gmem, inbox, stages):
 
 def _load_stage(p, x_gmem, weight_gmem, stages, first, steps, i):
     """Copies the operands of a block's step `i`, counted over all its tiles."""
-    stage = lax.rem(i, stages.full.shape[0])
+    stage = barriers.turn(stages.full, i)
     tile = lax.axis_index("worker") + lax.div(i, steps) * p.workers
     column = (first + lax.rem(i, steps)) * STEP
-    pl.when(i >= stages.full.shape[0])(lambda: plgpu.barrier_wait(stages.empty.at[stage]))
+    barriers.wait_empty(stages.empty, i)
     place = pl.ds(tile * ROWS, ROWS), pl.ds(column, STEP)
     plgpu.copy_gmem_to_smem(weight_gmem.at[place], stages.weights_smem.at[stage], stages.full.at[stage])
     columns = pl.ds(lax.div(tile, p.group_tiles) * p.depth + column, STEP)
@@ -175,7 +175,7 @@ def _load_stage(p, x_gmem, weight_gmem, stages, first, steps, i):
 
 
 def _add_stage(stages, i, acc):
-    stage = lax.rem(i, stages.full.shape[0])
+    stage = barriers.turn(stages.full, i)
     plgpu.barrier_wait(stages.full.at[stage])
     acc = wgmma.multiply_add(acc, stages.weights_smem.at[stage], stages.inputs_smem.at[stage].transpose((1, 0)))
     # Shared memory was read; bulk copies write it next.

@@ -110,7 +110,7 @@ def _emit_load_inputs(inputs_smem, source_gmem, rows, divisor, column, columns, 
     base = mlir.element(source_gmem, column)
 
     def normed(four, n, eight):
-        weight_gmem, factors_smem = norm
+        weight_gmem, factors_smem = norm or (None, None)
         start = mlir.at(mlir.element(weight_gmem, column), mlir.to_u64(eight << 5))
         weights = [thread_ops.as_float(word) for i in range(2) for word in _fetch(mlir.at(start, 16 * i))]
         factor = thread_ops.as_float(thread_ops.load(thread_ops.shared(factors_smem) + (n << 2)))

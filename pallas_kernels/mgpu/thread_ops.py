@@ -5,7 +5,7 @@ blocks. `inline` puts such code into a kernel.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -91,7 +91,7 @@ def when(condition: U32) -> Iterator[None]:
         yield
 
 
-def loop(count: U32 | int, body: Callable[..., Sequence[U32] | None], *carried: U32) -> list[U32]:
+def loop(count: U32 | int, body: Callable[..., Iterable[U32] | None], *carried: U32) -> list[U32]:
     """Repeats `carried = body(i, *carried)` for i = 0 .. count - 1; returns the last carried values."""
     start, stop, step = (U32(x).value for x in (0, count, 1))
     for_op: Any = scf.ForOp(start, stop, step, [x.value for x in carried])

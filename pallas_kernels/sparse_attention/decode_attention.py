@@ -32,6 +32,7 @@ from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.layer_operands import layer_operand, weights_of_layer
+from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 from pallas_kernels.runtime.roles import dispatch_warpgroups
 from pallas_kernels.sparse_attention import kv_tiles, online_softmax
 from pallas_kernels.sparse_attention.inverse_rope import inverse_rope
@@ -100,12 +101,11 @@ def decode_attention(
     return run(q, sinks, layer_operand(layer), problem, angles)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class DecodeBuffers:
     """Shared memory and barriers of a block: the types to allocate, and within the kernel references to them."""
 
-    blocks: int = dataclasses.field(default=1, metadata=dict(static=True))  # of the cluster, 1 or 2
+    blocks: int = static_field(default=1)  # of the cluster, 1 or 2
     # [1, heads, 512]: the axis of one is for `_score_tile`. The result takes their place.
     queries_smem: Any = plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS)
     keys_smem: Any = plgpu.SMEM((STAGES, TILE, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS)
@@ -173,7 +173,7 @@ class Tiles:
 
     def wait_empty(self, empty, tile):
         """Waits until the tile that had the same stage before has been read."""
-        pl.when(tile - self.first >= STAGES)(lambda: plgpu.barrier_wait(empty.at[self.stage(tile)]))
+        barriers.wait_empty(empty, tile - self.first)
 
     def wait_all_empty(self, empty):
         """Waits until the last tiles have been read."""

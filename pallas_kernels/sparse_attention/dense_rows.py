@@ -18,6 +18,7 @@ from pallas_kernels.mgpu import mlir
 from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.launch import primitive
+from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 from pallas_kernels.sparse_attention import kv_tiles
 from pallas_kernels.sparse_attention.kv_tiles import PER_ROW, UNIT, take
 from pallas_kernels.sparse_attention.online_softmax import HALF, HEADS
@@ -29,8 +30,7 @@ from pallas_kernels.sparse_attention.row_addresses import TILE, UNITS
 CHUNK = HALF // 2
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class DenseRows:
     """The rows that the tokens of a call attend to: arrays, and within the kernel references to them.
 
@@ -50,7 +50,7 @@ class DenseRows:
     indices: Any
     metadata: Any
     counts: Any
-    window: int = dataclasses.field(metadata=dict(static=True))
+    window: int = static_field()
 
     @property
     def sources(self) -> tuple:

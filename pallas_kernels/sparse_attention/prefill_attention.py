@@ -33,6 +33,7 @@ from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.layer_operands import check_weight, layer_operand, weights_of_layer
 from pallas_kernels.runtime.lowering_cache import cached_trace
+from pallas_kernels.runtime.pytrees import pytree_dataclass
 from pallas_kernels.runtime.roles import dispatch_warpgroups
 from pallas_kernels.sparse_attention import kv_tiles, online_softmax
 from pallas_kernels.sparse_attention.dense_rows import CHUNK, DenseRows, TokenRows, WorkItems, start_unit
@@ -126,8 +127,7 @@ def _check(q, sinks, layer, rows, inv_freq):
     check_frequencies(inv_freq, MAX_PAIRS)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class PrefillBuffers:
     """Shared memory and barriers of a block: the types to allocate, and within the kernel references to them."""
 
@@ -192,8 +192,7 @@ def _copy_items(items, rows, buffers):
 
     def start_chunk(tile, chunk, tile_rows, in_window):
         stage = _chunk_stage(tile, chunk)
-        is_reused = CHUNKS * tile + chunk >= CHUNK_STAGES
-        pl.when(is_reused)(lambda: plgpu.barrier_wait(buffers.keys_empty.at[stage]))
+        barriers.wait_empty(buffers.keys_empty, CHUNKS * tile + chunk)
         chunk_smem = buffers.keys_smem.at[stage]
         bias_smem = _bias_smem(buffers, tile)
         for unit, row in enumerate(tile_rows):

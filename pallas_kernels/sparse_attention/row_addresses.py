@@ -5,7 +5,6 @@ entries. An address is found in three steps, each of which loads what the next o
 and their rows.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from jax import lax
 from pallas_kernels.formats.layouts import RowLayout
 from pallas_kernels.formats.pool_operands import Paged
 from pallas_kernels.mgpu import vectors
+from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 from pallas_kernels.sparse_attention import kv_tiles
 from pallas_kernels.sparse_attention.kv_tiles import UNIT, take
 
@@ -25,8 +25,7 @@ UNITS = TILE // UNIT
 NOWHERE = -(1 << 30)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class AttentionProblem:
     """The rows that the tokens of a call attend to: arrays, and within the kernel references to them."""
 
@@ -36,8 +35,8 @@ class AttentionProblem:
     own_rows: Any  # this and the other fields: as in `Rings`
     compressed: Paged | None  # entries whose layer is [1] int32
     rings: tuple[Any, Any, Any]  # the pools
-    window: int = dataclasses.field(metadata=dict(static=True))
-    layout: RowLayout = dataclasses.field(metadata=dict(static=True))
+    window: int = static_field()
+    layout: RowLayout = static_field()
 
     @property
     def window_tiles(self) -> int:
