@@ -46,14 +46,14 @@ def all_reduce(x: jax.Array, table: jax.Array, *, interpret: bool = False) -> ja
     check_rules({f"a multiple of {UNIT} values up to {MAX_VALUES}, got {x.size}": valid_size})
     units = x.size // UNIT
     blocks = min(BLOCKS, math.ceil(units / THREADS))
-    run = kernel(
+    launch = kernel(
         functools.partial(_body, units=units, blocks=blocks),
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
         kernel_name="all_reduce",
         grid={"block": blocks},
         interpret=interpret,
     )
-    return run(x, table)
+    return launch(x, table)
 
 
 def _body(x_gmem, table_gmem, y_gmem, *, units, blocks):

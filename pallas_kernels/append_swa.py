@@ -45,7 +45,7 @@ def append_swa(
         values = kv_rows.load_rows(kv_gmem, jnp.minimum(token, tokens - 1), dense)
         store_quantized(values.astype(jnp.float32), pools_gmem, row, layout)
 
-    run = kernel(
+    launch = kernel(
         append_rows,
         out_type=(),
         kernel_name="append_swa",
@@ -53,5 +53,5 @@ def append_swa(
         interpret=interpret,
     )
     pools = rings.mutable_pools()
-    run(kv, slots, positions, rings.layer.reshape(1), *pools)
+    launch(kv, slots, positions, rings.layer.reshape(1), *pools)
     return rings.freeze(pools)

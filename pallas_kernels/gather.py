@@ -152,10 +152,10 @@ def _gather(
         return jnp.zeros((*shape, kv_rows.ROW_DIM), jnp.bfloat16), jnp.zeros(shape, bool)
 
     def gather_block(operands_gmem, layer_gmem, pools_gmem, kv_gmem, valid_gmem):
-        first = lax.axis_index("block") * BLOCK_ROWS
+        first_item = lax.axis_index("block") * BLOCK_ROWS
 
         def gather_rows():
-            item = first + kv_rows.iota((BLOCK_ROWS,), 0)
+            item = first_item + kv_rows.iota((BLOCK_ROWS,), 0)
             row, valid = address(jnp.minimum(item, items - 1), layer_gmem[0], *operands_gmem)
             kv = _load_dense(pools_gmem, rows.layout, row, valid)
             target = jnp.where(item < items, item, -1)
@@ -165,10 +165,10 @@ def _gather(
         if wanted is None:
             gather_rows()
         else:
-            pl.when(wanted(first, *operands_gmem))(gather_rows)
+            pl.when(wanted(first_item, *operands_gmem))(gather_rows)
 
     dense_type = jax.ShapeDtypeStruct((items, kv_rows.ROW_DIM), jnp.bfloat16)
-    run = kernel(
+    launch = kernel(
         gather_block,
         out_type=(dense_type, jax.ShapeDtypeStruct((items,), jnp.bool_)),
         kernel_name="gather",
@@ -176,7 +176,7 @@ def _gather(
         interpret=interpret,
     )
     pools = tuple(pool.reshape(-1, pool.shape[-1]) for pool in rows.pools)
-    kv, valid = run(operands, rows.layer.reshape(1), pools)
+    kv, valid = launch(operands, rows.layer.reshape(1), pools)
     return kv.reshape(*shape, kv_rows.ROW_DIM), valid.reshape(shape)
 
 

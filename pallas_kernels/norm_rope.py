@@ -141,14 +141,14 @@ def _launch(name, arrays, rings, destination, eps, interpret):
     tokens, heads, _ = q.shape
     config = Config.choose(tokens, heads)
     kv_out = [jax.ShapeDtypeStruct(kv.shape, kv.dtype)] if rings is None else []
-    run = kernel(
+    launch = kernel(
         functools.partial(_norm_rope_kernel, config, heads, eps, rings),
         out_type=[jax.ShapeDtypeStruct((tokens * heads, DIM), q.dtype), *kv_out],
         kernel_name=name,
         grid={"block": -(-tokens // WARPS) + tokens * config.blocks_per_token},
         interpret=interpret,
     )
-    q_out, *kv_out = run((q.reshape(-1, DIM), kv, weight.reshape(-1, DIM), *others), destination)
+    q_out, *kv_out = launch((q.reshape(-1, DIM), kv, weight.reshape(-1, DIM), *others), destination)
     return q_out.reshape(q.shape), *kv_out
 
 
@@ -177,15 +177,15 @@ def _norm_rope_kernel(config, heads, eps, rings, arrays_gmem, destination_gmem, 
     @pl.when(block < kv_blocks)
     @jax.named_scope("key_value_rows")
     def store_key_value_rows():
-        own = block * WARPS + warp
-        token = jnp.minimum(own, tokens - 1)
+        row_number = block * WARPS + warp
+        token = jnp.minimum(row_number, tokens - 1)
         x = load(kv_gmem, token)
         if rings is None:
-            row = jnp.where(own < tokens, own, -1)
+            row = jnp.where(row_number < tokens, row_number, -1)
         else:
-            row = kv_rows.ring_rows(own, *destination_gmem[:3], shape=rings.pools[0].shape)
+            row = kv_rows.ring_rows(row_number, *destination_gmem[:3], shape=rings.pools[0].shape)
         layer = 0 if layer_gmem is None else layer_gmem[0]
-        weight = kv_rows.load_rows(weight_gmem, jnp.minimum(own, 0) + layer, shape)
+        weight = kv_rows.load_rows(weight_gmem, jnp.minimum(row_number, 0) + layer, shape)
         rotated = norm_and_rotate(x, weight, *rotation(token))
         if rings is None:
             kv_rows.store_rows(kv_out_gmem, row, rotated)
@@ -211,12 +211,12 @@ def _norm_rope_kernel(config, heads, eps, rings, arrays_gmem, destination_gmem, 
             for x, row in loaded:
                 kv_rows.store_rows(q_out_gmem, row, norm_and_rotate(x, None, *angles))
 
-        first = part * steps_per_block
-        loaded = load_heads(first)
+        first_step = part * steps_per_block
+        loaded = load_heads(first_step)
         angles = rotation(jnp.where(warp >= 0, token, 0))
         store_heads(loaded, angles)
         end = jnp.minimum((part + 1) * steps_per_block, steps)
-        pl.loop(first + 1, end)(lambda step: store_heads(load_heads(step), angles))
+        pl.loop(first_step + 1, end)(lambda step: store_heads(load_heads(step), angles))
 
 
 def _rotation(positions, inv_freq_gmem, pair):

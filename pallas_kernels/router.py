@@ -110,8 +110,8 @@ def router(
         grid={"slice": depth // SLICE, "rows": experts // BLOCK_EXPERTS, "tile": -(-tokens // BLOCK_TOKENS)},
         interpret=interpret,
     )
-    weights = dict(bias=bias, table=table)
-    token_arrays = dict(token_ids=token_ids, slots=slots)
+    weights = {"bias": bias, "table": table}
+    token_arrays = {"token_ids": token_ids, "slots": slots}
     logits = products(x, weight, layer_number)
     return _select_experts(logits, weights, token_arrays, layer_number, top_k, scaling_factor, interpret)
 
@@ -123,20 +123,20 @@ def _select_experts(products, weights, token_arrays, layer, top_k, scaling_facto
     """
     slices, tokens, experts = products.shape
     outs = [jax.ShapeDtypeStruct((tokens * top_k,), dtype) for dtype in (jnp.int32, jnp.float32)]
-    scratch: dict[str, Any] = dict(
-        partials_smem=plgpu.SMEM((ADDERS, experts), jnp.float32),
-        scores_smem=plgpu.SMEM((experts,), jnp.float32),
-        biased_smem=plgpu.SMEM((experts,), jnp.float32),
-        partials_full=plgpu.Barrier(num_arrivals=ADDERS),
-    )
+    scratch: dict[str, Any] = {
+        "partials_smem": plgpu.SMEM((ADDERS, experts), jnp.float32),
+        "scores_smem": plgpu.SMEM((experts,), jnp.float32),
+        "biased_smem": plgpu.SMEM((experts,), jnp.float32),
+        "partials_full": plgpu.Barrier(num_arrivals=ADDERS),
+    }
     one_cluster = tokens <= MAX_GROUPED_TOKENS
     if one_cluster:
         groups = max_groups(tokens * top_k, experts)
         sizes = groups * GROUP_WORDS, counts_size(groups, slices * SLICE)
         outs += [jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes]
         barrier = plgpu.ClusterBarrier(collective_axes=("token",), num_arrivals=1) if interpret else None
-        scratch |= dict(sort_smem=plgpu.SMEM((scratch_words(experts),), jnp.int32), selection_ready=barrier)
-    run = kernel(
+        scratch |= {"sort_smem": plgpu.SMEM((scratch_words(experts),), jnp.int32), "selection_ready": barrier}
+    launch = kernel(
         functools.partial(_select_body, top_k, scaling_factor),
         out_type=outs,
         kernel_name="router_select",
@@ -147,7 +147,7 @@ def _select_experts(products, weights, token_arrays, layer, top_k, scaling_facto
         scratch_types=scratch,
         interpret=interpret,
     )
-    selected, weights, *permutation = run(products, weights, token_arrays, layer)
+    selected, weights, *permutation = launch(products, weights, token_arrays, layer)
     return selected.reshape(tokens, top_k), weights.reshape(tokens, top_k), tuple(permutation) or None
 
 
@@ -177,8 +177,8 @@ def _emit_multiply_slice(part, group, tile, x_gmem, weight_gmem, out_gmem):
     tile = tile * BLOCK_TOKENS
     row = lane >> 2
     column = part * SLICE + ((lane & 3) << 2)
-    first = group * BLOCK_EXPERTS + (thread >> 5) * WARP_EXPERTS
-    start = mlir.element(weight_gmem, (first + row) * depth + column, 4)
+    first_expert = group * BLOCK_EXPERTS + (thread >> 5) * WARP_EXPERTS
+    start = mlir.element(weight_gmem, (first_expert + row) * depth + column, 4)
     weights = [words.load_four(mlir.at(start, 4 * STEP * step)) for step in steps]
     # Clamped: sums of tokens beyond the last are not stored.
     numbers = [(tile + row + 8 * i).minimum(tokens - 1) for i in range(2 * halves)]
@@ -196,7 +196,7 @@ def _emit_multiply_slice(part, group, tile, x_gmem, weight_gmem, out_gmem):
         for i in range(2):
             token = tile + row + (16 * half + 8 * i)
             with thread_ops.when(token < tokens):
-                index = (part * tokens + token) * experts + first + ((lane & 3) << 1)
+                index = (part * tokens + token) * experts + first_expert + ((lane & 3) << 1)
                 pair = mlir.pack(totals[2 * i : 2 * i + 2])
                 llvm.store(pair, mlir.element(out_gmem, index, 4), alignment=8)
 
@@ -221,11 +221,11 @@ def _select_body(
     token = lax.axis_index("group") * lax.axis_size("token") + lax.axis_index("token")
     warpgroup = lax.axis_index("warpgroup")
     slices, tokens, experts = products_gmem.shape
-    tiles = [pl.ds(first, THREADS) for first in range(0, experts, THREADS)]
+    tiles = [pl.ds(start, THREADS) for start in range(0, experts, THREADS)]
 
     def add_slices():
-        own = [warpgroup * (slices // ADDERS) + i for i in range(slices // ADDERS)]
-        loaded = [[vectors.load(products_gmem.at[i, token, tile]) for i in own] for tile in tiles]
+        own_slices = [warpgroup * (slices // ADDERS) + i for i in range(slices // ADDERS)]
+        loaded = [[vectors.load(products_gmem.at[i, token, tile]) for i in own_slices] for tile in tiles]
         for tile, terms in zip(tiles, loaded, strict=True):
             partials_smem[warpgroup, tile] = functools.reduce(jnp.add, terms)
         plgpu.barrier_arrive(partials_full)
@@ -295,10 +295,10 @@ def select(
         experts = table[jnp.clip(selection["token_ids"][token], 0, table.shape[0] - 1), :]
     scores = scores_smem[...][experts]
     weights = scores / (jnp.sum(scores) + 1e-20) * scaling_factor
-    own = pl.ds(token * top_k, top_k)
+    places = pl.ds(token * top_k, top_k)
     is_token = selection["slots"][token] >= 0 if "slots" in selection else True
-    experts_gmem[own] = jnp.where(is_token, experts, -1)
-    weights_gmem[own] = jnp.where(is_token, weights, 0.0)
+    experts_gmem[places] = jnp.where(is_token, experts, -1)
+    weights_gmem[places] = jnp.where(is_token, weights, 0.0)
 
 
 @mlir.emits(select)
@@ -333,18 +333,18 @@ def _emit_select(experts_gmem, weights_gmem, token, scores_smem, biased_smem, se
 
 def _top_k(values, lane, number, top_k):
     """Returns in lane i of a warp the index of the i-th largest float32 in shared memory; of equals the first."""
-    indices = [lane + first for first in range(0, number, WARP)]
+    indices = [lane + start for start in range(0, number, WARP)]
     keys = []
     for index in indices:
         # Unsigned integers in the order of the floats.
         value = thread_ops.load(values + (index << 2))
         negative = U32(arith.shrsi(value.value, mlir.i32(31)))
         keys.append(value ^ (negative | 0x80000000))
-    found = U32(0)
+    selected = U32(0)
     for i in range(top_k):
         top = thread_ops.warp_max(functools.reduce(U32.maximum, keys))
-        own = [key.equals(top).where(index, number - 1) for key, index in zip(keys, indices, strict=True)]
-        best = thread_ops.warp_min(functools.reduce(U32.minimum, own))
-        found = lane.equals(i).where(best, found)
+        candidates = [key.equals(top).where(index, number - 1) for key, index in zip(keys, indices, strict=True)]
+        best = thread_ops.warp_min(functools.reduce(U32.minimum, candidates))
+        selected = lane.equals(i).where(best, selected)
         keys = [index.equals(best).where(0, key) for key, index in zip(keys, indices, strict=True)]
-    return found
+    return selected

@@ -206,12 +206,12 @@ class ExpertsProblem:
             return evenly, jnp.int32(0)
         bits = self.layout.bits
         larger = FP8.bits
-        first = lax.div(worker * shared, workers)
+        shared_start = lax.div(worker * shared, workers)
         total = bits * tiles + larger * shared
-        rest = lax.div(worker * total, workers) - larger * first + bits // 2
+        rest = lax.div(worker * total, workers) - larger * shared_start + bits // 2
         # Only if there is work of one shared tile for each block: no block can have a negative number of other tiles.
         balanced = total >= larger * workers
-        return jnp.where(balanced, jnp.clip(lax.div(rest, bits), 0, tiles), evenly), first
+        return jnp.where(balanced, jnp.clip(lax.div(rest, bits), 0, tiles), evenly), shared_start
 
     def max_groups(self, i: int, workers: int) -> int:
         """Returns the largest number of groups of which one block has tiles of map `i`."""
@@ -225,21 +225,21 @@ def _launch(p, out_type, inputs, routing, operands, interpret):
     """Returns the outputs of each map, those of the routed experts first; `inputs` are those of the first map."""
     workers = 3 if interpret else MULTIPROCESSORS
     sizes = [p.max_groups(i, workers) for i in p.maps]
-    run = kernel(
+    launch = kernel(
         functools.partial(_body, p),
         out_type=[out for outs in out_type for out in outs],
         kernel_name="experts",
         grid={"worker": workers},
         num_threads=skinny_gemm.WARPGROUPS,
-        scratch_types=dict(
-            tables_smem=[plgpu.SMEM((size * GROUP_WORDS,), jnp.int32) for size in sizes],
-            factors_smem=plgpu.SMEM((sizes[0] * COLUMNS,), jnp.float32) if GATE_UP in p.maps else None,
-            groups_ready=plgpu.Barrier(num_arrivals=skinny_gemm.WARPGROUPS),
-            skinny=p.gemm.scratch(4 * GROUP_WORDS * 2 * sum(sizes) + 2048, interpret=interpret),
-        ),
+        scratch_types={
+            "tables_smem": [plgpu.SMEM((size * GROUP_WORDS,), jnp.int32) for size in sizes],
+            "factors_smem": plgpu.SMEM((sizes[0] * COLUMNS,), jnp.float32) if GATE_UP in p.maps else None,
+            "groups_ready": plgpu.Barrier(num_arrivals=skinny_gemm.WARPGROUPS),
+            "skinny": p.gemm.scratch(4 * GROUP_WORDS * 2 * sum(sizes) + 2048, interpret=interpret),
+        },
         interpret=interpret,
     )
-    return _by_map(p, run(*routing, inputs, *operands), len(inputs))
+    return _by_map(p, launch(*routing, inputs, *operands), len(inputs))
 
 
 def _by_map(p, outs, first):
@@ -258,9 +258,9 @@ def _body(p, *refs, tables_smem, factors_smem, groups_ready, skinny):
     groups = routing.counts[0]
     ranges = []
     for i in p.maps:
-        (first, shared_first), (end, shared_end) = (p.first_tiles(groups, i, worker + n, workers) for n in range(2))
-        first_group = lax.div(first, p.tiles[i])
-        ranges.append(((first, end - first, first_group), (shared_first, shared_end - shared_first)))
+        (begin, shared_first), (end, shared_end) = (p.first_tiles(groups, i, worker + n, workers) for n in range(2))
+        first_group = lax.div(begin, p.tiles[i])
+        ranges.append(((begin, end - begin, first_group), (shared_first, shared_end - shared_first)))
 
     @pl.when(warpgroup == EPILOGUE)
     def _():
@@ -318,21 +318,21 @@ class TileOrder:
 def _routed_product(order, i, own, tables, source_gmem, out_gmem, matrix):
     """Returns the product of a block's tiles of map `i`, (first, count, first group): group after group of pairs."""
     p = order.problem
-    first, count, first_group = own
+    begin, count, first_group = own
     tables_smem, factors_smem = tables
     tiles = jnp.int32(p.tiles[i])
     gated = i == GATE_UP
 
     def group_of(n):
         """Returns the number of a tile's group in `tables_smem`."""
-        return lax.div(first + n, tiles) - first_group
+        return lax.div(begin + n, tiles) - first_group
 
     def pairs_of(n):
         return tables_smem.at[pl.ds(group_of(n) * GROUP_WORDS + FIRST_PAIR, COLUMNS)]
 
     def rows_of(n):
         expert = tables_smem[group_of(n) * GROUP_WORDS]
-        tile = lax.rem(first + n, tiles)
+        tile = lax.rem(begin + n, tiles)
         if gated:
             row = expert * (2 * p.inner) + tile * HALF
             return row, row + p.inner
@@ -340,13 +340,13 @@ def _routed_product(order, i, own, tables, source_gmem, out_gmem, matrix):
         return row, row + HALF
 
     def load_inputs(n, load):
-        @pl.when((n == 0) | (lax.rem(first + n, tiles) == 0))
+        @pl.when((n == 0) | (lax.rem(begin + n, tiles) == 0))
         def _():
             order.wait_for_inputs(i, first_group + group_of(n), p.tiles)
             load(source_gmem, pairs_of(n), p.top_k if gated else 1)
 
     def finish(n, sums):
-        tile = lax.rem(first + n, tiles)
+        tile = lax.rem(begin + n, tiles)
         weights = factors_smem.at[pl.ds(group_of(n) * COLUMNS, COLUMNS)] if gated else None
         limit = p.limit if gated else None
         epilogue.store_few(out_gmem, sums, tile, limit=limit, rows_smem=pairs_of(n), weights_smem=weights)
@@ -360,13 +360,13 @@ def _routed_product(order, i, own, tables, source_gmem, out_gmem, matrix):
 def _shared_product(order, i, own, source_gmem, out_gmem, matrix):
     """Returns the product of a block's tiles, (first, count), of the shared expert's map `i`, in one group."""
     p = order.problem
-    first, count = own
+    begin, count = own
     gated = i == GATE_UP
     group = jnp.int32(p.groups)
 
     def rows_of(n):
         # Blocks without a tile ask, too.
-        row = jnp.minimum(first + n, p.shared_tiles[i] - 1) * (HALF if gated else ROWS)
+        row = jnp.minimum(begin + n, p.shared_tiles[i] - 1) * (HALF if gated else ROWS)
         return row, row + (p.shared if gated else HALF)
 
     def load_inputs(n, load):
@@ -376,8 +376,8 @@ def _shared_product(order, i, own, source_gmem, out_gmem, matrix):
             load(source_gmem, p.tokens)
 
     def finish(n, sums):
-        epilogue.store_few(out_gmem, sums, first + n, limit=p.limit if gated else None)
-        order.tile_stored(i, group, first + n)
+        epilogue.store_few(out_gmem, sums, begin + n, limit=p.limit if gated else None)
+        order.tile_stored(i, group, begin + n)
 
     depth = p.depth if gated else p.shared
     codes, scales = matrix

@@ -26,14 +26,14 @@ def gather_inputs(x: jax.Array, pairs: jax.Array, divisor: int, permuted: bool, 
         for i in range(ROWS):
             copy_row(y_gmem, x_gmem, lax.axis_index("block") * ROWS + i, pairs_gmem, divisor, permuted)
 
-    run = kernel(
+    launch = kernel(
         body,
         out_type=jax.ShapeDtypeStruct((len(pairs), x.shape[1]), jnp.bfloat16),
         kernel_name="gather_inputs",
         grid={"block": len(pairs) // ROWS},
         interpret=interpret,
     )
-    return run(x, pairs)
+    return launch(x, pairs)
 
 
 @primitive

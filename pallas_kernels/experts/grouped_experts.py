@@ -125,16 +125,16 @@ class GroupedGemm:
 
 def _launch(p, table, x, weight, *, tiles, layer, interpret):
     """Runs one GEMM; `table` [P] has routing weights if it is gated, otherwise the output row of each sorted pair."""
-    run = kernel(
+    launch = kernel(
         functools.partial(_body, p),
         out_type=jax.ShapeDtypeStruct((p.rows, p.width), jnp.bfloat16),
         kernel_name="grouped_gate_up" if p.gemm.gated else "grouped_down",
         grid={"worker": 2 if interpret else MULTIPROCESSORS},
         num_threads=p.gemm.warpgroups + 1,
-        scratch_types=dict(dequant=p.gemm.scratch()),
+        scratch_types={"dequant": p.gemm.scratch()},
         interpret=interpret,
     )
-    return run(*tiles, table, x, *weight, layer)
+    return launch(*tiles, table, x, *weight, layer)
 
 
 def _body(p, count_gmem, blocks_gmem, table_gmem, x_gmem, codes_gmem, scales_gmem, layer_gmem, y_gmem, *, dequant):
@@ -161,9 +161,9 @@ def _body(p, count_gmem, blocks_gmem, table_gmem, x_gmem, codes_gmem, scales_gme
         column = (tile * p.gemm.warpgroups + warpgroup) * p.channels
         place = column, blocks_gmem[1, block], blocks_gmem[2, block]
         if p.gemm.gated:
-            options: dict[str, Any] = dict(limit=p.limit, weights_gmem=table_gmem, permuted=p.gemm.layout == FP4)
+            options: dict[str, Any] = {"limit": p.limit, "weights_gmem": table_gmem, "permuted": p.gemm.layout == FP4}
         else:
-            options = dict(rows_gmem=table_gmem)
+            options = {"rows_gmem": table_gmem}
         epilogue.store_many(y_gmem, sums, place, dequant.staging_smem.at[warpgroup], **options)
 
     p.gemm.run(warpgroup, Operands(tiles, x_gmem, codes_gmem, scales_gmem, locate, finish), dequant)

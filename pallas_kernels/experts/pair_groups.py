@@ -20,15 +20,15 @@ def group_by_expert(
     """Returns the table and the counts of `group_pairs` for `selected` [P] int32; one warpgroup runs it."""
     groups = routing.max_groups(selected.size, experts)
     sizes = groups * GROUP_WORDS, routing.counts_size(groups, channels)
-    run = kernel(
+    launch = kernel(
         functools.partial(_body, experts),
         out_type=tuple(jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes),
         kernel_name="experts_group_pairs",
         grid={"worker": 1},
-        scratch_types=dict(scratch_smem=plgpu.SMEM((routing.scratch_words(experts),), jnp.int32)),
+        scratch_types={"scratch_smem": plgpu.SMEM((routing.scratch_words(experts),), jnp.int32)},
         interpret=interpret,
     )
-    return tuple(run(selected))
+    return tuple(launch(selected))
 
 
 def _body(experts, selected_gmem, table_gmem, counts_gmem, *, scratch_smem):

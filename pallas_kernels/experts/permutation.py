@@ -39,16 +39,16 @@ def sort_by_expert(
     pairs = len(selected)
     places = -(-(pairs + (ALIGNMENT - 1) * min(number, pairs)) // ALIGNMENT) * ALIGNMENT
     tiles = min(pairs, number + pairs // size)
-    run = kernel(
+    launch = kernel(
         functools.partial(_body, number, size),
         out_type=tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((places,), (1,), (3, tiles))),
         kernel_name="sort_by_expert",
         grid={"block": 1},
         num_threads=1 if interpret else WARPGROUPS,
-        scratch_types=dict(scratch_smem=plgpu.SMEM((MAX_EXPERTS + 64,), jnp.int32)),
+        scratch_types={"scratch_smem": plgpu.SMEM((MAX_EXPERTS + 64,), jnp.int32)},
         interpret=interpret,
     )
-    return tuple(run(selected))
+    return tuple(launch(selected))
 
 
 def _body(number, size, selected_gmem, order_gmem, count_gmem, tiles_gmem, *, scratch_smem):
@@ -59,10 +59,10 @@ def _body(number, size, selected_gmem, order_gmem, count_gmem, tiles_gmem, *, sc
 def sort_pairs(selected, order, count, tiles, number: int, size: int, scratch) -> None:
     """Does the work of `sort_by_expert`; `scratch` is [1024 + 64] int32 in shared memory."""
     chosen = selected[...]
-    pairs, here, rank, sizes = rank_pairs(chosen, number)
+    pairs, has_expert, rank, sizes = rank_pairs(chosen, number)
     room = (sizes + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
     starts = jnp.cumsum(room) - room
-    places = jnp.where(here, starts[jnp.where(here, chosen, 0)] + rank, order.shape[0])
+    places = jnp.where(has_expert, starts[jnp.where(has_expert, chosen, 0)] + rank, order.shape[0])
     order[...] = jnp.zeros(order.shape, jnp.int32).at[places].set(pairs, mode="drop")
     end_tile = jnp.cumsum((sizes + (size - 1)) // size)
     tile = lax.iota(jnp.int32, tiles.shape[1])

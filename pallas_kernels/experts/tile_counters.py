@@ -68,7 +68,7 @@ def _emit_add_up_terms(
     top_k = terms_gmem.type.shape[0] // tokens
     words_per_tile = ROWS // 2
     words_per_block = -(-tokens * width // (2 * workers))
-    first = worker * words_per_block
+    first_word = worker * words_per_block
     groups = ops.load_global(counts_gmem, U32(0))
 
     def address(ref, row, column):
@@ -93,7 +93,7 @@ def _emit_add_up_terms(
         mlir.ptx("st.global.u32 [$0], $1;", address(total_gmem, token, column), rounded)
 
     def visit(i):
-        with ops.when(first + i < tokens * width // 2):
-            store_sum(first + i)
+        with ops.when(first_word + i < tokens * width // 2):
+            store_sum(first_word + i)
 
     ops.for_each(words_per_block, visit)

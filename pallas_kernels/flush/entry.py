@@ -77,14 +77,14 @@ def find_target(ctx: FlushContext, token) -> EntryTarget:
     norm = vectors.take(ctx.gmem.norm_weight, channel)
     rotated = channel - (c.dim - 2 * c.inv_freq.shape[0])
     frequency = vectors.take(ctx.gmem.inv_freq, rotated >> 1)
-    first = position - (c.rate - 1)
-    return EntryTarget(row_gmem, keep, norm, frequency * first.astype(jnp.float32))
+    window_start = position - (c.rate - 1)
+    return EntryTarget(row_gmem, keep, norm, frequency * window_start.astype(jnp.float32))
 
 
 def rotation(ctx: FlushContext, target: EntryTarget) -> tuple[jax.Array, jax.Array]:
     """Returns the cosine and sine of the angles, arbitrary for channels that are not rotated."""
-    held = ctx.scratch_smem.shape[0] // vectors.THREADS
-    last = ctx.first + (vectors.thread() + 1) * held - 1
+    per_thread = ctx.scratch_smem.shape[0] // vectors.THREADS
+    last = ctx.first + (vectors.thread() + 1) * per_thread - 1
     rotated = vectors.any_in_warp(jnp.where(last >= ctx.c.dim - 2 * ctx.c.inv_freq.shape[0], 1, 0))
     return lax.cond(
         rotated, lambda: exact_math.cos_sin(target.angle, vector_product), lambda: (target.angle, target.angle)

@@ -94,20 +94,20 @@ class LongWindowWorker:
 
 def store_entries(c: CompressorOperands, refs: CompressorOperands, call: FlushCall, with_states: bool) -> None:
     """Stores the entries of the windows that close, and with `with_states` the state rows."""
-    most = call.max_tokens
+    max_tokens = call.max_tokens
     interpret = call.interpret
-    p = LongWindowPlan.for_call(call.config, c, call.slots.shape[0], most)
+    p = LongWindowPlan.for_call(call.config, c, call.slots.shape[0], max_tokens)
     shared: dict[str, Any] = {name: plgpu.SMEM((size,), jnp.float32) for name, size in p.shared.items()}
     if p.blocks > 1 and not interpret:
-        shared |= dict(chunks_full=transaction_barriers.scratch_type(p.warpgroups))
+        shared |= {"chunks_full": transaction_barriers.scratch_type(p.warpgroups)}
     out: Any = ()
     if interpret:
         # Interpreted blocks exchange partials through global memory.
-        shared |= dict(block_barrier=plgpu.Barrier(num_arrivals=p.warpgroups))
+        shared |= {"block_barrier": plgpu.Barrier(num_arrivals=p.warpgroups)}
         if p.blocks > 1:
             del shared["partials_smem"]
             out = [jax.ShapeDtypeStruct((p.workers, p.shared["partials_smem"]), jnp.float32)]
-            shared |= dict(cluster_barrier=plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=p.warpgroups))
+            shared |= {"cluster_barrier": plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=p.warpgroups)}
 
     def store_windows(
         slots_gmem, positions_gmem, layer_gmem, operands_gmem, *partials_gmem, stages_smem, scratch_smem, **shared
@@ -119,14 +119,14 @@ def store_entries(c: CompressorOperands, refs: CompressorOperands, call: FlushCa
             return ref.at[pl.ds(warpgroup * size, size)]
 
         operands = operands_gmem.of_layer(layer_gmem), slots_gmem, positions_gmem
-        ctx = FlushContext(c, *operands, most, first=warpgroup * p.channels, scratch_smem=mine(scratch_smem))
+        ctx = FlushContext(c, *operands, max_tokens, first=warpgroup * p.channels, scratch_smem=mine(scratch_smem))
         if partials_gmem:
-            shared |= dict(partials_smem=partials_gmem[0].at[number])
+            shared |= {"partials_smem": partials_gmem[0].at[number]}
         worker = LongWindowWorker(p, ctx, block, mine(stages_smem), **shared)
         writer = block * p.warpgroups + warpgroup
         _run(worker, number * p.share, writer, with_states)
 
-    run = kernel(
+    launch = kernel(
         store_windows,
         out_type=out,
         kernel_name="flush_long",
@@ -138,7 +138,7 @@ def store_entries(c: CompressorOperands, refs: CompressorOperands, call: FlushCa
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
-    run(call.slots, call.positions, call.layer, refs)
+    launch(call.slots, call.positions, call.layer, refs)
 
 
 def _run(worker, first, writer, with_states):
@@ -187,10 +187,12 @@ def _find_window(worker, first, end) -> WindowLocation:
     scans = min(MAX_SCANS, -(-worker.plan.share // SCAN))
 
     def search(start):
-        seen = [scan(ctx, start, 1, i * SCAN, end) for i in range(scans)]
-        found = [vectors.ballot(jnp.where(exists & is_last(ctx, position), 1, 0)) for _, exists, _, position in seen]
+        scanned = [scan(ctx, start, 1, i * SCAN, end) for i in range(scans)]
+        closing_bits = [
+            vectors.ballot(jnp.where(exists & is_last(ctx, position), 1, 0)) for _, exists, _, position in scanned
+        ]
         token = end
-        for i, bits in reversed(list(enumerate(found))):
+        for i, bits in reversed(list(enumerate(closing_bits))):
             token = jnp.where(bits != 0, start + i * SCAN + vectors.lowest_bit(bits), token)
         return token
 
@@ -337,5 +339,5 @@ def _across(worker, count, uses, combine, x):
     worker.sums_smem.at[pl.ds(base + ctx.first, p.channels)][...] = x
     barriers.sync_block(worker.block_barrier)
     slices = (worker.sums_smem.at[pl.ds(base + at, SLICE)] for at in range(0, p.c.dim, SLICE))
-    found = [vectors.load_repeated(x, p.channels) for x in slices]
-    return tree_sum(found) if combine is jnp.add else functools.reduce(combine, found)
+    slice_values = [vectors.load_repeated(x, p.channels) for x in slices]
+    return tree_sum(slice_values) if combine is jnp.add else functools.reduce(combine, slice_values)

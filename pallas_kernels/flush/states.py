@@ -85,13 +85,13 @@ def run_workers(
         worker = lax.axis_index("block") * WARPGROUPS + warpgroup
         number = jnp.where(worker < workers, worker, tokens)
         for j, c in enumerate(compressors):
-            own = {buffer: smem[buffer].at[pl.ds(warpgroup * strides[buffer], n)] for buffer, n in sizes(c).items()}
+            buffers = {buffer: smem[buffer].at[pl.ds(warpgroup * strides[buffer], n)] for buffer, n in sizes(c).items()}
             ctx = FlushContext(
-                c, operands_gmem[j].of_layer(layer_gmem), slots_gmem, positions_gmem, call.max_tokens, **own
+                c, operands_gmem[j].of_layer(layer_gmem), slots_gmem, positions_gmem, call.max_tokens, **buffers
             )
             pl.when(lax.axis_index("compressor") == j)(functools.partial(work, ctx, number))
 
-    run = kernel(
+    launch = kernel(
         run_compressors,
         out_type=(),
         kernel_name=name,
@@ -103,7 +103,7 @@ def run_workers(
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=call.interpret,
     )
-    run(call.slots, call.positions, call.layer, refs)
+    launch(call.slots, call.positions, call.layer, refs)
 
 
 def _store_rows(ctx, first, step, share):

@@ -95,17 +95,17 @@ def collapse(p: CollapseProblem, streams, partials, weights, layer, *, interpret
         exchange_smem=plgpu.SMEM((THREADS,), jnp.float32),
         pre_full=plgpu.Barrier(num_barriers=STAGES),
     )
-    run = kernel(
+    launch = kernel(
         functools.partial(_body, p),
         out_type=(jax.ShapeDtypeStruct((p.tokens, p.width), jnp.bfloat16), mixing_type),
         kernel_name="hyper_connections_collapse",
         grid={"block": min(3 if interpret else MULTIPROCESSORS, p.groups)},
         num_threads=p.workers + 1,
-        scratch_types=dict(scratch=scratch),
+        scratch_types={"scratch": scratch},
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return run(streams, partials, weights, layer)
+    return launch(streams, partials, weights, layer)
 
 
 def _body(p, streams_gmem, partials_gmem, weights_gmem, layer_gmem, x_gmem, mixing_gmem, scratch):
@@ -123,10 +123,10 @@ def _body(p, streams_gmem, partials_gmem, weights_gmem, layer_gmem, x_gmem, mixi
 
 def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, scratch):
     block, blocks, count = groups
-    own = pl.ds(warpgroup * CHANNELS, CHANNELS)
+    own_channels = pl.ds(warpgroup * CHANNELS, CHANNELS)
     layout = plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=8)
     load = functools.partial(plgpu.load, layout=layout, optimized=False)
-    norm_weight = load(weight_gmem.at[own])
+    norm_weight = load(weight_gmem.at[own_channels])
     turns = p.tokens_each // p.step
 
     def token_of(i, turn, n):
@@ -135,7 +135,7 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, s
     def load_streams(i, turn):
         """Loads the streams of the tokens that are collapsed together."""
         tokens = [jnp.minimum(token_of(i, turn, n), p.tokens - 1) for n in range(p.step)]
-        return [[load(streams_gmem.at[token, j, own]) for j in range(STREAMS)] for token in tokens]
+        return [[load(streams_gmem.at[token, j, own_channels]) for j in range(STREAMS)] for token in tokens]
 
     def collapse_token(stage, parity, turn, n, four):
         """Returns a token's collapsed channels, and leaves the sums of their squares to the other warpgroups."""
@@ -162,7 +162,7 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, s
                 scale = lax.rsqrt(_pairwise_sum(squares) * (1 / p.width) + p.norm_eps)
                 token = token_of(i, turn, n)
                 value = (norm_weight * (value * scale)).astype(jnp.bfloat16)
-                pl.when(token < p.tokens)(functools.partial(x_gmem.__setitem__, (token, own), value))
+                pl.when(token < p.tokens)(functools.partial(x_gmem.__setitem__, (token, own_channels), value))
         plgpu.barrier_arrive(scratch.pre_empty.at[stage])
         return ahead
 
@@ -255,11 +255,11 @@ def _emit_mixing_matrix(logits, iterations, eps):
 
     comb = [softmax([_emit_from_lane(logits, (2 + j) * STREAMS + k)[0] for k in places]) for j in places]
     flat = [thread_ops.bits(x) for row in columns(comb) for x in row]
-    found = flat[0]
+    entry = flat[0]
     lane = thread_ops.lane()
     for number, x in enumerate(thread_ops.loop(iterations - 1, iterate, *flat), 2 * STREAMS):
-        found = lane.equals(number).where(x, found)
-    return [thread_ops.as_float(found)]
+        entry = lane.equals(number).where(x, entry)
+    return [thread_ops.as_float(entry)]
 
 
 @primitive

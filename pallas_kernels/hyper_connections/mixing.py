@@ -63,7 +63,7 @@ def mixed_streams(streams: jax.Array, y: jax.Array, mixing: jax.Array) -> jax.Ar
 def add_channels(refs: StreamRefs, index: jax.Array, channels: int) -> None:
     """Writes a slice of the new streams of all tokens, and its sums."""
     columns = pl.ds(index * channels, channels)
-    first = index * SUMS
+    sums_start = index * SUMS
     rows, width = refs.fn.shape
     values = refs.streams[:, :, columns].astype(jnp.float32)
     if refs.y is not None:
@@ -71,24 +71,24 @@ def add_channels(refs: StreamRefs, index: jax.Array, channels: int) -> None:
         refs.new[:, :, columns] = values.astype(jnp.bfloat16)
     weights = [refs.fn[:, pl.ds(j * (width // STREAMS) + columns.start, channels)] for j in range(STREAMS)]
     products = jnp.einsum("tjd,rjd->tr", values, jnp.stack(weights, 1), precision="highest")
-    refs.partials[:, pl.ds(first, rows)] = products
-    refs.partials[:, pl.ds(first + SQUARES, 1)] = jnp.sum(values * values, axis=(1, 2))[:, None]
+    refs.partials[:, pl.ds(sums_start, rows)] = products
+    refs.partials[:, pl.ds(sums_start + SQUARES, 1)] = jnp.sum(values * values, axis=(1, 2))[:, None]
 
 
 def load_streams(streams: Any, y: Any, token: U32, channel: U32) -> list[list[U32]]:
     """Loads 8 channels of each of a token's streams, and of y if there is one, four words each."""
     width = streams.type.shape[2]
-    first = mlir.element(streams, token * (STREAMS * width) + channel, 2)
-    fours = [words.load_four(mlir.at(first, 2 * width * j)) for j in range(STREAMS)]
+    pointer = mlir.element(streams, token * (STREAMS * width) + channel, 2)
+    fours = [words.load_four(mlir.at(pointer, 2 * width * j)) for j in range(STREAMS)]
     return fours if y is None else [*fours, words.load_four(mlir.element(y, token * width + channel, 2))]
 
 
 def store_streams(new: Any, token: U32, channel: U32, fours: Sequence[Sequence[U32]]) -> None:
     """Stores 8 channels of each of a token's new streams."""
     width = new.type.shape[2]
-    first = mlir.element(new, token * (STREAMS * width) + channel, 2)
+    pointer = mlir.element(new, token * (STREAMS * width) + channel, 2)
     for k in range(STREAMS):
-        words.store_four(mlir.at(first, 2 * width * k), fours[k])
+        words.store_four(mlir.at(pointer, 2 * width * k), fours[k])
 
 
 def load_factors(pointer: Any) -> list[list[Any]]:

@@ -86,10 +86,10 @@ class _Thread:
 
     def load_streams(self, token):
         """Returns this thread's stream, or all streams and the factors of them and y."""
-        first = token * (STREAMS * self.width) + self.column
+        index = token * (STREAMS * self.width) + self.column
         if self.refs.y is None:
-            return [self.load_bf16(mlir.element(self.refs.streams, first + self.warp * self.width))], []
-        start = mlir.element(self.refs.streams, first)
+            return [self.load_bf16(mlir.element(self.refs.streams, index + self.warp * self.width))], []
+        start = mlir.element(self.refs.streams, index)
         values = [self.load_bf16(mlir.at(start, 2 * self.width * j)) for j in range(STREAMS)]
         factors = mlir.element(self.refs.mixing, token * MIXING + self.warp)
         return values, [llvm.load(self.f32, mlir.at(factors, 4 * STREAMS * (1 + j))) for j in range(1 + STREAMS)]
@@ -97,10 +97,10 @@ class _Thread:
     def sum_over_gpus(self, tokens):
         """Leaves the sums of this block's channels of y in shared memory."""
         units = CHANNELS // UNIT
-        first = self.thread // units * self.width + self.index * CHANNELS + self.thread % units * UNIT
+        index = self.thread // units * self.width + self.index * CHANNELS + self.thread % units * UNIT
         unit = mailbox.Unit(
             active=self.thread < tokens * units,
-            load=lambda: words.load_four(mlir.element(self.refs.y, first)),
+            load=lambda: words.load_four(mlir.element(self.refs.y, index)),
             store=lambda four: thread_ops.store_vector(thread_ops.shared(self.total) + (self.thread << 4), four),
         )
         mailbox.exchange(self.index, self.refs.table, [unit])

@@ -61,20 +61,20 @@ def launch(streams, fn, layer, added, new_type, interpret):
     padded = -(-tokens // WARPS) * WARPS
     weights = (CHUNKS * STREAMS, columns, CHUNK)
     operand = (warpgroups, STREAMS, TOKENS, CHUNK)
-    run = kernel(
+    launch = kernel(
         body,
         out_type=(new_type, jax.ShapeDtypeStruct((slices, padded, SUMS), jnp.float32)),
         kernel_name="hyper_connections_many",
         grid={"slice": slices, "group": groups},
         num_threads=warpgroups,
-        scratch_types=dict(
-            operand_smem=plgpu.SMEM(operand, jnp.bfloat16, transforms=TRANSFORMS),
-            weights_smem=plgpu.SMEM(weights, jnp.bfloat16, transforms=TRANSFORMS),
-            weights_ready=plgpu.Barrier(num_arrivals=warpgroups),
-        ),
+        scratch_types={
+            "operand_smem": plgpu.SMEM(operand, jnp.bfloat16, transforms=TRANSFORMS),
+            "weights_smem": plgpu.SMEM(weights, jnp.bfloat16, transforms=TRANSFORMS),
+            "weights_ready": plgpu.Barrier(num_arrivals=warpgroups),
+        },
         interpret=interpret,
     )
-    new, partials = run(streams, fn, layer, added)
+    new, partials = launch(streams, fn, layer, added)
     return new, partials.reshape(slices, -1)
 
 
@@ -151,8 +151,8 @@ def _emit_split_weight(target, fn, index, warpgroup):
         row = unit // (STREAMS * eights)
         j = (unit // eights) % STREAMS
         eight = unit % eights
-        own = row.minimum(rows - 1)
-        start = mlir.element(fn, own * (STREAMS * width) + j * width + column + eight * 8, 4)
+        clamped_row = row.minimum(rows - 1)
+        start = mlir.element(fn, clamped_row * (STREAMS * width) + j * width + column + eight * 8, 4)
         values = [(row < rows).where(x, 0) for i in range(2) for x in words.load_four(mlir.at(start, 16 * i))]
         chunk = eight // (CHUNK // 8)
         inner = eight % (CHUNK // 8)
@@ -297,7 +297,7 @@ def _emit_store_sums(partials, start, acc, squares):
     thread = mlir.thread()
     warp = thread >> 5
     lane = thread & 31
-    first = start + (warp << 4)
+    first_row = start + (warp << 4)
 
     def place(row, column):
         return mlir.element(partials, (row << 5) + column)
@@ -307,10 +307,10 @@ def _emit_store_sums(partials, start, acc, squares):
     share = len(registers) // PARTS
     for i in range(share):
         total = arith.addf(arith.addf(registers[i + 2 * share], registers[i + share]), registers[i])
-        row = first + (lane >> 2) + 8 * (i % 2)
+        row = first_row + (lane >> 2) + 8 * (i % 2)
         llvm.store(total, place(row, U32(8 * (i // 2)) + ((lane & 3) << 1)), alignment=8)
     with thread_ops.when((lane & 7) < ROWS):
-        row = first + ((lane & 7) << 2) + (lane >> 3)
+        row = first_row + ((lane & 7) << 2) + (lane >> 3)
         llvm.store(mlir.scalar(squares), place(row, U32(SQUARES)), alignment=4)
 
 

@@ -103,10 +103,10 @@ class ChunkScorer:
             pl.when(i < self.chunk.count)(lambda i=i: plgpu.barrier_wait(self.scratch.queries_full.at[i]))
         tiles = self.chunk.end_tile - self.chunk.first_tile
         warpgroups = self.config.warpgroups
-        own = lax.div(jnp.maximum(tiles - self.warpgroup, 0) + (warpgroups - 1), warpgroups)
+        own_tiles = lax.div(jnp.maximum(tiles - self.warpgroup, 0) + (warpgroups - 1), warpgroups)
         with jax.named_scope("score_tiles"):
-            runs = lax.div(own + (FLAGS - 1), FLAGS)
-            lax.fori_loop(0, runs, functools.partial(self._score_run, own), (block_ids, missing))
+            runs = lax.div(own_tiles + (FLAGS - 1), FLAGS)
+            lax.fori_loop(0, runs, functools.partial(self._score_run, own_tiles), (block_ids, missing))
         wait_copies(0)
 
     def _load_queries(self):
@@ -202,14 +202,14 @@ class ChunkScorer:
     def _operands(self, i, block_ids):
         """Returns the operands of `score` and `score_far` that do not depend on the token."""
         nvfp4_factor = self.keys.layout.global_scale * 2.0**key_tiles.SHIFT
-        return dict(
-            queries=self.scratch.queries_smem,
-            weights=self.scratch.weights_smem,
-            out=self.out_gmem,
-            first=self._tile(i) * KEYS,
-            block=block_ids,
-            factor=2.0 ** (-2 * key_tiles.TOP) if self.keys.is_mxfp4 else nvfp4_factor,
-        )
+        return {
+            "queries": self.scratch.queries_smem,
+            "weights": self.scratch.weights_smem,
+            "out": self.out_gmem,
+            "first": self._tile(i) * KEYS,
+            "block": block_ids,
+            "factor": 2.0 ** (-2 * key_tiles.TOP) if self.keys.is_mxfp4 else nvfp4_factor,
+        }
 
 
 def _push_sign(words, block_ids):

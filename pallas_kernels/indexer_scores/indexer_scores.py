@@ -91,19 +91,19 @@ def indexer_scores(
             def up_to(share):
                 return jnp.minimum(lax.div(jnp.maximum(share - base, 0) + (count - 1), count), tiles)
 
-            first = up_to(begin)
-            last = up_to(end)
+            first_tile = up_to(begin)
+            end_tile = up_to(end)
 
-            @pl.when(last > first)
+            @pl.when(end_tile > first_tile)
             def _():
-                chunk = Chunk(token, count, jnp.minimum(slot, keys.block_table.shape[0] - 1), first, last)
+                chunk = Chunk(token, count, jnp.minimum(slot, keys.block_table.shape[0] - 1), first_tile, end_tile)
                 ChunkScorer(config, chunk, warpgroup, q_gmem, weights_gmem, keys, out_gmem, scratch).run()
 
             return token + count, base + count * tiles
 
         lax.while_loop(lambda state: (state[0] < tokens) & (state[1] < end), score_next_chunk, (token, base))
 
-    run = kernel(
+    launch = kernel(
         body,
         out_type=jax.ShapeDtypeStruct((tokens, keys.max_keys), jnp.float32),
         kernel_name="indexer_scores",
@@ -113,4 +113,4 @@ def indexer_scores(
         interpret=interpret,
     )
     pools = dataclasses.replace(keys, layer=None)
-    return run(keys.layer.reshape(1), slots, positions, q, weights, pools, shares)
+    return launch(keys.layer.reshape(1), slots, positions, q, weights, pools, shares)

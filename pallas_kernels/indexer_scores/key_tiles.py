@@ -318,8 +318,8 @@ def code_values(words):
 
 def largest_scales(scales):
     """Emits the largest scale bytes of a thread's two keys; `scales` are the two that the thread has itself."""
-    first, second = map(U32, scales)
-    both = first | second << 16
+    scale, other_scale = map(U32, scales)
+    both = scale | other_scale << 16
     for distance in (1, 2):
         other = U32(mgpu.utils.shfl_bfly(both.value, distance))
         both = thread_ops.pure("max.u16x2 $0, $1, $2;", both, other)

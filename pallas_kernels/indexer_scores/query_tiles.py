@@ -70,10 +70,10 @@ def spread_angles(x: jax.Array) -> jax.Array:
 @mlir.emits(spread_angles, plgpu.Layout.WG_STRIDED((ANGLES,), vec_size=2), returns=_PAIRS)
 def _emit_spread_angles(x):
     pair = [thread_ops.bits(value) for value in mlir.values(x)]
-    first = (thread_ops.lane() & 3) * (HELD // 4)
+    first_lane = (thread_ops.lane() & 3) * (HELD // 4)
     for i in range(HELD // 2):
         code = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
-        yield thread_ops.as_float(thread_ops.ptx(code, pair[i % 2], first + i // 2))
+        yield thread_ops.as_float(thread_ops.ptx(code, pair[i % 2], first_lane + i // 2))
 
 
 @primitive
@@ -94,9 +94,9 @@ def _emit_turn(x, cos, sin, first):
         even, odd = x[2 * i : 2 * i + 2]
         turned_even = arith.subf(times(even, cosine), times(odd, sine))
         turned_odd = arith.addf(times(odd, cosine), times(even, sine))
-        here = channel + 2 * i >= first
+        is_rotated = channel + 2 * i >= first
         for new, old in zip(unpack(pack(turned_even, turned_odd)), (even, odd), strict=True):
-            yield arith.select(here.value, new, old)
+            yield arith.select(is_rotated.value, new, old)
 
 
 @primitive

@@ -64,7 +64,7 @@ def round_index_query(
     tiles = heads // query_tiles.HEADS
     splits = tiles if tokens < MULTIPROCESSORS else 1
 
-    first = DIM if inv_freq is None else DIM - 2 * inv_freq.size  # rotated channel
+    first_rotated = DIM if inv_freq is None else DIM - 2 * inv_freq.size  # rotated channel
 
     def body(q_gmem, weights_gmem, positions_gmem, inv_freq_gmem, out_gmem, scaled_gmem):
         token = lax.axis_index("token")
@@ -76,13 +76,13 @@ def round_index_query(
             head = token * heads + (split * (tiles // splits) + i) * query_tiles.HEADS
             x = query_tiles.load_heads(q_gmem, head)
             if angles is not None:
-                x = query_tiles.turn(x, *angles, first=first)
+                x = query_tiles.turn(x, *angles, first=first_rotated)
             x = query_tiles.hadamard(x) if layout.hadamard else x
             round_tile = _round_mxfp4 if mxfp4 else _round_nvfp4
             words = round_tile(x, layout, head, weights_gmem, scaled_gmem)
             query_tiles.store_words(out_gmem, head, words)
 
-    run = kernel(
+    launch = kernel(
         body,
         out_type=(rounded, jax.ShapeDtypeStruct((tokens * heads,), jnp.float32) if mxfp4 else None),
         kernel_name="round_index_query",
@@ -90,7 +90,7 @@ def round_index_query(
         interpret=interpret,
     )
     positions = None if inv_freq is None else positions
-    rounded, scaled = run(q.reshape(-1, DIM), weights.reshape(-1) if mxfp4 else None, positions, inv_freq)
+    rounded, scaled = launch(q.reshape(-1, DIM), weights.reshape(-1) if mxfp4 else None, positions, inv_freq)
     return rounded.reshape(q.shape), weights if scaled is None else scaled.reshape(weights.shape)
 
 

@@ -75,31 +75,31 @@ def bfloat16_linear(
     p = Bfloat16LinearProblem(tokens, depth, tiles // groups, tiles, splits, workers, outputs)
     stages = (STAGING_BYTES - p.exchange.num_bytes) // (2 * STEP * (ROWS + tokens))
     inbox_out, inbox = p.exchange.types(workers, interpret=interpret)
-    run = kernel(
+    launch = kernel(
         functools.partial(_body, p),
         out_type=out_types(outputs, tokens) + inbox_out,
         kernel_name="linear",
         grid={"worker": workers},
         cluster={"split": splits},
         num_threads=2,
-        scratch_types=dict(
-            inbox=inbox,
-            stages=Stages(
+        scratch_types={
+            "inbox": inbox,
+            "stages": Stages(
                 plgpu.SMEM((stages, tokens, STEP), jnp.bfloat16, transforms=TRANSFORMS),
                 plgpu.Barrier(num_barriers=stages),
                 plgpu.Barrier(num_arrivals=2, num_barriers=stages),
                 plgpu.SMEM((stages, ROWS, STEP), jnp.bfloat16, transforms=TRANSFORMS),
             ),
-        ),
+        },
         interpret=interpret,
     )
-    return tuple(run(x, weight, layer_operand(layer))[: len(outputs)])
+    return tuple(launch(x, weight, layer_operand(layer))[: len(outputs)])
 
 
 def _splits(tiles, steps):
     """Returns how many blocks share a tile: as many as run at once, a power of two. Three took longer than two."""
-    most = min(MULTIPROCESSORS // tiles, MAX_SPLITS, steps)
-    return 1 << (most.bit_length() - 1) if most else 1
+    max_splits = min(MULTIPROCESSORS // tiles, MAX_SPLITS, steps)
+    return 1 << (max_splits.bit_length() - 1) if max_splits else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +133,8 @@ def _body(p, x_gmem, weight_gmem, layer_gmem, *outs_gmem, inbox, stages):
     weight_gmem = weights_of_layer(weight_gmem, layer_gmem)
     worker, split, warpgroup = (lax.axis_index(name) for name in ("worker", "split", "warpgroup"))
     # A block's steps over the columns.
-    first, end = (lax.div((split + n) * jnp.int32(p.depth // STEP), p.splits) for n in range(2))
-    steps = end - first
+    first_step, end_step = (lax.div((split + n) * jnp.int32(p.depth // STEP), p.splits) for n in range(2))
+    steps = end_step - first_step
     tiles = lax.div(p.tiles - worker + p.workers - 1, p.workers)
     exchange = None if inbox is None else p.exchange.start(inbox, outs_gmem)
     store = functools.partial(store_tile, outs_gmem, p.outputs)
@@ -150,7 +150,7 @@ def _body(p, x_gmem, weight_gmem, layer_gmem, *outs_gmem, inbox, stages):
             exchange.add_up(tiles, lambda _, total: store(tile, total))
 
     def load():
-        load_stage = functools.partial(_load_stage, p, x_gmem, weight_gmem, stages, first, steps)
+        load_stage = functools.partial(_load_stage, p, x_gmem, weight_gmem, stages, first_step, steps)
         pl.loop(0, tiles * steps)(load_stage)
         if exchange is not None:
             barriers.wait_cluster(None)

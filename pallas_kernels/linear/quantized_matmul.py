@@ -100,21 +100,21 @@ def quantized_matmul(
     gemm = DequantGemm(FP8, depth, config.tile_tokens, WARPGROUPS, gated, blocks)
     outputs = outputs[:1] if gated else outputs
     p = QuantizedMatmulProblem(gemm, tokens, rows, row_tiles, groups, outputs, swiglu_limit, config.batch_tiles)
-    run = kernel(
+    launch = kernel(
         functools.partial(_body, p),
         out_type=out_types(outputs, tokens),
         kernel_name="quantized_matmul",
         grid={"worker": min(p.tiles, 2 if interpret else clusters)},
         cluster={"block": blocks},
         num_threads=WARPGROUPS + 1,
-        scratch_types=dict(dequant=gemm.scratch()),
+        scratch_types={"dequant": gemm.scratch()},
         interpret=interpret,
     )
     # Bulk copies take whole tiles of 8 rows, of which there may be too few.
     x = jnp.pad(x, ((0, -tokens % 8), (0, 0)))
     number = math.prod(codes.shape[:-2]) * gemm.matrices
     matrices = (array.reshape(number, -1, array.shape[-1]) for array in (codes, scales))
-    return tuple(run(x, *matrices, layer_operand(layer)))
+    return tuple(launch(x, *matrices, layer_operand(layer)))
 
 
 @dataclasses.dataclass(frozen=True)

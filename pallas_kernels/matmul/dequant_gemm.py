@@ -147,23 +147,23 @@ class DequantGemm:
     def scratch(self) -> DequantScratch:
         """Returns the types of scratch for `run`."""
         other = self.warpgroups * epilogue.STAGING_BYTES
-        arrivals = dict(num_arrivals=self.warpgroups)
+        arrivals = {"num_arrivals": self.warpgroups}
         ring: dict[str, Any] = dict.fromkeys(DequantScratch._fields)
         row_bytes = self.code_steps * self.step_bytes
         if self.code_steps > 1:
             other += CODES_STAGES * self.rows * row_bytes
-            ring |= dict(
-                codes_full=plgpu.Barrier(num_barriers=CODES_STAGES),
-                codes_empty=plgpu.Barrier(num_barriers=CODES_STAGES, **arrivals),
-            )
+            ring |= {
+                "codes_full": plgpu.Barrier(num_barriers=CODES_STAGES),
+                "codes_empty": plgpu.Barrier(num_barriers=CODES_STAGES, **arrivals),
+            }
         if self.layout.bits == 4:
             shape = SCALES_STAGES, self.matrices, self.rows // self.matrices * self.scales // SCALE_BYTES, SCALE_BYTES
             other += math.prod(shape)
-            ring |= dict(
-                scales_smem=plgpu.SMEM(shape, jnp.uint8),
-                scales_full=plgpu.Barrier(num_barriers=SCALES_STAGES),
-                scales_empty=plgpu.Barrier(num_barriers=SCALES_STAGES, **arrivals),
-            )
+            ring |= {
+                "scales_smem": plgpu.SMEM(shape, jnp.uint8),
+                "scales_full": plgpu.Barrier(num_barriers=SCALES_STAGES),
+                "scales_empty": plgpu.Barrier(num_barriers=SCALES_STAGES, **arrivals),
+            }
         stage_bytes = self.rows * self.step_bytes * (self.code_steps == 1) + 2 * self.step_columns * self.inputs
         stages = min((STAGING_BYTES - other) // stage_bytes, MAX_STAGES)
         in_cluster = functools.partial(plgpu.ClusterBarrier, collective_axes=("block",))
@@ -174,13 +174,15 @@ class DequantGemm:
         transforms = dequant_wgmma.code_transforms(self.layout, row_bytes)
         return DequantScratch(
             **ring
-            | dict(
-                codes_smem=plgpu.SMEM(codes, self.layout.dtype, transforms=transforms),
-                inputs_smem=plgpu.SMEM((stages, self.inputs, self.step_columns), jnp.bfloat16, transforms=TRANSFORMS),
-                staging_smem=plgpu.SMEM((self.warpgroups, epilogue.STAGING_BYTES), jnp.uint8),
-                stage_full=plgpu.Barrier(num_arrivals=1 + (self.code_steps == 1), num_barriers=stages),
-                stage_empty=barrier(num_barriers=stages, **arrivals),
-            )
+            | {
+                "codes_smem": plgpu.SMEM(codes, self.layout.dtype, transforms=transforms),
+                "inputs_smem": plgpu.SMEM(
+                    (stages, self.inputs, self.step_columns), jnp.bfloat16, transforms=TRANSFORMS
+                ),
+                "staging_smem": plgpu.SMEM((self.warpgroups, epilogue.STAGING_BYTES), jnp.uint8),
+                "stage_full": plgpu.Barrier(num_arrivals=1 + (self.code_steps == 1), num_barriers=stages),
+                "stage_empty": barrier(num_barriers=stages, **arrivals),
+            }
         )
 
     def run(self, warpgroup: jax.Array, operands: Operands, refs: DequantScratch) -> None:
@@ -257,8 +259,8 @@ def _load_scales(gemm, operands, refs, place, number, step):
     barriers.wait_empty(refs.scales_empty, number)
     columns = pl.ds(lax.div(step, gemm.scale_steps) * SCALE_BYTES, SCALE_BYTES)
     lines = refs.scales_smem.shape[2]
-    first = lax.div(place.row, gemm.rows // gemm.matrices) * lines
-    scales_gmem = operands.scales_gmem.at[pl.ds(place.matrix, gemm.matrices), pl.ds(first, lines), columns]
+    first_line = lax.div(place.row, gemm.rows // gemm.matrices) * lines
+    scales_gmem = operands.scales_gmem.at[pl.ds(place.matrix, gemm.matrices), pl.ds(first_line, lines), columns]
     plgpu.copy_gmem_to_smem(scales_gmem, refs.scales_smem.at[slot], refs.scales_full.at[slot])
 
 

@@ -157,9 +157,9 @@ def _fp8_unpacker(place, other, scales):
     def unpack(chunk):
         steps: list[list[Any]] = [[None] * 4 for _ in range(4)]
         for step in range(4):
-            here = place ^ (4 * chunk + step << 4)
+            step_place = place ^ (4 * chunk + step << 4)
             for half in range(2):
-                low, high = (_load(here, half * other + 8 * i, "u16") for i in range(2))
+                low, high = (_load(step_place, half * other + 8 * i, "u16") for i in range(2))
                 # Bytes 0 and 2 are columns 2i and 2i + 1; 1 and 3 those 8 further on.
                 word = _permute_bytes(low, high, 0x5140)
                 for pair, x in enumerate((word << 8, word)):
@@ -206,13 +206,13 @@ def _multiply(sums, weights, inputs, chunk, chunks):
     start = arith.shrui(arith.andi(start, mlir.i64(0x3FFFF)), mlir.i64(4))
     # The stride from 8 rows to the next, and the 128-byte swizzle.
     descriptor = arith.ori(start, mlir.i64(1 << 62 | (chunks * 1024 >> 4) << 32 | 1 << 16))
-    held = ", ".join(f"${i}" for i in range(size))
+    registers = ", ".join(f"${i}" for i in range(size))
     lines = ["{ .reg .pred p; .reg .b64 d; setp.eq.b32 p, 0, 0; wgmma.fence.sync.aligned;"]
     for step in range(4):
         a = ", ".join(f"${size + 4 * step + i}" for i in range(4))
         lines += [
             f"add.s64 d, ${size + 16}, {step * 32 >> 4};",
-            f"wgmma.mma_async.sync.aligned.m64n{2 * size}k16.f32.bf16.bf16 {{{held}}}, {{{a}}}, d, p, 1, 1, 0;",
+            f"wgmma.mma_async.sync.aligned.m64n{2 * size}k16.f32.bf16.bf16 {{{registers}}}, {{{a}}}, d, p, 1, 1, 0;",
         ]
     lines.append("wgmma.commit_group.sync.aligned; }")
     results = [mlir.f32_type()] * size

@@ -90,18 +90,18 @@ def store_many(
     be in float32 if there is no limit. An input's row is its number, or its entry of `rows_gmem` int32. SwiGLU is
     multiplied by `weights_gmem` float32, if given, and stored in FP4's order if `permuted`, see `permute_columns`.
     """
-    column, first, end = place
+    column, first_input, end = place
     values = _finished(sums, limit)
     values = permute_columns(values) if permuted else values
 
     @pl.loop(0, values.shape[0])
     def _(n):
-        @pl.when(first + n < end)
+        @pl.when(first_input + n < end)
         def _():
-            row = first + n if rows_gmem is None else rows_gmem[first + n]
-            own = lax.dynamic_index_in_dim(values, n, keepdims=False)
-            own = own if weights_gmem is None else own * weights_gmem[first + n]
-            out_gmem[row, pl.ds(column, own.size)] = own.astype(out_gmem.dtype)
+            row = first_input + n if rows_gmem is None else rows_gmem[first_input + n]
+            row_values = lax.dynamic_index_in_dim(values, n, keepdims=False)
+            row_values = row_values if weights_gmem is None else row_values * weights_gmem[first_input + n]
+            out_gmem[row, pl.ds(column, row_values.size)] = row_values.astype(out_gmem.dtype)
 
 
 @mlir.emits(store_many, layout=wgmma.layout)
@@ -139,7 +139,7 @@ def _put_transposed(held, start, place):
 
 def _put_swiglu(held, limit, inputs, weights, permuted, start, place):
     """Leaves the lines of SwiGLU of the inputs from `start` on in shared memory."""
-    first, end = inputs
+    first_input, end = inputs
     f32 = mlir.f32_type()
     thread = mlir.thread()
     warp = thread >> 5
@@ -153,7 +153,7 @@ def _put_swiglu(held, limit, inputs, weights, permuted, start, place):
             value = _emit_swiglu(held[n // 2 + i], held[n // 2 + 2 + i], limit)
             if weights is not None:
                 # Beyond the end the last row's weight is read, and nothing stored.
-                weight = llvm.load(f32, _element(weights, (first + inner).minimum(end - 1), f32))
+                weight = llvm.load(f32, _element(weights, (first_input + inner).minimum(end - 1), f32))
                 value = arith.mulf(value, weight)
             at = place + (inner - start) * LINE_BYTES + position * 2
             code = "{ .reg .b16 s, t; mov.b32 {s, t}, $1; st.shared.b16 [$0], s; }"
@@ -164,7 +164,7 @@ def _store_lines(
     out: Any, inputs: int, put: Callable[[int, U32], None], width: int, place: tuple[U32, ...], staging, rows=None
 ):
     """Stores lines of `width` bfloat16; `put(start, address)` leaves those of the inputs from `start` on in memory."""
-    column, first, end = place
+    column, first_input, end = place
     memory = ops.shared(staging)
     thread = mlir.thread()
     size = width // 8
@@ -176,7 +176,7 @@ def _store_lines(
         for turn in range(0, min(COLUMNS, inputs - start) * size, mlir.THREADS):
             line = (thread + turn) // size
             part = (thread + turn) % size
-            row = first + start + line
+            row = first_input + start + line
             inside = row < end
             if start + COLUMNS > inputs:
                 inside = inside & (line < inputs - start)

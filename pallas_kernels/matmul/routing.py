@@ -60,10 +60,10 @@ def group_pairs(selected_gmem, table_gmem, counts_gmem, experts: int, scratch_sm
     """
     groups = table_gmem.shape[0] // GROUP_WORDS
     chosen = selected_gmem[...]
-    pairs, here, rank, sizes = rank_pairs(chosen, experts)
+    pairs, has_expert, rank, sizes = rank_pairs(chosen, experts)
     filled = (sizes + GROUP_SIZE - 1) // GROUP_SIZE
-    first = jnp.cumsum(filled) - filled
-    place = jnp.where(here, first[jnp.where(here, chosen, 0)] + rank // GROUP_SIZE, groups)
+    first_group = jnp.cumsum(filled) - filled
+    place = jnp.where(has_expert, first_group[jnp.where(has_expert, chosen, 0)] + rank // GROUP_SIZE, groups)
     rows = jnp.full((groups, GROUP_WORDS), -1, jnp.int32).at[place, 0].set(chosen, mode="drop")
     table_gmem[...] = rows.at[place, FIRST_PAIR + rank % GROUP_SIZE].set(pairs, mode="drop").reshape(-1)
     counts_gmem[...] = jnp.zeros(counts_gmem.shape, jnp.int32).at[0].set(jnp.sum(filled))

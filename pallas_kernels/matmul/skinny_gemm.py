@@ -221,13 +221,13 @@ def _copy_stage(gemm, product, refs, before, i):
 @jax.named_scope("multiply")
 def _multiply(gemm, products, refs, warpgroup):
     copied = jnp.int32(0)
-    done = jnp.int32(0)
+    done_tiles = jnp.int32(0)
     for product in products:
-        multiply_tile = functools.partial(_multiply_tile, gemm, product, refs, warpgroup, copied, done)
+        multiply_tile = functools.partial(_multiply_tile, gemm, product, refs, warpgroup, copied, done_tiles)
         lax.fori_loop(0, product.tiles, multiply_tile, _load_scales(product, jnp.int32(0)))
         copied += product.tiles * gemm.tile_stages(product)
-        done += product.tiles
-    barriers.wait_for_last(refs.sums_empty, done)
+        done_tiles += product.tiles
+    barriers.wait_for_last(refs.sums_empty, done_tiles)
 
 
 def _multiply_tile(gemm, product, refs, warpgroup, copied, done, tile, scales):
@@ -264,16 +264,16 @@ def _multiply_steps(gemm, product, refs, warpgroup, copied, tile, scales):
     tile_stages = gemm.tile_stages(product)
     codes_smem = refs.codes(product.layout)
     # Stages take turns, so a warpgroup has the same ones also where a tile has fewer steps than four.
-    first = warpgroup
+    first_step = warpgroup
     count = tile_stages // MULTIPLIERS
     scale_lines = ROWS * product.scale_bytes // SCALE_BYTES
     if tile_stages < MULTIPLIERS:
-        first = (warpgroup - copied - tile * tile_stages) & (MULTIPLIERS - 1)
-        count = (first < tile_stages).astype(jnp.int32)
+        first_step = (warpgroup - copied - tile * tile_stages) & (MULTIPLIERS - 1)
+        count = (first_step < tile_stages).astype(jnp.int32)
 
     def add_stage(i, acc):
         per_step = gemm.stages_per_step
-        step = (lax.div(i, per_step) * MULTIPLIERS + first) * per_step + lax.rem(i, per_step)
+        step = (lax.div(i, per_step) * MULTIPLIERS + first_step) * per_step + lax.rem(i, per_step)
         stage = barriers.turn(refs.weights_full, copied + tile * tile_stages + step)
         plgpu.barrier_wait(refs.weights_full.at[stage])
         operand = refs.scales_smem.at[stage, pl.ds(0, scale_lines)] if layout.bits == 4 else scales
@@ -290,8 +290,8 @@ def _load_scales(product, tile):
     if product.layout.bits != 8:
         return jnp.int32(0)
     rows = [lax.div(row, SCALED) for row in product.rows_of(tile)[: 1 + product.gated]]
-    first = lax.div(jnp.int32(product.first_column), SCALED)
-    return skinny_mma.load_scales(product.scales_gmem, rows, first)
+    first_block = lax.div(jnp.int32(product.first_column), SCALED)
+    return skinny_mma.load_scales(product.scales_gmem, rows, first_block)
 
 
 def _add_in_turn(refs, acc, warpgroup, slot):
@@ -311,10 +311,10 @@ def _add_in_turn(refs, acc, warpgroup, slot):
 
 @jax.named_scope("finish_tiles")
 def _finish_tiles(gemm, products, refs):
-    done = jnp.int32(0)
+    done_tiles = jnp.int32(0)
     for product in products:
-        pl.loop(0, product.tiles)(functools.partial(_finish_tile, gemm, product, refs, done))
-        done += product.tiles
+        pl.loop(0, product.tiles)(functools.partial(_finish_tile, gemm, product, refs, done_tiles))
+        done_tiles += product.tiles
 
 
 def _finish_tile(gemm, product, refs, done, tile):

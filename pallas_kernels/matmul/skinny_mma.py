@@ -46,11 +46,11 @@ def load_scales(scales_gmem, rows: Sequence[jax.Array], first: jax.Array) -> jax
     """
     blocks = first + 2 * (lax.iota(jnp.int32, mlir.THREADS) % mlir.WARP)
     count = scales_gmem.shape[1]
-    found = jnp.zeros(mlir.THREADS, jnp.int32)
+    words = jnp.zeros(mlir.THREADS, jnp.int32)
     for place, (row, i) in enumerate(itertools.product(rows, range(2))):
         scale = jnp.where(blocks + i < count, scales_gmem[row][jnp.minimum(blocks + i, count - 1)], 0)
-        found |= scale.astype(jnp.int32) << 8 * place
-    return found
+        words |= scale.astype(jnp.int32) << 8 * place
+    return words
 
 
 @mlir.emits(
@@ -85,8 +85,8 @@ def multiply_add(
     size = values.shape[1]
     if layout.bits == 4:
         table = scales[...].reshape(ROWS, -1)
-        first = lax.rem(step * (size // 32), table.shape[1])
-        exponents = lax.dynamic_slice_in_dim(table, first, size // 32, axis=1).astype(jnp.int32)
+        first_scale = lax.rem(step * (size // 32), table.shape[1])
+        exponents = lax.dynamic_slice_in_dim(table, first_scale, size // 32, axis=1).astype(jnp.int32)
         values *= decode_scales(jnp.repeat(exponents, 32, axis=1))
     elif layout.bits == 8:
         block = (step * size + lax.iota(jnp.int32, size)) // quantized_weights.SCALED
@@ -166,8 +166,8 @@ def _weights_fp(layout, factors, segment, places):
 def _weights_bf16(late, segment, places):
     """Yields the units of two segments as `_weights_fp` does; a thread whose `late` is 1 begins with the second."""
     for unit in range(2):
-        own = late ^ unit
-        yield own, [fp8_pairs(thread_ops.load_vector(place + (own << 4))) for place in places]
+        segment_unit = late ^ unit
+        yield segment_unit, [fp8_pairs(thread_ops.load_vector(place + (segment_unit << 4))) for place in places]
 
 
 def _factors_fp4(scales, thread, step, segments, gated):
@@ -191,9 +191,9 @@ def _factors_fp8(scales, thread, step, segments, gated):
     def factors(segment):
         # A scale for two segments.
         block = (step * segments + segment) >> 1
-        found = thread_ops.ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", word, block >> 1)
-        found = found >> ((block & 1) << 3)
-        halves = [power_pair((found >> 16 * half & 255) + (120 - SHIFT)) for half in range(1 + gated)]
+        scales_of_blocks = thread_ops.ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", word, block >> 1)
+        scales_of_blocks = scales_of_blocks >> ((block & 1) << 3)
+        halves = [power_pair((scales_of_blocks >> 16 * half & 255) + (120 - SHIFT)) for half in range(1 + gated)]
         return [halves[0], halves[-1]]
 
     return factors

@@ -90,12 +90,12 @@ def e2m1_pairs(word: U32) -> list[U32]:
     A code has the sign, exponent and mantissa bits of a bfloat16, without the gap between sign and exponent. One
     instruction makes that gap for two pairs, the second of which lies 4 bits lower.
     """
-    found = []
+    pairs = []
     for signs, others in (word << 8, word << 2), (word, word >> 6):
         # signs & mask | others & ~mask in one instruction, which compilers do not find.
         both = thread_ops.pure("lop3.b32 $0, $1, $2, 0x88008800, 0xe4;", signs, others)
-        found += [both << 4 & 0x81C081C0, both & 0x81C081C0]
-    return found
+        pairs += [both << 4 & 0x81C081C0, both & 0x81C081C0]
+    return pairs
 
 
 def e4m3_pairs(word: U32) -> list[U32]:

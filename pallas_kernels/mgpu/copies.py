@@ -51,9 +51,9 @@ def _emit_start_copy(target, source, row, column, *, below=0, other=None):
     offset = arith.addi(arith.muli(row, mlir.i64(width)), mlir.to_i64(mlir.scalar(column)))
     there = mlir.at(mlir.at(base, offset, mlir.f32_type()), 4 * below * width)
     own_part = arith.muli(mlir.wide_thread(), mlir.i64(per_thread))
-    here = mlir.at(mlir.shared_pointer(target), own_part, mlir.f32_type())
+    own_place = mlir.at(mlir.shared_pointer(target), own_part, mlir.f32_type())
     cache = nvvm.LoadCacheModifierKind.CG if per_thread == 4 else nvvm.LoadCacheModifierKind.CA
-    nvvm.cp_async_shared_global(here, there, 4 * per_thread, cache)
+    nvvm.cp_async_shared_global(own_place, there, 4 * per_thread, cache)
 
 
 @primitive

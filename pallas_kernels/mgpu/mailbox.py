@@ -91,10 +91,10 @@ def exchange(block: U32, table_gmem: Any, units: Sequence[Unit]) -> None:
     ranks = _num_ranks(table_gmem.type)
     addresses = [load_address(i) for i in range(PEERS + ranks)]
     rank = U32(arith.trunci(mlir.int_type(), addresses[0]))
-    own = addresses[OWN]
+    own_mailbox = addresses[OWN]
     peers = addresses[PEERS:]
     thread = mlir.thread()
-    counter = _add_offset(own, counter_offset(block, ranks=ranks))
+    counter = _add_offset(own_mailbox, counter_offset(block, ranks=ranks))
     call = thread_ops.ptx("ld.volatile.global.u32 $0, [$1];", counter) + 1
     thread_ops.sync()  # all threads have read the counter
     with thread_ops.when(thread.equals(0)):
@@ -111,8 +111,8 @@ def exchange(block: U32, table_gmem: Any, units: Sequence[Unit]) -> None:
     rank_stride = slot_offset(0, 1, 0, 0, 0, ranks=ranks)
     for round_, unit in enumerate(units):
         with thread_ops.when(unit.active):
-            first = _add_offset(own, slot_offset(generation, 0, round_, block, thread, ranks=ranks))
-            received = _receive(first, call, ranks, rank_stride)
+            address = _add_offset(own_mailbox, slot_offset(generation, 0, round_, block, thread, ranks=ranks))
+            received = _receive(address, call, ranks, rank_stride)
             values = [[x for word in four for x in words.unpack(word)] for four in received]
             total = [functools.reduce(arith.addf, terms) for terms in zip(*values, strict=True)]
             unit.store([words.pack(*total[i : i + 2]) for i in range(0, UNIT, 2)])

@@ -79,8 +79,8 @@ def emits(primitive: Any, *layouts: Any, layout: Callable[..., Any] | None = Non
             places = [i for i, leaf in enumerate(leaves) if _is_operand(leaf)]
 
             def emit_with(*operands):
-                given = dict(enumerate(leaves)) | dict(zip(places, operands, strict=True))
-                args, kwargs = jax.tree.unflatten(structure, given.values())
+                merged = dict(enumerate(leaves)) | dict(zip(places, operands, strict=True))
+                args, kwargs = jax.tree.unflatten(structure, merged.values())
                 return emit(*args, **kwargs)
 
             operands = itertools.zip_longest((leaves[i] for i in places), layouts)
@@ -152,12 +152,12 @@ def ptx(
     constraints = [f"={_constraint(kind)}" for kind in types] + [_constraint(x.type) for x in operands]
     constraints += [str(i) for i in range(len(in_out))]
     convergent = not pure if convergent is None else convergent
-    done: Any = llvm.inline_asm(
+    value: Any = llvm.inline_asm(
         packed, [*operands, *in_out], code, ",".join(constraints), has_side_effects=not pure, convergent=convergent
     )
     if isinstance(results, ir.Type):
-        return done
-    return [done] if len(types) == 1 else [llvm.extractvalue(kind, done, [i]) for i, kind in enumerate(types)]
+        return value
+    return [value] if len(types) == 1 else [llvm.extractvalue(kind, value, [i]) for i, kind in enumerate(types)]
 
 
 def _constraint(kind):

@@ -71,9 +71,9 @@ def put(x: jax.Array, target, block: int, barrier) -> None:
     """Stores a vector x [size] in `target` [size] of a block of the cluster, whose barrier [2] int32 counts it."""
 
     def emit(x, target, barrier):
-        own = thread_ops.thread() % THREADS * (4 * x.layout.vec_size)
+        offset = thread_ops.thread() % THREADS * (4 * x.layout.vec_size)
         address, counted = (U32(thread_ops.shared(ref)) for ref in (target, barrier))
         values = [mgpu.utils.bitcast(value, mlir.int_type()) for value in mlir.values(x)]
-        send(thread_ops.peer(address + own, block), values, thread_ops.peer(counted, block))
+        send(thread_ops.peer(address + offset, block), values, thread_ops.peer(counted, block))
 
     vectors.inline(emit, x, target, barrier)

@@ -126,12 +126,12 @@ def store_channels(ref, x: jax.Array, channel: jax.Array, *, every: int = 1) -> 
     """
     n = ref.shape[0]
     for at in range(0, x.shape[0], SLICE):
-        first = channel[at]
+        first_channel = channel[at]
 
-        @pl.when((first >= 0) & (first < n * every) & (first % every == 0))
-        def _(at=at, first=first):
+        @pl.when((first_channel >= 0) & (first_channel < n * every) & (first_channel % every == 0))
+        def _(at=at, first_channel=first_channel):
             values = x[at : at + SLICE : every]
-            ref[pl.ds(first // every, values.shape[0])] = values
+            ref[pl.ds(first_channel // every, values.shape[0])] = values
 
 
 @emits(store_channels)

@@ -143,8 +143,8 @@ def _emit_store(ref, values, *, transposed=False):
     width = values.shape[1]
     # Bytes from a row to the next, and from a column to the next.
     down, right = (size, size * stride) if transposed else (size * stride, size)
-    row, first = next(values.layout.thread_idxs(values.shape))
-    offset = arith.addi(arith.muli(row, mlir.index(down)), arith.muli(first, mlir.index(right)))
+    row, first_column = next(values.layout.thread_idxs(values.shape))
+    offset = arith.addi(arith.muli(row, mlir.index(down)), arith.muli(first_column, mlir.index(right)))
     start = mlir.at(mlir.global_pointer(ref), mlir.to_i64(offset))
     # The distance between two registers is the same in all threads: a constant, which costs no register.
     steps = values.layout.tiling.tile_strides((width, 1))
@@ -160,7 +160,7 @@ def _emit_store(ref, values, *, transposed=False):
             inside: Any = contextlib.nullcontext()
             if kind.shape[0] < width:
                 end = mlir.index(kind.shape[0] - column - i)
-                inside = mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, first, end))
+                inside = mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, first_column, end))
             with inside:
                 llvm.store(value, mlir.at(start, place + i * right), alignment=size)
 

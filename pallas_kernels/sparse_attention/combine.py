@@ -43,7 +43,7 @@ def combine(
     heads = sinks.shape[-1]
     # A block loads this many splits at once, each into columns / 128 registers of a thread.
     columns, splits_at_once = (512, splits) if splits <= 16 else (128, min(splits, 32))
-    run = kernel(
+    launch = kernel(
         functools.partial(_combine_kernel, columns, splits_at_once),
         out_type=jax.ShapeDtypeStruct((tokens, heads, dim), jnp.bfloat16),
         kernel_name="combine",
@@ -52,7 +52,7 @@ def combine(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     rotation = None if inv_freq is None else (positions, inv_freq)
-    return run(sums, stats, sinks, layer_operand(layer), rotation)
+    return launch(sums, stats, sinks, layer_operand(layer), rotation)
 
 
 def _combine_kernel(columns, splits_at_once, sums_gmem, stats_gmem, sinks_gmem, layer_gmem, rotation_gmem, out_gmem):

@@ -87,7 +87,7 @@ def decode_attention(
         out_type = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     # Interpreted blocks have no shared memory in common.
     blocks = 2 if groups % 2 == 0 and not interpret else 1
-    run = kernel(
+    launch = kernel(
         functools.partial(_decode_kernel, splits or 1, blocks),
         out_type=out_type,
         kernel_name="sparse_attention",
@@ -98,7 +98,7 @@ def decode_attention(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return run(q, sinks, layer_operand(layer), problem, angles)
+    return launch(q, sinks, layer_operand(layer), problem, angles)
 
 
 @pytree_dataclass
@@ -274,8 +274,8 @@ def _load_tiles(problem, addresses, tiles, buffers, other_block):
         biases_smem = buffers.biases_smem.at[stage]
         peer = (other_block, buffers.keys_full.at[stage]) if buffers.blocks > 1 else None
         for i in range(addresses.units):
-            first = jnp.int32((addresses.first_unit + i) * UNIT)
-            kv_tiles.store_unit(keys_smem, biases_smem, first, units[i], rows[i], layout, peer)
+            first_row = jnp.int32((addresses.first_unit + i) * UNIT)
+            kv_tiles.store_unit(keys_smem, biases_smem, first_row, units[i], rows[i], layout, peer)
             next_units.append(load_unit(tile + 1, next_rows[i]))
         buffers.signal_keys_full(stage, addresses.units)
         return next_units, next_rows, later_entries, addresses.blocks(later_entries), addresses.entries(tile + 3)

@@ -127,10 +127,10 @@ class WorkItems:
         """
 
         def step(i, carry):
-            first, tiles = carry
+            first_tile, tiles = carry
             next_tiles = self.tiles(i + 1)
-            body(i, first, tiles)
-            return first + tiles, next_tiles
+            body(i, first_tile, tiles)
+            return first_tile + tiles, next_tiles
 
         return lax.fori_loop(0, self.count, step, (jnp.int32(0), self.tiles(jnp.int32(0))))[0]
 

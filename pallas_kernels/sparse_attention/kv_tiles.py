@@ -70,8 +70,8 @@ def load_unit(first_pools, second_pools, use_second: jax.Array, row: jax.Array, 
     The pools are (nope, rope, scale) in global memory, as in `Paged`. `row` is [16] int32 row numbers, with all axes of
     a pool but the last merged; -1 = none, which is read as zeros.
     """
-    first, second = (_dequantize(pools, row, layout) for pools in (first_pools, second_pools))
-    return [jnp.where(use_second != 0, second, first)]
+    first_rows, second_rows = (_dequantize(pools, row, layout) for pools in (first_pools, second_pools))
+    return [jnp.where(use_second != 0, second_rows, first_rows)]
 
 
 def _unit_types(first_pools, second_pools, use_second, row, layout):
@@ -207,7 +207,7 @@ def _dequantize(pools, row, layout):
 # Turns two E4M3 codes into the bfloat16 pair of their values times 2**-120, subnormals included: sign-extends each byte
 # to 16 bits, moves its 7 bits to the lowest exponent and highest mantissa bits of bfloat16, and keeps those and a sign.
 _SPREAD_PAIR = "prmt.b32 {to}, ${word}, 0, {select}; shl.b32 {to}, {to}, 4; and.b32 {to}, {to}, 0x87F087F0;"
-_REGISTERS = dict(a=(4, "0x9180"), b=(4, "0xB3A2"), c=(5, "0x9180"), d=(5, "0xB3A2"))
+_REGISTERS = {"a": (4, "0x9180"), "b": (4, "0xB3A2"), "c": (5, "0x9180"), "d": (5, "0xB3A2")}
 # Decodes the 8 codes of input words 4 and 5 to registers a .. d.
 _SPREAD = "".join(_SPREAD_PAIR.format(to=to, word=word, select=select) for to, (word, select) in _REGISTERS.items())
 

@@ -95,7 +95,7 @@ def prefill_attention(
     if tokens == 0:
         return q
     blocks = min(tokens * heads // HEADS, config.blocks)
-    run = kernel(
+    launch = kernel(
         functools.partial(_prefill_kernel, blocks),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         kernel_name="sparse_attention_prefill",
@@ -108,7 +108,7 @@ def prefill_attention(
     )
     angles = None if inv_freq is None else rope_angles(rows.metadata[:, 0], inv_freq)
     rows = dataclasses.replace(rows, metadata=rows.metadata.reshape(-1))
-    return run(q, sinks, layer_operand(layer), rows, angles)
+    return launch(q, sinks, layer_operand(layer), rows, angles)
 
 
 def _check(q, sinks, layer, rows, inv_freq):

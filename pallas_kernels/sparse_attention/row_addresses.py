@@ -59,8 +59,8 @@ class AttentionProblem:
             visible = jnp.minimum(visible, self.compressed.count)
             tiles = jnp.where(position >= 0, self.window_tiles + lax.div(visible + TILE - 1, TILE), 0)
         tiles_per_split = lax.div(tiles + splits - 1, splits)
-        first = vectors.opaque(jnp.minimum(split * tiles_per_split, tiles))
-        return first, jnp.minimum(first + tiles_per_split, tiles)
+        first_tile = vectors.opaque(jnp.minimum(split * tiles_per_split, tiles))
+        return first_tile, jnp.minimum(first_tile + tiles_per_split, tiles)
 
 
 class RowAddresses:
@@ -96,7 +96,7 @@ class RowAddresses:
         paged = self.problem.compressed
         if paged is None:
             return []
-        found = []
+        units = []
         for unit in range(self.units):
             item = self._items(tile - self.problem.window_tiles, unit)
             valid = (item >= 0) & (item < paged.count) & (tile < self.last)
@@ -106,8 +106,8 @@ class RowAddresses:
             else:
                 valid &= self.position >= 0
                 entry = take(paged.indices, self.token * paged.count + jnp.clip(item, 0, paged.count - 1))
-            found.append(jnp.where(valid, entry, -1))
-        return found
+            units.append(jnp.where(valid, entry, -1))
+        return units
 
     def blocks(self, entries: list[jax.Array]) -> list[jax.Array]:
         """The blocks of each unit's entries, [16] int32."""
