@@ -13,7 +13,7 @@ from jax import lax
 
 from pallas_kernels.formats import kv_rows
 from pallas_kernels.formats.pool_operands import Paged, Rings
-from pallas_kernels.runtime.checks import check_array
+from pallas_kernels.runtime.checks import check_tokens
 from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
@@ -35,7 +35,7 @@ def gather_compressed_kv(slots: jax.Array, entries: Paged, *, interpret: bool = 
       kv [T, K, 512] bfloat16, zeros where not valid, and valid [T, K] bool: whether slot, index and block exist.
     """
     tokens, count = entries.indices.shape
-    check_array("slots", slots, jnp.int32, tokens)
+    check_tokens(tokens, slots=slots)
     entries.check(tokens)
 
     def address(item, layer, indices_gmem, slots_gmem, table_gmem):
@@ -64,8 +64,7 @@ def gather_all_compressed_kv(
     tokens = slots.shape[0]
     count = entries.count
     rate = entries.compress_rate
-    check_array("slots", slots, jnp.int32, tokens)
-    check_array("positions", positions, jnp.int32, tokens)
+    check_tokens(tokens, slots=slots, positions=positions)
     entries.check(tokens)
 
     def address(item, layer, slots_gmem, positions_gmem, table_gmem):
@@ -103,8 +102,7 @@ def gather_swa_kv(
     tokens = slots.shape[0]
     window = rings.window
     num_slots, ring = rings.pools[0].shape[1:3]
-    check_array("slots", slots, jnp.int32, tokens)
-    check_array("positions", positions, jnp.int32, tokens)
+    check_tokens(tokens, slots=slots, positions=positions)
     rings.check()
 
     def address(item, layer, slots_gmem, positions_gmem):

@@ -22,7 +22,7 @@ from pallas_kernels.formats.kv_rows import GROUP, GROUPS, WARPS
 from pallas_kernels.formats.pool_operands import Rings
 from pallas_kernels.formats.row_encoder import store_quantized
 from pallas_kernels.mgpu import bfloat16_words, mlir, vectors
-from pallas_kernels.runtime.checks import check_array, check_rules
+from pallas_kernels.runtime.checks import check_array, check_rules, check_tokens
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel, primitive
 from pallas_kernels.runtime.layer_operands import check_weight, layer_operand
@@ -113,7 +113,7 @@ def norm_rope_append(
     """
     rings.check()
     _check(q, kv, weight, layer, positions, inv_freq)
-    check_array("slots", slots, jnp.int32, len(q))
+    check_tokens(len(q), slots=slots)
     if len(q) == 0:
         return q, *rings.pools
     pools = rings.mutable_pools()
@@ -127,7 +127,7 @@ def _check(q, kv, weight, layer, positions, inv_freq):
     check_array("q", q, jnp.bfloat16, None, None, DIM)
     check_array("kv", kv, jnp.bfloat16, len(q), DIM)
     check_weight("weight", weight, layer, jnp.float32, DIM)
-    check_array("positions", positions, jnp.int32, len(q))
+    check_tokens(len(q), positions=positions)
     check_array("inv_freq", inv_freq, jnp.float32, None)
     check_rules({f"up to {DIM} channels to rotate, got {2 * len(inv_freq)}": 2 * len(inv_freq) <= DIM})
 

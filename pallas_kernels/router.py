@@ -25,8 +25,8 @@ from jaxlib.mlir.dialects import arith, llvm
 from pallas_kernels.matmul.routing import GROUP_WORDS, counts_size, group_pairs, max_groups, scratch_words
 from pallas_kernels.mgpu import barriers, bfloat16_words as words, mlir, thread_ops, vectors
 from pallas_kernels.mgpu.mlir import THREADS, U32, WARP
-from pallas_kernels.runtime.checks import check_array, check_rules
-from pallas_kernels.runtime.launch import kernel, primitive
+from pallas_kernels.runtime.checks import check_array, check_rules, check_tokens
+from pallas_kernels.runtime.launch import axis_indices, kernel, primitive
 from pallas_kernels.runtime.layer_operands import check_weight, layer_operand, weights_of_layer
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
@@ -88,7 +88,7 @@ def router(
         check_weight("table", table, layer, jnp.int32, None, top_k)
         check_array("token_ids", token_ids, jnp.int32, tokens)
     if slots is not None:
-        check_array("slots", slots, jnp.int32, tokens)
+        check_tokens(tokens, slots=slots)
     check_rules(
         {
             f"1 to {MAX_TOKENS} tokens, got {tokens}": 0 < tokens <= MAX_TOKENS,
@@ -100,7 +100,7 @@ def router(
     layer_number = layer_operand(layer)
 
     def multiply_block(x_gmem, weight_gmem, layer_gmem, out_gmem):
-        part, group, tile = (lax.axis_index(name) for name in ("slice", "rows", "tile"))
+        part, group, tile = axis_indices("slice", "rows", "tile")
         multiply_slice(part, group, tile, x_gmem, weights_of_layer(weight_gmem, layer_gmem), out_gmem)
 
     products = kernel(

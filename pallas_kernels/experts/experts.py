@@ -34,7 +34,7 @@ from pallas_kernels.matmul.skinny_mma import COLUMNS
 from pallas_kernels.mgpu import barriers
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS, runs_all_blocks_at_once
-from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.launch import axis_indices, kernel
 from pallas_kernels.runtime.layer_operands import layer_operand, weights_of_layer
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
@@ -252,8 +252,7 @@ def _body(p, *refs, tables_smem, factors_smem, groups_ready, skinny):
     matrices, shared_matrices = weights_of_layer(weights, layer_gmem)
     routing = RoutedPairs(*routing)
     outs = _by_map(p, refs[7:], len(inputs))
-    worker = lax.axis_index("worker")
-    warpgroup = lax.axis_index("warpgroup")
+    worker, warpgroup = axis_indices("worker", "warpgroup")
     workers = lax.axis_size("worker")
     groups = routing.counts[0]
     ranges = []

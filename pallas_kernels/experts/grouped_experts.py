@@ -25,7 +25,7 @@ from pallas_kernels.matmul.dequant_gemm import DequantGemm, Operands, OutputTile
 from pallas_kernels.matmul.quantized_weights import FP4, ROWS
 from pallas_kernels.runtime.checks import check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
-from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.launch import axis_indices, kernel
 from pallas_kernels.runtime.layer_operands import layer_operand
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
@@ -138,8 +138,7 @@ def _launch(p, table, x, weight, *, tiles, layer, interpret):
 
 
 def _body(p, count_gmem, blocks_gmem, table_gmem, x_gmem, codes_gmem, scales_gmem, layer_gmem, y_gmem, *, dequant):
-    worker = lax.axis_index("worker")
-    warpgroup = lax.axis_index("warpgroup")
+    worker, warpgroup = axis_indices("worker", "warpgroup")
     workers = lax.axis_size("worker")
     tiles = lax.div(count_gmem[0] * p.tiles - worker + (workers - 1), workers)
     first_expert = 0 if layer_gmem is None else layer_gmem[0] * p.experts

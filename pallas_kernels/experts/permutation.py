@@ -96,7 +96,7 @@ def _emit_sort_pairs(selected, order, count, tiles, number, size, scratch):
     def clear(i):
         place = thread + i * MAX_EXPERTS
         with ops.when(place < places):
-            ops.store_global(order, place, U32(0))
+            ops.store_global(order, place, 0)
 
     own_size = sizes + (thread << 2)
     ops.store(own_size, 0)
@@ -111,7 +111,7 @@ def _emit_sort_pairs(selected, order, count, tiles, number, size, scratch):
     before, total = ops.block_prefix_sum(expert_tiles, sums + 4 * warps, warps)
     ops.store(own_size, start)
     with ops.when(thread.equals(0)):
-        ops.store_global(count, U32(0), total)
+        ops.store_global(count, 0, total)
 
     def write_tile(i):
         for j, value in enumerate((thread, start + i * size, start + expert_pairs)):

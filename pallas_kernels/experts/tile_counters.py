@@ -13,7 +13,6 @@ from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.matmul.quantized_weights import ROWS
 from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops as ops
-from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -69,7 +68,7 @@ def _emit_add_up_terms(
     words_per_tile = ROWS // 2
     words_per_block = -(-tokens * width // (2 * workers))
     first_word = worker * words_per_block
-    groups = ops.load_global(counts_gmem, U32(0))
+    groups = ops.load_global(counts_gmem, 0)
 
     def address(ref, row, column):
         offset = arith.addi(arith.muli(mlir.to_i64(row), mlir.i64(width)), mlir.to_i64(column))

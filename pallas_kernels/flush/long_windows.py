@@ -28,7 +28,7 @@ from pallas_kernels.flush.operands import CompressorOperands
 from pallas_kernels.flush.states import SCAN, has_state, is_last, row_writer, scan
 from pallas_kernels.formats.exact_math import CHUNKS, SLICE, tree_sum
 from pallas_kernels.mgpu import barriers, copies, transaction_barriers, vectors
-from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.launch import axis_indices, kernel
 
 
 MAX_SCANS = 4  # scans of 32 tokens whose loads overlap
@@ -112,7 +112,7 @@ def store_entries(c: CompressorOperands, refs: CompressorOperands, call: FlushCa
     def store_windows(
         slots_gmem, positions_gmem, layer_gmem, operands_gmem, *partials_gmem, stages_smem, scratch_smem, **shared
     ):
-        number, warpgroup, block = (lax.axis_index(name) for name in ("worker", "warpgroup", "block"))
+        number, warpgroup, block = axis_indices("worker", "warpgroup", "block")
 
         def mine(ref):
             size = ref.shape[0] // p.warpgroups

@@ -153,6 +153,22 @@ def cos_sin(angle: jax.Array, product: Callable) -> tuple[jax.Array, jax.Array]:
     return jnp.where(odd, sin, cos) * turned, jnp.where(odd, cos, sin) * sign
 
 
+def hadamard(x: jax.Array) -> jax.Array:
+    """Multiplies the last axis of x, n long, by the Sylvester-ordered Hadamard matrix and by n**-0.5.
+
+    Adds and subtracts butterflies, then multiplies once.
+    """
+    size = x.shape[-1]
+    step = 1
+    while step < size:
+        pairs = x.reshape(*x.shape[:-1], -1, 2, step)
+        low = pairs[..., 0, :]
+        high = pairs[..., 1, :]
+        x = jnp.stack([low + high, low - high], axis=-2).reshape(x.shape)
+        step *= 2
+    return x * size**-0.5
+
+
 def round_bfloat16(x: jax.Array) -> jax.Array:
     """Rounds float32 to bfloat16 values, ties to even, by integer operations: compilers may delete a pair of casts."""
     bits = _bits(x)

@@ -26,7 +26,7 @@ from pallas_kernels.mgpu.bfloat16_words import PARTS
 from pallas_kernels.mgpu.mlir import THREADS, U32
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
-from pallas_kernels.runtime.launch import kernel, primitive
+from pallas_kernels.runtime.launch import axis_indices, kernel, primitive
 from pallas_kernels.runtime.layer_operands import weights_of_layer
 
 
@@ -53,7 +53,7 @@ def launch(streams, fn, layer, added, new_type, interpret):
 
     def body(streams_gmem, fn_gmem, layer_gmem, added_gmem, new_gmem, partials_gmem, **scratch):
         fn_gmem = weights_of_layer(fn_gmem, layer_gmem)
-        index, group, warpgroup = (lax.axis_index(name) for name in ("slice", "group", "warpgroup"))
+        index, group, warpgroup = axis_indices("slice", "group", "warpgroup")
         refs = StreamRefs(streams_gmem, fn_gmem, partials_gmem.at[index], new_gmem, *added_gmem)
         _body(index, group, warpgroup, refs, **scratch)
 

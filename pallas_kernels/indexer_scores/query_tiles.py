@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, llvm, math
 
+from pallas_kernels.formats import exact_math
 from pallas_kernels.formats.exact_math import product, round_bfloat16
 from pallas_kernels.indexer_scores.key_tiles import DIM, TOP, permute_dims
 from pallas_kernels.mgpu import mlir, thread_ops
@@ -102,16 +103,7 @@ def _emit_turn(x, cos, sin, first):
 @primitive
 def hadamard(x: jax.Array) -> jax.Array:
     """Multiplies a tile by the Hadamard matrix of 128 dims and by 128**-0.5."""
-    step = 1
-    shape = x.shape
-    x = x.reshape(HEADS, DIM)
-    while step < DIM:
-        pairs = x.reshape(HEADS, -1, 2, step)
-        low = pairs[:, :, 0]
-        high = pairs[:, :, 1]
-        x = jnp.stack([low + high, low - high], axis=2).reshape(HEADS, DIM)
-        step *= 2
-    return (x * DIM**-0.5).reshape(shape)
+    return exact_math.hadamard(x.reshape(HEADS, DIM)).reshape(x.shape)
 
 
 @mlir.emits(hadamard, VALUES, returns=_TILE)

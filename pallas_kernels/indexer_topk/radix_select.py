@@ -23,6 +23,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from pallas_kernels.indexer_topk.radix_plan import BINS, MAX_BLOCKS, SHIFTS, STEP, VECTOR, CandidateList, RadixPlan
 from pallas_kernels.mgpu import mlir, thread_ops as ops
 from pallas_kernels.mgpu.mlir import U32
+from pallas_kernels.runtime.launch import axis_indices
 
 
 _SIGN = 1 << 31
@@ -53,7 +54,7 @@ class RadixSelect:
         self._out = out
         self._memory = memory
         self._candidates = candidates
-        self.row, self._block, self._warpgroup = (lax.axis_index(name) for name in ("row", "block", "warpgroup"))
+        self.row, self._block, self._warpgroup = axis_indices("row", "block", "warpgroup")
         self.length = jnp.clip(lengths[self.row], 0, scores.shape[1])
         self.alone = self.length <= (plan.warps * 32 * plan.values if plan.blocks > 1 else 0)
         per_step = jnp.where(self.alone, 1, plan.blocks) * (plan.warps * STEP)
@@ -212,7 +213,7 @@ class RadixSelect:
 
                 has_room = at <= full
                 with ops.when(at > full):
-                    ops.set_bits(ops.shared(memory, plan.offsets.overflow), U32(1))
+                    ops.set_bits(ops.shared(memory, plan.offsets.overflow), 1)
                 at = U32(*ops.replace_if((begin + r * STEP < limit) & has_room, [at.value], compare))
             return (at - slots) // stride
 
@@ -542,6 +543,6 @@ class RadixSelect:
 
         def pad(i):
             with ops.when(first + i * plan.threads < plan.k):
-                ops.store_global(out, row * plan.k + first + i * plan.threads, U32(-1))
+                ops.store_global(out, row * plan.k + first + i * plan.threads, -1)
 
         ops.loop(-(-plan.k // plan.threads), pad)

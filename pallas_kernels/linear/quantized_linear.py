@@ -29,7 +29,7 @@ from pallas_kernels.matmul.skinny_mma import COLUMNS, MULTIPLIERS
 from pallas_kernels.mgpu import barriers
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
-from pallas_kernels.runtime.launch import kernel, wait_for_inputs
+from pallas_kernels.runtime.launch import axis_indices, kernel, wait_for_inputs
 from pallas_kernels.runtime.layer_operands import check_weight, layer_operand, weights_of_layer
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
@@ -242,7 +242,7 @@ def _launch(p, x, pairs, norm, layer, interpret):
 
 
 def _body(p, x_gmem, weights_gmem, norm_gmem, layer_gmem, *outs_gmem, factors_smem, inbox, skinny):
-    worker, split, warpgroup = (lax.axis_index(name) for name in ("worker", "split", "warpgroup"))
+    worker, split, warpgroup = axis_indices("worker", "split", "warpgroup")
     first_tile = p.first_tile(worker)
     end_tile = p.first_tile(worker + 1)
     if layer_gmem is None:

@@ -19,7 +19,7 @@ from pallas_kernels.matmul.dequant_gemm import DequantGemm, Operands, OutputTile
 from pallas_kernels.matmul.quantized_weights import FP8, ROWS, SCALED
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
-from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.launch import axis_indices, kernel
 from pallas_kernels.runtime.layer_operands import check_weight, layer_operand
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
@@ -154,7 +154,7 @@ class QuantizedMatmulProblem:
 
 
 def _body(p, x_gmem, codes_gmem, scales_gmem, layer_gmem, *outs_gmem, dequant):
-    worker, block, warpgroup = (lax.axis_index(name) for name in ("worker", "block", "warpgroup"))
+    worker, block, warpgroup = axis_indices("worker", "block", "warpgroup")
     workers = lax.axis_size("worker")
     tiles = lax.div(p.tiles - worker + (workers - 1), workers)
     matrix = 0 if layer_gmem is None else layer_gmem[0] * p.gemm.matrices

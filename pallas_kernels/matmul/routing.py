@@ -79,8 +79,8 @@ def _emit_group_pairs(selected_gmem, table_gmem, counts_gmem, experts, scratch_s
     sums = starts + 4 * padded
     own_sizes = sizes + (ids.warp * padded << 2)
     ops.for_each(_WARPS * padded, lambda i: ops.store(sizes + (i << 2), 0), ids.thread)
-    ops.for_each(cleared, lambda i: ops.store_global(counts_gmem, i, U32(0)), ids.thread)
-    ops.for_each(words, lambda i: ops.store_global(table_gmem, i, U32(0xFFFFFFFF)), ids.thread)
+    ops.for_each(cleared, lambda i: ops.store_global(counts_gmem, i, 0), ids.thread)
+    ops.for_each(words, lambda i: ops.store_global(table_gmem, i, 0xFFFFFFFF), ids.thread)
     mgpu.utils.warpgroup_barrier()
     # A thread's pairs stay in its registers, also where it has none in the last turns.
     turns = -(-pairs // mlir.THREADS)
@@ -89,7 +89,7 @@ def _emit_group_pairs(selected_gmem, table_gmem, counts_gmem, experts, scratch_s
     filled = [_fill_groups(ids, sizes, padded, i) for i in range(padded // mlir.THREADS)]
     total = _start_groups(ids, filled, starts, sums)
     with ops.when(ids.thread.equals(0)):
-        ops.store_global(counts_gmem, U32(0), total)
+        ops.store_global(counts_gmem, 0, total)
     mgpu.utils.warpgroup_barrier()
     for pair, expert, rank, inside in ranked:
         with ops.when(inside):

@@ -163,13 +163,13 @@ def store_vector(address: U32, values: Sequence[U32]) -> None:
     mlir.ptx("st.shared.v4.u32 [$0], {$1, $2, $3, $4};", address, *values)
 
 
-def load_global(ref: Any, index: U32) -> U32:
+def load_global(ref: Any, index: U32 | int) -> U32:
     """Loads element `index` of a contiguous reference to 32-bit values in global memory."""
     base = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(ref))
     return ptx("{ .reg .b64 a; mad.wide.u32 a, $2, 4, $1; ld.global.u32 $0, [a]; }", base, index)
 
 
-def store_global(ref: Any, index: U32, value: U32) -> None:
+def store_global(ref: Any, index: U32 | int, value: U32 | int) -> None:
     """Stores to element `index` of a contiguous reference to 32-bit values in global memory."""
     base = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(ref))
     mlir.ptx("{ .reg .b64 a; mad.wide.u32 a, $1, 4, $0; st.global.u32 [a], $2; }", base, index, value)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.mgpu import vectors
-from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.launch import axis_indices, kernel
 from pallas_kernels.runtime.layer_operands import layer_operand, weights_of_layer
 from pallas_kernels.sparse_attention.inverse_rope import vector_inverse_rope
 
@@ -59,8 +59,7 @@ def _combine_kernel(columns, splits_at_once, sums_gmem, stats_gmem, sinks_gmem, 
     sinks_gmem = weights_of_layer(sinks_gmem, layer_gmem)
     splits = sums_gmem.shape[1]
     dim = sums_gmem.shape[3]
-    token = lax.axis_index("token")
-    head = lax.axis_index("head")
+    token, head = axis_indices("token", "head")
     first_column = lax.axis_index("columns") * columns
     own_columns = pl.ds(first_column, columns)
     rotate = None

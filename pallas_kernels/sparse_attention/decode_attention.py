@@ -30,7 +30,7 @@ from pallas_kernels.mgpu import barriers, transaction_barriers, wgmma
 from pallas_kernels.mgpu.mlir import THREADS
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
-from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.launch import axis_indices, kernel
 from pallas_kernels.runtime.layer_operands import layer_operand, weights_of_layer
 from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 from pallas_kernels.runtime.roles import dispatch_warpgroups
@@ -186,7 +186,7 @@ class Tiles:
 def _decode_kernel(
     splits, blocks, q_gmem, sinks_gmem, layer_gmem, problem, angles_gmem, out_gmem, stats_gmem=None, *, buffers
 ):
-    token, split, warpgroup = (lax.axis_index(name) for name in ("token", "split", "warpgroup"))
+    token, split, warpgroup = axis_indices("token", "split", "warpgroup")
     block = lax.axis_index("block") if blocks > 1 else 0
     first_head = (lax.axis_index("heads") * blocks + block) * HEADS
     heads = pl.ds(first_head, HEADS)
