@@ -15,7 +15,6 @@ from jax import lax
 from pallas_kernels.mgpu import bfloat16_words as words, mailbox, mlir
 from pallas_kernels.mgpu.mailbox import BLOCKS, ROUNDS, UNIT
 from pallas_kernels.mgpu.mlir import THREADS
-from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
@@ -42,40 +41,36 @@ def all_reduce(x: jax.Array, table: jax.Array, *, interpret: bool = False) -> ja
       NotImplementedError: the kernel does not take this shape or dtype.
     """
     check_array("x", x, jnp.bfloat16, *x.shape)
-    ranks = mailbox.check_table(table, interpret=interpret)
+    mailbox.check_table(table, interpret=interpret)
     valid_size = 0 < x.size <= MAX_VALUES and x.size % UNIT == 0
     check_rules({f"a multiple of {UNIT} values up to {MAX_VALUES}, got {x.size}": valid_size})
     units = x.size // UNIT
     blocks = min(BLOCKS, math.ceil(units / THREADS))
-    run = kernel(
-        functools.partial(_body, units=units, blocks=blocks, ranks=ranks),
+    launch = kernel(
+        functools.partial(_body, units=units, blocks=blocks),
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
         kernel_name="all_reduce",
         grid={"block": blocks},
         interpret=interpret,
     )
-    return run(x, table)
+    return launch(x, table)
 
 
-def _body(x_gmem, table_gmem, y_gmem, *, units, blocks, ranks):
+def _body(x_gmem, table_gmem, y_gmem, *, units, blocks):
     def emit(block, x_gmem, table_gmem, y_gmem):
-        block = U32(mlir.scalar(block))
-        thread = U32(mlir.thread())
-        x, y = map(mlir.global_pointer, (x_gmem, y_gmem))
-
         def unit_of_round(i):
-            unit = (block + i * blocks) * THREADS + thread
+            unit = (block + i * blocks) * THREADS + mlir.thread()
 
-            def address(pointer):
-                return mlir.at(pointer, mlir.to_i64((unit * (2 * UNIT)).value))
+            def address(ref):
+                return mlir.at(mlir.global_pointer(ref), mlir.to_i64(unit * (2 * UNIT)))
 
             return mailbox.Unit(
                 active=unit < units,
-                load=lambda: words.load_four(address(x)),
-                store=lambda total: words.store_four(address(y), total),
+                load=lambda: words.load_four(address(x_gmem)),
+                store=lambda total: words.store_four(address(y_gmem), total),
             )
 
         rounds = math.ceil(units / (blocks * THREADS))
-        mailbox.exchange(block, table_gmem, [unit_of_round(i) for i in range(rounds)], ranks=ranks)
+        mailbox.exchange(block, table_gmem, [unit_of_round(i) for i in range(rounds)])
 
     mlir.inline(emit, lax.axis_index("block"), x_gmem, table_gmem, y_gmem)

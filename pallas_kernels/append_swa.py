@@ -10,7 +10,7 @@ from jax import lax
 from pallas_kernels.formats import kv_rows
 from pallas_kernels.formats.pool_operands import Rings
 from pallas_kernels.formats.row_encoder import store_quantized
-from pallas_kernels.runtime.checks import check_array
+from pallas_kernels.runtime.checks import check_array, check_tokens
 from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
@@ -33,8 +33,7 @@ def append_swa(
     layout = rings.layout
     shape = rings.pools[0].shape
     check_array("kv", kv, jnp.bfloat16, tokens, kv_rows.ROW_DIM)
-    check_array("slots", slots, jnp.int32, tokens)
-    check_array("positions", positions, jnp.int32, tokens)
+    check_tokens(tokens, slots=slots, positions=positions)
     if tokens == 0:
         return rings.pools
 
@@ -45,7 +44,7 @@ def append_swa(
         values = kv_rows.load_rows(kv_gmem, jnp.minimum(token, tokens - 1), dense)
         store_quantized(values.astype(jnp.float32), pools_gmem, row, layout)
 
-    run = kernel(
+    launch = kernel(
         append_rows,
         out_type=(),
         kernel_name="append_swa",
@@ -53,5 +52,5 @@ def append_swa(
         interpret=interpret,
     )
     pools = rings.mutable_pools()
-    run(kv, slots, positions, rings.layer.reshape(1), *pools)
+    launch(kv, slots, positions, rings.layer.reshape(1), *pools)
     return rings.freeze(pools)

@@ -13,7 +13,7 @@ from jax import lax
 
 from pallas_kernels.formats import kv_rows
 from pallas_kernels.formats.pool_operands import Paged, Rings
-from pallas_kernels.runtime.checks import check_array
+from pallas_kernels.runtime.checks import check_tokens
 from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
@@ -35,11 +35,11 @@ def gather_compressed_kv(slots: jax.Array, entries: Paged, *, interpret: bool = 
       kv [T, K, 512] bfloat16, zeros where not valid, and valid [T, K] bool: whether slot, index and block exist.
     """
     tokens, count = entries.indices.shape
-    check_array("slots", slots, jnp.int32, tokens)
+    check_tokens(tokens, slots=slots)
     entries.check(tokens)
 
     def address(item, layer, indices_gmem, slots_gmem, table_gmem):
-        slot = kv_rows.load_rows(slots_gmem, lax.div(item, jnp.int32(count)), item.shape)
+        slot = kv_rows.load_rows(slots_gmem, lax.div(item, count), item.shape)
         entry = kv_rows.load_rows(indices_gmem, item, item.shape)
         return _through_table(slot, entry, layer, table_gmem, entries)
 
@@ -64,22 +64,21 @@ def gather_all_compressed_kv(
     tokens = slots.shape[0]
     count = entries.count
     rate = entries.compress_rate
-    check_array("slots", slots, jnp.int32, tokens)
-    check_array("positions", positions, jnp.int32, tokens)
+    check_tokens(tokens, slots=slots, positions=positions)
     entries.check(tokens)
 
     def address(item, layer, slots_gmem, positions_gmem, table_gmem):
-        token = lax.div(item, jnp.int32(count))
-        entry = lax.rem(item, jnp.int32(count))
+        token = lax.div(item, count)
+        entry = lax.rem(item, count)
         slot = kv_rows.load_rows(slots_gmem, token, item.shape)
         position = kv_rows.load_rows(positions_gmem, token, item.shape)
-        entry = jnp.where(entry < lax.div(position + 1, jnp.int32(rate)), entry, -1)
+        entry = jnp.where(entry < lax.div(position + 1, rate), entry, -1)
         return _through_table(slot, entry, layer, table_gmem, entries)
 
     def any_visible(first, slots_gmem, positions_gmem, _):
-        token = lax.div(first, jnp.int32(count))
-        entry = lax.rem(first, jnp.int32(count))
-        visible = (slots_gmem[token] >= 0) & (entry < lax.div(positions_gmem[token] + 1, jnp.int32(rate)))
+        token = lax.div(first, count)
+        entry = lax.rem(first, count)
+        visible = (slots_gmem[token] >= 0) & (entry < lax.div(positions_gmem[token] + 1, rate))
         return visible | (entry + BLOCK_ROWS > count)  # the block also has entries of the next token
 
     operands = [slots, positions, entries.block_table.reshape(-1)]
@@ -103,20 +102,19 @@ def gather_swa_kv(
     tokens = slots.shape[0]
     window = rings.window
     num_slots, ring = rings.pools[0].shape[1:3]
-    check_array("slots", slots, jnp.int32, tokens)
-    check_array("positions", positions, jnp.int32, tokens)
+    check_tokens(tokens, slots=slots, positions=positions)
     rings.check()
 
     def address(item, layer, slots_gmem, positions_gmem):
-        token = lax.div(item, jnp.int32(window))
-        distance = window - 1 - lax.rem(item, jnp.int32(window))
+        token = lax.div(item, window)
+        distance = window - 1 - lax.rem(item, window)
         slot = kv_rows.load_rows(slots_gmem, token, item.shape)
         last = kv_rows.load_rows(positions_gmem, token, item.shape)
         position = last - distance
         valid = (slot >= 0) & (last >= 0) & (position >= 0)
         slot = jnp.clip(slot, 0, num_slots - 1)
         position = jnp.maximum(position, 0)
-        return (layer * num_slots + slot) * ring + lax.rem(position, jnp.int32(ring)), valid
+        return (layer * num_slots + slot) * ring + lax.rem(position, ring), valid
 
     return _gather((tokens, window), address, [slots, positions], rings, interpret)
 
@@ -126,11 +124,11 @@ def _through_table(slot, entry, layer, table_gmem, entries):
     num_slots, max_blocks = entries.block_table.shape
     blocks, per_block = entries.pools[0].shape[1:3]
     clipped = jnp.maximum(entry, 0)
-    logical = lax.div(clipped, jnp.int32(per_block))
+    logical = lax.div(clipped, per_block)
     valid = (slot >= 0) & (entry >= 0) & (logical < max_blocks)
     index = jnp.clip(slot, 0, num_slots - 1) * max_blocks + jnp.minimum(logical, max_blocks - 1)
     block = kv_rows.load_rows(table_gmem, index, slot.shape)
-    row = (layer * blocks + jnp.clip(block, 0, blocks - 1)) * per_block + lax.rem(clipped, jnp.int32(per_block))
+    row = (layer * blocks + jnp.clip(block, 0, blocks - 1)) * per_block + lax.rem(clipped, per_block)
     return row, valid & (block >= 0)
 
 
@@ -152,10 +150,10 @@ def _gather(
         return jnp.zeros((*shape, kv_rows.ROW_DIM), jnp.bfloat16), jnp.zeros(shape, bool)
 
     def gather_block(operands_gmem, layer_gmem, pools_gmem, kv_gmem, valid_gmem):
-        first = lax.axis_index("block") * BLOCK_ROWS
+        first_item = lax.axis_index("block") * BLOCK_ROWS
 
         def gather_rows():
-            item = first + kv_rows.iota((BLOCK_ROWS,), 0)
+            item = first_item + kv_rows.iota((BLOCK_ROWS,), 0)
             row, valid = address(jnp.minimum(item, items - 1), layer_gmem[0], *operands_gmem)
             kv = _load_dense(pools_gmem, rows.layout, row, valid)
             target = jnp.where(item < items, item, -1)
@@ -165,10 +163,10 @@ def _gather(
         if wanted is None:
             gather_rows()
         else:
-            pl.when(wanted(first, *operands_gmem))(gather_rows)
+            pl.when(wanted(first_item, *operands_gmem))(gather_rows)
 
     dense_type = jax.ShapeDtypeStruct((items, kv_rows.ROW_DIM), jnp.bfloat16)
-    run = kernel(
+    launch = kernel(
         gather_block,
         out_type=(dense_type, jax.ShapeDtypeStruct((items,), jnp.bool_)),
         kernel_name="gather",
@@ -176,7 +174,7 @@ def _gather(
         interpret=interpret,
     )
     pools = tuple(pool.reshape(-1, pool.shape[-1]) for pool in rows.pools)
-    kv, valid = run(operands, rows.layer.reshape(1), pools)
+    kv, valid = launch(operands, rows.layer.reshape(1), pools)
     return kv.reshape(*shape, kv_rows.ROW_DIM), valid.reshape(shape)
 
 

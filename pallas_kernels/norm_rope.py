@@ -12,18 +12,17 @@ import functools
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import vector
 
 from pallas_kernels.formats import kv_rows
 from pallas_kernels.formats.exact_math import cos_sin, inverse_sqrt, product, round_bfloat16
 from pallas_kernels.formats.kv_rows import GROUP, GROUPS, WARPS
 from pallas_kernels.formats.pool_operands import Rings
 from pallas_kernels.formats.row_encoder import store_quantized
-from pallas_kernels.mgpu import bfloat16_words, mlir
-from pallas_kernels.runtime.checks import check_array, check_rules
+from pallas_kernels.mgpu import bfloat16_words, mlir, vectors
+from pallas_kernels.runtime.checks import check_array, check_rules, check_tokens
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel, primitive
 from pallas_kernels.runtime.layer_operands import check_weight, layer_operand
@@ -114,7 +113,7 @@ def norm_rope_append(
     """
     rings.check()
     _check(q, kv, weight, layer, positions, inv_freq)
-    check_array("slots", slots, jnp.int32, len(q))
+    check_tokens(len(q), slots=slots)
     if len(q) == 0:
         return q, *rings.pools
     pools = rings.mutable_pools()
@@ -128,7 +127,7 @@ def _check(q, kv, weight, layer, positions, inv_freq):
     check_array("q", q, jnp.bfloat16, None, None, DIM)
     check_array("kv", kv, jnp.bfloat16, len(q), DIM)
     check_weight("weight", weight, layer, jnp.float32, DIM)
-    check_array("positions", positions, jnp.int32, len(q))
+    check_tokens(len(q), positions=positions)
     check_array("inv_freq", inv_freq, jnp.float32, None)
     check_rules({f"up to {DIM} channels to rotate, got {2 * len(inv_freq)}": 2 * len(inv_freq) <= DIM})
 
@@ -142,14 +141,14 @@ def _launch(name, arrays, rings, destination, eps, interpret):
     tokens, heads, _ = q.shape
     config = Config.choose(tokens, heads)
     kv_out = [jax.ShapeDtypeStruct(kv.shape, kv.dtype)] if rings is None else []
-    run = kernel(
+    launch = kernel(
         functools.partial(_norm_rope_kernel, config, heads, eps, rings),
         out_type=[jax.ShapeDtypeStruct((tokens * heads, DIM), q.dtype), *kv_out],
         kernel_name=name,
         grid={"block": -(-tokens // WARPS) + tokens * config.blocks_per_token},
         interpret=interpret,
     )
-    q_out, *kv_out = run((q.reshape(-1, DIM), kv, weight.reshape(-1, DIM), *others), destination)
+    q_out, *kv_out = launch((q.reshape(-1, DIM), kv, weight.reshape(-1, DIM), *others), destination)
     return q_out.reshape(q.shape), *kv_out
 
 
@@ -178,15 +177,15 @@ def _norm_rope_kernel(config, heads, eps, rings, arrays_gmem, destination_gmem, 
     @pl.when(block < kv_blocks)
     @jax.named_scope("key_value_rows")
     def store_key_value_rows():
-        own = block * WARPS + warp
-        token = jnp.minimum(own, tokens - 1)
+        row_number = block * WARPS + warp
+        token = jnp.minimum(row_number, tokens - 1)
         x = load(kv_gmem, token)
         if rings is None:
-            row = jnp.where(own < tokens, own, -1)
+            row = jnp.where(row_number < tokens, row_number, -1)
         else:
-            row = kv_rows.ring_rows(own, *destination_gmem[:3], shape=rings.pools[0].shape)
+            row = kv_rows.ring_rows(row_number, *destination_gmem[:3], shape=rings.pools[0].shape)
         layer = 0 if layer_gmem is None else layer_gmem[0]
-        weight = kv_rows.load_rows(weight_gmem, jnp.minimum(own, 0) + layer, shape)
+        weight = kv_rows.load_rows(weight_gmem, jnp.minimum(row_number, 0) + layer, shape)
         rotated = norm_and_rotate(x, weight, *rotation(token))
         if rings is None:
             kv_rows.store_rows(kv_out_gmem, row, rotated)
@@ -212,12 +211,12 @@ def _norm_rope_kernel(config, heads, eps, rings, arrays_gmem, destination_gmem, 
             for x, row in loaded:
                 kv_rows.store_rows(q_out_gmem, row, norm_and_rotate(x, None, *angles))
 
-        first = part * steps_per_block
-        loaded = load_heads(first)
+        first_step = part * steps_per_block
+        loaded = load_heads(first_step)
         angles = rotation(jnp.where(warp >= 0, token, 0))
         store_heads(loaded, angles)
         end = jnp.minimum((part + 1) * steps_per_block, steps)
-        pl.loop(first + 1, end)(lambda step: store_heads(load_heads(step), angles))
+        pl.loop(first_step + 1, end)(lambda step: store_heads(load_heads(step), angles))
 
 
 def _rotation(positions, inv_freq_gmem, pair):
@@ -235,26 +234,7 @@ def _norm(x, eps):
     return x * lax.broadcast_in_dim(inverse_sqrt(mean + eps, kv_rows.product), x.shape, (0,))
 
 
-@primitive
-def _take(array_gmem, index: jax.Array) -> jax.Array:
-    """Reads `array[index]` of float32, 0 for negative indices, in the layout of `kv_rows`."""
-    return jnp.where(index >= 0, array_gmem[...][jnp.maximum(index, 0)], 0.0)
-
-
-@_take.mosaic
-def _take_mosaic(array_gmem, index):
-    def emit(ref, index):
-        for register in index.registers.flat:
-            yield mlir.pack(one(ref, at) for at in mlir.values(register))
-
-    def one(ref, at):
-        exists = arith.cmpi(arith.CmpIPredicate.sge, at, mlir.i32(0))
-        place = mlir.to_i64(arith.select(exists, at, mlir.i32(0)))
-        value = llvm.load(mlir.f32_type(), mlir.at(mlir.global_pointer(ref), place, mlir.f32_type()))
-        return arith.select(exists, value, mlir.f32(0.0))
-
-    returns = jax.ShapeDtypeStruct(index.shape, jnp.float32)
-    return mlir.inline(emit, array_gmem, index, layout=lambda _: kv_rows.VALUES, returns=returns)
+_take = vectors.take_in(lambda _: kv_rows.VALUES)
 
 
 @primitive
@@ -266,29 +246,18 @@ def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, first: int) -> jax.Arr
     return (product(rounded, cos) + product(other, sin * sign)).astype(jnp.bfloat16)
 
 
-@_rotate.mosaic
-def _rotate_mosaic(x, cos, sin, first):
-    def multiply(x, y):
-        # An explicit instruction, so that it is never contracted to an FMA.
-        return mlir.ptx("mul.rn.f32 $0, $1, $2;", x, y, results=mlir.f32_type(), pure=True)
-
-    def rotate_pair(word, cos, sin):
-        even, odd = bfloat16_words.unpack(word)
-        rotated_even = arith.subf(multiply(even, cos), multiply(odd, sin))
-        return bfloat16_words.pack(rotated_even, arith.addf(multiply(odd, cos), multiply(even, sin)))
-
-    def emit(x, cos, sin):
-        kind = mlir.vector_type(8, ir.BF16Type.get())
-        for number, at in enumerate(np.ndindex(x.registers.shape)):
-            values = mlir.values(x.registers[at])
-            factors = (mlir.values(y.registers[at]) for y in (cos, sin))
-            words = [bfloat16_words.pack(*values[i : i + 2]) for i in range(0, 8, 2)]
-            # The lanes of a register hold four consecutive groups of channels.
-            last_group = 4 * (number % (GROUPS // 4)) + 3
-            if last_group >= first // GROUP:
-                cosines, sines = factors
-                words = [rotate_pair(word, cosines[2 * i], sines[2 * i]) for i, word in enumerate(words)]
-            yield vector.bitcast(kind, mlir.pack(word.value for word in words))
-
-    returns = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
-    return mlir.inline(emit, x, cos, sin, layout=lambda _: kv_rows.VALUES, returns=returns)
+@mlir.emits(
+    _rotate,
+    layout=lambda _: kv_rows.VALUES,
+    returns=lambda x, cos, sin, first: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16),
+)
+def _emit_rotate(x, cos, sin, first):
+    kind = mlir.vector_type(8, ir.BF16Type.get())
+    for number, registers in enumerate(zip(x.registers.flat, cos.registers.flat, sin.registers.flat, strict=True)):
+        values, cosines, sines = map(mlir.values, registers)
+        words = [bfloat16_words.pack(*values[i : i + 2]) for i in range(0, 8, 2)]
+        # The lanes of a register hold four consecutive groups of channels.
+        last_group = 4 * (number % (GROUPS // 4)) + 3
+        if last_group >= first // GROUP:
+            words = [bfloat16_words.rotate(*args) for args in zip(words, cosines[::2], sines[::2], strict=True)]
+        yield vector.bitcast(kind, mlir.pack(word.value for word in words))

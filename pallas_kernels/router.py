@@ -20,15 +20,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.matmul.routing import GROUP_WORDS, counts_size, group_pairs, max_groups, scratch_words
 from pallas_kernels.mgpu import barriers, bfloat16_words as words, mlir, thread_ops, vectors
-from pallas_kernels.mgpu.mlir import THREADS, WARP
-from pallas_kernels.mgpu.thread_ops import U32
-from pallas_kernels.runtime.checks import check_array, check_rules
-from pallas_kernels.runtime.launch import kernel, primitive
+from pallas_kernels.mgpu.mlir import THREADS, U32, WARP
+from pallas_kernels.runtime.checks import check_array, check_rules, check_tokens
+from pallas_kernels.runtime.launch import axis_indices, kernel, primitive
 from pallas_kernels.runtime.layer_operands import check_weight, layer_operand, weights_of_layer
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
@@ -90,7 +88,7 @@ def router(
         check_weight("table", table, layer, jnp.int32, None, top_k)
         check_array("token_ids", token_ids, jnp.int32, tokens)
     if slots is not None:
-        check_array("slots", slots, jnp.int32, tokens)
+        check_tokens(tokens, slots=slots)
     check_rules(
         {
             f"1 to {MAX_TOKENS} tokens, got {tokens}": 0 < tokens <= MAX_TOKENS,
@@ -102,7 +100,7 @@ def router(
     layer_number = layer_operand(layer)
 
     def multiply_block(x_gmem, weight_gmem, layer_gmem, out_gmem):
-        part, group, tile = (lax.axis_index(name) for name in ("slice", "rows", "tile"))
+        part, group, tile = axis_indices("slice", "rows", "tile")
         multiply_slice(part, group, tile, x_gmem, weights_of_layer(weight_gmem, layer_gmem), out_gmem)
 
     products = kernel(
@@ -112,8 +110,8 @@ def router(
         grid={"slice": depth // SLICE, "rows": experts // BLOCK_EXPERTS, "tile": -(-tokens // BLOCK_TOKENS)},
         interpret=interpret,
     )
-    weights = dict(bias=bias, table=table)
-    token_arrays = dict(token_ids=token_ids, slots=slots)
+    weights = {"bias": bias, "table": table}
+    token_arrays = {"token_ids": token_ids, "slots": slots}
     logits = products(x, weight, layer_number)
     return _select_experts(logits, weights, token_arrays, layer_number, top_k, scaling_factor, interpret)
 
@@ -125,20 +123,20 @@ def _select_experts(products, weights, token_arrays, layer, top_k, scaling_facto
     """
     slices, tokens, experts = products.shape
     outs = [jax.ShapeDtypeStruct((tokens * top_k,), dtype) for dtype in (jnp.int32, jnp.float32)]
-    scratch: dict[str, Any] = dict(
-        partials_smem=plgpu.SMEM((ADDERS, experts), jnp.float32),
-        scores_smem=plgpu.SMEM((experts,), jnp.float32),
-        biased_smem=plgpu.SMEM((experts,), jnp.float32),
-        partials_full=plgpu.Barrier(num_arrivals=ADDERS),
-    )
+    scratch: dict[str, Any] = {
+        "partials_smem": plgpu.SMEM((ADDERS, experts), jnp.float32),
+        "scores_smem": plgpu.SMEM((experts,), jnp.float32),
+        "biased_smem": plgpu.SMEM((experts,), jnp.float32),
+        "partials_full": plgpu.Barrier(num_arrivals=ADDERS),
+    }
     one_cluster = tokens <= MAX_GROUPED_TOKENS
     if one_cluster:
         groups = max_groups(tokens * top_k, experts)
         sizes = groups * GROUP_WORDS, counts_size(groups, slices * SLICE)
         outs += [jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes]
         barrier = plgpu.ClusterBarrier(collective_axes=("token",), num_arrivals=1) if interpret else None
-        scratch |= dict(sort_smem=plgpu.SMEM((scratch_words(experts),), jnp.int32), selection_ready=barrier)
-    run = kernel(
+        scratch |= {"sort_smem": plgpu.SMEM((scratch_words(experts),), jnp.int32), "selection_ready": barrier}
+    launch = kernel(
         functools.partial(_select_body, top_k, scaling_factor),
         out_type=outs,
         kernel_name="router_select",
@@ -149,7 +147,7 @@ def _select_experts(products, weights, token_arrays, layer, top_k, scaling_facto
         scratch_types=scratch,
         interpret=interpret,
     )
-    selected, weights, *permutation = run(products, weights, token_arrays, layer)
+    selected, weights, *permutation = launch(products, weights, token_arrays, layer)
     return selected.reshape(tokens, top_k), weights.reshape(tokens, top_k), tuple(permutation) or None
 
 
@@ -168,44 +166,39 @@ def multiply_slice(part: jax.Array, group: jax.Array, tile: jax.Array, x_gmem, w
         out_gmem[part, :, rows] = jnp.dot(x_gmem[:, columns].astype(jnp.float32), weight.T, precision="highest")
 
 
-@multiply_slice.mosaic
-def _multiply_slice_mosaic(part, group, tile, x_gmem, weight_gmem, out_gmem):
-    tokens, depth = x_gmem.shape
-    experts = weight_gmem.shape[0]
+@mlir.emits(multiply_slice)
+def _emit_multiply_slice(part, group, tile, x_gmem, weight_gmem, out_gmem):
+    tokens, depth = x_gmem.type.shape
+    experts = weight_gmem.type.shape[0]
     halves = 1 if tokens <= 16 else 2
-    steps = SLICE // STEP
-
-    def emit(part, group, tile, x, weight, out):
-        thread = U32(mlir.thread())
-        part = U32(mlir.scalar(part))
-        lane = thread & 31
-        tile = U32(mlir.scalar(tile)) * BLOCK_TOKENS
-        row = lane >> 2
-        column = part * SLICE + ((lane & 3) << 2)
-        first = U32(mlir.scalar(group)) * BLOCK_EXPERTS + (thread >> 5) * WARP_EXPERTS
-        start = thread_ops.element(weight, (first + row) * depth + column, 4)
-        weights = [words.load_four(mlir.at(start, 4 * STEP * step)) for step in range(steps)]
-        # Clamped: sums of tokens beyond the last are not stored.
-        numbers = [(tile + row + 8 * i).minimum(tokens - 1) for i in range(2 * halves)]
-        starts = [thread_ops.element(x, token * depth + column, 2) for token in numbers]
-        inputs = [[words.load_pair(mlir.at(start, 2 * STEP * step)) for start in starts] for step in range(steps)]
-        # Three chains of products for each half: they do not wait for each other.
-        sums = [[[mlir.f32(0.0)] * 4 for _ in range(words.PARTS)] for _ in range(halves)]
-        for four, pairs in zip(weights, inputs, strict=True):
-            for i, piece in enumerate(words.split(four)):
-                for half, chains in enumerate(sums):
-                    low, high = pairs[2 * half : 2 * half + 2]
-                    chains[i] = words.multiply_add(chains[i], [low[0], high[0], low[1], high[1]], piece)
-        for half, (high, middle, low) in enumerate(sums):
-            totals = [arith.addf(arith.addf(c, b), a) for a, b, c in zip(high, middle, low, strict=True)]
-            for i in range(2):
-                token = tile + row + (16 * half + 8 * i)
-                with thread_ops.when(token < tokens):
-                    index = (part * tokens + token) * experts + first + ((lane & 3) << 1)
-                    pair = mlir.pack(totals[2 * i : 2 * i + 2])
-                    llvm.store(pair, thread_ops.element(out, index, 4), alignment=8)
-
-    mlir.inline(emit, part, group, tile, x_gmem, weight_gmem, out_gmem)
+    steps = range(SLICE // STEP)
+    thread = mlir.thread()
+    lane = thread & 31
+    tile = tile * BLOCK_TOKENS
+    row = lane >> 2
+    column = part * SLICE + ((lane & 3) << 2)
+    first_expert = group * BLOCK_EXPERTS + (thread >> 5) * WARP_EXPERTS
+    start = mlir.element(weight_gmem, (first_expert + row) * depth + column, 4)
+    weights = [words.load_four(mlir.at(start, 4 * STEP * step)) for step in steps]
+    # Clamped: sums of tokens beyond the last are not stored.
+    numbers = [(tile + row + 8 * i).minimum(tokens - 1) for i in range(2 * halves)]
+    starts = [mlir.element(x_gmem, token * depth + column, 2) for token in numbers]
+    inputs = [[words.load_pair(mlir.at(start, 2 * STEP * step)) for start in starts] for step in steps]
+    # Three chains of products for each half: they do not wait for each other.
+    sums = [[[mlir.f32(0.0)] * 4 for _ in range(words.PARTS)] for _ in range(halves)]
+    for four, pairs in zip(weights, inputs, strict=True):
+        for i, piece in enumerate(words.split(four)):
+            for half, chains in enumerate(sums):
+                low, high = pairs[2 * half : 2 * half + 2]
+                chains[i] = words.multiply_add(chains[i], [low[0], high[0], low[1], high[1]], piece)
+    for half, (high, middle, low) in enumerate(sums):
+        totals = [arith.addf(arith.addf(c, b), a) for a, b, c in zip(high, middle, low, strict=True)]
+        for i in range(2):
+            token = tile + row + (16 * half + 8 * i)
+            with thread_ops.when(token < tokens):
+                index = (part * tokens + token) * experts + first_expert + ((lane & 3) << 1)
+                pair = mlir.pack(totals[2 * i : 2 * i + 2])
+                llvm.store(pair, mlir.element(out_gmem, index, 4), alignment=8)
 
 
 def _select_body(
@@ -228,11 +221,11 @@ def _select_body(
     token = lax.axis_index("group") * lax.axis_size("token") + lax.axis_index("token")
     warpgroup = lax.axis_index("warpgroup")
     slices, tokens, experts = products_gmem.shape
-    tiles = [pl.ds(first, THREADS) for first in range(0, experts, THREADS)]
+    tiles = [pl.ds(start, THREADS) for start in range(0, experts, THREADS)]
 
     def add_slices():
-        own = [warpgroup * (slices // ADDERS) + i for i in range(slices // ADDERS)]
-        loaded = [[vectors.load(products_gmem.at[i, token, tile]) for i in own] for tile in tiles]
+        own_slices = [warpgroup * (slices // ADDERS) + i for i in range(slices // ADDERS)]
+        loaded = [[vectors.load(products_gmem.at[i, token, tile]) for i in own_slices] for tile in tiles]
         for tile, terms in zip(tiles, loaded, strict=True):
             partials_smem[warpgroup, tile] = functools.reduce(jnp.add, terms)
         plgpu.barrier_arrive(partials_full)
@@ -302,67 +295,56 @@ def select(
         experts = table[jnp.clip(selection["token_ids"][token], 0, table.shape[0] - 1), :]
     scores = scores_smem[...][experts]
     weights = scores / (jnp.sum(scores) + 1e-20) * scaling_factor
-    own = pl.ds(token * top_k, top_k)
+    places = pl.ds(token * top_k, top_k)
     is_token = selection["slots"][token] >= 0 if "slots" in selection else True
-    experts_gmem[own] = jnp.where(is_token, experts, -1)
-    weights_gmem[own] = jnp.where(is_token, weights, 0.0)
+    experts_gmem[places] = jnp.where(is_token, experts, -1)
+    weights_gmem[places] = jnp.where(is_token, weights, 0.0)
 
 
-@select.mosaic
-def _select_mosaic(experts_gmem, weights_gmem, token, scores_smem, biased_smem, selection, top_k, scaling_factor):
-    number = scores_smem.shape[0]
-    names = list(selection)
-
-    def look_up(token, lane, table, token_ids):
-        rows = ir.MemRefType(table.type).shape[0]
-        own = thread_ops.load_global(token_ids, token)
-        own = U32(arith.minsi(arith.maxsi(own.value, mlir.i32(0)), mlir.i32(rows - 1)))
-        return thread_ops.load_global(table, own * top_k + lane.minimum(top_k - 1))
-
-    def emit(experts, weights, token, scores, biased, *arrays):
-        selection = dict(zip(names, arrays, strict=True))
-        token = U32(mlir.scalar(token))
-        thread = U32(mlir.thread())
-        lane = thread & 31
-        # Other threads wrote what this warp reads.
-        mgpu.utils.warpgroup_barrier()
-        with thread_ops.when(thread < WARP):
-            if "bias" in selection:
-                expert = _top_k(thread_ops.shared(biased), lane, number, top_k)
-            else:
-                expert = look_up(token, lane, selection["table"], selection["token_ids"])
-            score = thread_ops.as_float(thread_ops.load(thread_ops.shared(scores) + (expert << 2)))
-            inside = lane < top_k
-            total = thread_ops.sum_lanes(arith.select(inside.value, score, mlir.f32(0.0)))
-            share = arith.divf(score, arith.addf(total, mlir.f32(1e-20)))
-            with thread_ops.when(inside):
-                place = token * top_k + lane
-                weight = arith.mulf(share, mlir.f32(scaling_factor))
-                if "slots" in selection:
-                    is_padding = thread_ops.load_global(selection["slots"], token) >> 31  # 1 for -1
-                    is_padding = is_padding.equals(1)
-                    expert = is_padding.where(0xFFFFFFFF, expert)
-                    weight = arith.select(is_padding.value, mlir.f32(0.0), weight)
-                thread_ops.store_global(experts, place, expert)
-                thread_ops.store_global(weights, place, thread_ops.bits(weight))
-
-    mlir.inline(emit, experts_gmem, weights_gmem, token, scores_smem, biased_smem, *selection.values())
+@mlir.emits(select)
+def _emit_select(experts_gmem, weights_gmem, token, scores_smem, biased_smem, selection, top_k, scaling_factor):
+    thread = mlir.thread()
+    lane = thread & 31
+    # Other threads wrote what this warp reads.
+    mgpu.utils.warpgroup_barrier()
+    with thread_ops.when(thread < WARP):
+        if "bias" in selection:
+            expert = _top_k(thread_ops.shared(biased_smem), lane, scores_smem.type.shape[0], top_k)
+        else:
+            rows = selection["table"].type.shape[0]
+            row = thread_ops.load_global(selection["token_ids"], token)
+            row = U32(arith.minsi(arith.maxsi(row.value, mlir.i32(0)), mlir.i32(rows - 1)))
+            expert = thread_ops.load_global(selection["table"], row * top_k + lane.minimum(top_k - 1))
+        score = thread_ops.as_float(thread_ops.load(thread_ops.shared(scores_smem) + (expert << 2)))
+        inside = lane < top_k
+        total = thread_ops.sum_lanes(arith.select(inside.value, score, mlir.f32(0.0)))
+        share = arith.divf(score, arith.addf(total, mlir.f32(1e-20)))
+        with thread_ops.when(inside):
+            place = token * top_k + lane
+            weight = arith.mulf(share, mlir.f32(scaling_factor))
+            if "slots" in selection:
+                is_padding = thread_ops.load_global(selection["slots"], token) >> 31  # 1 for -1
+                is_padding = is_padding.equals(1)
+                expert = is_padding.where(0xFFFFFFFF, expert)
+                weight = arith.select(is_padding.value, mlir.f32(0.0), weight)
+            thread_ops.store_global(experts_gmem, place, expert)
+            thread_ops.store_global(weights_gmem, place, thread_ops.bits(weight))
 
 
 def _top_k(values, lane, number, top_k):
     """Returns in lane i of a warp the index of the i-th largest float32 in shared memory; of equals the first."""
-    indices = [lane + first for first in range(0, number, WARP)]
+    indices = [lane + start for start in range(0, number, WARP)]
     keys = []
     for index in indices:
         # Unsigned integers in the order of the floats.
         value = thread_ops.load(values + (index << 2))
         negative = U32(arith.shrsi(value.value, mlir.i32(31)))
         keys.append(value ^ (negative | 0x80000000))
-    found = U32(0)
+    selected = U32(0)
     for i in range(top_k):
         top = thread_ops.warp_max(functools.reduce(U32.maximum, keys))
-        own = [key.equals(top).where(index, number - 1) for key, index in zip(keys, indices, strict=True)]
-        best = thread_ops.warp_min(functools.reduce(U32.minimum, own))
-        found = lane.equals(i).where(best, found)
+        candidates = [key.equals(top).where(index, number - 1) for key, index in zip(keys, indices, strict=True)]
+        best = thread_ops.warp_min(functools.reduce(U32.minimum, candidates))
+        selected = lane.equals(i).where(best, selected)
         keys = [index.equals(best).where(0, key) for key, index in zip(keys, indices, strict=True)]
-    return found
+    return selected

@@ -20,11 +20,11 @@ def topk_of_shards(scores: Float[Array, "T E"], lengths: Int[Array, "T"], k: int
 
     Each device offers its best k entries, and all devices choose from what is offered.
     """
-    own = indexer_topk(scores, lengths, k)
-    own_scores = jnp.take_along_axis(scores, jnp.maximum(own, 0), axis=1)
+    local = indexer_topk(scores, lengths, k)
+    local_scores = jnp.take_along_axis(scores, jnp.maximum(local, 0), axis=1)
     # Sorted by entry, because of equal scores the lower entry is taken. Missing entries come last.
     last = jnp.iinfo(jnp.int32).max
-    pairs = jnp.where(own >= 0, own, last), jnp.where(own >= 0, own_scores, -jnp.inf)
+    pairs = jnp.where(local >= 0, local, last), jnp.where(local >= 0, local_scores, -jnp.inf)
     entries, offered = (jax.lax.all_gather(x, MODEL_AXIS, axis=1, tiled=True) for x in pairs)
     entries, offered = jax.lax.sort((entries, offered), dimension=1, num_keys=1)
     best = indexer_topk(offered, jnp.full_like(lengths, offered.shape[1]), k)

@@ -1,6 +1,7 @@
 """The rows of a prefill call: its new window rows, a window of cached rows before each request, and its entries."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ class _Runs:
     begin: Array  # [T] first token of each token's run
     end: Array  # [T] one-past-last token of each token's run
     index: Array  # [T] number of each token's run
-    first: Array  # [R] first token
+    first_token: Array  # [R]
     slot: Array  # [R]
     past: Array  # [R, window - 1] positions before the first token; negative = none
     past_rows: Rows  # cached rows at these positions
@@ -38,12 +39,12 @@ def _find_runs(window, slots, positions):
     begin, end = run_bounds(slots)
     is_first = real & (begin == jnp.arange(tokens, dtype=jnp.int32))
     index = jnp.cumsum(is_first.astype(jnp.int32)) - 1
-    first = jnp.nonzero(is_first, size=max_runs(window, tokens), fill_value=-1)[0].astype(jnp.int32)
-    slot, position = (jnp.where(first >= 0, take(x, first), -1) for x in (slots, positions))
+    starts = jnp.nonzero(is_first, size=max_runs(window, tokens), fill_value=-1)[0].astype(jnp.int32)
+    slot, position = (jnp.where(starts >= 0, take(x, starts), -1) for x in (slots, positions))
     past = position[:, None] - jnp.arange(window.window - 1, 0, -1, dtype=jnp.int32)[None, :]
     past_slots = jnp.broadcast_to(slot[:, None], past.shape)
     past_rows = take(window.rows, window.layer, past_slots, jnp.maximum(past, 0) % window.ring)
-    return _Runs(real, begin, end, index, first, slot, past, past_rows)
+    return _Runs(real, begin, end, index, starts, slot, past, past_rows)
 
 
 def dense_rows(
@@ -69,15 +70,15 @@ def dense_rows(
     counts = jnp.zeros((tokens,), jnp.int32)
     entries = None
     if compressed is not None:
-        last = jnp.where(runs.first >= 0, take(positions, take(runs.end, runs.first) - 1), -1)
-        options = dict(dtype=dtype, only_visible=True, implementation=implementation)
-        entries, _ = gather_all_compressed_kv(compressed, runs.slot, last, **options)
+        last = jnp.where(runs.first_token >= 0, take(positions, take(runs.end, runs.first_token) - 1), -1)
+        gather = functools.partial(gather_all_compressed_kv, dtype=dtype, only_visible=True)
+        entries, _ = gather(compressed, runs.slot, last, implementation=implementation)
         entries = entries.reshape(-1, entries.shape[-1])
         first_entry = runs.index * compressed.max_entries
         counts = jnp.minimum(valid_lengths(positions, compressed.compress_rate), compressed.max_entries)
         if kv.indices is not None:
-            place = jnp.arange(1, kv.indices.shape[1] + 1, dtype=jnp.int32)
-            counts = jnp.max(jnp.where(kv.indices >= 0, place[None, :], 0), axis=1, initial=0)
+            number = jnp.arange(1, kv.indices.shape[1] + 1, dtype=jnp.int32)
+            counts = jnp.max(jnp.where(kv.indices >= 0, number[None, :], 0), axis=1, initial=0)
     metadata = jnp.stack([positions, runs.begin, past_end, first_entry], axis=1)
     return DenseRows(rows, entries, kv.indices, metadata, jnp.where(runs.real, counts, -1), window.window)
 
@@ -91,7 +92,7 @@ def ring_of_call(
     runs = _find_runs(window, slots, positions)
     own_rows = jnp.arange(tokens, dtype=jnp.int32) + before * (runs.index + 1)
     count = tokens + runs.past.size
-    first_row = jnp.where(runs.first >= 0, take(own_rows, runs.first), -1)
+    first_row = jnp.where(runs.first_token >= 0, take(own_rows, runs.first_token), -1)
     past_row = first_row[:, None] - jnp.arange(before, 0, -1, dtype=jnp.int32)[None, :]
     past_row = jnp.where(runs.past >= 0, past_row, count)
     new_row = jnp.where(runs.real, own_rows, count)

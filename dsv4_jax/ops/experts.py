@@ -9,7 +9,13 @@ from jaxtyping import Array, Float, Int
 from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.linear import LinearSpec, Matrix, linear, linear_swiglu, same_dtype, swiglu
 from dsv4_jax.quant import LayerSlice, QuantizedWeight, layer_stacks, layer_value, round_to
-from pallas_kernels.experts import MAX_PAIRS, MAX_SHARED_TOKENS, experts as experts_kernel, grouped_experts
+from pallas_kernels.experts import (
+    MAX_PAIRS,
+    MAX_SHARED_TOKENS,
+    experts as experts_kernel,
+    grouped_experts,
+    sum_of_experts,
+)
 
 
 def experts(
@@ -45,8 +51,8 @@ def experts(
       is rounded to x's dtype, too.
     """
     if shared is not None and not _take_one_launch(x, gate_up, down, *shared):
-        options = dict(limit=limit, implementation=implementation)
-        routed = experts(x, selected, weights, gate_up, down, permutation, **options)
+        arrays = x, selected, weights, gate_up, down, permutation
+        routed = experts(*arrays, limit=limit, implementation=implementation)
         return round_to(routed + _shared_expert(limit, x, *shared, implementation=implementation), x.dtype)
     args = x, selected, weights, gate_up, down, permutation, *(shared or ())
     return dispatch("experts", implementation, *args, xla=_experts_xla, kernel=_experts_kernel, limit=limit)
@@ -56,13 +62,12 @@ def _experts_kernel(x, selected, weights, gate_up, down, permutation, *shared, l
     number = gate_up.shape[0]
     (gate_up, down, shared), layer = layer_stacks((gate_up, down, shared))
     matrices = _for_kernel(gate_up), _for_kernel(down)
-    options = dict(layer=layer, limit=limit, interpret=interpret)
+    kernel = functools.partial(grouped_experts, x, selected, weights, *matrices)
     if selected.size <= MAX_PAIRS:
         codes = tuple((weight.codes, weight.scale) for weight in shared) or None
-        y = experts_kernel(x, selected, weights, *matrices, permutation, codes, **options)
-    else:
-        y = grouped_experts(x, selected, weights, *matrices, **options)
-    return y if shared else _sum_of_experts(y, selected, number)
+        kernel = functools.partial(experts_kernel, x, selected, weights, *matrices, permutation, codes)
+    y = kernel(layer=layer, limit=limit, interpret=interpret)
+    return y if shared else sum_of_experts(y, selected, number)
 
 
 def _for_kernel(weight):
@@ -72,13 +77,6 @@ def _for_kernel(weight):
     if weight.kind != "FP4":
         raise NotImplementedError(f"the kernel takes weights stored as FP4 or in bfloat16, got {weight.kind}")
     return weight.codes, weight.scale
-
-
-def _sum_of_experts(y, selected, number):
-    """Sums [T, k, D] to [T, D] float32 in routing order, elementwise: XLA fuses the sum with the next operation."""
-    here = (selected >= 0) & (selected < number)
-    y = jnp.where(here[..., None], y.astype(jnp.float32), 0.0)
-    return functools.reduce(jnp.add, [y[:, j] for j in range(y.shape[1])])
 
 
 def _take_one_launch(x, *matrices):
@@ -107,8 +105,8 @@ def _experts_xla(x, selected, weights, gate_up, down, permutation, *shared, limi
 def _routed_xla(limit, x, selected, weights, gate_up, down):
     tokens, k = selected.shape
     number = gate_up.shape[0]
-    here = (selected >= 0) & (selected < number)
-    by_expert = jnp.where(here, selected, number).reshape(-1)
+    has_expert = (selected >= 0) & (selected < number)
+    by_expert = jnp.where(has_expert, selected, number).reshape(-1)
     if by_expert.size < number:
         # Decoding: fewer pairs than experts. Only the matrices of the selected experts are read and dequantized.
         order = jnp.arange(by_expert.size, dtype=jnp.int32)
@@ -128,7 +126,7 @@ def _routed_xla(limit, x, selected, weights, gate_up, down):
     inner = swiglu(gate, up, limit) * weights.reshape(-1)[order][:, None]
     y = multiply(round_to(inner, x.dtype), down)
     y = jnp.zeros_like(y).at[order].set(y, unique_indices=True).reshape(tokens, k, -1)
-    return _sum_of_experts(y, selected, number)
+    return sum_of_experts(y, selected, number)
 
 
 def _paired_linear(x, weight):

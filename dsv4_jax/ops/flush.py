@@ -5,6 +5,7 @@ close, and `write_entries` rotates, quantizes and stores the results.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,10 +23,10 @@ from pallas_kernels.flush.operands import CompressorOperands
 from pallas_kernels.formats import exact_math
 from pallas_kernels.formats.exact_math import product
 from pallas_kernels.formats.layouts import quantized
+from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class CompressorWeights:
     """The compressor's parameters that act after its projections; position_bias and norm_weight may be a `LayerSlice`.
 
@@ -39,11 +40,10 @@ class CompressorWeights:
     position_bias: Any
     norm_weight: Any
     inv_freq: Any
-    eps: float = dataclasses.field(metadata=dict(static=True))
+    eps: float = static_field()
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class ClosedWindows:
     """The windows that a call closes, each pooled to one vector.
 
@@ -103,9 +103,9 @@ def flush(
     """
     for _, _, kv, gate, _ in compressors:
         _check_inputs(kv, gate)
-    options = dict(dtype=dtype, max_query_tokens=max_query_tokens)
     args = compressors, slots, positions
-    return dispatch("flush", implementation, *args, xla=_flush_xla, kernel=_flush_kernel, **options)
+    functions = {"xla": _flush_xla, "kernel": _flush_kernel}
+    return dispatch("flush", implementation, *args, **functions, dtype=dtype, max_query_tokens=max_query_tokens)
 
 
 def pool_windows(
@@ -142,8 +142,8 @@ def pool_windows(
     # A request closes at most one window more than its tokens fill.
     size = min(tokens.shape[0], tokens.shape[0] // rate + state.kv.shape[1])
     closing = jnp.nonzero(real & ((positions + 1) % rate == 0), size=size, fill_value=-1)[0].astype(jnp.int32)
-    slot, position, first = (take(x, closing) for x in (slots, positions, start))
-    pooled = _pool_windows(state, kv, gate, closing, slot, position, first)
+    slot, position, run_start = (take(x, closing) for x in (slots, positions, start))
+    pooled = _pool_windows(state, kv, gate, closing, slot, position, run_start)
     # Orders the reads of the rings above before the writes below; otherwise XLA copies the rings.
     kv, gate, pooled = jax.lax.optimization_barrier((kv, gate, pooled))
     closed = ClosedWindows(_norm(pooled, weights, dtype), slot, jnp.where(closing >= 0, position // rate, -1))
@@ -164,8 +164,8 @@ def write_entries(
       inv_freq: [P] radians per token; rotates the last 2 * P channels by each window's first position.
     """
     check_dtype("closed.values", closed.values, "bfloat16", "float32")
-    first = jnp.maximum(closed.entries, 0) * pool.compress_rate
-    values = apply_rope_deterministic(closed.values, first, inv_freq)
+    window_starts = jnp.maximum(closed.entries, 0) * pool.compress_rate
+    values = apply_rope_deterministic(closed.values, window_starts, inv_freq)
     return pool.write(closed.slots, closed.entries, closed.entries >= 0, values)
 
 
@@ -192,8 +192,8 @@ def _flush_kernel(compressors, slots, positions, *, dtype, max_query_tokens, int
             CompressorOperands(kv, gate, *arrays, *layers, *states, pools, layout, weights.eps, state.overlap)
         )
     results = []
-    options = dict(layer=layer, max_query_tokens=max_query_tokens, config=config, interpret=interpret)
-    written = flush_kernel(tuple(operands), slots, positions, **options)
+    run = functools.partial(flush_kernel, layer=layer, max_query_tokens=max_query_tokens, config=config)
+    written = run(tuple(operands), slots, positions, interpret=interpret)
     for (state, pool, *_), (new_kv, new_gate, leaves) in zip(compressors, written, strict=True):
         rows = jax.tree.unflatten(jax.tree.structure(pool.rows), leaves)
         results.append((dataclasses.replace(state, kv=new_kv, gate=new_gate), dataclasses.replace(pool, rows=rows)))
@@ -208,14 +208,14 @@ def _flush_xla(compressors, slots, positions, *, dtype, max_query_tokens):
     return results
 
 
-def _pool_windows(state, kv, gate, closing, slot, position, first):
+def _pool_windows(state, kv, gate, closing, slot, position, run_start):
     """Pools the windows that end at `position`, with rows from the call or the ring, to vectors [n, D]."""
     rate = state.compress_rate
     rows = 2 * rate if state.overlap else rate
     back = jnp.arange(rows - 1, -1, -1, dtype=jnp.int32)[None, :]
     source = position[:, None] - back
     index = closing[:, None] - back
-    in_call = (index >= first[:, None])[..., None]
+    in_call = (index >= run_start[:, None])[..., None]
     ring = (jnp.broadcast_to(slot[:, None], source.shape), jnp.maximum(source, 0) % state.ring)
 
     def half(new, old):

@@ -1,5 +1,7 @@
 """The three gathers: they turn cached rows into dense values and a mask of valid rows."""
 
+import functools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -28,7 +30,7 @@ def gather_compressed_kv(
     Returns:
       (kv, valid): kv [T, K, D], zeros where not valid; valid [T, K] bool. Keys and values are the same vectors.
     """
-    functions = dict(xla=_gather_compressed_kv_xla, kernel=_gather_compressed_kv_kernel)
+    functions = {"xla": _gather_compressed_kv_xla, "kernel": _gather_compressed_kv_kernel}
     return dispatch("gather_compressed_kv", implementation, view, indices, slots, **functions, dtype=dtype)
 
 
@@ -57,9 +59,10 @@ def gather_all_compressed_kv(
       only_visible: leave the result, `valid` included, unspecified where an entry is not visible, which saves time.
       implementation: as in `gather_compressed_kv`.
     """
-    functions = dict(xla=_gather_all_compressed_kv_xla, kernel=_gather_all_compressed_kv_kernel)
-    options = dict(dtype=dtype, only_visible=only_visible)
-    return dispatch("gather_all_compressed_kv", implementation, view, slots, positions, **functions, **options)
+    functions = {"xla": _gather_all_compressed_kv_xla, "kernel": _gather_all_compressed_kv_kernel}
+    args = view, slots, positions
+    options = {"dtype": dtype, "only_visible": only_visible}
+    return dispatch("gather_all_compressed_kv", implementation, *args, **functions, **options)
 
 
 def _gather_all_compressed_kv_xla(view, slots, positions, *, dtype, only_visible):
@@ -88,7 +91,7 @@ def gather_swa_kv(
       dtype: dtype of the result.
       implementation: as in `gather_compressed_kv`; the kernel does not take `new_kv`.
     """
-    functions = dict(xla=_gather_swa_kv_xla, kernel=_gather_swa_kv_kernel)
+    functions = {"xla": _gather_swa_kv_xla, "kernel": _gather_swa_kv_kernel}
     return dispatch("gather_swa_kv", implementation, view, slots, positions, new_kv, **functions, dtype=dtype)
 
 
@@ -127,8 +130,8 @@ def _gather_compressed_kv_kernel(view, indices, slots, *, dtype, interpret):
 
 def _gather_all_compressed_kv_kernel(view, slots, positions, *, dtype, only_visible, interpret):
     _check_dtype(dtype)
-    options = dict(only_visible=only_visible, interpret=interpret)
-    return kernels.gather_all_compressed_kv(slots, positions, view.for_kernels(), **options)
+    gather = functools.partial(kernels.gather_all_compressed_kv, only_visible=only_visible, interpret=interpret)
+    return gather(slots, positions, view.for_kernels())
 
 
 def _gather_swa_kv_kernel(view, slots, positions, new_kv, *, dtype, interpret):

@@ -1,6 +1,5 @@
 """Hyper-connections: residual streams take a block's output (post) and collapse to the next block's input (pre)."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -13,10 +12,11 @@ from dsv4_jax.ops.linear import linear
 from dsv4_jax.ops.norm_rope import rms_normalize
 from dsv4_jax.quant import LayerSlice, layer_stacks, round_to
 from pallas_kernels.hyper_connections import fuses_all_reduce, hyper_connections as hyper_connections_kernel
+from pallas_kernels.hyper_connections.mixing import sinkhorn as sinkhorn
+from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class HyperConnectionWeights:
     """The parameters with which the streams are mixed; all arrays are float32, or each a `LayerSlice` of such ones.
 
@@ -32,9 +32,9 @@ class HyperConnectionWeights:
     fn: Any
     base: Any
     scale: Any
-    norm_eps: float = dataclasses.field(metadata=dict(static=True))
-    hc_eps: float = dataclasses.field(metadata=dict(static=True))
-    iterations: int = dataclasses.field(metadata=dict(static=True))
+    norm_eps: float = static_field()
+    hc_eps: float = static_field()
+    iterations: int = static_field()
 
 
 def hyper_connections(
@@ -69,11 +69,11 @@ def hyper_connections(
       ValueError: y comes without mixing, or mixing without y.
     """
     if (y is None) != (mixing is None):
-        given, missing = ("y", "mixing") if mixing is None else ("mixing", "y")
-        raise ValueError(f"{given} needs {missing}: a block's output and the mixing weights from before the block")
+        present, missing = ("y", "mixing") if mixing is None else ("mixing", "y")
+        raise ValueError(f"{present} needs {missing}: a block's output and the mixing weights from before the block")
     args = streams, weights, norm_weight, y, mixing, mailboxes()
-    functions = dict(xla=_hyper_connections_xla, kernel=_hyper_connections_kernel)
-    return dispatch("hyper_connections", implementation, *args, **functions)
+    op = "hyper_connections"
+    return dispatch(op, implementation, *args, xla=_hyper_connections_xla, kernel=_hyper_connections_kernel)
 
 
 def mixing_weights(streams: Float[Array, "T h D"], weights: HyperConnectionWeights) -> Float[Array, "T m"]:
@@ -83,14 +83,14 @@ def mixing_weights(streams: Float[Array, "T h D"], weights: HyperConnectionWeigh
     logits = linear(rms_normalize(flat, weights.norm_eps), weights.fn)[0]
     bounds = [h, 2 * h] if weights.fn.shape[0] > h else []
     parts = zip(jnp.split(logits, bounds, axis=1), weights.scale, jnp.split(weights.base, bounds), strict=True)
-    pre, *others = (logits * factor + bias[None, :] for logits, factor, bias in parts)
-    found = [jax.nn.sigmoid(pre) + weights.hc_eps]
-    if others:
-        post, comb = others
+    pre, *post_and_comb = (logits * factor + bias[None, :] for logits, factor, bias in parts)
+    mixing = [jax.nn.sigmoid(pre) + weights.hc_eps]
+    if post_and_comb:
+        post, comb = post_and_comb
         comb = jax.nn.softmax(comb.reshape(-1, h, h), axis=-1) + weights.hc_eps
         comb = sinkhorn(comb, weights.iterations, weights.hc_eps)
-        found += [2.0 * jax.nn.sigmoid(post), comb.reshape(tokens, -1)]
-    return jnp.concatenate(found, axis=1)
+        mixing += [2.0 * jax.nn.sigmoid(post), comb.reshape(tokens, -1)]
+    return jnp.concatenate(mixing, axis=1)
 
 
 def apply_pre(streams: Float[Array, "T h D"], mixing: Float[Array, "T m"]) -> Float[Array, "T D"]:
@@ -115,25 +115,6 @@ def apply_post(
     return round_to(post[:, :, None] * y.astype(jnp.float32)[:, None, :] + mixed, streams.dtype)
 
 
-def sinkhorn(comb: Float[Array, "T h h"], iters: int, eps: float) -> Float[Array, "T h h"]:
-    """Makes positive matrices nearly doubly stochastic: normalizes columns, then rows and columns `iters - 1` times.
-
-    Columns sum to 1 up to eps and rounding, rows as far as the iterations converged.
-
-    Args:
-      comb: [T, h, h] float32, positive.
-      iters, eps: number of iterations, at least 1, and constant added to each sum.
-    """
-
-    def columns(comb):
-        return comb / (jnp.sum(comb, axis=1, keepdims=True) + eps)
-
-    def rows(comb):
-        return comb / (jnp.sum(comb, axis=2, keepdims=True) + eps)
-
-    return jax.lax.fori_loop(0, iters - 1, lambda _, comb: columns(rows(comb)), columns(comb))
-
-
 def split_mixing(mixing: Float[Array, "T _"], h: int) -> tuple[Float[Array, "T h"], Float[Array, "T h h"]]:
     """Returns post [T, h] and comb [T, h, h] of mixing weights [T, (2 + h) * h]."""
     _, post, comb = jnp.split(mixing, [h, 2 * h], axis=1)
@@ -154,5 +135,15 @@ def _hyper_connections_kernel(streams, weights, norm_weight, y, mixing, table, *
         y = all_reduce(y)
         table = None
     stacks, layer = layer_stacks((weights.fn, weights.base, weights.scale, norm_weight))
-    options = dict(norm_eps=weights.norm_eps, hc_eps=weights.hc_eps, iterations=weights.iterations)
-    return hyper_connections_kernel(streams, *stacks, y, mixing, table, layer=layer, **options, interpret=interpret)
+    return hyper_connections_kernel(
+        streams,
+        *stacks,
+        y,
+        mixing,
+        table,
+        layer=layer,
+        norm_eps=weights.norm_eps,
+        hc_eps=weights.hc_eps,
+        iterations=weights.iterations,
+        interpret=interpret,
+    )

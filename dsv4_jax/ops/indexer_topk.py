@@ -34,12 +34,12 @@ def _indexer_topk_xla(scores, lengths, k):
     entries = scores.shape[1]
     inside = jnp.arange(entries, dtype=jnp.int32)[None, :] < lengths[:, None]
     scores = jnp.where(inside, scores, -jnp.inf)
-    found = min(k, entries)
-    best, indices = jax.lax.top_k(_order(scores), found)
+    count = min(k, entries)
+    best, indices = jax.lax.top_k(_order(scores), count)
     indices = jnp.where(best > _order(jnp.float32(-jnp.inf)), indices, entries)
     indices = jnp.sort(indices, axis=1)
     indices = jnp.where(indices < entries, indices, -1)
-    return jnp.pad(indices, ((0, 0), (0, k - found)), constant_values=-1)
+    return jnp.pad(indices, ((0, 0), (0, k - count)), constant_values=-1)
 
 
 def _order(scores):

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,8 +57,8 @@ def linear(
         )
         return sum(products, ())
     norm_weight, eps = norm or (None, 0.0)
-    options = dict(xla=_linear_xla, kernel=_linear_kernel, spec=spec, eps=eps)
-    return dispatch("linear", implementation, x, weights, norm_weight, **options)
+    functions = {"xla": _linear_xla, "kernel": _linear_kernel}
+    return dispatch("linear", implementation, x, weights, norm_weight, **functions, spec=spec, eps=eps)
 
 
 def linear_swiglu(
@@ -141,11 +142,11 @@ def _split_spec(spec, weights) -> Iterator[tuple[Matrix, LinearSpec]]:
     """Yields each weight and the spec of its own outputs."""
     remaining = list(spec.outputs(sum(weight.shape[0] for weight in weights)))
     for weight in weights:
-        own = []
+        outputs = []
         rows = weight.shape[0]
-        while sum(size for size, _ in own) < rows:
-            own.append(remaining.pop(0))
-        sizes, dtypes = zip(*own, strict=True)
+        while sum(size for size, _ in outputs) < rows:
+            outputs.append(remaining.pop(0))
+        sizes, dtypes = zip(*outputs, strict=True)
         if sum(sizes) != rows:
             raise ValueError(f"output_sizes={spec.output_sizes} must not straddle two weights: one has {rows} rows")
         yield weight, LinearSpec(sizes, dtypes, spec.num_groups)
@@ -161,7 +162,7 @@ def _multiply(x, weight, spec):
     outputs = spec.outputs(weight.shape[0])
     groups = spec.num_groups
     x, weight = same_dtype(x, weight[...] if isinstance(weight, QuantizedWeight) else weight)
-    options = dict(precision="highest", preferred_element_type=jnp.float32)
+    options: Any = {"precision": "highest", "preferred_element_type": jnp.float32}
     if groups == 1:
         product = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), **options)
     else:

@@ -67,7 +67,7 @@ def norm_rope_append(
     """
     check_dtype("kv", kv, "bfloat16", "float32")
     args = view, q, kv, weight, slots, positions, inv_freq
-    functions = dict(xla=_norm_rope_append_xla, kernel=_norm_rope_append_kernel)
+    functions = {"xla": _norm_rope_append_xla, "kernel": _norm_rope_append_kernel}
     return dispatch("norm_rope_append", implementation, *args, **functions, eps=eps)
 
 
@@ -88,8 +88,7 @@ def _norm_rope_kernel(q, kv, weight, positions, inv_freq, *, eps, interpret):
 
 
 def _norm_rope_append_xla(view, q, kv, weight, slots, positions, inv_freq, *, eps):
-    at = jnp.maximum(positions, 0)
-    q, kv = norm_rope(q, kv, weight, at, inv_freq, eps=eps, implementation="xla")
+    q, kv = norm_rope(q, kv, weight, jnp.maximum(positions, 0), inv_freq, eps=eps, implementation="xla")
     return q, append_swa(view, kv, slots, positions, implementation="xla")
 
 

@@ -60,11 +60,12 @@ def router(
       ValueError: neither or both of bias and table are given, or a table without token ids.
     """
     if (bias is None) == (table is None) or (table is None) != (token_ids is None):
-        given = [name for name, value in dict(bias=bias, table=table, token_ids=token_ids).items() if value is not None]
-        raise ValueError(f"either bias, or table and token_ids must be given, got {', '.join(given) or 'none of them'}")
-    args = (x, weight, bias, table, token_ids, slots)
-    options = dict(top_k=top_k, scaling_factor=scaling_factor)
-    return dispatch("router", implementation, *args, xla=_router_xla, kernel=_router_kernel, **options)
+        arguments = {"bias": bias, "table": table, "token_ids": token_ids}
+        names = ", ".join(name for name, value in arguments.items() if value is not None)
+        raise ValueError(f"either bias, or table and token_ids must be given, got {names or 'none of them'}")
+    args = x, weight, bias, table, token_ids, slots
+    functions = {"xla": _router_xla, "kernel": _router_kernel}
+    return dispatch("router", implementation, *args, **functions, top_k=top_k, scaling_factor=scaling_factor)
 
 
 @jax.custom_jvp

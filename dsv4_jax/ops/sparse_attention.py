@@ -85,8 +85,8 @@ def sparse_attention(
     Returns:
       [T, H, D] in `q.dtype`; zeros for padding tokens.
     """
-    functions = dict(xla=_sparse_attention_xla, kernel=_sparse_attention_kernel)
-    options = dict(context_parallel=context_parallel, prefill=prefill)
+    functions = {"xla": _sparse_attention_xla, "kernel": _sparse_attention_kernel}
+    options = {"context_parallel": context_parallel, "prefill": prefill}
     args = q, sinks, kv, slots, positions, inv_freq
     return dispatch("sparse_attention", implementation, *args, **functions, **options)
 
@@ -121,11 +121,10 @@ def _by_token(attend_dense, q, kv, slots, positions, with_window):
         rows, valid = window_rows(window, slots, positions, tokens, starts, new_kv, q.dtype)
         valid = valid & with_window
         if compressed is not None:
-            options = dict(dtype=q.dtype, implementation="xla")
+            gather = functools.partial(gather_compressed_kv, compressed, indices, slots)
             if indices is None:
-                entries = gather_all_compressed_kv(compressed, slots, positions, **options)
-            else:
-                entries = gather_compressed_kv(compressed, indices, slots, **options)
+                gather = functools.partial(gather_all_compressed_kv, compressed, slots, positions)
+            entries = gather(dtype=q.dtype, implementation="xla")
             rows, valid = (jnp.concatenate(pair, axis=1) for pair in zip((rows, valid), entries, strict=True))
         return attend_dense(q[0], rows[0], valid[0])
 
@@ -175,8 +174,8 @@ def _sparse_attention_kernel(q, sinks, kv, slots, positions, inv_freq, *, contex
         return _inverse_rope(out[:, :heads], positions, xla_freq)
 
     def attend(q, with_window):
-        own = dataclasses.replace(rings, layer=jnp.where(with_window, rings.layer, -1))
-        splits = attention_sums(_pad_heads(q), slots, positions, own, entries, interpret=interpret)
+        visible = dataclasses.replace(rings, layer=jnp.where(with_window, rings.layer, -1))
+        splits = attention_sums(_pad_heads(q), slots, positions, visible, entries, interpret=interpret)
         return jax.tree.map(lambda x: x[:, : q.shape[1]], _merge_splits(*splits))
 
     return _inverse_rope(attend_to_shards(attend, q, layer_value(sinks)), positions, inv_freq)

@@ -14,10 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 from dsv4_jax.quant import RowCodec, Rows
 from pallas_kernels.formats.layouts import KeyLayout, RowLayout, quantized
 from pallas_kernels.formats.pool_operands import Paged, Rings
-
-
-def _static(**kwargs):
-    return dataclasses.field(metadata=dict(static=True), **kwargs)
+from pallas_kernels.indexer_scores.chunks import run_bounds as run_bounds
+from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
 def take(tree, *index):
@@ -29,16 +27,15 @@ def put(tree, values, keep: Bool[Array, "..."], *index):
     """Writes `values` where `keep`, in every array of `tree`. Indices outside the pool write nothing."""
 
     def scatter(pool, value):
-        layer, first, *rest = index
+        layer, row, *columns = index
         # A negative index would wrap around: send rows that must not be written past the end of the pool.
-        first = jnp.where(keep & (first >= 0), first, pool.shape[1])
-        return pool.at[(layer, first, *rest)].set(value.astype(pool.dtype), mode="drop")
+        row = jnp.where(keep & (row >= 0), row, pool.shape[1])
+        return pool.at[(layer, row, *columns)].set(value.astype(pool.dtype), mode="drop")
 
     return jax.tree.map(scatter, tree, values)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class SWAView:
     """The sliding-window rings of one layer: row `position % ring` of each slot.
 
@@ -51,8 +48,8 @@ class SWAView:
 
     rows: Rows
     layer: Any
-    window: int = _static()
-    codec: RowCodec = _static()
+    window: int = static_field()
+    codec: RowCodec = static_field()
 
     @property
     def ring(self) -> int:
@@ -67,8 +64,7 @@ def _layer_and_pools(view):
     return jnp.asarray(view.layer, jnp.int32), (view.rows.nope, view.rows.rope, view.rows.scale)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class _PagedView:
     """Rows of one layer behind the block table.
 
@@ -83,8 +79,8 @@ class _PagedView:
     rows: Any
     layer: Any
     block_table: Any
-    compress_rate: int = _static()
-    codec: Any = _static()
+    compress_rate: int = static_field()
+    codec: Any = static_field()
 
     @property
     def layout(self) -> RowLayout | KeyLayout | None:
@@ -122,8 +118,7 @@ class _PagedView:
         return dataclasses.replace(self, rows=rows)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class ClassicalView(_PagedView):
     """Compressed KV entries of one layer: `rows` are Rows, `codec` is a RowCodec."""
 
@@ -133,8 +128,7 @@ class ClassicalView(_PagedView):
         return Paged(layer, self.block_table, pools, indices, self.compress_rate, quantized(self.codec.layout))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class AttentionKV:
     """The rows that a call attends to. A row is both key and value of all heads.
 
@@ -151,14 +145,12 @@ class AttentionKV:
     new_kv: Float[Array, "T D"] | None = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class IndexerView(_PagedView):
     """Indexer keys of one layer: `rows` are IndexRows, `codec` is a KeyCodec."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class StateView:
     """Compressor state of one layer: the contribution of each recent token to the windows that it belongs to.
 
@@ -173,8 +165,8 @@ class StateView:
     kv: Any
     gate: Any
     layer: Any
-    compress_rate: int = _static()
-    overlap: bool = _static()
+    compress_rate: int = static_field()
+    overlap: bool = static_field()
 
     @property
     def ring(self) -> int:
@@ -184,13 +176,3 @@ class StateView:
 def valid_lengths(positions: Int[Array, "*n"], compress_rate: int) -> Int[Array, "*n"]:
     """The number of entries visible at each position: `(position + 1) // rate`, 0 for padding (dsv4.md 5)."""
     return (positions + 1) // compress_rate
-
-
-def run_bounds(slots: Int[Array, "T"]) -> tuple[Int[Array, "T"], Int[Array, "T"]]:
-    """Returns the first and one-past-last token of each token's run, the consecutive tokens of one request."""
-    tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
-    changes = slots[1:] != slots[:-1]
-    edge = jnp.ones((1,), bool)
-    starts = jnp.where(jnp.concatenate([edge, changes]), tokens, 0)
-    ends = jnp.where(jnp.concatenate([changes, edge]), tokens + 1, slots.shape[0])
-    return jax.lax.cummax(starts), jax.lax.cummin(ends, reverse=True)

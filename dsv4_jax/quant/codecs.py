@@ -17,10 +17,10 @@ from dsv4_jax.quant.fp4 import MXFP4_BLOCK, NVFP4_GROUP, decode_mxfp4, decode_nv
 from dsv4_jax.quant.fp8 import FP8_BLOCK, decode_fp8_block, decode_fp8_entry, encode_fp8_block, encode_fp8_entry
 from dsv4_jax.quant.numerics import hadamard, round_to, straight_through
 from pallas_kernels.formats.layouts import KeyLayout, RowLayout
+from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class Rows:
     """Stored KV rows, one per leading index; `pallas_kernels.formats.layouts.RowLayout` describes quantized ones.
 
@@ -35,8 +35,7 @@ class Rows:
     scale: Any
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class IndexRows:
     """Stored indexer keys, one per leading index.
 

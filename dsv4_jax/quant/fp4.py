@@ -5,11 +5,12 @@ XLA on CPU flushes them to zero.
 """
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, UInt8
 
 from dsv4_jax.quant.fp8 import decode_e4m3, encode_e4m3
-from dsv4_jax.quant.numerics import e8m0_ceil, e8m0_reciprocal, e8m0_value
+from dsv4_jax.quant.numerics import e8m0_ceil, e8m0_reciprocal, e8m0_value, in_blocks
+from pallas_kernels.formats.row_encoder import e2m1_codes
+from pallas_kernels.mgpu.bfloat16_words import e2m1_value
 
 
 E2M1_MAX = 6.0
@@ -23,18 +24,12 @@ def encode_e2m1(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
     Compares with the midpoints of {0, .5, 1, 1.5, 2, 3, 4, 6}, so that no backend can convert through a third type and
     round twice.
     """
-    size = jnp.abs(x)
-    steps = (size > 0.25, size >= 0.75, size > 1.25, size >= 1.75, size > 2.5, size >= 3.5, size > 5.0)
-    return sum((step.astype(jnp.uint8) for step in steps), start=jnp.signbit(x).astype(jnp.uint8) << 3)
+    return e2m1_codes(x).astype(jnp.uint8)
 
 
 def decode_e2m1(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
     """Converts E2M1 codes 0 to 15 to float32, exactly; code 8 is -0."""
-    size = (codes & 7).astype(jnp.uint32)
-    # Codes 0 and 1 are subnormal. The others have exponent bits above one mantissa bit; add the bias of float32.
-    normal = lax.bitcast_convert_type((size + 252) << 22, jnp.float32)
-    value = jnp.where(size < 2, size.astype(jnp.float32) * 0.5, normal)
-    return jnp.where(codes >= 8, -value, value)
+    return e2m1_value(codes.astype(jnp.int32))
 
 
 def pack_fp4(codes: UInt8[Array, "*rows N"]) -> UInt8[Array, "*rows half"]:
@@ -53,7 +48,7 @@ def encode_mxfp4(x: Float[Array, "*rows N"]) -> tuple[UInt8[Array, "*rows half"]
     amax = max(max|x|, 6 * 2**-126); scale = 2**ceil(log2(amax * fp32(1/6))); code = e2m1(x / scale). Takes x [..., N]
     float32, N a multiple of 32, and returns (packed codes [..., N // 2], scales [..., N // 32] E8M0 bits).
     """
-    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // MXFP4_BLOCK, MXFP4_BLOCK)
+    blocks = in_blocks(x, MXFP4_BLOCK)
     amax = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1), E2M1_MAX * 2.0**-126)
     scale = e8m0_ceil(amax * jnp.float32(1 / E2M1_MAX))
     codes = encode_e2m1(blocks * e8m0_reciprocal(scale)[..., None])
@@ -74,7 +69,7 @@ def encode_nvfp4(
     step is 0. Divisions are products with a reciprocal, for the reason given at `encode_fp8_entry`. Takes x [..., N]
     float32, N a multiple of 16, and returns (packed codes [..., N // 2], scales [..., N // 16] E4M3 bits).
     """
-    groups = x.reshape(*x.shape[:-1], x.shape[-1] // NVFP4_GROUP, NVFP4_GROUP)
+    groups = in_blocks(x, NVFP4_GROUP)
     amax = jnp.max(jnp.abs(groups), axis=-1)
     scale = encode_e4m3(amax * jnp.float32(1 / (E2M1_MAX * global_scale)))
     step = decode_e4m3(scale) * jnp.float32(global_scale)

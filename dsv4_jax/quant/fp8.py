@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, UInt8
 
-from dsv4_jax.quant.numerics import e8m0_ceil, e8m0_reciprocal, e8m0_value
+from dsv4_jax.quant.numerics import e8m0_ceil, e8m0_reciprocal, e8m0_value, in_blocks
 
 
 E4M3_MAX = 448.0
@@ -42,7 +42,7 @@ def encode_fp8_block(
     amax = max(max|x|, 1e-4); scale = 2**ceil(log2(amax * fp32(1/448))); code = e4m3(x / scale). Takes x [..., N]
     float32, N a multiple of `block`, and returns (codes [..., N] E4M3 bits, scales [..., N // block] E8M0 bits).
     """
-    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
+    blocks = in_blocks(x, block)
     amax = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1), 1e-4)
     scale = e8m0_ceil(amax * jnp.float32(1 / E4M3_MAX))
     codes = encode_e4m3(blocks * e8m0_reciprocal(scale)[..., None])

@@ -1,14 +1,14 @@
 """One layer's weights within weights that are stacked over equal layers."""
 
-import dataclasses
 from typing import Any
 
 import jax
 from jaxtyping import Array, Int
 
+from pallas_kernels.runtime.pytrees import pytree_dataclass
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+
+@pytree_dataclass
 class LayerSlice:
     """The weight of one layer in a loop over equal layers, for references and for kernels.
 

@@ -6,6 +6,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
+from pallas_kernels.formats import exact_math
+
 
 def round_to(x: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
     """Rounds float32 values, or values that have the dtype already, to a float dtype, ties to even.
@@ -54,15 +56,12 @@ def hadamard(x: Float[Array, "*rows N"]) -> Float[Array, "*rows N"]:
     n = x.shape[-1]
     if n & (n - 1) or n == 0:
         raise ValueError(f"the last axis must be a power of two long for a Hadamard transform, got shape {x.shape}")
-    shape = x.shape
-    step = 1
-    while step < n:
-        pairs = x.reshape(*shape[:-1], n // (2 * step), 2, step)
-        low = pairs[..., 0, :]
-        high = pairs[..., 1, :]
-        x = jnp.stack([low + high, low - high], axis=-2).reshape(shape)
-        step *= 2
-    return x * jnp.float32(n**-0.5)
+    return exact_math.hadamard(x)
+
+
+def in_blocks(x: Float[Array, "*rows N"], size: int) -> Float[Array, "*rows G size"]:
+    """Splits the last axis into blocks, [..., N // size, size]."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 
 def e8m0_ceil(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
@@ -72,8 +71,7 @@ def e8m0_ceil(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
     near powers of two.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
-    has_mantissa = (bits & 0x7FFFFF) != 0
-    return ((bits >> 23) + has_mantissa.astype(jnp.uint32)).astype(jnp.uint8)
+    return ((bits + 0x7FFFFF) >> 23).astype(jnp.uint8)  # one more where the mantissa is not 0
 
 
 def e8m0_value(bits: UInt8[Array, "..."]) -> Float[Array, "..."]:

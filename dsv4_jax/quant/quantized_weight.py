@@ -1,6 +1,5 @@
 """Weights that stay quantized in memory, in the release's storage format."""
 
-import dataclasses
 import math
 from typing import Any, Literal
 
@@ -12,14 +11,14 @@ from jaxtyping import Array, Float
 from dsv4_jax.quant.fp4 import MXFP4_BLOCK, decode_mxfp4
 from dsv4_jax.quant.fp8 import decode_e4m3
 from dsv4_jax.quant.numerics import e8m0_value, round_to
+from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
 WEIGHT_BLOCK = 128
 type QuantizedKind = Literal["FP8", "FP4"]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class QuantizedWeight:
     """Quantized matrices, which a parameter may hold in place of an array: `nnx.Param(QuantizedWeight(...))`.
 
@@ -37,8 +36,8 @@ class QuantizedWeight:
 
     codes: Any
     scale: Any
-    kind: QuantizedKind = dataclasses.field(metadata=dict(static=True))
-    dtype: DTypeLike = dataclasses.field(metadata=dict(static=True))
+    kind: QuantizedKind = static_field()
+    dtype: DTypeLike = static_field()
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ from pallas_kernels.matmul.skinny_mma import COLUMNS
 from pallas_kernels.mgpu import barriers
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS, runs_all_blocks_at_once
-from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.launch import axis_indices, kernel
 from pallas_kernels.runtime.layer_operands import layer_operand, weights_of_layer
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
@@ -106,7 +106,11 @@ def experts(
     y = _run_maps(p, x, routing, operands, interpret)
     if not shared:
         return y[0].reshape(tokens, -1, depth)
-    return y[2] if len(y) > 2 else _total(y[0], y[1], selected, number)
+    if len(y) > 2:
+        return y[2]
+    # What `tile_counters.add_up_terms` writes in one launch.
+    total = sum_of_experts(y[0].reshape(tokens, -1, depth), selected.reshape(tokens, -1), number)
+    return (total + y[1].astype(jnp.float32)).astype(jnp.bfloat16)
 
 
 def _run_maps(p, x, routing, operands, interpret):
@@ -128,12 +132,14 @@ def _run_maps(p, x, routing, operands, interpret):
     return inputs
 
 
-def _total(terms, last, selected, experts):
-    """Returns what `tile_counters.add_up_terms` writes in one launch."""
-    here = (selected >= 0) & (selected < experts)
-    terms = jnp.where(here[:, None], terms.astype(jnp.float32), 0.0).reshape(len(last), -1, last.shape[1])
-    total = functools.reduce(jnp.add, [terms[:, j] for j in range(terms.shape[1])])
-    return (total + last.astype(jnp.float32)).astype(jnp.bfloat16)
+def sum_of_experts(terms: jax.Array, selected: jax.Array, experts: int) -> jax.Array:
+    """Sums terms [T, k, D] of selected experts [T, k] to [T, D] float32, in routing order.
+
+    Experts outside of [0, experts) add nothing. The sum is elementwise: XLA fuses it with the next operation.
+    """
+    has_expert = (selected >= 0) & (selected < experts)
+    terms = jnp.where(has_expert[..., None], terms.astype(jnp.float32), 0.0)
+    return functools.reduce(jnp.add, [terms[:, j] for j in range(terms.shape[1])])
 
 
 class RoutedPairs(NamedTuple):
@@ -200,12 +206,12 @@ class ExpertsProblem:
             return evenly, jnp.int32(0)
         bits = self.layout.bits
         larger = FP8.bits
-        first = lax.div(worker * shared, workers)
+        shared_start = lax.div(worker * shared, workers)
         total = bits * tiles + larger * shared
-        rest = lax.div(worker * total, workers) - larger * first + bits // 2
+        rest = lax.div(worker * total, workers) - larger * shared_start + bits // 2
         # Only if there is work of one shared tile for each block: no block can have a negative number of other tiles.
         balanced = total >= larger * workers
-        return jnp.where(balanced, jnp.clip(lax.div(rest, jnp.int32(bits)), 0, tiles), evenly), first
+        return jnp.where(balanced, jnp.clip(lax.div(rest, bits), 0, tiles), evenly), shared_start
 
     def max_groups(self, i: int, workers: int) -> int:
         """Returns the largest number of groups of which one block has tiles of map `i`."""
@@ -219,21 +225,21 @@ def _launch(p, out_type, inputs, routing, operands, interpret):
     """Returns the outputs of each map, those of the routed experts first; `inputs` are those of the first map."""
     workers = 3 if interpret else MULTIPROCESSORS
     sizes = [p.max_groups(i, workers) for i in p.maps]
-    run = kernel(
+    launch = kernel(
         functools.partial(_body, p),
         out_type=[out for outs in out_type for out in outs],
         kernel_name="experts",
         grid={"worker": workers},
         num_threads=skinny_gemm.WARPGROUPS,
-        scratch_types=dict(
-            tables_smem=[plgpu.SMEM((size * GROUP_WORDS,), jnp.int32) for size in sizes],
-            factors_smem=plgpu.SMEM((sizes[0] * COLUMNS,), jnp.float32) if GATE_UP in p.maps else None,
-            groups_ready=plgpu.Barrier(num_arrivals=skinny_gemm.WARPGROUPS),
-            skinny=p.gemm.scratch(4 * GROUP_WORDS * 2 * sum(sizes) + 2048, interpret=interpret),
-        ),
+        scratch_types={
+            "tables_smem": [plgpu.SMEM((size * GROUP_WORDS,), jnp.int32) for size in sizes],
+            "factors_smem": plgpu.SMEM((sizes[0] * COLUMNS,), jnp.float32) if GATE_UP in p.maps else None,
+            "groups_ready": plgpu.Barrier(num_arrivals=skinny_gemm.WARPGROUPS),
+            "skinny": p.gemm.scratch(4 * GROUP_WORDS * 2 * sum(sizes) + 2048, interpret=interpret),
+        },
         interpret=interpret,
     )
-    return _by_map(p, run(*routing, inputs, *operands), len(inputs))
+    return _by_map(p, launch(*routing, inputs, *operands), len(inputs))
 
 
 def _by_map(p, outs, first):
@@ -246,15 +252,14 @@ def _body(p, *refs, tables_smem, factors_smem, groups_ready, skinny):
     matrices, shared_matrices = weights_of_layer(weights, layer_gmem)
     routing = RoutedPairs(*routing)
     outs = _by_map(p, refs[7:], len(inputs))
-    worker = lax.axis_index("worker")
-    warpgroup = lax.axis_index("warpgroup")
+    worker, warpgroup = axis_indices("worker", "warpgroup")
     workers = lax.axis_size("worker")
     groups = routing.counts[0]
     ranges = []
     for i in p.maps:
-        (first, shared_first), (end, shared_end) = (p.first_tiles(groups, i, worker + n, workers) for n in range(2))
-        first_group = lax.div(first, jnp.int32(p.tiles[i]))
-        ranges.append(((first, end - first, first_group), (shared_first, shared_end - shared_first)))
+        (begin, shared_first), (end, shared_end) = (p.first_tiles(groups, i, worker + n, workers) for n in range(2))
+        first_group = lax.div(begin, p.tiles[i])
+        ranges.append(((begin, end - begin, first_group), (shared_first, shared_end - shared_first)))
 
     @pl.when(warpgroup == EPILOGUE)
     def _():
@@ -312,21 +317,21 @@ class TileOrder:
 def _routed_product(order, i, own, tables, source_gmem, out_gmem, matrix):
     """Returns the product of a block's tiles of map `i`, (first, count, first group): group after group of pairs."""
     p = order.problem
-    first, count, first_group = own
+    begin, count, first_group = own
     tables_smem, factors_smem = tables
     tiles = jnp.int32(p.tiles[i])
     gated = i == GATE_UP
 
     def group_of(n):
         """Returns the number of a tile's group in `tables_smem`."""
-        return lax.div(first + n, tiles) - first_group
+        return lax.div(begin + n, tiles) - first_group
 
     def pairs_of(n):
         return tables_smem.at[pl.ds(group_of(n) * GROUP_WORDS + FIRST_PAIR, COLUMNS)]
 
     def rows_of(n):
         expert = tables_smem[group_of(n) * GROUP_WORDS]
-        tile = lax.rem(first + n, tiles)
+        tile = lax.rem(begin + n, tiles)
         if gated:
             row = expert * (2 * p.inner) + tile * HALF
             return row, row + p.inner
@@ -334,13 +339,13 @@ def _routed_product(order, i, own, tables, source_gmem, out_gmem, matrix):
         return row, row + HALF
 
     def load_inputs(n, load):
-        @pl.when((n == 0) | (lax.rem(first + n, tiles) == 0))
+        @pl.when((n == 0) | (lax.rem(begin + n, tiles) == 0))
         def _():
             order.wait_for_inputs(i, first_group + group_of(n), p.tiles)
             load(source_gmem, pairs_of(n), p.top_k if gated else 1)
 
     def finish(n, sums):
-        tile = lax.rem(first + n, tiles)
+        tile = lax.rem(begin + n, tiles)
         weights = factors_smem.at[pl.ds(group_of(n) * COLUMNS, COLUMNS)] if gated else None
         limit = p.limit if gated else None
         epilogue.store_few(out_gmem, sums, tile, limit=limit, rows_smem=pairs_of(n), weights_smem=weights)
@@ -354,13 +359,13 @@ def _routed_product(order, i, own, tables, source_gmem, out_gmem, matrix):
 def _shared_product(order, i, own, source_gmem, out_gmem, matrix):
     """Returns the product of a block's tiles, (first, count), of the shared expert's map `i`, in one group."""
     p = order.problem
-    first, count = own
+    begin, count = own
     gated = i == GATE_UP
     group = jnp.int32(p.groups)
 
     def rows_of(n):
         # Blocks without a tile ask, too.
-        row = jnp.minimum(first + n, p.shared_tiles[i] - 1) * (HALF if gated else ROWS)
+        row = jnp.minimum(begin + n, p.shared_tiles[i] - 1) * (HALF if gated else ROWS)
         return row, row + (p.shared if gated else HALF)
 
     def load_inputs(n, load):
@@ -370,8 +375,8 @@ def _shared_product(order, i, own, source_gmem, out_gmem, matrix):
             load(source_gmem, p.tokens)
 
     def finish(n, sums):
-        epilogue.store_few(out_gmem, sums, first + n, limit=p.limit if gated else None)
-        order.tile_stored(i, group, first + n)
+        epilogue.store_few(out_gmem, sums, begin + n, limit=p.limit if gated else None)
+        order.tile_stored(i, group, begin + n)
 
     depth = p.depth if gated else p.shared
     codes, scales = matrix

@@ -6,12 +6,10 @@ The grid has a block of one warpgroup for each two rows; a thread copies 16 byte
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.matmul.dequant_wgmma import permute_columns
 from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops
-from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.runtime.launch import kernel, primitive
 
 
@@ -28,39 +26,35 @@ def gather_inputs(x: jax.Array, pairs: jax.Array, divisor: int, permuted: bool, 
         for i in range(ROWS):
             copy_row(y_gmem, x_gmem, lax.axis_index("block") * ROWS + i, pairs_gmem, divisor, permuted)
 
-    run = kernel(
+    launch = kernel(
         body,
         out_type=jax.ShapeDtypeStruct((len(pairs), x.shape[1]), jnp.bfloat16),
         kernel_name="gather_inputs",
         grid={"block": len(pairs) // ROWS},
         interpret=interpret,
     )
-    return run(x, pairs)
+    return launch(x, pairs)
 
 
 @primitive
 def copy_row(y_gmem, x_gmem, row: jax.Array, pairs_gmem, divisor: int, permuted: bool) -> None:
     """Sets y[row] to x[pairs[row] // divisor], permuted or not; one warpgroup runs it."""
-    values = x_gmem[lax.div(pairs_gmem[row], jnp.int32(divisor))]
+    values = x_gmem[lax.div(pairs_gmem[row], divisor)]
     y_gmem[row] = permute_columns(values[None])[0] if permuted else values
 
 
-@copy_row.mosaic
-def _copy_row_mosaic(y_gmem, x_gmem, row, pairs_gmem, divisor, permuted):
-    def emit(y_gmem, x_gmem, row, pairs_gmem):
-        row = U32(mlir.scalar(row))
-        width = ir.MemRefType(x_gmem.type).shape[1]
-        source = thread_ops.load_global(pairs_gmem, row) // divisor
+@mlir.emits(copy_row)
+def _emit_copy_row(y_gmem, x_gmem, row, pairs_gmem, divisor, permuted):
+    width = x_gmem.type.shape[1]
+    source = thread_ops.load_global(pairs_gmem, row) // divisor
 
-        def copy_eight(eight):
-            """Copies eight columns; all lanes of a warp call it together."""
-            four = words.load_four(_address(x_gmem, source, width, eight))
-            four = _permute(four) if permuted else four
-            words.store_four(_address(y_gmem, row, width, eight), four)
+    def copy_eight(eight):
+        """Copies eight columns; all lanes of a warp call it together."""
+        four = words.load_four(_address(x_gmem, source, width, eight))
+        four = _permute(four) if permuted else four
+        words.store_four(_address(y_gmem, row, width, eight), four)
 
-        thread_ops.for_each(width // 8, copy_eight)
-
-    mlir.inline(emit, y_gmem, x_gmem, row, pairs_gmem)
+    thread_ops.for_each(width // 8, copy_eight)
 
 
 def _permute(four):
@@ -82,6 +76,5 @@ def _by_lane(four):
 
 
 def _address(ref, row, width, eight):
-    offset = arith.muli(arith.extui(mlir.int_type(64), row.value), mlir.i64(2 * width))
-    offset = arith.addi(offset, arith.extui(mlir.int_type(64), (eight << 4).value))
+    offset = arith.addi(arith.muli(mlir.to_u64(row), mlir.i64(2 * width)), mlir.to_u64(eight << 4))
     return mlir.at(mlir.global_pointer(ref), offset)

@@ -25,7 +25,7 @@ from pallas_kernels.matmul.dequant_gemm import DequantGemm, Operands, OutputTile
 from pallas_kernels.matmul.quantized_weights import FP4, ROWS
 from pallas_kernels.runtime.checks import check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
-from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.launch import axis_indices, kernel
 from pallas_kernels.runtime.layer_operands import layer_operand
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
@@ -125,29 +125,28 @@ class GroupedGemm:
 
 def _launch(p, table, x, weight, *, tiles, layer, interpret):
     """Runs one GEMM; `table` [P] has routing weights if it is gated, otherwise the output row of each sorted pair."""
-    run = kernel(
+    launch = kernel(
         functools.partial(_body, p),
         out_type=jax.ShapeDtypeStruct((p.rows, p.width), jnp.bfloat16),
         kernel_name="grouped_gate_up" if p.gemm.gated else "grouped_down",
         grid={"worker": 2 if interpret else MULTIPROCESSORS},
         num_threads=p.gemm.warpgroups + 1,
-        scratch_types=dict(dequant=p.gemm.scratch()),
+        scratch_types={"dequant": p.gemm.scratch()},
         interpret=interpret,
     )
-    return run(*tiles, table, x, *weight, layer)
+    return launch(*tiles, table, x, *weight, layer)
 
 
 def _body(p, count_gmem, blocks_gmem, table_gmem, x_gmem, codes_gmem, scales_gmem, layer_gmem, y_gmem, *, dequant):
-    worker = lax.axis_index("worker")
-    warpgroup = lax.axis_index("warpgroup")
+    worker, warpgroup = axis_indices("worker", "warpgroup")
     workers = lax.axis_size("worker")
-    tiles = lax.div(count_gmem[0] * p.tiles - worker + (workers - 1), jnp.int32(workers))
+    tiles = lax.div(count_gmem[0] * p.tiles - worker + (workers - 1), workers)
     first_expert = 0 if layer_gmem is None else layer_gmem[0] * p.experts
 
     def block_and_tile(n):
         """Returns the block of pairs of this worker's n-th output tile, and the tile's number within it."""
         tile = worker + n * workers
-        block = lax.div(tile, jnp.int32(p.tiles))
+        block = lax.div(tile, p.tiles)
         return block, tile - block * p.tiles
 
     def locate(n):
@@ -161,9 +160,9 @@ def _body(p, count_gmem, blocks_gmem, table_gmem, x_gmem, codes_gmem, scales_gme
         column = (tile * p.gemm.warpgroups + warpgroup) * p.channels
         place = column, blocks_gmem[1, block], blocks_gmem[2, block]
         if p.gemm.gated:
-            options: dict[str, Any] = dict(limit=p.limit, weights_gmem=table_gmem, permuted=p.gemm.layout == FP4)
+            options: dict[str, Any] = {"limit": p.limit, "weights_gmem": table_gmem, "permuted": p.gemm.layout == FP4}
         else:
-            options = dict(rows_gmem=table_gmem)
+            options = {"rows_gmem": table_gmem}
         epilogue.store_many(y_gmem, sums, place, dequant.staging_smem.at[warpgroup], **options)
 
     p.gemm.run(warpgroup, Operands(tiles, x_gmem, codes_gmem, scales_gmem, locate, finish), dequant)

@@ -11,7 +11,6 @@ from jax.experimental.mosaic import gpu as mgpu
 from pallas_kernels.matmul import routing
 from pallas_kernels.matmul.routing import FIRST_PAIR, GROUP_SIZE, GROUP_WORDS
 from pallas_kernels.mgpu import mlir, thread_ops as ops
-from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.runtime.launch import kernel, primitive
 
 
@@ -21,15 +20,15 @@ def group_by_expert(
     """Returns the table and the counts of `group_pairs` for `selected` [P] int32; one warpgroup runs it."""
     groups = routing.max_groups(selected.size, experts)
     sizes = groups * GROUP_WORDS, routing.counts_size(groups, channels)
-    run = kernel(
+    launch = kernel(
         functools.partial(_body, experts),
         out_type=tuple(jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes),
         kernel_name="experts_group_pairs",
         grid={"worker": 1},
-        scratch_types=dict(scratch_smem=plgpu.SMEM((routing.scratch_words(experts),), jnp.int32)),
+        scratch_types={"scratch_smem": plgpu.SMEM((routing.scratch_words(experts),), jnp.int32)},
         interpret=interpret,
     )
-    return tuple(run(selected))
+    return tuple(launch(selected))
 
 
 def _body(experts, selected_gmem, table_gmem, counts_gmem, *, scratch_smem):
@@ -43,21 +42,16 @@ def load_groups(table_gmem, first: jax.Array, groups_smem) -> None:
     groups_smem[...] = table_gmem[...][rows]
 
 
-@load_groups.mosaic
-def _load_groups_mosaic(table_gmem, first, groups_smem):
-    size = groups_smem.shape[0]
-    last = table_gmem.shape[0] - 1
+@mlir.emits(load_groups)
+def _emit_load_groups(table_gmem, first, groups_smem):
+    first = first * GROUP_WORDS
+    last = table_gmem.type.shape[0] - 1
+    target = ops.shared(groups_smem)
 
-    def emit(table_gmem, first, groups_smem):
-        first = U32(mlir.scalar(first)) * GROUP_WORDS
-        target = ops.shared(groups_smem)
+    def copy_word(word):
+        ops.store(target + (word << 2), ops.load_global(table_gmem, (first + word).minimum(last)))
 
-        def copy_word(word):
-            ops.store(target + (word << 2), ops.load_global(table_gmem, (first + word).minimum(last)))
-
-        ops.for_each(size, copy_word)
-
-    mlir.inline(emit, table_gmem, first, groups_smem)
+    ops.for_each(groups_smem.type.shape[0], copy_word)
 
 
 @primitive
@@ -71,22 +65,18 @@ def load_weights(weights_gmem, groups_smem, weights_smem) -> None:
     weights_smem[...] = jnp.where(inside, weights_gmem[...][jnp.where(inside, pairs, 0)], 0.0)
 
 
-@load_weights.mosaic
-def _load_weights_mosaic(weights_gmem, groups_smem, weights_smem):
-    size = weights_smem.shape[0]
-    last = weights_gmem.shape[0] - 1
-
-    def emit(weights_gmem, groups_smem, weights_smem):
-        thread = ops.thread() % mlir.THREADS
-        source = ops.shared(groups_smem)
-        target = ops.shared(weights_smem)
-        mgpu.utils.warpgroup_barrier()
-        for start in range(0, size, mlir.THREADS):
-            at = thread + start
-            with ops.when(at < size):
-                word = (at >> 3) * GROUP_WORDS + (at & GROUP_SIZE - 1) + FIRST_PAIR
-                pair = ops.load(source + (word << 2)).minimum(last)
-                ops.store(target + (at << 2), ops.load_global(weights_gmem, pair))
-        mgpu.utils.warpgroup_barrier()
-
-    mlir.inline(emit, weights_gmem, groups_smem, weights_smem)
+@mlir.emits(load_weights)
+def _emit_load_weights(weights_gmem, groups_smem, weights_smem):
+    size = weights_smem.type.shape[0]
+    last = weights_gmem.type.shape[0] - 1
+    thread = ops.thread() % mlir.THREADS
+    source = ops.shared(groups_smem)
+    target = ops.shared(weights_smem)
+    mgpu.utils.warpgroup_barrier()
+    for start in range(0, size, mlir.THREADS):
+        at = thread + start
+        with ops.when(at < size):
+            word = (at >> 3) * GROUP_WORDS + (at & GROUP_SIZE - 1) + FIRST_PAIR
+            pair = ops.load(source + (word << 2)).minimum(last)
+            ops.store(target + (at << 2), ops.load_global(weights_gmem, pair))
+    mgpu.utils.warpgroup_barrier()

@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_kernels.matmul.routing import rank_pairs
 from pallas_kernels.mgpu import mlir, thread_ops as ops
-from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import kernel, primitive
 
 
@@ -39,16 +39,16 @@ def sort_by_expert(
     pairs = len(selected)
     places = -(-(pairs + (ALIGNMENT - 1) * min(number, pairs)) // ALIGNMENT) * ALIGNMENT
     tiles = min(pairs, number + pairs // size)
-    run = kernel(
+    launch = kernel(
         functools.partial(_body, number, size),
         out_type=tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((places,), (1,), (3, tiles))),
         kernel_name="sort_by_expert",
         grid={"block": 1},
         num_threads=1 if interpret else WARPGROUPS,
-        scratch_types=dict(scratch_smem=plgpu.SMEM((MAX_EXPERTS + 64,), jnp.int32)),
+        scratch_types={"scratch_smem": plgpu.SMEM((MAX_EXPERTS + 64,), jnp.int32)},
         interpret=interpret,
     )
-    return tuple(run(selected))
+    return tuple(launch(selected))
 
 
 def _body(number, size, selected_gmem, order_gmem, count_gmem, tiles_gmem, *, scratch_smem):
@@ -59,10 +59,10 @@ def _body(number, size, selected_gmem, order_gmem, count_gmem, tiles_gmem, *, sc
 def sort_pairs(selected, order, count, tiles, number: int, size: int, scratch) -> None:
     """Does the work of `sort_by_expert`; `scratch` is [1024 + 64] int32 in shared memory."""
     chosen = selected[...]
-    pairs, here, rank, sizes = rank_pairs(chosen, number)
+    pairs, has_expert, rank, sizes = rank_pairs(chosen, number)
     room = (sizes + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
     starts = jnp.cumsum(room) - room
-    places = jnp.where(here, starts[jnp.where(here, chosen, 0)] + rank, order.shape[0])
+    places = jnp.where(has_expert, starts[jnp.where(has_expert, chosen, 0)] + rank, order.shape[0])
     order[...] = jnp.zeros(order.shape, jnp.int32).at[places].set(pairs, mode="drop")
     end_tile = jnp.cumsum((sizes + (size - 1)) // size)
     tile = lax.iota(jnp.int32, tiles.shape[1])
@@ -73,54 +73,50 @@ def sort_pairs(selected, order, count, tiles, number: int, size: int, scratch) -
     tiles[...] = jnp.stack(table).astype(jnp.int32)
 
 
-@sort_pairs.mosaic
-def _sort_pairs_mosaic(selected, order, count, tiles, number, size, scratch):
-    pairs = selected.shape[0]
-    places = order.shape[0]
-    max_tiles = tiles.shape[1]
+@mlir.emits(sort_pairs)
+def _emit_sort_pairs(selected, order, count, tiles, number, size, scratch):
+    pairs = selected.type.shape[0]
+    places = order.type.shape[0]
+    max_tiles = tiles.type.shape[1]
     warps = MAX_EXPERTS // mlir.WARP
+    thread = ops.thread()
+    sizes = ops.shared(scratch)
+    sums = sizes + 4 * MAX_EXPERTS
 
-    def emit(selected, order, count, tiles, scratch):
-        thread = ops.thread()
-        sizes = ops.shared(scratch)
-        sums = sizes + 4 * MAX_EXPERTS
+    def each_pair(visit: Callable[[U32, U32], None]):
+        def visit_some(i):
+            numbers = [thread + (i * _UNROLL + j) * MAX_EXPERTS for j in range(_UNROLL)]
+            experts = [ops.load_global(selected, pair.minimum(pairs - 1)) for pair in numbers]
+            for pair, expert in zip(numbers, experts, strict=True):
+                with ops.when((pair < pairs) & (expert < number)):
+                    visit(pair, expert)
 
-        def each_pair(visit: Callable[[U32, U32], None]):
-            def visit_some(i):
-                own = [thread + (i * _UNROLL + j) * MAX_EXPERTS for j in range(_UNROLL)]
-                experts = [ops.load_global(selected, pair.minimum(pairs - 1)) for pair in own]
-                for pair, expert in zip(own, experts, strict=True):
-                    with ops.when((pair < pairs) & (expert < number)):
-                        visit(pair, expert)
+        ops.loop(-(-pairs // (_UNROLL * MAX_EXPERTS)), visit_some)
 
-            ops.loop(-(-pairs // (_UNROLL * MAX_EXPERTS)), visit_some)
+    def clear(i):
+        place = thread + i * MAX_EXPERTS
+        with ops.when(place < places):
+            ops.store_global(order, place, 0)
 
-        def clear(i):
-            place = thread + i * MAX_EXPERTS
-            with ops.when(place < places):
-                ops.store_global(order, place, U32(0))
+    own_size = sizes + (thread << 2)
+    ops.store(own_size, 0)
+    ops.loop(-(-places // MAX_EXPERTS), clear)
+    ops.sync()
+    each_pair(lambda pair, expert: ops.add(sizes + (expert << 2), 1))
+    ops.sync()
+    # Each thread stands for an expert now.
+    expert_pairs = ops.load(own_size)
+    start, _ = ops.block_prefix_sum((expert_pairs + (ALIGNMENT - 1)) & (1 << 32) - ALIGNMENT, sums, warps)
+    expert_tiles = (expert_pairs + (size - 1)) // size
+    before, total = ops.block_prefix_sum(expert_tiles, sums + 4 * warps, warps)
+    ops.store(own_size, start)
+    with ops.when(thread.equals(0)):
+        ops.store_global(count, 0, total)
 
-        own_size = sizes + (thread << 2)
-        ops.store(own_size, 0)
-        ops.loop(-(-places // MAX_EXPERTS), clear)
-        ops.sync()
-        each_pair(lambda pair, expert: ops.add(sizes + (expert << 2), 1))
-        ops.sync()
-        # Each thread stands for an expert now.
-        own = ops.load(own_size)
-        start, _ = ops.block_prefix_sum((own + (ALIGNMENT - 1)) & (1 << 32) - ALIGNMENT, sums, warps)
-        own_tiles = (own + (size - 1)) // size
-        before, total = ops.block_prefix_sum(own_tiles, sums + 4 * warps, warps)
-        ops.store(own_size, start)
-        with ops.when(thread.equals(0)):
-            ops.store_global(count, U32(0), total)
+    def write_tile(i):
+        for j, value in enumerate((thread, start + i * size, start + expert_pairs)):
+            ops.store_global(tiles, before + i + j * max_tiles, value)
 
-        def write_tile(i):
-            for j, value in enumerate((thread, start + i * size, start + own)):
-                ops.store_global(tiles, before + i + j * max_tiles, value)
-
-        ops.loop(own_tiles, write_tile)
-        ops.sync()
-        each_pair(lambda pair, expert: ops.store_global(order, ops.fetch_add(sizes + (expert << 2), 1), pair))
-
-    mlir.inline(emit, selected, order, count, tiles, scratch)
+    ops.loop(expert_tiles, write_tile)
+    ops.sync()
+    each_pair(lambda pair, expert: ops.store_global(order, ops.fetch_add(sizes + (expert << 2), 1), pair))

@@ -13,7 +13,6 @@ from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.matmul.quantized_weights import ROWS
 from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops as ops
-from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -27,15 +26,11 @@ def signal_tile(counts_gmem, number: jax.Array) -> None:
     """Counts a tile that this warpgroup has written to global memory: adds 1 to `counts_gmem[1 + number]`."""
 
 
-@signal_tile.mosaic
-def _signal_tile_mosaic(counts_gmem, number):
-    def emit(counts_gmem, number):
-        mgpu.utils.warpgroup_barrier()
-        with ops.when(U32(mlir.thread()).equals(0)):
-            counter = _counter(counts_gmem, U32(mlir.scalar(number)) + 1)
-            mlir.ptx("fence.acq_rel.gpu; red.relaxed.gpu.global.add.u32 [$0], 1;", counter)
-
-    mlir.inline(emit, counts_gmem, number)
+@mlir.emits(signal_tile)
+def _(counts_gmem, number):
+    mgpu.utils.warpgroup_barrier()
+    with ops.when(mlir.thread().equals(0)):
+        mlir.ptx("fence.acq_rel.gpu; red.relaxed.gpu.global.add.u32 [$0], 1;", mlir.element(counts_gmem, number + 1))
 
 
 @primitive
@@ -43,15 +38,12 @@ def wait_for_tiles(counts_gmem, group: jax.Array, tiles: int) -> None:
     """Waits until `tiles` tiles of a group are written; the caller may then read them."""
 
 
-@wait_for_tiles.mosaic
-def _wait_for_tiles_mosaic(counts_gmem, group, tiles):
-    def emit(counts_gmem, group):
-        counter = _counter(counts_gmem, U32(mlir.scalar(group)) + 1)
-        with ops.when(ops.lane().equals(0)):
-            mlir.ptx(_WAIT, counter, mlir.i32(tiles))
-        mgpu.utils.warp_barrier()
-
-    mlir.inline(emit, counts_gmem, group)
+@mlir.emits(wait_for_tiles)
+def _(counts_gmem, group, tiles):
+    counter = mlir.element(counts_gmem, group + 1)
+    with ops.when(ops.lane().equals(0)):
+        mlir.ptx(_WAIT, counter, tiles)
+    mgpu.utils.warp_barrier()
 
 
 @primitive
@@ -67,49 +59,40 @@ def add_up_terms(
     # The interpreter has no order of blocks' reads and writes: `experts` adds terms up behind an interpreted launch.
 
 
-@add_up_terms.mosaic
-def _add_up_terms_mosaic(
+@mlir.emits(add_up_terms)
+def _emit_add_up_terms(
     total_gmem, terms_gmem, last_gmem, selected_gmem, counts_gmem, counter, worker, workers, experts
 ):
-    tokens, width = total_gmem.shape
-    top_k = terms_gmem.shape[0] // total_gmem.shape[0]
+    tokens, width = total_gmem.type.shape
+    top_k = terms_gmem.type.shape[0] // tokens
     words_per_tile = ROWS // 2
-    own_words = -(-tokens * width // (2 * workers))
+    words_per_block = -(-tokens * width // (2 * workers))
+    first_word = worker * words_per_block
+    groups = ops.load_global(counts_gmem, 0)
 
-    def emit(total, terms, last, selected, counts, worker):
-        first = U32(mlir.scalar(worker)) * own_words
-        groups = ops.load_global(counts, U32(0))
+    def address(ref, row, column):
+        offset = arith.addi(arith.muli(mlir.to_i64(row), mlir.i64(width)), mlir.to_i64(column))
+        return mlir.at(mlir.global_pointer(ref), offset, ir.BF16Type.get())
 
-        def address(ref, row, column):
-            offset = arith.addi(arith.muli(mlir.to_i64(row.value), mlir.i64(width)), mlir.to_i64(column.value))
-            return mlir.at(mlir.global_pointer(ref), offset, ir.BF16Type.get())
+    def load(ref, row, column):
+        return ops.ptx("ld.relaxed.gpu.global.u32 $0, [$1];", address(ref, row, column))
 
-        def load(ref, row, column):
-            code = "ld.relaxed.gpu.global.u32 $0, [$1];"
-            return U32(mlir.ptx(code, address(ref, row, column), results=mlir.int_type()))
+    def store_sum(word):
+        # Words of a tile of all tokens follow one another, so a block waits for few tiles.
+        tile = word // (tokens * words_per_tile)
+        token = word // words_per_tile % tokens
+        column = tile * ROWS + (word % words_per_tile << 1)
+        pairs = [token * top_k + j for j in range(top_k)]
+        has_expert = [ops.load_global(selected_gmem, pair) < experts for pair in pairs]
+        mlir.ptx(_WAIT, mlir.element(counts_gmem, tile + (1 + counter)), groups + 1)
+        terms = [load(terms_gmem, pair, column) for pair in pairs]
+        terms = [exists.where(term, 0) for exists, term in zip(has_expert, terms, strict=True)]
+        values = map(words.unpack, [*terms, load(last_gmem, token, column)])
+        rounded = words.pack(*(functools.reduce(arith.addf, half) for half in zip(*values, strict=True)))
+        mlir.ptx("st.global.u32 [$0], $1;", address(total_gmem, token, column), rounded)
 
-        def store_sum(word):
-            # Words of a tile of all tokens follow one another, so a block waits for few tiles.
-            tile = word // (tokens * words_per_tile)
-            token = word // words_per_tile % tokens
-            column = tile * ROWS + (word % words_per_tile << 1)
-            pairs = [token * top_k + j for j in range(top_k)]
-            inside = [ops.load_global(selected, pair) < experts for pair in pairs]
-            mlir.ptx(_WAIT, _counter(counts, tile + (1 + counter)), (groups + 1).value)
-            loaded = [load(terms, pair, column) for pair in pairs]
-            loaded = [here.where(word, 0) for here, word in zip(inside, loaded, strict=True)]
-            values = map(words.unpack, [*loaded, load(last, token, column)])
-            rounded = words.pack(*(functools.reduce(arith.addf, half) for half in zip(*values, strict=True)))
-            mlir.ptx("st.global.u32 [$0], $1;", address(total, token, column), rounded.value)
+    def visit(i):
+        with ops.when(first_word + i < tokens * width // 2):
+            store_sum(first_word + i)
 
-        def visit(i):
-            with ops.when(first + i < tokens * width // 2):
-                store_sum(first + i)
-
-        ops.for_each(own_words, visit)
-
-    mlir.inline(emit, total_gmem, terms_gmem, last_gmem, selected_gmem, counts_gmem, worker)
-
-
-def _counter(counts_gmem, index):
-    return mlir.at(mlir.global_pointer(counts_gmem), arith.shli(mlir.to_i64(index.value), mlir.i64(2)))
+    ops.for_each(words_per_block, visit)

@@ -35,7 +35,7 @@ class FlushContext:
     def state_row(self, slot, position):
         """Returns the row of the states."""
         _, num_slots, ring, _ = self.c.state_kv.shape
-        return (self.gmem.state_layer[0] * num_slots + slot) * ring + lax.rem(position, jnp.int32(ring))
+        return (self.gmem.state_layer[0] * num_slots + slot) * ring + lax.rem(position, ring)
 
 
 def rows_in_call(ctx: FlushContext, token) -> Any:
@@ -66,7 +66,7 @@ def find_target(ctx: FlushContext, token) -> EntryTarget:
     slot = ctx.slots_gmem[token]
     position = ctx.positions_gmem[token]
     per_block = jnp.int32(c.pools[0].shape[2])
-    entry = lax.div(position, jnp.int32(c.rate))
+    entry = lax.div(position, c.rate)
     logical = lax.div(entry, per_block)
     block = ctx.gmem.block_table[slot, jnp.minimum(logical, ctx.gmem.block_table.shape[1] - 1)]
     keep = (logical < ctx.gmem.block_table.shape[1]) & (block >= 0)
@@ -77,14 +77,14 @@ def find_target(ctx: FlushContext, token) -> EntryTarget:
     norm = vectors.take(ctx.gmem.norm_weight, channel)
     rotated = channel - (c.dim - 2 * c.inv_freq.shape[0])
     frequency = vectors.take(ctx.gmem.inv_freq, rotated >> 1)
-    first = position - (c.rate - 1)
-    return EntryTarget(row_gmem, keep, norm, frequency * first.astype(jnp.float32))
+    window_start = position - (c.rate - 1)
+    return EntryTarget(row_gmem, keep, norm, frequency * window_start.astype(jnp.float32))
 
 
 def rotation(ctx: FlushContext, target: EntryTarget) -> tuple[jax.Array, jax.Array]:
     """Returns the cosine and sine of the angles, arbitrary for channels that are not rotated."""
-    held = ctx.scratch_smem.shape[0] // vectors.THREADS
-    last = ctx.first + (vectors.thread() + 1) * held - 1
+    per_thread = ctx.scratch_smem.shape[0] // vectors.THREADS
+    last = ctx.first + (vectors.thread() + 1) * per_thread - 1
     rotated = vectors.any_in_warp(jnp.where(last >= ctx.c.dim - 2 * ctx.c.inv_freq.shape[0], 1, 0))
     return lax.cond(
         rotated, lambda: exact_math.cos_sin(target.angle, vector_product), lambda: (target.angle, target.angle)

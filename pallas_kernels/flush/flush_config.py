@@ -99,4 +99,4 @@ class LongWindowPlan:
         """
         stages = self.stages * self.stage_size * self.warpgroups
         dim = self.c.dim
-        return dict(stages_smem=stages, scratch_smem=dim, sums_smem=4 * dim, partials_smem=3 * CHUNKS * dim)
+        return {"stages_smem": stages, "scratch_smem": dim, "sums_smem": 4 * dim, "partials_smem": 3 * CHUNKS * dim}

@@ -28,7 +28,7 @@ from pallas_kernels.flush.operands import CompressorOperands
 from pallas_kernels.flush.states import SCAN, has_state, is_last, row_writer, scan
 from pallas_kernels.formats.exact_math import CHUNKS, SLICE, tree_sum
 from pallas_kernels.mgpu import barriers, copies, transaction_barriers, vectors
-from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.launch import axis_indices, kernel
 
 
 MAX_SCANS = 4  # scans of 32 tokens whose loads overlap
@@ -66,7 +66,7 @@ class LongWindowWorker:
     def staged(self, k, begin: int, rows: int):
         """Returns `rows` rows of chunk k's stage, which has logits, then biases, then values."""
         p = self.plan
-        at = lax.rem(k, jnp.int32(p.stages)) * p.stage_size + begin * p.channels
+        at = lax.rem(k, p.stages) * p.stage_size + begin * p.channels
         return self.stages_smem.at[pl.ds(at, rows * p.channels)]
 
     def place(self, i: int, chunk):
@@ -94,39 +94,39 @@ class LongWindowWorker:
 
 def store_entries(c: CompressorOperands, refs: CompressorOperands, call: FlushCall, with_states: bool) -> None:
     """Stores the entries of the windows that close, and with `with_states` the state rows."""
-    most = call.max_tokens
+    max_tokens = call.max_tokens
     interpret = call.interpret
-    p = LongWindowPlan.for_call(call.config, c, call.slots.shape[0], most)
+    p = LongWindowPlan.for_call(call.config, c, call.slots.shape[0], max_tokens)
     shared: dict[str, Any] = {name: plgpu.SMEM((size,), jnp.float32) for name, size in p.shared.items()}
     if p.blocks > 1 and not interpret:
-        shared |= dict(chunks_full=transaction_barriers.scratch_type(p.warpgroups))
+        shared |= {"chunks_full": transaction_barriers.scratch_type(p.warpgroups)}
     out: Any = ()
     if interpret:
         # Interpreted blocks exchange partials through global memory.
-        shared |= dict(block_barrier=plgpu.Barrier(num_arrivals=p.warpgroups))
+        shared |= {"block_barrier": plgpu.Barrier(num_arrivals=p.warpgroups)}
         if p.blocks > 1:
             del shared["partials_smem"]
             out = [jax.ShapeDtypeStruct((p.workers, p.shared["partials_smem"]), jnp.float32)]
-            shared |= dict(cluster_barrier=plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=p.warpgroups))
+            shared |= {"cluster_barrier": plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=p.warpgroups)}
 
     def store_windows(
         slots_gmem, positions_gmem, layer_gmem, operands_gmem, *partials_gmem, stages_smem, scratch_smem, **shared
     ):
-        number, warpgroup, block = (lax.axis_index(name) for name in ("worker", "warpgroup", "block"))
+        number, warpgroup, block = axis_indices("worker", "warpgroup", "block")
 
         def mine(ref):
             size = ref.shape[0] // p.warpgroups
             return ref.at[pl.ds(warpgroup * size, size)]
 
         operands = operands_gmem.of_layer(layer_gmem), slots_gmem, positions_gmem
-        ctx = FlushContext(c, *operands, most, first=warpgroup * p.channels, scratch_smem=mine(scratch_smem))
+        ctx = FlushContext(c, *operands, max_tokens, first=warpgroup * p.channels, scratch_smem=mine(scratch_smem))
         if partials_gmem:
-            shared |= dict(partials_smem=partials_gmem[0].at[number])
+            shared |= {"partials_smem": partials_gmem[0].at[number]}
         worker = LongWindowWorker(p, ctx, block, mine(stages_smem), **shared)
         writer = block * p.warpgroups + warpgroup
         _run(worker, number * p.share, writer, with_states)
 
-    run = kernel(
+    launch = kernel(
         store_windows,
         out_type=out,
         kernel_name="flush_long",
@@ -138,7 +138,7 @@ def store_entries(c: CompressorOperands, refs: CompressorOperands, call: FlushCa
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
-    run(call.slots, call.positions, call.layer, refs)
+    launch(call.slots, call.positions, call.layer, refs)
 
 
 def _run(worker, first, writer, with_states):
@@ -187,10 +187,12 @@ def _find_window(worker, first, end) -> WindowLocation:
     scans = min(MAX_SCANS, -(-worker.plan.share // SCAN))
 
     def search(start):
-        seen = [scan(ctx, start, 1, i * SCAN, end) for i in range(scans)]
-        found = [vectors.ballot(jnp.where(exists & is_last(ctx, position), 1, 0)) for _, exists, _, position in seen]
+        scanned = [scan(ctx, start, 1, i * SCAN, end) for i in range(scans)]
+        closing_bits = [
+            vectors.ballot(jnp.where(exists & is_last(ctx, position), 1, 0)) for _, exists, _, position in scanned
+        ]
         token = end
-        for i, bits in reversed(list(enumerate(found))):
+        for i, bits in reversed(list(enumerate(closing_bits))):
             token = jnp.where(bits != 0, start + i * SCAN + vectors.lowest_bit(bits), token)
         return token
 
@@ -333,9 +335,9 @@ def _across(worker, count, uses, combine, x):
     p = worker.plan
     ctx = worker.ctx
     # A warpgroup is at most one entry ahead of the others, so entries alternate between two places.
-    base = (lax.rem(count, jnp.int32(2)) * 2 + next(uses)) * p.c.dim
+    base = (lax.rem(count, 2) * 2 + next(uses)) * p.c.dim
     worker.sums_smem.at[pl.ds(base + ctx.first, p.channels)][...] = x
     barriers.sync_block(worker.block_barrier)
     slices = (worker.sums_smem.at[pl.ds(base + at, SLICE)] for at in range(0, p.c.dim, SLICE))
-    found = [vectors.load_repeated(x, p.channels) for x in slices]
-    return tree_sum(found) if combine is jnp.add else functools.reduce(combine, found)
+    slice_values = [vectors.load_repeated(x, p.channels) for x in slices]
+    return tree_sum(slice_values) if combine is jnp.add else functools.reduce(combine, slice_values)

@@ -11,10 +11,10 @@ from pallas_kernels.formats.kv_rows import ROW_DIM
 from pallas_kernels.formats.layouts import KeyLayout, RowLayout, check_pools, check_row_layout
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.layer_operands import check_weight, weights_of_layer
+from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class CompressorOperands:
     """The operands of a compressor, or references to them within a kernel; D = 128, 256 or 512, for rows on a GPU 512.
 
@@ -46,9 +46,9 @@ class CompressorOperands:
     state_kv: Any
     state_gate: Any
     pools: tuple[Any, ...]
-    layout: RowLayout | KeyLayout = dataclasses.field(metadata=dict(static=True))
-    eps: float = dataclasses.field(metadata=dict(static=True))
-    overlap: bool = dataclasses.field(metadata=dict(static=True))
+    layout: RowLayout | KeyLayout = static_field()
+    eps: float = static_field()
+    overlap: bool = static_field()
 
     @property
     def dim(self) -> int:

@@ -25,11 +25,11 @@ from pallas_kernels.mgpu import copies, vectors
 
 def store_entries(compressors, refs, call: FlushCall, with_states: bool) -> None:
     """Stores the entries of the windows that close, and with `with_states` the state rows."""
-    most = call.max_tokens
-    workers, share = _workers(call.slots.shape[0], most, call.config.short_workers)
+    max_tokens = call.max_tokens
+    workers, share = _workers(call.slots.shape[0], max_tokens, call.config.short_workers)
 
     def sizes(c):
-        return dict(stage_smem=2 * c.rows * c.dim, biases_smem=min(c.rows, most) * c.dim, scratch_smem=c.dim)
+        return {"stage_smem": 2 * c.rows * c.dim, "biases_smem": min(c.rows, max_tokens) * c.dim, "scratch_smem": c.dim}
 
     work = functools.partial(_run, step=workers, share=share, with_states=with_states)
     run_workers("flush_short", work, workers, compressors, refs, call, sizes)
@@ -47,11 +47,11 @@ def _run(ctx, first, step, share, with_states):
     """Processes tokens first, first + step, ..."""
     tokens = ctx.slots_gmem.shape[0]
     store = with_states and row_writer(ctx, first, step, share, tokens)
-    found = _start_scan(ctx, first, step, 0)
+    started = _start_scan(ctx, first, step, 0)
     if store:
         # The row was read before the rows of the window, and is written while they are copied.
         store()
-    _store_windows(ctx, first, step, 0, share, *found)
+    _store_windows(ctx, first, step, 0, share, *started)
     if share > SCAN:
 
         def more(scan, _):
@@ -115,14 +115,14 @@ def _start_biases(ctx: FlushContext) -> None:
     """Starts to copy the position biases of the rows that can be in the call, the same for every window."""
     c = ctx.c
     place = _place(ctx)
-    first = _may_be_in_call(ctx).start
+    first_in_call = _may_be_in_call(ctx).start
 
     def start_bias(j, _):
         row, column = place(j)
-        target = ctx.biases_smem.at[pl.ds((j - first) * c.dim, c.dim)]
-        copies.start_copy(target, ctx.gmem.position_bias, lax.rem(row, jnp.int32(c.rate)), column)
+        target = ctx.biases_smem.at[pl.ds((j - first_in_call) * c.dim, c.dim)]
+        copies.start_copy(target, ctx.gmem.position_bias, lax.rem(row, c.rate), column)
 
-    lax.fori_loop(first, c.rows, start_bias, None)
+    lax.fori_loop(first_in_call, c.rows, start_bias, None)
 
 
 @jax.named_scope("start_rows")
@@ -165,13 +165,13 @@ def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
 def _take_logits(ctx: FlushContext, exists, rows_in_call) -> tuple[list[jax.Array], jax.Array]:
     """Returns the logits of the window, whose copies have arrived, and the largest of them."""
     c = ctx.c
-    first = _may_be_in_call(ctx).start
+    first_in_call = _may_be_in_call(ctx).start
 
     def logit(j):
         x = _where_exists(ctx, exists, j, 1, -jnp.inf)
-        if j < first:
+        if j < first_in_call:
             return x
-        bias = vectors.load(ctx.biases_smem.at[pl.ds((j - first) * c.dim, c.dim)])
+        bias = vectors.load(ctx.biases_smem.at[pl.ds((j - first_in_call) * c.dim, c.dim)])
         return x + jnp.where(jnp.broadcast_to(j >= c.rows - rows_in_call, x.shape), bias, 0.0)
 
     logits = [logit(j) for j in range(c.rows)]
@@ -190,9 +190,9 @@ def _place(ctx):
     """Returns a function of j that returns the row in the window and the thread's column in the arrays."""
     c = ctx.c
     thread = vectors.thread()
-    held = c.dim // vectors.THREADS
+    per_thread = c.dim // vectors.THREADS
     second = c.rate if c.overlap else c.rows
-    return lambda j: (j, thread * held + jnp.where(j >= second, c.dim, 0))
+    return lambda j: (j, thread * per_thread + jnp.where(j >= second, c.dim, 0))
 
 
 def _may_be_in_call(ctx):

@@ -47,7 +47,7 @@ def closing(ctx: FlushContext, first, step: int, number, end) -> jax.Array:
 
 def is_last(ctx: FlushContext, position) -> jax.Array:
     """Returns whether a position is the last one of a window."""
-    return lax.rem(position, jnp.int32(ctx.c.rate)) == ctx.c.rate - 1
+    return lax.rem(position, ctx.c.rate) == ctx.c.rate - 1
 
 
 def row_writer(ctx: FlushContext, first, step: int, count: int, end) -> Callable[[], None]:
@@ -85,13 +85,13 @@ def run_workers(
         worker = lax.axis_index("block") * WARPGROUPS + warpgroup
         number = jnp.where(worker < workers, worker, tokens)
         for j, c in enumerate(compressors):
-            own = {buffer: smem[buffer].at[pl.ds(warpgroup * strides[buffer], n)] for buffer, n in sizes(c).items()}
+            buffers = {buffer: smem[buffer].at[pl.ds(warpgroup * strides[buffer], n)] for buffer, n in sizes(c).items()}
             ctx = FlushContext(
-                c, operands_gmem[j].of_layer(layer_gmem), slots_gmem, positions_gmem, call.max_tokens, **own
+                c, operands_gmem[j].of_layer(layer_gmem), slots_gmem, positions_gmem, call.max_tokens, **buffers
             )
             pl.when(lax.axis_index("compressor") == j)(functools.partial(work, ctx, number))
 
-    run = kernel(
+    launch = kernel(
         run_compressors,
         out_type=(),
         kernel_name=name,
@@ -103,7 +103,7 @@ def run_workers(
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=call.interpret,
     )
-    run(call.slots, call.positions, call.layer, refs)
+    launch(call.slots, call.positions, call.layer, refs)
 
 
 def _store_rows(ctx, first, step, share):
@@ -139,7 +139,7 @@ def _read_row(ctx, token, end):
     if ctx.max_in_call > ring:
         # Skips a token whose row a later token of the call overwrites.
         mine &= (token + ring >= tokens) | (ctx.slots_gmem[later] != slot)
-    phase = lax.rem(jnp.maximum(position, 0), jnp.int32(c.rate))
+    phase = lax.rem(jnp.maximum(position, 0), c.rate)
     halves = [pl.ds(half * c.dim, c.dim) for half in range(1 + c.overlap)]
     rows = (ctx.gmem.kv, safe), (ctx.gmem.gate, safe), (ctx.gmem.position_bias, phase)
     values = [[vectors.load(array.at[row, half]) for array, row in rows] for half in halves]

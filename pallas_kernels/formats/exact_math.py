@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mgpu import mlir, vectors
+from pallas_kernels.mgpu import mlir, thread_ops, vectors
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -59,16 +59,11 @@ def product_in(layout: Callable[..., Any]) -> Callable[[jax.Array, jax.Array | f
     """
     multiply = primitive(product)
 
-    @multiply.mosaic
-    def multiply_mosaic(x, y):
-        def emit(x, *factors):
-            left = mlir.values(x)
-            pairs = zip(left, mlir.values(*factors) if factors else [mlir.f32(y)] * len(left), strict=True)
-            code = "mul.rn.f32 $0, $1, $2;"
-            kind = mlir.f32_type()
-            return [mlir.ptx(code, *pair, results=kind, pure=True) for pair in pairs]
-
-        return mlir.inline(emit, x, *([] if isinstance(y, float) else [y]), layout=layout, returns=x)
+    @mlir.emits(multiply, layout=layout, returns=lambda x, y: x)
+    def _(x, y):
+        left = mlir.values(x)
+        right = [mlir.f32(y)] * len(left) if isinstance(y, float) else mlir.values(y)
+        return [thread_ops.multiply(*pair) for pair in zip(left, right, strict=True)]
 
     return multiply
 
@@ -156,6 +151,22 @@ def cos_sin(angle: jax.Array, product: Callable) -> tuple[jax.Array, jax.Array]:
     sign = _float(((quadrant & 2) << 30) | 0x3F800000)
     turned = _float((((quadrant + 1) & 2) << 30) | 0x3F800000)
     return jnp.where(odd, sin, cos) * turned, jnp.where(odd, cos, sin) * sign
+
+
+def hadamard(x: jax.Array) -> jax.Array:
+    """Multiplies the last axis of x, n long, by the Sylvester-ordered Hadamard matrix and by n**-0.5.
+
+    Adds and subtracts butterflies, then multiplies once.
+    """
+    size = x.shape[-1]
+    step = 1
+    while step < size:
+        pairs = x.reshape(*x.shape[:-1], -1, 2, step)
+        low = pairs[..., 0, :]
+        high = pairs[..., 1, :]
+        x = jnp.stack([low + high, low - high], axis=-2).reshape(x.shape)
+        step *= 2
+    return x * size**-0.5
 
 
 def round_bfloat16(x: jax.Array) -> jax.Array:

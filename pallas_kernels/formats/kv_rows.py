@@ -68,7 +68,7 @@ def ring_rows(token: jax.Array, slots, positions, layer, shape: tuple[int, ...])
     if tokens > ring:
         later = load_rows(slots, jnp.minimum(token + ring, tokens - 1), token.shape)
         keep &= (token + ring >= tokens) | (later != slot)
-    row = (layer[0] * num_slots + slot) * ring + lax.rem(position, jnp.int32(ring))
+    row = (layer[0] * num_slots + slot) * ring + lax.rem(position, ring)
     return jnp.where(keep, row, -1)
 
 
@@ -90,23 +90,20 @@ def load_rows(ref, rows: jax.Array, shape: tuple[int, ...], *, first_group: int 
     return values[:, 0] if len(shape) == 1 else values
 
 
-@load_rows.mosaic
-def _load_rows_mosaic(ref, rows, shape, *, first_group=0):
+@mlir.emits(
+    load_rows, layout=_layout, returns=lambda ref, rows, shape, **options: jax.ShapeDtypeStruct(shape, ref.dtype)
+)
+def _emit_load_rows(ref, rows, shape, *, first_group=0):
     layout: Any = _layout(shape).to_mgpu()
-
-    def emit(ref, rows):
-        bits = mlir.vector_type(layout.vector_length, _bits_type(ref))
-        kind = mlir.vector_type(layout.vector_length, ref.type.element_type)
-        for _, row, group, lane in _positions(layout, shape, rows):
-            if len(shape) == 3:
-                # Clips unsigned numbers: groups before the first count as groups past the end.
-                group = arith.subi(group, mlir.index(first_group))
-                group = arith.minui(group, mlir.index(_width(ref) // GROUP - 1))
-            loaded = llvm.load(bits, _pointer(ref, row, group, lane), alignment=_bytes(bits))
-            yield vector.bitcast(kind, loaded)
-
-    returns = jax.ShapeDtypeStruct(shape, ref.dtype)
-    return mlir.inline(emit, ref, rows, layout=_layout, returns=returns)
+    bits = mlir.vector_type(layout.vector_length, _bits_type(ref))
+    kind = mlir.vector_type(layout.vector_length, ref.type.element_type)
+    for _, row, group, lane in _positions(layout, shape, rows):
+        if len(shape) == 3:
+            # Clips unsigned numbers: groups before the first count as groups past the end.
+            group = arith.subi(group, mlir.index(first_group))
+            group = arith.minui(group, mlir.index(_width(ref) // GROUP - 1))
+        loaded = llvm.load(bits, _pointer(ref, row, group, lane), alignment=_bytes(bits))
+        yield vector.bitcast(kind, loaded)
 
 
 @primitive

@@ -1,6 +1,5 @@
 """The quantized rows of one layer, as kernels take them: arrays, and within a kernel references to them."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,14 +9,10 @@ import jax.numpy as jnp
 from pallas_kernels.formats.kv_rows import check_row_pools
 from pallas_kernels.formats.layouts import RowLayout
 from pallas_kernels.runtime.checks import check_array
+from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
-def _static():
-    return dataclasses.field(metadata=dict(static=True))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class Rings:
     """Window rows of requests: position p of a request is row `p % ring` of its slot's ring.
 
@@ -32,8 +27,8 @@ class Rings:
 
     layer: Any
     pools: tuple[Any, Any, Any]
-    window: int = _static()
-    layout: RowLayout = _static()
+    window: int = static_field()
+    layout: RowLayout = static_field()
     own_rows: Any = None
 
     def check(self) -> None:
@@ -50,8 +45,7 @@ class Rings:
         return nope, rope, scale
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class Paged:
     """Compressed entries of requests, behind a block table.
 
@@ -68,8 +62,8 @@ class Paged:
     block_table: Any
     pools: tuple[Any, Any, Any]
     indices: Any
-    compress_rate: int = _static()
-    layout: RowLayout = _static()
+    compress_rate: int = static_field()
+    layout: RowLayout = static_field()
 
     @property
     def count(self) -> int:

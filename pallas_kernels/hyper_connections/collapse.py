@@ -22,13 +22,13 @@ from jax import lax
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.formats.exact_math import round_bfloat16
-from pallas_kernels.hyper_connections.mixing import SQUARES, STREAMS
+from pallas_kernels.hyper_connections.mixing import SQUARES, STREAMS, sinkhorn
 from pallas_kernels.mgpu import barriers, mlir, thread_ops, vectors
 from pallas_kernels.mgpu.mlir import THREADS, WARP
-from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel, primitive
 from pallas_kernels.runtime.layer_operands import weights_of_layer
+from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
 CHANNELS = 1024  # channels of a warpgroup
@@ -68,8 +68,7 @@ class CollapseProblem:
         return min(2 if self.workers <= 4 else 1, self.tokens_each)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class CollapseScratch:
     """Scratch of the launch: the types to allocate, and within the kernel the references."""
 
@@ -96,17 +95,17 @@ def collapse(p: CollapseProblem, streams, partials, weights, layer, *, interpret
         exchange_smem=plgpu.SMEM((THREADS,), jnp.float32),
         pre_full=plgpu.Barrier(num_barriers=STAGES),
     )
-    run = kernel(
+    launch = kernel(
         functools.partial(_body, p),
         out_type=(jax.ShapeDtypeStruct((p.tokens, p.width), jnp.bfloat16), mixing_type),
         kernel_name="hyper_connections_collapse",
         grid={"block": min(3 if interpret else MULTIPROCESSORS, p.groups)},
         num_threads=p.workers + 1,
-        scratch_types=dict(scratch=scratch),
+        scratch_types={"scratch": scratch},
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return run(streams, partials, weights, layer)
+    return launch(streams, partials, weights, layer)
 
 
 def _body(p, streams_gmem, partials_gmem, weights_gmem, layer_gmem, x_gmem, mixing_gmem, scratch):
@@ -114,7 +113,7 @@ def _body(p, streams_gmem, partials_gmem, weights_gmem, layer_gmem, x_gmem, mixi
     block = lax.axis_index("block")
     blocks = lax.axis_size("block")
     warpgroup = lax.axis_index("warpgroup")
-    groups = block, blocks, lax.div(p.groups - block + blocks - 1, jnp.int32(blocks))
+    groups = block, blocks, lax.div(p.groups - block + blocks - 1, blocks)
 
     collapse = functools.partial(_collapse_streams, p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, scratch)
     compute = functools.partial(_compute_weights, p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gmem, scratch)
@@ -124,10 +123,10 @@ def _body(p, streams_gmem, partials_gmem, weights_gmem, layer_gmem, x_gmem, mixi
 
 def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, scratch):
     block, blocks, count = groups
-    own = pl.ds(warpgroup * CHANNELS, CHANNELS)
+    own_channels = pl.ds(warpgroup * CHANNELS, CHANNELS)
     layout = plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=8)
     load = functools.partial(plgpu.load, layout=layout, optimized=False)
-    norm_weight = load(weight_gmem.at[own])
+    norm_weight = load(weight_gmem.at[own_channels])
     turns = p.tokens_each // p.step
 
     def token_of(i, turn, n):
@@ -136,7 +135,7 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, s
     def load_streams(i, turn):
         """Loads the streams of the tokens that are collapsed together."""
         tokens = [jnp.minimum(token_of(i, turn, n), p.tokens - 1) for n in range(p.step)]
-        return [[load(streams_gmem.at[token, j, own]) for j in range(STREAMS)] for token in tokens]
+        return [[load(streams_gmem.at[token, j, own_channels]) for j in range(STREAMS)] for token in tokens]
 
     def collapse_token(stage, parity, turn, n, four):
         """Returns a token's collapsed channels, and leaves the sums of their squares to the other warpgroups."""
@@ -147,10 +146,10 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, s
         return value
 
     def collapse_group(i, ahead):
-        stage = lax.rem(i, jnp.int32(STAGES))
+        stage = lax.rem(i, STAGES)
         plgpu.barrier_wait(scratch.pre_full.at[stage])
         for turn in range(turns):
-            parity = lax.rem(i * turns + turn, jnp.int32(2))
+            parity = lax.rem(i * turns + turn, 2)
             values = [collapse_token(stage, parity, turn, n, four) for n, four in enumerate(ahead)]
             if turn + 1 < turns:
                 ahead = load_streams(i, turn + 1)
@@ -163,7 +162,7 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, s
                 scale = lax.rsqrt(_pairwise_sum(squares) * (1 / p.width) + p.norm_eps)
                 token = token_of(i, turn, n)
                 value = (norm_weight * (value * scale)).astype(jnp.bfloat16)
-                pl.when(token < p.tokens)(functools.partial(x_gmem.__setitem__, (token, own), value))
+                pl.when(token < p.tokens)(functools.partial(x_gmem.__setitem__, (token, own_channels), value))
         plgpu.barrier_arrive(scratch.pre_empty.at[stage])
         return ahead
 
@@ -191,14 +190,14 @@ def _compute_weights(p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gme
         return sums
 
     def visit_group(i):
-        stage = lax.rem(i, jnp.int32(STAGES))
+        stage = lax.rem(i, STAGES)
         group = block + i * blocks
         sums = add_slices(group)
         mean = from_lane(sums, SQUARES) * (1 / (STREAMS * p.width))
         logits = sums * lax.rsqrt(mean + p.norm_eps) * factors + bias
         gates = reciprocal(1.0 + jnp.exp(-logits))
         weights = jnp.where(lane < STREAMS, gates + p.hc_eps, 2.0 * gates)
-        pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(scratch.pre_empty.at[stage]))
+        barriers.wait_empty(scratch.pre_empty, i)
         scratch.pre_smem[stage] = weights
         plgpu.barrier_arrive(scratch.pre_full.at[stage])
         if mixing_gmem is not None:
@@ -224,13 +223,7 @@ def mixing_matrix(logits: jax.Array, *, iterations: int, eps: float) -> jax.Arra
     """
     lanes = slice(2 * STREAMS, (2 + STREAMS) * STREAMS)
     comb = logits.reshape(WARPS, WARP)[:, lanes].reshape(WARPS, STREAMS, STREAMS)
-    comb = jax.nn.softmax(comb, axis=2) + eps
-
-    def normalized(comb, axis):
-        return comb / (jnp.sum(comb, axis=axis, keepdims=True) + eps)
-
-    comb = normalized(comb, 1)
-    comb = lax.fori_loop(0, iterations - 1, lambda _, comb: normalized(normalized(comb, 2), 1), comb)
+    comb = sinkhorn(jax.nn.softmax(comb, axis=2) + eps, iterations, eps)
     return logits.reshape(WARPS, WARP).at[:, lanes].set(comb.reshape(WARPS, -1)).reshape(-1)
 
 
@@ -260,13 +253,13 @@ def _emit_mixing_matrix(logits, iterations, eps):
         comb = columns(rows([flat[STREAMS * j : STREAMS * (j + 1)] for j in places]))
         return [thread_ops.bits(x) for row in comb for x in row]
 
-    comb = [softmax([_emit_from_lane(logits, (2 + j) * STREAMS + k) for k in places]) for j in places]
+    comb = [softmax([_emit_from_lane(logits, (2 + j) * STREAMS + k)[0] for k in places]) for j in places]
     flat = [thread_ops.bits(x) for row in columns(comb) for x in row]
-    found = flat[0]
+    entry = flat[0]
     lane = thread_ops.lane()
     for number, x in enumerate(thread_ops.loop(iterations - 1, iterate, *flat), 2 * STREAMS):
-        found = lane.equals(number).where(x, found)
-    return [thread_ops.as_float(found)]
+        entry = lane.equals(number).where(x, entry)
+    return [thread_ops.as_float(entry)]
 
 
 @primitive
@@ -275,9 +268,9 @@ def reciprocal(x: jax.Array) -> jax.Array:
     return 1.0 / x
 
 
-@reciprocal.mosaic
-def _reciprocal_mosaic(x):
-    return vectors.inline(lambda x: [_approximate(_RECIPROCAL, mlir.scalar(x))], x, returns=x)
+@vectors.emits(reciprocal, returns=lambda x: x)
+def _(x):
+    return [_approximate(_RECIPROCAL, mlir.scalar(x))]
 
 
 def _approximate(code, x):
@@ -290,14 +283,10 @@ def from_lane(x: jax.Array, lane: int) -> jax.Array:
     return jnp.repeat(x.reshape(WARPS, WARP)[:, lane], WARP)
 
 
-@from_lane.mosaic
-def _from_lane_mosaic(x, lane):
-    return vectors.inline(lambda x: [_emit_from_lane(x, lane)], x, returns=x)
-
-
+@vectors.emits(from_lane, returns=lambda x, lane: x)
 def _emit_from_lane(x, lane):
     code = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
-    return thread_ops.as_float(thread_ops.ptx(code, thread_ops.bits(mlir.scalar(x)), lane))
+    return [thread_ops.as_float(thread_ops.ptx(code, thread_ops.bits(mlir.scalar(x)), lane))]
 
 
 @primitive
@@ -309,7 +298,7 @@ def warp_sums(x: jax.Array, target) -> None:
 @mlir.emits(warp_sums, plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=8))
 def _emit_warp_sums(x, target):
     total = thread_ops.sum_lanes(_pairwise_sum(mlir.values(x), arith.addf))
-    thread = U32(mlir.thread())
+    thread = mlir.thread()
     with thread_ops.when((thread & (WARP - 1)).equals(0)):
         thread_ops.store(thread_ops.shared(target) + (thread >> 5 << 2), thread_ops.bits(total))
 
@@ -328,11 +317,9 @@ def put_rows(target, x: jax.Array, first: jax.Array, *, rows: int) -> None:
 @mlir.emits(put_rows, None, _LANES.layout)
 def _emit_put_rows(target, x, first, rows):
     count, width = target.type.shape
-    thread = U32(mlir.thread())
+    thread = mlir.thread()
     warp = thread >> 5
     lane = thread & (WARP - 1)
-    row = U32(mlir.scalar(first)) + warp
-    inside = (warp < rows).value, (row < count).value, (lane < width).value
-    with thread_ops.when(U32(functools.reduce(arith.andi, inside))):
-        place = mlir.to_i64((row * width + lane).value)
-        llvm.store(mlir.scalar(x), mlir.at(mlir.global_pointer(target), place, mlir.f32_type()), alignment=4)
+    row = first + warp
+    with thread_ops.when((warp < rows) & (row < count) & (lane < width)):
+        llvm.store(mlir.scalar(x), mlir.element(target, row * width + lane), alignment=4)

@@ -135,7 +135,7 @@ def _launch_slices(streams, fn, layer, added, new_type, interpret):
         regime.update_slice(lax.axis_index("slice"), lax.axis_index("tile"), refs, **scratch)
 
     slices = width // regime.CHANNELS
-    run = kernel(
+    launch = kernel(
         body,
         out_type=(new_type, jax.ShapeDtypeStruct((tokens, slices * SUMS), jnp.float32)),
         kernel_name="hyper_connections_few",
@@ -143,4 +143,4 @@ def _launch_slices(streams, fn, layer, added, new_type, interpret):
         scratch_types=regime.scratch_types(tokens, fn.shape[-2], added[2] is not None),
         interpret=interpret,
     )
-    return run(streams, fn, layer, added)
+    return launch(streams, fn, layer, added)

@@ -7,12 +7,12 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.formats.exact_math import round_bfloat16
 from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops
-from pallas_kernels.mgpu.thread_ops import U32, element, fma
+from pallas_kernels.mgpu.mlir import U32
+from pallas_kernels.mgpu.thread_ops import fma
 
 
 STREAMS = 4
@@ -33,6 +33,23 @@ class StreamRefs(NamedTuple):
     table: Any = None  # table of mailboxes if y is to be summed over GPUs, see `mailbox.check_table`
 
 
+def sinkhorn(comb: jax.Array, iterations: int, eps: float) -> jax.Array:
+    """Makes positive matrices nearly doubly stochastic: normalizes columns, then rows and columns again and again.
+
+    Columns sum to 1 up to eps and rounding, rows as far as the iterations converged.
+
+    Args:
+      comb: [.., h, h] float32, positive.
+      iterations, eps: number of iterations, at least 1, and constant added to each sum.
+    """
+
+    def normalized(comb, axis):
+        return comb / (jnp.sum(comb, axis=axis, keepdims=True) + eps)
+
+    comb = normalized(comb, -2)
+    return lax.fori_loop(0, iterations - 1, lambda _, comb: normalized(normalized(comb, -1), -2), comb)
+
+
 def mixed_streams(streams: jax.Array, y: jax.Array, mixing: jax.Array) -> jax.Array:
     """Returns [T, 4, n] float32 new streams, rounded to bfloat16, from old ones, y [T, n] and mixing [T, 24]."""
     post = lax.slice_in_dim(mixing, STREAMS, 2 * STREAMS, axis=1)
@@ -46,7 +63,7 @@ def mixed_streams(streams: jax.Array, y: jax.Array, mixing: jax.Array) -> jax.Ar
 def add_channels(refs: StreamRefs, index: jax.Array, channels: int) -> None:
     """Writes a slice of the new streams of all tokens, and its sums."""
     columns = pl.ds(index * channels, channels)
-    first = index * SUMS
+    sums_start = index * SUMS
     rows, width = refs.fn.shape
     values = refs.streams[:, :, columns].astype(jnp.float32)
     if refs.y is not None:
@@ -54,24 +71,24 @@ def add_channels(refs: StreamRefs, index: jax.Array, channels: int) -> None:
         refs.new[:, :, columns] = values.astype(jnp.bfloat16)
     weights = [refs.fn[:, pl.ds(j * (width // STREAMS) + columns.start, channels)] for j in range(STREAMS)]
     products = jnp.einsum("tjd,rjd->tr", values, jnp.stack(weights, 1), precision="highest")
-    refs.partials[:, pl.ds(first, rows)] = products
-    refs.partials[:, pl.ds(first + SQUARES, 1)] = jnp.sum(values * values, axis=(1, 2))[:, None]
+    refs.partials[:, pl.ds(sums_start, rows)] = products
+    refs.partials[:, pl.ds(sums_start + SQUARES, 1)] = jnp.sum(values * values, axis=(1, 2))[:, None]
 
 
 def load_streams(streams: Any, y: Any, token: U32, channel: U32) -> list[list[U32]]:
     """Loads 8 channels of each of a token's streams, and of y if there is one, four words each."""
-    width = ir.MemRefType(streams.type).shape[2]
-    first = element(streams, token * (STREAMS * width) + channel, 2)
-    fours = [words.load_four(mlir.at(first, 2 * width * j)) for j in range(STREAMS)]
-    return fours if y is None else [*fours, words.load_four(element(y, token * width + channel, 2))]
+    width = streams.type.shape[2]
+    pointer = mlir.element(streams, token * (STREAMS * width) + channel, 2)
+    fours = [words.load_four(mlir.at(pointer, 2 * width * j)) for j in range(STREAMS)]
+    return fours if y is None else [*fours, words.load_four(mlir.element(y, token * width + channel, 2))]
 
 
 def store_streams(new: Any, token: U32, channel: U32, fours: Sequence[Sequence[U32]]) -> None:
     """Stores 8 channels of each of a token's new streams."""
-    width = ir.MemRefType(new.type).shape[2]
-    first = element(new, token * (STREAMS * width) + channel, 2)
+    width = new.type.shape[2]
+    pointer = mlir.element(new, token * (STREAMS * width) + channel, 2)
     for k in range(STREAMS):
-        words.store_four(mlir.at(first, 2 * width * k), fours[k])
+        words.store_four(mlir.at(pointer, 2 * width * k), fours[k])
 
 
 def load_factors(pointer: Any) -> list[list[Any]]:

@@ -16,8 +16,8 @@ from pallas_kernels.hyper_connections import mixing
 from pallas_kernels.hyper_connections.mixing import MIXING, SQUARES, STREAMS, SUMS, StreamRefs
 from pallas_kernels.mgpu import bfloat16_words as words, mailbox, mlir, thread_ops
 from pallas_kernels.mgpu.mailbox import UNIT
-from pallas_kernels.mgpu.mlir import WARP
-from pallas_kernels.mgpu.thread_ops import U32, fma
+from pallas_kernels.mgpu.mlir import U32, WARP
+from pallas_kernels.mgpu.thread_ops import fma
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -28,7 +28,7 @@ TOKENS = MAX_TOKENS  # tokens of a tile
 
 def scratch_types(tokens: int, rows: int, fuses_all_reduce: bool) -> dict:
     """Returns the scratch of `update_slice`."""
-    scratch = dict(inbox_smem=plgpu.SMEM((tokens * STREAMS * SUMS,), jnp.float32))
+    scratch = {"inbox_smem": plgpu.SMEM((tokens * STREAMS * SUMS,), jnp.float32)}
     if fuses_all_reduce:
         scratch["total_smem"] = plgpu.SMEM((tokens * CHANNELS // 2,), jnp.uint32)
     return scratch
@@ -40,87 +40,75 @@ def update_slice(index: jax.Array, tile: jax.Array, refs: StreamRefs, inbox_smem
     mixing.add_channels(refs, index, CHANNELS)
 
 
-@update_slice.mosaic
-def _update_slice_mosaic(index, tile, refs, inbox_smem, total_smem=None):
-    def emit(index, *operands):
-        *operands, inbox, total = operands if total_smem is not None else (*operands, None)
-        refs = StreamRefs(*operands)
-        thread = _Thread(U32(mlir.scalar(index)), refs, total)
-        tokens = ir.MemRefType(refs.streams.type).shape[0]
-        inbox = thread_ops.shared(inbox)
-        fn_column = thread.load_fn()
-        loaded = [thread.load_streams(U32(token)) for token in range(tokens)]
-        if total is not None:
-            thread.sum_over_gpus(tokens)
-        terms = [None if refs.y is None else thread.load_y(U32(token)) for token in range(tokens)]
-        for token, ((values, factors), term) in enumerate(zip(loaded, terms, strict=True)):
-            value = values[0] if term is None else thread.update_stream(U32(token), values, factors, term)
-            products = [arith.mulf(value, weight) for weight in fn_column]
-            products += [None] * (SQUARES - len(products)) + [arith.mulf(value, value)]
-            address = inbox + (((U32(token) * STREAMS + thread.warp) << 5) + thread.lane << 2)
-            thread_ops.store(address, thread_ops.lane_sums(products))
-        mgpu.utils.warpgroup_barrier()
-        with thread_ops.when(thread.warp < tokens):
-            thread.store_partials(inbox)
-
-    present = [ref for ref in refs if ref is not None]
-    mlir.inline(emit, index, *present, inbox_smem, *([] if total_smem is None else [total_smem]))
+@mlir.emits(update_slice)
+def _emit_update_slice(index, tile, refs, inbox_smem, total_smem=None):
+    thread = _Thread(index, refs, total_smem)
+    tokens = refs.streams.type.shape[0]
+    inbox = thread_ops.shared(inbox_smem)
+    fn_column = thread.load_fn()
+    loaded = [thread.load_streams(U32(token)) for token in range(tokens)]
+    if total_smem is not None:
+        thread.sum_over_gpus(tokens)
+    terms = [None if refs.y is None else thread.load_y(U32(token)) for token in range(tokens)]
+    for token, ((values, factors), term) in enumerate(zip(loaded, terms, strict=True)):
+        value = values[0] if term is None else thread.update_stream(U32(token), values, factors, term)
+        products = [arith.mulf(value, weight) for weight in fn_column]
+        products += [None] * (SQUARES - len(products)) + [arith.mulf(value, value)]
+        address = inbox + (((U32(token) * STREAMS + thread.warp) << 5) + thread.lane << 2)
+        thread_ops.store(address, thread_ops.lane_sums(products))
+    mgpu.utils.warpgroup_barrier()
+    with thread_ops.when(thread.warp < tokens):
+        thread.store_partials(inbox)
 
 
 class _Thread:
     """Emits code of one thread, which has a channel of one stream."""
 
     def __init__(self, index, refs, total):
-        self.thread = U32(mlir.thread())
+        self.thread = mlir.thread()
         self.index = index
         self.refs = refs
         self.total = total
         self.warp = self.thread >> 5
         self.lane = self.thread & 31
         self.column = index * CHANNELS + self.lane
-        self.width = ir.MemRefType(refs.streams.type).shape[2]
+        self.width = refs.streams.type.shape[2]
         self.f32 = mlir.f32_type()
         self.bf16 = ir.BF16Type.get()
-        self.streams, self.fn, self.partials = map(mlir.global_pointer, (refs.streams, refs.fn, refs.partials))
-
-    def address(self, pointer, index, kind):
-        return mlir.at(pointer, mlir.to_i64(index.value), kind)
 
     def load_bf16(self, pointer):
         return arith.extf(self.f32, llvm.load(self.bf16, pointer))
 
     def load_fn(self):
-        own = self.address(self.fn, self.warp * self.width + self.column, self.f32)
-        rows = ir.MemRefType(self.refs.fn.type).shape[0]
-        return [llvm.load(self.f32, mlir.at(own, 4 * STREAMS * self.width * r)) for r in range(rows)]
+        first_row = mlir.element(self.refs.fn, self.warp * self.width + self.column)
+        rows = self.refs.fn.type.shape[0]
+        return [llvm.load(self.f32, mlir.at(first_row, 4 * STREAMS * self.width * r)) for r in range(rows)]
 
     def load_streams(self, token):
         """Returns this thread's stream, or all streams and the factors of them and y."""
-        first = token * (STREAMS * self.width) + self.column
+        index = token * (STREAMS * self.width) + self.column
         if self.refs.y is None:
-            return [self.load_bf16(self.address(self.streams, first + self.warp * self.width, self.bf16))], []
-        start = self.address(self.streams, first, self.bf16)
+            return [self.load_bf16(mlir.element(self.refs.streams, index + self.warp * self.width))], []
+        start = mlir.element(self.refs.streams, index)
         values = [self.load_bf16(mlir.at(start, 2 * self.width * j)) for j in range(STREAMS)]
-        factors = self.address(mlir.global_pointer(self.refs.mixing), token * MIXING + self.warp, self.f32)
+        factors = mlir.element(self.refs.mixing, token * MIXING + self.warp)
         return values, [llvm.load(self.f32, mlir.at(factors, 4 * STREAMS * (1 + j))) for j in range(1 + STREAMS)]
 
     def sum_over_gpus(self, tokens):
         """Leaves the sums of this block's channels of y in shared memory."""
         units = CHANNELS // UNIT
-        first = self.thread // units * self.width + self.index * CHANNELS + self.thread % units * UNIT
+        index = self.thread // units * self.width + self.index * CHANNELS + self.thread % units * UNIT
         unit = mailbox.Unit(
             active=self.thread < tokens * units,
-            load=lambda: words.load_four(self.address(mlir.global_pointer(self.refs.y), first, self.bf16)),
+            load=lambda: words.load_four(mlir.element(self.refs.y, index)),
             store=lambda four: thread_ops.store_vector(thread_ops.shared(self.total) + (self.thread << 4), four),
         )
-        table = self.refs.table
-        mailbox.exchange(self.index, table, [unit], ranks=ir.MemRefType(table.type).shape[0] // 2 - mailbox.PEERS)
+        mailbox.exchange(self.index, self.refs.table, [unit])
         mgpu.utils.warpgroup_barrier()
 
     def load_y(self, token):
         if self.total is None:
-            place = token * self.width + self.column
-            return self.load_bf16(self.address(mlir.global_pointer(self.refs.y), place, self.bf16))
+            return self.load_bf16(mlir.element(self.refs.y, token * self.width + self.column))
         word = thread_ops.load(thread_ops.shared(self.total) + ((token * CHANNELS + self.lane) >> 1 << 2))
         return thread_ops.as_float((self.lane & 1).equals(0).where(word << 16, word & 0xFFFF0000))
 
@@ -130,8 +118,8 @@ class _Thread:
         for x, factor in zip(values, factors[1:], strict=True):
             value = fma(x, factor, value)
         low = arith.truncf(self.bf16, value)
-        place = token * (STREAMS * self.width) + self.warp * self.width + self.column
-        llvm.store(low, self.address(mlir.global_pointer(self.refs.new), place, self.bf16), alignment=2)
+        index = token * (STREAMS * self.width) + self.warp * self.width + self.column
+        llvm.store(low, mlir.element(self.refs.new, index), alignment=2)
         return arith.extf(self.f32, low)
 
     def store_partials(self, inbox):
@@ -139,5 +127,4 @@ class _Thread:
         sums = [thread_ops.load(inbox + (((self.warp * STREAMS + j) << 5) + self.lane << 2)) for j in range(STREAMS)]
         low, high = (arith.addf(*map(thread_ops.as_float, pair)) for pair in (sums[:2], sums[2:]))
         index = (self.warp * (self.width // CHANNELS) + self.index) * SUMS + self.lane
-        place = self.address(self.partials, index, self.f32)
-        llvm.store(arith.addf(low, high), place, alignment=4)
+        llvm.store(arith.addf(low, high), mlir.element(self.refs.partials, index), alignment=4)

@@ -17,8 +17,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from pallas_kernels.hyper_connections import mixing
 from pallas_kernels.hyper_connections.mixing import MIXING, SQUARES, STREAMS, SUMS, StreamRefs
 from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops
-from pallas_kernels.mgpu.mlir import THREADS, WARP
-from pallas_kernels.mgpu.thread_ops import U32, element
+from pallas_kernels.mgpu.mlir import THREADS, U32, WARP
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -31,10 +30,10 @@ HALVES = TOKENS // 16
 
 def scratch_types(tokens: int, rows: int, fuses_all_reduce: bool) -> dict:
     """Returns the scratch of `update_slice`; this launch sums nothing over GPUs."""
-    return dict(
-        sums_smem=plgpu.SMEM((STREAMS * HALVES * -(-rows // 8) * THREADS,), jnp.float32),
-        values_smem=plgpu.SMEM((STREAMS * TOKENS, CHANNELS), jnp.bfloat16),
-    )
+    return {
+        "sums_smem": plgpu.SMEM((STREAMS * HALVES * -(-rows // 8) * THREADS,), jnp.float32),
+        "values_smem": plgpu.SMEM((STREAMS * TOKENS, CHANNELS), jnp.bfloat16),
+    }
 
 
 @primitive
@@ -44,80 +43,74 @@ def update_slice(index: jax.Array, tile: jax.Array, refs: StreamRefs, values_sme
     pl.when(tile == 0)(lambda: mixing.add_channels(refs, index, CHANNELS))
 
 
-@update_slice.mosaic
-def _update_slice_mosaic(index, tile, refs, values_smem, sums_smem):
-    tokens, _, width = refs.streams.shape
-    rows = refs.fn.shape[0]
+@mlir.emits(update_slice)
+def _emit_update_slice(index, tile, refs, values_smem, sums_smem):
+    tokens, _, width = refs.streams.type.shape
+    rows = refs.fn.type.shape[0]
     slices = width // CHANNELS
     groups = -(-rows // 8)
+    thread = mlir.thread()
+    tile = tile * TOKENS
+    warp = thread >> 5
+    lane = thread & 31
+    values = thread_ops.shared(values_smem)
+    sums = thread_ops.shared(sums_smem)
+    # Clamped: the last token may be written several times, with the same values.
+    row = thread >> 2
+    eight = thread & 3
+    token = (tile + row).minimum(tokens - 1)
+    channel = index * CHANNELS + eight * 8
+    loaded = mixing.load_streams(refs.streams, refs.y, token, channel)
+    factors = []
+    if refs.y is not None:
+        factors = mixing.load_factors(mlir.element(refs.mixing, token * MIXING, 4))
+    weights = _load_fn(refs.fn, warp * width + index * CHANNELS, rows, width)
+    if refs.y is not None:
+        loaded = mixing.mix(loaded, factors)
+        mixing.store_streams(refs.new, token, channel, loaded)
+    addresses = (_address(values, U32(k), row, eight) for k in range(STREAMS))
+    squares = thread_ops.sum_lanes(mixing.store_and_square(loaded[:STREAMS], addresses), 4)
+    with thread_ops.when(eight.equals(0)):
+        llvm.store(squares, mlir.element(refs.partials, (token * slices + index) * SUMS + SQUARES, 4), alignment=4)
+    mgpu.utils.warpgroup_barrier()
 
-    def emit(index, tile, values, sums, *refs):
-        refs = StreamRefs(*refs)
-        thread = U32(mlir.thread())
-        index = U32(mlir.scalar(index))
-        tile = U32(mlir.scalar(tile)) * TOKENS
-        warp = thread >> 5
-        lane = thread & 31
-        values = thread_ops.shared(values)
-        sums = thread_ops.shared(sums)
-        # Clamped: the last token may be written several times, with the same values.
-        row = thread >> 2
-        eight = thread & 3
-        token = (tile + row).minimum(tokens - 1)
-        own = index * CHANNELS + eight * 8
-        loaded = mixing.load_streams(refs.streams, refs.y, token, own)
-        factors = []
-        if refs.y is not None:
-            factors = mixing.load_factors(element(refs.mixing, token * MIXING, 4))
-        weights = _load_fn(refs.fn, warp * width + index * CHANNELS, rows, width)
-        if refs.y is not None:
-            loaded = mixing.mix(loaded, factors)
-            mixing.store_streams(refs.new, token, own, loaded)
-        addresses = (_address(values, U32(k), row, eight) for k in range(STREAMS))
-        squares = thread_ops.sum_lanes(mixing.store_and_square(loaded[:STREAMS], addresses), 4)
-        with thread_ops.when(eight.equals(0)):
-            llvm.store(squares, element(refs.partials, (token * slices + index) * SUMS + SQUARES, 4), alignment=4)
-        mgpu.utils.warpgroup_barrier()
+    # A warp's sums, four of each lane, then those of all warps.
+    count = HALVES * groups
+    for (half, group), acc in _multiply(values, warp, weights, groups).items():
+        number = (warp * count + half * groups + group) * WARP + lane
+        thread_ops.store_vector(sums + (number << 4), [thread_ops.bits(x) for x in acc])
+    mgpu.utils.warpgroup_barrier()
 
-        # A warp's sums, four of each lane, then those of all warps.
-        count = HALVES * groups
-        for (half, group), acc in _multiply(values, warp, weights, groups).items():
-            number = (warp * count + half * groups + group) * WARP + lane
-            thread_ops.store_vector(sums + (number << 4), [thread_ops.bits(x) for x in acc])
-        mgpu.utils.warpgroup_barrier()
+    def store_sums(number):
+        terms = [thread_ops.load_vector(sums + ((number + j * count * WARP) << 4)) for j in range(STREAMS)]
+        totals = [_sum_four(*map(thread_ops.as_float, four)) for four in zip(*terms, strict=True)]
+        lane = number & 31
+        part = number >> 5
+        token = tile + (part // groups) * 16 + (lane >> 2)
+        logit = (part % groups) * 8 + (lane & 3) * 2
+        for i in range(2):
+            with thread_ops.when(token + 8 * i < tokens):
+                there = mlir.element(refs.partials, ((token + 8 * i) * slices + index) * SUMS + logit, 4)
+                llvm.store(mlir.pack(totals[2 * i : 2 * i + 2]), there, alignment=8)
 
-        def store_sums(number):
-            terms = [thread_ops.load_vector(sums + ((number + j * count * WARP) << 4)) for j in range(STREAMS)]
-            totals = [_sum_four(*map(thread_ops.as_float, four)) for four in zip(*terms, strict=True)]
-            lane = number & 31
-            part = number >> 5
-            token = tile + (part // groups) * 16 + (lane >> 2)
-            logit = (part % groups) * 8 + (lane & 3) * 2
-            for i in range(2):
-                with thread_ops.when(token + 8 * i < tokens):
-                    there = element(refs.partials, ((token + 8 * i) * slices + index) * SUMS + logit, 4)
-                    llvm.store(mlir.pack(totals[2 * i : 2 * i + 2]), there, alignment=8)
-
-        thread_ops.for_each(count * WARP, store_sums)
-
-    mlir.inline(emit, index, tile, values_smem, sums_smem, *(ref for ref in refs if ref is not None))
+    thread_ops.for_each(count * WARP, store_sums)
 
 
 def _load_fn(fn, column, rows, width):
     """Returns {(group of 8 rows, step): a lane's four columns} of fn; a lane has 4 of every 16 columns, of one row."""
-    lane = U32(mlir.thread()) & 31
+    lane = mlir.thread() & 31
     weights = {}
     for group in range(-(-rows // 8)):
         for step in range(STEPS):
             row = ((lane >> 2) + 8 * group).minimum(rows - 1)
             index = row * (STREAMS * width) + column + step * STEP + (lane & 3) * 4
-            weights[group, step] = words.load_four(element(fn, index, 4))
+            weights[group, step] = words.load_four(mlir.element(fn, index, 4))
     return weights
 
 
 def _multiply(values, warp, weights, groups):
     """Returns {(half of the tokens, group of rows): a lane's four sums} of a warp's stream."""
-    lane = U32(mlir.thread()) & 31
+    lane = mlir.thread() & 31
     products: dict[tuple[int, int], Any] = {}
     for step in range(STEPS):
         for half in range(HALVES):
@@ -125,8 +118,7 @@ def _multiply(values, warp, weights, groups):
             for line in (16 * half, 16 * half + 8):
                 inner = lane & 3
                 there = _address(values, warp, (lane >> 2) + line, (inner >> 1) + 2 * step) + ((inner & 1) << 3)
-                code = "ld.shared.v2.b32 {$0, $1}, [$2];"
-                pairs.append([U32(x) for x in mlir.ptx(code, there.value, results=[mlir.int_type()] * 2)])
+                pairs.append(thread_ops.ptx_words(2, "ld.shared.v2.b32 {$0, $1}, [$2];", there))
             operand = [pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]]
             for group in range(groups):
                 acc = products.get((half, group), [mlir.f32(0.0)] * 4)

@@ -15,7 +15,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.formats.exact_math import round_bfloat16
@@ -24,11 +23,10 @@ from pallas_kernels.hyper_connections.collapse import WARPS
 from pallas_kernels.hyper_connections.mixing import MIXING, SQUARES, STREAMS, SUMS, StreamRefs, mixed_streams
 from pallas_kernels.mgpu import barriers, bfloat16_words as words, mlir, thread_ops, vectors, wgmma
 from pallas_kernels.mgpu.bfloat16_words import PARTS
-from pallas_kernels.mgpu.mlir import THREADS
-from pallas_kernels.mgpu.thread_ops import U32, element
+from pallas_kernels.mgpu.mlir import THREADS, U32
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
-from pallas_kernels.runtime.launch import kernel, primitive
+from pallas_kernels.runtime.launch import axis_indices, kernel, primitive
 from pallas_kernels.runtime.layer_operands import weights_of_layer
 
 
@@ -55,7 +53,7 @@ def launch(streams, fn, layer, added, new_type, interpret):
 
     def body(streams_gmem, fn_gmem, layer_gmem, added_gmem, new_gmem, partials_gmem, **scratch):
         fn_gmem = weights_of_layer(fn_gmem, layer_gmem)
-        index, group, warpgroup = (lax.axis_index(name) for name in ("slice", "group", "warpgroup"))
+        index, group, warpgroup = axis_indices("slice", "group", "warpgroup")
         refs = StreamRefs(streams_gmem, fn_gmem, partials_gmem.at[index], new_gmem, *added_gmem)
         _body(index, group, warpgroup, refs, **scratch)
 
@@ -63,20 +61,20 @@ def launch(streams, fn, layer, added, new_type, interpret):
     padded = -(-tokens // WARPS) * WARPS
     weights = (CHUNKS * STREAMS, columns, CHUNK)
     operand = (warpgroups, STREAMS, TOKENS, CHUNK)
-    run = kernel(
+    launch = kernel(
         body,
         out_type=(new_type, jax.ShapeDtypeStruct((slices, padded, SUMS), jnp.float32)),
         kernel_name="hyper_connections_many",
         grid={"slice": slices, "group": groups},
         num_threads=warpgroups,
-        scratch_types=dict(
-            operand_smem=plgpu.SMEM(operand, jnp.bfloat16, transforms=TRANSFORMS),
-            weights_smem=plgpu.SMEM(weights, jnp.bfloat16, transforms=TRANSFORMS),
-            weights_ready=plgpu.Barrier(num_arrivals=warpgroups),
-        ),
+        scratch_types={
+            "operand_smem": plgpu.SMEM(operand, jnp.bfloat16, transforms=TRANSFORMS),
+            "weights_smem": plgpu.SMEM(weights, jnp.bfloat16, transforms=TRANSFORMS),
+            "weights_ready": plgpu.Barrier(num_arrivals=warpgroups),
+        },
         interpret=interpret,
     )
-    new, partials = run(streams, fn, layer, added)
+    new, partials = launch(streams, fn, layer, added)
     return new, partials.reshape(slices, -1)
 
 
@@ -91,8 +89,8 @@ def _body(index, group, warpgroup, refs, operand_smem, weights_smem, weights_rea
 
     def chunk_at(i, chunk):
         """Returns (first token, first channel); behind the last chunk of a tile comes the next tile's first."""
-        i = i + lax.div(chunk, jnp.int32(CHUNKS))
-        chunk = lax.rem(chunk, jnp.int32(CHUNKS))
+        i = i + lax.div(chunk, CHUNKS)
+        chunk = lax.rem(chunk, CHUNKS)
         # The last tile begins earlier if it would be cut: the same values are written twice.
         start = jnp.minimum((first_tile + i * share) * TOKENS, tokens - TOKENS)
         return start, index * CHANNELS + chunk * CHUNK
@@ -100,10 +98,10 @@ def _body(index, group, warpgroup, refs, operand_smem, weights_smem, weights_rea
     def visit_tile(i, ahead):
         def visit_chunk(chunk, carry):
             acc, squares, ahead = carry
-            own = operand_smem.at[vectors.opaque(warpgroup)]
+            streams_smem = operand_smem.at[vectors.opaque(warpgroup)]
             places = chunk_at(i, chunk), chunk_at(i, chunk + 1)
-            found, ahead = mix_chunk(own, ahead, *places, refs)
-            return multiply_add(acc, own, weights_smem, chunk), squares + found, ahead
+            chunk_squares, ahead = mix_chunk(streams_smem, ahead, *places, refs)
+            return multiply_add(acc, streams_smem, weights_smem, chunk), squares + chunk_squares, ahead
 
         acc = wgmma.zeros((TOKENS, weights_smem.shape[1]))
         squares = plgpu.layout_cast(jnp.zeros((vectors.THREADS,), jnp.float32), vectors.layout(vectors.THREADS))
@@ -112,7 +110,7 @@ def _body(index, group, warpgroup, refs, operand_smem, weights_smem, weights_rea
         return ahead
 
     ahead = load_rows(*chunk_at(jnp.int32(0), jnp.int32(0)), refs)
-    lax.fori_loop(0, lax.div(tiles - first_tile + share - 1, jnp.int32(share)), visit_tile, ahead)
+    lax.fori_loop(0, lax.div(tiles - first_tile + share - 1, share), visit_tile, ahead)
 
 
 @primitive
@@ -140,21 +138,21 @@ def split_weight(target, fn, index: jax.Array, warpgroup: jax.Array) -> None:
 
 @mlir.emits(split_weight, plgpu.RefType(TRANSFORMS))
 def _emit_split_weight(target, fn, index, warpgroup):
-    rows, columns = ir.MemRefType(fn.type).shape
+    rows, columns = fn.type.shape
     width = columns // STREAMS
     padded = -(-rows // 8) * 8
     eights = CHANNELS // 8  # of a row and stream
     units = padded * STREAMS * eights
-    thread = U32(mlir.thread()) + U32(mlir.scalar(warpgroup)) * THREADS
+    thread = mlir.thread() + warpgroup * THREADS
     base = thread_ops.shared(target)
-    column = U32(mlir.scalar(index)) * CHANNELS
+    column = index * CHANNELS
 
     def visit(unit):
         row = unit // (STREAMS * eights)
         j = (unit // eights) % STREAMS
         eight = unit % eights
-        own = row.minimum(rows - 1)
-        start = element(fn, own * (STREAMS * width) + j * width + column + eight * 8, 4)
+        clamped_row = row.minimum(rows - 1)
+        start = mlir.element(fn, clamped_row * (STREAMS * width) + j * width + column + eight * 8, 4)
         values = [(row < rows).where(x, 0) for i in range(2) for x in words.load_four(mlir.at(start, 16 * i))]
         chunk = eight // (CHUNK // 8)
         inner = eight % (CHUNK // 8)
@@ -170,6 +168,10 @@ def _emit_split_weight(target, fn, index, warpgroup):
     mlir.ptx("fence.proxy.async.shared::cta;")
 
 
+def _fours(shape):
+    return plgpu.Layout.WG_STRIDED(shape, vec_size=4)
+
+
 @primitive
 def load_rows(start: jax.Array, column: jax.Array, refs: StreamRefs) -> jax.Array:
     """Starts to load a thread's first rows of the chunk at (token `start`, channel `column`), for `mix_chunk`.
@@ -179,16 +181,14 @@ def load_rows(start: jax.Array, column: jax.Array, refs: StreamRefs) -> jax.Arra
     return jnp.zeros(_ahead_shape(refs), jnp.int32)
 
 
-@load_rows.mosaic
-def _load_rows_mosaic(start, column, refs):
-    def emit(start, column, streams, y=None):
-        start = U32(mlir.scalar(start))
-        column = U32(mlir.scalar(column))
-        rows = [_load(start + _row_of(U32(i)), column, streams, y) for i in range(AHEAD)]
-        return [word.value for row in rows for word in row]
-
-    operands = [start, column, refs.streams] + ([] if refs.y is None else [refs.y])
-    return mlir.inline(emit, *operands, layout=_fours, returns=jax.ShapeDtypeStruct(_ahead_shape(refs), jnp.int32))
+@mlir.emits(
+    load_rows,
+    layout=_fours,
+    returns=lambda start, column, refs: jax.ShapeDtypeStruct(_ahead_shape(refs), jnp.int32),
+)
+def _emit_load_rows(start, column, refs):
+    for i in range(AHEAD):
+        yield from _load(start + _row_of(U32(i)), column, refs)
 
 
 @primitive
@@ -211,63 +211,54 @@ def mix_chunk(operand, ahead: jax.Array, here, following, refs: StreamRefs) -> t
     return jnp.pad(squares, ((0, 0), (0, 0), (0, 4))).reshape(-1), ahead
 
 
-@mix_chunk.mosaic
-def _mix_chunk_mosaic(operand, ahead, here, following, refs):
-    def emit(operand, ahead, start, column, next_start, next_column, streams, *added):
-        new, y, weights = added or (None, None, None)
-        eight = U32(mlir.thread()) & 7
-        base = thread_ops.shared(operand)
-        start, column, next_start, next_column = (U32(mlir.scalar(x)) for x in (start, column, next_start, next_column))
-        # `wgmma` has read what was here.
-        mgpu.utils.warpgroup_barrier()
+_SQUARES = plgpu.ShapeDtypeStruct((THREADS,), jnp.float32, vectors.layout(THREADS))
 
-        def mix_row(i, squares, *loaded):
-            token = start + _row_of(i)
-            factors = None
-            if y is not None:
-                factors = mixing.load_factors(element(weights, token * MIXING, 4))
-            inside = i < ROWS - AHEAD
-            token_ahead = inside.where(start, next_start) + _row_of((i + AHEAD) & (ROWS - 1))
-            last = _load(token_ahead, inside.where(column, next_column), streams, y)
-            later = loaded[len(last) :]
-            loaded = loaded[: len(last)]
-            out = [list(loaded[4 * j : 4 * j + 4]) for j in range(len(loaded) // 4)]
-            if factors is not None:
-                out = mixing.mix(out, factors)
-                mixing.store_streams(new, token, column + eight * 8, out)
-            addresses = (_swizzled(base, _row_of(i) + k * TOKENS, eight) for k in range(STREAMS))
-            total = thread_ops.sum_lanes(mixing.store_and_square(out, addresses), 8)
-            return [eight.equals(i).where(thread_ops.bits(total), squares), *later, *last]
 
-        squares, *rows = thread_ops.loop(ROWS, mix_row, U32(0), *map(U32, mlir.values(ahead)))
-        mlir.ptx("fence.proxy.async.shared::cta;")
-        mgpu.utils.warpgroup_barrier()
-        return [thread_ops.as_float(squares)], [word.value for word in rows]
+@mlir.emits(mix_chunk, plgpu.RefType(TRANSFORMS), layout=_fours, returns=lambda operand, ahead, *_: (_SQUARES, ahead))
+def _emit_mix_chunk(operand, ahead, here, following, refs):
+    start, column = here
+    eight = mlir.thread() & 7
+    base = thread_ops.shared(operand)
+    # `wgmma` has read what was here.
+    mgpu.utils.warpgroup_barrier()
 
-    added = [] if refs.y is None else [refs.new, refs.y, refs.mixing]
-    layout = _fours(ahead.shape)
-    operands = (operand, plgpu.RefType(TRANSFORMS)), (ahead, layout), *here, *following, refs.streams, *added
-    squares = plgpu.ShapeDtypeStruct((THREADS,), jnp.float32, vectors.layout(THREADS))
-    return mlir.inline(emit, *operands, returns=(squares, plgpu.ShapeDtypeStruct(ahead.shape, jnp.int32, layout)))
+    def mix_row(i, squares, *loaded):
+        token = start + _row_of(i)
+        factors = None
+        if refs.y is not None:
+            factors = mixing.load_factors(mlir.element(refs.mixing, token * MIXING, 4))
+        inside = i < ROWS - AHEAD
+        next_token, next_column = (inside.where(*pair) for pair in zip(here, following, strict=True))
+        last = _load(next_token + _row_of((i + AHEAD) & (ROWS - 1)), next_column, refs)
+        later = loaded[len(last) :]
+        loaded = loaded[: len(last)]
+        out = [list(loaded[4 * j : 4 * j + 4]) for j in range(len(loaded) // 4)]
+        if factors is not None:
+            out = mixing.mix(out, factors)
+            mixing.store_streams(refs.new, token, column + eight * 8, out)
+        addresses = (_swizzled(base, _row_of(i) + k * TOKENS, eight) for k in range(STREAMS))
+        total = thread_ops.sum_lanes(mixing.store_and_square(out, addresses), 8)
+        return [eight.equals(i).where(thread_ops.bits(total), squares), *later, *last]
+
+    squares, *rows = thread_ops.loop(ROWS, mix_row, U32(0), *map(U32, mlir.values(ahead)))
+    mlir.ptx("fence.proxy.async.shared::cta;")
+    mgpu.utils.warpgroup_barrier()
+    return [thread_ops.as_float(squares)], rows
 
 
 def _ahead_shape(refs):
     return (AHEAD * 4 * THREADS * (STREAMS if refs.y is None else STREAMS + 1),)
 
 
-def _fours(shape):
-    return plgpu.Layout.WG_STRIDED(shape, vec_size=4)
-
-
 def _row_of(i):
     """Returns a thread's i-th row of a tile; a warp has the 16 rows that it multiplies."""
-    thread = U32(mlir.thread())
+    thread = mlir.thread()
     return ((thread >> 5) << 4) + (i << 2) + ((thread & 31) >> 3)
 
 
-def _load(token, column, streams, y):
+def _load(token, column, refs):
     """Loads 16 bytes of each stream, and of y, as words."""
-    fours = mixing.load_streams(streams, y, token, column + ((U32(mlir.thread()) & 7) << 3))
+    fours = mixing.load_streams(refs.streams, refs.y, token, column + ((mlir.thread() & 7) << 3))
     return [word for four in fours for word in four]
 
 
@@ -297,30 +288,29 @@ def store_sums(partials, start: jax.Array, acc: jax.Array, squares: jax.Array) -
     tokens = pl.ds(start, TOKENS)
     rows = acc.shape[1] // PARTS
     partials[tokens, pl.ds(0, rows)] = jnp.sum(acc.reshape(TOKENS, PARTS, rows)[:, ::-1], axis=1)
-    found = squares.reshape(4, 4, 8)[:, :, :4].transpose(0, 2, 1).reshape(TOKENS, 1)
-    partials[tokens, pl.ds(SQUARES, 1)] = found
+    squares = squares.reshape(4, 4, 8)[:, :, :4].transpose(0, 2, 1).reshape(TOKENS, 1)
+    partials[tokens, pl.ds(SQUARES, 1)] = squares
 
 
 @mlir.emits(store_sums, None, None, plgpu.Layout.WGMMA, vectors.layout(THREADS))
 def _emit_store_sums(partials, start, acc, squares):
-    thread = U32(mlir.thread())
+    thread = mlir.thread()
     warp = thread >> 5
     lane = thread & 31
-    first = U32(mlir.scalar(start)) + (warp << 4)
-    base = mlir.global_pointer(partials)
+    first_row = start + (warp << 4)
 
     def place(row, column):
-        return mlir.at(base, mlir.to_i64(((row << 5) + column).value), mlir.f32_type())
+        return mlir.element(partials, (row << 5) + column)
 
     # A thread has two of each 8 columns in row lane // 4, and two in the row 8 further on.
     registers = list(acc.registers.flat)
     share = len(registers) // PARTS
     for i in range(share):
         total = arith.addf(arith.addf(registers[i + 2 * share], registers[i + share]), registers[i])
-        row = first + (lane >> 2) + 8 * (i % 2)
+        row = first_row + (lane >> 2) + 8 * (i % 2)
         llvm.store(total, place(row, U32(8 * (i // 2)) + ((lane & 3) << 1)), alignment=8)
     with thread_ops.when((lane & 7) < ROWS):
-        row = first + ((lane & 7) << 2) + (lane >> 3)
+        row = first_row + ((lane & 7) << 2) + (lane >> 3)
         llvm.store(mlir.scalar(squares), place(row, U32(SQUARES)), alignment=4)
 
 

@@ -15,6 +15,7 @@ from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, KEYS, PER_THREAD
 from pallas_kernels.indexer_scores.tile_scores import score, score_far
 from pallas_kernels.mgpu.copies import commit_copies, wait_copies
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
+from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
 FLAGS = 32  # tiles whose flags fit into a word
@@ -50,8 +51,7 @@ class Chunk(NamedTuple):
     end_tile: Any  # end of the tiles of keys
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class Scratch:
     """The shared memory and barriers of a block."""
 
@@ -103,10 +103,10 @@ class ChunkScorer:
             pl.when(i < self.chunk.count)(lambda i=i: plgpu.barrier_wait(self.scratch.queries_full.at[i]))
         tiles = self.chunk.end_tile - self.chunk.first_tile
         warpgroups = self.config.warpgroups
-        own = lax.div(jnp.maximum(tiles - self.warpgroup, 0) + (warpgroups - 1), jnp.int32(warpgroups))
+        own_tiles = lax.div(jnp.maximum(tiles - self.warpgroup, 0) + (warpgroups - 1), warpgroups)
         with jax.named_scope("score_tiles"):
-            runs = lax.div(own + (FLAGS - 1), jnp.int32(FLAGS))
-            lax.fori_loop(0, runs, functools.partial(self._score_run, own), (block_ids, missing))
+            runs = lax.div(own_tiles + (FLAGS - 1), FLAGS)
+            lax.fori_loop(0, runs, functools.partial(self._score_run, own_tiles), (block_ids, missing))
         wait_copies(0)
 
     def _load_queries(self):
@@ -127,7 +127,7 @@ class ChunkScorer:
         return self.chunk.first_tile + self.warpgroup + i * self.config.warpgroups
 
     def _stage(self, i):
-        return self.warpgroup * self.config.stages + lax.rem(i, jnp.int32(self.config.stages))
+        return self.warpgroup * self.config.stages + lax.rem(i, self.config.stages)
 
     def _in_blocks(self, operation, i):
         """Returns the first key of each warp, divided (div or rem) by the keys per block; unsigned is faster."""
@@ -202,14 +202,14 @@ class ChunkScorer:
     def _operands(self, i, block_ids):
         """Returns the operands of `score` and `score_far` that do not depend on the token."""
         nvfp4_factor = self.keys.layout.global_scale * 2.0**key_tiles.SHIFT
-        return dict(
-            queries=self.scratch.queries_smem,
-            weights=self.scratch.weights_smem,
-            out=self.out_gmem,
-            first=self._tile(i) * KEYS,
-            block=block_ids,
-            factor=2.0 ** (-2 * key_tiles.TOP) if self.keys.is_mxfp4 else nvfp4_factor,
-        )
+        return {
+            "queries": self.scratch.queries_smem,
+            "weights": self.scratch.weights_smem,
+            "out": self.out_gmem,
+            "first": self._tile(i) * KEYS,
+            "block": block_ids,
+            "factor": 2.0 ** (-2 * key_tiles.TOP) if self.keys.is_mxfp4 else nvfp4_factor,
+        }
 
 
 def _push_sign(words, block_ids):

@@ -12,6 +12,16 @@ from pallas_kernels.indexer_scores.key_tiles import KEYS, load_words
 from pallas_kernels.indexer_scores.work_partition import LANES, latest_start
 
 
+def run_bounds(slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the first and one-past-last token of each token's run, the consecutive tokens of one request."""
+    tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
+    changes = slots[1:] != slots[:-1]
+    edge = jnp.ones((1,), bool)
+    starts = jnp.where(jnp.concatenate([edge, changes]), tokens, 0)
+    ends = jnp.where(jnp.concatenate([changes, edge]), tokens + 1, slots.shape[0])
+    return lax.cummax(starts), lax.cummin(ends, reverse=True)
+
+
 @dataclasses.dataclass(frozen=True)
 class Chunks:
     """The division of a call's tokens into chunks.
@@ -28,21 +38,16 @@ class Chunks:
 
     def num_tiles(self, position: jax.Array) -> jax.Array:
         """Returns the number of tiles that hold the keys visible at a position."""
-        keys = jnp.clip(lax.div(position + 1, jnp.int32(self.compress_rate)), 0, self.max_keys)
-        return lax.div(keys + (KEYS - 1), jnp.int32(KEYS))
+        keys = jnp.clip(lax.div(position + 1, self.compress_rate), 0, self.max_keys)
+        return lax.div(keys + (KEYS - 1), KEYS)
 
     def costs(self) -> jax.Array:
         """Returns [T] int32, the cost of the chunk that starts at each token, or 0. For arrays, outside of kernels."""
-        slots = self.slots
-        tokens = self.slots.shape[0]
-        token = jnp.arange(tokens, dtype=jnp.int32)
-        changes = slots[1:] != slots[:-1]
-        edge = jnp.ones((1,), bool)
-        start = lax.cummax(jnp.where(jnp.concatenate([edge, changes]), token, 0))
-        end = lax.cummin(jnp.where(jnp.concatenate([changes, edge]), token + 1, tokens), reverse=True)
+        token = jnp.arange(self.slots.shape[0], dtype=jnp.int32)
+        start, end = run_bounds(self.slots)
         count = jnp.where((token - start) % self.size == 0, jnp.minimum(end - token, self.size), 0)
         last = self.positions[jnp.maximum(token + count - 1, 0)]
-        return jnp.where(slots >= 0, count * self.num_tiles(last), 0)
+        return jnp.where(self.slots >= 0, count * self.num_tiles(last), 0)
 
     def costs_of_lanes(self, first: jax.Array, run: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns `costs` of the tokens first .. first + 31, one for each lane, [32] int32 in layout LANES.
@@ -59,7 +64,7 @@ class Chunks:
         slot = load(self.slots, token)
         is_first = (token == 0) | (slot != load(self.slots, token - 1))
         start, run = latest_start(jnp.where(is_first, token, -1), run)
-        starts = (token < tokens) & (slot >= 0) & (lax.rem(token - start, jnp.int32(self.size)) == 0)
+        starts = (token < tokens) & (slot >= 0) & (lax.rem(token - start, self.size) == 0)
         count = jnp.ones_like(token)
         same = starts
         for i in range(1, self.size):

@@ -25,8 +25,8 @@ from pallas_kernels.indexer_scores.chunk_scorer import Chunk, ChunkScorer, Confi
 from pallas_kernels.indexer_scores.chunks import Chunks
 from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, IndexerKeys
 from pallas_kernels.indexer_scores.work_partition import my_share, planned_shares
-from pallas_kernels.runtime.checks import check_array
-from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.checks import check_array, check_tokens
+from pallas_kernels.runtime.launch import axis_indices, kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
@@ -63,8 +63,7 @@ def indexer_scores(
     keys.check()
     check_array("q", q, jnp.float8_e4m3fn if keys.is_mxfp4 else jnp.bfloat16, tokens, HEADS, DIM)
     check_array("weights", weights, jnp.float32, tokens, HEADS)
-    check_array("slots", slots, jnp.int32, tokens)
-    check_array("positions", positions, jnp.int32, tokens)
+    check_tokens(tokens, slots=slots, positions=positions)
     if tokens == 0 or keys.max_keys == 0:
         return jnp.full((tokens, keys.max_keys), -jnp.inf, jnp.float32)
     config = config or Config.for_tokens(tokens, interpret)
@@ -74,8 +73,7 @@ def indexer_scores(
         shares = planned_shares(Chunks(slots, positions, *division).costs(), config.blocks)
 
     def body(layer_gmem, slots_gmem, positions_gmem, q_gmem, weights_gmem, keys_gmem, shares_gmem, out_gmem, scratch):
-        warpgroup = lax.axis_index("warpgroup")
-        block = lax.axis_index("block")
+        warpgroup, block = axis_indices("warpgroup", "block")
         keys = dataclasses.replace(keys_gmem, layer=layer_gmem[0])
         chunks = Chunks(slots_gmem, positions_gmem, *division)
         if shares_gmem is None:
@@ -91,19 +89,19 @@ def indexer_scores(
             def up_to(share):
                 return jnp.minimum(lax.div(jnp.maximum(share - base, 0) + (count - 1), count), tiles)
 
-            first = up_to(begin)
-            last = up_to(end)
+            first_tile = up_to(begin)
+            end_tile = up_to(end)
 
-            @pl.when(last > first)
+            @pl.when(end_tile > first_tile)
             def _():
-                chunk = Chunk(token, count, jnp.minimum(slot, keys.block_table.shape[0] - 1), first, last)
+                chunk = Chunk(token, count, jnp.minimum(slot, keys.block_table.shape[0] - 1), first_tile, end_tile)
                 ChunkScorer(config, chunk, warpgroup, q_gmem, weights_gmem, keys, out_gmem, scratch).run()
 
             return token + count, base + count * tiles
 
         lax.while_loop(lambda state: (state[0] < tokens) & (state[1] < end), score_next_chunk, (token, base))
 
-    run = kernel(
+    launch = kernel(
         body,
         out_type=jax.ShapeDtypeStruct((tokens, keys.max_keys), jnp.float32),
         kernel_name="indexer_scores",
@@ -113,4 +111,4 @@ def indexer_scores(
         interpret=interpret,
     )
     pools = dataclasses.replace(keys, layer=None)
-    return run(keys.layer.reshape(1), slots, positions, q, weights, pools, shares)
+    return launch(keys.layer.reshape(1), slots, positions, q, weights, pools, shares)

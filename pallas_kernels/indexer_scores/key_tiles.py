@@ -14,7 +14,6 @@ warp's 16 keys has scales farther apart, the warp scores all of them again as bf
 after the Hadamard rotation values are about normal, and 1 of 4 million keys of normal values had such scales.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -29,9 +28,10 @@ from jaxlib.mlir.dialects import arith, llvm
 from pallas_kernels.formats.layouts import KeyLayout, check_pools
 from pallas_kernels.mgpu import mlir, thread_ops
 from pallas_kernels.mgpu.bfloat16_words import e2m1_pairs, e2m1_value, multiply
-from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.launch import primitive
+from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
 KEYS = 64  # keys in a tile
@@ -39,7 +39,7 @@ HEADS = 64
 DIM = 128
 WARPS = 4
 WARP_KEYS = 16
-SCALE_BLOCKS = dict(e8m0=32, e4m3=16)
+SCALE_BLOCKS = {"e8m0": 32, "e4m3": 16}
 
 # NVFP4 keys are multiplied by 2**-SHIFT, with which codes times scales are bfloat16 for every scale.
 SHIFT = 10
@@ -65,8 +65,7 @@ def check_layout(layout: KeyLayout) -> None:
     check_rules({rule: layout.dim == DIM and SCALE_BLOCKS.get(layout.scale) == layout.scale_block})
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class IndexerKeys:
     """The paged indexer keys of a layer, or references to them within a kernel.
 
@@ -83,8 +82,8 @@ class IndexerKeys:
     block_table: Any
     codes: Any
     scales: Any
-    compress_rate: int = dataclasses.field(metadata=dict(static=True))
-    layout: KeyLayout = dataclasses.field(metadata=dict(static=True))
+    compress_rate: int = static_field()
+    layout: KeyLayout = static_field()
 
     @property
     def is_mxfp4(self) -> bool:
@@ -135,13 +134,11 @@ def load_words(ref, index: jax.Array, layout) -> jax.Array:
 
 
 @load_words.mosaic
-def _load_words_mosaic(ref, index, layout):
+def _(ref, index, layout):
     def emit(ref, index):
-        place = mlir.at(mlir.global_pointer(ref), mlir.to_i64(mlir.scalar(index)), mlir.int_type())
-        return [llvm.load(mlir.int_type(), place)]
+        return [llvm.load(mlir.int_type(), mlir.element(ref, mlir.scalar(index)))]
 
-    returns = plgpu.ShapeDtypeStruct(index.shape, jnp.int32, layout)
-    return mlir.inline(emit, ref, (index, layout), returns=returns)
+    return mlir.inline(emit, ref, index, layout=lambda _: layout, returns=index)
 
 
 @primitive
@@ -157,23 +154,21 @@ def start_tile(tiles_smem, stage: jax.Array, pools, rows: jax.Array, is_wanted: 
 
 
 @mlir.emits(start_tile, None, None, None, None, None, PER_WARP)
-def _emit_start_tile(codes_smem, scales_smem, stage, codes_gmem, scales_gmem, rows, is_wanted):
+def _emit_start_tile(tiles_smem, stage, pools, rows, is_wanted):
     key, dims = _own_key()
-    row = mlir.to_i64(arith.addi(mlir.scalar(rows), (key % WARP_KEYS).value))
-    key = U32(mlir.scalar(stage)) * KEYS + key
+    row = _own_row(rows)
+    key = stage * KEYS + key
     code = []
     operands = []
-    width = scales_gmem.type.shape[-1]
-    all_codes = (codes_smem, codes_gmem, DIM // 2, dims * 16)
-    all_scales = (scales_smem, scales_gmem, width, U32(0))
-    for target, source, size, offset in (all_codes, all_scales):
-        operands.append(mlir.at(mlir.shared_pointer(target), (key * size + offset).value))
-        operands.append(mlir.at(mlir.global_pointer(source), multiply_add(row, size, mlir.to_i64(offset.value))))
-        held = min(size, 16)
-        copy = f"@p cp.async.{'cg' if held == 16 else 'ca'}.shared.global"
-        at = len(operands) - 2
-        code += [f"{copy} [${at} + {below}], [${at + 1} + {below}], {held};" for below in (0, 8 * size)]
-    is_wanted = arith.extui(mlir.int_type(), mlir.scalar(is_wanted))
+    width = pools[1].type.shape[-1]
+    for target, source, size, offset in zip(tiles_smem, pools, (DIM // 2, width), (dims * 16, U32(0)), strict=True):
+        place = f"${len(operands)}", f"${len(operands) + 1}"
+        operands.append(mlir.at(mlir.shared_pointer(target), key * size + offset))
+        operands.append(mlir.at(mlir.global_pointer(source), multiply_add(row, size, mlir.to_i64(offset))))
+        per_copy = min(size, 16)
+        copy = f"@p cp.async.{'cg' if per_copy == 16 else 'ca'}.shared.global"
+        code += [f"{copy} [{place[0]} + {below}], [{place[1]} + {below}], {per_copy};" for below in (0, 8 * size)]
+    is_wanted = arith.extui(mlir.int_type(), is_wanted.value)
     mlir.ptx(f"{{ .reg .pred p; setp.ne.b32 p, $4, 0; {' '.join(code)} }}", *operands, is_wanted)
 
 
@@ -192,9 +187,10 @@ def _pack_bytes(words, factors):
 
 
 @mlir.emits(read_tile, returns=(CODES, SCALES))
-def _emit_read_tile(words, factors, stage):
-    key = mlir.to_i64((U32(mlir.scalar(stage)) * KEYS + _own_key()[0]).value)
-    return _words(mlir.shared_pointer(words), mlir.shared_pointer(factors), key, factors.type.shape[-1])
+def _emit_read_tile(tiles_smem, stage):
+    key = mlir.to_i64(stage * KEYS + _own_key()[0])
+    codes, scales = map(mlir.shared_pointer, tiles_smem)
+    return _words(codes, scales, key, tiles_smem[1].type.shape[-1])
 
 
 @primitive
@@ -205,33 +201,37 @@ def load_tile(pools, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @mlir.emits(load_tile, None, None, PER_WARP, returns=(CODES, SCALES))
-def _emit_load_tile(codes, scales, rows):
-    key, _ = _own_key()
-    row = mlir.to_i64(arith.addi(mlir.scalar(rows), (key % WARP_KEYS).value))
-    return _words(mlir.global_pointer(codes), mlir.global_pointer(scales), row, scales.type.shape[-1])
+def _emit_load_tile(pools, rows):
+    codes, scales = map(mlir.global_pointer, pools)
+    return _words(codes, scales, _own_row(rows), pools[1].type.shape[-1])
 
 
 def _words(codes, scales, row, width):
     """Emits loads of a thread's two keys, the first at a 64-bit row; returns 8 words of codes and 2 scale bytes."""
     groups = width // 4
     dims = _own_key()[1]
-    codes = mlir.at(codes, multiply_add(row, DIM // 2, mlir.to_i64((dims * 16).value)))
-    scales = mlir.at(scales, multiply_add(row, width, mlir.to_i64((dims * groups).value)))
+    codes = mlir.at(codes, multiply_add(row, DIM // 2, mlir.to_i64(dims * 16)))
+    scales = mlir.at(scales, multiply_add(row, width, mlir.to_i64(dims * groups)))
     quad = mlir.vector_type(4, mlir.int_type())
     bits = mlir.int_type(8 * groups)
-    found = []
-    held = []
+    words = []
+    factors = []
     for below in (0, 8):
-        found += mlir.values(llvm.load(quad, mlir.at(codes, below * DIM // 2), alignment=16))
+        words += mlir.values(llvm.load(quad, mlir.at(codes, below * DIM // 2), alignment=16))
         scale = llvm.load(bits, mlir.at(scales, below * width), alignment=groups)
-        held.append(arith.extui(mlir.int_type(), scale))
-    return found, held
+        factors.append(arith.extui(mlir.int_type(), scale))
+    return words, factors
 
 
 def _own_key():
     """Returns this thread's first key in a tile and the number of its 32 dims."""
     thread = thread_ops.thread() % mlir.THREADS
     return (thread >> 5) * WARP_KEYS + (thread >> 2 & 7), thread & 3
+
+
+def _own_row(rows):
+    """Returns the pool row of this thread's first key, 64 bits, from that of the warp's first key."""
+    return mlir.to_i64(U32(mlir.scalar(rows)) + _own_key()[0] % WARP_KEYS)
 
 
 @primitive
@@ -249,7 +249,8 @@ def unpack_nvfp4(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Arra
 
 
 @mlir.emits(unpack_nvfp4, CODES.layout, SCALES.layout, returns=(BF16_KEYS, BF16_KEYS))
-def _emit_unpack_nvfp4(words, scales):
+def _emit_unpack_nvfp4(tile):
+    words, scales = tile
     halves: list[list[Any]] = [[None] * 16, [None] * 16]
     pair_type = mlir.vector_type(2, ir.BF16Type.get())
     for row, (quad, scale) in enumerate(zip(words.registers.flat, mlir.values(scales), strict=True)):
@@ -287,12 +288,12 @@ def unpack_mxfp4(tile: tuple[jax.Array, jax.Array], far: jax.Array) -> tuple[jax
 
 
 @mlir.emits(unpack_mxfp4, CODES.layout, SCALES.layout, PER_THREAD.layout, returns=(E4M3_KEYS, SCALES, PER_THREAD))
-def _emit_unpack_mxfp4(words, scales, far):
-    scales = mlir.values(scales)
+def _emit_unpack_mxfp4(tile, far):
+    words, scales = map(mlir.values, tile)
     largest = largest_scales(scales)
     below = [(top - U32(scale)).minimum(NEAR + 1) for top, scale in zip(largest, scales, strict=True)]
     more = (U32(mlir.scalar(far)) << 1) | ((U32(NEAR) - below[0].maximum(below[1])) >> 31)
-    return e4m3_keys(mlir.values(words), below), [x.value for x in largest], [more.value]
+    return e4m3_keys(words, below), largest, [more]
 
 
 @primitive
@@ -306,8 +307,8 @@ def _emit_any_set(words, bits):
     code = "{ .reg .pred p; setp.ne.u32 p, $1, 0; bar.red.or.pred p, $2, 128, p; "
     # A vote tells the compiler that the result is uniform in the warp; the line above does not.
     code += "vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
-    barrier = U32(mgpu.utils.warpgroup_barrier_idx(sync=False))
-    return (thread_ops.ptx(code, U32(mlir.scalar(words)) & U32(mlir.scalar(bits)), barrier) > 0).value
+    barrier = mgpu.utils.warpgroup_barrier_idx(sync=False)
+    return thread_ops.ptx(code, U32(mlir.scalar(words)) & bits, barrier) > 0
 
 
 def code_values(words):
@@ -317,8 +318,8 @@ def code_values(words):
 
 def largest_scales(scales):
     """Emits the largest scale bytes of a thread's two keys; `scales` are the two that the thread has itself."""
-    first, second = map(U32, scales)
-    both = first | second << 16
+    scale, other_scale = map(U32, scales)
+    both = scale | other_scale << 16
     for distance in (1, 2):
         other = U32(mgpu.utils.shfl_bfly(both.value, distance))
         both = thread_ops.pure("max.u16x2 $0, $1, $2;", both, other)
@@ -332,7 +333,7 @@ def e4m3_keys(words, below):
     `words` are codes of a thread's first key, then as many of its second; `below` has for each of the two keys the
     binades by which its scale is smaller than the largest.
     """
-    held: list[Any] = [None] * (2 * len(words))
+    keys: list[Any] = [None] * (2 * len(words))
     for at, word in enumerate(map(U32, words)):
         row, i = divmod(at, len(words) // 2)
         # 0, 0.5, 1, 1.5 and 2, 3, 4, 6 times 2**TOP; one binade is 8.
@@ -343,8 +344,8 @@ def e4m3_keys(words, below):
         for half, (selector, order) in enumerate(((sizes, 0x5140), (sizes >> 16, 0x7362))):
             size = thread_ops.pure("prmt.b32 $0, $1, $2, $3;", low, high, selector)
             sign = thread_ops.pure("prmt.b32 $0, $1, $2, $3;", left, word, order) & 0x80808080
-            held[4 * i + 2 * half + row] = (size | sign).value
-    return held
+            keys[4 * i + 2 * half + row] = size | sign
+    return keys
 
 
 def multiply_add(x, factor, y):

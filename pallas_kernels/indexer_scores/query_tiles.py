@@ -13,11 +13,12 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, llvm, math
 
+from pallas_kernels.formats import exact_math
 from pallas_kernels.formats.exact_math import product, round_bfloat16
 from pallas_kernels.indexer_scores.key_tiles import DIM, TOP, permute_dims
 from pallas_kernels.mgpu import mlir, thread_ops
 from pallas_kernels.mgpu.bfloat16_words import e2m1_value, halves, multiply, pack, unpack
-from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -53,8 +54,8 @@ def load_heads(ref, head: jax.Array) -> jax.Array:
 
 @mlir.emits(load_heads, returns=_TILE)
 def _emit_load_heads(ref, head):
-    start = U32(mlir.scalar(head)) * LANES + thread_ops.thread() % mlir.THREADS
-    pointer = thread_ops.element(ref, start, 2 * HELD)
+    start = head * LANES + thread_ops.thread() % mlir.THREADS
+    pointer = mlir.element(ref, start, 2 * HELD)
     for i in range(HELD // 8):
         words = llvm.load(mlir.vector_type(4, mlir.int_type()), mlir.at(pointer, 16 * i), alignment=16)
         for word in mlir.values(words):
@@ -70,10 +71,10 @@ def spread_angles(x: jax.Array) -> jax.Array:
 @mlir.emits(spread_angles, plgpu.Layout.WG_STRIDED((ANGLES,), vec_size=2), returns=_PAIRS)
 def _emit_spread_angles(x):
     pair = [thread_ops.bits(value) for value in mlir.values(x)]
-    first = (thread_ops.lane() & 3) * (HELD // 4)
+    first_lane = (thread_ops.lane() & 3) * (HELD // 4)
     for i in range(HELD // 2):
         code = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
-        yield thread_ops.as_float(thread_ops.ptx(code, pair[i % 2], first + i // 2))
+        yield thread_ops.as_float(thread_ops.ptx(code, pair[i % 2], first_lane + i // 2))
 
 
 @primitive
@@ -87,34 +88,22 @@ def turn(x: jax.Array, cos: jax.Array, sin: jax.Array, *, first: int) -> jax.Arr
 
 @mlir.emits(turn, VALUES, _PAIRS.layout, _PAIRS.layout, returns=_TILE)
 def _emit_turn(x, cos, sin, first):
-    def times(x, y):
-        # PTX is never contracted to an FMA with an addition.
-        return mlir.ptx("mul.rn.f32 $0, $1, $2;", x, y, results=mlir.f32_type(), pure=True)
-
+    times = thread_ops.multiply
     x = mlir.values(x)
     channel = (thread_ops.lane() & 3) * HELD
     for i, (cosine, sine) in enumerate(zip(mlir.values(cos), mlir.values(sin), strict=True)):
         even, odd = x[2 * i : 2 * i + 2]
         turned_even = arith.subf(times(even, cosine), times(odd, sine))
         turned_odd = arith.addf(times(odd, cosine), times(even, sine))
-        here = channel + 2 * i >= first
+        is_rotated = channel + 2 * i >= first
         for new, old in zip(unpack(pack(turned_even, turned_odd)), (even, odd), strict=True):
-            yield arith.select(here.value, new, old)
+            yield arith.select(is_rotated.value, new, old)
 
 
 @primitive
 def hadamard(x: jax.Array) -> jax.Array:
     """Multiplies a tile by the Hadamard matrix of 128 dims and by 128**-0.5."""
-    step = 1
-    shape = x.shape
-    x = x.reshape(HEADS, DIM)
-    while step < DIM:
-        pairs = x.reshape(HEADS, -1, 2, step)
-        low = pairs[:, :, 0]
-        high = pairs[:, :, 1]
-        x = jnp.stack([low + high, low - high], axis=2).reshape(HEADS, DIM)
-        step *= 2
-    return (x * DIM**-0.5).reshape(shape)
+    return exact_math.hadamard(x.reshape(HEADS, DIM)).reshape(x.shape)
 
 
 @mlir.emits(hadamard, VALUES, returns=_TILE)
@@ -161,19 +150,19 @@ def round_e2m1(x: jax.Array, codes) -> jax.Array:
     return e2m1_value(codes(x))
 
 
-@round_e2m1.mosaic
-def _round_e2m1_mosaic(x, codes):
-    def one(value):
+@mlir.emits(round_e2m1, VALUES, returns=_TILE)
+def _emit_round_e2m1(x, codes):
+    def rounded(value):
         bits = thread_ops.bits(value)
         # E2M1's steps are half the value's power of two from 1 on, and 0.5 below. Adding 1.5 * 2**22 times the power
         # rounds to whole steps.
         power = (bits & 0x7F800000).maximum(0x3F800000)
         large = thread_ops.as_float(power + (22 << 23 | 1 << 22))
-        rounded = thread_ops.bits(arith.subf(arith.addf(value, large), large))
+        whole = thread_ops.bits(arith.subf(arith.addf(value, large), large))
         # Values that round to zero keep their sign.
-        return thread_ops.as_float(rounded | (bits & 0x80000000))
+        return thread_ops.as_float(whole | (bits & 0x80000000))
 
-    return mlir.inline(lambda x: map(one, mlir.values(x)), (x, VALUES), returns=_TILE)
+    return map(rounded, mlir.values(x))
 
 
 @primitive
@@ -184,9 +173,10 @@ def pack_words(x: jax.Array) -> jax.Array:
     return (low | (high << 16)).reshape(_WORDS.shape)
 
 
-@pack_words.mosaic
-def _pack_words_mosaic(x):
-    return mlir.inline(lambda x: [word.value for word in _words(x)], (x, VALUES), returns=_WORDS)
+@mlir.emits(pack_words, VALUES, returns=_WORDS)
+def _words(x):
+    x = mlir.values(x)
+    return [pack(x[8 * i + j], x[8 * i + j + 4]) for i in range(HELD // 8) for j in range(4)]
 
 
 @primitive
@@ -228,7 +218,7 @@ def _emit_mxfp4_words(x, scales, codes):
         top = top.maximum(U32(mgpu.utils.shfl_bfly(top.value, distance)))
     # Powers of two, as bfloat16: 2**(127 - bits) and 2**(bits - top).
     factor, step = ((x << 7) * 0x00010001 for x in (U32(254) - bits, U32(127) - (top - bits).minimum(30)))
-    held = []
+    codes_of_pairs = []
     for word in words:
         value = multiply(word, factor)
         # The rounding of `round_e2m1` in bfloat16, which has 16 bits less.
@@ -237,13 +227,13 @@ def _emit_mxfp4_words(x, scales, codes):
         rounded = pair("sub.rn.bf16x2", pair("add.rn.bf16x2", value, large), large)
         # A bfloat16 times 2**(TOP - 120) has the bits of E4M3, also if it is subnormal.
         value = multiply(multiply(rounded | value & 0x80008000, step), (127 + TOP - 120) * 0x00800080)
-        held.append(value >> 4 & 0x007F007F | value >> 8 & 0x00800080)
-    found = []
-    for first in range(0, len(held), 4):
+        codes_of_pairs.append(value >> 4 & 0x007F007F | value >> 8 & 0x00800080)
+    codes_of_fours = []
+    for start in range(0, len(codes_of_pairs), 4):
         # Converts pairs of channels i and i + 4 to words of channels 0 .. 3 and 4 .. 7.
-        low, high = (held[first + i] | held[first + i + 1] << 8 for i in (0, 2))
-        found += [halves(low, high, i).value for i in range(2)]
-    return found, [top.value]
+        low, high = (codes_of_pairs[start + i] | codes_of_pairs[start + i + 1] << 8 for i in (0, 2))
+        codes_of_fours += [halves(low, high, i) for i in range(2)]
+    return codes_of_fours, [top]
 
 
 @primitive
@@ -254,7 +244,7 @@ def load_weights(ref, head: jax.Array) -> jax.Array:
 
 @mlir.emits(load_weights, returns=plgpu.ShapeDtypeStruct((HEADS, LANES), jnp.float32, _HEAD_LAYOUT))
 def _emit_load_weights(ref, head):
-    return [llvm.load(mlir.f32_type(), _own_weight(ref, head))]
+    return [llvm.load(mlir.f32_type(), mlir.element(ref, _own_head(head)))]
 
 
 @primitive
@@ -267,16 +257,11 @@ def store_weights(ref, head: jax.Array, weights: jax.Array, scale: jax.Array) ->
 def _emit_store_weights(ref, head, weights, scale):
     factor = thread_ops.as_float(U32(mlir.scalar(scale)) << 23)
     with thread_ops.when((thread_ops.lane() & (LANES - 1)).equals(0)):
-        place = _own_weight(ref, head)
-        llvm.store(arith.mulf(mlir.scalar(weights), factor), place)
+        llvm.store(arith.mulf(mlir.scalar(weights), factor), mlir.element(ref, _own_head(head)))
 
 
 def _own_head(head):
-    return U32(mlir.scalar(head)) + (thread_ops.thread() % mlir.THREADS >> 2)
-
-
-def _own_weight(ref, head):
-    return mlir.at(mlir.global_pointer(ref), mlir.to_i64(_own_head(head).value), mlir.f32_type())
+    return head + (thread_ops.thread() % mlir.THREADS >> 2)
 
 
 @primitive
@@ -302,11 +287,11 @@ def _store_words_mosaic(ref, head, words):
     def emit(ref, head, words):
         lane = thread_ops.lane()
         words = [U32(word) for word in mlir.values(words)]
-        row = arith.muli(mlir.to_i64(_own_head(head).value), mlir.i64(size * DIM))
-        pointer = mlir.at(mlir.global_pointer(ref), arith.addi(row, mlir.to_i64(((lane & 3) << 4).value)))
-        for first in range(0, len(words), LANES):
+        row = arith.muli(mlir.to_i64(_own_head(head)), mlir.i64(size * DIM))
+        pointer = mlir.at(mlir.global_pointer(ref), arith.addi(row, mlir.to_i64((lane & 3) << 4)))
+        for start in range(0, len(words), LANES):
             # Each lane of a head has one word of every 16 bytes in the order of `permute_dims`: a 4 x 4 transpose.
-            four = words[first : first + LANES]
+            four = words[start : start + LANES]
             for distance in (1, 2):
                 upper = (lane & distance) > 0
                 for i in range(LANES):
@@ -316,14 +301,9 @@ def _store_words_mosaic(ref, head, words):
                         other = U32(mgpu.utils.shfl_bfly(upper.where(low, high).value, distance))
                         four[i] = upper.where(other, low)
                         four[i + distance] = upper.where(high, other)
-            llvm.store(mlir.pack(word.value for word in four), mlir.at(pointer, 16 * first), alignment=16)
+            llvm.store(mlir.pack(word.value for word in four), mlir.at(pointer, 16 * start), alignment=16)
 
     mlir.inline(emit, ref, head, (words, layout))
-
-
-def _words(x):
-    x = mlir.values(x)
-    return [pack(x[8 * i + j], x[8 * i + j + 4]) for i in range(HELD // 8) for j in range(4)]
 
 
 def _channels():

@@ -9,7 +9,6 @@ import functools
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.formats.exact_math import cos_sin, product, round_bfloat16
 from pallas_kernels.formats.layouts import KeyLayout
@@ -17,9 +16,9 @@ from pallas_kernels.formats.row_encoder import E2M1_MAX, e2m1_codes, key_scales
 from pallas_kernels.indexer_scores import query_tiles
 from pallas_kernels.indexer_scores.key_tiles import DIM, check_layout
 from pallas_kernels.mgpu import vectors
-from pallas_kernels.runtime.checks import check_array, check_rules
+from pallas_kernels.runtime.checks import check_array, check_rules, check_tokens
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
-from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.launch import axis_indices, kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
@@ -64,11 +63,10 @@ def round_index_query(
     tiles = heads // query_tiles.HEADS
     splits = tiles if tokens < MULTIPROCESSORS else 1
 
-    first = DIM if inv_freq is None else DIM - 2 * inv_freq.size  # rotated channel
+    first_rotated = DIM if inv_freq is None else DIM - 2 * inv_freq.size  # rotated channel
 
     def body(q_gmem, weights_gmem, positions_gmem, inv_freq_gmem, out_gmem, scaled_gmem):
-        token = lax.axis_index("token")
-        split = lax.axis_index("split")
+        token, split = axis_indices("token", "split")
         angles = None if inv_freq_gmem is None else _angles(token, positions_gmem, inv_freq_gmem)
 
         @pl.loop(0, tiles // splits)
@@ -76,13 +74,13 @@ def round_index_query(
             head = token * heads + (split * (tiles // splits) + i) * query_tiles.HEADS
             x = query_tiles.load_heads(q_gmem, head)
             if angles is not None:
-                x = query_tiles.turn(x, *angles, first=first)
+                x = query_tiles.turn(x, *angles, first=first_rotated)
             x = query_tiles.hadamard(x) if layout.hadamard else x
             round_tile = _round_mxfp4 if mxfp4 else _round_nvfp4
             words = round_tile(x, layout, head, weights_gmem, scaled_gmem)
             query_tiles.store_words(out_gmem, head, words)
 
-    run = kernel(
+    launch = kernel(
         body,
         out_type=(rounded, jax.ShapeDtypeStruct((tokens * heads,), jnp.float32) if mxfp4 else None),
         kernel_name="round_index_query",
@@ -90,7 +88,7 @@ def round_index_query(
         interpret=interpret,
     )
     positions = None if inv_freq is None else positions
-    rounded, scaled = run(q.reshape(-1, DIM), weights.reshape(-1) if mxfp4 else None, positions, inv_freq)
+    rounded, scaled = launch(q.reshape(-1, DIM), weights.reshape(-1) if mxfp4 else None, positions, inv_freq)
     return rounded.reshape(q.shape), weights if scaled is None else scaled.reshape(weights.shape)
 
 
@@ -109,7 +107,7 @@ def _check(q, weights, positions, inv_freq, layout):
     tokens, heads, _ = q.shape
     check_rules({f"a multiple of {query_tiles.HEADS} heads, got {heads}": heads % query_tiles.HEADS == 0})
     if inv_freq is not None:
-        check_array("positions", positions, jnp.int32, tokens)
+        check_tokens(tokens, positions=positions)
         check_array("inv_freq", inv_freq, jnp.float32, None)
         check_rules({f"at most {DIM} rotated channels, got {2 * inv_freq.size}": 2 * inv_freq.size <= DIM})
     check_array("weights", weights, jnp.float32, tokens, heads)

@@ -13,7 +13,7 @@ from pallas_kernels.indexer_scores import key_tiles
 from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, KEYS, NEAR, PER_WARP, TOP, WARP_KEYS, transforms
 from pallas_kernels.mgpu import bfloat16_words, mlir, thread_ops
 from pallas_kernels.mgpu.bfloat16_words import e2m1_pairs, e4m3_pairs, halves, multiply
-from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -49,10 +49,9 @@ def _score_mosaic(keys, *, queries, weights, token, out, row, first, block, fact
     layouts = (key_tiles.E4M3_KEYS, key_tiles.SCALES) if mxfp4 else (key_tiles.BF16_KEYS, key_tiles.BF16_KEYS)
 
     def emit(one, other, queries, weights, token, out, row, first, block):
-        token, row, first, block = map(mlir.scalar, (token, row, first, block))
         registers = mlir.values(one) if mxfp4 else [*one.registers.flat, *other.registers.flat]
         dots = _dots(registers, queries, token, "e4m3" if mxfp4 else "bf16")
-        sums = _add_up(dots, weights, U32(token) * HEADS, [mlir.f32(0.0)] * 2)
+        sums = _add_up(dots, weights, token * HEADS, [mlir.f32(0.0)] * 2)
         _store(sums, mlir.values(other) if mxfp4 else None, out, row, first, block, factor)
 
     pairs = ((x, kind.layout) for x, kind in zip(keys, layouts, strict=True))
@@ -82,7 +81,6 @@ def score_far(tile: tuple[jax.Array, jax.Array], *, queries, weights, tokens, ou
 @score_far.mosaic
 def _score_far_mosaic(tile, *, queries, weights, tokens, out, row, first, block, factor):
     def emit(words, scales, queries, weights, tokens, out, row, first, block):
-        tokens, row, first, block = map(mlir.scalar, (tokens, row, first, block))
         words, scales = map(mlir.values, (words, scales))
         largest = key_tiles.largest_scales(scales)
         below = [(top - U32(x)).minimum(MAX_BELOW) for top, x in zip(largest, scales, strict=True)]
@@ -91,13 +89,13 @@ def _score_far_mosaic(tile, *, queries, weights, tokens, out, row, first, block,
 
         def again(j):
             sums = _far_sums(keys, queries, weights, j)
-            _store(sums, [x.value for x in largest], out, (U32(row) + j).value, first, block, factor * 2.0**TOP)
+            _store(sums, largest, out, row + j, first, block, factor * 2.0**TOP)
 
         with thread_ops.when(far > 0):
             # Unpacked codes are 2**126 times smaller.
             factors = [(U32(127 + 126) - x) * 0x00800080 for x in below]
             keys = [[multiply(x, factors[i // 4]) for x in e2m1_pairs(U32(word))] for i, word in enumerate(words)]
-            thread_ops.loop(U32(tokens), again)
+            thread_ops.loop(tokens, again)
 
     pairs = ((x, kind.layout) for x, kind in zip(tile, (key_tiles.CODES, key_tiles.SCALES), strict=True))
     queries = queries, plgpu.RefType(transforms(queries.dtype))
@@ -139,7 +137,7 @@ def _far_sums(keys, queries, weights, token):
             for pair in (0, 2):
                 a = [keys[word + 4 * key][pair + j] for j in range(2) for key in range(2)]
                 dots = bfloat16_words.multiply_add(dots, a, q[pair : pair + 2])
-        return [U32(x) for x in _add_up(dots, weights, token * HEADS + i * 8, [x.value for x in sums])]
+        return map(U32, _add_up(dots, weights, token * HEADS + i * 8, [x.value for x in sums]))
 
     # The compiler does not unroll a loop of unknown length, whose operands then fit into registers.
     count = thread_ops.ptx("mov.b32 $0, $1;", U32(HEADS // 8))
@@ -150,7 +148,7 @@ def _add_up(dots, weights, head, sums):
     """Emits the sums of a thread's two keys plus relu(dots) times the head weights from `head` on."""
     place = head + ((thread_ops.lane() & 3) << 1)
     sums = list(sums)
-    pointer = mlir.at(mlir.shared_pointer(weights), place.value, mlir.f32_type())
+    pointer = mlir.at(mlir.shared_pointer(weights), place, mlir.f32_type())
     for i in range(len(dots) // 4):
         pair = mlir.at(pointer, 8 * i, mlir.f32_type())
         pair = llvm.load(mlir.vector_type(2, mlir.f32_type()), pair, alignment=8)
@@ -170,14 +168,13 @@ def _store(sums, largest, out, row, first, block, factor):
     if largest is not None:
         even, odd = map(U32, largest)
         scale = (lane & 1).equals(1).where(odd, even) << 23
-        total = arith.mulf(total, mgpu.utils.bitcast(scale.value, mlir.f32_type()))
-    missing = arith.cmpi(arith.CmpIPredicate.slt, block, mlir.i32(0))
-    total = arith.select(missing, mlir.f32(-np.inf), total)
-    first = (thread_ops.thread() % mlir.THREADS >> 5) * WARP_KEYS + U32(first)
-    inside = U32(arith.cmpi(arith.CmpIPredicate.slt, first.value, mlir.i32(out.type.shape[1])))
-    with thread_ops.when(inside & (lane & 2).equals(0)):
+        total = arith.mulf(total, thread_ops.as_float(scale))
+    missing = U32(mlir.scalar(block)).is_below(0)
+    total = arith.select(missing.value, mlir.f32(-np.inf), total)
+    first = (thread_ops.thread() % mlir.THREADS >> 5) * WARP_KEYS + first
+    with thread_ops.when(first.is_below(out.type.shape[1]) & (lane & 2).equals(0)):
         key = (lane & 1) * 8 + (lane >> 2)
-        offset = key_tiles.multiply_add(mlir.to_i64(row), out.type.shape[1], mlir.to_i64((first + key).value))
+        offset = key_tiles.multiply_add(mlir.to_i64(row), out.type.shape[1], mlir.to_i64(first + key))
         llvm.store(total, mlir.at(mlir.global_pointer(out), offset, mlir.f32_type()))
 
 
@@ -191,9 +188,9 @@ def _add_quads(sums, lane):
 
 def _dots(registers, queries, token, kind):
     """Emits the products of a tile with a token's queries: a thread's 32 float32 values of [64 keys, 64 heads]."""
-    size = dict(e4m3=1, bf16=2)[kind]
+    size = {"e4m3": 1, "bf16": 2}[kind]
     registers = [mgpu.utils.bitcast(register, mlir.int_type()) for register in registers]
-    start = ((thread_ops.shared(queries) & 0x3FFFF) >> 4 | 1 << 16) + U32(token) * (HEADS * DIM * size >> 4)
+    start = ((thread_ops.shared(queries) & 0x3FFFF) >> 4 | 1 << 16) + token * (HEADS * DIM * size >> 4)
     count = HEADS // 2
     steps = len(registers) // 4
     sums = ", ".join(f"${i}" for i in range(count))
@@ -212,4 +209,4 @@ def _dots(registers, queries, token, kind):
         if step == 0:
             lines.append("setp.eq.b32 p, 0, 0;")
     lines.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }")
-    return mlir.ptx("\n".join(lines), *registers, start.value, results=[mlir.f32_type()] * count)
+    return mlir.ptx("\n".join(lines), *registers, start, results=[mlir.f32_type()] * count)

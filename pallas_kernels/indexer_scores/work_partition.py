@@ -7,7 +7,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mgpu import mlir
+from pallas_kernels.mgpu import mlir, thread_ops
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -36,8 +36,8 @@ def my_share(cost: Callable, items: int, share: jax.Array, num_shares: int) -> t
         return total + sum_lanes(costs), state
 
     total, _ = lax.fori_loop(0, -(-items // 32), add_up, (zero, zero))
-    units = lax.div(total, jnp.int32(num_shares))
-    extra = lax.rem(total, jnp.int32(num_shares))
+    units = lax.div(total, num_shares)
+    extra = lax.rem(total, num_shares)
     begin = share * units + jnp.minimum(share, extra)
 
     def search(carry):
@@ -74,7 +74,7 @@ def sum_lanes(x: jax.Array) -> jax.Array:
 
 @mlir.emits(sum_lanes, LANES, returns=_SCALAR)
 def _(x):
-    return mlir.ptx("redux.sync.add.s32 $0, $1, 0xffffffff;", mlir.scalar(x), results=mlir.int_type())
+    return thread_ops.ptx("redux.sync.add.s32 $0, $1, 0xffffffff;", mlir.scalar(x))
 
 
 @primitive
@@ -85,9 +85,9 @@ def latest_start(starts: jax.Array, earlier: jax.Array) -> tuple[jax.Array, jax.
     run that reaches into lane 0.
     """
     lane = lax.iota(jnp.int32, 32)
-    found = jnp.max(jnp.where(lane[None, :] <= lane[:, None], starts[None, :], -1), axis=1)
-    found = jnp.where(found >= 0, found, earlier)
-    return found, found[31]
+    start = jnp.max(jnp.where(lane[None, :] <= lane[:, None], starts[None, :], -1), axis=1)
+    start = jnp.where(start >= 0, start, earlier)
+    return start, start[31]
 
 
 @mlir.emits(latest_start, LANES, returns=(plgpu.ShapeDtypeStruct((32,), jnp.int32, LANES), _SCALAR))
@@ -99,8 +99,8 @@ def _emit_latest_start(starts, earlier):
         "shfl.sync.idx.b32 $1, $0, 31, 31, 0xffffffff; }",
     ]
 
-    found, last = _ptx_pair(lines, starts, earlier)
-    return [found], last
+    start, last = thread_ops.ptx_words(2, "\n".join(lines), mlir.scalar(starts), earlier)
+    return [start], last
 
 
 @primitive
@@ -117,14 +117,10 @@ def find_share(x: jax.Array, begin: jax.Array, base: jax.Array) -> tuple[jax.Arr
 
 
 @mlir.emits(find_share, LANES, returns=(_SCALAR, _SCALAR))
-def _emit_find_share(*args):
+def _emit_find_share(x, begin, base):
     lines = ["{ .reg .pred p; .reg .s32 n, other; .reg .b32 votes; mov.s32 n, $2;"]
     for distance in (1, 2, 4, 8, 16):
         lines.append(f"shfl.sync.up.b32 other|p, n, {distance}, 0, 0xffffffff; @p add.s32 n, n, other;")
     lines.append("setp.le.s32 p, n, $3; vote.sync.ballot.b32 votes, p, 0xffffffff; popc.b32 $0, votes;")
     lines.append("selp.s32 n, n, 0, p; redux.sync.max.s32 n, n, 0xffffffff; add.s32 $1, n, $4; }")
-    return _ptx_pair(lines, *args)
-
-
-def _ptx_pair(lines, *args):
-    return mlir.ptx("\n".join(lines), *map(mlir.scalar, args), results=[mlir.int_type()] * 2)
+    return thread_ops.ptx_words(2, "\n".join(lines), mlir.scalar(x), begin, base)

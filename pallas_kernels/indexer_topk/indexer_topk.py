@@ -70,7 +70,7 @@ def select(scores, lengths, plan: RadixPlan, *, algorithm=RadixSelect, interpret
     tokens = scores.shape[0]
     rule = f"rows whose marks fit shared memory, got rows of {scores.shape[1]}"
     check_rules({rule: plan.shared_bytes <= SHARED_BYTES})
-    run = kernel(
+    launch = kernel(
         lambda *refs, **scratch: _select_row(algorithm(plan, *refs, **scratch)),
         out_type=algorithm.out_types(plan, tokens),
         scratch_types=algorithm.scratch_types(plan),
@@ -80,7 +80,7 @@ def select(scores, lengths, plan: RadixPlan, *, algorithm=RadixSelect, interpret
         num_threads=plan.warpgroups,
         interpret=interpret,
     )
-    return run(scores, lengths)[0]
+    return launch(scores, lengths)[0]
 
 
 class _Search(NamedTuple):
@@ -98,18 +98,18 @@ class _Search(NamedTuple):
 def _select_row(radix: RadixSelect) -> None:
     """Runs all steps for one row."""
     per_chunk = radix.plan.values // VECTOR
-    chunks = lax.div(radix.steps + (per_chunk - 1), jnp.int32(per_chunk))
+    chunks = lax.div(radix.steps + (per_chunk - 1), per_chunk)
     with jax.named_scope("count_scores"):
         scores, is_long = _count_scores(radix, chunks)
     digit, rank, spare = radix.found(0)
     low = jnp.where(digit > 0, (digit - 1) << SHIFTS[0], FIRST_KEY)
     search = _Search(low, jnp.where(digit > 0, 1 << SHIFTS[0], 0), rank, spare)
     with jax.named_scope("list_candidates"):
-        kept, overflowed = _list_candidates(radix, scores, low, chunks)
+        listed, overflowed = _list_candidates(radix, scores, low, chunks)
 
     def for_each_list(visit):
         """Visits the list of all chunks or, if it overflowed, a new list for each chunk."""
-        pl.when(~overflowed)(lambda: visit(kept))
+        pl.when(~overflowed)(lambda: visit(listed))
         if radix.plan.chunks > 1:
             again = pl.loop(0, chunks)
             pl.when(overflowed)(lambda: again(lambda chunk: visit(radix.collect(radix.load(chunk), low, chunk))))
@@ -117,13 +117,13 @@ def _select_row(radix: RadixSelect) -> None:
     shared = jnp.bool(False)
     if radix.plan.blocks > 1:
         exchanges = is_long & ~radix.alone
-        pl.when(exchanges)(lambda: radix.share_candidates(kept, overflowed))
+        pl.when(exchanges)(lambda: radix.share_candidates(listed, overflowed))
         shared = exchanges & radix.all_shared()
     with jax.named_scope("refine"):
         for number in (1, 2):
             search = _refine(radix, number, search, shared, for_each_list)
     with jax.named_scope("write"):
-        for_each_list(lambda kept: radix.mark(kept, search.low, search.width))
+        for_each_list(lambda listed: radix.mark(listed, search.low, search.width))
         pl.when(shared)(lambda: radix.total_shared_marks(search.low, search.width))
         radix.write(search.rank, shared)
 
@@ -131,22 +131,22 @@ def _select_row(radix: RadixSelect) -> None:
 def _count_scores(radix, chunks):
     """Counts the row's scores by first digits; returns the scores of chunk 0 and whether there are more than k."""
     plan = radix.plan
-    first = jnp.int32(0)
+    first_chunk = jnp.int32(0)
     radix.zero()
     if plan.chunks == 1:
         # Loading overlaps the wait.
-        scores = radix.load(first)
+        scores = radix.load(first_chunk)
         radix.wait()
     else:
         radix.wait()
         # The last chunk comes first: `_list_candidates` goes back up, and the latest reads may still be in a cache.
         pl.loop(1, chunks)(lambda i: radix.count(radix.load(chunks - i), chunks - i))
-        scores = radix.load(first)
+        scores = radix.load(first_chunk)
     is_long = radix.length > plan.k
 
     @pl.when(is_long)
     def _():
-        radix.count(scores, first)
+        radix.count(scores, first_chunk)
         radix.find(0, jnp.int32(plan.k), radix.alone)
 
     return scores, is_long
@@ -154,10 +154,10 @@ def _count_scores(radix, chunks):
 
 def _list_candidates(radix, scores, low, chunks):
     """Lists the row's scores with keys from `low` on; returns the list and whether a thread had too few slots."""
-    first = jnp.int32(0)
+    first_chunk = jnp.int32(0)
     if radix.plan.chunks == 1:
-        return radix.collect(scores, low, first), jnp.bool(False)
-    counts = radix.append(radix.no_candidates(), scores, low, first)
+        return radix.collect(scores, low, first_chunk), jnp.bool(False)
+    counts = radix.append(radix.no_candidates(), scores, low, first_chunk)
     counts = lax.fori_loop(1, chunks, lambda i, counts: radix.append(counts, radix.load(i), low, i), counts)
     return CandidateList(counts, None), radix.overflowed()
 

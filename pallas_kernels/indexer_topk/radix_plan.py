@@ -89,19 +89,19 @@ class RadixPlan:
     def offsets(self) -> types.SimpleNamespace:
         """The first word of each area of shared memory."""
         cluster = self.blocks > 1
-        sizes = dict(
-            counts=len(SHIFTS) * BINS,  # this block's histogram of each pass
-            cluster_counts=len(SHIFTS) * BINS if cluster else 0,  # the whole cluster's
-            results=len(SHIFTS) * RESULT,  # what each pass found
-            above=self.marks,  # marks of entries above the threshold
-            ties=self.marks,  # marks of entries at the threshold
-            overflow=4,  # 1 if some thread has more candidates than slots
-            totals=MAX_BLOCKS,  # the number of marks in each block: above in the upper half-word, ties in the lower
-            zeroed=0,  # the areas before this one start as zero
-            candidate_counts=MAX_BLOCKS,  # the number of candidates in each block
-            scratch=32,  # one word for each warp
-            shared_candidates=self.blocks * self.max_shared if cluster else 0,  # the candidates of each block
-        )
+        sizes = {
+            "counts": len(SHIFTS) * BINS,  # this block's histogram of each pass
+            "cluster_counts": len(SHIFTS) * BINS if cluster else 0,  # the whole cluster's
+            "results": len(SHIFTS) * RESULT,  # what each pass found
+            "above": self.marks,  # marks of entries above the threshold
+            "ties": self.marks,  # marks of entries at the threshold
+            "overflow": 4,  # 1 if some thread has more candidates than slots
+            "totals": MAX_BLOCKS,  # the number of marks in each block: above in the upper half-word, ties in the lower
+            "zeroed": 0,  # the areas before this one start as zero
+            "candidate_counts": MAX_BLOCKS,  # the number of candidates in each block
+            "scratch": 32,  # one word for each warp
+            "shared_candidates": self.blocks * self.max_shared if cluster else 0,  # the candidates of each block
+        }
         starts = itertools.accumulate(sizes.values(), initial=0)
         return types.SimpleNamespace(**dict(zip((*sizes, "end"), starts, strict=True)))
 

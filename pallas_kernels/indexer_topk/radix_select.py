@@ -22,7 +22,8 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.indexer_topk.radix_plan import BINS, MAX_BLOCKS, SHIFTS, STEP, VECTOR, CandidateList, RadixPlan
 from pallas_kernels.mgpu import mlir, thread_ops as ops
-from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.mgpu.mlir import U32
+from pallas_kernels.runtime.launch import axis_indices
 
 
 _SIGN = 1 << 31
@@ -53,7 +54,7 @@ class RadixSelect:
         self._out = out
         self._memory = memory
         self._candidates = candidates
-        self.row, self._block, self._warpgroup = (lax.axis_index(name) for name in ("row", "block", "warpgroup"))
+        self.row, self._block, self._warpgroup = axis_indices("row", "block", "warpgroup")
         self.length = jnp.clip(lengths[self.row], 0, scores.shape[1])
         self.alone = self.length <= (plan.warps * 32 * plan.values if plan.blocks > 1 else 0)
         per_step = jnp.where(self.alone, 1, plan.blocks) * (plan.warps * STEP)
@@ -63,10 +64,10 @@ class RadixSelect:
     @staticmethod
     def scratch_types(plan: RadixPlan) -> dict[str, Any]:
         """Returns the scratch memory of a block: the areas of the plan, and the threads' lists."""
-        return dict(
-            memory=plgpu.SMEM((plan.offsets.end,), jnp.int32),
-            candidates=plgpu.SMEM((plan.values * plan.threads,), jnp.int32),
-        )
+        return {
+            "memory": plgpu.SMEM((plan.offsets.end,), jnp.int32),
+            "candidates": plgpu.SMEM((plan.values * plan.threads,), jnp.int32),
+        }
 
     @staticmethod
     def out_types(plan: RadixPlan, tokens: int) -> list[jax.ShapeDtypeStruct]:
@@ -81,7 +82,7 @@ class RadixSelect:
             def clear(i):
                 at = (ops.thread() + i * plan.threads) * 4
                 with ops.when(at < plan.offsets.zeroed):
-                    ops.ptx_effect("st.shared.v4.u32 [$0], {$1, $1, $1, $1};", ops.shared(memory, at), 0)
+                    mlir.ptx("st.shared.v4.u32 [$0], {$1, $1, $1, $1};", ops.shared(memory, at), 0)
 
             ops.loop(-(-plan.offsets.zeroed // (4 * plan.threads)), clear)
             if plan.blocks > 1:
@@ -111,27 +112,26 @@ class RadixSelect:
         plan = self.plan
 
         def emit(scores, row, chunk, *stretch):
-            first, limit = self._chunk_range(chunk, *stretch)
+            begin, limit = self._chunk_range(chunk, *stretch)
             base = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(scores))
-            width = mlir.i32(4 * self._scores.shape[1])
+            width = 4 * self._scores.shape[1]
             code = """{ .reg .pred p; .reg .b64 a; setp.lt.u32 p, $6, $7; mul.wide.u32 a, $4, $8; add.u64 a, a, $5;
                 mad.wide.u32 a, $6, 4, a; mov.b32 $0, 0fFF800000; mov.b32 $1, 0fFF800000; mov.b32 $2, 0fFF800000;
                 mov.b32 $3, 0fFF800000; @p ld.global.nc.L1::no_allocate.v4.f32 {$0, $1, $2, $3}, [a]; }"""
-            held = []
+            values = []
             for r in range(plan.values // VECTOR):
-                index = first + (r * STEP) + (ops.lane() << 2)
-                operands = row.value, base, index.value, limit.value, width
-                held += mlir.ptx(code, *operands, results=[mlir.f32_type()] * VECTOR)
+                index = begin + (r * STEP) + (ops.lane() << 2)
+                values += mlir.ptx(code, row, base, index, limit, width, results=[mlir.f32_type()] * VECTOR)
             zero = mlir.f32(0.0)
             nothing = mlir.f32(float("-inf"))
-            held = [arith.addf(x, zero) for x in held]
+            values = [arith.addf(x, zero) for x in values]
 
             def mask_tail():
-                entry = first + (ops.lane() << 2)
+                entry = begin + (ops.lane() << 2)
                 inside = [entry + ((i // VECTOR) * STEP + i % VECTOR) < limit for i in range(plan.values)]
-                return [arith.select(is_in.value, x, nothing) for is_in, x in zip(inside, held, strict=True)]
+                return [arith.select(is_in.value, x, nothing) for is_in, x in zip(inside, values, strict=True)]
 
-            return ops.replace_if((limit & (VECTOR - 1)) > 0, held, mask_tail)
+            return ops.replace_if((limit & (VECTOR - 1)) > 0, values, mask_tail)
 
         where = jax.ShapeDtypeStruct((128 * plan.values,), jnp.float32)
         return ops.inline(emit, self._scores, self.row, chunk, *self._stretch(), returns=where)
@@ -150,15 +150,15 @@ class RadixSelect:
         """Counts scores by the first digit of their keys."""
 
         def emit(memory, scores, chunk, *stretch):
-            first, limit = self._chunk_range(chunk, *stretch)
+            begin, limit = self._chunk_range(chunk, *stretch)
             histogram = ops.shared(memory, self.plan.counts(0))
             # The bins are the first bits of the scores, not of the keys; `find` ranks them.
             code = "shr.u32 a, $0, 19; and.b32 a, a, 8188; add.u32 a, a, $1; red.shared.add.u32 [a], 1;"
             code = "{ .reg .b32 a; " + code + " }"
             for r in range(self.plan.values // VECTOR):
-                with ops.when(first + r * STEP < limit):
+                with ops.when(begin + r * STEP < limit):
                     for x in scores[r * VECTOR : (r + 1) * VECTOR]:
-                        ops.ptx_effect(code, ops.bits(x), histogram)
+                        mlir.ptx(code, ops.bits(x), histogram)
 
         ops.inline(emit, self._memory, scores, chunk, *self._stretch())
 
@@ -168,22 +168,21 @@ class RadixSelect:
         """Lists the scores of one chunk whose keys are at least `low`; a score's number is its slot."""
 
         def emit(candidates, scores, low, chunk, *stretch):
-            first, limit = self._chunk_range(chunk, *stretch)
+            begin, limit = self._chunk_range(chunk, *stretch)
             least = ops.as_float(_score_bits(low))
             slots = ops.shared(candidates, ops.thread())
             code = "{{ .reg .pred p; setp.ge.f32 p, $1, $2; @p st.shared.f32 [$3+{}], $1; @p or.b32 $0, $0, {}; }}"
-            mask = U32(0).value
+            mask = U32(0)
             for r in range(self.plan.values // VECTOR):
 
                 def compare(r=r, mask=mask):
                     for i in range(r * VECTOR, (r + 1) * VECTOR):
                         one = code.format(4 * self.plan.threads * i, 1 << i)
-                        operands = scores[i], least, slots.value
-                        mask = mlir.ptx(one, *operands, results=mlir.int_type(), in_out=[mask])
-                    return [mask]
+                        mask = ops.ptx(one, scores[i], least, slots, in_out=[mask])
+                    return [mask.value]
 
-                (mask,) = ops.replace_if(first + r * STEP < limit, [mask], compare)
-            return U32(mask)
+                mask = U32(*ops.replace_if(begin + r * STEP < limit, [mask.value], compare))
+            return mask
 
         arrays = scores, low, chunk, *self._stretch()
         return CandidateList(ops.inline(emit, self._candidates, *arrays, returns=_PER_THREAD), chunk)
@@ -197,7 +196,7 @@ class RadixSelect:
         stride = 4 * self.plan.threads
 
         def emit(memory, candidates, count, scores, low, chunk, *stretch):
-            first, limit = self._chunk_range(chunk, *stretch)
+            begin, limit = self._chunk_range(chunk, *stretch)
             least = ops.as_float(_score_bits(low))
             slots = ops.shared(candidates, ops.thread())
             full = slots + (plan.slots - VECTOR) * stride
@@ -207,16 +206,15 @@ class RadixSelect:
             at = slots + count * stride
             for r in range(plan.values // VECTOR):
 
-                def compare(r=r, at=at.value):
+                def compare(r=r, at=at):
                     for i in range(r * VECTOR, (r + 1) * VECTOR):
-                        operands = scores[i], least, (chunk * plan.values + i).value
-                        at = mlir.ptx(code, *operands, results=mlir.int_type(), in_out=[at])
-                    return [at]
+                        at = ops.ptx(code, scores[i], least, chunk * plan.values + i, in_out=[at])
+                    return [at.value]
 
                 has_room = at <= full
                 with ops.when(at > full):
-                    ops.set_bits(ops.shared(memory, plan.offsets.overflow), U32(1))
-                at = U32(*ops.replace_if((first + r * STEP < limit) & has_room, [at.value], compare))
+                    ops.set_bits(ops.shared(memory, plan.offsets.overflow), 1)
+                at = U32(*ops.replace_if((begin + r * STEP < limit) & has_room, [at.value], compare))
             return (at - slots) // stride
 
         arrays = count, scores, low, chunk, *self._stretch()
@@ -233,12 +231,12 @@ class RadixSelect:
 
     def _each_candidate(self, candidates, mask_or_count, chunk, visit):
         """Calls `visit(score bits, number of the score in the thread, number of candidates before it)` for each."""
-        own = ops.shared(candidates, ops.thread())
+        slots = ops.shared(candidates, ops.thread())
         stride = 4 * self.plan.threads
         if chunk is None:
 
             def one_listed(nth):
-                at = own + nth * stride
+                at = slots + nth * stride
                 visit(ops.load(at), ops.load(at + stride * self.plan.slots), nth)
 
             ops.loop(mask_or_count, one_listed)
@@ -246,7 +244,7 @@ class RadixSelect:
 
         def one_bit(nth, left):
             i = ops.lowest_bit(left)
-            visit(ops.load(own + i * stride), i, nth)
+            visit(ops.load(slots + i * stride), i, nth)
             return [left & (left - 1)]
 
         ops.loop(ops.count_bits(mask_or_count), one_bit, mask_or_count)
@@ -259,18 +257,18 @@ class RadixSelect:
             count = mask_or_count if kept.chunk is None else ops.count_bits(mask_or_count)
             before, total = ops.block_prefix_sum(count, ops.shared(memory, plan.offsets.scratch), plan.warps)
             total = (overflowed > 0).where(plan.max_shared + 1, total)
-            own = ops.shared(memory, plan.offsets.shared_candidates) + block * (4 * plan.max_shared)
+            keys = ops.shared(memory, plan.offsets.shared_candidates) + block * (4 * plan.max_shared)
             fits = total <= plan.max_shared
 
             def store_key(bits, _, nth):
-                ops.store(own + (before + nth << 2), key_of(bits))
+                ops.store(keys + (before + nth << 2), key_of(bits))
 
             with ops.when(fits):
                 self._each_candidate(candidates, mask_or_count, kept.chunk, store_key)
             ops.sync()
-            peers = [ops.peer(own, other) for other in range(plan.blocks)]
+            peers = [ops.peer(keys, other) for other in range(plan.blocks)]
             with ops.when(fits & (ops.thread() < total)):
-                key = ops.load(own + (ops.thread() << 2))
+                key = ops.load(keys + (ops.thread() << 2))
                 for address in peers:
                     ops.store_peer(address + (ops.thread() << 2), key)
             with ops.when(ops.thread() < plan.blocks):
@@ -339,15 +337,15 @@ class RadixSelect:
         plan = self.plan
         warps = plan.warps // plan.blocks
         block = ops.warp() // warps
-        first = (ops.warp() % warps << 5) + ops.lane()
+        number = (ops.warp() % warps << 5) + ops.lane()
         count = ops.load(ops.shared(memory, block.minimum(plan.blocks - 1) + plan.offsets.candidate_counts))
         count = (block < plan.blocks).where(count, 0)
-        own = ops.shared(memory, block * plan.max_shared + first + plan.offsets.shared_candidates)
+        keys = ops.shared(memory, block * plan.max_shared + number + plan.offsets.shared_candidates)
 
         def one(i, *carried):
-            return visit(ops.load(own + i * (128 * warps)), *carried)
+            return visit(ops.load(keys + i * (128 * warps)), *carried)
 
-        left = count + (32 * warps - 1) - first.minimum(count + (32 * warps - 1))
+        left = count + (32 * warps - 1) - number.minimum(count + (32 * warps - 1))
         return block, ops.loop(left // (32 * warps), one, *carried)
 
     def find(self, number: int, rank: jax.Array, shared: jax.Array) -> None:
@@ -394,20 +392,20 @@ class RadixSelect:
         for i in range(chunks):  # from the largest digits on
             lowest = BINS - (i + 1) * chunk_bins
             start = lowest if number else lowest - BINS // 2 if lowest >= BINS // 2 else BINS - lowest - chunk_bins
-            own = functools.reduce(operator.add, ops.load_vector(source + 4 * start + (ops.lane() << 4)))
+            count_here = functools.reduce(operator.add, ops.load_vector(source + 4 * start + (ops.lane() << 4)))
             if number == 0 and i == chunks - 1:
-                own = ops.lane().equals(31).where(0, own)  # -inf
-            up_to = above + ops.warp_sum(own)
-            here = (above < rank) & (rank <= up_to)
-            chunk = here.where(i, chunk)
-            before = here.where(above, before)
+                count_here = ops.lane().equals(31).where(0, count_here)  # -inf
+            up_to = above + ops.warp_sum(count_here)
+            contains_rank = (above < rank) & (rank <= up_to)
+            chunk = contains_rank.where(i, chunk)
+            before = contains_rank.where(above, before)
             above = up_to
         with ops.when(chunk < chunks):
-            first = (chunk * chunk_bins + (ops.lane() << 2)) ^ (BINS - 1)
-            digits = [first - i for i in range(VECTOR)]
+            first_digit = (chunk * chunk_bins + (ops.lane() << 2)) ^ (BINS - 1)
+            digits = [first_digit - i for i in range(VECTOR)]
             counts = [ops.load(source + (self._bin(number, digit) << 2)) for digit in digits]
-            own = functools.reduce(operator.add, counts)
-            above = before + ops.warp_prefix_sum(own) - own
+            count_here = functools.reduce(operator.add, counts)
+            above = before + ops.warp_prefix_sum(count_here) - count_here
             for digit, count in zip(digits, counts, strict=True):
                 with ops.when((above < rank) & (rank <= above + count)):
                     result = ops.shared(memory, self.plan.results(number))
@@ -438,7 +436,7 @@ class RadixSelect:
         chunk = jnp.int32(0) if kept.chunk is None else kept.chunk
 
         def emit(memory, candidates, mask_or_count, low, width, chunk):
-            own = ops.warp() * (plan.chunks * plan.values) + (ops.lane() >> 3) + plan.offsets.above
+            words = ops.warp() * (plan.chunks * plan.values) + (ops.lane() >> 3) + plan.offsets.above
             place = (ops.lane() & 7) << 2
 
             def one(bits, number, _):
@@ -447,7 +445,7 @@ class RadixSelect:
                     number = number + chunk * plan.values
                     area = (key - low < width).where(plan.marks, 0)
                     bit = U32(1) << place + (number & (VECTOR - 1))
-                    ops.set_bits(ops.shared(memory, own + area + (number & -VECTOR)), bit)
+                    ops.set_bits(ops.shared(memory, words + area + (number & -VECTOR)), bit)
 
             self._each_candidate(candidates, mask_or_count, kept.chunk, one)
 
@@ -518,8 +516,8 @@ class RadixSelect:
             ops.cluster_wait()
         with ops.when(alone > 0):
             with ops.when(ops.thread().equals(0)):
-                own = ops.shared(memory, plan.offsets.totals) + (block << 2)
-                ops.store(own, (above << 16) | tied.minimum(plan.k))
+                own_total = ops.shared(memory, plan.offsets.totals) + (block << 2)
+                ops.store(own_total, (above << 16) | tied.minimum(plan.k))
             ops.sync()
 
     def _write_marked(self, out, row, marks, ties, above, tied):
@@ -545,6 +543,6 @@ class RadixSelect:
 
         def pad(i):
             with ops.when(first + i * plan.threads < plan.k):
-                ops.store_global(out, row * plan.k + first + i * plan.threads, U32(-1))
+                ops.store_global(out, row * plan.k + first + i * plan.threads, -1)
 
         ops.loop(-(-plan.k // plan.threads), pad)

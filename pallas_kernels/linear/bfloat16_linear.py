@@ -26,7 +26,7 @@ from pallas_kernels.mgpu import barriers, wgmma
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS, SHARED_BYTES
-from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.launch import axis_indices, kernel
 from pallas_kernels.runtime.layer_operands import check_weight, layer_operand, weights_of_layer
 from pallas_kernels.runtime.lowering_cache import cached_trace
 from pallas_kernels.runtime.roles import dispatch_warpgroups
@@ -75,31 +75,31 @@ def bfloat16_linear(
     p = Bfloat16LinearProblem(tokens, depth, tiles // groups, tiles, splits, workers, outputs)
     stages = (STAGING_BYTES - p.exchange.num_bytes) // (2 * STEP * (ROWS + tokens))
     inbox_out, inbox = p.exchange.types(workers, interpret=interpret)
-    run = kernel(
+    launch = kernel(
         functools.partial(_body, p),
         out_type=out_types(outputs, tokens) + inbox_out,
         kernel_name="linear",
         grid={"worker": workers},
         cluster={"split": splits},
         num_threads=2,
-        scratch_types=dict(
-            inbox=inbox,
-            stages=Stages(
+        scratch_types={
+            "inbox": inbox,
+            "stages": Stages(
                 plgpu.SMEM((stages, tokens, STEP), jnp.bfloat16, transforms=TRANSFORMS),
                 plgpu.Barrier(num_barriers=stages),
                 plgpu.Barrier(num_arrivals=2, num_barriers=stages),
                 plgpu.SMEM((stages, ROWS, STEP), jnp.bfloat16, transforms=TRANSFORMS),
             ),
-        ),
+        },
         interpret=interpret,
     )
-    return tuple(run(x, weight, layer_operand(layer))[: len(outputs)])
+    return tuple(launch(x, weight, layer_operand(layer))[: len(outputs)])
 
 
 def _splits(tiles, steps):
     """Returns how many blocks share a tile: as many as run at once, a power of two. Three took longer than two."""
-    most = min(MULTIPROCESSORS // tiles, MAX_SPLITS, steps)
-    return 1 << (most.bit_length() - 1) if most else 1
+    max_splits = min(MULTIPROCESSORS // tiles, MAX_SPLITS, steps)
+    return 1 << (max_splits.bit_length() - 1) if max_splits else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,11 +131,11 @@ class Stages(NamedTuple):
 
 def _body(p, x_gmem, weight_gmem, layer_gmem, *outs_gmem, inbox, stages):
     weight_gmem = weights_of_layer(weight_gmem, layer_gmem)
-    worker, split, warpgroup = (lax.axis_index(name) for name in ("worker", "split", "warpgroup"))
+    worker, split, warpgroup = axis_indices("worker", "split", "warpgroup")
     # A block's steps over the columns.
-    first, end = (lax.div((split + n) * jnp.int32(p.depth // STEP), jnp.int32(p.splits)) for n in range(2))
-    steps = end - first
-    tiles = lax.div(p.tiles - worker + p.workers - 1, jnp.int32(p.workers))
+    first_step, end_step = (lax.div((split + n) * jnp.int32(p.depth // STEP), p.splits) for n in range(2))
+    steps = end_step - first_step
+    tiles = lax.div(p.tiles - worker + p.workers - 1, p.workers)
     exchange = None if inbox is None else p.exchange.start(inbox, outs_gmem)
     store = functools.partial(store_tile, outs_gmem, p.outputs)
 
@@ -150,7 +150,7 @@ def _body(p, x_gmem, weight_gmem, layer_gmem, *outs_gmem, inbox, stages):
             exchange.add_up(tiles, lambda _, total: store(tile, total))
 
     def load():
-        load_stage = functools.partial(_load_stage, p, x_gmem, weight_gmem, stages, first, steps)
+        load_stage = functools.partial(_load_stage, p, x_gmem, weight_gmem, stages, first_step, steps)
         pl.loop(0, tiles * steps)(load_stage)
         if exchange is not None:
             barriers.wait_cluster(None)
@@ -164,18 +164,18 @@ def _body(p, x_gmem, weight_gmem, layer_gmem, *outs_gmem, inbox, stages):
 
 def _load_stage(p, x_gmem, weight_gmem, stages, first, steps, i):
     """Copies the operands of a block's step `i`, counted over all its tiles."""
-    stage = lax.rem(i, jnp.int32(stages.full.shape[0]))
+    stage = barriers.turn(stages.full, i)
     tile = lax.axis_index("worker") + lax.div(i, steps) * p.workers
     column = (first + lax.rem(i, steps)) * STEP
-    pl.when(i >= stages.full.shape[0])(lambda: plgpu.barrier_wait(stages.empty.at[stage]))
+    barriers.wait_empty(stages.empty, i)
     place = pl.ds(tile * ROWS, ROWS), pl.ds(column, STEP)
     plgpu.copy_gmem_to_smem(weight_gmem.at[place], stages.weights_smem.at[stage], stages.full.at[stage])
-    columns = pl.ds(lax.div(tile, jnp.int32(p.group_tiles)) * p.depth + column, STEP)
+    columns = pl.ds(lax.div(tile, p.group_tiles) * p.depth + column, STEP)
     plgpu.copy_gmem_to_smem(x_gmem.at[:, columns], stages.inputs_smem.at[stage], stages.full.at[stage])
 
 
 def _add_stage(stages, i, acc):
-    stage = lax.rem(i, jnp.int32(stages.full.shape[0]))
+    stage = barriers.turn(stages.full, i)
     plgpu.barrier_wait(stages.full.at[stage])
     acc = wgmma.multiply_add(acc, stages.weights_smem.at[stage], stages.inputs_smem.at[stage].transpose((1, 0)))
     # Shared memory was read; bulk copies write it next.

@@ -29,7 +29,7 @@ from pallas_kernels.matmul.skinny_mma import COLUMNS, MULTIPLIERS
 from pallas_kernels.mgpu import barriers
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
-from pallas_kernels.runtime.launch import kernel, wait_for_inputs
+from pallas_kernels.runtime.launch import axis_indices, kernel, wait_for_inputs
 from pallas_kernels.runtime.layer_operands import check_weight, layer_operand, weights_of_layer
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
@@ -79,9 +79,9 @@ def _configs_with_room(p, tokens, splits, workers) -> Iterator[Config]:
     """Yields the configs with enough stages, those with most room for sums and the largest stages first."""
     matrices = tuple((layout, p.depth // splits) for layout, _ in p.matrices)
     fewest = max(layout.min_segments for layout, _ in matrices)
-    most = skinny_gemm.most_segments(*matrices)
+    max_segments = skinny_gemm.most_segments(*matrices)
     for places, segments in itertools.product((MULTIPLIERS, 1), (4, 2, 1)):
-        if fewest <= segments <= most:
+        if fewest <= segments <= max_segments:
             config = Config(tokens, splits, workers, segments, places)
             candidate = dataclasses.replace(p, config=config)
             if candidate.gemm.stages(candidate.other_bytes) >= MIN_STAGES:
@@ -137,7 +137,7 @@ def quantized_linear(
     if config is None:
         raise NotImplementedError(f"the kernel takes fewer columns, got {p.depth}")
     if p.tokens > config.tokens:
-        options = dict(layer=layer, spec=spec, swiglu_limit=swiglu_limit, eps=eps, interpret=interpret)
+        options = {"layer": layer, "spec": spec, "swiglu_limit": swiglu_limit, "eps": eps, "interpret": interpret}
         chunks = jnp.split(x, list(range(config.tokens, p.tokens, config.tokens)))
         products = [quantized_linear(chunk, weights, norm, **options) for chunk in chunks]
         return tuple(jnp.concatenate(outs) for outs in zip(*products, strict=True))
@@ -160,9 +160,11 @@ def _problem(x, pairs, norm, layer, spec, swiglu_limit, eps):
     rows = sum(codes.shape[-2] for codes, _ in pairs)
     columns = min_columns(matrices)
     outputs = checked_outputs(spec, rows, swiglu_limit)
-    most = MAX_TOKENS if norm is None else MAX_NORMED_TOKENS
-    rule = f"1 to {most} tokens{'' if norm is None else ' with a norm'}, got {tokens}"
-    check_rules({f"columns in multiples of {columns}, got {depth}": depth % columns == 0, rule: 0 < tokens <= most})
+    max_tokens = MAX_TOKENS if norm is None else MAX_NORMED_TOKENS
+    rule = f"1 to {max_tokens} tokens{'' if norm is None else ' with a norm'}, got {tokens}"
+    check_rules(
+        {f"columns in multiples of {columns}, got {depth}": depth % columns == 0, rule: 0 < tokens <= max_tokens}
+    )
     if norm is not None:
         check_weight("norm", norm, layer, jnp.float32, depth)
     assert groups == 1 or len(pairs) == 1 and norm is None
@@ -197,7 +199,7 @@ class QuantizedLinearProblem:
     def exchange(self) -> SumExchange:
         """The addition of the sums of a cluster's blocks."""
         ranges = itertools.pairwise(self.first_tile(worker) for worker in range(self.config.workers + 1))
-        tiles = max(end - first for first, end in ranges)
+        tiles = max(end - begin for begin, end in ranges)
         return SumExchange(self.config.splits, int(tiles), (ROWS, self.config.tokens))
 
     @property
@@ -210,39 +212,39 @@ class QuantizedLinearProblem:
         clip, divide = (jnp.clip, lax.div) if isinstance(worker, jax.Array) else (np.clip, operator.floordiv)
         bits = [layout.bits * tiles for layout, tiles in self.matrices]
         begin = divide(worker * sum(bits), np.int32(self.config.workers))
-        found = 0
+        tile = 0
         for (layout, tiles), size in zip(self.matrices, bits, strict=True):
-            found += clip(divide(begin, np.int32(layout.bits)), 0, tiles)
+            tile += clip(divide(begin, np.int32(layout.bits)), 0, tiles)
             begin -= size
-        return found
+        return tile
 
 
 def _launch(p, x, pairs, norm, layer, interpret):
     config = p.config
     outputs = p.outputs if p.limit is None else p.outputs[:1]
     inbox_out, inbox = p.exchange.types(config.workers, interpret=interpret)
-    run = kernel(
+    launch = kernel(
         functools.partial(_body, p),
         out_type=out_types(outputs, p.tokens) + inbox_out,
         kernel_name="quantized_linear",
         grid={"worker": config.workers},
         cluster={"split": config.splits},
         num_threads=skinny_gemm.WARPGROUPS,
-        scratch_types=dict(
-            factors_smem=None if norm is None else plgpu.SMEM((config.tokens,), jnp.float32),
-            inbox=inbox,
-            skinny=p.gemm.scratch(p.other_bytes, interpret=interpret),
-        ),
+        scratch_types={
+            "factors_smem": None if norm is None else plgpu.SMEM((config.tokens,), jnp.float32),
+            "inbox": inbox,
+            "skinny": p.gemm.scratch(p.other_bytes, interpret=interpret),
+        },
         waits_in_body=True,
         interpret=interpret,
     )
-    return tuple(run(x, pairs, norm, layer_operand(layer))[: len(outputs)])
+    return tuple(launch(x, pairs, norm, layer_operand(layer))[: len(outputs)])
 
 
 def _body(p, x_gmem, weights_gmem, norm_gmem, layer_gmem, *outs_gmem, factors_smem, inbox, skinny):
-    worker, split, warpgroup = (lax.axis_index(name) for name in ("worker", "split", "warpgroup"))
-    first = p.first_tile(worker)
-    end = p.first_tile(worker + 1)
+    worker, split, warpgroup = axis_indices("worker", "split", "warpgroup")
+    first_tile = p.first_tile(worker)
+    end_tile = p.first_tile(worker + 1)
     if layer_gmem is None:
         # Weights are no kernel's results: they are loaded while the kernel before ends.
         pl.when(warpgroup != LOAD)(wait_for_inputs)
@@ -257,21 +259,21 @@ def _body(p, x_gmem, weights_gmem, norm_gmem, layer_gmem, *outs_gmem, factors_sm
     norm = () if norm_gmem is None else (norm_gmem, factors_smem)
 
     def load_inputs(tile, load):
-        @pl.when((tile == first) | (lax.rem(tile, jnp.int32(group_tiles)) == 0))
+        @pl.when((tile == first_tile) | (lax.rem(tile, group_tiles) == 0))
         def _():
-            group = lax.div(tile, jnp.int32(group_tiles))
+            group = lax.div(tile, group_tiles)
             load(x_gmem, p.tokens, column=group * p.depth, norm=norm, eps=p.eps)
 
     def finish(tile, sums):
         if exchange is None:
             store(tile, sums)
         else:
-            exchange.send(tile - first, sums)
+            exchange.send(tile - first_tile, sums)
 
     products = []
     above = 0
     for weight_gmem, (_, tiles) in zip(weights_gmem, p.matrices, strict=True):
-        begin, last = (jnp.clip(tile - above, 0, tiles) for tile in (first, end))
+        begin, last = (jnp.clip(tile - above, 0, tiles) for tile in (first_tile, end_tile))
         products.append(_product(p, weight_gmem, (above, tiles), (begin, last), split, load_inputs, finish))
         above += tiles
     p.gemm.run(warpgroup, products, skinny)
@@ -283,7 +285,7 @@ def _body(p, x_gmem, weights_gmem, norm_gmem, layer_gmem, *outs_gmem, factors_sm
     @pl.when(warpgroup == EPILOGUE)
     def _():
         with jax.named_scope("add_splits"):
-            exchange.add_up(end - first, lambda n, total: store(first + n, total))
+            exchange.add_up(end_tile - first_tile, lambda n, total: store(first_tile + n, total))
 
 
 def _product(p, weight_gmem, place, own, split, load_inputs, finish):

@@ -19,7 +19,7 @@ from pallas_kernels.matmul.dequant_gemm import DequantGemm, Operands, OutputTile
 from pallas_kernels.matmul.quantized_weights import FP8, ROWS, SCALED
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
-from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.launch import axis_indices, kernel
 from pallas_kernels.runtime.layer_operands import check_weight, layer_operand
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
@@ -100,21 +100,21 @@ def quantized_matmul(
     gemm = DequantGemm(FP8, depth, config.tile_tokens, WARPGROUPS, gated, blocks)
     outputs = outputs[:1] if gated else outputs
     p = QuantizedMatmulProblem(gemm, tokens, rows, row_tiles, groups, outputs, swiglu_limit, config.batch_tiles)
-    run = kernel(
+    launch = kernel(
         functools.partial(_body, p),
         out_type=out_types(outputs, tokens),
         kernel_name="quantized_matmul",
         grid={"worker": min(p.tiles, 2 if interpret else clusters)},
         cluster={"block": blocks},
         num_threads=WARPGROUPS + 1,
-        scratch_types=dict(dequant=gemm.scratch()),
+        scratch_types={"dequant": gemm.scratch()},
         interpret=interpret,
     )
     # Bulk copies take whole tiles of 8 rows, of which there may be too few.
     x = jnp.pad(x, ((0, -tokens % 8), (0, 0)))
     number = math.prod(codes.shape[:-2]) * gemm.matrices
     matrices = (array.reshape(number, -1, array.shape[-1]) for array in (codes, scales))
-    return tuple(run(x, *matrices, layer_operand(layer)))
+    return tuple(launch(x, *matrices, layer_operand(layer)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +145,7 @@ class QuantizedMatmulProblem:
 
     def place(self, tile):
         """Returns the first output channel and the first token of a cluster's tile."""
-        batch = lax.div(tile, jnp.int32(self.batch_tiles * self.row_tiles))
+        batch = lax.div(tile, self.batch_tiles * self.row_tiles)
         inner = tile - batch * (self.batch_tiles * self.row_tiles)
         size = jnp.minimum(self.token_tiles - batch * self.batch_tiles, self.batch_tiles)
         row = lax.div(inner, size)
@@ -154,15 +154,15 @@ class QuantizedMatmulProblem:
 
 
 def _body(p, x_gmem, codes_gmem, scales_gmem, layer_gmem, *outs_gmem, dequant):
-    worker, block, warpgroup = (lax.axis_index(name) for name in ("worker", "block", "warpgroup"))
+    worker, block, warpgroup = axis_indices("worker", "block", "warpgroup")
     workers = lax.axis_size("worker")
-    tiles = lax.div(p.tiles - worker + (workers - 1), jnp.int32(workers))
+    tiles = lax.div(p.tiles - worker + (workers - 1), workers)
     matrix = 0 if layer_gmem is None else layer_gmem[0] * p.gemm.matrices
 
     def locate(n):
         row, token = p.place(worker + n * workers)
         # The column is the cluster's, not the block's: blocks whose rows are past the end have the inputs, too.
-        column = lax.div(row, jnp.int32(p.rows // p.num_groups)) * p.gemm.depth
+        column = lax.div(row, p.rows // p.num_groups) * p.gemm.depth
         return OutputTile(matrix, row + block * (WARPGROUPS * p.height), token, column)
 
     def finish(n, sums):

@@ -82,8 +82,8 @@ def store_to(outs_gmem: Sequence[Any], outputs: Outputs, row: jax.Array, store: 
     """Calls `store(out_gmem, row)` with the output that has a row of the product, and the row's number there."""
     start = 0
     for out_gmem, (size, _) in zip(outs_gmem, outputs, strict=False):
-        here = (row >= start) & (row < start + size)
-        pl.when(here)(lambda out_gmem=out_gmem, start=start: store(out_gmem, row - start))
+        has_row = (row >= start) & (row < start + size)
+        pl.when(has_row)(lambda out_gmem=out_gmem, start=start: store(out_gmem, row - start))
         start += size
 
 

@@ -84,7 +84,7 @@ class SumExchange:
             barriers.arrive_cluster(self.inbox_full)
             barriers.wait_cluster(self.inbox_full)
         else:
-            owned = lax.div(tiles - split + (self.splits - 1), jnp.int32(self.splits))
+            owned = lax.div(tiles - split + (self.splits - 1), self.splits)
             transaction_barriers.arrive(self.inbox_full.at[0], owned * (self.tile_bytes // THREADS))
             transaction_barriers.wait(self.inbox_full.at[0], jnp.int32(0))
         for slot in range(self.owned):

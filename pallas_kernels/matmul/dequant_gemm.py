@@ -33,7 +33,6 @@ from pallas_kernels.matmul.quantized_weights import ROWS, SCALE_BYTES, SCALED, S
 from pallas_kernels.mgpu import barriers, wgmma
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.hardware import SHARED_BYTES
-from pallas_kernels.runtime.launch import interpreting
 
 
 STAGING_BYTES = SHARED_BYTES - (1 << 10)  # of stages, scales and the epilogue's staging
@@ -148,23 +147,23 @@ class DequantGemm:
     def scratch(self) -> DequantScratch:
         """Returns the types of scratch for `run`."""
         other = self.warpgroups * epilogue.STAGING_BYTES
-        arrivals = dict(num_arrivals=self.warpgroups)
+        arrivals = {"num_arrivals": self.warpgroups}
         ring: dict[str, Any] = dict.fromkeys(DequantScratch._fields)
         row_bytes = self.code_steps * self.step_bytes
         if self.code_steps > 1:
             other += CODES_STAGES * self.rows * row_bytes
-            ring |= dict(
-                codes_full=plgpu.Barrier(num_barriers=CODES_STAGES),
-                codes_empty=plgpu.Barrier(num_barriers=CODES_STAGES, **arrivals),
-            )
+            ring |= {
+                "codes_full": plgpu.Barrier(num_barriers=CODES_STAGES),
+                "codes_empty": plgpu.Barrier(num_barriers=CODES_STAGES, **arrivals),
+            }
         if self.layout.bits == 4:
             shape = SCALES_STAGES, self.matrices, self.rows // self.matrices * self.scales // SCALE_BYTES, SCALE_BYTES
             other += math.prod(shape)
-            ring |= dict(
-                scales_smem=plgpu.SMEM(shape, jnp.uint8),
-                scales_full=plgpu.Barrier(num_barriers=SCALES_STAGES),
-                scales_empty=plgpu.Barrier(num_barriers=SCALES_STAGES, **arrivals),
-            )
+            ring |= {
+                "scales_smem": plgpu.SMEM(shape, jnp.uint8),
+                "scales_full": plgpu.Barrier(num_barriers=SCALES_STAGES),
+                "scales_empty": plgpu.Barrier(num_barriers=SCALES_STAGES, **arrivals),
+            }
         stage_bytes = self.rows * self.step_bytes * (self.code_steps == 1) + 2 * self.step_columns * self.inputs
         stages = min((STAGING_BYTES - other) // stage_bytes, MAX_STAGES)
         in_cluster = functools.partial(plgpu.ClusterBarrier, collective_axes=("block",))
@@ -175,13 +174,15 @@ class DequantGemm:
         transforms = dequant_wgmma.code_transforms(self.layout, row_bytes)
         return DequantScratch(
             **ring
-            | dict(
-                codes_smem=plgpu.SMEM(codes, self.layout.dtype, transforms=transforms),
-                inputs_smem=plgpu.SMEM((stages, self.inputs, self.step_columns), jnp.bfloat16, transforms=TRANSFORMS),
-                staging_smem=plgpu.SMEM((self.warpgroups, epilogue.STAGING_BYTES), jnp.uint8),
-                stage_full=plgpu.Barrier(num_arrivals=1 + (self.code_steps == 1), num_barriers=stages),
-                stage_empty=barrier(num_barriers=stages, **arrivals),
-            )
+            | {
+                "codes_smem": plgpu.SMEM(codes, self.layout.dtype, transforms=transforms),
+                "inputs_smem": plgpu.SMEM(
+                    (stages, self.inputs, self.step_columns), jnp.bfloat16, transforms=TRANSFORMS
+                ),
+                "staging_smem": plgpu.SMEM((self.warpgroups, epilogue.STAGING_BYTES), jnp.uint8),
+                "stage_full": plgpu.Barrier(num_arrivals=1 + (self.code_steps == 1), num_barriers=stages),
+                "stage_empty": barrier(num_barriers=stages, **arrivals),
+            }
         )
 
     def run(self, warpgroup: jax.Array, operands: Operands, refs: DequantScratch) -> None:
@@ -198,11 +199,6 @@ class DequantGemm:
             plgpu.set_max_registers(multiply_registers, action="increase")
             with jax.named_scope("multiply"):
                 pl.loop(0, operands.tiles)(functools.partial(_multiply_tile, self, operands, refs, warpgroup))
-
-
-def _turn(i, ring):
-    """Returns the place of number `i` in a ring of barriers or memory."""
-    return lax.rem(i, jnp.int32(ring.shape[0]))
 
 
 @jax.named_scope("load")
@@ -226,9 +222,8 @@ def _load_step(gemm, operands, refs, n, place, codes_gmem, step):
     """Copies the operands of a step of tile `n`."""
     i = n * gemm.steps + step
     width = gemm.step_columns
-    stage = _turn(i, refs.stage_full)
-
-    pl.when(i >= refs.stage_full.shape[0])(lambda: plgpu.barrier_wait(refs.stage_empty.at[stage]))
+    stage = barriers.turn(refs.stage_full, i)
+    barriers.wait_empty(refs.stage_empty, i)
     columns = pl.ds(place.column + step * width, width)
     full = refs.stage_full.at[stage]
     inputs_gmem = operands.inputs_gmem.at[pl.ds(place.input, gemm.inputs), columns]
@@ -237,19 +232,19 @@ def _load_step(gemm, operands, refs, n, place, codes_gmem, step):
     if refs.codes_full is None:
         _load_codes(codes_gmem, step, refs.codes_smem.at[stage], full)
     else:
-        shared = jnp.int32(gemm.code_steps)
-        number = lax.div(i, shared)
+        together = gemm.code_steps
 
-        @pl.when(lax.rem(i, shared) == 0)
+        @pl.when(lax.rem(i, together) == 0)
         def _():
-            slot = _turn(number, refs.codes_full)
-            pl.when(number >= CODES_STAGES)(lambda: plgpu.barrier_wait(refs.codes_empty.at[slot]))
-            _load_codes(codes_gmem, lax.div(step, shared), refs.codes_smem.at[slot], refs.codes_full.at[slot])
+            number = lax.div(i, together)
+            slot = barriers.turn(refs.codes_full, number)
+            barriers.wait_empty(refs.codes_empty, number)
+            _load_codes(codes_gmem, lax.div(step, together), refs.codes_smem.at[slot], refs.codes_full.at[slot])
 
     if refs.scales_smem is not None:
-        shared = jnp.int32(gemm.scale_steps)
-        number = lax.div(i, shared)
-        pl.when(lax.rem(i, shared) == 0)(lambda: _load_scales(gemm, operands, refs, place, number, step))
+        number = lax.div(i, gemm.scale_steps)
+        starts = lax.rem(i, gemm.scale_steps) == 0
+        pl.when(starts)(lambda: _load_scales(gemm, operands, refs, place, number, step))
 
 
 def _load_codes(codes_gmem, piece, codes_smem, full):
@@ -260,13 +255,12 @@ def _load_codes(codes_gmem, piece, codes_smem, full):
 
 def _load_scales(gemm, operands, refs, place, number, step):
     """Copies FP4's scales of the steps from `step` on, the `number`-th ones of the block."""
-    slot = _turn(number, refs.scales_full)
-
-    pl.when(number >= SCALES_STAGES)(lambda: plgpu.barrier_wait(refs.scales_empty.at[slot]))
-    columns = pl.ds(lax.div(step, jnp.int32(gemm.scale_steps)) * SCALE_BYTES, SCALE_BYTES)
+    slot = barriers.turn(refs.scales_full, number)
+    barriers.wait_empty(refs.scales_empty, number)
+    columns = pl.ds(lax.div(step, gemm.scale_steps) * SCALE_BYTES, SCALE_BYTES)
     lines = refs.scales_smem.shape[2]
-    first = lax.div(place.row, jnp.int32(gemm.rows // gemm.matrices)) * lines
-    scales_gmem = operands.scales_gmem.at[pl.ds(place.matrix, gemm.matrices), pl.ds(first, lines), columns]
+    first_line = lax.div(place.row, gemm.rows // gemm.matrices) * lines
+    scales_gmem = operands.scales_gmem.at[pl.ds(place.matrix, gemm.matrices), pl.ds(first_line, lines), columns]
     plgpu.copy_gmem_to_smem(scales_gmem, refs.scales_smem.at[slot], refs.scales_full.at[slot])
 
 
@@ -276,7 +270,7 @@ def _multiply_tile(gemm, operands, refs, warpgroup, n):
     sums = lax.fori_loop(0, gemm.steps, add_step, wgmma.zeros((ROWS, gemm.inputs)))
     if gemm.overlaps:
         sums = dequant_wgmma.complete_sums(sums)
-        _release(refs.stage_empty, _turn((n + 1) * gemm.steps - 1, refs.stage_full))
+        barriers.release(refs.stage_empty.at[barriers.turn(refs.stage_full, (n + 1) * gemm.steps - 1)])
     # The epilogues expect the scale of unpacked FP8 and FP4.
     operands.finish(n, sums * 2.0**-SHIFT if gemm.layout.bits == 16 else sums)
 
@@ -284,9 +278,9 @@ def _multiply_tile(gemm, operands, refs, warpgroup, n):
 def _add_step(gemm, operands, refs, warpgroup, n, place, step, acc):
     """Adds the products of a step of tile `n`."""
     i = n * gemm.steps + step
-    shared = jnp.int32(gemm.scale_steps)
-    stage = _turn(i, refs.stage_full)
-    slot = lax.rem(lax.div(i, shared), jnp.int32(SCALES_STAGES))
+    shared = gemm.scale_steps
+    stage = barriers.turn(refs.stage_full, i)
+    slot = lax.rem(lax.div(i, shared), SCALES_STAGES)
     scale_at = jnp.int32(0)
     scales_smem = None
     if gemm.layout.bits == 8:
@@ -296,19 +290,19 @@ def _add_step(gemm, operands, refs, warpgroup, n, place, step, acc):
         scales_smem = refs.scales_smem.at[slot]
         pl.when(lax.rem(i, shared) == 0)(lambda: plgpu.barrier_wait(refs.scales_full.at[slot]))
     plgpu.barrier_wait(refs.stage_full.at[stage])
-    together = jnp.int32(gemm.code_steps)
+    together = gemm.code_steps
     codes_slot = stage
     if refs.codes_full is not None:
-        codes_slot = _turn(lax.div(i, together), refs.codes_full)
+        codes_slot = barriers.turn(refs.codes_full, lax.div(i, together))
         pl.when(lax.rem(i, together) == 0)(lambda: plgpu.barrier_wait(refs.codes_full.at[codes_slot]))
     tiles = refs.codes_smem.at[codes_slot], scales_smem, scale_at, refs.inputs_smem.at[stage]
     acc = dequant_wgmma.multiply_tile(acc, *tiles, warpgroup, gemm.layout, gemm.gated, not gemm.overlaps)
     if refs.codes_full is not None:
-        pl.when(lax.rem(i, together) == together - 1)(lambda: _release(refs.codes_empty, codes_slot))
+        pl.when(lax.rem(i, together) == together - 1)(lambda: barriers.release(refs.codes_empty.at[codes_slot]))
     if gemm.overlaps:
-        pl.when(step > 0)(lambda: _release(refs.stage_empty, _turn(i - 1, refs.stage_full)))
+        pl.when(step > 0)(lambda: barriers.release(refs.stage_empty.at[barriers.turn(refs.stage_full, i - 1)]))
     else:
-        _release(refs.stage_empty, stage)
+        barriers.release(refs.stage_empty.at[stage])
     if gemm.layout.bits == 4:
         pl.when(lax.rem(i, shared) == shared - 1)(lambda: plgpu.barrier_arrive(refs.scales_empty.at[slot]))
     return acc
@@ -316,15 +310,7 @@ def _add_step(gemm, operands, refs, warpgroup, n, place, step, acc):
 
 def _fp8_scales(gemm, operands, place, step):
     """Returns the scales of a step's codes, that of the up projection times 256."""
-    row = jnp.minimum(lax.div(place.row, jnp.int32(SCALED)), operands.scales_gmem.shape[1] - 1)
-    column = lax.div(step * gemm.step_bytes, jnp.int32(SCALED))
+    row = jnp.minimum(lax.div(place.row, SCALED), operands.scales_gmem.shape[1] - 1)
+    column = lax.div(step * gemm.step_bytes, SCALED)
     scales = [operands.scales_gmem[place.matrix + i, row, column].astype(jnp.int32) for i in range(gemm.matrices)]
     return scales[0] | scales[1] << 8 if gemm.gated else scales[0]
-
-
-def _release(empty, slot):
-    """Tells the loading warpgroup that a place of a ring was read."""
-    if interpreting():
-        # It takes no arrival for the end of reads before bulk copies' writes.
-        plgpu.commit_smem()
-    plgpu.barrier_arrive(empty.at[slot])

@@ -12,14 +12,13 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.matmul import quantized_weights
 from pallas_kernels.matmul.quantized_weights import HALF, ROWS, SHIFT, WeightLayout, decode_scales, power_pair
-from pallas_kernels.mgpu import mlir, thread_ops
+from pallas_kernels.mgpu import mlir, thread_ops, wgmma
 from pallas_kernels.mgpu.bfloat16_words import e2m1_pairs, multiply
-from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.launch import primitive
 
@@ -66,7 +65,7 @@ def multiply_tile(
     values = quantized_weights.decode(own_rows(codes_smem[...]), layout)
     columns = inputs_smem.shape[1]
     if layout.bits == 4:
-        part = lax.rem(scale_at * 32, jnp.int32(values.shape[1]))
+        part = lax.rem(scale_at * 32, values.shape[1])
         values = lax.dynamic_slice_in_dim(values, part, columns, axis=1)
         exponents = lax.dynamic_slice_in_dim(own_rows(scales_smem[...]), scale_at, values.shape[1] // 32, axis=1)
         values = permute_columns(values * jnp.repeat(decode_scales(exponents.astype(jnp.int32)), 32, axis=1))
@@ -85,8 +84,7 @@ def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, w
     unpacker = {4: _fp4_unpacker, 8: _fp8_unpacker, 16: _bf16_loader}[layout.bits]
 
     def emit(acc, codes, at, inputs, warpgroup, *scales):
-        thread = U32(mlir.thread())
-        at = U32(mlir.scalar(at))
+        thread = mlir.thread()
         other = rows // 2 if gated else 8
         lane = thread % 32
         row = lane >> 2
@@ -95,7 +93,7 @@ def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, w
             row = (lane & 7) + (lane >> 3 & 1) * other
             part = lane >> 4 << 4
         line = (thread >> 5) * (8 if gated else 16) + row
-        line = line + U32(mlir.scalar(warpgroup)) * (HALF if gated else ROWS)
+        line = line + warpgroup * (HALF if gated else ROWS)
         # The swizzle exchanges 16 bytes at a time: 128 bytes of each row, or of two rows, with 8 of them.
         swizzle = line * row_bytes >> 7 & (row_bytes // 16 - 1)
         if layout.columns(row_bytes) > chunks * CHUNK:  # the 32 columns of a scale have 16 bytes
@@ -103,14 +101,14 @@ def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, w
         place = thread_ops.shared(codes) + line * row_bytes + (swizzle << 4 ^ part)
         scale_place = []
         for table in scales:
-            size = math.prod(ir.MemRefType(table.type).shape) // rows  # of a row
+            size = math.prod(table.type.shape) // rows  # of a row
             scale_place = [(thread_ops.shared(table) + line * size + at, other * size)]
         factors = [at & 255, at >> (8 if gated else 0) & 255]
         unpack = unpacker(place, other * row_bytes, *(scale_place or [factors]))
         sums = mlir.values(acc)
         start = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(inputs))
         for chunk in range(chunks):
-            weights = [x.value for step in unpack(chunk) for x in step]
+            weights = [x for step in unpack(chunk) for x in step]
             sums = _multiply(sums, weights, start, chunk, chunks)
             # The next weights are unpacked beside these products, into registers which those before them read.
             sums = _wait(sums, pending=1) if chunk < chunks - 1 or not complete else sums
@@ -119,7 +117,7 @@ def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, w
     codes = codes_smem, plgpu.RefType(code_transforms(layout, row_bytes))
     inputs = inputs_smem, plgpu.RefType(TRANSFORMS)
     operands = acc, codes, scale_at, inputs, warpgroup, *([] if scales_smem is None else [scales_smem])
-    return mlir.inline(emit, *operands, layout=lambda _: plgpu.Layout.WGMMA, returns=acc)
+    return mlir.inline(emit, *operands, layout=wgmma.layout, returns=acc)
 
 
 @primitive
@@ -128,12 +126,9 @@ def complete_sums(acc: jax.Array) -> jax.Array:
     return acc
 
 
-@complete_sums.mosaic
-def _complete_sums_mosaic(acc):
-    def wait(acc):
-        return _wait(mlir.values(acc), pending=0)
-
-    return mlir.inline(wait, acc, layout=lambda _: plgpu.Layout.WGMMA, returns=acc)
+@mlir.emits(complete_sums, layout=wgmma.layout, returns=lambda acc: acc)
+def _(acc):
+    return _wait(mlir.values(acc), pending=0)
 
 
 def _wait(values, pending):
@@ -162,9 +157,9 @@ def _fp8_unpacker(place, other, scales):
     def unpack(chunk):
         steps: list[list[Any]] = [[None] * 4 for _ in range(4)]
         for step in range(4):
-            here = place ^ (4 * chunk + step << 4)
+            step_place = place ^ (4 * chunk + step << 4)
             for half in range(2):
-                low, high = (_load(here, half * other + 8 * i, "u16") for i in range(2))
+                low, high = (_load(step_place, half * other + 8 * i, "u16") for i in range(2))
                 # Bytes 0 and 2 are columns 2i and 2i + 1; 1 and 3 those 8 further on.
                 word = _permute_bytes(low, high, 0x5140)
                 for pair, x in enumerate((word << 8, word)):
@@ -199,7 +194,7 @@ def _bf16_loader(place, *_):
 
     def load(chunk):
         places = (place ^ (4 * chunk + step << 5) for step in range(4))
-        return [[U32(x) for x in mlir.ptx(code, at.value, results=[mlir.int_type()] * 4)] for at in places]
+        return [thread_ops.ptx_words(4, code, at) for at in places]
 
     return load
 
@@ -211,13 +206,13 @@ def _multiply(sums, weights, inputs, chunk, chunks):
     start = arith.shrui(arith.andi(start, mlir.i64(0x3FFFF)), mlir.i64(4))
     # The stride from 8 rows to the next, and the 128-byte swizzle.
     descriptor = arith.ori(start, mlir.i64(1 << 62 | (chunks * 1024 >> 4) << 32 | 1 << 16))
-    held = ", ".join(f"${i}" for i in range(size))
+    registers = ", ".join(f"${i}" for i in range(size))
     lines = ["{ .reg .pred p; .reg .b64 d; setp.eq.b32 p, 0, 0; wgmma.fence.sync.aligned;"]
     for step in range(4):
         a = ", ".join(f"${size + 4 * step + i}" for i in range(4))
         lines += [
             f"add.s64 d, ${size + 16}, {step * 32 >> 4};",
-            f"wgmma.mma_async.sync.aligned.m64n{2 * size}k16.f32.bf16.bf16 {{{held}}}, {{{a}}}, d, p, 1, 1, 0;",
+            f"wgmma.mma_async.sync.aligned.m64n{2 * size}k16.f32.bf16.bf16 {{{registers}}}, {{{a}}}, d, p, 1, 1, 0;",
         ]
     lines.append("wgmma.commit_group.sync.aligned; }")
     results = [mlir.f32_type()] * size

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
@@ -20,8 +19,8 @@ from jaxlib.mlir.dialects import arith, llvm, math
 from pallas_kernels.formats.exact_math import round_bfloat16
 from pallas_kernels.matmul.dequant_wgmma import permute_columns
 from pallas_kernels.matmul.quantized_weights import HALF, ROWS, SHIFT
-from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops as ops
-from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops as ops, wgmma
+from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -49,40 +48,36 @@ def store_few(
             out_gmem[row, pl.ds(tile * value.size, value.size)] = value.astype(jnp.bfloat16)
 
 
-@store_few.mosaic
-def _store_few_mosaic(out_gmem, sums, tile, *, limit=None, rows_smem=None, weights_smem=None):
+@mlir.emits(store_few, layout=wgmma.layout)
+def _emit_store_few(out_gmem, sums, tile, *, limit=None, rows_smem=None, weights_smem=None):
     gated = limit is not None
+    thread = mlir.thread()
+    channel = tile * (HALF if gated else ROWS)
+    line = (thread >> 5) * (8 if gated else 16) + (thread % 32 >> 2)
+    count, width = out_gmem.type.shape
+    values = mlir.values(sums)
 
-    def finished(own, column, tables):
+    def finished(gate, up, column):
         if not gated:
-            yield from (arith.mulf(x, mlir.f32(2.0**SHIFT)) for x in own)
+            yield from (arith.mulf(x, mlir.f32(2.0**SHIFT)) for x in (gate, up))
             return
-        value = _emit_swiglu(own[0], own[1], limit)
+        value = _emit_swiglu(gate, up, limit)
         if weights_smem is not None:
-            weight = ops.load(ops.shared(tables[-1]) + (column << 2))
+            weight = ops.load(ops.shared(weights_smem) + (column << 2))
             value = arith.mulf(value, ops.as_float(weight))
         yield value
 
-    def emit(out, sums, tile, *tables):
-        thread = U32(mlir.thread())
-        channel = U32(mlir.scalar(tile)) * (HALF if gated else ROWS)
-        line = (thread >> 5) * (8 if gated else 16) + (thread % 32 >> 2)
-        count, width = ir.MemRefType(out.type).shape
-        held = mlir.values(sums)
-        for n in range(0, len(held), 4):
-            for i in range(2):
-                column = ((thread & 3) << 1) + (2 * n + i)
-                row = column if rows_smem is None else ops.load(ops.shared(tables[0]) + (column << 2))
-                with ops.when(row < count):
-                    offset = arith.muli(mlir.to_i64(row.value), mlir.i64(width))
-                    offset = arith.addi(offset, mlir.to_i64((channel + line).value))
-                    place = mlir.at(mlir.global_pointer(out), offset, ir.BF16Type.get())
-                    for half, value in enumerate(finished((held[n + i], held[n + 2 + i]), column, tables)):
-                        value = arith.truncf(ir.BF16Type.get(), value)
-                        llvm.store(value, mlir.at(place, 2 * 8 * half), alignment=2)
-
-    tables = [table for table in (rows_smem, weights_smem) if table is not None]
-    mlir.inline(emit, out_gmem, sums, tile, *tables, layout=lambda _: plgpu.Layout.WGMMA)
+    for n in range(0, len(values), 4):
+        for i in range(2):
+            column = ((thread & 3) << 1) + (2 * n + i)
+            row = column if rows_smem is None else ops.load(ops.shared(rows_smem) + (column << 2))
+            with ops.when(row < count):
+                offset = arith.muli(mlir.to_i64(row), mlir.i64(width))
+                offset = arith.addi(offset, mlir.to_i64(channel + line))
+                place = mlir.at(mlir.global_pointer(out_gmem), offset, ir.BF16Type.get())
+                for half, value in enumerate(finished(values[n + i], values[n + 2 + i], column)):
+                    value = arith.truncf(ir.BF16Type.get(), value)
+                    llvm.store(value, mlir.at(place, 2 * 8 * half), alignment=2)
 
 
 @primitive
@@ -95,64 +90,58 @@ def store_many(
     be in float32 if there is no limit. An input's row is its number, or its entry of `rows_gmem` int32. SwiGLU is
     multiplied by `weights_gmem` float32, if given, and stored in FP4's order if `permuted`, see `permute_columns`.
     """
-    column, first, end = place
+    column, first_input, end = place
     values = _finished(sums, limit)
     values = permute_columns(values) if permuted else values
 
     @pl.loop(0, values.shape[0])
     def _(n):
-        @pl.when(first + n < end)
+        @pl.when(first_input + n < end)
         def _():
-            row = first + n if rows_gmem is None else rows_gmem[first + n]
-            own = lax.dynamic_index_in_dim(values, n, keepdims=False)
-            own = own if weights_gmem is None else own * weights_gmem[first + n]
-            out_gmem[row, pl.ds(column, own.size)] = own.astype(out_gmem.dtype)
+            row = first_input + n if rows_gmem is None else rows_gmem[first_input + n]
+            row_values = lax.dynamic_index_in_dim(values, n, keepdims=False)
+            row_values = row_values if weights_gmem is None else row_values * weights_gmem[first_input + n]
+            out_gmem[row, pl.ds(column, row_values.size)] = row_values.astype(out_gmem.dtype)
 
 
-@store_many.mosaic
-def _store_many_mosaic(
+@mlir.emits(store_many, layout=wgmma.layout)
+def _emit_store_many(
     out_gmem, sums, place, staging_smem, *, limit=None, rows_gmem=None, weights_gmem=None, permuted=False
 ):
-    def emit(out, sums, column, first, end, staging, *table):
-        column, first, end = (U32(mlir.scalar(x)) for x in (column, first, end))
-        held = mlir.values(sums)
-        if limit is not None:
-            put = functools.partial(_put_swiglu, held, limit, (first, end), table, permuted)
-            _store_lines(out, 2 * len(held), put, HALF, (column, first, end), staging, ())
-            return
-        held = [arith.mulf(x, mlir.f32(2.0**SHIFT)) for x in held]
-        if isinstance(ir.MemRefType(out.type).element_type, ir.F32Type):
-            _store_float32(out, held, column, first, end)
-        else:
-            put = functools.partial(_put_transposed, held)
-            _store_lines(out, 2 * len(held), put, ROWS, (column, first, end), staging, table)
-
-    table = [x for x in (rows_gmem, weights_gmem) if x is not None]
-    scalars = (jnp.int32(x) for x in place)
-    mlir.inline(emit, out_gmem, sums, *scalars, staging_smem, *table, layout=lambda _: plgpu.Layout.WGMMA)
+    place = tuple(map(U32, place))
+    values = mlir.values(sums)
+    if limit is not None:
+        put = functools.partial(_put_swiglu, values, limit, place[1:], weights_gmem, permuted)
+        _store_lines(out_gmem, 2 * len(values), put, HALF, place, staging_smem)
+        return
+    values = [arith.mulf(x, mlir.f32(2.0**SHIFT)) for x in values]
+    if isinstance(out_gmem.type.element_type, ir.F32Type):
+        _store_float32(out_gmem, values, *place)
+    else:
+        put = functools.partial(_put_transposed, values)
+        _store_lines(out_gmem, 2 * len(values), put, ROWS, place, staging_smem, rows_gmem)
 
 
 def _put_transposed(held, start, place):
     """Leaves the lines of the inputs from `start` on in shared memory, 8 x 8 values at a time, transposed."""
     # 16 rows and 16 inputs of a warp.
-    thread = U32(mlir.thread())
+    thread = mlir.thread()
     matrix = thread % 32 >> 3
     line = thread & 7
     at = place + ((matrix >> 1) * 8 + line) * LINE_BYTES + ((thread >> 5) * 2 + (matrix & 1)) * 16
     for n in range(0, COLUMNS, 16):
         if 2 * start + 2 * n >= 4 * len(held):
             break
-        own = held[(start + n) // 2 :][:8]
-        pairs = [words.pack(own[i], own[i + 1]).value for i in range(0, 8, 2)]
+        pairs = [words.pack(*held[(start + n) // 2 + i :][:2]) for i in range(0, 8, 2)]
         code = f"stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0 + {n * LINE_BYTES}], {{$1, $2, $3, $4}};"
-        mlir.ptx(code, at.value, *pairs)
+        mlir.ptx(code, at, *pairs)
 
 
 def _put_swiglu(held, limit, inputs, weights, permuted, start, place):
     """Leaves the lines of SwiGLU of the inputs from `start` on in shared memory."""
-    first, end = inputs
+    first_input, end = inputs
     f32 = mlir.f32_type()
-    thread = U32(mlir.thread())
+    thread = mlir.thread()
     warp = thread >> 5
     row = thread % 32 >> 2
     # The place of channel 8 * warp + row.
@@ -162,22 +151,22 @@ def _put_swiglu(held, limit, inputs, weights, permuted, start, place):
         for i in range(2):
             inner = (thread & 3) * 2 + (n + i)
             value = _emit_swiglu(held[n // 2 + i], held[n // 2 + 2 + i], limit)
-            for table in weights:
+            if weights is not None:
                 # Beyond the end the last row's weight is read, and nothing stored.
-                weight = llvm.load(f32, _element(table, (first + inner).minimum(end - 1), f32))
+                weight = llvm.load(f32, _element(weights, (first_input + inner).minimum(end - 1), f32))
                 value = arith.mulf(value, weight)
             at = place + (inner - start) * LINE_BYTES + position * 2
             code = "{ .reg .b16 s, t; mov.b32 {s, t}, $1; st.shared.b16 [$0], s; }"
-            mlir.ptx(code, at.value, words.pack(value, value).value)
+            mlir.ptx(code, at, words.pack(value, value))
 
 
 def _store_lines(
-    out: Any, inputs: int, put: Callable[[int, U32], None], width: int, place: tuple[U32, U32, U32], staging, rows
+    out: Any, inputs: int, put: Callable[[int, U32], None], width: int, place: tuple[U32, ...], staging, rows=None
 ):
     """Stores lines of `width` bfloat16; `put(start, address)` leaves those of the inputs from `start` on in memory."""
-    column, first, end = place
+    column, first_input, end = place
     memory = ops.shared(staging)
-    thread = U32(mlir.thread())
+    thread = mlir.thread()
     size = width // 8
     for start in range(0, inputs, COLUMNS):
         # The lines before these were read, also those of the last tile.
@@ -187,19 +176,19 @@ def _store_lines(
         for turn in range(0, min(COLUMNS, inputs - start) * size, mlir.THREADS):
             line = (thread + turn) // size
             part = (thread + turn) % size
-            row = first + start + line
+            row = first_input + start + line
             inside = row < end
             if start + COLUMNS > inputs:
                 inside = inside & (line < inputs - start)
             with ops.when(inside):
                 values = ops.load_vector(memory + line * LINE_BYTES + part * 16)
-                row = ops.load_global(rows[0], row) if rows else row
+                row = row if rows is None else ops.load_global(rows, row)
                 words.store_four(_element(out, row, ir.BF16Type.get(), column + part * 8), values)
 
 
 def _store_float32(out, held, column, first, end):
     """Stores float32 sums; eight threads write 32 bytes."""
-    thread = U32(mlir.thread())
+    thread = mlir.thread()
     row = (thread >> 5) * 16 + (thread % 32 >> 2)
     for n in range(0, 2 * len(held), 8):
         for i in range(2):
@@ -212,10 +201,9 @@ def _store_float32(out, held, column, first, end):
 
 def _element(ref, row, element, column=None):
     """Returns a pointer into an array [rows] or [rows, width] in global memory; both are at most 2**31."""
-    offset = arith.extui(mlir.int_type(64), row.value)
+    offset = mlir.to_u64(row)
     if column is not None:
-        offset = arith.muli(offset, mlir.i64(ir.MemRefType(ref.type).shape[1]))
-        offset = arith.addi(offset, arith.extui(mlir.int_type(64), column.value))
+        offset = arith.addi(arith.muli(offset, mlir.i64(ref.type.shape[1])), mlir.to_u64(column))
     return mlir.at(mlir.global_pointer(ref), offset, element)
 
 

@@ -13,7 +13,7 @@ from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.mgpu import mlir
 from pallas_kernels.mgpu.bfloat16_words import e2m1_value
-from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.mgpu.mlir import U32
 
 
 ROWS = 64  # of a tile

@@ -13,7 +13,7 @@ from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels.matmul.quantized_weights import ROWS
 from pallas_kernels.mgpu import mlir, thread_ops as ops
-from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -60,48 +60,43 @@ def group_pairs(selected_gmem, table_gmem, counts_gmem, experts: int, scratch_sm
     """
     groups = table_gmem.shape[0] // GROUP_WORDS
     chosen = selected_gmem[...]
-    pairs, here, rank, sizes = rank_pairs(chosen, experts)
+    pairs, has_expert, rank, sizes = rank_pairs(chosen, experts)
     filled = (sizes + GROUP_SIZE - 1) // GROUP_SIZE
-    first = jnp.cumsum(filled) - filled
-    place = jnp.where(here, first[jnp.where(here, chosen, 0)] + rank // GROUP_SIZE, groups)
+    first_group = jnp.cumsum(filled) - filled
+    place = jnp.where(has_expert, first_group[jnp.where(has_expert, chosen, 0)] + rank // GROUP_SIZE, groups)
     rows = jnp.full((groups, GROUP_WORDS), -1, jnp.int32).at[place, 0].set(chosen, mode="drop")
     table_gmem[...] = rows.at[place, FIRST_PAIR + rank % GROUP_SIZE].set(pairs, mode="drop").reshape(-1)
     counts_gmem[...] = jnp.zeros(counts_gmem.shape, jnp.int32).at[0].set(jnp.sum(filled))
 
 
-@group_pairs.mosaic
-def _group_pairs_mosaic(selected_gmem, table_gmem, counts_gmem, experts, scratch_smem):
-    shapes = selected_gmem.shape[0], table_gmem.shape[0], counts_gmem.shape[0]
-    padded = (scratch_smem.shape[0] - _WARPS) // (_WARPS + 1)
-
-    def emit(selected, table, counts, scratch):
-        ids = _Ids(ops.thread(), ops.lane(), ops.thread() >> 5)
-        sizes = ops.shared(scratch)  # of each warp's experts, then: pairs before these
-        starts = sizes + 4 * _WARPS * padded  # each expert's first group
-        sums = starts + 4 * padded
-        own_sizes = sizes + (ids.warp * padded << 2)
-        pairs, words, cleared = shapes
-        _for_each(ids.thread, _WARPS * padded, lambda i: ops.store(sizes + (i << 2), 0))
-        _for_each(ids.thread, cleared, lambda i: ops.store_global(counts, i, U32(0)))
-        _for_each(ids.thread, words, lambda i: ops.store_global(table, i, U32(0xFFFFFFFF)))
-        mgpu.utils.warpgroup_barrier()
-        # A thread's pairs stay in its registers, also where it has none in the last turns.
-        turns = -(-pairs // mlir.THREADS)
-        ranked = [_rank_pair(ids, selected, own_sizes, turn, turns, pairs, experts) for turn in range(turns)]
-        mgpu.utils.warpgroup_barrier()
-        filled = [_fill_groups(ids, sizes, padded, i) for i in range(padded // mlir.THREADS)]
-        total = _start_groups(ids, filled, starts, sums)
-        with ops.when(ids.thread.equals(0)):
-            ops.store_global(counts, U32(0), total)
-        mgpu.utils.warpgroup_barrier()
-        for pair, expert, rank, inside in ranked:
-            with ops.when(inside):
-                rank = rank + ops.load(own_sizes + (expert << 2))
-                group = ops.load(starts + (expert << 2)) + rank // GROUP_SIZE
-                ops.store_global(table, group * GROUP_WORDS, expert)
-                ops.store_global(table, group * GROUP_WORDS + rank % GROUP_SIZE + FIRST_PAIR, pair)
-
-    mlir.inline(emit, selected_gmem, table_gmem, counts_gmem, scratch_smem)
+@mlir.emits(group_pairs)
+def _emit_group_pairs(selected_gmem, table_gmem, counts_gmem, experts, scratch_smem):
+    pairs, words, cleared = (ref.type.shape[0] for ref in (selected_gmem, table_gmem, counts_gmem))
+    padded = (scratch_smem.type.shape[0] - _WARPS) // (_WARPS + 1)
+    ids = _Ids(ops.thread(), ops.lane(), ops.thread() >> 5)
+    sizes = ops.shared(scratch_smem)  # of each warp's experts, then: pairs before these
+    starts = sizes + 4 * _WARPS * padded  # each expert's first group
+    sums = starts + 4 * padded
+    own_sizes = sizes + (ids.warp * padded << 2)
+    ops.for_each(_WARPS * padded, lambda i: ops.store(sizes + (i << 2), 0), ids.thread)
+    ops.for_each(cleared, lambda i: ops.store_global(counts_gmem, i, 0), ids.thread)
+    ops.for_each(words, lambda i: ops.store_global(table_gmem, i, 0xFFFFFFFF), ids.thread)
+    mgpu.utils.warpgroup_barrier()
+    # A thread's pairs stay in its registers, also where it has none in the last turns.
+    turns = -(-pairs // mlir.THREADS)
+    ranked = [_rank_pair(ids, selected_gmem, own_sizes, turn, turns, pairs, experts) for turn in range(turns)]
+    mgpu.utils.warpgroup_barrier()
+    filled = [_fill_groups(ids, sizes, padded, i) for i in range(padded // mlir.THREADS)]
+    total = _start_groups(ids, filled, starts, sums)
+    with ops.when(ids.thread.equals(0)):
+        ops.store_global(counts_gmem, 0, total)
+    mgpu.utils.warpgroup_barrier()
+    for pair, expert, rank, inside in ranked:
+        with ops.when(inside):
+            rank = rank + ops.load(own_sizes + (expert << 2))
+            group = ops.load(starts + (expert << 2)) + rank // GROUP_SIZE
+            ops.store_global(table_gmem, group * GROUP_WORDS, expert)
+            ops.store_global(table_gmem, group * GROUP_WORDS + rank % GROUP_SIZE + FIRST_PAIR, pair)
 
 
 class _Ids(NamedTuple):
@@ -110,17 +105,6 @@ class _Ids(NamedTuple):
     thread: U32
     lane: U32
     warp: U32
-
-
-def _for_each(thread, total, visit):
-    """Visits 0 .. total - 1, a number a thread at a time."""
-    for first in range(0, total, mlir.THREADS):
-        at = thread + first
-        if first + mlir.THREADS <= total:
-            visit(at)
-        else:
-            with ops.when(at < total):
-                visit(at)
 
 
 def _rank_pair(ids, selected, own_sizes, turn, turns, pairs, experts):

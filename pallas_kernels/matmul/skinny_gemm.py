@@ -31,7 +31,6 @@ from pallas_kernels.matmul.quantized_weights import FP4, HALF, ROWS, SCALE_BYTES
 from pallas_kernels.matmul.skinny_mma import COLUMNS, MULTIPLIERS, UNIT
 from pallas_kernels.mgpu import barriers, wgmma
 from pallas_kernels.runtime.hardware import SHARED_BYTES
-from pallas_kernels.runtime.launch import primitive
 
 
 LOAD = MULTIPLIERS
@@ -82,10 +81,6 @@ class SkinnyScratch(NamedTuple):
     sums_smem: Any
     sums_empty: Any
     turns: Any  # barriers of warpgroups that add to one place, three for each tile, or None
-
-    @property
-    def stages(self) -> int:
-        return self.weights_full.shape[0]
 
     def codes(self, layout: WeightLayout) -> Any:
         """Returns the stages of weights as an array for a layout."""
@@ -197,11 +192,11 @@ def _load_weights(gemm, products, refs):
 
 def _copy_stage(gemm, product, refs, before, i):
     """Copies stage `i` of a product; `before` stages of other products came before."""
-    tile_stages = jnp.int32(gemm.tile_stages(product))
+    tile_stages = gemm.tile_stages(product)
     codes_smem = refs.codes(product.layout)
-    stage = lax.rem(before + i, jnp.int32(refs.stages))
+    stage = barriers.turn(refs.weights_full, before + i)
     step = lax.rem(i, tile_stages)
-    pl.when(before + i >= refs.stages)(lambda: plgpu.barrier_wait(refs.weights_empty.at[stage]))
+    barriers.wait_empty(refs.weights_empty, before + i)
     starts = product.rows_of(lax.div(i, tile_stages))
     column = product.layout.elements(product.first_column + step * gemm.stage_columns(product))
     full = refs.weights_full.at[stage]
@@ -215,7 +210,7 @@ def _copy_stage(gemm, product, refs, before, i):
             # A scale for 16 bytes.
             columns = pl.ds(lax.div(lax.div(column, 16), SCALE_BYTES) * SCALE_BYTES, SCALE_BYTES)
             lines = HALF * product.scale_bytes // SCALE_BYTES
-            source = pl.ds(pl.multiple_of(lax.div(row, jnp.int32(HALF)) * lines, lines), lines)
+            source = pl.ds(pl.multiple_of(lax.div(row, HALF) * lines, lines), lines)
             target = refs.scales_smem.at[stage, pl.ds(half * lines, lines)]
             plgpu.copy_gmem_to_smem(product.scales_gmem.at[source, columns], target, full)
         elif refs.scales_smem is not None:
@@ -226,13 +221,13 @@ def _copy_stage(gemm, product, refs, before, i):
 @jax.named_scope("multiply")
 def _multiply(gemm, products, refs, warpgroup):
     copied = jnp.int32(0)
-    done = jnp.int32(0)
+    done_tiles = jnp.int32(0)
     for product in products:
-        multiply_tile = functools.partial(_multiply_tile, gemm, product, refs, warpgroup, copied, done)
+        multiply_tile = functools.partial(_multiply_tile, gemm, product, refs, warpgroup, copied, done_tiles)
         lax.fori_loop(0, product.tiles, multiply_tile, _load_scales(product, jnp.int32(0)))
         copied += product.tiles * gemm.tile_stages(product)
-        done += product.tiles
-    barriers.wait_for_last(refs.sums_empty, done)
+        done_tiles += product.tiles
+    barriers.wait_for_last(refs.sums_empty, done_tiles)
 
 
 def _multiply_tile(gemm, product, refs, warpgroup, copied, done, tile, scales):
@@ -253,8 +248,8 @@ def _multiply_tile(gemm, product, refs, warpgroup, copied, done, tile, scales):
     product.load_inputs(tile, load)
     next_scales = _load_scales(product, jnp.minimum(tile + 1, product.tiles - 1))
     acc = _multiply_steps(gemm, product, refs, warpgroup, copied, tile, scales)
-    slot = lax.rem(done + tile, jnp.int32(gemm.slots))
-    pl.when(done + tile >= gemm.slots)(lambda: plgpu.barrier_wait(refs.sums_empty.at[slot]))
+    slot = barriers.turn(refs.sums_full, done + tile)
+    barriers.wait_empty(refs.sums_empty, done + tile)
     if gemm.places == 1:
         _add_in_turn(refs, acc, warpgroup, slot)
     else:
@@ -269,22 +264,22 @@ def _multiply_steps(gemm, product, refs, warpgroup, copied, tile, scales):
     tile_stages = gemm.tile_stages(product)
     codes_smem = refs.codes(product.layout)
     # Stages take turns, so a warpgroup has the same ones also where a tile has fewer steps than four.
-    first = warpgroup
+    first_step = warpgroup
     count = tile_stages // MULTIPLIERS
     scale_lines = ROWS * product.scale_bytes // SCALE_BYTES
     if tile_stages < MULTIPLIERS:
-        first = (warpgroup - copied - tile * tile_stages) & (MULTIPLIERS - 1)
-        count = (first < tile_stages).astype(jnp.int32)
+        first_step = (warpgroup - copied - tile * tile_stages) & (MULTIPLIERS - 1)
+        count = (first_step < tile_stages).astype(jnp.int32)
 
     def add_stage(i, acc):
-        per_step = jnp.int32(gemm.stages_per_step)
-        step = (lax.div(i, per_step) * MULTIPLIERS + first) * per_step + lax.rem(i, per_step)
-        stage = lax.rem(copied + tile * tile_stages + step, jnp.int32(refs.stages))
+        per_step = gemm.stages_per_step
+        step = (lax.div(i, per_step) * MULTIPLIERS + first_step) * per_step + lax.rem(i, per_step)
+        stage = barriers.turn(refs.weights_full, copied + tile * tile_stages + step)
         plgpu.barrier_wait(refs.weights_full.at[stage])
         operand = refs.scales_smem.at[stage, pl.ds(0, scale_lines)] if layout.bits == 4 else scales
         operands = codes_smem.at[stage], operand, refs.inputs_smem, step
         acc = skinny_mma.multiply_add(acc, *operands, layout, product.gated)
-        _release(refs.weights_empty.at[stage])
+        barriers.release(refs.weights_empty.at[stage])
         return acc
 
     return lax.fori_loop(0, count, add_stage, wgmma.zeros((ROWS, gemm.tokens)))
@@ -294,9 +289,9 @@ def _load_scales(product, tile):
     """Returns FP8's scales of a tile."""
     if product.layout.bits != 8:
         return jnp.int32(0)
-    rows = [lax.div(row, jnp.int32(SCALED)) for row in product.rows_of(tile)[: 1 + product.gated]]
-    first = lax.div(jnp.int32(product.first_column), SCALED)
-    return skinny_mma.load_scales(product.scales_gmem, rows, first)
+    rows = [lax.div(row, SCALED) for row in product.rows_of(tile)[: 1 + product.gated]]
+    first_block = lax.div(jnp.int32(product.first_column), SCALED)
+    return skinny_mma.load_scales(product.scales_gmem, rows, first_block)
 
 
 def _add_in_turn(refs, acc, warpgroup, slot):
@@ -316,14 +311,14 @@ def _add_in_turn(refs, acc, warpgroup, slot):
 
 @jax.named_scope("finish_tiles")
 def _finish_tiles(gemm, products, refs):
-    done = jnp.int32(0)
+    done_tiles = jnp.int32(0)
     for product in products:
-        pl.loop(0, product.tiles)(functools.partial(_finish_tile, gemm, product, refs, done))
-        done += product.tiles
+        pl.loop(0, product.tiles)(functools.partial(_finish_tile, gemm, product, refs, done_tiles))
+        done_tiles += product.tiles
 
 
 def _finish_tile(gemm, product, refs, done, tile):
-    slot = lax.rem(done + tile, jnp.int32(gemm.slots))
+    slot = barriers.turn(refs.sums_full, done + tile)
     plgpu.barrier_wait(refs.sums_full.at[slot])
     total = wgmma.zeros((ROWS, gemm.tokens))
     for i in range(gemm.places):
@@ -337,14 +332,3 @@ def _meet(barrier):
     """Waits for the other multiplying warpgroups; orders their accesses to shared memory."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
-
-
-@primitive
-def _release(barrier) -> None:
-    """Tells the loading warpgroup that a stage was read."""
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(barrier)
-
-
-# The values read are in registers and were used: no fence has to keep a bulk copy from passing them.
-_release.mosaic(lambda barrier: plgpu.barrier_arrive(barrier))

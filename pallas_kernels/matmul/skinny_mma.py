@@ -16,14 +16,12 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.matmul import quantized_weights
 from pallas_kernels.matmul.quantized_weights import HALF, ROWS, SEGMENT, SHIFT, WeightLayout, decode_scales, power_pair
 from pallas_kernels.mgpu import mlir, thread_ops
 from pallas_kernels.mgpu.bfloat16_words import e2m1_pairs, e4m3_pairs, fp8_pairs, multiply
-from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -48,27 +46,28 @@ def load_scales(scales_gmem, rows: Sequence[jax.Array], first: jax.Array) -> jax
     """
     blocks = first + 2 * (lax.iota(jnp.int32, mlir.THREADS) % mlir.WARP)
     count = scales_gmem.shape[1]
-    found = jnp.zeros(mlir.THREADS, jnp.int32)
+    words = jnp.zeros(mlir.THREADS, jnp.int32)
     for place, (row, i) in enumerate(itertools.product(rows, range(2))):
         scale = jnp.where(blocks + i < count, scales_gmem[row][jnp.minimum(blocks + i, count - 1)], 0)
-        found |= scale.astype(jnp.int32) << 8 * place
-    return found
+        words |= scale.astype(jnp.int32) << 8 * place
+    return words
 
 
-@load_scales.mosaic
-def _load_scales_mosaic(scales_gmem, rows, first):
-    def emit(scales, first, *rows):
-        blocks = scales_gmem.shape[1]
-        block = first + (thread_ops.lane() << 1)
-        found = U32(0)
-        for place, (row, i) in enumerate(itertools.product(rows, range(2))):
-            at = row * blocks + (block + i).minimum(blocks - 1)
-            pointer = mlir.at(mlir.global_pointer(scales), arith.extui(mlir.int_type(64), at.value))
-            code = "{ .reg .u16 s; ld.global.nc.u8 s, [$1]; cvt.u32.u16 $0, s; }"
-            found = found | U32(mlir.ptx(code, pointer, results=mlir.int_type())) << 8 * place
-        return found
-
-    return thread_ops.inline(emit, scales_gmem, first, *rows, returns=jax.ShapeDtypeStruct((mlir.THREADS,), jnp.int32))
+@mlir.emits(
+    load_scales,
+    layout=thread_ops.vector_layout,
+    returns=lambda *_: jax.ShapeDtypeStruct((mlir.THREADS,), jnp.int32),
+)
+def _emit_load_scales(scales_gmem, rows, first):
+    blocks = scales_gmem.type.shape[1]
+    block = first + (thread_ops.lane() << 1)
+    word = U32(0)
+    for place, (row, i) in enumerate(itertools.product(rows, range(2))):
+        at = row * blocks + (block + i).minimum(blocks - 1)
+        pointer = mlir.at(mlir.global_pointer(scales_gmem), mlir.to_u64(at))
+        code = "{ .reg .u16 s; ld.global.nc.u8 s, [$1]; cvt.u32.u16 $0, s; }"
+        word = word | thread_ops.ptx(code, pointer) << 8 * place
+    return [word]
 
 
 @primitive
@@ -86,8 +85,8 @@ def multiply_add(
     size = values.shape[1]
     if layout.bits == 4:
         table = scales[...].reshape(ROWS, -1)
-        first = lax.rem(step * (size // 32), jnp.int32(table.shape[1]))
-        exponents = lax.dynamic_slice_in_dim(table, first, size // 32, axis=1).astype(jnp.int32)
+        first_scale = lax.rem(step * (size // 32), table.shape[1])
+        exponents = lax.dynamic_slice_in_dim(table, first_scale, size // 32, axis=1).astype(jnp.int32)
         values *= decode_scales(jnp.repeat(exponents, 32, axis=1))
     elif layout.bits == 8:
         block = (step * size + lax.iota(jnp.int32, size)) // quantized_weights.SCALED
@@ -108,8 +107,7 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, layout, gat
     row_bytes = segments * SEGMENT
 
     def emit(acc, codes, scales, inputs, step):
-        thread = U32(mlir.thread())
-        step = U32(mlir.scalar(step))
+        thread = mlir.thread()
         inner = thread & 3
         line = thread % 32 >> 2
         # A tile's halves of 32 rows: a thread's two rows.
@@ -134,18 +132,18 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, layout, gat
 
         def add_segments(i, *sums):
             """In a loop: less code is fetched sooner."""
-            sums = [x.value for x in sums]
+            sums = list(sums)
             segment = i * together
-            own = fragments + segment * (segment_units << 9)
+            start = fragments + segment * (segment_units << 9)
             for unit, pairs in weights(segment, [row + segment * SEGMENT for row in rows]):
-                operands = [thread_ops.load_vector(own + (unit + tile * units << 9)) for tile in range(tiles)]
+                operands = [thread_ops.load_vector(start + (unit + tile * units << 9)) for tile in range(tiles)]
                 for i in (0, 2):
                     a = pairs[0][i], pairs[1][i], pairs[0][i + 1], pairs[1][i + 1]
                     for tile, b in enumerate(operands):
                         sums[4 * tile : 4 * tile + 4] = _mma(sums[4 * tile : 4 * tile + 4], a, b[i : i + 2])
-            return [U32(x) for x in sums]
+            return map(U32, sums)
 
-        return [x.value for x in thread_ops.loop(segments // together, add_segments, *map(U32, mlir.values(acc)))]
+        return thread_ops.loop(segments // together, add_segments, *map(U32, mlir.values(acc)))
 
     layouts = codes_smem, plgpu.RefType(code_transforms(codes_smem.shape[1]))
     operand = (scales, thread_ops.vector_layout(scales.shape)) if layout.bits == 8 else scales
@@ -168,15 +166,15 @@ def _weights_fp(layout, factors, segment, places):
 def _weights_bf16(late, segment, places):
     """Yields the units of two segments as `_weights_fp` does; a thread whose `late` is 1 begins with the second."""
     for unit in range(2):
-        own = late ^ unit
-        yield own, [fp8_pairs(thread_ops.load_vector(place + (own << 4))) for place in places]
+        segment_unit = late ^ unit
+        yield segment_unit, [fp8_pairs(thread_ops.load_vector(place + (segment_unit << 4))) for place in places]
 
 
 def _factors_fp4(scales, thread, step, segments, gated):
     line = thread % 32 >> 2
     inner = thread & 3
     row = (thread >> 5) * (8 if gated else 16) + line
-    size = ir.MemRefType(scales.type).shape[0] * quantized_weights.SCALE_BYTES // ROWS
+    size = scales.type.shape[0] * quantized_weights.SCALE_BYTES // ROWS
     place = thread_ops.shared(scales) + row * size + inner + (step * (4 * segments) & size - 1)
     code = "{ .reg .u16 s; ld.shared.u8 s, [$1]; cvt.u32.u16 $0, s; }"
 
@@ -193,9 +191,9 @@ def _factors_fp8(scales, thread, step, segments, gated):
     def factors(segment):
         # A scale for two segments.
         block = (step * segments + segment) >> 1
-        found = thread_ops.ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", word, block >> 1)
-        found = found >> ((block & 1) << 3)
-        halves = [power_pair((found >> 16 * half & 255) + (120 - SHIFT)) for half in range(1 + gated)]
+        scales_of_blocks = thread_ops.ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", word, block >> 1)
+        scales_of_blocks = scales_of_blocks >> ((block & 1) << 3)
+        halves = [power_pair((scales_of_blocks >> 16 * half & 255) + (120 - SHIFT)) for half in range(1 + gated)]
         return [halves[0], halves[-1]]
 
     return factors
@@ -204,5 +202,4 @@ def _factors_fp8(scales, thread, step, segments, gated):
 def _mma(sums, a, b):
     code = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9},
         {$10, $11, $12, $13};"""
-    operands = *(x.value for x in (*a, *b)), *sums
-    return mlir.ptx(code, *operands, results=[mlir.f32_type()] * 4, pure=True, convergent=True)
+    return mlir.ptx(code, *a, *b, *sums, results=[mlir.f32_type()] * 4, pure=True, convergent=True)

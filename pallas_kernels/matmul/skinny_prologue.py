@@ -6,14 +6,13 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.matmul.quantized_weights import WeightLayout
 from pallas_kernels.matmul.skinny_mma import COLUMNS, MULTIPLIERS, UNIT
 from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops
 from pallas_kernels.mgpu.bfloat16_words import fp8_pairs, halves
-from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -31,44 +30,38 @@ def store_factors(factors_smem, source_gmem, eps: float, warpgroup: jax.Array) -
             factors_smem[n] = lax.rsqrt(jnp.mean(row * row) + eps)
 
 
-@store_factors.mosaic
-def _store_factors_mosaic(factors_smem, source_gmem, eps, warpgroup):
-    tokens, columns = source_gmem.shape
+@mlir.emits(store_factors)
+def _emit_store_factors(factors_smem, source_gmem, eps, warpgroup):
+    tokens, columns = source_gmem.type.shape
     warps = MULTIPLIERS * mlir.THREADS // mlir.WARP
+    warp = (mlir.thread() >> 5) + warpgroup * (warps // MULTIPLIERS)
+    lane = thread_ops.lane()
 
-    def emit(factors, source, warpgroup):
-        warp = (U32(mlir.thread()) >> 5) + U32(mlir.scalar(warpgroup)) * (warps // MULTIPLIERS)
-        lane = thread_ops.lane()
+    def add_row(i):
+        row = warp + i * warps
+        with thread_ops.when(row < tokens):
+            total = mlir.f32(0.0)
+            for start in range(0, columns, 8 * mlir.WARP):
+                at = row * (columns // 8) + (lane + start // 8)
+                at = arith.shli(mlir.to_u64(at), mlir.i64(4))
+                for value in _unpack(_fetch(mlir.at(mlir.global_pointer(source_gmem), at))):
+                    total = thread_ops.fma(value, value, total)
+            for distance in (16, 8, 4, 2, 1):
+                code = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
+                other = thread_ops.ptx(code, thread_ops.bits(total))
+                total = arith.addf(total, thread_ops.as_float(other))
+            mean = thread_ops.fma(total, mlir.f32(1 / columns), mlir.f32(eps))
+            code = "{ .reg .f32 s; sqrt.rn.f32 s, $1; rcp.rn.f32 $0, s; }"
+            factor = mlir.ptx(code, mean, results=mlir.f32_type())
+            with thread_ops.when(lane.equals(0)):
+                thread_ops.store(thread_ops.shared(factors_smem) + (row << 2), thread_ops.bits(factor))
 
-        def add_row(i):
-            row = warp + i * warps
-            with thread_ops.when(row < tokens):
-                total = mlir.f32(0.0)
-                for start in range(0, columns, 8 * mlir.WARP):
-                    at = row * (columns // 8) + (lane + start // 8)
-                    at = arith.shli(arith.extui(mlir.int_type(64), at.value), mlir.i64(4))
-                    fetched = _fetch(mlir.at(mlir.global_pointer(source), at))
-                    for value in _unpack(fetched):
-                        total = thread_ops.fma(value, value, total)
-                for distance in (16, 8, 4, 2, 1):
-                    code = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
-                    other = thread_ops.ptx(code, thread_ops.bits(total))
-                    total = arith.addf(total, thread_ops.as_float(other))
-                mean = thread_ops.fma(total, mlir.f32(1 / columns), mlir.f32(eps))
-                code = "{ .reg .f32 s; sqrt.rn.f32 s, $1; rcp.rn.f32 $0, s; }"
-                factor = mlir.ptx(code, mean, results=mlir.f32_type())
-                with thread_ops.when(lane.equals(0)):
-                    thread_ops.store(thread_ops.shared(factors) + (row << 2), thread_ops.bits(factor))
-
-        thread_ops.loop(-(-tokens // warps), add_row)
-
-    mlir.inline(emit, factors_smem, source_gmem, warpgroup)
+    thread_ops.loop(-(-tokens // warps), add_row)
 
 
 def _fetch(pointer):
     """Loads 16 bytes of global memory that the kernel may have written."""
-    code = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
-    return [U32(x) for x in mlir.ptx(code, pointer, results=[mlir.int_type()] * 4)]
+    return thread_ops.ptx_words(4, "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", pointer)
 
 
 def _unpack(four):
@@ -102,61 +95,53 @@ def load_inputs(
             inputs_smem[n // COLUMNS, unit, n % COLUMNS] = values[unit]
 
 
-@load_inputs.mosaic
-def _load_inputs_mosaic(inputs_smem, source_gmem, rows, divisor, column, columns, warpgroup, layout, norm=()):
-    tiles, units, _, _ = inputs_smem.shape
+@mlir.emits(load_inputs)
+def _emit_load_inputs(inputs_smem, source_gmem, rows, divisor, column, columns, warpgroup, layout, norm=()):
+    tiles, units, _, _ = inputs_smem.type.shape
     eights = columns // 8
     threads = MULTIPLIERS * mlir.THREADS
     # Rows that threads copy at once, and that one thread does: a norm takes registers.
     lines = max(1, threads // eights)
     count = rows if isinstance(rows, int) else tiles * COLUMNS
     together = min(-(-count // lines), COLUMNS // 4 if norm else COLUMNS)
+    thread = mlir.thread() + warpgroup * mlir.THREADS
+    there = thread_ops.shared(inputs_smem)
+    width = source_gmem.type.shape[1]
+    base = mlir.element(source_gmem, column)
 
-    def emit(inputs, source, column, warpgroup, *more):
-        table = more[: len(tables)]
-        norm_refs = more[len(tables) :]
-        thread = U32(mlir.thread()) + U32(mlir.scalar(warpgroup)) * mlir.THREADS
-        there = thread_ops.shared(inputs)
-        width = ir.MemRefType(source.type).shape[1]
-        base = mlir.at(mlir.global_pointer(source), mlir.to_i64(mlir.scalar(column)), ir.BF16Type.get())
+    def normed(four, n, eight):
+        weight_gmem, factors_smem = norm or (None, None)
+        start = mlir.at(mlir.element(weight_gmem, column), mlir.to_u64(eight << 5))
+        weights = [thread_ops.as_float(word) for i in range(2) for word in _fetch(mlir.at(start, 16 * i))]
+        factor = thread_ops.as_float(thread_ops.load(thread_ops.shared(factors_smem) + (n << 2)))
+        values = [arith.mulf(w, arith.mulf(x, factor)) for w, x in zip(weights, _unpack(four), strict=True)]
+        return [words.pack(*pair) for pair in zip(values[::2], values[1::2], strict=True)]
 
-        def normed(four, n, eight):
-            start = mlir.at(mlir.global_pointer(norm_refs[0]), mlir.to_i64(mlir.scalar(column)), mlir.f32_type())
-            start = mlir.at(start, arith.extui(mlir.int_type(64), (eight << 5).value))
-            weights = [thread_ops.as_float(word) for i in range(2) for word in _fetch(mlir.at(start, 16 * i))]
-            factor = thread_ops.as_float(thread_ops.load(thread_ops.shared(norm_refs[1]) + (n << 2)))
-            values = [arith.mulf(w, arith.mulf(x, factor)) for w, x in zip(weights, _unpack(four), strict=True)]
-            return [words.pack(*pair) for pair in zip(values[::2], values[1::2], strict=True)]
+    def copy(n, row, eight):
+        """Loads 8 columns, those of one thread of a product; returns the function that stores them."""
+        offset = arith.muli(mlir.to_i64(row // divisor), mlir.i64(2 * width))
+        four = _fetch(mlir.at(base, arith.addi(offset, mlir.to_u64(eight << 4))))
+        four = normed(four, n, eight) if norm else four
+        unit, inner, four = _placed(eight, four, layout)
+        place = ((n >> 3) * units + unit << 9) + ((n & 7) << 6) + (inner << 4)
+        return lambda: thread_ops.store_vector(there + place, four)
 
-        def copy(n, row, eight):
-            """Loads 8 columns, those of one thread of a product; returns the function that stores them."""
-            offset = arith.muli(mlir.to_i64((row // divisor).value), mlir.i64(2 * width))
-            offset = arith.addi(offset, arith.extui(mlir.int_type(64), (eight << 4).value))
-            four = _fetch(mlir.at(base, offset))
-            four = normed(four, n, eight) if norm_refs else four
-            unit, inner, four = _placed(eight, four, layout)
-            place = ((n >> 3) * units + unit << 9) + ((n & 7) << 6) + (inner << 4)
-            return lambda: thread_ops.store_vector(there + place, four)
+    def row_of(n):
+        if isinstance(rows, int):
+            return n
+        row, first_row = (thread_ops.load(thread_ops.shared(rows) + (i << 2)) for i in (n, U32(0)))
+        return row.is_below(0).where(first_row, row)
 
-        def row_of(n):
-            if not table:
-                return n
-            row, first = (thread_ops.load(thread_ops.shared(table[0]) + (i << 2)) for i in (n, U32(0)))
-            return U32(arith.cmpi(arith.CmpIPredicate.slt, row.value, mlir.i32(0))).where(first, row)
+    def copy_some(eight, line, i):
+        """Copies a thread's columns of every `lines`th row, the last row maybe twice."""
+        numbers = [(line + (i * together + j) * lines).minimum(count - 1) for j in range(together)]
+        for put in [copy(n, row_of(n), eight) for n in numbers]:
+            put()
 
-        def copy_some(eight, line, i):
-            """Copies a thread's columns of every `lines`th row, the last row maybe twice."""
-            numbers = [(line + (i * together + j) * lines).minimum(count - 1) for j in range(together)]
-            for put in [copy(n, row_of(n), eight) for n in numbers]:
-                put()
-
-        for first in range(0, eights, threads):
-            with thread_ops.when(thread + first < lines * eights):
-                place = (thread % eights, thread // eights) if lines > 1 else (thread + first, U32(0))
-                thread_ops.loop(-(-count // (lines * together)), functools.partial(copy_some, *place))
-
-    tables = [] if isinstance(rows, int) else [rows]
-    mlir.inline(emit, inputs_smem, source_gmem, jnp.int32(column), warpgroup, *tables, *norm)
+    for start in range(0, eights, threads):
+        with thread_ops.when(thread + start < lines * eights):
+            place = (thread % eights, thread // eights) if lines > 1 else (thread + start, U32(0))
+            thread_ops.loop(-(-count // (lines * together)), functools.partial(copy_some, *place))
 
 
 def _placed(eight, four, layout):

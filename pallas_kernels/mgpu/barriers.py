@@ -12,7 +12,20 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import gpu, nvvm
 
 from pallas_kernels.mgpu import mlir
-from pallas_kernels.runtime.launch import primitive
+from pallas_kernels.runtime.launch import interpreting, primitive
+
+
+def turn(ring, i: jax.Array) -> jax.Array:
+    """Returns the place of number `i` in a ring of barriers or memory."""
+    return lax.rem(i, ring.shape[0])
+
+
+def wait_empty(empty, i: jax.Array) -> None:
+    """Waits until the place of number `i` was read, if a number before it had the place; `empty` is a ring of barriers.
+
+    That happens as often as places are reused, so `wait_for_last` has to follow.
+    """
+    pl.when(i >= empty.shape[0])(lambda: plgpu.barrier_wait(empty.at[turn(empty, i)]))
 
 
 def wait_for_last(ring, count: jax.Array) -> None:
@@ -20,11 +33,17 @@ def wait_for_last(ring, count: jax.Array) -> None:
 
     The interpreter wants every arrival waited for, and no block may end before the others of its cluster have arrived.
     """
-    size = ring.shape[0]
+    pl.loop(jnp.maximum(count - ring.shape[0], 0), count)(lambda i: plgpu.barrier_wait(ring.at[turn(ring, i)]))
 
-    @pl.loop(jnp.maximum(count - size, 0), count)
-    def _(i):
-        plgpu.barrier_wait(ring.at[lax.rem(i, jnp.int32(size))])
+
+def release(barrier) -> None:
+    """Tells the warpgroup that loads a place of a ring that it was read.
+
+    The values read are in registers and were used: on a GPU no fence has to keep a bulk copy from passing them.
+    """
+    if interpreting():
+        plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
 
 
 @primitive

@@ -12,7 +12,7 @@ from jax import lax
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.mgpu import mlir, thread_ops
-from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.mgpu.mlir import U32
 
 
 PARTS = 3  # bfloat16 terms whose sum is a float32
@@ -20,18 +20,17 @@ PARTS = 3  # bfloat16 terms whose sum is a float32
 
 def load_four(pointer: Any) -> list[U32]:
     """Loads 16 bytes of global memory that the kernel does not write."""
-    code = "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];"
-    return [U32(x) for x in mlir.ptx(code, pointer, results=[mlir.int_type()] * 4)]
+    return thread_ops.ptx_words(4, "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", pointer)
 
 
 def load_pair(pointer: Any) -> list[U32]:
     """Loads 8 bytes of global memory that the kernel does not write."""
-    return [U32(x) for x in mlir.ptx("ld.global.nc.v2.b32 {$0, $1}, [$2];", pointer, results=[mlir.int_type()] * 2)]
+    return thread_ops.ptx_words(2, "ld.global.nc.v2.b32 {$0, $1}, [$2];", pointer)
 
 
 def store_four(pointer: Any, four: Sequence[U32]) -> None:
     """Stores 16 bytes to global memory."""
-    mlir.ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", pointer, *(word.value for word in four))
+    mlir.ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", pointer, *four)
 
 
 def unpack(word: U32) -> list[Any]:
@@ -43,6 +42,14 @@ def pack(low: Any, high: Any) -> U32:
     """Rounds two MLIR float32 to a word of two bfloat16."""
     code = "cvt.rn.bf16x2.f32 $0, $1, $2;"
     return U32(mlir.ptx(code, high, low, results=mlir.int_type(), pure=True))
+
+
+def rotate(word: U32, cos: Any, sin: Any) -> U32:
+    """Rotates a pair of bfloat16 by an angle, whose cosine and sine are MLIR float32; no FMA is used."""
+    even, odd = unpack(word)
+    multiply = thread_ops.multiply
+    rotated_even = arith.subf(multiply(even, cos), multiply(odd, sin))
+    return pack(rotated_even, arith.addf(multiply(odd, cos), multiply(even, sin)))
 
 
 def split(four: Sequence[U32]) -> Iterator[list[U32]]:
@@ -66,11 +73,11 @@ def multiply_add(acc: Sequence[Any], a: Sequence[U32], b: Sequence[U32]) -> list
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
-    return mlir.ptx(code, *(word.value for word in (*a, *b)), *acc, results=[mlir.f32_type()] * 4)
+    return mlir.ptx(code, *a, *b, *acc, results=[mlir.f32_type()] * 4)
 
 
 def e2m1_value(code: jax.Array) -> jax.Array:
-    """Returns the float32 values of E2M1 codes, int32; for interpreted kernels."""
+    """Returns the float32 values of E2M1 codes 0 to 15, int32, exactly; in jax.numpy."""
     size = code & 7
     normal = lax.bitcast_convert_type((size << 22) + (126 << 23), jnp.float32)
     size = jnp.where(size < 2, size.astype(jnp.float32) * 0.5, normal)
@@ -83,12 +90,12 @@ def e2m1_pairs(word: U32) -> list[U32]:
     A code has the sign, exponent and mantissa bits of a bfloat16, without the gap between sign and exponent. One
     instruction makes that gap for two pairs, the second of which lies 4 bits lower.
     """
-    found = []
+    pairs = []
     for signs, others in (word << 8, word << 2), (word, word >> 6):
         # signs & mask | others & ~mask in one instruction, which compilers do not find.
         both = thread_ops.pure("lop3.b32 $0, $1, $2, 0x88008800, 0xe4;", signs, others)
-        found += [both << 4 & 0x81C081C0, both & 0x81C081C0]
-    return found
+        pairs += [both << 4 & 0x81C081C0, both & 0x81C081C0]
+    return pairs
 
 
 def e4m3_pairs(word: U32) -> list[U32]:

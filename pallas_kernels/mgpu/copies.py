@@ -13,7 +13,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, nvvm
 
 from pallas_kernels.mgpu import mlir, vectors
-from pallas_kernels.mgpu.mlir import THREADS, WARP
+from pallas_kernels.mgpu.mlir import THREADS, U32, WARP
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -29,8 +29,8 @@ def start_copy(target, source, row: jax.Array, column: jax.Array, *, below: int 
       below: added to the row.
       other: optional array like `source`, of which a negative `row` means row `-1 - row`; then `below` is 0.
     """
-    held = target.shape[0] // THREADS
-    columns = jnp.repeat(column, held) + jnp.tile(lax.iota(jnp.int32, held), THREADS)
+    per_thread = target.shape[0] // THREADS
+    columns = jnp.repeat(column, per_thread) + jnp.tile(lax.iota(jnp.int32, per_thread), THREADS)
     if other is None:
         target[...] = source[row + below][columns]
     else:
@@ -38,26 +38,22 @@ def start_copy(target, source, row: jax.Array, column: jax.Array, *, below: int 
         target[...] = lax.cond(row >= 0, *read)[columns]
 
 
-@start_copy.mosaic
-def _start_copy_mosaic(target, source, row, column, *, below=0, other=None):
-    held = target.shape[0] // THREADS
-
-    def emit(target, row, column, source, other=None):
-        row, column = (mlir.to_i64(mlir.scalar(x)) for x in (row, column))
-        base = mlir.global_pointer(source)
-        if other is not None:
-            is_first = arith.cmpi(arith.CmpIPredicate.sge, row, mlir.i64(0))
-            row = arith.select(is_first, row, arith.subi(mlir.i64(-1), row))
-            base = arith.select(is_first, base, mlir.global_pointer(other))
-        width = source.type.shape[1]
-        offset = arith.addi(arith.muli(row, mlir.i64(width)), column)
-        there = mlir.at(mlir.at(base, offset, mlir.f32_type()), 4 * below * width)
-        own = arith.muli(mlir.thread(64), mlir.i64(held))
-        here = mlir.at(mlir.shared_pointer(target), own, mlir.f32_type())
-        cache = nvvm.LoadCacheModifierKind.CG if held == 4 else nvvm.LoadCacheModifierKind.CA
-        nvvm.cp_async_shared_global(here, there, 4 * held, cache)
-
-    vectors.inline(emit, target, row, column, source, *([] if other is None else [other]))
+@vectors.emits(start_copy)
+def _emit_start_copy(target, source, row, column, *, below=0, other=None):
+    per_thread = target.type.shape[0] // THREADS
+    row = mlir.to_i64(row)
+    base = mlir.global_pointer(source)
+    if other is not None:
+        in_source = arith.cmpi(arith.CmpIPredicate.sge, row, mlir.i64(0))
+        row = arith.select(in_source, row, arith.subi(mlir.i64(-1), row))
+        base = arith.select(in_source, base, mlir.global_pointer(other))
+    width = source.type.shape[1]
+    offset = arith.addi(arith.muli(row, mlir.i64(width)), mlir.to_i64(mlir.scalar(column)))
+    there = mlir.at(mlir.at(base, offset, mlir.f32_type()), 4 * below * width)
+    own_part = arith.muli(mlir.wide_thread(), mlir.i64(per_thread))
+    own_place = mlir.at(mlir.shared_pointer(target), own_part, mlir.f32_type())
+    cache = nvvm.LoadCacheModifierKind.CG if per_thread == 4 else nvvm.LoadCacheModifierKind.CA
+    nvvm.cp_async_shared_global(own_place, there, 4 * per_thread, cache)
 
 
 @primitive
@@ -83,38 +79,34 @@ def start_rows(target, pieces, *, column: jax.Array, size: int) -> None:
     target[...] = jnp.concatenate([read(r, pieces) for r in range(target.shape[0] // size)])
 
 
-@start_rows.mosaic
-def _start_rows_mosaic(target, pieces, *, column, size):
-    rows = target.shape[0] // size
-    held = size // THREADS
-    # A thread copies 4 values at once, but reads `held` of a row: 8 * held threads of a warp copy one of 4 / held rows.
-    wide = 8 * held
-    high = 4 // held
-
-    def emit(target, column, *operands):
-        thread = mlir.thread(64)
-        lane = arith.remui(thread, mlir.i64(WARP))
-        first_row = arith.divui(lane, mlir.i64(wide))
-        inner = arith.muli(arith.divui(thread, mlir.i64(WARP)), mlir.i64(WARP * held))
-        inner = arith.addi(inner, arith.muli(arith.remui(lane, mlir.i64(wide)), mlir.i64(4)))
-        place = arith.addi(arith.muli(first_row, mlir.i64(size)), inner)
-        target = mlir.at(mlir.shared_pointer(target), place, mlir.f32_type())
-        sources = []
-        for array, row, begin in zip(operands[::3], operands[1::3], operands[2::3], strict=True):
-            width = array.type.shape[1]
-            offset = arith.muli(arith.addi(mlir.to_i64(mlir.scalar(row)), first_row), mlir.i64(width))
-            offset = arith.addi(arith.addi(offset, mlir.to_i64(mlir.scalar(column))), inner)
-            left = arith.subi(mlir.scalar(begin), arith.trunci(mlir.int_type(), first_row))
-            sources.append((mlir.at(mlir.global_pointer(array), offset, mlir.f32_type()), width, left))
-        for r in range(0, rows, high):
-            source: Any = None
-            for pointer, width, left in sources:
-                pointer = mlir.at(pointer, 4 * r * width)
-                reached = arith.cmpi(arith.CmpIPredicate.sge, mlir.i32(r), left)
-                source = pointer if source is None else arith.select(reached, pointer, source)
-            nvvm.cp_async_shared_global(mlir.at(target, 4 * r * size), source, 16, nvvm.LoadCacheModifierKind.CG)
-
-    mlir.inline(emit, target, column, *(x for piece in pieces for x in piece))
+@mlir.emits(start_rows)
+def _emit_start_rows(target, pieces, *, column, size):
+    rows = target.type.shape[0] // size
+    per_thread = size // THREADS
+    # A thread copies 4 values, but reads `per_thread` of a row: `wide` threads of a warp copy one of `high` rows.
+    wide = 8 * per_thread
+    high = 4 // per_thread
+    thread = mlir.wide_thread()
+    lane = arith.remui(thread, mlir.i64(WARP))
+    first_row = arith.divui(lane, mlir.i64(wide))
+    inner = arith.muli(arith.divui(thread, mlir.i64(WARP)), mlir.i64(WARP * per_thread))
+    inner = arith.addi(inner, arith.muli(arith.remui(lane, mlir.i64(wide)), mlir.i64(4)))
+    place = arith.addi(arith.muli(first_row, mlir.i64(size)), inner)
+    target = mlir.at(mlir.shared_pointer(target), place, mlir.f32_type())
+    sources = []
+    for array, row, begin in pieces:
+        width = array.type.shape[1]
+        offset = arith.muli(arith.addi(mlir.to_i64(row), first_row), mlir.i64(width))
+        offset = arith.addi(arith.addi(offset, mlir.to_i64(column)), inner)
+        begin -= U32(arith.trunci(mlir.int_type(), first_row))
+        sources.append((mlir.at(mlir.global_pointer(array), offset, mlir.f32_type()), width, begin))
+    for r in range(0, rows, high):
+        source: Any = None
+        for pointer, width, begin in sources:
+            pointer = mlir.at(pointer, 4 * r * width)
+            reached = U32(r).is_at_least(begin)
+            source = pointer if source is None else arith.select(reached.value, pointer, source)
+        nvvm.cp_async_shared_global(mlir.at(target, 4 * r * size), source, 16, nvvm.LoadCacheModifierKind.CG)
 
 
 @primitive

@@ -22,8 +22,7 @@ import jax.numpy as jnp
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops
-from pallas_kernels.mgpu.mlir import THREADS
-from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.mgpu.mlir import THREADS, U32
 from pallas_kernels.runtime.checks import check_array, check_rules
 
 
@@ -46,20 +45,19 @@ class Unit(NamedTuple):
     store: Callable[[list[U32]], None]  # takes the four words of the sum
 
 
-def check_table(table: jax.Array, *, interpret: bool) -> int:
-    """Returns the number of GPUs in a table of mailboxes; refuses interpreted kernels and other numbers than 2 to 8.
+def check_table(table: jax.Array, *, interpret: bool) -> None:
+    """Refuses tables of mailboxes of other numbers of GPUs than 2 to 8, and interpreted kernels.
 
     The table [2 * (2 + GPUs)] uint32 has the low and high halves of this GPU's rank, of the address of its mailbox, and
     of the addresses of all mailboxes by rank.
     """
     check_array("table", table, jnp.uint32, None)
-    ranks = num_ranks(table)
+    ranks = _num_ranks(table)
     check_rules({"several GPUs: it is not interpreted": not interpret, f"2 to 8 GPUs, got {ranks}": 2 <= ranks <= 8})
-    return ranks
 
 
-def num_ranks(table: Any) -> int:
-    """Returns the number of GPUs in a table, an array or a reference as for `check_table`."""
+def _num_ranks(table):
+    """Returns the number of GPUs in a table, an array or a type of a reference as for `check_table`."""
     return table.shape[0] // 2 - PEERS
 
 
@@ -79,7 +77,7 @@ def mailbox_bytes(ranks: int) -> int:
     return counter_offset(BLOCKS, ranks=ranks)
 
 
-def exchange(block: U32, table_gmem: Any, units: Sequence[Unit], *, ranks: int) -> None:
+def exchange(block: U32, table_gmem: Any, units: Sequence[Unit]) -> None:
     """Emits code of one thread that replaces each of up to `ROUNDS` units by its sum over the GPUs.
 
     Sums are float32, in the order of ranks, and rounded once. `block` is the number of the thread block, below
@@ -90,16 +88,17 @@ def exchange(block: U32, table_gmem: Any, units: Sequence[Unit], *, ranks: int) 
         pointer = mlir.at(mlir.global_pointer(table_gmem), 8 * i)
         return mlir.ptx("ld.global.nc.b64 $0, [$1];", pointer, results=mlir.int_type(64))
 
+    ranks = _num_ranks(table_gmem.type)
     addresses = [load_address(i) for i in range(PEERS + ranks)]
     rank = U32(arith.trunci(mlir.int_type(), addresses[0]))
-    own = addresses[OWN]
+    own_mailbox = addresses[OWN]
     peers = addresses[PEERS:]
-    thread = U32(mlir.thread())
-    counter = _add_offset(own, counter_offset(block, ranks=ranks))
-    call = U32(mlir.ptx("ld.volatile.global.u32 $0, [$1];", counter, results=mlir.int_type())) + 1
+    thread = mlir.thread()
+    counter = _add_offset(own_mailbox, counter_offset(block, ranks=ranks))
+    call = thread_ops.ptx("ld.volatile.global.u32 $0, [$1];", counter) + 1
     thread_ops.sync()  # all threads have read the counter
     with thread_ops.when(thread.equals(0)):
-        mlir.ptx("st.volatile.global.u32 [$0], $1;", counter, call.value)
+        mlir.ptx("st.volatile.global.u32 [$0], $1;", counter, call)
     generation = call & (GENERATIONS - 1)
 
     for round_, unit in enumerate(units):
@@ -112,24 +111,23 @@ def exchange(block: U32, table_gmem: Any, units: Sequence[Unit], *, ranks: int) 
     rank_stride = slot_offset(0, 1, 0, 0, 0, ranks=ranks)
     for round_, unit in enumerate(units):
         with thread_ops.when(unit.active):
-            first = _add_offset(own, slot_offset(generation, 0, round_, block, thread, ranks=ranks))
-            received = _receive(first, call, ranks, rank_stride)
+            address = _add_offset(own_mailbox, slot_offset(generation, 0, round_, block, thread, ranks=ranks))
+            received = _receive(address, call, ranks, rank_stride)
             values = [[x for word in four for x in words.unpack(word)] for four in received]
             total = [functools.reduce(arith.addf, terms) for terms in zip(*values, strict=True)]
             unit.store([words.pack(*total[i : i + 2]) for i in range(0, UNIT, 2)])
 
 
 def _add_offset(address, offset):
-    return arith.addi(address, arith.extui(mlir.int_type(64), U32(offset).value))
+    return arith.addi(address, mlir.to_u64(U32(offset)))
 
 
 def _send(address, four, call):
     """Stores four words, each with the number of the call, into a unit's two slots."""
     for slot in range(SLOTS_PER_UNIT):
-        low, high = (word.value for word in four[2 * slot : 2 * slot + 2])
         code = f"""{{ .reg .b64 a, b; mov.b64 a, {{$1, $3}}; mov.b64 b, {{$2, $3}};
             st.relaxed.sys.global.v2.b64 [$0 + {slot * THREADS * SLOT_BYTES}], {{a, b}}; }}"""
-        mlir.ptx(code, address, low, high, call.value)
+        mlir.ptx(code, address, *four[2 * slot : 2 * slot + 2], call)
 
 
 def _receive(address, call, ranks, rank_stride):
@@ -152,5 +150,5 @@ def _receive(address, call, ranks, rank_stride):
         setp.gt.u32 q, n, {MAX_POLLS}; @q trap;
         bra AGAIN;
         DONE: }}"""
-    found = [U32(x) for x in mlir.ptx(code, address, call.value, results=[mlir.int_type()] * count)]
-    return [found[i : i + 4] for i in range(0, count, 4)]
+    words_of_units = thread_ops.ptx_words(count, code, address, call)
+    return [words_of_units[i : i + 4] for i in range(0, count, 4)]

@@ -5,7 +5,6 @@ Pallas has no operation for some instructions (shuffles, loads with a cache hint
 functions are called within such code.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -27,9 +26,10 @@ def inline(emit: Callable, *args: Any, layout: Callable[..., Any] | None = None,
     """Puts the MLIR that `emit` writes for one thread into a Pallas kernel; returns an array for each result.
 
     Args:
-      emit: a function of a memref for each reference and a `FragmentedArray` for each array (see `scalar` and
-        `values`). It returns a result for each of `returns`: an MLIR scalar for shape (), otherwise the values of the
-        array that this thread holds, in the layout's order, as a list of registers (MLIR vectors) or MLIR scalars.
+      emit: a function of a memref for each reference, a `U32` for each integer or bool scalar, and a `FragmentedArray`
+        for each array (see `scalar` and `values`). It returns a result for each of `returns`: an MLIR scalar or `U32`
+        for shape (), otherwise the values of the array that this thread holds, in the layout's order, as a list of
+        registers (MLIR vectors), MLIR scalars or `U32`.
       args: references and arrays, or pairs (reference or array, its `plgpu.RefType` or layout).
       layout: shape -> layout, the default for arrays. Scalars are the same in all threads (WG_SPLAT).
       returns: None, or one object or a tuple of objects with a `shape` and a `dtype`. Objects whose layout is not the
@@ -51,7 +51,7 @@ def inline(emit: Callable, *args: Any, layout: Callable[..., Any] | None = None,
 
     @plgpu.inline_mgpu(arg_types=tuple(kind for _, kind in pairs), return_type=kinds or None)
     def run(_, *operands):
-        results = emit(*operands)
+        results = emit(*map(_operand, operands))
         if returns is None:
             return None
         return tuple(_array(x, kind) for x, kind in zip(results if several else [results], kinds, strict=True))
@@ -63,20 +63,30 @@ def inline(emit: Callable, *args: Any, layout: Callable[..., Any] | None = None,
 def emits(primitive: Any, *layouts: Any, layout: Callable[..., Any] | None = None, returns: Any = None) -> Callable:
     """Registers code for one thread, such as `inline` takes, as a primitive's implementation for the GPU.
 
+    The code has the primitive's arguments, which may be pytrees. References and arrays within them are replaced as in
+    `inline`; everything else is passed on as it is.
+
     Args:
-      primitive: the primitive. Its static arguments are keywords, and the code gets them as they are. The elements of
-        its arguments that are tuples are arguments of the code.
-      layouts: layouts of the code's first arguments, None for the default.
+      primitive: the primitive.
+      layouts: layouts of the first references and arrays, None for the default.
       layout: as in `inline`.
       returns: as in `inline`, or a function of the primitive's arguments.
     """
 
     def register(emit):
-        def run(*args, **static):
-            flat = [x for arg in args for x in (arg if isinstance(arg, (tuple, list)) else [arg])]
-            pairs = [x if kind is None else (x, kind) for x, kind in itertools.zip_longest(flat, layouts)]
-            kinds = returns(*args, **static) if callable(returns) else returns
-            return inline(functools.partial(emit, **static), *pairs, layout=layout, returns=kinds)
+        def run(*args, **kwargs):
+            leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_operand)
+            places = [i for i, leaf in enumerate(leaves) if _is_operand(leaf)]
+
+            def emit_with(*operands):
+                merged = dict(enumerate(leaves)) | dict(zip(places, operands, strict=True))
+                args, kwargs = jax.tree.unflatten(structure, merged.values())
+                return emit(*args, **kwargs)
+
+            operands = itertools.zip_longest((leaves[i] for i in places), layouts)
+            pairs = (x if kind is None else (x, kind) for x, kind in operands)
+            kinds = returns(*args, **kwargs) if callable(returns) else returns
+            return inline(emit_with, *pairs, layout=layout, returns=kinds)
 
         primitive.mosaic(run)
         return emit
@@ -84,13 +94,25 @@ def emits(primitive: Any, *layouts: Any, layout: Callable[..., Any] | None = Non
     return register
 
 
+def _is_operand(leaf):
+    """Returns whether a leaf is an array or a reference, also to a part of one."""
+    return isinstance(leaf, jax.Array) or hasattr(leaf, "at")
+
+
+def _operand(x):
+    """Returns a `U32` for an integer or bool scalar, and other operands as they are."""
+    if isinstance(x, mgpu.FragmentedArray) and not x.shape and isinstance(x.mlir_dtype, ir.IntegerType):
+        return U32(scalar(x))
+    return x
+
+
 def _array(parts, kind):
     """Returns the `FragmentedArray` of the values that a thread holds."""
     signed = mgpu.utils.is_signed(kind.dtype)
     if not kind.shape:
-        return mgpu.FragmentedArray.splat(parts, (), is_signed=signed)
+        return mgpu.FragmentedArray.splat(U32(parts).value, (), is_signed=signed)
     layout = kind.layout.to_mgpu()
-    parts = list(parts)
+    parts = [U32(part).value for part in parts]
     registers = np.empty(layout.registers_shape(kind.shape), dtype=object)
     if not isinstance(parts[0].type, ir.VectorType):
         size = len(parts) // math.prod(registers.shape)
@@ -112,7 +134,7 @@ def ptx(
 
     Args:
       code: the instructions. `$0`, `$1`, ... are the results, then the operands, then `in_out`.
-      operands: MLIR integers, floats and pointers.
+      operands: MLIR integers, floats and pointers, `U32`, or Python integers of 32 bits.
       results: an MLIR type, or a sequence of types.
       in_out: values that the first results hold before the instructions.
       pure: whether the results depend on the operands alone, so that compilers may move, merge and drop the code.
@@ -121,6 +143,7 @@ def ptx(
     Returns:
       An MLIR value, or a list of values if `results` is a sequence.
     """
+    operands, in_out = (tuple(U32(x).value for x in values) for values in (operands, in_out))
     types = [results] if isinstance(results, ir.Type) else list(results)
     if not types:
         packed = ir.Type.parse("!llvm.void")
@@ -129,18 +152,58 @@ def ptx(
     constraints = [f"={_constraint(kind)}" for kind in types] + [_constraint(x.type) for x in operands]
     constraints += [str(i) for i in range(len(in_out))]
     convergent = not pure if convergent is None else convergent
-    done: Any = llvm.inline_asm(
+    value: Any = llvm.inline_asm(
         packed, [*operands, *in_out], code, ",".join(constraints), has_side_effects=not pure, convergent=convergent
     )
     if isinstance(results, ir.Type):
-        return done
-    return [done] if len(types) == 1 else [llvm.extractvalue(kind, done, [i]) for i, kind in enumerate(types)]
+        return value
+    return [value] if len(types) == 1 else [llvm.extractvalue(kind, value, [i]) for i, kind in enumerate(types)]
 
 
 def _constraint(kind):
     if isinstance(kind, llvm.PointerType):
         return "l" if kind.address_space in (0, 1) else "r"
     return {"i1": "b", "i16": "h", "i32": "r", "i64": "l", "f32": "f"}[str(kind)]
+
+
+def _operator(operation: Callable[[Any, Any], Any]) -> "Callable[[U32, U32 | int], U32]":
+    return lambda x, y: U32(operation(x.value, U32(y).value))
+
+
+def _comparison(predicate: str) -> "Callable[[U32, U32 | int], U32]":
+    return _operator(lambda x, y: arith.cmpi(getattr(arith.CmpIPredicate, predicate), x, y))
+
+
+class U32:
+    """An unsigned 32-bit integer, or a condition of one bit, that the kernel computes.
+
+    `U32(x)` takes an MLIR value, a Python integer, or another `U32`.
+    """
+
+    def __init__(self, value: "U32 | int | Any"):
+        if isinstance(value, U32):
+            value = value.value
+        self.value = i32(value & 0xFFFFFFFF) if isinstance(value, int) else value
+
+    __add__ = _operator(arith.addi)
+    __sub__ = _operator(arith.subi)
+    __mul__ = _operator(arith.muli)
+    __floordiv__ = _operator(arith.divui)
+    __mod__ = _operator(arith.remui)
+    __and__ = _operator(arith.andi)
+    __or__ = _operator(arith.ori)
+    __xor__ = _operator(arith.xori)
+    __lshift__ = _operator(arith.shli)
+    __rshift__ = _operator(arith.shrui)
+    __lt__, __le__, __gt__, __ge__ = (_comparison(predicate) for predicate in ("ult", "ule", "ugt", "uge"))
+    equals = _comparison("eq")
+    is_below, is_at_least = (_comparison(predicate) for predicate in ("slt", "sge"))  # of signed integers
+    minimum = _operator(arith.minui)
+    maximum = _operator(arith.maxui)
+
+    def where(self, yes: "U32 | int", no: "U32 | int") -> "U32":
+        """Returns `yes` if this condition holds, else `no`."""
+        return U32(arith.select(self.value, U32(yes).value, U32(no).value))
 
 
 f32_type = ir.F32Type.get
@@ -176,13 +239,21 @@ def index(value: int) -> Any:
 
 
 def to_i64(x: Any) -> Any:
-    """Converts a signed integer or an index to 64 bits."""
+    """Converts a signed integer, as an MLIR value or `U32`, or an index to 64 bits."""
     kind = int_type(64)
+    x = U32(x).value
     return arith.index_cast(kind, x) if isinstance(x.type, ir.IndexType) else arith.extsi(kind, x)
+
+
+def to_u64(x: U32) -> Any:
+    """Converts an unsigned integer to 64 bits."""
+    return arith.extui(int_type(64), x.value)
 
 
 def values(x: Any) -> list[Any]:
     """Returns the MLIR scalars of a register, or all that this thread holds of a `FragmentedArray`."""
+    if isinstance(x, U32):
+        return [x.value]
     if isinstance(x, mgpu.FragmentedArray):
         return [value for register in x.registers.flat for value in values(register)]
     if not isinstance(x.type, ir.VectorType):
@@ -202,9 +273,17 @@ def pack(scalars: Iterable[Any]) -> Any:
     return vector.from_elements(vector_type(len(scalars), scalars[0].type), scalars)
 
 
-def thread(bits: int = 32) -> Any:
-    """Returns this thread's number in its warpgroup, as an integer of 32 or 64 bits."""
-    kind = int_type(bits)
+def thread() -> U32:
+    """Returns this thread's number in its warpgroup."""
+    return U32(_thread(int_type()))
+
+
+def wide_thread() -> Any:
+    """Returns this thread's number in its warpgroup, as an MLIR integer of 64 bits."""
+    return _thread(int_type(64))
+
+
+def _thread(kind):
     return arith.remui(arith.index_cast(kind, gpu.thread_id(gpu.Dimension.x)), constant(THREADS, kind))
 
 
@@ -214,5 +293,16 @@ def global_pointer(ref: Any) -> Any:
 
 
 def at(pointer: Any, offset: Any, element: Any = None) -> Any:
-    """Returns a pointer moved by `offset`, an int or an MLIR integer, in bytes or in elements of an MLIR type."""
+    """Returns a pointer moved by `offset`, an integer as for `U32`, in bytes or in elements of an MLIR type."""
+    offset = offset if isinstance(offset, int) else U32(offset).value
     return mgpu.utils.getelementptr(pointer, [offset], int_type(8) if element is None else element)
+
+
+def element(ref: Any, index: Any, size: int | None = None) -> Any:
+    """Returns a pointer to element `index`, a signed integer, of a contiguous reference to global memory.
+
+    `size` is the number of bytes of an element; None: that of the reference's type.
+    """
+    if size is None:
+        return at(global_pointer(ref), to_i64(index), ref.type.element_type)
+    return at(global_pointer(ref), arith.muli(to_i64(index), i64(size)))

@@ -1,11 +1,11 @@
-"""Code for one thread: unsigned 32-bit integers with Python's operators, and instructions on them.
+"""Code for one thread: instructions on `U32`.
 
 The instructions cover shared memory and its atomics, shuffles, barriers, and the shared memory of the cluster's other
 blocks. `inline` puts such code into a kernel.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,42 +17,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, nvvm, scf
 
 from pallas_kernels.mgpu import mlir
-
-
-def _operator(operation: Callable[[Any, Any], Any]) -> "Callable[[U32, U32 | int], U32]":
-    return lambda x, y: U32(operation(x.value, U32(y).value))
-
-
-def _comparison(predicate: str) -> "Callable[[U32, U32 | int], U32]":
-    return _operator(lambda x, y: arith.cmpi(getattr(arith.CmpIPredicate, predicate), x, y))
-
-
-class U32:
-    """An unsigned 32-bit integer, or a condition of one bit, that the kernel computes."""
-
-    def __init__(self, value: "U32 | int | Any"):
-        if isinstance(value, U32):
-            value = value.value
-        self.value = mlir.i32(value & 0xFFFFFFFF) if isinstance(value, int) else value
-
-    __add__ = _operator(arith.addi)
-    __sub__ = _operator(arith.subi)
-    __mul__ = _operator(arith.muli)
-    __floordiv__ = _operator(arith.divui)
-    __mod__ = _operator(arith.remui)
-    __and__ = _operator(arith.andi)
-    __or__ = _operator(arith.ori)
-    __xor__ = _operator(arith.xori)
-    __lshift__ = _operator(arith.shli)
-    __rshift__ = _operator(arith.shrui)
-    __lt__, __le__, __gt__, __ge__ = (_comparison(predicate) for predicate in ("ult", "ule", "ugt", "uge"))
-    equals = _comparison("eq")
-    minimum = _operator(arith.minui)
-    maximum = _operator(arith.maxui)
-
-    def where(self, yes: "U32 | int", no: "U32 | int") -> "U32":
-        """Returns `yes` if this condition holds, else `no`."""
-        return U32(arith.select(self.value, U32(yes).value, U32(no).value))
+from pallas_kernels.mgpu.mlir import U32
 
 
 def inline(emit: Callable, *args: Any, returns: jax.ShapeDtypeStruct | None = None) -> Any:
@@ -74,7 +39,7 @@ def inline(emit: Callable, *args: Any, returns: jax.ShapeDtypeStruct | None = No
 
     def run(*args):
         result = emit(*map(unpacked, args))
-        return [result.value] if isinstance(result, U32) else result
+        return [result] if isinstance(result, U32) else result
 
     args = tuple(arg.astype(jnp.int32) if arg.dtype == bool else arg for arg in args)
     return mlir.inline(run, *args, layout=vector_layout, returns=returns)
@@ -85,17 +50,17 @@ def vector_layout(shape: tuple[int, ...]) -> Any:
     return plgpu.Layout.WG_STRIDED(shape, vec_size=1 if shape == (128,) else 4)
 
 
-def ptx(code: str, *args: U32 | int, pure: bool = False) -> U32:
-    """Returns the result `$0` of instructions on `args`, which are `$1`, `$2`, ...; pure ones read no memory."""
-    return U32(mlir.ptx(code, *(U32(x).value for x in args), results=mlir.int_type(), pure=pure))
+def ptx(code: str, *args: Any, in_out: Sequence[U32] = (), pure: bool = False) -> U32:
+    """Returns the result `$0` of instructions on `args`, which are `$1`, `$2`, ...; see `mlir.ptx`."""
+    return U32(mlir.ptx(code, *args, results=mlir.int_type(), in_out=in_out, pure=pure))
 
 
 pure = partial(ptx, pure=True)
 
 
-def ptx_effect(code: str, *args: U32 | int) -> None:
-    """Emits instructions without a result on `args`, which are `$0`, `$1`, ..."""
-    mlir.ptx(code, *(U32(x).value for x in args))
+def ptx_words(count: int, code: str, *args: Any) -> list[U32]:
+    """Returns the results `$0`, `$1`, ... of instructions on `args`, whose numbers follow."""
+    return [U32(x) for x in mlir.ptx(code, *args, results=[mlir.int_type()] * count)]
 
 
 # --- threads ---
@@ -126,7 +91,7 @@ def when(condition: U32) -> Iterator[None]:
         yield
 
 
-def loop(count: U32 | int, body: Callable[..., Sequence[U32] | None], *carried: U32) -> list[U32]:
+def loop(count: U32 | int, body: Callable[..., Iterable[U32] | None], *carried: U32) -> list[U32]:
     """Repeats `carried = body(i, *carried)` for i = 0 .. count - 1; returns the last carried values."""
     start, stop, step = (U32(x).value for x in (0, count, 1))
     for_op: Any = scf.ForOp(start, stop, step, [x.value for x in carried])
@@ -136,15 +101,19 @@ def loop(count: U32 | int, body: Callable[..., Sequence[U32] | None], *carried: 
     return [U32(result) for result in for_op.results]
 
 
-def for_each(total: int, visit: Callable[[U32], None]) -> None:
-    """Calls `visit` for 0 .. total - 1, of which each thread of the warpgroup takes every 128th."""
-    own = U32(mlir.thread())
-    for first in range(0, total, mlir.THREADS):
-        if first + mlir.THREADS <= total:
-            visit(own + first)
+def for_each(total: int, visit: Callable[[U32], None], thread: U32 | None = None) -> None:
+    """Calls `visit` for 0 .. total - 1, of which each thread of the warpgroup takes every 128th.
+
+    `thread` is its number in the warpgroup, if known.
+    """
+    thread = thread or mlir.thread()
+    for start in range(0, total, mlir.THREADS):
+        number = thread + start
+        if start + mlir.THREADS <= total:
+            visit(number)
         else:
-            with when(own + first < total):
-                visit(own + first)
+            with when(number < total):
+                visit(number)
 
 
 def replace_if(condition: U32, values: Sequence[Any], others: Callable[[], Sequence[Any]]) -> list[Any]:
@@ -157,10 +126,10 @@ def replace_if(condition: U32, values: Sequence[Any], others: Callable[[], Seque
     return list(branch.results)
 
 
-sync = partial(ptx_effect, "bar.sync 0;")  # the block's threads; orders their accesses to shared memory
-cluster_arrive = partial(ptx_effect, "barrier.cluster.arrive.release.aligned;")
+sync = partial(mlir.ptx, "bar.sync 0;")  # the block's threads; orders their accesses to shared memory
+cluster_arrive = partial(mlir.ptx, "barrier.cluster.arrive.release.aligned;")
 # The cluster's threads have arrived; orders their accesses to the shared memory of all blocks.
-cluster_wait = partial(ptx_effect, "barrier.cluster.wait.acquire.aligned;")
+cluster_wait = partial(mlir.ptx, "barrier.cluster.wait.acquire.aligned;")
 
 
 # --- memory; addresses count bytes ---
@@ -176,41 +145,34 @@ def shared(ref: Any, offset: U32 | int = 0) -> U32:
 peer = partial(ptx, "mapa.shared::cluster.u32 $0, $1, $2;")
 load = partial(ptx, "ld.shared.u32 $0, [$1];")
 # (address, value). `fetch_add`, `add` and `set_bits` are atomic; `fetch_add` returns the value before.
-store = partial(ptx_effect, "st.shared.u32 [$0], $1;")
-store_peer = partial(ptx_effect, "st.shared::cluster.u32 [$0], $1;")
+store = partial(mlir.ptx, "st.shared.u32 [$0], $1;")
+store_peer = partial(mlir.ptx, "st.shared::cluster.u32 [$0], $1;")
 fetch_add = partial(ptx, "atom.shared.add.u32 $0, [$1], $2;")
-add = partial(ptx_effect, "red.shared.add.u32 [$0], $1;")
-add_peer = partial(ptx_effect, "red.relaxed.cluster.shared::cluster.add.u32 [$0], $1;")
-set_bits = partial(ptx_effect, "red.shared.or.b32 [$0], $1;")
+add = partial(mlir.ptx, "red.shared.add.u32 [$0], $1;")
+add_peer = partial(mlir.ptx, "red.relaxed.cluster.shared::cluster.add.u32 [$0], $1;")
+set_bits = partial(mlir.ptx, "red.shared.or.b32 [$0], $1;")
 
 
 def load_vector(address: U32) -> list[U32]:
     """Loads four values, from a multiple of 16 bytes on."""
-    code = "ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];"
-    return [U32(x) for x in mlir.ptx(code, address.value, results=[mlir.int_type()] * 4)]
+    return ptx_words(4, "ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];", address)
 
 
 def store_vector(address: U32, values: Sequence[U32]) -> None:
     """Stores four values, from a multiple of 16 bytes on."""
-    ptx_effect("st.shared.v4.u32 [$0], {$1, $2, $3, $4};", address, *values)
+    mlir.ptx("st.shared.v4.u32 [$0], {$1, $2, $3, $4};", address, *values)
 
 
-def element(ref: Any, index: U32, size: int) -> Any:
-    """A pointer to element `index`, below 2**31, of a contiguous reference in global memory, of `size` bytes each."""
-    return mlir.at(mlir.global_pointer(ref), arith.muli(mlir.to_i64(index.value), mlir.i64(size)))
-
-
-def load_global(ref: Any, index: U32) -> U32:
+def load_global(ref: Any, index: U32 | int) -> U32:
     """Loads element `index` of a contiguous reference to 32-bit values in global memory."""
     base = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(ref))
-    return ptx("{ .reg .b64 a; mad.wide.u32 a, $2, 4, $1; ld.global.u32 $0, [a]; }", U32(base), index)
+    return ptx("{ .reg .b64 a; mad.wide.u32 a, $2, 4, $1; ld.global.u32 $0, [a]; }", base, index)
 
 
-def store_global(ref: Any, index: U32, value: U32) -> None:
+def store_global(ref: Any, index: U32 | int, value: U32 | int) -> None:
     """Stores to element `index` of a contiguous reference to 32-bit values in global memory."""
     base = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(ref))
-    code = "{ .reg .b64 a; mad.wide.u32 a, $1, 4, $0; st.global.u32 [a], $2; }"
-    ptx_effect(code, U32(base), index, value)
+    mlir.ptx("{ .reg .b64 a; mad.wide.u32 a, $1, 4, $0; st.global.u32 [a], $2; }", base, index, value)
 
 
 # --- bits and warps ---
@@ -262,6 +224,11 @@ def bits(value: Any) -> U32:
 def as_float(x: U32) -> Any:
     """Returns the MLIR float32 with these bits."""
     return arith.bitcast(mlir.f32_type(), x.value)
+
+
+def multiply(x: Any, y: Any) -> Any:
+    """Returns x * y of MLIR float32, which compilers never contract with an addition to an FMA."""
+    return mlir.ptx("mul.rn.f32 $0, $1, $2;", x, y, results=mlir.f32_type(), pure=True)
 
 
 def fma(x: Any, y: Any, z: Any) -> Any:

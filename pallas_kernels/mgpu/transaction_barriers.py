@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels.mgpu import mlir, thread_ops, vectors
-from pallas_kernels.mgpu.mlir import THREADS
-from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.mgpu.mlir import THREADS, U32
 
 
 def scratch_type(count: int) -> Any:
@@ -30,13 +29,13 @@ def start(barriers) -> None:
         # A predicate rather than a branch keeps the warps together, as the `aligned` instruction below requires.
         init = f"{{ .reg .pred p; setp.eq.u32 p, $1, 0; @p mbarrier.init.shared::cta.b64 [$0], {THREADS}; }}"
         for i in range(count):
-            thread_ops.ptx_effect(init, thread_ops.shared(barriers, 2 * i), thread_ops.thread())
+            mlir.ptx(init, thread_ops.shared(barriers, 2 * i), thread_ops.thread())
         # A relaxed arrival suffices after this fence: nothing but the barriers has been written.
-        thread_ops.ptx_effect("fence.mbarrier_init.release.cluster;")
-        thread_ops.ptx_effect("barrier.cluster.arrive.relaxed.aligned;")
+        mlir.ptx("fence.mbarrier_init.release.cluster;")
+        mlir.ptx("barrier.cluster.arrive.relaxed.aligned;")
 
     count, _ = barriers.shape
-    thread_ops.inline(emit, barriers)
+    mlir.inline(emit, barriers)
 
 
 def arrive(barrier, expected: jax.Array | int) -> None:
@@ -54,11 +53,7 @@ def wait(barrier, parity: jax.Array) -> None:
 
 def _at_barrier(code, barrier, value):
     """Executes instructions on a barrier's address `$0` and a number `$1`."""
-
-    def emit(barrier, value):
-        thread_ops.ptx_effect(code, thread_ops.shared(barrier), value)
-
-    thread_ops.inline(emit, barrier, value)
+    mlir.inline(lambda barrier, value: mlir.ptx(code, thread_ops.shared(barrier), value), barrier, value)
 
 
 def send(address: U32, values: Sequence[Any], barrier: U32) -> None:
@@ -69,16 +64,16 @@ def send(address: U32, values: Sequence[Any], barrier: U32) -> None:
     places = ", ".join(f"${i + 1}" for i in range(len(values)))
     vector, places = (f".v{len(values)}", f"{{{places}}}") if len(values) > 1 else ("", places)
     code = f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{vector}.b32 [$0], {places}"
-    mlir.ptx(f"{code}, [${len(values) + 1}];", address.value, *values, barrier.value)
+    mlir.ptx(f"{code}, [${len(values) + 1}];", address, *values, barrier)
 
 
 def put(x: jax.Array, target, block: int, barrier) -> None:
     """Stores a vector x [size] in `target` [size] of a block of the cluster, whose barrier [2] int32 counts it."""
 
     def emit(x, target, barrier):
-        own = thread_ops.thread() % THREADS * (4 * x.layout.vec_size)
+        offset = thread_ops.thread() % THREADS * (4 * x.layout.vec_size)
         address, counted = (U32(thread_ops.shared(ref)) for ref in (target, barrier))
         values = [mgpu.utils.bitcast(value, mlir.int_type()) for value in mlir.values(x)]
-        send(thread_ops.peer(address + own, block), values, thread_ops.peer(counted, block))
+        send(thread_ops.peer(address + offset, block), values, thread_ops.peer(counted, block))
 
     vectors.inline(emit, x, target, barrier)

@@ -4,6 +4,7 @@ Thread t holds values n * t .. n * t + n - 1 of a vector [128 * n], n = 1, 2 or 
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.mgpu import mlir
-from pallas_kernels.mgpu.mlir import THREADS as THREADS, WARP
+from pallas_kernels.mgpu.mlir import THREADS as THREADS, U32, WARP
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -54,28 +55,19 @@ def exchange(x: jax.Array, distance: int, scratch) -> jax.Array:
     return x[lax.iota(jnp.int32, x.shape[0]) ^ distance]
 
 
-@exchange.mosaic
-def _exchange_mosaic(x, distance, scratch):
-    held = x.shape[0] // THREADS
-
-    def in_thread(x):
-        (register,) = x.registers
-        return [vector.shuffle(register, register, [i ^ distance for i in range(held)])]
-
-    def in_warp(x):
-        return [mgpu.utils.shfl_bfly(value, distance // held) for value in mlir.values(x)]
-
-    def in_warpgroup(x, scratch):
-        (register,) = x.registers
-        (at,) = x.layout.linear_thread_idxs()
-        mgpu.utils.warpgroup_barrier()
-        vector.store(register, scratch, [at])
-        mgpu.utils.warpgroup_barrier()
-        return [vector.load(register.type, scratch, [arith.xori(at, mlir.index(distance))])]
-
-    if distance >= held * WARP:
-        return inline(in_warpgroup, x, scratch, returns=x)
-    return inline(in_thread if distance < held else in_warp, x, returns=x)
+@emits(exchange, returns=lambda x, distance, scratch: x)
+def _emit_exchange(x, distance, scratch):
+    per_thread = x.layout.vec_size
+    (register,) = x.registers
+    if distance < per_thread:
+        return [vector.shuffle(register, register, [i ^ distance for i in range(per_thread)])]
+    if distance < per_thread * WARP:
+        return [mgpu.utils.shfl_bfly(value, distance // per_thread) for value in mlir.values(x)]
+    (at,) = x.layout.linear_thread_idxs()
+    mgpu.utils.warpgroup_barrier()
+    vector.store(register, scratch, [at])
+    mgpu.utils.warpgroup_barrier()
+    return [vector.load(register.type, scratch, [arith.xori(at, mlir.index(distance))])]
 
 
 def butterfly(combine, x: jax.Array, first: int, last: int, scratch) -> jax.Array:
@@ -90,23 +82,26 @@ def butterfly(combine, x: jax.Array, first: int, last: int, scratch) -> jax.Arra
     return x
 
 
-@primitive
-def take(ref, index: jax.Array) -> jax.Array:
-    """Gathers `ref[index]` of a reference [n] to 32-bit values in global memory; zero where the index is negative."""
-    return jnp.where(index >= 0, ref[...][index], jnp.zeros((), ref.dtype))
+def take_in(layout: Callable[..., Any]) -> Callable[[Any, jax.Array], jax.Array]:
+    """Returns `take` for indices whose register layout is `layout(shape)`."""
+
+    @primitive
+    def take(ref, index: jax.Array) -> jax.Array:
+        """Gathers `ref[index]` of a reference [n] to 32-bit values in global memory; zero for negative indices."""
+        return jnp.where(index >= 0, ref[...][index], jnp.zeros((), ref.dtype))
+
+    @mlir.emits(take, layout=layout, returns=lambda ref, index: jax.ShapeDtypeStruct(index.shape, ref.dtype))
+    def _(ref, index):
+        kind = ref.type.element_type
+        for at in map(U32, mlir.values(index)):
+            inside = at.is_at_least(0)
+            value = llvm.load(kind, mlir.element(ref, inside.where(at, 0)))
+            yield arith.select(inside.value, value, mlir.constant(0, kind))
+
+    return take
 
 
-@emits(take, returns=lambda ref, index: jax.ShapeDtypeStruct(index.shape, ref.dtype))
-def _emit_take(ref, index):
-    element = ref.type.element_type
-
-    def one(at):
-        inside = arith.cmpi(arith.CmpIPredicate.sge, at, mlir.i32(0))
-        safe = mlir.to_i64(arith.select(inside, at, mlir.i32(0)))
-        value = llvm.load(element, mlir.at(mlir.global_pointer(ref), safe, element))
-        return arith.select(inside, value, mlir.constant(0, element))
-
-    return [one(at) for at in mlir.values(index)]
+take = take_in(_layout)
 
 
 @primitive
@@ -115,15 +110,12 @@ def load_repeated(ref, size: int) -> jax.Array:
     return jnp.tile(ref[...], size // ref.shape[0])
 
 
-@load_repeated.mosaic
+@emits(load_repeated, returns=lambda ref, size: jax.ShapeDtypeStruct((size,), ref.dtype))
 def _(ref, size):
-    def emit(ref):
-        threads: Any = layout(size).to_mgpu()
-        (at,) = threads.linear_thread_idxs()
-        at = arith.remui(at, mlir.index(ref.type.shape[0]))
-        return [vector.load(mlir.vector_type(size // THREADS, ref.type.element_type), ref, [at])]
-
-    return inline(emit, ref, returns=jax.ShapeDtypeStruct((size,), ref.dtype))
+    threads: Any = layout(size).to_mgpu()
+    (at,) = threads.linear_thread_idxs()
+    at = arith.remui(at, mlir.index(ref.type.shape[0]))
+    return [vector.load(mlir.vector_type(size // THREADS, ref.type.element_type), ref, [at])]
 
 
 @primitive
@@ -134,34 +126,31 @@ def store_channels(ref, x: jax.Array, channel: jax.Array, *, every: int = 1) -> 
     """
     n = ref.shape[0]
     for at in range(0, x.shape[0], SLICE):
-        first = channel[at]
+        first_channel = channel[at]
 
-        @pl.when((first >= 0) & (first < n * every) & (first % every == 0))
-        def _(at=at, first=first):
+        @pl.when((first_channel >= 0) & (first_channel < n * every) & (first_channel % every == 0))
+        def _(at=at, first_channel=first_channel):
             values = x[at : at + SLICE : every]
-            ref[pl.ds(first // every, values.shape[0])] = values
+            ref[pl.ds(first_channel // every, values.shape[0])] = values
 
 
 @emits(store_channels)
 def _emit_store_channels(ref, x, channel, *, every=1):
     end = ref.type.shape[0] * every
     (register,) = x.registers
-    numbers = mlir.values(channel)
-    held = x.layout.vec_size
+    numbers = [U32(number) for number in mlir.values(channel)]
+    per_thread = x.layout.vec_size
     bits = mgpu.utils.bitwidth(x.mlir_dtype)
-    register = vector.bitcast(mlir.vector_type(held, mlir.int_type(bits)), register)
-    width = held if every == 1 else 1
-    for i in range(0, held, max(width, min(every, held))):
-        # Compares unsigned numbers: negative channels lie past the end.
-        inside = arith.cmpi(arith.CmpIPredicate.ult, numbers[i], mlir.i32(end))
-        if every > held:
-            phase = arith.remui(numbers[i], mlir.i32(every))
-            inside = arith.andi(inside, arith.cmpi(arith.CmpIPredicate.eq, phase, mlir.i32(0)))
-        with mgpu.utils.when(inside):
-            value = register if width == held else vector.extract(register, [], [i])
-            at = mlir.to_i64(arith.divui(numbers[i], mlir.i32(every)))
-            pointer = mlir.at(mlir.global_pointer(ref), at, mlir.int_type(bits))
-            llvm.store(value, pointer, alignment=width * bits // 8)
+    register = vector.bitcast(mlir.vector_type(per_thread, mlir.int_type(bits)), register)
+    width = per_thread if every == 1 else 1
+    for i in range(0, per_thread, max(width, min(every, per_thread))):
+        # Negative channels lie past the end, as unsigned numbers.
+        inside = numbers[i] < end
+        if every > per_thread:
+            inside = inside & (numbers[i] % every).equals(0)
+        with mgpu.utils.when(inside.value):
+            value = register if width == per_thread else vector.extract(register, [], [i])
+            llvm.store(value, mlir.element(ref, numbers[i] // every), alignment=width * bits // 8)
 
 
 # --- over threads ---
@@ -176,7 +165,7 @@ def thread() -> jax.Array:
 @emits(thread, returns=jax.ShapeDtypeStruct((THREADS,), jnp.int32))
 def _():
     number = mlir.ptx("mov.u32 $0, %tid.x;", results=mlir.int_type(), convergent=False)
-    return [arith.andi(number, mlir.i32(THREADS - 1))]
+    return [U32(number) & (THREADS - 1)]
 
 
 @primitive
@@ -188,9 +177,9 @@ def opaque(x: jax.Array) -> jax.Array:
     return x
 
 
-@opaque.mosaic
+@emits(opaque, returns=lambda x: x)
 def _(x):
-    return inline(lambda x: mlir.ptx("mov.b32 $0, $1;", mlir.scalar(x), results=mlir.int_type()), x, returns=x)
+    return mlir.ptx("mov.b32 $0, $1;", x, results=mlir.int_type())
 
 
 @primitive

@@ -13,7 +13,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.mgpu import mlir, thread_ops, transaction_barriers
-from pallas_kernels.mgpu.thread_ops import U32
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -21,7 +20,8 @@ from pallas_kernels.runtime.launch import primitive
 TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
-def _layout(_):
+def layout(_: tuple[int, ...]) -> Any:
+    """Returns the register layout of accumulators, of any shape."""
     return plgpu.Layout.WGMMA
 
 
@@ -60,7 +60,7 @@ def put(inbox, values: jax.Array) -> None:
     inbox[...] = values
 
 
-@mlir.emits(put, layout=_layout)
+@mlir.emits(put, layout=layout)
 def _(inbox, values):
     for pair, there in _own_pairs(inbox, values):
         llvm.store(pair, there, alignment=8)
@@ -70,14 +70,13 @@ def send(inbox, values: jax.Array, block: jax.Array, barrier) -> None:
     """Writes values to the `inbox` of another block, an int32 scalar, whose transaction barrier counts the bytes."""
 
     def emit(inbox, values, block, barrier):
-        pointers = _own_place(inbox), mlir.shared_pointer(barrier)
-        addresses = (U32(llvm.ptrtoint(mlir.int_type(), pointer)) for pointer in pointers)
-        start, counted = (thread_ops.peer(x, U32(mlir.scalar(block))) for x in addresses)
+        start = thread_ops.peer(llvm.ptrtoint(mlir.int_type(), _own_place(inbox)), block)
+        counted = thread_ops.peer(thread_ops.shared(barrier), block)
         for i, pair in enumerate(values.registers.flat):
             words = [mgpu.utils.bitcast(vector.extract(pair, [], [j]), mlir.int_type()) for j in range(2)]
             transaction_barriers.send(start + 8 * mlir.THREADS * i, words, counted)
 
-    mlir.inline(emit, inbox, values, block, barrier, layout=_layout)
+    mlir.inline(emit, inbox, values, block, barrier, layout=layout)
 
 
 @primitive
@@ -86,7 +85,7 @@ def add(values: jax.Array, inbox) -> jax.Array:
     return values + inbox[...]
 
 
-@mlir.emits(add, layout=_layout, returns=lambda values, inbox: values)
+@mlir.emits(add, layout=layout, returns=lambda values, inbox: values)
 def _(values, inbox):
     for pair, there in _own_pairs(inbox, values):
         yield arith.addf(pair, llvm.load(pair.type, there, alignment=8))
@@ -111,8 +110,8 @@ def _put_shared_mosaic(ref, values):
             values.store_tiled(ref, swizzle=128)
 
     whole = len(values.shape) > 1
-    layout = plgpu.Layout.WGMMA if whole else plgpu.Layout.WGMMA.reduce(1)
-    mlir.inline(emit, (ref, plgpu.RefType(TRANSFORMS if whole else ())), (values, layout))
+    registers = plgpu.Layout.WGMMA if whole else plgpu.Layout.WGMMA.reduce(1)
+    mlir.inline(emit, (ref, plgpu.RefType(TRANSFORMS if whole else ())), (values, registers))
 
 
 @primitive
@@ -121,7 +120,7 @@ def add_to(inbox, values: jax.Array) -> None:
     inbox[...] = inbox[...] + values
 
 
-@mlir.emits(add_to, layout=_layout)
+@mlir.emits(add_to, layout=layout)
 def _(inbox, values):
     for pair, there in _own_pairs(inbox, values):
         llvm.store(arith.addf(llvm.load(pair.type, there, alignment=8), pair), there, alignment=8)
@@ -136,20 +135,19 @@ def store(ref, values: jax.Array, *, transposed: bool = False) -> None:
     ref[...] = values.T[: ref.shape[0]].astype(ref.dtype) if transposed else values
 
 
-@mlir.emits(store, layout=_layout)
+@mlir.emits(store, layout=layout)
 def _emit_store(ref, values, *, transposed=False):
     kind = ir.MemRefType(ref.type)
     (stride, _), _ = kind.get_strides_and_offset()
     size = 2 if isinstance(kind.element_type, ir.BF16Type) else 4
-    layout = values.layout
     width = values.shape[1]
     # Bytes from a row to the next, and from a column to the next.
     down, right = (size, size * stride) if transposed else (size * stride, size)
-    row, first = next(layout.thread_idxs(values.shape))
-    offset = arith.addi(arith.muli(row, mlir.index(down)), arith.muli(first, mlir.index(right)))
+    row, first_column = next(values.layout.thread_idxs(values.shape))
+    offset = arith.addi(arith.muli(row, mlir.index(down)), arith.muli(first_column, mlir.index(right)))
     start = mlir.at(mlir.global_pointer(ref), mlir.to_i64(offset))
     # The distance between two registers is the same in all threads: a constant, which costs no register.
-    steps = layout.tiling.tile_strides((width, 1))
+    steps = values.layout.tiling.tile_strides((width, 1))
     for at in np.ndindex(values.registers.shape):
         row, column = divmod(sum(i * step for i, step in zip(at, steps, strict=False)), width)
         pair = values.registers[at]
@@ -162,7 +160,7 @@ def _emit_store(ref, values, *, transposed=False):
             inside: Any = contextlib.nullcontext()
             if kind.shape[0] < width:
                 end = mlir.index(kind.shape[0] - column - i)
-                inside = mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, first, end))
+                inside = mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, first_column, end))
             with inside:
                 llvm.store(value, mlir.at(start, place + i * right), alignment=size)
 
@@ -171,9 +169,9 @@ def _own_pairs(inbox, values):
     """Yields this thread's registers of two values, and the place of each in an inbox."""
     start = _own_place(inbox)
     for i, pair in enumerate(values.registers.flat):
-        yield pair, mlir.at(start, mlir.i32(8 * mlir.THREADS * i))
+        yield pair, mlir.at(start, 8 * mlir.THREADS * i)
 
 
 def _own_place(inbox):
     """Returns the address of this thread's first pair; the others follow every 8 * THREADS bytes."""
-    return mlir.at(mlir.shared_pointer(inbox), arith.muli(mlir.thread(), mlir.i32(8)))
+    return mlir.at(mlir.shared_pointer(inbox), mlir.thread() * 8)

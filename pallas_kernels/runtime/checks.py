@@ -17,6 +17,12 @@ def check_array(name: str, array: jax.Array | None, dtype, *shape: int | None) -
     raise NotImplementedError(f"the kernel takes {name} as {jnp.dtype(dtype).name}[{wanted}], got {got}")
 
 
+def check_tokens(tokens: int, **arrays: jax.Array | None) -> None:
+    """Raises NotImplementedError unless every array holds an int32 for each token; they are passed by name."""
+    for name, array in arrays.items():
+        check_array(name, array, jnp.int32, tokens)
+
+
 def check_rules(rules: dict[str, bool]) -> None:
     """Raises NotImplementedError with the first rule that does not hold.
 

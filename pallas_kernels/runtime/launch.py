@@ -68,6 +68,11 @@ def kernel(
     return plgpu.kernel(traced, interpret=params, **options)
 
 
+def axis_indices(*names: str) -> tuple[jax.Array, ...]:
+    """Returns this block's, or warpgroup's, index on each axis of the launch, int32 scalars."""
+    return tuple(jax.lax.axis_index(name) for name in names)
+
+
 def wait_for_inputs() -> None:
     """Waits until the previous kernels have ended and their writes are visible to this thread."""
     if not interpreting():

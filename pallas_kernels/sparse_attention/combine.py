@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.mgpu import vectors
-from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.launch import axis_indices, kernel
 from pallas_kernels.runtime.layer_operands import layer_operand, weights_of_layer
 from pallas_kernels.sparse_attention.inverse_rope import vector_inverse_rope
 
@@ -43,7 +43,7 @@ def combine(
     heads = sinks.shape[-1]
     # A block loads this many splits at once, each into columns / 128 registers of a thread.
     columns, splits_at_once = (512, splits) if splits <= 16 else (128, min(splits, 32))
-    run = kernel(
+    launch = kernel(
         functools.partial(_combine_kernel, columns, splits_at_once),
         out_type=jax.ShapeDtypeStruct((tokens, heads, dim), jnp.bfloat16),
         kernel_name="combine",
@@ -52,15 +52,14 @@ def combine(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     rotation = None if inv_freq is None else (positions, inv_freq)
-    return run(sums, stats, sinks, layer_operand(layer), rotation)
+    return launch(sums, stats, sinks, layer_operand(layer), rotation)
 
 
 def _combine_kernel(columns, splits_at_once, sums_gmem, stats_gmem, sinks_gmem, layer_gmem, rotation_gmem, out_gmem):
     sinks_gmem = weights_of_layer(sinks_gmem, layer_gmem)
     splits = sums_gmem.shape[1]
     dim = sums_gmem.shape[3]
-    token = lax.axis_index("token")
-    head = lax.axis_index("head")
+    token, head = axis_indices("token", "head")
     first_column = lax.axis_index("columns") * columns
     own_columns = pl.ds(first_column, columns)
     rotate = None

@@ -30,8 +30,9 @@ from pallas_kernels.mgpu import barriers, transaction_barriers, wgmma
 from pallas_kernels.mgpu.mlir import THREADS
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
-from pallas_kernels.runtime.launch import kernel
+from pallas_kernels.runtime.launch import axis_indices, kernel
 from pallas_kernels.runtime.layer_operands import layer_operand, weights_of_layer
+from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 from pallas_kernels.runtime.roles import dispatch_warpgroups
 from pallas_kernels.sparse_attention import kv_tiles, online_softmax
 from pallas_kernels.sparse_attention.inverse_rope import inverse_rope
@@ -86,26 +87,25 @@ def decode_attention(
         out_type = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     # Interpreted blocks have no shared memory in common.
     blocks = 2 if groups % 2 == 0 and not interpret else 1
-    run = kernel(
+    launch = kernel(
         functools.partial(_decode_kernel, splits or 1, blocks),
         out_type=out_type,
         kernel_name="sparse_attention",
         grid={"token": tokens, "heads": groups // blocks, "split": splits or 1},
         cluster={"block": blocks},
         num_threads=3,
-        scratch_types=dict(buffers=DecodeBuffers.for_cluster() if blocks > 1 else DecodeBuffers()),
+        scratch_types={"buffers": DecodeBuffers.for_cluster() if blocks > 1 else DecodeBuffers()},
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return run(q, sinks, layer_operand(layer), problem, angles)
+    return launch(q, sinks, layer_operand(layer), problem, angles)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class DecodeBuffers:
     """Shared memory and barriers of a block: the types to allocate, and within the kernel references to them."""
 
-    blocks: int = dataclasses.field(default=1, metadata=dict(static=True))  # of the cluster, 1 or 2
+    blocks: int = static_field(default=1)  # of the cluster, 1 or 2
     # [1, heads, 512]: the axis of one is for `_score_tile`. The result takes their place.
     queries_smem: Any = plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS)
     keys_smem: Any = plgpu.SMEM((STAGES, TILE, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS)
@@ -151,7 +151,7 @@ class DecodeBuffers:
         if self.blocks == 1:
             plgpu.barrier_wait(self.keys_full.at[stage])
             return
-        transaction_barriers.wait(self.keys_full.at[stage], lax.div(tile - tiles.first, jnp.int32(STAGES)) & 1)
+        transaction_barriers.wait(self.keys_full.at[stage], lax.div(tile - tiles.first, STAGES) & 1)
         # The other block's loader cannot make its writes visible to this block's `wgmma`.
         kv_tiles.fence()
 
@@ -169,11 +169,11 @@ class Tiles:
     last: jax.Array
 
     def stage(self, tile):
-        return lax.rem(tile - self.first, jnp.int32(STAGES))
+        return lax.rem(tile - self.first, STAGES)
 
     def wait_empty(self, empty, tile):
         """Waits until the tile that had the same stage before has been read."""
-        pl.when(tile - self.first >= STAGES)(lambda: plgpu.barrier_wait(empty.at[self.stage(tile)]))
+        barriers.wait_empty(empty, tile - self.first)
 
     def wait_all_empty(self, empty):
         """Waits until the last tiles have been read."""
@@ -186,7 +186,7 @@ class Tiles:
 def _decode_kernel(
     splits, blocks, q_gmem, sinks_gmem, layer_gmem, problem, angles_gmem, out_gmem, stats_gmem=None, *, buffers
 ):
-    token, split, warpgroup = (lax.axis_index(name) for name in ("token", "split", "warpgroup"))
+    token, split, warpgroup = axis_indices("token", "split", "warpgroup")
     block = lax.axis_index("block") if blocks > 1 else 0
     first_head = (lax.axis_index("heads") * blocks + block) * HEADS
     heads = pl.ds(first_head, HEADS)
@@ -274,8 +274,8 @@ def _load_tiles(problem, addresses, tiles, buffers, other_block):
         biases_smem = buffers.biases_smem.at[stage]
         peer = (other_block, buffers.keys_full.at[stage]) if buffers.blocks > 1 else None
         for i in range(addresses.units):
-            first = (addresses.first_unit + i) * UNIT
-            kv_tiles.store_unit(keys_smem, biases_smem, first, units[i], rows[i], layout, peer)
+            first_row = jnp.int32((addresses.first_unit + i) * UNIT)
+            kv_tiles.store_unit(keys_smem, biases_smem, first_row, units[i], rows[i], layout, peer)
             next_units.append(load_unit(tile + 1, next_rows[i]))
         buffers.signal_keys_full(stage, addresses.units)
         return next_units, next_rows, later_entries, addresses.blocks(later_entries), addresses.entries(tile + 3)

@@ -15,8 +15,10 @@ from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.formats.kv_rows import GROUP, ROW_DIM
 from pallas_kernels.mgpu import mlir
+from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.launch import primitive
+from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 from pallas_kernels.sparse_attention import kv_tiles
 from pallas_kernels.sparse_attention.kv_tiles import PER_ROW, UNIT, take
 from pallas_kernels.sparse_attention.online_softmax import HALF, HEADS
@@ -28,8 +30,7 @@ from pallas_kernels.sparse_attention.row_addresses import TILE, UNITS
 CHUNK = HALF // 2
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class DenseRows:
     """The rows that the tokens of a call attend to: arrays, and within the kernel references to them.
 
@@ -49,7 +50,7 @@ class DenseRows:
     indices: Any
     metadata: Any
     counts: Any
-    window: int = dataclasses.field(metadata=dict(static=True))
+    window: int = static_field()
 
     @property
     def sources(self) -> tuple:
@@ -59,7 +60,7 @@ class DenseRows:
     def tiles(self, token: jax.Array) -> jax.Array:
         """The number of a token's tiles; padding has one tile without rows."""
         count = self.counts[token]
-        tiles = self.window // TILE + lax.div(jnp.maximum(count, 0) + TILE - 1, jnp.int32(TILE))
+        tiles = self.window // TILE + lax.div(jnp.maximum(count, 0) + TILE - 1, TILE)
         return jnp.where(count >= 0, tiles, 1)
 
 
@@ -107,13 +108,13 @@ class WorkItems:
 
     @property
     def count(self) -> jax.Array:
-        return lax.div(self.tokens * self.groups - self.block + (self.blocks - 1), jnp.int32(self.blocks))
+        return lax.div(self.tokens * self.groups - self.block + (self.blocks - 1), self.blocks)
 
     def locate(self, i: jax.Array) -> tuple[jax.Array, Any]:
         """Returns (token, heads) of item i; items after the last are those of the last token."""
         item = jnp.minimum(self.block + i * self.blocks, self.tokens * self.groups - 1)
-        token = lax.div(item, jnp.int32(self.groups))
-        group = lax.rem(item, jnp.int32(self.groups))
+        token = lax.div(item, self.groups)
+        group = lax.rem(item, self.groups)
         return token, pl.ds(group * HEADS, HEADS)
 
     def tiles(self, i: jax.Array) -> jax.Array:
@@ -126,10 +127,10 @@ class WorkItems:
         """
 
         def step(i, carry):
-            first, tiles = carry
+            first_tile, tiles = carry
             next_tiles = self.tiles(i + 1)
-            body(i, first, tiles)
-            return first + tiles, next_tiles
+            body(i, first_tile, tiles)
+            return first_tile + tiles, next_tiles
 
         return lax.fori_loop(0, self.count, step, (jnp.int32(0), self.tiles(jnp.int32(0))))[0]
 
@@ -150,22 +151,22 @@ def start_unit(chunk_smem, bias_smem, in_window: jax.Array, row: jax.Array, sour
 
 
 @mlir.emits(start_unit, plgpu.RefType(TRANSFORMS), None, None, PER_ROW)
-def _emit_start_unit(target, bias, in_window, row, window_rows, entries=None, *, first, chunk):
+def _emit_start_unit(chunk_smem, bias_smem, in_window, row, sources, *, first, chunk):
     row = mlir.scalar(row)
-    lane, start, own_row = kv_tiles.unit_offsets(target, CHUNK)
-    base = mlir.global_pointer(window_rows)
-    if entries is not None:
-        is_window = arith.cmpi(arith.CmpIPredicate.ne, mlir.scalar(in_window), mlir.i32(0))
-        base = arith.select(is_window, base, mlir.global_pointer(entries))
-    exists = arith.cmpi(arith.CmpIPredicate.sge, row, mlir.i32(0))
+    lane, start, own_row = kv_tiles.unit_offsets(chunk_smem, CHUNK)
+    base = mlir.global_pointer(sources[0])
+    if len(sources) > 1:
+        is_window = arith.cmpi(arith.CmpIPredicate.ne, in_window.value, mlir.i32(0))
+        base = arith.select(is_window, base, mlir.global_pointer(sources[1]))
+    exists = U32(row).is_at_least(0)
     offset = arith.muli(mlir.to_i64(arith.maxsi(row, mlir.i32(0))), mlir.i64(2 * ROW_DIM))
-    source = mlir.at(base, arith.addi(offset, arith.extui(mlir.int_type(64), (lane * 16).value)))
-    size = arith.select(exists, mlir.i32(16), mlir.i32(0))
+    source = mlir.at(base, arith.addi(offset, mlir.to_u64(lane * 16)))
+    size = exists.where(16, 0)
     for group in range(CHUNK // GROUP):
         place = 2 * (first * CHUNK + 8 * GROUP * group)
         offset = 2 * (chunk * CHUNK + GROUP * group)
         copy = f"cp.async.cg.shared.global [$0 + {place}], [$1 + {offset}], 16, $2;"
         mlir.ptx(copy, start, source, size)
     if chunk == 0:
-        bias = mlir.at(mlir.at(mlir.shared_pointer(bias), (own_row * 4).value), 4 * first)
+        bias = mlir.at(mlir.at(mlir.shared_pointer(bias_smem), own_row * 4), 4 * first)
         kv_tiles.store_bias(bias, lane, exists)

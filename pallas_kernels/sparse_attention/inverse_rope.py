@@ -4,13 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.formats.exact_math import cos_sin, product, round_bfloat16
-from pallas_kernels.mgpu import bfloat16_words, mlir, vectors
+from pallas_kernels.mgpu import bfloat16_words, mlir, vectors, wgmma
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.launch import primitive
 
@@ -42,31 +41,27 @@ def inverse_rope(values: jax.Array, angles_gmem, token: jax.Array) -> jax.Array:
     return jnp.concatenate([head, rotated], axis=1)
 
 
-@inverse_rope.mosaic
-def _inverse_rope_mosaic(values, angles_gmem, token):
-    def emit(values, cos, sin, token):
-        layout = values.layout
-        width = values.shape[1]
-        pairs = cos.type.shape[1]
-        _, column = next(layout.thread_idxs(values.shape))
-        offset = arith.muli(mlir.to_i64(mlir.scalar(token)), mlir.i64(4 * pairs))
-        offset = arith.addi(offset, mlir.to_i64(arith.muli(column, mlir.index(2))))
-        own = [mlir.at(mlir.global_pointer(x), offset) for x in (cos, sin)]
-        steps = layout.tiling.tile_strides((width, 1))
-        factors: dict[int, list[Any]] = {}
-        for index in np.ndindex(values.registers.shape):
-            # The distance from a thread's first register is the same in every thread.
-            right = sum(i * step for i, step in zip(index, steps, strict=False)) % width - (width - 2 * pairs)
-            pair = values.registers[index]
-            if right < 0:
-                yield pair
-                continue
-            if right not in factors:
-                factors[right] = [llvm.load(mlir.f32_type(), mlir.at(x, 2 * right), alignment=4) for x in own]
-            yield _rotate_pair(pair, *factors[right])
-
-    operands = values, *angles_gmem, token
-    return mlir.inline(emit, *operands, layout=lambda _: plgpu.Layout.WGMMA, returns=values)
+@mlir.emits(inverse_rope, layout=wgmma.layout, returns=lambda values, angles_gmem, token: values)
+def _emit_inverse_rope(values, angles_gmem, token):
+    layout = values.layout
+    width = values.shape[1]
+    pairs = angles_gmem[0].type.shape[1]
+    _, column = next(layout.thread_idxs(values.shape))
+    offset = arith.muli(mlir.to_i64(token), mlir.i64(4 * pairs))
+    offset = arith.addi(offset, mlir.to_i64(arith.muli(column, mlir.index(2))))
+    places = [mlir.at(mlir.global_pointer(x), offset) for x in angles_gmem]
+    steps = layout.tiling.tile_strides((width, 1))
+    factors: dict[int, list[Any]] = {}
+    for index in np.ndindex(values.registers.shape):
+        # The distance from a thread's first register is the same in every thread.
+        right = sum(i * step for i, step in zip(index, steps, strict=False)) % width - (width - 2 * pairs)
+        pair = values.registers[index]
+        if right < 0:
+            yield pair
+            continue
+        if right not in factors:
+            factors[right] = [llvm.load(mlir.f32_type(), mlir.at(x, 2 * right), alignment=4) for x in places]
+        yield _rotate_pair(pair, *factors[right])
 
 
 def _rotate_pair(pair, cos, sin):

@@ -15,13 +15,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from pallas_kernels.formats.kv_rows import GROUP, ROW_DIM
 from pallas_kernels.formats.layouts import RowLayout
 from pallas_kernels.mgpu import mlir, thread_ops, transaction_barriers
-from pallas_kernels.mgpu.thread_ops import U32
+from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.launch import primitive
 
@@ -61,7 +60,7 @@ def take(array_gmem, index: jax.Array) -> jax.Array:
 
 @mlir.emits(take, None, PER_ROW, returns=_INDICES)
 def _emit_take(array_gmem, index):
-    return _load(mlir.at(mlir.global_pointer(array_gmem), arith.muli(mlir.scalar(index), mlir.i32(4))), 1)
+    return _load(mlir.at(mlir.global_pointer(array_gmem), U32(mlir.scalar(index)) * 4), 1)
 
 
 @primitive
@@ -71,41 +70,42 @@ def load_unit(first_pools, second_pools, use_second: jax.Array, row: jax.Array, 
     The pools are (nope, rope, scale) in global memory, as in `Paged`. `row` is [16] int32 row numbers, with all axes of
     a pool but the last merged; -1 = none, which is read as zeros.
     """
-    first, second = (_dequantize(pools, row, layout) for pools in (first_pools, second_pools))
-    return [jnp.where(use_second != 0, second, first)]
+    first_rows, second_rows = (_dequantize(pools, row, layout) for pools in (first_pools, second_pools))
+    return [jnp.where(use_second != 0, second_rows, first_rows)]
 
 
-@load_unit.mosaic
-def _load_unit_mosaic(first_pools, second_pools, use_second, row, layout):
-    scale_words = 1 if layout.scale_block is None else 2
-    returns = (
+def _unit_types(first_pools, second_pools, use_second, row, layout):
+    return (
         plgpu.ShapeDtypeStruct((UNIT, layout.nope_dim // 4), jnp.int32, _CODES),
         plgpu.ShapeDtypeStruct((UNIT, layout.rope_dim // 2), jnp.int32, _ROPE),
-        *[_INDICES] * scale_words,
+        *[_INDICES] * _scale_words(layout),
     )
 
-    def emit(nope, rope, scale, nope_2, rope_2, scale_2, use_second, row):
-        second = arith.cmpi(arith.CmpIPredicate.ne, mlir.scalar(use_second), mlir.i32(0))
-        row = mlir.scalar(row)
-        lane = U32(mlir.thread()) % 8
 
-        def row_pointer(ref, ref_2, row_bytes, lane_bytes):
-            base = arith.select(second, mlir.global_pointer(ref_2), mlir.global_pointer(ref))
-            offset = arith.muli(mlir.to_i64(row), mlir.i64(row_bytes))
-            offset = arith.addi(offset, arith.extui(mlir.int_type(64), (lane * lane_bytes).value))
-            return mlir.at(base, offset)
+def _scale_words(layout):
+    """Returns the number of 32-bit words of a row's scales."""
+    return 1 if layout.scale_block is None else 2
 
-        # The scale comes first because it is needed first.
-        pointer = row_pointer(scale, scale_2, 4 * scale_words, 0)
-        scales = _load(pointer, scale_words, row=row)
-        pointer = row_pointer(nope, nope_2, layout.nope_dim, 8)
-        codes = [x for g in range(layout.nope_dim // GROUP) for x in _load(pointer, 2, offset=g * GROUP, row=row)]
-        pointer = row_pointer(rope, rope_2, 2 * layout.rope_dim, 16)
-        values = [x for g in range(layout.rope_dim // GROUP) for x in _load(pointer, 4, offset=2 * g * GROUP, row=row)]
-        return codes, values, *([scale] for scale in scales)
 
-    operands = *first_pools, *second_pools, use_second, (row, PER_ROW)
-    return list(mlir.inline(emit, *operands, returns=returns))
+@mlir.emits(load_unit, layout=lambda _: PER_ROW, returns=_unit_types)
+def _emit_load_unit(first_pools, second_pools, use_second, row, layout):
+    is_second = arith.cmpi(arith.CmpIPredicate.ne, use_second.value, mlir.i32(0))
+    row = mlir.scalar(row)
+    lane = mlir.thread() % 8
+
+    def row_pointer(pool, row_bytes, lane_bytes):
+        base = arith.select(is_second, *(mlir.global_pointer(pools[pool]) for pools in (second_pools, first_pools)))
+        offset = arith.muli(mlir.to_i64(row), mlir.i64(row_bytes))
+        return mlir.at(base, arith.addi(offset, mlir.to_u64(lane * lane_bytes)))
+
+    # The scale comes first because it is needed first.
+    scale_words = _scale_words(layout)
+    scales = _load(row_pointer(2, 4 * scale_words, 0), scale_words, row=row)
+    pointer = row_pointer(0, layout.nope_dim, 8)
+    codes = [x for g in range(layout.nope_dim // GROUP) for x in _load(pointer, 2, offset=g * GROUP, row=row)]
+    pointer = row_pointer(1, 2 * layout.rope_dim, 16)
+    values = [x for g in range(layout.rope_dim // GROUP) for x in _load(pointer, 4, offset=2 * g * GROUP, row=row)]
+    return codes, values, *([scale] for scale in scales)
 
 
 @primitive
@@ -122,41 +122,34 @@ def store_unit(
     bias_smem[pl.ds(first, UNIT)] = jnp.where(row >= 0, 0.0, -jnp.inf).astype(jnp.float32)
 
 
-@store_unit.mosaic
-def _store_unit_mosaic(tile_smem, bias_smem, first, unit, row, layout, peer=None):
+@mlir.emits(store_unit, plgpu.RefType(TRANSFORMS), None, None, _CODES, _ROPE, layout=lambda _: PER_ROW)
+def _emit_store_unit(tile_smem, bias_smem, first, unit, row, layout, peer=None):
     decode = _decode_row_scale if layout.scale_block is None else _decode_block_scales
     codes, rope, *scales = unit
-    per_row = [(x, PER_ROW) for x in (*scales, row)]
+    scales = [mlir.scalar(scale) for scale in scales]
+    chunk, start, own_row = unit_offsets(tile_smem, ROW_DIM)
+    start = mlir.at(start, first * (2 * ROW_DIM))
+    bias = mlir.at(mlir.at(mlir.shared_pointer(bias_smem), own_row * 4), first * 4)
+    send, send_bias = (None, None) if peer is None else _senders(start, bias, *peer)
 
-    def emit(tile, bias, first, codes, rope, *rest):
-        *scales, row = map(mlir.scalar, rest[: len(per_row)])
-        first = U32(mlir.scalar(first))
-        chunk, start, own_row = unit_offsets(tile, ROW_DIM)
-        start = mlir.at(start, (first * (2 * ROW_DIM)).value)
-        bias = mlir.at(mlir.at(mlir.shared_pointer(bias), (own_row * 4).value), (first * 4).value)
-        send, send_bias = _senders(start, bias, *rest[len(per_row) :]) if peer is not None else (None, None)
+    def put(values, group):
+        offset = 16 * GROUP * group
+        llvm.store(mlir.pack(values), mlir.at(start, offset), alignment=16)
+        if send is not None:
+            send(offset, values)
 
-        def put(values, group):
-            offset = 16 * GROUP * group
-            llvm.store(mlir.pack(values), mlir.at(start, offset), alignment=16)
-            if send is not None:
-                send(offset, values)
-
-        for group, register in enumerate(codes.registers.flat):
-            put(decode(mlir.values(register), scales, group), group)
-        for group, register in enumerate(rope.registers.flat, start=layout.nope_dim // GROUP):
-            put(mlir.values(register), group)
-        store_bias(bias, chunk, arith.cmpi(arith.CmpIPredicate.sge, row, mlir.i32(0)), send_bias)
-
-    operands = jnp.int32(first), (codes, _CODES), (rope, _ROPE), *per_row, *(peer or ())
-    mlir.inline(emit, (tile_smem, plgpu.RefType(TRANSFORMS)), bias_smem, *operands)
+    for group, register in enumerate(codes.registers.flat):
+        put(decode(mlir.values(register), scales, group), group)
+    for group, register in enumerate(rope.registers.flat, start=layout.nope_dim // GROUP):
+        put(mlir.values(register), group)
+    store_bias(bias, chunk, U32(mlir.scalar(row)).is_at_least(0), send_bias)
 
 
 def _senders(start, bias, block, barrier):
     """Functions that send a group's values, and a bias, to the same places of another block."""
     pointers = start, bias, mlir.shared_pointer(barrier)
-    addresses = (U32(llvm.ptrtoint(mlir.int_type(), pointer)) for pointer in pointers)
-    peer_start, peer_bias, peer_barrier = (thread_ops.peer(x, U32(mlir.scalar(block))) for x in addresses)
+    addresses = (llvm.ptrtoint(mlir.int_type(), pointer) for pointer in pointers)
+    peer_start, peer_bias, peer_barrier = (thread_ops.peer(address, block) for address in addresses)
     return (
         lambda offset, values: transaction_barriers.send(peer_start + offset, values, peer_barrier),
         lambda value: transaction_barriers.send(peer_bias, [value], peer_barrier),
@@ -169,20 +162,20 @@ def unit_offsets(tile, columns: int) -> tuple[U32, Any, U32]:
     It holds the `chunk`-th 16 bytes of every group of row `row`; `pointer` leads to those of group 0, for a unit at the
     start of the tile.
     """
-    thread = U32(mlir.thread())
+    thread = mlir.thread()
     warp = thread // 32
     lane = thread % 32
     chunk = lane % 8
     row = warp * 4 + lane // 8
     line = row % 8
     offset = row // 8 * (2 * 8 * columns) + line * (2 * GROUP) + (chunk ^ line) * 16
-    return chunk, mlir.at(mlir.shared_pointer(tile), offset.value), row
+    return chunk, mlir.at(mlir.shared_pointer(tile), offset), row
 
 
-def store_bias(bias, chunk: U32, exists, send: Any = None) -> None:
+def store_bias(bias, chunk: U32, exists: U32, send: Any = None) -> None:
     """Writes the bias of this thread's row, 0 if it exists and else -inf, and passes it to `send` if there is one."""
-    value = arith.select(exists, mlir.f32(0.0), mlir.f32(-np.inf))
-    with mgpu.utils.when(chunk.equals(0).value):
+    value = arith.select(exists.value, mlir.f32(0.0), mlir.f32(-np.inf))
+    with thread_ops.when(chunk.equals(0)):
         llvm.store(value, bias)
         if send is not None:
             send(value)
@@ -214,7 +207,7 @@ def _dequantize(pools, row, layout):
 # Turns two E4M3 codes into the bfloat16 pair of their values times 2**-120, subnormals included: sign-extends each byte
 # to 16 bits, moves its 7 bits to the lowest exponent and highest mantissa bits of bfloat16, and keeps those and a sign.
 _SPREAD_PAIR = "prmt.b32 {to}, ${word}, 0, {select}; shl.b32 {to}, {to}, 4; and.b32 {to}, {to}, 0x87F087F0;"
-_REGISTERS = dict(a=(4, "0x9180"), b=(4, "0xB3A2"), c=(5, "0x9180"), d=(5, "0xB3A2"))
+_REGISTERS = {"a": (4, "0x9180"), "b": (4, "0xB3A2"), "c": (5, "0x9180"), "d": (5, "0xB3A2")}
 # Decodes the 8 codes of input words 4 and 5 to registers a .. d.
 _SPREAD = "".join(_SPREAD_PAIR.format(to=to, word=word, select=select) for to, (word, select) in _REGISTERS.items())
 
@@ -226,7 +219,7 @@ def _decode_block_scales(codes, scales, group):
         code += f"mul.rn.bf16x2 {x}, {x}, k; mul.rn.bf16x2 ${i}, {x}, $6;"
     # The scale's byte as the exponent of two bfloat16 values.
     factor = (U32(scales[group // 4]) >> 8 * (group % 4) & 0xFF) * 0x00800080
-    return mlir.ptx(code + "}", *codes, factor.value, results=[mlir.int_type()] * 4, pure=True)
+    return mlir.ptx(code + "}", *codes, factor, results=[mlir.int_type()] * 4, pure=True)
 
 
 def _decode_row_scale(codes, scales, group):

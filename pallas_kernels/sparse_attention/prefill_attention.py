@@ -33,6 +33,7 @@ from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.layer_operands import check_weight, layer_operand, weights_of_layer
 from pallas_kernels.runtime.lowering_cache import cached_trace
+from pallas_kernels.runtime.pytrees import pytree_dataclass
 from pallas_kernels.runtime.roles import dispatch_warpgroups
 from pallas_kernels.sparse_attention import kv_tiles, online_softmax
 from pallas_kernels.sparse_attention.dense_rows import CHUNK, DenseRows, TokenRows, WorkItems, start_unit
@@ -94,20 +95,20 @@ def prefill_attention(
     if tokens == 0:
         return q
     blocks = min(tokens * heads // HEADS, config.blocks)
-    run = kernel(
+    launch = kernel(
         functools.partial(_prefill_kernel, blocks),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         kernel_name="sparse_attention_prefill",
         grid={"block": blocks},
         num_threads=4,
-        scratch_types=dict(buffers=PrefillBuffers()),
+        scratch_types={"buffers": PrefillBuffers()},
         interpret=interpret,
         # Sums over rows in the layout of `wgmma` need no shared memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )
     angles = None if inv_freq is None else rope_angles(rows.metadata[:, 0], inv_freq)
     rows = dataclasses.replace(rows, metadata=rows.metadata.reshape(-1))
-    return run(q, sinks, layer_operand(layer), rows, angles)
+    return launch(q, sinks, layer_operand(layer), rows, angles)
 
 
 def _check(q, sinks, layer, rows, inv_freq):
@@ -126,8 +127,7 @@ def _check(q, sinks, layer, rows, inv_freq):
     check_frequencies(inv_freq, MAX_PAIRS)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class PrefillBuffers:
     """Shared memory and barriers of a block: the types to allocate, and within the kernel references to them."""
 
@@ -176,15 +176,15 @@ def _prefill_kernel(blocks, q_gmem, sinks_gmem, layer_gmem, rows, angles_gmem, o
 
 
 def _stage(tile):
-    return lax.rem(tile, jnp.int32(STAGES))
+    return lax.rem(tile, STAGES)
 
 
 def _chunk_stage(tile, chunk):
-    return lax.rem(CHUNKS * tile + chunk, jnp.int32(CHUNK_STAGES))
+    return lax.rem(CHUNKS * tile + chunk, CHUNK_STAGES)
 
 
 def _bias_smem(buffers, tile):
-    return buffers.biases_smem.at[lax.rem(tile, jnp.int32(STAGES + 1))]
+    return buffers.biases_smem.at[lax.rem(tile, STAGES + 1)]
 
 
 def _copy_items(items, rows, buffers):
@@ -192,8 +192,7 @@ def _copy_items(items, rows, buffers):
 
     def start_chunk(tile, chunk, tile_rows, in_window):
         stage = _chunk_stage(tile, chunk)
-        is_reused = CHUNKS * tile + chunk >= CHUNK_STAGES
-        pl.when(is_reused)(lambda: plgpu.barrier_wait(buffers.keys_empty.at[stage]))
+        barriers.wait_empty(buffers.keys_empty, CHUNKS * tile + chunk)
         chunk_smem = buffers.keys_smem.at[stage]
         bias_smem = _bias_smem(buffers, tile)
         for unit, row in enumerate(tile_rows):

@@ -5,7 +5,6 @@ entries. An address is found in three steps, each of which loads what the next o
 and their rows.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from jax import lax
 from pallas_kernels.formats.layouts import RowLayout
 from pallas_kernels.formats.pool_operands import Paged
 from pallas_kernels.mgpu import vectors
+from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 from pallas_kernels.sparse_attention import kv_tiles
 from pallas_kernels.sparse_attention.kv_tiles import UNIT, take
 
@@ -25,8 +25,7 @@ UNITS = TILE // UNIT
 NOWHERE = -(1 << 30)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class AttentionProblem:
     """The rows that the tokens of a call attend to: arrays, and within the kernel references to them."""
 
@@ -36,8 +35,8 @@ class AttentionProblem:
     own_rows: Any  # this and the other fields: as in `Rings`
     compressed: Paged | None  # entries whose layer is [1] int32
     rings: tuple[Any, Any, Any]  # the pools
-    window: int = dataclasses.field(metadata=dict(static=True))
-    layout: RowLayout = dataclasses.field(metadata=dict(static=True))
+    window: int = static_field()
+    layout: RowLayout = static_field()
 
     @property
     def window_tiles(self) -> int:
@@ -56,12 +55,12 @@ class AttentionProblem:
         tiles = jnp.int32(self.max_tiles)
         if self.compressed is not None and self.compressed.indices is None:
             position = self.positions[token]
-            visible = lax.div(position + 1, jnp.int32(self.compressed.compress_rate))
+            visible = lax.div(position + 1, self.compressed.compress_rate)
             visible = jnp.minimum(visible, self.compressed.count)
-            tiles = jnp.where(position >= 0, self.window_tiles + lax.div(visible + TILE - 1, jnp.int32(TILE)), 0)
-        tiles_per_split = lax.div(tiles + splits - 1, jnp.int32(splits))
-        first = vectors.opaque(jnp.minimum(split * tiles_per_split, tiles))
-        return first, jnp.minimum(first + tiles_per_split, tiles)
+            tiles = jnp.where(position >= 0, self.window_tiles + lax.div(visible + TILE - 1, TILE), 0)
+        tiles_per_split = lax.div(tiles + splits - 1, splits)
+        first_tile = vectors.opaque(jnp.minimum(split * tiles_per_split, tiles))
+        return first_tile, jnp.minimum(first_tile + tiles_per_split, tiles)
 
 
 class RowAddresses:
@@ -97,18 +96,18 @@ class RowAddresses:
         paged = self.problem.compressed
         if paged is None:
             return []
-        found = []
+        units = []
         for unit in range(self.units):
             item = self._items(tile - self.problem.window_tiles, unit)
             valid = (item >= 0) & (item < paged.count) & (tile < self.last)
             if paged.indices is None:
                 entry = item
-                valid &= item < lax.div(self.position + 1, jnp.int32(paged.compress_rate))
+                valid &= item < lax.div(self.position + 1, paged.compress_rate)
             else:
                 valid &= self.position >= 0
                 entry = take(paged.indices, self.token * paged.count + jnp.clip(item, 0, paged.count - 1))
-            found.append(jnp.where(valid, entry, -1))
-        return found
+            units.append(jnp.where(valid, entry, -1))
+        return units
 
     def blocks(self, entries: list[jax.Array]) -> list[jax.Array]:
         """The blocks of each unit's entries, [16] int32."""
@@ -118,7 +117,7 @@ class RowAddresses:
         slots, columns = paged.block_table.shape
         per_block = paged.pools[0].shape[2]
         start = jnp.minimum(self.slot, slots - 1) * columns
-        logical = (jnp.clip(lax.div(entry, jnp.int32(per_block)), 0, columns - 1) for entry in entries)
+        logical = (jnp.clip(lax.div(entry, per_block), 0, columns - 1) for entry in entries)
         return [take(paged.block_table, start + column) for column in logical]
 
     def rows(self, tile: jax.Array, entries: list[jax.Array], blocks: list[jax.Array]) -> list[jax.Array]:
@@ -134,7 +133,7 @@ class RowAddresses:
     def _window_row(self, tile, unit):
         distance = (self.problem.window - 1) - self._items(tile, unit)
         ring = self.problem.rings[0].shape[2]
-        row = self.ring_start + lax.rem(jnp.maximum(self.own_row - distance, 0), jnp.int32(ring))
+        row = self.ring_start + lax.rem(jnp.maximum(self.own_row - distance, 0), ring)
         valid = (self.position >= distance) & (tile < self.last)
         if self.problem.window % TILE:
             valid &= distance >= 0
@@ -144,7 +143,7 @@ class RowAddresses:
         _, num_blocks, per_block, _ = paged.pools[0].shape
         max_entries = paged.block_table.shape[1] * per_block
         valid = (entry >= 0) & (entry < max_entries) & (block >= 0) & (block < num_blocks)
-        row = (self.pool_start + block) * per_block + lax.rem(jnp.maximum(entry, 0), jnp.int32(per_block))
+        row = (self.pool_start + block) * per_block + lax.rem(jnp.maximum(entry, 0), per_block)
         return jnp.where(valid, row, -1)
 
     def _items(self, tile, unit):

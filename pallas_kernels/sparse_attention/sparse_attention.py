@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats.kv_rows import ROW_DIM
 from pallas_kernels.formats.pool_operands import Paged, Rings
-from pallas_kernels.runtime.checks import check_array, check_rules
+from pallas_kernels.runtime.checks import check_array, check_rules, check_tokens
 from pallas_kernels.runtime.layer_operands import check_weight
 from pallas_kernels.runtime.lowering_cache import cached_trace
 from pallas_kernels.sparse_attention.combine import combine
@@ -102,8 +102,7 @@ def _check_and_merge(q, slots, positions, rings, compressed):
     layout = rings.layout
     multiple = 8 if heads < HEADS else HEADS
     check_array("q", q, jnp.bfloat16, tokens, None, ROW_DIM)
-    check_array("slots", slots, jnp.int32, tokens)
-    check_array("positions", positions, jnp.int32, tokens)
+    check_tokens(tokens, slots=slots, positions=positions)
     rings.check()
     check_rules({f"a multiple of {HEADS} heads, or of 8 below that, got {heads}": heads % multiple == 0})
     check_rules({f"rows with RoPE values, got {layout}": layout.rope_dim > 0})
