@@ -41,7 +41,7 @@ def _score_bits(key: U32) -> U32:
 
 
 def _for_thread(emit=None, *, returns: Any = None) -> Any:
-    """Makes a step of a method with code for one thread: puts the code into the kernel that calls it.
+    """Decorates a method that emits code for one thread, so that a call puts the code into the kernel.
 
     `returns` is that of `ops.inline`, or a function of `self`.
     """

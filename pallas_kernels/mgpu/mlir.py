@@ -89,7 +89,7 @@ def emits(primitive: Any, *layouts: Any, layout: Callable[..., Any] | None = Non
 
 
 def on_operands(function: Callable, *args: Any, **kwargs: Any) -> tuple[Callable, list[Any]]:
-    """Returns the function of only the arrays and references, also to parts of one, in its arguments, and these."""
+    """Returns the function of only the arrays and the references within its arguments, and a list of these."""
     return on_leaves(function, args, kwargs, lambda leaf: isinstance(leaf, jax.Array) or hasattr(leaf, "at"))
 
 
@@ -242,6 +242,11 @@ def to_i64(x: Any) -> Any:
 def to_u64(x: U32) -> Any:
     """Converts an unsigned integer to 64 bits."""
     return arith.extui(int_type(64), x.value)
+
+
+def multiply_add(x: Any, factor: int, y: Any) -> Any:
+    """Returns x * factor + y of MLIR integers of the same type."""
+    return arith.addi(arith.muli(x, constant(factor, x.type)), y)
 
 
 def values(x: Any) -> list[Any]:
