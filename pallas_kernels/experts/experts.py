@@ -108,7 +108,7 @@ def experts(
         return y[0].reshape(tokens, -1, depth)
     if len(y) > 2:
         return y[2]
-    # What `tile_counters.add_up_terms` writes in one launch.
+    # The same sum as that of `tile_counters.add_up_terms`.
     total = sum_of_experts(y[0].reshape(tokens, -1, depth), selected.reshape(tokens, -1), number)
     return (total + y[1].astype(jnp.float32)).astype(jnp.bfloat16)
 

@@ -6,7 +6,6 @@ The grid has a block of one warpgroup for each two rows; a thread copies 16 byte
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.matmul.dequant_wgmma import permute_columns
 from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops
@@ -76,5 +75,5 @@ def _by_lane(four):
 
 
 def _address(ref, row, width, eight):
-    offset = arith.addi(arith.muli(mlir.to_u64(row), mlir.i64(2 * width)), mlir.to_u64(eight << 4))
+    offset = mlir.multiply_add(mlir.to_u64(row), 2 * width, mlir.to_u64(eight << 4))
     return mlir.at(mlir.global_pointer(ref), offset)

@@ -71,7 +71,7 @@ def _emit_add_up_terms(
     groups = ops.load_global(counts_gmem, 0)
 
     def address(ref, row, column):
-        offset = arith.addi(arith.muli(mlir.to_i64(row), mlir.i64(width)), mlir.to_i64(column))
+        offset = mlir.multiply_add(mlir.to_i64(row), width, mlir.to_i64(column))
         return mlir.at(mlir.global_pointer(ref), offset, ir.BF16Type.get())
 
     def load(ref, row, column):

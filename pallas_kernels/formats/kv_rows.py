@@ -148,8 +148,8 @@ def _pointer(ref, row, group, lane):
     """Returns the address of a value: column `64 * group + lane`, or `group` in rows of per-group values."""
     column = group
     if _width(ref) >= GROUP:
-        column = arith.addi(arith.muli(group, mlir.index(GROUP)), lane)
-    offset = arith.addi(arith.muli(row, mlir.index(_width(ref))), column)
+        column = mlir.multiply_add(group, GROUP, lane)
+    offset = mlir.multiply_add(row, _width(ref), column)
     return mlir.at(mlir.global_pointer(ref), mlir.to_i64(offset), _bits_type(ref))
 
 

@@ -164,7 +164,7 @@ def _emit_start_tile(tiles_smem, stage, pools, rows, is_wanted):
     for target, source, size, offset in zip(tiles_smem, pools, (DIM // 2, width), (dims * 16, U32(0)), strict=True):
         place = f"${len(operands)}", f"${len(operands) + 1}"
         operands.append(mlir.at(mlir.shared_pointer(target), key * size + offset))
-        operands.append(mlir.at(mlir.global_pointer(source), multiply_add(row, size, mlir.to_i64(offset))))
+        operands.append(mlir.at(mlir.global_pointer(source), mlir.multiply_add(row, size, mlir.to_i64(offset))))
         per_copy = min(size, 16)
         copy = f"@p cp.async.{'cg' if per_copy == 16 else 'ca'}.shared.global"
         code += [f"{copy} [{place[0]} + {below}], [{place[1]} + {below}], {per_copy};" for below in (0, 8 * size)]
@@ -210,8 +210,8 @@ def _words(codes, scales, row, width):
     """Emits loads of a thread's two keys, the first at a 64-bit row; returns 8 words of codes and 2 scale bytes."""
     groups = width // 4
     dims = _own_key()[1]
-    codes = mlir.at(codes, multiply_add(row, DIM // 2, mlir.to_i64(dims * 16)))
-    scales = mlir.at(scales, multiply_add(row, width, mlir.to_i64(dims * groups)))
+    codes = mlir.at(codes, mlir.multiply_add(row, DIM // 2, mlir.to_i64(dims * 16)))
+    scales = mlir.at(scales, mlir.multiply_add(row, width, mlir.to_i64(dims * groups)))
     quad = mlir.vector_type(4, mlir.int_type())
     bits = mlir.int_type(8 * groups)
     words = []
@@ -346,8 +346,3 @@ def e4m3_keys(words, below):
             sign = thread_ops.pure("prmt.b32 $0, $1, $2, $3;", left, word, order) & 0x80808080
             keys[4 * i + 2 * half + row] = size | sign
     return keys
-
-
-def multiply_add(x, factor, y):
-    """Emits x * factor + y of 64-bit integers."""
-    return arith.addi(arith.muli(x, mlir.i64(factor)), y)

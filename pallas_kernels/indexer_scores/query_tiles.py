@@ -287,8 +287,8 @@ def _store_words_mosaic(ref, head, words):
     def emit(ref, head, words):
         lane = thread_ops.lane()
         words = [U32(word) for word in mlir.values(words)]
-        row = arith.muli(mlir.to_i64(_own_head(head)), mlir.i64(size * DIM))
-        pointer = mlir.at(mlir.global_pointer(ref), arith.addi(row, mlir.to_i64((lane & 3) << 4)))
+        offset = mlir.multiply_add(mlir.to_i64(_own_head(head)), size * DIM, mlir.to_i64((lane & 3) << 4))
+        pointer = mlir.at(mlir.global_pointer(ref), offset)
         for start in range(0, len(words), LANES):
             # Each lane of a head has one word of every 16 bytes in the order of `permute_dims`: a 4 x 4 transpose.
             four = words[start : start + LANES]

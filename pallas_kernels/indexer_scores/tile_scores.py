@@ -174,7 +174,7 @@ def _store(sums, largest, out, row, first, block, factor):
     first = (thread_ops.thread() % mlir.THREADS >> 5) * WARP_KEYS + first
     with thread_ops.when(first.is_below(out.type.shape[1]) & (lane & 2).equals(0)):
         key = (lane & 1) * 8 + (lane >> 2)
-        offset = key_tiles.multiply_add(mlir.to_i64(row), out.type.shape[1], mlir.to_i64(first + key))
+        offset = mlir.multiply_add(mlir.to_i64(row), out.type.shape[1], mlir.to_i64(first + key))
         llvm.store(total, mlir.at(mlir.global_pointer(out), offset, mlir.f32_type()))
 
 

@@ -71,7 +71,7 @@ def select(scores, lengths, plan: RadixPlan, *, algorithm=RadixSelect, interpret
     rule = f"rows whose marks fit shared memory, got rows of {scores.shape[1]}"
     check_rules({rule: plan.shared_bytes <= SHARED_BYTES})
     launch = kernel(
-        lambda *refs, **scratch: _select_row(algorithm(plan, *refs, **scratch)),
+        lambda *refs, **scratch: _select_row(algorithm.of_row(plan, *refs, **scratch)),
         out_type=algorithm.out_types(plan, tokens),
         scratch_types=algorithm.scratch_types(plan),
         kernel_name="indexer_topk",

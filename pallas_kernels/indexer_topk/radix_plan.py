@@ -4,8 +4,7 @@ import dataclasses
 import functools
 import itertools
 import types
-
-import jax
+from typing import Any, NamedTuple
 
 from pallas_kernels.runtime.hardware import SHARED_BYTES
 
@@ -123,9 +122,8 @@ class RadixPlan:
         return 4 * (self.offsets.end + self.values * self.threads)
 
 
-@dataclasses.dataclass(frozen=True)
-class CandidateList:
+class CandidateList(NamedTuple):
     """Scores that each thread has listed as candidates, from one chunk or from all."""
 
-    mask_or_count: jax.Array  # [128] int32, a bit for each score of one chunk, or the number from all chunks
-    chunk: jax.Array | None  # int32 scalar, number of the chunk, or None for all chunks
+    mask_or_count: Any  # [128] int32, a bit for each score of one chunk, or the number from all chunks
+    chunk: Any  # int32 scalar, number of the chunk, or None for all chunks

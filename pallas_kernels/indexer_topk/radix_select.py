@@ -24,6 +24,7 @@ from pallas_kernels.indexer_topk.radix_plan import BINS, MAX_BLOCKS, SHIFTS, STE
 from pallas_kernels.mgpu import mlir, thread_ops as ops
 from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import axis_indices
+from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
 _SIGN = 1 << 31
@@ -39,27 +40,51 @@ def _score_bits(key: U32) -> U32:
     return (key >= _SIGN).where(key ^ _SIGN, key ^ 0xFFFFFFFF)
 
 
+def _for_thread(emit=None, *, returns: Any = None) -> Any:
+    """Decorates a method that emits code for one thread, so that a call puts the code into the kernel.
+
+    `returns` is that of `ops.inline`, or a function of `self`.
+    """
+    if emit is None:
+        return functools.partial(_for_thread, returns=returns)
+
+    @functools.wraps(emit)
+    def call(self, *args):
+        return ops.inline(emit, self, *args, returns=returns(self) if callable(returns) else returns)
+
+    return call
+
+
+@pytree_dataclass
 class RadixSelect:
-    """The steps of one row's selection; every warpgroup of the cluster calls them."""
+    """The steps of one row's selection; every warpgroup of the cluster calls them.
 
-    plan: RadixPlan  # division of the row
-    length: jax.Array  # int32 scalar, number of scores that count
-    alone: jax.Array  # bool scalar, whether the cluster's first block holds the whole row and waits for no block
-    steps: jax.Array  # int32 scalar, number of loads that cover a warp's stretch
+    Within a step that is code for one thread, fields and arguments are what `ops.inline` makes of them.
+    """
 
-    def __init__(self, plan: RadixPlan, scores, lengths, out, *, memory, candidates):
-        """Takes the references of the kernel, whose scratch memory is that of `scratch_types`."""
-        self.plan = plan
-        self._scores = scores
-        self._out = out
-        self._memory = memory
-        self._candidates = candidates
-        self.row, self._block, self._warpgroup = axis_indices("row", "block", "warpgroup")
-        self.length = jnp.clip(lengths[self.row], 0, scores.shape[1])
-        self.alone = self.length <= (plan.warps * 32 * plan.values if plan.blocks > 1 else 0)
-        per_step = jnp.where(self.alone, 1, plan.blocks) * (plan.warps * STEP)
-        self.steps = lax.div(self.length + (per_step - 1), per_step)
-        self._first = self._block * (self.steps * (plan.warps * STEP))
+    plan: RadixPlan = static_field()  # division of the row
+    scores: Any  # references of the kernel; the scratch memory is that of `scratch_types`
+    out: Any
+    memory: Any
+    candidates: Any
+    row: Any  # int32 scalars: numbers of the row, of the block in the cluster and of the warpgroup
+    block: Any
+    warpgroup: Any
+    length: Any  # int32 scalar, number of scores that count
+    alone: Any  # bool scalar, whether the cluster's first block holds the whole row and waits for no block
+    steps: Any  # int32 scalar, number of loads that cover a warp's stretch
+    first: Any  # int32 scalar, the block's first entry
+
+    @classmethod
+    def of_row(cls, plan: RadixPlan, scores, lengths, out, *, memory, candidates) -> "RadixSelect":
+        """Takes the references of the kernel, for the row of this block."""
+        row, block, warpgroup = axis_indices("row", "block", "warpgroup")
+        length = jnp.clip(lengths[row], 0, scores.shape[1])
+        alone = length <= (plan.warps * 32 * plan.values if plan.blocks > 1 else 0)
+        per_step = jnp.where(alone, 1, plan.blocks) * (plan.warps * STEP)
+        steps = lax.div(length + (per_step - 1), per_step)
+        first = block * (steps * (plan.warps * STEP))
+        return cls(plan, scores, out, memory, candidates, row, block, warpgroup, length, alone, steps, first)
 
     @staticmethod
     def scratch_types(plan: RadixPlan) -> dict[str, Any]:
@@ -74,172 +99,151 @@ class RadixSelect:
         """Returns the types of the kernel's outputs, of which the first is the selection."""
         return [jax.ShapeDtypeStruct((tokens, plan.k), jnp.int32)]
 
-    def zero(self) -> None:
+    @_for_thread
+    def zero(self):
         """Clears this block's counts and marks; call `wait` before counting."""
         plan = self.plan
 
-        def emit(memory, alone):
-            def clear(i):
-                at = (ops.thread() + i * plan.threads) * 4
-                with ops.when(at < plan.offsets.zeroed):
-                    mlir.ptx("st.shared.v4.u32 [$0], {$1, $1, $1, $1};", ops.shared(memory, at), 0)
+        def clear(i):
+            at = (ops.thread() + i * plan.threads) * 4
+            with ops.when(at < plan.offsets.zeroed):
+                mlir.ptx("st.shared.v4.u32 [$0], {$1, $1, $1, $1};", ops.shared(self.memory, at), 0)
 
-            ops.loop(-(-plan.offsets.zeroed // (4 * plan.threads)), clear)
-            if plan.blocks > 1:
-                with ops.when(alone.equals(0)):
-                    ops.cluster_arrive()
+        ops.loop(-(-plan.offsets.zeroed // (4 * plan.threads)), clear)
+        if plan.blocks > 1:
+            with ops.when(self.alone.equals(0)):
+                ops.cluster_arrive()
 
-        ops.inline(emit, self._memory, self.alone)
-
-    def wait(self) -> None:
+    @_for_thread
+    def wait(self):
         """Waits until every block that counts this row has called `zero`."""
-
-        def emit(alone):
-            with ops.when(alone > 0):
-                ops.sync()
-            with ops.when(alone.equals(0)):
-                ops.cluster_wait()
-
         if self.plan.blocks == 1:
-            ops.inline(ops.sync)
-        else:
-            ops.inline(emit, self.alone)
+            ops.sync()
+            return
+        with ops.when(self.alone > 0):
+            ops.sync()
+        with ops.when(self.alone.equals(0)):
+            ops.cluster_wait()
 
     # --- scores ---
 
-    def load(self, chunk: jax.Array) -> jax.Array:
+    @_for_thread(returns=lambda self: jax.ShapeDtypeStruct((128 * self.plan.values,), jnp.float32))
+    def load(self, chunk):
         """Loads this thread's scores of a chunk, with -inf for missing scores and 0 for -0."""
         plan = self.plan
+        begin, limit = self._chunk_range(chunk)
+        base = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(self.scores))
+        width = 4 * self.scores.type.shape[1]
+        code = """{ .reg .pred p; .reg .b64 a; setp.lt.u32 p, $6, $7; mul.wide.u32 a, $4, $8; add.u64 a, a, $5;
+            mad.wide.u32 a, $6, 4, a; mov.b32 $0, 0fFF800000; mov.b32 $1, 0fFF800000; mov.b32 $2, 0fFF800000;
+            mov.b32 $3, 0fFF800000; @p ld.global.nc.L1::no_allocate.v4.f32 {$0, $1, $2, $3}, [a]; }"""
+        values = []
+        for r in range(plan.values // VECTOR):
+            index = begin + (r * STEP) + (ops.lane() << 2)
+            values += mlir.ptx(code, self.row, base, index, limit, width, results=[mlir.f32_type()] * VECTOR)
+        zero = mlir.f32(0.0)
+        nothing = mlir.f32(float("-inf"))
+        values = [arith.addf(x, zero) for x in values]
 
-        def emit(scores, row, chunk, *stretch):
-            begin, limit = self._chunk_range(chunk, *stretch)
-            base = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(scores))
-            width = 4 * self._scores.shape[1]
-            code = """{ .reg .pred p; .reg .b64 a; setp.lt.u32 p, $6, $7; mul.wide.u32 a, $4, $8; add.u64 a, a, $5;
-                mad.wide.u32 a, $6, 4, a; mov.b32 $0, 0fFF800000; mov.b32 $1, 0fFF800000; mov.b32 $2, 0fFF800000;
-                mov.b32 $3, 0fFF800000; @p ld.global.nc.L1::no_allocate.v4.f32 {$0, $1, $2, $3}, [a]; }"""
-            values = []
-            for r in range(plan.values // VECTOR):
-                index = begin + (r * STEP) + (ops.lane() << 2)
-                values += mlir.ptx(code, row, base, index, limit, width, results=[mlir.f32_type()] * VECTOR)
-            zero = mlir.f32(0.0)
-            nothing = mlir.f32(float("-inf"))
-            values = [arith.addf(x, zero) for x in values]
+        def mask_tail():
+            entry = begin + (ops.lane() << 2)
+            inside = [entry + ((i // VECTOR) * STEP + i % VECTOR) < limit for i in range(plan.values)]
+            return [arith.select(is_in.value, x, nothing) for is_in, x in zip(inside, values, strict=True)]
 
-            def mask_tail():
-                entry = begin + (ops.lane() << 2)
-                inside = [entry + ((i // VECTOR) * STEP + i % VECTOR) < limit for i in range(plan.values)]
-                return [arith.select(is_in.value, x, nothing) for is_in, x in zip(inside, values, strict=True)]
+        return ops.replace_if((limit & (VECTOR - 1)) > 0, values, mask_tail)
 
-            return ops.replace_if((limit & (VECTOR - 1)) > 0, values, mask_tail)
-
-        where = jax.ShapeDtypeStruct((128 * plan.values,), jnp.float32)
-        return ops.inline(emit, self._scores, self.row, chunk, *self._stretch(), returns=where)
-
-    def _stretch(self):
-        """Returns the scalars that `_chunk_range` takes after the chunk."""
-        return self._first, self.steps, self.length
-
-    def _chunk_range(self, chunk, first, steps, length):
+    def _chunk_range(self, chunk):
         """Returns the first entry of this warp's chunk and the end of the warp's stretch."""
-        begin = first + ops.warp() * steps * STEP
-        end = (begin + steps * STEP).minimum(length)
+        begin = self.first + ops.warp() * self.steps * STEP
+        end = (begin + self.steps * STEP).minimum(self.length)
         return begin + chunk * (self.plan.values * 32), end
 
-    def count(self, scores: jax.Array, chunk: jax.Array) -> None:
+    @_for_thread
+    def count(self, scores, chunk):
         """Counts scores by the first digit of their keys."""
-
-        def emit(memory, scores, chunk, *stretch):
-            begin, limit = self._chunk_range(chunk, *stretch)
-            histogram = ops.shared(memory, self.plan.counts(0))
-            # The bins are the first bits of the scores, not of the keys; `find` ranks them.
-            code = "shr.u32 a, $0, 19; and.b32 a, a, 8188; add.u32 a, a, $1; red.shared.add.u32 [a], 1;"
-            code = "{ .reg .b32 a; " + code + " }"
-            for r in range(self.plan.values // VECTOR):
-                with ops.when(begin + r * STEP < limit):
-                    for x in scores[r * VECTOR : (r + 1) * VECTOR]:
-                        mlir.ptx(code, ops.bits(x), histogram)
-
-        ops.inline(emit, self._memory, scores, chunk, *self._stretch())
+        begin, limit = self._chunk_range(chunk)
+        histogram = ops.shared(self.memory, self.plan.counts(0))
+        # The bins are the first bits of the scores, not of the keys; `find` ranks them.
+        code = "shr.u32 a, $0, 19; and.b32 a, a, 8188; add.u32 a, a, $1; red.shared.add.u32 [a], 1;"
+        code = "{ .reg .b32 a; " + code + " }"
+        for r in range(self.plan.values // VECTOR):
+            with ops.when(begin + r * STEP < limit):
+                for x in scores[r * VECTOR : (r + 1) * VECTOR]:
+                    mlir.ptx(code, ops.bits(x), histogram)
 
     # --- candidates ---
 
     def collect(self, scores: jax.Array, low: jax.Array, chunk: jax.Array) -> CandidateList:
         """Lists the scores of one chunk whose keys are at least `low`; a score's number is its slot."""
+        return CandidateList(self._collect(scores, low, chunk), chunk)
 
-        def emit(candidates, scores, low, chunk, *stretch):
-            begin, limit = self._chunk_range(chunk, *stretch)
-            least = ops.as_float(_score_bits(low))
-            slots = ops.shared(candidates, ops.thread())
-            code = "{{ .reg .pred p; setp.ge.f32 p, $1, $2; @p st.shared.f32 [$3+{}], $1; @p or.b32 $0, $0, {}; }}"
-            mask = U32(0)
-            for r in range(self.plan.values // VECTOR):
+    @_for_thread(returns=_PER_THREAD)
+    def _collect(self, scores, low, chunk):
+        begin, limit = self._chunk_range(chunk)
+        least = ops.as_float(_score_bits(low))
+        slots = ops.shared(self.candidates, ops.thread())
+        code = "{{ .reg .pred p; setp.ge.f32 p, $1, $2; @p st.shared.f32 [$3+{}], $1; @p or.b32 $0, $0, {}; }}"
+        mask = U32(0)
+        for r in range(self.plan.values // VECTOR):
 
-                def compare(r=r, mask=mask):
-                    for i in range(r * VECTOR, (r + 1) * VECTOR):
-                        one = code.format(4 * self.plan.threads * i, 1 << i)
-                        mask = ops.ptx(one, scores[i], least, slots, in_out=[mask])
-                    return [mask.value]
+            def compare(r=r, mask=mask):
+                for i in range(r * VECTOR, (r + 1) * VECTOR):
+                    one = code.format(4 * self.plan.threads * i, 1 << i)
+                    mask = ops.ptx(one, scores[i], least, slots, in_out=[mask])
+                return [mask.value]
 
-                mask = U32(*ops.replace_if(begin + r * STEP < limit, [mask.value], compare))
-            return mask
+            mask = U32(*ops.replace_if(begin + r * STEP < limit, [mask.value], compare))
+        return mask
 
-        arrays = scores, low, chunk, *self._stretch()
-        return CandidateList(ops.inline(emit, self._candidates, *arrays, returns=_PER_THREAD), chunk)
-
-    def append(self, count: jax.Array, scores: jax.Array, low: jax.Array, chunk: jax.Array) -> jax.Array:
+    @_for_thread(returns=_PER_THREAD)
+    def append(self, count, scores, low, chunk):
         """Appends the scores of one more chunk to the `count` that a thread has listed; returns the new count.
 
         If there are too few slots, it sets the word that `overflowed` reads.
         """
         plan = self.plan
         stride = 4 * self.plan.threads
+        begin, limit = self._chunk_range(chunk)
+        least = ops.as_float(_score_bits(low))
+        slots = ops.shared(self.candidates, ops.thread())
+        full = slots + (plan.slots - VECTOR) * stride
+        code = """{{ .reg .pred p; setp.ge.f32 p, $1, $2; @p st.shared.f32 [$0], $1; @p st.shared.u32 [$0+{}], $3;
+            @p add.u32 $0, $0, {}; }}"""
+        code = code.format(stride * plan.slots, stride)
+        at = slots + count * stride
+        for r in range(plan.values // VECTOR):
 
-        def emit(memory, candidates, count, scores, low, chunk, *stretch):
-            begin, limit = self._chunk_range(chunk, *stretch)
-            least = ops.as_float(_score_bits(low))
-            slots = ops.shared(candidates, ops.thread())
-            full = slots + (plan.slots - VECTOR) * stride
-            code = """{{ .reg .pred p; setp.ge.f32 p, $1, $2; @p st.shared.f32 [$0], $1; @p st.shared.u32 [$0+{}], $3;
-                @p add.u32 $0, $0, {}; }}"""
-            code = code.format(stride * plan.slots, stride)
-            at = slots + count * stride
-            for r in range(plan.values // VECTOR):
+            def compare(r=r, at=at):
+                for i in range(r * VECTOR, (r + 1) * VECTOR):
+                    at = ops.ptx(code, scores[i], least, chunk * plan.values + i, in_out=[at])
+                return [at.value]
 
-                def compare(r=r, at=at):
-                    for i in range(r * VECTOR, (r + 1) * VECTOR):
-                        at = ops.ptx(code, scores[i], least, chunk * plan.values + i, in_out=[at])
-                    return [at.value]
-
-                has_room = at <= full
-                with ops.when(at > full):
-                    ops.set_bits(ops.shared(memory, plan.offsets.overflow), 1)
-                at = U32(*ops.replace_if((begin + r * STEP < limit) & has_room, [at.value], compare))
-            return (at - slots) // stride
-
-        arrays = count, scores, low, chunk, *self._stretch()
-        return ops.inline(emit, self._memory, self._candidates, *arrays, returns=_PER_THREAD)
+            has_room = at <= full
+            with ops.when(at > full):
+                ops.set_bits(ops.shared(self.memory, plan.offsets.overflow), 1)
+            at = U32(*ops.replace_if((begin + r * STEP < limit) & has_room, [at.value], compare))
+        return (at - slots) // stride
 
     def overflowed(self) -> jax.Array:
         """Returns whether some thread had more candidates than slots; synchronizes the block."""
         ops.inline(ops.sync)
-        return self._memory[self.plan.offsets.overflow] > 0
+        return self.memory[self.plan.offsets.overflow] > 0
 
     def no_candidates(self) -> jax.Array:
         """Returns the count of an empty list, for `append`."""
         return ops.inline(lambda: U32(0), returns=_PER_THREAD)
 
-    def _each_candidate(self, candidates, mask_or_count, chunk, visit):
+    def _each_candidate(self, kept, visit):
         """Calls `visit(score bits, number of the score in the thread, number of candidates before it)` for each."""
-        slots = ops.shared(candidates, ops.thread())
+        slots = ops.shared(self.candidates, ops.thread())
         stride = 4 * self.plan.threads
-        if chunk is None:
+        if kept.chunk is None:
 
             def one_listed(nth):
                 at = slots + nth * stride
                 visit(ops.load(at), ops.load(at + stride * self.plan.slots), nth)
 
-            ops.loop(mask_or_count, one_listed)
+            ops.loop(kept.mask_or_count, one_listed)
             return
 
         def one_bit(nth, left):
@@ -247,66 +251,57 @@ class RadixSelect:
             visit(ops.load(slots + i * stride), i, nth)
             return [left & (left - 1)]
 
-        ops.loop(ops.count_bits(mask_or_count), one_bit, mask_or_count)
+        ops.loop(ops.count_bits(kept.mask_or_count), one_bit, kept.mask_or_count)
 
-    def share_candidates(self, kept: CandidateList, overflowed: jax.Array) -> None:
+    @_for_thread
+    def share_candidates(self, kept: CandidateList, overflowed):
         """Sends this block's candidates, or the news that there are too many, to all blocks of the cluster."""
         plan = self.plan
+        count = kept.mask_or_count if kept.chunk is None else ops.count_bits(kept.mask_or_count)
+        before, total = ops.block_prefix_sum(count, ops.shared(self.memory, plan.offsets.scratch), plan.warps)
+        total = (overflowed > 0).where(plan.max_shared + 1, total)
+        keys = ops.shared(self.memory, plan.offsets.shared_candidates) + self.block * (4 * plan.max_shared)
+        fits = total <= plan.max_shared
 
-        def emit(memory, candidates, mask_or_count, overflowed, block):
-            count = mask_or_count if kept.chunk is None else ops.count_bits(mask_or_count)
-            before, total = ops.block_prefix_sum(count, ops.shared(memory, plan.offsets.scratch), plan.warps)
-            total = (overflowed > 0).where(plan.max_shared + 1, total)
-            keys = ops.shared(memory, plan.offsets.shared_candidates) + block * (4 * plan.max_shared)
-            fits = total <= plan.max_shared
+        def store_key(bits, _, nth):
+            ops.store(keys + (before + nth << 2), key_of(bits))
 
-            def store_key(bits, _, nth):
-                ops.store(keys + (before + nth << 2), key_of(bits))
-
-            with ops.when(fits):
-                self._each_candidate(candidates, mask_or_count, kept.chunk, store_key)
-            ops.sync()
-            peers = [ops.peer(keys, other) for other in range(plan.blocks)]
-            with ops.when(fits & (ops.thread() < total)):
-                key = ops.load(keys + (ops.thread() << 2))
-                for address in peers:
-                    ops.store_peer(address + (ops.thread() << 2), key)
-            with ops.when(ops.thread() < plan.blocks):
-                counts = ops.shared(memory, plan.offsets.candidate_counts) + (block << 2)
-                ops.store_peer(ops.peer(counts, ops.thread()), total)
-            ops.cluster_arrive()
-            ops.cluster_wait()
-
-        ops.inline(emit, self._memory, self._candidates, kept.mask_or_count, overflowed, self._block)
+        with ops.when(fits):
+            self._each_candidate(kept, store_key)
+        ops.sync()
+        peers = [ops.peer(keys, other) for other in range(plan.blocks)]
+        with ops.when(fits & (ops.thread() < total)):
+            key = ops.load(keys + (ops.thread() << 2))
+            for address in peers:
+                ops.store_peer(address + (ops.thread() << 2), key)
+        with ops.when(ops.thread() < plan.blocks):
+            counts = ops.shared(self.memory, plan.offsets.candidate_counts) + (self.block << 2)
+            ops.store_peer(ops.peer(counts, ops.thread()), total)
+        ops.cluster_arrive()
+        ops.cluster_wait()
 
     def all_shared(self) -> jax.Array:
         """Returns whether `share_candidates` sent the candidates of every block."""
         plan = self.plan
-        fits = [self._memory[plan.offsets.candidate_counts + block] <= plan.max_shared for block in range(plan.blocks)]
+        fits = [self.memory[plan.offsets.candidate_counts + block] <= plan.max_shared for block in range(plan.blocks)]
         return functools.reduce(jnp.logical_and, fits)
 
     # --- the search ---
 
-    def count_candidates(self, number: int, kept: CandidateList, low: jax.Array, width: jax.Array) -> None:
+    @_for_thread
+    def count_candidates(self, number: int, kept: CandidateList, low, width):
         """Counts this block's candidates with keys low .. low + width - 1 by their digit of pass `number`."""
+        count_key = self._key_counter(number, low, width)
+        self._each_candidate(kept, lambda bits, *_: count_key(key_of(bits)))
 
-        def emit(memory, candidates, mask_or_count, low, width):
-            count_key = self._key_counter(memory, number, low, width)
-            self._each_candidate(candidates, mask_or_count, kept.chunk, lambda bits, *_: count_key(key_of(bits)))
-
-        ops.inline(emit, self._memory, self._candidates, kept.mask_or_count, low, width)
-
-    def count_shared_candidates(self, number: int, low: jax.Array, width: jax.Array) -> None:
+    @_for_thread
+    def count_shared_candidates(self, number: int, low, width):
         """Counts the candidates of all blocks as `count_candidates` does those of one."""
+        self._each_shared_candidate(self._key_counter(number, low, width))
 
-        def emit(memory, low, width):
-            self._each_shared_candidate(memory, self._key_counter(memory, number, low, width))
-
-        ops.inline(emit, self._memory, low, width)
-
-    def _key_counter(self, memory, number, low, width):
+    def _key_counter(self, number, low, width):
         """Returns a function that counts one key."""
-        histogram = ops.shared(memory, self.plan.counts(number))
+        histogram = ops.shared(self.memory, self.plan.counts(number))
 
         def count_key(key):
             offset = key - low
@@ -315,21 +310,19 @@ class RadixSelect:
 
         return count_key
 
-    def total_shared_marks(self, low: jax.Array, width: jax.Array) -> None:
+    @_for_thread
+    def total_shared_marks(self, low, width):
         """Adds up for `write` the number of entries that each block marks in `mark(.., low, width)`."""
 
-        def emit(memory, low, width):
-            def one(key, so_far):
-                return [so_far + (key >= low).where((key - low < width).where(1, 1 << 16), 0)]
+        def one(key, so_far):
+            return [so_far + (key >= low).where((key - low < width).where(1, 1 << 16), 0)]
 
-            block, (total,) = self._each_shared_candidate(memory, one, U32(0))
-            total = ops.warp_sum(total)
-            with ops.when(ops.lane().equals(0) & (block < self.plan.blocks)):
-                ops.add(ops.shared(memory, block + self.plan.offsets.totals), total)
+        block, (total,) = self._each_shared_candidate(one, U32(0))
+        total = ops.warp_sum(total)
+        with ops.when(ops.lane().equals(0) & (block < self.plan.blocks)):
+            ops.add(ops.shared(self.memory, block + self.plan.offsets.totals), total)
 
-        ops.inline(emit, self._memory, low, width)
-
-    def _each_shared_candidate(self, memory, visit, *carried):
+    def _each_shared_candidate(self, visit, *carried):
         """Runs `carried = visit(key, *carried)` over the shared candidates; returns (block, carried).
 
         The block's warps divide among them the candidates of all blocks; `block` is the one whose list this warp has.
@@ -338,9 +331,9 @@ class RadixSelect:
         warps = plan.warps // plan.blocks
         block = ops.warp() // warps
         number = (ops.warp() % warps << 5) + ops.lane()
-        count = ops.load(ops.shared(memory, block.minimum(plan.blocks - 1) + plan.offsets.candidate_counts))
+        count = ops.load(ops.shared(self.memory, block.minimum(plan.blocks - 1) + plan.offsets.candidate_counts))
         count = (block < plan.blocks).where(count, 0)
-        keys = ops.shared(memory, block * plan.max_shared + number + plan.offsets.shared_candidates)
+        keys = ops.shared(self.memory, block * plan.max_shared + number + plan.offsets.shared_candidates)
 
         def one(i, *carried):
             return visit(ops.load(keys + i * (128 * warps)), *carried)
@@ -348,41 +341,38 @@ class RadixSelect:
         left = count + (32 * warps - 1) - number.minimum(count + (32 * warps - 1))
         return block, ops.loop(left // (32 * warps), one, *carried)
 
-    def find(self, number: int, rank: jax.Array, shared: jax.Array) -> None:
+    @_for_thread
+    def find(self, number: int, rank, shared):
         """Finds for `found` the digit of the key of a rank, 1 for the largest, among the keys that a pass counted.
 
         In the first pass -inf does not count. `shared` says whether this block counted all keys, or each its own.
         """
         plan = self.plan
+        ops.sync()
+        source = U32(plan.counts(number))
+        if plan.blocks > 1:
+            with ops.when(shared.equals(0)):
+                self._add_up_counts(number)
+            source = shared.equals(0).where(plan.cluster_counts(number), source)
+        with ops.when(ops.warp().equals(0)):
+            self._search(number, rank, ops.shared(self.memory, source))
+        ops.sync()
 
-        def emit(memory, rank, shared):
-            ops.sync()
-            source = U32(plan.counts(number))
-            if plan.blocks > 1:
-                with ops.when(shared.equals(0)):
-                    self._add_up_counts(memory, number)
-                source = shared.equals(0).where(plan.cluster_counts(number), source)
-            with ops.when(ops.warp().equals(0)):
-                self._search(memory, number, rank, ops.shared(memory, source))
-            ops.sync()
-
-        ops.inline(emit, self._memory, rank, shared)
-
-    def _add_up_counts(self, memory, number):
+    def _add_up_counts(self, number):
         """Adds this block's counts to the cluster's histogram in every block, and waits for the other blocks."""
         plan = self.plan
-        sums = ops.shared(memory, plan.cluster_counts(number))
+        sums = ops.shared(self.memory, plan.cluster_counts(number))
         peers = [ops.peer(sums, block) for block in range(plan.blocks)]
         for i in range(BINS // plan.threads):
             at = ops.thread() + i * plan.threads
-            count = ops.load(ops.shared(memory, at + plan.counts(number)))
+            count = ops.load(ops.shared(self.memory, at + plan.counts(number)))
             with ops.when(count > 0):
                 for address in peers:
                     ops.add_peer(address + (at << 2), count)
         ops.cluster_arrive()
         ops.cluster_wait()
 
-    def _search(self, memory, number, rank, source):
+    def _search(self, number, rank, source):
         """Stores the result of `find`, by one warp: sharing the work would cost more than it saves."""
         chunk_bins = 32 * VECTOR
         chunks = BINS // chunk_bins
@@ -408,7 +398,7 @@ class RadixSelect:
             above = before + ops.warp_prefix_sum(count_here) - count_here
             for digit, count in zip(digits, counts, strict=True):
                 with ops.when((above < rank) & (rank <= above + count)):
-                    result = ops.shared(memory, self.plan.results(number))
+                    result = ops.shared(self.memory, self.plan.results(number))
                     ops.store(result, digit + 1)
                     ops.store(result + 4, rank - above)
                     ops.store(result + 8, count - (rank - above))
@@ -426,65 +416,59 @@ class RadixSelect:
         the number of keys with this digit that rank lower.
         """
         at = self.plan.results(number)
-        return self._memory[at], self._memory[at + 1], self._memory[at + 2]
+        return self.memory[at], self.memory[at + 1], self.memory[at + 2]
 
     # --- the result ---
 
-    def mark(self, kept: CandidateList, low: jax.Array, width: jax.Array) -> None:
+    @_for_thread
+    def mark(self, kept: CandidateList, low, width):
         """Marks entries with keys low .. low + width - 1 as ties, and entries with larger keys as above."""
         plan = self.plan
-        chunk = jnp.int32(0) if kept.chunk is None else kept.chunk
+        chunk = U32(0) if kept.chunk is None else kept.chunk
 
-        def emit(memory, candidates, mask_or_count, low, width, chunk):
-            words = ops.warp() * (plan.chunks * plan.values) + (ops.lane() >> 3) + plan.offsets.above
-            place = (ops.lane() & 7) << 2
+        words = ops.warp() * (plan.chunks * plan.values) + (ops.lane() >> 3) + plan.offsets.above
+        place = (ops.lane() & 7) << 2
 
-            def one(bits, number, _):
-                key = key_of(bits)
-                with ops.when(key >= low):
-                    number = number + chunk * plan.values
-                    area = (key - low < width).where(plan.marks, 0)
-                    bit = U32(1) << place + (number & (VECTOR - 1))
-                    ops.set_bits(ops.shared(memory, words + area + (number & -VECTOR)), bit)
+        def one(bits, number, _):
+            key = key_of(bits)
+            with ops.when(key >= low):
+                number = number + chunk * plan.values
+                area = (key - low < width).where(plan.marks, 0)
+                bit = U32(1) << place + (number & (VECTOR - 1))
+                ops.set_bits(ops.shared(self.memory, words + area + (number & -VECTOR)), bit)
 
-            self._each_candidate(candidates, mask_or_count, kept.chunk, one)
+        self._each_candidate(kept, one)
 
-        ops.inline(emit, self._memory, self._candidates, kept.mask_or_count, low, width, chunk)
-
-    def write(self, ties: jax.Array, shared: jax.Array) -> None:
+    @_for_thread
+    def write(self, ties, shared):
         """Writes the marked entries, of ties only the first, in ascending order and pads the row with -1.
 
         `ties` is the number of ties, and `shared` says whether `total_shared_marks` has counted every block's marks.
         """
         plan = self.plan
+        ops.sync()
+        marks, counts = self._load_marks()
+        before, total = ops.block_prefix_sum(counts, ops.shared(self.memory, plan.offsets.scratch), plan.warps)
+        above = before >> 20
+        tied = before & 0xFFFFF
+        all_above = total >> 20
+        all_tied = total & 0xFFFFF
+        if plan.blocks > 1:
+            self._exchange_totals(all_above, all_tied, shared)
+            totals = ops.load(ops.shared(self.memory, ops.lane() & (MAX_BLOCKS - 1)) + 4 * plan.offsets.totals)
+            totals = (ops.lane() < plan.blocks).where(totals, 0)
+            others = ops.warp_sum((ops.lane() < self.block).where(totals, 0))
+            totals = ops.warp_sum(totals)
+            above = above + (others >> 16)
+            tied = tied + (others & 0xFFFF)
+            all_above = totals >> 16
+            all_tied = totals & 0xFFFF
+        self._write_marked(marks, ties, above, tied)
+        first_unfilled = all_above + all_tied.minimum(ties) + ops.thread()
+        with ops.when(self.block.equals(0)):
+            self._pad(first_unfilled)
 
-        def emit(memory, out, row, block, ties, shared, alone, first, steps):
-            ops.sync()
-            marks, counts = self._load_marks(memory, first, steps)
-            before, total = ops.block_prefix_sum(counts, ops.shared(memory, plan.offsets.scratch), plan.warps)
-            above = before >> 20
-            tied = before & 0xFFFFF
-            all_above = total >> 20
-            all_tied = total & 0xFFFFF
-            if plan.blocks > 1:
-                self._exchange_totals(memory, block, all_above, all_tied, shared, alone)
-                totals = ops.load(ops.shared(memory, ops.lane() & (MAX_BLOCKS - 1)) + 4 * plan.offsets.totals)
-                totals = (ops.lane() < plan.blocks).where(totals, 0)
-                others = ops.warp_sum((ops.lane() < block).where(totals, 0))
-                totals = ops.warp_sum(totals)
-                above = above + (others >> 16)
-                tied = tied + (others & 0xFFFF)
-                all_above = totals >> 16
-                all_tied = totals & 0xFFFF
-            self._write_marked(out, row, marks, ties, above, tied)
-            first_unfilled = all_above + all_tied.minimum(ties) + ops.thread()
-            with ops.when(block.equals(0)):
-                self._pad(out, row, first_unfilled)
-
-        scalars = self.row, self._block, ties, shared, self.alone, self._first, self.steps
-        ops.inline(emit, self._memory, self._out, *scalars)
-
-    def _load_marks(self, memory, first, steps):
+    def _load_marks(self):
         """Loads a thread's marks; returns [(marks above, marks of ties, first entry)] and the numbers of both marks."""
         plan = self.plan
         each = -(-plan.marks // plan.threads)
@@ -494,33 +478,33 @@ class RadixSelect:
             at = ops.thread() * each + i
             inside = at < plan.marks
             at = at.minimum(plan.marks - 1)
-            marks = [ops.load(ops.shared(memory, at + plan.offsets.above + area)) for area in (0, plan.marks)]
+            marks = [ops.load(ops.shared(self.memory, at + plan.offsets.above + area)) for area in (0, plan.marks)]
             high, tie = (inside.where(mark, 0) for mark in marks)
             # Both in one word: at most k entries lie above, and a block has fewer than 2**20 entries.
             counts = counts + (ops.count_bits(high) << 20) + ops.count_bits(tie)
             warp = at // (plan.chunks * plan.values)
             rest = at % (plan.chunks * plan.values)
-            loaded.append((high, tie, first + warp * steps * STEP + (rest << 5)))
+            loaded.append((high, tie, self.first + warp * self.steps * STEP + (rest << 5)))
         return loaded, counts
 
-    def _exchange_totals(self, memory, block, above, tied, shared, alone):
+    def _exchange_totals(self, above, tied, shared):
         """Tells the blocks that need it how many entries this block marked."""
         plan = self.plan
-        with ops.when((shared | alone).equals(0)):
-            totals = ops.shared(memory, plan.offsets.totals)
+        with ops.when((shared | self.alone).equals(0)):
+            totals = ops.shared(self.memory, plan.offsets.totals)
             with ops.when(ops.thread() < plan.blocks):
                 # The ties of 8 blocks, at most k of each, fit 16 bits.
-                address = ops.peer(totals + (block << 2), ops.thread())
+                address = ops.peer(totals + (self.block << 2), ops.thread())
                 ops.store_peer(address, (above << 16) | tied.minimum(plan.k))
             ops.cluster_arrive()
             ops.cluster_wait()
-        with ops.when(alone > 0):
+        with ops.when(self.alone > 0):
             with ops.when(ops.thread().equals(0)):
-                own_total = ops.shared(memory, plan.offsets.totals) + (block << 2)
+                own_total = ops.shared(self.memory, plan.offsets.totals) + (self.block << 2)
                 ops.store(own_total, (above << 16) | tied.minimum(plan.k))
             ops.sync()
 
-    def _write_marked(self, out, row, marks, ties, above, tied):
+    def _write_marked(self, marks, ties, above, tied):
         """Writes the entries of a thread's marks, before which `above` and `tied` entries are marked."""
         k = self.plan.k
         for high, tie, entry in marks:
@@ -532,17 +516,17 @@ class RadixSelect:
             (some,) = ops.loop(surplus, lambda _, left: [left ^ ops.highest_bit(left)], some)
 
             def write_one(i, left, position=position, entry=entry):
-                ops.store_global(out, row * k + position + i, entry + ops.lowest_bit(left))
+                ops.store_global(self.out, self.row * k + position + i, entry + ops.lowest_bit(left))
                 return [left & (left - 1)]
 
             ops.loop(ops.count_bits(high | some), write_one, high | some)
 
-    def _pad(self, out, row, first):
+    def _pad(self, first):
         """Fills the row with -1; `first` is the thread's first place to fill."""
         plan = self.plan
 
         def pad(i):
             with ops.when(first + i * plan.threads < plan.k):
-                ops.store_global(out, row * plan.k + first + i * plan.threads, -1)
+                ops.store_global(self.out, self.row * plan.k + first + i * plan.threads, -1)
 
         ops.loop(-(-plan.k // plan.threads), pad)

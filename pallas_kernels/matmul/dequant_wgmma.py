@@ -17,7 +17,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from pallas_kernels.matmul import quantized_weights
 from pallas_kernels.matmul.quantized_weights import HALF, ROWS, SHIFT, WeightLayout, decode_scales, power_pair
 from pallas_kernels.mgpu import mlir, thread_ops, wgmma
-from pallas_kernels.mgpu.bfloat16_words import e2m1_pairs, multiply
+from pallas_kernels.mgpu.bfloat16_words import e2m1_pairs, e4m3_pairs, multiply
 from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.launch import primitive
@@ -162,8 +162,8 @@ def _fp8_unpacker(place, other, scales):
                 low, high = (_load(step_place, half * other + 8 * i, "u16") for i in range(2))
                 # Bytes 0 and 2 are columns 2i and 2i + 1; 1 and 3 those 8 further on.
                 word = _permute_bytes(low, high, 0x5140)
-                for pair, x in enumerate((word << 8, word)):
-                    steps[step][2 * pair + half] = multiply(x & 0x80008000 | x >> 4 & 0x07F007F0, factors[half])
+                for pair, x in enumerate(e4m3_pairs(word)):
+                    steps[step][2 * pair + half] = multiply(x, factors[half])
         return steps
 
     return unpack

@@ -72,8 +72,7 @@ def _emit_store_few(out_gmem, sums, tile, *, limit=None, rows_smem=None, weights
             column = ((thread & 3) << 1) + (2 * n + i)
             row = column if rows_smem is None else ops.load(ops.shared(rows_smem) + (column << 2))
             with ops.when(row < count):
-                offset = arith.muli(mlir.to_i64(row), mlir.i64(width))
-                offset = arith.addi(offset, mlir.to_i64(channel + line))
+                offset = mlir.multiply_add(mlir.to_i64(row), width, mlir.to_i64(channel + line))
                 place = mlir.at(mlir.global_pointer(out_gmem), offset, ir.BF16Type.get())
                 for half, value in enumerate(finished(values[n + i], values[n + 2 + i], column)):
                     value = arith.truncf(ir.BF16Type.get(), value)
@@ -203,7 +202,7 @@ def _element(ref, row, element, column=None):
     """Returns a pointer into an array [rows] or [rows, width] in global memory; both are at most 2**31."""
     offset = mlir.to_u64(row)
     if column is not None:
-        offset = arith.addi(arith.muli(offset, mlir.i64(ref.type.shape[1])), mlir.to_u64(column))
+        offset = mlir.multiply_add(offset, ref.type.shape[1], mlir.to_u64(column))
     return mlir.at(mlir.global_pointer(ref), offset, element)
 
 

@@ -19,7 +19,7 @@ from jax import lax
 
 from pallas_kernels.matmul import quantized_weights
 from pallas_kernels.matmul.quantized_weights import HALF, ROWS, SEGMENT, SHIFT, WeightLayout, decode_scales, power_pair
-from pallas_kernels.mgpu import mlir, thread_ops
+from pallas_kernels.mgpu import bfloat16_words, mlir, thread_ops
 from pallas_kernels.mgpu.bfloat16_words import e2m1_pairs, e4m3_pairs, fp8_pairs, multiply
 from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import primitive
@@ -140,7 +140,8 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, layout, gat
                 for i in (0, 2):
                     a = pairs[0][i], pairs[1][i], pairs[0][i + 1], pairs[1][i + 1]
                     for tile, b in enumerate(operands):
-                        sums[4 * tile : 4 * tile + 4] = _mma(sums[4 * tile : 4 * tile + 4], a, b[i : i + 2])
+                        tile_sums = slice(4 * tile, 4 * tile + 4)
+                        sums[tile_sums] = bfloat16_words.multiply_add(sums[tile_sums], a, b[i : i + 2], pure=True)
             return map(U32, sums)
 
         return thread_ops.loop(segments // together, add_segments, *map(U32, mlir.values(acc)))
@@ -197,9 +198,3 @@ def _factors_fp8(scales, thread, step, segments, gated):
         return [halves[0], halves[-1]]
 
     return factors
-
-
-def _mma(sums, a, b):
-    code = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9},
-        {$10, $11, $12, $13};"""
-    return mlir.ptx(code, *a, *b, *sums, results=[mlir.f32_type()] * 4, pure=True, convergent=True)

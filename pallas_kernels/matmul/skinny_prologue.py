@@ -119,8 +119,8 @@ def _emit_load_inputs(inputs_smem, source_gmem, rows, divisor, column, columns, 
 
     def copy(n, row, eight):
         """Loads 8 columns, those of one thread of a product; returns the function that stores them."""
-        offset = arith.muli(mlir.to_i64(row // divisor), mlir.i64(2 * width))
-        four = _fetch(mlir.at(base, arith.addi(offset, mlir.to_u64(eight << 4))))
+        offset = mlir.multiply_add(mlir.to_i64(row // divisor), 2 * width, mlir.to_u64(eight << 4))
+        four = _fetch(mlir.at(base, offset))
         four = normed(four, n, eight) if norm else four
         unit, inner, four = _placed(eight, four, layout)
         place = ((n >> 3) * units + unit << 9) + ((n & 7) << 6) + (inner << 4)

@@ -21,9 +21,9 @@ def turn(ring, i: jax.Array) -> jax.Array:
 
 
 def wait_empty(empty, i: jax.Array) -> None:
-    """Waits until the place of number `i` was read, if a number before it had the place; `empty` is a ring of barriers.
+    """Waits until the place of number `i` in a ring is empty. The first numbers find empty places and do not wait.
 
-    That happens as often as places are reused, so `wait_for_last` has to follow.
+    `empty` has a barrier for each place, at which a reader arrives. `wait_for_last` waits for the last arrivals.
     """
     pl.when(i >= empty.shape[0])(lambda: plgpu.barrier_wait(empty.at[turn(empty, i)]))
 
@@ -37,9 +37,9 @@ def wait_for_last(ring, count: jax.Array) -> None:
 
 
 def release(barrier) -> None:
-    """Tells the warpgroup that loads a place of a ring that it was read.
+    """Tells the loading warpgroup that a place of a ring was read.
 
-    The values read are in registers and were used: on a GPU no fence has to keep a bulk copy from passing them.
+    The values are in registers and were used: on a GPU no fence has to keep the next bulk copy from passing the reads.
     """
     if interpreting():
         plgpu.commit_smem()

@@ -62,18 +62,18 @@ def split(four: Sequence[U32]) -> Iterator[list[U32]]:
         yield both
 
 
-def multiply_add(acc: Sequence[Any], a: Sequence[U32], b: Sequence[U32]) -> list[Any]:
+def multiply_add(acc: Sequence[Any], a: Sequence[U32], b: Sequence[U32], *, pure: bool = False) -> list[Any]:
     """Returns acc [16, 8] float32 + a [16, 16] @ b [16, 8], of bfloat16, as the fragments of lane 4 * i + j.
 
     acc has columns 2 * j and 2 * j + 1 of row i, then of row i + 8. The four words of a have the first two of four
     terms of row i and of row i + 8, then the last two; those of b have the same four terms of column i. Which four of
-    the 16 terms a lane holds does not matter.
+    the 16 terms a lane holds does not matter. `pure` is as in `mlir.ptx`.
     """
     code = (
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
-    return mlir.ptx(code, *a, *b, *acc, results=[mlir.f32_type()] * 4)
+    return mlir.ptx(code, *a, *b, *acc, results=[mlir.f32_type()] * 4, pure=pure, convergent=True)
 
 
 def e2m1_value(code: jax.Array) -> jax.Array:

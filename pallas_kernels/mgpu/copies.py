@@ -48,7 +48,7 @@ def _emit_start_copy(target, source, row, column, *, below=0, other=None):
         row = arith.select(in_source, row, arith.subi(mlir.i64(-1), row))
         base = arith.select(in_source, base, mlir.global_pointer(other))
     width = source.type.shape[1]
-    offset = arith.addi(arith.muli(row, mlir.i64(width)), mlir.to_i64(mlir.scalar(column)))
+    offset = mlir.multiply_add(row, width, mlir.to_i64(mlir.scalar(column)))
     there = mlir.at(mlir.at(base, offset, mlir.f32_type()), 4 * below * width)
     own_part = arith.muli(mlir.wide_thread(), mlir.i64(per_thread))
     own_place = mlir.at(mlir.shared_pointer(target), own_part, mlir.f32_type())
@@ -91,13 +91,12 @@ def _emit_start_rows(target, pieces, *, column, size):
     first_row = arith.divui(lane, mlir.i64(wide))
     inner = arith.muli(arith.divui(thread, mlir.i64(WARP)), mlir.i64(WARP * per_thread))
     inner = arith.addi(inner, arith.muli(arith.remui(lane, mlir.i64(wide)), mlir.i64(4)))
-    place = arith.addi(arith.muli(first_row, mlir.i64(size)), inner)
-    target = mlir.at(mlir.shared_pointer(target), place, mlir.f32_type())
+    target = mlir.at(mlir.shared_pointer(target), mlir.multiply_add(first_row, size, inner), mlir.f32_type())
     sources = []
     for array, row, begin in pieces:
         width = array.type.shape[1]
-        offset = arith.muli(arith.addi(mlir.to_i64(row), first_row), mlir.i64(width))
-        offset = arith.addi(arith.addi(offset, mlir.to_i64(column)), inner)
+        offset = mlir.multiply_add(arith.addi(mlir.to_i64(row), first_row), width, mlir.to_i64(column))
+        offset = arith.addi(offset, inner)
         begin -= U32(arith.trunci(mlir.int_type(), first_row))
         sources.append((mlir.at(mlir.global_pointer(array), offset, mlir.f32_type()), width, begin))
     for r in range(0, rows, high):

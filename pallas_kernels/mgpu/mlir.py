@@ -17,6 +17,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, vector
 
+from pallas_kernels.runtime.pytrees import on_leaves
+
 
 WARP = 32  # threads of a warp
 THREADS = 128  # threads of a warpgroup, which Pallas calls a thread
@@ -75,18 +77,10 @@ def emits(primitive: Any, *layouts: Any, layout: Callable[..., Any] | None = Non
 
     def register(emit):
         def run(*args, **kwargs):
-            leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_operand)
-            places = [i for i, leaf in enumerate(leaves) if _is_operand(leaf)]
-
-            def emit_with(*operands):
-                merged = dict(enumerate(leaves)) | dict(zip(places, operands, strict=True))
-                args, kwargs = jax.tree.unflatten(structure, merged.values())
-                return emit(*args, **kwargs)
-
-            operands = itertools.zip_longest((leaves[i] for i in places), layouts)
-            pairs = (x if kind is None else (x, kind) for x, kind in operands)
+            emit_operands, operands = on_operands(emit, *args, **kwargs)
+            pairs = (x if kind is None else (x, kind) for x, kind in itertools.zip_longest(operands, layouts))
             kinds = returns(*args, **kwargs) if callable(returns) else returns
-            return inline(emit_with, *pairs, layout=layout, returns=kinds)
+            return inline(emit_operands, *pairs, layout=layout, returns=kinds)
 
         primitive.mosaic(run)
         return emit
@@ -94,9 +88,9 @@ def emits(primitive: Any, *layouts: Any, layout: Callable[..., Any] | None = Non
     return register
 
 
-def _is_operand(leaf):
-    """Returns whether a leaf is an array or a reference, also to a part of one."""
-    return isinstance(leaf, jax.Array) or hasattr(leaf, "at")
+def on_operands(function: Callable, *args: Any, **kwargs: Any) -> tuple[Callable, list[Any]]:
+    """Returns the function of only the arrays and the references within its arguments, and a list of these."""
+    return on_leaves(function, args, kwargs, lambda leaf: isinstance(leaf, jax.Array) or hasattr(leaf, "at"))
 
 
 def _operand(x):
@@ -248,6 +242,11 @@ def to_i64(x: Any) -> Any:
 def to_u64(x: U32) -> Any:
     """Converts an unsigned integer to 64 bits."""
     return arith.extui(int_type(64), x.value)
+
+
+def multiply_add(x: Any, factor: int, y: Any) -> Any:
+    """Returns x * factor + y of MLIR integers of the same type."""
+    return arith.addi(arith.muli(x, constant(factor, x.type)), y)
 
 
 def values(x: Any) -> list[Any]:

@@ -24,25 +24,26 @@ def inline(emit: Callable, *args: Any, returns: jax.ShapeDtypeStruct | None = No
     """Puts code for one thread into a kernel, as `mlir.inline` does, with U32 for integers.
 
     Args:
-      emit: a function of a memref for each reference, a U32 for each scalar and array [128], and a list of this
-        thread's MLIR values for each other array. It returns None, a U32, or such a list.
-      args: references, scalars, and arrays of 128 values or a multiple of 512. A bool becomes 0 or 1.
+      emit: a function of the arguments, in which a reference is a memref, a scalar or an array [128] a U32, and another
+        array a list of this thread's MLIR values. It returns None, a U32, or such a list.
+      args: pytrees of references, scalars, and arrays of 128 values or a multiple of 512. A bool becomes 0 or 1.
       returns: shape and dtype of the result, int32[128] for a U32. The values of a list lie in no order that one may
         rely on, but a thread that gets the array as an argument finds its own in the list's order.
     """
+    emit_operands, operands = mlir.on_operands(emit, *args)
 
-    def unpacked(arg):
-        if not isinstance(arg, mgpu.FragmentedArray):
-            return arg
-        values = mlir.values(arg)
+    def unpacked(operand):
+        if not isinstance(operand, mgpu.FragmentedArray):
+            return operand
+        values = mlir.values(operand)
         return U32(values[0]) if len(values) == 1 else values
 
-    def run(*args):
-        result = emit(*map(unpacked, args))
+    def run(*operands):
+        result = emit_operands(*map(unpacked, operands))
         return [result] if isinstance(result, U32) else result
 
-    args = tuple(arg.astype(jnp.int32) if arg.dtype == bool else arg for arg in args)
-    return mlir.inline(run, *args, layout=vector_layout, returns=returns)
+    operands = (x.astype(jnp.int32) if x.dtype == bool else x for x in operands)
+    return mlir.inline(run, *operands, layout=vector_layout, returns=returns)
 
 
 def vector_layout(shape: tuple[int, ...]) -> Any:

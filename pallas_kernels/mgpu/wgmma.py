@@ -144,7 +144,7 @@ def _emit_store(ref, values, *, transposed=False):
     # Bytes from a row to the next, and from a column to the next.
     down, right = (size, size * stride) if transposed else (size * stride, size)
     row, first_column = next(values.layout.thread_idxs(values.shape))
-    offset = arith.addi(arith.muli(row, mlir.index(down)), arith.muli(first_column, mlir.index(right)))
+    offset = mlir.multiply_add(row, down, arith.muli(first_column, mlir.index(right)))
     start = mlir.at(mlir.global_pointer(ref), mlir.to_i64(offset))
     # The distance between two registers is the same in all threads: a constant, which costs no register.
     steps = values.layout.tiling.tile_strides((width, 1))

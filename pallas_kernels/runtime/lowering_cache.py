@@ -30,6 +30,7 @@ from jax.interpreters import mlir
 
 from pallas_kernels.runtime.atomic_write import atomic_write
 from pallas_kernels.runtime.hardware import runs_all_blocks_at_once, why_no_mosaic_gpu
+from pallas_kernels.runtime.pytrees import on_leaves
 
 
 # A lowered kernel is read only by the version of JAX that wrote it, so it needs no stable format.
@@ -52,7 +53,8 @@ def cached_trace(*static: str, writes: bool = False) -> Callable[[Callable], Cal
     def decorate(function):
         @functools.wraps(function)
         def call(*args, interpret=False, **kwargs):
-            on_arrays, arrays = _on_arrays(functools.partial(function, interpret=interpret), args, kwargs, jax.Array)
+            call_function = functools.partial(function, interpret=interpret)
+            on_arrays, arrays = on_leaves(call_function, args, kwargs, lambda x: isinstance(x, jax.Array))
             if not interpret:
                 on_arrays = functools.partial(_call, on_arrays, function, *_shapes((args, kwargs)))
             if not writes:
@@ -63,21 +65,6 @@ def cached_trace(*static: str, writes: bool = False) -> Callable[[Callable], Cal
         return jax.jit(call, static_argnames=(*static, "interpret"))
 
     return decorate
-
-
-def _on_arrays(function: Callable, args: Any, kwargs: Any, kind: type) -> tuple[Callable, list[Any]]:
-    """Returns the function of only those leaves of its arguments that are of a type, and these leaves."""
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, kind)]
-
-    def call(*arrays):
-        merged = list(leaves)
-        for i, array in zip(places, arrays, strict=True):
-            merged[i] = array
-        args, kwargs = jax.tree.unflatten(structure, merged)
-        return function(*args, **kwargs)
-
-    return call, [leaves[i] for i in places]
 
 
 def _shapes(tree: Any) -> Any:
@@ -143,7 +130,7 @@ def _build(path: Path, function: Callable, args: Any, kwargs: Any) -> Callable[[
 def _lower(path: Path, module: str, name: str, args: Any, kwargs: Any) -> bytes:
     """Lowers a kernel, of which `cached_trace` decorates the function, for a GPU; keeps and returns the module."""
     function = getattr(importlib.import_module(module), name).__wrapped__.__wrapped__
-    on_arrays, shapes = _on_arrays(function, args, kwargs, jax.ShapeDtypeStruct)
+    on_arrays, shapes = on_leaves(function, args, kwargs, lambda x: isinstance(x, jax.ShapeDtypeStruct))
     data = bytes(export.export(jax.jit(on_arrays), platforms=["cuda"], disabled_checks=_CHECKS)(*shapes).serialize())
     _write(path, data)
     return data

@@ -159,8 +159,8 @@ def _emit_start_unit(chunk_smem, bias_smem, in_window, row, sources, *, first, c
         is_window = arith.cmpi(arith.CmpIPredicate.ne, in_window.value, mlir.i32(0))
         base = arith.select(is_window, base, mlir.global_pointer(sources[1]))
     exists = U32(row).is_at_least(0)
-    offset = arith.muli(mlir.to_i64(arith.maxsi(row, mlir.i32(0))), mlir.i64(2 * ROW_DIM))
-    source = mlir.at(base, arith.addi(offset, mlir.to_u64(lane * 16)))
+    clamped_row = mlir.to_i64(arith.maxsi(row, mlir.i32(0)))
+    source = mlir.at(base, mlir.multiply_add(clamped_row, 2 * ROW_DIM, mlir.to_u64(lane * 16)))
     size = exists.where(16, 0)
     for group in range(CHUNK // GROUP):
         place = 2 * (first * CHUNK + 8 * GROUP * group)

@@ -47,8 +47,7 @@ def _emit_inverse_rope(values, angles_gmem, token):
     width = values.shape[1]
     pairs = angles_gmem[0].type.shape[1]
     _, column = next(layout.thread_idxs(values.shape))
-    offset = arith.muli(mlir.to_i64(token), mlir.i64(4 * pairs))
-    offset = arith.addi(offset, mlir.to_i64(arith.muli(column, mlir.index(2))))
+    offset = mlir.multiply_add(mlir.to_i64(token), 4 * pairs, mlir.to_i64(arith.muli(column, mlir.index(2))))
     places = [mlir.at(mlir.global_pointer(x), offset) for x in angles_gmem]
     steps = layout.tiling.tile_strides((width, 1))
     factors: dict[int, list[Any]] = {}

@@ -75,6 +75,7 @@ def load_unit(first_pools, second_pools, use_second: jax.Array, row: jax.Array, 
 
 
 def _unit_types(first_pools, second_pools, use_second, row, layout):
+    """Returns the types of a unit's codes, RoPE values and words of scales, for the arguments of `load_unit`."""
     return (
         plgpu.ShapeDtypeStruct((UNIT, layout.nope_dim // 4), jnp.int32, _CODES),
         plgpu.ShapeDtypeStruct((UNIT, layout.rope_dim // 2), jnp.int32, _ROPE),
@@ -95,8 +96,7 @@ def _emit_load_unit(first_pools, second_pools, use_second, row, layout):
 
     def row_pointer(pool, row_bytes, lane_bytes):
         base = arith.select(is_second, *(mlir.global_pointer(pools[pool]) for pools in (second_pools, first_pools)))
-        offset = arith.muli(mlir.to_i64(row), mlir.i64(row_bytes))
-        return mlir.at(base, arith.addi(offset, mlir.to_u64(lane * lane_bytes)))
+        return mlir.at(base, mlir.multiply_add(mlir.to_i64(row), row_bytes, mlir.to_u64(lane * lane_bytes)))
 
     # The scale comes first because it is needed first.
     scale_words = _scale_words(layout)

@@ -1,5 +1,6 @@
 """The steps of `RadixSelect` in jnp, which the interpreter can run."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jax import lax
 
 from pallas_kernels.indexer_topk.radix_plan import BINS, FIRST_KEY, RESULT, SHIFTS, STEP, CandidateList, RadixPlan
 from pallas_kernels.indexer_topk.radix_select import RadixSelect
+from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
 # Messages between blocks: the histogram of each pass, totals of marks, the number of candidates, candidates.
@@ -17,6 +19,7 @@ TOTALS, CANDIDATE_COUNT, CANDIDATES = range(len(SHIFTS), len(SHIFTS) + 3)
 EXCHANGED = CANDIDATES + 1
 
 
+@pytree_dataclass
 class InterpretedRadixSelect(RadixSelect):
     """`RadixSelect` in jnp, to test the protocol with race detection.
 
@@ -25,12 +28,15 @@ class InterpretedRadixSelect(RadixSelect):
     block, and blocks exchange data through global memory.
     """
 
-    def __init__(self, plan, scores, lengths, out, exchange, *, histograms, block_barrier, cluster_barrier=None, **kw):
-        super().__init__(plan, scores, lengths, out, **kw)
-        self._exchange = exchange
-        self._histograms = histograms
-        self._block_barrier = block_barrier
-        self._cluster_barrier = cluster_barrier
+    exchange: Any = None
+    histograms: Any = None
+    block_barrier: Any = None
+    cluster_barrier: Any = None
+
+    @classmethod
+    def of_row(cls, plan, scores, lengths, out, exchange, *, memory, candidates, **scratch):
+        radix = super().of_row(plan, scores, lengths, out, memory=memory, candidates=candidates)
+        return dataclasses.replace(radix, exchange=exchange, **scratch)
 
     @staticmethod
     def scratch_types(plan: RadixPlan) -> dict[str, Any]:
@@ -48,40 +54,40 @@ class InterpretedRadixSelect(RadixSelect):
         return [*RadixSelect.out_types(plan, tokens), exchange]
 
     def zero(self) -> None:
-        @pl.when(self._warpgroup == 0)
+        @pl.when(self.warpgroup == 0)
         def _():
-            self._memory[...] = jnp.zeros((self.plan.offsets.end,), jnp.int32)
-            self._histograms[...] = jnp.zeros(self._histograms.shape, jnp.int32)
+            self.memory[...] = jnp.zeros((self.plan.offsets.end,), jnp.int32)
+            self.histograms[...] = jnp.zeros(self.histograms.shape, jnp.int32)
 
     def wait(self) -> None:
         self._sync(cluster=True)
 
     def _sync(self, cluster=False):
-        plgpu.barrier_arrive(self._block_barrier)
-        plgpu.barrier_wait(self._block_barrier)
-        if cluster and self._cluster_barrier is not None:
+        plgpu.barrier_arrive(self.block_barrier)
+        plgpu.barrier_wait(self.block_barrier)
+        if cluster and self.cluster_barrier is not None:
 
-            @pl.when(self._warpgroup == 0)
+            @pl.when(self.warpgroup == 0)
             def _():
-                plgpu.barrier_arrive(self._cluster_barrier)
-                plgpu.barrier_wait(self._cluster_barrier)
+                plgpu.barrier_arrive(self.cluster_barrier)
+                plgpu.barrier_wait(self.cluster_barrier)
 
             self._sync()
 
     def _send(self, what, values):
-        self._exchange[self.row, self._block, what] = jnp.pad(values, (0, BINS - values.size))
+        self.exchange[self.row, self.block, what] = jnp.pad(values, (0, BINS - values.size))
 
     def _received(self, what):
-        return self._exchange[self.row, :, what]
+        return self.exchange[self.row, :, what]
 
     def load(self, chunk: jax.Array) -> jax.Array:
         """[4, 32 * values], the warps' scores."""
         held = 32 * self.plan.values
         within = chunk * held + lax.iota(jnp.int32, held)[None, :]
-        begin = self._first + (self._warpgroup * 4 + lax.iota(jnp.int32, 4)[:, None]) * (self.steps * STEP)
+        begin = self.first + (self.warpgroup * 4 + lax.iota(jnp.int32, 4)[:, None]) * (self.steps * STEP)
         entry = begin + within
         inside = (within < self.steps * STEP) & (entry < self.length)
-        scores = jnp.where(inside, self._scores[self.row][jnp.where(inside, entry, 0)], -jnp.inf)
+        scores = jnp.where(inside, self.scores[self.row][jnp.where(inside, entry, 0)], -jnp.inf)
         return jnp.where(lax.bitcast_convert_type(scores, jnp.int32) == jnp.int32(-(1 << 31)), 0.0, scores)
 
     def count(self, scores: jax.Array, chunk: jax.Array) -> None:
@@ -107,13 +113,13 @@ class InterpretedRadixSelect(RadixSelect):
 
         @pl.when((both[:, size:, 0] != 0).any())
         def _():
-            self._memory[self.plan.offsets.overflow + self._warpgroup] = jnp.int32(1)
+            self.memory[self.plan.offsets.overflow + self.warpgroup] = jnp.int32(1)
 
         return both[:, :size]
 
     def overflowed(self) -> jax.Array:
         self._sync()
-        return (self._memory[pl.ds(self.plan.offsets.overflow, self.plan.warpgroups)] > 0).any()
+        return (self.memory[pl.ds(self.plan.offsets.overflow, self.plan.warpgroups)] > 0).any()
 
     def _candidate_keys(self, kept):
         """(keys [4, n], 0 = none; entries in the warp's stretch [4, n])."""
@@ -126,14 +132,14 @@ class InterpretedRadixSelect(RadixSelect):
 
     def share_candidates(self, kept: CandidateList, overflowed: jax.Array) -> None:
         keys = self._candidate_keys(kept)[0].reshape(-1)
-        self._candidates[pl.ds(self._warpgroup * keys.size, keys.size)] = keys
+        self.candidates[pl.ds(self.warpgroup * keys.size, keys.size)] = keys
         self._sync()
 
-        @pl.when(self._warpgroup == 0)
+        @pl.when(self.warpgroup == 0)
         def _():
-            every = self._candidates[pl.ds(0, self.plan.warpgroups * keys.size)]
+            every = self.candidates[pl.ds(0, self.plan.warpgroups * keys.size)]
             total = jnp.where(overflowed, self.plan.max_shared + 1, (every != 0).sum())
-            self._memory[self.plan.offsets.candidate_counts] = total
+            self.memory[self.plan.offsets.candidate_counts] = total
             self._send(CANDIDATE_COUNT, total[None])
             order = jnp.argsort(every == 0)
             self._send(CANDIDATES, every[order][: self.plan.max_shared])
@@ -148,36 +154,36 @@ class InterpretedRadixSelect(RadixSelect):
         self._count(number, offset >> SHIFTS[number], _unsigned(offset) < _unsigned(width))
 
     def count_shared_candidates(self, number: int, low: jax.Array, width: jax.Array) -> None:
-        @pl.when(self._warpgroup == 0)
+        @pl.when(self.warpgroup == 0)
         def _():
             offset = self._received(CANDIDATES) - low
             self._count(number, offset >> SHIFTS[number], _unsigned(offset) < _unsigned(width))
 
     def _count(self, number, digit, counted):
         histogram = jnp.zeros((BINS,), jnp.int32).at[digit & (BINS - 1)].add(counted.astype(jnp.int32))
-        self._histograms[number, self._warpgroup] = self._histograms[number, self._warpgroup] + histogram
+        self.histograms[number, self.warpgroup] = self.histograms[number, self.warpgroup] + histogram
 
     def total_shared_marks(self, low: jax.Array, width: jax.Array) -> None:
-        @pl.when(self._warpgroup == 0)
+        @pl.when(self.warpgroup == 0)
         def _():
             keys = self._received(CANDIDATES)
             listed = _unsigned(keys) >= _unsigned(low)
             tie = _unsigned(keys - low) < _unsigned(width)
             totals = (listed & ~tie).sum(1) * (1 << 16) + (listed & tie).sum(1)
-            self._memory[pl.ds(self.plan.offsets.totals, self.plan.blocks)] = totals
+            self.memory[pl.ds(self.plan.offsets.totals, self.plan.blocks)] = totals
 
     def find(self, number: int, rank: jax.Array, shared: jax.Array) -> None:
         self._sync()
 
         def own():
-            return self._histograms[number].sum(0)
+            return self.histograms[number].sum(0)
 
         @pl.when(~shared)
         def _():
-            pl.when(self._warpgroup == 0)(lambda: self._send(number, own()))
+            pl.when(self.warpgroup == 0)(lambda: self._send(number, own()))
             self._sync(cluster=True)
 
-        @pl.when(self._warpgroup == 0)
+        @pl.when(self.warpgroup == 0)
         def _():
             counts = lax.cond(shared, own, lambda: self._received(number).sum(0))
             if number == 0:
@@ -187,7 +193,7 @@ class InterpretedRadixSelect(RadixSelect):
             digit = jnp.argmax(hit).astype(jnp.int32)
             here = rank - above[digit]
             result = jnp.where(hit.any(), jnp.stack([digit + 1, here, counts[digit] - here, here]), 0)
-            self._memory[pl.ds(self.plan.results(number), RESULT)] = result
+            self.memory[pl.ds(self.plan.results(number), RESULT)] = result
 
         self._sync()
 
@@ -200,9 +206,9 @@ class InterpretedRadixSelect(RadixSelect):
         warp = jnp.broadcast_to(lax.iota(jnp.int32, 4)[:, None], keys.shape)
         for area, flags in enumerate((listed & ~tie, listed & tie)):
             bits = jnp.where(flags, jnp.left_shift(1, entry & 31), 0)
-            own = pl.ds(plan.offsets.above + area * plan.marks + self._warpgroup * 4 * size, 4 * size)
-            marks = self._memory[own].reshape(4, size).at[warp, entry >> 5].add(bits)
-            self._memory[own] = marks.reshape(-1)
+            own = pl.ds(plan.offsets.above + area * plan.marks + self.warpgroup * 4 * size, 4 * size)
+            marks = self.memory[own].reshape(4, size).at[warp, entry >> 5].add(bits)
+            self.memory[own] = marks.reshape(-1)
 
     def write(self, ties: jax.Array, shared: jax.Array) -> None:
         plan = self.plan
@@ -210,7 +216,7 @@ class InterpretedRadixSelect(RadixSelect):
         stretch = plan.chunks * plan.values * 32
 
         def marked(area):
-            marks = self._memory[pl.ds(plan.offsets.above + area * plan.marks, plan.marks)]
+            marks = self.memory[pl.ds(plan.offsets.above + area * plan.marks, plan.marks)]
             return ((marks[:, None] >> lax.iota(jnp.int32, 32)[None, :]) & 1).reshape(-1)
 
         above = marked(0)
@@ -218,37 +224,37 @@ class InterpretedRadixSelect(RadixSelect):
 
         @pl.when(~shared & ~self.alone)
         def _():
-            pl.when(self._warpgroup == 0)(lambda: self._send(TOTALS, jnp.stack([above.sum(), tied.sum()])))
+            pl.when(self.warpgroup == 0)(lambda: self._send(TOTALS, jnp.stack([above.sum(), tied.sum()])))
             self._sync(cluster=True)
 
-        @pl.when(self._warpgroup == 0)
+        @pl.when(self.warpgroup == 0)
         def _():
             @pl.when(self.alone)
             def _():
                 own = above.sum() * (1 << 16) + jnp.minimum(tied.sum(), plan.k)
                 blocks = lax.iota(jnp.int32, plan.blocks)
-                self._memory[pl.ds(plan.offsets.totals, plan.blocks)] = jnp.where(blocks == self._block, own, 0)
+                self.memory[pl.ds(plan.offsets.totals, plan.blocks)] = jnp.where(blocks == self.block, own, 0)
 
             def known():
-                totals = self._memory[pl.ds(plan.offsets.totals, plan.blocks)]
+                totals = self.memory[pl.ds(plan.offsets.totals, plan.blocks)]
                 return jnp.stack([totals >> 16, totals & 0xFFFF], axis=1)
 
             totals = lax.cond(shared | self.alone, known, lambda: self._received(TOTALS)[:, :2])
-            before = jnp.where(lax.iota(jnp.int32, plan.blocks)[:, None] < self._block, totals, 0).sum(0)
+            before = jnp.where(lax.iota(jnp.int32, plan.blocks)[:, None] < self.block, totals, 0).sum(0)
             rank = _sum_before(tied) + before[1]
             position = _sum_before(above) + before[0] + jnp.minimum(rank, ties)
             at = lax.iota(jnp.int32, plan.marks * 32)
-            entry = self._first + at // stretch * (self.steps * STEP) + at % stretch
+            entry = self.first + at // stretch * (self.steps * STEP) + at % stretch
             selected = (above == 1) | ((tied == 1) & (rank < ties))
             filled = totals[:, 0].sum() + jnp.minimum(totals[:, 1].sum(), ties)
 
             def put(to, _):
                 here = selected & (position == to)
-                padding = (to >= filled) & (self._block == 0)
+                padding = (to >= filled) & (self.block == 0)
 
                 @pl.when(here.any() | padding)
                 def _():
-                    self._out[self.row, to] = jnp.where(padding, -1, jnp.where(here, entry, 0).sum())
+                    self.out[self.row, to] = jnp.where(padding, -1, jnp.where(here, entry, 0).sum())
 
             lax.fori_loop(0, plan.k, put, None)
 
