@@ -17,6 +17,7 @@ import pytest
 
 from dsv4_jax.decode import SamplingParams
 from dsv4_jax.engine import generate
+from dsv4_jax.engine.runner import StepRunner
 from dsv4_jax.engine.text import encode
 from dsv4_jax.host import PrefixFiles
 from dsv4_jax.serve import answers
@@ -505,17 +506,17 @@ def test_a_step_that_raises_fails_its_requests_only(server, expected, monkeypatc
     """Some of four requests run when a step raises; one with a slot that did not fit, and two that wait, go on."""
     engine = server.engine.engine
     failed = []
-    launch = engine._launch
+    launch = StepRunner.__call__
     engine.prefix.evict(BLOCKS)  # all prompts are read anew, the first ones in several steps
 
-    def raising(schedule, *after):
+    def raising(runner, cache, schedule, after=None):
         wait_until(lambda: failed or server.engine.unfinished == 6)
         if not failed and 1 < len(schedule.requests) < len(engine.running):
             failed.extend(schedule.requests)
             raise RuntimeError("the device is on fire")
-        return launch(schedule, *after)
+        return launch(runner, cache, schedule, after)
 
-    monkeypatch.setattr(engine, "_launch", raising)
+    monkeypatch.setattr(StepRunner, "__call__", raising)
     answers = [None] * 6
 
     def ask(i):
