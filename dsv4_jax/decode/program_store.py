@@ -41,7 +41,7 @@ from pallas_kernels.runtime.atomic_write import atomic_write
 FOLDER = "DSV4_JAX_PROGRAMS"  # environment variable with the store's folder; without it there is no store
 MAX_BYTES = 4 << 30  # the least recently used files beyond this size are removed
 logger = logging.getLogger(__name__)
-_TRACE = threading.Lock()  # a thread that waits finds the model's trace; two at once would only take turns
+TRACE = threading.Lock()  # a thread that waits finds the model's trace; two at once would only take turns
 _JAX_CACHE = threading.Lock()  # of the setting, which belongs to the whole process
 # Packages whose classes the hash covers, by their sources or versions. A user's own model is not among them.
 _KNOWN = {"builtins", "dsv4_jax", "flax", "jax", "jaxlib", "ml_dtypes", "numpy", "pallas_kernels"}
@@ -151,7 +151,7 @@ def compile_program(
 ) -> Program:
     """Traces, lowers and compiles a jitted function; the last with `compile`."""
     times = [time.perf_counter()]
-    with _TRACE:
+    with TRACE:
         traced = function.trace(*args, **options)
     times.append(time.perf_counter())
     lowered = traced.lower()

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.decode.loop import decode_loop
-from dsv4_jax.decode.program_store import ProgramTable
+from dsv4_jax.decode.program_store import TRACE, ProgramTable
 from dsv4_jax.decode.step import Model, decode_step, forward, logits_step, sample_step
 from dsv4_jax.decode.step_launch import launch
 from dsv4_jax.expert_pages import ExpertMemory
@@ -131,7 +131,8 @@ class CompiledModel:
         """
         program, _, is_new = self._programs.find(function, (self, *args), options)
         if program is None:
-            function.trace(self, *args, **options)
+            with TRACE:
+                function.trace(self, *args, **options)
         return is_new
 
     forward = functools.partialmethod(run, forward)

@@ -21,6 +21,7 @@ from dsv4_jax.decode.sampling import (
     top_logprobs,
 )
 from dsv4_jax.decode.step_launch import compiled_step
+from dsv4_jax.ops.all_reduce import mailboxes, use_mailboxes
 from dsv4_jax.ops.views import run_bounds
 from dsv4_jax.parallel.sharded_step import sharded_rows
 
@@ -324,13 +325,18 @@ def last_accepted(
     return jnp.full((num_slots,), -1, jnp.int32).at[to].max(index, mode="drop")
 
 
-@functools.partial(jax.jit, inline=True)
 def run_model(model: Any, cache: KVCache, batch: Batch) -> tuple[Float[Array, "T D"], KVCache]:
     """Calls the model, which steps of equal shapes trace only once: that takes seconds.
 
     Raises ValueError if the model lost the updated cache, or did not begin the step.
     """
-    hidden, new = model(cache, batch)
+    return _run_model(model, cache, batch, mailboxes())
+
+
+@functools.partial(jax.jit, inline=True)
+def _run_model(model, cache, batch, table):
+    with use_mailboxes(table):
+        hidden, new = model(cache, batch)
     if new.lengths is cache.lengths:
         raise ValueError(
             "the model returned the cache without this step's blocks and lengths: it must begin with "

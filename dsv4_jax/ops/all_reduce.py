@@ -14,7 +14,7 @@ from dsv4_jax.quant import round_to
 from pallas_kernels.all_reduce import MAX_VALUES, all_reduce as all_reduce_kernel
 
 
-# The table that `with_mailboxes` was given, while a program is traced.
+# The table of addresses that `with_mailboxes` gathered, while a program is traced.
 _mailboxes: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("mailboxes", default=None)
 
 
@@ -41,7 +41,17 @@ def with_mailboxes(row: UInt32[Array, "..."] | None) -> Iterator[None]:
     other's addresses, also because they have to meet before the first sum: CUDA cannot load a program's kernels on a
     device that waits in one for another device.
     """
-    token = _mailboxes.set(None if row is None else _table(row.reshape(2, 2)))
+    with use_mailboxes(None if row is None else _table(row.reshape(2, 2))):
+        yield
+
+
+@contextlib.contextmanager
+def use_mailboxes(table: UInt32[Array, "n"] | None) -> Iterator[None]:
+    """Has sums within it use a table that `mailboxes` returned outside.
+
+    A function whose trace is kept takes the table as an argument: without this it would keep the one of its first call.
+    """
+    token = _mailboxes.set(table)
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from dsv4_jax.bench.random_steps import RandomSteps, abstract_model
 from dsv4_jax.cache import KVCache
 from dsv4_jax.checkpoint.random_weights import random_model
 from dsv4_jax.config import DSV4Config, LayerSpec
-from dsv4_jax.decode import CompiledModel, forward, sample_step
+from dsv4_jax.decode import CompiledModel, decode_step, forward, sample_step
 from dsv4_jax.engine import Engine
 from dsv4_jax.host import KVCacheManager, PrefixCache
 from dsv4_jax.nn import shardings
@@ -257,7 +257,10 @@ def test_four_devices_take_every_kernel(monkeypatch):
     batch = manager.prepare_forward({manager.admit(): [1]})
     monkeypatch.setenv(REQUIRE_KERNELS, "1")
     with use_implementation("mosaic_gpu"):
-        traced = sample_step.trace(CompiledModel(abstract_model(config, mesh)), cache, batch)
+        model = CompiledModel(abstract_model(config, mesh))
+        for step in (decode_step, sample_step):  # the second finds the model traced, and takes its own mailboxes
+            traced = step.trace(model, cache, batch)
+            assert not any(isinstance(x, jax.core.Tracer) for x in traced._consts)
     # The devices tell each other their mailboxes' addresses once, and gather the logits; their sums are kernels: two a
     # layer, of the embedding, and of the zeros with which the residual begins.
     text = str(traced.jaxpr)
