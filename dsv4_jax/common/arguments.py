@@ -24,8 +24,10 @@ def check_whole(name: str, value: Any, least: int | None = None, most: int | Non
         number = None
     if number is None or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be a whole number")
-    check(least is None or number >= least, f"{name}={number} must be at least {least}")
-    check(most is None or number <= most, f"{name}={number} must be at most {most}")
+    if least is not None and number < least:
+        raise ValueError(f"{name}={number} must be at least {least}")
+    if most is not None and number > most:
+        raise ValueError(f"{name}={number} must be at most {most}")
     return number
 
 

@@ -388,6 +388,8 @@ class Engine(Summarized):
         try:
             schedule = scheduler.schedule(decode=decode, in_flight=after)
         except CacheFullError:  # a request has to be preempted, which needs its tokens
+            if after is None:
+                raise
             return None
         if not schedule.requests:
             return None

@@ -62,14 +62,22 @@ def stream(
 
 
 def generate(
-    model: Model, manager: KVCacheManager, prompts: Sequence[Sequence[int]] | np.ndarray, **options: Any
+    model: Model,
+    manager: KVCacheManager,
+    prompts: Sequence[Sequence[int]] | np.ndarray,
+    *,
+    max_new_tokens: int,
+    sampling: SamplingParams = GREEDY,
+    seed: int = 0,
+    stop_tokens: Sequence[int] = (),
+    chunk: int = 256,
+    drafts: int | DraftOptions = 0,
 ) -> list[list[int]]:
     """Generates the tokens that `stream` yields, in one loop on the device once the prompts have been read.
 
     Args:
-      model, manager: as for `stream`.
+      model, manager, max_new_tokens, sampling, seed, stop_tokens, chunk, drafts: as for `stream`.
       prompts: as for `stream`; all prompts must fit the manager's slots and blocks at once.
-      options: `max_new_tokens`, `seed`, `chunk`, `drafts`, `sampling` and `stop_tokens`, as for `stream`.
 
     Returns:
       The new tokens of each prompt.
@@ -78,7 +86,18 @@ def generate(
       TypeError, ValueError: as for `stream`.
       CacheFullError: the prompts do not fit at once.
     """
-    return [tokens for tokens, _ in generate_on_device(model, manager, prompts, **options)]
+    results = generate_on_device(
+        model,
+        manager,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        seed=seed,
+        stop_tokens=stop_tokens,
+        chunk=chunk,
+        drafts=drafts,
+    )
+    return [tokens for tokens, _ in results]
 
 
 def generate_on_device(
@@ -87,11 +106,11 @@ def generate_on_device(
     prompts: Any,
     *,
     max_new_tokens: int,
-    sampling: SamplingParams = GREEDY,
-    seed: int = 0,
-    stop_tokens: Sequence[int] = (),
-    chunk: int = 256,
-    drafts: int | DraftOptions = 0,
+    sampling: SamplingParams,
+    seed: int,
+    stop_tokens: Sequence[int],
+    chunk: int,
+    drafts: int | DraftOptions,
 ) -> list[tuple[list[int], list[int]]]:
     """Returns each prompt's (new tokens, number of drafts that each of its steps accepted); see `generate`."""
     stop_tokens = check_stop_tokens(stop_tokens)
@@ -155,14 +174,6 @@ def prefill(engine: Engine, requests: Sequence[Request]) -> None:
 
 def _check_room(manager, prompts, max_new_tokens):
     """Raises CacheFullError unless the slots and blocks of a manager without requests hold all prompts at once."""
-    count = 0
-    try:
-        for prompt in prompts:
-            num_tokens = len(prompt) + max_new_tokens - 1
-            manager.allocate(manager.admit(num_tokens=num_tokens), num_tokens)
-            count += 1
-    except CacheFullError:
-        message = f"{len(prompts)} prompts do not fit at once ({count} do); use stream, or a larger cache"
-        raise CacheFullError(message) from None
-    finally:
-        manager.release_all()
+    count = manager.count_fitting([len(prompt) + max_new_tokens - 1 for prompt in prompts])
+    if count < len(prompts):
+        raise CacheFullError(f"{len(prompts)} prompts do not fit at once ({count} do); use stream, or a larger cache")

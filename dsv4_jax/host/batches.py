@@ -62,6 +62,8 @@ def find_layout(
     indices = consecutive(begins, num_tokens)
     padded = np.full((shards.count * size,), -1, np.int32)
     padded[indices] = np.repeat(slot_of % shards.slots, num_tokens)
+    for array in (begins, indices, padded):
+        array.flags.writeable = False  # later batches get the same arrays
     return Layout(begins, indices, padded, prefill)
 
 

@@ -138,12 +138,12 @@ class KVCacheManager(Summarized):
     @property
     def lengths(self) -> np.ndarray:
         """The [max_requests] numbers of tokens that requests hold, by slot; 0 in free slots."""
-        return self.requests.states.numbers["length"]
+        return self.requests.states.numbers["length"].copy()
 
     @property
     def admission_times(self) -> np.ndarray:
         """The [max_requests] times of admission by slot, which tell a slot's requests apart; 0 in free slots."""
-        return self.requests.states.numbers["admitted"]
+        return self.requests.states.numbers["admitted"].copy()
 
     @property
     def block_table(self) -> np.ndarray:
@@ -234,6 +234,20 @@ class KVCacheManager(Summarized):
         slot = self.requests.find_slot(num_tokens)
         self.requests.admit(slot)
         return slot
+
+    def count_fitting(self, sizes: Sequence[int]) -> int:
+        """Returns how many requests of so many tokens fit at once, in order, beside those that there are."""
+        table = self.requests
+        room = [[len(table.free_slots(shard)), table.room(shard)] for shard in range(self.shards.count)]
+        for count, size in enumerate(sizes):
+            blocks = table.blocks_for(size)
+            fitting = [shard for shard in room if shard[0] > 0 and shard[1] >= blocks]
+            if not fitting:
+                return count
+            emptiest = max(fitting)
+            emptiest[0] -= 1
+            emptiest[1] -= blocks
+        return len(sizes)
 
     def check_size(self, prompt_length: int, num_tokens: int | None = None, subject: str = "the request needs") -> int:
         """Returns the number of tokens that a request needs room for, if the cache has this room while it is empty.

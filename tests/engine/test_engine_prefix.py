@@ -171,3 +171,16 @@ def test_a_chunk_beside_running_requests_gives_up_an_eighth_at_most():
     # 17 chunks, the tokens behind the last boundary, and the step of one token that ran ahead.
     assert steps <= 19 and runs.num_generated > steps - 2
     assert reader.read(request.prompt)[0].cached_tokens == 2048
+
+
+def test_a_prompt_of_whole_blocks_hits_all_but_its_last(small, wide):
+    """From the third time: the second one finds that the last block cannot be hit, and leaves a snapshot before it."""
+    engine = make(small, manager := wide(), prefix=PrefixCache(manager, key="tiny"))
+    prompt = RNG.integers(160, size=4 * manager.schema.block_tokens).tolist()
+    hits = []
+    for _ in range(3):
+        request = engine.add(prompt, max_new_tokens=1)
+        while engine.busy:
+            engine.step()
+        hits.append(request.cached_tokens)
+    assert hits == [0, 0, 3 * manager.schema.block_tokens]

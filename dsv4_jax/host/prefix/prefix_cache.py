@@ -232,7 +232,8 @@ class PrefixCache(Summarized):
         state = self._table.state(slot)
         block_tokens = self.manager.schema.block_tokens
         stride = block_tokens * (self.every or 1)
-        nodes = self._nodes(tokens[:end], salt, self.manager.shards.of(slot), state.cached_blocks)
+        end_of_hits = min(end, len(tokens) - 1)  # a hit leaves a token to run
+        nodes = self._nodes(tokens[:end_of_hits], salt, self.manager.shards.of(slot), state.cached_blocks)
         parting = len(nodes) * block_tokens // stride * stride
         last = len(tokens) // stride * stride
         boundary = min(end // stride * stride, last)
