@@ -106,6 +106,12 @@ def test_eos_token_ids(eos, expected):
     assert DSV4Config.from_hf(RAW | {"eos_token_id": eos}).eos_token_id == expected
 
 
+@pytest.mark.parametrize("name", ["bos_token_id", "eos_token_id"])
+def test_token_ids_are_int32(name):
+    with pytest.raises(ValueError, match=f"{name}=1099511627776 must be at most 2147483647"):
+        DSV4Config.from_hf(RAW | {name: 1 << 40})
+
+
 def test_reads_a_folder_or_a_file():
     assert DSV4Config.from_hf(DATA / "hf_tiny") == DSV4Config.from_hf(MODERN)
     assert DSV4Config.from_hf(str(DATA / "hf_tiny" / "config.json")) == DSV4Config.from_hf(MODERN)

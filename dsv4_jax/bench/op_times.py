@@ -67,7 +67,10 @@ def chosen_cases(
     kinds = set()
     if not gpu:
         packaged = read_config(packaged_checkpoint())
-        config = dataclasses.replace(config, **{name: getattr(packaged, name) for name in _WEIGHT_SIZES})
+        # No case runs draft layers, whose tokens would be beyond the small vocabulary.
+        config = dataclasses.replace(
+            config.with_drafts(False), **{name: getattr(packaged, name) for name in _WEIGHT_SIZES}
+        )
     schema = CacheSchema(config, num_blocks=0, max_requests=1, max_context=1, kv_format=kv_format)
     for name in dict.fromkeys(names):
         for case in CASES[name](schema):

@@ -31,6 +31,7 @@ Numbers = Annotated[tuple[int, ...] | None, options.optional("N ...")]
 PlotFile = Annotated[Path | None, options.optional("FILE.png")]
 _MINIMUMS = {
     "calls": 1,
+    "requests": 1,
     "conversations": 1,
     "turns": 1,
     "drafts": 0,

@@ -127,8 +127,8 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
         "tie_word_embeddings": tied,
         "num_nextn_predict_layers": _draft_layers(raw) if mtp else 0,
         "dspark": _dspark(raw) if mtp else None,
-        "bos_token_id": None if bos is None else check_whole("bos_token_id", bos, 0),
-        "eos_token_id": tuple(check_whole("eos_token_id", token, 0) for token in ends),
+        "bos_token_id": None if bos is None else check_whole("bos_token_id", bos, 0, 2**31 - 1),
+        "eos_token_id": tuple(check_whole("eos_token_id", token, 0, 2**31 - 1) for token in ends),
     }
 
 
@@ -176,7 +176,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises ValueError if it cannot be read or is not an object.
     """
     file = path / "config.json" if path.is_dir() else path
-    if path.suffix == ".safetensors" and path.is_file():
+    if path.suffix == ".safetensors" and not path.is_dir():
         file = path.with_name("config.json")
     try:
         text = file.read_bytes()
@@ -195,7 +195,10 @@ def _draft_layers(raw: dict[str, Any]) -> int:
     count = raw.get("num_nextn_predict_layers") or 0
     check(count != 0, "num_nextn_predict_layers is 0 or absent: this model has no layers that make drafts.")
     ratios = _draft_ratios(raw)
-    check(set(ratios) <= {0, 1}, f"compress_ratios ends in {ratios}; multi-token prediction has a window only (0).")
+    check(
+        all(ratio in (0, 1) for ratio in ratios),
+        f"compress_ratios ends in {ratios}; multi-token prediction has a window only (0).",
+    )
     return check_whole("num_nextn_predict_layers", count)
 
 

@@ -34,7 +34,7 @@ class DSV4Config:
     - `tie_word_embeddings`: whether a checkpoint may leave out the head, which is then a copy of the embedding.
 
     Raises:
-      TypeError: a layer is no LayerSpec, or a number in it is not whole.
+      TypeError: a layer is no LayerSpec, or a number has another type.
       ValueError: a field has an impossible value; the message names the field and the value.
     """
 

@@ -20,6 +20,10 @@ class RopeScaling:
       original_max_position_embeddings: context length before the extension, in tokens.
       beta_fast: pairs that turn more often than this over the original context keep their frequency.
       beta_slow: pairs that turn less often than this get their frequency divided by `factor`.
+
+    Raises:
+      TypeError: a number has another type.
+      ValueError: a number is out of range; the message names it.
     """
 
     factor: float

@@ -154,14 +154,14 @@ def cos_sin(angle: jax.Array, product: Callable) -> tuple[jax.Array, jax.Array]:
 
 
 def hadamard(x: jax.Array) -> jax.Array:
-    """Multiplies the last axis of x, n long, by the Sylvester-ordered Hadamard matrix and by n**-0.5.
+    """Multiplies the last axis of x, n long and float32, by the Sylvester-ordered Hadamard matrix and by n**-0.5.
 
     Adds and subtracts butterflies, then multiplies once.
     """
     size = x.shape[-1]
     step = 1
     while step < size:
-        pairs = x.reshape(*x.shape[:-1], -1, 2, step)
+        pairs = x.reshape(*x.shape[:-1], size // (2 * step), 2, step)
         low = pairs[..., 0, :]
         high = pairs[..., 1, :]
         x = jnp.stack([low + high, low - high], axis=-2).reshape(x.shape)

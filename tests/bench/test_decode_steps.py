@@ -236,6 +236,7 @@ def test_the_bytes_that_dsparks_drafts_read():
         (["prefill", "--contexts", "-1"], "--contexts -1 must be from 0 to"),
         (["prefill", "--contexts"], "--contexts needs at least one number"),
         (["prefill", "--chunks"], "--chunks needs at least one number"),
+        (["serve", "--requests", "0"], "--requests 0 must be at least 1"),
     ],
 )
 def test_mistakes_are_explained(refused, options, message):

@@ -191,6 +191,11 @@ def test_a_given_config_wins(tmp_path, hybrid):
         load_checkpoint(folder)
 
 
+def test_a_missing_file_is_not_taken_for_a_configuration():
+    with pytest.raises(ValueError, match=r"cannot read \S*missing\.safetensors: No such file"):
+        load_checkpoint(HF_TINY / "missing.safetensors")
+
+
 def test_the_progress_bar_leaves_stdout_alone(capsys, monkeypatch, hybrid):
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich: draw although this is no terminal
     assert_same(hybrid, load_checkpoint(HF_TINY, dtype=jnp.float32, progress=True))

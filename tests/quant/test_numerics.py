@@ -54,6 +54,7 @@ def test_hadamard_is_sylvesters_matrix(size):
     x = np.random.default_rng(size).integers(-8, 9, (3, size)).astype(np.float32)
     expected = (x @ matrix.T).astype(np.float32) * np.float32(size**-0.5)
     chex.assert_trees_all_equal(hadamard(jnp.asarray(x)), expected)
+    assert hadamard(jnp.zeros((0, size), jnp.float32)).shape == (0, size)
 
 
 @pytest.mark.parametrize("size", [0, 3, 24])
