@@ -1,11 +1,11 @@
 """Compiled steps: tokens in, logits or drawn tokens and the updated cache out; the cache is donated."""
 
 import dataclasses
-import functools
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from dsv4_jax.cache import Batch, KVCache
@@ -326,15 +326,16 @@ def last_accepted(
 
 
 def run_model(model: Any, cache: KVCache, batch: Batch) -> tuple[Float[Array, "T D"], KVCache]:
-    """Calls the model, which steps of equal shapes trace only once: that takes seconds.
+    """Calls the model. If it is a pytree of arrays, steps of equal shapes trace it only once: that takes seconds.
 
     Raises ValueError if the model lost the updated cache, or did not begin the step.
     """
-    return _run_model(model, cache, batch, mailboxes())
+    is_tree_of_arrays = all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(model))
+    call = _call_traced_once if is_tree_of_arrays else _call
+    return call(model, cache, batch, mailboxes())
 
 
-@functools.partial(jax.jit, inline=True)
-def _run_model(model, cache, batch, table):
+def _call(model, cache, batch, table):
     with use_mailboxes(table):
         hidden, new = model(cache, batch)
     if new.lengths is cache.lengths:
@@ -343,6 +344,9 @@ def _run_model(model, cache, batch, table):
             "`cache = cache.begin_step(batch)` and return the cache of its last handle"
         )
     return hidden, new
+
+
+_call_traced_once = jax.jit(_call, inline=True)
 
 
 def last_logits(model: Any, cache: KVCache, batch: Batch) -> tuple[Float[Array, "slots vocab"], KVCache]:

@@ -15,7 +15,7 @@ from dsv4_jax.decode import (
     sample,
     sample_step,
 )
-from dsv4_jax.decode.step import accepted_lengths
+from dsv4_jax.decode.step import accepted_lengths, run_model
 from tests.decode.bigram import MODEL, check
 from tests.host.managers import make
 
@@ -33,7 +33,7 @@ def arguments():
 def test_a_step_without_them_has_no_more_to_do():
     def expected(model, cache, batch, rows, sampling, seeds):
         at = jnp.maximum(rows, 0)
-        hidden, cache = model(cache, batch)
+        hidden, cache = run_model(model, cache, batch)
         logits = model.logits(hidden[at])
         at = jnp.maximum(rows, 0)
         slots = jnp.maximum(batch.slots[at], 0)
