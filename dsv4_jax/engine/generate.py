@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from dsv4_jax.common.arguments import check_whole
 from dsv4_jax.decode.drafts import DraftOptions
 from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.sampling import GREEDY, SamplingParams
 from dsv4_jax.decode.step import Model
 from dsv4_jax.engine.engine import Engine
-from dsv4_jax.engine.requests import Request, check_positive, check_request, check_stop_tokens
+from dsv4_jax.engine.requests import Request, check_request, check_stop_tokens
 from dsv4_jax.host import CacheFullError, KVCacheManager
 
 
@@ -147,7 +148,7 @@ def generate_on_device(
 
 def engine_for_prompts(model, manager: KVCacheManager, prompts, max_new_tokens: int, chunk: int, drafts: Any = 0):
     """Returns a context that makes, and closes, an engine whose steps hold `chunk` prompt tokens besides decoding."""
-    check_positive(chunk=chunk)
+    check_whole("chunk", chunk, 1)
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
         raise TypeError(f"{prompts=} must be a list of prompts, each a list of token ids, such as [[1, 2, 3]]")
     if len(prompts) == 0:

@@ -277,12 +277,6 @@ class Output(NamedTuple):
     tokens: list[int]
 
 
-def check_positive(**values: int) -> None:
-    """Raises TypeError or ValueError unless each named value is an integer of at least 1."""
-    for name, value in values.items():
-        check_whole(name, value, 1)
-
-
 def check_sampling(sampling: SamplingParams) -> SamplingParams:
     """Returns the argument; raises TypeError if it is not a `SamplingParams`."""
     if not isinstance(sampling, SamplingParams):
@@ -305,7 +299,7 @@ def check_no_requests(manager: KVCacheManager) -> None:
 
 def check_request(manager: KVCacheManager, prompt: Sequence[int] | np.ndarray, max_new_tokens: int) -> np.ndarray:
     """Returns the prompt's ids [n] int32; raises TypeError or ValueError if the request could never run."""
-    check_positive(max_new_tokens=max_new_tokens)
+    check_whole("max_new_tokens", max_new_tokens, 1)
     ids = manager.check_ids(prompt, "prompt")
     subject = f"a prompt of {len(ids)} tokens and {max_new_tokens=} need room for"
     manager.check_size(len(ids) + max_new_tokens - 1, subject=subject)  # the last token is drawn, never stored

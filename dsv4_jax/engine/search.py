@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from dsv4_jax.common.arguments import check_whole
 from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.sampling import LogprobOptions, SamplingParams
 from dsv4_jax.decode.step import Model
 from dsv4_jax.engine.generate import engine_for_prompts, prefill
-from dsv4_jax.engine.requests import check_no_requests, check_positive, check_sampling, check_stop_tokens
+from dsv4_jax.engine.requests import check_no_requests, check_sampling, check_stop_tokens
 from dsv4_jax.host import KVCacheManager
 
 
@@ -59,7 +60,7 @@ def n_best(
       TypeError: `sampling` is not a `SamplingParams`, or as for `Engine.add`.
       ValueError: `n` or `chunk` is below 1, `sampling` is greedy though `n` is not 1, or as for `Engine.add`.
     """
-    check_positive(n=n)
+    check_whole("n", n, 1)
     if n > 1 and check_sampling(sampling).temperature == 0:
         raise ValueError(f"{n=} greedy answers would all be the same: give a temperature above 0")
     with engine_for_prompts(model, manager, [prompt], max_new_tokens, chunk) as engine:
@@ -105,7 +106,9 @@ def beam_search(
       ValueError: a number is below 1, the prompt is invalid, or the search needs more than the manager's
         slots, blocks or context hold.
     """
-    check_positive(beams=beams, max_new_tokens=max_new_tokens, chunk=chunk)
+    check_whole("beams", beams, 1)
+    check_whole("max_new_tokens", max_new_tokens, 1)
+    check_whole("chunk", chunk, 1)
     stop_tokens = check_stop_tokens(stop_tokens)
     check_no_requests(manager)
     if beams > (slots := manager.shards.slots):
