@@ -184,7 +184,8 @@ class KVCache(Summarized):
         if isinstance(self.lengths.sharding, NamedSharding):
             raise ValueError("experts are counted on one device; the cache lies on a mesh")
         shape = 2, len(self.schema.layers), self.schema.config.n_routed_experts
-        where = self.lengths.sharding if self.lengths.committed else None
+        is_committed = isinstance(self.lengths, jax.Array) and self.lengths.committed
+        where = self.lengths.sharding if is_committed else None
         return dataclasses.replace(self, expert_counts=jnp.zeros(shape, jnp.int32, device=where))
 
     def with_groups(self, new: dict[str, PoolGroup]) -> "KVCache":

@@ -4,13 +4,14 @@ import collections
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -34,7 +35,7 @@ from dsv4_jax.nn.parameters import (
     set_leaf,
     write_leaf,
 )
-from dsv4_jax.nn.shardings import check_blocks, parameter_sharding
+from dsv4_jax.nn.shardings import check_blocks, parameter_sharding, sharded_structs
 from dsv4_jax.parallel.mesh import check_mesh, check_shardable
 from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedKind, quantized_struct
 
@@ -52,6 +53,7 @@ def load_checkpoint(
     expert_parallel: bool = False,
     expert_memory: ExpertMemory | None = None,
     progress: bool = False,
+    on_outline: Callable[[DeepseekV4ForCausalLM], None] | None = None,
 ) -> DeepseekV4ForCausalLM:
     """Reads a DeepSeek-V4 checkpoint, in any of the three namings.
 
@@ -73,6 +75,8 @@ def load_checkpoint(
       expert_memory: where the routed experts of the release's storage lie, for a model that is larger than its GPU;
         the embedding lies in host memory then. None = on the devices. Needs weights="quantized" and no mesh.
       progress: whether to show a progress bar on standard error.
+      on_outline: called before weights are read, with the model that has `jax.ShapeDtypeStruct` in place of arrays: its
+        programs can be compiled meanwhile. None = not called.
 
     Returns:
       The model. Tensors of multi-token prediction are left out, and logged, if the configuration has none.
@@ -105,13 +109,18 @@ def load_checkpoint(
     # Experts come last with `expert_memory`, and get the memory that the other weights leave.
     ordered = sorted(groups.values(), key=lambda group: expert_memory is not None and group[0].is_expert)
     loader = _Loader(config, tensors, mesh, expert_parallel)
+    if stay_quantized:
+        for group in ordered:
+            loader.keep_quantized(group, views[group[0].path].variable)
+    if on_outline is not None:
+        on_outline(sharded_structs(model, mesh, expert_parallel=expert_parallel))
     with byte_bar("Loading weights", loader.nbytes(table), progress) as advance:
         for number, group in enumerate(ordered, 1):
             with _name_if_out_of_memory(path, group[0], f"number {number} of {len(ordered)}", mesh):
                 pages = expert_memory if group[0].is_expert else None
                 if pages is not None and not pages.is_planned:
                     plan_expert_memory(pages, table)
-                loader.load(group, [views[weight.path] for weight in group], stay_quantized, pages)
+                loader.load(group, [views[weight.path] for weight in group], pages)
                 if expert_memory is not None and group[0].path == keys.EMBEDDING:
                     embedding = views[keys.EMBEDDING].variable
                     embedding.set_value(expert_memory.place_on_host(embedding.get_value()))
@@ -186,25 +195,27 @@ class _Loader:
                 kinds.add(piece.dtype)
         return kinds.pop() if len(kinds) == 1 else None
 
-    def load(
-        self, weights: list[Weight], views: list[ParameterView], stay_quantized: bool, memory: ExpertMemory | None
-    ) -> None:
-        """Loads all weights of a variable.
+    def keep_quantized(self, weights: list[Weight], variable: nnx.Variable) -> None:
+        """Gives a variable the quantized storage of all its weights, if they have one that can be kept."""
+        if (kind := self._quantized_kind(weights)) is None:
+            return
+        variable.set_value(quantized_struct(kind, variable.get_value()))
+        if (where := self._sharding(variable)) is not None:
+            check_blocks(weights[0].path, variable.get_value().shape, kind, where)
+
+    def _sharding(self, variable):
+        return None if self._mesh is None else parameter_sharding(variable, self._mesh, self._expert_parallel)
+
+    def load(self, weights: list[Weight], views: list[ParameterView], memory: ExpertMemory | None) -> None:
+        """Loads all weights of a variable, converted to its dtype unless it has quantized storage.
 
         Args:
           weights: the weights.
           views: their places in the variable.
-          stay_quantized: whether to keep quantized storage, if all weights have one that can be kept. Other values are
-            converted to the variable's dtype.
           memory: where the codes of experts lie; None for the devices.
         """
-        kind = self._quantized_kind(weights) if stay_quantized else None
         variable = views[0].variable
-        where = None if self._mesh is None else parameter_sharding(variable, self._mesh, self._expert_parallel)
-        if kind is not None:
-            variable.set_value(quantized_struct(kind, variable.get_value()))
-            if where is not None:
-                check_blocks(weights[0].path, variable.get_value().shape, kind, where)
+        where = self._sharding(variable)
         if memory is not None:
             shape = get_leaf(variable, "codes").shape
             set_leaf(variable, "codes", self._paged_codes(weights, shape, memory))

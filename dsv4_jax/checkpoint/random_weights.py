@@ -25,10 +25,10 @@ from dsv4_jax.checkpoint.placement import plan_expert_memory
 from dsv4_jax.checkpoint.storage import QUANTIZED_KINDS
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.expert_pages import ExpertMemory, selection_shares
-from dsv4_jax.nn import DeepseekV4ForCausalLM, shardings
+from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.nn.layers import ABSTRACT
 from dsv4_jax.nn.parameters import ParameterView, parameter_views
-from dsv4_jax.nn.shardings import parameter_sharding
+from dsv4_jax.nn.shardings import parameter_sharding, sharded_structs
 from dsv4_jax.quant import QuantizedWeight, quantized_struct
 
 
@@ -52,11 +52,7 @@ def as_released[Module: nnx.Module](
         value = view.variable.get_value()
         if kind is not None and not isinstance(value, QuantizedWeight):
             view.variable.set_value(quantized_struct(kind, value))
-    if mesh is None:
-        return module
-    return jax.tree.map(
-        lambda x, where: x.update(sharding=where), module, shardings(module, mesh, expert_parallel=expert_parallel)
-    )
+    return sharded_structs(module, mesh, expert_parallel=expert_parallel)
 
 
 def random_model(
@@ -67,6 +63,7 @@ def random_model(
     expert_parallel: bool = False,
     expert_memory: ExpertMemory | None = None,
     skew: float = 0.0,
+    on_outline: Callable[[DeepseekV4ForCausalLM], None] | None = None,
 ) -> DeepseekV4ForCausalLM:
     """Returns a model with random weights in the release's storage, which each device makes for itself.
 
@@ -81,9 +78,12 @@ def random_model(
         embedding lies in host memory then.
       skew: how unequally tokens select experts: that of rank r with weight r ** -skew, ranks in random order in each
         layer. The routers' biases and tables are chosen so.
+      on_outline: as for `load_checkpoint`.
     """
     model = DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=jnp.bfloat16, rngs=ABSTRACT)
     model = as_released(model, config, mesh, expert_parallel=expert_parallel)
+    if on_outline is not None:
+        on_outline(nnx.clone(model))
     views = parameter_views(model)
     names = {id(view.variable): path for path, view in reversed(views.items())}  # of the first layer of a stack
     frequencies = {}

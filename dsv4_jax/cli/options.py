@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -131,24 +132,31 @@ class ModelOptions:
         return None if self.mesh is None else make_mesh(parse_mesh(self.mesh))
 
     def load_model(
-        self, checkpoint: Path, schema: "CacheSchema", *, step_tokens: int = 8192, progress: bool = False
+        self,
+        checkpoint: Path,
+        schema: "CacheSchema",
+        *,
+        step_tokens: int = 8192,
+        progress: bool = False,
+        begin_programs: "Callable[[CompiledModel], None] | None" = None,
     ) -> "CompiledModel":
         """Loads a checkpoint, and logs the tensors of a user's own one that are not used.
 
         Without --weights, quantized weights stay quantized on a GPU and are converted to --dtype elsewhere. With
         --expert-memory auto, experts leave room for a cache of this schema, and for steps of `step_tokens` tokens.
+        `begin_programs` is called with the model's outline before its weights are read, see `Engine.begin_programs`.
         """
         import jax
         import jax.numpy as jnp
 
         from dsv4_jax.checkpoint import load_checkpoint
-        from dsv4_jax.decode import CompiledModel
 
         experts = self._expert_memory(schema, step_tokens)
         stay = experts is not None or (self.weights is None and jax.default_backend() == "gpu")
         if checkpoint != packaged_checkpoint():
             show_log()
-        model = load_checkpoint(
+        load = functools.partial(
+            load_checkpoint,
             checkpoint,
             schema.config,
             dtype=jnp.dtype(self.dtype),
@@ -158,7 +166,7 @@ class ModelOptions:
             expert_memory=experts,
             progress=progress,
         )
-        return CompiledModel(model, experts)
+        return _load(load, experts, begin_programs)
 
     def _expert_memory(self, schema: "CacheSchema", step_tokens: int) -> "ExpertMemory | None":
         if (size := expert_bytes(self.expert_memory, self.mesh)) is None:
@@ -243,19 +251,27 @@ class RandomModelOptions(ModelOptions):
         return folder / self.random_weights, config
 
     def load_model(
-        self, checkpoint: Path, schema: "CacheSchema", *, step_tokens: int = 8192, progress: bool = False
+        self,
+        checkpoint: Path,
+        schema: "CacheSchema",
+        *,
+        step_tokens: int = 8192,
+        progress: bool = False,
+        begin_programs: "Callable[[CompiledModel], None] | None" = None,
     ) -> "CompiledModel":
         """Loads the model, or makes one with random weights, as `open_model` was told."""
         if self.random_weights is None:
-            return super().load_model(checkpoint, schema, step_tokens=step_tokens, progress=progress)
+            return super().load_model(
+                checkpoint, schema, step_tokens=step_tokens, progress=progress, begin_programs=begin_programs
+            )
         import jax.numpy as jnp
 
         from dsv4_jax.checkpoint.random_weights import random_model
-        from dsv4_jax.decode import CompiledModel
 
         show_log()
         experts = self._expert_memory(schema, step_tokens)
-        model = random_model(
+        load = functools.partial(
+            random_model,
             schema.config,
             self.devices,
             dtype=jnp.dtype(self.dtype),
@@ -263,7 +279,7 @@ class RandomModelOptions(ModelOptions):
             expert_memory=experts,
             skew=self.skew,
         )
-        return CompiledModel(model, experts)
+        return _load(load, experts, begin_programs)
 
     def weights_key(self, checkpoint: Path) -> str:
         """Returns a name of the weights that differs between checkpoints and ways of running them."""
@@ -274,6 +290,22 @@ class RandomModelOptions(ModelOptions):
         is_random = self.random_weights is not None
         weights = f"random, skew={self.skew}" if is_random else weights_fingerprint(checkpoint)
         return f"{weights}, weights={self.weights}, {jax.default_backend()}"
+
+
+def _load(load, experts, begin_programs):
+    """Returns the model that `load` makes, with the programs that `begin_programs` compiles meanwhile."""
+    from dsv4_jax.decode import CompiledModel
+
+    if begin_programs is None:
+        return CompiledModel(load(), experts)
+    outlines = []
+
+    def on_outline(module):
+        outlines.append(CompiledModel(module, experts))
+        begin_programs(outlines[0])
+
+    model = CompiledModel(load(on_outline=on_outline), experts)
+    return outlines[0].with_weights(model)
 
 
 def named_config(name: str, option: str, *, mtp: bool = False) -> DSV4Config:

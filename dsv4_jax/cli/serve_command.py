@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import ipaddress
 import os
@@ -9,7 +10,7 @@ import re
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dsv4_jax.cli import options, startup
 from dsv4_jax.cli.options import RandomModelOptions, optional
@@ -188,18 +189,20 @@ class ServeCommand(RandomModelOptions):
         from dsv4_jax.serve.protocol import MAX_LOGPROBS
 
         manager = self.make_manager(config, self.max_requests, context, self.drafts, self.memory)
+        options: dict[str, Any] = {
+            "token_budget": self._step_tokens,
+            "drafter": None if not self.drafts else "model" if self.drafter == "model" else PromptLookup(),
+            "min_confidence": self.min_confidence,
+            "batch_invariant": self.batch_invariant,
+            "max_logprobs": min(MAX_LOGPROBS, config.vocab_size),
+            "structured_output": self.structured_output,
+        }
         prefix = self._prefix(manager, checkpoint, name)
-        return Engine(
-            self.load_model(checkpoint, manager.schema, step_tokens=self._step_tokens),
-            manager,
-            token_budget=self._step_tokens,
-            drafter=None if not self.drafts else "model" if self.drafter == "model" else PromptLookup(),
-            min_confidence=self.min_confidence,
-            prefix=prefix,
-            batch_invariant=self.batch_invariant,
-            max_logprobs=min(MAX_LOGPROBS, config.vocab_size),
-            structured_output=self.structured_output,
+        begin_programs = functools.partial(Engine.begin_programs, manager=manager, **options)
+        model = self.load_model(
+            checkpoint, manager.schema, step_tokens=self._step_tokens, begin_programs=begin_programs
         )
+        return Engine(model, manager, prefix=prefix, **options)
 
     def _prefix(self, manager: "KVCacheManager", checkpoint: Path, name: str) -> "PrefixCache":
         """Returns the prefix cache, with the files of --prefix-dir."""

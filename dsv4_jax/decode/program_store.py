@@ -23,6 +23,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -61,29 +62,53 @@ class Program:
 
 
 class ProgramTable:
-    """The programs of one model that this process has found, by their other arguments."""
+    """The programs of one model that this process has compiled or loaded, by their other arguments.
+
+    Attributes:
+      compilations: number of these programs.
+    """
 
     def __init__(self):
-        self._found: dict[Any, Program | None] = {}
+        self.compilations = 0
+        self._programs: dict[Any, Future[Program | None]] = {}
+        self._lock = threading.Lock()
 
-    def find(self, function: Any, args: tuple, options: Mapping[str, Any]) -> tuple[Program | None, tuple, bool]:
-        """Returns the program that `function(*args, **options)` runs, its arguments, and whether it is a new one.
+    def find(self, function: Any, args: tuple, options: Mapping[str, Any]) -> tuple[Program | None, tuple]:
+        """Returns the program that `function(*args, **options)` runs, and its arguments.
 
-        The program is None if there is no store, or if it cannot be kept: then call the function.
+        The program is None if there is no store, or if it cannot be kept: then call the function. Threads that ask for
+        one program at once wait for the first of them.
         """
         if not os.environ.get(FOLDER):
-            return None, args, False
+            return None, args
         if not options.keys() <= _static_names(function):
             bound = inspect.signature(function).bind(*args, **options)
             args = bound.args
             options = bound.kwargs
         leaves, structure = jax.tree.flatten(args[1:])
-        types = tuple([(np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "sharding", None)) for x in leaves])
+        types = tuple([(np.shape(x), getattr(x, "dtype", type(x)), _sharding(x)) for x in leaves])
         key = function, structure, types, tuple(options.items()), default_implementation()
-        is_new = key not in self._found
-        if is_new:
-            self._found[key] = find_program(function, args, options)
-        return self._found[key], args, is_new
+        program = self._programs.get(key)
+        if program is None:
+            program = self._make(key, functools.partial(find_program, function, args, options))
+        return program.result(), args
+
+    def _make(self, key, find):
+        """Returns the future of a program, which this thread makes unless another one does."""
+        with self._lock:
+            if key in self._programs:
+                return self._programs[key]
+            program = self._programs[key] = Future()
+        try:
+            result = find()
+        except BaseException as error:
+            del self._programs[key]  # the next call tries again
+            program.set_exception(error)
+        else:
+            with self._lock:
+                self.compilations += result is not None
+            program.set_result(result)
+        return program
 
 
 def find_program(function: Any, args: tuple, options: Mapping[str, Any]) -> Program | None:
@@ -209,12 +234,20 @@ def _definition(kind: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
+    """Returns the sharding of an array, or of the array that a struct stands for; None for an array of NumPy."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None and isinstance(leaf, jax.ShapeDtypeStruct):
+        return SingleDeviceSharding(jax.devices()[0])
+    return sharding
+
+
 def _describe_leaf(leaf: Any) -> tuple:
     """Returns the type of an array, and its sharding if it has one."""
-    if not isinstance(leaf, jax.Array):
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return "host", np.shape(leaf), str(getattr(leaf, "dtype", type(leaf)))
     where = None
-    sharding = leaf.sharding
+    sharding = _sharding(leaf)
     if isinstance(sharding, NamedSharding):
         spec = list(sharding.spec)
         while spec and spec[-1] is None:  # P(None) means P()
@@ -224,12 +257,13 @@ def _describe_leaf(leaf: Any) -> tuple:
         where = [device.id for device in sharding.device_set], sharding.memory_kind
     else:
         raise _UnknownObjectError(f"an array has a {type(sharding).__name__}")
-    return leaf.shape, str(leaf.dtype), leaf.weak_type, leaf.committed, where
+    committed = leaf.committed if isinstance(leaf, jax.Array) else leaf.sharding is not None
+    return leaf.shape, str(leaf.dtype), leaf.weak_type, committed, where
 
 
 def _devices(leaves: list[Any]) -> list[jax.Device]:
     """Returns the devices that run a program of these arguments, in the order of their mesh."""
-    shardings = [leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array)]
+    shardings = [sharding for sharding in map(_sharding, leaves) if sharding is not None]
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     if meshes:
         return list(meshes[0].devices.flat)

@@ -29,7 +29,6 @@ class CompiledModel:
     Attributes:
       arrays: the model's arrays.
       structure: the tree structure that the arrays are leaves of.
-      compilations: number of programs that calls of this object's methods have compiled or loaded.
       expert_memory: where the model's experts lie, or None.
     """
 
@@ -42,7 +41,6 @@ class CompiledModel:
         """
         self.arrays, self.structure = jax.tree.flatten(model)
         self.expert_memory = expert_memory
-        self.compilations = 0
         self._programs = ProgramTable()
 
     @classmethod
@@ -58,7 +56,6 @@ class CompiledModel:
         model = object.__new__(cls)
         model.arrays = list(arrays)
         model.structure = structure
-        model.compilations = 0
         model._programs = ProgramTable()
         model.expert_memory = None
         return model
@@ -67,6 +64,7 @@ class CompiledModel:
         """Returns a model with the programs of this one and the arrays of another. Compiles nothing.
 
         Arrays are taken as they are, without a copy, if they lie where those of this model do, and are moved otherwise.
+        This model may have structs in place of its arrays, since its programs can be compiled while weights are read.
 
         Args:
           model: a model of the same structure, such as an nnx.Module.
@@ -75,12 +73,19 @@ class CompiledModel:
           ValueError: the models differ in more than the values of their arrays, or experts lie in `expert_memory`.
         """
         new = CompiledModel.of(model)
-        if self.expert_memory is not None or new.expert_memory is not None:
+        is_outline = any(isinstance(x, jax.ShapeDtypeStruct) for x in self.arrays)
+        if not is_outline and (self.expert_memory is not None or new.expert_memory is not None):
             raise ValueError("weights cannot be replaced while experts lie in expert_memory: make another engine")
         _check_structure(new, self)
         result = copy.copy(self)
+        result.expert_memory = new.expert_memory
         result.arrays = [_placed_like(x, old) for x, old in zip(new.arrays, self.arrays, strict=True)]
         return result
+
+    @property
+    def compilations(self) -> int:
+        """Number of programs that calls of this object's methods have compiled or loaded."""
+        return self._programs.compilations
 
     @property
     def module(self) -> Any:
@@ -109,31 +114,27 @@ class CompiledModel:
           args: its positional arguments, without the model.
           options: its other arguments.
         """
-        program, positional, is_new = self._programs.find(function, (self, *args), options)
-        self.compilations += is_new
+        program, positional = self._programs.find(function, (self, *args), options)
         if program is not None:
             return launch(program.call, *positional)
         before = function._cache_size()
         results = function(self, *args, **options)
-        self.compilations += 0 if is_new else function._cache_size() - before
+        self._programs.compilations += function._cache_size() - before
         return results
 
-    def prepare(self, function: Any, *args: Any, **options: Any) -> bool:
+    def prepare(self, function: Any, *args: Any, **options: Any) -> None:
         """Loads or compiles the program that `run` would call, or traces the function if there is no store.
 
-        Several threads may call it at once, so the caller adds to `compilations`.
+        Several threads may call it at once.
 
         Args:
-          function, args, options: as for `run`; the cache is not donated.
-
-        Returns:
-          Whether a program was compiled or loaded.
+          function, args, options: as for `run`, or with a `jax.ShapeDtypeStruct` in the place of an array. The cache is
+            not donated.
         """
-        program, _, is_new = self._programs.find(function, (self, *args), options)
+        program, _ = self._programs.find(function, (self, *args), options)
         if program is None:
             with TRACE:
                 function.trace(self, *args, **options)
-        return is_new
 
     forward = functools.partialmethod(run, forward)
     decode_step = functools.partialmethod(run, decode_step)

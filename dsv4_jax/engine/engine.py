@@ -81,14 +81,12 @@ class Engine(Summarized):
             manager.check_cache(cache)
         if prefix is not None and not prefix.serves(manager):
             raise ValueError("prefix is the prefix cache of another manager, or a later one has taken its place")
-        config = EngineConfig(**options).resolve(manager, drafter)
-        on_device = drafter == "model"
+        model = CompiledModel.of(model)
+        self._runner = _make_runner(model, manager, drafter, options)
+        config = self._runner.config
         self.manager = manager
         self.prefix = prefix
         self.config = config
-        device_drafts = DraftOptions(config.draft_tokens or 0, config.min_confidence) if on_device else DraftOptions()
-        model = CompiledModel.of(model)
-        self._runner = StepRunner(model, manager, config, device_drafts=device_drafts)
         self._metrics = EngineMetrics()
         cache = manager.init_cache() if cache is None else cache
         self._experts = None if model.expert_memory is None else model.expert_memory.migration
@@ -102,6 +100,32 @@ class Engine(Summarized):
             prefix.get_cache = lambda: scheduler.cache
         self._orders = itertools.count()
         self._launched: LaunchedStep | None = None  # the step that runs between two calls of `step`
+
+    @staticmethod
+    def begin_programs(
+        outline: CompiledModel,
+        manager: KVCacheManager,
+        *,
+        drafter: Drafter | Literal["model"] | None = None,
+        **options: Any,
+    ) -> None:
+        """Begins to compile the programs of steps for a model whose weights are still being read.
+
+        The engine takes them over with `outline.with_weights(model)` as its model; its `warm_up` waits for them.
+
+        Args:
+          outline: the model with `jax.ShapeDtypeStruct`s in place of its arrays, as `load_checkpoint` gives it to
+            `on_outline`, and with the `expert_memory` that it is loaded with.
+          manager, drafter, options: those of the engine. The manager must hold no request.
+
+        Raises:
+          TypeError, ValueError: as for the engine.
+        """
+        check_no_requests(manager)
+        cache = manager.abstract_cache()
+        if outline.expert_memory is not None:
+            cache = cache.with_expert_counts()
+        _make_runner(outline, manager, drafter, options).begin_programs(cache)
 
     def _summary(self) -> Summary:
         running = self.running
@@ -414,3 +438,10 @@ class Engine(Summarized):
             raise ValueError(f"request {request.id!r} has finished ({request.finish_reason})")
         if self._scheduler.requests.get(request.id) is not request:
             raise ValueError(f"request {request.id!r} belongs to another engine")
+
+
+def _make_runner(model, manager, drafter, options):
+    """Returns the runner of an engine with these arguments."""
+    config = EngineConfig(**options).resolve(manager, drafter)
+    drafts = DraftOptions(config.draft_tokens or 0, config.min_confidence) if drafter == "model" else DraftOptions()
+    return StepRunner(model, manager, config, device_drafts=drafts)

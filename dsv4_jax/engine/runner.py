@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ class StepRunner:
     Attributes:
       decode_size: number of tokens of a decode step.
       model: the CompiledModel whose steps it runs.
+      config: the engine's settings, with those that follow from others filled in.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class StepRunner:
         """Makes a runner; compiles nothing. Each step makes drafts for the next one as `device_drafts` says."""
         self.model = model
         self._manager = manager
-        self._config = config
+        self.config = config
         self._device_drafts = device_drafts
         self.decode_size = config.decode_size(manager.shards.slots)
         self._compilations_before = model.compilations
@@ -87,7 +88,7 @@ class StepRunner:
           (the step without its output, the compiled function of the model that runs it, this function's arguments after
           the cache, its keyword arguments). If the function returns logits only, `draw` of the step takes them first.
         """
-        config = self._config
+        config = self.config
         numbers = schedule.numbers
         slots = numbers["slot"]
         counts = numbers["num_tokens"]
@@ -136,7 +137,7 @@ class StepRunner:
     def _begin_slots(self, requests):
         """Sets the logits processor's states of requests that are new in their slots, with the tokens they have."""
         devices = self._manager.devices
-        processor = self._config.logits_processor
+        processor = self.config.logits_processor
         if processor is None:
             return
         if self._processor is None:
@@ -195,7 +196,7 @@ class StepRunner:
             known = schedule.requests[i].tokens[ends[i] - num_rows[i] + 1 :]
             forced[first_rows[i] : first_rows[i] + scored[i]] = known[: scored[i]]
         wants_top = any(r.params.top_logprobs and n for r, n in zip(schedule.requests, num_rows, strict=True))
-        return LogprobOptions(forced, np.array(wants_top), self._config.max_logprobs)
+        return LogprobOptions(forced, np.array(wants_top), self.config.max_logprobs)
 
     def _sampling(self, requests: Sequence[Request]) -> tuple[BatchedSamplingParams, np.ndarray]:
         """Returns the sampling parameters and seeds [slots]; slots of other requests draw greedily."""
@@ -213,15 +214,13 @@ class StepRunner:
 
         Returns {name of a step's program: its number of tokens} and the cache, in which no request is left.
         """
-        config = self._config
         manager = self._manager
         sizes = {}
-        max_context = manager.schema.max_context
-        counts = min(manager.schema.max_query_tokens + 1, config.token_budget, max_context), 1
-        # Programs with grammars come last: they find the model traced for those without.
-        kinds = [(n, masked) for masked in sorted({False, config.structured_output}) for n in counts]
-        self._compile(cache, kinds)
-        for count, has_grammars in kinds:
+        before = draw_step._cache_size()
+        for program in self.begin_programs(cache):
+            program.result()
+        self._compilations_before -= draw_step._cache_size() - before
+        for count, has_grammars in self._kinds_of_steps():
             request = _request_of_zeros(manager, count)
             slot = request.slot
             launched, cache = self(cache, Schedule.of([request], [request.tokens]), has_grammars=has_grammars)
@@ -238,23 +237,40 @@ class StepRunner:
             manager.release(slot)
         return sizes, cache
 
-    def _compile(self, cache, kinds):
-        """Compiles the programs of steps of so many tokens, with and without grammars, in a thread each.
+    def _kinds_of_steps(self):
+        """Returns a pair for each program of a step: number of tokens of a batch, and whether it has grammars."""
+        schema = self._manager.schema
+        counts = min(schema.max_query_tokens + 1, self.config.token_budget, schema.max_context), 1
+        # Programs with grammars come last: they find the model traced for those without.
+        return [(n, masked) for masked in sorted({False, self.config.structured_output}) for n in counts]
 
-        Tracing holds Python's lock, but not lowering by worker processes, and not compiling.
+    def begin_programs(self, cache: KVCache) -> list[Future[None]]:
+        """Begins to compile the programs of all steps, with and without grammars, in a thread each.
+
+        Tracing holds Python's lock, but not lowering by worker processes, and not compiling. The cache and the model's
+        arrays may be structs of `jax.ShapeDtypeStruct`.
         """
         steps = []
-        for count, has_grammars in kinds:
+        for count, has_grammars in self._kinds_of_steps():
             request = _request_of_zeros(self._manager, count)
-            steps.append(self._prepare(Schedule.of([request], [request.tokens]), has_grammars=has_grammars))
+            launched, *step = self._prepare(Schedule.of([request], [request.tokens]), has_grammars=has_grammars)
+            masks = None if launched.draw is None else self._token_masks(launched)
+            steps.append((cache, launched, *step, masks))
             self._manager.release(request.slot)
+        threads = ThreadPoolExecutor(len(steps), "compile-steps")
+        try:
+            return [threads.submit(self._compile, *step) for step in steps]
+        finally:
+            threads.shutdown(wait=False)
 
-        def prepare(step):
-            _, function, args, options = step
-            return self.model.prepare(function, cache, *args, **options)
-
-        with ThreadPoolExecutor(len(steps), "compile-steps") as threads:
-            self.model.compilations += sum(threads.map(prepare, steps))
+    def _compile(self, cache, launched, function, args, options, masks):
+        """Compiles the program of a step; on one device also that of its drawing, if `masks` come later."""
+        self.model.prepare(function, cache, *args, **options)
+        if masks is not None and self._manager.devices.mesh is None:
+            logits = np.zeros((len(masks), self._manager.schema.config.vocab_size), np.float32)
+            batch, rows, _ = args
+            drawing = launched.draw.keywords["drawing"]
+            draw_step(jax.device_put(logits), batch, rows, *drawing, masks, self._processor)
 
 
 def _request_of_zeros(manager, count):

@@ -21,6 +21,7 @@ from dsv4_jax.host.batches import find_layout, find_new_rows
 from dsv4_jax.host.cache_devices import CacheDevices, consecutive, count_shards, padded
 from dsv4_jax.host.canary import check_snapshot
 from dsv4_jax.host.request_table import RequestState, RequestTable
+from dsv4_jax.parallel.mailboxes import make_mailboxes
 from dsv4_jax.parallel.mesh import check_context_parallel, check_divisible, check_mesh, check_shardable
 
 
@@ -169,6 +170,11 @@ class KVCacheManager(Summarized):
         cache = KVCache.zeros(self.schema, self.mesh)
         step_order.record_empty(cache, self.requests)
         return cache
+
+    def abstract_cache(self) -> KVCache:
+        """Returns what `init_cache` does with `jax.ShapeDtypeStruct` in place of arrays, to compile programs with."""
+        cache = KVCache.abstract(self.schema, self.mesh)
+        return cache if self.mesh is None else dataclasses.replace(cache, mailboxes=make_mailboxes(self.mesh))
 
     def check_cache(self, cache: KVCache, slot: int | None = None) -> None:
         """Raises unless this manager can use the cache, and if a batch of a request is known not to have run on it.

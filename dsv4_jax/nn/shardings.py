@@ -37,6 +37,17 @@ def shardings[M: nnx.Module](module: M, mesh: Mesh, *, expert_parallel: bool = F
     return nnx.merge(graph, nnx.map_state(place, state))
 
 
+def sharded_structs[M: nnx.Module](module: M, mesh: Mesh | None, *, expert_parallel: bool = False) -> M:
+    """Returns a copy of a module of `jax.ShapeDtypeStruct`s, which have shardings if there is a mesh.
+
+    The arguments and errors are those of `shardings`.
+    """
+    if mesh is None:
+        return nnx.clone(module)
+    where = shardings(module, mesh, expert_parallel=expert_parallel)
+    return jax.tree.map(lambda struct, sharding: struct.update(sharding=sharding), module, where)
+
+
 def parameter_sharding(parameter: nnx.Variable, mesh: Mesh, expert_parallel: bool = False) -> NamedSharding:
     """Returns the sharding of the arrays of a parameter, an `nnx.Variable`."""
     axes = parameter.get_metadata().get("axes", ())

@@ -130,7 +130,7 @@ def test_objects_of_unknown_classes_are_not_kept(folder, monkeypatch):
 def test_without_a_store_functions_are_called(monkeypatch):
     monkeypatch.delenv(FOLDER, raising=False)
     args = toy_args()
-    assert ProgramTable().find(toy_step, args, {}) == (None, args, False)
+    assert ProgramTable().find(toy_step, args, {}) == (None, args)
 
 
 def test_a_model_counts_what_it_compiles_or_loads(folder):
