@@ -1,4 +1,4 @@
-"""Notebooks as committed: text and notebook of a pair agree, and outputs are those of one clean run."""
+"""Notebooks as committed: their links lead somewhere, and their outputs are those of one clean run."""
 
 import json
 import re
@@ -19,15 +19,10 @@ def test_all_six_are_there():
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_pair_agrees(path):
-    text = path.with_suffix(".md").read_text()
-    text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
-    parts = re.split(r"^```python\n(.*?)\n```$", text, flags=re.DOTALL | re.MULTILINE)
-    cells = read(path)
-    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    assert code == parts[1::2], "run: uv run --group docs jupytext --sync notebooks/*.ipynb"
-    prose = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
-    assert "\n".join(prose).split() == "\n".join(parts[0::2]).split()
+def test_links_lead_somewhere(path):
+    prose = "\n".join("".join(cell["source"]) for cell in read(path) if cell["cell_type"] == "markdown")
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", prose):
+        assert "://" in target or (path.parent / target).exists(), target
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
