@@ -13,10 +13,10 @@ from jaxtyping import Array, Float, Int
 from dsv4_jax.cache import Batch
 from dsv4_jax.parallel.local_ids import to_local_ids
 from dsv4_jax.parallel.sharded_step import sharded_update
+from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class LogitsProcessor:
     """Changes the logits of a request before each of its tokens is drawn, as penalties and bans do.
 
@@ -30,9 +30,9 @@ class LogitsProcessor:
       update: function (state, token [] int32) -> state, called with each new token; None = the state stays as it is.
     """
 
-    process: Callable[[Any, Any], Any] = dataclasses.field(metadata=dict(static=True))
+    process: Callable[[Any, Any], Any] = static_field()
     state: Any = ()
-    update: Callable[[Any, Any], Any] | None = dataclasses.field(default=None, metadata=dict(static=True))
+    update: Callable[[Any, Any], Any] | None = static_field(default=None)
 
     def stacked(self, states: Sequence[Any]) -> "LogitsProcessor":
         """Returns the processor with the states of all slots, one for each, as steps and loops take it.

@@ -12,12 +12,12 @@ from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.decode.drafts import DraftOptions, check_drafts, one_token_batch
 from dsv4_jax.decode.logits_processor import LogitsProcessor
 from dsv4_jax.decode.sampling import GREEDY, BatchedSamplingParams, LogprobOptions, SamplingParams, TopLogprobs
-from dsv4_jax.decode.step import Model, last_token_indices, sample_tokens
+from dsv4_jax.decode.step import Model, last_token_indices, sample_step
 from dsv4_jax.decode.step_launch import compiled_step
+from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class LoopOutput:
     """The tokens that a loop of decode steps drew.
 
@@ -37,7 +37,7 @@ class LoopOutput:
     processor: LogitsProcessor | None = None
 
 
-@compiled_step(static_argnames=("steps", "stop_tokens", "drafts", "top_logprobs"))
+@compiled_step
 def decode_loop(
     model: Model,
     cache: KVCache,
@@ -103,8 +103,7 @@ def decode_loop(
     return end.output, end.cache
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class _LoopState:
     """The carry of `decode_loop`.
 
@@ -142,8 +141,17 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     options = None
     if state.output.top_logprobs is not None:
         options = LogprobOptions(num_top=state.output.top_logprobs.ids.shape[-1])
-    drawing = sampling, seeds, options, None, None, state.output.processor, draft_options
-    step, cache = sample_tokens(model, state.cache, batch, indices, *drawing)
+    step, cache = sample_step.body(
+        model,
+        state.cache,
+        batch,
+        indices,
+        sampling,
+        seeds,
+        options,
+        processor=state.output.processor,
+        drafts=draft_options,
+    )
     logprobs = None if state.output.logprobs is None else step.logprobs
     drawn = LoopOutput(step.tokens, logprobs, step.top_logprobs)
     drawn = jax.tree.map(lambda x: x.reshape(*is_live.shape, *x.shape[1:]), drawn)

@@ -34,6 +34,7 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from dsv4_jax.common.private_folder import make_private_folder
+from dsv4_jax.decode.step_launch import static_names
 from dsv4_jax.ops.dispatch import default_implementation
 from pallas_kernels.runtime.atomic_write import atomic_write
 
@@ -73,7 +74,7 @@ class ProgramTable:
         """
         if not os.environ.get(FOLDER):
             return None, args, False
-        if not options.keys() <= _static_names(function):
+        if not options.keys() <= set(static_names(function)):
             bound = inspect.signature(function).bind(*args, **options)
             args = bound.args
             options = bound.kwargs
@@ -260,12 +261,6 @@ def _sources() -> str:
         for path in sorted((packages / package).rglob("*.py")):
             digest.update(str(path.relative_to(packages)).encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-@functools.cache
-def _static_names(function: Any) -> frozenset[str]:
-    parameters = inspect.signature(function).parameters.values()
-    return frozenset(parameter.name for parameter in parameters if parameter.kind == parameter.KEYWORD_ONLY)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from dsv4_jax.common.arguments import check_temperature, check_top_k, check_top_p
+from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
 @jax.tree_util.register_static
@@ -42,8 +43,7 @@ GREEDY = SamplingParams()
 MAX_UNROLLED = 20
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class BatchedSamplingParams:
     """The sampling parameters of many requests as arrays, so that one program serves requests that differ.
 
@@ -70,8 +70,7 @@ class BatchedSamplingParams:
         return jax.tree.map(lambda x: x[rows], self)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class LogprobOptions:
     """The log-probabilities that a step finds besides those of the tokens it draws.
 
@@ -84,11 +83,10 @@ class LogprobOptions:
 
     forced_tokens: Any = None
     wants_top: Any = None
-    num_top: int = dataclasses.field(default=0, metadata=dict(static=True))
+    num_top: int = static_field(default=0)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class TopLogprobs:
     """The likeliest tokens in each place, best first; ties go to the lowest id.
 

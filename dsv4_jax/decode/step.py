@@ -24,6 +24,7 @@ from dsv4_jax.decode.step_launch import compiled_step
 from dsv4_jax.ops.all_reduce import mailboxes, use_mailboxes
 from dsv4_jax.ops.views import run_bounds
 from dsv4_jax.parallel.sharded_step import sharded_rows
+from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
 @runtime_checkable
@@ -75,11 +76,13 @@ def decode_step(model: Model, cache: KVCache, batch: Batch) -> tuple[Float[Array
       RuntimeError: the cache was donated to an earlier step.
       ValueError: the cache has not run the batches before this one, or has run a later one. It is unchanged.
     """
-    return last_logits(model, cache, batch)
+    hidden, cache = run_model(model, cache, batch)
+    token = last_token_indices(batch, cache.lengths.shape[0])
+    logits = model.logits(hidden[jnp.maximum(token, 0)])
+    return jnp.where((token >= 0)[:, None], logits, 0.0), cache
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class StepOutput:
     """The tokens that a step drew.
 
@@ -107,8 +110,7 @@ class StepOutput:
         return dataclasses.replace(self, tokens=self.tokens[rows], logprobs=self.logprobs[rows], top_logprobs=top)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class EarlierTokens:
     """Tokens that an earlier step drew and this step runs, without a visit to the host.
 
@@ -162,7 +164,7 @@ def logits_step(
     return model.logits(hidden[jnp.maximum(logits_indices, 0)]), cache
 
 
-@compiled_step(static_argnames=("drafts",))
+@compiled_step
 def sample_step(
     model: Model,
     cache: KVCache,
@@ -206,24 +208,6 @@ def sample_step(
     Raises:
       RuntimeError, ValueError: as for `decode_step`, the cache has no room for so many drafts, or the model makes none.
     """
-    options = sampling, seeds, logprobs, earlier, token_mask, processor, drafts
-    return sample_tokens(model, cache, batch, logits_indices, *options)
-
-
-def sample_tokens(
-    model: Any,
-    cache: KVCache,
-    batch: Batch,
-    logits_indices: Int[Array, "n"] | None = None,
-    sampling: SamplingParams | BatchedSamplingParams = GREEDY,
-    seeds: UInt32[Array, "slots"] | None = None,
-    logprobs: LogprobOptions | None = None,
-    earlier: EarlierTokens | None = None,
-    token_mask: UInt32[Array, "n words"] | None = None,
-    processor: LogitsProcessor | None = None,
-    drafts: int | DraftOptions = 0,
-) -> tuple[StepOutput, KVCache]:
-    """Does what `sample_step` does, inside a traced function."""
     batch = batch if earlier is None else earlier.fill(batch, cache.lengths)
     num_slots = cache.lengths.shape[0]
     indices = last_token_indices(batch, num_slots) if logits_indices is None else logits_indices
@@ -347,14 +331,6 @@ def _call(model, cache, batch, table):
 
 
 _call_traced_once = jax.jit(_call, inline=True)
-
-
-def last_logits(model: Any, cache: KVCache, batch: Batch) -> tuple[Float[Array, "slots vocab"], KVCache]:
-    """Does what `decode_step` does, inside a traced function."""
-    hidden, cache = run_model(model, cache, batch)
-    token = last_token_indices(batch, cache.lengths.shape[0])
-    logits = model.logits(hidden[jnp.maximum(token, 0)])
-    return jnp.where((token >= 0)[:, None], logits, 0.0), cache
 
 
 def last_token_indices(batch: Batch, slots: int) -> Int[Array, "slots"]:
