@@ -100,14 +100,14 @@ class SlotRows:
         """
         _check_stacked(processor, num_slots)
         count = indices.shape[0]
-        at = jnp.maximum(indices, 0)
-        most = count // num_slots if batch.schema is None else min(count, batch.schema.max_query_tokens)
+        tokens = jnp.maximum(indices, 0)
+        max_rows = count // num_slots if batch.schema is None else min(count, batch.schema.max_query_tokens)
         is_row = indices >= 0 if is_drawn is None else (indices >= 0) & is_drawn
-        slots = jnp.where(is_row, batch.slots[at], num_slots)
+        slots = jnp.where(is_row, batch.slots[tokens], num_slots)
         index = jnp.arange(count, dtype=jnp.int32)
         begins = jax.lax.cummax(jnp.where((slots != jnp.roll(slots, 1)) | (index == 0), index, 0))
-        rows = jnp.full((num_slots, most), -1, jnp.int32).at[slots, index - begins].set(index, mode="drop")
-        return cls(processor, rows, batch.token_ids[at[jnp.maximum(rows, 0)]])
+        rows = jnp.full((num_slots, max_rows), -1, jnp.int32).at[slots, index - begins].set(index, mode="drop")
+        return cls(processor, rows, batch.token_ids[tokens[jnp.maximum(rows, 0)]])
 
     def process(self, logits: Float[Array, "n vocab"]) -> Float[Array, "n vocab"]:
         """Returns the logits of all rows as the processor leaves them, each with the drafts before it in the state."""

@@ -83,7 +83,7 @@ def decode_loop(
     cache = cache.begin_step(batch)
     num_slots = cache.lengths.shape[0]
     last = last_token_indices(batch, num_slots)
-    at = jnp.maximum(last, 0)
+    index = jnp.maximum(last, 0)
     none = jnp.full((num_slots, steps), -1, jnp.int32)
     zeros = jnp.zeros((num_slots,), jnp.int32)
     logprobs = None if top_logprobs is None else jnp.zeros(none.shape)
@@ -91,7 +91,7 @@ def decode_loop(
     if top_logprobs:
         top = TopLogprobs(*(jnp.zeros((*none.shape, top_logprobs), dtype) for dtype in (jnp.int32, jnp.float32)))
     start = _LoopState(
-        last_tokens=one_token_batch(batch.token_ids[at], jnp.where(last >= 0, batch.positions[at], -1)),
+        last_tokens=one_token_batch(batch.token_ids[index], jnp.where(last >= 0, batch.positions[index], -1)),
         draft_tokens=jnp.zeros((num_slots, options.count), jnp.int32),
         num_tokens=zeros,
         num_steps=zeros,
@@ -166,8 +166,8 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     goes_on = is_active & ~jnp.any(is_new & is_stop, axis=1) & (num_tokens < steps)
 
     to = jnp.where(is_new, state.num_tokens[:, None] + offsets, steps)
-    kept = dataclasses.replace(state.output, accepted=None, processor=None)
-    output = jax.tree.map(lambda all, x: all.at[slots[:, None], to].set(x, mode="drop"), kept, drawn)
+    output = dataclasses.replace(state.output, accepted=None, processor=None)
+    output = jax.tree.map(lambda all, x: all.at[slots[:, None], to].set(x, mode="drop"), output, drawn)
     output = dataclasses.replace(output, processor=step.processor)
     if drafts:
         step_index = jnp.where(is_active, state.num_steps, steps)
