@@ -19,11 +19,8 @@ def block_sums(devices: CacheDevices, cache: KVCache, blocks: Sequence[int]) -> 
     """Returns the checksums of full blocks: for each block, one for each layer of the model."""
     schema = devices.schema
     pools = devices.read_blocks(cache, blocks, len(blocks) * schema.block_tokens)
-    owners = {name: group.layers for name, group in schema.groups.items()}
-    return [
-        _layer_sums(schema, [(owners[name], jax.tree.map(lambda x: x[:, i], group)) for name, group in pools.items()])  # noqa: B023
-        for i in range(len(blocks))
-    ]
+    leaves = [(schema.groups[name].layers, x) for name, group in pools.items() for x in jax.tree.leaves(group)]
+    return [_layer_sums(schema, [(layers, x[:, i]) for layers, x in leaves]) for i in range(len(blocks))]
 
 
 def snapshot_sums(schema: CacheSchema, rows: RequestRows) -> list[int]:

@@ -89,7 +89,7 @@ class FileLayout:
           metadata: text for the header.
         """
         self.kind = kind
-        self._struct = struct
+        self._structs, self._structure = jax.tree.flatten(struct)
         tensors = [TensorHeader(name, DTYPE_NAMES[x.dtype], x.shape) for name, x in named_leaves(struct).items()]
         self._offsets = np.cumsum([0, *(tensor.nbytes for tensor in tensors)]).tolist()
         self.header = write_header([*tensors, TensorHeader("sha256", "U8", (_SUM_BYTES,))], metadata)
@@ -101,10 +101,11 @@ class FileLayout:
 
     def pack(self, digests: Sequence[bytes], tree: Any) -> list[bytes]:
         """Returns the contents of the files of `digests`, whose arrays on the host are `tree`."""
+        leaves = list(zip(jax.tree.leaves(tree), [struct.shape[1] for struct in self._structs], strict=True))
         contents = []
         for i, digest in enumerate(digests):
-            file_rows = jax.tree.map(lambda x, s: x[:, i * s.shape[1] : (i + 1) * s.shape[1]], tree, self._struct)  # noqa: B023
-            content = b"".join([self.header, *(x.tobytes() for x in jax.tree.leaves(file_rows))])
+            file_rows = [x[:, i * rows : (i + 1) * rows].tobytes() for x, rows in leaves]
+            content = b"".join([self.header, *file_rows])
             contents.append(content + _checksum(digest, content))
         return contents
 
@@ -116,13 +117,12 @@ class FileLayout:
     def unpack(self, contents: np.ndarray) -> Any:
         """Returns the arrays of `contents`, [n, nbytes] uint8."""
         data = contents[:, len(self.header) :]
-        structs, structure = jax.tree.flatten(self._struct)
         leaves = []
-        for struct, (start, stop) in zip(structs, itertools.pairwise(self._offsets), strict=True):
+        for struct, (start, stop) in zip(self._structs, itertools.pairwise(self._offsets), strict=True):
             layers, rows, *sizes = struct.shape
             leaf = data[:, start:stop].view(struct.dtype).reshape(-1, *struct.shape)
             leaves.append(np.ascontiguousarray(leaf.swapaxes(0, 1)).reshape(layers, len(contents) * rows, *sizes))
-        return jax.tree.unflatten(structure, leaves)
+        return jax.tree.unflatten(self._structure, leaves)
 
 
 class PrefixFiles(Summarized):
