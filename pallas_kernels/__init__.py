@@ -4,6 +4,18 @@ For shapes, dtypes and layouts that it does not take a function raises NotImplem
 
 Each op of `dsv4_jax/ops` that has a kernel has a module or a package of the same name here. Ops import only the four
 library rooms `runtime`, `mgpu`, `formats` and `matmul`, never each other.
+
+Examples:
+  A kernel runs on a GPU, or interpreted on the CPU:
+
+  >>> import jax.numpy as jnp
+  >>> from pallas_kernels import norm_rope
+  >>> q = jnp.ones((1, 64, 512), jnp.bfloat16)
+  >>> kv = jnp.full((1, 512), 4, jnp.bfloat16)
+  >>> positions = jnp.zeros(1, jnp.int32)
+  >>> q, kv = norm_rope(q, kv, jnp.full(512, 2.0), positions, jnp.ones(32), eps=1e-6, interpret=True)
+  >>> float(q[0, 0, 0]), float(kv[0, 0])
+  (1.0, 2.0)
 """
 
 from pallas_kernels.all_reduce import all_reduce

@@ -16,7 +16,7 @@ from dsv4_jax.host.prefix.prefix_files import FileLayout, PrefixFiles
 
 # A file is twice as large as a block of the packaged model.
 STRUCT = {name: jax.ShapeDtypeStruct((4, 1, size), np.uint8) for name, size in (("entries", 40_000), ("keys", 9_000))}
-LAYOUT = FileLayout("block", STRUCT, {"format": "a test"}, axis=1)
+LAYOUT = FileLayout("block", STRUCT, {"format": "a test"})
 BATCH = 16
 
 

@@ -2,10 +2,9 @@
 
 import dsv4_jax.cache.serialization  # registers the cache's types with Flax
 from dsv4_jax.cache.batch import Batch
-from dsv4_jax.cache.checksums import checksum_blocks, checksum_rows
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.handle_protocol import CacheHandle, StepCache
-from dsv4_jax.cache.pools import CompressorState, KVCache, PoolGroup, init_cache
+from dsv4_jax.cache.pools import KVCache, init_cache
 from dsv4_jax.cache.request_rows import (
     RequestRows,
     copy_request,
@@ -14,4 +13,4 @@ from dsv4_jax.cache.request_rows import (
     write_blocks,
     write_request,
 )
-from dsv4_jax.cache.schema import CacheSchema, GroupSpec, compute_block_budget
+from dsv4_jax.cache.schema import CacheSchema, CompressorState, GroupSpec, PoolGroup, compute_block_budget

@@ -7,6 +7,7 @@ import jax
 
 from dsv4_jax.cache.schema import CacheSchema
 from dsv4_jax.common.summary import Summarized, Summary
+from pallas_kernels.runtime.pytrees import static_field
 
 
 @jax.tree_util.register_dataclass
@@ -40,13 +41,13 @@ class Batch(Summarized):
     slots: Any
     new_blocks: Any
     reset_slots: Any
-    prefill: bool = dataclasses.field(metadata=dict(static=True))
-    draft_block: int = dataclasses.field(default=0, metadata=dict(static=True))
-    schema: CacheSchema | None = dataclasses.field(default=None, metadata=dict(static=True))
+    prefill: bool = static_field()
+    draft_block: int = static_field(default=0)
+    schema: CacheSchema | None = static_field(default=None)
 
     def _summary(self) -> Summary:
         # Under jax.tree.map a leaf can be any object.
-        arrays = {name: value for name, value in vars(self).items() if name not in ("prefill", "schema")}
-        rows = {name: str(getattr(value, "aval", value)) for name, value in arrays.items()}
+        fields = vars(self).items()
+        rows = {name: str(getattr(x, "aval", x)) for name, x in fields if name not in ("prefill", "schema")}
         tokens = getattr(self.token_ids, "size", "?")
         return Summary(("prefill" if self.prefill else "decode", f"{tokens} tokens with padding"), rows)

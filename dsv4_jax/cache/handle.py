@@ -9,12 +9,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dsv4_jax import ops
 from dsv4_jax.cache.batch import Batch
+from dsv4_jax.cache.schema import CompressorState, PoolGroup
 from dsv4_jax.common.summary import Summarized, Summary
 from dsv4_jax.config.layer_spec import LayerSpec
 from dsv4_jax.ops import ClassicalView, ClosedWindows, CompressorWeights, IndexerView, StateView, SWAView
 from dsv4_jax.ops.context_parallel import topk_of_shards
 from dsv4_jax.parallel.local_ids import all_reduce_bits, is_sharded, to_local_ids
 from dsv4_jax.quant import LayerSlice
+from pallas_kernels.runtime.pytrees import static_field
 
 
 @jax.tree_util.register_dataclass
@@ -36,7 +38,7 @@ class LayerCacheHandle(Summarized):
     _cache: Any
     batch: Batch
     pending: Any
-    spec: LayerSpec = dataclasses.field(metadata=dict(static=True))
+    spec: LayerSpec = static_field()
     layer: Any = None
 
     @property
@@ -119,11 +121,11 @@ class LayerCacheHandle(Summarized):
         Raises:
           ValueError: the layer stores no entries, or `index` is missing or superfluous.
         """
-        self._require("flush", "stores entries", self.spec.owner)
+        self._require("stores entries", self.spec.owner)
         if (index is not None) != self.spec.key_compressor:
             needed = "a" if self.spec.key_compressor else "no"
-            given = "missing" if index is None else "given"
-            raise ValueError(f"index is {given}, but layer {self.spec.layer} has {needed} compressor of index keys")
+            state = "missing" if index is None else "given"
+            raise ValueError(f"index is {state}, but layer {self.spec.layer} has {needed} compressor of index keys")
         self._check_windows("", kv, gate, weights)
         if index is not None:
             self._check_windows("index ", *index, keys=True)
@@ -131,7 +133,7 @@ class LayerCacheHandle(Summarized):
         if index is not None:
             compressors.append(ops.CompressorInputs(self._state_view(keys=True), self.read_indexer_view(), *index))
         schema = self._cache.schema
-        (state, entries), *rest = ops.flush(
+        (state, entries), *key_results = ops.flush(
             compressors,
             self.batch.slots,
             self.batch.positions,
@@ -139,7 +141,7 @@ class LayerCacheHandle(Summarized):
             max_query_tokens=None if self.batch.prefill else schema.max_query_tokens,
         )
         handle = self._with_state(state)._with_group(entries=entries.rows)
-        for state, keys in rest:
+        for state, keys in key_results:
             handle = handle._with_state(state, keys=True)._with_group(keys=keys.rows)
         return handle
 
@@ -160,7 +162,7 @@ class LayerCacheHandle(Summarized):
         Returns:
           (closed windows, normalized and not rotated; new handle).
         """
-        self._require("pool_windows", "stores entries", self.spec.owner)
+        self._require("stores entries", self.spec.owner)
         self._check_windows("", kv, gate, weights, keys=keys)
         view = self._state_view(keys=keys)
         batch = self.batch
@@ -170,13 +172,13 @@ class LayerCacheHandle(Summarized):
 
     def write_entries(self, closed: ClosedWindows, inv_freq: Float[Array, "P"]) -> "LayerCacheHandle":
         """The second half of `flush`: rotates and stores entries (see `ops.write_entries`)."""
-        self._require("write_entries", "stores entries", self.spec.owner)
+        self._require("stores entries", self.spec.owner)
         self._check_dtype("closed.values", closed.values)
         return self._with_group(entries=ops.write_entries(self.read_classical_view(), closed, inv_freq).rows)
 
     def write_keys(self, closed: ClosedWindows, inv_freq: Float[Array, "P"]) -> "LayerCacheHandle":
         """Rotates and stores the index keys of closed windows, whose values are [n, index_head_dim]."""
-        self._require("write_keys", "stores index keys", self.spec.owner and self.spec.keys)
+        self._require("stores index keys", self.spec.owner and self.spec.keys)
         self._check_dtype("closed.values", closed.values)
         return self._with_group(keys=ops.write_entries(self.read_indexer_view(), closed, inv_freq).rows)
 
@@ -190,7 +192,7 @@ class LayerCacheHandle(Summarized):
 
     def gather_compressed_kv(self, indices: Int[Array, "T K"]) -> tuple[Float[Array, "T K D"], Bool[Array, "T K"]]:
         """Reads entries by index, -1 = none: (kv [T, K, head_dim] in the model's dtype, valid [T, K])."""
-        view = self._classical_view("gather_compressed_kv")
+        view = self.read_classical_view()
         self._check_shape("indices", indices, None)
         rows = ops.gather_compressed_kv(view, indices, self.batch.slots, dtype=self._dtype)
         return self._reduce_rows(rows)
@@ -198,7 +200,7 @@ class LayerCacheHandle(Summarized):
     def gather_all_compressed_kv(self) -> tuple[Float[Array, "T E D"], Bool[Array, "T E"]]:
         """Reads all visible entries of each token: (kv [T, E, head_dim] in the model's dtype, valid [T, E])."""
         batch = self.batch
-        view = self._classical_view("gather_all_compressed_kv")
+        view = self.read_classical_view()
         return self._reduce_rows(ops.gather_all_compressed_kv(view, batch.slots, batch.positions, dtype=self._dtype))
 
     def indexer_scores(
@@ -213,7 +215,7 @@ class LayerCacheHandle(Summarized):
           weights: [T, index heads] float32 head weights.
           inv_freq: [P] rotation of q in radians per token; None if q is rotated already.
         """
-        view = self._indexer_view("indexer_scores")
+        view = self.read_indexer_view()
         self._check_shape("q", q, None, view.codec.dim)
         self._check_shape("weights", weights, q.shape[1])
         return ops.indexer_scores(view, q, weights, self.batch.slots, self.batch.positions, inv_freq=inv_freq)
@@ -225,7 +227,7 @@ class LayerCacheHandle(Summarized):
 
     def valid_lengths(self) -> Int[Array, "T"]:
         """Returns the number of visible entries of each token, `(position + 1) // rate`, [T] int32."""
-        self._require("valid_lengths", "attends to entries", self.spec.group is not None)
+        self._require("attends to entries", self.spec.group is not None)
         return ops.valid_lengths(self.batch.positions, self.spec.compress_rate)
 
     def attend(
@@ -251,15 +253,21 @@ class LayerCacheHandle(Summarized):
             self._check_shape("indices", indices, None)
         compressed = None if self.spec.group is None else self.read_classical_view()
         kv = ops.AttentionKV(self.read_swa_view(), compressed, indices, self.pending)
-        options = dict(inv_freq=inv_freq, context_parallel=compressed is not None and self._is_sharded)
         positions = self.batch.positions
         block = self.batch.draft_block
         if block:
             # Every token of a block sees what the last one sees, but is rotated by its own position.
             offsets = jnp.arange(positions.shape[0], dtype=jnp.int32) % block
-            options["inv_freq"] = None
             positions = jnp.where(positions >= 0, positions + (block - 1) - offsets, -1)
-        out = ops.sparse_attention(q, sinks, kv, self.batch.slots, positions, **options)
+        out = ops.sparse_attention(
+            q,
+            sinks,
+            kv,
+            self.batch.slots,
+            positions,
+            inv_freq=None if block else inv_freq,
+            context_parallel=compressed is not None and self._is_sharded,
+        )
         if block and inv_freq is not None:
             out = ops.apply_rope(out, jnp.maximum(self.batch.positions, 0), inv_freq, inverse=True)
         if self.pending is None:
@@ -279,18 +287,12 @@ class LayerCacheHandle(Summarized):
 
     def read_classical_view(self) -> ClassicalView:
         """Returns a view of the layer's entries through the block table."""
-        return self._classical_view("read_classical_view")
+        self._require("attends to entries", self.spec.group is not None)
+        return ClassicalView(self._group.entries, *self._paging(), self._group_spec.entry)
 
     def read_indexer_view(self) -> IndexerView:
         """Returns a view of the entries' index keys through the block table."""
-        return self._indexer_view("read_indexer_view")
-
-    def _classical_view(self, method):
-        self._require(method, "attends to entries", self.spec.group is not None)
-        return ClassicalView(self._group.entries, *self._paging(), self._group_spec.entry)
-
-    def _indexer_view(self, method):
-        self._require(method, "has index keys", self.spec.keys)
+        self._require("has index keys", self.spec.keys)
         return IndexerView(self._group.keys, *self._paging(), self._group_spec.key)
 
     def _paging(self):
@@ -335,16 +337,16 @@ class LayerCacheHandle(Summarized):
     def _dtype(self):
         return jnp.dtype(self._cache.schema.dtype)
 
-    def _require(self, method, what, holds):
+    def _require(self, what, holds):
         if not holds:
-            raise ValueError(f"{method} needs a layer that {what}; layer {self.spec.layer} does not: {self.spec}")
+            raise ValueError(f"this needs a layer that {what}; layer {self.spec.layer} does not: {self.spec}")
 
     def _check_shape(self, name, x, *dims, rows=None):
         """Raises ValueError unless x is [T, *dims], or [rows, *dims]; None = any size."""
         expected = (len(self.batch.slots) if rows is None else rows, *dims)
         if x.ndim != len(expected) or any(n not in (None, m) for n, m in zip(expected, x.shape, strict=True)):
-            wanted = ", ".join("any" if n is None else str(n) for n in expected)
-            raise ValueError(f"{name} has shape {list(x.shape)}, layer {self.spec.layer} takes [{wanted}] in this step")
+            sizes = ", ".join("any" if n is None else str(n) for n in expected)
+            raise ValueError(f"{name} has shape {list(x.shape)}, layer {self.spec.layer} takes [{sizes}] in this step")
 
     def _check_dtype(self, name, x):
         """Raises TypeError unless x has the dtype of the cache: rows of another one would be rounded otherwise."""
@@ -367,14 +369,10 @@ class LayerCacheHandle(Summarized):
     def _with_state(self, view, *, keys=False):
         if view.kv is None:  # windows of one token
             return self
-        name = "key_state" if keys else "state"
-        state = dataclasses.replace(getattr(self._group, name), kv=view.kv, gate=view.gate)
-        return self._with_group(**{name: state})
+        return self._with_group(**{"key_state" if keys else "state": CompressorState(view.kv, view.gate)})
 
     def _with_group(self, **pools):
-        group = dataclasses.replace(self._group, **pools)
-        groups = self._cache.groups | {self.spec.group: group}
-        return dataclasses.replace(self, _cache=dataclasses.replace(self._cache, groups=groups))
+        return dataclasses.replace(self, _cache=self._cache.with_groups({self.spec.group: PoolGroup(**pools)}))
 
     def _commit(self):
         if self.pending is None:

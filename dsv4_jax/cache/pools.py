@@ -4,7 +4,7 @@ Fields that hold arrays are `Any`: jax puts shapes, tracers and specs in their p
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from dsv4_jax.cache.batch import Batch
 from dsv4_jax.cache.handle import LayerCacheHandle
-from dsv4_jax.cache.schema import CacheSchema
+from dsv4_jax.cache.schema import CacheSchema, PoolGroup
 from dsv4_jax.common.arguments import check_whole
 from dsv4_jax.common.sizes import readable_bytes
 from dsv4_jax.common.summary import Summarized, Summary
@@ -23,62 +23,8 @@ from dsv4_jax.ops.views import SWAView, run_bounds
 from dsv4_jax.parallel.axis_rules import named_sharding
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 from dsv4_jax.parallel.sharded_step import check_within_shard_map
-from dsv4_jax.quant import IndexRows, Rows
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class CompressorState:
-    """Projections of recent tokens for windows that are still open; row `position % ring`.
-
-    Attributes:
-      kv: [layers, slots, ring, width] float32.
-      gate: [layers, slots, ring, width] float32; -inf where never written.
-    """
-
-    kv: Any
-    gate: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PoolGroup:
-    """The pools of one `GroupSpec`, layers stacked on axis 0.
-
-    Attributes:
-      entries: Rows [layers, blocks, entries per block, ...].
-      keys: IndexRows [layers, blocks, entries per block, ...], or None.
-      state: CompressorState of the entries' compressor; None if windows are single tokens.
-      key_state: CompressorState of the keys' compressor, or None.
-    """
-
-    entries: Rows | None = None
-    keys: IndexRows | None = None
-    state: CompressorState | None = None
-    key_state: CompressorState | None = None
-
-    @property
-    def paged(self) -> "PoolGroup":
-        """The group with only the pools that are paged in blocks."""
-        return PoolGroup(self.entries, self.keys)
-
-    @property
-    def by_slot(self) -> "PoolGroup":
-        """The group with only the states, which are addressed by slot."""
-        return PoolGroup(state=self.state, key_state=self.key_state)
-
-    def like(self, other: "PoolGroup") -> "PoolGroup":
-        """Returns the group with only the fields that are set in `other`."""
-        return PoolGroup(**{name: getattr(self, name) for name, part in vars(other).items() if part is not None})
-
-    def replace(self, new: "PoolGroup") -> "PoolGroup":
-        """Returns the group with the fields that are set in `new` replaced."""
-        return dataclasses.replace(self, **{name: part for name, part in vars(new).items() if part is not None})
-
-    def map_states(self, change: Callable[[CompressorState], CompressorState]) -> "PoolGroup":
-        """Returns the group with `change` applied to each state."""
-        states = {name: state for name, state in vars(self.by_slot).items() if state is not None}
-        return dataclasses.replace(self, **{name: change(state) for name, state in states.items()})
+from dsv4_jax.quant import Rows
+from pallas_kernels.runtime.pytrees import static_field
 
 
 @jax.tree_util.register_dataclass
@@ -105,20 +51,14 @@ class KVCache(Summarized):
     streams: Any
     block_table: Any
     lengths: Any
-    schema: CacheSchema = dataclasses.field(metadata=dict(static=True))
+    schema: CacheSchema = static_field()
     mailboxes: Any = None
     expert_counts: Any = None
 
     @classmethod
     def abstract(cls, schema: CacheSchema, mesh: Mesh | None = None) -> "KVCache":
         """Makes a cache with `jax.ShapeDtypeStruct` leaves, which have shardings if a mesh is given."""
-
-        groups = {}
-        for name in schema.groups:
-            pools = schema.group_structs(name)
-            for field in ("state", "key_state"):
-                pools[field] = pools[field] and CompressorState(*pools[field])
-            groups[name] = PoolGroup(**pools)
+        groups = {name: schema.group_structs(name) for name in schema.groups}
         cache = cls(groups=groups, **schema.slot_structs(), schema=schema)
         if mesh is None:
             return cache
@@ -127,42 +67,33 @@ class KVCache(Summarized):
     @classmethod
     def zeros(cls, schema: CacheSchema, mesh: Mesh | None = None) -> "KVCache":
         """Makes an empty cache on the default device or a mesh: zeros, gates at -inf, no block in the table."""
-        abstract = cls.abstract(schema, mesh)
 
-        def full(struct, value):
+        def full(path, struct):
             # The dtype is explicit: a weakly typed array would cause a second compilation.
-            return jnp.full(struct.shape, value, struct.dtype, device=struct.sharding)
+            return jnp.full(struct.shape, _empty_value(path), struct.dtype, device=struct.sharding)
 
-        def empty(struct):
-            return CompressorState(full(struct.kv, 0), full(struct.gate, -jnp.inf))
-
-        groups = {name: group.map_states(empty) for name, group in abstract.groups.items()}
-        filled = dataclasses.replace(abstract, groups=groups, block_table=full(abstract.block_table, -1))
-        cache = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else full(x, 0), filled)
+        cache = jax.tree.map_with_path(full, cls.abstract(schema, mesh))
         return cache if mesh is None else dataclasses.replace(cache, mailboxes=make_mailboxes(mesh))
 
     def shardings(self, mesh: Mesh) -> "KVCache":
         """Returns the cache with `NamedSharding` leaves, for `jax.device_put`."""
-        by_slot = (None, "slots")
-        paged = (None, self.schema.block_axis)
 
-        def place(axes, tree):
+        def place(path, x):
+            if path[0].name == "mailboxes":
+                return mailbox_sharding(mesh)
             # Specs have full length, as in the results of a step: a shorter one would cause a second compilation.
-            return jax.tree.map(lambda x: named_sharding((*axes, *[None] * (x.ndim - len(axes))), mesh), tree)
+            axes = self._axes(path)
+            return named_sharding((*axes, *[None] * (x.ndim - len(axes))), mesh)
 
-        groups = {
-            name: place(paged, group.paged).replace(place(by_slot, group.by_slot))
-            for name, group in self.groups.items()
-        }
-        return KVCache(
-            groups=groups,
-            swa=place(by_slot, self.swa),
-            streams=place(by_slot, self.streams),
-            block_table=place(by_slot[1:], self.block_table),
-            lengths=place(by_slot[1:], self.lengths),
-            schema=self.schema,
-            mailboxes=jax.tree.map(lambda _: mailbox_sharding(mesh), self.mailboxes),
-        )
+        return jax.tree.map_with_path(place, self)
+
+    def _axes(self, path):
+        """Returns the logical axes of an array of the cache's contents by its place in the pytree."""
+        names = [getattr(key, "name", None) for key in path]
+        if names[0] in ("block_table", "lengths"):
+            return ("slots",)
+        is_paged = "entries" in names or "keys" in names
+        return None, self.schema.block_axis if is_paged else "slots"
 
     @property
     def nbytes(self) -> int:
@@ -227,10 +158,11 @@ class KVCache(Summarized):
         layers = self.schema.layers
         traced = None
         if isinstance(layer, jax.core.Tracer) and jnp.issubdtype(layer.dtype, jnp.integer) and layer.ndim == 0:
-            if like is None and (other := [spec for spec in layers if spec.kind != layers[0].kind]):
+            if like is None and (other_kinds := [spec for spec in layers if spec.kind != layers[0].kind]):
                 raise ValueError(
                     f"layer is traced and the model's layers are of several kinds: layer 0 is {layers[0]}, layer "
-                    f"{other[0].layer} is {other[0]}; give like=, the number of any layer of the kind that is meant"
+                    f"{other_kinds[0].layer} is {other_kinds[0]}; give like=, the number of any layer of the kind that "
+                    "is meant"
                 )
             traced = layer
             layer = like or 0
@@ -261,8 +193,8 @@ class KVCache(Summarized):
         return dataclasses.replace(self, block_table=table, lengths=lengths)
 
     def _check_batch(self, batch):
-        if batch.schema is not None and (found := self.schema.differences(batch.schema, "batch")):
-            raise ValueError(f"the batch is of a manager of another cache: {found}")
+        if batch.schema is not None and (differences := self.schema.differences(batch.schema, "batch")):
+            raise ValueError(f"the batch is of a manager of another cache: {differences}")
 
     def reset_slots(self, slots: Int[Array, "n"]) -> "KVCache":
         """Resets slots ([n] int32; -1 = none) to no blocks, length 0, and empty rings and states.
@@ -271,20 +203,21 @@ class KVCache(Summarized):
         """
         slots = jnp.where(slots >= 0, slots, self.block_table.shape[0])
 
-        def fill(value):
-            return lambda pool: pool.at[:, slots].set(jnp.asarray(value, pool.dtype), mode="drop")
+        def wipe(path, x):
+            axes = self._axes(path)
+            if "slots" not in axes:
+                return x
+            index = slots if axes[0] == "slots" else (slice(None), slots)
+            return x.at[index].set(jnp.asarray(_empty_value(path), x.dtype), mode="drop")
 
-        def wipe(state):
-            return CompressorState(fill(0)(state.kv), fill(-jnp.inf)(state.gate))
+        contents = dataclasses.replace(self, mailboxes=None, expert_counts=None)
+        wiped = jax.tree.map_with_path(wipe, contents)
+        return dataclasses.replace(wiped, mailboxes=self.mailboxes, expert_counts=self.expert_counts)
 
-        return dataclasses.replace(
-            self,
-            groups={name: group.map_states(wipe) for name, group in self.groups.items()},
-            swa=jax.tree.map(fill(0), self.swa),
-            streams=jax.tree.map(fill(0), self.streams),
-            block_table=self.block_table.at[slots].set(-1, mode="drop"),
-            lengths=self.lengths.at[slots].set(0, mode="drop"),
-        )
+
+def _empty_value(path):
+    """Returns the elements of an array of an empty cache, by its place in the pytree."""
+    return {"gate": -jnp.inf, "block_table": -1}.get(path[-1].name, 0)
 
 
 def init_cache(schema: CacheSchema) -> KVCache:

@@ -21,14 +21,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from dsv4_jax.cache.pools import KVCache, PoolGroup
+from dsv4_jax.cache.pools import KVCache
+from dsv4_jax.cache.schema import PoolGroup
 from dsv4_jax.parallel.local_ids import all_reduce_bits, to_local_ids
 from dsv4_jax.parallel.sharded_step import sharded_read, sharded_update
 from dsv4_jax.quant import Rows
+from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class RequestRows:
     """The rows of a request's slot in the order of their positions, the newest last.
 
@@ -161,8 +162,8 @@ def copy_request(
     count = jnp.sum(targets >= 0, dtype=jnp.int32)
     source = _local_slots(cache, source)
     targets = _local_slots(cache, targets)
-    source_block = local_blocks(cache, source_block)
-    target_blocks = local_blocks(cache, target_blocks)
+    source_block = _local_blocks(cache, source_block)
+    target_blocks = _local_blocks(cache, target_blocks)
     across = "context" if cache.schema.context_parallel else None  # a block and its copy may lie on two devices
     rings = cache.swa, cache.streams, {name: group.by_slot for name, group in cache.groups.items()}
     pools = {name: group.paged for name, group in cache.groups.items()}
@@ -208,7 +209,7 @@ def read_blocks(
       {name: PoolGroup} with only the paged pools set: [layers, n, entries per block, ...].
     """
     order = first + jnp.arange(blocks.shape[0], dtype=jnp.int32)
-    blocks = local_blocks(cache, blocks)
+    blocks = _local_blocks(cache, blocks)
 
     def read(pool, rate):
         per_block = pool.shape[2]
@@ -233,7 +234,7 @@ def write_blocks(cache: KVCache, blocks: Int[Array, "n"], rows: dict[str, PoolGr
       blocks: [n] block ids; -1 writes nothing.
       rows: result of `read_blocks`.
     """
-    blocks = local_blocks(cache, blocks)
+    blocks = _local_blocks(cache, blocks)
     pools = {name: group.paged for name, group in cache.groups.items()}
 
     def write(pool, new):
@@ -246,7 +247,7 @@ def _local_slots(cache, slots):
     return to_local_ids(slots, "slots", cache.lengths.shape[0])
 
 
-def local_blocks(cache: KVCache, blocks: Int[Array, "..."]) -> Int[Array, "..."]:
+def _local_blocks(cache, blocks):
     """Converts global block ids to this device's ids (see `to_local_ids`)."""
     pools = jax.tree.leaves({name: group.paged for name, group in cache.groups.items()})
     return to_local_ids(blocks, cache.schema.block_axis, pools[0].shape[1]) if pools else blocks

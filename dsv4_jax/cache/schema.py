@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ from dsv4_jax.common.arguments import check_whole
 from dsv4_jax.common.sizes import readable_bytes
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_spec import LayerSpec
-from dsv4_jax.quant import KeyCodec, RowCodec, kv_format as as_kv_format
+from dsv4_jax.quant import IndexRows, KeyCodec, RowCodec, Rows, kv_format as as_kv_format
+from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
 MAX_INT32 = 2**31 - 1  # ids, positions and lengths are int32 on the device
@@ -45,6 +47,54 @@ class GroupSpec:
     def pooled_rows(self) -> int:
         """The number of rows that an entry pools."""
         return self.compress_rate * (1 + self.overlap)
+
+
+@pytree_dataclass
+class CompressorState:
+    """Projections of recent tokens for windows that are still open; row `position % ring`.
+
+    Attributes:
+      kv: [layers, slots, ring, width] float32.
+      gate: [layers, slots, ring, width] float32; -inf where never written.
+    """
+
+    kv: Any
+    gate: Any
+
+
+@pytree_dataclass
+class PoolGroup:
+    """The pools of one `GroupSpec`, layers stacked on axis 0.
+
+    Attributes:
+      entries: Rows [layers, blocks, entries per block, ...].
+      keys: IndexRows [layers, blocks, entries per block, ...], or None.
+      state: CompressorState of the entries' compressor; None if windows are single tokens.
+      key_state: CompressorState of the keys' compressor, or None.
+    """
+
+    entries: Rows | None = None
+    keys: IndexRows | None = None
+    state: CompressorState | None = None
+    key_state: CompressorState | None = None
+
+    @property
+    def paged(self) -> "PoolGroup":
+        """The group with only the pools that are paged in blocks."""
+        return PoolGroup(self.entries, self.keys)
+
+    @property
+    def by_slot(self) -> "PoolGroup":
+        """The group with only the states, which are addressed by slot."""
+        return PoolGroup(state=self.state, key_state=self.key_state)
+
+    def like(self, other: "PoolGroup") -> "PoolGroup":
+        """Returns the group with only the fields that are set in `other`."""
+        return PoolGroup(**{name: getattr(self, name) for name, part in vars(other).items() if part is not None})
+
+    def replace(self, new: "PoolGroup") -> "PoolGroup":
+        """Returns the group with the fields that are set in `new` replaced."""
+        return dataclasses.replace(self, **{name: part for name, part in vars(new).items() if part is not None})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,16 +143,18 @@ class CacheSchema:
 
     def check_config(self, config: DSV4Config) -> None:
         """Raises ValueError with the differing fields if a model with `config` cannot use this cache."""
-        if found := _config_differences(self.config, config, "model"):
-            raise ValueError(f"the cache was made for another model: {found}; make its manager with the model's config")
+        if differences := _config_differences(self.config, config, "model"):
+            raise ValueError(
+                f"the cache was made for another model: {differences}; make its manager with the model's config"
+            )
 
     def differences(self, other: "CacheSchema", name: str) -> str:
         """Describes how another schema, called `name` in the text, differs from this one; empty if it fits."""
         if self == other:
             return ""
         fields = [f.name for f in dataclasses.fields(self) if f.name != "config"]
-        found = _differences(self, other, fields, name), _config_differences(self.config, other.config, name)
-        return "; ".join(filter(None, found))
+        differences = _differences(self, other, fields, name), _config_differences(self.config, other.config, name)
+        return "; ".join(filter(None, differences))
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -167,12 +219,8 @@ class CacheSchema:
 
     # --- arrays ---
 
-    def group_structs(self, group: str) -> dict[str, Any]:
-        """Returns the shapes of a group's pools by field of `PoolGroup`; None = no such pool.
-
-        Entries and keys are [layers, blocks, entries per block, ...], states two arrays [layers, slots, ring, width].
-        Windows of one token need no states.
-        """
+    def group_structs(self, group: str) -> PoolGroup:
+        """Returns the pools of a group with `jax.ShapeDtypeStruct` leaves. Windows of one token need no states."""
         spec = self.groups[group]
         layers = len(spec.layers)
         width = 1 + spec.overlap
@@ -180,14 +228,14 @@ class CacheSchema:
         def paged(codec):
             return codec and _prepend(codec.struct, layers, self.num_blocks, self.entries_per_block(group))
 
-        def states(codec):
+        def state(codec):
             if codec is None or spec.pooled_rows == 1:
                 return None
             shape = (layers, self.max_requests, self.state_ring(group), codec.dim * width)
-            return (jax.ShapeDtypeStruct(shape, jnp.float32),) * 2
+            return CompressorState(*(jax.ShapeDtypeStruct(shape, jnp.float32),) * 2)
 
-        key_states = states(spec.key) if spec.key_compressor else None
-        return dict(entries=paged(spec.entry), keys=paged(spec.key), state=states(spec.entry), key_state=key_states)
+        key_state = state(spec.key) if spec.key_compressor else None
+        return PoolGroup(paged(spec.entry), paged(spec.key), state(spec.entry), key_state)
 
     def slot_structs(self) -> dict[str, Any]:
         """Returns the shapes of the other arrays by field of `KVCache`; `streams` is None unless drafts need it."""
@@ -196,12 +244,12 @@ class CacheSchema:
         struct = jax.ShapeDtypeStruct
         shape = (1, slots, self.max_query_tokens, config.hc_mult * config.hidden_size)
         keeps_streams = config.drafts is not None and config.drafts.keeps_streams
-        return dict(
-            swa=_prepend(self.window_codec.struct, self.num_rings, slots, self.swa_ring),
-            streams=struct(shape, self.dtype) if keeps_streams else None,
-            block_table=struct((slots, self.max_blocks), jnp.int32),
-            lengths=struct((slots,), jnp.int32),
-        )
+        return {
+            "swa": _prepend(self.window_codec.struct, self.num_rings, slots, self.swa_ring),
+            "streams": struct(shape, self.dtype) if keeps_streams else None,
+            "block_table": struct((slots, self.max_blocks), jnp.int32),
+            "lengths": struct((slots,), jnp.int32),
+        }
 
     # --- bytes ---
 
@@ -221,15 +269,16 @@ class CacheSchema:
     @functools.cached_property
     def _slot_bytes(self):
         structs = self.slot_structs()
-        parts = {"sliding windows": structs["swa"], "residual streams": structs["streams"]}
-        sizes = {name: _nbytes(part) for name, part in parts.items() if part is not None}
-        sizes |= self._group_bytes({"state": "states", "key_state": "indexer states"})
-        return sizes | {"block table and lengths": _nbytes([structs["block_table"], structs["lengths"]])}
+        rings = {"sliding windows": structs["swa"], "residual streams": structs["streams"]}
+        tables = {"block table and lengths": [structs["block_table"], structs["lengths"]]}
+        return _nbytes(rings) | self._group_bytes({"state": "states", "key_state": "indexer states"}) | _nbytes(tables)
 
     def _group_bytes(self, fields):
-        structs = {group: self.group_structs(group) for group in self.groups}
-        pools = {f"{group} {name}": all[field] for group, all in structs.items() for field, name in fields.items()}
-        return {name: _nbytes(pool) for name, pool in pools.items() if pool is not None}
+        pools = {}
+        for group in self.groups:
+            structs = self.group_structs(group)
+            pools |= {f"{group} {name}": getattr(structs, field) for field, name in fields.items()}
+        return _nbytes(pools)
 
     def pool_bytes(self) -> dict[str, int]:
         """Returns the bytes of each pool by name; their sum is `memory_bytes()`."""
@@ -252,8 +301,7 @@ class CacheSchema:
     @property
     def block_bytes(self) -> int:
         """The bytes that one more block takes in all pools."""
-        more = dataclasses.replace(self, num_blocks=self.num_blocks + 1)
-        return more.memory_bytes() - self.memory_bytes()
+        return sum(dataclasses.replace(self, num_blocks=1).block_bytes_by_pool().values())
 
     @property
     def bytes_per_token(self) -> float:
@@ -263,9 +311,8 @@ class CacheSchema:
     @property
     def bytes_per_request(self) -> int:
         """The fixed bytes of a slot: rings, streams and states, without its row of the block table."""
-        more = dataclasses.replace(self, max_requests=self.max_requests + 1)
-        table = self.slot_bytes_by_pool()["block table and lengths"] // self.max_requests
-        return more.memory_bytes() - self.memory_bytes() - table
+        pools = dataclasses.replace(self, max_requests=1).slot_bytes_by_pool()
+        return sum(pools.values()) - pools["block table and lengths"]
 
     @property
     def dense_bytes_per_token(self) -> int:
@@ -305,9 +352,9 @@ _CONFIG_FIELDS = (
 
 
 def _config_differences(mine, other, name):
-    found = _differences(mine, other, _CONFIG_FIELDS, name)
-    if found or mine.layers == other.layers:
-        return found
+    differences = _differences(mine, other, _CONFIG_FIELDS, name)
+    if differences or mine.layers == other.layers:
+        return differences
     a, b = next(pair for pair in itertools.zip_longest(mine.layers, other.layers) if pair[0] != pair[1])
     return f"a layer is {b} in the {name}, {a} in the cache"
 
@@ -321,5 +368,10 @@ def _prepend(struct, *leading):
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct((*leading, *s.shape), s.dtype), struct)
 
 
-def _nbytes(tree):
-    return sum(int(np.prod(s.shape, dtype=np.int64)) * np.dtype(s.dtype).itemsize for s in jax.tree.leaves(tree))
+def _nbytes(pools: dict[str, Any]) -> dict[str, int]:
+    """Returns the bytes of each pool by name, without pools that do not exist."""
+    return {
+        name: sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        for name, pool in pools.items()
+        if (leaves := jax.tree.leaves(pool))
+    }

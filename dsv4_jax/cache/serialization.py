@@ -6,41 +6,37 @@ from typing import Any
 import jax
 from flax import serialization
 
-from dsv4_jax.cache.pools import CompressorState, KVCache, PoolGroup
-from dsv4_jax.quant import IndexRows, Rows
+from dsv4_jax.cache.pools import KVCache
 
 
-def _parts(tree: Any) -> dict[str, Any]:
-    """Returns the fields that hold the cache's contents; all others come from the target."""
-    fields = (field.name for field in dataclasses.fields(tree) if not field.metadata.get("static"))
-    others = "mailboxes", "expert_counts"
-    return {name: part for name in fields if name not in others and (part := getattr(tree, name)) is not None}
+def named_leaves(*trees: Any) -> dict[str, Any]:
+    """Returns {name: array} of some pytrees, with names such as "swa.nope"."""
+    leaves = jax.tree.leaves_with_path(trees)
+    return {jax.tree_util.keystr(path[1:], simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def _to_state(tree):
-    return {name: serialization.to_state_dict(part) for name, part in _parts(tree).items()}
+def _contents(cache):
+    """Returns the cache without the arrays that hold none of its contents; these come from the target."""
+    return dataclasses.replace(cache, mailboxes=None, expert_counts=None)
 
 
-def _from_state(tree, state):
-    parts = _parts(tree)
-    if parts.keys() != state.keys():
-        raise ValueError(f"the stored cache has the parts {sorted(state)} where this one has {sorted(parts)}")
-    return dataclasses.replace(
-        tree, **{name: serialization.from_state_dict(part, state[name], name=name) for name, part in parts.items()}
-    )
+def _to_state(cache):
+    return named_leaves(_contents(cache))
 
 
-def _cache_from_state(cache, state):
-    restored = _from_state(cache, state)
-    for (path, mine), stored in zip(jax.tree.leaves_with_path(cache), jax.tree.leaves(restored), strict=True):
-        if (mine.shape, mine.dtype) != (stored.shape, stored.dtype):
+def _from_state(cache, state):
+    leaves = _to_state(cache)
+    for name in sorted(leaves.keys() | state.keys()):
+        stored, mine = (
+            f"{arrays[name].dtype}{list(arrays[name].shape)}" if name in arrays else "nothing"
+            for arrays in (state, leaves)
+        )
+        if stored != mine:
             raise ValueError(
-                f"the stored cache has {stored.dtype}{list(stored.shape)} as {jax.tree_util.keystr(path)}, this one "
-                f"{mine.dtype}{list(mine.shape)}: it is of another geometry or format"
+                f"the stored cache has {stored} as {name}, this one {mine}: it is of another geometry or format"
             )
-    return restored
+    restored = jax.tree.unflatten(jax.tree.structure(_contents(cache)), [state[name] for name in leaves])
+    return dataclasses.replace(restored, mailboxes=cache.mailboxes, expert_counts=cache.expert_counts)
 
 
-for _type in (PoolGroup, CompressorState, Rows, IndexRows):
-    serialization.register_serialization_state(_type, _to_state, _from_state)
-serialization.register_serialization_state(KVCache, _to_state, _cache_from_state)
+serialization.register_serialization_state(KVCache, _to_state, _from_state)

@@ -32,8 +32,8 @@ def advance_streams(
     start, end = run_bounds(batch.slots)
     valid = (batch.slots >= 0) & (batch.positions >= 0)
     ring = cache.streams.shape[2]
-    (kept,) = take((cache.streams,), jnp.zeros_like(batch.slots), batch.slots, (batch.positions - 1) % ring)
-    before = jnp.where((tokens > start)[:, None, None], jnp.roll(streams, 1, axis=0), kept.reshape(streams.shape))
+    (stored,) = take((cache.streams,), jnp.zeros_like(batch.slots), batch.slots, (batch.positions - 1) % ring)
+    before = jnp.where((tokens > start)[:, None, None], jnp.roll(streams, 1, axis=0), stored.reshape(streams.shape))
     # The read precedes the write, or XLA copies the pool.
     before, streams = jax.lax.optimization_barrier((before, streams))
     keep = valid & (end - tokens <= ring)

@@ -13,10 +13,10 @@ from jaxtyping import Array, Float, Int
 from dsv4_jax.cache import Batch
 from dsv4_jax.parallel.local_ids import to_local_ids
 from dsv4_jax.parallel.sharded_step import sharded_update
+from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class LogitsProcessor:
     """Changes the logits of a request before each of its tokens is drawn, as penalties and bans do.
 
@@ -30,9 +30,9 @@ class LogitsProcessor:
       update: function (state, token [] int32) -> state, called with each new token; None = the state stays as it is.
     """
 
-    process: Callable[[Any, Any], Any] = dataclasses.field(metadata=dict(static=True))
+    process: Callable[[Any, Any], Any] = static_field()
     state: Any = ()
-    update: Callable[[Any, Any], Any] | None = dataclasses.field(default=None, metadata=dict(static=True))
+    update: Callable[[Any, Any], Any] | None = static_field(default=None)
 
     def stacked(self, states: Sequence[Any]) -> "LogitsProcessor":
         """Returns the processor with the states of all slots, one for each, as steps and loops take it.
@@ -100,14 +100,14 @@ class SlotRows:
         """
         _check_stacked(processor, num_slots)
         count = indices.shape[0]
-        at = jnp.maximum(indices, 0)
-        most = count // num_slots if batch.schema is None else min(count, batch.schema.max_query_tokens)
+        tokens = jnp.maximum(indices, 0)
+        max_rows = count // num_slots if batch.schema is None else min(count, batch.schema.max_query_tokens)
         is_row = indices >= 0 if is_drawn is None else (indices >= 0) & is_drawn
-        slots = jnp.where(is_row, batch.slots[at], num_slots)
+        slots = jnp.where(is_row, batch.slots[tokens], num_slots)
         index = jnp.arange(count, dtype=jnp.int32)
         begins = jax.lax.cummax(jnp.where((slots != jnp.roll(slots, 1)) | (index == 0), index, 0))
-        rows = jnp.full((num_slots, most), -1, jnp.int32).at[slots, index - begins].set(index, mode="drop")
-        return cls(processor, rows, batch.token_ids[at[jnp.maximum(rows, 0)]])
+        rows = jnp.full((num_slots, max_rows), -1, jnp.int32).at[slots, index - begins].set(index, mode="drop")
+        return cls(processor, rows, batch.token_ids[tokens[jnp.maximum(rows, 0)]])
 
     def process(self, logits: Float[Array, "n vocab"]) -> Float[Array, "n vocab"]:
         """Returns the logits of all rows as the processor leaves them, each with the drafts before it in the state."""

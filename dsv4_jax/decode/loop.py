@@ -12,12 +12,12 @@ from dsv4_jax.cache import Batch, KVCache
 from dsv4_jax.decode.drafts import DraftOptions, check_drafts, one_token_batch
 from dsv4_jax.decode.logits_processor import LogitsProcessor
 from dsv4_jax.decode.sampling import GREEDY, BatchedSamplingParams, LogprobOptions, SamplingParams, TopLogprobs
-from dsv4_jax.decode.step import Model, last_token_indices, sample_tokens
+from dsv4_jax.decode.step import Model, last_token_indices, sample_step
 from dsv4_jax.decode.step_launch import compiled_step
+from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class LoopOutput:
     """The tokens that a loop of decode steps drew.
 
@@ -37,7 +37,7 @@ class LoopOutput:
     processor: LogitsProcessor | None = None
 
 
-@compiled_step(static_argnames=("steps", "stop_tokens", "drafts", "top_logprobs"))
+@compiled_step
 def decode_loop(
     model: Model,
     cache: KVCache,
@@ -83,7 +83,7 @@ def decode_loop(
     cache = cache.begin_step(batch)
     num_slots = cache.lengths.shape[0]
     last = last_token_indices(batch, num_slots)
-    at = jnp.maximum(last, 0)
+    index = jnp.maximum(last, 0)
     none = jnp.full((num_slots, steps), -1, jnp.int32)
     zeros = jnp.zeros((num_slots,), jnp.int32)
     logprobs = None if top_logprobs is None else jnp.zeros(none.shape)
@@ -91,7 +91,7 @@ def decode_loop(
     if top_logprobs:
         top = TopLogprobs(*(jnp.zeros((*none.shape, top_logprobs), dtype) for dtype in (jnp.int32, jnp.float32)))
     start = _LoopState(
-        last_tokens=one_token_batch(batch.token_ids[at], jnp.where(last >= 0, batch.positions[at], -1)),
+        last_tokens=one_token_batch(batch.token_ids[index], jnp.where(last >= 0, batch.positions[index], -1)),
         draft_tokens=jnp.zeros((num_slots, options.count), jnp.int32),
         num_tokens=zeros,
         num_steps=zeros,
@@ -103,8 +103,7 @@ def decode_loop(
     return end.output, end.cache
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class _LoopState:
     """The carry of `decode_loop`.
 
@@ -142,8 +141,17 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     options = None
     if state.output.top_logprobs is not None:
         options = LogprobOptions(num_top=state.output.top_logprobs.ids.shape[-1])
-    drawing = sampling, seeds, options, None, None, state.output.processor, draft_options
-    step, cache = sample_tokens(model, state.cache, batch, indices, *drawing)
+    step, cache = sample_step.body(
+        model,
+        state.cache,
+        batch,
+        indices,
+        sampling,
+        seeds,
+        options,
+        processor=state.output.processor,
+        drafts=draft_options,
+    )
     logprobs = None if state.output.logprobs is None else step.logprobs
     drawn = LoopOutput(step.tokens, logprobs, step.top_logprobs)
     drawn = jax.tree.map(lambda x: x.reshape(*is_live.shape, *x.shape[1:]), drawn)
@@ -158,8 +166,8 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     goes_on = is_active & ~jnp.any(is_new & is_stop, axis=1) & (num_tokens < steps)
 
     to = jnp.where(is_new, state.num_tokens[:, None] + offsets, steps)
-    kept = dataclasses.replace(state.output, accepted=None, processor=None)
-    output = jax.tree.map(lambda all, x: all.at[slots[:, None], to].set(x, mode="drop"), kept, drawn)
+    output = dataclasses.replace(state.output, accepted=None, processor=None)
+    output = jax.tree.map(lambda all, x: all.at[slots[:, None], to].set(x, mode="drop"), output, drawn)
     output = dataclasses.replace(output, processor=step.processor)
     if drafts:
         step_index = jnp.where(is_active, state.num_steps, steps)

@@ -35,6 +35,7 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from dsv4_jax.common.private_folder import make_private_folder
+from dsv4_jax.decode.step_launch import static_names
 from dsv4_jax.ops.dispatch import default_implementation
 from pallas_kernels.runtime.atomic_write import atomic_write
 
@@ -81,7 +82,7 @@ class ProgramTable:
         """
         if not os.environ.get(FOLDER):
             return None, args
-        if not options.keys() <= _static_names(function):
+        if not options.keys() <= set(static_names(function)):
             bound = inspect.signature(function).bind(*args, **options)
             args = bound.args
             options = bound.kwargs
@@ -125,50 +126,45 @@ def find_program(function: Any, args: tuple, options: Mapping[str, Any]) -> Prog
     if folder is None or jax.process_count() > 1:
         return None
     try:
-        call = _Call(folder, function, args, options)
+        path = folder / _name(function, args, options)
     except _UnknownObjectError as error:
         logger.debug("no program of %s is kept: %s", function.__qualname__, error)
         return None
     with _reported(f"cannot load {function.__qualname__}"):
-        if (executable := call.load()) is not None:
-            return Program(executable, dict(trace=0.0, lower=0.0, compile=time.perf_counter() - begin))
-    return compile_program(function, args, options, call.compile)
+        if (data := _read(path)) is not None:
+            executable = _load(data, args)
+            return Program(executable, {"trace": 0.0, "lower": 0.0, "compile": time.perf_counter() - begin})
 
-
-class _Call:
-    """A call of a jitted function, and the name of the file that names its program."""
-
-    def __init__(self, folder: Path, function: Any, args: tuple, options: Mapping[str, Any]):
-        self.function = function
-        self.structure = jax.tree.structure((args, {}))
-        self.cache = jax.tree.structure(args[1])
-        leaves = jax.tree.leaves(args)
-        self.devices = _devices(leaves)
-        static = [_definition(function), _describe(self.structure), _describe(dict(options))]
-        machine = [_environment(), [_describe_leaf(leaf) for leaf in leaves], default_implementation()]
-        self.path = folder / _hash(*static, *machine, _sources())
-
-    def load(self) -> jax.stages.Compiled | None:
-        """Returns the executable in the file, or None if there is no whole one."""
-        data = _read(self.path)
-        if data is None:
-            return None
-        payload, outputs = pickle.loads(data)
-        out_tree = jax.tree.structure((*outputs, self.cache.unflatten(range(self.cache.num_leaves))))
-        return deserialize_and_load(payload, self.structure, out_tree, execution_devices=self.devices)
-
-    def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        """Compiles the lowered function, and keeps it."""
+    def compile_and_keep(lowered):
         with _without_jax_cache():
             executable = lowered.compile()
         *results, cache = lowered.out_tree.children()
-        with _reported(f"cannot keep {self.function.__qualname__}"):
-            if cache != self.cache:
+        with _reported(f"cannot keep {function.__qualname__}"):
+            if cache != jax.tree.structure(args[1]):
                 raise ValueError("its last result is not the updated cache")
             outputs = tuple(result.unflatten([0] * result.num_leaves) for result in results)
-            _write(self.path, pickle.dumps((serialize(executable)[0], outputs)))
-        _remove_oldest(self.path.parent)
+            _write(path, pickle.dumps((serialize(executable)[0], outputs)))
+        _remove_oldest(folder)
         return executable
+
+    return compile_program(function, args, options, compile_and_keep)
+
+
+def _name(function, args, options):
+    """Returns a hash of all that the program of a call depends on."""
+    static = [_definition(function), _describe(jax.tree.structure((args, {}))), _describe(dict(options))]
+    types = [_describe_leaf(leaf) for leaf in jax.tree.leaves(args)]
+    parts = *static, _environment(), types, default_implementation(), _sources()
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _load(data, args):
+    """Returns the executable that a file holds."""
+    payload, outputs = pickle.loads(data)
+    cache = jax.tree.structure(args[1])
+    out_tree = jax.tree.structure((*outputs, cache.unflatten(range(cache.num_leaves))))
+    devices = _devices(jax.tree.leaves(args))
+    return deserialize_and_load(payload, jax.tree.structure((args, {})), out_tree, execution_devices=devices)
 
 
 def compile_program(
@@ -188,10 +184,6 @@ def compile_program(
 
 class _UnknownObjectError(Exception):
     """A call depends on an object that this module cannot describe."""
-
-
-def _hash(*parts: Any) -> str:
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _describe(value: Any) -> Any:
@@ -294,12 +286,6 @@ def _sources() -> str:
         for path in sorted((packages / package).rglob("*.py")):
             digest.update(str(path.relative_to(packages)).encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-@functools.cache
-def _static_names(function: Any) -> frozenset[str]:
-    parameters = inspect.signature(function).parameters.values()
-    return frozenset(parameter.name for parameter in parameters if parameter.kind == parameter.KEYWORD_ONLY)
 
 
 @contextlib.contextmanager

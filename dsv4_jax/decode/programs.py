@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dsv4_jax.cache import Batch, KVCache
+from dsv4_jax.cache.serialization import named_leaves
 from dsv4_jax.decode.loop import decode_loop
 from dsv4_jax.decode.program_store import TRACE, ProgramTable
 from dsv4_jax.decode.step import Model, decode_step, forward, logits_step, sample_step
@@ -53,11 +54,9 @@ class CompiledModel:
 
     @classmethod
     def tree_unflatten(cls, structure: Any, arrays: Any) -> "CompiledModel":
-        model = object.__new__(cls)
+        model = cls(None)
         model.arrays = list(arrays)
         model.structure = structure
-        model._programs = ProgramTable()
-        model.expert_memory = None
         return model
 
     def with_weights(self, model: Model) -> "CompiledModel":
@@ -157,9 +156,8 @@ def _check_structure(new, old):
 
 def _array_types(model):
     """Returns {name of an array: its dtype and shape as text}."""
-    names = jax.tree.leaves_with_path(jax.tree.unflatten(model.structure, range(len(model.arrays))))
-    arrays = ((jax.tree_util.keystr(path, simple=True, separator="."), model.arrays[i]) for path, i in names)
-    return {name: f"{jax.numpy.result_type(x)}{list(jax.numpy.shape(x))}" for name, x in arrays}
+    leaves = named_leaves(model.module)
+    return {name: f"{jax.numpy.result_type(x)}{list(jax.numpy.shape(x))}" for name, x in leaves.items()}
 
 
 def _placed_like(x, old):

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from dsv4_jax.common.arguments import check_temperature, check_top_k, check_top_p
+from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
 @jax.tree_util.register_static
@@ -32,9 +33,10 @@ class SamplingParams:
     top_p: float = 1.0
 
     def __post_init__(self):
-        checked = dict(temperature=check_temperature, top_k=check_top_k, top_p=check_top_p)
-        for name, value in ((name, check(getattr(self, name))) for name, check in checked.items()):
-            object.__setattr__(self, name, value)  # one type per field, so that equal parameters hash equally
+        # One type per field, so that equal parameters hash equally.
+        object.__setattr__(self, "temperature", check_temperature(self.temperature))
+        object.__setattr__(self, "top_k", check_top_k(self.top_k))
+        object.__setattr__(self, "top_p", check_top_p(self.top_p))
 
 
 GREEDY = SamplingParams()
@@ -42,8 +44,7 @@ GREEDY = SamplingParams()
 MAX_UNROLLED = 20
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class BatchedSamplingParams:
     """The sampling parameters of many requests as arrays, so that one program serves requests that differ.
 
@@ -70,8 +71,7 @@ class BatchedSamplingParams:
         return jax.tree.map(lambda x: x[rows], self)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class LogprobOptions:
     """The log-probabilities that a step finds besides those of the tokens it draws.
 
@@ -84,11 +84,10 @@ class LogprobOptions:
 
     forced_tokens: Any = None
     wants_top: Any = None
-    num_top: int = dataclasses.field(default=0, metadata=dict(static=True))
+    num_top: int = static_field(default=0)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class TopLogprobs:
     """The likeliest tokens in each place, best first; ties go to the lowest id.
 
@@ -163,17 +162,17 @@ def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], optio
     def find():
         def find_next(last, _):
             best, id = last
-            left = jnp.where((logits < best) | ((logits == best) & (ids > id)), logits, -jnp.inf)
-            id = jnp.argmax(left, axis=-1, keepdims=True).astype(jnp.int32)
+            worse = jnp.where((logits < best) | ((logits == best) & (ids > id)), logits, -jnp.inf)
+            id = jnp.argmax(worse, axis=-1, keepdims=True).astype(jnp.int32)
             last = jnp.take_along_axis(logits, id, axis=-1), id
             return last, last
 
         # One token at a time rather than sorted, and not in a loop, for the reason that `_keep_best` gives.
         ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
         start = (logits.shape[0], 1)
-        first = jnp.full(start, jnp.inf, logits.dtype), jnp.full(start, -1, jnp.int32)
-        _, found = jax.lax.scan(find_next, first, length=options.num_top, unroll=options.num_top <= MAX_UNROLLED)
-        best, chosen = (x[:, :, 0].T for x in found)
+        none = jnp.full(start, jnp.inf, logits.dtype), jnp.full(start, -1, jnp.int32)
+        _, tokens = jax.lax.scan(find_next, none, length=options.num_top, unroll=options.num_top <= MAX_UNROLLED)
+        best, chosen = (x[:, :, 0].T for x in tokens)
         return TopLogprobs(chosen, best - norm[:, None])
 
     if options.wants_top is None:
@@ -205,24 +204,23 @@ def _keep_best(logits, sampling):
 def _largest_threshold(is_enough, logits):
     """Finds the largest threshold [n, 1] such that the logits from it on are enough; -inf if even all are not.
 
-    It is found one hexadecimal digit of its place in the order of all float32 at a time.
+    It is found one hexadecimal digit of its rank among all float32 at a time.
 
     Args:
       is_enough: function of which logits are kept, [n, 15, vocab] bool; returns [n, 15] bool.
       logits: [n, vocab] float32.
     """
-    place = jnp.zeros((logits.shape[0], 1), jnp.uint32)
+    rank = jnp.zeros((logits.shape[0], 1), jnp.uint32)
     digits = jnp.arange(1, 16, dtype=jnp.uint32)[None, :]
     for shift in range(28, -1, -4):
-        thresholds = _float_at(place + (digits << shift))
+        thresholds = _float_at(rank + (digits << shift))
         enough = is_enough(logits[:, None, :] >= thresholds[:, :, None])
-        place += jnp.sum(enough, axis=-1, keepdims=True, dtype=jnp.uint32) << shift
-    return _float_at(place)
+        rank += jnp.sum(enough, axis=-1, keepdims=True, dtype=jnp.uint32) << shift
+    return _float_at(rank)
 
 
-def _float_at(place):
-    """Returns the float32 at a place, uint32, in their ascending order; -inf before its own, NaN behind infinity's."""
+def _float_at(rank):
+    """Returns the float32 of a rank, uint32, in ascending order: -inf below its own rank, NaN above infinity's."""
     sign = np.uint32(1 << 31)
-    first = np.uint32(0x007FFFFF)
-    place = jnp.maximum(place, first)
-    return jax.lax.bitcast_convert_type(jnp.where(place >= sign, place - sign, ~place), jnp.float32)
+    rank = jnp.maximum(rank, np.uint32(0x007FFFFF))
+    return jax.lax.bitcast_convert_type(jnp.where(rank >= sign, rank - sign, ~rank), jnp.float32)

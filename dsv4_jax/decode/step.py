@@ -24,6 +24,7 @@ from dsv4_jax.decode.step_launch import compiled_step
 from dsv4_jax.ops.all_reduce import mailboxes, use_mailboxes
 from dsv4_jax.ops.views import run_bounds
 from dsv4_jax.parallel.sharded_step import sharded_rows
+from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
 @runtime_checkable
@@ -75,11 +76,13 @@ def decode_step(model: Model, cache: KVCache, batch: Batch) -> tuple[Float[Array
       RuntimeError: the cache was donated to an earlier step.
       ValueError: the cache has not run the batches before this one, or has run a later one. It is unchanged.
     """
-    return last_logits(model, cache, batch)
+    hidden, cache = run_model(model, cache, batch)
+    token = last_token_indices(batch, cache.lengths.shape[0])
+    logits = model.logits(hidden[jnp.maximum(token, 0)])
+    return jnp.where((token >= 0)[:, None], logits, 0.0), cache
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class StepOutput:
     """The tokens that a step drew.
 
@@ -107,8 +110,7 @@ class StepOutput:
         return dataclasses.replace(self, tokens=self.tokens[rows], logprobs=self.logprobs[rows], top_logprobs=top)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class EarlierTokens:
     """Tokens that an earlier step drew and this step runs, without a visit to the host.
 
@@ -162,7 +164,7 @@ def logits_step(
     return model.logits(hidden[jnp.maximum(logits_indices, 0)]), cache
 
 
-@compiled_step(static_argnames=("drafts",))
+@compiled_step
 def sample_step(
     model: Model,
     cache: KVCache,
@@ -206,46 +208,34 @@ def sample_step(
     Raises:
       RuntimeError, ValueError: as for `decode_step`, the cache has no room for so many drafts, or the model makes none.
     """
-    options = sampling, seeds, logprobs, earlier, token_mask, processor, drafts
-    return sample_tokens(model, cache, batch, logits_indices, *options)
-
-
-def sample_tokens(
-    model: Any,
-    cache: KVCache,
-    batch: Batch,
-    logits_indices: Int[Array, "n"] | None = None,
-    sampling: SamplingParams | BatchedSamplingParams = GREEDY,
-    seeds: UInt32[Array, "slots"] | None = None,
-    logprobs: LogprobOptions | None = None,
-    earlier: EarlierTokens | None = None,
-    token_mask: UInt32[Array, "n words"] | None = None,
-    processor: LogitsProcessor | None = None,
-    drafts: int | DraftOptions = 0,
-) -> tuple[StepOutput, KVCache]:
-    """Does what `sample_step` does, inside a traced function."""
     batch = batch if earlier is None else earlier.fill(batch, cache.lengths)
     num_slots = cache.lengths.shape[0]
     indices = last_token_indices(batch, num_slots) if logits_indices is None else logits_indices
     seeds = jnp.zeros((num_slots,), jnp.uint32) if seeds is None else seeds
-    at = jnp.maximum(indices, 0)
-    streams: Any = None
     options = DraftOptions.of(drafts)
+    streams: Any = None
     if options.count:
         check_drafts(cache.schema, options)
         hidden, streams, cache = forward_for_drafts(model, cache, batch)
     else:
         hidden, cache = run_model(model, cache, batch)
-    output = draw_tokens(model.logits(hidden[at]), batch, indices, sampling, seeds, logprobs, token_mask, processor)
-    tokens = output.tokens
-    cache = dataclasses.replace(cache, lengths=accepted_lengths(cache.lengths, batch, indices, tokens))
+    logits = model.logits(hidden[jnp.maximum(indices, 0)])
+    output = draw_tokens(logits, batch, indices, sampling, seeds, logprobs, token_mask, processor)
+    cache = dataclasses.replace(cache, lengths=accepted_lengths(cache.lengths, batch, indices, output.tokens))
     if not options.count:
         return output, cache
-    last = last_accepted(batch, indices, tokens, num_slots)
+    return _draft_next(model, cache, batch, indices, output, streams, sampling, seeds, options)
+
+
+def _draft_next(model, cache, batch, indices, output, streams, sampling, seeds, options):
+    """Adds drafts of the tokens after each request's last accepted one to the output of a step."""
+    last = last_accepted(batch, indices, output.tokens, seeds.shape[0])
     row = jnp.maximum(last, 0)
-    last_tokens = one_token_batch(tokens[row], jnp.where(last >= 0, batch.positions[at[row]] + 1, -1))
-    draft_tokens, _, _, cache = draft(model, cache, streams[at[row]], last_tokens, sampling, seeds, drafts=options)
-    return dataclasses.replace(output, draft_tokens=draft_tokens, last_tokens=tokens[row]), cache
+    tokens = output.tokens[row]
+    index = jnp.maximum(indices[row], 0)
+    batch = one_token_batch(tokens, jnp.where(last >= 0, batch.positions[index] + 1, -1))
+    draft_tokens, _, _, cache = draft(model, cache, streams[index], batch, sampling, seeds, drafts=options)
+    return dataclasses.replace(output, draft_tokens=draft_tokens, last_tokens=tokens), cache
 
 
 @jax.named_scope("sampling")
@@ -264,9 +254,9 @@ def draw_tokens(
     Log-probabilities are those of the model's logits. That of a token which the processor forbids is NaN: it forbids
     all of them, or its logits are not numbers.
     """
-    at = jnp.maximum(logits_indices, 0)
+    index = jnp.maximum(logits_indices, 0)
     num_slots = seeds.shape[0]
-    slots = jnp.maximum(batch.slots[at], 0)
+    slots = jnp.maximum(batch.slots[index], 0)
     row_sampling = sampling if isinstance(sampling, SamplingParams) else sampling[slots]
     forced = None if logprobs is None else logprobs.forced_tokens
     processed = logits
@@ -275,7 +265,7 @@ def draw_tokens(
         is_drawn = None if forced is None else forced < 0
         by_slot = SlotRows.of(processor, batch, logits_indices, is_drawn, num_slots)
         processed = by_slot.process(logits)
-    tokens = sample(processed, row_sampling, seeds[slots], batch.positions[at] + 1, token_mask)
+    tokens = sample(processed, row_sampling, seeds[slots], batch.positions[index] + 1, token_mask)
     if forced is not None:
         tokens = jnp.where(forced >= 0, forced, tokens)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
@@ -313,11 +303,11 @@ def last_accepted(
     batch: Batch, logits_indices: Int[Array, "n"], tokens: Int[Array, "n"], num_slots: int
 ) -> Int[Array, "slots"]:
     """Returns, for each of `num_slots` slots, the entry of `logits_indices` with its last accepted token; -1 = none."""
-    at = jnp.maximum(logits_indices, 0)
+    tokens_index = jnp.maximum(logits_indices, 0)
     index = jnp.arange(logits_indices.shape[0], dtype=jnp.int32)
-    slots = jnp.where(logits_indices >= 0, batch.slots[at], -1)
+    slots = jnp.where(logits_indices >= 0, batch.slots[tokens_index], -1)
     is_draft = (slots == jnp.roll(slots, 1)) & (index > 0)
-    is_rejected = is_draft & (batch.token_ids[at] != jnp.roll(tokens, 1))
+    is_rejected = is_draft & (batch.token_ids[tokens_index] != jnp.roll(tokens, 1))
     # A token is accepted if the last rejection up to it lies before its request's first entry.
     last_rejected = jax.lax.cummax(jnp.where(is_rejected, index, -1))
     is_accepted = last_rejected < jax.lax.cummax(jnp.where(is_draft, 0, index))
@@ -347,14 +337,6 @@ def _call(model, cache, batch, table):
 
 
 _call_traced_once = jax.jit(_call, inline=True)
-
-
-def last_logits(model: Any, cache: KVCache, batch: Batch) -> tuple[Float[Array, "slots vocab"], KVCache]:
-    """Does what `decode_step` does, inside a traced function."""
-    hidden, cache = run_model(model, cache, batch)
-    token = last_token_indices(batch, cache.lengths.shape[0])
-    logits = model.logits(hidden[jnp.maximum(token, 0)])
-    return jnp.where((token >= 0)[:, None], logits, 0.0), cache
 
 
 def last_token_indices(batch: Batch, slots: int) -> Int[Array, "slots"]:

@@ -1,6 +1,7 @@
 """Launches compiled steps: checks their arguments on the host first, so that an error costs no cache."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,28 +12,34 @@ from dsv4_jax.host.step_order import check_not_donated, check_order, record_step
 from dsv4_jax.parallel.sharded_step import sharded_step
 
 
-def compiled_step(step: Callable[..., Any] | None = None, *, static_argnames: tuple[str, ...] = ()) -> Any:
+def compiled_step(step: Callable[..., Any]) -> Any:
     """Decorates a step: compiles it, sharded like its arguments, with the cache donated; calls go through `launch`.
 
     Args:
-      step: function of `(model, cache, batch, ...)` that returns a tuple whose last item is the cache.
-      static_argnames: names of its static arguments.
+      step: function of `(model, cache, batch, ...)` that returns a tuple whose last item is the cache. Its keyword-only
+        arguments, and no others, are static.
 
     Returns:
-      A function with the signature of the step and the methods of a jitted function that this package uses.
+      A function with the signature of the step, the methods of a jitted function that this package uses, and the step
+      itself as `body`, for use within another traced function.
     """
-    if step is None:
-        return functools.partial(compiled_step, static_argnames=static_argnames)
     sharded = sharded_step(step)
-    program: Any = jax.jit(sharded, donate_argnames="cache", static_argnames=static_argnames)
+    program: Any = jax.jit(sharded, donate_argnames="cache", static_argnames=static_names(step))
 
     @functools.wraps(sharded)
     def call(model: Any, cache: Any, batch: Any, *args: Any, **options: Any) -> Any:
         return launch(program, model, cache, batch, *args, **options)
 
-    for name in ("trace", "lower", "eval_shape", "clear_cache", "_cache_size"):
-        setattr(call, name, getattr(program, name))
+    methods = {name: getattr(program, name) for name in ("trace", "lower", "eval_shape", "clear_cache", "_cache_size")}
+    vars(call).update(methods, body=step)
     return call
+
+
+@functools.cache
+def static_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Returns the names of a function's keyword-only arguments."""
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind == parameter.KEYWORD_ONLY)
 
 
 def launch(program: Callable[..., Any], model: Any, cache: Any, batch: Any, *args: Any, **options: Any) -> Any:

@@ -48,6 +48,22 @@ class Engine(Summarized):
       manager: the owner of the slots and blocks; only the engine may admit requests to it.
       prefix: the prefix cache, or None.
       config: EngineConfig with its `draft_tokens` and `overlap` filled in.
+
+    Examples:
+      With the small model that comes with the package, whose tokens are bytes:
+
+      >>> from dsv4_jax import DSV4Config, Engine, KVCacheManager, load_checkpoint
+      >>> from dsv4_jax.data import packaged_checkpoint
+      >>> config = DSV4Config.from_hf(packaged_checkpoint())
+      >>> model = load_checkpoint(packaged_checkpoint(), config)
+      >>> manager = KVCacheManager(config, memory="8MiB", max_requests=2, max_context=256)
+      >>> engine = Engine(model, manager, token_budget=32)
+      >>> request = engine.add(list(b"And God said, Let there be "), max_new_tokens=5)
+      >>> while engine.busy:
+      ...     outputs = engine.step()
+      >>> bytes(request.generated)
+      b'a wif'
+      >>> engine.close()
     """
 
     def __init__(

@@ -33,16 +33,15 @@ class _Tensor(ctypes.Structure):
 
 _CUDA = 2
 _CPU = 1
-_KINDS = dict(uint8=1, float32=2, bfloat16=4)
+_KINDS = {"uint8": 1, "float32": 2, "bfloat16": 4}
 # The objects that a tensor needs, by its address, until the array over it is gone.
 _owned: dict[int, tuple[Any, ...]] = {}
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def _delete(address):
-    if found := _owned.pop(address, None):
-        *_, free = found
-        free()
+    if (owned := _owned.pop(address, None)) is not None:
+        owned[-1]()
 
 
 @atexit.register

@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -74,9 +73,8 @@ class ExpertMemory:
         """The object that moves the placed experts between steps; None if all of them lie on the GPU."""
         if self.memory is None or not self.host_bytes:
             return None
-        options: dict[str, Any] = dict(frequencies=self.frequencies, file=self.placement_file)
         try:
-            return ExpertMigration(self.memory, self.layers, **options)
+            return ExpertMigration(self.memory, self.layers, self.frequencies, self.placement_file)
         except MemoryError as error:
             _log.warning("experts stay where they are: no memory is left to move them (%s)", error)
             return None

@@ -24,7 +24,7 @@ from dsv4_jax.expert_pages.token_cost import BUS_RATE
 # A longer time between two steps is one without requests.
 _MAX_STEP_SECONDS = 1.0
 _SECONDS_BETWEEN_SAVES = 60.0
-_SLOW: dict[str, Any] = dict(half_life=float(1 << 16))
+_HISTORY_HALF_LIFE = float(1 << 16)
 _log = logging.getLogger(__name__)
 
 
@@ -110,11 +110,11 @@ class ExpertMigration:
         self._on_host = np.stack([pages[0].on_host for pages in matrices])
         self._was_on_host = self._on_host.copy()
         self._expert_bytes = sum(pages.nbytes for pages in matrices[0])
-        self.policy, self.history = (PlacementPolicy(np.zeros(self._on_host.shape), **x) for x in ({}, _SLOW))
+        self.policy = PlacementPolicy(np.zeros(self._on_host.shape))
+        self.history = PlacementPolicy(np.zeros(self._on_host.shape), _HISTORY_HALF_LIFE)
         for row, name in zip(self.history.frequencies, self._layers, strict=True):
             row[:] = self._stored.get(name, 0)
         self._mover: Mover | None = None
-        self._staged: list[tuple[int, int, int]] = []
         if self._on_host.any() and not self._on_host.all():
             self._mover = Mover(memory, matrices, batch)
             close: Any = weakref.finalize(self, self._mover.close)
@@ -165,8 +165,8 @@ class ExpertMigration:
         if (error := self._job.exception()) is not None:  # steps can run on, whatever lies where
             _log.error("experts do not move any longer: %s", error)
             self._mover = None
-        if self._staged:
-            if self._debt or self._mover is None:
+        if self._mover is not None and self._mover.swaps:
+            if self._debt:
                 return
             self._remap(self._mover, counts)
         elif self._steps < self.interval:
@@ -190,10 +190,7 @@ class ExpertMigration:
         self._count(snapshot)
         if self._mover is not None:
             swaps = self.policy.swaps(self._on_host, self._batch)
-            for layer, hot, cold in swaps:
-                self._mover.stage(layer, hot, cold)
-            self._mover.wait()
-            self._staged = swaps
+            self._mover.copy(swaps)
             self.metrics.moved_bytes += 2 * self._expert_bytes * len(swaps)
         if time.perf_counter() - self._saved > _SECONDS_BETWEEN_SAVES:
             self._save()
@@ -217,16 +214,15 @@ class ExpertMigration:
         """Maps the experts that were copied, while the GPU is idle."""
         jax.block_until_ready(counts)  # a step whose launch is on its way is not known to the driver yet
         self._memory.synchronize()
+        self.metrics.swaps += len(mover.swaps)
+        for layer, hot, cold in mover.swaps:
+            self._on_host[layer, hot] = False
+            self._on_host[layer, cold] = True
         begin = time.perf_counter()
         mover.remap()
         seconds = time.perf_counter() - begin
-        for layer, hot, cold in self._staged:
-            self._on_host[layer, hot] = False
-            self._on_host[layer, cold] = True
-        self.metrics.swaps += len(self._staged)
         self.metrics.remap_seconds += seconds
         self._debt += seconds
-        self._staged = []
 
     def _save(self):
         if self._file is not None:

@@ -1,7 +1,6 @@
 """Experts' matrices of equal layers in one range of GPU addresses, each expert in memory of the GPU or of the host."""
 
 import concurrent.futures
-import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -29,6 +28,7 @@ class Mapping:
     nbytes: int
     handle: Any
     on_host: bool  # whether it is memory of the host
+    is_mapped: bool = False
     for_cpu: bool = False  # whether the CPU can read and write it
     is_stale: bool = False  # of spare memory: its addresses still map the memory that took an expert's place
 
@@ -109,7 +109,8 @@ class ExpertStack:
                 f"an expert of the matrices {list(shape)} has {nbytes} bytes; only whole pages of {memory.page} bytes "
                 "can lie in host memory"
             )
-        self.array, mappings = _array_of_pages(memory, nbytes, on_host.ravel(), shape, np.uint8, device)
+        mappings = _map_pages(memory, nbytes, on_host.ravel().tolist(), for_cpu=True)
+        self.array = _array_over_pages(memory, mappings, shape, np.uint8, device)
         experts = on_host.shape[1]
         starts = range(0, on_host.size, experts)
         self.layers = [ExpertPages(memory, nbytes, mappings[i : i + experts], self.array) for i in starts]
@@ -135,55 +136,61 @@ def copy_to_host(memory: CudaMemory, x: Array) -> Array:
     It must not be donated. Raises MemoryError if the host is out of memory. Nothing stays behind.
     """
     whole_pages = -(-x.nbytes // memory.page) * memory.page
-    copied, (mapping,) = _array_of_pages(memory, whole_pages, np.ones(1, bool), x.shape, x.dtype, x.device)
-    memory.copy(mapping.address, jax.block_until_ready(x).unsafe_buffer_pointer(), x.nbytes)
+    mappings = _map_pages(memory, whole_pages, [True], for_cpu=True)
+    copied = _array_over_pages(memory, mappings, x.shape, x.dtype, x.device)
+    memory.copy(mappings[0].address, jax.block_until_ready(x).unsafe_buffer_pointer(), x.nbytes)
     return copied
 
 
-def _array_of_pages(memory, nbytes, on_host, shape, dtype, device):
-    """Returns an array, and the mappings of `nbytes` each that hold its bytes, one after another."""
-    total = nbytes * len(on_host)
+def _map_pages(memory: CudaMemory, nbytes: int, on_host: Sequence[bool], *, for_cpu: bool) -> list[Mapping]:
+    """Maps new memory, `nbytes` for each of `on_host`, to consecutive addresses. Nothing stays behind if that fails.
+
+    Args:
+      memory: the memory of the GPU and its host.
+      nbytes: size of each mapping.
+      on_host: whether each mapping is of memory of the host.
+      for_cpu: whether the CPU may read and write what is memory of the host.
+    """
+    base = memory.reserve(nbytes * len(on_host))
     mappings = []
-    base = memory.reserve(total)
-    free = functools.partial(_free, memory, base, total, mappings)
     try:
         with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-            handles = [pool.submit(memory.create, nbytes, on_host=bool(host)) for host in on_host]
-        _map(memory, base, nbytes, zip(handles, on_host, strict=True), mappings)
-        return array_over(base, shape, dtype, device, free), mappings
+            handles = [pool.submit(memory.create, nbytes, on_host=host) for host in on_host]
+        # What was made has an owner before the error of a handle that was not made is raised.
+        for number, (handle, host) in enumerate(zip(handles, on_host, strict=True)):
+            if handle.exception() is None:
+                mappings.append(Mapping(base + number * nbytes, nbytes, handle.result(), host))
+        for handle in handles:
+            handle.result()
+        for mapping in mappings:
+            mapping.for_cpu = for_cpu and mapping.on_host
+            memory.map(mapping.address, nbytes, mapping.handle, for_cpu=mapping.for_cpu)
+            mapping.is_mapped = True
+    except BaseException:
+        _free(memory, base, nbytes * len(on_host), mappings)
+        raise
+    return mappings
+
+
+def _array_over_pages(memory, mappings, shape, dtype, device):
+    """Returns an array over consecutive mappings, which frees them in the end. They are freed at once if that fails."""
+    base = mappings[0].address
+    free = functools.partial(_free, memory, base, sum(mapping.nbytes for mapping in mappings), list(mappings))
+    try:
+        return array_over(base, shape, dtype, device, free)
     except BaseException:
         free()
         raise
-
-
-def _map(memory, base, nbytes, handles, mappings):
-    """Maps every handle that was made, so that a failure of one leaves none without an owner."""
-    errors = []
-    for number, (future, host) in enumerate(handles):
-        if error := future.exception():
-            errors.append(error)
-            continue
-        address = base + number * nbytes
-        handle = future.result()
-        host = bool(host)
-        try:
-            memory.map(address, nbytes, handle, for_cpu=host)
-        except BaseException as error:
-            memory.release(handle)
-            errors.append(error)
-        else:
-            mappings.append(Mapping(address, nbytes, handle, host, for_cpu=host))
-    if errors:
-        raise errors[0]
 
 
 def _free(memory, base, nbytes, mappings):
     """Unmaps and frees all memory of a range."""
     memory.synchronize()
     for mapping in mappings:
-        memory.unmap(mapping.address, mapping.nbytes)
+        if mapping.is_mapped:
+            memory.unmap(mapping.address, mapping.nbytes)
+    for mapping in mappings:  # an address of spare memory may have mapped what is another mapping's by now
         memory.release(mapping.handle)
-    mappings.clear()
     memory.unreserve(base, nbytes)
 
 
@@ -193,6 +200,9 @@ class Mover:
     A hot expert in host memory changes places with a cold one of its layer. Their bytes are copied to spare memory
     while programs read them. Then, while the GPU is idle, the spare memory is mapped in their places, and the memory
     that they leave becomes the spare one.
+
+    Attributes:
+      swaps: the copied swaps (layer, hot expert, cold expert) that wait to be remapped.
     """
 
     def __init__(self, memory: CudaMemory, layers: Sequence[Sequence[ExpertPages]], batch: int = 4):
@@ -200,94 +210,53 @@ class Mover:
 
         Raises MemoryError if the GPU or the host is out of memory. Nothing stays behind.
         """
+        self.swaps: list[tuple[int, int, int]] = []
         self._memory = memory
         self._layers = layers
-        self._staged = []
-        self._free: list[list[list[Mapping]]] = []  # for each swap and matrix, spare memory (GPU, host)
-        self._copies = concurrent.futures.ThreadPoolExecutor(1)
-        self.batch = batch
+        self._copies: list[tuple[Mapping, Mapping]] = []  # memory of an expert, and spare memory with a copy of it
+        self._spares: list[list[Mapping]] = []  # of each matrix, for each swap one of the GPU and one of the host
         try:
-            for _ in range(batch):
-                self._free.append([[] for _ in layers[0]])
-                for pages, spares in zip(layers[0], self._free[-1], strict=True):
-                    for on_host in (False, True):
-                        spares.append(self._spare(pages.nbytes, on_host))
+            for pages in layers[0]:
+                self._spares.append(_map_pages(memory, pages.nbytes, [False, True] * batch, for_cpu=False))
         except BaseException:
             self.close()
             raise
 
-    def stage(self, layer: int, hot: int, cold: int) -> bool:
-        """Begins to copy a swap of two experts.
+    def copy(self, swaps: Sequence[tuple[int, int, int]]) -> None:
+        """Copies the experts of at most `batch` swaps to spare memory.
 
-        Raises ValueError if the experts are not where the swap would move them from.
+        Raises ValueError if an expert is not where its swap would move it from.
 
         Args:
-          layer: number of the layer among those of the pages.
-          hot: expert in host memory, which moves to the GPU.
-          cold: expert on the GPU, which moves to the host.
-
-        Returns:
-          Whether there was spare memory for it; if not, `remap` makes room.
+          swaps: for each, number of the layer among those of the pages, expert in host memory that moves to the GPU,
+            and expert on the GPU that moves to the host.
         """
-        if not self._free:
-            return False
-        mappings = [(matrix.mappings[hot], matrix.mappings[cold]) for matrix in self._layers[layer]]
-        moving = [mapping for pairs, _, _ in self._staged for pair in pairs for mapping in pair]
-        for pair in mappings:
-            if not pair[0].on_host or pair[1].on_host or any(one is other for one in pair for other in moving):
-                raise ValueError(
-                    f"layer {layer}: expert {hot} must be in host memory, expert {cold} must not, and neither may be "
-                    "on its way"
-                )
-        spares = self._free.pop()
-        copies = [
-            self._copies.submit(self._fill, spare, mapping)
-            for pair, spare_pair in zip(mappings, spares, strict=True)
-            for mapping, spare in zip(pair, spare_pair, strict=True)
-        ]
-        self._staged.append((mappings, spares, copies))
-        return True
+        count = len(swaps)
+        for matrix, spares in enumerate(self._spares):
+            on_device = [spare for spare in spares if not spare.on_host]
+            on_host = [spare for spare in spares if spare.on_host]
+            for (layer, hot, cold), device, host in zip(swaps, on_device[:count], on_host[:count], strict=True):
+                mappings = self._layers[layer][matrix].mappings
+                if not mappings[hot].on_host or mappings[cold].on_host:
+                    raise ValueError(f"layer {layer}: expert {hot} must be in host memory, expert {cold} must not")
+                self._copies += [(mappings[hot], device), (mappings[cold], host)]
+        for mapping, spare in self._copies:
+            self._fill(spare, mapping)
+        self.swaps = list(swaps)
 
-    def wait(self) -> None:
-        """Waits for the copies of all staged swaps; raises the error of one that failed."""
-        for copy in concurrent.futures.wait(copy for _, _, copies in self._staged for copy in copies).done:
-            copy.result()
-
-    def remap(self) -> int:
-        """Finishes the swaps whose copies are done, and returns their number. The GPU is idle meanwhile."""
-        done = [swap for swap in self._staged if all(copy.done() for copy in swap[2])]
-        if not done:
-            return 0
+    def remap(self) -> None:
+        """Finishes the swaps that are copied. The GPU is idle meanwhile."""
         self._memory.synchronize()
-        for mappings, spares, copies in done:
-            for copy in copies:
-                copy.result()
-            for pair, spare_pair in zip(mappings, spares, strict=True):
-                for mapping, spare in zip(pair, spare_pair, strict=True):
-                    self._exchange(mapping, spare)
-            # A spare of the GPU now has memory of the host, and the other way round.
-            self._free.append([[host, device] for device, host in spares])
-            self._staged.remove((mappings, spares, copies))
-        return len(done)
+        for mapping, spare in self._copies:
+            self._exchange(mapping, spare)
+        self._copies = []
+        self.swaps = []
 
     def close(self) -> None:
-        """Waits for copies and frees the spare memory. Staged swaps are dropped."""
-        self._copies.shutdown()
-        for spares in [*self._free, *(spares for _, spares, _ in self._staged)]:
-            for spare in (spare for pair in spares for spare in pair):
-                _free(self._memory, spare.address, spare.nbytes, [spare])
-        self._free = []
-        self._staged = []
-
-    def _spare(self, nbytes, on_host):
-        with contextlib.ExitStack() as undo:
-            address = self._memory.reserve(nbytes)
-            undo.callback(self._memory.unreserve, address, nbytes)
-            handle = self._memory.create(nbytes, on_host=on_host)
-            undo.callback(self._memory.release, handle)
-            self._memory.map(address, nbytes, handle)
-            undo.pop_all()
-        return Mapping(address, nbytes, handle, on_host)
+        """Frees the spare memory. Swaps that are copied are dropped."""
+        for spares in self._spares:
+            _free(self._memory, spares[0].address, spares[0].nbytes * len(spares), spares)
+        self._spares = []
 
     def _exchange(self, mapping, spare):
         """Maps the spare memory in place of an expert's, which becomes the spare one. The GPU is idle meanwhile."""

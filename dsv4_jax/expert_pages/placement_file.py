@@ -26,19 +26,19 @@ def read_frequencies(path: Path, num_experts: int) -> dict[str, Float[np.ndarray
     try:
         with zipfile.ZipFile(path) as archive:
             largest = max((member.file_size for member in archive.infolist()), default=0)
-        if largest > (most := _MAX_HEADER_BYTES + 8 * num_experts):
-            return _ignored(path, f"a member has {largest} bytes; {num_experts} counts take at most {most}")
+        if largest > (limit := _MAX_HEADER_BYTES + 8 * num_experts):
+            return _ignored(path, f"a member has {largest} bytes; {num_experts} counts take at most {limit}")
         with np.load(path, allow_pickle=False) as file:
-            found = {name: np.asarray(file[name]) for name in file.files}
+            counts = {name: np.asarray(file[name]) for name in file.files}
     except FileNotFoundError:
         return {}
     # NumPy and zipfile raise what comes to hand for damaged files: MemoryError, NotImplementedError, TokenError ..
     except Exception as error:
         return _ignored(path, f"it cannot be read: {type(error).__name__}: {error}")
-    for name, row in found.items():
+    for name, row in counts.items():
         if row.dtype.kind != "f" or row.shape != (num_experts,) or not (np.isfinite(row) & (row >= 0)).all():
             return _ignored(path, f"{name} is no count of {num_experts} experts")
-    return {name: row.astype(np.float64) for name, row in found.items()}
+    return {name: row.astype(np.float64) for name, row in counts.items()}
 
 
 def _ignored(path, why):

@@ -7,7 +7,7 @@ from jaxtyping import Float
 
 
 # Bytes a second that kernels read: of GPU memory, by device, and of host memory through PCIe 5. Measured.
-READ_RATES = dict(h100=3.0e12, h200=4.2e12)
+READ_RATES = {"h100": 3.0e12, "h200": 4.2e12}
 BUS_RATE = 45e9
 # Seconds of a layer in a step of few tokens in which nothing is read: launches and dependent work. Measured.
 LAYER_SECONDS = 45e-6

@@ -4,9 +4,8 @@ from dsv4_jax.common.sizes import parse_bytes
 from dsv4_jax.host.allocator import BlockAllocator, CacheFullError
 from dsv4_jax.host.canary import CacheCorruptionError
 from dsv4_jax.host.manager import KVCacheManager
-from dsv4_jax.host.offload import OffloadedRequest, capture, offload, resume
+from dsv4_jax.host.offload import OffloadedRequest, capture, load_request, offload, resume, save_request
 from dsv4_jax.host.prefix.prefix_cache import PrefixCache, PrefixMetrics
 from dsv4_jax.host.prefix.prefix_files import PrefixFileMetrics, PrefixFiles
 from dsv4_jax.host.prefix.prefix_tree import CachedBlock
-from dsv4_jax.host.request_files import load_request, save_request
 from dsv4_jax.host.request_table import RequestState, RequestTable

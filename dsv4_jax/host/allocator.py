@@ -40,7 +40,7 @@ class BlockAllocator:
         # One stack per shard: the block freed last is handed out next. A new stack yields 0, 1, 2, ...
         share = num_blocks // (num_shards * devices)
         self._free = self._by_shard(sorted(range(num_blocks), key=lambda block: (block % share, block), reverse=True))
-        self.listener: Callable[[Iterable[int]], None] | None = None
+        self.listener: Callable[[Sequence[int]], None] | None = None
 
     @property
     def num_free(self) -> int:
@@ -108,7 +108,7 @@ class BlockAllocator:
             self._references[block] -= count
             if not self._references[block]:
                 self._free[self.shard(block)].append(block)
-        self._notify(drops)
+        self._notify(list(drops))
 
     def references(self, block: int) -> int:
         """Returns the number of owners of a block; 0 = free.

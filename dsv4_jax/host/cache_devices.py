@@ -1,6 +1,7 @@
 """The shards of a cache, and transfers between the host and the devices that hold it."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dsv4_jax.cache import CacheSchema, KVCache
-from dsv4_jax.cache.request_rows import RequestRows, write_blocks, write_request
+from dsv4_jax.cache import CacheSchema, KVCache, PoolGroup
+from dsv4_jax.cache.request_rows import RequestRows, read_blocks, write_blocks, write_request
 from dsv4_jax.common.mesh_axes import DATA_AXIS
 from dsv4_jax.parallel.axis_rules import named_sharding
 
@@ -89,6 +90,23 @@ class CacheDevices:
         for start in range(0, len(blocks), size):
             yield start, padded(blocks[start : start + size], size)
 
+    def read_blocks(self, cache: KVCache, blocks: Sequence[int], length: int) -> dict[str, PoolGroup]:
+        """Copies consecutive blocks of a request to the host.
+
+        Args:
+          cache: the cache; only read.
+          blocks: [n] ids of the request's blocks from the first one on.
+          length: number of tokens of the request; entries beyond are zeros.
+
+        Returns:
+          {pool group: entries and keys [layers, n, entries per block, ...]}, as NumPy arrays.
+        """
+        chunks = [
+            jax.device_get(read_blocks(cache, *self.put((ids, np.int32(start), np.int32(length)))))
+            for start, ids in self.block_chunks(blocks)
+        ]
+        return jax.tree.map(lambda *pieces: np.concatenate(pieces, axis=1)[:, : len(blocks)], *chunks)
+
     def put(self, tree: Any, axis: str | None = None) -> Any:
         """Puts arrays of the host on the devices, in one explicit transfer.
 
@@ -114,7 +132,8 @@ class CacheDevices:
         length: int,
         blocks: Sequence[int],
         rows: RequestRows | None,
-        chunks: Sequence[tuple[Any, Any]] = (),
+        restored: Sequence[int] = (),
+        block_rows: Any = None,
     ) -> KVCache:
         """Writes a request to a slot. Nothing can fail on the host once the cache is donated.
 
@@ -124,11 +143,16 @@ class CacheDevices:
           length: number of its tokens.
           blocks: its blocks in order.
           rows: rows of its slot, on the devices; None leaves them as they are.
-          chunks: further arguments (ids, rows) of `write_blocks`, on the devices.
+          restored: [n] blocks whose entries are written, too.
+          block_rows: these entries as `read_blocks` returns them, [layers, n, entries per block, ...].
         """
         arguments = self.put((np.int32(slot), np.int32(length), self.block_table_row(blocks)))
-        for ids, block_rows in chunks:
-            cache = write_blocks(cache, ids, block_rows)
+        chunks = []
+        for start, ids in self.block_chunks(restored):
+            chunk = jax.tree.map(functools.partial(_padded_slice, start=start, count=len(ids)), block_rows)
+            chunks.append(self.put((ids, chunk)))
+        for ids, chunk in chunks:
+            cache = write_blocks(cache, ids, chunk)
         return write_request(cache, *arguments, rows)
 
     def put_changed(self, tree: Any, axis: str | None = None) -> Any:
@@ -178,6 +202,12 @@ def padded(values: Any, size: int) -> np.ndarray:
     array = np.full((size,), -1, np.int32)
     array[: len(values)] = values
     return array
+
+
+def _padded_slice(x, start, count):
+    """Returns `count` entries of axis 1 from `start` on, with zeros behind the last one."""
+    part = x[:, start : start + count]
+    return np.pad(part, [(0, 0), (0, count - part.shape[1])] + [(0, 0)] * (x.ndim - 2))
 
 
 def consecutive(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -1,13 +1,12 @@
-"""Checks that cached blocks and snapshots have not changed. For debugging, since it waits for the device."""
+"""Checks that cached blocks and snapshots have not changed. For debugging, since it copies them to the host."""
 
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from dsv4_jax.cache import CacheSchema, KVCache
-from dsv4_jax.cache.checksums import checksum_blocks, checksum_rows
 from dsv4_jax.cache.request_rows import RequestRows
 from dsv4_jax.host.cache_devices import CacheDevices
 
@@ -16,15 +15,20 @@ class CacheCorruptionError(RuntimeError):
     """Bytes of the cache that must not change have changed; the message names request, layer and block."""
 
 
-def block_sums(devices: CacheDevices, cache: KVCache, blocks: list[int]) -> np.ndarray:
-    """Returns checksums of blocks, [layers, n] uint32."""
-    sums = [jax.device_get(checksum_blocks(cache, devices.put(ids))) for _, ids in devices.block_chunks(blocks)]
-    return np.concatenate(sums, axis=1)[:, : len(blocks)]
+def block_sums(devices: CacheDevices, cache: KVCache, blocks: Sequence[int]) -> list[list[int]]:
+    """Returns the checksums of full blocks: for each block, one for each layer of the model."""
+    schema = devices.schema
+    pools = devices.read_blocks(cache, blocks, len(blocks) * schema.block_tokens)
+    leaves = [(schema.groups[name].layers, x) for name, group in pools.items() for x in jax.tree.leaves(group)]
+    return [_layer_sums(schema, [(layers, x[:, i]) for layers, x in leaves]) for i in range(len(blocks))]
 
 
-def snapshot_sums(schema: CacheSchema, rows: RequestRows) -> np.ndarray:
-    """Returns checksums of a snapshot, [layers] uint32."""
-    return jax.device_get(_checksum_rows(schema, rows))
+def snapshot_sums(schema: CacheSchema, rows: RequestRows) -> list[int]:
+    """Returns the checksums of a snapshot, one for each layer of the model."""
+    rows = jax.device_get(rows)
+    last = len(schema.layers) - 1
+    states = [(schema.groups[name].layers, group) for name, group in rows.groups.items()]
+    return _layer_sums(schema, [(range(last + 1), rows.swa), ([last], rows.streams), *states])
 
 
 def check_blocks(devices: CacheDevices, cache: KVCache, nodes: Iterable[Any], reader: str) -> None:
@@ -35,25 +39,33 @@ def check_blocks(devices: CacheDevices, cache: KVCache, nodes: Iterable[Any], re
     nodes = [node for node in nodes if node.alive and node.sums is not None]
     if not nodes:
         return
-    have = block_sums(devices, cache, [node.block for node in nodes])
-    for node, sums in zip(nodes, have.T, strict=True):
-        if bad := np.flatnonzero(sums != node.sums).tolist():
-            start = node.length - devices.schema.block_tokens
-            raise CacheCorruptionError(
-                f"{reader}: block {node.block} (tokens {start} to {node.length - 1}) "
-                f"has changed in layer {bad[0]} since it was cached; layers with changes: {bad}"
-            )
+    sums = block_sums(devices, cache, [node.block for node in nodes])
+    for node, now in zip(nodes, sums, strict=True):
+        start = node.length - devices.schema.block_tokens
+        what = f"block {node.block} (tokens {start} to {node.length - 1})"
+        _check(reader, what, "it was cached", node.sums, now)
 
 
 def check_snapshot(schema: CacheSchema, node: Any, reader: str) -> None:
     """Compares the snapshot of a `CachedBlock` with its checksums, if it has both; raises like `check_blocks`."""
-    if node.snapshot is None or node.snapshot_sums is None:
-        return
-    if bad := np.flatnonzero(snapshot_sums(schema, node.snapshot) != node.snapshot_sums).tolist():
+    if node.snapshot is not None and node.snapshot_sums is not None:
+        what = f"the snapshot at {node.length} tokens, behind block {node.block},"
+        _check(reader, what, "it was taken", node.snapshot_sums, snapshot_sums(schema, node.snapshot))
+
+
+def _check(reader, what, since, before, now):
+    changed = [layer for layer, (old, new) in enumerate(zip(before, now, strict=True)) if old != new]
+    if changed:
         raise CacheCorruptionError(
-            f"{reader}: the snapshot at {node.length} tokens, behind block {node.block}, has changed in layer {bad[0]} "
-            f"since it was taken; layers with changes: {bad}"
+            f"{reader}: {what} has changed in layer {changed[0]} since {since}; layers with changes: {changed}"
         )
 
 
-_checksum_rows = jax.jit(checksum_rows, static_argnames="schema")
+def _layer_sums(schema, parts):
+    """Returns one checksum for each layer of the model, of parts (numbers of layers, arrays [layers, ...])."""
+    sums = [0] * len(schema.layers)
+    for layers, tree in parts:
+        for array in jax.tree.leaves(tree):
+            for layer, row in zip(layers, array, strict=True):
+                sums[layer] = zlib.crc32(row.tobytes(), sums[layer])
+    return sums

@@ -40,6 +40,27 @@ class KVCacheManager(Summarized):
       devices: transfers to and from the devices that hold the cache.
       shards: the shards of its slots and blocks.
       requests: table of slots, lengths and blocks of all requests; only modules of `dsv4_jax.host` use it.
+
+    Examples:
+      The life of a request, with the small model that comes with the package, whose tokens are bytes:
+
+      >>> from dsv4_jax import DSV4Config, KVCacheManager, decode_step, load_checkpoint
+      >>> from dsv4_jax.data import packaged_checkpoint
+      >>> config = DSV4Config.from_hf(packaged_checkpoint())
+      >>> model = load_checkpoint(packaged_checkpoint(), config)
+      >>> manager = KVCacheManager(config, memory="8MiB", max_requests=2, max_context=256)
+      >>> cache = manager.init_cache()
+      >>> prompt = list(b"And God said, Let there be ")
+      >>> slot = manager.admit(prompt)
+      >>> batch = manager.prepare_forward({slot: prompt})
+      >>> logits, cache = decode_step(model, cache, batch)
+      >>> chr(int(logits[slot].argmax()))
+      'a'
+      >>> manager.length(slot)
+      27
+      >>> manager.release(slot)
+      >>> manager.free_slots
+      2
     """
 
     def __init__(
@@ -305,15 +326,12 @@ class KVCacheManager(Summarized):
         """
         if num_tokens < 0:
             raise ValueError(f"{num_tokens=} must not be negative")
-        self.requests.state(slot)
         table = self.requests
-        slots = np.array([slot])
-        (missing,) = table.missing_blocks(slots, np.array([num_tokens])).tolist()
+        state = table.state(slot)
+        (missing,) = table.missing_blocks(np.array([slot]), np.array([num_tokens])).tolist()
         if missing:
-            numbers = table.states.numbers[slots]
-            numbers["num_blocks"] += missing
-            with table.transaction({slot: missing}) as new:
-                table.states = table.states.replaced(slots, numbers, new)
+            with table.transaction({slot: missing}) as acquired:
+                table.commit({slot: dataclasses.replace(state, blocks=state.blocks + acquired[slot])})
 
     def prepare_forward(
         self,
@@ -427,7 +445,7 @@ class KVCacheManager(Summarized):
                 schema=self.schema,
             )
             prepared = step_order.PreparedBatch(table, time, slots, table.states.numbers, states.numbers)
-            step_order.record_batch(batch, prepared)
+            step_order.record(batch.positions, prepared)
             table.states = states
         return batch, layout.begins
 
@@ -634,10 +652,10 @@ class KVCacheManager(Summarized):
         state = self.requests.state(slot)
         with self.requests.transaction():
             self.requests.allocator.release(state.blocks)
-            self.requests.remove([slot])
+            self.requests.commit({slot: None})
 
     def release_all(self) -> None:
         """Ends all requests. Blocks of the prefix cache stay."""
         with self.requests.transaction():
-            self.requests.remove(self.slots)
+            self.requests.commit(dict.fromkeys(self.slots))
             self.requests.recount()

@@ -1,24 +1,37 @@
-"""Moves requests out of the cache into host memory, and back."""
+"""Moves requests out of the cache into host memory or files, and back.
+
+A file of a request is a safetensors file whose metadata describe the bytes. `sha256` is the hash of the whole file,
+with zeros in place of the hash itself.
+"""
 
 import dataclasses
 import functools
 import hashlib
-import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from dsv4_jax.cache import CacheSchema, KVCache
-from dsv4_jax.cache.request_rows import RequestRows, read_blocks, read_request
+from dsv4_jax.cache import CacheSchema, KVCache, PoolGroup
+from dsv4_jax.cache.request_rows import RequestRows, read_request
+from dsv4_jax.cache.serialization import named_leaves
+from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader, read_header, write_header
 from dsv4_jax.common.sizes import readable_bytes
 from dsv4_jax.common.summary import Summarized, Summary
-from dsv4_jax.host.cache_devices import CacheDevices
 from dsv4_jax.host.canary import check_blocks
-from dsv4_jax.host.manager import KVCacheManager
+from dsv4_jax.host.manager import KVCacheManager, TokenIds
 from dsv4_jax.host.request_table import RequestState
 from dsv4_jax.host.step_order import record_write
+from pallas_kernels.runtime.atomic_write import atomic_write
+
+
+FILE_FORMAT = "dsv4_jax request"
+VERSION = "2"
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NO_DIGEST = "0" * 64
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -72,13 +85,8 @@ def capture(
     check_blocks(devices, cache, state.cached_blocks, f"slot {slot}")
     numbers = devices.put((np.int32(slot), np.int32(state.length), np.int32(state.min_length)))
     rows = jax.device_get(read_request(cache, *numbers))
-    blocks = state.blocks[: manager.requests.blocks_for(state.length)]
-    chunks = [
-        jax.device_get(read_blocks(cache, *devices.put((ids, np.int32(start), np.int32(state.length)))))
-        for start, ids in devices.block_chunks(blocks)
-    ]
-    whole = jax.tree.map(lambda *pieces: np.concatenate(pieces, axis=1)[:, : len(blocks)], *chunks)
-    return OffloadedRequest(state.length, state.min_length, rows, whole, identity(manager.schema, key), state.weights)
+    blocks = devices.read_blocks(cache, state.blocks[: manager.requests.blocks_for(state.length)], state.length)
+    return OffloadedRequest(state.length, state.min_length, rows, blocks, identity(manager.schema, key), state.weights)
 
 
 def offload(manager: KVCacheManager, cache: KVCache, slot: int) -> tuple[OffloadedRequest, KVCache]:
@@ -139,8 +147,7 @@ def resume(
     with table.transaction({slot: table.blocks_for(length)}) as acquired:
         blocks = acquired[slot]
         rows = jax.tree.map(_fit, offloaded.rows, rows_struct(schema))
-        chunks, rows = devices.put((row_chunks(devices, blocks, offloaded.blocks), rows))
-        new = devices.write_request(cache, slot, length, blocks, rows, chunks)
+        new = devices.write_request(cache, slot, length, blocks, devices.put(rows), blocks, offloaded.blocks)
         # This ring may be shorter, with fewer spare rows.
         min_length = max(offloaded.min_length, length - (schema.max_query_tokens - 1))
         state = RequestState(length, min_length, blocks, len(blocks), is_new=False, weights=offloaded.weights)
@@ -162,12 +169,6 @@ def identity(schema: CacheSchema, key: str) -> dict[str, str]:
     }
 
 
-def fingerprint(schema: CacheSchema, key: str) -> bytes:
-    """Returns a 16-byte hash of `identity`."""
-    text = json.dumps(identity(schema, key), sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-
 def check_identity(schema: CacheSchema, key: str, have: Mapping[str, str]) -> None:
     """Raises ValueError unless the identity `have` of a request equals that of this cache."""
     for name, want in identity(schema, key).items():
@@ -181,24 +182,131 @@ def rows_struct(schema: CacheSchema) -> RequestRows:
     return jax.eval_shape(lambda cache: read_request(cache, 0, 0, 0), KVCache.abstract(schema))
 
 
-def blocks_struct(schema: CacheSchema, n: int) -> dict[str, Any]:
+def blocks_struct(schema: CacheSchema, n: int) -> dict[str, PoolGroup]:
     """Shapes and dtypes of `OffloadedRequest.blocks` for `n` blocks."""
-    pools = {name: group.paged for name, group in KVCache.abstract(schema).groups.items()}
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0], n, *x.shape[2:]), x.dtype), pools)
-
-
-def row_chunks(devices: CacheDevices, blocks: Sequence[int], rows: Any) -> list[tuple[np.ndarray, Any]]:
-    """Returns the arguments (ids, rows) of `write_blocks` that write `rows` [layers, n, ...] to `blocks` [n]."""
-    chunks = devices.block_chunks(blocks)
-    return [(ids, jax.tree.map(functools.partial(_slice, start=start, count=len(ids)), rows)) for start, ids in chunks]
-
-
-def _slice(x, start, count):
-    part = x[:, start : start + count]
-    return np.pad(part, [(0, 0), (0, count - part.shape[1])] + [(0, 0)] * (x.ndim - 2))
+    groups = KVCache.abstract(dataclasses.replace(schema, num_blocks=n)).groups
+    return {name: group.paged for name, group in groups.items()}
 
 
 def _fit(x, struct):
     """Fits the newest rows of x [layers, n, width] to a ring of another size."""
     x = x[:, max(0, x.shape[1] - struct.shape[1]) :]
     return np.pad(x, [(0, 0), (struct.shape[1] - x.shape[1], 0), (0, 0)])
+
+
+# --- files ---
+
+
+def save_request(
+    path: str | Path, manager: KVCacheManager, cache: KVCache, slot: int, tokens: TokenIds, *, key: str = ""
+) -> None:
+    """Writes a request to one safetensors file without ending it. The file appears whole or not at all.
+
+    Args:
+      path: path of the file; an existing file is replaced.
+      manager: manager of the cache.
+      cache: the cache after a step; only read.
+      slot: slot of the request.
+      tokens: [n] ids of all its tokens.
+      key: name of the model's weights; `load_request` must get the same.
+
+    Raises:
+      TypeError, ValueError: the slot is not admitted, it holds no tokens, or their number differs from `tokens`.
+    """
+    ids = manager.check_ids(tokens, "tokens")
+    if len(ids) != (length := manager.length(slot)):
+        raise ValueError(f"tokens has {len(ids)} ids, slot {slot} holds {length} tokens")
+    request = capture(manager, cache, slot, key=key)
+    metadata = {"format": FILE_FORMAT, "version": VERSION, "sha256": _NO_DIGEST}
+    metadata |= {"min_length": str(request.min_length), **request.identity}
+    tensors = named_leaves(request.rows, request.blocks) | {"tokens": ids}
+    header = write_header((TensorHeader(k, DTYPE_NAMES[x.dtype], x.shape) for k, x in tensors.items()), metadata)
+    blob = b"".join([header, *(x.tobytes() for x in tensors.values())])
+    digest = hashlib.sha256(blob).hexdigest()
+    with atomic_write(Path(path)) as file:
+        file.write(blob.replace(_NO_DIGEST.encode(), digest.encode(), 1))
+
+
+def load_request(
+    path: str | Path, manager: KVCacheManager, cache: KVCache, *, key: str = ""
+) -> tuple[int, np.ndarray, KVCache]:
+    """Reads a file of `save_request` into any free slot and blocks.
+
+    Args:
+      path: path of the file.
+      manager: manager of the cache. Its sizes may differ from the writer's: `max_query_tokens`, blocks and slots.
+      cache: the cache; donated.
+      key: name of the model's weights.
+
+    Returns:
+      (the slot, tokens [n] int32, the cache): the request continues after its last token.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: the file is of another kind or version, is damaged or edited, belongs to another model, format or
+        geometry, or holds more than `max_context` tokens. Nothing was changed.
+      CacheFullError: no slot is free, or too few blocks.
+    """
+    blob = Path(path).read_bytes()
+    try:
+        tokens, request = _parse(blob, manager, key)
+        slot, cache = resume(manager, cache, request, key=key)
+    except ValueError as error:
+        error.add_note(f"while loading {path}")
+        raise
+    return slot, tokens, cache
+
+
+def _parse(blob, manager, key):
+    try:
+        stored, metadata = read_header(np.frombuffer(blob, np.uint8), "the file")
+    except ValueError as error:
+        raise ValueError("this is no safetensors file, or it is damaged") from error
+    if metadata.get("format") != FILE_FORMAT:
+        raise ValueError("this is no saved request: its metadata do not say so")
+    if (version := metadata.get("version")) != VERSION:
+        raise ValueError(f"the file has version {version!r}, this package reads version {VERSION!r}")
+    digest = str(metadata.get("sha256")).encode()
+    if hashlib.sha256(blob.replace(digest, _NO_DIGEST.encode(), 1)).hexdigest().encode() != digest:
+        raise ValueError("the file is damaged or was edited: its SHA-256 is not the one it was written with")
+    schema = manager.schema
+    check_identity(schema, key, metadata)
+    tensors = {name: data.view(DTYPES[x.dtype]).reshape(x.shape) for name, (x, data) in stored.items()}
+    try:
+        tokens = manager.check_ids(tensors.pop("tokens", np.zeros((), np.int32)), "tokens")
+    except TypeError as error:
+        raise ValueError(f"the file's {error}") from None
+    rows, blocks, spare = _read_tensors(schema, manager.requests.blocks_for(len(tokens)), tensors)
+    text = str(metadata.get("min_length"))
+    lowest = max(0, len(tokens) - spare)
+    if not re.fullmatch("[0-9]{1,10}", text) or not lowest <= int(text) <= len(tokens):
+        raise ValueError(
+            f"min_length is {text!r}, it must be from {lowest} to {len(tokens)}: its rings reach no further"
+        )
+    properties = identity(schema, key)
+    return tokens, OffloadedRequest(len(tokens), int(text), rows, blocks, properties, manager.requests.weights)
+
+
+def _read_tensors(schema, num_blocks, tensors):
+    """Returns (rows, blocks, number of spare ring rows) from tensors by name.
+
+    Rings may have another number of rows (axis 1) than this cache's: the rows that a step reads, and spare ones.
+    """
+    structs = rows_struct(schema), blocks_struct(schema, num_blocks)
+    rings = named_leaves(structs[0])
+    expected = named_leaves(*structs)
+    if expected.keys() != tensors.keys():
+        raise ValueError(f"the file has other tensors than this cache: {sorted(expected.keys() ^ tensors.keys())}")
+    spares = set()
+    for name, struct in expected.items():
+        x = tensors[name]
+        shape = list(struct.shape)
+        if name in rings and x.ndim > 1:
+            num_read = shape[1] - (schema.max_query_tokens - 1)
+            spares.add(x.shape[1] - num_read)
+            shape[1] = max(x.shape[1], num_read)
+        if (x.dtype, list(x.shape)) != (struct.dtype, shape):
+            raise ValueError(f"{name} is {x.dtype} {list(x.shape)}, this cache has {struct.dtype} {shape}")
+    if len(spares) != 1:
+        raise ValueError(f"the file's rings have {sorted(spares)} spare rows: all must have the same number")
+    return *jax.tree.unflatten(jax.tree.structure(structs), [tensors[name] for name in expected]), spares.pop()

@@ -99,22 +99,17 @@ class RequestStates(Mapping[int, RequestState]):
     def __len__(self) -> int:
         return len(self.lists)
 
-    def updated(self, states: Mapping[int, RequestState]) -> "RequestStates":
-        """Replaces the states of some slots, or adds them."""
+    def updated(self, states: Mapping[int, RequestState | None]) -> "RequestStates":
+        """Replaces the states of some slots, or adds them; None removes one."""
         numbers = self.numbers.copy()
         lists = dict(self.lists)
         for slot, state in states.items():
-            numbers[slot] = tuple(getattr(state, name) for name in _NAMES)
-            lists[slot] = (state.blocks, state.cached_blocks)
-        return RequestStates(numbers, lists)
-
-    def without(self, slots: Iterable[int]) -> "RequestStates":
-        """Removes some slots."""
-        numbers = self.numbers.copy()
-        lists = dict(self.lists)
-        for slot in slots:
-            numbers[slot] = 0
-            del lists[slot]
+            if state is None:
+                numbers[slot] = 0
+                del lists[slot]
+            else:
+                numbers[slot] = tuple(getattr(state, name) for name in _NAMES)
+                lists[slot] = (state.blocks, state.cached_blocks)
         return RequestStates(numbers, lists)
 
     def replaced(self, slots: np.ndarray, numbers: np.ndarray, new_blocks: Mapping[int, list[int]]) -> "RequestStates":
@@ -177,8 +172,8 @@ class RequestTable:
             raise ValueError(f"{slot=} is not admitted; admitted slots: {sorted(self.states)}")
         return self.states[slot]
 
-    def commit(self, states: Mapping[int, RequestState]) -> None:
-        """Writes states by slot. A change of their blocks belongs inside a `transaction`."""
+    def commit(self, states: Mapping[int, RequestState | None]) -> None:
+        """Writes states by slot; None ends a request. A change of their blocks belongs inside a `transaction`."""
         self.states = self.states.updated(states)
 
     def tick(self) -> int:
@@ -189,10 +184,6 @@ class RequestTable:
     def admit(self, slot: int) -> None:
         """Gives a free slot to a new request without tokens."""
         self.commit({slot: RequestState(admitted=self.tick(), weights=self.weights)})
-
-    def remove(self, slots: Iterable[int]) -> None:
-        """Forgets requests, inside a `transaction` that releases their blocks."""
-        self.states = self.states.without(slots)
 
     @contextlib.contextmanager
     def transaction(self, blocks: Mapping[int, int] | None = None) -> Iterator[dict[int, list[int]]]:
@@ -219,7 +210,7 @@ class RequestTable:
                 self.allocator.check_free(count, shard)
         for shard, count in needed.items():
             if self.evictor is not None and (lacking := count - self.allocator.free_in(shard)) > 0:
-                self.evictor.reclaim(lacking, shard)
+                self.evictor.reclaim(lacking, [shard])
         try:
             acquired = {}
             for slot, count in blocks.items():

@@ -2,8 +2,8 @@
 
 A batch and a cache are known by one array of theirs, which carries the host's record as a Python attribute. So nothing
 is added to the pytrees, programs and their keys stay as they are, and a record vanishes with its array. Arrays that a
-user's own program returned carry none, and nothing is checked for them; `decode.step_launch` records what the steps of
-this package return.
+user's own program returned carry none, and nothing is checked for them and for caches made from them;
+`decode.step_launch` records what the steps of this package return.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from dsv4_jax.cache import Batch, KVCache
-from dsv4_jax.host.request_table import NUMBERS, RequestState, RequestTable
+from dsv4_jax.host.request_table import RequestState, RequestTable
 
 
 _ATTRIBUTE = "_dsv4_jax_record"
@@ -46,18 +46,15 @@ class CacheContents:
 
     Attributes:
       table: table of its manager.
-      numbers: [slots] `NUMBERS` of the requests whose tokens the cache holds; zeros in other slots.
-      is_complete: whether the other slots are known to be empty.
+      numbers: [slots] `NUMBERS` of the requests whose tokens the cache holds; zeros in empty slots.
     """
 
     table: RequestTable
     numbers: np.ndarray
-    is_complete: bool = False
 
     def is_behind(self, numbers: np.ndarray, slots: Any) -> Any:
-        """Whether the cache is known to lack tokens that `numbers` count, in a slot or in each of slots [n]."""
-        present = self.numbers[slots]
-        return np.where(present["admitted"] == 0, self.is_complete, present["changed"] != numbers[slots]["changed"])
+        """Whether the cache lacks tokens that `numbers` count, in a slot or in each of slots [n]."""
+        return self.numbers["changed"][slots] != numbers["changed"][slots]
 
     def state(self, slot: int) -> RequestState:
         """Returns the part of a request that the cache holds, with the blocks that are reserved now."""
@@ -77,14 +74,15 @@ class CacheContents:
         )
 
 
-def record_batch(batch: Batch, prepared: PreparedBatch) -> None:
-    """Records a batch that was prepared."""
-    _record(batch.positions, prepared)
+def record(array: Any, contents: PreparedBatch | CacheContents) -> None:
+    """Attaches a record to a concrete array, `positions` of a batch or `lengths` of a cache."""
+    if _is_concrete(array):
+        setattr(array, _ATTRIBUTE, contents)
 
 
 def record_empty(cache: KVCache, table: RequestTable) -> None:
     """Records a cache that holds no request."""
-    _record_cache(cache, CacheContents(table, _no_numbers(table), is_complete=True))
+    _record_newest(cache, CacheContents(table, np.zeros_like(table.states.numbers)))
 
 
 def record_write(table: RequestTable, old: KVCache, new: KVCache, states: Mapping[int, RequestState]) -> None:
@@ -190,34 +188,26 @@ def _record_of(array):
     return getattr(array, _ATTRIBUTE, None)
 
 
-def _record(array, record):
-    if _is_concrete(array):
-        setattr(array, _ATTRIBUTE, record)
-
-
-def _record_cache(cache, contents):
+def _record_newest(cache, contents):
     """Records a cache as the newest one of its manager."""
-    _record(cache.lengths, contents)
+    record(cache.lengths, contents)
     if isinstance(cache.lengths, jax.Array):
         contents.table.newest_lengths = weakref.ref(cache.lengths)
-
-
-def _no_numbers(table):
-    return np.zeros((table.schema.max_requests,), NUMBERS)
 
 
 def _follow(table, old, new, slots, after, before=None):
     """Records a cache that holds what another one does, and in `slots` what the numbers `after` say."""
     contents = _record_of(old.lengths)
     if contents is None or contents.table is not table:
-        contents = CacheContents(table, _no_numbers(table))
+        table.newest_lengths = None  # nothing is known of the newest cache
+        return
     numbers = after
     if contents.numbers is not before:
         merged = contents.numbers.copy()
         merged[slots] = after[slots]
         # The same array as the table's shows `check_order` at a glance that nothing else has happened.
         numbers = after if np.array_equal(merged, after) else merged
-    _record_cache(new, dataclasses.replace(contents, numbers=numbers))
+    _record_newest(new, CacheContents(table, numbers))
 
 
 def _newest(table):

@@ -1,4 +1,20 @@
-"""Operations of the cache and what feeds it: public functions, their jnp references, the choice of implementation."""
+"""Operations of the cache and what feeds it: public functions, their jnp references, the choice of implementation.
+
+Examples:
+  An op takes the best implementation for its device and arguments, the one that is asked for, or that of a block:
+
+  >>> import jax.numpy as jnp
+  >>> from dsv4_jax import ops
+  >>> scores = jnp.array([[0.5, 2.0, 1.0, 3.0]])
+  >>> lengths = jnp.array([3])
+  >>> ops.indexer_topk(scores, lengths, 2).tolist()
+  [[1, 2]]
+  >>> ops.indexer_topk(scores, lengths, 2, implementation="xla").tolist()
+  [[1, 2]]
+  >>> with ops.use_implementation("xla"):
+  ...     ops.indexer_topk(scores, lengths, 4).tolist()
+  [[0, 1, 2, -1]]
+"""
 
 from dsv4_jax.ops.all_reduce import all_gather, all_reduce, model_index, with_mailboxes
 from dsv4_jax.ops.append_swa import append_swa

@@ -19,8 +19,8 @@ def to_local_ids(numbers: Int[Array, "..."], axis: LogicalAxis, count: int) -> I
     """
     if not (axes := _manual(axis)):
         return numbers
-    own = numbers - count * jax.lax.axis_index(axes)
-    return jnp.where((own >= 0) & (own < count), own, -1)
+    local = numbers - count * jax.lax.axis_index(axes)
+    return jnp.where((local >= 0) & (local < count), local, -1)
 
 
 def all_reduce_bits(tree: Any, axis: LogicalAxis) -> Any:

@@ -35,8 +35,8 @@ def make_mesh(sizes: Mapping[str, int]) -> "Mesh":
     if needed > len(devices):
         text = ",".join(f"{axis}={size}" for axis, size in sizes.items())
         advice = f"; set JAX_NUM_CPU_DEVICES={needed} to try it on a CPU" * (devices[0].platform == "cpu")
-        found = f"{len(devices)} ({devices[0].device_kind}){advice}"
-        raise ValueError(f"mesh {text} needs {needed} devices, there are {found}")
+        kind = devices[0].device_kind
+        raise ValueError(f"mesh {text} needs {needed} devices, there are {len(devices)} ({kind}){advice}")
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices[:needed])
 
 

@@ -28,8 +28,8 @@ def test_groups_follow_from_the_layers():
     }  # fmt: skip
     assert schema.num_rings == len(SPECS)
     assert schema.memory_bytes() == KVCache.abstract(schema).nbytes
-    assert schema.group_structs("r2")["state"][0].shape == (2, 2, 6, 2 * CONFIG.head_dim)
-    assert schema.group_structs("r64")["key_state"] is None
+    assert schema.group_structs("r2").state.kv.shape == (2, 2, 6, 2 * CONFIG.head_dim)
+    assert schema.group_structs("r64").key_state is None
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_windows_of_one_token_need_no_state():
     )
     config = CONFIG.with_layers(specs)
     schema = CacheSchema(config, **SIZES, kv_format="plain", dtype=jnp.float32)
-    assert schema.group_structs("r1")["state"] is schema.group_structs("r1")["key_state"] is None
+    assert schema.group_structs("r1").state is schema.group_structs("r1").key_state is None
     manager = KVCacheManager(config, **SIZES, kv_format="plain", dtype=jnp.float32)
     slot = manager.admit()
     rng = np.random.default_rng(0)

@@ -12,8 +12,14 @@ import pytest
 from dsv4_jax import ops
 from dsv4_jax.cache import Batch, CacheSchema, KVCache
 from dsv4_jax.config import DSV4Config, LayerSpec
-from dsv4_jax.decode import BatchedSamplingParams, CompiledModel, EarlierTokens, SamplingParams
-from dsv4_jax.decode.step import last_logits, sample_tokens
+from dsv4_jax.decode import (
+    BatchedSamplingParams,
+    CompiledModel,
+    EarlierTokens,
+    SamplingParams,
+    decode_step,
+    sample_step,
+)
 from dsv4_jax.engine import Engine
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn import SCOPES, DeepseekV4ForCausalLM
@@ -25,8 +31,8 @@ def step(model, cache, batch, *drawing):
     drafts = cache.schema.max_query_tokens - 1
     with ops.use_implementation("mosaic_gpu"):
         if drawing:
-            return sample_tokens(model, cache, batch, *drawing, drafts=drafts)
-        return last_logits(model, cache, batch)
+            return sample_step.body(model, cache, batch, *drawing, drafts=drafts)
+        return decode_step.body(model, cache, batch)
 
 
 def small_config(drafts):
@@ -82,7 +88,7 @@ def check_in_place(compiled, cache):
 
 
 def test_a_profile_can_name_every_part_of_a_step():
-    text = jax.jit(lambda *args: sample_tokens(*args, drafts=1)).lower(*arguments(drafts=1)).as_text(debug_info=True)
+    text = jax.jit(lambda *args: sample_step.body(*args, drafts=1)).lower(*arguments(drafts=1)).as_text(debug_info=True)
     assert [scope for scope in SCOPES if not re.search(rf"[/\"]{scope}[/\"]", text)] == []
 
 

@@ -21,7 +21,6 @@ from dsv4_jax.decode import (
     sample_step,
 )
 from dsv4_jax.decode.sampling import GREEDY
-from dsv4_jax.decode.step import last_logits
 from dsv4_jax.host import CacheFullError, KVCacheManager
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from tests.paths import DATA, TINY
@@ -54,7 +53,7 @@ def run(model, manager, cache, slot, ids):
 def test_one_trace_while_requests_come_grow_and_go(model, manager):
     """50 steps: admissions, growth over block borders, releases, re-admissions, and no host transfer inside."""
     cache = manager.init_cache()
-    step = jax.jit(chex.assert_max_traces(last_logits, n=1), donate_argnums=1)
+    step = jax.jit(chex.assert_max_traces(decode_step.body, n=1), donate_argnums=1)
     rng = np.random.default_rng(0)
     slots = []
     crossed = 0

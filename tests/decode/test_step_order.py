@@ -11,7 +11,6 @@ import pytest
 
 from dsv4_jax.decode import CompiledModel, decode_loop, decode_step, forward, program_store, sample_step
 from dsv4_jax.decode.program_store import FOLDER
-from dsv4_jax.decode.step import last_logits
 from dsv4_jax.host import PrefixCache, offload, resume, step_order
 from tests.decode.bigram import MODEL
 from tests.host.managers import BLOCK, make
@@ -125,7 +124,7 @@ def test_only_all_tokens_that_did_not_run_come_back():
     # The newest cache is donated: whether the batch ran is unknown.
     batch = manager.prepare_forward({slot: [7]})
     cache = manager.init_cache()
-    jax.jit(last_logits, donate_argnums=1)(MODEL, cache, batch)
+    jax.jit(decode_step.body, donate_argnums=1)(MODEL, cache, batch)
     with pytest.raises(ValueError, match="at most 0 can be forgotten"):
         manager.rewind(slot, 1)
 

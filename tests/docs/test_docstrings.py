@@ -1,10 +1,15 @@
 """Every public name has a docstring, which names its arguments or fields; the walk follows each package's exports."""
 
 import dataclasses
+import doctest
 import importlib
 import inspect
 import re
 
+import pytest
+
+import pallas_kernels
+from dsv4_jax import Engine, KVCacheManager, ops
 from dsv4_jax.config import DSV4Config
 
 
@@ -89,3 +94,11 @@ def test_fields_are_described():
             found = set().union(*(described(inspect.getdoc(base) or "", "Attributes") for base in cls.__mro__))
             missing += [f"{name}: {field}" for field in fields if field not in found]
     assert not missing
+
+
+@pytest.mark.parametrize("thing", [KVCacheManager, Engine, ops, pallas_kernels], ids=lambda thing: thing.__name__)
+def test_examples_run(thing):
+    example = doctest.DocTestParser().get_doctest(inspect.getdoc(thing), {}, thing.__name__, None, None)
+    report = []
+    results = doctest.DocTestRunner().run(example, out=report.append)
+    assert results.attempted > 4 and not results.failed, "".join(report)

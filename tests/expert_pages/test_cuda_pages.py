@@ -78,11 +78,9 @@ def test_kernels_compute_the_same_bits_before_and_after_moves(memory, codes, ste
     mover = Mover(memory, [layer])
     arrays = [stack.array for stack in stacks]
     chex.assert_trees_all_equal(np.asarray(step(*arrays)), expected)
-    for hot, cold in ((5, 0), (7, 1)):
-        assert mover.stage(0, hot, cold)
+    mover.copy([(0, 5, 0), (0, 7, 1)])
     chex.assert_trees_all_equal(np.asarray(step(*arrays)), expected)
-    mover.wait()
-    assert mover.remap() == 2
+    mover.remap()
     assert layer[0].on_host.tolist() == [True, True, False, False, True, False, True, False]
     chex.assert_trees_all_equal(np.asarray(step(*arrays)), expected)
     assert step._cache_size() == 1
@@ -139,15 +137,12 @@ def test_layers_of_a_stack_before_and_after_moves(memory):
 
     check()
     mover = Mover(memory, [[pages] for pages in stack.layers], batch=3)
-    for layer, hot, cold in ((0, 0, 1), (8, 62, 63), (3, 31, 30)):
-        assert mover.stage(layer, hot, cold)
+    mover.copy([(0, 0, 1), (8, 62, 63), (3, 31, 30)])
     check()
-    mover.wait()
-    assert mover.remap() == 3
+    mover.remap()
     # The spare memory goes on to another layer, and one pair goes back.
-    assert mover.stage(7, 1, 0) and mover.stage(0, 1, 0)
-    mover.wait()
-    assert mover.remap() == 2
+    mover.copy([(7, 1, 0), (0, 1, 0)])
+    mover.remap()
     check()
     assert [int(pages.on_host.sum()) for pages in stack.layers] == [experts // 2] * layers
     assert stack.layers[8].on_host[[62, 63]].tolist() == [False, True]

@@ -152,12 +152,12 @@ def test_moves_change_no_value(memory):
     written = memory.copied
     nbytes = data[0, 0, 0].nbytes
     mover = Mover(memory, list(zip(*(stack.layers for stack in stacks), strict=True)), batch=2)
-    assert mover.stage(1, hot=4, cold=1) and mover.stage(0, hot=3, cold=2)
-    assert not mover.stage(2, hot=5, cold=2)  # no spare memory is left
-    mover.wait()
-    assert mover.remap() == 2 and mover.remap() == 0
-    assert mover.stage(1, hot=1, cold=4) and mover.stage(2, hot=5, cold=2)  # one goes back
-    mover.wait()
+    mover.copy([(1, 4, 1), (0, 3, 2)])
+    assert mover.swaps == [(1, 4, 1), (0, 3, 2)] and on_host(stacks[0]) == ON_HOST
+    mover.remap()
+    mover.remap()  # nothing is left to do
+    assert not mover.swaps
+    mover.copy([(1, 1, 4), (2, 5, 2)])  # one goes back
     mover.remap()
     for stack, layers in zip(stacks, data, strict=True):
         chex.assert_trees_all_equal(np.asarray(stack.array), layers)
@@ -169,17 +169,15 @@ def test_moves_change_no_value(memory):
 def test_a_swap_in_the_wrong_direction_is_refused(memory, data):
     mover = Mover(memory, [[make_layer(memory, data)]])
     with pytest.raises(ValueError, match="layer 0: expert 0 must be in host memory, expert 1 must not"):
-        mover.stage(0, hot=0, cold=1)
-    mover.stage(0, hot=4, cold=0)
-    with pytest.raises(ValueError, match="neither may be on its way"):
-        mover.stage(0, hot=5, cold=0)
+        mover.copy([(0, 0, 1)])
+    assert not mover.swaps
     mover.close()
 
 
-def test_closing_drops_staged_swaps(memory, data):
+def test_closing_drops_copied_swaps(memory, data):
     pages = make_layer(memory, data)
     mover = Mover(memory, [[pages]])
-    mover.stage(0, hot=5, cold=0)
+    mover.copy([(0, 5, 0)])
     mover.close()
     chex.assert_trees_all_equal(np.asarray(pages.array[0]), data)
 

@@ -77,13 +77,12 @@ def consistent(manager, prefix=None):
     if prefix is None:
         return
     assert all(tree.nodes[tree.key(node)] is node and node.alive for node in nodes)
-    assert [n.children for n in nodes] == [sum(m.parent is n for m in nodes) for n in nodes]
     assert len({n.last_used for n in nodes}) == len(nodes)
+    assert all(n.in_use == (allocator.references(n.block) > 1) for n in nodes)
     order = by_age(manager, nodes)
     for part in range(allocator.num_shards):
         mine = [n for n in order if allocator.shard(n.block) == part]
-        assert tree.evictable[part] == len(mine)
-        assert tree._leaves[part] == [n for n in sorted(mine, key=age) if not n.children]
+        assert list(tree.idle[part].items()) == [(n.block, n) for n in mine]
         assert not mine or tree.oldest([part]) is mine[0]
     snapshots = sum(n.snapshot is not None for n in nodes)
     assert (prefix.metrics.blocks, prefix.metrics.snapshots) == (len(nodes), snapshots)
@@ -95,11 +94,6 @@ def age(node):
 
 
 def by_age(manager, nodes):
-    """Nodes that can be given up one after the other, found by looking at all of them each time."""
-    nodes = list(nodes)
-    order = []
+    """Nodes whose blocks no request holds, in the order in which they are given up."""
     references = manager.requests.allocator.references
-    while leaves := [n for n in nodes if references(n.block) == 1 and not any(m.parent is n for m in nodes)]:
-        order.append(min(leaves, key=age))
-        nodes.remove(order[-1])
-    return order
+    return sorted((node for node in nodes if references(node.block) == 1), key=age)

@@ -20,7 +20,7 @@ from tests.ops.pools import same_bytes
 
 
 SIZE = "10MB"
-LAYOUT = FileLayout("block", dict(x=jax.ShapeDtypeStruct((2, 1, 3), np.float32)), {"format": "test"}, axis=1)
+LAYOUT = FileLayout("block", dict(x=jax.ShapeDtypeStruct((2, 1, 3), np.float32)), {"format": "test"})
 
 
 def stored(folder, n=0, manager=None, size=SIZE, **options):

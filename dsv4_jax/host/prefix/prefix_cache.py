@@ -2,6 +2,8 @@
 
 import dataclasses
 import hashlib
+import itertools
+import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,8 +16,8 @@ from dsv4_jax.common.sizes import readable_bytes
 from dsv4_jax.common.summary import Summarized, Summary
 from dsv4_jax.host.canary import block_sums, check_blocks, check_snapshot, snapshot_sums
 from dsv4_jax.host.manager import KVCacheManager, TokenIds
-from dsv4_jax.host.offload import fingerprint, row_chunks
-from dsv4_jax.host.prefix.prefix_files import FoundBlocks, PrefixFileMetrics, PrefixFiles, StoredPrefixes
+from dsv4_jax.host.offload import identity
+from dsv4_jax.host.prefix.prefix_files import FORMAT, FoundBlocks, PrefixFileMetrics, PrefixFiles, StoredPrefixes
 from dsv4_jax.host.prefix.prefix_tree import CachedBlock, PrefixTree
 from dsv4_jax.host.request_table import FoundPrefix, RequestState
 from dsv4_jax.host.step_order import record_write
@@ -83,7 +85,7 @@ class PrefixCache(Summarized):
       max_bytes: budget of all snapshots in bytes.
       bytes_per_snapshot: size of one snapshot in bytes.
       debug: whether checksums of blocks and snapshots are kept, and checked when a request begins to read them. This
-        waits for the device.
+        copies them to the host.
       files: the files of blocks and snapshots, or None.
       get_cache: returns the cache that holds all cached blocks; None = not known. An `Engine` sets it.
     """
@@ -130,11 +132,10 @@ class PrefixCache(Summarized):
         self._snapshot_struct = struct
         self._seed = seed
         self.get_cache: Callable[[], KVCache] | None = None
-        stored = self._files_of(key)
+        self._set_key(key)
         if self._table.evictor is not None:
             self._table.evictor.clear()
             self._table.weights += 1
-        self._set_key(key, stored)
         self._tree = PrefixTree(self._table.allocator)
         self._snapshots: set[CachedBlock] = set()  # nodes with a snapshot
         self._metrics = PrefixMetrics()
@@ -164,8 +165,8 @@ class PrefixCache(Summarized):
 
     @property
     def evictable(self) -> int:
-        """The number of blocks that `evict` could give up: no request holds them or a block after them."""
-        return sum(self._tree.evictable)
+        """The number of blocks that `evict` could give up, since no request holds them."""
+        return sum(map(len, self._tree.idle))
 
     def admit(
         self, cache: KVCache, prompt_ids: TokenIds, *, num_tokens: int | None = None, salt: str = ""
@@ -208,7 +209,7 @@ class PrefixCache(Summarized):
             metrics.hits += 1
             metrics.hit_tokens += hit
             path[-1].hits += 1
-            self._tree.touch(path[-1])
+            self._tree.touch(path[-1:])
         return slot, hit, new
 
     def chunk_end(self, slot: int, tokens: np.ndarray, end: int, *, salt: str = "") -> int:
@@ -284,15 +285,16 @@ class PrefixCache(Summarized):
         with self._table.transaction():
             path = state.cached_blocks
             if len(path) < full or not path[-1].alive:
-                path = [node for node in path if node.alive]
+                path = list(itertools.takewhile(lambda node: node.alive, path))
                 if (num_known := len(path)) < full:
                     ids = self.manager.check_ids(tokens[num_known * block_tokens : full * block_tokens], "tokens")
                     digests = list(self._digests(ids, salt, path))
                     for digest, block in zip(digests, state.blocks[num_known:full], strict=True):
                         self._append_block(path, digest, block)
+                    self._tree.touch(path[num_known:])
                 self._table.commit({slot: dataclasses.replace(state, cached_blocks=path)})
             if self.debug and (new := [node for node in path if node.sums is None]):
-                for node, sums in zip(new, block_sums(self._devices, cache, [n.block for n in new]).T, strict=True):
+                for node, sums in zip(new, block_sums(self._devices, cache, [n.block for n in new]), strict=True):
                     node.sums = sums
             if path[full - 1].snapshot is None:
                 snapshot = self._read_snapshot(cache, state, slot, full) if snapshot is None else snapshot
@@ -382,10 +384,9 @@ class PrefixCache(Summarized):
         """
         self._check_current()
         self.check_key(key)
-        stored = None if key is None else self._files_of(key)
         self.clear()
         self._table.weights += 1
-        self._set_key(key, stored)
+        self._set_key(key)
 
     def evict(self, n_blocks: int) -> int:
         """Frees up to `n_blocks` blocks that no request holds, the least recently used first.
@@ -399,7 +400,7 @@ class PrefixCache(Summarized):
         if n_blocks < 0:
             raise ValueError(f"{n_blocks=} must not be negative")
         count = min(n_blocks, self.evictable)
-        self._evict(count, range(self.manager.shards.count))
+        self.reclaim(count, range(self.manager.shards.count))
         return count
 
     def save(self, cache: KVCache) -> None:
@@ -424,11 +425,22 @@ class PrefixCache(Summarized):
 
     def evictable_in(self, shard: int) -> int:
         """Returns the number of evictable blocks in a shard."""
-        return self._tree.evictable[shard]
+        return len(self._tree.idle[shard])
 
-    def reclaim(self, n_blocks: int, shard: int) -> None:
-        """Gives up `n_blocks` blocks of a shard; at least that many must be evictable."""
-        self._evict(n_blocks, [shard])
+    def reclaim(self, n_blocks: int, shards: Iterable[int]) -> None:
+        """Evicts `n_blocks` blocks of some shards, the least recently used first; at least that many must be idle."""
+        nodes = []
+        with self._table.transaction():
+            for _ in range(n_blocks):
+                nodes.append(node := self._tree.oldest(shards))
+                self._tree.remove(node)
+            self._metrics.evicted_blocks += n_blocks
+            if self._stored is not None and self.get_cache is not None:
+                # Nothing has overwritten the blocks yet. Earlier ones of a prefix come first, without which it is lost.
+                self._stored.save_blocks(nodes[::-1], self.get_cache)
+            for node in nodes:
+                if node.snapshot is not None:
+                    self._drop_snapshot(node)
 
     def clear(self) -> None:
         """Forgets all blocks and snapshots. Requests keep the blocks that they hold; files get those they do not."""
@@ -446,22 +458,16 @@ class PrefixCache(Summarized):
 
     # --- internals ---
 
-    def _files_of(self, key):
-        """Returns the part of the files that belongs to weights of this name, or None without files."""
-        if self.files is None:
-            return None
-        return StoredPrefixes(self.files, self._devices, self._snapshot_struct, key=key)
-
-    def _set_key(self, key, stored):
+    def _set_key(self, key):
         """Makes all digests depend on the name of the weights; None = on their version in this process."""
-        root = _digest(fingerprint(self.manager.schema, key or ""), repr(self._seed).encode())
-        if stored is not None:
-            root = _digest(root, stored.identity)
-        if key is None:
-            root = _digest(root, repr(self._table.weights).encode())
         self.key = key
-        self._stored = stored
-        self._root = root
+        self._stored = None
+        if self.files is not None:
+            self._stored = StoredPrefixes(self.files, self._devices, self._snapshot_struct, key=key)
+        properties = identity(self.manager.schema, key or "") | {"seed": repr(self._seed), "format": FORMAT}
+        if key is None:
+            properties["weights"] = repr(self._table.weights)
+        self._root = hashlib.blake2b(json.dumps(properties).encode(), digest_size=32).digest()
 
     def _check_current(self):
         if not self.serves(self.manager):
@@ -486,7 +492,7 @@ class PrefixCache(Summarized):
         for path in paths:
             while path and path[-1].snapshot is None:
                 path.pop()
-        return paths, [FoundPrefix(len(path), sum(not node.pins for node in path)) for path in paths]
+        return paths, [FoundPrefix(len(path), sum(not node.in_use for node in path)) for path in paths]
 
     def _nodes(self, ids, salt, shard, path=()):
         """Returns `path` and the nodes of the blocks of `ids` after it that are in memory and in the same shard."""
@@ -502,7 +508,7 @@ class PrefixCache(Summarized):
         if self._stored is None:
             return None
         nodes = self._nodes(ids[:-1], salt, shard)
-        room = len(nodes) + self._table.room(shard) - sum(not node.pins for node in nodes)
+        room = len(nodes) + self._table.room(shard) - sum(not node.in_use for node in nodes)
         return self._stored.find(self._digests(ids[:-1], salt), nodes, min_blocks, room)
 
     def _restore(self, cache, slot, prefix):
@@ -519,10 +525,9 @@ class PrefixCache(Summarized):
             with table.transaction({slot: len(prefix.digests)}) as acquired:
                 blocks += (restored := acquired[slot])
                 hit = len(blocks) * self.manager.schema.block_tokens
-                chunks = row_chunks(devices, restored, prefix.blocks)
-                chunks, snapshot = devices.put((chunks, prefix.snapshot))
+                snapshot = devices.put(prefix.snapshot)  # None stays None
                 rows = path[-1].snapshot if snapshot is None else snapshot
-                new = devices.write_request(cache, slot, hit, blocks, rows, chunks)
+                new = devices.write_request(cache, slot, hit, blocks, rows, restored, prefix.blocks)
                 for digest, block in zip(prefix.digests, restored, strict=True):
                     self._append_block(path, digest, block)
                 if snapshot is not None:
@@ -533,30 +538,15 @@ class PrefixCache(Summarized):
                 record_write(table, cache, new, {slot: state})
         return path, new
 
-    def _evict(self, count, shards):
-        """Evicts `count` nodes of some shards, the least recently used first."""
-        nodes = []
-        with self._table.transaction():
-            for _ in range(count):
-                nodes.append(node := self._tree.oldest(shards))
-                self._tree.remove(node)
-            self._metrics.evicted_blocks += count
-            if self._stored is not None and self.get_cache is not None:
-                # Nothing has overwritten the blocks yet. Earlier ones of a prefix come first, without which it is lost.
-                self._stored.save_blocks(nodes[::-1], self.get_cache)
-            for node in nodes:
-                if node.snapshot is not None:
-                    self._drop_snapshot(node)
-
     def _append_block(self, path, digest, block):
         """Appends the node of a full block with this digest to a path. The tree gets the block if it has none."""
-        if (node := self._tree.nodes.get((self._table.allocator.shard(block), digest))) is not None:
-            self._tree.touch(node)
-        else:
-            length = (len(path) + 1) * self.manager.schema.block_tokens
-            node = CachedBlock(digest, path[-1] if path else None, length, block)
+        node = self._tree.nodes.get((self._table.allocator.shard(block), digest))
+        if node is None:
+            node = CachedBlock(digest, (len(path) + 1) * self.manager.schema.block_tokens, block)
             self._table.allocator.share([block])
             self._tree.add(node)
+            if path:
+                path[-1].num_next += 1
         path.append(node)
 
     def _read_snapshot(self, cache, state, slot, full):
@@ -580,7 +570,7 @@ class PrefixCache(Summarized):
         self._snapshots.add(node)
         if self.every is None:
             last = next((n for n in before if n.snapshot is not None), None)
-            if last is not None and not last.hits and last.children < 2:
+            if last is not None and not last.hits and last.num_next < 2:
                 self._drop_snapshot(last)
 
     def _drop_snapshot(self, node):

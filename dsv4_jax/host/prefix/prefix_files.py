@@ -25,19 +25,20 @@ import numpy as np
 
 from dsv4_jax.cache import KVCache
 from dsv4_jax.cache.request_rows import RequestRows, read_blocks
+from dsv4_jax.cache.serialization import named_leaves
 from dsv4_jax.common.private_folder import make_private_folder
 from dsv4_jax.common.safetensors_header import TensorHeader, write_header
 from dsv4_jax.common.sizes import parse_bytes, readable_bytes
 from dsv4_jax.common.summary import Summarized, Summary
 from dsv4_jax.host.cache_devices import CacheDevices
-from dsv4_jax.host.offload import blocks_struct, identity
+from dsv4_jax.host.offload import DTYPE_NAMES, blocks_struct, identity
 from dsv4_jax.host.prefix.prefix_tree import CachedBlock
-from dsv4_jax.host.request_files import DTYPE_NAMES, named_leaves
 from pallas_kernels.runtime.atomic_write import atomic_write
 
 
 _log = logging.getLogger("dsv4_jax.host")
 
+FORMAT = "dsv4_jax prefix, version 2"  # all digests depend on it
 _SUM_BYTES = hashlib.sha256().digest_size
 _NAME = re.compile(r"[0-9a-f]{64}\.(block|snapshot)")
 _PARTIAL = re.compile(r"\.[0-9a-f]{64}\.(block|snapshot)\.[0-9a-f]{16}")
@@ -78,29 +79,21 @@ class FileLayout:
       nbytes: size of a file in bytes.
     """
 
-    def __init__(self, kind: str, struct: Any, metadata: Mapping[str, str], *, axis: int | None = None):
+    def __init__(self, kind: str, struct: Any, metadata: Mapping[str, str]):
         """Describes files of arrays.
 
         Args:
           kind: see the class.
-          struct: shapes and dtypes of the arrays, a pytree; of one block.
+          struct: shapes [layers, rows, ...] and dtypes of the arrays of one file, a pytree. Arrays of several files
+            hold their rows one after another.
           metadata: text for the header.
-          axis: the axis along which arrays hold several files; None = they hold one.
         """
         self.kind = kind
-        self._axis = axis
-        self._treedef = jax.tree.structure(struct)
-        names = named_leaves((struct,))
-        self._shapes = [
-            (x.shape if axis is None else (*x.shape[:axis], *x.shape[axis + 1 :]), np.dtype(x.dtype))
-            for x in names.values()
-        ]
-        tensors = [
-            TensorHeader(name, DTYPE_NAMES[dtype], shape)
-            for name, (shape, dtype) in zip(names, self._shapes, strict=True)
-        ]
+        self._structs, self._structure = jax.tree.flatten(struct)
+        tensors = [TensorHeader(name, DTYPE_NAMES[x.dtype], x.shape) for name, x in named_leaves(struct).items()]
+        self._offsets = np.cumsum([0, *(tensor.nbytes for tensor in tensors)]).tolist()
         self.header = write_header([*tensors, TensorHeader("sha256", "U8", (_SUM_BYTES,))], metadata)
-        self.nbytes = len(self.header) + sum(x.nbytes for x in tensors) + _SUM_BYTES
+        self.nbytes = len(self.header) + self._offsets[-1] + _SUM_BYTES
 
     def name(self, digest: bytes) -> str:
         """Returns the name of the file of a 32-byte digest."""
@@ -108,9 +101,13 @@ class FileLayout:
 
     def pack(self, digests: Sequence[bytes], tree: Any) -> list[bytes]:
         """Returns the contents of the files of `digests`, whose arrays on the host are `tree`."""
-        leaves = [x[None] if self._axis is None else np.moveaxis(x, self._axis, 0) for x in jax.tree.leaves(tree)]
-        contents = [b"".join([self.header, *(x[i].tobytes() for x in leaves)]) for i in range(len(digests))]
-        return [content + _checksum(digest, content) for digest, content in zip(digests, contents, strict=True)]
+        leaves = list(zip(jax.tree.leaves(tree), [struct.shape[1] for struct in self._structs], strict=True))
+        contents = []
+        for i, digest in enumerate(digests):
+            file_rows = [x[:, i * rows : (i + 1) * rows].tobytes() for x, rows in leaves]
+            content = b"".join([self.header, *file_rows])
+            contents.append(content + _checksum(digest, content))
+        return contents
 
     def is_valid(self, digest: bytes, content: np.ndarray) -> bool:
         """Whether `content`, [nbytes] uint8, was packed for this digest."""
@@ -119,14 +116,13 @@ class FileLayout:
 
     def unpack(self, contents: np.ndarray) -> Any:
         """Returns the arrays of `contents`, [n, nbytes] uint8."""
+        data = contents[:, len(self.header) :]
         leaves = []
-        start = len(self.header)
-        for shape, dtype in self._shapes:
-            stop = start + TensorHeader("", DTYPE_NAMES[dtype], shape).nbytes
-            leaf = contents[:, start:stop].view(dtype).reshape(len(contents), *shape)
-            leaves.append(np.ascontiguousarray(leaf[0] if self._axis is None else np.moveaxis(leaf, 0, self._axis)))
-            start = stop
-        return jax.tree.unflatten(self._treedef, leaves)
+        for struct, (start, stop) in zip(self._structs, itertools.pairwise(self._offsets), strict=True):
+            layers, rows, *sizes = struct.shape
+            leaf = data[:, start:stop].view(struct.dtype).reshape(-1, *struct.shape)
+            leaves.append(np.ascontiguousarray(leaf.swapaxes(0, 1)).reshape(layers, len(contents) * rows, *sizes))
+        return jax.tree.unflatten(self._structure, leaves)
 
 
 class PrefixFiles(Summarized):
@@ -402,7 +398,6 @@ class StoredPrefixes:
 
     Attributes:
       files: the files.
-      identity: the bytes that every digest of this cache must depend on.
     """
 
     def __init__(self, files: PrefixFiles, devices: CacheDevices, snapshot_struct: RequestRows, *, key: str):
@@ -421,12 +416,11 @@ class StoredPrefixes:
             raise ValueError("files of a prefix cache need a mesh of one process: others might find other files")
         self.files = files
         self._devices = devices
-        metadata = {"format": "dsv4_jax prefix", "version": "1", **identity(devices.schema, key)}
-        self._blocks = FileLayout("block", blocks_struct(devices.schema, 1), metadata, axis=1)
+        metadata = {"format": FORMAT, **identity(devices.schema, key)}
+        self._blocks = FileLayout("block", blocks_struct(devices.schema, 1), metadata)
         self._snapshots = FileLayout("snapshot", snapshot_struct, metadata)
-        self.identity = self._blocks.header + self._snapshots.header
-        if files.max_bytes < (least := self._blocks.nbytes + self._snapshots.nbytes):
-            raise ValueError(f"max_bytes={files.max_bytes} holds no block with its snapshot, which take {least} bytes")
+        if files.max_bytes < (nbytes := self._blocks.nbytes + self._snapshots.nbytes):
+            raise ValueError(f"max_bytes={files.max_bytes} holds no block with its snapshot, which take {nbytes} bytes")
 
     def save_blocks(
         self, nodes: Sequence[CachedBlock], get_cache: Callable[[], KVCache], *, wait: bool = False
@@ -439,9 +433,7 @@ class StoredPrefixes:
           wait: whether to wait for the writer if it is behind; otherwise blocks beyond its limit are dropped.
         """
         now = time.time_ns()
-        missing = [node for node in nodes if not self.files.exists(self._blocks, node.digest)]
-        if len(missing) < len(nodes):
-            self.files.touch(self._blocks, [node.digest for node in nodes], used=now)
+        missing = self._missing(self._blocks, nodes)
         for start, ids in self._chunks([node.block for node in missing]):
             digests = [node.digest for node in missing[start : start + len(ids)]]
             get_arrays = functools.partial(self._read, get_cache, ids)
@@ -450,22 +442,22 @@ class StoredPrefixes:
 
     def save_snapshot(self, node: CachedBlock, *, wait: bool = False) -> None:
         """Queues the snapshot of a block for the writer, unless it is on disk."""
-        if self.files.exists(self._snapshots, node.digest):
-            self.files.touch(self._snapshots, [node.digest], used=time.time_ns())
-        else:
+        if self._missing(self._snapshots, [node]):
             get_arrays = functools.partial(self._devices.begin_get, node.snapshot)
             self.files.save(self._snapshots, [node.digest], get_arrays, used=time.time_ns(), wait=wait)
 
+    def _missing(self, layout, nodes):
+        """Returns the nodes without a file. If others have one, marks all files as used."""
+        missing = [node for node in nodes if not self.files.exists(layout, node.digest)]
+        if len(missing) < len(nodes):
+            self.files.touch(layout, [node.digest for node in nodes], used=time.time_ns())
+        return missing
+
     def save_all(self, nodes: Iterable[CachedBlock], get_cache: Callable[[], KVCache]) -> None:
         """Writes blocks and their snapshots, as many as the files may hold, and waits until they are on disk."""
-        used: dict[CachedBlock, int] = {}
-        for node in sorted(nodes, key=lambda node: -node.length):  # a block is used when one after it is
-            used[node] = max(used.get(node, 0), node.last_used)
-            if node.parent is not None:
-                used[node.parent] = max(used.get(node.parent, 0), used[node])
         room = self.files.max_bytes
         chosen = []
-        for node in sorted(used, key=lambda node: (-used[node], node.length)):
+        for node in sorted(nodes, key=lambda node: -node.last_used):  # earlier blocks of a prefix come first
             room -= self._blocks.nbytes + (node.snapshot is not None) * self._snapshots.nbytes
             if room < 0:
                 break
