@@ -22,8 +22,7 @@ from pallas_kernels.mgpu import vectors
 class FlushContext:
     """A warpgroup's view of a compressor; the buffers in shared memory are its own."""
 
-    c: CompressorOperands  # compressor, for shapes and static options
-    gmem: CompressorOperands  # references to its operands, see `CompressorOperands.in_place`
+    c: CompressorOperands  # references to the compressor's operands and its static options
     slots_gmem: Any  # [T] int32
     positions_gmem: Any  # [T] int32
     max_in_call: int  # maximum number of a window's rows that are in the call; the others are in the ring
@@ -32,10 +31,15 @@ class FlushContext:
     stage_smem: Any = None  # [2 * rows * D] values and logits of a short window
     biases_smem: Any = None  # [rows that can be in the call * D] position biases of a short window
 
+    @property
+    def first_in_call(self) -> int:
+        """The first row of a window that can be in the call; those before it are always in the ring."""
+        return max(self.c.rows - self.max_in_call, 0)
+
     def state_row(self, slot, position):
         """Returns the row of the states."""
-        _, num_slots, ring, _ = self.c.state_kv.shape
-        return (self.gmem.state_layer[0] * num_slots + slot) * ring + lax.rem(position, ring)
+        c = self.c
+        return (c.state_layer[0] * c.num_slots + slot) * c.ring + lax.rem(position, c.ring)
 
 
 def rows_in_call(ctx: FlushContext, token) -> Any:
@@ -68,15 +72,13 @@ def find_target(ctx: FlushContext, token) -> EntryTarget:
     per_block = jnp.int32(c.pools[0].shape[2])
     entry = lax.div(position, c.rate)
     logical = lax.div(entry, per_block)
-    block = ctx.gmem.block_table[slot, jnp.minimum(logical, ctx.gmem.block_table.shape[1] - 1)]
-    keep = (logical < ctx.gmem.block_table.shape[1]) & (block >= 0)
-    row_gmem = [
-        pool.at[ctx.gmem.pool_layer[0], jnp.maximum(block, 0), lax.rem(entry, per_block)] for pool in ctx.gmem.pools
-    ]
+    block = c.block_table[slot, jnp.minimum(logical, c.block_table.shape[1] - 1)]
+    keep = (logical < c.block_table.shape[1]) & (block >= 0)
+    row_gmem = [pool.at[c.pool_layer[0], jnp.maximum(block, 0), lax.rem(entry, per_block)] for pool in c.pools]
     channel = vectors.channels(ctx.scratch_smem.shape[0]) + ctx.first
-    norm = vectors.take(ctx.gmem.norm_weight, channel)
+    norm = vectors.take(c.norm_weight, channel)
     rotated = channel - (c.dim - 2 * c.inv_freq.shape[0])
-    frequency = vectors.take(ctx.gmem.inv_freq, rotated >> 1)
+    frequency = vectors.take(c.inv_freq, rotated >> 1)
     window_start = position - (c.rate - 1)
     return EntryTarget(row_gmem, keep, norm, frequency * window_start.astype(jnp.float32))
 
@@ -93,7 +95,7 @@ def rotation(ctx: FlushContext, target: EntryTarget) -> tuple[jax.Array, jax.Arr
 
 @jax.named_scope("store_entry")
 def store_entry(
-    ctx: FlushContext, target: EntryTarget, cos: jax.Array, sin: jax.Array, x: jax.Array, across: Callable
+    ctx: FlushContext, target: EntryTarget, rotation: tuple[jax.Array, jax.Array], x: jax.Array, across: Callable
 ) -> None:
     """Norms, rotates, quantizes and stores the pooled entry, of which x are the warpgroup's channels.
 
@@ -103,7 +105,7 @@ def store_entry(
     def over_channels(combine, x):
         return across(combine, vectors.butterfly(combine, x, exact_math.SLICE // 2, 1, ctx.scratch_smem))
 
-    x = _norm_and_rotate(ctx, target, cos, sin, x, over_channels)
+    x = _norm_and_rotate(ctx, target, rotation, x, over_channels)
     layout = ctx.c.layout
     if isinstance(layout, RowLayout):
         largest = functools.partial(over_channels, jnp.maximum)
@@ -132,7 +134,7 @@ def normalize(weight: jax.Array, total: jax.Array) -> jax.Array:
     return total * exact_math.reciprocal(weight, vector_product)
 
 
-def _norm_and_rotate(ctx, target, cos, sin, x, over_channels):
+def _norm_and_rotate(ctx, target, rotation, x, over_channels):
     """Rounds x and applies the RMS norm and RoPE."""
     c = ctx.c
     product = vector_product
@@ -140,6 +142,7 @@ def _norm_and_rotate(ctx, target, cos, sin, x, over_channels):
     x = round_bfloat16(x)
     mean_square = product(over_channels(jnp.add, product(x, x)), 1 / c.dim)
     x = round_bfloat16(target.norm * (x * exact_math.inverse_sqrt(mean_square + c.eps, product)))
-    other = vectors.exchange(x, 1, ctx.scratch_smem)
-    turned = product(x, cos) + product(other, jnp.where((channel & 1) == 0, -sin, sin))
+    partner = vectors.exchange(x, 1, ctx.scratch_smem)
+    cos, sin = rotation
+    turned = product(x, cos) + product(partner, jnp.where((channel & 1) == 0, -sin, sin))
     return jnp.where(channel < c.dim - 2 * c.inv_freq.shape[0], x, round_bfloat16(turned))

@@ -10,8 +10,7 @@ overwrites, they store the state rows too; otherwise `states` does so in a launc
 import jax
 
 from pallas_kernels.flush import long_windows, short_windows, states
-from pallas_kernels.flush.flush_config import Config, FlushCall
-from pallas_kernels.flush.operands import CompressorOperands
+from pallas_kernels.flush.operands import CompressorOperands, Config, FlushCall
 from pallas_kernels.runtime.layer_operands import layer_operand
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
@@ -48,15 +47,14 @@ def flush(
     if tokens == 0:
         return [(c.state_kv, c.state_gate, c.pools) for c in compressors]
     max_tokens = tokens if max_query_tokens is None else max_query_tokens
-    call = FlushCall(slots, positions, layer_operand(layer), max_tokens, config or Config(), interpret)
     refs = [c.in_place() for c in compressors]
-    with_states = all(call.max_tokens <= c.state_kv.shape[2] - c.rows + 1 for c in compressors)
+    call = FlushCall(refs, slots, positions, layer_operand(layer), max_tokens, config or Config(), interpret)
     if compressors[0].is_long:
-        long_windows.store_entries(compressors[0], refs[0], call, with_states)
+        long_windows.store_entries(call)
     else:
-        short_windows.store_entries(compressors, refs, call, with_states)
-    if not with_states:
-        states.store_state_rows(compressors, refs, call)
+        short_windows.store_entries(call)
+    if not call.with_states:
+        states.store_state_rows(call)
     return [
         (
             jax.freeze(ref.state_kv).reshape(c.state_kv.shape),

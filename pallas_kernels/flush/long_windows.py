@@ -23,15 +23,76 @@ from jax import lax
 
 from pallas_kernels.flush import entry
 from pallas_kernels.flush.entry import FlushContext
-from pallas_kernels.flush.flush_config import FlushCall, LongWindowPlan
-from pallas_kernels.flush.operands import CompressorOperands
+from pallas_kernels.flush.operands import CompressorOperands, Config, FlushCall
 from pallas_kernels.flush.states import SCAN, has_state, is_last, row_writer, scan
 from pallas_kernels.formats.exact_math import CHUNKS, SLICE, tree_sum
 from pallas_kernels.mgpu import barriers, copies, transaction_barriers, vectors
+from pallas_kernels.runtime.hardware import SHARED_BYTES
 from pallas_kernels.runtime.launch import axis_indices, kernel
 
 
 MAX_SCANS = 4  # scans of 32 tokens whose loads overlap
+
+
+@dataclasses.dataclass(frozen=True)
+class LongWindowPlan:
+    """The division of a call's work on long windows."""
+
+    c: CompressorOperands  # compressor, for shapes
+    max_in_call: int  # maximum number of a window's rows that are in the call
+    blocks: int  # number of blocks in a cluster, which share each window
+    warpgroups: int  # number of warpgroups in a block, which share the channels
+    workers: int  # number of clusters
+    share: int  # number of consecutive tokens of a cluster
+    stages: int  # number of chunks that a block copies at once, a divisor of `chunks`
+
+    @classmethod
+    def for_call(cls, config: Config, c: CompressorOperands, tokens: int, max_in_call: int) -> "LongWindowPlan":
+        """Returns the plan for a call of `tokens` tokens."""
+        windows = -(-tokens // min(max_in_call, c.rate))
+        blocks = next((blocks for at_most, blocks in config.cluster_sizes if windows <= at_most), 1)
+        share = -(-tokens // min(windows, config.long_blocks // blocks))
+        warpgroups = config.prefill_warpgroups if max_in_call >= c.rate else config.decode_warpgroups
+        warpgroups = min(warpgroups, c.dim // vectors.THREADS)
+        single = cls(c, max_in_call, blocks, warpgroups, -(-tokens // share), share, 1)
+        # If any row may be in the call, the biases take the room of a second stage.
+        staged = dataclasses.replace(single, stages=min(config.stages, single.chunks))
+        return staged if 4 * sum(staged.shared.values()) <= SHARED_BYTES else single
+
+    @property
+    def channels(self) -> int:
+        """The number of channels of a warpgroup."""
+        return self.c.dim // self.warpgroups
+
+    @property
+    def chunks(self) -> int:
+        """The number of a window's chunks that a block pools."""
+        return CHUNKS // self.blocks
+
+    @property
+    def chunk_rows(self) -> int:
+        return self.c.rows // CHUNKS
+
+    @property
+    def bias_rows(self) -> int:
+        """The number of last rows of a chunk that can be in the call, a multiple of the 4 that a thread copies."""
+        return min(self.chunk_rows, -(-self.max_in_call // 4) * 4)
+
+    @property
+    def stage_size(self) -> int:
+        """The number of values in a stage of a warpgroup: logits, biases, values."""
+        return (2 * self.chunk_rows + self.bias_rows) * self.channels
+
+    @property
+    def shared(self) -> dict[str, int]:
+        """The number of float32 values in each buffer of shared memory.
+
+        Each warpgroup has its own share of the stages and of the scratch. The partials are the largest logits, the sums
+        of weights and the weighted sums of every chunk.
+        """
+        stages = self.stages * self.stage_size * self.warpgroups
+        dim = self.c.dim
+        return {"stages_smem": stages, "scratch_smem": dim, "sums_smem": 4 * dim, "partials_smem": 3 * CHUNKS * dim}
 
 
 class WindowLocation(NamedTuple):
@@ -43,12 +104,11 @@ class WindowLocation(NamedTuple):
     new: Any  # the first row of the window that is in the call
 
 
-@dataclasses.dataclass(frozen=True)
-class LongWindowWorker:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongWindowWorker(FlushContext):
     """A warpgroup's view of its cluster."""
 
     plan: LongWindowPlan  # division of the work
-    ctx: FlushContext  # context of the compressor
     block: Any  # int32 scalar, number of the block in the cluster
     stages_smem: Any  # [stages * stage_size] float32, the warpgroup's stages
     sums_smem: Any  # [4 * D] float32, the block's buffer for sums over channels
@@ -71,7 +131,7 @@ class LongWindowWorker:
 
     def place(self, i: int, chunk):
         """Returns the place in partials of a chunk's largest logits (0), sums of weights (1) or weighted sums (2)."""
-        return pl.ds((i * CHUNKS + chunk) * self.plan.c.dim + self.ctx.first, self.plan.channels)
+        return pl.ds((i * CHUNKS + chunk) * self.c.dim + self.first, self.plan.channels)
 
     def received(self, i: int):
         """Loads `place(i, chunk)` of the partials for every chunk."""
@@ -92,11 +152,11 @@ class LongWindowWorker:
             barriers.wait_cluster(self.cluster_barrier)
 
 
-def store_entries(c: CompressorOperands, refs: CompressorOperands, call: FlushCall, with_states: bool) -> None:
-    """Stores the entries of the windows that close, and with `with_states` the state rows."""
-    max_tokens = call.max_tokens
+def store_entries(call: FlushCall) -> None:
+    """Stores the entries of the windows that close, and with `call.with_states` the state rows."""
     interpret = call.interpret
-    p = LongWindowPlan.for_call(call.config, c, call.slots.shape[0], max_tokens)
+    (compressor,) = call.compressors
+    p = LongWindowPlan.for_call(call.config, compressor, call.slots.shape[0], call.max_tokens)
     shared: dict[str, Any] = {name: plgpu.SMEM((size,), jnp.float32) for name, size in p.shared.items()}
     if p.blocks > 1 and not interpret:
         shared |= {"chunks_full": transaction_barriers.scratch_type(p.warpgroups)}
@@ -109,22 +169,29 @@ def store_entries(c: CompressorOperands, refs: CompressorOperands, call: FlushCa
             out = [jax.ShapeDtypeStruct((p.workers, p.shared["partials_smem"]), jnp.float32)]
             shared |= {"cluster_barrier": plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=p.warpgroups)}
 
-    def store_windows(
-        slots_gmem, positions_gmem, layer_gmem, operands_gmem, *partials_gmem, stages_smem, scratch_smem, **shared
-    ):
+    def store_windows(slots_gmem, positions_gmem, layer_gmem, c, *partials_gmem, stages_smem, scratch_smem, **shared):
         number, warpgroup, block = axis_indices("worker", "warpgroup", "block")
 
         def mine(ref):
             size = ref.shape[0] // p.warpgroups
             return ref.at[pl.ds(warpgroup * size, size)]
 
-        operands = operands_gmem.of_layer(layer_gmem), slots_gmem, positions_gmem
-        ctx = FlushContext(c, *operands, max_tokens, first=warpgroup * p.channels, scratch_smem=mine(scratch_smem))
         if partials_gmem:
             shared |= {"partials_smem": partials_gmem[0].at[number]}
-        worker = LongWindowWorker(p, ctx, block, mine(stages_smem), **shared)
+        worker = LongWindowWorker(
+            c.of_layer(layer_gmem),
+            slots_gmem,
+            positions_gmem,
+            call.max_tokens,
+            first=warpgroup * p.channels,
+            scratch_smem=mine(scratch_smem),
+            plan=p,
+            block=block,
+            stages_smem=mine(stages_smem),
+            **shared,
+        )
         writer = block * p.warpgroups + warpgroup
-        _run(worker, number * p.share, writer, with_states)
+        _run(worker, number * p.share, writer, call.with_states)
 
     launch = kernel(
         store_windows,
@@ -138,15 +205,14 @@ def store_entries(c: CompressorOperands, refs: CompressorOperands, call: FlushCa
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
-    launch(call.slots, call.positions, call.layer, refs)
+    launch(call.slots, call.positions, call.layer, compressor)
 
 
 def _run(worker, first, writer, with_states):
     p = worker.plan
-    ctx = worker.ctx
-    end = jnp.minimum(first + p.share, ctx.slots_gmem.shape[0])
+    end = jnp.minimum(first + p.share, worker.slots_gmem.shape[0])
     writers = p.blocks * p.warpgroups
-    store = with_states and row_writer(ctx, first + writer, writers, -(-p.share // writers), end)
+    store = with_states and row_writer(worker, first + writer, writers, -(-p.share // writers), end)
     window = _find_window(worker, first, end)
 
     @pl.when(window.token < end)
@@ -180,16 +246,15 @@ def _run(worker, first, writer, with_states):
 
 def _find_window(worker, first, end) -> WindowLocation:
     """Returns the first window that one of the tokens first, first + 1, ... closes, or one with token `end`."""
-    ctx = worker.ctx
-    tokens = worker.ctx.slots_gmem.shape[0]
-    c = ctx.c
-    ring = jnp.int32(ctx.c.state_kv.shape[2])
+    tokens = worker.slots_gmem.shape[0]
+    c = worker.c
+    ring = jnp.int32(c.ring)
     scans = min(MAX_SCANS, -(-worker.plan.share // SCAN))
 
     def search(start):
-        scanned = [scan(ctx, start, 1, i * SCAN, end) for i in range(scans)]
+        scanned = [scan(worker, start, 1, i * SCAN, end) for i in range(scans)]
         closing_bits = [
-            vectors.ballot(jnp.where(exists & is_last(ctx, position), 1, 0)) for _, exists, _, position in scanned
+            vectors.ballot(jnp.where(exists & is_last(worker, position), 1, 0)) for _, exists, _, position in scanned
         ]
         token = end
         for i, bits in reversed(list(enumerate(closing_bits))):
@@ -198,9 +263,9 @@ def _find_window(worker, first, end) -> WindowLocation:
 
     if worker.plan.share == 1:
         at = jnp.minimum(first, tokens - 1)
-        slot = ctx.slots_gmem[at]
-        position = ctx.positions_gmem[at]
-        token = jnp.where((first < end) & has_state(ctx, slot, position) & is_last(ctx, position), first, end)
+        slot = worker.slots_gmem[at]
+        position = worker.positions_gmem[at]
+        token = jnp.where((first < end) & has_state(worker, slot, position) & is_last(worker, position), first, end)
     else:
         step = scans * SCAN
         _, token = lax.while_loop(
@@ -209,41 +274,38 @@ def _find_window(worker, first, end) -> WindowLocation:
             (first, search(first)),
         )
         at = jnp.minimum(token, tokens - 1)
-        slot = ctx.slots_gmem[at]
-        position = ctx.positions_gmem[at]
+        slot = worker.slots_gmem[at]
+        position = worker.positions_gmem[at]
     oldest = lax.rem(position - (c.rows - 1) + ring, ring)
-    row = ctx.state_row(slot, position) - lax.rem(position, ring) + oldest
-    return WindowLocation(token, row, ring - oldest, c.rows - entry.rows_in_call(ctx, at))
+    row = worker.state_row(slot, position) - lax.rem(position, ring) + oldest
+    return WindowLocation(token, row, ring - oldest, c.rows - entry.rows_in_call(worker, at))
 
 
 @jax.named_scope("start_rows")
 def _start_rows(worker, window, k, i):
     """Starts to copy the logits (i = 0) or the values (i = 1) of this block's chunk k."""
     p = worker.plan
-    ctx = worker.ctx
-    c = ctx.c
+    c = worker.c
     row = worker.row(k)
-    ring = ctx.c.state_kv.shape[2]
-    call, state = ((ctx.gmem.gate, ctx.gmem.state_gate), (ctx.gmem.kv, ctx.gmem.state_kv))[i]
+    call, state = ((c.gate, c.state_gate), (c.kv, c.state_kv))[i]
     pieces = [(state, window.ring + row, jnp.int32(0))]
-    if ring % c.rows:
-        pieces.append((state, window.ring + row - ring, window.wrap - row))
+    if c.ring % c.rows:
+        pieces.append((state, window.ring + row - c.ring, window.wrap - row))
     pieces.append((call, window.token - (c.rows - 1) + row, window.new - row))
-    start = functools.partial(copies.start_rows, column=ctx.first, size=p.channels)
+    start = functools.partial(copies.start_rows, column=worker.first, size=p.channels)
     start(worker.staged(k, i * (p.chunk_rows + p.bias_rows), p.chunk_rows), pieces)
     if i == 0:
         target = worker.staged(k, p.chunk_rows, p.bias_rows)
-        biases = [(ctx.gmem.position_bias, row + p.chunk_rows - p.bias_rows, jnp.int32(0))]
+        biases = [(c.position_bias, row + p.chunk_rows - p.bias_rows, jnp.int32(0))]
         pl.when(window.new < row + p.chunk_rows)(functools.partial(start, target, biases))
 
 
 def _store_window(worker, window, following, end, count):
     """Stores the entry of the worker's window number `count` and starts to copy the rows of the following window."""
     p = worker.plan
-    ctx = worker.ctx
-    target = entry.find_target(ctx, window.token)
+    target = entry.find_target(worker, window.token)
     # The rotation overlaps the copies.
-    rotation = entry.rotation(ctx, target)
+    rotation = entry.rotation(worker, target)
 
     if p.share > 1:
         # The first block has read the partials of the window before.
@@ -285,8 +347,7 @@ def _finish_entry(worker, target, rotation, count):
     if p.share > 1:
         worker.arrive()
     across = functools.partial(_across, worker, count, iter(range(2)))
-    cos, sin = rotation
-    entry.store_entry(worker.ctx, target, cos, sin, entry.normalize(weight, total), across)
+    entry.store_entry(worker, target, rotation, entry.normalize(weight, total), across)
 
 
 @jax.named_scope("pool_chunk")
@@ -333,11 +394,11 @@ def _send(worker, k, i, x):
 def _across(worker, count, uses, combine, x):
     """Combines x, equal within each slice, over all slices; `uses` numbers the calls for one entry."""
     p = worker.plan
-    ctx = worker.ctx
+    dim = worker.c.dim
     # A warpgroup is at most one entry ahead of the others, so entries alternate between two places.
-    base = (lax.rem(count, 2) * 2 + next(uses)) * p.c.dim
-    worker.sums_smem.at[pl.ds(base + ctx.first, p.channels)][...] = x
+    base = (lax.rem(count, 2) * 2 + next(uses)) * dim
+    worker.sums_smem.at[pl.ds(base + worker.first, p.channels)][...] = x
     barriers.sync_block(worker.block_barrier)
-    slices = (worker.sums_smem.at[pl.ds(base + at, SLICE)] for at in range(0, p.c.dim, SLICE))
+    slices = (worker.sums_smem.at[pl.ds(base + at, SLICE)] for at in range(0, dim, SLICE))
     slice_values = [vectors.load_repeated(x, p.channels) for x in slices]
     return tree_sum(slice_values) if combine is jnp.add else functools.reduce(combine, slice_values)

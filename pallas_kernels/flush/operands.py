@@ -1,4 +1,4 @@
-"""The operands of a flush."""
+"""The operands of a flush and its tuning choices."""
 
 import dataclasses
 from typing import Any
@@ -10,6 +10,7 @@ from pallas_kernels.formats.exact_math import MAX_SHORT
 from pallas_kernels.formats.kv_rows import ROW_DIM
 from pallas_kernels.formats.layouts import KeyLayout, RowLayout, check_pools, check_row_layout
 from pallas_kernels.runtime.checks import check_array, check_rules
+from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.layer_operands import check_weight, weights_of_layer
 from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
@@ -33,6 +34,7 @@ class CompressorOperands:
       layout: format of the rows or indexer keys that entries are stored as.
       eps: epsilon of the RMS norm.
       overlap: whether an entry also pools the `rate` rows before its own.
+      num_slots, ring: sizes of states whose leading axes `in_place` has merged.
     """
 
     kv: Any
@@ -49,6 +51,8 @@ class CompressorOperands:
     layout: RowLayout | KeyLayout = static_field()
     eps: float = static_field()
     overlap: bool = static_field()
+    num_slots: int = static_field(default=0)
+    ring: int = static_field(default=0)
 
     @property
     def dim(self) -> int:
@@ -70,20 +74,21 @@ class CompressorOperands:
 
     def in_place(self) -> "CompressorOperands":
         """Returns the operands with references to states [layers * slots * ring, width] and pools, to be updated."""
-        width = self.state_kv.shape[-1]
+        _, num_slots, ring, width = self.state_kv.shape
         return dataclasses.replace(
             self,
             state_layer=self.state_layer.reshape(1),
             pool_layer=self.pool_layer.reshape(1),
             state_kv=jax.new_ref(self.state_kv.reshape(-1, width)),
             state_gate=jax.new_ref(self.state_gate.reshape(-1, width)),
-            pools=tuple(jax.new_ref(pool) for pool in self.pools),
+            pools=tuple(map(jax.new_ref, self.pools)),
+            num_slots=num_slots,
+            ring=ring,
         )
 
     def of_layer(self, layer_gmem: Any) -> "CompressorOperands":
         """Returns references with those to the weights of one layer, see `weights_of_layer`."""
-        weights = self.position_bias, self.norm_weight
-        position_bias, norm_weight = weights_of_layer(weights, layer_gmem)
+        position_bias, norm_weight = weights_of_layer((self.position_bias, self.norm_weight), layer_gmem)
         return dataclasses.replace(self, position_bias=position_bias, norm_weight=norm_weight)
 
     def check(self, layer: jax.Array | None, interpret: bool) -> None:
@@ -119,3 +124,37 @@ class CompressorOperands:
         else:
             check_rules({f"a scale for 16 or 32 channels, got {layout.scale_block}": layout.scale_block in (16, 32)})
         check_pools(layout, self.pools)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tuning choices of the flush kernels."""
+
+    # Pairs of a number of long windows that may close, and the blocks that share each if no more do.
+    cluster_sizes: tuple[tuple[int, int], ...] = ((14, 8), (30, 4), (130, 2))
+    long_blocks: int = MULTIPROCESSORS  # number of blocks for long windows. All of them run at once, one per SM
+    # Number of warpgroups per block for long windows if few close; more take longer to start.
+    decode_warpgroups: int = 2
+    prefill_warpgroups: int = 4  # number of warpgroups per block for long windows if requests bring whole ones
+    stages: int = 2  # number of chunks of a long window that a block copies at once, if it has room
+    # Number of warpgroups for short windows; nearly as many as run at once, and odd, see `_workers`.
+    short_workers: int = 513
+    state_workers: int = 8 * MULTIPROCESSORS  # number of warpgroups for state rows; as many as run at once
+
+
+@dataclasses.dataclass(frozen=True)
+class FlushCall:
+    """The arguments of `flush`, as its launches take them."""
+
+    compressors: list[CompressorOperands]  # with references, see `CompressorOperands.in_place`
+    slots: jax.Array
+    positions: jax.Array
+    layer: jax.Array | None  # the operand [1] int32 of `layer_operand`
+    max_tokens: int  # maximum number of tokens of a slot
+    config: Config
+    interpret: bool
+
+    @property
+    def with_states(self) -> bool:
+        """Whether the launch that stores entries stores the state rows, too: no row that it reads is overwritten."""
+        return all(self.max_tokens <= c.ring - c.rows + 1 for c in self.compressors)

@@ -17,22 +17,22 @@ from jax import lax
 
 from pallas_kernels.flush import entry
 from pallas_kernels.flush.entry import FlushContext
-from pallas_kernels.flush.flush_config import FlushCall
-from pallas_kernels.flush.states import SCAN, closing, row_writer, run_workers
+from pallas_kernels.flush.operands import FlushCall
+from pallas_kernels.flush.states import SCAN, is_last, row_writer, run_workers, scan
 from pallas_kernels.formats.exact_math import SLICE, tree_sum
 from pallas_kernels.mgpu import copies, vectors
 
 
-def store_entries(compressors, refs, call: FlushCall, with_states: bool) -> None:
-    """Stores the entries of the windows that close, and with `with_states` the state rows."""
+def store_entries(call: FlushCall) -> None:
+    """Stores the entries of the windows that close, and with `call.with_states` the state rows."""
     max_tokens = call.max_tokens
     workers, share = _workers(call.slots.shape[0], max_tokens, call.config.short_workers)
 
     def sizes(c):
         return {"stage_smem": 2 * c.rows * c.dim, "biases_smem": min(c.rows, max_tokens) * c.dim, "scratch_smem": c.dim}
 
-    work = functools.partial(_run, step=workers, share=share, with_states=with_states)
-    run_workers("flush_short", work, workers, compressors, refs, call, sizes)
+    work = functools.partial(_run, step=workers, share=share, with_states=call.with_states)
+    run_workers("flush_short", work, workers, call, sizes)
 
 
 def _workers(tokens, most, limit):
@@ -54,26 +54,31 @@ def _run(ctx, first, step, share, with_states):
     _store_windows(ctx, first, step, 0, share, *started)
     if share > SCAN:
 
-        def more(scan, _):
-            _store_windows(ctx, first, step, scan, share, *_start_scan(ctx, first, step, scan))
+        def more(number, _):
+            _store_windows(ctx, first, step, number, share, *_start_scan(ctx, first, step, number))
 
         lax.fori_loop(1, -(-share // SCAN), more, None)
 
 
-def _start_scan(ctx, first, step, scan):
-    """Starts the first window of 32 tokens; returns `closing`'s bits and the number of its rows in the call."""
-    bits = closing(ctx, first, step, scan * SCAN, ctx.slots_gmem.shape[0])
-    token = first + (scan * SCAN + vectors.lowest_bit(bits)) * step
+def _start_scan(ctx, first, step, number):
+    """Starts the first window that scan `number` of 32 tokens closes.
+
+    Returns a word whose bit i says whether token i of the scan closes a window, and the number of the first window's
+    rows in the call.
+    """
+    _, exists, _, position = scan(ctx, first, step, number * SCAN, ctx.slots_gmem.shape[0])
+    bits = vectors.ballot(jnp.where(exists & is_last(ctx, position), 1, 0))
+    token = first + (number * SCAN + vectors.lowest_bit(bits)) * step
     return bits, _start_window(ctx, token, bits, _start_biases)
 
 
 @jax.named_scope("store_windows")
-def _store_windows(ctx, first, step, scan, share, bits, rows_in_call):
+def _store_windows(ctx, first, step, number, share, bits, rows_in_call):
     """Stores the entries of the windows that `_start_scan` found."""
 
     def store_one(carry):
         bits, rows_in_call = carry
-        token = first + (scan * SCAN + vectors.lowest_bit(bits)) * step
+        token = first + (number * SCAN + vectors.lowest_bit(bits)) * step
         target = entry.find_target(ctx, token)
         copies.commit_copies()
         copies.wait_copies(0)
@@ -86,9 +91,9 @@ def _store_windows(ctx, first, step, scan, share, bits, rows_in_call):
         if share > 1:
             # Copies overwrite rows that all threads of the warp have read.
             copies.sync_warp()
-            token = first + (scan * SCAN + vectors.lowest_bit(bits)) * step
+            token = first + (number * SCAN + vectors.lowest_bit(bits)) * step
             rows_in_call = _start_window(ctx, token, bits)
-        entry.store_entry(ctx, target, *entry.rotation(ctx, target), x, functools.partial(_across, ctx))
+        entry.store_entry(ctx, target, entry.rotation(ctx, target), x, functools.partial(_across, ctx))
         return bits, rows_in_call
 
     lax.while_loop(lambda carry: carry[0] != 0, store_one, (bits, rows_in_call))
@@ -115,14 +120,13 @@ def _start_biases(ctx: FlushContext) -> None:
     """Starts to copy the position biases of the rows that can be in the call, the same for every window."""
     c = ctx.c
     place = _place(ctx)
-    first_in_call = _may_be_in_call(ctx).start
 
     def start_bias(j, _):
         row, column = place(j)
-        target = ctx.biases_smem.at[pl.ds((j - first_in_call) * c.dim, c.dim)]
-        copies.start_copy(target, ctx.gmem.position_bias, lax.rem(row, c.rate), column)
+        target = ctx.biases_smem.at[pl.ds((j - ctx.first_in_call) * c.dim, c.dim)]
+        copies.start_copy(target, c.position_bias, lax.rem(row, c.rate), column)
 
-    lax.fori_loop(first_in_call, c.rows, start_bias, None)
+    lax.fori_loop(ctx.first_in_call, c.rows, start_bias, None)
 
 
 @jax.named_scope("start_rows")
@@ -131,7 +135,7 @@ def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
     c = ctx.c
     slot = ctx.slots_gmem[token]
     position = ctx.positions_gmem[token]
-    ring = jnp.int32(c.state_kv.shape[2])
+    ring = jnp.int32(c.ring)
     last = ctx.state_row(slot, position)
     first_of_ring = last - lax.rem(position, ring)
     oldest = lax.rem(position - (c.rows - 1) + ring, ring)
@@ -144,7 +148,7 @@ def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
     def start_row(j, _=None):
         row, column = place(j)
         number = jnp.where(row >= c.rows - rows_in_call, token - (c.rows - 1) + row, -1 - in_ring(row))
-        for i, (new, old) in enumerate([(ctx.gmem.kv, ctx.gmem.state_kv), (ctx.gmem.gate, ctx.gmem.state_gate)]):
+        for i, (new, old) in enumerate([(c.kv, c.state_kv), (c.gate, c.state_gate)]):
             copies.start_copy(_staged(ctx, i, j), new, number, column, other=old)
 
     if ctx.max_in_call >= c.rows:
@@ -152,26 +156,25 @@ def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
         lax.fori_loop(0, c.rows, start_row, None)
         return
     for j in range(c.rows):
-        if j in _may_be_in_call(ctx):
+        if j >= ctx.first_in_call:
             start_row(jnp.int32(j))
             continue
         # If the ring has room for whole windows, their rows are adjacent: one address, and offsets.
-        below = j % c.rate if c.state_kv.shape[2] % c.rate == 0 else 0
+        below = j % c.rate if c.ring % c.rate == 0 else 0
         row, column = place(jnp.int32(j - below))
-        for i, array in enumerate((ctx.gmem.state_kv, ctx.gmem.state_gate)):
+        for i, array in enumerate((c.state_kv, c.state_gate)):
             copies.start_copy(_staged(ctx, i, j), array, in_ring(row), column, below=below)
 
 
 def _take_logits(ctx: FlushContext, exists, rows_in_call) -> tuple[list[jax.Array], jax.Array]:
     """Returns the logits of the window, whose copies have arrived, and the largest of them."""
     c = ctx.c
-    first_in_call = _may_be_in_call(ctx).start
 
     def logit(j):
         x = _where_exists(ctx, exists, j, 1, -jnp.inf)
-        if j < first_in_call:
+        if j < ctx.first_in_call:
             return x
-        bias = vectors.load(ctx.biases_smem.at[pl.ds((j - first_in_call) * c.dim, c.dim)])
+        bias = vectors.load(ctx.biases_smem.at[pl.ds((j - ctx.first_in_call) * c.dim, c.dim)])
         return x + jnp.where(jnp.broadcast_to(j >= c.rows - rows_in_call, x.shape), bias, 0.0)
 
     logits = [logit(j) for j in range(c.rows)]
@@ -193,11 +196,6 @@ def _place(ctx):
     per_thread = c.dim // vectors.THREADS
     second = c.rate if c.overlap else c.rows
     return lambda j: (j, thread * per_thread + jnp.where(j >= second, c.dim, 0))
-
-
-def _may_be_in_call(ctx):
-    """Returns the window's rows that can be in the call; the others are always in the ring."""
-    return range(max(ctx.c.rows - ctx.max_in_call, 0), ctx.c.rows)
 
 
 def _staged(ctx, i, j):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.flush.entry import FlushContext
-from pallas_kernels.flush.flush_config import FlushCall
+from pallas_kernels.flush.operands import FlushCall
 from pallas_kernels.mgpu import vectors
 from pallas_kernels.mgpu.mlir import WARP
 from pallas_kernels.runtime.launch import kernel
@@ -36,13 +36,7 @@ def scan(ctx: FlushContext, first, step: int, number, end) -> tuple[jax.Array, j
 
 def has_state(ctx: FlushContext, slot, position) -> jax.Array:
     """Returns whether a token belongs to a request that has states, which padding does not."""
-    return (slot >= 0) & (slot < ctx.c.state_kv.shape[1]) & (position >= 0)
-
-
-def closing(ctx: FlushContext, first, step: int, number, end) -> jax.Array:
-    """Returns a word whose bit i says whether token `first + (number + i) * step` closes a window."""
-    _, exists, _, position = scan(ctx, first, step, number, end)
-    return vectors.ballot(jnp.where(exists & is_last(ctx, position), 1, 0))
+    return (slot >= 0) & (slot < ctx.c.num_slots) & (position >= 0)
 
 
 def is_last(ctx: FlushContext, position) -> jax.Array:
@@ -61,34 +55,30 @@ def row_writer(ctx: FlushContext, first, step: int, count: int, end) -> Callable
     return lambda: lax.fori_loop(0, count, store, None)
 
 
-def store_state_rows(compressors, refs, call: FlushCall) -> None:
+def store_state_rows(call: FlushCall) -> None:
     """Stores the state rows of all tokens."""
     tokens = call.slots.shape[0]
     workers = min(tokens, call.config.state_workers)
     work = functools.partial(_store_rows, step=workers, share=-(-tokens // workers))
-    run_workers("flush_states", work, workers, compressors, refs, call)
+    run_workers("flush_states", work, workers, call)
 
 
-def run_workers(
-    name: str, work: Callable, workers: int, compressors, refs, call: FlushCall, sizes: Callable = lambda c: {}
-) -> None:
+def run_workers(name: str, work: Callable, workers: int, call: FlushCall, sizes: Callable = lambda c: {}) -> None:
     """Launches a kernel in which each of a number of warpgroups runs `work(context, number)` for each compressor.
 
     A surplus warpgroup of the last block gets the number of tokens as its number. `sizes(c)` has the number of float32
     values in each of the warpgroup's buffers in shared memory.
     """
     tokens = call.slots.shape[0]
-    strides = {buffer: max(sizes(c)[buffer] for c in compressors) for buffer in sizes(compressors[0])}
+    strides = {buffer: max(sizes(c)[buffer] for c in call.compressors) for buffer in sizes(call.compressors[0])}
 
-    def run_compressors(slots_gmem, positions_gmem, layer_gmem, operands_gmem, **smem):
+    def run_compressors(slots_gmem, positions_gmem, layer_gmem, compressors, **smem):
         warpgroup = lax.axis_index("warpgroup")
         worker = lax.axis_index("block") * WARPGROUPS + warpgroup
         number = jnp.where(worker < workers, worker, tokens)
         for j, c in enumerate(compressors):
             buffers = {buffer: smem[buffer].at[pl.ds(warpgroup * strides[buffer], n)] for buffer, n in sizes(c).items()}
-            ctx = FlushContext(
-                c, operands_gmem[j].of_layer(layer_gmem), slots_gmem, positions_gmem, call.max_tokens, **buffers
-            )
+            ctx = FlushContext(c.of_layer(layer_gmem), slots_gmem, positions_gmem, call.max_tokens, **buffers)
             pl.when(lax.axis_index("compressor") == j)(functools.partial(work, ctx, number))
 
     launch = kernel(
@@ -96,19 +86,19 @@ def run_workers(
         out_type=(),
         kernel_name=name,
         # The last axis runs fastest, so the blocks of the first compressor, which takes longest, start first.
-        grid={"compressor": len(compressors), "block": -(-workers // WARPGROUPS)},
+        grid={"compressor": len(call.compressors), "block": -(-workers // WARPGROUPS)},
         num_threads=WARPGROUPS,
         scratch_types={buffer: plgpu.SMEM((WARPGROUPS * size,), jnp.float32) for buffer, size in strides.items()},
         # Primitives synchronize threads; otherwise a thread only reads shared memory that it wrote itself.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=call.interpret,
     )
-    launch(call.slots, call.positions, call.layer, refs)
+    launch(call.slots, call.positions, call.layer, call.compressors)
 
 
 def _store_rows(ctx, first, step, share):
     tokens = ctx.slots_gmem.shape[0]
-    ring = ctx.c.state_kv.shape[2]
+    ring = ctx.c.ring
 
     def store_rows(number, _):
         token, mine, slot, _ = scan(ctx, first, step, number * SCAN, tokens)
@@ -130,7 +120,7 @@ def _read_row(ctx, token, end):
     """Reads a token's row; returns a function that stores it in the ring."""
     c = ctx.c
     tokens = ctx.slots_gmem.shape[0]
-    ring = c.state_kv.shape[2]
+    ring = c.ring
     safe = jnp.minimum(token, tokens - 1)
     later = jnp.minimum(token + ring, tokens - 1)
     slot = ctx.slots_gmem[safe]
@@ -141,14 +131,14 @@ def _read_row(ctx, token, end):
         mine &= (token + ring >= tokens) | (ctx.slots_gmem[later] != slot)
     phase = lax.rem(jnp.maximum(position, 0), c.rate)
     halves = [pl.ds(half * c.dim, c.dim) for half in range(1 + c.overlap)]
-    rows = (ctx.gmem.kv, safe), (ctx.gmem.gate, safe), (ctx.gmem.position_bias, phase)
+    rows = (c.kv, safe), (c.gate, safe), (c.position_bias, phase)
     values = [[vectors.load(array.at[row, half]) for array, row in rows] for half in halves]
 
     @jax.named_scope("store_row")
     def store():
         row = ctx.state_row(slot, position)
         for half, (value, logit, bias) in zip(halves, values, strict=True):
-            ctx.gmem.state_kv[row, half] = value
-            ctx.gmem.state_gate[row, half] = logit + bias
+            c.state_kv[row, half] = value
+            c.state_gate[row, half] = logit + bias
 
     return lambda: pl.when(mine)(store)

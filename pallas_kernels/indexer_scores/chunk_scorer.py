@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -41,16 +41,6 @@ class Config:
         return cls(blocks, warpgroups, chunk_tokens=min(8, tokens), plan_in_xla=tokens > 256)
 
 
-class Chunk(NamedTuple):
-    """Work of a block on one chunk, int32 scalars."""
-
-    token: Any  # the first token
-    count: Any  # number of tokens
-    slot: Any  # row of the block table
-    first_tile: Any  # first tile of keys
-    end_tile: Any  # end of the tiles of keys
-
-
 @pytree_dataclass
 class Scratch:
     """The shared memory and barriers of a block."""
@@ -77,10 +67,14 @@ class Scratch:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkScorer:
-    """A warpgroup's view of a chunk; `i` numbers the warpgroup's tiles."""
+    """A warpgroup's view of a chunk, of whose tiles the block has a share; `i` numbers the warpgroup's tiles."""
 
+    token: Any  # int32 scalar, the chunk's first token
+    count: Any  # int32 scalar, number of tokens in the chunk
+    slot: Any  # int32 scalar, row of the block table
+    first_tile: Any  # int32 scalar, the block's first tile of the request's keys
+    end_tile: Any  # int32 scalar, end of the block's tiles
     config: Config
-    chunk: Chunk
     warpgroup: Any  # int32 scalar, number of the warpgroup
     q_gmem: Any  # [T, 64, 128] rounded queries
     weights_gmem: Any  # [T, 64] float32 head weights
@@ -100,8 +94,8 @@ class ChunkScorer:
             self._start_copy(jnp.int32(i), ids)
             missing = _push_sign(missing, ids)
         for i in range(self.config.chunk_tokens):
-            pl.when(i < self.chunk.count)(lambda i=i: plgpu.barrier_wait(self.scratch.queries_full.at[i]))
-        tiles = self.chunk.end_tile - self.chunk.first_tile
+            pl.when(i < self.count)(lambda i=i: plgpu.barrier_wait(self.scratch.queries_full.at[i]))
+        tiles = self.end_tile - self.first_tile
         warpgroups = self.config.warpgroups
         own_tiles = lax.div(jnp.maximum(tiles - self.warpgroup, 0) + (warpgroups - 1), warpgroups)
         with jax.named_scope("score_tiles"):
@@ -112,10 +106,10 @@ class ChunkScorer:
     def _load_queries(self):
         plgpu.barrier_wait(self.scratch.queries_empty)
         for i in range(self.config.chunk_tokens):
-            pl.when(i < self.chunk.count)(functools.partial(self._load_query, i))
+            pl.when(i < self.count)(functools.partial(self._load_query, i))
 
     def _load_query(self, i):
-        token = self.chunk.token + i
+        token = self.token + i
         full = self.scratch.queries_full.at[i]
         plgpu.copy_gmem_to_smem(self.q_gmem.at[token], self.scratch.queries_smem.at[pl.ds(i * HEADS, HEADS)], full)
         plgpu.copy_gmem_to_smem(self.weights_gmem.at[token], self.scratch.weights_smem.at[i], full)
@@ -124,7 +118,7 @@ class ChunkScorer:
 
     def _tile(self, i):
         """Returns the number of the tile among the request's."""
-        return self.chunk.first_tile + self.warpgroup + i * self.config.warpgroups
+        return self.first_tile + self.warpgroup + i * self.config.warpgroups
 
     def _stage(self, i):
         return self.warpgroup * self.config.stages + lax.rem(i, self.config.stages)
@@ -139,7 +133,7 @@ class ChunkScorer:
         """Loads the block id of each warp's keys."""
         max_blocks = self.keys.block_table.shape[1]
         column = jnp.minimum(self._in_blocks(lax.div, i), max_blocks - 1)
-        return load_words(self.keys.block_table, self.chunk.slot * max_blocks + column, PER_WARP)
+        return load_words(self.keys.block_table, self.slot * max_blocks + column, PER_WARP)
 
     def _first_rows(self, i, block_ids):
         """Returns the pool row of each warp's first key."""
@@ -150,7 +144,7 @@ class ChunkScorer:
         """Starts to copy a tile; past the last tile there is nothing to copy, and no thread waits for it."""
         stage = self._stage(i)
         rows = self._first_rows(i, block_ids)
-        is_wanted = self._tile(i) < self.chunk.end_tile
+        is_wanted = self._tile(i) < self.end_tile
         key_tiles.start_tile(self.scratch.tiles_smem, stage, (self.keys.codes, self.keys.scales), rows, is_wanted)
         commit_copies()
 
@@ -189,15 +183,15 @@ class ChunkScorer:
             keys = key_tiles.unpack_nvfp4(tile)
 
         def score_token(j, _):
-            score(keys, token=j, row=self.chunk.token + j, **self._operands(i, missing << (32 - stages)))
+            score(keys, token=j, row=self.token + j, **self._operands(i, missing << (32 - stages)))
 
-        lax.fori_loop(0, self.chunk.count, score_token, None)
+        lax.fori_loop(0, self.count, score_token, None)
         return next_block_ids, missing, far
 
     def _rescore_tile(self, i):
         block_ids = self._load_block_ids(i)
         tile = key_tiles.load_tile((self.keys.codes, self.keys.scales), self._first_rows(i, block_ids))
-        score_far(tile, tokens=self.chunk.count, row=self.chunk.token, **self._operands(i, block_ids))
+        score_far(tile, tokens=self.count, row=self.token, **self._operands(i, block_ids))
 
     def _operands(self, i, block_ids):
         """Returns the operands of `score` and `score_far` that do not depend on the token."""

@@ -21,10 +21,9 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.indexer_scores.chunk_scorer import Chunk, ChunkScorer, Config, Scratch
-from pallas_kernels.indexer_scores.chunks import Chunks
+from pallas_kernels.indexer_scores.chunk_scorer import ChunkScorer, Config, Scratch
+from pallas_kernels.indexer_scores.chunks import Chunks, planned_shares
 from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, IndexerKeys
-from pallas_kernels.indexer_scores.work_partition import my_share, planned_shares
 from pallas_kernels.runtime.checks import check_array, check_tokens
 from pallas_kernels.runtime.launch import axis_indices, kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
@@ -67,17 +66,14 @@ def indexer_scores(
     if tokens == 0 or keys.max_keys == 0:
         return jnp.full((tokens, keys.max_keys), -jnp.inf, jnp.float32)
     config = config or Config.for_tokens(tokens, interpret)
-    division = config.chunk_tokens, keys.compress_rate, keys.max_keys
-    shares = None
-    if config.plan_in_xla:
-        shares = planned_shares(Chunks(slots, positions, *division).costs(), config.blocks)
+    chunks = Chunks(slots, positions, config.chunk_tokens, keys.compress_rate, keys.max_keys)
+    shares = planned_shares(chunks.costs(), config.blocks) if config.plan_in_xla else None
 
-    def body(layer_gmem, slots_gmem, positions_gmem, q_gmem, weights_gmem, keys_gmem, shares_gmem, out_gmem, scratch):
+    def body(layer_gmem, chunks, q_gmem, weights_gmem, keys_gmem, shares_gmem, out_gmem, scratch):
         warpgroup, block = axis_indices("warpgroup", "block")
         keys = dataclasses.replace(keys_gmem, layer=layer_gmem[0])
-        chunks = Chunks(slots_gmem, positions_gmem, *division)
         if shares_gmem is None:
-            begin, end, token, base = my_share(chunks.costs_of_lanes, tokens, block, config.blocks)
+            begin, end, token, base = chunks.share(block, config.blocks)
         else:
             begin, end, token, base = (shares_gmem[4 * block + i] for i in range(4))
 
@@ -94,8 +90,9 @@ def indexer_scores(
 
             @pl.when(end_tile > first_tile)
             def _():
-                chunk = Chunk(token, count, jnp.minimum(slot, keys.block_table.shape[0] - 1), first_tile, end_tile)
-                ChunkScorer(config, chunk, warpgroup, q_gmem, weights_gmem, keys, out_gmem, scratch).run()
+                last_slot = keys.block_table.shape[0] - 1
+                chunk = token, count, jnp.minimum(slot, last_slot), first_tile, end_tile
+                ChunkScorer(*chunk, config, warpgroup, q_gmem, weights_gmem, keys, out_gmem, scratch).run()
 
             return token + count, base + count * tiles
 
@@ -111,4 +108,4 @@ def indexer_scores(
         interpret=interpret,
     )
     pools = dataclasses.replace(keys, layer=None)
-    return launch(keys.layer.reshape(1), slots, positions, q, weights, pools, shares)
+    return launch(keys.layer.reshape(1), chunks, q, weights, pools, shares)

@@ -15,6 +15,8 @@ from jaxlib.mlir.dialects import arith, llvm, math
 
 from pallas_kernels.formats import exact_math
 from pallas_kernels.formats.exact_math import product, round_bfloat16
+from pallas_kernels.formats.layouts import KeyLayout
+from pallas_kernels.formats.row_encoder import e2m1_codes, key_scales
 from pallas_kernels.indexer_scores.key_tiles import DIM, TOP, permute_dims
 from pallas_kernels.mgpu import mlir, thread_ops
 from pallas_kernels.mgpu.bfloat16_words import e2m1_value, halves, multiply, pack, unpack
@@ -145,13 +147,13 @@ def _emit_block_largest(x, block):
 
 
 @primitive
-def round_e2m1(x: jax.Array, codes) -> jax.Array:
-    """Rounds a tile of values -6 .. 6 to E2M1, ties to even; `codes` is the function from values to codes."""
-    return e2m1_value(codes(x))
+def round_e2m1(x: jax.Array) -> jax.Array:
+    """Rounds a tile of values -6 .. 6 to E2M1, ties to even."""
+    return e2m1_value(e2m1_codes(x))
 
 
 @mlir.emits(round_e2m1, VALUES, returns=_TILE)
-def _emit_round_e2m1(x, codes):
+def _emit_round_e2m1(x):
     def rounded(value):
         bits = thread_ops.bits(value)
         # E2M1's steps are half the value's power of two from 1 on, and 0.5 below. Adding 1.5 * 2**22 times the power
@@ -180,11 +182,8 @@ def _words(x):
 
 
 @primitive
-def mxfp4_words(x: jax.Array, *, scales, codes) -> tuple[jax.Array, jax.Array]:
+def mxfp4_words(x: jax.Array, layout: KeyLayout) -> tuple[jax.Array, jax.Array]:
     """Rounds a tile to bfloat16, then to MXFP4 in blocks of 32, and writes the values as E4M3.
-
-    `scales` is a function from a block's largest magnitude to its E8M0 bits, its scale and the reciprocal of the scale,
-    and `codes` one from values to E2M1 codes.
 
     Returns:
       words: [32, 4, 8] int32, E4M3 values of channels 4 w .. 4 w + 3 in units of 2**-TOP times the head's largest
@@ -192,18 +191,18 @@ def mxfp4_words(x: jax.Array, *, scales, codes) -> tuple[jax.Array, jax.Array]:
       largest: [32, 4] int32, E8M0 bits of the head's largest scale.
     """
     x = round_bfloat16(x)
-    bits, _, factor = scales(jnp.max(jnp.abs(x), axis=2, keepdims=True))
+    bits, _, factor = key_scales(jnp.max(jnp.abs(x), axis=2, keepdims=True), layout, VALUES)
     bits = bits.astype(jnp.int32)
     largest = jnp.broadcast_to(jnp.max(bits, axis=1, keepdims=True), bits.shape)
     step = lax.bitcast_convert_type((127 + TOP - jnp.minimum(largest - bits, 30)) << 23, jnp.float32)
-    values = e2m1_value(codes(x * factor)) * step
+    values = e2m1_value(e2m1_codes(x * factor)) * step
     values = (jnp.trunc(values * 2.0**9) * 2.0**-9).astype(jnp.float8_e4m3fn)
     words = lax.bitcast_convert_type(values.reshape(*_E4M3_WORDS.shape, 4), jnp.int32)
     return words, largest[:, :, 0]
 
 
 @mlir.emits(mxfp4_words, VALUES, returns=(_E4M3_WORDS, _PER_HEAD))
-def _emit_mxfp4_words(x, scales, codes):
+def _emit_mxfp4_words(x, layout):
     def pair(name, x, y):
         return thread_ops.pure(f"{name} $0, $1, $2;", x, y)
 

@@ -4,15 +4,13 @@ Grid: (token, slice of the heads); a block of one warpgroup holds 32 heads at a 
 Blocks share nothing. Long calls take all heads of a token in one block, which computes the token's angles once.
 """
 
-import functools
-
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
 from pallas_kernels.formats.exact_math import cos_sin, product, round_bfloat16
 from pallas_kernels.formats.layouts import KeyLayout
-from pallas_kernels.formats.row_encoder import E2M1_MAX, e2m1_codes, key_scales
+from pallas_kernels.formats.row_encoder import E2M1_MAX, key_scales
 from pallas_kernels.indexer_scores import query_tiles
 from pallas_kernels.indexer_scores.key_tiles import DIM, check_layout
 from pallas_kernels.mgpu import vectors
@@ -116,8 +114,7 @@ def _check(q, weights, positions, inv_freq, layout):
 def _round_mxfp4(x, layout, head, weights_gmem, scaled_gmem):
     """Returns the tile's words in E4M3 and stores the weights of its heads times their largest scales."""
     weight = query_tiles.load_weights(weights_gmem, head)
-    scales = functools.partial(key_scales, layout=layout, registers=query_tiles.VALUES)
-    words, scale = query_tiles.mxfp4_words(x, scales=scales, codes=e2m1_codes)
+    words, scale = query_tiles.mxfp4_words(x, layout)
     query_tiles.store_weights(scaled_gmem, head, weight, scale)
     return words
 
@@ -129,4 +126,4 @@ def _round_nvfp4(x, layout, *_):
     _, step, factor = key_scales(largest, layout=layout, registers=query_tiles.VALUES)
     # E4M3 scales are rounded to nearest, so values may exceed the largest code; E8M0 scales are rounded up.
     scaled = jnp.minimum(jnp.maximum(x * factor, -E2M1_MAX), E2M1_MAX)
-    return query_tiles.pack_words(query_tiles.round_e2m1(scaled, e2m1_codes) * step)
+    return query_tiles.pack_words(query_tiles.round_e2m1(scaled) * step)

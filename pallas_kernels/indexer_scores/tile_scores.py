@@ -78,28 +78,28 @@ def score_far(tile: tuple[jax.Array, jax.Array], *, queries, weights, tokens, ou
         _put(total, out, row + j, first, block, only=far)
 
 
-@score_far.mosaic
-def _score_far_mosaic(tile, *, queries, weights, tokens, out, row, first, block, factor):
-    def emit(words, scales, queries, weights, tokens, out, row, first, block):
-        words, scales = map(mlir.values, (words, scales))
-        largest = key_tiles.largest_scales(scales)
-        below = [(top - U32(x)).minimum(MAX_BELOW) for top, x in zip(largest, scales, strict=True)]
-        code = "{ .reg .pred p; setp.gt.u32 p, $1, $2; vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
-        far = thread_ops.ptx(code, below[0].maximum(below[1]), NEAR)
+# Arguments by name come after the tile, in alphabetical order.
+_FAR_LAYOUTS = key_tiles.CODES.layout, key_tiles.SCALES.layout, PER_WARP, None, None
+_FAR_QUERIES = plgpu.RefType(transforms(jnp.float8_e4m3fn))
 
-        def again(j):
-            sums = _far_sums(keys, queries, weights, j)
-            _store(sums, largest, out, row + j, first, block, factor * 2.0**TOP)
 
-        with thread_ops.when(far > 0):
-            # Unpacked codes are 2**126 times smaller.
-            factors = [(U32(127 + 126) - x) * 0x00800080 for x in below]
-            keys = [[multiply(x, factors[i // 4]) for x in e2m1_pairs(U32(word))] for i, word in enumerate(words)]
-            thread_ops.loop(tokens, again)
+@mlir.emits(score_far, *_FAR_LAYOUTS, _FAR_QUERIES)
+def _emit_score_far(tile, *, queries, weights, tokens, out, row, first, block, factor):
+    words, scales = map(mlir.values, tile)
+    largest = key_tiles.largest_scales(scales)
+    below = [(top - U32(x)).minimum(MAX_BELOW) for top, x in zip(largest, scales, strict=True)]
+    code = "{ .reg .pred p; setp.gt.u32 p, $1, $2; vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
+    far = thread_ops.ptx(code, below[0].maximum(below[1]), NEAR)
 
-    pairs = ((x, kind.layout) for x, kind in zip(tile, (key_tiles.CODES, key_tiles.SCALES), strict=True))
-    queries = queries, plgpu.RefType(transforms(queries.dtype))
-    mlir.inline(emit, *pairs, queries, weights, tokens, out, row, first, (block, PER_WARP))
+    def again(j):
+        sums = _far_sums(keys, queries, weights, j)
+        _store(sums, largest, out, row + j, first, block, factor * 2.0**TOP)
+
+    with thread_ops.when(far > 0):
+        # Unpacked codes are 2**126 times smaller.
+        factors = [(U32(127 + 126) - x) * 0x00800080 for x in below]
+        keys = [[multiply(x, factors[i // 4]) for x in e2m1_pairs(U32(word))] for i, word in enumerate(words)]
+        thread_ops.loop(tokens, again)
 
 
 def _totals(tile, largest, queries, weights, token):

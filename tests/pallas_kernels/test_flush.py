@@ -12,8 +12,9 @@ from hypothesis import given, settings, strategies as st
 from dsv4_jax import ops
 from dsv4_jax.ops.flush import _flush_kernel
 from dsv4_jax.quant import kv_format
-from pallas_kernels.flush.flush_config import SHARED_BYTES, Config, LongWindowPlan
-from pallas_kernels.flush.operands import CompressorOperands
+from pallas_kernels.flush.long_windows import LongWindowPlan
+from pallas_kernels.flush.operands import CompressorOperands, Config
+from pallas_kernels.runtime.hardware import SHARED_BYTES
 from tests.ops.pools import ints, poison, same_bytes
 from tests.pallas_kernels.kernels import registers
 from tests.pallas_kernels.stacks import check_layers

@@ -15,8 +15,8 @@ from dsv4_jax.quant import IndexRows, kv_format
 from dsv4_jax.quant.formats import PerEntryFormat
 from pallas_kernels import IndexerKeys, indexer_scores
 from pallas_kernels.indexer_scores.chunk_scorer import Config
+from pallas_kernels.indexer_scores.chunks import planned_shares
 from pallas_kernels.indexer_scores.key_tiles import NEAR
-from pallas_kernels.indexer_scores.work_partition import planned_shares
 from tests.ops.pools import indexer_view, ints, poison
 from tests.pallas_kernels.kernels import registers
 
