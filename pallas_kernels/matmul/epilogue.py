@@ -6,7 +6,6 @@ stored. For many inputs a warpgroup transposes bfloat16 values in shared memory,
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -160,7 +159,7 @@ def _put_swiglu(held, limit, inputs, weights, permuted, start, place):
 
 
 def _store_lines(
-    out: Any, inputs: int, put: Callable[[int, U32], None], width: int, place: tuple[U32, ...], staging, rows=None
+    out, inputs: int, put: Callable[[int, U32], None], width: int, place: tuple[U32, ...], staging, rows=None
 ):
     """Stores lines of `width` bfloat16; `put(start, address)` leaves those of the inputs from `start` on in memory."""
     column, first_input, end = place

@@ -18,17 +18,17 @@ from pallas_kernels.mgpu.mlir import U32
 PARTS = 3  # bfloat16 terms whose sum is a float32
 
 
-def load_four(pointer: Any) -> list[U32]:
+def load_four(pointer) -> list[U32]:
     """Loads 16 bytes of global memory that the kernel does not write."""
     return thread_ops.ptx_words(4, "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", pointer)
 
 
-def load_pair(pointer: Any) -> list[U32]:
+def load_pair(pointer) -> list[U32]:
     """Loads 8 bytes of global memory that the kernel does not write."""
     return thread_ops.ptx_words(2, "ld.global.nc.v2.b32 {$0, $1}, [$2];", pointer)
 
 
-def store_four(pointer: Any, four: Sequence[U32]) -> None:
+def store_four(pointer, four: Sequence[U32]) -> None:
     """Stores 16 bytes to global memory."""
     mlir.ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", pointer, *four)
 
@@ -38,13 +38,13 @@ def unpack(word: U32) -> list[Any]:
     return [thread_ops.as_float(x) for x in (word << 16, word & 0xFFFF0000)]
 
 
-def pack(low: Any, high: Any) -> U32:
+def pack(low, high) -> U32:
     """Rounds two MLIR float32 to a word of two bfloat16."""
     code = "cvt.rn.bf16x2.f32 $0, $1, $2;"
     return U32(mlir.ptx(code, high, low, results=mlir.int_type(), pure=True))
 
 
-def rotate(word: U32, cos: Any, sin: Any) -> U32:
+def rotate(word: U32, cos, sin) -> U32:
     """Rotates a pair of bfloat16 by an angle, whose cosine and sine are MLIR float32; no FMA is used."""
     even, odd = unpack(word)
     multiply = thread_ops.multiply
