@@ -213,10 +213,10 @@ class ExpertsProblem:
         larger = FP8.bits
         shared_start = lax.div(worker * shared, workers)
         total = bits * tiles + larger * shared
-        rest = lax.div(worker * total, workers) - larger * shared_start + bits // 2
+        routed_bits = lax.div(worker * total, workers) - larger * shared_start + bits // 2
         # Only if there is work of one shared tile for each block: no block can have a negative number of other tiles.
         balanced = total >= larger * workers
-        return jnp.where(balanced, jnp.clip(lax.div(rest, bits), 0, tiles), evenly), shared_start
+        return jnp.where(balanced, jnp.clip(lax.div(routed_bits, bits), 0, tiles), evenly), shared_start
 
     def max_groups(self, i: int, workers: int) -> int:
         """Returns the largest number of groups of which one block has tiles of map `i`."""

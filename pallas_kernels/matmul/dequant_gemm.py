@@ -242,14 +242,14 @@ def _load_codes(codes_gmem, piece, codes_smem, full):
     plgpu.copy_gmem_to_smem(codes_gmem.at[:, :, pl.ds(piece * elements, elements)], codes_smem, full)
 
 
-def _load_scales(gemm, operands, refs, place, number, step):
+def _load_scales(gemm, operands, refs, tile, number, step):
     """Copies FP4's scales of the steps from `step` on, the `number`-th ones of the block."""
     slot = barriers.turn(refs.scales_full, number)
     barriers.wait_empty(refs.scales_empty, number)
     columns = pl.ds(lax.div(step, gemm.scale_steps) * SCALE_BYTES, SCALE_BYTES)
     lines = refs.scales_smem.shape[2]
-    first_line = lax.div(place.row, gemm.rows // gemm.matrices) * lines
-    scales_gmem = operands.scales_gmem.at[pl.ds(place.matrix, gemm.matrices), pl.ds(first_line, lines), columns]
+    first_line = lax.div(tile.row, gemm.rows // gemm.matrices) * lines
+    scales_gmem = operands.scales_gmem.at[pl.ds(tile.matrix, gemm.matrices), pl.ds(first_line, lines), columns]
     plgpu.copy_gmem_to_smem(scales_gmem, refs.scales_smem.at[slot], refs.scales_full.at[slot])
 
 
@@ -297,9 +297,9 @@ def _add_step(gemm, operands, refs, warpgroup, n, place, step, acc):
     return acc
 
 
-def _fp8_scales(gemm, operands, place, step):
+def _fp8_scales(gemm, operands, tile, step):
     """Returns the scales of a step's codes, that of the up projection times 256."""
-    row = jnp.minimum(lax.div(place.row, SCALED), operands.scales_gmem.shape[1] - 1)
+    row = jnp.minimum(lax.div(tile.row, SCALED), operands.scales_gmem.shape[1] - 1)
     column = lax.div(step * gemm.step_bytes, SCALED)
-    scales = [operands.scales_gmem[place.matrix + i, row, column].astype(jnp.int32) for i in range(gemm.matrices)]
+    scales = [operands.scales_gmem[tile.matrix + i, row, column].astype(jnp.int32) for i in range(gemm.matrices)]
     return scales[0] | scales[1] << 8 if gemm.gated else scales[0]

@@ -54,11 +54,11 @@ def rotate(word: U32, cos, sin) -> U32:
 
 def split(four: Sequence[U32]) -> Iterator[list[U32]]:
     """Yields the high, middle and low bfloat16 terms of four float32, two words each; their sum is exact."""
-    rest = [thread_ops.as_float(x) for x in four]
+    remainders = [thread_ops.as_float(x) for x in four]
     for _ in range(PARTS):
-        both = [pack(*rest[i : i + 2]) for i in (0, 2)]
+        both = [pack(*remainders[i : i + 2]) for i in (0, 2)]
         pieces = [piece for word in both for piece in unpack(word)]
-        rest = [arith.subf(x, piece) for x, piece in zip(rest, pieces, strict=True)]
+        remainders = [arith.subf(x, piece) for x, piece in zip(remainders, pieces, strict=True)]
         yield both
 
 
@@ -100,8 +100,8 @@ def e2m1_pairs(word: U32) -> list[U32]:
 
 def e4m3_pairs(word: U32) -> list[U32]:
     """Returns E4M3 codes i and i + 2 of a word as two bfloat16, times 2**-120, for i = 0 and 1."""
-    left = word << 8
-    return [x & 0x80008000 | x >> 4 & 0x07F007F0 for x in (left, word)]
+    shifted = word << 8
+    return [x & 0x80008000 | x >> 4 & 0x07F007F0 for x in (shifted, word)]
 
 
 def multiply(x: U32, y: U32 | int) -> U32:
