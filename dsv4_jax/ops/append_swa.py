@@ -6,12 +6,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.common.arguments import check_dtype
-from dsv4_jax.ops.dispatch import dispatch
+from dsv4_jax.ops.dispatch import with_kernel
 from dsv4_jax.ops.views import SWAView, put, run_bounds
 from dsv4_jax.quant import Rows
 from pallas_kernels.append_swa import append_swa as append_swa_kernel
 
 
+def _append_swa_kernel(view, kv, slots, positions, *, interpret):
+    pools = append_swa_kernel(kv, slots, positions, view.for_kernels(), interpret=interpret)
+    return dataclasses.replace(view, rows=Rows(*pools))
+
+
+@with_kernel(_append_swa_kernel)
 def append_swa(
     view: SWAView,
     kv: Float[Array, "T D"],
@@ -32,18 +38,8 @@ def append_swa(
       implementation: None, "xla", "mosaic_gpu" or "interpret" (bfloat16, 448 + 64 dims, "v4" or "per_entry").
     """
     check_dtype("kv", kv, "bfloat16", "float32")
-    args = view, kv, slots, positions
-    return dispatch("append_swa", implementation, *args, xla=_append_swa_xla, kernel=_append_swa_kernel)
-
-
-def _append_swa_xla(view, kv, slots, positions):
     tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
     _, end = run_bounds(slots)
     keep = (slots >= 0) & (positions >= 0) & (end - tokens <= view.ring)
     row = jnp.maximum(positions, 0) % view.ring
     return dataclasses.replace(view, rows=put(view.rows, view.codec.encode(kv), keep, view.layer, slots, row))
-
-
-def _append_swa_kernel(view, kv, slots, positions, *, interpret):
-    pools = append_swa_kernel(kv, slots, positions, view.for_kernels(), interpret=interpret)
-    return dataclasses.replace(view, rows=Rows(*pools))

@@ -7,6 +7,7 @@
 
 import contextlib
 import functools
+import inspect
 import logging
 import math
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType
 
 from dsv4_jax.quant import LayerSlice, layer_value
@@ -95,6 +97,40 @@ def dispatch(
                 raise NotImplementedError(f"{op} would run as 'xla', but {REQUIRE_KERNELS} is set: {error}") from error
             _report(op, str(error), logging.DEBUG if unsupported else logging.INFO)
     return xla(*layer_value(args), **options)
+
+
+def with_kernel[**P, R](kernel: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates an op: its body is the reference, and its argument `implementation` chooses, see `dispatch`.
+
+    Arguments that hold arrays are the `args` of `dispatch`, and all others its options. Both functions get them by
+    name. The body is called with `implementation="xla"`, which it passes on to other ops.
+    """
+
+    def decorate(reference):
+        signature = inspect.signature(reference)
+
+        @functools.wraps(reference)
+        def op(*args, **kwargs):
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            options = bound.arguments
+            implementation = options.pop("implementation")
+            arrays = {name: options.pop(name) for name in list(options) if _holds_arrays(options[name])}
+
+            def named(function, *values, **options):
+                return function(**dict(zip(arrays, values, strict=True)), **options)
+
+            xla = functools.partial(named, reference, implementation="xla")
+            run_kernel = functools.partial(named, kernel)
+            return dispatch(reference.__name__, implementation, *arrays.values(), xla=xla, kernel=run_kernel, **options)
+
+        return op
+
+    return decorate
+
+
+def _holds_arrays(tree):
+    return any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in jax.tree.leaves(tree))
 
 
 def _with_gradient_of(reference: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:

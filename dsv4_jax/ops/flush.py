@@ -5,7 +5,6 @@ close, and `write_entries` rotates, quantizes and stores the results.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.common.arguments import check_dtype
-from dsv4_jax.ops.dispatch import dispatch
+from dsv4_jax.ops.dispatch import with_kernel
 from dsv4_jax.ops.rope import apply_rope_deterministic
 from dsv4_jax.ops.views import ClassicalView, IndexerView, StateView, put, run_bounds, take
 from dsv4_jax.quant import layer_stacks, layer_value, ordered_sum, round_to
@@ -76,6 +75,32 @@ class CompressorInputs(NamedTuple):
     weights: CompressorWeights
 
 
+def _flush_kernel(compressors, slots, positions, *, dtype, max_query_tokens, interpret, config=None):
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        raise NotImplementedError(f"the flush kernel rounds entries to bfloat16, not {jnp.dtype(dtype).name}")
+    stacks, layer = layer_stacks([(weights.position_bias, weights.norm_weight) for *_, weights in compressors])
+    operands = []
+    for (state, pool, kv, gate, weights), (position_bias, norm_weight) in zip(compressors, stacks, strict=True):
+        if state.kv is None or position_bias is None:
+            raise NotImplementedError("the flush kernel takes compressors with a state and a position bias")
+        arrays = position_bias, norm_weight, weights.inv_freq, pool.block_table
+        layers = jnp.asarray(state.layer, jnp.int32), jnp.asarray(pool.layer, jnp.int32)
+        pools = tuple(jax.tree.leaves(pool.rows))
+        layout = quantized(pool.layout)
+        states = state.kv, state.gate
+        operands.append(
+            CompressorOperands(kv, gate, *arrays, *layers, *states, pools, layout, weights.eps, state.overlap)
+        )
+    results = []
+    options = {"max_query_tokens": max_query_tokens, "config": config, "interpret": interpret}
+    written = flush_kernel(tuple(operands), slots, positions, layer=layer, **options)
+    for (state, pool, *_), (new_kv, new_gate, leaves) in zip(compressors, written, strict=True):
+        rows = jax.tree.unflatten(jax.tree.structure(pool.rows), leaves)
+        results.append((dataclasses.replace(state, kv=new_kv, gate=new_gate), dataclasses.replace(pool, rows=rows)))
+    return results
+
+
+@with_kernel(_flush_kernel)
 def flush(
     compressors: Sequence[CompressorInputs],
     slots: Int[Array, "T"],
@@ -103,9 +128,11 @@ def flush(
     """
     for _, _, kv, gate, _ in compressors:
         _check_inputs(kv, gate)
-    args = compressors, slots, positions
-    functions = {"xla": _flush_xla, "kernel": _flush_kernel}
-    return dispatch("flush", implementation, *args, **functions, dtype=dtype, max_query_tokens=max_query_tokens)
+    results = []
+    for state, pool, kv, gate, weights in compressors:
+        closed, state = pool_windows(state, kv, gate, weights, slots, positions, dtype=dtype)
+        results.append((state, write_entries(pool, closed, weights.inv_freq)))
+    return results
 
 
 def pool_windows(
@@ -173,39 +200,6 @@ def _check_inputs(kv, gate):
     check_dtype("kv", kv, "float32")
     if gate is not None:
         check_dtype("gate", gate, "float32")
-
-
-def _flush_kernel(compressors, slots, positions, *, dtype, max_query_tokens, interpret, config=None):
-    if jnp.dtype(dtype) != jnp.bfloat16:
-        raise NotImplementedError(f"the flush kernel rounds entries to bfloat16, not {jnp.dtype(dtype).name}")
-    stacks, layer = layer_stacks([(weights.position_bias, weights.norm_weight) for *_, weights in compressors])
-    operands = []
-    for (state, pool, kv, gate, weights), (position_bias, norm_weight) in zip(compressors, stacks, strict=True):
-        if state.kv is None or position_bias is None:
-            raise NotImplementedError("the flush kernel takes compressors with a state and a position bias")
-        arrays = position_bias, norm_weight, weights.inv_freq, pool.block_table
-        layers = jnp.asarray(state.layer, jnp.int32), jnp.asarray(pool.layer, jnp.int32)
-        pools = tuple(jax.tree.leaves(pool.rows))
-        layout = quantized(pool.layout)
-        states = state.kv, state.gate
-        operands.append(
-            CompressorOperands(kv, gate, *arrays, *layers, *states, pools, layout, weights.eps, state.overlap)
-        )
-    results = []
-    run = functools.partial(flush_kernel, layer=layer, max_query_tokens=max_query_tokens, config=config)
-    written = run(tuple(operands), slots, positions, interpret=interpret)
-    for (state, pool, *_), (new_kv, new_gate, leaves) in zip(compressors, written, strict=True):
-        rows = jax.tree.unflatten(jax.tree.structure(pool.rows), leaves)
-        results.append((dataclasses.replace(state, kv=new_kv, gate=new_gate), dataclasses.replace(pool, rows=rows)))
-    return results
-
-
-def _flush_xla(compressors, slots, positions, *, dtype, max_query_tokens):
-    results = []
-    for state, pool, kv, gate, weights in compressors:
-        closed, state = pool_windows(state, kv, gate, weights, slots, positions, dtype=dtype)
-        results.append((state, write_entries(pool, closed, weights.inv_freq)))
-    return results
 
 
 def _pool_windows(state, kv, gate, closing, slot, position, run_start):

@@ -5,11 +5,35 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dsv4_jax.ops.dispatch import dispatch
+from dsv4_jax.ops.dispatch import with_kernel
 from dsv4_jax.ops.views import ClassicalView, SWAView, run_bounds, take, valid_lengths
 from pallas_kernels import gather as kernels
 
 
+def _gather_compressed_kv_kernel(view, indices, slots, *, dtype, interpret):
+    _check_dtype(dtype)
+    return kernels.gather_compressed_kv(slots, view.for_kernels(indices), interpret=interpret)
+
+
+def _gather_all_compressed_kv_kernel(view, slots, positions, *, dtype, only_visible, interpret):
+    _check_dtype(dtype)
+    gather = functools.partial(kernels.gather_all_compressed_kv, only_visible=only_visible, interpret=interpret)
+    return gather(slots, positions, view.for_kernels())
+
+
+def _gather_swa_kv_kernel(view, slots, positions, new_kv, *, dtype, interpret):
+    if new_kv is not None:
+        raise NotImplementedError("the kernel reads windows from the rings alone: new_kv must be None")
+    _check_dtype(dtype)
+    return kernels.gather_swa_kv(slots, positions, view.for_kernels(), interpret=interpret)
+
+
+def _check_dtype(dtype):
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        raise NotImplementedError(f"the kernel writes bfloat16, not dtype={jnp.dtype(dtype).name}")
+
+
+@with_kernel(_gather_compressed_kv_kernel)
 def gather_compressed_kv(
     view: ClassicalView,
     indices: Int[Array, "T K"],
@@ -30,15 +54,11 @@ def gather_compressed_kv(
     Returns:
       (kv, valid): kv [T, K, D], zeros where not valid; valid [T, K] bool. Keys and values are the same vectors.
     """
-    functions = {"xla": _gather_compressed_kv_xla, "kernel": _gather_compressed_kv_kernel}
-    return dispatch("gather_compressed_kv", implementation, view, indices, slots, **functions, dtype=dtype)
-
-
-def _gather_compressed_kv_xla(view, indices, slots, *, dtype):
     rows, valid = view.read(jnp.broadcast_to(slots[:, None], indices.shape), indices)
     return _mask(view.codec.decode(rows, dtype), valid)
 
 
+@with_kernel(_gather_all_compressed_kv_kernel)
 def gather_all_compressed_kv(
     view: ClassicalView,
     slots: Int[Array, "T"],
@@ -59,18 +79,13 @@ def gather_all_compressed_kv(
       only_visible: leave the result, `valid` included, unspecified where an entry is not visible, which saves time.
       implementation: as in `gather_compressed_kv`.
     """
-    functions = {"xla": _gather_all_compressed_kv_xla, "kernel": _gather_all_compressed_kv_kernel}
-    args = view, slots, positions
-    options = {"dtype": dtype, "only_visible": only_visible}
-    return dispatch("gather_all_compressed_kv", implementation, *args, **functions, **options)
-
-
-def _gather_all_compressed_kv_xla(view, slots, positions, *, dtype, only_visible):
     entries = jnp.arange(view.max_entries, dtype=jnp.int32)[None, :]
     visible = entries < valid_lengths(positions, view.compress_rate)[:, None]
-    return _gather_compressed_kv_xla(view, jnp.where(visible, entries, -1), slots, dtype=dtype)
+    indices = jnp.where(visible, entries, -1)
+    return gather_compressed_kv(view, indices, slots, dtype=dtype, implementation=implementation)
 
 
+@with_kernel(_gather_swa_kv_kernel)
 def gather_swa_kv(
     view: SWAView,
     slots: Int[Array, "T"],
@@ -91,11 +106,6 @@ def gather_swa_kv(
       dtype: dtype of the result.
       implementation: as in `gather_compressed_kv`; the kernel does not take `new_kv`.
     """
-    functions = {"xla": _gather_swa_kv_xla, "kernel": _gather_swa_kv_kernel}
-    return dispatch("gather_swa_kv", implementation, view, slots, positions, new_kv, **functions, dtype=dtype)
-
-
-def _gather_swa_kv_xla(view, slots, positions, new_kv, *, dtype):
     tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
     if new_kv is not None:
         new_kv = view.codec.fake_quantize(new_kv, dtype)
@@ -121,26 +131,3 @@ def window_rows(view, slots, positions, tokens, starts, new_kv, dtype):
 def _mask(kv, valid):
     # Selected, not multiplied: rows that were never written may hold NaN.
     return jnp.where(valid[..., None], kv, jnp.zeros((), kv.dtype)), valid
-
-
-def _gather_compressed_kv_kernel(view, indices, slots, *, dtype, interpret):
-    _check_dtype(dtype)
-    return kernels.gather_compressed_kv(slots, view.for_kernels(indices), interpret=interpret)
-
-
-def _gather_all_compressed_kv_kernel(view, slots, positions, *, dtype, only_visible, interpret):
-    _check_dtype(dtype)
-    gather = functools.partial(kernels.gather_all_compressed_kv, only_visible=only_visible, interpret=interpret)
-    return gather(slots, positions, view.for_kernels())
-
-
-def _gather_swa_kv_kernel(view, slots, positions, new_kv, *, dtype, interpret):
-    if new_kv is not None:
-        raise NotImplementedError("the kernel reads windows from the rings alone: new_kv must be None")
-    _check_dtype(dtype)
-    return kernels.gather_swa_kv(slots, positions, view.for_kernels(), interpret=interpret)
-
-
-def _check_dtype(dtype):
-    if jnp.dtype(dtype) != jnp.bfloat16:
-        raise NotImplementedError(f"the kernel writes bfloat16, not dtype={jnp.dtype(dtype).name}")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops.dispatch import dispatch
+from dsv4_jax.ops.dispatch import with_kernel
 from dsv4_jax.ops.rope import apply_rope_deterministic
 from dsv4_jax.ops.views import IndexerView, valid_lengths
 from dsv4_jax.quant import e8m0_value
@@ -20,6 +20,13 @@ from pallas_kernels.indexer_scores.round_index_query import round_index_query
 QUERY_BLOCK = 16
 
 
+def scores_kernel(view, q, weights, slots, positions, inv_freq, *, interpret, config=None):
+    """`indexer_scores` by the kernels; `config` is the one of `pallas_kernels.indexer_scores`."""
+    q, weights = round_index_query(q, weights, positions, inv_freq, quantized(view.layout), interpret=interpret)
+    return score_rounded_kernel(view, q, weights, slots, positions, config=config, interpret=interpret)
+
+
+@with_kernel(scores_kernel)
 def indexer_scores(
     view: IndexerView,
     q: Float[Array, "T H D"],
@@ -44,19 +51,8 @@ def indexer_scores(
       [T, E] float32 scores, E = max_blocks * entries per block. Row t has `valid_lengths(positions[t])` scores, -inf
       for an entry without a block. Other values are unspecified: "xla" writes -inf there, a kernel writes nothing.
     """
-    args = view, q, weights, slots, positions, inv_freq
-    return dispatch("indexer_scores", implementation, *args, xla=_scores_xla, kernel=scores_kernel)
-
-
-def _scores_xla(view, q, weights, slots, positions, inv_freq):
     q = round_index_query_xla(view.codec, q, positions, inv_freq)
     return score_rounded_xla(view, q, weights, slots, positions)
-
-
-def scores_kernel(view, q, weights, slots, positions, inv_freq, *, interpret, config=None):
-    """`indexer_scores` by the kernels; `config` is the one of `pallas_kernels.indexer_scores`."""
-    q, weights = round_index_query(q, weights, positions, inv_freq, quantized(view.layout), interpret=interpret)
-    return score_rounded_kernel(view, q, weights, slots, positions, config=config, interpret=interpret)
 
 
 def round_index_query_xla(codec, q, positions, inv_freq):

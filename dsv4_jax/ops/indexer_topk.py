@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops.dispatch import dispatch
+from dsv4_jax.ops.dispatch import with_kernel
 from pallas_kernels.indexer_topk import indexer_topk as kernel
 
 
+@with_kernel(kernel)
 def indexer_topk(
     scores: Float[Array, "T E"], lengths: Int[Array, "T"], k: int, *, implementation: str | None = None
 ) -> Int[Array, "T k"]:
@@ -27,10 +28,6 @@ def indexer_topk(
     Returns:
       [T, k] int32 indices; -1 at the end of rows with fewer than k selectable scores.
     """
-    return dispatch("indexer_topk", implementation, scores, lengths, xla=_indexer_topk_xla, kernel=kernel, k=k)
-
-
-def _indexer_topk_xla(scores, lengths, k):
     entries = scores.shape[1]
     inside = jnp.arange(entries, dtype=jnp.int32)[None, :] < lengths[:, None]
     scores = jnp.where(inside, scores, -jnp.inf)

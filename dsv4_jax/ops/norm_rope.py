@@ -8,13 +8,19 @@ from jaxtyping import Array, Float, Int
 
 from dsv4_jax.common.arguments import check_dtype
 from dsv4_jax.ops.append_swa import append_swa
-from dsv4_jax.ops.dispatch import dispatch
+from dsv4_jax.ops.dispatch import with_kernel
 from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.ops.views import SWAView
 from dsv4_jax.quant import LayerSlice, Rows, layer_stacks, round_to
 from pallas_kernels.norm_rope import norm_rope as norm_rope_kernel, norm_rope_append as norm_rope_append_kernel
 
 
+def _norm_rope_kernel(q, kv, weight, positions, inv_freq, **options):
+    weight, layer = layer_stacks(weight)
+    return norm_rope_kernel(q, kv, weight, positions, inv_freq, layer=layer, **options)
+
+
+@with_kernel(_norm_rope_kernel)
 def norm_rope(
     q: Float[Array, "T H D"],
     kv: Float[Array, "T D"],
@@ -39,10 +45,19 @@ def norm_rope(
       eps: added to the mean square.
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret" (bfloat16, D = 512).
     """
-    args = q, kv, weight, positions, inv_freq
-    return dispatch("norm_rope", implementation, *args, xla=_norm_rope_xla, kernel=_norm_rope_kernel, eps=eps)
+    normed = round_to(rms_normalize(q.astype(jnp.float32), eps), q.dtype)
+    row = round_to(weight[None, :] * rms_normalize(kv.astype(jnp.float32), eps), kv.dtype)
+    return apply_rope(normed, positions, inv_freq), apply_rope(row, positions, inv_freq)
 
 
+def _norm_rope_append_kernel(view, q, kv, weight, slots, positions, inv_freq, **options):
+    weight, layer = layer_stacks(weight)
+    arrays = q, kv, weight, slots, positions, inv_freq, view.for_kernels()
+    q, *pools = norm_rope_append_kernel(*arrays, layer=layer, **options)
+    return q, dataclasses.replace(view, rows=Rows(*pools))
+
+
+@with_kernel(_norm_rope_append_kernel)
 def norm_rope_append(
     view: SWAView,
     q: Float[Array, "T H D"],
@@ -66,34 +81,11 @@ def norm_rope_append(
       implementation: None (best available), "xla", "mosaic_gpu" or "interpret" (what both ops' kernels take).
     """
     check_dtype("kv", kv, "bfloat16", "float32")
-    args = view, q, kv, weight, slots, positions, inv_freq
-    functions = {"xla": _norm_rope_append_xla, "kernel": _norm_rope_append_kernel}
-    return dispatch("norm_rope_append", implementation, *args, **functions, eps=eps)
+    arrays = q, kv, weight, jnp.maximum(positions, 0), inv_freq
+    q, kv = norm_rope(*arrays, eps=eps, implementation=implementation)
+    return q, append_swa(view, kv, slots, positions, implementation=implementation)
 
 
 def rms_normalize(x: Float[Array, "... n"], eps: float) -> Float[Array, "... n"]:
     """`x / sqrt(mean(x**2) + eps)` over the last axis; float32 in and out."""
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-
-
-def _norm_rope_xla(q, kv, weight, positions, inv_freq, *, eps):
-    normed = round_to(rms_normalize(q.astype(jnp.float32), eps), q.dtype)
-    row = round_to(weight[None, :] * rms_normalize(kv.astype(jnp.float32), eps), kv.dtype)
-    return apply_rope(normed, positions, inv_freq), apply_rope(row, positions, inv_freq)
-
-
-def _norm_rope_kernel(q, kv, weight, positions, inv_freq, *, eps, interpret):
-    weight, layer = layer_stacks(weight)
-    return norm_rope_kernel(q, kv, weight, positions, inv_freq, layer=layer, eps=eps, interpret=interpret)
-
-
-def _norm_rope_append_xla(view, q, kv, weight, slots, positions, inv_freq, *, eps):
-    q, kv = norm_rope(q, kv, weight, jnp.maximum(positions, 0), inv_freq, eps=eps, implementation="xla")
-    return q, append_swa(view, kv, slots, positions, implementation="xla")
-
-
-def _norm_rope_append_kernel(view, q, kv, weight, slots, positions, inv_freq, *, eps, interpret):
-    weight, layer = layer_stacks(weight)
-    arrays = q, kv, weight, slots, positions, inv_freq, view.for_kernels()
-    q, *pools = norm_rope_append_kernel(*arrays, layer=layer, eps=eps, interpret=interpret)
-    return q, dataclasses.replace(view, rows=Rows(*pools))

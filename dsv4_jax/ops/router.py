@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.ops.dispatch import PreferXla, dispatch
+from dsv4_jax.ops.dispatch import PreferXla, with_kernel
 from dsv4_jax.ops.linear import linear
-from dsv4_jax.quant import LayerSlice, layer_stacks
+from dsv4_jax.quant import LayerSlice, layer_stacks, layer_value
 from pallas_kernels.router import MAX_TOKENS, router as router_kernel
 
 
@@ -26,6 +26,41 @@ class Routing(NamedTuple):
     permutation: tuple[Int[Array, "_"], Int[Array, "_"]] | None = None
 
 
+@jax.custom_jvp
+def _score(logits):
+    return jnp.sqrt(jax.nn.softplus(logits))
+
+
+@_score.defjvp
+def _(primals, tangents):
+    """The slope is `sigmoid(x) / (2 * score)`. Below -20 it is half the score: there the score is `exp(x / 2)`.
+
+    That quotient would be 0 / 0 where the score underflows, and its derivatives overflow before.
+    """
+    (logits,) = primals
+    (tangent,) = tangents
+    score = _score(logits)
+    small = logits < -20
+    slope = jnp.where(small, score / 2, jax.nn.sigmoid(logits) / (2 * jnp.where(small, 1.0, score)))
+    return score, slope * tangent
+
+
+def _router_kernel(x, weight, bias, table, token_ids, slots, *, interpret, **options):
+    _check(bias, table, token_ids)
+    if not interpret and x.shape[0] > MAX_TOKENS:
+        raise PreferXla(f"the kernel is for up to {MAX_TOKENS} tokens, got {x.shape[0]}")
+    weights, layer = layer_stacks((weight, bias, table))
+    return Routing(*router_kernel(x, *weights, token_ids, slots, layer=layer, interpret=interpret, **options))
+
+
+def _check(bias, table, token_ids):
+    if (bias is None) == (table is None) or (table is None) != (token_ids is None):
+        arguments = {"bias": bias, "table": table, "token_ids": token_ids}
+        names = ", ".join(name for name, value in arguments.items() if value is not None)
+        raise ValueError(f"either bias, or table and token_ids must be given, got {names or 'none of them'}")
+
+
+@with_kernel(_router_kernel)
 def router(
     x: Float[Array, "T D"],
     weight: Float[Array, "E D"] | LayerSlice,
@@ -59,50 +94,16 @@ def router(
     Raises:
       ValueError: neither or both of bias and table are given, or a table without token ids.
     """
-    if (bias is None) == (table is None) or (table is None) != (token_ids is None):
-        arguments = {"bias": bias, "table": table, "token_ids": token_ids}
-        names = ", ".join(name for name, value in arguments.items() if value is not None)
-        raise ValueError(f"either bias, or table and token_ids must be given, got {names or 'none of them'}")
-    args = x, weight, bias, table, token_ids, slots
-    functions = {"xla": _router_xla, "kernel": _router_kernel}
-    return dispatch("router", implementation, *args, **functions, top_k=top_k, scaling_factor=scaling_factor)
-
-
-@jax.custom_jvp
-def _score(logits):
-    return jnp.sqrt(jax.nn.softplus(logits))
-
-
-@_score.defjvp
-def _(primals, tangents):
-    """The slope is `sigmoid(x) / (2 * score)`. Below -20 it is half the score: there the score is `exp(x / 2)`.
-
-    That quotient would be 0 / 0 where the score underflows, and its derivatives overflow before.
-    """
-    (logits,) = primals
-    (tangent,) = tangents
-    score = _score(logits)
-    small = logits < -20
-    slope = jnp.where(small, score / 2, jax.nn.sigmoid(logits) / (2 * jnp.where(small, 1.0, score)))
-    return score, slope * tangent
-
-
-def _router_xla(x, weight, bias, table, token_ids, slots, *, top_k, scaling_factor):
+    _check(bias, table, token_ids)
     scores = _score(linear(x.astype(jnp.float32), weight)[0])
-    if bias is None:
-        experts = jnp.take(table, token_ids, axis=0, mode="clip")
-    else:
+    if bias is not None:
         experts = jax.lax.top_k(scores + bias[None, :], top_k)[1]
+    else:
+        assert token_ids is not None
+        experts = jnp.take(layer_value(table), token_ids, axis=0, mode="clip")
     weights = jnp.take_along_axis(scores, experts, axis=1)
     weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20) * scaling_factor
     if slots is None:
         return Routing(experts, weights)
     is_token = slots[:, None] >= 0
     return Routing(jnp.where(is_token, experts, -1), jnp.where(is_token, weights, 0.0))
-
-
-def _router_kernel(x, weight, bias, table, token_ids, slots, *, interpret, **options):
-    if not interpret and x.shape[0] > MAX_TOKENS:
-        raise PreferXla(f"the kernel is for up to {MAX_TOKENS} tokens, got {x.shape[0]}")
-    weights, layer = layer_stacks((weight, bias, table))
-    return Routing(*router_kernel(x, *weights, token_ids, slots, layer=layer, interpret=interpret, **options))

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from dsv4_jax.common.mesh_axes import MODEL_AXIS
 from dsv4_jax.ops.context_parallel import attend_to_shards
 from dsv4_jax.ops.dense_rows import dense_rows, max_runs, ring_of_call
-from dsv4_jax.ops.dispatch import dispatch
+from dsv4_jax.ops.dispatch import with_kernel
 from dsv4_jax.ops.gather import gather_all_compressed_kv, gather_compressed_kv, window_rows
 from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.ops.views import AttentionKV, run_bounds
@@ -49,6 +49,38 @@ class PrefillConfig:
         return kv.compressed is None or max_runs(kv.window, tokens) * kv.compressed.max_entries <= max_rows
 
 
+def _sparse_attention_kernel(q, sinks, kv, slots, positions, inv_freq, *, context_parallel, prefill, interpret):
+    tokens, heads, _ = q.shape
+    # Kernels rotate back what lies in one warpgroup; XLA does the rest.
+    in_kernel = inv_freq is not None and len(inv_freq) <= MAX_PAIRS and len(inv_freq) % 4 == 0
+    kernel_freq, xla_freq = (inv_freq, None) if in_kernel else (None, inv_freq)
+    stack, layer = layer_stacks(sinks)
+    if prefill.takes(kv, tokens):
+        rows = dense_rows(kv, slots, positions, implementation="interpret" if interpret else "mosaic_gpu")
+        if context_parallel:
+            # Each device has zeros for the entries of others.
+            rows = dataclasses.replace(rows, entries=jax.lax.psum(rows.entries, MODEL_AXIS))
+        padded = _pad_heads(q, HEADS), _pad_heads(stack, HEADS, axis=-1)
+        out = prefill_attention(*padded, rows, kernel_freq, layer=layer, interpret=interpret)
+        return _inverse_rope(out[:, :heads], positions, xla_freq)
+
+    rings = kv.window.for_kernels() if kv.new_kv is None else ring_of_call(kv.window, kv.new_kv, slots, positions)
+    entries = None if kv.compressed is None else kv.compressed.for_kernels(kv.indices)
+    if not context_parallel:
+        padded = _pad_heads(q), _pad_heads(stack, axis=-1)
+        arrays = *padded, slots, positions, rings, entries, kernel_freq
+        out = decode_attention(*arrays, layer=layer, interpret=interpret)
+        return _inverse_rope(out[:, :heads], positions, xla_freq)
+
+    def attend(q, with_window):
+        visible = dataclasses.replace(rings, layer=jnp.where(with_window, rings.layer, -1))
+        splits = attention_sums(_pad_heads(q), slots, positions, visible, entries, interpret=interpret)
+        return jax.tree.map(lambda x: x[:, : q.shape[1]], _merge_splits(*splits))
+
+    return _inverse_rope(attend_to_shards(attend, q, layer_value(sinks)), positions, inv_freq)
+
+
+@with_kernel(_sparse_attention_kernel)
 def sparse_attention(
     q: Float[Array, "T H D"],
     sinks: Float[Array, "H"] | LayerSlice,
@@ -85,19 +117,12 @@ def sparse_attention(
     Returns:
       [T, H, D] in `q.dtype`; zeros for padding tokens.
     """
-    functions = {"xla": _sparse_attention_xla, "kernel": _sparse_attention_kernel}
-    options = {"context_parallel": context_parallel, "prefill": prefill}
-    args = q, sinks, kv, slots, positions, inv_freq
-    return dispatch("sparse_attention", implementation, *args, **functions, **options)
-
-
-def _sparse_attention_xla(q, sinks, kv, slots, positions, inv_freq, *, context_parallel, prefill):
     if context_parallel:
 
         def attend(q, with_window):
             return _by_token(_softmax_sums, q, kv, slots, positions, with_window)
 
-        out = attend_to_shards(attend, q, sinks)
+        out = attend_to_shards(attend, q, layer_value(sinks))
     else:
         out = _by_token(functools.partial(_attend_dense, sinks=sinks), q, kv, slots, positions, True)
     return _inverse_rope(out, positions, inv_freq)
@@ -148,37 +173,6 @@ def _softmax_sums(q, rows, valid, least=LOWEST):
     weights = jnp.exp(scores - largest[:, None])
     out = jnp.einsum("hn,nd->hd", round_to(weights, q.dtype).astype(jnp.float32), rows, precision="highest")
     return out, largest, jnp.sum(weights, axis=1)
-
-
-def _sparse_attention_kernel(q, sinks, kv, slots, positions, inv_freq, *, context_parallel, prefill, interpret):
-    tokens, heads, _ = q.shape
-    # Kernels rotate back what lies in one warpgroup; XLA does the rest.
-    in_kernel = inv_freq is not None and len(inv_freq) <= MAX_PAIRS and len(inv_freq) % 4 == 0
-    kernel_freq, xla_freq = (inv_freq, None) if in_kernel else (None, inv_freq)
-    stack, layer = layer_stacks(sinks)
-    if prefill.takes(kv, tokens):
-        rows = dense_rows(kv, slots, positions, implementation="interpret" if interpret else "mosaic_gpu")
-        if context_parallel:
-            # Each device has zeros for the entries of others.
-            rows = dataclasses.replace(rows, entries=jax.lax.psum(rows.entries, MODEL_AXIS))
-        padded = _pad_heads(q, HEADS), _pad_heads(stack, HEADS, axis=-1)
-        out = prefill_attention(*padded, rows, kernel_freq, layer=layer, interpret=interpret)
-        return _inverse_rope(out[:, :heads], positions, xla_freq)
-
-    rings = kv.window.for_kernels() if kv.new_kv is None else ring_of_call(kv.window, kv.new_kv, slots, positions)
-    entries = None if kv.compressed is None else kv.compressed.for_kernels(kv.indices)
-    if not context_parallel:
-        padded = _pad_heads(q), _pad_heads(stack, axis=-1)
-        arrays = *padded, slots, positions, rings, entries, kernel_freq
-        out = decode_attention(*arrays, layer=layer, interpret=interpret)
-        return _inverse_rope(out[:, :heads], positions, xla_freq)
-
-    def attend(q, with_window):
-        visible = dataclasses.replace(rings, layer=jnp.where(with_window, rings.layer, -1))
-        splits = attention_sums(_pad_heads(q), slots, positions, visible, entries, interpret=interpret)
-        return jax.tree.map(lambda x: x[:, : q.shape[1]], _merge_splits(*splits))
-
-    return _inverse_rope(attend_to_shards(attend, q, layer_value(sinks)), positions, inv_freq)
 
 
 def _merge_splits(sums, stats):

@@ -1,7 +1,7 @@
 """Checks of the arguments that the kernels of experts have in common."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +12,16 @@ from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.layer_operands import check_weight
 
 
-class ExpertOperands(NamedTuple):
-    """The weights of all experts, of all layers if there is an axis of layers."""
-
-    layout: WeightLayout
-    number: int  # number of experts of a layer
-    inner: int  # channels between the two maps of an expert
-    # [layers * 2 * number, inner, ..] codes or weights, [layers * 2 * number, .., at least 16] scales or None
-    gate_up: tuple[Any, Any]
-    down: tuple[Any, Any]  # [layers * number, D, ..] codes or weights, and scales or None
-
-
 def check_operands(
     x: jax.Array, selected: jax.Array, weights: jax.Array, gate_up, down, layer: jax.Array | None
-) -> ExpertOperands:
-    """Refuses arrays of other dtypes and shapes than `experts` documents."""
+) -> tuple[WeightLayout, int, int, list[tuple[Any, Any]]]:
+    """Refuses arrays of other dtypes and shapes than `experts` documents.
+
+    Returns:
+      (layout, number of experts of a layer, channels between the two maps, matrices). The matrices are gate_up, codes
+      or weights [layers * 2 * number, inner, ..] and scales [layers * 2 * number, .., at least 16] or None, and down,
+      [layers * number, D, ..] and scales or None.
+    """
     tokens, depth = x.shape
     check_array("x", x, jnp.bfloat16, None, None)
     check_array("selected", selected, jnp.int32, tokens, None)
@@ -49,7 +44,7 @@ def check_operands(
     rule = f"256 channels of an expert, or multiples of {multiple}, got {inner}"
     valid_inner = inner == 256 or inner % multiple == 0
     check_rules({f"channels in multiples of {multiple}, got {depth}": depth % multiple == 0, rule: valid_inner})
-    return ExpertOperands(layout, number, inner, *matrices)
+    return layout, number, inner, matrices
 
 
 def check_shared(

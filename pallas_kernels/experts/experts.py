@@ -87,7 +87,7 @@ def experts(
       NotImplementedError: the kernel does not take these shapes or dtypes.
     """
     tokens, depth = x.shape
-    layout, number, inner, *matrices = check_operands(x, selected, weights, gate_up, down, layer)
+    layout, number, inner, matrices = check_operands(x, selected, weights, gate_up, down, layer)
     pairs = selected.size
     check_rules({f"1 to {MAX_PAIRS} pairs of a token and an expert, got {pairs}": 0 < pairs <= MAX_PAIRS})
     selected = selected.reshape(-1)
@@ -127,8 +127,8 @@ def _run_maps(p, x, routing, operands, interpret):
         return _launch(p, (hidden, y), inputs, routing, operands, interpret)[1]
     # Blocks that may run one after the other cannot wait for each other.
     for linear_map, out_type in (GATE_UP, hidden), (DOWN, y):
-        launch = dataclasses.replace(p, maps=(linear_map,))
-        (inputs,) = _launch(launch, (out_type,), inputs, routing, operands, interpret)
+        one_map = dataclasses.replace(p, maps=(linear_map,))
+        (inputs,) = _launch(one_map, (out_type,), inputs, routing, operands, interpret)
     return inputs
 
 
@@ -192,7 +192,12 @@ class ExpertsProblem:
         """The largest number of groups of pairs. The next number is that of the shared expert."""
         return max_groups(self.pairs, self.experts)
 
-    def first_tiles(self, groups: Any, i: int, worker: Any, workers: int) -> tuple[Any, Any]:
+    @property
+    def first_term(self) -> int:
+        """The number of the counter of the first tile's terms, behind those of groups and of the shared expert."""
+        return self.groups + 1
+
+    def first_tiles(self, groups, i: int, worker, workers: int) -> tuple[Any, Any]:
         """Returns where a block's tiles of map `i` begin: among those of all groups, and of the shared expert.
 
         The shared expert's tiles, which have more bits, are spread evenly. The others are spread so that every block
@@ -208,10 +213,10 @@ class ExpertsProblem:
         larger = FP8.bits
         shared_start = lax.div(worker * shared, workers)
         total = bits * tiles + larger * shared
-        rest = lax.div(worker * total, workers) - larger * shared_start + bits // 2
+        routed_bits = lax.div(worker * total, workers) - larger * shared_start + bits // 2
         # Only if there is work of one shared tile for each block: no block can have a negative number of other tiles.
         balanced = total >= larger * workers
-        return jnp.where(balanced, jnp.clip(lax.div(rest, bits), 0, tiles), evenly), shared_start
+        return jnp.where(balanced, jnp.clip(lax.div(routed_bits, bits), 0, tiles), evenly), shared_start
 
     def max_groups(self, i: int, workers: int) -> int:
         """Returns the largest number of groups of which one block has tiles of map `i`."""
@@ -227,7 +232,7 @@ def _launch(p, out_type, inputs, routing, operands, interpret):
     sizes = [p.max_groups(i, workers) for i in p.maps]
     launch = kernel(
         functools.partial(_body, p),
-        out_type=[out for outs in out_type for out in outs],
+        out_type=out_type,
         kernel_name="experts",
         grid={"worker": workers},
         num_threads=skinny_gemm.WARPGROUPS,
@@ -239,19 +244,11 @@ def _launch(p, out_type, inputs, routing, operands, interpret):
         },
         interpret=interpret,
     )
-    return _by_map(p, launch(*routing, inputs, *operands), len(inputs))
+    return launch(routing, inputs, *operands)
 
 
-def _by_map(p, outs, first):
-    """Splits outputs, of which the first map has `first`, by map."""
-    return [outs[:first], outs[first:]] if len(p.maps) > 1 else [outs]
-
-
-def _body(p, *refs, tables_smem, factors_smem, groups_ready, skinny):
-    *routing, inputs, weights, layer_gmem = refs[:7]
+def _body(p, routing, inputs, weights, layer_gmem, *outs, tables_smem, factors_smem, groups_ready, skinny):
     matrices, shared_matrices = weights_of_layer(weights, layer_gmem)
-    routing = RoutedPairs(*routing)
-    outs = _by_map(p, refs[7:], len(inputs))
     worker, warpgroup = axis_indices("worker", "warpgroup")
     workers = lax.axis_size("worker")
     groups = routing.counts[0]
@@ -263,22 +260,22 @@ def _body(p, *refs, tables_smem, factors_smem, groups_ready, skinny):
 
     @pl.when(warpgroup == EPILOGUE)
     def _():
-        for ((_, _, first_group), _), own in zip(ranges, tables_smem, strict=True):
-            pair_groups.load_groups(routing.groups, first_group, own)
+        for ((_, _, first_group), _), table_smem in zip(ranges, tables_smem, strict=True):
+            pair_groups.load_groups(routing.groups, first_group, table_smem)
 
     barriers.sync_block(groups_ready)
     if factors_smem is not None:
         load_weights = functools.partial(pair_groups.load_weights, routing.weights, tables_smem[0], factors_smem)
         pl.when(warpgroup == EPILOGUE)(load_weights)
 
-    order = TileOrder(p, routing.counts)
     products = []
-    for n, (i, (own, shared)) in enumerate(zip(p.maps, ranges, strict=True)):
+    for n, (i, (tiles, shared_tiles)) in enumerate(zip(p.maps, ranges, strict=True)):
         sources = inputs if n == 0 else outs[0]
-        tables = (tables_smem[n], factors_smem)
-        products.append(_routed_product(order, i, own, tables, sources[0], outs[n][0], matrices[i]))
+        tables = tables_smem[n], factors_smem, routing.counts
+        products.append(_routed_product(p, i, tiles, tables, sources[0], outs[n][0], matrices[i]))
         if p.shared:
-            products.append(_shared_product(order, i, shared, sources[1], outs[n][1], shared_matrices[i]))
+            arrays = routing.counts, sources[1], outs[n][1], shared_matrices[i]
+            products.append(_shared_product(p, i, shared_tiles, *arrays))
     p.gemm.run(warpgroup, products, skinny)
 
     if len(outs[-1]) > 2:
@@ -287,38 +284,25 @@ def _body(p, *refs, tables_smem, factors_smem, groups_ready, skinny):
         def _():
             terms, last, total = outs[-1]
             arrays = total, terms, last, routing.selected, routing.counts
-            tile_counters.add_up_terms(*arrays, order.first_term, worker, workers, p.experts)
+            tile_counters.add_up_terms(*arrays, p.first_term, worker, workers, p.experts)
 
 
-@dataclasses.dataclass(frozen=True)
-class TileOrder:
-    """The dependencies between tiles of a launch, by counters in global memory."""
-
-    problem: ExpertsProblem
-    counts: Any  # see `RoutedPairs`
-
-    @property
-    def first_term(self) -> int:
-        """The number of the counter of the first tile's terms, behind those of groups and of the shared expert."""
-        return self.problem.groups + 1
-
-    def wait_for_inputs(self, i: int, group: jax.Array, tiles: tuple[int, int]) -> None:
-        """Waits until a group's `tiles` of gate_up are written, if map `i` of this launch reads them."""
-        if i == DOWN and GATE_UP in self.problem.maps:
-            tile_counters.wait_for_tiles(self.counts, group, tiles[GATE_UP])
-
-    def tile_stored(self, i: int, group: jax.Array, tile: jax.Array) -> None:
-        """Signals a tile of map `i` if this launch waits for it."""
-        p = self.problem
-        if len(p.maps) > 1 and (i == GATE_UP or p.shared):
-            tile_counters.signal_tile(self.counts, group if i == GATE_UP else self.first_term + tile)
+def _wait_for_inputs(p, counts, i, group, tiles):
+    """Waits until a group's `tiles` of gate_up are written, if map `i` of this launch reads them."""
+    if i == DOWN and GATE_UP in p.maps:
+        tile_counters.wait_for_tiles(counts, group, tiles[GATE_UP])
 
 
-def _routed_product(order, i, own, tables, source_gmem, out_gmem, matrix):
+def _signal_tile(p, counts, i, group, tile):
+    """Signals a tile of map `i` if this launch waits for it."""
+    if len(p.maps) > 1 and (i == GATE_UP or p.shared):
+        tile_counters.signal_tile(counts, group if i == GATE_UP else p.first_term + tile)
+
+
+def _routed_product(p, i, block_tiles, tables, source_gmem, out_gmem, matrix):
     """Returns the product of a block's tiles of map `i`, (first, count, first group): group after group of pairs."""
-    p = order.problem
-    begin, count, first_group = own
-    tables_smem, factors_smem = tables
+    begin, count, first_group = block_tiles
+    tables_smem, factors_smem, counts = tables
     tiles = jnp.int32(p.tiles[i])
     gated = i == GATE_UP
 
@@ -341,7 +325,7 @@ def _routed_product(order, i, own, tables, source_gmem, out_gmem, matrix):
     def load_inputs(n, load):
         @pl.when((n == 0) | (lax.rem(begin + n, tiles) == 0))
         def _():
-            order.wait_for_inputs(i, first_group + group_of(n), p.tiles)
+            _wait_for_inputs(p, counts, i, first_group + group_of(n), p.tiles)
             load(source_gmem, pairs_of(n), p.top_k if gated else 1)
 
     def finish(n, sums):
@@ -349,17 +333,16 @@ def _routed_product(order, i, own, tables, source_gmem, out_gmem, matrix):
         weights = factors_smem.at[pl.ds(group_of(n) * COLUMNS, COLUMNS)] if gated else None
         limit = p.limit if gated else None
         epilogue.store_few(out_gmem, sums, tile, limit=limit, rows_smem=pairs_of(n), weights_smem=weights)
-        order.tile_stored(i, first_group + group_of(n), tile)
+        _signal_tile(p, counts, i, first_group + group_of(n), tile)
 
     depth = p.depth if gated else p.inner
     codes, scales = matrix
     return Product(p.layout, codes, scales, count, depth, 0, gated, rows_of, load_inputs, finish)
 
 
-def _shared_product(order, i, own, source_gmem, out_gmem, matrix):
+def _shared_product(p, i, block_tiles, counts, source_gmem, out_gmem, matrix):
     """Returns the product of a block's tiles, (first, count), of the shared expert's map `i`, in one group."""
-    p = order.problem
-    begin, count = own
+    begin, count = block_tiles
     gated = i == GATE_UP
     group = jnp.int32(p.groups)
 
@@ -371,12 +354,12 @@ def _shared_product(order, i, own, source_gmem, out_gmem, matrix):
     def load_inputs(n, load):
         @pl.when(n == 0)
         def _():
-            order.wait_for_inputs(i, group, p.shared_tiles)
+            _wait_for_inputs(p, counts, i, group, p.shared_tiles)
             load(source_gmem, p.tokens)
 
     def finish(n, sums):
         epilogue.store_few(out_gmem, sums, begin + n, limit=p.limit if gated else None)
-        order.tile_stored(i, group, begin + n)
+        _signal_tile(p, counts, i, group, begin + n)
 
     depth = p.depth if gated else p.shared
     codes, scales = matrix

@@ -85,7 +85,7 @@ def grouped_experts(
       NotImplementedError: the kernel does not take these shapes or dtypes.
     """
     tokens, depth = x.shape
-    layout, number, inner, *matrices = check_operands(x, selected, weights, gate_up, down, layer)
+    layout, number, inner, matrices = check_operands(x, selected, weights, gate_up, down, layer)
     rule = f"up to {MAX_EXPERTS} experts, got {number}"
     check_rules({"at least one token": tokens > 0, rule: number <= MAX_EXPERTS})
     config = config or Config.heuristic(selected.size, number)

@@ -21,7 +21,7 @@ def group_by_expert(
     groups = routing.max_groups(selected.size, experts)
     sizes = groups * GROUP_WORDS, routing.counts_size(groups, channels)
     launch = kernel(
-        functools.partial(_body, experts),
+        functools.partial(routing.group_pairs, experts=experts),
         out_type=tuple(jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes),
         kernel_name="experts_group_pairs",
         grid={"worker": 1},
@@ -29,10 +29,6 @@ def group_by_expert(
         interpret=interpret,
     )
     return tuple(launch(selected))
-
-
-def _body(experts, selected_gmem, table_gmem, counts_gmem, *, scratch_smem):
-    routing.group_pairs(selected_gmem, table_gmem, counts_gmem, experts, scratch_smem)
 
 
 @primitive

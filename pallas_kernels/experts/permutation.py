@@ -40,19 +40,15 @@ def sort_by_expert(
     places = -(-(pairs + (ALIGNMENT - 1) * min(number, pairs)) // ALIGNMENT) * ALIGNMENT
     tiles = min(pairs, number + pairs // size)
     launch = kernel(
-        functools.partial(_body, number, size),
+        functools.partial(sort_pairs, number=number, size=size),
         out_type=tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((places,), (1,), (3, tiles))),
         kernel_name="sort_by_expert",
         grid={"block": 1},
         num_threads=1 if interpret else WARPGROUPS,
-        scratch_types={"scratch_smem": plgpu.SMEM((MAX_EXPERTS + 64,), jnp.int32)},
+        scratch_types={"scratch": plgpu.SMEM((MAX_EXPERTS + 64,), jnp.int32)},
         interpret=interpret,
     )
     return tuple(launch(selected))
-
-
-def _body(number, size, selected_gmem, order_gmem, count_gmem, tiles_gmem, *, scratch_smem):
-    sort_pairs(selected_gmem, order_gmem, count_gmem, tiles_gmem, number, size, scratch_smem)
 
 
 @primitive

@@ -113,9 +113,13 @@ def _check_operands(streams, fn, base, scale, weight, layer, y, mixing):
         check_array("mixing", mixing, jnp.float32, tokens, MIXING)
     widths = range(collapse.CHANNELS, MAX_WIDTH + 1, collapse.CHANNELS)
     max_tokens = ((1 << 31) - 1) // (STREAMS * max(width, 1))
-    check_rules({f"{MIXING} or {STREAMS} rows of fn, got {rows}": rows in (MIXING, STREAMS)})
-    check_rules({f"1024, 2048, .. or {MAX_WIDTH} channels, got {width}": width in widths})
-    check_rules({f"1 to {max_tokens} tokens of {width} channels, got {tokens}": 0 < tokens <= max_tokens})
+    check_rules(
+        {
+            f"{MIXING} or {STREAMS} rows of fn, got {rows}": rows in (MIXING, STREAMS),
+            f"1024, 2048, .. or {MAX_WIDTH} channels, got {width}": width in widths,
+            f"1 to {max_tokens} tokens of {width} channels, got {tokens}": 0 < tokens <= max_tokens,
+        }
+    )
 
 
 def fuses_all_reduce(tokens: int, _: int, width: int) -> bool:

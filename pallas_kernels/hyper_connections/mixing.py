@@ -75,7 +75,7 @@ def add_channels(refs: StreamRefs, index: jax.Array, channels: int) -> None:
     refs.partials[:, pl.ds(sums_start + SQUARES, 1)] = jnp.sum(values * values, axis=(1, 2))[:, None]
 
 
-def load_streams(streams: Any, y: Any, token: U32, channel: U32) -> list[list[U32]]:
+def load_streams(streams, y, token: U32, channel: U32) -> list[list[U32]]:
     """Loads 8 channels of each of a token's streams, and of y if there is one, four words each."""
     width = streams.type.shape[2]
     pointer = mlir.element(streams, token * (STREAMS * width) + channel, 2)
@@ -83,7 +83,7 @@ def load_streams(streams: Any, y: Any, token: U32, channel: U32) -> list[list[U3
     return fours if y is None else [*fours, words.load_four(mlir.element(y, token * width + channel, 2))]
 
 
-def store_streams(new: Any, token: U32, channel: U32, fours: Sequence[Sequence[U32]]) -> None:
+def store_streams(new, token: U32, channel: U32, fours: Sequence[Sequence[U32]]) -> None:
     """Stores 8 channels of each of a token's new streams."""
     width = new.type.shape[2]
     pointer = mlir.element(new, token * (STREAMS * width) + channel, 2)
@@ -91,7 +91,7 @@ def store_streams(new: Any, token: U32, channel: U32, fours: Sequence[Sequence[U
         words.store_four(mlir.at(pointer, 2 * width * k), fours[k])
 
 
-def load_factors(pointer: Any) -> list[list[Any]]:
+def load_factors(pointer) -> list[list[Any]]:
     """Loads a token's post [4] and comb [4][4] from its mixing weights in global memory, as MLIR float32."""
     fours = [words.load_four(mlir.at(pointer, 4 * STREAMS * (1 + j))) for j in range(1 + STREAMS)]
     return [[thread_ops.as_float(x) for x in four] for four in fours]
@@ -115,7 +115,7 @@ def _mix_word(streams_and_y, factors):
         yield words.pack(*both)
 
 
-def store_and_square(fours: Sequence[Sequence[U32]], addresses: Iterable[U32]) -> Any:
+def store_and_square(fours: Sequence[Sequence[U32]], addresses: Iterable[U32]):
     """Stores four words of each stream to shared memory; returns the sum of their values' squares, an MLIR float32."""
     sums = [mlir.f32(0.0), mlir.f32(0.0)]
     for four, address in zip(fours, addresses, strict=True):

@@ -128,10 +128,10 @@ def split_weight(target, fn, index: jax.Array, warpgroup: jax.Array) -> None:
     def _():
         for chunk in range(CHUNKS):
             for j in range(STREAMS):
-                rest = fn[:, pl.ds(j * width + index * CHANNELS + chunk * CHUNK, CHUNK)]
+                remainder = fn[:, pl.ds(j * width + index * CHANNELS + chunk * CHUNK, CHUNK)]
                 for i in range(PARTS):
-                    piece = round_bfloat16(rest)
-                    rest = rest - piece
+                    piece = round_bfloat16(remainder)
+                    remainder = remainder - piece
                     piece = jnp.pad(piece, ((0, padded - rows), (0, 0))).astype(jnp.bfloat16)
                     target[chunk * STREAMS + j, pl.ds(i * padded, padded)] = piece
 
@@ -162,9 +162,9 @@ def _emit_split_weight(target, fn, index, warpgroup):
             thread_ops.store_vector(_swizzled(base, line, inner), [*low, *high])
 
     share = WARPGROUPS * THREADS
-    for first in range(0, units, share):
-        with thread_ops.when(thread + first < units):
-            visit(thread + first)
+    for first_unit in range(0, units, share):
+        with thread_ops.when(thread + first_unit < units):
+            visit(thread + first_unit)
     mlir.ptx("fence.proxy.async.shared::cta;")
 
 

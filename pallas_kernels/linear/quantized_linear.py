@@ -11,7 +11,6 @@ import functools
 import itertools
 import operator
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -207,7 +206,7 @@ class QuantizedLinearProblem:
         """The number of bytes of shared memory beside the GEMM's."""
         return OTHER_BYTES + self.exchange.num_bytes
 
-    def first_tile(self, worker: Any) -> Any:
+    def first_tile(self, worker):
         """Returns where a cluster's range begins: every cluster reads as many bytes, up to a part of a tile."""
         clip, divide = (jnp.clip, lax.div) if isinstance(worker, jax.Array) else (np.clip, operator.floordiv)
         bits = [layout.bits * tiles for layout, tiles in self.matrices]

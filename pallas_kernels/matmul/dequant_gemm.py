@@ -146,43 +146,32 @@ class DequantGemm:
 
     def scratch(self) -> DequantScratch:
         """Returns the types of scratch for `run`."""
-        other = self.warpgroups * epilogue.STAGING_BYTES
-        arrivals = {"num_arrivals": self.warpgroups}
-        ring: dict[str, Any] = dict.fromkeys(DequantScratch._fields)
+        has_codes_ring = self.code_steps > 1
+        has_scales = self.layout.bits == 4
+        matrix_rows = self.rows // self.matrices
         row_bytes = self.code_steps * self.step_bytes
-        if self.code_steps > 1:
-            other += CODES_STAGES * self.rows * row_bytes
-            ring |= {
-                "codes_full": plgpu.Barrier(num_barriers=CODES_STAGES),
-                "codes_empty": plgpu.Barrier(num_barriers=CODES_STAGES, **arrivals),
-            }
-        if self.layout.bits == 4:
-            shape = SCALES_STAGES, self.matrices, self.rows // self.matrices * self.scales // SCALE_BYTES, SCALE_BYTES
-            other += math.prod(shape)
-            ring |= {
-                "scales_smem": plgpu.SMEM(shape, jnp.uint8),
-                "scales_full": plgpu.Barrier(num_barriers=SCALES_STAGES),
-                "scales_empty": plgpu.Barrier(num_barriers=SCALES_STAGES, **arrivals),
-            }
-        stage_bytes = self.rows * self.step_bytes * (self.code_steps == 1) + 2 * self.step_columns * self.inputs
-        stages = min((STAGING_BYTES - other) // stage_bytes, MAX_STAGES)
-        in_cluster = functools.partial(plgpu.ClusterBarrier, collective_axes=("block",))
-        barrier = in_cluster if self.blocks > 1 else plgpu.Barrier
-        codes_stages = stages if self.code_steps == 1 else CODES_STAGES
-        width = self.layout.elements(self.layout.columns(row_bytes))
-        codes = codes_stages, self.matrices, self.rows // self.matrices, width
+        scales = SCALES_STAGES, self.matrices, matrix_rows * self.scales // SCALE_BYTES, SCALE_BYTES
+        ring_bytes = has_codes_ring * CODES_STAGES * self.rows * row_bytes + has_scales * math.prod(scales)
+        free_bytes = STAGING_BYTES - self.warpgroups * epilogue.STAGING_BYTES - ring_bytes
+        stage_bytes = self.rows * self.step_bytes * (not has_codes_ring) + 2 * self.step_columns * self.inputs
+        stages = min(free_bytes // stage_bytes, MAX_STAGES)
+        codes_stages = CODES_STAGES if has_codes_ring else stages
+        codes = codes_stages, self.matrices, matrix_rows, self.layout.elements(self.layout.columns(row_bytes))
         transforms = dequant_wgmma.code_transforms(self.layout, row_bytes)
+        inputs = stages, self.inputs, self.step_columns
+        emptied = functools.partial(plgpu.Barrier, num_arrivals=self.warpgroups)
+        in_cluster = functools.partial(plgpu.ClusterBarrier, collective_axes=("block",), num_arrivals=self.warpgroups)
         return DequantScratch(
-            **ring
-            | {
-                "codes_smem": plgpu.SMEM(codes, self.layout.dtype, transforms=transforms),
-                "inputs_smem": plgpu.SMEM(
-                    (stages, self.inputs, self.step_columns), jnp.bfloat16, transforms=TRANSFORMS
-                ),
-                "staging_smem": plgpu.SMEM((self.warpgroups, epilogue.STAGING_BYTES), jnp.uint8),
-                "stage_full": plgpu.Barrier(num_arrivals=1 + (self.code_steps == 1), num_barriers=stages),
-                "stage_empty": barrier(num_barriers=stages, **arrivals),
-            }
+            codes_smem=plgpu.SMEM(codes, self.layout.dtype, transforms=transforms),
+            codes_empty=emptied(num_barriers=CODES_STAGES) if has_codes_ring else None,
+            codes_full=plgpu.Barrier(num_barriers=CODES_STAGES) if has_codes_ring else None,
+            stage_empty=(in_cluster if self.blocks > 1 else emptied)(num_barriers=stages),
+            stage_full=plgpu.Barrier(num_arrivals=1 if has_codes_ring else 2, num_barriers=stages),
+            inputs_smem=plgpu.SMEM(inputs, jnp.bfloat16, transforms=TRANSFORMS),
+            scales_empty=emptied(num_barriers=SCALES_STAGES) if has_scales else None,
+            scales_full=plgpu.Barrier(num_barriers=SCALES_STAGES) if has_scales else None,
+            scales_smem=plgpu.SMEM(scales, jnp.uint8) if has_scales else None,
+            staging_smem=plgpu.SMEM((self.warpgroups, epilogue.STAGING_BYTES), jnp.uint8),
         )
 
     def run(self, warpgroup: jax.Array, operands: Operands, refs: DequantScratch) -> None:
@@ -253,14 +242,14 @@ def _load_codes(codes_gmem, piece, codes_smem, full):
     plgpu.copy_gmem_to_smem(codes_gmem.at[:, :, pl.ds(piece * elements, elements)], codes_smem, full)
 
 
-def _load_scales(gemm, operands, refs, place, number, step):
+def _load_scales(gemm, operands, refs, tile, number, step):
     """Copies FP4's scales of the steps from `step` on, the `number`-th ones of the block."""
     slot = barriers.turn(refs.scales_full, number)
     barriers.wait_empty(refs.scales_empty, number)
     columns = pl.ds(lax.div(step, gemm.scale_steps) * SCALE_BYTES, SCALE_BYTES)
     lines = refs.scales_smem.shape[2]
-    first_line = lax.div(place.row, gemm.rows // gemm.matrices) * lines
-    scales_gmem = operands.scales_gmem.at[pl.ds(place.matrix, gemm.matrices), pl.ds(first_line, lines), columns]
+    first_line = lax.div(tile.row, gemm.rows // gemm.matrices) * lines
+    scales_gmem = operands.scales_gmem.at[pl.ds(tile.matrix, gemm.matrices), pl.ds(first_line, lines), columns]
     plgpu.copy_gmem_to_smem(scales_gmem, refs.scales_smem.at[slot], refs.scales_full.at[slot])
 
 
@@ -308,9 +297,9 @@ def _add_step(gemm, operands, refs, warpgroup, n, place, step, acc):
     return acc
 
 
-def _fp8_scales(gemm, operands, place, step):
+def _fp8_scales(gemm, operands, tile, step):
     """Returns the scales of a step's codes, that of the up projection times 256."""
-    row = jnp.minimum(lax.div(place.row, SCALED), operands.scales_gmem.shape[1] - 1)
+    row = jnp.minimum(lax.div(tile.row, SCALED), operands.scales_gmem.shape[1] - 1)
     column = lax.div(step * gemm.step_bytes, SCALED)
-    scales = [operands.scales_gmem[place.matrix + i, row, column].astype(jnp.int32) for i in range(gemm.matrices)]
+    scales = [operands.scales_gmem[tile.matrix + i, row, column].astype(jnp.int32) for i in range(gemm.matrices)]
     return scales[0] | scales[1] << 8 if gemm.gated else scales[0]

@@ -6,7 +6,6 @@ stored. For many inputs a warpgroup transposes bfloat16 values in shared memory,
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -121,7 +120,7 @@ def _emit_store_many(
         _store_lines(out_gmem, 2 * len(values), put, ROWS, place, staging_smem, rows_gmem)
 
 
-def _put_transposed(held, start, place):
+def _put_transposed(values, start, place):
     """Leaves the lines of the inputs from `start` on in shared memory, 8 x 8 values at a time, transposed."""
     # 16 rows and 16 inputs of a warp.
     thread = mlir.thread()
@@ -129,14 +128,14 @@ def _put_transposed(held, start, place):
     line = thread & 7
     at = place + ((matrix >> 1) * 8 + line) * LINE_BYTES + ((thread >> 5) * 2 + (matrix & 1)) * 16
     for n in range(0, COLUMNS, 16):
-        if 2 * start + 2 * n >= 4 * len(held):
+        if 2 * start + 2 * n >= 4 * len(values):
             break
-        pairs = [words.pack(*held[(start + n) // 2 + i :][:2]) for i in range(0, 8, 2)]
+        pairs = [words.pack(*values[(start + n) // 2 + i :][:2]) for i in range(0, 8, 2)]
         code = f"stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0 + {n * LINE_BYTES}], {{$1, $2, $3, $4}};"
         mlir.ptx(code, at, *pairs)
 
 
-def _put_swiglu(held, limit, inputs, weights, permuted, start, place):
+def _put_swiglu(sums, limit, inputs, weights, permuted, start, place):
     """Leaves the lines of SwiGLU of the inputs from `start` on in shared memory."""
     first_input, end = inputs
     f32 = mlir.f32_type()
@@ -146,10 +145,10 @@ def _put_swiglu(held, limit, inputs, weights, permuted, start, place):
     # The place of channel 8 * warp + row.
     in_order = warp * 8 + row
     position = (row >> 1 & 1) * 16 + (row & 1) * 8 + warp * 2 + (row >> 2) if permuted else in_order
-    for n in range(start, min(start + COLUMNS, 2 * len(held)), 8):
+    for n in range(start, min(start + COLUMNS, 2 * len(sums)), 8):
         for i in range(2):
             inner = (thread & 3) * 2 + (n + i)
-            value = _emit_swiglu(held[n // 2 + i], held[n // 2 + 2 + i], limit)
+            value = _emit_swiglu(sums[n // 2 + i], sums[n // 2 + 2 + i], limit)
             if weights is not None:
                 # Beyond the end the last row's weight is read, and nothing stored.
                 weight = llvm.load(f32, _element(weights, (first_input + inner).minimum(end - 1), f32))
@@ -160,7 +159,7 @@ def _put_swiglu(held, limit, inputs, weights, permuted, start, place):
 
 
 def _store_lines(
-    out: Any, inputs: int, put: Callable[[int, U32], None], width: int, place: tuple[U32, ...], staging, rows=None
+    out, inputs: int, put: Callable[[int, U32], None], width: int, place: tuple[U32, ...], staging, rows=None
 ):
     """Stores lines of `width` bfloat16; `put(start, address)` leaves those of the inputs from `start` on in memory."""
     column, first_input, end = place
@@ -185,17 +184,17 @@ def _store_lines(
                 words.store_four(_element(out, row, ir.BF16Type.get(), column + part * 8), values)
 
 
-def _store_float32(out, held, column, first, end):
+def _store_float32(out, values, column, first, end):
     """Stores float32 sums; eight threads write 32 bytes."""
     thread = mlir.thread()
     row = (thread >> 5) * 16 + (thread % 32 >> 2)
-    for n in range(0, 2 * len(held), 8):
+    for n in range(0, 2 * len(values), 8):
         for i in range(2):
             line = first + ((thread & 3) * 2 + (n + i))
             with ops.when(line < end):
                 at = _element(out, line, mlir.f32_type(), column + row)
                 for half in range(2):
-                    llvm.store(held[n // 2 + 2 * half + i], mlir.at(at, 32 * half))
+                    llvm.store(values[n // 2 + 2 * half + i], mlir.at(at, 32 * half))
 
 
 def _element(ref, row, element, column=None):

@@ -82,7 +82,7 @@ class SkinnyScratch(NamedTuple):
     sums_empty: Any
     turns: Any  # barriers of warpgroups that add to one place, three for each tile, or None
 
-    def codes(self, layout: WeightLayout) -> Any:
+    def codes(self, layout: WeightLayout):
         """Returns the stages of weights as an array for a layout."""
         return next(ref for ref in self.codes_smem if ref.dtype == layout.dtype)
 

@@ -46,11 +46,7 @@ def _emit_store_factors(factors_smem, source_gmem, eps, warpgroup):
                 at = arith.shli(mlir.to_u64(at), mlir.i64(4))
                 for value in _unpack(_fetch(mlir.at(mlir.global_pointer(source_gmem), at))):
                     total = thread_ops.fma(value, value, total)
-            for distance in (16, 8, 4, 2, 1):
-                code = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
-                other = thread_ops.ptx(code, thread_ops.bits(total))
-                total = arith.addf(total, thread_ops.as_float(other))
-            mean = thread_ops.fma(total, mlir.f32(1 / columns), mlir.f32(eps))
+            mean = thread_ops.fma(thread_ops.sum_lanes(total), mlir.f32(1 / columns), mlir.f32(eps))
             code = "{ .reg .f32 s; sqrt.rn.f32 s, $1; rcp.rn.f32 $0, s; }"
             factor = mlir.ptx(code, mean, results=mlir.f32_type())
             with thread_ops.when(lane.equals(0)):

@@ -18,17 +18,17 @@ from pallas_kernels.mgpu.mlir import U32
 PARTS = 3  # bfloat16 terms whose sum is a float32
 
 
-def load_four(pointer: Any) -> list[U32]:
+def load_four(pointer) -> list[U32]:
     """Loads 16 bytes of global memory that the kernel does not write."""
     return thread_ops.ptx_words(4, "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", pointer)
 
 
-def load_pair(pointer: Any) -> list[U32]:
+def load_pair(pointer) -> list[U32]:
     """Loads 8 bytes of global memory that the kernel does not write."""
     return thread_ops.ptx_words(2, "ld.global.nc.v2.b32 {$0, $1}, [$2];", pointer)
 
 
-def store_four(pointer: Any, four: Sequence[U32]) -> None:
+def store_four(pointer, four: Sequence[U32]) -> None:
     """Stores 16 bytes to global memory."""
     mlir.ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", pointer, *four)
 
@@ -38,13 +38,13 @@ def unpack(word: U32) -> list[Any]:
     return [thread_ops.as_float(x) for x in (word << 16, word & 0xFFFF0000)]
 
 
-def pack(low: Any, high: Any) -> U32:
+def pack(low, high) -> U32:
     """Rounds two MLIR float32 to a word of two bfloat16."""
     code = "cvt.rn.bf16x2.f32 $0, $1, $2;"
     return U32(mlir.ptx(code, high, low, results=mlir.int_type(), pure=True))
 
 
-def rotate(word: U32, cos: Any, sin: Any) -> U32:
+def rotate(word: U32, cos, sin) -> U32:
     """Rotates a pair of bfloat16 by an angle, whose cosine and sine are MLIR float32; no FMA is used."""
     even, odd = unpack(word)
     multiply = thread_ops.multiply
@@ -54,11 +54,11 @@ def rotate(word: U32, cos: Any, sin: Any) -> U32:
 
 def split(four: Sequence[U32]) -> Iterator[list[U32]]:
     """Yields the high, middle and low bfloat16 terms of four float32, two words each; their sum is exact."""
-    rest = [thread_ops.as_float(x) for x in four]
+    remainders = [thread_ops.as_float(x) for x in four]
     for _ in range(PARTS):
-        both = [pack(*rest[i : i + 2]) for i in (0, 2)]
+        both = [pack(*remainders[i : i + 2]) for i in (0, 2)]
         pieces = [piece for word in both for piece in unpack(word)]
-        rest = [arith.subf(x, piece) for x, piece in zip(rest, pieces, strict=True)]
+        remainders = [arith.subf(x, piece) for x, piece in zip(remainders, pieces, strict=True)]
         yield both
 
 
@@ -100,8 +100,8 @@ def e2m1_pairs(word: U32) -> list[U32]:
 
 def e4m3_pairs(word: U32) -> list[U32]:
     """Returns E4M3 codes i and i + 2 of a word as two bfloat16, times 2**-120, for i = 0 and 1."""
-    left = word << 8
-    return [x & 0x80008000 | x >> 4 & 0x07F007F0 for x in (left, word)]
+    shifted = word << 8
+    return [x & 0x80008000 | x >> 4 & 0x07F007F0 for x in (shifted, word)]
 
 
 def multiply(x: U32, y: U32 | int) -> U32:

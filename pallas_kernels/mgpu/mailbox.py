@@ -15,7 +15,7 @@ only while no other kernel waits on that GPU; XLA loads all kernels of a program
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,13 +61,13 @@ def _num_ranks(table):
     return table.shape[0] // 2 - PEERS
 
 
-def slot_offset(generation: Any, rank: Any, round_: int, block: Any, thread: Any, *, ranks: int) -> Any:
+def slot_offset(generation, rank, round_: int, block, thread, *, ranks: int):
     """Returns the byte offset of a unit's first slot in a mailbox; the second is THREADS * SLOT_BYTES further on."""
     row = ((generation * ranks + rank) * ROUNDS + round_) * BLOCKS + block
     return (row * (SLOTS_PER_UNIT * THREADS) + thread) * SLOT_BYTES
 
 
-def counter_offset(block: Any, *, ranks: int) -> Any:
+def counter_offset(block, *, ranks: int):
     """Returns the byte offset of a thread block's call counter in a mailbox."""
     return block * 4 + GENERATIONS * ranks * ROUNDS * BLOCKS * SLOTS_PER_UNIT * THREADS * SLOT_BYTES
 
@@ -77,7 +77,7 @@ def mailbox_bytes(ranks: int) -> int:
     return counter_offset(BLOCKS, ranks=ranks)
 
 
-def exchange(block: U32, table_gmem: Any, units: Sequence[Unit]) -> None:
+def exchange(block: U32, table_gmem, units: Sequence[Unit]) -> None:
     """Emits code of one thread that replaces each of up to `ROUNDS` units by its sum over the GPUs.
 
     Sums are float32, in the order of ranks, and rounded once. `block` is the number of the thread block, below

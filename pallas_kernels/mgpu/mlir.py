@@ -24,7 +24,7 @@ WARP = 32  # threads of a warp
 THREADS = 128  # threads of a warpgroup, which Pallas calls a thread
 
 
-def inline(emit: Callable, *args: Any, layout: Callable[..., Any] | None = None, returns: Any = None) -> Any:
+def inline(emit: Callable, *args, layout: Callable[..., Any] | None = None, returns=None):
     """Puts the MLIR that `emit` writes for one thread into a Pallas kernel; returns an array for each result.
 
     Args:
@@ -62,7 +62,7 @@ def inline(emit: Callable, *args: Any, layout: Callable[..., Any] | None = None,
     return results if several or returns is None else results[0]
 
 
-def emits(primitive: Any, *layouts: Any, layout: Callable[..., Any] | None = None, returns: Any = None) -> Callable:
+def emits(primitive, *layouts, layout: Callable[..., Any] | None = None, returns=None) -> Callable:
     """Registers code for one thread, such as `inline` takes, as a primitive's implementation for the GPU.
 
     The code has the primitive's arguments, which may be pytrees. References and arrays within them are replaced as in
@@ -88,7 +88,7 @@ def emits(primitive: Any, *layouts: Any, layout: Callable[..., Any] | None = Non
     return register
 
 
-def on_operands(function: Callable, *args: Any, **kwargs: Any) -> tuple[Callable, list[Any]]:
+def on_operands(function: Callable, *args, **kwargs) -> tuple[Callable, list[Any]]:
     """Returns the function of only the arrays and the references within its arguments, and a list of these."""
     return on_leaves(function, args, kwargs, lambda leaf: isinstance(leaf, jax.Array) or hasattr(leaf, "at"))
 
@@ -118,8 +118,8 @@ def _array(parts, kind):
 
 def ptx(
     code: str,
-    *operands: Any,
-    results: Any = (),
+    *operands,
+    results=(),
     in_out: Sequence[Any] = (),
     pure: bool = False,
     convergent: bool | None = None,
@@ -205,51 +205,51 @@ constant = mgpu.utils.c  # (number, MLIR type)
 shared_pointer = mgpu.utils.memref_ptr  # of a reference to shared memory
 
 
-def int_type(bits: int = 32) -> Any:
+def int_type(bits: int = 32):
     return ir.IntegerType.get_signless(bits)
 
 
-def vector_type(length: int, element: Any) -> Any:
+def vector_type(length: int, element):
     """The type of a register of `length` values."""
     return ir.VectorType.get((length,), element)
 
 
-def i32(value: int) -> Any:
+def i32(value: int):
     """Returns a 32-bit constant of a signed or an unsigned number."""
     return constant(value - (1 << 32) if value >= 1 << 31 else value, int_type())
 
 
-def i64(value: int) -> Any:
+def i64(value: int):
     return constant(value, int_type(64))
 
 
-def f32(value: float) -> Any:
+def f32(value: float):
     return constant(value, f32_type())
 
 
-def index(value: int) -> Any:
+def index(value: int):
     """Returns a constant of MLIR's index type."""
     return constant(value, ir.IndexType.get())
 
 
-def to_i64(x: Any) -> Any:
+def to_i64(x):
     """Converts a signed integer, as an MLIR value or `U32`, or an index to 64 bits."""
     kind = int_type(64)
     x = U32(x).value
     return arith.index_cast(kind, x) if isinstance(x.type, ir.IndexType) else arith.extsi(kind, x)
 
 
-def to_u64(x: U32) -> Any:
+def to_u64(x: U32):
     """Converts an unsigned integer to 64 bits."""
     return arith.extui(int_type(64), x.value)
 
 
-def multiply_add(x: Any, factor: int, y: Any) -> Any:
+def multiply_add(x, factor: int, y):
     """Returns x * factor + y of MLIR integers of the same type."""
     return arith.addi(arith.muli(x, constant(factor, x.type)), y)
 
 
-def values(x: Any) -> list[Any]:
+def values(x) -> list[Any]:
     """Returns the MLIR scalars of a register, or all that this thread holds of a `FragmentedArray`."""
     if isinstance(x, U32):
         return [x.value]
@@ -260,13 +260,13 @@ def values(x: Any) -> list[Any]:
     return [vector.extract(x, [], [i]) for i in range(ir.VectorType(x.type).shape[0])]
 
 
-def scalar(x: Any) -> Any:
+def scalar(x):
     """Returns the only MLIR scalar of a register, or that this thread holds of a `FragmentedArray`."""
     (value,) = values(x)
     return value
 
 
-def pack(scalars: Iterable[Any]) -> Any:
+def pack(scalars: Iterable[Any]):
     """Packs MLIR scalars into a register."""
     scalars = list(scalars)
     return vector.from_elements(vector_type(len(scalars), scalars[0].type), scalars)
@@ -277,7 +277,7 @@ def thread() -> U32:
     return U32(_thread(int_type()))
 
 
-def wide_thread() -> Any:
+def wide_thread():
     """Returns this thread's number in its warpgroup, as an MLIR integer of 64 bits."""
     return _thread(int_type(64))
 
@@ -286,18 +286,18 @@ def _thread(kind):
     return arith.remui(arith.index_cast(kind, gpu.thread_id(gpu.Dimension.x)), constant(THREADS, kind))
 
 
-def global_pointer(ref: Any) -> Any:
+def global_pointer(ref):
     """Returns a pointer to a reference to global memory."""
     return llvm.addrspacecast(llvm.PointerType.get(address_space=1), shared_pointer(ref))
 
 
-def at(pointer: Any, offset: Any, element: Any = None) -> Any:
+def at(pointer, offset, element=None):
     """Returns a pointer moved by `offset`, an integer as for `U32`, in bytes or in elements of an MLIR type."""
     offset = offset if isinstance(offset, int) else U32(offset).value
     return mgpu.utils.getelementptr(pointer, [offset], int_type(8) if element is None else element)
 
 
-def element(ref: Any, index: Any, size: int | None = None) -> Any:
+def element(ref, index, size: int | None = None):
     """Returns a pointer to element `index`, a signed integer, of a contiguous reference to global memory.
 
     `size` is the number of bytes of an element; None: that of the reference's type.

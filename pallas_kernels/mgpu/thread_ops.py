@@ -20,7 +20,7 @@ from pallas_kernels.mgpu import mlir
 from pallas_kernels.mgpu.mlir import U32
 
 
-def inline(emit: Callable, *args: Any, returns: jax.ShapeDtypeStruct | None = None) -> Any:
+def inline(emit: Callable, *args, returns: jax.ShapeDtypeStruct | None = None):
     """Puts code for one thread into a kernel, as `mlir.inline` does, with U32 for integers.
 
     Args:
@@ -46,12 +46,12 @@ def inline(emit: Callable, *args: Any, returns: jax.ShapeDtypeStruct | None = No
     return mlir.inline(run, *operands, layout=vector_layout, returns=returns)
 
 
-def vector_layout(shape: tuple[int, ...]) -> Any:
+def vector_layout(shape: tuple[int, ...]):
     """Returns the register layout of `inline`'s arrays."""
     return plgpu.Layout.WG_STRIDED(shape, vec_size=1 if shape == (128,) else 4)
 
 
-def ptx(code: str, *args: Any, in_out: Sequence[U32] = (), pure: bool = False) -> U32:
+def ptx(code: str, *args, in_out: Sequence[U32] = (), pure: bool = False) -> U32:
     """Returns the result `$0` of instructions on `args`, which are `$1`, `$2`, ...; see `mlir.ptx`."""
     return U32(mlir.ptx(code, *args, results=mlir.int_type(), in_out=in_out, pure=pure))
 
@@ -59,7 +59,7 @@ def ptx(code: str, *args: Any, in_out: Sequence[U32] = (), pure: bool = False) -
 pure = partial(ptx, pure=True)
 
 
-def ptx_words(count: int, code: str, *args: Any) -> list[U32]:
+def ptx_words(count: int, code: str, *args) -> list[U32]:
     """Returns the results `$0`, `$1`, ... of instructions on `args`, whose numbers follow."""
     return [U32(x) for x in mlir.ptx(code, *args, results=[mlir.int_type()] * count)]
 
@@ -136,7 +136,7 @@ cluster_wait = partial(mlir.ptx, "barrier.cluster.wait.acquire.aligned;")
 # --- memory; addresses count bytes ---
 
 
-def shared(ref: Any, offset: U32 | int = 0) -> U32:
+def shared(ref, offset: U32 | int = 0) -> U32:
     """Returns the address of 32-bit word `offset` of a reference to shared memory."""
     base = U32(llvm.ptrtoint(mlir.int_type(), mlir.shared_pointer(ref)))
     return base + (offset << 2)
@@ -164,13 +164,13 @@ def store_vector(address: U32, values: Sequence[U32]) -> None:
     mlir.ptx("st.shared.v4.u32 [$0], {$1, $2, $3, $4};", address, *values)
 
 
-def load_global(ref: Any, index: U32 | int) -> U32:
+def load_global(ref, index: U32 | int) -> U32:
     """Loads element `index` of a contiguous reference to 32-bit values in global memory."""
     base = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(ref))
     return ptx("{ .reg .b64 a; mad.wide.u32 a, $2, 4, $1; ld.global.u32 $0, [a]; }", base, index)
 
 
-def store_global(ref: Any, index: U32 | int, value: U32 | int) -> None:
+def store_global(ref, index: U32 | int, value: U32 | int) -> None:
     """Stores to element `index` of a contiguous reference to 32-bit values in global memory."""
     base = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(ref))
     mlir.ptx("{ .reg .b64 a; mad.wide.u32 a, $1, 4, $0; st.global.u32 [a], $2; }", base, index, value)
@@ -217,27 +217,27 @@ def block_prefix_sum(x: U32, scratch: U32, warps: int) -> tuple[U32, U32]:
 # --- float32 ---
 
 
-def bits(value: Any) -> U32:
+def bits(value) -> U32:
     """Returns the bits of an MLIR float32."""
     return U32(arith.bitcast(mlir.int_type(), value))
 
 
-def as_float(x: U32) -> Any:
+def as_float(x: U32):
     """Returns the MLIR float32 with these bits."""
     return arith.bitcast(mlir.f32_type(), x.value)
 
 
-def multiply(x: Any, y: Any) -> Any:
+def multiply(x, y):
     """Returns x * y of MLIR float32, which compilers never contract with an addition to an FMA."""
     return mlir.ptx("mul.rn.f32 $0, $1, $2;", x, y, results=mlir.f32_type(), pure=True)
 
 
-def fma(x: Any, y: Any, z: Any) -> Any:
+def fma(x, y, z):
     """Returns x * y + z of MLIR float32, rounded once."""
     return math.fma(x, y, z)
 
 
-def sum_lanes(x: Any, lanes: int = 32) -> Any:
+def sum_lanes(x, lanes: int = 32):
     """The sum of an MLIR float32 over each group of `lanes` consecutive lanes, in all of them."""
     while lanes > 1:
         lanes //= 2

@@ -17,7 +17,7 @@ from pallas_kernels.mgpu import mlir, thread_ops, vectors
 from pallas_kernels.mgpu.mlir import THREADS, U32
 
 
-def scratch_type(count: int) -> Any:
+def scratch_type(count: int):
     """Returns the scratch type of `count` barriers: [count, 2] int32, 8 bytes each."""
     return plgpu.SMEM((count, 2), jnp.int32)
 

@@ -20,7 +20,7 @@ from pallas_kernels.runtime.launch import primitive
 TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
-def layout(_: tuple[int, ...]) -> Any:
+def layout(_: tuple[int, ...]):
     """Returns the register layout of accumulators, of any shape."""
     return plgpu.Layout.WGMMA
 

@@ -5,8 +5,6 @@ axis of layers. The number is an operand in global memory, because it is the cou
 kernel. The kernel before this one may write it, so it is read after `wait_for_inputs`.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -26,7 +24,7 @@ def layer_operand(layer: jax.Array | None) -> jax.Array | None:
     return layer.reshape(1)
 
 
-def weights_of_layer(weights_gmem: Any, layer_gmem: Any) -> Any:
+def weights_of_layer(weights_gmem, layer_gmem):
     """Returns references to the layer's weights, within a kernel.
 
     Args:

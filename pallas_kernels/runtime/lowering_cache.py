@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import jax
 import loky
@@ -67,12 +66,12 @@ def cached_trace(*static: str, writes: bool = False) -> Callable[[Callable], Cal
     return decorate
 
 
-def _shapes(tree: Any) -> Any:
+def _shapes(tree):
     """Returns a tree with ShapeDtypeStructs in place of its arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x, tree)
 
 
-def _call(on_arrays: Callable, function: Callable, args: Any, kwargs: Any, *arrays: jax.Array) -> Any:
+def _call(on_arrays: Callable, function: Callable, args, kwargs, *arrays: jax.Array):
     """Calls a kernel's function on its arrays, in a form that is lowered only if no process has done so before.
 
     `args` and `kwargs` are all arguments of `function`, with shapes in place of the arrays.
@@ -112,7 +111,7 @@ _kernel_p.def_abstract_eval(lambda *arrays, build, types: types)
 mlir.register_lowering(_kernel_p, mlir.lower_fun(_run, multiple_results=True))
 
 
-def _build(path: Path, function: Callable, args: Any, kwargs: Any) -> Callable[[], export.Exported]:
+def _build(path: Path, function: Callable, args, kwargs) -> Callable[[], export.Exported]:
     """Returns a function that returns the lowered kernel, which workers make meanwhile if there are any."""
     lower = functools.partial(_lower, path, function.__module__, function.__qualname__, args, kwargs)
     executors = _executors()
@@ -127,7 +126,7 @@ def _build(path: Path, function: Callable, args: Any, kwargs: Any) -> Callable[[
     return compilers.submit(_finish, lowering, lower).result
 
 
-def _lower(path: Path, module: str, name: str, args: Any, kwargs: Any) -> bytes:
+def _lower(path: Path, module: str, name: str, args, kwargs) -> bytes:
     """Lowers a kernel, of which `cached_trace` decorates the function, for a GPU; keeps and returns the module."""
     function = getattr(importlib.import_module(module), name).__wrapped__.__wrapped__
     on_arrays, shapes = on_leaves(function, args, kwargs, lambda x: isinstance(x, jax.ShapeDtypeStruct))

@@ -7,7 +7,7 @@ from typing import Any, dataclass_transform
 import jax
 
 
-def static_field(**options: Any) -> Any:
+def static_field(**options):
     """Declares a field that belongs to the structure of a pytree and not to its leaves."""
     return dataclasses.field(metadata={"static": True}, **options)
 

@@ -6,6 +6,7 @@ import threading
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -110,6 +111,36 @@ def test_the_gradient_is_that_of_the_reference():
     selected = jnp.array([1, 3])
     values = {name: jax.grad(loss)(x, selected, name) for name in ("xla", "interpret")}
     chex.assert_trees_all_equal(*values.values(), jnp.array([0.0, 0.0, 0.0, 3.0]))
+
+
+def scaled_by_kernel(x, scale, bias, *, factor, interpret):
+    return factor * x * scale + 1 + (0 if bias is None else bias)
+
+
+@dispatch.with_kernel(scaled_by_kernel)
+def scaled(x, scale, bias=None, *, factor=2, implementation=None):
+    """An op by decorator, whose kernel adds 1; `bias` is an array or None."""
+    assert implementation == "xla"
+    return factor * x * scale + (0 if bias is None else bias)
+
+
+@pytest.mark.parametrize(("implementation", "more"), [("xla", 0), ("interpret", 1)])
+def test_a_decorated_op_takes_arrays_and_options_by_place_and_by_name(implementation, more):
+    x = jnp.arange(3.0)
+    scale = jnp.full((3,), 5.0)
+    for values in (
+        scaled(x, scale, implementation=implementation),
+        scaled(scale=scale, x=x, factor=2, implementation=implementation),
+        jax.jit(lambda x: scaled(x, scale, np.zeros(3, np.float32), implementation=implementation))(x),
+    ):
+        chex.assert_trees_all_equal(values, 10 * x + more)
+    bias = jnp.ones((3,))
+    chex.assert_trees_all_equal(scaled(x, scale, bias, factor=3, implementation=implementation), 15 * x + 1 + more)
+    slope = jax.grad(lambda bias: jnp.sum(scaled(x, scale, bias, implementation=implementation) * x))(bias)
+    chex.assert_trees_all_equal(slope, x)
+    with pytest.raises(TypeError, match="missing a required argument: 'scale'"):
+        scaled(x, implementation=implementation)
+    assert scaled.__name__ == "scaled" and scaled.__doc__.startswith("An op by decorator")
 
 
 # A fallback is said once, or is an error.
