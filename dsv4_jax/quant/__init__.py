@@ -1,14 +1,12 @@
 """The formats of the cache's bytes and of quantized weights, in plain jnp, and FlashMLA's page layout."""
 
 from dsv4_jax.quant.codecs import (
-    BlockFP8Rows,
-    EntryFP8Rows,
     FakeQuantKeys,
     FakeQuantRows,
+    FP4Keys,
+    FP8Rows,
     IndexRows,
     KeyCodec,
-    MXFP4Keys,
-    NVFP4Keys,
     PlainKeys,
     PlainRows,
     RowCodec,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dsv4_jax.quant.fp4 import MXFP4_BLOCK, NVFP4_GROUP, decode_mxfp4, decode_nvfp4, encode_mxfp4, encode_nvfp4
-from dsv4_jax.quant.fp8 import FP8_BLOCK, decode_fp8_block, decode_fp8_entry, encode_fp8_block, encode_fp8_entry
+from dsv4_jax.quant.fp8 import decode_fp8_block, decode_fp8_entry, encode_fp8_block, encode_fp8_entry
 from dsv4_jax.quant.numerics import hadamard, round_to, straight_through
 from pallas_kernels.formats.layouts import KeyLayout, RowLayout
 from pallas_kernels.runtime.pytrees import pytree_dataclass
@@ -105,52 +105,42 @@ class RowCodec(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockFP8Rows(RowCodec):
-    """The codec of DeepSeek-V4's rows: E4M3 with an E8M0 scale per 64 dims; 584 bytes for 448 + 64 dims.
+class FP8Rows(RowCodec):
+    """The codec of E4M3 rows: 584 bytes for DeepSeek-V4's 448 + 64 dims, 580 for the seeds' one scale per row.
 
-    Raises ValueError if `nope_dim` is not a multiple of 64.
+    Raises ValueError if `nope_dim` is 0, or not a multiple of the block.
+
+    Attributes:
+      scale_block: number of dims that share an E8M0 scale, 64 in "v4"; None = one float32 inverse scale for the row.
     """
 
+    scale_block: int | None
+
     def __post_init__(self):
-        _check_multiple("v4", "head_dim - qk_rope_head_dim", self.nope_dim, FP8_BLOCK)
+        name = "v4" if self.scale_block else "per_entry"
+        _check_multiple(name, "head_dim - qk_rope_head_dim", self.nope_dim, self.scale_block or 1)
 
     @property
     def layout(self) -> RowLayout:
-        return RowLayout(self.nope_dim, self.rope_dim, FP8_BLOCK)
+        return RowLayout(self.nope_dim, self.rope_dim, self.scale_block)
 
     def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
         nope, rope = self._split(kv)
-        codes, scale = encode_fp8_block(nope)
-        # Padded to a multiple of 8 as in FlashMLA's rows of 584 bytes (dsv4.md 6.3).
-        padding = [(0, 0)] * (scale.ndim - 1) + [(0, self.layout.scale_width - scale.shape[-1])]
-        return Rows(codes, round_to(rope, jnp.bfloat16), jnp.pad(scale, padding))
+        if self.scale_block is None:
+            codes, scale = encode_fp8_entry(nope)
+        else:
+            codes, scale = encode_fp8_block(nope, self.scale_block)
+            # Padded to a multiple of 8 as in FlashMLA's rows of 584 bytes (dsv4.md 6.3).
+            padding = [(0, 0)] * (scale.ndim - 1) + [(0, self.layout.scale_width - scale.shape[-1])]
+            scale = jnp.pad(scale, padding)
+        return Rows(codes, round_to(rope, jnp.bfloat16), scale)
 
     def decode(self, rows: Rows, dtype: Any) -> Float[Array, "*rows D"]:
-        scale = rows.scale[..., : self.nope_dim // FP8_BLOCK]
-        return self._join(decode_fp8_block(rows.nope, scale), rows.rope, dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class EntryFP8Rows(RowCodec):
-    """The codec of the seeds' rows: E4M3 with one float32 inverse scale; 580 bytes for 448 + 64 dims.
-
-    Raises ValueError if `nope_dim` is 0.
-    """
-
-    def __post_init__(self):
-        _check_multiple("per_entry", "head_dim - qk_rope_head_dim", self.nope_dim, 1)
-
-    @property
-    def layout(self) -> RowLayout:
-        return RowLayout(self.nope_dim, self.rope_dim, None)
-
-    def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
-        nope, rope = self._split(kv)
-        codes, inv_scale = encode_fp8_entry(nope)
-        return Rows(codes, round_to(rope, jnp.bfloat16), inv_scale)
-
-    def decode(self, rows: Rows, dtype: Any) -> Float[Array, "*rows D"]:
-        return self._join(decode_fp8_entry(rows.nope, rows.scale), rows.rope, dtype)
+        if self.scale_block is None:
+            nope = decode_fp8_entry(rows.nope, rows.scale)
+        else:
+            nope = decode_fp8_block(rows.nope, rows.scale[..., : self.nope_dim // self.scale_block])
+        return self._join(nope, rows.rope, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,56 +214,43 @@ class KeyCodec(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class MXFP4Keys(KeyCodec):
-    """The codec of DeepSeek-V4's keys: E2M1 with an E8M0 scale per 32 dims; 68 bytes for 128 dims.
+class FP4Keys(KeyCodec):
+    """The codec of E2M1 keys: DeepSeek-V4's MXFP4 (68 bytes for 128 dims) or the seeds' NVFP4 (72 bytes).
 
-    Keys are rotated by a Hadamard matrix first. Raises ValueError if `dim` is not a power of two, or below 32.
+    MXFP4 keys have an E8M0 scale per 32 dims, and are rotated by a Hadamard matrix first; `dim` is a power of two then.
+    NVFP4 keys have an E4M3 scale per 16 dims. Raises ValueError if `dim` does not fit.
+
+    Attributes:
+      global_scale: second-level scale of all NVFP4 keys and queries; None = MXFP4.
     """
 
+    global_scale: float | None
+
     def __post_init__(self):
-        _check_multiple("v4", "index_head_dim", self.dim, MXFP4_BLOCK)
-        if self.dim & (self.dim - 1):
+        is_mxfp4 = self.global_scale is None
+        _check_multiple("v4" if is_mxfp4 else "per_entry", "index_head_dim", self.dim, self.layout.scale_block)
+        if is_mxfp4 and self.dim & (self.dim - 1):
             raise ValueError(f'format "v4" needs index_head_dim to be a power of two (Hadamard), got {self.dim}')
 
     @property
     def layout(self) -> KeyLayout:
-        return KeyLayout(self.dim, MXFP4_BLOCK, "e8m0", hadamard=True)
-
-    def encode(self, keys: Float[Array, "*rows Di"]) -> IndexRows:
-        rotated = round_to(self._rotate(keys.astype(jnp.float32)), jnp.bfloat16)
-        return IndexRows(*encode_mxfp4(rotated.astype(jnp.float32)))
-
-    def _rotate(self, keys):
-        return hadamard(keys)
-
-    def decode(self, rows: IndexRows) -> Float[Array, "*rows Di"]:
-        return decode_mxfp4(rows.codes, rows.scale)
-
-
-@dataclasses.dataclass(frozen=True)
-class NVFP4Keys(KeyCodec):
-    """The codec of the seeds' keys: E2M1 with an E4M3 scale per 16 dims; 72 bytes for 128 dims.
-
-    Raises ValueError if `dim` is not a multiple of 16.
-
-    Attributes:
-      global_scale: second-level scale of all keys and queries.
-    """
-
-    global_scale: float
-
-    def __post_init__(self):
-        _check_multiple("per_entry", "index_head_dim", self.dim, NVFP4_GROUP)
-
-    @property
-    def layout(self) -> KeyLayout:
+        if self.global_scale is None:
+            return KeyLayout(self.dim, MXFP4_BLOCK, "e8m0", hadamard=True)
         return KeyLayout(self.dim, NVFP4_GROUP, "e4m3", hadamard=False, global_scale=self.global_scale)
 
     def encode(self, keys: Float[Array, "*rows Di"]) -> IndexRows:
-        return IndexRows(*encode_nvfp4(keys.astype(jnp.float32), self.global_scale))
+        keys = self._rotate(keys.astype(jnp.float32))
+        if self.global_scale is None:
+            return IndexRows(*encode_mxfp4(round_to(keys, jnp.bfloat16).astype(jnp.float32)))
+        return IndexRows(*encode_nvfp4(keys, self.global_scale))
 
     def decode(self, rows: IndexRows) -> Float[Array, "*rows Di"]:
+        if self.global_scale is None:
+            return decode_mxfp4(rows.codes, rows.scale)
         return decode_nvfp4(rows.codes, rows.scale, self.global_scale)
+
+    def _rotate(self, keys):
+        return hadamard(keys) if self.global_scale is None else keys
 
 
 @dataclasses.dataclass(frozen=True)

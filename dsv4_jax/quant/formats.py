@@ -15,6 +15,7 @@ import numpy as np
 
 from dsv4_jax.quant import codecs
 from dsv4_jax.quant.codecs import KeyCodec, RowCodec
+from dsv4_jax.quant.fp8 import FP8_BLOCK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,20 +39,20 @@ class KVFormat(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class V4Format(KVFormat):
-    """DeepSeek-V4's own format: `BlockFP8Rows` and `MXFP4Keys`."""
+    """DeepSeek-V4's own format: E4M3 rows with a scale per block, and MXFP4 keys."""
 
     name: ClassVar[str] = "v4"
 
     def entries(self, nope_dim: int, rope_dim: int) -> RowCodec:
-        return codecs.BlockFP8Rows(nope_dim, rope_dim)
+        return codecs.FP8Rows(nope_dim, rope_dim, FP8_BLOCK)
 
     def keys(self, index_dim: int) -> KeyCodec:
-        return codecs.MXFP4Keys(index_dim)
+        return codecs.FP4Keys(index_dim, None)
 
 
 @dataclasses.dataclass(frozen=True)
 class PerEntryFormat(KVFormat):
-    """The seeds' format: `EntryFP8Rows` and `NVFP4Keys`.
+    """The seeds' format: E4M3 rows with one scale each, and NVFP4 keys.
 
     Attributes:
       index_global_scale: second-level NVFP4 scale of all indexer keys and queries.
@@ -65,10 +66,10 @@ class PerEntryFormat(KVFormat):
             raise ValueError(f"index_global_scale must be positive and finite, got {self.index_global_scale}")
 
     def entries(self, nope_dim: int, rope_dim: int) -> RowCodec:
-        return codecs.EntryFP8Rows(nope_dim, rope_dim)
+        return codecs.FP8Rows(nope_dim, rope_dim, None)
 
     def keys(self, index_dim: int) -> KeyCodec:
-        return codecs.NVFP4Keys(index_dim, self.index_global_scale)
+        return codecs.FP4Keys(index_dim, self.index_global_scale)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dsv4_jax.decode.sampling import SamplingParams
 from dsv4_jax.engine import Candidate
 from dsv4_jax.engine.grammar import Grammar
 from dsv4_jax.engine.text import AnswerText, encode, token_offsets
-from dsv4_jax.serve.async_engine import SILENCE, Generation, QueueFullError, Update
+from dsv4_jax.serve.async_engine import Generation, QueueFullError, Update
 from dsv4_jax.serve.choices import Choice, ScoredToken
 from dsv4_jax.serve.errors import APIError
 from dsv4_jax.serve.protocol import CompletionBody, GenerationBody
@@ -29,6 +29,7 @@ from dsv4_jax.serve.service import Service
 _log = logging.getLogger("dsv4_jax.serve")
 # Maximum of an answer, which keeps some hundred bytes for each until it is sent.
 _MAX_LOGPROBS = 2**21
+_SAMPLING_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
 _KEEP_ALIVE_SECONDS = 10.0  # proxies cut a stream off after a minute without a byte, or less
 
 
@@ -63,22 +64,19 @@ class Answer:
         self._body = body
         self._start = start
         self._generation: Generation | None = None
-        self._samples = body.num_samples
+        self._samples = getattr(body, "best_of", None) or body.n
         if body.stop and service.tokenizer is None:
             raise APIError(400, "the checkpoint has no tokenizer.json: use stop_token_ids", param="stop")
-        self._stops = list(body.stop)
         self._grammar: Grammar | None = None
         self._check(body.stop_token_ids or [0], "stop_token_ids")
         self._prompts = [self._check(ids, "prompt") for ids in self._encode()]
         self._limit = self._check_limit()
-        created = int(time.time())
-        model = service.options.model_name
-        self._head: dict[str, Any] = dict(id=f"{self.id_prefix}{uuid.uuid4().hex}", created=created, model=model)
+        self._id = f"{self.id_prefix}{uuid.uuid4().hex}"
+        self._created = int(time.time())
         self._scores_prompts = getattr(body, "echo", False) and body.num_top is not None
         self._check_size()
-        self.choices: list[Any] = []
-        for i, prompt in enumerate(self._prompts):
-            self.choices += [self._new_choice(prompt, i, i * self._samples + k) for k in range(self._samples)]
+        count = len(self._prompts) * self._samples
+        self.choices: list[Any] = [self._new_choice(i, self._prompts[i // self._samples]) for i in range(count)]
 
     def _encode(self) -> Sequence[Sequence[int]]:
         """Returns the token ids of each prompt."""
@@ -88,8 +86,8 @@ class Answer:
         """Returns the maximum number of new tokens, given room for `room` tokens."""
         raise NotImplementedError
 
-    def _new_choice(self, prompt: np.ndarray, number: int, index: int) -> Choice:
-        """Returns an empty choice: request `index`, an answer to the prompt of this number."""
+    def _new_choice(self, index: int, prompt: np.ndarray) -> Choice:
+        """Returns an empty choice of request `index`, an answer to a prompt."""
         raise NotImplementedError
 
     def _events(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[bytes]:
@@ -109,16 +107,6 @@ class Answer:
         raise NotImplementedError
 
     @property
-    def _sampling(self) -> dict[str, Any]:
-        """The fields of `SamplingParams` that the body has."""
-        return self._body.model_dump(include={field.name for field in dataclasses.fields(SamplingParams)})
-
-    @property
-    def streams(self) -> bool:
-        """Whether the client asks for a stream of events."""
-        return self._body.stream
-
-    @property
     def headers(self) -> dict[str, str]:
         """Additional headers of the response."""
         return {}
@@ -128,14 +116,14 @@ class Answer:
         body = self._body
         service = self._service
         if not self._limit and not self._scores_prompts:
-            return
+            return  # the answer has no tokens
         try:
             ends = () if body.ignore_eos else service.options.end_tokens
             self._generation = service.engine.submit(
                 self._prompts,
                 n=self._samples,
                 max_new_tokens=max(self._limit, 1),
-                sampling=SamplingParams(**self._sampling),
+                sampling=SamplingParams(**body.model_dump(include=_SAMPLING_FIELDS)),
                 seed=secrets.randbits(32) if body.seed is None else body.seed,
                 stop_tokens=(*ends, *body.stop_token_ids),
                 top_logprobs=body.num_top or 0,
@@ -159,10 +147,6 @@ class Answer:
             pass
         return await asyncio.to_thread(self._response)
 
-    def stream(self) -> Response:
-        """Returns the answer as a stream of events."""
-        return EventStream(self)
-
     async def events(self) -> AsyncIterator[bytes]:
         """Yields the answer as server-sent events."""
         try:
@@ -180,43 +164,39 @@ class Answer:
 
     async def _updates(self) -> AsyncIterator[tuple[Choice, str, list[ScoredToken]] | None]:
         """Yields (choice, new text, new tokens) until all choices are complete; None where nothing came for long."""
-        if self._generation is None:  # max_tokens=0
+        if self._generation is None:
             for choice in self.choices:
                 yield choice, *choice.take(Update(choice.index, finish_reason="length"))
             return
         limit = self._service.options.request_seconds
         metrics = self._service.metrics
-        lift_limit = self._generation.expire_after(self._start + limit - time.monotonic())
-        end_reports = self._generation.report_silence(_KEEP_ALIVE_SECONDS)
-        try:
-            while any(choice.finish_reason is None for choice in self.choices):
-                update = await self._generation.next_update()
-                if update is None:
-                    raise APIError(504, f"the answer was not complete after {limit:g} seconds", code="timeout")
-                if update is SILENCE:
-                    yield None
-                    continue
-                choice = self.choices[update.index]
-                if choice.finish_reason is not None:
-                    continue
-                if update.finish_reason in ("error", "cancelled"):
-                    raise _as_api_error(update.error)
-                if not self._limit:  # the request ran for its prompt only
-                    update = dataclasses.replace(update, tokens=(), logprobs=(), top=None, finish_reason="length")
-                now = time.monotonic()
-                if choice.num_generated:
-                    for _ in update.tokens:
-                        metrics.token_seconds.observe((now - choice.last_seconds) / len(update.tokens))
-                elif update.tokens:
-                    metrics.first_token_seconds.observe(now - self._start)
-                choice.last_seconds = now
-                text, tokens = await run_off_loop(len(update.prompt_logprobs), choice.take, update)
-                if choice.finish_reason is not None and update.finish_reason is None:
-                    self._generation.cancel(choice.index)
-                yield choice, text, tokens
-        finally:
-            lift_limit()
-            end_reports()
+        while any(choice.finish_reason is None for choice in self.choices):
+            seconds_left = self._start + limit - time.monotonic()
+            if seconds_left <= 0:
+                raise APIError(504, f"the answer was not complete after {limit:g} seconds", code="timeout")
+            update = await self._generation.next_update(min(_KEEP_ALIVE_SECONDS, seconds_left))
+            if update is None:
+                yield None
+                continue
+            choice = self.choices[update.index]
+            if choice.finish_reason is not None:
+                continue
+            if update.finish_reason in ("error", "cancelled"):
+                raise _as_api_error(update.error)
+            if not self._limit:  # the request ran for its prompt only
+                update = dataclasses.replace(update, num_generated=0, finish_reason="length")
+            now = time.monotonic()
+            num_new = update.num_generated - choice.num_generated
+            if choice.num_generated:
+                for _ in range(num_new):
+                    metrics.token_seconds.observe((now - choice.last_seconds) / num_new)
+            elif num_new:
+                metrics.first_token_seconds.observe(now - self._start)
+            choice.last_seconds = now
+            text, tokens = await run_off_loop(0 if choice.scored else len(choice.prompt), choice.take, update)
+            if choice.finish_reason is not None and update.finish_reason is None:
+                self._generation.cancel(choice.index)
+            yield choice, text, tokens
 
     def _check(self, ids: Sequence[int], name: str) -> np.ndarray:
         try:
@@ -235,9 +215,6 @@ class Answer:
             raise APIError(400, message, param="n")
         if self._body.num_top is None:
             return
-        most = engine.engine.config.max_logprobs
-        if (need := max(self._body.num_top, self._scores_prompts)) > most:
-            raise APIError(400, f"this takes an engine with max_logprobs={need}, it has {most}", param="logprobs")
         shown = sum(self._limit + len(prompt) * self._scores_prompts for prompt in self._prompts)
         if (total := shown * self._samples * (1 + self._body.num_top)) > _MAX_LOGPROBS:
             message = f"the answer may have {total} log-probabilities, the most is {_MAX_LOGPROBS}"
@@ -281,32 +258,36 @@ class OpenAIAnswer(Answer):
             if self._samples > self._body.n:
                 answers = sorted(answers, key=_score, reverse=True)[: self._body.n]
             shown += answers
-        choices = [self._json(choice) | dict(index=i) for i, choice in enumerate(shown)]
-        return JSONResponse(dict(object=self.kind) | self._head | dict(choices=choices, usage=self._usage()))
+        choices = [self._json(choice) | {"index": i} for i, choice in enumerate(shown)]
+        return JSONResponse(self._object(self.kind, choices) | {"usage": self._usage()})
 
     def _events(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[bytes]:
-        return [self._event([c | dict(index=choice.index)]) for c in self._chunks(choice, text, tokens)]
-
-    def _event(self, choices: list[dict[str, Any]], **usage: Any) -> bytes:
-        if self._body.stream_options.include_usage:
-            usage = dict(usage=None) | usage
-        return sse(dict(object=self.chunk_kind) | self._head | dict(choices=choices) | usage)
+        chunks = self._chunks(choice, text, tokens)
+        return [self._event([chunk | {"index": choice.index}], None) for chunk in chunks]
 
     def _last_events(self) -> list[bytes]:
-        usage = [self._event([], usage=self._usage())] if self._body.stream_options.include_usage else []
+        usage = [self._event([], self._usage())] if self._body.stream_options.include_usage else []
         return [*usage, b"data: [DONE]\n\n"]
+
+    def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> bytes:
+        shown_usage = {"usage": usage} if self._body.stream_options.include_usage else {}
+        return sse(self._object(self.chunk_kind, choices) | shown_usage)
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self._id, "object": kind, "created": self._created, "model": self._body.model}
+        return head | {"choices": choices}
 
     def _usage(self) -> dict[str, Any]:
         prompt_tokens = sum(map(len, self._prompts))
         completion_tokens = sum(choice.num_generated for choice in self.choices)
         # Only the first sample of a prompt counts: it read the prompt that the others find in the cache.
         cached_tokens = sum(choice.cached_tokens for choice in self.choices[:: self._samples])
-        return dict(
-            prompt_tokens=prompt_tokens,  # the cached ones, too
-            completion_tokens=completion_tokens,
-            total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=dict(cached_tokens=cached_tokens),
-        )
+        return {
+            "prompt_tokens": prompt_tokens,  # the cached ones, too
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        }
 
 
 class CompletionAnswer(OpenAIAnswer):
@@ -319,7 +300,7 @@ class CompletionAnswer(OpenAIAnswer):
     _body: CompletionBody
 
     def _encode(self) -> Sequence[Sequence[int]]:
-        return [self._ids(prompt) for prompt in self._body.prompts]
+        return [self._ids(prompt) for prompt in self._body.prompt]
 
     def _ids(self, prompt: str | list[int]) -> Sequence[int]:
         if not isinstance(prompt, str):
@@ -331,20 +312,13 @@ class CompletionAnswer(OpenAIAnswer):
     def _max_tokens(self, room: int) -> int:
         return self._body.max_tokens
 
-    def _new_choice(self, prompt: np.ndarray, number: int, index: int) -> Choice:
+    def _new_choice(self, index: int, prompt: np.ndarray) -> Choice:
         tokenizer = self._service.tokenizer
         offsets = token_offsets(tokenizer, prompt) if self._scores_prompts else []
-        return Choice(index, AnswerText(tokenizer, prompt, self._stops), self._echo(number), offsets)
-
-    def _echo(self, prompt: int) -> str:
-        """Returns the text with which the answers to a prompt begin."""
-        if not self._body.echo:
-            return ""
-        content = self._body.prompts[prompt]
-        tokenizer = self._service.tokenizer
-        if isinstance(content, str):
-            return content
-        return " ".join(map(str, content)) + " " if tokenizer is None else tokenizer.decode(content)
+        echo = self._body.prompt[index // self._samples] if self._body.echo else ""
+        if not isinstance(echo, str):
+            echo = " ".join(map(str, echo)) + " " if tokenizer is None else tokenizer.decode(echo)
+        return Choice(index, AnswerText(tokenizer, prompt, self._body.stop), echo, offsets)
 
     def _json(self, choice: Any) -> dict[str, Any]:
         return self._part(choice.text, choice.scored, choice)
@@ -356,7 +330,7 @@ class CompletionAnswer(OpenAIAnswer):
     def _part(self, text, tokens, choice):
         num_top = self._body.num_top
         logprobs = None if num_top is None else self._service.names.of_completion(tokens, num_top)
-        return dict(text=text, logprobs=logprobs, finish_reason=choice.finish_reason)
+        return {"text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
 
 def _score(choice: Any) -> float:

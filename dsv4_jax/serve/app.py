@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from importlib import resources
-from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -18,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tokenizers import Tokenizer
 
-from dsv4_jax.serve.answers import Answer, CompletionAnswer
+from dsv4_jax.serve.answers import Answer, CompletionAnswer, EventStream
 from dsv4_jax.serve.async_engine import AsyncEngine
 from dsv4_jax.serve.chat_answers import ChatAnswer, MessagesAnswer, ResponsesAnswer, TokenCount
 from dsv4_jax.serve.errors import MESSAGES_PATH, APIError, unavailable
@@ -47,14 +46,12 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer | None, options: Server
         await engine.stop()
 
     async def answer_error(request: Request, error: Exception) -> Response:
-        match error:
-            case APIError():
-                return error.response(request.url.path)
-            case HTTPException():
-                message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-                error = APIError(error.status_code, message, headers=dict(error.headers or {}))
-                return error.response(request.url.path)
-        return APIError(500, "the server failed; its log says more").response(request.url.path)
+        if isinstance(error, HTTPException):
+            message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+            error = APIError(error.status_code, message, headers=dict(error.headers or {}))
+        elif not isinstance(error, APIError):
+            error = APIError(500, "the server failed; its log says more")
+        return error.response(request.url.path)
 
     routes = [
         Route("/", _demo),
@@ -62,7 +59,7 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer | None, options: Server
         Route("/ready", _ready),
         Route("/metrics", _metrics),
         Route("/v1/models", _models),
-        Route("/v1/models/{name:path}", _model),
+        Route("/v1/models/{name:path}", _models),
         Route("/v1/completions", _answer(CompletionAnswer), methods=["POST"]),
         Route("/v1/chat/completions", _answer(ChatAnswer), methods=["POST"]),
         Route("/v1/responses", _answer(ResponsesAnswer), methods=["POST"]),
@@ -72,7 +69,7 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer | None, options: Server
     app = Starlette(
         routes=routes,
         lifespan=lifespan,
-        exception_handlers={APIError: answer_error, HTTPException: answer_error, Exception: answer_error},
+        exception_handlers=dict.fromkeys((APIError, HTTPException, Exception), answer_error),
     )
     app.router.redirect_slashes = False
     app.add_middleware(AuthMiddleware, service=service)
@@ -140,34 +137,35 @@ async def _demo(request: Request) -> Response:
 
 async def _health(request: Request) -> Response:
     alive = _service(request).engine.alive
-    return JSONResponse(dict(status="ok" if alive else "the engine's thread has ended"), 200 if alive else 503)
+    return JSONResponse({"status": "ok" if alive else "the engine's thread has ended"}, 200 if alive else 503)
 
 
 async def _ready(request: Request) -> Response:
     service = _service(request)
     ready = service.engine.ready and not service.stopping
     status = "ready" if ready else "stopping" if service.stopping else "compiling programs"
-    return JSONResponse(dict(status=status), 200 if ready else 503)
+    return JSONResponse({"status": status}, 200 if ready else 503)
 
 
 async def _metrics(request: Request) -> Response:
     return Response(_service(request).metrics.text(), media_type="text/plain; version=0.0.4")
 
 
-def _describe_model(service: Service) -> dict[str, Any]:
-    longest = service.engine.engine.manager.schema.max_context
-    name = service.options.model_name
-    return dict(id=name, object="model", created=service.created, owned_by="dsv4_jax", max_model_len=longest)
-
-
 async def _models(request: Request) -> Response:
-    return JSONResponse(dict(object="list", data=[_describe_model(_service(request))]))
-
-
-async def _model(request: Request) -> Response:
+    """Describes the model that the path names, or lists all models."""
     service = _service(request)
-    _check_model(service, request.path_params["name"])
-    return JSONResponse(_describe_model(service))
+    name = request.path_params.get("name")
+    model = {
+        "id": service.options.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "dsv4_jax",
+        "max_model_len": service.engine.engine.manager.schema.max_context,
+    }
+    if name is None:
+        return JSONResponse({"object": "list", "data": [model]})
+    _check_model(service, name)
+    return JSONResponse(model)
 
 
 def _check_model(service: Service, name: str) -> None:
@@ -186,14 +184,12 @@ def _answer(kind: type[Answer]) -> Callable[[Request], Awaitable[Response]]:
             raise APIError(500, "the engine's thread has ended; the server's log says more")
         content = await _read(request, service.max_body_bytes)
 
-        def make() -> Answer:
-            body = parse(kind.body_type, content)
-            _check_model(service, body.model)
-            return kind(service, body, start)
-
-        answer = await asyncio.to_thread(make)  # other requests go on meanwhile, however long the body is
+        # Other requests go on meanwhile, however long the body is.
+        body = await asyncio.to_thread(parse, kind.body_type, content)
+        _check_model(service, body.model)
+        answer = await asyncio.to_thread(kind, service, body, start)
         answer.submit()
-        response = answer.stream() if answer.streams else await _complete_or_cancel(request, answer)
+        response = EventStream(answer) if body.stream else await _complete_or_cancel(request, answer)
         response.headers.update(answer.headers)
         return response
 

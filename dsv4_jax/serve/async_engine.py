@@ -9,13 +9,12 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
-import jax
 import numpy as np
 
-from dsv4_jax.decode.sampling import TopLogprobs
 from dsv4_jax.engine import Engine, Request
+from dsv4_jax.engine.requests import FinishReason
 
 
 _log = logging.getLogger("dsv4_jax.serve")
@@ -31,45 +30,25 @@ class QueueFullError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """News of one request of a `Generation`.
+    """The state of one request of a `Generation`.
 
     Attributes:
       index: index of the request: number of its prompt * n + number of its sample.
-      tokens: new token ids.
-      logprobs: log-probabilities of the new tokens under the model.
-      top: likeliest tokens in the place of each new token, [n, k].
-      prompt_logprobs, prompt_top: if requested, the same for the prompt's tokens after the first. They come with the
-        first new tokens.
-      cached_tokens: number of prompt tokens that the prefix cache held.
+      request: the request. The engine's thread goes on with it, but changes nothing about the tokens it has. None if
+        it failed, was cancelled, or has nothing to run.
+      num_generated: number of new tokens that it had.
       finish_reason: "stop", "length", "cancelled" or "error" in the last update, else None.
       error: the error that ended the request.
     """
 
     index: int
-    tokens: Sequence[int] = ()
-    logprobs: Sequence[float] = ()
-    top: TopLogprobs | None = None
-    prompt_logprobs: Sequence[float] = ()
-    prompt_top: TopLogprobs | None = None
-    cached_tokens: int = 0
-    finish_reason: Literal["stop", "length", "cancelled", "error"] | None = None
+    request: Request | None = None
+    num_generated: int = 0
+    finish_reason: FinishReason | None = None
     error: Exception | None = None
 
-    def merged(self, later: "Update") -> "Update":
-        """Returns this update and the same request's next one as one."""
-        tops = [top for top in (self.top, later.top) if top is not None]
-        top = jax.tree.map(lambda *parts: np.concatenate(parts), *tops) if tops else None
-        return dataclasses.replace(
-            later,
-            tokens=[*self.tokens, *later.tokens],
-            logprobs=[*self.logprobs, *later.logprobs],
-            top=top,
-            prompt_logprobs=self.prompt_logprobs or later.prompt_logprobs,
-            prompt_top=later.prompt_top if self.prompt_top is None else self.prompt_top,
-        )
 
-
-SILENCE = Update(-1)  # of no request
+type _Key = tuple["Generation", int]  # a request by its generation and its index in that
 
 
 class Generation:
@@ -82,61 +61,37 @@ class Generation:
         self._n = n
         self._updates: collections.deque[Update] = collections.deque()
         self._has_news = asyncio.Event()
-        self._is_expired = False
-        self._last_update = 0.0
 
-    def report_silence(self, seconds: float) -> Callable[[], None]:
-        """Makes `next_update` return SILENCE where no update came for so long; returns a function that ends this."""
-        loop = asyncio.get_running_loop()
-        self._last_update = loop.time()
+    async def next_update(self, seconds: float) -> Update | None:
+        """Waits up to `seconds` for the next update of any request; returns None if none came.
 
-        def check() -> None:
-            nonlocal timer
-            silent = loop.time() - self._last_update
-            if silent >= seconds:
-                self._last_update += silent
-                self._has_news.set()
-            timer = loop.call_at(self._last_update + seconds, check)
-
-        timer = loop.call_later(seconds, check)
-        return lambda: timer.cancel()
-
-    def expire_after(self, seconds: float) -> Callable[[], None]:
-        """Limits the time of all updates, and returns a function that lifts the limit."""
-        # One timer for all updates: `asyncio.wait_for` would make one for each.
-        return asyncio.get_running_loop().call_later(seconds, self._expire).cancel
-
-    async def next_update(self) -> Update | None:
-        """Waits for the next update of any request. The last update of a request has a `finish_reason`.
-
-        Tokens that have come since the last call are one update, so that slow callers do not delay the engine. Returns
-        None once the time limit is over.
+        Of updates of one request that have come since the last call, only the newest is returned, so that slow callers
+        do not delay the engine. The last update of a request has a `finish_reason`.
         """
-        await self._has_news.wait()
-        if self._is_expired:
-            return None
-        update = self._updates.popleft() if self._updates else SILENCE
+        # Cheaper than `asyncio.wait_for`, which is called for each event.
+        timer = asyncio.get_running_loop().call_later(seconds, self._has_news.set)
+        try:
+            await self._has_news.wait()
+        finally:
+            timer.cancel()
+        update = self._updates.popleft() if self._updates else None
         if not self._updates:
             self._has_news.clear()
-        self._last_update = asyncio.get_running_loop().time()
         return update
 
     def _put(self, update: Update) -> None:
-        """Adds an update, or merges it with one of the same request that waits."""
+        """Adds an update in place of one of the same request that waits. A failure comes after it."""
         self._has_news.set()
         for i, earlier in enumerate(self._updates):
             if earlier.index == update.index and update.finish_reason not in ("cancelled", "error"):
-                self._updates[i] = earlier.merged(update)
+                self._updates[i] = update
                 return
         self._updates.append(update)
 
-    def _expire(self) -> None:
-        self._is_expired = True
-        self._has_news.set()
-
     def cancel(self, *indices: int) -> None:
         """Cancels some requests, by default all, and returns at once. Finished requests are unchanged."""
-        self._engine._send(self._engine._cancel, self, set(indices or range(len(self._adds))))
+        keys = {(self, index) for index in indices or range(len(self._adds))}
+        self._engine._send(self._engine._end, keys, "cancelled")
 
 
 class AsyncEngine:
@@ -163,13 +118,13 @@ class AsyncEngine:
         self.ready = False
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._running: dict[Request, tuple[Generation, int]] = {}
+        self._running: dict[Request, _Key] = {}
         # Requests that wait until the first one with the same prompt has read it, by that first one.
-        self._followers: dict[tuple[Generation, int], list[int]] = {}
+        self._followers: dict[_Key, list[_Key]] = {}
         self._updates: list[tuple[Generation, Update]] = []
         self._stopping = False
         # The event loop's: updates of each request that wait, and the timer that hands the first ones over.
-        self._delivered: dict[tuple[Generation, int], list[Update]] = {}
+        self._delivered: dict[_Key, list[Update]] = {}
         self._next_handover = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop
@@ -201,12 +156,9 @@ class AsyncEngine:
           params: further fields of `RequestParams`.
 
         Raises:
-          ValueError: there are more requests than the server's capacity.
           QueueFullError: there are more requests than the server can take now.
         """
         count = len(prompts) * n
-        if count > self.capacity:
-            raise ValueError(f"{len(prompts)} prompts with {n} samples each are more than {self.capacity} requests")
         if count + self.unfinished > self.capacity:
             raise QueueFullError(f"{self.unfinished} requests are running or waiting, the most is {self.capacity}")
         add = functools.partial(self.engine.add, **params)
@@ -218,7 +170,7 @@ class AsyncEngine:
 
     def fail_all(self, error: Exception) -> None:
         """Ends all requests with an error."""
-        self._send(self._fail, None, error)
+        self._send(self._end, None, "error", error)
 
     def _send(self, command, *args):
         self._commands.put(functools.partial(command, *args))
@@ -240,7 +192,7 @@ class AsyncEngine:
         except BaseException as error:  # a defect of this class, or a lost device
             _log.exception("the engine's thread ends")
             self.ready = False
-            self._fail(None, RuntimeError(f"the engine's thread has ended: {error}"))
+            self._end(None, "error", RuntimeError(f"the engine's thread has ended: {error}"))
             while not self._commands.empty():
                 self._commands.get()()
         finally:
@@ -254,51 +206,39 @@ class AsyncEngine:
             wait = False
 
     def _begin(self, generation):
-        for first in range(0, len(generation._adds), generation._n):
-            others = list(range(first + 1, first + generation._n))
-            if self.engine.prefix is not None and others:
-                self._followers[generation, first] = others
-                others = []
-            for index in [first, *others]:
-                self._add(generation, index)
+        """Adds the requests; with a prefix cache, samples of one prompt wait until the first one has read it."""
+        keys = [(generation, index) for index in range(len(generation._adds))]
+        for samples in itertools.batched(keys, generation._n):
+            leader, *followers = samples
+            if self.engine.prefix is not None:
+                self._followers[leader] = followers
+                samples = [leader]
+            for key in samples:
+                self._add(key)
 
-    def _add(self, generation, index):
+    def _add(self, key):
+        generation, index = key
         try:
-            self._running[generation._adds[index]()] = generation, index
+            self._running[generation._adds[index]()] = key
         except Exception as error:
-            self._update(generation, index, finish_reason="error", error=error)
-
-    def _cancel(self, generation, indices):
-        for leader, others in list(self._followers.items()):
-            if leader[0] is generation:
-                for index in indices.intersection(others):
-                    others.remove(index)
-                    self._update(generation, index, finish_reason="cancelled")
-        for request, (owner, index) in list(self._running.items()):
-            if owner is generation and index in indices:
-                self._end(request, "cancelled")
+            self._update(key, Update(index, finish_reason="error", error=error))
 
     def _stop(self):
         self._stopping = True
-        for generation in {generation for generation, _ in self._running.values()}:
-            self._cancel(generation, set(range(len(generation._adds))))
+        self._end(None, "cancelled")
 
-    def _fail(self, requests, error):
-        """Ends requests with an error; None ends all, including those that are not added yet."""
-        if requests is None:
-            for (generation, _), others in self._followers.items():
-                for index in others:
-                    self._update(generation, index, finish_reason="error", error=error)
-            self._followers.clear()
-        for request in list(self._running) if requests is None else requests:
-            if request in self._running:
-                self._end(request, "error", error)
-
-    def _end(self, request, reason, error=None):
-        """Ends a request. It may have finished in a step whose output is still to come."""
-        if request.finish_reason is None:
-            self.engine.cancel(request)
-        self._update(*self._running.pop(request), finish_reason=reason, error=error)
+    def _end(self, keys, reason, error=None):
+        """Ends requests by their keys; None ends all. One may have finished in a step whose output is still to come."""
+        for followers in list(self._followers.values()):
+            for key in [key for key in followers if keys is None or key in keys]:
+                followers.remove(key)
+                self._update(key, Update(key[1], finish_reason=reason, error=error))
+        for request, key in list(self._running.items()):
+            if keys is None or key in keys:
+                if request.finish_reason is None:
+                    self.engine.cancel(request)
+                del self._running[request]
+                self._update(key, Update(key[1], finish_reason=reason, error=error))
 
     def _step(self):
         engine = self.engine
@@ -306,33 +246,23 @@ class AsyncEngine:
             outputs = engine.step()
         except Exception as error:
             _log.exception("a step failed: its requests end with an error")
-            return self._fail([request for request in engine.last_scheduled if request.finish_reason is None], error)
+            failed = [request for request in engine.last_scheduled if request.finish_reason is None]
+            return self._end({self._running.get(request) for request in failed}, "error", error)
         for output in outputs:
             request = output.request
-            if request not in self._running:  # cancelled, or ended by an error
+            key = self._running.get(request)
+            if key is None:  # cancelled, or ended by an error
                 continue
-            generation, index = self._running[request]
-            first = request.num_generated - len(output.tokens)
             if request.finish_reason is not None:
                 del self._running[request]
-            self._update(
-                generation,
-                index,
-                tokens=output.tokens,
-                logprobs=request.logprobs_from(request.prompt_length + first),
-                top=request.top_logprobs[first:] if request.params.top_logprobs else None,
-                prompt_logprobs=request.prompt_logprobs if not first else (),
-                prompt_top=request.prompt_top_logprobs if not first else None,
-                cached_tokens=request.cached_tokens,
-                finish_reason=request.finish_reason,
-                error=request.error,
-            )
+            update = Update(key[1], request, request.num_generated, request.finish_reason, request.error)
+            self._update(key, update)
 
-    def _update(self, generation, index, **fields):
-        self._updates.append((generation, Update(index, **fields)))
+    def _update(self, key, update):
+        self._updates.append((key[0], update))
         # The first update comes when the prompt has been read, or will not be.
-        for follower in self._followers.pop((generation, index), ()):
-            self._add(generation, follower)
+        for follower in self._followers.pop(key, ()):
+            self._add(follower)
 
     def _deliver(self):
         updates = self._updates

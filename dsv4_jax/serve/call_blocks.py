@@ -19,6 +19,8 @@ class CallBlocks:
     waits until what follows decides.
     """
 
+    stopped = False  # it looks for no stop strings
+
     def __init__(self, tokenizer: Tokenizer, *, has_calls: bool, has_begun: bool):
         """Says whether there are tools to call, and whether the prompt ends within a block of calls."""
         self._tokenizer = tokenizer

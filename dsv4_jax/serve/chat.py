@@ -5,7 +5,7 @@ import dataclasses
 import json
 import re
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,10 +13,9 @@ import deepseek_recipe as recipe
 import numpy as np
 from tokenizers import Tokenizer
 
-from dsv4_jax.engine.grammar import Grammar, with_names
+from dsv4_jax.engine.grammar import with_names
 from dsv4_jax.engine.text import encode
 from dsv4_jax.serve.call_blocks import CALL_TOKEN, CallBlocks
-from dsv4_jax.serve.constraints import compile_form
 from dsv4_jax.serve.errors import APIError
 
 
@@ -26,7 +25,7 @@ _THINK = "<think>"
 _RELEASE_TOKENS = ("<｜begin▁of▁sentence｜>", _END, "<｜User｜>", _ASSISTANT, _THINK, "</think>", CALL_TOKEN)
 _PARSED_CALL_TOKEN = "\0" + CALL_TOKEN  # its name for the parser, which finds the other one in any text
 # April's release knows the first two of 0731's three prompts for reasoning effort, by other names.
-_APRIL_EFFORTS: Mapping[str | None, Any] = dict(low="low", high="low", xhigh="high", max="high")
+_APRIL_EFFORTS: Mapping[str | None, Any] = {"low": "low", "high": "low", "xhigh": "high", "max": "high"}
 _MAX_PAST_TOKENS = 2**22  # 16 MiB of token ids
 
 EffortPrompts = Literal["april", "0731"]
@@ -84,11 +83,13 @@ class PastAnswers:
         """Returns the answer that a client's message repeats, or None."""
         if not message.tool_calls:
             return None
+        id = message.tool_calls[0].id
         with self._lock:
-            answer = self._answers.get(message.tool_calls[0].id)
-            if answer is not None:
-                self._answers.move_to_end(answer.calls[0][0])
-        return answer if answer is not None and answer.is_shown_by(message) else None
+            answer = self._answers.get(id)
+            if answer is None:
+                return None
+            self._answers.move_to_end(id)
+        return answer if answer.is_shown_by(message) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +115,7 @@ class Chat:
 
     Attributes:
       stops: strings that end the answer, in addition to the client's.
+      ids: the ids of the release's tokens by name, if the tokenizer has them.
     """
 
     stops: tuple[str, ...] = ("\n\nUser:",)
@@ -121,7 +123,7 @@ class Chat:
 
     def __init__(self, tokenizer: Tokenizer, model_name: str):
         self._tokenizer = tokenizer
-        self._ids = {name: token for name in _RELEASE_TOKENS if (token := tokenizer.token_to_id(name)) is not None}
+        self.ids = {name: token for name in _RELEASE_TOKENS if (token := tokenizer.token_to_id(name)) is not None}
         self._options = recipe.ConversionOptions(
             default_thinking_mode=self._thinks_by_default,
             thinking_max_tokens_upper_bound=2**31 - 1,
@@ -165,44 +167,20 @@ class Chat:
 
     def _check(self, conversation: recipe.Conversation) -> None:
         messages = conversation.messages
-        lacks = dict(
-            tools=bool(conversation.tools or any(m.tool_calls or m.role == "tool" for m in messages)),
-            thinking=conversation.thinking_mode,
-            messages=any(m.prefix or m.role == "latest_reminder" for m in messages),
-        )
-        if missing := [name for name, is_used in lacks.items() if is_used]:
-            message = f"{missing[0]}: this needs a tokenizer with the tokens of DeepSeek-V4's release"
-            raise APIError(400, message, param=missing[0])
+        needs = {
+            "tools": conversation.tools or any(m.tool_calls or m.role == "tool" for m in messages),
+            "thinking": conversation.thinking_mode,
+            "messages": any(m.prefix or m.role == "latest_reminder" for m in messages),
+        }
+        for name, is_used in needs.items():
+            if is_used:
+                message = f"{name}: this needs a tokenizer with the tokens of DeepSeek-V4's release"
+                raise APIError(400, message, param=name)
 
     def encode(self, conversation: recipe.Conversation) -> list[int]:
         """Returns the prompt as token ids."""
         paragraphs = [f"{message.role.capitalize()}: {message.content}\n\n" for message in conversation.messages]
         return encode(self._tokenizer, "".join([*paragraphs, "Assistant:"]))
-
-    def grammar(
-        self,
-        converted: Converted,
-        prompt: Sequence[int],
-        strict: Collection[str],
-        compile_lark: Callable[[str], Grammar],
-    ) -> Grammar | None:
-        """Compiles the grammar of the answer that a client asks for; None for any text.
-
-        Args:
-          converted, prompt: the conversation and its prompt.
-          strict: names of the tools that are strict.
-          compile_lark: compiles a grammar in Lark; raises ValueError if it cannot.
-
-        Raises:
-          ValueError: the form cannot be enforced, or the answer continues a message, of which a grammar could not know
-            the rest.
-        """
-        thinks = prompt[-1] == self._ids.get(_THINK)
-        options = dict(thinks=thinks, ids=self._ids, strict=strict, compile_lark=compile_lark)
-        grammar = compile_form(converted.conversation, **options)
-        if grammar is not None and converted.conversation.messages[-1].prefix:
-            raise ValueError("a continued message takes any text")
-        return grammar
 
     def remember(
         self, prompt: Sequence[int], reasoning: str, content: str, calls: Sequence[ToolCall], tokens: list[int]
@@ -258,14 +236,14 @@ class ReleaseChat(Chat):
         if not any(answers):
             return ids
         # Each assistant's message ends in the end token, which is nowhere else.
-        ends = [i for i, token in enumerate(ids) if token == self._ids[_END]]
+        ends = [i for i, token in enumerate(ids) if token == self.ids[_END]]
         for answer, end in reversed(list(zip(answers, ends, strict=True))):
             if answer is None:
                 continue
-            first = next(i for i in range(end, -1, -1) if ids[i] == self._ids[_ASSISTANT]) + 2
+            begin = next(i for i in range(end, -1, -1) if ids[i] == self.ids[_ASSISTANT]) + 2
             # Earlier reasoning is left out of conversations without tools.
-            if (ids[first - 1] == self._ids[_THINK]) == answer.thinks:
-                ids[first:end] = answer.tokens.tolist()
+            if (ids[begin - 1] == self.ids[_THINK]) == answer.thinks:
+                ids[begin:end] = answer.tokens.tolist()
         return ids
 
     def remember(
@@ -273,18 +251,18 @@ class ReleaseChat(Chat):
     ) -> None:
         # The prompt ends in the token for or against thinking, behind which it may begin the call that must come. One
         # that ends otherwise continues a message, of which this answer is a part.
-        starts = [i for i, token in enumerate(prompt) if token in (self._ids[_THINK], self._ids["</think>"])]
+        starts = [i for i, token in enumerate(prompt) if token in (self.ids[_THINK], self.ids["</think>"])]
         begin = 1 + starts[-1]
         if calls and list(prompt[begin:]) in ([], self._call_begin):
-            thinks = prompt[begin - 1] == self._ids[_THINK]
+            thinks = prompt[begin - 1] == self.ids[_THINK]
             tokens = [*prompt[begin:], *tokens]
             self._past.add(PastAnswer(reasoning, content, calls, bool(thinks), np.array(tokens, np.int32)))
 
     def parser(self, converted: Converted, generator: Any) -> tuple[recipe.StreamProcessor, CallBlocks | None]:
         parsing = converted.parsing
         parsing.special_tokens = self._names
-        calls = dict(has_calls=parsing.parse_tool_calls, has_begun=parsing.starts_in_tool_calls)
-        return recipe.StreamProcessor(generator, parsing, self._decoder), CallBlocks(self._tokenizer, **calls)
+        blocks = CallBlocks(self._tokenizer, has_calls=parsing.parse_tool_calls, has_begun=parsing.starts_in_tool_calls)
+        return recipe.StreamProcessor(generator, parsing, self._decoder), blocks
 
 
 def make_chat(tokenizer: Tokenizer, model_name: str, effort_prompts: EffortPrompts) -> Chat:

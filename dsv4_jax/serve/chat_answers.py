@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import deepseek_recipe as recipe
@@ -15,101 +15,94 @@ from dsv4_jax.serve.async_engine import Update
 from dsv4_jax.serve.call_blocks import CallBlocks
 from dsv4_jax.serve.chat import Chat, Converted, ToolCall
 from dsv4_jax.serve.choices import Choice, ScoredToken
+from dsv4_jax.serve.constraints import compile_form
 from dsv4_jax.serve.errors import APIError
 from dsv4_jax.serve.protocol import ChatBody, CountBody, MessagesBody, ResponsesBody
 
 
-class AnswerParser(AnswerText):
-    """Parses an answer's tokens into a protocol's events and its complete answer.
-
-    Attributes:
-      response: the answer so far.
-    """
+class ParsedChoice(Choice):
+    """A choice whose tokens deepseek-recipe parses into a protocol's events and its complete answer."""
 
     def __init__(
         self,
+        index: int,
+        source: AnswerText | CallBlocks,
         processor: recipe.StreamProcessor,
         response: Any,
-        source: AnswerText | CallBlocks,
+        *,
+        prompt_tokens: int = 0,
         keeps_events: bool = True,
+        remember: Callable[[dict[str, Any], list[int]], None] | None = None,
     ):
-        """Takes a parser, an empty response, and what turns tokens into the parser's text or chunks."""
-        super().__init__(None, [], [])
+        """Makes an empty choice.
+
+        Args:
+          index: as for `Choice`.
+          source: turns tokens into text or chunks for the parser.
+          processor: the parser.
+          response: the protocol's empty answer, which takes the events.
+          prompt_tokens: number of tokens in the prompt.
+          keeps_events: whether somebody calls `take_events`.
+          remember: takes the answer as JSON and the tokens before the one that ended it, if the model ended it.
+        """
+        super().__init__(index, source)
         self._processor = processor
-        self._source = source
+        self._answer = response
+        self._prompt_tokens = prompt_tokens
         self._keeps_events = keeps_events
-        self._has_begun = False
-        self._events: list[tuple[str | None, str]] = []
-        self.response = response
+        self._remember = remember
+        self._events: list[tuple[str | None, dict[str, Any]]] = []
 
     @property
-    def stopped(self) -> bool:
-        return self._processor.finished or (isinstance(self._source, AnswerText) and self._source.stopped)
+    def response(self) -> dict[str, Any]:
+        """The answer so far, as JSON."""
+        return json.loads(self._answer.to_json())
 
-    def begin(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """Reports the usage of the prompt, once."""
-        if not self._has_begun:
-            self._has_begun = True
-            usage = recipe.PromptUsage(prompt_tokens=prompt_tokens, prompt_cache_hit_tokens=cached_tokens)
+    def take(self, update: Update) -> tuple[str, list[ScoredToken]]:
+        if not self.scored:
+            cached_tokens = 0 if update.request is None else update.request.cached_tokens
+            usage = recipe.PromptUsage(prompt_tokens=self._prompt_tokens, prompt_cache_hit_tokens=cached_tokens)
             self._push([recipe.InferenceChunk.ready(prompt_usage=usage)])
+        text_and_tokens = super().take(update)
+        if self.finish_reason is not None:
+            is_whole = update.finish_reason == "stop" and not self._is_stopped
+            reasons = recipe.InferenceFinishReason
+            reason = reasons.Length if self.finish_reason == "length" else reasons.Stop
+            self._push([recipe.InferenceChunk.finish(reason)])
+            if is_whole and self._remember is not None:
+                self._remember(self.response, [scored.token for scored in self.generated[:-1]])
+        return text_and_tokens
 
-    def add(self, token: int) -> str:
-        new = self._source.add(token)
-        self._push([recipe.InferenceChunk.text(new, 1)] if isinstance(new, str) else new)
-        return ""
-
-    def finish(self) -> str:
-        new = self._source.finish()
-        self._push([recipe.InferenceChunk.text(new)] if isinstance(new, str) else new)
-        return ""
-
-    def end(self, finish_reason: str) -> None:
-        """Ends the answer."""
-        reasons = dict(stop=recipe.InferenceFinishReason.Stop, length=recipe.InferenceFinishReason.Length)
-        if not self._processor.finished:
-            self._push([recipe.InferenceChunk.finish(reasons[finish_reason])])
-
-    def take_events(self) -> list[tuple[str | None, str]]:
+    def take_events(self) -> list[tuple[str | None, dict[str, Any]]]:
         """Returns the new events: their names, if the protocol has such, and their JSON."""
         events = self._events
         self._events = []
         return events
 
-    def _push(self, chunks):
-        for chunk in chunks:
+    def _add(self, token: int) -> str:
+        return self._push(self._source.add(token), 1)
+
+    def _finish(self) -> str:
+        return self._push(self._source.finish())
+
+    @property
+    def _is_stopped(self) -> bool:
+        return self._processor.finished or self._source.stopped
+
+    def _push(self, new: str | list[recipe.InferenceChunk], num_tokens: int = 0) -> str:
+        """Parses text, or chunks; returns no text, since it is in the events."""
+        for chunk in [recipe.InferenceChunk.text(new, num_tokens)] if isinstance(new, str) else new:
             if self._processor.finished:
-                return
+                break
             for event in self._processor.push(chunk):
                 if self._keeps_events:
-                    self._events.append((self.response.sse_event_name(event), event.to_json()))
-                self.response.accumulate(event)
-
-
-class ParsedChoice(Choice):
-    """A choice whose text is parsed.
-
-    Attributes:
-      parser: the parser, which keeps the text.
-      is_whole: whether the model ended the answer itself.
-    """
-
-    def __init__(self, index: int, parser: AnswerParser, prompt_tokens: int):
-        super().__init__(index, parser, "")
-        self.parser = parser
-        self._prompt_tokens = prompt_tokens
-        self.is_whole = False
-
-    def take(self, update: Update) -> tuple[str, list[ScoredToken]]:
-        self.parser.begin(self._prompt_tokens, update.cached_tokens)
-        new = super().take(update)
-        if self.finish_reason is not None:
-            self.is_whole = update.finish_reason == "stop" and not self.parser.stopped
-            self.parser.end(self.finish_reason)
-        return new
+                    self._events.append((self._answer.sse_event_name(event), json.loads(event.to_json())))
+                self._answer.accumulate(event)
+        return ""
 
 
 class ParsedAnswer(Answer):
-    """An answer in one of deepseek-recipe's protocols."""
+    """An answer in one of deepseek-recipe's protocols, whose events it writes: by default, all that is sent."""
 
     request_type: ClassVar[Any]
     response_type: ClassVar[Any]
@@ -121,55 +114,58 @@ class ParsedAnswer(Answer):
         """Returns the reasoning, the content and the tool calls (id, name, arguments) of a complete answer."""
         raise NotImplementedError
 
-    def _make_generator(self, answer_id: str, model: str) -> Any:
-        return self.request_type.chunk_generator(self._converted.request, answer_id, model)
+    def _as_sent(self, part: dict[str, Any]) -> dict[str, Any]:
+        """Returns an event or a whole answer of deepseek-recipe as the protocol's clients know it."""
+        return part
+
+    def _make_generator(self) -> Any:
+        """Returns deepseek-recipe's source of the protocol's events."""
+        return self.request_type.chunk_generator(self._converted.request, self._id, self._body.model)
 
     def _encode(self) -> Sequence[Sequence[int]]:
         if self._service.chat is None:
             raise APIError(400, "the checkpoint has no tokenizer.json: use /v1/completions with token ids")
         self._chat = self._service.chat
-        body = self._body.conversation() | dict(model=self._service.options.model_name)
+        body, strict_tools = self._body.conversation()
         self._converted = self._chat.convert(self.request_type, body)
+        default_top_p = self._converted.request.inference_options.top_p
+        if "top_p" not in self._body.model_fields_set and default_top_p is not None:
+            self._body.top_p = round(default_top_p, 6)
         prompt = self._chat.encode(self._converted.conversation)
         try:
-            strict = self._body.strict_tools
-            self._grammar = self._chat.grammar(self._converted, prompt, strict, self._service.compile)
+            self._grammar = compile_form(
+                self._converted.conversation, prompt, self._chat.ids, strict_tools, self._service.compile
+            )
         except ValueError as error:
             raise APIError(400, f"the form of the answer cannot be enforced: {error}") from None
         if self._grammar is not None and self._body.ignore_eos:
             raise APIError(400, "ignore_eos: an answer of a given form ends with it", param="ignore_eos")
         return [prompt]
 
-    def _new_choice(self, prompt: np.ndarray, number: int, index: int) -> Choice:
-        answer_id = self._head["id"]
-        created = self._head["created"]
-        model = self._head["model"]
-        chat = self._chat
-        converted = self._converted
-        processor, blocks = chat.parser(converted, self._make_generator(answer_id, model))
-        stops = [*chat.stops, *converted.parsing.stop_sequences]
-        source = blocks or AnswerText(self._service.tokenizer, prompt, stops)
-        response = self.response_type(answer_id, model, created, len(prompt), 0)
-        return ParsedChoice(index, AnswerParser(processor, response, source, self._body.stream), len(prompt))
+    def _new_choice(self, index: int, prompt: np.ndarray) -> Choice:
+        processor, blocks = self._chat.parser(self._converted, self._make_generator())
+        stops = [*self._chat.stops, *self._converted.parsing.stop_sequences]
+        return ParsedChoice(
+            index,
+            blocks or AnswerText(self._service.tokenizer, prompt, stops),
+            processor,
+            self.response_type(self._id, self._body.model, self._created, len(prompt), 0),
+            prompt_tokens=len(prompt),
+            keeps_events=self._body.stream,
+            remember=self._remember,
+        )
 
-    @property
-    def _sampling(self) -> dict[str, Any]:
-        default = self._converted.request.inference_options.top_p
-        if "top_p" in self._body.model_fields_set or default is None:
-            return super()._sampling
-        return super()._sampling | {"top_p": round(default, 6)}
+    def _remember(self, response: dict[str, Any], tokens: list[int]) -> None:
+        self._chat.remember(self._prompts[0].tolist(), *self._read(response), tokens)
 
-    def _complete(self, choice: ParsedChoice) -> dict[str, Any]:
-        """Returns a complete answer as JSON, and remembers it if its client may send it back."""
-        response = json.loads(choice.parser.response.to_json())
-        if choice.is_whole:
-            tokens = [scored.token for scored in choice.generated[:-1]]
-            reasoning, content, calls = self._read(response)
-            self._chat.remember(self._prompts[0].tolist(), reasoning, content, calls, tokens)
-        return response
+    def _events(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[bytes]:
+        return [sse(self._as_sent(event), name) for name, event in choice.take_events()]
+
+    def _response(self) -> Response:
+        return JSONResponse(self._as_sent(self.choices[0].response))
 
 
-class ChatAnswer(ParsedAnswer, OpenAIAnswer):
+class ChatAnswer(OpenAIAnswer, ParsedAnswer):
     """The answer to POST /v1/chat/completions."""
 
     id_prefix = "chatcmpl-"
@@ -185,22 +181,21 @@ class ChatAnswer(ParsedAnswer, OpenAIAnswer):
         return max(room, 1) if asked is None else asked
 
     def _json(self, choice: Any) -> dict[str, Any]:
-        made = self._complete(choice)["choices"][0] | dict(logprobs=self._logprobs(choice.scored))
-        return made | dict(message=dict(refusal=None, annotations=[]) | made["message"])
+        content = choice.response["choices"][0]
+        message = {"refusal": None, "annotations": []} | content["message"]
+        return content | {"message": message, "logprobs": self._logprobs(choice.scored)}
 
     def _usage(self) -> dict[str, Any]:
-        responses = [json.loads(choice.parser.response.to_json()) for choice in self.choices]
-        details = [response["usage"].get("completion_tokens_details", {}) for response in responses]
-        reasoning = sum(detail.get("reasoning_tokens", 0) for detail in details)
-        return super()._usage() | dict(completion_tokens_details=dict(reasoning_tokens=reasoning))
+        usages = [choice.response["usage"] for choice in self.choices]
+        details = [usage.get("completion_tokens_details", {}) for usage in usages]
+        reasoning_tokens = sum(detail.get("reasoning_tokens", 0) for detail in details)
+        return super()._usage() | {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
 
     def _chunks(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[dict[str, Any]]:
-        chunks = [json.loads(event)["choices"][0] for _, event in choice.parser.take_events()]
+        chunks = [event["choices"][0] for _, event in choice.take_events()]
         if self._body.num_top is not None:
-            chunks = chunks or [dict(delta={}, finish_reason=None)]
-            chunks[0] |= dict(logprobs=self._logprobs(tokens))
-        if choice.finish_reason is not None:
-            self._complete(choice)
+            chunks = chunks or [{"delta": {}, "finish_reason": None}]
+            chunks[0]["logprobs"] = self._logprobs(tokens)
         return chunks
 
     def _logprobs(self, tokens):
@@ -209,31 +204,11 @@ class ChatAnswer(ParsedAnswer, OpenAIAnswer):
     def _read(self, response: dict[str, Any]) -> tuple[str, str, list[ToolCall]]:
         message = response["choices"][0]["message"]
         functions = [(call["id"], call["function"]) for call in message.get("tool_calls") or []]
-        calls = [(name, function["name"], function["arguments"]) for name, function in functions]
+        calls = [(id, function["name"], function["arguments"]) for id, function in functions]
         return message.get("reasoning_content") or "", message["content"] or "", calls
 
 
-class SingleAnswer(ParsedAnswer):
-    """An answer of one choice, in a format that is deepseek-recipe's throughout."""
-
-    _num_events = 0
-
-    def _events(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[bytes]:
-        if choice.finish_reason is not None:
-            self._complete(choice)
-        events = choice.parser.take_events()
-        self._num_events += len(events)
-        return [sse(self._as_sent(json.loads(event)), name) for name, event in events]
-
-    def _response(self) -> Response:
-        return JSONResponse(self._as_sent(self._complete(self.choices[0])))
-
-    def _as_sent(self, part: dict[str, Any]) -> dict[str, Any]:
-        """Returns an event or a whole answer of deepseek-recipe as the protocol's clients know it."""
-        return part
-
-
-class ResponsesAnswer(SingleAnswer):
+class ResponsesAnswer(ParsedAnswer):
     """The answer to POST /v1/responses."""
 
     id_prefix = "resp_"
@@ -241,12 +216,13 @@ class ResponsesAnswer(SingleAnswer):
     request_type = recipe.ResponsesRequest
     response_type = recipe.ResponsesResponse
     _body: ResponsesBody
+    _num_events = 0
 
-    def _make_generator(self, answer_id: str, model: str) -> Any:
-        asked: dict[str, Any] = self._body.asked() | dict(model=model)
-        asked["text"] = dict(verbosity="medium") | asked.get("text", {})
-        self._namespaces = self._chat.namespace_tools(asked)
-        generator = super()._make_generator(answer_id, model).with_echo(recipe.ResponsesRequest(asked).echo())
+    def _make_generator(self) -> Any:
+        body = self._body.asked()
+        body["text"] = {"verbosity": "medium"} | body.get("text", {})
+        self._namespaces = self._chat.namespace_tools(body)
+        generator = super()._make_generator().with_echo(recipe.ResponsesRequest(body).echo())
         return generator.with_namespace_tool_map(self._namespaces)
 
     @property
@@ -258,45 +234,52 @@ class ResponsesAnswer(SingleAnswer):
     def _max_tokens(self, room: int) -> int:
         return self._body.max_output_tokens or max(room, 1)
 
+    def _as_sent(self, part: dict[str, Any]) -> dict[str, Any]:
+        self._num_events += 1
+        if usage := part.get("response", part).get("usage"):
+            usage["output_tokens"] = self.choices[0].num_generated
+            usage["total_tokens"] = usage["input_tokens"] + usage["output_tokens"]
+        return part
+
     def _read(self, response: dict[str, Any]) -> tuple[str, str, list[ToolCall]]:
-        texts = dict(reasoning="", message="")
+        texts = {"reasoning": "", "message": ""}
         calls = []
         for item in response["output"]:
             match item["type"]:
                 case "function_call":
-                    called = item.get("namespace"), item["name"]
-                    names = (name for name, tool in self._namespaces.items() if tool == called)
+                    tool = item.get("namespace"), item["name"]
+                    names = (name for name, known in self._namespaces.items() if known == tool)
                     calls.append((item["call_id"], next(names, item["name"]), item["arguments"]))
                 case "custom_tool_call":
-                    calls.append((item["call_id"], item["name"], json.dumps(dict(input=item["input"]))))
+                    calls.append((item["call_id"], item["name"], json.dumps({"input": item["input"]})))
                 case kind:
                     texts[kind] += "".join(part["text"] for part in item["content"])
         return texts["reasoning"], texts["message"], calls
 
     def _error_event(self, error: APIError) -> bytes:
-        place = dict(param=error.param, sequence_number=self._num_events)
-        return sse(dict(type="error", code=error.code, message=error.message) | place, "error")
+        event = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+        return sse(event | {"sequence_number": self._num_events}, "error")
 
 
-class MessagesAnswer(SingleAnswer):
+class MessagesAnswer(ParsedAnswer):
     """The answer to POST /v1/messages."""
 
     id_prefix = "msg_"
     body_type = MessagesBody
     request_type = recipe.MessagesRequest
     response_type = recipe.MessagesResponse
-    _keep_alive = sse(dict(type="ping"), "ping")
+    _keep_alive = sse({"type": "ping"}, "ping")
     _body: MessagesBody
     # Fields that the protocol requires and deepseek-recipe leaves out.
-    _block_fields: ClassVar[dict[str, Any]] = dict(text=dict(citations=None), tool_use=dict(caller=dict(type="direct")))
+    _block_fields: ClassVar[dict[str, Any]] = {"text": {"citations": None}, "tool_use": {"caller": {"type": "direct"}}}
     _usage_fields: ClassVar[dict[str, Any]] = dict.fromkeys(
         ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use")
     )
     _stop_fields: ClassVar[dict[str, Any]] = dict.fromkeys(("container", "stop_details"))
 
-    def _make_generator(self, answer_id: str, model: str) -> Any:
+    def _make_generator(self) -> Any:
         # Otherwise each answer would begin with a block of thinking, which may stay empty.
-        return recipe.MessagesChunkGenerator(answer_id, model, thinking_mode=False)
+        return recipe.MessagesChunkGenerator(self._id, self._body.model, thinking_mode=False)
 
     def _as_sent(self, part: dict[str, Any]) -> dict[str, Any]:
         for name in part.keys() & {"message", "content_block", "delta"}:
@@ -304,7 +287,8 @@ class MessagesAnswer(SingleAnswer):
         if "content" in part:
             part["content"] = [self._as_sent(block) for block in part["content"]]
         if "usage" in part:
-            part["usage"] = self._usage_fields | part["usage"]
+            num_tokens = {"output_tokens": self.choices[0].num_generated}
+            part["usage"] = self._usage_fields | part["usage"] | num_tokens
         if "stop_reason" in part:
             part = self._stop_fields | part
             if part["stop_reason"] == "max_tokens" and self._limit < self._body.max_tokens:
@@ -318,7 +302,7 @@ class MessagesAnswer(SingleAnswer):
         return f"prompt is too long: {longest} tokens > {context} maximum"  # clients look for these words
 
     def _read(self, response: dict[str, Any]) -> tuple[str, str, list[ToolCall]]:
-        texts = dict(thinking="", text="")
+        texts = {"thinking": "", "text": ""}
         calls = []
         for block in response["content"]:
             if block["type"] == "tool_use":
@@ -335,10 +319,9 @@ class TokenCount(MessagesAnswer):
     """The answer to POST /v1/messages/count_tokens, for which nothing runs."""
 
     body_type = CountBody
-    streams = False
 
     def _check_limit(self) -> int:
         return 0
 
     def _response(self) -> Response:
-        return JSONResponse(dict(input_tokens=len(self._prompts[0])))
+        return JSONResponse({"input_tokens": len(self._prompts[0])})

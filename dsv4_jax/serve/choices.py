@@ -9,7 +9,6 @@ from tokenizers import Tokenizer
 
 from dsv4_jax.checkpoint import TokenBytes
 from dsv4_jax.decode import TopLogprobs
-from dsv4_jax.engine.text import AnswerText
 from dsv4_jax.serve.async_engine import Update
 
 
@@ -34,18 +33,22 @@ class Choice:
 
     Attributes:
       index: index of the request in the `Generation`.
+      prompt: (id, offset) of the prompt's tokens, if their log-probabilities are shown.
       scored: tokens of the text, preceded by the prompt's tokens if their log-probabilities are shown.
       text: the text that was shown so far.
       finish_reason: "stop" or "length" once the choice is complete.
       cached_tokens: number of prompt tokens that the prefix cache held.
     """
 
-    def __init__(self, index: int, text: AnswerText, echo: str, prompt_offsets: Sequence[tuple[int, int]] = ()):
-        """Starts a choice with the text `echo` and with the prompt's tokens, given as (id, offset)."""
+    def __init__(self, index: int, source: Any, echo: str = "", prompt_offsets: Sequence[tuple[int, int]] = ()):
+        """Starts a choice with the text `echo` and with the prompt's tokens, given as (id, offset).
+
+        `source` turns tokens into text, such as an `AnswerText`.
+        """
         self.index = index
-        self._answer = text
+        self._source = source
         self._unshown = echo
-        self._prompt = prompt_offsets
+        self.prompt = prompt_offsets
         self.scored: list[ScoredToken] = []
         self.text = ""
         self.finish_reason: str | None = None
@@ -54,45 +57,64 @@ class Choice:
 
     @property
     def generated(self) -> list[ScoredToken]:
-        """The new tokens so far, up to the end of the text."""
-        return self.scored[len(self._prompt) :]
+        """The new tokens so far: all that were drawn, one that ended the request included."""
+        return self.scored[len(self.prompt) :]
 
     @property
     def num_generated(self) -> int:
         """The number of new tokens so far."""
-        return max(len(self.scored) - len(self._prompt), 0)
+        return max(len(self.scored) - len(self.prompt), 0)
 
     def take(self, update: Update) -> tuple[str, list[ScoredToken]]:
         """Adds an update, and returns the new text and tokens."""
-        self.cached_tokens = update.cached_tokens
+        request = update.request
         new = self._unshown
         self._unshown = ""
-        first = len(self.scored)
-        if not first:
-            logprobs = [None, *update.prompt_logprobs]
-            tops = [(), *_pairs(update.prompt_top, len(update.prompt_logprobs))]
-            for (token, offset), logprob, top in zip(self._prompt, logprobs, tops, strict=False):
-                self.scored.append(ScoredToken(token, logprob, top, offset))
-        tops = _pairs(update.top, len(update.tokens))
-        for i, (token, logprob, top) in enumerate(zip(update.tokens, update.logprobs, tops, strict=True)):
+        num_earlier = len(self.scored)
+        drawn = []
+        if request is not None:
+            self.cached_tokens = request.cached_tokens
+            if self.prompt and not num_earlier:
+                logprobs = [None, *request.prompt_logprobs]
+                tops = [(), *_pairs(request.prompt_top_logprobs)]
+                for (token, offset), logprob, top in zip(self.prompt, logprobs, tops, strict=True):
+                    self.scored.append(ScoredToken(token, logprob, top, offset))
+            # The request may have more tokens by now.
+            count = update.num_generated - self.num_generated
+            begin = request.prompt_length + self.num_generated
+            tokens = request.tokens_from(begin)[:count]
+            tops = _pairs(request.top_logprobs[self.num_generated : update.num_generated])
+            drawn = list(zip(tokens, request.logprobs_from(begin)[:count], tops, strict=True))
+        for i, (token, logprob, top) in enumerate(drawn):
             self.scored.append(ScoredToken(token, logprob, top, len(self.text) + len(new)))
             # The token that ends a request is no part of its text.
-            if update.finish_reason != "stop" or i + 1 < len(update.tokens):
-                new += self._answer.add(token)
-            if self._answer.stopped:
+            if update.finish_reason != "stop" or i + 1 < len(drawn):
+                new += self._add(token)
+            if self._is_stopped:
                 break
         else:
             if update.finish_reason is not None:
-                new += self._answer.finish()
-        self.finish_reason = "stop" if self._answer.stopped else update.finish_reason
+                new += self._finish()
+        self.finish_reason = "stop" if self._is_stopped else update.finish_reason
         self.text += new
-        return new, self.scored[first:]
+        return new, self.scored[num_earlier:]
+
+    def _add(self, token: int) -> str:
+        """Adds a token and returns the text that can be shown."""
+        return self._source.add(token)
+
+    def _finish(self) -> str:
+        """Returns the text that was held back, after the last token."""
+        return self._source.finish()
+
+    @property
+    def _is_stopped(self) -> bool:
+        """Whether a stop string was found, after which no text follows."""
+        return self._source.stopped
 
 
-def _pairs(top: TopLogprobs | None, count: int) -> list[list[tuple[int, float]]]:
-    """Returns the (id, log-probability) pairs of `top` for each of `count` tokens."""
-    if top is None:
-        return [[] for _ in range(count)]
+def _pairs(top: TopLogprobs) -> list[list[tuple[int, float]]]:
+    """Returns the (id, log-probability) pairs of each token."""
     logprobs = np.maximum(top.logprobs, _MIN_LOGPROB).tolist()
     return [list(zip(ids, row, strict=True)) for ids, row in zip(top.ids.tolist(), logprobs, strict=True)]
 
@@ -117,29 +139,29 @@ class TokenNames:
 
     def of_completion(self, tokens: Sequence[ScoredToken], num_top: int) -> dict[str, Any]:
         """Returns the `logprobs` of a completion. `top_logprobs` always include the token itself."""
-        return dict(
-            tokens=[self.name(t.token)[0] for t in tokens],
-            token_logprobs=[t.logprob for t in tokens],
-            top_logprobs=[self._by_name(t) for t in tokens] if num_top else None,
-            text_offset=[t.offset for t in tokens],
-        )
+        return {
+            "tokens": [self.name(t.token)[0] for t in tokens],
+            "token_logprobs": [t.logprob for t in tokens],
+            "top_logprobs": [self._by_name(t) for t in tokens] if num_top else None,
+            "text_offset": [t.offset for t in tokens],
+        }
 
     def of_chat(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
         """Returns the `logprobs` of a chat completion."""
         content = [
-            self._entry(t.token, t.logprob) | dict(top_logprobs=[self._entry(*pair) for pair in t.top]) for t in tokens
+            self._entry(t.token, t.logprob) | {"top_logprobs": [self._entry(*pair) for pair in t.top]} for t in tokens
         ]
-        return dict(content=content, refusal=None)
+        return {"content": content, "refusal": None}
 
     def _by_name(self, scored):
         """Returns {name: log-probability} of the likeliest tokens and this one; None for a prompt's first token."""
         if scored.logprob is None:
             return None
-        found: dict[str, float] = {}
+        by_name: dict[str, float] = {}
         for token, logprob in (*scored.top, (scored.token, scored.logprob)):
-            found.setdefault(self.name(token)[0], logprob)  # keeps the likeliest of tokens with the same text
-        return found
+            by_name.setdefault(self.name(token)[0], logprob)  # keeps the likeliest of tokens with the same text
+        return by_name
 
     def _entry(self, token, logprob):
         text, content = self.name(token)
-        return dict(token=text, logprob=logprob, bytes=content)
+        return {"token": text, "logprob": logprob, "bytes": content}

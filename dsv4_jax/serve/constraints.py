@@ -27,8 +27,7 @@ _Enforce = Callable[[Schema, Schema, str | None], Schema]  # (a schema, the whol
 
 def compile_form(
     conversation: recipe.Conversation,
-    *,
-    thinks: bool,
+    prompt: Sequence[int],
     ids: Mapping[str, int],
     strict: Collection[str],
     compile_lark: Callable[[str], Grammar],
@@ -37,7 +36,7 @@ def compile_form(
 
     Args:
       conversation: the conversation, with the form of the answer and the tools.
-      thinks: whether the answer begins with reasoning, which may be any text.
+      prompt: its tokens. The answer begins with reasoning, which may be any text, if the last one is `<think>`.
       ids: the ids of the release's tokens by name.
       strict: names of the tools that are strict: a call of them follows its schema in all.
       compile_lark: compiles a grammar in Lark; raises ValueError if it cannot.
@@ -47,19 +46,22 @@ def compile_form(
 
     Raises:
       ValueError: the form cannot be enforced; names the place in the schema. In tools that are not strict, a value
-        that cannot be enforced may be any.
+        that cannot be enforced may be any. Or the answer continues a message, of which a grammar could not know the
+        rest.
     """
     tools = conversation.tools
     kind = conversation.response_format
     is_required = conversation.tool_choice == "required"
     if kind == "text" and not is_required and not any(tool.name in strict for tool in tools):
         return None
+    if any(message.prefix for message in conversation.messages):
+        raise ValueError("a continued message takes any text")
 
     def lark(enforce: _Enforce) -> str:
         rules = [r"ANY: /(.|\n)*/"]
         match kind:
             case "json_object":
-                rules.append(f"form: {json_rule(dict(type='object'))}")
+                rules.append(f"form: {json_rule({'type': 'object'})}")
             case "json_schema":
                 schema = conversation.response_schema
                 rules.append(f"form: {json_rule(enforce(schema, schema, ''))}")
@@ -74,7 +76,7 @@ def compile_form(
             )
         if tools:
             rules += [f"dsml: <[{ids['｜DSML｜']}]>", *_call_rules(tools, strict, enforce)]
-        start = f"ANY <[{ids['</think>']}]> answer" if thinks else "answer"
+        start = f"ANY <[{ids['</think>']}]> answer" if prompt[-1] == ids.get("<think>") else "answer"
         return "\n".join([f"start: {start}", f"answer: {' | '.join(forms)}", *rules])
 
     try:
@@ -101,8 +103,8 @@ def _deepest_fault(schema: Schema, whole: Schema) -> tuple[tuple[str, ...], str]
     if isinstance(schema, bool):
         return None
     for path, part in _parts(schema):
-        if (found := _deepest_fault(part, whole)) is not None:
-            return (*path, *found[0]), found[1]
+        if (deeper := _deepest_fault(part, whole)) is not None:
+            return (*path, *deeper[0]), deeper[1]
     fault = json_fault(_alone(schema, whole), False)
     return ((), fault) if fault else None
 
@@ -174,10 +176,10 @@ def _values(name: str | None, schema: Schema, is_strict: bool) -> list[str]:
     """Returns the ways to write a parameter: a string as it is, everything else as JSON."""
     schema = {} if schema is True else schema
     strings, others = _split(schema, is_strict) if isinstance(schema, dict) else ([], schema)
-    found = [_parameter(name, True, string) for string in strings]
+    values = [_parameter(name, True, string) for string in strings]
     if others is not None:
-        found.append(_parameter(name, False, f"{json_rule(others, not is_strict)} {_close('parameter')}"))
-    return found
+        values.append(_parameter(name, False, f"{json_rule(others, not is_strict)} {_close('parameter')}"))
+    return values
 
 
 def _split(schema: dict[str, Any], is_strict: bool) -> tuple[list[str], Schema | None]:
@@ -190,7 +192,7 @@ def _split(schema: dict[str, Any], is_strict: bool) -> tuple[list[str], Schema |
     if isinstance(choices, list) and (not is_strict or keys <= {"type", "enum", "const"}):
         texts = [x for x in choices if isinstance(x, str)] if _may_be_string(schema) else []
         others = [x for x in choices if not isinstance(x, str)]
-        return [f"{_quote(x)} {_close('parameter')}" for x in texts], schema | dict(enum=others) if others else None
+        return [f"{_quote(x)} {_close('parameter')}" for x in texts], schema | {"enum": others} if others else None
     if not _may_be_string(schema):
         return [], schema
     rest = None if schema.get("type") == "string" else schema

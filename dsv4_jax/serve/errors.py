@@ -1,5 +1,6 @@
 """Errors in the format of OpenAI's API."""
 
+import dataclasses
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -8,6 +9,7 @@ from starlette.responses import JSONResponse
 MESSAGES_PATH = "/v1/messages"
 
 
+@dataclasses.dataclass(eq=False)
 class APIError(Exception):
     """An error that is sent to the client.
 
@@ -20,37 +22,29 @@ class APIError(Exception):
       details: what programs read in Anthropic's format, or None.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-        details: dict[str, Any] | None = None,
-    ):
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.headers = headers
-        self.details = details
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] | None = None
+    details: dict[str, Any] | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def body(self) -> dict[str, Any]:
         """The response's JSON: {"error": {"message", "type", "param", "code"}}."""
         kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return dict(error=dict(message=self.message, type=kind, param=self.param, code=self.code))
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def anthropic_body(self) -> dict[str, Any]:
         """The response's JSON in Anthropic's format."""
-        body = self.body["error"]
-        error = dict(type=body["type"].replace("server_error", "api_error"), message=self.message)
-        return dict(type="error", error=error | (dict(details=self.details) if self.details else {}))
+        kind = self.body["error"]["type"].replace("server_error", "api_error")
+        details = {"details": self.details} if self.details else {}
+        return {"type": "error", "error": {"type": kind, "message": self.message} | details}
 
     def response(self, path: str = "") -> JSONResponse:
         """Returns the response to a request of a path."""

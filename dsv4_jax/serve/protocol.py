@@ -1,6 +1,5 @@
 """Bodies of the protocols' requests."""
 
-import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping
@@ -28,30 +27,30 @@ UNUSED = ("metadata", "client_metadata", "prompt_cache_key", "prompt_cache_reten
 UNUSED += ("cache_control", "service_tier", "speed", "inference_geo", "store", "prediction", "max_tool_calls")
 UNUSED += ("parallel_tool_calls",)
 # Fields that would change an answer, and are not supported but for these values, which have no effect.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = dict(
-    frequency_penalty=(0,),
-    presence_penalty=(0,),
-    repetition_penalty=(1,),
-    logit_bias=({},),
-    suffix=("",),
-    top_logprobs=(0,),
-    tools=([],),
-    tool_choice=("none", "auto"),
-    functions=([],),
-    function_call=("none", "auto"),
-    response_format=({"type": "text"},),
-    text=({}, {"format": {"type": "text"}}),
-    include=([], ["reasoning.encrypted_content"]),
-    truncation=("disabled",),
-    background=(False,),
-    reasoning_effort=("none",),
-    reasoning=({}, {"summary": "auto"}),
-    modalities=(["text"],),
-    verbosity=("medium",),
-    refusal=("",),
-    mcp_servers=([],),
-    context_management=({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
-)
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "text": ({}, {"format": {"type": "text"}}),
+    "include": ([], ["reasoning.encrypted_content"]),
+    "truncation": ("disabled",),
+    "background": (False,),
+    "reasoning_effort": ("none",),
+    "reasoning": ({}, {"summary": "auto"}),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "refusal": ("",),
+    "mcp_servers": ([],),
+    "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+}
 
 
 _MAX_ERRORS = 8  # that an answer lists
@@ -85,6 +84,7 @@ class _Body(BaseModel):
 
 # One error is enough of a list: a body of a megabyte may have a million wrong items.
 type _List[T] = Annotated[list[T], FailFast(), Field(max_length=_MAX_ITEMS)]
+type _Ids = Annotated[list[int], FailFast()]
 # The names in brackets are no part of an error's place.
 type _TextOr[T] = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[T, Tag("<other>")],
@@ -127,20 +127,20 @@ class GenerationBody(_Body):
     _unused = UNUSED
 
     @property
-    def num_samples(self) -> int:
-        """The number of answers to draw for each prompt."""
-        return self.n
-
-    @property
     def num_top(self) -> int | None:
         """The number of likeliest tokens to report; None for no log-probabilities."""
         return None
 
 
+def _as_prompts(prompt: Any) -> Any:
+    is_one = isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], int))
+    return [prompt] if is_one else prompt
+
+
 class CompletionBody(GenerationBody):
     """The body of POST /v1/completions."""
 
-    prompt: Any
+    prompt: Annotated[_List[_TextOr[_Ids]], Field(min_length=1), BeforeValidator(_as_prompts)]
     max_tokens: int = Field(16, ge=0)
     best_of: int | None = Field(None, ge=1, le=128)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -158,27 +158,6 @@ class CompletionBody(GenerationBody):
     def num_top(self) -> int | None:
         """The number of likeliest tokens to report; None for no log-probabilities."""
         return self.logprobs
-
-    @property
-    def num_samples(self) -> int:
-        """The number of answers to draw for each prompt, the best of which are returned."""
-        return self.best_of or self.n
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """The prompts, each as text or token ids; APIError if `prompt` has another type."""
-        prompts = self.prompt
-        if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and _is_id(prompts[0])):
-            prompts = [prompts]
-        for prompt in prompts if isinstance(prompts, list) and prompts else [None]:
-            if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(map(_is_id, prompt))):
-                message = "prompt must be text, a list of token ids, or a list of several such prompts"
-                raise APIError(400, message, param="prompt")
-        return prompts
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class TextPart(_Body):
@@ -226,7 +205,7 @@ class Message(_Body):
         blocks = "".join(block.thinking for block in self.thinking_blocks)
         if reasoning := self.reasoning_content or self.reasoning or blocks:
             message["reasoning_content"] = reasoning
-        return dict(content="") | message | dict(role=role)
+        return {"content": ""} | message | {"role": role}
 
 
 class _ChatBody(GenerationBody):
@@ -235,12 +214,7 @@ class _ChatBody(GenerationBody):
     tools: _List[dict[str, Any]] = []
     tool_choice: Any = "auto"
     _no_thinking: ClassVar[dict[str, Any]]  # fields that turn reasoning off
-    _form: ClassVar[tuple[str, ...]]  # path to what has the schema of an answer
-
-    @property
-    def strict_tools(self) -> set[str]:
-        """Names of the tools whose calls have to follow their schemas."""
-        return set(_strict_names(self.tools))
+    _form: ClassVar[tuple[str, str]]  # path to what has the schema of an answer
 
     def asked(self) -> dict[str, Any]:
         """Returns the part of the body that deepseek-recipe converts, as the client wrote it."""
@@ -248,8 +222,8 @@ class _ChatBody(GenerationBody):
             exclude_unset=True, exclude={"seed", "top_k", "stop_token_ids", "ignore_eos", "cache_salt"}
         )
 
-    def conversation(self) -> dict[str, Any]:
-        """Returns the part of the body that deepseek-recipe converts.
+    def conversation(self) -> tuple[dict[str, Any], set[str]]:
+        """Returns the part of the body that deepseek-recipe converts, and the names of the tools that are strict.
 
         Nothing is strict in it, because deepseek-recipe would reduce the schema. A call that must come, comes without
         reasoning, unless the client says how to think. Raises APIError if there is no tool to call.
@@ -262,32 +236,23 @@ class _ChatBody(GenerationBody):
                 raise APIError(400, f"tool_choice: {kind!r} needs tools", param="tool_choice")
             if not asked.keys() & {"thinking", "reasoning", "reasoning_effort"}:
                 asked |= self._no_thinking
-        if "tools" in asked:
-            asked["tools"] = [_relaxed(tool) for tool in asked["tools"]]
-        form = functools.reduce(lambda part, key: part.get(key) if isinstance(part, dict) else None, self._form, asked)
+        options, name = self._form
+        form = asked.get(options, {}).get(name)
         if isinstance(form, dict):
             form.pop("strict", None)
-        return asked
+        return asked, set(_take_strict(asked.get("tools", [])))
 
 
-def _relaxed(tool: dict[str, Any]) -> dict[str, Any]:
-    """Returns a tool without `strict`."""
-    tool = {key: value for key, value in tool.items() if key != "strict"}
-    if isinstance(tool.get("function"), dict):
-        tool["function"] = _relaxed(tool["function"])
-    if isinstance(tool.get("tools"), list):
-        tool["tools"] = [_relaxed(part) for part in tool["tools"] if isinstance(part, dict)]
-    return tool
-
-
-def _strict_names(tools: list[dict[str, Any]], namespace: str = "") -> Iterator[str]:
-    """Yields the names of tools with `strict: true`, as deepseek-recipe writes them."""
+def _take_strict(tools: list[Any], namespace: str = "") -> Iterator[str]:
+    """Removes `strict` from tools; yields the names of those that had it, as deepseek-recipe writes them."""
     for tool in tools:
-        function = tool.get("function", tool)
+        if not isinstance(tool, dict):
+            continue
         if isinstance(tool.get("tools"), list):
-            yield from _strict_names(tool["tools"], f"{tool.get('name')}__")
-        elif isinstance(function, dict) and function.get("strict") is True:
+            yield from _take_strict(tool["tools"], f"{tool.get('name')}__")
+        elif isinstance(function := tool.get("function", tool), dict) and function.pop("strict", None) is True:
             yield f"{namespace}{function.get('name')}"
+        tool.pop("strict", None)
 
 
 class ChatBody(_ChatBody):
@@ -316,11 +281,11 @@ class ChatBody(_ChatBody):
 
     def asked(self) -> dict[str, Any]:
         """Returns the part of the body that deepseek-recipe converts, as the client wrote it."""
-        names = {"stop", "tools", "tool_choice", "response_format", "thinking", "reasoning_effort"}
+        names = {"model", "stop", "tools", "tool_choice", "response_format", "thinking", "reasoning_effort"}
         asked = self.model_dump(include=names, exclude_unset=True)
-        return asked | dict(messages=[message.as_json() for message in self.messages])
+        return asked | {"messages": [message.as_json() for message in self.messages]}
 
-    _no_thinking = dict(thinking=dict(type="disabled"))
+    _no_thinking = {"thinking": {"type": "disabled"}}
     _form = ("response_format", "json_schema")
 
 
@@ -377,7 +342,7 @@ class ResponsesBody(_OneAnswerBody):
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     store: Literal[False] = False
-    _no_thinking = dict(reasoning=dict(effort="none"))
+    _no_thinking = {"reasoning": {"effort": "none"}}
     _form = ("text", "format")
     _types = ("message", "input_text", "output_text", "text", "reasoning", "reasoning_text", "summary_text")
     _types += ("function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output")
@@ -392,7 +357,7 @@ class ResponsesBody(_OneAnswerBody):
     def asked(self) -> dict[str, Any]:
         """Returns the part of the body that deepseek-recipe converts, as the client wrote it."""
         tools = [tool for i, tool in enumerate(self.tools) if i not in self.left_out]
-        return super().asked() | dict(tools=tools)
+        return super().asked() | {"tools": tools}
 
 
 class ToolChoice(_Body):
@@ -421,7 +386,7 @@ class MessagesBody(_OneAnswerBody):
     output_config: OutputOptions = OutputOptions()
     tool_choice: ToolChoice = ToolChoice(type="auto")
     thread: dict[str, Any] | None = None  # a conversation that the server would keep
-    _no_thinking = dict(thinking=dict(type="disabled"))
+    _no_thinking = {"thinking": {"type": "disabled"}}
     _form = ("output_config", "format")
     _types = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
     _tool_types = ("custom",)
@@ -436,22 +401,22 @@ class MessagesBody(_OneAnswerBody):
             raise ValueError("output_config.format: needs type 'json_schema' and a schema")
         return self
 
-    def conversation(self) -> dict[str, Any]:
-        """Returns the part of the body that deepseek-recipe converts: no reasoning that cannot be read.
+    def conversation(self) -> tuple[dict[str, Any], set[str]]:
+        """Leaves out reasoning that cannot be read.
 
         Raises APIError for a thread, in the form on which Anthropic's package sends all messages instead.
         """
         if self.thread is not None:
-            details = dict(error_code="thread_unsupported_request", unsupported=["thread"])
+            details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
             message = "thread: this server keeps no conversations, send all messages"
             raise APIError(400, message, param="thread", details=details)
-        asked = super().conversation()
+        asked, strict_tools = super().conversation()
         for tool in asked.get("tools", ()):
             tool.pop("type", None)
         for message in asked["messages"]:
             if isinstance(parts := message.get("content"), list):
                 message["content"] = [p for p in parts if not _is_redacted(p)]
-        return asked
+        return asked, strict_tools
 
 
 def _is_redacted(part: Any) -> bool:
@@ -462,6 +427,7 @@ class CountBody(MessagesBody):
     """The body of POST /v1/messages/count_tokens."""
 
     max_tokens: int = Field(1, ge=1, lt=2**31)
+    stream: Literal[False] = False  # pyrefly: ignore
 
 
 def parse[Body: _Body](kind: type[Body], content: bytes) -> Body:

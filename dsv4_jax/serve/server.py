@@ -85,8 +85,10 @@ class HTTPServer(uvicorn.Server):
         """Makes a server of an application from `create_app`. `run(sockets=[..])` runs it."""
         # Five more seconds to send the errors to clients.
         limit = int(grace_seconds) + 5
-        options = dict(access_log=access_log, timeout_graceful_shutdown=limit)
-        super().__init__(uvicorn.Config(app, http=_Protocol, ws="none", lifespan="on", **options))
+        config = uvicorn.Config(
+            app, http=_Protocol, ws="none", lifespan="on", access_log=access_log, timeout_graceful_shutdown=limit
+        )
+        super().__init__(config)
         self._service: Service = app.state.service
         self._grace_seconds = grace_seconds
 
@@ -99,5 +101,6 @@ class HTTPServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuses new requests, then shuts down like uvicorn."""
         self._service.stopping = True
-        asyncio.get_running_loop().call_later(self._grace_seconds, self._service.abort_all)
+        error = unavailable("the server is stopping, and this request took too long")
+        asyncio.get_running_loop().call_later(self._grace_seconds, self._service.engine.fail_all, error)
         await super().shutdown(sockets)

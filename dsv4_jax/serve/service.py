@@ -6,11 +6,10 @@ import time
 
 from tokenizers import Tokenizer
 
-from dsv4_jax.engine.grammar import Grammar, Vocabulary
+from dsv4_jax.engine.grammar import Vocabulary
 from dsv4_jax.serve.async_engine import AsyncEngine
 from dsv4_jax.serve.chat import EffortPrompts, make_chat
 from dsv4_jax.serve.choices import TokenNames
-from dsv4_jax.serve.errors import unavailable
 from dsv4_jax.serve.server_metrics import ServerMetrics
 
 
@@ -47,6 +46,7 @@ class Service:
       max_body_bytes: maximum size of a body.
       created: time when the server was made, in seconds since 1970.
       stopping: whether new requests are refused because the server is shutting down.
+      compile: compiles a grammar as `Vocabulary.compile` does, or finds one of the last 64.
     """
 
     def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer | None, options: ServerOptions):
@@ -60,8 +60,7 @@ class Service:
         self.max_body_bytes = 2**20 + 64 * engine.engine.manager.schema.max_context
         self.created = int(time.time())
         self.stopping = False
-
-        self._grammars = functools.lru_cache(maxsize=64)(lambda lark: self.vocabulary.compile(lark))
+        self.compile = functools.lru_cache(maxsize=64)(lambda lark: self.vocabulary.compile(lark))
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
@@ -70,11 +69,3 @@ class Service:
             raise ValueError("the checkpoint has no tokenizer.json")
         size = self.engine.engine.manager.schema.config.vocab_size
         return Vocabulary(self.tokenizer, size, self.options.end_tokens)
-
-    def compile(self, lark: str) -> Grammar:
-        """Compiles a grammar, or finds one of the last 64; raises ValueError as `Vocabulary` and its `compile`."""
-        return self._grammars(lark)
-
-    def abort_all(self) -> None:
-        """Ends all running requests with an error."""
-        self.engine.fail_all(unavailable("the server is stopping, and this request took too long"))

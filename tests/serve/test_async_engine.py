@@ -4,18 +4,11 @@ import asyncio
 import time
 import unittest.mock
 
-import chex
-import numpy as np
 import pytest
 
-from dsv4_jax.decode import TopLogprobs
 from dsv4_jax.engine import Engine
 from dsv4_jax.serve import AsyncEngine, async_engine
 from dsv4_jax.serve.async_engine import Generation, Update
-
-
-def some_top(*ids):
-    return TopLogprobs(np.array(ids, np.int32)[:, None], -np.ones((len(ids), 1), np.float32))
 
 
 def generation():
@@ -25,15 +18,13 @@ def generation():
 def test_tokens_that_wait_are_one_update():
     async def take():
         updates = generation()
-        updates._put(Update(0, [5], [-0.5], some_top(5), prompt_logprobs=[-1.0], prompt_top=some_top(1)))
-        updates._put(Update(1, [7], [-0.7]))
-        updates._put(Update(0, [6, 8], [-0.6, -0.8], some_top(6, 9), cached_tokens=3, finish_reason="length"))
-        return await updates.next_update(), await updates.next_update(), updates._has_news.is_set()
+        updates._put(Update(0, num_generated=1))
+        updates._put(Update(1, num_generated=1))
+        updates._put(Update(0, num_generated=3, finish_reason="length"))
+        return await updates.next_update(5), await updates.next_update(5), updates._has_news.is_set()
 
     first, second, has_news = asyncio.run(take())
-    assert (first.tokens, first.logprobs, first.finish_reason) == ([5, 6, 8], [-0.5, -0.6, -0.8], "length")
-    assert (first.prompt_logprobs, first.cached_tokens, second.tokens) == ([-1.0], 3, [7])
-    chex.assert_trees_all_equal((first.top, first.prompt_top), (some_top(5, 6, 9), some_top(1)))
+    assert (first, second) == (Update(0, num_generated=3, finish_reason="length"), Update(1, num_generated=1))
     assert not has_news
 
 
@@ -41,25 +32,23 @@ def test_tokens_that_wait_are_one_update():
 def test_tokens_before_a_failure_come_first(reason):
     async def take():
         updates = generation()
-        updates._put(Update(0, [5], [-0.5]))
+        updates._put(Update(0, num_generated=1))
         updates._put(Update(0, finish_reason=reason))
-        return await updates.next_update(), await updates.next_update()
+        return await updates.next_update(5), await updates.next_update(5)
 
     first, last = asyncio.run(take())
-    assert (first.tokens, first.finish_reason, last.tokens, last.finish_reason) == ([5], None, (), reason)
+    assert (first.num_generated, first.finish_reason, last.finish_reason) == (1, None, reason)
 
 
-def test_the_time_limit_ends_the_wait():
+def test_the_wait_for_an_update_ends():
     async def take():
         updates = generation()
-        lift = updates.expire_after(0.01)
-        lift()
-        await asyncio.sleep(0.05)
-        was_expired = updates._is_expired
-        updates.expire_after(0.01)
-        return was_expired, await asyncio.wait_for(updates.next_update(), 5)
+        nothing = await asyncio.wait_for(updates.next_update(0.01), 5)
+        updates._put(Update(0, num_generated=1))
+        update = await updates.next_update(0)  # one that has come already does not depend on the time
+        return nothing, update, await updates.next_update(-1)
 
-    assert asyncio.run(take()) == (False, None)
+    assert asyncio.run(take()) == (None, Update(0, num_generated=1), None)
 
 
 def test_fast_streams_get_several_tokens_in_an_event(monkeypatch):
@@ -73,18 +62,18 @@ def test_fast_streams_get_several_tokens_in_an_event(monkeypatch):
         engine.unfinished = 10
         updates = generation()
         # Of ten requests, the first eight get their token at once after a pause, and the others with the next one.
-        engine._schedule_handover([(updates, Update(i, [i], [-0.5])) for i in range(10)])
-        found = [await updates.next_update() for _ in range(8)]
+        engine._schedule_handover([(updates, Update(i, num_generated=1)) for i in range(10)])
+        found = [await updates.next_update(5) for _ in range(8)]
         begin = time.monotonic()
-        last = [(updates, Update(i, [11], [-0.7], finish_reason="stop")) for i in range(10)]
+        last = [(updates, Update(i, num_generated=2, finish_reason="stop")) for i in range(10)]
         engine._schedule_handover(last[8:])
-        found += [await updates.next_update() for _ in range(2)]
+        found += [await updates.next_update(5) for _ in range(2)]
         seconds = time.monotonic() - begin
         unfinished = engine.unfinished
         engine._schedule_handover(last[:8])
-        return [*found, *[await updates.next_update() for _ in range(8)]], seconds, unfinished, engine.unfinished
+        return [*found, *[await updates.next_update(5) for _ in range(8)]], seconds, unfinished, engine.unfinished
 
     found, seconds, *unfinished = asyncio.run(take())
-    assert [update.tokens for update in found] == [*([i] for i in range(8)), [8, 11], [9, 11], *[[11]] * 8]
+    assert [update.num_generated for update in found] == [1] * 8 + [2] * 10
     assert [update.finish_reason for update in found] == [None] * 8 + ["stop"] * 10
     assert 0.05 < seconds < 5 and unfinished == [8, 0]

@@ -11,13 +11,16 @@ from random import Random
 
 import anthropic
 import deepseek_recipe as recipe
+import numpy as np
 import openai
 import pytest
 
 from dsv4_jax.cli import chat_command
 from dsv4_jax.cli.chat_command import ChatCommand
+from dsv4_jax.engine import Request, RequestParams
+from dsv4_jax.serve.async_engine import Update
 from dsv4_jax.serve.chat import find_effort_prompts, make_chat
-from dsv4_jax.serve.chat_answers import AnswerParser
+from dsv4_jax.serve.chat_answers import ParsedChoice
 from tests.paths import PACKAGED
 from tests.serve.conftest import END, NAMES, THINK, VOCABULARY
 
@@ -129,18 +132,16 @@ def parse(chat, converted, tokens, reason="stop"):
     """A parsed answer."""
     generator = recipe.ChatCompletionRequest.chunk_generator(converted.request, "id", "tiny")
     processor, blocks = chat.parser(converted, generator)
-    parser = AnswerParser(processor, recipe.ChatCompletionResponse("id", "tiny", 0, 0, 0), blocks)
-    parser.begin(0, 0)
-    for token in tokens:
-        if not parser.stopped:
-            parser.add(token)
-    parser.finish()
-    parser.end(reason)
+    choice = ParsedChoice(0, blocks, processor, recipe.ChatCompletionResponse("id", "tiny", 0, 0, 0))
+    tokens = [*tokens, END] if reason == "stop" else tokens
+    request = Request(0, np.array([0]), RequestParams(len(tokens)), order=0)
+    request.extend(tokens, [0.0] * len(tokens))
+    choice.take(Update(0, request, len(tokens), reason))
     assert processor.finished
-    choice = json.loads(parser.response.to_json())["choices"][0]
-    for i, made in enumerate(choice["message"].get("tool_calls", [])):
+    parsed = choice.response["choices"][0]
+    for i, made in enumerate(parsed["message"].get("tool_calls", [])):
         assert made.pop("id").startswith(f"call_{i:02}_")
-    return choice
+    return parsed
 
 
 def some_answers(chat, count):
@@ -392,7 +393,7 @@ def test_an_agent_over_responses(scripted):
         assert scripted.prompts[0][: len(written)] == written
         written = scripted.prompts[0] + scripted.tokens
         assert response.status == "completed" and response.output_text == "Both."
-        assert response.usage.output_tokens == len(scripted.tokens[:-1]) and response.instructions == "Be kind."
+        assert response.usage.output_tokens == len(scripted.tokens) and response.instructions == "Be kind."
         reasoning, _, first, second = response.output
         assert reasoning.content[0].text == "Hm." and (first.name, second.arguments) == ("read", "{}")
         items += [item.model_dump(exclude_none=True) for item in response.output]

@@ -18,6 +18,7 @@ BASES = {
     "responses": dict(model="tiny", input="Hi", max_output_tokens=9),
     "messages": dict(model="tiny", messages=HI, max_tokens=9),
 }
+BASE_LIMITS = {"chat/completions": "max_tokens", "responses": "max_output_tokens", "messages": "max_tokens"}
 # What Claude Code 2.1.197 sends with every request, but for the texts.
 CLAUDE_CODE = dict(
     model="tiny",
@@ -98,6 +99,33 @@ def test_a_salt_keeps_prefixes_apart(scripted, path):
     assert found == [False, False, False, True, True]
     status, answer, _ = post(scripted, path, **body, cache_salt="")
     assert status == 400 and "cache_salt: String should have at least 1 character" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("written", ["Hm.</think>Four.", "</think>", "Hm.</think>Both." + BOTH, "Hm.</think>a stop b"])
+def test_every_token_that_was_drawn_is_counted(scripted, stream, written):
+    """The one that ended the answer, too, and equally in all protocols that have chats."""
+    tools = {"chat/completions": TOOLS, "responses": RESPONSES_TOOLS, "messages": MESSAGES_TOOLS}
+    counts = {}
+    for path in tools:
+        scripted.say(written)
+        stop = {"chat/completions": "stop", "messages": "stop_sequences"}
+        options = {stop[path]: ["stop"]} if path in stop and "stop" in written else {}
+        options |= {"tools": tools[path], BASE_LIMITS[path]: 400, "stream": stream}
+        if stream and path == "chat/completions":
+            options |= {"stream_options": {"include_usage": True}}
+        response = scripted.http.post(f"/v1/{path}", json=BASES[path] | options)
+        lines = response.text.splitlines() if stream else [f"data: {response.text}"]
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        usages = [event.get("usage") or event.get("response", {}).get("usage") for event in events]
+        usage = [usage for usage in usages if usage][-1]
+        counts[path] = usage.get("completion_tokens") or usage["output_tokens"]
+        if "total_tokens" in usage:
+            assert usage["total_tokens"] == len(scripted.prompts[0]) + counts[path]
+    drawn = len(scripted.tokens)
+    until_stop = len("Hm.") + 1 + len("a stop")  # </think> is one token, and so is each character
+    expected = {path: until_stop if path != "responses" else drawn for path in tools} if "stop" in written else None
+    assert counts == (expected or dict.fromkeys(tools, drawn))
 
 
 @pytest.mark.parametrize("path", [*BASES, "messages/count_tokens"])

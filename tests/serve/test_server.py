@@ -277,8 +277,10 @@ def test_a_restarted_server_finds_prompts_on_disk(serve_again, tmp_path):
     [
         (dict(), "prompt", "prompt: this field is needed"),
         (dict(prompt=""), None, None),  # the beginning of a text
-        (dict(prompt=[]), "prompt", "prompt must be text, a list of token ids, or"),
-        (dict(prompt=[1, "a"]), "prompt", "prompt must be text"),
+        (dict(prompt=[]), "prompt", "prompt: List should have at least 1 item after validation"),
+        (dict(prompt=3), "prompt", "prompt: Input should be a valid array"),
+        (dict(prompt=[1, "a"]), "prompt", "prompt[0][1]: Input should be a valid integer"),
+        (dict(prompt=["a", True]), "prompt", "prompt[1]: Input should be a valid array"),
         (dict(prompt=[[]]), "prompt", "prompt is empty"),
         (dict(prompt=[5, 258]), "prompt", "prompt[1]=258 is outside the vocabulary: ids go from 0 to 257"),
         (dict(prompt=[2**70]), "prompt", "prompt"),

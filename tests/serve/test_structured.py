@@ -213,7 +213,7 @@ def follows(release):
         tools = [recipe.ToolDefinition("f", parameters=parameters)]
         conversation = recipe.Conversation(tools=tools, tool_choice="required")
         strict = {"f"} if strict else ()
-        grammar = compile_form(conversation, thinks=False, ids=ids, strict=strict, compile_lark=vocabulary.compile)
+        grammar = compile_form(conversation, [END], ids, strict, vocabulary.compile)
         matcher = grammar.start()
         matcher.read([*release.encode(text, add_special_tokens=False).ids, END])
         return not matcher.error

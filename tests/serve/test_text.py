@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from dsv4_jax.decode import TopLogprobs
+from dsv4_jax.engine import Request, RequestParams
 from dsv4_jax.engine.text import AnswerText, StopStrings, stream_text, token_offsets
 from dsv4_jax.serve.async_engine import Update
 from dsv4_jax.serve.chat import make_chat
@@ -107,7 +108,11 @@ def test_tokens_in_shapes_of_openai(tokenizer):
     # JSON has no infinity: what cannot come has the number that vLLM sends.
     choice = Choice(0, AnswerText(tokenizer, [256], []), "")
     top = TopLogprobs(np.array([[97, 98]]), np.array([[-0.5, -np.inf]], np.float32))
-    assert choice.take(Update(0, tokens=[97], logprobs=[-0.5], top=top))[1][0].top == [(97, -0.5), (98, -9999.0)]
+    request = Request(0, np.array([256]), RequestParams(3, top_logprobs=2), order=0)
+    request.extend([97], [-0.5], top=top)
+    update = Update(0, request, 1)
+    request.extend([98], [-0.5], top=top)  # the engine's thread goes on
+    assert choice.take(update) == ("a", [ScoredToken(97, -0.5, [(97, -0.5), (98, -9999.0)], 0)])
 
 
 def test_a_chat_without_the_releases_tokens_is_plain_text(tokenizer):
