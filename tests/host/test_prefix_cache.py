@@ -137,6 +137,20 @@ class TestFinding:
         cached.manager.release(b)
         assert cached.hit(ids(60)) == 48
 
+    def test_a_block_whose_earlier_ones_were_evicted_is_found_again_with_them(self):
+        cached = Cached()
+        a, _ = cached.admit(ids(60))
+        b, _ = cached.admit(ids(60))
+        for slot in (a, b):
+            cached.step(slot, ids(16), ids(60))
+        cached.step(b, ids(16, 16), ids(60))  # its second block follows the first one of a
+        cached.manager.release(a)
+        assert cached.prefix.evict(9) == 1
+        assert cached.hit(ids(60)) == 0
+        cached.step(b, ids(16, 32), ids(60))
+        cached.manager.release(b)
+        assert cached.hit(ids(60)) == 48 and cached.prefix.metrics.blocks == 3
+
     def test_programs_are_shared_by_all_hits(self):
         cached = Cached(48)
         cached.hit(ids(50))
