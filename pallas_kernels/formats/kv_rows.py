@@ -18,9 +18,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.formats.exact_math import product_in
-from pallas_kernels.formats.layouts import GROUP as GROUP, RowLayout, check_pools, check_row_layout
+from pallas_kernels.formats.layouts import GROUP as GROUP
 from pallas_kernels.mgpu import mlir
-from pallas_kernels.runtime.checks import check_rules
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -44,13 +43,6 @@ product = product_in(_layout)
 def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
     """Returns the numbers along an axis of rows, groups or values, int32, in the layout of the shape's rank."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_layout(shape))
-
-
-def check_row_pools(layout: RowLayout, nope: jax.Array, rope: jax.Array, scale: jax.Array) -> None:
-    """Raises NotImplementedError unless these are pools [layers, a, b, width] of rows that the kernels take."""
-    check_rules({f"rows of {ROW_DIM} values, got {layout.nope_dim} + {layout.rope_dim}": layout.dim == ROW_DIM})
-    check_row_layout(layout)
-    check_pools(layout, (nope, rope, scale))
 
 
 def ring_rows(token: jax.Array, slots, positions, layer, shape: tuple[int, ...]) -> jax.Array:
