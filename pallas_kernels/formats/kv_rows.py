@@ -53,9 +53,9 @@ def ring_rows(token: jax.Array, slots, positions, layer, shape: tuple[int, ...])
     """
     _, num_slots, ring, *_ = shape
     tokens = slots.shape[0]
-    at = jnp.minimum(token, tokens - 1)
-    slot = load_rows(slots, at, token.shape)
-    position = load_rows(positions, at, token.shape)
+    clipped = jnp.minimum(token, tokens - 1)
+    slot = load_rows(slots, clipped, token.shape)
+    position = load_rows(positions, clipped, token.shape)
     keep = (token < tokens) & (slot >= 0) & (slot < num_slots) & (position >= 0)
     if tokens > ring:
         later = load_rows(slots, jnp.minimum(token + ring, tokens - 1), token.shape)
@@ -114,7 +114,7 @@ def store_rows(ref, rows: jax.Array, values: jax.Array, *, first_group: int = 0)
 
 @mlir.emits(store_rows, layout=_layout)
 def _emit_store_rows(ref, rows, values, *, first_group=0):
-    for at, row, group, lane in _positions(values.layout, values.shape, rows):
+    for register, row, group, lane in _positions(values.layout, values.shape, rows):
         inside = arith.cmpi(arith.CmpIPredicate.sge, row, mlir.index(0))
         if len(values.shape) == 3:
             # Compares unsigned numbers: groups before the first lie past the end.
@@ -123,7 +123,7 @@ def _emit_store_rows(ref, rows, values, *, first_group=0):
             inside = arith.andi(inside, in_pool)
         with mgpu.utils.when(inside):
             bits = mlir.vector_type(values.layout.vector_length, _bits_type(ref))
-            value = vector.bitcast(bits, values.registers[at])
+            value = vector.bitcast(bits, values.registers[register])
             llvm.store(value, _pointer(ref, row, group, lane), alignment=_bytes(bits))
 
 

@@ -118,9 +118,9 @@ def encode_row(x: jax.Array, pools, layout: RowLayout, largest: Callable, first,
         vectors.store_channels(nope, codes, channel)
         vectors.store_channels(rope, rounded, channel - layout.nope_dim)
         blocks = layout.dim // every
-        for at in range(0, layout.scale_width, blocks):
-            scales = stored if at == 0 else jnp.zeros_like(stored)
-            vectors.store_channels(scale.at[pl.ds(at, blocks)], scales, channel, every=every)
+        for column in range(0, layout.scale_width, blocks):
+            scales = stored if column == 0 else jnp.zeros_like(stored)
+            vectors.store_channels(scale.at[pl.ds(column, blocks)], scales, channel, every=every)
 
 
 def encode_key(x: jax.Array, pools, layout: KeyLayout, scratch) -> None:
@@ -156,8 +156,8 @@ def _hadamard(x, dim, scratch):
     channel = vectors.channels(x.shape[0])
     distance = 1
     while distance < dim:
-        other = vectors.exchange(x, distance, scratch)
-        x = jnp.where((channel & distance) == 0, x + other, other - x)
+        partner = vectors.exchange(x, distance, scratch)
+        x = jnp.where((channel & distance) == 0, x + partner, partner - x)
         distance *= 2
     return x * dim**-0.5
 

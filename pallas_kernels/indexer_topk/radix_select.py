@@ -109,9 +109,9 @@ class RadixSelect:
         plan = self.plan
 
         def clear(i):
-            at = (ops.thread() + i * plan.threads) * 4
-            with ops.when(at < plan.offsets.zeroed):
-                mlir.ptx("st.shared.v4.u32 [$0], {$1, $1, $1, $1};", self._word(at), 0)
+            word = (ops.thread() + i * plan.threads) * 4
+            with ops.when(word < plan.offsets.zeroed):
+                mlir.ptx("st.shared.v4.u32 [$0], {$1, $1, $1, $1};", self._word(word), 0)
 
         ops.loop(-(-plan.offsets.zeroed // (4 * plan.threads)), clear)
         if plan.blocks > 1:
@@ -214,19 +214,19 @@ class RadixSelect:
         code = """{{ .reg .pred p; setp.ge.f32 p, $1, $2; @p st.shared.f32 [$0], $1; @p st.shared.u32 [$0+{}], $3;
             @p add.u32 $0, $0, {}; }}"""
         code = code.format(stride * plan.slots, stride)
-        at = slots + count * stride
+        slot = slots + count * stride
         for r in range(plan.values // VECTOR):
 
-            def compare(r=r, at=at):
+            def compare(r=r, slot=slot):
                 for i in range(r * VECTOR, (r + 1) * VECTOR):
-                    at = ops.ptx(code, scores[i], least, chunk * plan.values + i, in_out=[at])
-                return [at.value]
+                    slot = ops.ptx(code, scores[i], least, chunk * plan.values + i, in_out=[slot])
+                return [slot.value]
 
-            has_room = at <= full
-            with ops.when(at > full):
+            has_room = slot <= full
+            with ops.when(slot > full):
                 ops.set_bits(self._word(plan.offsets.overflow), 1)
-            at = U32(*ops.replace_if((begin + r * STEP < limit) & has_room, [at.value], compare))
-        return (at - slots) // stride
+            slot = U32(*ops.replace_if((begin + r * STEP < limit) & has_room, [slot.value], compare))
+        return (slot - slots) // stride
 
     def overflowed(self) -> jax.Array:
         """Returns whether some thread had more candidates than slots; synchronizes the block."""
@@ -244,8 +244,8 @@ class RadixSelect:
         if kept.chunk is None:
 
             def one_listed(nth):
-                at = slots + nth * stride
-                visit(ops.load(at), ops.load(at + stride * self.plan.slots), nth)
+                slot = slots + nth * stride
+                visit(ops.load(slot), ops.load(slot + stride * self.plan.slots), nth)
 
             ops.loop(kept.mask_or_count, one_listed)
             return
@@ -368,11 +368,11 @@ class RadixSelect:
         sums = self._word(plan.cluster_counts(number))
         peers = [ops.peer(sums, block) for block in range(plan.blocks)]
         for i in range(BINS // plan.threads):
-            at = ops.thread() + i * plan.threads
-            count = ops.load(self._word(at + plan.counts(number)))
+            bin_number = ops.thread() + i * plan.threads
+            count = ops.load(self._word(bin_number + plan.counts(number)))
             with ops.when(count > 0):
                 for address in peers:
-                    ops.add_peer(address + (at << 2), count)
+                    ops.add_peer(address + (bin_number << 2), count)
         ops.cluster_arrive()
         ops.cluster_wait()
 
@@ -431,14 +431,14 @@ class RadixSelect:
         chunk = U32(0) if kept.chunk is None else kept.chunk
 
         words = ops.warp() * (plan.chunks * plan.values) + (ops.lane() >> 3) + plan.offsets.above
-        place = (ops.lane() & 7) << 2
+        first_bit = (ops.lane() & 7) << 2
 
         def one(bits, number, _):
             key = key_of(bits)
             with ops.when(key >= low):
                 number = number + chunk * plan.values
                 area = (key - low < width).where(plan.marks, 0)
-                bit = U32(1) << place + (number & (VECTOR - 1))
+                bit = U32(1) << first_bit + (number & (VECTOR - 1))
                 ops.set_bits(self._word(words + area + (number & -VECTOR)), bit)
 
         self._each_candidate(kept, one)
@@ -461,10 +461,10 @@ class RadixSelect:
             self._exchange_totals(all_above, all_tied, shared)
             totals = ops.load(self._word(ops.lane() & (MAX_BLOCKS - 1)) + 4 * plan.offsets.totals)
             totals = (ops.lane() < plan.blocks).where(totals, 0)
-            others = ops.warp_sum((ops.lane() < self.block).where(totals, 0))
+            before_block = ops.warp_sum((ops.lane() < self.block).where(totals, 0))
             totals = ops.warp_sum(totals)
-            above = above + (others >> 16)
-            tied = tied + (others & 0xFFFF)
+            above = above + (before_block >> 16)
+            tied = tied + (before_block & 0xFFFF)
             all_above = totals >> 16
             all_tied = totals & 0xFFFF
         self._write_marked(marks, ties, above, tied)
@@ -487,8 +487,8 @@ class RadixSelect:
             # Both in one word: at most k entries lie above, and a block has fewer than 2**20 entries.
             counts = counts + (ops.count_bits(high) << 20) + ops.count_bits(tie)
             warp = at // (plan.chunks * plan.values)
-            rest = at % (plan.chunks * plan.values)
-            loaded.append((high, tie, self.first + warp * self.steps * STEP + (rest << 5)))
+            word_in_warp = at % (plan.chunks * plan.values)
+            loaded.append((high, tie, self.first + warp * self.steps * STEP + (word_in_warp << 5)))
         return loaded, counts
 
     def _exchange_totals(self, above, tied, shared):
