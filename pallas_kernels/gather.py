@@ -82,8 +82,8 @@ def gather_all_compressed_kv(
         return visible | (entry + BLOCK_ROWS > count)  # the block also has entries of the next token
 
     operands = [slots, positions, entries.block_table.reshape(-1)]
-    wanted = any_visible if only_visible else None
-    return _gather((tokens, count), address, operands, entries, interpret, wanted)
+    is_wanted = any_visible if only_visible else None
+    return _gather((tokens, count), address, operands, entries, interpret, is_wanted)
 
 
 @cached_trace()
@@ -138,12 +138,12 @@ def _gather(
     operands: list[jax.Array],
     rows: Rings | Paged,
     interpret: bool,
-    wanted: Callable | None = None,
+    is_wanted: Callable | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the kernel; returns (dense rows [*shape, 512], valid [*shape]). An item is one of these rows.
 
     `address(items, layer, *operands in global memory)` returns (row numbers in the pools, valid), and
-    `wanted(first item, *operands)` whether a block writes its rows; by default all do.
+    `is_wanted(first item, *operands)` whether a block writes its rows; by default all do.
     """
     items = shape[0] * shape[1]
     if items == 0:
@@ -160,10 +160,10 @@ def _gather(
             kv_rows.store_rows(kv_gmem, target, kv)
             kv_rows.store_rows(valid_gmem, target, valid.astype(jnp.uint8))
 
-        if wanted is None:
+        if is_wanted is None:
             gather_rows()
         else:
-            pl.when(wanted(first_item, *operands_gmem))(gather_rows)
+            pl.when(is_wanted(first_item, *operands_gmem))(gather_rows)
 
     dense_type = jax.ShapeDtypeStruct((items, kv_rows.ROW_DIM), jnp.bfloat16)
     launch = kernel(

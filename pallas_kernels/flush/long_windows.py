@@ -126,8 +126,8 @@ class LongWindowWorker(FlushContext):
     def staged(self, k, begin: int, rows: int):
         """Returns `rows` rows of chunk k's stage, which has logits, then biases, then values."""
         p = self.plan
-        at = lax.rem(k, p.stages) * p.stage_size + begin * p.channels
-        return self.stages_smem.at[pl.ds(at, rows * p.channels)]
+        start = lax.rem(k, p.stages) * p.stage_size + begin * p.channels
+        return self.stages_smem.at[pl.ds(start, rows * p.channels)]
 
     def place(self, i: int, chunk):
         """Returns the place in partials of a chunk's largest logits (0), sums of weights (1) or weighted sums (2)."""
@@ -262,9 +262,9 @@ def _find_window(worker, first, end) -> WindowLocation:
         return token
 
     if worker.plan.share == 1:
-        at = jnp.minimum(first, tokens - 1)
-        slot = worker.slots_gmem[at]
-        position = worker.positions_gmem[at]
+        clipped = jnp.minimum(first, tokens - 1)
+        slot = worker.slots_gmem[clipped]
+        position = worker.positions_gmem[clipped]
         token = jnp.where((first < end) & has_state(worker, slot, position) & is_last(worker, position), first, end)
     else:
         step = scans * SCAN
@@ -273,12 +273,12 @@ def _find_window(worker, first, end) -> WindowLocation:
             lambda carry: (carry[0] + step, search(carry[0] + step)),
             (first, search(first)),
         )
-        at = jnp.minimum(token, tokens - 1)
-        slot = worker.slots_gmem[at]
-        position = worker.positions_gmem[at]
+        clipped = jnp.minimum(token, tokens - 1)
+        slot = worker.slots_gmem[clipped]
+        position = worker.positions_gmem[clipped]
     oldest = lax.rem(position - (c.rows - 1) + ring, ring)
     row = worker.state_row(slot, position) - lax.rem(position, ring) + oldest
-    return WindowLocation(token, row, ring - oldest, c.rows - entry.rows_in_call(worker, at))
+    return WindowLocation(token, row, ring - oldest, c.rows - entry.rows_in_call(worker, clipped))
 
 
 @jax.named_scope("start_rows")
@@ -399,6 +399,6 @@ def _across(worker, count, uses, combine, x):
     base = (lax.rem(count, 2) * 2 + next(uses)) * dim
     worker.sums_smem.at[pl.ds(base + worker.first, p.channels)][...] = x
     barriers.sync_block(worker.block_barrier)
-    slices = (worker.sums_smem.at[pl.ds(base + at, SLICE)] for at in range(0, dim, SLICE))
+    slices = (worker.sums_smem.at[pl.ds(base + channel, SLICE)] for channel in range(0, dim, SLICE))
     slice_values = [vectors.load_repeated(x, p.channels) for x in slices]
     return tree_sum(slice_values) if combine is jnp.add else functools.reduce(combine, slice_values)

@@ -119,10 +119,10 @@ def _start_window(ctx, token, bits, also=lambda ctx: None):
 def _start_biases(ctx: FlushContext) -> None:
     """Starts to copy the position biases of the rows that can be in the call, the same for every window."""
     c = ctx.c
-    place = _place(ctx)
+    locate = _place(ctx)
 
     def start_bias(j, _):
-        row, column = place(j)
+        row, column = locate(j)
         target = ctx.biases_smem.at[pl.ds((j - ctx.first_in_call) * c.dim, c.dim)]
         copies.start_copy(target, c.position_bias, lax.rem(row, c.rate), column)
 
@@ -139,14 +139,14 @@ def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
     last = ctx.state_row(slot, position)
     first_of_ring = last - lax.rem(position, ring)
     oldest = lax.rem(position - (c.rows - 1) + ring, ring)
-    place = _place(ctx)
+    locate = _place(ctx)
 
     def in_ring(row):
-        at = oldest + row
-        return first_of_ring + jnp.where(at >= ring, at - ring, at)
+        ring_row = oldest + row
+        return first_of_ring + jnp.where(ring_row >= ring, ring_row - ring, ring_row)
 
     def start_row(j, _=None):
-        row, column = place(j)
+        row, column = locate(j)
         number = jnp.where(row >= c.rows - rows_in_call, token - (c.rows - 1) + row, -1 - in_ring(row))
         for i, (new, old) in enumerate([(c.kv, c.state_kv), (c.gate, c.state_gate)]):
             copies.start_copy(_staged(ctx, i, j), new, number, column, other=old)
@@ -161,7 +161,7 @@ def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
             continue
         # If the ring has room for whole windows, their rows are adjacent: one address, and offsets.
         below = j % c.rate if c.ring % c.rate == 0 else 0
-        row, column = place(jnp.int32(j - below))
+        row, column = locate(jnp.int32(j - below))
         for i, array in enumerate((c.state_kv, c.state_gate)):
             copies.start_copy(_staged(ctx, i, j), array, in_ring(row), column, below=below)
 

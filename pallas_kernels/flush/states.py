@@ -29,9 +29,9 @@ def scan(ctx: FlushContext, first, step: int, number, end) -> tuple[jax.Array, j
     Every warp has the same tokens, numbers `number` .. `number + 31` of first, first + step, ... < end.
     """
     token = first + (number + (vectors.thread() & (SCAN - 1))) * step
-    at = jnp.where(token < end, token, -1)
-    slot, position = (vectors.take(x, at) for x in (ctx.slots_gmem, ctx.positions_gmem))
-    return token, (at >= 0) & has_state(ctx, slot, position), slot, position
+    clipped = jnp.where(token < end, token, -1)
+    slot, position = (vectors.take(x, clipped) for x in (ctx.slots_gmem, ctx.positions_gmem))
+    return token, (clipped >= 0) & has_state(ctx, slot, position), slot, position
 
 
 def has_state(ctx: FlushContext, slot, position) -> jax.Array:

@@ -61,9 +61,9 @@ def product_in(layout: Callable[..., Any]) -> Callable[[jax.Array, jax.Array | f
 
     @mlir.emits(multiply, layout=layout, returns=lambda x, y: x)
     def _(x, y):
-        left = mlir.values(x)
-        right = [mlir.f32(y)] * len(left) if isinstance(y, float) else mlir.values(y)
-        return [thread_ops.multiply(*pair) for pair in zip(left, right, strict=True)]
+        xs = mlir.values(x)
+        ys = [mlir.f32(y)] * len(xs) if isinstance(y, float) else mlir.values(y)
+        return [thread_ops.multiply(*pair) for pair in zip(xs, ys, strict=True)]
 
     return multiply
 
@@ -138,13 +138,13 @@ def cos_sin(angle: jax.Array, product: Callable) -> tuple[jax.Array, jax.Array]:
     # The halves have ten bits each, so that the products below are exact.
     high = fence(quarters + 1024 * _ROUND) - 1024 * _ROUND
     low = quarters - high
-    rest = angle
+    remainder = angle
     for piece in _HALF_PI[:3]:
-        rest = rest - high * piece
-        rest = rest - low * piece
-    rest = rest - quarters * _HALF_PI[3]
-    square = product(rest, rest)
-    sin = rest + product(product(rest, square), _polynomial(square, _SIN, product))
+        remainder = remainder - high * piece
+        remainder = remainder - low * piece
+    remainder = remainder - quarters * _HALF_PI[3]
+    square = product(remainder, remainder)
+    sin = remainder + product(product(remainder, square), _polynomial(square, _SIN, product))
     cos = (1.0 - square * 0.5) + product(product(square, square), _polynomial(-square, _COS, product))
     quadrant = _bits(rounded) & 3
     odd = (quadrant & 1) == 1
@@ -176,8 +176,8 @@ def round_bfloat16(x: jax.Array) -> jax.Array:
 
 
 def _polynomial(x, coefficients, product):
-    *rest, total = coefficients
-    for c in reversed(rest):
+    *lower, total = coefficients
+    for c in reversed(lower):
         total = product(x, total) + c
     return total
 

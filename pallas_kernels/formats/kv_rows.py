@@ -18,9 +18,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.formats.exact_math import product_in
-from pallas_kernels.formats.layouts import GROUP as GROUP, RowLayout, check_pools, check_row_layout
+from pallas_kernels.formats.layouts import GROUP as GROUP
 from pallas_kernels.mgpu import mlir
-from pallas_kernels.runtime.checks import check_rules
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -46,13 +45,6 @@ def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_layout(shape))
 
 
-def check_row_pools(layout: RowLayout, nope: jax.Array, rope: jax.Array, scale: jax.Array) -> None:
-    """Raises NotImplementedError unless these are pools [layers, a, b, width] of rows that the kernels take."""
-    check_rules({f"rows of {ROW_DIM} values, got {layout.nope_dim} + {layout.rope_dim}": layout.dim == ROW_DIM})
-    check_row_layout(layout)
-    check_pools(layout, (nope, rope, scale))
-
-
 def ring_rows(token: jax.Array, slots, positions, layer, shape: tuple[int, ...]) -> jax.Array:
     """Returns the row of each token [n], `position % ring` of its slot, in rings of a shape [layers, slots, ring, ..].
 
@@ -61,9 +53,9 @@ def ring_rows(token: jax.Array, slots, positions, layer, shape: tuple[int, ...])
     """
     _, num_slots, ring, *_ = shape
     tokens = slots.shape[0]
-    at = jnp.minimum(token, tokens - 1)
-    slot = load_rows(slots, at, token.shape)
-    position = load_rows(positions, at, token.shape)
+    clipped = jnp.minimum(token, tokens - 1)
+    slot = load_rows(slots, clipped, token.shape)
+    position = load_rows(positions, clipped, token.shape)
     keep = (token < tokens) & (slot >= 0) & (slot < num_slots) & (position >= 0)
     if tokens > ring:
         later = load_rows(slots, jnp.minimum(token + ring, tokens - 1), token.shape)
@@ -122,7 +114,7 @@ def store_rows(ref, rows: jax.Array, values: jax.Array, *, first_group: int = 0)
 
 @mlir.emits(store_rows, layout=_layout)
 def _emit_store_rows(ref, rows, values, *, first_group=0):
-    for at, row, group, lane in _positions(values.layout, values.shape, rows):
+    for register, row, group, lane in _positions(values.layout, values.shape, rows):
         inside = arith.cmpi(arith.CmpIPredicate.sge, row, mlir.index(0))
         if len(values.shape) == 3:
             # Compares unsigned numbers: groups before the first lie past the end.
@@ -131,7 +123,7 @@ def _emit_store_rows(ref, rows, values, *, first_group=0):
             inside = arith.andi(inside, in_pool)
         with mgpu.utils.when(inside):
             bits = mlir.vector_type(values.layout.vector_length, _bits_type(ref))
-            value = vector.bitcast(bits, values.registers[at])
+            value = vector.bitcast(bits, values.registers[register])
             llvm.store(value, _pointer(ref, row, group, lane), alignment=_bytes(bits))
 
 

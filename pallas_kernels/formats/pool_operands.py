@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats.kv_rows import check_row_pools
-from pallas_kernels.formats.layouts import RowLayout
-from pallas_kernels.runtime.checks import check_array
+from pallas_kernels.formats.kv_rows import ROW_DIM
+from pallas_kernels.formats.layouts import RowLayout, check_pools, check_row_layout
+from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
@@ -33,7 +33,7 @@ class Rings:
 
     def check(self) -> None:
         """Raises NotImplementedError unless kernels take the pools."""
-        check_row_pools(self.layout, *self.pools)
+        _check_pools(self)
 
     def mutable_pools(self) -> list[jax.Ref]:
         """Copies of the pools [rows, width] for a kernel to write to; XLA drops the copies of donated pools."""
@@ -74,7 +74,14 @@ class Paged:
 
     def check(self, tokens: int) -> None:
         """Raises NotImplementedError unless kernels take the arrays."""
-        check_row_pools(self.layout, *self.pools)
+        _check_pools(self)
         check_array("block_table", self.block_table, jnp.int32, None, None)
         if self.indices is not None:
             check_array("indices", self.indices, jnp.int32, tokens, None)
+
+
+def _check_pools(rows):
+    layout = rows.layout
+    check_rules({f"rows of {ROW_DIM} values, got {layout.nope_dim} + {layout.rope_dim}": layout.dim == ROW_DIM})
+    check_row_layout(layout)
+    check_pools(layout, rows.pools)

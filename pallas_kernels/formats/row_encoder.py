@@ -13,7 +13,7 @@ from jax import lax
 
 from pallas_kernels.formats import kv_rows
 from pallas_kernels.formats.exact_math import round_bfloat16
-from pallas_kernels.formats.layouts import KeyLayout, RowLayout
+from pallas_kernels.formats.layouts import GROUP, KeyLayout, RowLayout
 from pallas_kernels.mgpu import mlir, vectors
 from pallas_kernels.runtime.launch import primitive
 
@@ -71,7 +71,7 @@ def store_quantized(x: jax.Array, pools, row: jax.Array, layout: RowLayout) -> N
     `pools` are references to nope, rope and scale, [R, ..] in global memory; row -1 [4] int32 stores nothing.
     """
     nope, rope, scale = pools
-    nope_groups = layout.nope_dim // kv_rows.GROUP
+    nope_groups = layout.nope_dim // GROUP
     if layout.scale_block is None:
         group = kv_rows.iota(x.shape, 1)
         largest = jnp.max(jnp.max(jnp.where(group < nope_groups, jnp.abs(x), 0.0), axis=2), axis=1)
@@ -118,32 +118,24 @@ def encode_row(x: jax.Array, pools, layout: RowLayout, largest: Callable, first,
         vectors.store_channels(nope, codes, channel)
         vectors.store_channels(rope, rounded, channel - layout.nope_dim)
         blocks = layout.dim // every
-        for at in range(0, layout.scale_width, blocks):
-            scales = stored if at == 0 else jnp.zeros_like(stored)
-            vectors.store_channels(scale.at[pl.ds(at, blocks)], scales, channel, every=every)
+        for column in range(0, layout.scale_width, blocks):
+            scales = stored if column == 0 else jnp.zeros_like(stored)
+            vectors.store_channels(scale.at[pl.ds(column, blocks)], scales, channel, every=every)
 
 
 def encode_key(x: jax.Array, pools, layout: KeyLayout, scratch) -> None:
     """Quantizes and stores an index key x [D] float32; `pools` are references to its codes and scale bytes."""
     codes, scale = pools
     channel = vectors.channels(x.shape[0])
-    code, stored, _ = quantize_keys(x, layout, scratch)
+    if layout.hadamard:
+        x = round_bfloat16(_hadamard(x, layout.dim, scratch))
+    amax = vectors.butterfly(jnp.maximum, jnp.abs(x), layout.scale_block // 2, 1, scratch)
+    stored, _, factor = key_scales(amax, layout, vectors.layout(x.shape[0]))
+    code = e2m1_codes(x * factor)
     # The even channel of a pair writes both nibbles, its own as the low one.
     pair = code | (vectors.exchange(code, 1, scratch) << 4)
     vectors.store_channels(codes, pair.astype(jnp.uint8), channel, every=2)
     vectors.store_channels(scale, stored, channel, every=layout.scale_block)
-
-
-def quantize_keys(x: jax.Array, layout: KeyLayout, scratch) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Quantizes consecutive keys of `layout.dim` channels, x [size] float32.
-
-    Returns E2M1 codes 0 to 15, int32; scale bits, uint8; and float32 steps, [size] each. Values are code * step.
-    """
-    if layout.hadamard:
-        x = round_bfloat16(_hadamard(x, layout.dim, scratch))
-    amax = vectors.butterfly(jnp.maximum, jnp.abs(x), layout.scale_block // 2, 1, scratch)
-    stored, step, factor = key_scales(amax, layout, vectors.layout(x.shape[0]))
-    return e2m1_codes(x * factor), stored, step
 
 
 def key_scales(amax: jax.Array, layout: KeyLayout, registers) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -164,8 +156,8 @@ def _hadamard(x, dim, scratch):
     channel = vectors.channels(x.shape[0])
     distance = 1
     while distance < dim:
-        other = vectors.exchange(x, distance, scratch)
-        x = jnp.where((channel & distance) == 0, x + other, other - x)
+        partner = vectors.exchange(x, distance, scratch)
+        x = jnp.where((channel & distance) == 0, x + partner, partner - x)
         distance *= 2
     return x * dim**-0.5
 

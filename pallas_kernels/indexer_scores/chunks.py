@@ -112,10 +112,10 @@ class Chunks:
         begin = number * units + jnp.minimum(number, extra)
 
         def search(carry):
-            first, _, before, run = carry
-            costs, run = self.costs_of_lanes(first, run)
+            token, _, before, run = carry
+            costs, run = self.costs_of_lanes(token, run)
             lane, before = find_share(costs, begin - before, before)
-            return first + 32, first + lane, before, run
+            return token + 32, token + lane, before, run
 
         def is_unfinished(carry):
             # The lane is 32 if the token was not among the last ones.

@@ -162,12 +162,14 @@ def _emit_start_tile(tiles_smem, stage, pools, rows, is_wanted):
     operands = []
     width = pools[1].type.shape[-1]
     for target, source, size, offset in zip(tiles_smem, pools, (DIM // 2, width), (dims * 16, U32(0)), strict=True):
-        place = f"${len(operands)}", f"${len(operands) + 1}"
+        addresses = f"${len(operands)}", f"${len(operands) + 1}"
         operands.append(mlir.at(mlir.shared_pointer(target), key * size + offset))
         operands.append(mlir.at(mlir.global_pointer(source), mlir.multiply_add(row, size, mlir.to_i64(offset))))
         per_copy = min(size, 16)
         copy = f"@p cp.async.{'cg' if per_copy == 16 else 'ca'}.shared.global"
-        code += [f"{copy} [{place[0]} + {below}], [{place[1]} + {below}], {per_copy};" for below in (0, 8 * size)]
+        code += [
+            f"{copy} [{addresses[0]} + {below}], [{addresses[1]} + {below}], {per_copy};" for below in (0, 8 * size)
+        ]
     is_wanted = arith.extui(mlir.int_type(), is_wanted.value)
     mlir.ptx(f"{{ .reg .pred p; setp.ne.b32 p, $4, 0; {' '.join(code)} }}", *operands, is_wanted)
 
@@ -321,8 +323,8 @@ def largest_scales(scales):
     scale, other_scale = map(U32, scales)
     both = scale | other_scale << 16
     for distance in (1, 2):
-        other = U32(mgpu.utils.shfl_bfly(both.value, distance))
-        both = thread_ops.pure("max.u16x2 $0, $1, $2;", both, other)
+        exchanged = U32(mgpu.utils.shfl_bfly(both.value, distance))
+        both = thread_ops.pure("max.u16x2 $0, $1, $2;", both, exchanged)
     return both & 0xFFFF, both >> 16
 
 
@@ -334,15 +336,15 @@ def e4m3_keys(words, below):
     binades by which its scale is smaller than the largest.
     """
     keys: list[Any] = [None] * (2 * len(words))
-    for at, word in enumerate(map(U32, words)):
-        row, i = divmod(at, len(words) // 2)
+    for number, word in enumerate(map(U32, words)):
+        row, i = divmod(number, len(words) // 2)
         # 0, 0.5, 1, 1.5 and 2, 3, 4, 6 times 2**TOP; one binade is 8.
         low = U32(0x6C686000) - below[row] * 0x08080800
         high = U32(0x7C787470) - below[row] * 0x08080808
         sizes = word & 0x77777777
-        left = word << 4
+        shifted = word << 4
         for half, (selector, order) in enumerate(((sizes, 0x5140), (sizes >> 16, 0x7362))):
             size = thread_ops.pure("prmt.b32 $0, $1, $2, $3;", low, high, selector)
-            sign = thread_ops.pure("prmt.b32 $0, $1, $2, $3;", left, word, order) & 0x80808080
+            sign = thread_ops.pure("prmt.b32 $0, $1, $2, $3;", shifted, word, order) & 0x80808080
             keys[4 * i + 2 * half + row] = size | sign
     return keys

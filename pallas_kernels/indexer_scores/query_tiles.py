@@ -297,9 +297,9 @@ def _store_words_mosaic(ref, head, words):
                     if not i & distance:
                         low = four[i]
                         high = four[i + distance]
-                        other = U32(mgpu.utils.shfl_bfly(upper.where(low, high).value, distance))
-                        four[i] = upper.where(other, low)
-                        four[i + distance] = upper.where(high, other)
+                        exchanged = U32(mgpu.utils.shfl_bfly(upper.where(low, high).value, distance))
+                        four[i] = upper.where(exchanged, low)
+                        four[i + distance] = upper.where(high, exchanged)
             llvm.store(mlir.pack(word.value for word in four), mlir.at(pointer, 16 * start), alignment=16)
 
     mlir.inline(emit, ref, head, (words, layout))

@@ -146,9 +146,9 @@ def _far_sums(keys, queries, weights, token):
 
 def _add_up(dots, weights, head, sums):
     """Emits the sums of a thread's two keys plus relu(dots) times the head weights from `head` on."""
-    place = head + ((thread_ops.lane() & 3) << 1)
+    weight_index = head + ((thread_ops.lane() & 3) << 1)
     sums = list(sums)
-    pointer = mlir.at(mlir.shared_pointer(weights), place, mlir.f32_type())
+    pointer = mlir.at(mlir.shared_pointer(weights), weight_index, mlir.f32_type())
     for i in range(len(dots) // 4):
         pair = mlir.at(pointer, 8 * i, mlir.f32_type())
         pair = llvm.load(mlir.vector_type(2, mlir.f32_type()), pair, alignment=8)
@@ -181,8 +181,8 @@ def _store(sums, largest, out, row, first, block, factor):
 def _add_quads(sums, lane):
     """Emits sums over the four lanes of a key; even lanes get the first key's sum, odd lanes the second key's."""
     odd = (lane & 1) > 0
-    mine, other = (arith.select(odd.value, x, y) for x, y in ((sums[1], sums[0]), sums))
-    total = arith.addf(mine, mgpu.utils.shfl_bfly(other, 1))
+    kept, sent = (arith.select(odd.value, x, y) for x, y in ((sums[1], sums[0]), sums))
+    total = arith.addf(kept, mgpu.utils.shfl_bfly(sent, 1))
     return arith.addf(total, mgpu.utils.shfl_bfly(total, 2))
 
 
@@ -200,9 +200,9 @@ def _dots(registers, queries, token, kind):
     for step in range(steps):
         a = ", ".join(f"${count + 4 * step + i}" for i in range(4))
         # The next 128 bytes of the heads follow after 4 steps of 32 bytes.
-        place = step // 4 * 1024 + step % 4 * 32
+        offset = step // 4 * 1024 + step % 4 * 32
         lines += [
-            f"add.u32 l, ${count + 4 * steps}, {place >> 4}; mov.b64 d, {{l, {high}}};",
+            f"add.u32 l, ${count + 4 * steps}, {offset >> 4}; mov.b64 d, {{l, {high}}};",
             f"wgmma.mma_async.sync.aligned.m64n{HEADS}k{32 // size}.f32.{kind}.{kind} {{{sums}}}, {{{a}}}, d, p, 1, 1"
             + (", 0;" if kind == "bf16" else ";"),
         ]

@@ -99,15 +99,19 @@ class RadixSelect:
         """Returns the types of the kernel's outputs, of which the first is the selection."""
         return [jax.ShapeDtypeStruct((tokens, plan.k), jnp.int32)]
 
+    def _word(self, number):
+        """Returns the address of a word of the plan's areas."""
+        return ops.shared(self.memory, number)
+
     @_for_thread
     def zero(self):
         """Clears this block's counts and marks; call `wait` before counting."""
         plan = self.plan
 
         def clear(i):
-            at = (ops.thread() + i * plan.threads) * 4
-            with ops.when(at < plan.offsets.zeroed):
-                mlir.ptx("st.shared.v4.u32 [$0], {$1, $1, $1, $1};", ops.shared(self.memory, at), 0)
+            word = (ops.thread() + i * plan.threads) * 4
+            with ops.when(word < plan.offsets.zeroed):
+                mlir.ptx("st.shared.v4.u32 [$0], {$1, $1, $1, $1};", self._word(word), 0)
 
         ops.loop(-(-plan.offsets.zeroed // (4 * plan.threads)), clear)
         if plan.blocks > 1:
@@ -162,7 +166,7 @@ class RadixSelect:
     def count(self, scores, chunk):
         """Counts scores by the first digit of their keys."""
         begin, limit = self._chunk_range(chunk)
-        histogram = ops.shared(self.memory, self.plan.counts(0))
+        histogram = self._word(self.plan.counts(0))
         # The bins are the first bits of the scores, not of the keys; `find` ranks them.
         code = "shr.u32 a, $0, 19; and.b32 a, a, 8188; add.u32 a, a, $1; red.shared.add.u32 [a], 1;"
         code = "{ .reg .b32 a; " + code + " }"
@@ -210,19 +214,19 @@ class RadixSelect:
         code = """{{ .reg .pred p; setp.ge.f32 p, $1, $2; @p st.shared.f32 [$0], $1; @p st.shared.u32 [$0+{}], $3;
             @p add.u32 $0, $0, {}; }}"""
         code = code.format(stride * plan.slots, stride)
-        at = slots + count * stride
+        slot = slots + count * stride
         for r in range(plan.values // VECTOR):
 
-            def compare(r=r, at=at):
+            def compare(r=r, slot=slot):
                 for i in range(r * VECTOR, (r + 1) * VECTOR):
-                    at = ops.ptx(code, scores[i], least, chunk * plan.values + i, in_out=[at])
-                return [at.value]
+                    slot = ops.ptx(code, scores[i], least, chunk * plan.values + i, in_out=[slot])
+                return [slot.value]
 
-            has_room = at <= full
-            with ops.when(at > full):
-                ops.set_bits(ops.shared(self.memory, plan.offsets.overflow), 1)
-            at = U32(*ops.replace_if((begin + r * STEP < limit) & has_room, [at.value], compare))
-        return (at - slots) // stride
+            has_room = slot <= full
+            with ops.when(slot > full):
+                ops.set_bits(self._word(plan.offsets.overflow), 1)
+            slot = U32(*ops.replace_if((begin + r * STEP < limit) & has_room, [slot.value], compare))
+        return (slot - slots) // stride
 
     def overflowed(self) -> jax.Array:
         """Returns whether some thread had more candidates than slots; synchronizes the block."""
@@ -240,8 +244,8 @@ class RadixSelect:
         if kept.chunk is None:
 
             def one_listed(nth):
-                at = slots + nth * stride
-                visit(ops.load(at), ops.load(at + stride * self.plan.slots), nth)
+                slot = slots + nth * stride
+                visit(ops.load(slot), ops.load(slot + stride * self.plan.slots), nth)
 
             ops.loop(kept.mask_or_count, one_listed)
             return
@@ -258,9 +262,9 @@ class RadixSelect:
         """Sends this block's candidates, or the news that there are too many, to all blocks of the cluster."""
         plan = self.plan
         count = kept.mask_or_count if kept.chunk is None else ops.count_bits(kept.mask_or_count)
-        before, total = ops.block_prefix_sum(count, ops.shared(self.memory, plan.offsets.scratch), plan.warps)
+        before, total = ops.block_prefix_sum(count, self._word(plan.offsets.scratch), plan.warps)
         total = (overflowed > 0).where(plan.max_shared + 1, total)
-        keys = ops.shared(self.memory, plan.offsets.shared_candidates) + self.block * (4 * plan.max_shared)
+        keys = self._word(plan.offsets.shared_candidates) + self.block * (4 * plan.max_shared)
         fits = total <= plan.max_shared
 
         def store_key(bits, _, nth):
@@ -275,7 +279,7 @@ class RadixSelect:
             for address in peers:
                 ops.store_peer(address + (ops.thread() << 2), key)
         with ops.when(ops.thread() < plan.blocks):
-            counts = ops.shared(self.memory, plan.offsets.candidate_counts) + (self.block << 2)
+            counts = self._word(plan.offsets.candidate_counts) + (self.block << 2)
             ops.store_peer(ops.peer(counts, ops.thread()), total)
         ops.cluster_arrive()
         ops.cluster_wait()
@@ -301,7 +305,7 @@ class RadixSelect:
 
     def _key_counter(self, number, low, width):
         """Returns a function that counts one key."""
-        histogram = ops.shared(self.memory, self.plan.counts(number))
+        histogram = self._word(self.plan.counts(number))
 
         def count_key(key):
             offset = key - low
@@ -320,7 +324,7 @@ class RadixSelect:
         block, (total,) = self._each_shared_candidate(one, U32(0))
         total = ops.warp_sum(total)
         with ops.when(ops.lane().equals(0) & (block < self.plan.blocks)):
-            ops.add(ops.shared(self.memory, block + self.plan.offsets.totals), total)
+            ops.add(self._word(block + self.plan.offsets.totals), total)
 
     def _each_shared_candidate(self, visit, *carried):
         """Runs `carried = visit(key, *carried)` over the shared candidates; returns (block, carried).
@@ -331,9 +335,9 @@ class RadixSelect:
         warps = plan.warps // plan.blocks
         block = ops.warp() // warps
         number = (ops.warp() % warps << 5) + ops.lane()
-        count = ops.load(ops.shared(self.memory, block.minimum(plan.blocks - 1) + plan.offsets.candidate_counts))
+        count = ops.load(self._word(block.minimum(plan.blocks - 1) + plan.offsets.candidate_counts))
         count = (block < plan.blocks).where(count, 0)
-        keys = ops.shared(self.memory, block * plan.max_shared + number + plan.offsets.shared_candidates)
+        keys = self._word(block * plan.max_shared + number + plan.offsets.shared_candidates)
 
         def one(i, *carried):
             return visit(ops.load(keys + i * (128 * warps)), *carried)
@@ -355,20 +359,20 @@ class RadixSelect:
                 self._add_up_counts(number)
             source = shared.equals(0).where(plan.cluster_counts(number), source)
         with ops.when(ops.warp().equals(0)):
-            self._search(number, rank, ops.shared(self.memory, source))
+            self._search(number, rank, self._word(source))
         ops.sync()
 
     def _add_up_counts(self, number):
         """Adds this block's counts to the cluster's histogram in every block, and waits for the other blocks."""
         plan = self.plan
-        sums = ops.shared(self.memory, plan.cluster_counts(number))
+        sums = self._word(plan.cluster_counts(number))
         peers = [ops.peer(sums, block) for block in range(plan.blocks)]
         for i in range(BINS // plan.threads):
-            at = ops.thread() + i * plan.threads
-            count = ops.load(ops.shared(self.memory, at + plan.counts(number)))
+            bin_number = ops.thread() + i * plan.threads
+            count = ops.load(self._word(bin_number + plan.counts(number)))
             with ops.when(count > 0):
                 for address in peers:
-                    ops.add_peer(address + (at << 2), count)
+                    ops.add_peer(address + (bin_number << 2), count)
         ops.cluster_arrive()
         ops.cluster_wait()
 
@@ -398,7 +402,7 @@ class RadixSelect:
             above = before + ops.warp_prefix_sum(count_here) - count_here
             for digit, count in zip(digits, counts, strict=True):
                 with ops.when((above < rank) & (rank <= above + count)):
-                    result = ops.shared(self.memory, self.plan.results(number))
+                    result = self._word(self.plan.results(number))
                     ops.store(result, digit + 1)
                     ops.store(result + 4, rank - above)
                     ops.store(result + 8, count - (rank - above))
@@ -427,15 +431,15 @@ class RadixSelect:
         chunk = U32(0) if kept.chunk is None else kept.chunk
 
         words = ops.warp() * (plan.chunks * plan.values) + (ops.lane() >> 3) + plan.offsets.above
-        place = (ops.lane() & 7) << 2
+        first_bit = (ops.lane() & 7) << 2
 
         def one(bits, number, _):
             key = key_of(bits)
             with ops.when(key >= low):
                 number = number + chunk * plan.values
                 area = (key - low < width).where(plan.marks, 0)
-                bit = U32(1) << place + (number & (VECTOR - 1))
-                ops.set_bits(ops.shared(self.memory, words + area + (number & -VECTOR)), bit)
+                bit = U32(1) << first_bit + (number & (VECTOR - 1))
+                ops.set_bits(self._word(words + area + (number & -VECTOR)), bit)
 
         self._each_candidate(kept, one)
 
@@ -448,19 +452,19 @@ class RadixSelect:
         plan = self.plan
         ops.sync()
         marks, counts = self._load_marks()
-        before, total = ops.block_prefix_sum(counts, ops.shared(self.memory, plan.offsets.scratch), plan.warps)
+        before, total = ops.block_prefix_sum(counts, self._word(plan.offsets.scratch), plan.warps)
         above = before >> 20
         tied = before & 0xFFFFF
         all_above = total >> 20
         all_tied = total & 0xFFFFF
         if plan.blocks > 1:
             self._exchange_totals(all_above, all_tied, shared)
-            totals = ops.load(ops.shared(self.memory, ops.lane() & (MAX_BLOCKS - 1)) + 4 * plan.offsets.totals)
+            totals = ops.load(self._word(ops.lane() & (MAX_BLOCKS - 1)) + 4 * plan.offsets.totals)
             totals = (ops.lane() < plan.blocks).where(totals, 0)
-            others = ops.warp_sum((ops.lane() < self.block).where(totals, 0))
+            before_block = ops.warp_sum((ops.lane() < self.block).where(totals, 0))
             totals = ops.warp_sum(totals)
-            above = above + (others >> 16)
-            tied = tied + (others & 0xFFFF)
+            above = above + (before_block >> 16)
+            tied = tied + (before_block & 0xFFFF)
             all_above = totals >> 16
             all_tied = totals & 0xFFFF
         self._write_marked(marks, ties, above, tied)
@@ -478,20 +482,20 @@ class RadixSelect:
             at = ops.thread() * each + i
             inside = at < plan.marks
             at = at.minimum(plan.marks - 1)
-            marks = [ops.load(ops.shared(self.memory, at + plan.offsets.above + area)) for area in (0, plan.marks)]
+            marks = [ops.load(self._word(at + plan.offsets.above + area)) for area in (0, plan.marks)]
             high, tie = (inside.where(mark, 0) for mark in marks)
             # Both in one word: at most k entries lie above, and a block has fewer than 2**20 entries.
             counts = counts + (ops.count_bits(high) << 20) + ops.count_bits(tie)
             warp = at // (plan.chunks * plan.values)
-            rest = at % (plan.chunks * plan.values)
-            loaded.append((high, tie, self.first + warp * self.steps * STEP + (rest << 5)))
+            word_in_warp = at % (plan.chunks * plan.values)
+            loaded.append((high, tie, self.first + warp * self.steps * STEP + (word_in_warp << 5)))
         return loaded, counts
 
     def _exchange_totals(self, above, tied, shared):
         """Tells the blocks that need it how many entries this block marked."""
         plan = self.plan
         with ops.when((shared | self.alone).equals(0)):
-            totals = ops.shared(self.memory, plan.offsets.totals)
+            totals = self._word(plan.offsets.totals)
             with ops.when(ops.thread() < plan.blocks):
                 # The ties of 8 blocks, at most k of each, fit 16 bits.
                 address = ops.peer(totals + (self.block << 2), ops.thread())
@@ -500,7 +504,7 @@ class RadixSelect:
             ops.cluster_wait()
         with ops.when(self.alone > 0):
             with ops.when(ops.thread().equals(0)):
-                own_total = ops.shared(self.memory, plan.offsets.totals) + (self.block << 2)
+                own_total = self._word(plan.offsets.totals) + (self.block << 2)
                 ops.store(own_total, (above << 16) | tied.minimum(plan.k))
             ops.sync()
 

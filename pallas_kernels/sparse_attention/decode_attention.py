@@ -255,13 +255,13 @@ def _put_result(warpgroup, result, buffers):
 
 def _load_tiles(problem, addresses, tiles, buffers, other_block):
     """Dequantizes tile after tile to shared memory. Loads of the next tile are in flight meanwhile."""
-    layout = problem.layout
-    compressed = problem.compressed
-    pools = problem.rings if compressed is None else compressed.pools
+    layout = problem.rings.layout
+    rings = problem.rings.pools
+    pools = rings if problem.compressed is None else problem.compressed.pools
 
     def load_unit(tile, row):
         from_pools = (tile >= problem.window_tiles).astype(jnp.int32)
-        return kv_tiles.load_unit(problem.rings, pools, from_pools, row, layout)
+        return kv_tiles.load_unit(rings, pools, from_pools, row, layout)
 
     def load_tile(tile, carry):
         # Each value is computed a tile after what it is found from: entries, then blocks, then rows, then units.

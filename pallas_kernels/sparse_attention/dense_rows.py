@@ -163,9 +163,9 @@ def _emit_start_unit(chunk_smem, bias_smem, in_window, row, sources, *, first, c
     source = mlir.at(base, mlir.multiply_add(clamped_row, 2 * ROW_DIM, mlir.to_u64(lane * 16)))
     size = exists.where(16, 0)
     for group in range(CHUNK // GROUP):
-        place = 2 * (first * CHUNK + 8 * GROUP * group)
-        offset = 2 * (chunk * CHUNK + GROUP * group)
-        copy = f"cp.async.cg.shared.global [$0 + {place}], [$1 + {offset}], 16, $2;"
+        target_offset = 2 * (first * CHUNK + 8 * GROUP * group)
+        source_offset = 2 * (chunk * CHUNK + GROUP * group)
+        copy = f"cp.async.cg.shared.global [$0 + {target_offset}], [$1 + {source_offset}], 16, $2;"
         mlir.ptx(copy, start, source, size)
     if chunk == 0:
         bias = mlir.at(mlir.at(mlir.shared_pointer(bias_smem), own_row * 4), 4 * first)

@@ -81,7 +81,7 @@ def vector_inverse_rope(positions_gmem, inv_freq_gmem, token, channels: jax.Arra
     def rotate(values):
         values = round_bfloat16(values)
         cos, sin = cos_sin(frequency * position, product)
-        other = vectors.exchange(values, 1, None) * jnp.where(channels & 1 == 0, sin, -sin)
-        return jnp.where(channels >= 0, values * cos + other, values)
+        partner_term = vectors.exchange(values, 1, None) * jnp.where(channels & 1 == 0, sin, -sin)
+        return jnp.where(channels >= 0, values * cos + partner_term, values)
 
     return rotate

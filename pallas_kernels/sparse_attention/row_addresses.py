@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.formats.layouts import RowLayout
-from pallas_kernels.formats.pool_operands import Paged
+from pallas_kernels.formats.pool_operands import Paged, Rings
 from pallas_kernels.mgpu import vectors
-from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
+from pallas_kernels.runtime.pytrees import pytree_dataclass
 from pallas_kernels.sparse_attention import kv_tiles
 from pallas_kernels.sparse_attention.kv_tiles import UNIT, take
 
@@ -31,16 +30,12 @@ class AttentionProblem:
 
     slots: Any  # [T] int32; -1 = padding
     positions: Any  # [T] int32; -1 = padding
-    layer: Any  # [1] int32 layer of the rings
-    own_rows: Any  # this and the other fields: as in `Rings`
-    compressed: Paged | None  # entries whose layer is [1] int32
-    rings: tuple[Any, Any, Any]  # the pools
-    window: int = static_field()
-    layout: RowLayout = static_field()
+    rings: Rings  # the window rows, whose layer is [1] int32
+    compressed: Paged | None  # the entries, whose layer is [1] int32
 
     @property
     def window_tiles(self) -> int:
-        return -(-self.window // TILE)
+        return -(-self.rings.window // TILE)
 
     @property
     def max_tiles(self) -> int:
@@ -78,15 +73,16 @@ class RowAddresses:
         zero = kv_tiles.splat(jnp.int32(0))
         position = take(problem.positions, token_index)
         slot = take(problem.slots, token_index)
-        _, slots, ring, _ = problem.rings[0].shape
+        rings = problem.rings
+        _, slots, ring, _ = rings.pools[0].shape
         exists = (position >= 0) & (slot >= 0)
-        if problem.own_rows is None:
+        if rings.own_rows is None:
             exists &= slot < slots
         self.position = jnp.where(exists, position, NOWHERE)
         self.slot = jnp.maximum(slot, 0)
-        self.own_row = self.position if problem.own_rows is None else take(problem.own_rows, token_index)
-        ring_slot = jnp.minimum(self.slot, slots - 1) if problem.own_rows is None else zero
-        layer = take(problem.layer, zero)
+        self.own_row = self.position if rings.own_rows is None else take(rings.own_rows, token_index)
+        ring_slot = jnp.minimum(self.slot, slots - 1) if rings.own_rows is None else zero
+        layer = take(rings.layer, zero)
         self.ring_start = jnp.where(layer >= 0, (layer * slots + ring_slot) * ring, NOWHERE)
         if problem.compressed is not None:
             self.pool_start = take(problem.compressed.layer, zero) * problem.compressed.pools[0].shape[1]
@@ -131,11 +127,12 @@ class RowAddresses:
         return [jnp.where(in_window, *pair) for pair in zip(window_rows, pool_rows, strict=True)]
 
     def _window_row(self, tile, unit):
-        distance = (self.problem.window - 1) - self._items(tile, unit)
-        ring = self.problem.rings[0].shape[2]
+        rings = self.problem.rings
+        distance = (rings.window - 1) - self._items(tile, unit)
+        ring = rings.pools[0].shape[2]
         row = self.ring_start + lax.rem(jnp.maximum(self.own_row - distance, 0), ring)
         valid = (self.position >= distance) & (tile < self.last)
-        if self.problem.window % TILE:
+        if rings.window % TILE:
             valid &= distance >= 0
         return jnp.where(valid, row, -1)
 

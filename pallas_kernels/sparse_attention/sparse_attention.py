@@ -112,5 +112,5 @@ def _check_and_merge(q, slots, positions, rings, compressed):
         check_rules({f"one layout, got {layout} and {compressed.layout}": compressed.layout == layout})
         compressed.check(tokens)
         compressed = dataclasses.replace(compressed, layer=compressed.layer.reshape(1)) if compressed.count else None
-    layer = rings.layer.reshape(1)
-    return AttentionProblem(slots, positions, layer, rings.own_rows, compressed, rings.pools, rings.window, layout)
+    rings = dataclasses.replace(rings, layer=rings.layer.reshape(1))
+    return AttentionProblem(slots, positions, rings, compressed)
