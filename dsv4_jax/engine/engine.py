@@ -180,9 +180,12 @@ class Engine(Summarized):
     @property
     def metrics(self) -> EngineMetrics:
         """A copy of the counters, with the current use of the cache."""
-        self._metrics.count_use(self.manager)
+        schema = self.manager.schema
         return dataclasses.replace(
             self._metrics,
+            blocks=schema.num_blocks - self.manager.free_blocks,
+            slots=schema.max_requests - self.manager.free_slots,
+            schema=schema,
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             compilations=self._runner.compilations,
@@ -217,16 +220,17 @@ class Engine(Summarized):
         max_logprobs = self.config.max_logprobs
         if max(top_logprobs, prompt_logprobs) > max_logprobs:
             raise ValueError(f"{top_logprobs=}, {prompt_logprobs=}: the engine has {max_logprobs=}")
-        if (state := checked.logits_state) is not None:
+        logits_state = checked.logits_state
+        if logits_state is not None:
             if (processor := self.config.logits_processor) is None:
                 raise ValueError("logits_state: the engine has no logits_processor")
-            checked = dataclasses.replace(checked, logits_state=processor.check_state(state, "logits_state"))
+            logits_state = processor.check_state(logits_state, "logits_state")
         if not isinstance(id, Hashable):
             raise TypeError(f"{id=} must be hashable")
         if id is not None and id in self._scheduler.requests:
             raise ValueError(f"{id=} belongs to a request that has not finished")
         order = self._next_order()
-        checked = dataclasses.replace(checked, draft_tokens=draft_tokens)
+        checked = dataclasses.replace(checked, draft_tokens=draft_tokens, logits_state=logits_state)
         request = Request(order if id is None else id, ids, checked, order=order)
         self._scheduler.add(request)
         self._metrics.added += 1
@@ -392,7 +396,6 @@ class Engine(Summarized):
                 self._read(launched)
                 if self._launched is not None:
                     self._launched = self._runner.draw(self._launched).with_known_tokens()
-        self._metrics.count_use(self.manager)
         if self._experts is not None:
             self._experts.between_steps(scheduler.cache.expert_counts)
 
@@ -442,7 +445,7 @@ class Engine(Summarized):
         scheduler.current = launched.schedule.requests
         output = jax.tree.map(np.asarray, launched.output)  # on its way already: `device_get` would ask once more
         self._metrics.steps += 1
-        self._metrics.mixed_steps += launched.prefill
+        self._metrics.mixed_steps += launched.batch.prefill
         scheduler.update(launched, output, self._launched)
 
     def _next_order(self):

@@ -68,17 +68,14 @@ def generate(
     prompts: Sequence[Sequence[int]] | np.ndarray,
     *,
     max_new_tokens: int,
-    sampling: SamplingParams = GREEDY,
-    seed: int = 0,
-    stop_tokens: Sequence[int] = (),
-    chunk: int = 256,
-    drafts: int | DraftOptions = 0,
+    **options: Any,
 ) -> list[list[int]]:
     """Generates the tokens that `stream` yields, in one loop on the device once the prompts have been read.
 
     Args:
-      model, manager, max_new_tokens, sampling, seed, stop_tokens, chunk, drafts: as for `stream`.
+      model, manager, max_new_tokens: as for `stream`.
       prompts: as for `stream`; all prompts must fit the manager's slots and blocks at once.
+      options: `sampling`, `seed`, `stop_tokens`, `chunk` and `drafts`, as for `stream`.
 
     Returns:
       The new tokens of each prompt.
@@ -87,17 +84,7 @@ def generate(
       TypeError, ValueError: as for `stream`.
       CacheFullError: the prompts do not fit at once.
     """
-    results = generate_on_device(
-        model,
-        manager,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        seed=seed,
-        stop_tokens=stop_tokens,
-        chunk=chunk,
-        drafts=drafts,
-    )
+    results = generate_on_device(model, manager, prompts, max_new_tokens=max_new_tokens, **options)
     return [tokens for tokens, _ in results]
 
 
@@ -107,17 +94,20 @@ def generate_on_device(
     prompts: Any,
     *,
     max_new_tokens: int,
-    sampling: SamplingParams,
-    seed: int,
-    stop_tokens: Sequence[int],
-    chunk: int,
-    drafts: int | DraftOptions,
+    sampling: SamplingParams = GREEDY,
+    seed: int = 0,
+    stop_tokens: Sequence[int] = (),
+    chunk: int = 256,
+    drafts: int | DraftOptions = 0,
 ) -> list[tuple[list[int], list[int]]]:
     """Returns each prompt's (new tokens, number of drafts that each of its steps accepted); see `generate`."""
     stop_tokens = check_stop_tokens(stop_tokens)
     model = CompiledModel.of(model)
     with engine_for_prompts(model, manager, prompts, max_new_tokens, chunk, drafts) as engine:
-        _check_room(manager, prompts, max_new_tokens)
+        num_fitting = manager.count_fitting([len(prompt) + max_new_tokens - 1 for prompt in prompts])
+        if num_fitting < len(prompts):
+            message = f"{len(prompts)} prompts do not fit at once ({num_fitting} do); use stream, or a larger cache"
+            raise CacheFullError(message)
         requests = [
             engine.add(prompt, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed + i, stop_tokens=stop_tokens)
             for i, prompt in enumerate(prompts)
@@ -171,10 +161,3 @@ def prefill(engine: Engine, requests: Sequence[Request]) -> None:
     """Runs steps until each request has a slot that holds all of its tokens but the last."""
     while any(r.slot < 0 or engine.manager.length(r.slot) < len(r.tokens) - 1 for r in requests):
         engine.step(decode=False)
-
-
-def _check_room(manager, prompts, max_new_tokens):
-    """Raises CacheFullError unless the slots and blocks of a manager without requests hold all prompts at once."""
-    count = manager.count_fitting([len(prompt) + max_new_tokens - 1 for prompt in prompts])
-    if count < len(prompts):
-        raise CacheFullError(f"{len(prompts)} prompts do not fit at once ({count} do); use stream, or a larger cache")

@@ -111,11 +111,10 @@ class Request(Summarized):
         self._ids = np.concatenate([prompt, np.zeros((params.max_new_tokens,), np.int32)])
         self.prompt_length = self.num_tokens = len(prompt)
         self.max_tokens = len(self._ids)
-        # Log-probabilities are kept of the tokens from position `_scored_from` on.
-        self._scored_from = 0 if params.prompt_logprobs else len(prompt)
-        scored = self.max_tokens - self._scored_from
-        self._logprobs = np.zeros((scored,))
-        self._top = TopLogprobs(*(np.zeros((scored, params.top_logprobs), dtype) for dtype in (np.int32, np.float32)))
+        # By position, as the ids. Pages of zeros take no memory until they are written.
+        self._logprobs = np.zeros((self.max_tokens,))
+        shape = self.max_tokens, params.top_logprobs
+        self._top = TopLogprobs(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
 
     @property
     def progress(self) -> Share:
@@ -176,12 +175,12 @@ class Request(Summarized):
 
     def logprobs_from(self, start: int) -> list[float]:
         """Returns the log-probabilities of the tokens from position `start` on, as in `logprobs`."""
-        return self._logprobs[start - self._scored_from : self.num_tokens - self._scored_from].tolist()
+        return self._logprobs[start : self.num_tokens].tolist()
 
     @property
     def top_logprobs(self) -> TopLogprobs:
         """The likeliest tokens in place of each generated one, as arrays [n, top_logprobs]."""
-        return self._top[self.prompt_length - self._scored_from : self.num_tokens - self._scored_from]
+        return self._top[self.prompt_length : self.num_tokens]
 
     @property
     def prompt_logprobs(self) -> list[float]:
@@ -196,11 +195,11 @@ class Request(Summarized):
     @property
     def scores_prompt(self) -> bool:
         """Whether the request asks for log-probabilities of its prompt and has no token yet."""
-        return self._scored_from == 0 and self.num_tokens == self.prompt_length
+        return self.params.prompt_logprobs and not self.num_generated
 
     @property
     def _scored_prompt(self):
-        return slice(1, self.prompt_length if self._scored_from == 0 and self.num_generated else 1)
+        return slice(1, self.prompt_length if self.params.prompt_logprobs and self.num_generated else 1)
 
     @property
     def acceptance(self) -> float:
@@ -223,14 +222,10 @@ class Request(Summarized):
         Args:
           start, logprobs, top: position of the first token, [n] log-probabilities, and the likeliest tokens or None.
         """
-        offset = start - self._scored_from
-        self._logprobs[offset : offset + len(logprobs)] = logprobs
-        self._score_top(start, len(logprobs), top)
-
-    def _score_top(self, start, count, top):
-        """Keeps the likeliest tokens, if they are given, in the places of `count` tokens."""
+        count = len(logprobs)
+        places = slice(start, start + count)
+        self._logprobs[places] = logprobs
         if top is not None and (k := self.params.top_logprobs):
-            places = slice(start - self._scored_from, start - self._scored_from + count)
             self._top.ids[places] = top.ids[:count, :k]
             self._top.logprobs[places] = top.logprobs[:count, :k]
 
@@ -249,7 +244,6 @@ class Request(Summarized):
         reason = None
         for token in tokens:
             self._ids[end] = token
-            self._logprobs[end - self._scored_from] = logprobs[end - start]
             end += 1
             if token in stop_tokens:
                 reason = "stop"
@@ -257,7 +251,7 @@ class Request(Summarized):
                 reason = "length"
             if reason is not None:
                 break
-        self._score_top(start, end - start, top)
+        self.score(start, logprobs[: end - start], top)
         self.num_tokens = end
         self.finish_reason = reason
         self.drafted_tokens += num_drafts

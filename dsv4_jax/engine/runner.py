@@ -76,9 +76,8 @@ class StepRunner:
         """
         launched, function, args, options = self._prepare(schedule, after, has_grammars)
         output, cache = self.model.run(function, cache, *args, **options)
-        if launched.draw is not None:
-            return dataclasses.replace(launched, draw=functools.partial(launched.draw, output)), cache
-        self._processor = output.processor
+        if function is logits_step:
+            return dataclasses.replace(launched, logits=output), cache
         return self._with_output(launched, output), cache
 
     def _prepare(self, schedule, after=None, has_grammars=False):
@@ -86,7 +85,7 @@ class StepRunner:
 
         Returns:
           (the step without its output, the compiled function of the model that runs it, this function's arguments after
-          the cache, its keyword arguments). If the function returns logits only, `draw` of the step takes them first.
+          the cache, its keyword arguments). The function is `logits_step` if the tokens are drawn later.
         """
         config = self.config
         numbers = schedule.numbers
@@ -110,29 +109,24 @@ class StepRunner:
         rows, sources, drawing = self._manager.devices.put_changed(arrays, "tokens")
         earlier = EarlierTokens(self._no_tokens if after is None else after.tokens, sources)
         wants_top = options is not None and bool(options.wants_top)
-        launched = LaunchedStep(schedule, None, first_rows, len(batch.slots), batch.prefill, wants_top=wants_top)
+        launched = LaunchedStep(schedule, batch, first_rows, (rows, *drawing), wants_top)
         self._begin_slots(schedule.requests)
         has_grammars = has_grammars or any(request.matcher is not None for request in schedule.requests)
         if has_grammars and config.overlap and not self._device_drafts.count:
-            draw = functools.partial(self._draw, batch=batch, rows=rows, drawing=drawing)
-            return dataclasses.replace(launched, draw=draw), logits_step, (batch, rows, earlier), {}
+            return launched, logits_step, (batch, rows, earlier), {}
         masks = self._token_masks(launched) if has_grammars else None
-        args = (batch, rows, *drawing, earlier, masks, self._processor)
+        args = (batch, *launched.drawing, earlier, masks, self._processor)
         return launched, sample_step, args, {"drafts": self._device_drafts}
 
     def draw(self, launched: LaunchedStep) -> LaunchedStep:
         """Launches the drawing of a step's tokens if it was left out, once the step before has been read."""
-        if launched.draw is None:
+        if launched.logits is None:
             return launched
-        output = launched.draw(self._token_masks(launched))
-        return self._with_output(dataclasses.replace(launched, draw=None), output)
-
-    def _draw(self, logits, masks, *, batch, rows, drawing):
         before = draw_step._cache_size()
-        output = draw_step(logits, batch, rows, *drawing, masks, self._processor)
-        self._processor = output.processor
+        masks = self._token_masks(launched)
+        output = draw_step(launched.logits, launched.batch, *launched.drawing, masks, self._processor)
         self._compilations_before -= draw_step._cache_size() - before
-        return output
+        return self._with_output(dataclasses.replace(launched, logits=None), output)
 
     def _begin_slots(self, requests):
         """Sets the logits processor's states of requests that are new in their slots, with the tokens they have."""
@@ -161,6 +155,7 @@ class StepRunner:
 
     def _with_output(self, launched, output):
         """Returns the step with its output, which begins its way to the host."""
+        self._processor = output.processor
         tokens = output.tokens if output.last_tokens is None else (output.last_tokens, output.draft_tokens)
         output = dataclasses.replace(output, last_tokens=None, processor=None)
         if not launched.wants_top:
@@ -225,7 +220,7 @@ class StepRunner:
             slot = request.slot
             launched, cache = self(cache, Schedule.of([request], [request.tokens]), has_grammars=has_grammars)
             self.draw(launched)
-            sizes["mixed" if launched.prefill else "decode"] = launched.num_tokens
+            sizes["mixed" if launched.batch.prefill else "decode"] = len(launched.batch.slots)
             if count == 1 and not has_grammars:
                 offloaded, cache = offload(manager, cache, slot)
                 slot, cache = resume(manager, cache, offloaded)

@@ -80,17 +80,16 @@ class Scheduler:
         length = 0 if slot < 0 else min(self.manager.length(slot), len(request.tokens) - 1)
         if length and not (self.config.draft_tokens and self.manager.length(slot) > length):
             room = min(len(children), self.manager.free_slots_beside(slot))
-            if room < len(children):
-                offloaded = capture(self.manager, self.cache, slot, length=length)
             try:
                 if room:
                     slots, self.cache = self.manager.fork(self.cache, slot, room, length=length)
                     for child_slot in slots:
                         self.manager.allocate(child_slot, len(request.tokens) - length)
             except CacheFullError:
-                offloaded = offloaded or capture(self.manager, self.cache, slot, length=length)
                 while slots:
                     self.manager.release(slots.pop())
+            if len(slots) < len(children):
+                offloaded = capture(self.manager, self.cache, slot, length=length)
         for child, slot in zip(children, slots, strict=False):
             child.slot = slot
         for child in children[len(slots) :]:
@@ -143,17 +142,13 @@ class Scheduler:
 
     def admit(self) -> None:
         """Gives slots to waiting requests in order, up to the first one that does not fit, and counts the others."""
-        self._admit_all()
-        self.metrics.waits += len(self.waiting)
-
-    def _admit_all(self):
         while self.waiting and self.manager.free_slots:
             request = self.waiting[0]
             self.current = (request,)
             # One block is spare: without it the request might be preempted again at once.
             num_tokens = len(request.tokens) + min(request.remaining - 1, self.manager.schema.block_tokens)
             if self.running and not self._fits(request, num_tokens):
-                return
+                break
             try:
                 slot = self._admit(request, num_tokens)
             except CacheCorruptionError as error:
@@ -162,6 +157,7 @@ class Scheduler:
             self.manager.allocate(slot, num_tokens - self.manager.length(slot))
             self._move(request, slot)
             request.offloaded = None
+        self.metrics.waits += len(self.waiting)
 
     def take_snapshots(self, launched: LaunchedStep) -> None:
         """Reads the rows of requests that a launched step brings to a block boundary, since the next one may lose them.

@@ -113,82 +113,66 @@ def beam_search(
     check_no_requests(manager)
     if beams > (slots := manager.shards.slots):
         raise ValueError(f"{beams=} need a slot each, there are {slots}: raise max_requests")
-    search = _BeamSearch(CompiledModel.of(model), manager, manager.check_ids(prompt, "prompt"), beams, chunk)
+    prompt = manager.check_ids(prompt, "prompt")
     try:
-        search.prefill(max_new_tokens)
-        while len(search.ended) < beams and search.length < max_new_tokens:
-            search.step(stop_tokens)
+        alive, ended = _search(CompiledModel.of(model), manager, prompt, beams, max_new_tokens, stop_tokens, chunk)
     finally:
         manager.release_all()
-    answers = search.ended if len(search.ended) >= beams else search.ended + search.alive
+    answers = ended if len(ended) >= beams else ended + alive
     return sorted(answers, key=lambda beam: beam.score(length_penalty), reverse=True)[:beams]
 
 
-class _BeamSearch:
-    """The state of a beam search.
+def _search(model, manager, prompt, beams, max_new_tokens, stop_tokens, chunk):
+    """Returns the likeliest unfinished answers, best first, and the answers that ended with a stop token."""
+    cache = manager.init_cache()
+    options = LogprobOptions(num_top=min(2 * beams, manager.schema.config.vocab_size))
+    step_size = min(chunk, len(prompt)) + manager.shards.slots
 
-    Attributes:
-      alive: the likeliest unfinished answers, best first.
-      ended: answers that ended with a stop token.
-      length: number of tokens of the unfinished answers.
-    """
+    def run(tokens):
+        nonlocal cache
+        batch = manager.prepare_forward(tokens, prefill_size=step_size)
+        output, cache = model.sample_step(cache, batch, logprobs=options)
+        return output.top_logprobs
 
-    def __init__(self, model, manager, prompt, beams, chunk):
-        self.alive = [Candidate([], 0.0)]
-        self.ended = []
-        self.length = 0
-        self._model = model
-        self._manager = manager
-        self._prompt = prompt
-        self._beams = beams
-        self._chunk = chunk
-        self._cache = manager.init_cache()
-        self._slots = []
-        self._parents = [0]
-        self._options = LogprobOptions(num_top=min(2 * beams, manager.schema.config.vocab_size))
-        self._step_size = min(chunk, len(prompt)) + manager.shards.slots
-
-    def prefill(self, max_new_tokens):
-        """Admits the prompt and runs it in chunks."""
-        # The last token is drawn, never stored.
-        self._slots = [self._manager.admit(self._prompt, num_tokens=len(self._prompt) + max_new_tokens - 1)]
-        for tokens in np.split(self._prompt, range(self._chunk, len(self._prompt), self._chunk)):
-            self._run({self._slots[0]: tokens})
-
-    def step(self, stop_tokens):
-        """Extends the unfinished answers by one token each: keeps the best that go on, and collects those that end."""
-        if self.length:
-            self._follow_parents()
-            self._run({slot: beam.tokens[-1:] for slot, beam in zip(self._slots, self.alive, strict=True)})
-        top = self._manager.devices.get(self._top)
+    # The last token is drawn, never stored.
+    slots = [manager.admit(prompt, num_tokens=len(prompt) + max_new_tokens - 1)]
+    *earlier_chunks, last_chunk = np.split(prompt, range(chunk, len(prompt), chunk))
+    for tokens in earlier_chunks:
+        run({slots[0]: tokens})
+    top = run({slots[0]: last_chunk})
+    alive = [Candidate([], 0.0)]
+    ended = []
+    for length in range(1, max_new_tokens + 1):
+        top = manager.devices.get(top)
         children = [
             (parent, Candidate([*beam.tokens, int(token)], beam.logprob + float(logprob)))
-            for parent, (slot, beam) in enumerate(zip(self._slots, self.alive, strict=True))
+            for parent, (slot, beam) in enumerate(zip(slots, alive, strict=True))
             for logprob, token in zip(top.logprobs[slot], top.ids[slot], strict=True)
         ]
-        children = sorted(children, key=lambda child: -child[1].logprob)[: 2 * self._beams]
-        self.ended += [beam for _, beam in children[: self._beams] if beam.tokens[-1] in stop_tokens]
-        alive = [child for child in children if child[1].tokens[-1] not in stop_tokens][: self._beams]
-        self._parents = [parent for parent, _ in alive]
-        self.alive = [beam for _, beam in alive]
-        self.length += 1
+        children = sorted(children, key=lambda child: -child[1].logprob)[: 2 * beams]
+        ended += [beam for _, beam in children[:beams] if beam.tokens[-1] in stop_tokens]
+        going_on = [child for child in children if child[1].tokens[-1] not in stop_tokens][:beams]
+        alive = [beam for _, beam in going_on]
+        if len(ended) >= beams or length == max_new_tokens:
+            break
+        slots, cache = _follow_parents(manager, cache, slots, [parent for parent, _ in going_on])
+        top = run({slot: beam.tokens[-1:] for slot, beam in zip(slots, alive, strict=True)})
+    return alive, ended
 
-    def _run(self, tokens):
-        batch = self._manager.prepare_forward(tokens, prefill_size=self._step_size)
-        output, self._cache = self._model.sample_step(self._cache, batch, logprobs=self._options)
-        self._top = output.top_logprobs
 
-    def _follow_parents(self):
-        """Gives each answer a slot: releases parents without children, and forks those with several."""
-        slots = self._slots
-        parents = self._parents
-        for i, slot in enumerate(slots):
-            if i not in parents:
-                self._manager.release(slot)
-        self._slots = [slots[parent] for parent in parents]
-        for parent in sorted(set(parents)):
-            children = [i for i, p in enumerate(parents) if p == parent]
-            if len(children) > 1:
-                forks, self._cache = self._manager.fork(self._cache, slots[parent], len(children) - 1)
-                for i, slot in zip(children[1:], forks, strict=True):
-                    self._slots[i] = slot
+def _follow_parents(manager, cache, slots, parents):
+    """Gives each answer a slot: releases parents without children, and forks those with several.
+
+    Returns the slots of the answers and the cache.
+    """
+    for i, slot in enumerate(slots):
+        if i not in parents:
+            manager.release(slot)
+    new_slots = [slots[parent] for parent in parents]
+    for parent in sorted(set(parents)):
+        children = [i for i, p in enumerate(parents) if p == parent]
+        if len(children) > 1:
+            forks, cache = manager.fork(cache, slots[parent], len(children) - 1)
+            for i, slot in zip(children[1:], forks, strict=True):
+                new_slots[i] = slot
+    return new_slots, cache

@@ -1,11 +1,12 @@
 """A step of an engine: the requests that it runs, and its output while the device computes it."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from dsv4_jax.cache import Batch
 from dsv4_jax.decode.step import StepOutput
 from dsv4_jax.engine.requests import Request
 
@@ -84,24 +85,24 @@ class LaunchedStep:
 
     Attributes:
       schedule: the requests that it runs, with their tokens.
-      output: StepOutput on its way to the host; None until the tokens are drawn.
+      batch: its batch.
       first_rows: [n] the first row of the output that belongs to each request.
-      num_tokens: number of tokens of its program.
-      prefill: whether it ran the program of `token_budget` tokens.
+      drawing: arguments of `draw_step` between the batch and the masks.
+      wants_top: whether the likeliest tokens of its output are wanted.
+      logits: the logits of all rows, if the tokens are drawn by a program of their own and that has not run.
+      output: StepOutput on its way to the host; None until the tokens are drawn.
       tokens: the tokens that it draws, for the step behind it, as in `EarlierTokens`.
-      draw: function of the masks of tokens that may be drawn, which returns the output, until the tokens are drawn.
-      wants_top: whether that output's likeliest tokens are wanted.
       snapshots: {request: its rows at a block boundary, for the prefix cache}, taken before a later step was launched.
     """
 
     schedule: Schedule
-    output: StepOutput | None
+    batch: Batch
     first_rows: np.ndarray
-    num_tokens: int
-    prefill: bool
+    drawing: tuple[Any, ...]
+    wants_top: bool
+    logits: Any = None
+    output: StepOutput | None = None
     tokens: Any = None
-    draw: Callable[[Any], StepOutput] | None = None
-    wants_top: bool = False
     snapshots: dict[Request, Any] = dataclasses.field(default_factory=dict)
 
     def with_known_tokens(self) -> "LaunchedStep":

@@ -68,6 +68,7 @@ class Answer:
         if body.stop and service.tokenizer is None:
             raise APIError(400, "the checkpoint has no tokenizer.json: use stop_token_ids", param="stop")
         self._grammar: Grammar | None = None
+        self._release_sampling: dict[str, float] = {}  # the release's defaults that hold for this body
         self._check(body.stop_token_ids or [0], "stop_token_ids")
         self._prompts = [self._check(ids, "prompt") for ids in self._encode()]
         self._limit = self._check_limit()
@@ -123,7 +124,7 @@ class Answer:
                 self._prompts,
                 n=self._samples,
                 max_new_tokens=max(self._limit, 1),
-                sampling=SamplingParams(**body.model_dump(include=_SAMPLING_FIELDS)),
+                sampling=SamplingParams(**body.model_dump(include=_SAMPLING_FIELDS) | self._release_sampling),
                 seed=secrets.randbits(32) if body.seed is None else body.seed,
                 stop_tokens=(*ends, *body.stop_token_ids),
                 top_logprobs=body.num_top or 0,

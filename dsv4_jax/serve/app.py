@@ -53,19 +53,23 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer | None, options: Server
             error = APIError(500, "the server failed; its log says more")
         return error.response(request.url.path)
 
-    routes = [
-        Route("/", _demo),
-        Route("/health", _health),
-        Route("/ready", _ready),
-        Route("/metrics", _metrics),
-        Route("/v1/models", _models),
-        Route("/v1/models/{name:path}", _models),
-        Route("/v1/completions", _answer(CompletionAnswer), methods=["POST"]),
-        Route("/v1/chat/completions", _answer(ChatAnswer), methods=["POST"]),
-        Route("/v1/responses", _answer(ResponsesAnswer), methods=["POST"]),
-        Route(MESSAGES_PATH, _answer(MessagesAnswer), methods=["POST"]),
-        Route(f"{MESSAGES_PATH}/count_tokens", _answer(TokenCount), methods=["POST"]),
-    ]
+    pages = {
+        "/": _demo,
+        "/health": _health,
+        "/ready": _ready,
+        "/metrics": _metrics,
+        "/v1/models": _models,
+        "/v1/models/{name:path}": _models,
+    }
+    answers = {
+        "/v1/completions": CompletionAnswer,
+        "/v1/chat/completions": ChatAnswer,
+        "/v1/responses": ResponsesAnswer,
+        MESSAGES_PATH: MessagesAnswer,
+        f"{MESSAGES_PATH}/count_tokens": TokenCount,
+    }
+    routes = [Route(path, endpoint) for path, endpoint in pages.items()]
+    routes += [Route(path, _answer(kind), methods=["POST"]) for path, kind in answers.items()]
     app = Starlette(
         routes=routes,
         lifespan=lifespan,
@@ -204,17 +208,13 @@ async def _read(request: Request, limit: int) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise APIError(415, f"Content-Type is {kind[:100]!r}, it must be application/json")
-    too_long = APIError(413, f"the body is longer than {limit} bytes")
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
-        raise too_long
     content = bytearray()
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             async for part in request.stream():
                 content += part
                 if len(content) > limit:
-                    raise too_long
+                    raise APIError(413, f"the body is longer than {limit} bytes")
     except TimeoutError:
         raise APIError(408, f"the body did not arrive within {_BODY_SECONDS:.0f} seconds") from None
     except ClientDisconnect:

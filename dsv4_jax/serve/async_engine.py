@@ -121,7 +121,7 @@ class AsyncEngine:
         self._running: dict[Request, _Key] = {}
         # Requests that wait until the first one with the same prompt has read it, by that first one.
         self._followers: dict[_Key, list[_Key]] = {}
-        self._updates: list[tuple[Generation, Update]] = []
+        self._updates: list[tuple[_Key, Update]] = []
         self._stopping = False
         # The event loop's: updates of each request that wait, and the timer that hands the first ones over.
         self._delivered: dict[_Key, list[Update]] = {}
@@ -221,7 +221,7 @@ class AsyncEngine:
         try:
             self._running[generation._adds[index]()] = key
         except Exception as error:
-            self._update(key, Update(index, finish_reason="error", error=error))
+            self._update(key, "error", error)
 
     def _stop(self):
         self._stopping = True
@@ -232,13 +232,13 @@ class AsyncEngine:
         for followers in list(self._followers.values()):
             for key in [key for key in followers if keys is None or key in keys]:
                 followers.remove(key)
-                self._update(key, Update(key[1], finish_reason=reason, error=error))
+                self._update(key, reason, error)
         for request, key in list(self._running.items()):
             if keys is None or key in keys:
                 if request.finish_reason is None:
                     self.engine.cancel(request)
                 del self._running[request]
-                self._update(key, Update(key[1], finish_reason=reason, error=error))
+                self._update(key, reason, error)
 
     def _step(self):
         engine = self.engine
@@ -255,11 +255,12 @@ class AsyncEngine:
                 continue
             if request.finish_reason is not None:
                 del self._running[request]
-            update = Update(key[1], request, request.num_generated, request.finish_reason, request.error)
-            self._update(key, update)
+            self._update(key, request.finish_reason, request.error, request)
 
-    def _update(self, key, update):
-        self._updates.append((key[0], update))
+    def _update(self, key, finish_reason, error=None, request=None):
+        _, index = key
+        num_generated = 0 if request is None else request.num_generated
+        self._updates.append((key, Update(index, request, num_generated, finish_reason, error)))
         # The first update comes when the prompt has been read, or will not be.
         for follower in self._followers.pop(key, ()):
             self._add(follower)
@@ -274,18 +275,19 @@ class AsyncEngine:
 
     def _schedule_handover(self, updates):
         """Keeps updates until it is their turn."""
-        for generation, update in updates:
-            self._delivered.setdefault((generation, update.index), []).append(update)
+        for key, update in updates:
+            self._delivered.setdefault(key, []).append(update)
         if self._timer is None:
             self._timer = self._loop.call_at(self._next_handover, self._hand_over)
 
     def _hand_over(self):
         """Queues all updates of the requests that have waited for longest."""
-        requests = list(itertools.islice(self._delivered, _EVENTS_AT_ONCE))
-        for request in requests:
-            for update in self._delivered.pop(request):
+        keys = list(itertools.islice(self._delivered, _EVENTS_AT_ONCE))
+        for key in keys:
+            generation, _ = key
+            for update in self._delivered.pop(key):
                 self.unfinished -= update.finish_reason is not None
-                request[0]._put(update)
+                generation._put(update)
         # Timers are up to a millisecond late, which the next one makes up for.
-        self._next_handover = max(self._next_handover + len(requests) * _SECONDS_PER_EVENT, self._loop.time())
+        self._next_handover = max(self._next_handover + len(keys) * _SECONDS_PER_EVENT, self._loop.time())
         self._timer = self._loop.call_at(self._next_handover, self._hand_over) if self._delivered else None

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 
 CALL_TOKEN = "｜DSML｜"
-# What follows the `<` of a block with a call, which may lack the block's own tag.
+# A block with a call goes on so behind its `<`. Its own tag may be missing.
 _HEADS = (f'{CALL_TOKEN}tool_calls><{CALL_TOKEN}invoke name="', f'{CALL_TOKEN}invoke name="')
 _MAX_HEAD = 64  # tokens, white space between the two tags included
 
@@ -57,10 +57,10 @@ class CallBlocks:
 
     def _release(self) -> list[recipe.InferenceChunk]:
         """Passes the first token that was held back as text. A block may begin behind it."""
-        rest = self._held[1:]
+        _, *tokens = self._held
         self._held = []
         self._previous = []
         chunks = [recipe.InferenceChunk.text(CALL_TOKEN, 1)]
-        for token in rest:
+        for token in tokens:
             chunks += self.add(token)
         return chunks

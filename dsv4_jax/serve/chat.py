@@ -29,7 +29,6 @@ _APRIL_EFFORTS: Mapping[str | None, Any] = {"low": "low", "high": "low", "xhigh"
 _MAX_PAST_TOKENS = 2**22  # 16 MiB of token ids
 
 EffortPrompts = Literal["april", "0731"]
-ToolCall = tuple[str, str, str]  # id, name and arguments as JSON
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,29 +36,24 @@ class PastAnswer:
     """An answer with tool calls, as its client saw it and as the model wrote it.
 
     Attributes:
-      reasoning, content: the two parts of its text.
-      calls: the tool calls.
+      message: the answer as its client saw it.
       thinks: whether the prompt ended in `<think>`.
       tokens: [n] int32 ids that follow the prompt, without the token that ended the answer.
     """
 
-    reasoning: str
-    content: str
-    calls: Sequence[ToolCall]
+    message: recipe.AssistantMessage
     thinks: bool
     tokens: np.ndarray
 
     def is_shown_by(self, message: recipe.Message) -> bool:
         """Whether a client's message is this answer. Clients may leave out its reasoning."""
         calls = message.tool_calls or []
+        past_calls = self.message.tool_calls or []
         return (
-            message.content == self.content
-            and message.reasoning_content in (None, "", self.reasoning)
-            and len(calls) == len(self.calls)
-            and all(
-                call.id == past[0] and call.name == past[1] and _same_json(call.arguments, past[2])
-                for call, past in zip(calls, self.calls, strict=True)
-            )
+            message.content == self.message.content
+            and message.reasoning_content in (None, "", self.message.reasoning_content)
+            and [(call.id, call.name) for call in calls] == [(call.id, call.name) for call in past_calls]
+            and all(_same_json(call.arguments, past.arguments) for call, past in zip(calls, past_calls, strict=True))
         )
 
 
@@ -71,10 +65,10 @@ class PastAnswers:
         self._size = 0
         self._lock = threading.Lock()
 
-    def add(self, answer: PastAnswer) -> None:
-        """Adds an answer, whose ids are new."""
+    def add(self, id: str, answer: PastAnswer) -> None:
+        """Adds an answer by the id of its first call, which is new."""
         with self._lock:
-            self._answers[answer.calls[0][0]] = answer
+            self._answers[id] = answer
             self._size += len(answer.tokens)
             while self._size > _MAX_PAST_TOKENS:
                 self._size -= len(self._answers.popitem(last=False)[1].tokens)
@@ -182,14 +176,12 @@ class Chat:
         paragraphs = [f"{message.role.capitalize()}: {message.content}\n\n" for message in conversation.messages]
         return encode(self._tokenizer, "".join([*paragraphs, "Assistant:"]))
 
-    def remember(
-        self, prompt: Sequence[int], reasoning: str, content: str, calls: Sequence[ToolCall], tokens: list[int]
-    ) -> None:
+    def remember(self, prompt: Sequence[int], message: recipe.AssistantMessage, tokens: list[int]) -> None:
         """Keeps a complete answer, so that a later prompt repeats its tokens.
 
         Args:
           prompt: the prompt's tokens.
-          reasoning, content, calls: the answer as its client sees it.
+          message: the answer as its client sees it.
           tokens: the answer as the model wrote it, without the token that ended it.
         """
 
@@ -246,17 +238,15 @@ class ReleaseChat(Chat):
                 ids[begin:end] = answer.tokens.tolist()
         return ids
 
-    def remember(
-        self, prompt: Sequence[int], reasoning: str, content: str, calls: Sequence[ToolCall], tokens: list[int]
-    ) -> None:
+    def remember(self, prompt: Sequence[int], message: recipe.AssistantMessage, tokens: list[int]) -> None:
         # The prompt ends in the token for or against thinking, behind which it may begin the call that must come. One
         # that ends otherwise continues a message, of which this answer is a part.
         starts = [i for i, token in enumerate(prompt) if token in (self.ids[_THINK], self.ids["</think>"])]
         begin = 1 + starts[-1]
-        if calls and list(prompt[begin:]) in ([], self._call_begin):
-            thinks = prompt[begin - 1] == self.ids[_THINK]
-            tokens = [*prompt[begin:], *tokens]
-            self._past.add(PastAnswer(reasoning, content, calls, bool(thinks), np.array(tokens, np.int32)))
+        if message.tool_calls and list(prompt[begin:]) in ([], self._call_begin):
+            thinks = bool(prompt[begin - 1] == self.ids[_THINK])
+            answer = PastAnswer(message, thinks, np.array([*prompt[begin:], *tokens], np.int32))
+            self._past.add(message.tool_calls[0].id, answer)
 
     def parser(self, converted: Converted, generator: Any) -> tuple[recipe.StreamProcessor, CallBlocks | None]:
         parsing = converted.parsing

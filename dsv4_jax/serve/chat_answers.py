@@ -13,7 +13,7 @@ from dsv4_jax.engine.text import AnswerText
 from dsv4_jax.serve.answers import Answer, OpenAIAnswer, sse
 from dsv4_jax.serve.async_engine import Update
 from dsv4_jax.serve.call_blocks import CallBlocks
-from dsv4_jax.serve.chat import Chat, Converted, ToolCall
+from dsv4_jax.serve.chat import Chat, Converted
 from dsv4_jax.serve.choices import Choice, ScoredToken
 from dsv4_jax.serve.constraints import compile_form
 from dsv4_jax.serve.errors import APIError
@@ -110,8 +110,8 @@ class ParsedAnswer(Answer):
     _chat: Chat
     _converted: Converted
 
-    def _read(self, response: dict[str, Any]) -> tuple[str, str, list[ToolCall]]:
-        """Returns the reasoning, the content and the tool calls (id, name, arguments) of a complete answer."""
+    def _read(self, response: dict[str, Any]) -> recipe.AssistantMessage:
+        """Returns the message that a client sends back to repeat a complete answer."""
         raise NotImplementedError
 
     def _as_sent(self, part: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class ParsedAnswer(Answer):
         self._converted = self._chat.convert(self.request_type, body)
         default_top_p = self._converted.request.inference_options.top_p
         if "top_p" not in self._body.model_fields_set and default_top_p is not None:
-            self._body.top_p = round(default_top_p, 6)
+            self._release_sampling = {"top_p": round(default_top_p, 6)}
         prompt = self._chat.encode(self._converted.conversation)
         try:
             self._grammar = compile_form(
@@ -156,7 +156,7 @@ class ParsedAnswer(Answer):
         )
 
     def _remember(self, response: dict[str, Any], tokens: list[int]) -> None:
-        self._chat.remember(self._prompts[0].tolist(), *self._read(response), tokens)
+        self._chat.remember(self._prompts[0].tolist(), self._read(response), tokens)
 
     def _events(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[bytes]:
         return [sse(self._as_sent(event), name) for name, event in choice.take_events()]
@@ -201,11 +201,10 @@ class ChatAnswer(OpenAIAnswer, ParsedAnswer):
     def _logprobs(self, tokens):
         return None if self._body.num_top is None else self._service.names.of_chat(tokens)
 
-    def _read(self, response: dict[str, Any]) -> tuple[str, str, list[ToolCall]]:
+    def _read(self, response: dict[str, Any]) -> recipe.AssistantMessage:
         message = response["choices"][0]["message"]
-        functions = [(call["id"], call["function"]) for call in message.get("tool_calls") or []]
-        calls = [(id, function["name"], function["arguments"]) for id, function in functions]
-        return message.get("reasoning_content") or "", message["content"] or "", calls
+        calls = [recipe.ToolCall(call["id"], **call["function"]) for call in message.get("tool_calls") or []]
+        return recipe.AssistantMessage(message["content"] or "", message.get("reasoning_content"), calls)
 
 
 class ResponsesAnswer(ParsedAnswer):
@@ -241,7 +240,7 @@ class ResponsesAnswer(ParsedAnswer):
             usage["total_tokens"] = usage["input_tokens"] + usage["output_tokens"]
         return part
 
-    def _read(self, response: dict[str, Any]) -> tuple[str, str, list[ToolCall]]:
+    def _read(self, response: dict[str, Any]) -> recipe.AssistantMessage:
         texts = {"reasoning": "", "message": ""}
         calls = []
         for item in response["output"]:
@@ -249,12 +248,13 @@ class ResponsesAnswer(ParsedAnswer):
                 case "function_call":
                     tool = item.get("namespace"), item["name"]
                     names = (name for name, known in self._namespaces.items() if known == tool)
-                    calls.append((item["call_id"], next(names, item["name"]), item["arguments"]))
+                    calls.append(recipe.ToolCall(item["call_id"], next(names, item["name"]), item["arguments"]))
                 case "custom_tool_call":
-                    calls.append((item["call_id"], item["name"], json.dumps({"input": item["input"]})))
+                    arguments = json.dumps({"input": item["input"]})
+                    calls.append(recipe.ToolCall(item["call_id"], item["name"], arguments))
                 case kind:
                     texts[kind] += "".join(part["text"] for part in item["content"])
-        return texts["reasoning"], texts["message"], calls
+        return recipe.AssistantMessage(texts["message"], texts["reasoning"], calls)
 
     def _error_event(self, error: APIError) -> bytes:
         event = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
@@ -301,15 +301,15 @@ class MessagesAnswer(ParsedAnswer):
     def _too_long(self, longest: int, limit: int, context: int) -> str:
         return f"prompt is too long: {longest} tokens > {context} maximum"  # clients look for these words
 
-    def _read(self, response: dict[str, Any]) -> tuple[str, str, list[ToolCall]]:
+    def _read(self, response: dict[str, Any]) -> recipe.AssistantMessage:
         texts = {"thinking": "", "text": ""}
         calls = []
         for block in response["content"]:
             if block["type"] == "tool_use":
-                calls.append((block["id"], block["name"], json.dumps(block["input"])))
+                calls.append(recipe.ToolCall(block["id"], block["name"], json.dumps(block["input"])))
             else:
                 texts[block["type"]] += block[block["type"]]
-        return texts["thinking"], texts["text"], calls
+        return recipe.AssistantMessage(texts["text"], texts["thinking"], calls)
 
     def _error_event(self, error: APIError) -> bytes:
         return sse(error.anthropic_body, "error")

@@ -159,26 +159,26 @@ def _parameters(schema: Schema, strict_tool: str | None) -> Iterator[tuple[str |
     if strict_tool is not None and unknown:
         raise ValueError(f"tool {strict_tool!r}.schema.{unknown[0]}: a strict tool has no such keyword at the top")
     moved = _moved(schema)
-    others = moved.get("additionalProperties", True)
+    additional = moved.get("additionalProperties", True)
     properties = moved.get("properties")
     needed = moved.get("required")
     properties = properties if isinstance(properties, dict) else {}
     needed = [name for name in needed if isinstance(name, str)] if isinstance(needed, list) else []
     for name in [*properties, *(name for name in needed if name not in properties)]:
-        value = properties.get(name, others)
+        value = properties.get(name, additional)
         if value is not False or name in needed:
             yield name, _alone(value, moved), name in needed
-    if not properties and others is not False:
-        yield None, _alone(others, moved), False
+    if not properties and additional is not False:
+        yield None, _alone(additional, moved), False
 
 
 def _values(name: str | None, schema: Schema, is_strict: bool) -> list[str]:
     """Returns the ways to write a parameter: a string as it is, everything else as JSON."""
     schema = {} if schema is True else schema
-    strings, others = _split(schema, is_strict) if isinstance(schema, dict) else ([], schema)
+    strings, json_schema = _split(schema, is_strict) if isinstance(schema, dict) else ([], schema)
     values = [_parameter(name, True, string) for string in strings]
-    if others is not None:
-        values.append(_parameter(name, False, f"{json_rule(others, not is_strict)} {_close('parameter')}"))
+    if json_schema is not None:
+        values.append(_parameter(name, False, f"{json_rule(json_schema, not is_strict)} {_close('parameter')}"))
     return values
 
 
@@ -191,16 +191,16 @@ def _split(schema: dict[str, Any], is_strict: bool) -> tuple[list[str], Schema |
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(choices, list) and (not is_strict or keys <= {"type", "enum", "const"}):
         texts = [x for x in choices if isinstance(x, str)] if _may_be_string(schema) else []
-        others = [x for x in choices if not isinstance(x, str)]
-        return [f"{_quote(x)} {_close('parameter')}" for x in texts], schema | {"enum": others} if others else None
+        values = [x for x in choices if not isinstance(x, str)]
+        return [f"{_quote(x)} {_close('parameter')}" for x in texts], schema | {"enum": values} if values else None
     if not _may_be_string(schema):
         return [], schema
-    rest = None if schema.get("type") == "string" else schema
+    json_schema = None if schema.get("type") == "string" else schema
     if not is_strict or keys <= {"type"}:
-        return ["string"], rest
+        return ["string"], json_schema
     if keys <= {"type", "minLength", "maxLength"} and all(isinstance(schema[key], int) for key in keys - {"type"}):
         length = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
-        return [rf'/(?s:.){length}<\// dsml "parameter>"'], rest
+        return [rf'/(?s:.){length}<\// dsml "parameter>"'], json_schema
     if keys == {"anyOf"} and isinstance(schema["anyOf"], list):
         parts = [_split(part, True)[0] for part in schema["anyOf"] if isinstance(part, dict)]
         return [string for strings in parts for string in strings], schema

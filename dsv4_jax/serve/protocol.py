@@ -72,18 +72,19 @@ class _Body(BaseModel):
         if not isinstance(body, dict):
             return body
         fields = cls.model_fields
-        others = (
+        unsupported = (
             name
             for name, value in body.items()
             if value is not None and name not in fields
             if name not in cls._unused and (name not in NEUTRAL or value not in NEUTRAL[name])
         )
-        refused = dict.fromkeys(itertools.islice(others, _MAX_ERRORS))
+        refused = set(itertools.islice(unsupported, _MAX_ERRORS))
         return {name: body[name] for name in body if name in refused or (name in fields and body[name] is not None)}
 
 
 # One error is enough of a list: a body of a megabyte may have a million wrong items.
 type _List[T] = Annotated[list[T], FailFast(), Field(max_length=_MAX_ITEMS)]
+type _Stops = Annotated[_List[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
 type _Ids = Annotated[list[int], FailFast()]
 # The names in brackets are no part of an error's place.
 type _TextOr[T] = Annotated[
@@ -116,10 +117,10 @@ class GenerationBody(_Body):
     n: int = Field(1, ge=1, le=128)
     temperature: Annotated[float, BeforeValidator(_greedy_if_tiny), AfterValidator(check_temperature)] = 1.0
     top_p: Annotated[float, AfterValidator(check_top_p)] = 1.0
-    # As in vLLM, 0 and -1 take all tokens.
+    # 0 and -1 take all tokens, as in vLLM.
     top_k: Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda top_k: max(top_k, 0))] = 0
     seed: int | None = None
-    stop: Annotated[_List[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed), Field(max_length=16)] = []
+    stop: Annotated[_Stops, BeforeValidator(_listed)] = []
     stop_token_ids: _List[int] = Field([], max_length=1024)
     ignore_eos: bool = False
     cache_salt: str = Field("", min_length=1)  # vLLM's field
@@ -325,7 +326,7 @@ class TextOptions(_Body):
 
 
 class ReasoningOptions(_Body):
-    """How to think in Responses. An answer always has its whole reasoning; `summary` is only repeated in it."""
+    """Options of reasoning in Responses. `summary` is only repeated: an answer always has its whole reasoning."""
 
     effort: str | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -381,7 +382,7 @@ class MessagesBody(_OneAnswerBody):
     messages: _List[dict[str, Any]] = Field(min_length=1)
     max_tokens: int = Field(ge=1, lt=2**31)
     system: _TextOr[_List[dict[str, Any]]] = ""
-    stop_sequences: _List[Annotated[str, Field(min_length=1)]] = Field([], max_length=16)
+    stop_sequences: _Stops = []
     thinking: dict[str, Any] = {}
     output_config: OutputOptions = OutputOptions()
     tool_choice: ToolChoice = ToolChoice(type="auto")
@@ -415,12 +416,9 @@ class MessagesBody(_OneAnswerBody):
             tool.pop("type", None)
         for message in asked["messages"]:
             if isinstance(parts := message.get("content"), list):
-                message["content"] = [p for p in parts if not _is_redacted(p)]
+                readable = [p for p in parts if not isinstance(p, dict) or p.get("type") != "redacted_thinking"]
+                message["content"] = readable
         return asked, strict_tools
-
-
-def _is_redacted(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "redacted_thinking"
 
 
 class CountBody(MessagesBody):

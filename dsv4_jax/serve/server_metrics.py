@@ -1,7 +1,6 @@
 """Metrics in the text format of Prometheus."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -10,43 +9,52 @@ from dsv4_jax.serve.async_engine import AsyncEngine
 
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-_COUNTERS = dict(
-    steps="steps that ran tokens",
-    prompt_tokens="prompt tokens computed, without those from the prefix cache",
-    generated_tokens="generated tokens",
-    added="requests added",
-    finished="requests that reached a limit or a stop token",
-    failed="requests that failed",
-    cancelled="requests that were cancelled",
-    preemptions="requests preempted because blocks ran out",
-    restarts="steps that raised an error",
-    drafted_tokens="draft tokens verified",
-    accepted_tokens="draft tokens accepted",
-    compilations="programs compiled for steps",
-)
-
-_EXPERT_COUNTERS = dict(
-    hits="selections of experts by tokens that found the expert on the GPU",
-    misses="selections of experts by tokens that found the expert in host memory",
-    bus_bytes="bytes of experts that steps read from host memory",
-    bus_seconds="estimated time that steps waited for these bytes, at 45 GB/s",
-    moved_bytes="bytes of experts copied between GPU and host to move them",
-    swaps="pairs of experts that changed places",
-    remap_seconds="time for which moves of experts kept the GPU idle",
-)
-_PREFIX_COUNTERS = dict(
-    hit_tokens="prompt tokens that the prefix cache held",
-    prompt_tokens="prompt tokens of admitted requests",
-)
-_PREFIX_GAUGES = dict(blocks="blocks the prefix cache holds")
-_FILE_GAUGES = dict(blocks="blocks in the folder of the prefix cache", bytes="bytes of this folder's files")
-_FILE_COUNTERS = dict(
-    hit_tokens="prompt tokens whose blocks were read from disk",
-    read_bytes="bytes of blocks and snapshots read",
-    written_bytes="bytes of blocks and snapshots written",
-    dropped="blocks and snapshots that were not written because the disk was too slow or failed",
-    errors="files that could not be read or written, or were damaged",
-)
+# {prefix of the names: {field of the engine's, the prefix cache's, its files' or the experts' metrics: description}}.
+_COUNTERS: Mapping[str, Mapping[str, str]] = {
+    "": {
+        "steps": "steps that ran tokens",
+        "prompt_tokens": "prompt tokens computed, without those from the prefix cache",
+        "generated_tokens": "generated tokens",
+        "added": "requests added",
+        "finished": "requests that reached a limit or a stop token",
+        "failed": "requests that failed",
+        "cancelled": "requests that were cancelled",
+        "preemptions": "requests preempted because blocks ran out",
+        "restarts": "steps that raised an error",
+        "drafted_tokens": "draft tokens verified",
+        "accepted_tokens": "draft tokens accepted",
+        "compilations": "programs compiled for steps",
+    },
+    "prefix_": {
+        "hit_tokens": "prompt tokens that the prefix cache held",
+        "prompt_tokens": "prompt tokens of admitted requests",
+    },
+    "prefix_disk_": {
+        "hit_tokens": "prompt tokens whose blocks were read from disk",
+        "read_bytes": "bytes of blocks and snapshots read",
+        "written_bytes": "bytes of blocks and snapshots written",
+        "dropped": "blocks and snapshots that were not written because the disk was too slow or failed",
+        "errors": "files that could not be read or written, or were damaged",
+    },
+    "expert_": {
+        "hits": "selections of experts by tokens that found the expert on the GPU",
+        "misses": "selections of experts by tokens that found the expert in host memory",
+        "bus_bytes": "bytes of experts that steps read from host memory",
+        "bus_seconds": "estimated time that steps waited for these bytes, at 45 GB/s",
+        "moved_bytes": "bytes of experts copied between GPU and host to move them",
+        "swaps": "pairs of experts that changed places",
+        "remap_seconds": "time for which moves of experts kept the GPU idle",
+    },
+}
+_GAUGES: Mapping[str, Mapping[str, str]] = {
+    "": {},
+    "prefix_": {"blocks": "blocks the prefix cache holds"},
+    "prefix_disk_": {
+        "blocks": "blocks in the folder of the prefix cache",
+        "bytes": "bytes of this folder's files",
+    },
+    "expert_": {},
+}
 
 
 class ServerMetrics:
@@ -80,7 +88,6 @@ class ServerMetrics:
         """Yields the engine's metrics. The registry calls it."""
         metrics = self._engine.metrics
         schema = self._engine.engine.manager.schema
-        yield from _families(CounterMetricFamily, "", metrics, _COUNTERS)
         yield GaugeMetricFamily("dsv4_jax_running_requests", "requests that hold a slot", value=metrics.running)
         yield GaugeMetricFamily("dsv4_jax_waiting_requests", "requests without a slot", value=metrics.waiting)
         yield GaugeMetricFamily("dsv4_jax_slots", "slots", value=schema.max_requests)
@@ -90,17 +97,11 @@ class ServerMetrics:
             used.add_metric([name], pool.used)
             total.add_metric([name], pool.total)
         yield from (used, total)
-        if (prefix := metrics.prefix) is not None:
-            yield from _families(CounterMetricFamily, "prefix_", prefix, _PREFIX_COUNTERS)
-            yield from _families(GaugeMetricFamily, "prefix_", prefix, _PREFIX_GAUGES)
-            if (files := prefix.files) is not None:
-                yield from _families(GaugeMetricFamily, "prefix_disk_", files, _FILE_GAUGES)
-                yield from _families(CounterMetricFamily, "prefix_disk_", files, _FILE_COUNTERS)
-        if metrics.experts is not None:
-            yield from _families(CounterMetricFamily, "expert_", metrics.experts, _EXPERT_COUNTERS)
-
-
-def _families(kind: Callable[..., Metric], prefix: str, metrics: Any, texts: Mapping[str, str]) -> Iterator[Metric]:
-    """Yields the fields of some metrics, each with its description."""
-    for field, text in texts.items():
-        yield kind(f"dsv4_jax_{prefix}{field}", text, value=getattr(metrics, field))
+        files = None if metrics.prefix is None else metrics.prefix.files
+        sources = {"": metrics, "prefix_": metrics.prefix, "prefix_disk_": files, "expert_": metrics.experts}
+        for prefix, source in sources.items():
+            if source is None:
+                continue
+            for family, descriptions in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
+                for field, text in descriptions[prefix].items():
+                    yield family(f"dsv4_jax_{prefix}{field}", text, value=getattr(source, field))

@@ -62,10 +62,10 @@ def test_fast_streams_get_several_tokens_in_an_event(monkeypatch):
         engine.unfinished = 10
         updates = generation()
         # Of ten requests, the first eight get their token at once after a pause, and the others with the next one.
-        engine._schedule_handover([(updates, Update(i, num_generated=1)) for i in range(10)])
+        engine._schedule_handover([((updates, i), Update(i, num_generated=1)) for i in range(10)])
         found = [await updates.next_update(5) for _ in range(8)]
         begin = time.monotonic()
-        last = [(updates, Update(i, num_generated=2, finish_reason="stop")) for i in range(10)]
+        last = [((updates, i), Update(i, num_generated=2, finish_reason="stop")) for i in range(10)]
         engine._schedule_handover(last[8:])
         found += [await updates.next_update(5) for _ in range(2)]
         seconds = time.monotonic() - begin

@@ -121,8 +121,9 @@ def test_500_conversations_are_written_as_by_the_releases_library(release):
         expected = release.encode(recipe.DeepseekV4Encoding().render_conversation(conversation).prompt).ids
         assert chat.encode(conversation) == expected
         for message, tokens, last in answers_of(body, expected):
-            if calls := [(c["id"], *c["function"].values()) for c in message.get("tool_calls", [])]:
-                chat.remember([last], message["reasoning_content"], message["content"], calls, tokens)
+            if calls := [recipe.ToolCall(c["id"], **c["function"]) for c in message.get("tool_calls", [])]:
+                shown = recipe.AssistantMessage(message["content"], message["reasoning_content"], calls)
+                chat.remember([last], shown, tokens)
                 spliced += 1
         assert chat.encode(conversation) == expected
     assert spliced > 500

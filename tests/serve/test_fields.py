@@ -402,3 +402,20 @@ def test_a_stream_is_kept_alive(scripted, monkeypatch, path):
     alive = 'data: {"type":"ping"}' if path == "messages" else ": keep-alive"
     events = [line for line in lines if line.startswith(("data:", ":"))]
     assert events[:2] == [alive, alive] and any(event != alive for event in events[2:]), lines
+
+
+def test_the_releases_top_p(scripted, monkeypatch):
+    """It holds with tools and thinking if the client sends none. Responses repeat what the client sent."""
+    drawn_with = []
+    submit = scripted.engine.submit
+
+    def submit_and_record(*args, **options):
+        drawn_with.append(options["sampling"].top_p)
+        return submit(*args, **options)
+
+    monkeypatch.setattr(scripted.engine, "submit", submit_and_record)
+    repeated = []
+    for body in ({}, {"tools": RESPONSES_TOOLS}, {"tools": RESPONSES_TOOLS, "top_p": 0.5}):
+        scripted.say("</think>ok")
+        repeated.append(post(scripted, "responses", **body)[1]["top_p"])
+    assert drawn_with == [1.0, 0.95, 0.5] and repeated == [1.0, 1.0, 0.5]
