@@ -96,13 +96,6 @@ def _shared_expert(limit, x, gate_up, down, *, implementation):
 
 
 def _experts_xla(x, selected, weights, gate_up, down, permutation, *shared, limit):
-    y = _routed_xla(limit, x, selected, weights, gate_up, down)
-    if not shared:
-        return y
-    return round_to(y + _shared_expert(limit, x, *shared, implementation="xla"), x.dtype)
-
-
-def _routed_xla(limit, x, selected, weights, gate_up, down):
     tokens, k = selected.shape
     number = gate_up.shape[0]
     has_expert = (selected >= 0) & (selected < number)
@@ -126,7 +119,10 @@ def _routed_xla(limit, x, selected, weights, gate_up, down):
     inner = swiglu(gate, up, limit) * weights.reshape(-1)[order][:, None]
     y = multiply(round_to(inner, x.dtype), down)
     y = jnp.zeros_like(y).at[order].set(y, unique_indices=True).reshape(tokens, k, -1)
-    return sum_of_experts(y, selected, number)
+    y = sum_of_experts(y, selected, number)
+    if not shared:
+        return y
+    return round_to(y + _shared_expert(limit, x, *shared, implementation="xla"), x.dtype)
 
 
 def _paired_linear(x, weight):

@@ -51,11 +51,8 @@ def linear(
     weights = weight if isinstance(weight, tuple) else (weight,)
     _check(x, weights, spec, norm)
     if len(weights) > 1 and not _fit_one_launch(x, weights):
-        products = (
-            linear(x, one, own_spec, norm=norm, implementation=implementation)
-            for one, own_spec in _split_spec(spec, weights)
-        )
-        return sum(products, ())
+        options = {"norm": norm, "implementation": implementation}
+        return sum((linear(x, *weight_and_spec, **options) for weight_and_spec in _split_spec(spec, weights)), ())
     norm_weight, eps = norm or (None, 0.0)
     functions = {"xla": _linear_xla, "kernel": _linear_kernel}
     return dispatch("linear", implementation, x, weights, norm_weight, **functions, spec=spec, eps=eps)
@@ -82,21 +79,10 @@ def linear_swiglu(
     if rows % 2:
         raise ValueError(f"SwiGLU wants as many rows of the gate as of the up projection, got {rows} rows")
     spec = LinearSpec((rows // 2, rows // 2), x.dtype)
-
-    def activate(gate, up):
-        return round_to(swiglu(gate, up, limit), x.dtype)
-
-    if not isinstance(layer_value(gate_up), QuantizedWeight):
-        return activate(*linear(x, gate_up, spec, implementation=implementation))
     _check(x, (gate_up,), spec, None)
-
-    def reference(x, gate_up):
-        return activate(*_multiply(x, gate_up, spec))
-
-    def kernel(x, gate_up, *, interpret):
-        return _quantized_kernel(x, (gate_up,), spec=spec, swiglu_limit=limit, interpret=interpret)[0]
-
-    return dispatch("linear_swiglu", implementation, x, gate_up, xla=reference, kernel=kernel)
+    args = x, (gate_up,), None
+    options = {"spec": spec, "eps": 0.0, "swiglu_limit": limit}
+    return dispatch("linear_swiglu", implementation, *args, xla=_linear_xla, kernel=_linear_kernel, **options)[0]
 
 
 def swiglu(gate: Float[Array, "T n"], up: Float[Array, "T n"], limit: float) -> Float[Array, "T n"]:
@@ -152,10 +138,18 @@ def _split_spec(spec, weights) -> Iterator[tuple[Matrix, LinearSpec]]:
         yield weight, LinearSpec(sizes, dtypes, spec.num_groups)
 
 
-def _linear_xla(x, weights, norm_weight, *, spec, eps):
+def _linear_xla(x, weights, norm_weight, *, spec, eps, swiglu_limit=None):
     x = _rms_norm(x, norm_weight, eps)
-    products = (_multiply(x, weight, own_spec) for weight, own_spec in _split_spec(spec, weights))
-    return sum(products, ())
+    products = (_multiply(x, weight, weight_spec) for weight, weight_spec in _split_spec(spec, weights))
+    return _activate(sum(products, ()), swiglu_limit)
+
+
+def _activate(outputs, swiglu_limit):
+    """Returns the outputs, or with a limit the SwiGLU of the two, rounded to their dtype."""
+    if swiglu_limit is None:
+        return outputs
+    gate, up = outputs
+    return (round_to(swiglu(gate, up, swiglu_limit), gate.dtype),)
 
 
 def _multiply(x, weight, spec):
@@ -181,19 +175,21 @@ def _rms_norm(x, weight, eps):
     return round_to(weight * rms_normalize(x.astype(jnp.float32), eps), x.dtype)
 
 
-def _linear_kernel(x, weights, norm_weight, *, spec, eps, interpret):
+def _linear_kernel(x, weights, norm_weight, *, spec, eps, interpret, swiglu_limit=None):
     if len(weights) > 1 or isinstance(layer_value(weights[0]), QuantizedWeight):
-        return _quantized_kernel(x, weights, norm_weight, eps=eps, spec=spec, interpret=interpret)
+        options = {"spec": spec, "swiglu_limit": swiglu_limit, "interpret": interpret}
+        return _quantized_kernel(x, weights, norm_weight, eps=eps, **options)
     if not interpret and weights[0].shape[0] < MIN_ROWS:
         raise PreferXla(f"the kernel is for weights of {MIN_ROWS} rows or more, got {weights[0].shape[0]}")
     if not interpret and x.size > kernels.MAX_BFLOAT16_TOKENS * x.shape[-1]:
         raise PreferXla(f"the kernel is for up to {kernels.MAX_BFLOAT16_TOKENS} tokens, got {x.size // x.shape[-1]}")
     x = _rms_norm(x, layer_value(norm_weight), eps)
     (weight,), layer = layer_stacks(weights)
-    return kernels.bfloat16_linear(x, weight, layer=layer, spec=spec, interpret=interpret)
+    outputs = kernels.bfloat16_linear(x, weight, layer=layer, spec=spec, interpret=interpret)
+    return _activate(outputs, swiglu_limit)
 
 
-def _quantized_kernel(x, weights, norm_weight=None, *, eps=0.0, **options):
+def _quantized_kernel(x, weights, norm_weight, *, eps, **options):
     """Runs the kernel for few tokens or that for many; `options` are those of both."""
     if x.shape[0] > kernels.MAX_NORMED_TOKENS:
         x = _rms_norm(x, layer_value(norm_weight), eps)
