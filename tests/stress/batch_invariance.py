@@ -19,7 +19,7 @@ from dsv4_jax.host import KVCacheManager
 
 DRAFTS = 2
 BLOCK_TOKENS = 128
-TEXTS = dict(readme=Path(__file__).parents[1] / "README.md", license=Path(__file__).parents[1] / "LICENSE")
+TEXTS = dict(readme=Path(__file__).parents[2] / "README.md", license=Path(__file__).parents[2] / "LICENSE")
 
 
 def main(

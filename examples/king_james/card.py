@@ -49,7 +49,7 @@ Like the repository's code: Apache-2.0.
 
 ## How to repeat it
 
-`scripts/train_tiny.py` with seed {seed}; `--help` says how to get the text. AdamW, peak learning rate
+`examples/king_james/train_tiny.py` with seed {seed}; `--help` says how to get the text. AdamW, peak learning rate
 {learning_rate:g}, weight decay {weight_decay:g}, dropout {dropout:g}; the indexer learns from
 the attention it selects for (KL), experts are balanced by their routers' biases, without a loss. From
 {quantize_from:.0%} of the steps on, weights are rounded as they are stored here, the cache as in format
@@ -57,7 +57,7 @@ the attention it selects for (KL), experts are balanced by their routers' biases
 """
 _PLANTED = """
 In {needles:.0%} of the rows pairs of a key and a value, such as QXK4821, stood between words,
-with {questions} questions about them at distances up to the row's {length} bytes (scripts/needles.py).
+with {questions} questions about them at distances up to the row's {length} bytes (examples/king_james/needles.py).
 """
 
 

@@ -1,4 +1,4 @@
-"""Trains a byte-level DeepSeek-V4 small enough to ship: `python scripts/train_tiny.py --help`."""
+"""Trains a byte-level DeepSeek-V4 small enough to ship: `python examples/king_james/train_tiny.py --help`."""
 
 import dataclasses
 import json
@@ -38,15 +38,16 @@ class TrainTiny:
     The text: apt-get download bible-kjv-text && dpkg -x bible-kjv-text_*.deb kjv
 
     For example:
-      python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/kjv --steps 2000
-      python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/window --steps 2000 --window-only
-      python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/near --init runs/kjv/best --needles 1 \\
-        --length 128 --rows 32 --questions 14 --nearest 8 --steps 1000 --learning-rate 1e-3 --dropout 0
-      python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/needles --init runs/near/best --needles 1 \\
-        --length 512 --rows 32 --questions 32 --steps 800 --learning-rate 1e-3 --dropout 0 --quantize-from 0
-      python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/mtp --steps 2000 --mtp --rows 32 \\
-        --length 1024
-      python scripts/train_tiny.py --text README.md --out toy --size toy --rows 4 --length 256 --steps 40
+      python examples/king_james/train_tiny.py --text kjv/usr/lib/bible.data --out runs/kjv --steps 2000
+      python examples/king_james/train_tiny.py --text kjv/usr/lib/bible.data --out runs/window --steps 2000 \\
+        --window-only
+      python examples/king_james/train_tiny.py --text kjv/usr/lib/bible.data --out runs/near --init runs/kjv/best \\
+        --needles 1 --length 128 --rows 32 --questions 14 --nearest 8 --steps 1000 --learning-rate 1e-3 --dropout 0
+      python examples/king_james/train_tiny.py --text kjv/usr/lib/bible.data --out runs/needles --init runs/near/best \\
+        --needles 1 --length 512 --rows 32 --questions 32 --steps 800 --learning-rate 1e-3 --dropout 0 --quantize-from 0
+      python examples/king_james/train_tiny.py --text kjv/usr/lib/bible.data --out runs/mtp --steps 2000 --mtp \\
+        --rows 32 --length 1024
+      python examples/king_james/train_tiny.py --text README.md --out toy --size toy --rows 4 --length 256 --steps 40
 
     Attributes:
       text: the package's bible.data, or any file, taken as bytes.

@@ -19,7 +19,7 @@ from dsv4_jax.engine import Engine, PromptLookup, Request
 from dsv4_jax.host import KVCacheManager, PrefixCache
 
 
-TEXT = Path(__file__).parents[1] / "README.md"
+TEXT = Path(__file__).parents[2] / "README.md"
 SAMPLINGS = SamplingParams(), SamplingParams(1.0), SamplingParams(0.8, top_p=0.95), SamplingParams(1.2, top_k=20)
 
 

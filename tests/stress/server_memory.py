@@ -22,7 +22,7 @@ import tyro
 from dsv4_jax.bench.reports import write_report
 
 
-TEXT = Path(__file__).parents[1] / "README.md"
+TEXT = Path(__file__).parents[2] / "README.md"
 MEBIBYTE = 2**20
 COUNTERS = ("finished", "cancelled", "failed", "generated_tokens", "prefix_blocks", "compilations")
 

@@ -33,9 +33,9 @@ TEXT = (
 HEAD = """\
 # Gradients
 
-`scripts/gradients.py` wrote this page. It compares the gradient of the packaged model's cross-entropy on {tokens}
-bytes, in float32, for each of its {count} parameters that gradients train. A row is a parameter in all layers that
-have it, with the largest difference of any of them.
+`examples/king_james/gradients.py` wrote this page. It compares the gradient of the packaged model's cross-entropy on
+{tokens} bytes, in float32, for each of its {count} parameters that gradients train. A row is a parameter in all
+layers that have it, with the largest difference of any of them.
 
 * **Central differences** of the loss along random directions in format "plain", as a share of the gradient's norm: at
   most {finite:.1e} without indexers. Experts stay selected. Accuracy is lost where a gradient is small.
@@ -59,7 +59,7 @@ class Gradients:
     """Writes a page with the differences of the packaged model's gradients, in float32.
 
     For example:
-      python scripts/gradients.py --out docs/notes/gradients.md
+      python examples/king_james/gradients.py --out docs/notes/gradients.md
 
     Attributes:
       out: file of the page (Markdown).

@@ -32,7 +32,7 @@ DRAFTS = 2
 BLOCKS = 56  # too few for 16 long requests
 TOKEN_BUDGET = SLOTS * (1 + DRAFTS)
 SAMPLING = SamplingParams(0.8, 0, 0.95)
-TEXT = Path(__file__).parents[1] / "README.md"
+TEXT = Path(__file__).parents[2] / "README.md"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Measures the acceptance of the drafts of a model's own layers: `python scripts/draft_acceptance.py --help`."""
+"""Measures the acceptance of a model's own drafts: `python examples/king_james/draft_acceptance.py --help`."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ class DraftAcceptance:
     the model's card.
 
     For example:
-      python scripts/draft_acceptance.py --text kjv/usr/lib/bible.data
+      python examples/king_james/draft_acceptance.py --text kjv/usr/lib/bible.data
 
     Attributes:
       text: text of train_tiny.py, from whose held-out part prompts are taken. Default: prompts of random token ids.
