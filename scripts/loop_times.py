@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import tyro
 from jax import lax
 
-from dsv4_jax.bench.cases import Case
+from dsv4_jax.bench.cases import Case, measured_config
 from dsv4_jax.bench.op_times import chosen_cases
 from dsv4_jax.bench.reports import write_report
 from dsv4_jax.config import DSV4Config
@@ -47,7 +47,7 @@ def loop_times(
     }
     config = DSV4Config.v4_flash() if shapes == "flash" else DSV4Config.v4_pro()
     implementation = "mosaic_gpu" if jax.default_backend() == "gpu" else "xla"
-    for case in chosen_cases(config, "v4", names, only):
+    for case in chosen_cases(measured_config(config, result), "v4", names, only):
         microseconds = 1e6 * seconds_a_call(case, implementation, calls, passes)
         result["loops"].append({"op": case.op, "shape": case.shape, "microseconds": round(microseconds, 3)})
         print(f"{case.op:24s} {case.shape:30s} {microseconds:8.2f} us", flush=True)
@@ -57,31 +57,35 @@ def loop_times(
 
 def seconds_a_call(case: Case, implementation: str, calls: int, passes: int, times: int = 5) -> float:
     """Returns the seconds of a call: the median over `times` differences between three loops and one."""
-    state, inputs = case.make(calls)
+    layers, inputs = case.make(calls)
 
-    def one_pass(inputs, carry):
-        state, results, number = carry
-        # Makes calls depend on the pass; XLA would move them out of the loop.
-        varied, number = lax.optimization_barrier((inputs, number))
+    def run_calls(layers, inputs):
+        """Returns the layers after a call with each of the inputs, and the results that are no layers' states."""
+        layers = list(layers)
         results = []
-        for x in varied:
-            result = case.run(state, *x, implementation=implementation)
+        for i, arrays in enumerate(inputs):
+            place = i % len(layers)
+            result = case.call(*layers[place], *arrays, implementation=implementation)
             if case.updates:
-                state = result
+                layers[place] = (result, *layers[place][1:])
             else:
                 results.append(result)
-        return state, results, number * number
+        return layers, results
 
-    def results_of(state):
-        return [] if case.updates else [case.run(state, *x, implementation=implementation) for x in inputs]
+    def one_pass(inputs, carry):
+        layers, _, number = carry
+        # Makes calls depend on the pass; XLA would move them out of the loop.
+        varied, number = lax.optimization_barrier((inputs, number))
+        return *run_calls(layers, varied), number * number
 
-    results = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(results_of, state))
+    structs = jax.eval_shape(run_calls, layers, inputs)[1]
+    results = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
 
     def run(inputs, *carry):
         return lax.fori_loop(0, passes, lambda _, carry: one_pass(inputs, carry), carry)
 
     loop = jax.jit(run, donate_argnums=(1, 2))
-    carry = loop(inputs, state, results, jnp.int32(0))
+    carry = loop(inputs, layers, results, jnp.int32(0))
 
     def seconds(executions: int) -> float:
         nonlocal carry

@@ -73,5 +73,4 @@ def _attention_case(schema, group, tokens, attended, entries, shared=0):
         reads=True,
         agree=_AGREE,
         xla_calls=4,  # XLA gathers dense rows first, which takes long
-        in_layer=not shared,
     )

@@ -64,7 +64,6 @@ def _append_case(schema, tokens):
         state=window_view(schema, slots),
         inputs=(normal(tokens, dim), owners, positions),
         updates=True,
-        in_layer=False,
     )
 
 
@@ -88,10 +87,9 @@ def _norm_rope_case(schema, tokens, heads):
         shape=f"{heads} head{'s' * (heads > 1)}, {append.shape}",
         nbytes=append.nbytes + 4 * tokens * heads * dim + 4 * dim + inv_freq.nbytes,
         call=call,
-        state=(lambda rng, layers: jnp.zeros((tokens, heads, dim), jnp.bfloat16), append.state),
+        state=(lambda rng: jnp.zeros((tokens, heads, dim), jnp.bfloat16), append.state),
         inputs=(normal(tokens, heads, dim), kv, normal_float32(dim), slots, positions, inv_freq),
         agree=agree,
-        in_layer=heads > 1,
     )
 
 
@@ -126,7 +124,6 @@ def _gather_case(op, codec, tokens, rows, view, inputs):
         call=op,
         state=view,
         inputs=inputs,
-        in_layer=False,
     )
 
 
@@ -143,13 +140,8 @@ def _flush_case(schema, group, label, requests, tokens, closes):
     widths = [codec.dim * (1 + group.overlap) for codec in codecs]
 
     def state_view(width):
-        values = normal_float32(requests, group.pooled_rows, width)
-
-        def make(rng, layers):
-            kv, gate = (jnp.stack([values(rng) for _ in range(layers)]) for _ in range(2))
-            return ops.StateView(kv, gate, 0, rate, group.overlap)
-
-        return make
+        values = normal_float32(1, requests, group.pooled_rows, width)
+        return lambda rng: ops.StateView(values(rng), values(rng), jnp.int32(0), rate, group.overlap)
 
     def positions(rng):
         if tokens > 1:
@@ -177,7 +169,6 @@ def _flush_case(schema, group, label, requests, tokens, closes):
         weights=([_compressor_weights(schema, group, codec) for codec in codecs],),
         inputs=(projections, permutation(requests, tokens), positions),
         updates=True,
-        in_layer="all close" in label,
     )
 
 

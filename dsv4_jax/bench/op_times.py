@@ -1,6 +1,5 @@
 """`dsv4-jax bench ops`: times of single ops, beside XLA's."""
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -15,7 +14,6 @@ from dsv4_jax.bench.tables import MODELS, Row, print_rows
 from dsv4_jax.bench.weight_cases import experts_cases, hyper_connections_cases, linear_cases, router_cases
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.quant import KVFormat
 from pallas_kernels.runtime.hardware import why_no_mosaic_gpu
 
@@ -32,13 +30,7 @@ CASES: dict[str, Callable[[CacheSchema], Iterator[Case]]] = {
     "hyper_connections": hyper_connections_cases,
     "router": router_cases,
 }
-# Without a GPU, these sizes are the packaged model's, and the first of cases that differ in numbers only is timed if it
-# is small.
-_WEIGHT_SIZES = (
-    "hidden_size", "vocab_size", "num_attention_heads", "q_lora_rank", "o_lora_rank", "o_groups", "hc_mult",
-    "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok",
-)  # fmt: skip
-_MAX_CPU_BYTES = 1 << 25
+_MAX_CPU_BYTES = 1 << 25  # of a case that is timed without a GPU
 
 COLUMNS = {
     "op": "{op}",
@@ -59,18 +51,12 @@ COLUMNS = {
 def chosen_cases(
     config: DSV4Config, kv_format: KVFormat | str, names: Sequence[str], only: Sequence[str] = ()
 ) -> Iterator[Case]:
-    """Yields the cases of the named ops; without a GPU only small ones.
+    """Yields the cases of the named ops; without a GPU only small ones, the first of those that differ in numbers.
 
     If there are texts in `only`, the op or the shape of a case contains one of them.
     """
     gpu = jax.default_backend() == "gpu"
     kinds = set()
-    if not gpu:
-        packaged = read_config(packaged_checkpoint())
-        # No case runs draft layers, whose tokens would be beyond the small vocabulary.
-        config = dataclasses.replace(
-            config.with_drafts(False), **{name: getattr(packaged, name) for name in _WEIGHT_SIZES}
-        )
     schema = CacheSchema(config, num_blocks=0, max_requests=1, max_context=1, kv_format=kv_format)
     for name in dict.fromkeys(names):
         for case in CASES[name](schema):
@@ -104,10 +90,10 @@ def run(cases: Iterable[Case], report: Row, calls: int) -> Iterator[Row]:
 
 
 def _measure(case, calls, copy, read, matmul):
-    state, inputs = case.make(calls)
-    kernel = why_no_mosaic_gpu() is None and timing.kernel_is_right(case, state, inputs[0])
-    state, xla = timing.median_seconds(case, "xla", state, inputs[: case.xla_calls])
-    seconds = timing.median_seconds(case, "mosaic_gpu", state, inputs)[1] if kernel else xla
+    layers, inputs = case.make(calls)
+    kernel = why_no_mosaic_gpu() is None and timing.kernel_is_right(case, layers[0], inputs[0])
+    xla = timing.median_seconds(case, "xla", layers, inputs[: case.xla_calls])
+    seconds = timing.median_seconds(case, "mosaic_gpu", layers, inputs) if kernel else xla
     rate = case.nbytes / seconds
     floor = max(case.nbytes / (read if case.reads else copy), case.flops / matmul)
     return {

@@ -57,18 +57,17 @@ class StoredTensor(TensorHeader):
 
 
 def read_file(path: str | Path) -> dict[str, StoredTensor]:
-    """Reads the tensors of one safetensors file by name, and checks its header against its size.
+    """Reads the tensors of one safetensors file by name.
 
     Raises ValueError if the file is missing, or its header is broken (see `safetensors_header.read_header`).
     """
     path = Path(path)
     try:
-        # An empty file cannot be mapped.
-        mapped = np.memmap(path, np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
+        headers, _ = read_header(path)
+        mapped = np.memmap(path, np.uint8, mode="r")
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}.") from None
-    tensors, _ = read_header(mapped, str(path))
-    return {name: StoredTensor(name, x.dtype, x.shape, path, data) for name, (x, data) in tensors.items()}
+        raise ValueError(f"cannot read {path}: {error.strerror or error}.") from None
+    return {name: StoredTensor(name, x.dtype, x.shape, path, mapped[place]) for name, (x, place) in headers.items()}
 
 
 def read_checkpoint(path: str | Path) -> dict[str, StoredTensor]:

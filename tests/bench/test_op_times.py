@@ -4,25 +4,15 @@ import json
 
 import pytest
 
-from dsv4_jax.bench.op_times import CASES, chosen_cases
+from dsv4_jax.bench.op_times import CASES
 from dsv4_jax.cli import main
 from dsv4_jax.cli.bench_command import OPS
-from dsv4_jax.config import DSV4Config
-
-
-FLASH = DSV4Config.v4_flash()
-
-
-def test_shapes_of_a_model_with_drafts():
-    """Without a GPU the vocabulary is too small for the tokens with which DSpark drafts, and no case has them."""
-    counts = [len(list(chosen_cases(config, "v4", ["append"]))) for config in (DSV4Config.v4_flash_0731(), FLASH)]
-    assert counts[0] == counts[1] > 0
 
 
 def test_times_every_case_and_writes_json(run, tmp_path):
     path = tmp_path / "times.json"
     out = run("bench", "ops", "--calls", "1", "--json", path)
-    assert "wall clock" in out and "V4-Flash shapes, format v4" in out
+    assert "wall clock" in out and "a tiny model shapes, format v4" in out
     report = json.loads(path.read_text())
     rows = {(row["op"], row["shape"]): row for row in report["results"]}
     assert len(rows) == len(report["results"])
@@ -30,10 +20,10 @@ def test_times_every_case_and_writes_json(run, tmp_path):
         "append_swa", "norm_rope + append", "flush", "gather_compressed_kv", "index query", "indexer_scores",
         "scores + top-k", "indexer_topk", "sparse_attention", "linear", "experts", "hyper_connections", "router",
     }  # fmt: skip
-    # A row in bfloat16, slot and position come in; 584 bytes go out.
-    assert rows["append_swa", "T=1"]["bytes"] == 1024 + 8 + 584
+    # A row of 96 channels in bfloat16, slot and position come in; 64 + 8 + 2 * 64 bytes go out.
+    assert rows["append_swa", "T=1"]["bytes"] == 192 + 8 + 200
     # An index and a stored row come in, a dense row and a flag go out; a slot each token.
-    assert rows["gather_compressed_kv", "8 x 512"]["bytes"] == 8 * (512 * (4 + 584 + 1024 + 1) + 4)
+    assert rows["gather_compressed_kv", "8 x 16"]["bytes"] == 8 * (16 * (4 + 200 + 192 + 1) + 4)
     for row in rows.values():
         assert row["implementation"] == "xla" and row["microseconds"] > 0
         assert row["percent_of_copy"] == pytest.approx(
