@@ -175,8 +175,8 @@ class ServeBench(Benchmark):
     the cache held, and the number of compiled programs.
 
     With --config, reports the time to the first token of prompts that run alone. Then, for each number of requests that
-    decode at once: the time of a step of the engine, that of the on-device loop, tokens a second, and the host's time
-    by function. Random weights accept hardly a draft, so --drafts shows the cost of drafts alone.
+    decode at once: the time of a step of the engine, that of the on-device loop, and tokens a second. Random weights
+    accept hardly a draft, so --drafts shows the cost of drafts alone.
 
     For example:
       dsv4-jax bench serve --conversations 12 --turns 3 --plot serve.png

@@ -29,17 +29,6 @@ Only = Annotated[tuple[str, ...], tyro.conf.arg(help="only ops whose name or sha
 Calls = Annotated[int, tyro.conf.arg(help="number of calls whose median time is reported.")]
 Numbers = Annotated[tuple[int, ...] | None, options.optional("N ...")]
 PlotFile = Annotated[Path | None, options.optional("FILE.png")]
-_MINIMUMS = {
-    "calls": 1,
-    "requests": 1,
-    "conversations": 1,
-    "turns": 1,
-    "drafts": 0,
-    "skew": 0,
-    "prompts": 1,
-    "context": 1,
-    "token_budget": 1,
-}
 Rows = Iterable[dict[str, Any]]  # the results of a report, as they come
 
 
@@ -59,10 +48,6 @@ class Benchmark:
     def run(self) -> None:
         """Runs the benchmark; raises ValueError if an option is wrong."""
         given = vars(self)
-        for name, minimum in _MINIMUMS.items():
-            values = given.get(name)
-            for value in values if isinstance(values, tuple) else (values,):
-                option_checks.check_at_least(minimum, **{name: value})
         parallel = {name: given.get(name, False) for name in ("context_parallel", "expert_parallel")}
         sizes = options.mesh_sizes(given.get("mesh"), None, **parallel)
         plot = given.get("plot")
