@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import tyro
 from jax import lax
 
-from dsv4_jax.bench.cases import Case, measured_config
+from dsv4_jax.bench.cases import Case
 from dsv4_jax.bench.op_times import chosen_cases
 from dsv4_jax.bench.reports import write_report
 from dsv4_jax.config import DSV4Config
@@ -47,7 +47,7 @@ def loop_times(
     }
     config = DSV4Config.v4_flash() if shapes == "flash" else DSV4Config.v4_pro()
     implementation = "mosaic_gpu" if jax.default_backend() == "gpu" else "xla"
-    for case in chosen_cases(measured_config(config, result), "v4", names, only):
+    for case in chosen_cases(config, "v4", names, only):
         microseconds = 1e6 * seconds_a_call(case, implementation, calls, passes)
         result["loops"].append({"op": case.op, "shape": case.shape, "microseconds": round(microseconds, 3)})
         print(f"{case.op:24s} {case.shape:30s} {microseconds:8.2f} us", flush=True)
@@ -64,10 +64,10 @@ def seconds_a_call(case: Case, implementation: str, calls: int, passes: int, tim
         layers = list(layers)
         results = []
         for i, arrays in enumerate(inputs):
-            place = i % len(layers)
-            result = case.call(*layers[place], *arrays, implementation=implementation)
+            layer = i % len(layers)
+            result = case.call(*layers[layer], *arrays, implementation=implementation)
             if case.updates:
-                layers[place] = (result, *layers[place][1:])
+                layers[layer] = (result, *layers[layer][1:])
             else:
                 results.append(result)
         return layers, results

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import jax
 
 from dsv4_jax.bench import timing
-from dsv4_jax.bench.attention_cases import attention_cases
-from dsv4_jax.bench.cache_cases import append_cases, flush_cases, gather_cases
+from dsv4_jax.bench.cache_cases import append_cases, attention_cases, flush_cases, gather_cases
 from dsv4_jax.bench.cases import Case
 from dsv4_jax.bench.indexer_cases import indexer_cases
 from dsv4_jax.bench.tables import MODELS, Row, print_rows
 from dsv4_jax.bench.weight_cases import experts_cases, hyper_connections_cases, linear_cases, router_cases
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.quant import KVFormat
 from pallas_kernels.runtime.hardware import why_no_mosaic_gpu
 
@@ -30,7 +30,9 @@ CASES: dict[str, Callable[[CacheSchema], Iterator[Case]]] = {
     "hyper_connections": hyper_connections_cases,
     "router": router_cases,
 }
-_MAX_CPU_BYTES = 1 << 25  # of a case that is timed without a GPU
+# Without a GPU, these ops have the packaged model's sizes, and cases of more bytes are left out.
+_READ_WEIGHTS = "linear", "experts", "hyper_connections", "router"
+_MAX_CPU_BYTES = 1 << 25
 
 COLUMNS = {
     "op": "{op}",
@@ -57,8 +59,10 @@ def chosen_cases(
     """
     gpu = jax.default_backend() == "gpu"
     kinds = set()
-    schema = CacheSchema(config, num_blocks=0, max_requests=1, max_context=1, kv_format=kv_format)
+    packaged = read_config(packaged_checkpoint())
     for name in dict.fromkeys(names):
+        model = config if gpu or name not in _READ_WEIGHTS else packaged
+        schema = CacheSchema(model, num_blocks=0, max_requests=1, max_context=1, kv_format=kv_format)
         for case in CASES[name](schema):
             label = f"{case.op} {case.shape}"
             if only and not any(text in label for text in only):

@@ -4,7 +4,6 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -44,9 +43,7 @@ COLUMNS = {
 # For each turn of each conversation, the new tokens of the prompt and the length of the reply.
 Script = list[list[tuple[list[int], int]]]
 # The programs that transfer requests' bytes.
-MOVES: tuple[Any, ...] = (
-    moves.read_request, moves.write_request, moves.copy_request, moves.read_blocks, moves.write_blocks
-)  # fmt: skip
+MOVES: Any = moves.read_request, moves.write_request, moves.copy_request, moves.read_blocks, moves.write_blocks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,10 +43,10 @@ def median_seconds(case: Case, implementation: str, layers: list[tuple], inputs:
     function = _jitted(case, implementation)
 
     def call(i):
-        place = i % len(layers)
-        result = function(*layers[place], *inputs[i])
+        layer = i % len(layers)
+        result = function(*layers[layer], *inputs[i])
         if case.updates:
-            layers[place] = (result, *layers[place][1:])
+            layers[layer] = (result, *layers[layer][1:])
         return result
 
     jax.block_until_ready(call(-1))  # compiles

@@ -67,7 +67,7 @@ def read_file(path: str | Path) -> dict[str, StoredTensor]:
         mapped = np.memmap(path, np.uint8, mode="r")
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}.") from None
-    return {name: StoredTensor(name, x.dtype, x.shape, path, mapped[place]) for name, (x, place) in headers.items()}
+    return {name: StoredTensor(name, x.dtype, x.shape, path, mapped[span]) for name, (x, span) in headers.items()}
 
 
 def read_checkpoint(path: str | Path) -> dict[str, StoredTensor]:

@@ -53,10 +53,8 @@ class OpsBench(ModelBenchmark):
 
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Rows:
         from dsv4_jax.bench import op_times
-        from dsv4_jax.bench.cases import measured_config
 
-        config, kv_format = self._model(report)
-        cases = op_times.chosen_cases(measured_config(config, report), kv_format, self.ops, self.only)
+        cases = op_times.chosen_cases(*self._model(report), self.ops, self.only)
         return op_times.run(cases, report, self.calls)
 
 

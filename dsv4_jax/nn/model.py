@@ -109,7 +109,7 @@ class DeepseekV4ForCausalLM(nnx.Module):
           ValueError: `dtype` or `param_dtype` is another one.
         """
         param_dtype = dtype if param_dtype is None else param_dtype
-        for name, value in dict(dtype=dtype, param_dtype=param_dtype).items():
+        for name, value in {"dtype": dtype, "param_dtype": param_dtype}.items():
             if jnp.dtype(value) not in (jnp.bfloat16, jnp.float32):
                 raise ValueError(f"{name} must be bfloat16 or float32, got {jnp.dtype(value)}")
         rngs = nnx.Rngs(0) if rngs is None else rngs

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tiny_model import TINY, TINY_WINDOW_ONLY, TOY, TOY_WINDOW_ONLY, apart, assemble, first_weights, named_tensors
 from training import Recipe, batch, evaluate, evaluate_needles, first_state, train_step
 
-from dsv4_jax.checkpoint import load_checkpoint, save_release, write_byte_tokenizer
+from dsv4_jax.checkpoint import load_checkpoint, save_release
 from dsv4_jax.data import packaged_checkpoint
 
 
@@ -133,7 +134,11 @@ class TrainTiny:
                     check = evaluate_needles if recipe.needles else evaluate
                     bits = np.mean(check(recipe, state["trained"], state["fixed"], parts["validation"]))
                     lines.append({name: float(value) for name, value in metrics.items()})
-                    lines[-1] |= dict(step=done, validation=float(bits), seconds=earlier + time.monotonic() - begin)
+                    lines[-1] |= {
+                        "step": done,
+                        "validation": float(bits),
+                        "seconds": earlier + time.monotonic() - begin,
+                    }
                     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
                     if lines[-1]["validation"] <= min(line["validation"] for line in lines):
                         tensors = state["trained"] | state["fixed"]
@@ -170,7 +175,7 @@ class TrainTiny:
         best = self.out / "best"
         tensors = named_tensors(load_checkpoint(best, recipe.config, dtype=jnp.float32))
         bits = evaluate(recipe, *apart(tensors), held_out)
-        write_byte_tokenizer(best / "tokenizer.json", kjv.SPECIALS, begin="<bos>")
+        shutil.copy(packaged_checkpoint() / "tokenizer.json", best)  # its tokens are bytes, too
         if self.mtp:
             Console().print(f"held-out text: {bits.mean():.4f} bits a draft; the model with its block is in {best}")
             return

@@ -12,7 +12,7 @@ from dsv4_jax.cli.bench_command import OPS
 def test_times_every_case_and_writes_json(run, tmp_path):
     path = tmp_path / "times.json"
     out = run("bench", "ops", "--calls", "1", "--json", path)
-    assert "wall clock" in out and "a tiny model shapes, format v4" in out
+    assert "wall clock" in out and "V4-Flash shapes, format v4" in out
     report = json.loads(path.read_text())
     rows = {(row["op"], row["shape"]): row for row in report["results"]}
     assert len(rows) == len(report["results"])
@@ -20,10 +20,10 @@ def test_times_every_case_and_writes_json(run, tmp_path):
         "append_swa", "norm_rope + append", "flush", "gather_compressed_kv", "index query", "indexer_scores",
         "scores + top-k", "indexer_topk", "sparse_attention", "linear", "experts", "hyper_connections", "router",
     }  # fmt: skip
-    # A row of 160 channels in bfloat16, slot and position come in; 200 bytes go out.
-    assert rows["append_swa", "T=1"]["bytes"] == 320 + 8 + 200
+    # A row in bfloat16, slot and position come in; 584 bytes go out.
+    assert rows["append_swa", "T=1"]["bytes"] == 1024 + 8 + 584
     # An index and a stored row come in, a dense row and a flag go out; a slot each token.
-    assert rows["gather_compressed_kv", "8 x 128"]["bytes"] == 8 * (128 * (4 + 200 + 320 + 1) + 4)
+    assert rows["gather_compressed_kv", "8 x 512"]["bytes"] == 8 * (512 * (4 + 584 + 1024 + 1) + 4)
     for row in rows.values():
         assert row["implementation"] == "xla" and row["microseconds"] > 0
         assert row["percent_of_copy"] == pytest.approx(

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from dsv4_jax.cache import CacheSchema
-from dsv4_jax.checkpoint import read_tokenizer, write_byte_tokenizer
+from dsv4_jax.checkpoint import read_tokenizer
 from dsv4_jax.cli.generate_command import _print
 from dsv4_jax.cli.options import ModelOptions
 from dsv4_jax.config import DSV4Config
+from tests.byte_tokenizer import write_byte_tokenizer
 from tests.paths import DATA, TINY
 
 
