@@ -4,6 +4,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np

@@ -23,8 +23,7 @@ from dsv4_jax.host import BlockAllocator, KVCacheManager, PrefixCache
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.serve import AsyncEngine, HTTPServer, ServerOptions, create_app
 from tests.byte_tokenizer import write_byte_tokenizer
-from tests.paths import DATA, PACKAGED
- PACKAGED
+from tests.paths import PACKAGED
 
 
 SLOTS = 4
