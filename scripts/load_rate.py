@@ -14,7 +14,8 @@ import tyro
 
 from dsv4_jax.bench.reports import write_report
 from dsv4_jax.checkpoint import load_checkpoint
-from dsv4_jax.checkpoint.save import describe_storage, stored_tensors, write_checkpoint
+from dsv4_jax.checkpoint.keys import weights
+from dsv4_jax.checkpoint.save import describe_storage, tensor_headers, write_checkpoint
 from dsv4_jax.cli.options import expert_bytes
 from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader
 from dsv4_jax.config import DSV4Config
@@ -106,6 +107,11 @@ class PeakMemory:
 def _anonymous_bytes():
     (kibibytes,) = re.findall(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
     return 1024 * int(kibibytes)
+
+
+def stored_tensors(config: DSV4Config) -> list[list[TensorHeader]]:
+    """Returns the headers of a release's tensors, each beside that of its scales."""
+    return [entries for weight in weights(config, "release") for entries in tensor_headers(weight, "quantized")]
 
 
 def random_tensors(config: DSV4Config) -> Iterator[np.ndarray]:

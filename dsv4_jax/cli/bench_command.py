@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 import tyro
 
-from dsv4_jax.cli import options, startup
+from dsv4_jax.cli import options
 from dsv4_jax.cli.bench_options import (
     Benchmark,
     Calls,
@@ -216,8 +216,6 @@ class ServeBench(Benchmark):
             raise ValueError("--expert-memory, --skew and --layers need --config")
         if self.config is not None and self.plot is not None:
             raise ValueError("--plot is for conversations: leave out --config")
-        if self.config is not None:
-            startup.use_compilation_cache()
         super().run()
 
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Rows:
