@@ -142,15 +142,13 @@ def _read_shards(index: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for file in sorted(set(weight_map.values())):
         shard = read_file(index.parent / file)
-        for name in shard:
-            if name in tensors:
-                raise ValueError(f"{name} lies in two shards: {tensors[name].file.name} and {file}.")
-            if name not in weight_map:
-                raise ValueError(f"{name} lies in {file}, but {index} does not list it.")
+        if twice := sorted(shard.keys() & tensors.keys()):
+            raise ValueError(f"{twice[0]} lies in two shards: {tensors[twice[0]].file.name} and {file}.")
         tensors |= shard
-    for name, file in weight_map.items():
-        if name not in tensors:
-            raise ValueError(f"{index} places {name} in {file}, which does not hold it.")
-        if tensors[name].file.name != file:
-            raise ValueError(f"{index} places {name} in {file}, but it lies in {tensors[name].file.name}.")
+    files = {name: tensor.file.name for name, tensor in tensors.items()}
+    for name in sorted(files.keys() | weight_map.keys()):
+        listed = weight_map.get(name, "no file")
+        stored = files.get(name, "none of its files")
+        if listed != stored:
+            raise ValueError(f"{index} places {name} in {listed}, but it lies in {stored}.")
     return tensors
