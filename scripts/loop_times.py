@@ -75,7 +75,7 @@ def seconds_a_call(case: Case, implementation: str, calls: int, passes: int, tim
     def one_pass(inputs, carry):
         layers, _, number = carry
         # Makes calls depend on the pass; XLA would move them out of the loop.
-        varied, number = lax.optimization_barrier((inputs, number))
+        layers, varied, number = lax.optimization_barrier((layers, inputs, number))
         return *run_calls(layers, varied), number * number
 
     structs = jax.eval_shape(run_calls, layers, inputs)[1]

@@ -21,7 +21,8 @@ from dsv4_jax.quant import KeyCodec, RowCodec
 
 # Makes random arrays. Integers may be a numpy array, which becomes an int32 array of the device.
 Draw = Callable[[np.random.Generator], Any]
-_LAYERS_BYTES = 1 << 28  # bytes of layers through which calls rotate, several times those of the L2 cache
+# Bytes of layers through which calls rotate: a quarter, which calls of attention read, is twice the L2 cache's size.
+_LAYERS_BYTES = 1 << 29
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
