@@ -34,11 +34,6 @@ class StoredTensor(TensorHeader):
     data: np.ndarray = dataclasses.field(repr=False, compare=False)
 
     @property
-    def nbytes(self) -> int:
-        """The stored bytes."""
-        return self.data.nbytes
-
-    @property
     def quantized(self) -> bool:
         """Whether the values need a scale from another tensor."""
         return self.dtype in _QUANTISED

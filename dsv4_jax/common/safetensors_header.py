@@ -43,6 +43,7 @@ class TensorHeader:
 
     @property
     def nbytes(self) -> int:
+        """The number of bytes of the data."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
