@@ -235,14 +235,14 @@ def many_tokens(runs: list[Row], keys: list[Key]) -> Table:
 
 
 def cost(runs: list[Row], keys: list[Key]) -> Table:
-    """Returns bits per byte, from scripts/cache_cost.py."""
+    """Returns bits per byte, from examples/king_james/cache_cost.py."""
     rows = [row | {f"from {place}": bits for place, bits in row["by_place"].items()} for row in runs[0]["text"]]
     places = [name for name in rows[0] if name.startswith("from ")]
     return CACHE, {"all": "{bits:.4f}"} | {name: f"{{{name}:.4f}}" for name in places}, rows
 
 
 def needles(runs: list[Row], keys: list[Key]) -> Table:
-    """Returns the share of facts that were found, by distance, from scripts/cache_cost.py."""
+    """Returns the share of facts that were found, by distance, from examples/king_james/cache_cost.py."""
     rows = [row | {f"{int(far):,}": share for far, share in row["accuracy"].items()} for row in runs[0]["needles"]]
     distances = [name for name in rows[0] if name[0].isdigit()]
     return CACHE, {name: f"{{{name}:.0%}}" for name in distances}, rows

@@ -37,7 +37,7 @@ def measure(requests: int, steps: int, profile: bool, grammars: bool = False, **
     """Returns the median milliseconds a step of Python's thread, those in the call of the program, and the others."""
     config = read_config(packaged_checkpoint())
     length = 4 + 3 * (steps + 10)
-    sizes = dict(max_requests=requests, max_context=2 * length, block_tokens=128)
+    sizes = {"max_requests": requests, "max_context": 2 * length, "block_tokens": 128}
     manager = KVCacheManager(config, num_blocks=requests * -(-2 * length // 128), **sizes)
     model = NoModel(jnp.zeros((config.vocab_size,)).at[1].set(1.0))
     params = {}
@@ -46,7 +46,7 @@ def measure(requests: int, steps: int, profile: bool, grammars: bool = False, **
 
         tokenizer: Any = read_tokenizer(packaged_checkpoint())
         vocabulary = Vocabulary(tokenizer, config.vocab_size, config.eos_token_id)
-        params = dict(grammar=vocabulary.compile(r"start: /(.|\n)*/"))
+        params = {"grammar": vocabulary.compile(r"start: /(.|\n)*/")}
     engine = Engine(model, manager, token_budget=4 * requests, **options)
     for i in range(requests):
         sampling = SamplingParams(temperature=0.0, top_k=i % 3)
@@ -80,11 +80,11 @@ def measure(requests: int, steps: int, profile: bool, grammars: bool = False, **
     total = 1e3 * np.array(totals)
     call = 1e3 * np.array(calls)
     if profile:
-        with cProfile.Profile(time.thread_time) as found:
+        with cProfile.Profile(time.thread_time) as profiler:
             run(steps)
-        pstats.Stats(found).sort_stats("cumulative").print_stats(40)
-    result = dict(step=np.median(total), call=np.median(call), bookkeeping=np.median(total - call))
-    result |= dict(least_bookkeeping=(total - call).min())
+        pstats.Stats(profiler).sort_stats("cumulative").print_stats(40)
+    result = {"step": np.median(total), "call": np.median(call), "bookkeeping": np.median(total - call)}
+    result |= {"least_bookkeeping": (total - call).min()}
     return {name: round(float(value), 3) for name, value in result.items()}
 
 

@@ -14,7 +14,8 @@ import tyro
 
 from dsv4_jax.bench.reports import write_report
 from dsv4_jax.checkpoint import load_checkpoint
-from dsv4_jax.checkpoint.save import describe_storage, stored_tensors, write_checkpoint
+from dsv4_jax.checkpoint.keys import weights
+from dsv4_jax.checkpoint.save import describe_storage, tensor_headers, write_checkpoint
 from dsv4_jax.cli.options import expert_bytes
 from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader
 from dsv4_jax.config import DSV4Config
@@ -52,13 +53,13 @@ def load_rate(
         for _ in range(times):
             start = time.perf_counter()
             with PeakMemory() as memory:
-                where: dict[str, Any] = dict(mesh=devices)
+                where: dict[str, Any] = {"mesh": devices}
                 if experts is not None:
-                    where = dict(expert_memory=ExpertMemory(None if experts == "auto" else experts))
+                    where = {"expert_memory": ExpertMemory(None if experts == "auto" else experts)}
                 model = load_checkpoint(folder, config, weights="quantized", **where)
                 jax.block_until_ready(model)
             seconds = time.perf_counter() - start
-            loads.append(dict(seconds=seconds, rate=size / seconds, host_bytes=memory.peak))
+            loads.append({"seconds": seconds, "rate": size / seconds, "host_bytes": memory.peak})
             print(
                 f"{size / 1e9:.2f} GB in {seconds:.2f} s: {size / 1e9 / seconds:.2f} GB/s "
                 f"onto {expert_memory or mesh}, with {memory.peak / 1e9:.2f} GB of host memory beside the files' pages",
@@ -66,9 +67,15 @@ def load_rate(
             )
             jax.tree.map(lambda x: x.delete(), model)
         if report is not None:
-            found = dict(device=jax.devices()[0].device_kind, jax=jax.__version__, mesh=mesh, bytes=size, loads=loads)
-            found |= dict(expert_memory=expert_memory) if expert_memory else {}
-            write_report(report, found)
+            result = {
+                "device": jax.devices()[0].device_kind,
+                "jax": jax.__version__,
+                "mesh": mesh,
+                "bytes": size,
+                "loads": loads,
+            }
+            result |= {"expert_memory": expert_memory} if expert_memory else {}
+            write_report(report, result)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -98,8 +105,13 @@ class PeakMemory:
 
 
 def _anonymous_bytes():
-    (found,) = re.findall(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
-    return 1024 * int(found)
+    (kibibytes,) = re.findall(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
+    return 1024 * int(kibibytes)
+
+
+def stored_tensors(config: DSV4Config) -> list[list[TensorHeader]]:
+    """Returns the headers of a release's tensors, each beside that of its scales."""
+    return [entries for weight in weights(config, "release") for entries in tensor_headers(weight, "quantized")]
 
 
 def random_tensors(config: DSV4Config) -> Iterator[np.ndarray]:
@@ -121,9 +133,9 @@ def _random(tensor: TensorHeader, config, rng, codes, finite, scales):
         return np.broadcast_to(np.asarray(rng.normal(0, 0.02), DTYPES[tensor.dtype]), tensor.shape)
     if tensor.dtype == "I64":
         return (np.arange(np.prod(tensor.shape)) % config.n_routed_experts).reshape(tensor.shape)
-    source = dict(I8=codes, F8_E4M3=finite, F8_E8M0=scales)[tensor.dtype]
-    first = int(rng.integers(source.size - tensor.nbytes + 1))
-    return source[first : first + tensor.nbytes].reshape(tensor.shape)
+    source = {"I8": codes, "F8_E4M3": finite, "F8_E8M0": scales}[tensor.dtype]
+    start = int(rng.integers(source.size - tensor.nbytes + 1))
+    return source[start : start + tensor.nbytes].reshape(tensor.shape)
 
 
 if __name__ == "__main__":

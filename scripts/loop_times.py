@@ -57,31 +57,35 @@ def loop_times(
 
 def seconds_a_call(case: Case, implementation: str, calls: int, passes: int, times: int = 5) -> float:
     """Returns the seconds of a call: the median over `times` differences between three loops and one."""
-    state, inputs = case.make(calls)
+    layers, inputs = case.make(calls)
 
-    def one_pass(inputs, carry):
-        state, results, number = carry
-        # Makes calls depend on the pass; XLA would move them out of the loop.
-        varied, number = lax.optimization_barrier((inputs, number))
+    def run_calls(layers, inputs):
+        """Returns the layers after a call with each of the inputs, and the results that are no layers' states."""
+        layers = list(layers)
         results = []
-        for x in varied:
-            result = case.run(state, *x, implementation=implementation)
+        for i, arrays in enumerate(inputs):
+            layer = i % len(layers)
+            result = case.call(*layers[layer], *arrays, implementation=implementation)
             if case.updates:
-                state = result
+                layers[layer] = (result, *layers[layer][1:])
             else:
                 results.append(result)
-        return state, results, number * number
+        return layers, results
 
-    def results_of(state):
-        return [] if case.updates else [case.run(state, *x, implementation=implementation) for x in inputs]
+    def one_pass(inputs, carry):
+        layers, _, number = carry
+        # Makes calls depend on the pass; XLA would move them out of the loop.
+        layers, varied, number = lax.optimization_barrier((layers, inputs, number))
+        return *run_calls(layers, varied), number * number
 
-    results = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(results_of, state))
+    structs = jax.eval_shape(run_calls, layers, inputs)[1]
+    results = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
 
     def run(inputs, *carry):
         return lax.fori_loop(0, passes, lambda _, carry: one_pass(inputs, carry), carry)
 
     loop = jax.jit(run, donate_argnums=(1, 2))
-    carry = loop(inputs, state, results, jnp.int32(0))
+    carry = loop(inputs, layers, results, jnp.int32(0))
 
     def seconds(executions: int) -> float:
         nonlocal carry

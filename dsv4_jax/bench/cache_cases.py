@@ -1,4 +1,4 @@
-"""The cases of `dsv4-jax bench ops append`, `gather` and `flush`."""
+"""The cases of `dsv4-jax bench ops append`, `gather`, `attention` and `flush`: the ops on the cache."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ import numpy as np
 from dsv4_jax import ops
 from dsv4_jax.bench.cases import (
     Case,
+    close,
     distinct,
     group_label,
     normal,
@@ -28,6 +29,8 @@ _FLUSH_SHAPES = (
     ("prefill 8192", 8, 1024, True),
 )
 _FLUSH_CONTEXT = 1024
+# Both versions round weights to bfloat16, at different scales, and round the result.
+_ATTENTION_AGREES = close(relative=2**-6, absolute=2**-6)
 
 
 def append_cases(schema: CacheSchema) -> Iterator[Case]:
@@ -64,7 +67,6 @@ def _append_case(schema, tokens):
         state=window_view(schema, slots),
         inputs=(normal(tokens, dim), owners, positions),
         updates=True,
-        in_layer=False,
     )
 
 
@@ -88,10 +90,9 @@ def _norm_rope_case(schema, tokens, heads):
         shape=f"{heads} head{'s' * (heads > 1)}, {append.shape}",
         nbytes=append.nbytes + 4 * tokens * heads * dim + 4 * dim + inv_freq.nbytes,
         call=call,
-        state=(lambda rng, layers: jnp.zeros((tokens, heads, dim), jnp.bfloat16), append.state),
+        state=(lambda rng: jnp.zeros((tokens, heads, dim), jnp.bfloat16), append.state),
         inputs=(normal(tokens, heads, dim), kv, normal_float32(dim), slots, positions, inv_freq),
         agree=agree,
-        in_layer=heads > 1,
     )
 
 
@@ -126,7 +127,58 @@ def _gather_case(op, codec, tokens, rows, view, inputs):
         call=op,
         state=view,
         inputs=inputs,
-        in_layer=False,
+    )
+
+
+def attention_cases(schema: CacheSchema) -> Iterator[Case]:
+    """Yields cases of sparse_attention, one token per request, to the window and to selected or all entries.
+
+    A request holds four times as many entries as it selects. Or requests of a million tokens share a pool of a million
+    entries, so that hardly two selected rows are adjacent.
+    """
+    topk = schema.config.index_topk
+    for group in schema.groups.values():
+        if group.key is None:
+            for tokens in (1, 8, 32):
+                yield _attention_case(schema, group, tokens, attended=8192, entries=8192)
+            continue
+        for entries, shared in ((4 * topk, 0), (1 << 18, 1 << 20)):
+            for tokens in (1, 8, 32, 64, 128):
+                yield _attention_case(schema, group, tokens, topk, entries, shared)
+
+
+def _attention_case(schema, group, tokens, attended, entries, shared=0):
+    config = schema.config
+    heads = config.num_attention_heads
+    dim = config.head_dim
+    window = config.sliding_window
+    window_bytes = window * tree_bytes(schema.window_codec.struct)
+    selects = group.key is not None
+
+    def call(views, q, sinks, indices, slots, positions, *, implementation):
+        window_rows, entry_rows = views
+        kv = ops.AttentionKV(window_rows, entry_rows, indices)
+        return ops.sparse_attention(q, sinks, kv, slots, positions, implementation=implementation)
+
+    label = f"{group_label(group)} {tokens} x {attended}+{window}" + (f" of {shared:,}" if shared else "")
+    entry_bytes = attended * (tree_bytes(group.entry.struct) + 4 * selects)
+    return Case(
+        op="sparse_attention",
+        shape=label + (f", {heads} heads" if heads != 64 else ""),
+        nbytes=tokens * (window_bytes + entry_bytes + 4 * heads * dim + 8),
+        call=call,
+        state=(window_view(schema, tokens), paged_view(schema, group, group.entry, [entries] * tokens, shared)),
+        inputs=(
+            normal(tokens, heads, dim),
+            normal_float32(heads),
+            distinct(tokens, attended, entries) if selects else None,
+            permutation(tokens),
+            np.full(tokens, entries * group.compress_rate - 1),
+        ),
+        flops=4 * tokens * heads * dim * (window + attended),
+        reads=True,
+        agree=_ATTENTION_AGREES,
+        xla_calls=4,  # XLA gathers dense rows first, which takes long
     )
 
 
@@ -143,13 +195,8 @@ def _flush_case(schema, group, label, requests, tokens, closes):
     widths = [codec.dim * (1 + group.overlap) for codec in codecs]
 
     def state_view(width):
-        values = normal_float32(requests, group.pooled_rows, width)
-
-        def make(rng, layers):
-            kv, gate = (jnp.stack([values(rng) for _ in range(layers)]) for _ in range(2))
-            return ops.StateView(kv, gate, 0, rate, group.overlap)
-
-        return make
+        values = normal_float32(1, requests, group.pooled_rows, width)
+        return lambda rng: ops.StateView(values(rng), values(rng), jnp.int32(0), rate, group.overlap)
 
     def positions(rng):
         if tokens > 1:
@@ -177,7 +224,6 @@ def _flush_case(schema, group, label, requests, tokens, closes):
         weights=([_compressor_weights(schema, group, codec) for codec in codecs],),
         inputs=(projections, permutation(requests, tokens), positions),
         updates=True,
-        in_layer="all close" in label,
     )
 
 

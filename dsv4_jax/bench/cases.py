@@ -19,11 +19,10 @@ from dsv4_jax.ops import ClassicalView, IndexerView, SWAView
 from dsv4_jax.quant import KeyCodec, RowCodec
 
 
-# Makes a random array of a call. Integers may be a numpy array, which becomes an int32 array of the device.
+# Makes random arrays. Integers may be a numpy array, which becomes an int32 array of the device.
 Draw = Callable[[np.random.Generator], Any]
-# Makes views of so many layers, or other arrays that all calls share.
-MakeState = Callable[[np.random.Generator, int], Any]
-_LAYERS_BYTES = 1 << 30  # bytes of layers through which calls rotate, many times those of the L2 cache
+# Bytes of layers through which calls rotate: a quarter, which calls of attention read, is twice the L2 cache's size.
+_LAYERS_BYTES = 1 << 29
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,14 +35,13 @@ class Case:
       nbytes: number of bytes that a call has to read and write, by the op's definition.
       call: (state, *weights, *inputs, implementation) -> result.
       inputs: the arrays of one call, each an array or a `Draw`.
-      weights: the arrays of one layer, each an array or a `Draw`.
-      state: pytree of `MakeState`.
-      updates: whether the result is the next call's state; the state is then donated.
+      weights: the arrays of one layer that calls only read, each an array or a `Draw`.
+      state: pytree of arrays and `Draw`s, such as views of one layer's pools.
+      updates: whether the result is the next state of the layer; the state is then donated.
       flops: number of operations of a call on the tensor cores.
       reads: whether nearly all bytes are read, so that the rate of a read is the limit, not that of a copy.
       agree: (array, XLA's array) -> bool scalar, called for each array of a result; None compares bit for bit.
       xla_calls: number of timed calls of XLA's version; None for as many as of the kernel.
-      in_layer: whether a layer calls the op so, in a decode step or a prefill with weights as released.
     """
 
     op: str
@@ -58,31 +56,24 @@ class Case:
     reads: bool = False
     agree: Callable[[Any, Any], Any] | None = None
     xla_calls: int | None = None
-    in_layer: bool = True
 
     @functools.cached_property
     def layer_bytes(self) -> int:
         """The number of bytes of a layer's state and weights."""
-        return tree_bytes(jax.eval_shape(lambda: self._make_layers(np.random.default_rng(0), 1)))
+        return tree_bytes(jax.eval_shape(lambda: self._make_layer(np.random.default_rng(0))))
 
-    def make(self, calls: int) -> tuple[Any, list[tuple]]:
-        """Returns the state, and the layer, weights and inputs of each call, on the device.
+    def make(self, calls: int) -> tuple[list[tuple], list[tuple]]:
+        """Returns the arrays of layers, (state, *weights) each, and the inputs of each call, on the device.
 
-        Calls rotate through so many layers that none finds its data in the L2 cache.
+        Call i is that of layer i, modulo their number, so that none finds its data in the L2 cache.
         """
         rng = np.random.default_rng(0)
-        layers = min(calls, 1 + _LAYERS_BYTES // max(self.layer_bytes, 1))
-        state, weights = self._make_layers(rng, layers)
-        inputs = [(_int32(i % layers), *weights[i % layers], *draw(self.inputs, rng)) for i in range(calls)]
-        return jax.block_until_ready((state, inputs))
+        count = min(calls, 1 + _LAYERS_BYTES // max(self.layer_bytes, 1))
+        layers = [self._make_layer(rng) for _ in range(count)]
+        return jax.block_until_ready((layers, [draw(tuple(self.inputs), rng) for _ in range(calls)]))
 
-    def run(self, state: Any, layer: Any, *arrays: Any, implementation: str) -> Any:
-        """Calls the op with the state's views at a layer; views of the result are those of layer 0, as the state's."""
-        return _at_layer(self.call(_at_layer(state, layer), *arrays, implementation=implementation), 0)
-
-    def _make_layers(self, rng, layers):
-        state = jax.tree.map(lambda make: make(rng, layers), self.state)
-        return state, [draw(self.weights, rng) for _ in range(layers)]
+    def _make_layer(self, rng):
+        return draw((self.state, *self.weights), rng)
 
 
 def draw(tree: Any, rng: np.random.Generator) -> Any:
@@ -93,15 +84,6 @@ def draw(tree: Any, rng: np.random.Generator) -> Any:
         return _int32(value) if isinstance(value, np.ndarray) else value
 
     return jax.tree.map(array, tree)
-
-
-def _at_layer(tree, layer):
-    """Returns a tree whose views are those of a layer."""
-
-    def is_view(x):
-        return hasattr(x, "layer")
-
-    return jax.tree.map(lambda x: dataclasses.replace(x, layer=layer) if is_view(x) else x, tree, is_leaf=is_view)
 
 
 def _int32(values):
@@ -169,17 +151,17 @@ def group_label(group: GroupSpec) -> str:
     return group.name.rstrip("0123456789").upper()
 
 
-def window_view(schema: CacheSchema, slots: int) -> MakeState:
-    """Returns a maker of sliding-window rings of random rows."""
+def window_view(schema: CacheSchema, slots: int) -> Draw:
+    """Returns a draw of the sliding-window rings of a layer, with random rows."""
     window = schema.config.sliding_window
     codec = schema.window_codec
-    return lambda rng, layers: SWAView(_random_rows(codec, rng, layers, slots, window), 0, window, codec)
+    return lambda rng: SWAView(_random_rows(codec, rng, slots, window), _int32(0), window, codec)
 
 
 def paged_view(
     schema: CacheSchema, group: GroupSpec, codec: RowCodec | KeyCodec, lengths: Sequence[int], shared: int = 0
-) -> MakeState:
-    """Returns a maker of the entries, or the index keys, of requests that have `lengths` of them, at random.
+) -> Draw:
+    """Returns a draw of the entries, or the index keys, in a layer of requests that have `lengths` of them.
 
     Blocks lie in random order. They are a request's own, or drawn for each from those of `shared` entries.
     """
@@ -187,20 +169,18 @@ def paged_view(
     blocks = np.array([-(-length // rows) for length in lengths])
     view = IndexerView if isinstance(codec, KeyCodec) else ClassicalView
 
-    def make(rng, layers):
+    def make(rng):
         table = np.full((len(blocks), blocks.max()), -1)
         pools = (
             [rng.permutation(shared // rows)[:count] for count in blocks] if shared else rng.permutation(blocks.sum())
         )
         table[np.arange(blocks.max()) < blocks[:, None]] = np.concatenate(pools) if shared else pools
-        pool = _random_rows(codec, rng, layers, shared // rows or int(blocks.sum()), rows)
-        return view(pool, 0, _int32(table), group.compress_rate, codec)
+        pool = _random_rows(codec, rng, shared // rows or int(blocks.sum()), rows)
+        return view(pool, _int32(0), _int32(table), group.compress_rate, codec)
 
     return make
 
 
-def _random_rows(codec, rng, layers, *leading):
-    """Returns encoded random rows or keys [layers, *leading, ...], made layer by layer."""
-    encode = jax.jit(codec.encode)
-    rows = [encode(normal(*leading, codec.dim)(rng)) for _ in range(layers)]
-    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *rows)
+def _random_rows(codec, rng, *leading):
+    """Returns the encoded random rows or keys of a layer, [1, *leading, ...]."""
+    return jax.jit(codec.encode)(normal(1, *leading, codec.dim)(rng))

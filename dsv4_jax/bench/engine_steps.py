@@ -1,12 +1,9 @@
 """`dsv4-jax bench serve --config`: an engine's prompts and decode steps at a released model's size, without HTTP."""
 
-import cProfile
 import dataclasses
-import pstats
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -27,8 +24,6 @@ from dsv4_jax.host import KVCacheManager
 
 WARM_UP = 4  # steps before the first measured one
 LOOP_STEPS = 16
-HOST_SHARE = 0.01  # functions that take a smaller share of a step of the host are not reported
-_ROOMS = "engine", "host", "decode", "expert_pages"  # folders whose functions are reported
 COLUMNS = {
     "what": "{measurement}",
     "tokens": "{tokens}",
@@ -94,8 +89,7 @@ def run(config: DSV4Config, options: EngineOptions, report: Row) -> Iterator[Row
     """Measures prompts and then decode steps, prints and yields the results.
 
     A "prompt" row has the time until the first token of a prompt that runs alone. A "decode" row has the mean time of
-    `Engine.step` while all requests decode, and that of a step of the on-device loop, which has no bookkeeping. It also
-    has the milliseconds a step that the host spends in each function and its callees, under Python's profiler. Sizes
+    `Engine.step` while all requests decode, and that of a step of the on-device loop, which has no bookkeeping. Sizes
     and the time to make the weights are added to the report.
 
     Raises:
@@ -184,7 +178,6 @@ class _Case:
             "step_milliseconds": 1e3 * seconds / options.steps,
             "tokens_per_second": tokens / seconds,
             "token_milliseconds": 1e3 * seconds * self.requests / max(tokens, 1),
-            "host_milliseconds": _host_milliseconds(self.engine, options.steps),
             "acceptance": self.engine.metrics.acceptance,
             "compile_seconds": self.compile_seconds,
         }
@@ -208,17 +201,3 @@ def _seconds(engine, steps):
     for _ in range(steps):
         engine.step()
     return time.perf_counter() - begin
-
-
-def _host_milliseconds(engine, steps):
-    """Returns the milliseconds a step that the host spends in each function of the engine and its callees."""
-    with cProfile.Profile() as profile:
-        seconds = _seconds(engine, steps)
-    rows: Any = pstats.Stats(profile).stats  # type: ignore[attr-defined]
-    times = {}
-    for (file, _, function), (_, _, _, cumulative, _) in rows.items():
-        path = Path(file)
-        if path.parent.name in _ROOMS and "dsv4_jax" in path.parts and cumulative > HOST_SHARE * seconds:
-            name = f"{path.parent.name}.{path.stem}.{function}"
-            times[name] = round(max(times.get(name, 0.0), 1e3 * cumulative / steps), 3)
-    return dict(sorted(times.items(), key=lambda item: -item[1]))

@@ -119,7 +119,6 @@ def _scores_case(schema, label, lengths, tokens, topk=0):
         reads=True,
         agree=_same_selection if topk else _same_scores,
         xla_calls=1 if rows * max(lengths) > 1 << 20 else None,
-        in_layer=topk > 0,
     )
 
 
@@ -156,5 +155,4 @@ def _topk_case(schema, requests, keys, visible, kind=""):
         call=call,
         inputs=(scores, np.full(requests, visible)),
         reads=True,
-        in_layer=False,
     )

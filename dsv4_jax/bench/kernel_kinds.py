@@ -7,7 +7,7 @@ named after the instruction. The name of a Pallas kernel is the last but one ele
 import collections
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from dsv4_jax.nn import SCOPES
 
@@ -31,41 +31,38 @@ _LIBRARIES = {
 }
 
 
-class Kernel(NamedTuple):
-    """One launch of a kernel.
-
-    Attributes:
-      name: name of the kernel, without the numbers of its copies.
-      kind: one of `KINDS`, or `REST`.
-      milliseconds: time of the launch.
-    """
-
-    name: str
-    kind: str
-    milliseconds: float
-
-
-def classify(launches: Sequence[tuple[str, float]], text: str) -> list[Kernel]:
-    """Returns the kernels of whole calls of a program with their kinds.
+def kernel_report(launches: Sequence[tuple[str, float]], text: str, calls: int) -> dict[str, Any]:
+    """Returns the times a call of a program's kernels, by kind, and those of the longest kernels by name.
 
     Args:
-      launches: name and milliseconds of each launch, in order.
+      launches: name and milliseconds of each launch, in order. Names of copies of a kernel end in a number.
       text: XLA's text of the program.
+      calls: number of calls that launched these kernels.
     """
     kinds = kinds_by_name(text)
     counts = collections.Counter()
-    kernels = []
+    by_kind = dict.fromkeys([*KINDS, REST], 0.0)
+    by_name: dict[tuple[str, str], list[float]] = {}
     for name, milliseconds in launches:
         pallas = _PALLAS.fullmatch(name)
         key = pallas[1] if pallas else name
-        if calls := kinds.get(key):
+        if scopes := kinds.get(key):
             # One kernel may run in several scopes: its launches follow the order of the instructions.
-            kind = calls[counts[key] % len(calls)]
+            kind = scopes[counts[key] % len(scopes)]
         else:
             kind = next((kind for kind, pattern in _LIBRARIES.items() if pattern.search(name)), REST)
         counts[key] += 1
-        kernels.append(Kernel(re.sub(r"_\d+$", "", name), kind, milliseconds))
-    return kernels
+        by_kind[kind] += milliseconds / calls
+        by_name.setdefault((re.sub(r"_\d+$", "", name), kind), []).append(milliseconds / calls)
+    rows = [
+        {"name": name, "kind": kind, "launches": len(times) / calls, "milliseconds": round(sum(times), 4)}
+        for (name, kind), times in by_name.items()
+    ]
+    return {
+        "kernel_milliseconds": {kind: round(milliseconds, 4) for kind, milliseconds in by_kind.items()},
+        "longest_kernels": sorted(rows, key=lambda row: -row["milliseconds"])[:LONGEST],
+        "launches": len(launches) / calls,
+    }
 
 
 def kinds_by_name(text: str) -> dict[str, list[str]]:
@@ -105,25 +102,3 @@ def _kind(scopes):
     # The outermost scope says which part of the model an instruction belongs to.
     outermost = next((scope for scope in scopes if scope in SCOPES), REST)
     return outermost if outermost in KINDS else REST
-
-
-def kernel_report(launches: Sequence[tuple[str, float]], text: str, calls: int) -> dict[str, Any]:
-    """Returns the times a call of the kernels of `calls` calls, by kind, and those of the longest kernels by name.
-
-    The other arguments are those of `classify`.
-    """
-    kernels = classify(launches, text)
-    by_kind = dict.fromkeys([*KINDS, REST], 0.0)
-    by_name: dict[tuple[str, str], list[float]] = {}
-    for kernel in kernels:
-        by_kind[kernel.kind] += kernel.milliseconds / calls
-        by_name.setdefault((kernel.name, kernel.kind), []).append(kernel.milliseconds / calls)
-    rows = [
-        {"name": name, "kind": kind, "launches": len(times) / calls, "milliseconds": round(sum(times), 4)}
-        for (name, kind), times in by_name.items()
-    ]
-    return {
-        "kernel_milliseconds": {kind: round(milliseconds, 4) for kind, milliseconds in by_kind.items()},
-        "longest_kernels": sorted(rows, key=lambda row: -row["milliseconds"])[:LONGEST],
-        "launches": len(kernels) / calls,
-    }

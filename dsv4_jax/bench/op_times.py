@@ -1,14 +1,12 @@
 """`dsv4-jax bench ops`: times of single ops, beside XLA's."""
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 
 from dsv4_jax.bench import timing
-from dsv4_jax.bench.attention_cases import attention_cases
-from dsv4_jax.bench.cache_cases import append_cases, flush_cases, gather_cases
+from dsv4_jax.bench.cache_cases import append_cases, attention_cases, flush_cases, gather_cases
 from dsv4_jax.bench.cases import Case
 from dsv4_jax.bench.indexer_cases import indexer_cases
 from dsv4_jax.bench.tables import MODELS, Row, print_rows
@@ -32,12 +30,8 @@ CASES: dict[str, Callable[[CacheSchema], Iterator[Case]]] = {
     "hyper_connections": hyper_connections_cases,
     "router": router_cases,
 }
-# Without a GPU, these sizes are the packaged model's, and the first of cases that differ in numbers only is timed if it
-# is small.
-_WEIGHT_SIZES = (
-    "hidden_size", "vocab_size", "num_attention_heads", "q_lora_rank", "o_lora_rank", "o_groups", "hc_mult",
-    "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok",
-)  # fmt: skip
+# Without a GPU, these ops have the packaged model's sizes, and cases of more bytes are left out.
+_READ_WEIGHTS = "linear", "experts", "hyper_connections", "router"
 _MAX_CPU_BYTES = 1 << 25
 
 COLUMNS = {
@@ -59,20 +53,16 @@ COLUMNS = {
 def chosen_cases(
     config: DSV4Config, kv_format: KVFormat | str, names: Sequence[str], only: Sequence[str] = ()
 ) -> Iterator[Case]:
-    """Yields the cases of the named ops; without a GPU only small ones.
+    """Yields the cases of the named ops; without a GPU only small ones, the first of those that differ in numbers.
 
     If there are texts in `only`, the op or the shape of a case contains one of them.
     """
     gpu = jax.default_backend() == "gpu"
     kinds = set()
-    if not gpu:
-        packaged = read_config(packaged_checkpoint())
-        # No case runs draft layers, whose tokens would be beyond the small vocabulary.
-        config = dataclasses.replace(
-            config.with_drafts(False), **{name: getattr(packaged, name) for name in _WEIGHT_SIZES}
-        )
-    schema = CacheSchema(config, num_blocks=0, max_requests=1, max_context=1, kv_format=kv_format)
+    packaged = read_config(packaged_checkpoint())
     for name in dict.fromkeys(names):
+        model = config if gpu or name not in _READ_WEIGHTS else packaged
+        schema = CacheSchema(model, num_blocks=0, max_requests=1, max_context=1, kv_format=kv_format)
         for case in CASES[name](schema):
             label = f"{case.op} {case.shape}"
             if only and not any(text in label for text in only):
@@ -104,10 +94,10 @@ def run(cases: Iterable[Case], report: Row, calls: int) -> Iterator[Row]:
 
 
 def _measure(case, calls, copy, read, matmul):
-    state, inputs = case.make(calls)
-    kernel = why_no_mosaic_gpu() is None and timing.kernel_is_right(case, state, inputs[0])
-    state, xla = timing.median_seconds(case, "xla", state, inputs[: case.xla_calls])
-    seconds = timing.median_seconds(case, "mosaic_gpu", state, inputs)[1] if kernel else xla
+    layers, inputs = case.make(calls)
+    kernel = why_no_mosaic_gpu() is None and timing.kernel_is_right(case, layers[0], inputs[0])
+    xla = timing.median_seconds(case, "xla", layers, inputs[: case.xla_calls])
+    seconds = timing.median_seconds(case, "mosaic_gpu", layers, inputs) if kernel else xla
     rate = case.nbytes / seconds
     floor = max(case.nbytes / (read if case.reads else copy), case.flops / matmul)
     return {

@@ -53,21 +53,11 @@ def _measure(config, options, report):
     rows_by_place: dict[tuple[int, int], list[Row]] = {}
     for spec, count in collections.Counter(spec.kind for spec in config.specs).items():
         for step in measure(config.with_layers([spec]).with_drafts(False), options, report):
-            times = step["kernel_milliseconds"]
-            times = {kind: times[kind] for kind in LAYER_KINDS if kind in times}
-            row = _with_rates(
-                {
-                    "layer_type": spec.layer_type,
-                    "layers": count,
-                    "context": step["context"],
-                    "chunk": step["tokens"],
-                    "flops": step["operations"],
-                    "bytes": step["floor_bytes"] - step["head_bytes"],
-                    "kernel_milliseconds": times,
-                    "milliseconds": sum(times.values()) or step["milliseconds"],
-                    "floor_milliseconds": step["floor_milliseconds"],
-                }
-            )
+            times = {kind: step["kernel_milliseconds"].get(kind, 0.0) for kind in LAYER_KINDS}
+            row = {"layer_type": spec.layer_type, "layers": count, "context": step["context"], "chunk": step["tokens"]}
+            row |= {"flops": step["operations"], "bytes": step["floor_bytes"] - step["head_bytes"]}
+            row |= {"kernel_milliseconds": times, "milliseconds": sum(times.values()) or step["milliseconds"]}
+            row = _with_rates(row | {"floor_milliseconds": step["floor_milliseconds"]})
             rows_by_place.setdefault((row["context"], row["chunk"]), []).append(row)
             yield row
     yield from map(_total, rows_by_place.values())

@@ -44,9 +44,7 @@ COLUMNS = {
 # For each turn of each conversation, the new tokens of the prompt and the length of the reply.
 Script = list[list[tuple[list[int], int]]]
 # The programs that transfer requests' bytes.
-MOVES: tuple[Any, ...] = (
-    moves.read_request, moves.write_request, moves.copy_request, moves.read_blocks, moves.write_blocks
-)  # fmt: skip
+MOVES: Any = moves.read_request, moves.write_request, moves.copy_request, moves.read_blocks, moves.write_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,10 +106,10 @@ def _measure(config, workload, mesh):
     replies = []
     for cached in (False, True):
         before = _compiled(model)
-        # Two turns of one conversation compile every program: prompt, decode step, and prefix hit.
-        _serve(_engine(model, config, workload, cached, mesh), Workload(1, 2).script(config.vocab_size))
+        engine = _engine(model, config, workload, cached, mesh)
+        engine.warm_up()
         compiled = _compiled(model)
-        row, reply = _serve(_engine(model, config, workload, cached, mesh), workload.script(config.vocab_size))
+        row, reply = _serve(engine, workload.script(config.vocab_size))
         replies.append(reply)
         yield row | {
             "compilations": compiled - before,
@@ -146,7 +144,6 @@ def _serve(engine, script):
     Returns:
       The measurements, and the replies by conversation and turn.
     """
-    engine.warm_up()
     sent = {}
     replies = {}
     first_tokens = []  # [tokens sent, milliseconds until the first came back]

@@ -52,9 +52,12 @@ def _measure(tokens, width, mesh, mailboxes):
     best = "xla" if mailboxes is None else "mosaic_gpu"
     x = np.random.default_rng(tokens).normal(size=(devices, tokens, width)).astype(jnp.bfloat16)
     shards = jax.device_put(x, NamedSharding(mesh, PartitionSpec(MODEL_AXIS)))
-    names = dict.fromkeys([best, "xla", None])
-    seconds = {name: _loop_seconds(name, shards, mailboxes, mesh) for name in names}
-    net = {name: 1e6 * (seconds[name] - seconds[None]) for name in names}
+    sums = {name: functools.partial(ops.all_reduce, implementation=name) for name in dict.fromkeys([best, "xla"])}
+    for name, all_reduce in sums.items():
+        _check_sum(name, shards, _on_devices(all_reduce, mesh, mailboxes)(shards))
+    seconds = {name: _loop_seconds(call, shards, mesh, mailboxes) for name, call in sums.items()}
+    without = _loop_seconds(lambda x: x, shards, mesh, mailboxes)
+    net = {name: 1e6 * (total - without) for name, total in seconds.items()}
     return {
         "op": "all_reduce",
         "shape": f"[{tokens}, {width}]",
@@ -67,34 +70,34 @@ def _measure(tokens, width, mesh, mailboxes):
     }
 
 
-def _loop_seconds(name, shards, mailboxes, mesh):
-    """Returns the seconds of an iteration with a call of an implementation; None: without a call."""
+def _on_devices(function, mesh, mailboxes):
+    """Returns a compiled function of shards [devices, T, width] that maps each device's [T, width]."""
 
-    def each_device(function):
-        """Maps a function over the devices' values [T, width]."""
+    def local(x, mailboxes):
+        with ops.with_mailboxes(mailboxes):
+            return function(x[0])[None]
 
-        def local(x, mailboxes):
-            with ops.with_mailboxes(mailboxes):
-                return function(x[0])[None]
+    sharded = PartitionSpec(MODEL_AXIS)
+    specs = sharded, None if mailboxes is None else mailbox_sharding(mesh).spec
+    compiled = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=sharded, check_vma=False))
+    return lambda shards: jax.block_until_ready(compiled(shards, mailboxes))
 
-        sharded = PartitionSpec(MODEL_AXIS)
-        specs = sharded, None if mailboxes is None else mailbox_sharding(mesh).spec
-        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=sharded, check_vma=False))
+
+def _loop_seconds(call, shards, mesh, mailboxes):
+    """Measures the seconds of a call among many in a loop on the devices, each on the result of the one before."""
 
     def iteration(_, x):
         for _ in range(UNROLLED):
-            total = x if name is None else ops.all_reduce(x, implementation=name)
+            total = call(x)
             x = lax.optimization_barrier(total * jnp.asarray(0.5, total.dtype))
         return x
 
-    if name is not None:
-        _check_sum(name, shards, each_device(functools.partial(ops.all_reduce, implementation=name))(shards, mailboxes))
-    loop = each_device(functools.partial(lax.fori_loop, 0, ITERATIONS, iteration))
-    jax.block_until_ready(loop(shards, mailboxes))
+    loop = _on_devices(functools.partial(lax.fori_loop, 0, ITERATIONS, iteration), mesh, mailboxes)
+    loop(shards)  # compiles
     seconds = []
     for _ in range(REPEATS):
         begin = time.perf_counter()
-        jax.block_until_ready(loop(shards, mailboxes))
+        loop(shards)
         seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds) / (UNROLLED * ITERATIONS)
 

@@ -17,7 +17,7 @@ from jax.profiler import ProfileData
 from dsv4_jax.bench.cases import Case
 
 
-def kernel_is_right(case: Case, state: Any, inputs: tuple) -> bool:
+def kernel_is_right(case: Case, layer: tuple, inputs: tuple) -> bool:
     """Returns whether the op has a kernel for this case, after comparing its result with XLA's.
 
     Raises:
@@ -25,8 +25,8 @@ def kernel_is_right(case: Case, state: Any, inputs: tuple) -> bool:
     """
 
     def result(implementation):
-        copied = jax.tree.map(jnp.copy, state) if case.updates else state
-        return _jitted(case, implementation)(copied, *inputs)
+        copied = jax.tree.map(jnp.copy, layer) if case.updates else layer
+        return _jitted(case, implementation)(*copied, *inputs)
 
     try:
         output = result("mosaic_gpu")
@@ -38,20 +38,19 @@ def kernel_is_right(case: Case, state: Any, inputs: tuple) -> bool:
     return True
 
 
-def median_seconds(case: Case, implementation: str, state: Any, inputs: list[tuple]) -> tuple[Any, float]:
-    """Returns the state after the calls, and the median seconds of a call."""
+def median_seconds(case: Case, implementation: str, layers: list[tuple], inputs: list[tuple]) -> float:
+    """Returns the median seconds of a call. Updated states of layers, whose old ones are donated, replace them."""
     function = _jitted(case, implementation)
 
     def call(i):
-        nonlocal state
-        result = function(state, *inputs[i])
+        layer = i % len(layers)
+        result = function(*layers[layer], *inputs[i])
         if case.updates:
-            state = result
+            layers[layer] = (result, *layers[layer][1:])
         return result
 
     jax.block_until_ready(call(-1))  # compiles
-    seconds = statistics.median(_seconds(call, len(inputs)))
-    return state, seconds  # earlier states were donated
+    return statistics.median(_seconds(call, len(inputs)))
 
 
 def copy_bandwidth() -> float:
@@ -156,7 +155,7 @@ def _evict():
 @functools.cache
 def _jitted(case, implementation):
     """Returns the compiled call, which the check and the timing share."""
-    call = functools.partial(case.run, implementation=implementation)
+    call = functools.partial(case.call, implementation=implementation)
     return jax.jit(call, donate_argnums=(0,) if case.updates else ())
 
 

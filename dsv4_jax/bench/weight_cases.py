@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import ops
-from dsv4_jax.bench.cases import Case, close, draw, group_label, normal, normal_float32, random_key
+from dsv4_jax.bench.cases import Case, close, group_label, normal, normal_float32, random_key
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.nn.attention import Attention
 from dsv4_jax.nn.layers import ABSTRACT
@@ -81,7 +81,6 @@ def _linear_case(name, shape, tokens, spec):
         flops=2 * tokens * rows * depth,
         reads=True,
         agree=_LINEAR_AGREES,
-        in_layer=is_fp8,
     )
 
 
@@ -117,14 +116,16 @@ def _experts_case(config, kind, tokens):
             return rng.permutation(number)[:pairs].reshape(tokens, top_k)
         return np.argsort(rng.random((tokens, number)), axis=1)[:, :top_k]
 
-    def call(weights, *tokens, implementation):
-        def run(tokens):
-            return ops.experts(*tokens, *weights, limit=config.swiglu_limit, implementation=implementation)
+    def call(_, gate_up, down, x, experts, weights, *, implementation):
+        def run(arrays):
+            x, experts, weights = arrays
+            limit = config.swiglu_limit
+            return ops.experts(x, experts, weights, gate_up, down, limit=limit, implementation=implementation)
 
-        x = tokens[0]
+        arrays = x, experts, weights
         if implementation != "xla" or len(x) <= _MAX_XLA:
-            return run(tokens)
-        return jax.lax.map(run, [array.reshape(-1, _MAX_XLA, array.shape[1]) for array in tokens]).reshape(x.shape)
+            return run(arrays)
+        return jax.lax.map(run, [array.reshape(-1, _MAX_XLA, array.shape[1]) for array in arrays]).reshape(x.shape)
 
     # The expected number of experts that many tokens select at random, each of which is read once.
     hit = pairs if is_disjoint else number * (1 - (1 - top_k / number) ** tokens)
@@ -134,7 +135,7 @@ def _experts_case(config, kind, tokens):
         shape=f"{kind}, T={tokens}",
         nbytes=int(hit * expert_bytes) + tokens * hidden * 6,
         call=call,
-        state=lambda rng, layers: draw((weight(2 * inner, hidden), weight(hidden, inner)), rng),
+        weights=(weight(2 * inner, hidden), weight(hidden, inner)),
         inputs=(normal(tokens, hidden), selected, normal_float32(tokens, top_k)),
         flops=6 * pairs * hidden * inner,
         reads=True,

@@ -4,4 +4,4 @@ from dsv4_jax.checkpoint.convert import convert_checkpoint
 from dsv4_jax.checkpoint.load import load_checkpoint
 from dsv4_jax.checkpoint.reader import StoredTensor, read_checkpoint, read_file, weights_fingerprint
 from dsv4_jax.checkpoint.save import save_release
-from dsv4_jax.checkpoint.tokenizer import TextStream, TokenBytes, read_tokenizer, write_byte_tokenizer
+from dsv4_jax.checkpoint.tokenizer import TextStream, TokenBytes, read_tokenizer

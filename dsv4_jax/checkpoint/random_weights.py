@@ -34,7 +34,6 @@ from dsv4_jax.quant import QuantizedWeight, quantized_struct
 
 SELECTS = "tid2eid", "e_score_correction_bias"  # the parameters of a router that decide which experts it selects
 MAX_SMALL = 1 << 20  # numbers of a variable that is made together with others, in one program
-PERIOD = 4_194_301  # a prime number of random words, so that rows of a matrix differ
 STD = 0.02  # of weights, as in the released models' initialization
 
 
@@ -98,13 +97,12 @@ def random_model(
             view.set_value(selects)
         elif names.pop(id(variable), None) and not (expert_memory and ".mlp.experts." in path):
             draws[path] = variable, _draw(path, variable.get_value(), where)
-    bits = _random_bits(mesh)
     small = [path for path, (_, draw) in draws.items() if math.prod(draw.args[0]) < MAX_SMALL]
     groups = [group for group in (small, *([path] for path in draws if path not in small)) if group]
-    programs = _compile([tuple(draws[path][1] for path in group) for group in groups], bits)
+    programs = _compile([tuple(draws[path][1] for path in group) for group in groups])
     numbers = {path: np.uint32(number) for number, path in enumerate(draws)}
     for group, program in zip(groups, programs, strict=True):
-        for path, value in zip(group, program(bits, [numbers[path] for path in group]), strict=True):
+        for path, value in zip(group, program([numbers[path] for path in group]), strict=True):
             variable = draws[path][0]
             old = variable.get_value()
             is_quantized = isinstance(old, QuantizedWeight)
@@ -113,7 +111,7 @@ def random_model(
                 variable.set_value(expert_memory.place_on_host(variable.get_value()))
     if expert_memory is not None:
         expert_memory.frequencies |= frequencies
-        _place_experts(config, views, expert_memory, bits)
+        _place_experts(config, views, expert_memory)
     return model
 
 
@@ -150,7 +148,7 @@ def selection_bias(shares: Float[np.ndarray, "E"], logit_std: float) -> Float[np
     return -np.sqrt(np.logaddexp(0.0, logit_std * quantiles)).astype(np.float32)
 
 
-def _place_experts(config, views, expert_memory, bits):
+def _place_experts(config, views, expert_memory):
     """Fills the codes of all experts with random bytes, on the GPU or in host memory as planned."""
     plan_expert_memory(expert_memory, weights(config, "release"))
     names = list(expert_memory.layers)
@@ -161,7 +159,7 @@ def _place_experts(config, views, expert_memory, bits):
             stacks[id(view.variable)].append((module, view))
     each = max(math.prod(view.shape[1:]) // 2 for stack in stacks.values() for _, view in stack)
     # Experts begin at different bytes of the same random ones.
-    (random,) = jax.block_until_ready(_drawn(bits, [np.uint32(0)], (_Draw(_bytes, ((2 * each,),)),)))
+    (random,) = jax.block_until_ready(_drawn([np.uint32(0)], (_Draw(_bytes, ((2 * each,),)),)))
     start = random.unsafe_buffer_pointer()
     for stack in track(stacks.values(), "Making experts", len(stacks), console=Console(stderr=True)):
         variable = stack[0][1].variable
@@ -171,24 +169,15 @@ def _place_experts(config, views, expert_memory, bits):
             offset = 7 * names.index(name)
             starts = [start + 4096 * ((offset + 31 * expert) % (each // 4096)) for expert in range(view.shape[0])]
             pages.write(number, starts)
-        (scale,) = _drawn(bits, [np.uint32(0)], (_Draw(_scales, (value.scale.shape,)),))
+        (scale,) = _drawn([np.uint32(0)], (_Draw(_scales, (value.scale.shape,)),))
         variable.set_value(dataclasses.replace(value, codes=pages.array, scale=scale))
-
-
-def _random_bits(mesh):
-    """Returns the random words [PERIOD] uint32 that all weights are made of, on the device or on each of a mesh.
-
-    A generator's code for every shape would take longer to compile than the weights take to be made.
-    """
-    words = np.random.default_rng(0).integers(1 << 32, size=PERIOD, dtype=np.uint32)
-    return jax.device_put(words, None if mesh is None else NamedSharding(mesh, PartitionSpec()))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Draw:
     """A function that draws the arrays of a variable, `make(words, *args)`, and their sharding, if any.
 
-    `words` is a function that returns random words of a shape.
+    `words` is a function that returns random words, uint32 of a shape.
     """
 
     make: Callable[..., Any]
@@ -209,11 +198,11 @@ def _draw(path, value, where):
     return _Draw(_normal, (shape(value), value.dtype, mean), where)
 
 
-def _compile(groups: Sequence[tuple[_Draw, ...]], bits: Array) -> list[jax.stages.Compiled]:
+def _compile(groups: Sequence[tuple[_Draw, ...]]) -> list[jax.stages.Compiled]:
     """Compiles a program for each group of draws. Equal groups share one."""
 
     def compile_group(draws):
-        return _drawn.lower(bits, [jnp.uint32(0)] * len(draws), draws).compile()
+        return _drawn.lower([jnp.uint32(0)] * len(draws), draws).compile()
 
     different = list(dict.fromkeys(groups))
     with ThreadPoolExecutor(8, "compile-weights") as threads:
@@ -221,30 +210,33 @@ def _compile(groups: Sequence[tuple[_Draw, ...]], bits: Array) -> list[jax.stage
     return [programs[draws] for draws in groups]
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _drawn(bits, numbers, draws):
+@functools.partial(jax.jit, static_argnums=1)
+def _drawn(numbers, draws):
     """Returns the arrays of each draw, whose number is its seed. Each device makes its shard."""
-    return [_draw_one(bits, number, draw) for number, draw in zip(numbers, draws, strict=True)]
+    return [_draw_one(number, draw) for number, draw in zip(numbers, draws, strict=True)]
 
 
-def _draw_one(bits, number, draw):
-    def local(bits, number):
+def _draw_one(number, draw):
+    def local(number):
         for axis in () if draw.where is None else jax.tree.leaves(tuple(draw.where.spec)):
             number = number * jax.lax.axis_size(axis) + jax.lax.axis_index(axis).astype(jnp.uint32)
-        start = number * np.uint32(2654435761) % PERIOD  # far from those of the numbers beside it
+        start = number * np.uint32(2654435761)  # far from those of the numbers beside it
 
         def words(shape):
-            places = jax.lax.iota(jnp.uint32, math.prod(shape)) % PERIOD
-            return bits[(start + places) % PERIOD].reshape(shape)
+            """Hashes places. JAX's generators would take longer to compile than the weights take to be made."""
+            word = start + jax.lax.iota(jnp.uint32, math.prod(shape))
+            for factor in (np.uint32(0x7FEB352D), np.uint32(0x846CA68B)):
+                word = (word ^ word >> 16) * factor
+            return (word ^ word >> 16).reshape(shape)
 
         return draw.make(words, *draw.args)
 
     if draw.where is None:
-        return local(bits, number)
+        return local(number)
     draw_shards = jax.shard_map(
-        local, mesh=draw.where.mesh, in_specs=(jax.P(), jax.P()), out_specs=draw.where.spec, check_vma=False
+        local, mesh=draw.where.mesh, in_specs=jax.P(), out_specs=draw.where.spec, check_vma=False
     )
-    return draw_shards(bits, number)
+    return draw_shards(number)
 
 
 def _normal(words, shape, dtype, mean):

@@ -34,11 +34,6 @@ class StoredTensor(TensorHeader):
     data: np.ndarray = dataclasses.field(repr=False, compare=False)
 
     @property
-    def nbytes(self) -> int:
-        """The stored bytes."""
-        return self.data.nbytes
-
-    @property
     def quantized(self) -> bool:
         """Whether the values need a scale from another tensor."""
         return self.dtype in _QUANTISED
@@ -57,18 +52,17 @@ class StoredTensor(TensorHeader):
 
 
 def read_file(path: str | Path) -> dict[str, StoredTensor]:
-    """Reads the tensors of one safetensors file by name, and checks its header against its size.
+    """Reads the tensors of one safetensors file by name.
 
     Raises ValueError if the file is missing, or its header is broken (see `safetensors_header.read_header`).
     """
     path = Path(path)
     try:
-        # An empty file cannot be mapped.
-        mapped = np.memmap(path, np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
+        headers, _ = read_header(path)
+        mapped = np.memmap(path, np.uint8, mode="r")
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}.") from None
-    tensors, _ = read_header(mapped, str(path))
-    return {name: StoredTensor(name, x.dtype, x.shape, path, data) for name, (x, data) in tensors.items()}
+        raise ValueError(f"cannot read {path}: {error.strerror or error}.") from None
+    return {name: StoredTensor(name, x.dtype, x.shape, path, mapped[span]) for name, (x, span) in headers.items()}
 
 
 def read_checkpoint(path: str | Path) -> dict[str, StoredTensor]:
@@ -143,15 +137,13 @@ def _read_shards(index: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for file in sorted(set(weight_map.values())):
         shard = read_file(index.parent / file)
-        for name in shard:
-            if name in tensors:
-                raise ValueError(f"{name} lies in two shards: {tensors[name].file.name} and {file}.")
-            if name not in weight_map:
-                raise ValueError(f"{name} lies in {file}, but {index} does not list it.")
+        if twice := sorted(shard.keys() & tensors.keys()):
+            raise ValueError(f"{twice[0]} lies in two shards: {tensors[twice[0]].file.name} and {file}.")
         tensors |= shard
-    for name, file in weight_map.items():
-        if name not in tensors:
-            raise ValueError(f"{index} places {name} in {file}, which does not hold it.")
-        if tensors[name].file.name != file:
-            raise ValueError(f"{index} places {name} in {file}, but it lies in {tensors[name].file.name}.")
+    files = {name: tensor.file.name for name, tensor in tensors.items()}
+    for name in sorted(files.keys() | weight_map.keys()):
+        listed = weight_map.get(name, "no file")
+        stored = files.get(name, "none of its files")
+        if listed != stored:
+            raise ValueError(f"{index} places {name} in {listed}, but it lies in {stored}.")
     return tensors

@@ -13,7 +13,6 @@ from dsv4_jax.checkpoint.progress import byte_bar
 from dsv4_jax.checkpoint.reader import INDEX_NAME, SINGLE_NAME
 from dsv4_jax.checkpoint.storage import QUANTIZED_KINDS, quantize_fp4, quantize_fp8, scale_name
 from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader, write_header
-from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.config_json import release_config
 from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
 from dsv4_jax.quant import WEIGHT_BLOCK, quantized_shapes
@@ -57,9 +56,10 @@ def save_release(
     """
     if shard_bytes < 1:
         raise ValueError(f"{shard_bytes=} must be at least 1")
-    headers = list(stored_tensors(model.config, weights, naming))
+    check_storage(weights, naming)
     parameters = parameter_views(model)
     table = list(keys.weights(model.config, naming))
+    headers = [entries for weight in table for entries in tensor_headers(weight, weights)]
     for weight in table:
         if not np.isfinite(np.asarray(parameters[weight.path].read(), np.float32)).all():
             raise ValueError(f"{weight.path} has NaN or infinite values")
@@ -128,18 +128,6 @@ def write_checkpoint(
 def total_bytes(headers: Iterable[list[TensorHeader]]) -> int:
     """Returns the number of bytes of all tensors."""
     return sum(entry.nbytes for entries in headers for entry in entries)
-
-
-def stored_tensors(
-    config: DSV4Config, weights: Storage = "quantized", naming: Naming = "release"
-) -> Iterator[list[TensorHeader]]:
-    """Yields the headers of a checkpoint's tensors in the order in which they are saved, each with that of its scales.
-
-    Raises ValueError as `check_storage`.
-    """
-    check_storage(weights, naming)
-    for weight in keys.weights(config, naming):
-        yield from tensor_headers(weight, weights)
 
 
 def tensor_headers(weight: Weight, weights: Storage) -> Iterator[list[TensorHeader]]:

@@ -1,8 +1,8 @@
-"""Tokenizers of checkpoints, a byte tokenizer, and incremental decoding."""
+"""Tokenizers of checkpoints, and incremental decoding."""
 
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from dsv4_jax.common.downloads import check_not_lfs_pointer
 
@@ -31,35 +31,7 @@ def read_tokenizer(path: str | Path) -> Tokenizer | None:
         raise
 
 
-def write_byte_tokenizer(path: str | Path, specials: dict[str, int], *, begin: str | None = None) -> None:
-    """Writes a tokenizer.json whose ids 0 to 255 are the bytes of the text in UTF-8.
-
-    Args:
-      path: path of the file; `read_tokenizer` expects the name tokenizer.json.
-      specials: {name: id} of special tokens, such as {"<bos>": 256, "<eos>": 257}, with ids from 256 on. Encoding
-        recognizes their names in a text; decoding omits them by default.
-      begin: special token that encoding puts before every text; None = none.
-
-    Raises:
-      ValueError: a special token is empty, or its id is a byte's or another token's; `begin` is not a special token.
-    """
-    if "" in specials or len(set(specials.values())) < len(specials) or min(specials.values(), default=256) < 256:
-        raise ValueError(f"{specials=} must have names and unique ids from 256 on: smaller ids are bytes")
-    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
-    if clashes := vocabulary.keys() & specials.keys():
-        raise ValueError(f"{specials=}: {', '.join(sorted(clashes))} would be taken for a byte; use longer names")
-    if begin is not None and begin not in specials:
-        raise ValueError(f"{begin=} must be one of {specials=}")
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary | specials, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in specials])
-    if begin is not None:
-        tokenizer.post_processor = processors.TemplateProcessing(f"{begin} $A", None, [(begin, specials[begin])])
-    tokenizer.save(str(path))
-
-
-def _byte_characters() -> list[str]:
+def byte_characters() -> list[str]:
     """Returns the characters of byte-level vocabularies for bytes 0 to 255 (GPT-2's `bytes_to_unicode`).
 
     Printable Latin-1 stands for itself; other bytes are the characters from 256 on, in order.
@@ -75,7 +47,7 @@ class TokenBytes:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         # In a byte-level vocabulary the name of a regular token is its bytes.
-        self._bytes = {character: byte for byte, character in enumerate(_byte_characters())}
+        self._bytes = {character: byte for byte, character in enumerate(byte_characters())}
         self._named_otherwise = tokenizer.get_added_tokens_decoder().keys()
         self._is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
 

@@ -1,11 +1,11 @@
 """`dsv4-jax bench`: one subcommand for each benchmark."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 import tyro
 
-from dsv4_jax.cli import options, startup
+from dsv4_jax.cli import options
 from dsv4_jax.cli.bench_options import (
     Benchmark,
     Calls,
@@ -13,16 +13,13 @@ from dsv4_jax.cli.bench_options import (
     Numbers,
     Only,
     PlotFile,
-    Sections,
+    Rows,
     Shapes,
 )  # fmt: skip
 
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
-
-    from dsv4_jax.bench.decode_steps import StepOptions
-    from dsv4_jax.config import DSV4Config
 
 Op = Literal[
     "append", "flush", "gather", "indexer", "attention", "linear", "experts", "hyper_connections", "router"
@@ -54,11 +51,11 @@ class OpsBench(ModelBenchmark):
     only: Only = ()
     calls: Calls = 32
 
-    def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
+    def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Rows:
         from dsv4_jax.bench import op_times
 
         cases = op_times.chosen_cases(*self._model(report), self.ops, self.only)
-        return {"results": op_times.run(cases, report, self.calls)}
+        return op_times.run(cases, report, self.calls)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +68,7 @@ class _DecodeSteps(ModelBenchmark):
     """
 
     _plot = "plot_layers"
+    _each_kind: ClassVar[bool] = False
     batches: Numbers = None
     contexts: Numbers = None
     drafts: Annotated[int, tyro.conf.arg(metavar="K")] = 0
@@ -78,29 +76,22 @@ class _DecodeSteps(ModelBenchmark):
     context_parallel: options.ContextParallel = False
     plot: PlotFile = None
 
-    def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
-        from dsv4_jax.bench import decode_steps
-
-        return {"results": decode_steps.run(*self._steps(report, mesh), report)}
-
-    def _steps(self, report: dict[str, Any], mesh: "Mesh | None") -> "tuple[DSV4Config, StepOptions]":
-        """Adds the model to the report, and returns its configuration and the options of the measurement."""
-        from dsv4_jax.bench.decode_steps import StepOptions, default_sizes
+    def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Rows:
+        from dsv4_jax.bench.decode_steps import StepOptions, default_sizes, run
 
         config, kv_format = self._model(report)
-        return config, self._options(StepOptions, mesh, **default_sizes(mesh), kv_format=kv_format)
+        steps = self._options(StepOptions, mesh, **default_sizes(mesh), kv_format=kv_format)
+        return run(config, steps, report, each_kind=self._each_kind)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerBench(_DecodeSteps):
-    """Times decode steps of models with layers of one kind, for each kind, and each operation of a layer.
+    """Times decode steps of models with layers of one kind, for each kind.
 
-    Weights are random and quantized as in the release. Reports the same numbers as "bench model". Operations are timed
-    on one device only, so not with --mesh.
+    Weights are random and quantized as in the release. Reports the same numbers as "bench model".
 
     For example:
       dsv4-jax bench layer --json layer.json --plot layer.png
-      dsv4-jax bench layer --only experts --batches 1 --contexts 4096
 
     Attributes:
       batches: batch sizes, in requests. Default: 1 8 32 128; on a CPU 1 4
@@ -108,17 +99,8 @@ class LayerBench(_DecodeSteps):
       plot: plot the time of each kind of kernel to this file.
     """
 
-    only: Only = ()
-    calls: Calls = 32
     expert_parallel: options.ExpertParallel = False
-
-    def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
-        from dsv4_jax.bench import decode_steps, op_times
-
-        config, steps = self._steps(report, mesh)
-        cases = (case for case in op_times.chosen_cases(config, steps.kv_format, OPS, self.only) if case.in_layer)
-        ops = () if mesh else op_times.run(cases, report, self.calls)
-        return {"ops": ops, "results": decode_steps.run(config, steps, report, each_kind=True)}
+    _each_kind = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,13 +155,13 @@ class PrefillBench(ModelBenchmark):
     contexts: Numbers = None
     plot: PlotFile = None
 
-    def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
+    def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Rows:
         from dsv4_jax.bench import decode_steps, prefill
 
         config, kv_format = self._model(report)
         sizes = prefill.default_sizes() | {"batches": (1,)}
         steps = self._options(decode_steps.StepOptions, mesh, **sizes, kv_format=kv_format)
-        return {"results": prefill.run(config, steps, report)}
+        return prefill.run(config, steps, report)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,8 +173,8 @@ class ServeBench(Benchmark):
     the cache held, and the number of compiled programs.
 
     With --config, reports the time to the first token of prompts that run alone. Then, for each number of requests that
-    decode at once: the time of a step of the engine, that of the on-device loop, tokens a second, and the host's time
-    by function. Random weights accept hardly a draft, so --drafts shows the cost of drafts alone.
+    decode at once: the time of a step of the engine, that of the on-device loop, and tokens a second. Random weights
+    accept hardly a draft, so --drafts shows the cost of drafts alone.
 
     For example:
       dsv4-jax bench serve --conversations 12 --turns 3 --plot serve.png
@@ -234,11 +216,9 @@ class ServeBench(Benchmark):
             raise ValueError("--expert-memory, --skew and --layers need --config")
         if self.config is not None and self.plot is not None:
             raise ValueError("--plot is for conversations: leave out --config")
-        if self.config is not None:
-            startup.use_compilation_cache()
         super().run()
 
-    def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
+    def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Rows:
         if self.config is not None:
             import jax
 
@@ -251,12 +231,12 @@ class ServeBench(Benchmark):
                 config = measured_config(config, report, "config")
             defaults = {} if jax.default_backend() == "gpu" else {"requests": (1, 4), "prompts": (256,)}
             steps = self._options(engine_steps.EngineOptions, mesh, **defaults)
-            return {"results": engine_steps.run(config, steps, report)}
+            return engine_steps.run(config, steps, report)
         from dsv4_jax.bench import serving
 
         workload = serving.Workload(self.conversations, self.turns, self.drafts)
         report["workload"] = dataclasses.asdict(workload)
-        return {"results": serving.run(workload, mesh)}
+        return serving.run(workload, mesh)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,13 +253,13 @@ class AllReduceBench(Benchmark):
     mesh: Annotated[str, tyro.conf.arg(metavar="model=N")]
     shapes: Shapes = "flash"
 
-    def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
+    def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Rows:
         from dsv4_jax.bench import sums
 
         if mesh is None or mesh.shape.get("model", 1) < 2:
             raise ValueError(f"--mesh {self.mesh} must have more than one device along the axis model")
         width = options.named_config(f"v4_{self.shapes}", "--shapes").hidden_size
-        return {"results": sums.run(width, mesh, report)}
+        return sums.run(width, mesh, report)
 
 
 BenchCommand = (

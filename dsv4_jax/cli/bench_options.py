@@ -29,25 +29,14 @@ Only = Annotated[tuple[str, ...], tyro.conf.arg(help="only ops whose name or sha
 Calls = Annotated[int, tyro.conf.arg(help="number of calls whose median time is reported.")]
 Numbers = Annotated[tuple[int, ...] | None, options.optional("N ...")]
 PlotFile = Annotated[Path | None, options.optional("FILE.png")]
-_MINIMUMS = {
-    "calls": 1,
-    "requests": 1,
-    "conversations": 1,
-    "turns": 1,
-    "drafts": 0,
-    "skew": 0,
-    "prompts": 1,
-    "context": 1,
-    "token_budget": 1,
-}
-Sections = dict[str, Iterable[dict[str, Any]]]  # the rows of each section of a report
+Rows = Iterable[dict[str, Any]]  # the results of a report, as they come
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Benchmark:
     """The options and the course of every benchmark.
 
-    A benchmark has `_results`, which returns its rows by section of the report, and `_plot`, the name of its plot.
+    A benchmark has `_results`, which returns its rows, and `_plot`, the name of its plot.
 
     Attributes:
       out: also write the results to this file.
@@ -59,10 +48,6 @@ class Benchmark:
     def run(self) -> None:
         """Runs the benchmark; raises ValueError if an option is wrong."""
         given = vars(self)
-        for name, minimum in _MINIMUMS.items():
-            values = given.get(name)
-            for value in values if isinstance(values, tuple) else (values,):
-                option_checks.check_at_least(minimum, **{name: value})
         parallel = {name: given.get(name, False) for name in ("context_parallel", "expert_parallel")}
         sizes = options.mesh_sizes(given.get("mesh"), None, **parallel)
         plot = given.get("plot")
@@ -83,16 +68,16 @@ class Benchmark:
 
         report: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
         report |= {"mesh": sizes} if sizes else {}
-        for section, rows in self._results(report, make_mesh(sizes) if sizes else None).items():
-            report[section] = []
-            for row in rows:
-                report[section].append(row)
-                if self.out is not None:
-                    write_report(self.out, report)
+        rows = self._results(report, make_mesh(sizes) if sizes else None)
+        results: list[dict[str, Any]] = []
+        for row in rows:
+            results.append(row)
+            if self.out is not None:
+                write_report(self.out, report | {"results": results})
         if plot is not None:
             from dsv4_jax.bench import plots
 
-            getattr(plots, self._plot)(report, plot)
+            getattr(plots, self._plot)(report | {"results": results}, plot)
 
     def _options[Options](self, kind: type[Options], mesh: "Mesh | None", **defaults: Any) -> Options:
         """Returns the options of a measurement: those that the user gave, in place of the defaults."""
@@ -101,7 +86,7 @@ class Benchmark:
         given["mesh"] = mesh
         return kind(**{name: given[name] for name in inspect.signature(kind).parameters if name in given})
 
-    def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Sections:
+    def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Rows:
         raise NotImplementedError
 
 

@@ -62,8 +62,6 @@ class GenerateCommand(RandomModelOptions):
       seed: seed of the sampling; the same seed gives the same tokens.
       chunk: number of prompt tokens in a prefill step.
       ignore_eos: continue after the model's end token.
-      on_device_loop: decode in one program that runs on the device without the host between tokens, which are printed
-        at the end. If the first run had to compile, a second one measures the speed.
       drafts: number of tokens K that the model's draft layers draft in each step, for the next step to verify: a
         multi-token-prediction block or DSpark's layers, whichever the checkpoint has. The output is the same.
       n_best: sample this many answers and print them at the end, the highest mean log-probability first. The prompt is
@@ -84,7 +82,6 @@ class GenerateCommand(RandomModelOptions):
     seed: int = 0
     chunk: int = 256
     ignore_eos: bool = False
-    on_device_loop: bool = False
     drafts: Annotated[int, tyro.conf.arg(metavar="K")] = 0
     min_confidence: options.MinConfidence = 0.0
     n_best: int = 1
@@ -129,7 +126,7 @@ class GenerateCommand(RandomModelOptions):
         printer.finish()
         for candidate in report.get("candidates", [])[1:]:
             _print("\n" + candidate.get("text", " ".join(map(str, candidate["tokens"]))))
-        _print_table(report, result.timed, manager.schema.kv_format.name)
+        _print_table(report, manager.schema.kv_format.name)
 
     @property
     def _answers(self) -> int:
@@ -155,9 +152,8 @@ class GenerateCommand(RandomModelOptions):
             raise ValueError(f"--n-best {self.n_best} answers would all be the same: give --temperature above 0")
         if self.beams > 1 and self.temperature > 0:
             raise ValueError("--beams searches for the likeliest tokens and draws none: leave out --temperature")
-        if self._answers > 1 and (self.drafts or self.on_device_loop):
-            option = "--drafts" if self.drafts else "--on-device-loop"
-            raise ValueError(f"{option} makes one answer faster: leave out --n-best and --beams")
+        if self._answers > 1 and self.drafts:
+            raise ValueError("--drafts makes one answer faster: leave out --n-best and --beams")
 
     def _encode(self, tokenizer: "Tokenizer | None") -> tuple[str, list[int]]:
         """Returns the option that the prompt comes from, and the prompt's token ids."""
@@ -178,37 +174,32 @@ class GenerateCommand(RandomModelOptions):
         """Generates as the options ask, and measures the speed. `show` takes every new token as it comes."""
         from dsv4_jax.decode import DraftOptions, SamplingParams
         from dsv4_jax.engine import beam_search, n_best
-        from dsv4_jax.engine.generate import engine_for_prompts, generate_on_device
+        from dsv4_jax.engine.generate import engine_for_prompts
 
         limits: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "stop_tokens": stop_tokens}
         draws: dict[str, Any] = {
             "sampling": SamplingParams(self.temperature, self.top_k, self.top_p),
             "seed": self.seed,
         }
-        drafts = DraftOptions(self.drafts, self.min_confidence)
-
-        def search() -> "tuple[list[int], list[Candidate]]":
-            if self.n_best > 1:
-                candidates = n_best(model, manager, prompt, n=self.n_best, chunk=self.chunk, **draws, **limits)
-            else:
-                candidates = beam_search(model, manager, prompt, beams=self.beams, chunk=self.chunk, **limits)
-            return candidates[0].tokens, candidates
-
-        def loop() -> tuple[list[int], list[int]]:
-            return generate_on_device(model, manager, [prompt], drafts=drafts, chunk=self.chunk, **draws, **limits)[0]
-
-        if self._answers > 1:
-            result, candidates = _measure(model, search, show)
-            timed_tokens = sum(len(candidate.tokens) for candidate in candidates)
-            return dataclasses.replace(result, candidates=candidates, timed_tokens=timed_tokens)
-        if self.on_device_loop:
-            result, accepted = _measure(model, loop, show)
-        else:
+        if self._answers == 1:
+            drafts = DraftOptions(self.drafts, self.min_confidence)
             with engine_for_prompts(model, manager, [prompt], self.max_new_tokens, self.chunk, drafts) as engine:
                 request = engine.add(prompt, **draws, **limits)
                 result = _measure_stream(model, engine.stream(request), show)
-                accepted = request.accepted
-        return dataclasses.replace(result, accepted=accepted)
+                return dataclasses.replace(result, accepted=request.accepted)
+        programs = model.compilations
+        start = time.perf_counter()
+        if self.n_best > 1:
+            candidates = n_best(model, manager, prompt, n=self.n_best, chunk=self.chunk, **draws, **limits)
+        else:
+            candidates = beam_search(model, manager, prompt, beams=self.beams, chunk=self.chunk, **limits)
+        seconds = time.perf_counter() - start
+        compilations = model.compilations - programs
+        timed_tokens = 0 if compilations else sum(len(candidate.tokens) for candidate in candidates)
+        tokens = candidates[0].tokens
+        for token in tokens:
+            show(token)
+        return _Result(tokens, compilations, seconds, timed_tokens, seconds, candidates=candidates)
 
     def _report(
         self, result: "_Result", schema: "CacheSchema", device: str, tokenizer: "Tokenizer | None", prompt: list[int]
@@ -239,7 +230,7 @@ class GenerateCommand(RandomModelOptions):
 class _Result:
     """The best answer's tokens, accepted drafts by step, or all answers, best first; and the times.
 
-    `seconds` is the time of everything after loading. `timed` describes `timed_seconds`, which exclude compilation.
+    `seconds` is the time of everything after loading. `timed_tokens` took `timed_seconds`, without compilation.
     """
 
     tokens: list[int]
@@ -247,7 +238,6 @@ class _Result:
     seconds: float
     timed_tokens: int
     timed_seconds: float
-    timed: str
     accepted: list[int] = dataclasses.field(default_factory=list)
     candidates: "list[Candidate]" = dataclasses.field(default_factory=list)
 
@@ -312,30 +302,10 @@ def _measure_stream(model: "CompiledModel", stream: Iterator[int], show: Callabl
         step_start = time.perf_counter()
     seconds = time.perf_counter() - start
     compilations = num_programs - first_programs
-    return _Result(tokens, compilations, seconds, len(timed), sum(timed), f"{len(timed)} tokens, none compiling")
+    return _Result(tokens, compilations, seconds, len(timed), sum(timed))
 
 
-def _measure[T](
-    model: "CompiledModel", generate: Callable[[], tuple[list[int], T]], show: Callable[[int], None]
-) -> tuple[_Result, T]:
-    """Times a whole run, prompt included. If it compiles a program, a second run is timed."""
-    programs = model.compilations
-    start = time.perf_counter()
-    tokens, details = generate()
-    seconds = timed = time.perf_counter() - start
-    compilations = model.compilations - programs
-    for token in tokens:
-        show(token)
-    if compilations:
-        start = time.perf_counter()
-        generate()
-        timed = time.perf_counter() - start
-    how = "a whole run, prompt included, none compiling"
-    return _Result(tokens, compilations, seconds, len(tokens), timed, how), details
-
-
-def _print_table(report: dict[str, Any], timed: str, format_name: str) -> None:
-    """Prints a report. `timed` says what the speed was measured of."""
+def _print_table(report: dict[str, Any], format_name: str) -> None:
     tokens = len(report["tokens"])
     speed = report["tokens_per_second"]
     cache = report["cache_bytes"]
@@ -344,7 +314,8 @@ def _print_table(report: dict[str, Any], timed: str, format_name: str) -> None:
     saving = f"; dense BF16: {dense}, {dense / paged:.1f} times as many" if paged else ""
     total = cache["total"]
     table = Table(title=f"{tokens} new tokens on {report['device']}", show_header=False, title_justify="left")
-    table.add_row("tokens/s", f"{speed:.1f} ({timed})" if speed else "not measured: every step had to compile")
+    timed = f"{speed:.1f} ({report['timed_tokens']} tokens, none compiling)" if speed else "not measured: all compiled"
+    table.add_row("tokens/s", timed)
     if accepted := report.get("accepted"):
         table.add_row("tokens a step", f"{tokens / len(accepted):.2f}, drafts included")
     table.add_row("time", f"{report['seconds']:.2f} s after loading, compilation included")

@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from dsv4_jax.config import DSV4Config
 
 
-# The least that each of these options may be, in whichever command.
+# The minimum of each of these options, in whichever command; of each number if there are several.
 MINIMUMS = {
     "beams": 1,
     "block_tokens": 1,
+    "calls": 1,
     "chunk": 1,
     "context": 1,
+    "conversations": 1,
     "decode_from": 0,
     "drafts": 0,
     "grace_seconds": 0,
@@ -27,9 +29,12 @@ MINIMUMS = {
     "max_requests": 1,
     "max_waiting": 0,
     "n_best": 1,
+    "prompts": 1,
     "request_seconds": 0,
+    "requests": 1,
     "skew": 0,
     "token_budget": 1,
+    "turns": 1,
 }
 
 
@@ -43,18 +48,12 @@ def check_context(config: "DSV4Config", tokens: int, option: str) -> None:
 
 
 def check_minimums(command: Any) -> None:
-    """Raises ValueError, which names the option, if a command's option is below its minimum, see `MINIMUMS`."""
+    """Raises ValueError, which names the option, if a command's number is below its minimum, see `MINIMUMS`."""
     for name, minimum in MINIMUMS.items():
-        value = getattr(command, name, None)
-        if isinstance(value, int | float):
-            check_at_least(minimum, **{name: value})
-
-
-def check_at_least(minimum: int, **values: int | float | None) -> None:
-    """Raises ValueError, which names the option, if a value is below the minimum. None is an option not given."""
-    for name, value in values.items():
-        if value is not None and not minimum <= value < math.inf:  # nan neither
-            raise ValueError(f"{name}={value} must be at least {minimum}")
+        option = getattr(command, name, None)
+        for value in option if isinstance(option, tuple) else (option,):
+            if value is not None and not minimum <= value < math.inf:  # nan neither
+                raise ValueError(f"{name}={value} must be at least {minimum}")
 
 
 def check_writable(option: str, path: Path) -> None:

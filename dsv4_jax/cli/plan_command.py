@@ -207,13 +207,14 @@ def _print_report(report: dict[str, Any], one: "CacheSchema") -> None:
     console.print(_rows(one), highlight=False)
 
     columns = ("pool", f"a block ({tokens} tokens)", "a token", "a request, fixed", f"a request of {context:,}")
-    pools = number_table("Bytes, over all layers", *columns)
-    for name, pool in report["pools"].items():
-        pools.add_row(name, *_pool_cells(pool, tokens))
-    pools.add_section()
-    sums = {key: sum(pool[key] for pool in report["pools"].values()) for key in _POOL_KEYS}
-    pools.add_row("sum", *_pool_cells(sums, tokens))
-    console.print(pools)
+    table = number_table("Bytes, over all layers", *columns)
+    pools = report["pools"]
+    sums = {key: sum(pool[key] for pool in pools.values()) for key in ("per_block", "per_request", "full")}
+    for name, pool in (*pools.items(), ("sum", sums)):
+        block = pool["per_block"]
+        numbers = (f"{block:,}", f"{block / tokens:,.2f}", f"{pool['per_request']:,}", f"{pool['full']:,}")
+        table.add_row(name, *numbers, style="bold" if name == "sum" else None)
+    console.print(table)
 
     if paged:
         console.print(
@@ -233,14 +234,6 @@ def _print_report(report: dict[str, Any], one: "CacheSchema") -> None:
         console.print(f"{requests} requests can have a context of {longest:,} tokens each.", highlight=False)
     if "expert_memory" in report:
         console.print(expert_table(report["expert_memory"]))
-
-
-_POOL_KEYS = ("per_block", "per_request", "full")
-
-
-def _pool_cells(pool: dict[str, int], block_tokens: int) -> list[str]:
-    per_block, per_request, full = (pool[key] for key in _POOL_KEYS)
-    return [f"{per_block:,}", f"{per_block / block_tokens:,.2f}", f"{per_request:,}", f"{full:,}"]
 
 
 def _rows(one: "CacheSchema") -> str:

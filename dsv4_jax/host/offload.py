@@ -247,9 +247,8 @@ def load_request(
         geometry, or holds more than `max_context` tokens. Nothing was changed.
       CacheFullError: no slot is free, or too few blocks.
     """
-    blob = Path(path).read_bytes()
     try:
-        tokens, request = _parse(blob, manager, key)
+        tokens, request = _parse(Path(path), manager, key)
         slot, cache = resume(manager, cache, request, key=key)
     except ValueError as error:
         error.add_note(f"while loading {path}")
@@ -257,9 +256,10 @@ def load_request(
     return slot, tokens, cache
 
 
-def _parse(blob, manager, key):
+def _parse(path, manager, key):
+    blob = path.read_bytes()
     try:
-        stored, metadata = read_header(np.frombuffer(blob, np.uint8), "the file")
+        stored, metadata = read_header(path)
     except ValueError as error:
         raise ValueError("this is no safetensors file, or it is damaged") from error
     if metadata.get("format") != FILE_FORMAT:
@@ -271,7 +271,8 @@ def _parse(blob, manager, key):
         raise ValueError("the file is damaged or was edited: its SHA-256 is not the one it was written with")
     schema = manager.schema
     check_identity(schema, key, metadata)
-    tensors = {name: data.view(DTYPES[x.dtype]).reshape(x.shape) for name, (x, data) in stored.items()}
+    content = np.frombuffer(blob, np.uint8)
+    tensors = {name: content[place].view(DTYPES[x.dtype]).reshape(x.shape) for name, (x, place) in stored.items()}
     try:
         tokens = manager.check_ids(tensors.pop("tokens", np.zeros((), np.int32)), "tokens")
     except TypeError as error:

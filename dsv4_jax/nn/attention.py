@@ -70,7 +70,7 @@ class Attention(nnx.Module):
                 f"layer {layer} stores index keys without a compressor of its own (key_compressor=False): the cache "
                 "takes such keys from a model of your own, but Attention does not make them"
             )
-        options: dict[str, Any] = dict(param_dtype=param_dtype, rngs=rngs)
+        options: dict[str, Any] = {"param_dtype": param_dtype, "rngs": rngs}
         width = config.num_attention_heads * config.head_dim
         self.q_a_norm = RMSNorm(config.q_lora_rank, eps=config.rms_norm_eps, rngs=rngs)
         self.kv_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, rngs=rngs)

@@ -10,15 +10,20 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from dsv4_jax.cache import Batch, KVCache, StepCache
-from dsv4_jax.config import DSV4Config
+from dsv4_jax.config import DSparkConfig, DSV4Config, MTPConfig
 from dsv4_jax.nn.attention import StepCarry
 from dsv4_jax.nn.block import RECORDED, DecoderLayer
+from dsv4_jax.nn.dspark import DSparkDrafts
 from dsv4_jax.nn.hyper_connection import HyperHead, ResidualStreams
 from dsv4_jax.nn.layer_stack import LayerStack, Recorded
 from dsv4_jax.nn.layers import Embedding, Linear, RMSNorm
-from dsv4_jax.nn.make_drafts import make_drafts
+from dsv4_jax.nn.mtp import MTPDrafts
 from dsv4_jax.ops import all_gather
 from dsv4_jax.quant import round_to
+
+
+# The modules of each kind of draft layers.
+_DRAFTS: dict[type[Any], type[Any]] = {MTPConfig: MTPDrafts, DSparkConfig: DSparkDrafts}
 
 
 class DeepseekV4Model(nnx.Module):
@@ -109,7 +114,7 @@ class DeepseekV4ForCausalLM(nnx.Module):
           ValueError: `dtype` or `param_dtype` is another one.
         """
         param_dtype = dtype if param_dtype is None else param_dtype
-        for name, value in dict(dtype=dtype, param_dtype=param_dtype).items():
+        for name, value in {"dtype": dtype, "param_dtype": param_dtype}.items():
             if jnp.dtype(value) not in (jnp.bfloat16, jnp.float32):
                 raise ValueError(f"{name} must be bfloat16 or float32, got {jnp.dtype(value)}")
         rngs = nnx.Rngs(0) if rngs is None else rngs
@@ -123,7 +128,8 @@ class DeepseekV4ForCausalLM(nnx.Module):
             axes=("vocab",),
             rngs=rngs,
         )
-        self.drafts: Any = make_drafts(config, param_dtype=param_dtype, rngs=rngs)
+        drafts = config.drafts
+        self.drafts: Any = drafts and _DRAFTS[type(drafts)](config, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(self, cache: StepCache, batch: Batch) -> tuple[Float[Array, "T D"], Any]:
         """Runs one step of any mix of requests on the cache as the last step left it.

@@ -271,21 +271,14 @@ def test_titles_name_the_model_that_ran(monkeypatch, tmp_path):
     assert titles == [f"Layers of {model}, chunks of a prompt, cpu" for model in ("a tiny model", "V4-Flash")]
 
 
-def test_parts_of_a_layer_and_layers_of_each_kind(run, tmp_path, monkeypatch):
+def test_layers_of_each_kind(run, tmp_path, monkeypatch):
     config = read_config(packaged_checkpoint()).with_layers([LayerSpec(), LayerSpec.hca()])
     monkeypatch.setattr(decode_steps, "measured_config", lambda *_: config)
     table = tmp_path / "layer.json"
     picture = tmp_path / "layer.png"
-    options = "--only", "experts", "linear", "append_swa", "--batches", 2, "--contexts", 256, "--calls", 1
-    out = run("bench", "layer", *options, "--json", table, "--plot", picture)
+    out = run("bench", "layer", "--batches", 2, "--contexts", 256, "--json", table, "--plot", picture)
     report = json.loads(table.read_text())
-    # Appends alone and bfloat16 weights are no parts of a layer.
-    assert {row["op"] for row in report["ops"]} == {"linear", "experts"}
-    assert all("FP8" in row["shape"] for row in report["ops"] if row["op"] == "linear")
     assert out.count("Layers of V4-Flash: 1 (") == 2
-    for row in report["ops"]:
-        floor = 100 * row["floor_microseconds"] / row["microseconds"]
-        assert row["percent_of_roofline"] == pytest.approx(floor, rel=0.01, abs=0.06)
     kinds = [(row["layer_type"], row["layers"]) for row in report["results"]]
     assert kinds == [(kind, 1) for kind in config.layer_types]
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -27,7 +27,6 @@ def test_prompts_and_decode_steps(run, tmp_path, monkeypatch):
     assert decode["requests"] == 2 and decode["loop_milliseconds"] > 0
     assert decode["token_milliseconds"] == pytest.approx(decode["step_milliseconds"], rel=0.01)
     assert decode["tokens_per_second"] == pytest.approx(2e3 / decode["step_milliseconds"], rel=0.01)
-    assert decode["host_milliseconds"]["engine.engine.step"] > 0
 
 
 def test_experts_leave_room_for_the_largest_cache():

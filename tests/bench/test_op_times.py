@@ -4,19 +4,9 @@ import json
 
 import pytest
 
-from dsv4_jax.bench.op_times import CASES, chosen_cases
+from dsv4_jax.bench.op_times import CASES
 from dsv4_jax.cli import main
 from dsv4_jax.cli.bench_command import OPS
-from dsv4_jax.config import DSV4Config
-
-
-FLASH = DSV4Config.v4_flash()
-
-
-def test_shapes_of_a_model_with_drafts():
-    """Without a GPU the vocabulary is too small for the tokens with which DSpark drafts, and no case has them."""
-    counts = [len(list(chosen_cases(config, "v4", ["append"]))) for config in (DSV4Config.v4_flash_0731(), FLASH)]
-    assert counts[0] == counts[1] > 0
 
 
 def test_times_every_case_and_writes_json(run, tmp_path):

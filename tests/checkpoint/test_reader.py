@@ -1,6 +1,7 @@
 """The safetensors reader: values, shards, and every way a file can be broken."""
 
 import json
+import os
 
 import chex
 import ml_dtypes
@@ -79,41 +80,50 @@ def test_quantized_tensors_are_listed_but_not_loaded(tmp_path, dtype):
     "content, message",
     [
         (b"", "has 0 bytes"),
-        (b"1234567", "has 7 bytes"),
-        (GOOD[:100], "claims a header of .* but 92 follow"),
-        ((2**63).to_bytes(8, "little") + GOOD[8:], "claims a header of 9223372036854775808 bytes"),
-        (GOOD[:-1], r"x\.safetensors: \w+ ends at byte .* truncated"),
-        (GOOD + b"\0", "but its tensors end at byte"),
-        (pack(b"{"), "JSON is broken"),
-        (pack(b"\xff\xfe"), "JSON is broken"),
-        (pack(b"[" * 100_000), "JSON is broken"),
-        (pack(b"[]"), "JSON is no object but list"),
-        (pack(b'{"a": 1, "a": 2}'), "'a' appears twice"),
-        (pack({"__metadata__": 1}), "__metadata__ is 1"),
-        (pack({"w": 1}), "w is described by 1"),
-        (pack({"w": {"dtype": "F32", "shape": [1]}}, bytes(4)), "w is described by"),
-        (pack({"w": entry(0, 4, dtype="F64")}, bytes(4)), "w is described by .*'F64'.*must have a dtype \\(F32, BF16"),
-        (pack({"w": entry(0, 4, dtype=["F32"])}, bytes(4)), r"w is described by .*\['F32'\]"),
-        (pack({"w": entry(0, 4, [-1, -1])}, bytes(4)), r"w is described by .*\[-1, -1\].*a shape of at most 32 sizes"),
-        (pack({"w": entry(0, 4, [True])}, bytes(4)), r"w is described by .*\[True\]"),
-        (pack({"w": entry(0, 0, [0] * 65)}), "w is described by .*a shape of at most 32 sizes"),
-        (pack({"w": entry(0, 0, [0, 2**80])}), "w is described by .*a shape of at most 32 sizes"),
+        (b"1234567", "header too small"),
+        (GOOD[:100], "invalid header length"),
+        ((2**63).to_bytes(8, "little") + GOOD[8:], "header too large"),
+        (GOOD[:-1], "truncated, .* file not fully covered"),
+        (GOOD + b"\0", "file not fully covered"),
+        (pack(b"{"), "invalid JSON"),
+        (pack(b"\xff\xfe"), "invalid UTF-8"),
+        (pack(b"[" * 100_000), "invalid JSON"),
+        (pack(b"[]"), "invalid"),
+        (pack(b'{"a": 1, "a": 2}'), "invalid"),
+        (pack({"__metadata__": 1}), "invalid"),
+        (pack({"w": 1}), "invalid"),
+        (pack({"w": {"dtype": "F32", "shape": [1]}}, bytes(4)), "data_offsets"),
+        (pack({"w": entry(0, 8, [1], dtype="F64")}, bytes(8)), r"w is F64 \[1\]; its dtype must be one of F32, BF16"),
+        (pack({"w": entry(0, 4, dtype=["F32"])}, bytes(4)), "invalid JSON"),
+        (pack({"w": entry(0, 4, dtype="F8")}, bytes(4)), "unknown variant `F8`"),
+        (pack({"w": entry(0, 4, [-1, -1])}, bytes(4)), "invalid"),
+        (pack({"w": entry(0, 4, [True])}, bytes(4)), "invalid"),
+        (pack({"w": entry(0, 0, [0] * 65)}), "w is F32 .*, and its shape have at most 32 sizes"),
+        (pack({"w": entry(0, 0, [0, 2**80])}), "invalid"),
+        (pack({"w": entry(4, 0, [1])}, bytes(4)), "invalid offset for tensor `w`"),
+        (pack({"w": entry(-4, 0, [1])}, bytes(4)), "invalid"),
+        (pack({"w": entry(0, 8)}, bytes(4)), "file not fully covered"),
+        (pack({"w": entry(0, 8, [3])}, bytes(8)), "invalid shape, data type, or offset for tensor"),
+        (pack({"w": entry(0, 4, [1]), "v": entry(0, 4, [1])}, bytes(4)), "invalid offset for tensor"),
+        (pack({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)), "invalid offset for tensor `b`"),
+        (pack({"a": entry(0, 4), "b": entry(8, 12)}, bytes(12)), "invalid offset for tensor `b`"),
+        (pack({"a": entry(4, 8)}, bytes(8)), "invalid offset for tensor `a`"),
         (
-            pack({"w": entry(4, 0, [1])}, bytes(4)),
-            r"which takes 4 bytes, but data_offsets \[4, 0\] span -4",
+            pack(b'{"a": %s, "a": %s}' % tuple(json.dumps(entry(i, i + 4)).encode() for i in (0, 4)), bytes(8)),
+            "invalid offset for tensor `a`",
         ),
-        (pack({"w": entry(-4, 0, [1])}, bytes(4)), r"w is described by .*\[-4, 0\].* data_offsets \[start, stop\]"),
-        (pack({"w": entry(0, 8)}, bytes(4)), "w ends at byte 8 of the data, but the file has 4: it is truncated"),
-        (pack({"w": entry(0, 8, [3])}, bytes(8)), r"w is F32 \[3\], which takes 12 bytes, .* span 8"),
-        (pack({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)), "b starts at data byte 4 and overlaps a "),
-        (pack({"a": entry(0, 4), "b": entry(8, 12)}, bytes(12)), r"b starts at data byte 8 and leaves a gap after a"),
-        (pack({"a": entry(4, 8)}, bytes(8)), "a starts at data byte 4 and leaves a gap after the header"),
     ],
 )
 def test_broken_files_are_refused_by_name(tmp_path, content, message):
     with pytest.raises(ValueError, match=message) as error:
         read_bytes(tmp_path, content)
     assert "x.safetensors" in str(error.value)
+
+
+def test_a_pipe_does_not_block(tmp_path):
+    os.mkfifo(tmp_path / "x.safetensors")
+    with pytest.raises(ValueError, match=r"x\.safetensors has 0 bytes"):
+        read_file(tmp_path / "x.safetensors")
 
 
 @given(
@@ -174,8 +184,16 @@ def test_shards_are_read_together(tmp_path):
         ([ONE], {"weight_map": {"a": "model-7.safetensors"}}, "places a in model-7.safetensors, and there is no such"),
         ([ONE], {"weight_map": {"a": "x" * 5000}}, r"places a in x{200}, and there is no such file"),
         ([ONE], {"weight_map": {"a": "x/" * 5000}}, r"places a in '(x/)+x?; it must be the name of a file"),
-        ([ONE], {"weight_map": {"a": "model-0.safetensors", "c": "model-0.safetensors"}}, "places c in .* not hold it"),
-        ([ONE | TWO], {"weight_map": {"a": "model-0.safetensors"}}, "b lies in model-0.safetensors, but .* not list"),
+        (
+            [ONE],
+            {"weight_map": {"a": "model-0.safetensors", "c": "model-0.safetensors"}},
+            "places c in model-0.safetensors, but it lies in none of its files",
+        ),
+        (
+            [ONE | TWO],
+            {"weight_map": {"a": "model-0.safetensors"}},
+            "places b in no file, but it lies in model-0.safetensors",
+        ),
         ([ONE | {"c": ONE["a"]}, ONE | TWO], None, "a lies in two shards: model-0.safetensors and model-1.safetensors"),
         (
             [ONE, TWO],

@@ -1,4 +1,4 @@
-"""tokenizer.json: the byte-level one that we write, any other that is there, and text that comes token by token."""
+"""tokenizer.json: byte-level ones, any other that is there, and text that comes token by token."""
 
 import json
 
@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from dsv4_jax.checkpoint import TextStream, TokenBytes, read_tokenizer, write_byte_tokenizer
+from dsv4_jax.checkpoint import TextStream, TokenBytes, read_tokenizer
+from tests.byte_tokenizer import write_byte_tokenizer
 from tests.paths import PACKAGED
 
 
@@ -32,21 +33,11 @@ def test_specials_stand_for_no_byte(tokenizer):
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<bos>In the\n<eos>"
 
 
-def test_a_token_begins_every_text_if_asked(tmp_path):
-    write_byte_tokenizer(tmp_path / "tokenizer.json", {"<bos>": 256, "<eos>": 257}, begin="<bos>")
-    tokenizer = read_tokenizer(tmp_path)
+def test_the_packaged_models_texts_begin_with_a_token():
+    tokenizer = read_tokenizer(PACKAGED)
     assert tokenizer.encode("In").ids == [256, *b"In"]
     assert tokenizer.encode("In", add_special_tokens=False).ids == [*b"In"]
     assert tokenizer.decode([256, *b"In"]) == "In"
-    with pytest.raises(ValueError, match="begin='<pad>' must be one of"):
-        write_byte_tokenizer(tmp_path / "tokenizer.json", {"<bos>": 256}, begin="<pad>")
-
-
-@pytest.mark.parametrize("specials", [{"<eos>": 255}, {"<eos>": 256, "<bos>": 256}, {"": 256}, {"a": 256}, {"Ġ": 300}])
-def test_bad_specials_are_refused(tmp_path, specials):
-    with pytest.raises(ValueError, match="specials"):
-        write_byte_tokenizer(tmp_path / "tokenizer.json", specials)
-    assert not (tmp_path / "tokenizer.json").exists()
 
 
 def test_checkpoints_without_a_tokenizer_and_with_a_broken_one(tmp_path):

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from dsv4_jax.cache import CacheSchema
-from dsv4_jax.checkpoint import read_tokenizer, write_byte_tokenizer
+from dsv4_jax.checkpoint import read_tokenizer
 from dsv4_jax.cli.generate_command import _print
 from dsv4_jax.cli.options import ModelOptions
 from dsv4_jax.config import DSV4Config
+from tests.byte_tokenizer import write_byte_tokenizer
 from tests.paths import DATA, TINY
 
 
@@ -44,7 +45,7 @@ def test_chunks_of_a_prompt_do_not_change_the_text(run, layer_of_each_kind):
 def test_a_mesh_writes_the_same_text(run):
     options = ["--dtype", "float32", "--max-new-tokens", "40", "--json"]
     alone = json.loads(run("generate", *options))
-    more = ["--mesh", "data=2,model=2", "--on-device-loop", "--drafts", "2"]
+    more = ["--mesh", "data=2,model=2", "--drafts", "2"]
     assert json.loads(run("generate", *options, *more))["tokens"] == alone["tokens"]
 
 
@@ -122,18 +123,14 @@ def test_compilations_are_counted_and_not_timed(run):
     assert again["compilations"] == other["compilations"] == 0
 
 
-def test_on_device_loop_equals_transformers(run):
+def test_tokens_equal_transformers(run):
     golden = np.load(DATA / "hf_tiny" / "golden.npz")
     prompt = ",".join(map(str, golden["greedy_prompt"][0]))
     plain = ["--checkpoint", DATA / "hf_tiny", "--cache-format", "plain", "--dtype", "float32"]
-    options = ["--max-new-tokens", "48", "--ignore-eos", "--on-device-loop", "--json"]
+    options = ["--max-new-tokens", "48", "--ignore-eos", "--json"]
     report = json.loads(run("generate", *plain, "--prompt-ids", prompt, *options))
     assert report["tokens"] == golden["greedy_tokens"][0].tolist()
     assert "text" not in report  # there is no tokenizer
-    # The prompt but its last token, and the loop; the run that is timed compiles nothing.
-    assert report["compilations"] == 2
-    assert report["timed_tokens"] == 48
-    assert 48 / report["tokens_per_second"] < report["seconds"] / 2
 
 
 @pytest.mark.parametrize(
@@ -153,7 +150,7 @@ def test_on_device_loop_equals_transformers(run):
         (["--n-best", "2", "--beams", "2"], "--n-best and --beams exclude each other"),
         (["--n-best", "2"], "--n-best 2 answers would all be the same: give --temperature above 0"),
         (["--beams", "2", "--temperature", "1"], "leave out --temperature"),
-        (["--beams", "2", "--on-device-loop"], "--on-device-loop makes one answer"),
+        (["--beams", "2", "--drafts", "1"], "--drafts makes one answer"),
         (["--prompt", "a\udcff"], "--prompt is no UTF-8 text: character 1 is the byte 0xff"),
         (["--chunk", "-1"], "--chunk -1 must be at least 1"),
         (["--temperature", "-1"], "--temperature -1.0 must be 0 (greedy) or positive"),
@@ -175,12 +172,12 @@ def test_mistakes_are_explained(refused, options, message):
 def test_several_answers_the_best_first(run, layer_of_each_kind, option):
     options = ["--checkpoint", layer_of_each_kind, "--max-new-tokens", "12", "--ignore-eos", option, "3"]
     options += ["--temperature", "1"] if option == "--n-best" else []
-    report = json.loads(run("generate", *options, "--json"))
+    shown = run("generate", *options)
+    report = json.loads(run("generate", *options, "--json"))  # compiles nothing, so that it is timed
     found = report["candidates"]
     assert len({tuple(one["tokens"]) for one in found}) == 3 and report["tokens"] == found[0]["tokens"]
     assert report["text"] == found[0]["text"] and report["timed_tokens"] == 36
     assert [one["logprob"] for one in found] == sorted((one["logprob"] for one in found), reverse=True)
-    shown = run("generate", *options)
     assert shown.startswith("In the beginning" + "\n".join(one["text"] for one in found) + "\n")
 
 
@@ -248,12 +245,11 @@ def test_mistakes_about_text_are_explained(refused, with_text, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [[], ["--on-device-loop"]])
-def test_drafts_change_no_token_and_are_counted(run, how):
+def test_drafts_change_no_token_and_are_counted(run):
     golden = np.load(DATA / "official_mtp" / "golden.npz")
     prompt = ",".join(map(str, golden["greedy_prompt"][0]))
     options = ["--checkpoint", DATA / "official_mtp", "--prompt-ids", prompt, "--max-new-tokens", "32", "--ignore-eos"]
-    options += ["--dtype", "float32", "--cache-format", "plain", "--drafts", "3", *how]
+    options += ["--dtype", "float32", "--cache-format", "plain", "--drafts", "3"]
     report = json.loads(run("generate", *options, "--json"))
     assert report["tokens"] == golden["greedy_tokens"][0].tolist()
     assert sum(1 + kept for kept in report["accepted"]) == 32

@@ -28,6 +28,7 @@ COMMANDS = {
     "score": ScoreCommand,
     "convert": ConvertCommand,
     "plan": PlanCommand,
+    "bench ops": bench.OpsBench,
     "bench layer": bench.LayerBench,
     "bench model": bench.ModelBench,
     "bench prefill": bench.PrefillBench,
@@ -48,7 +49,7 @@ def test_help_explains_every_option_and_has_an_example(name, capsys):
     assert end.value.code == 0
     out = capsys.readouterr().out
     assert f"For example:\n  dsv4-jax {name}" in out
-    positional = 2 * (name == "convert")
+    positional = {"convert": 2, "bench ops": 1}.get(name, 0)
     assert out.count("\n  --") + out.count("│ --") == len(dataclasses.fields(COMMANDS[name])) - positional
     # An explanation stands between an option and its default.
     assert not re.findall(r"--[\w-]+(?: \S+)? \((?:default|required)", words(out))

@@ -6,8 +6,8 @@ import chex
 import numpy as np
 import pytest
 
-from dsv4_jax.checkpoint import write_byte_tokenizer
 from dsv4_jax.cli import score_command
+from tests.byte_tokenizer import write_byte_tokenizer
 from tests.paths import DATA
 
 

@@ -135,7 +135,9 @@ def test_links_lead_somewhere(page):
 # dsv4.md cites files of other projects.
 @pytest.mark.parametrize("page", [p for p in WITH_COMMANDS if p.name != "dsv4.md"], ids=name)
 def test_paths_exist(page):
-    for path in re.findall(r"`((?:tests|pallas_kernels|dsv4_jax|scripts|notebooks)/[\w/.]+)`", page.read_text()):
+    for path in re.findall(
+        r"`((?:tests|pallas_kernels|dsv4_jax|examples|scripts|notebooks)/[\w/.]+)`", page.read_text()
+    ):
         assert "NAME" in path or (ROOT / path).exists(), path
 
 

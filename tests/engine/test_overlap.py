@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from overlap_tokens import Load, compare, serve
 
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.config import DSV4Config
@@ -14,6 +13,7 @@ from tests.decode.bigram import MODEL as BIGRAM
 from tests.engine.test_engine import PROMPTS, add
 from tests.host.managers import make as make_bigram_manager
 from tests.paths import DATA
+from tests.stress.overlap_tokens import Load, compare, serve
 
 
 TEXT = bytes(range(256)) * 3

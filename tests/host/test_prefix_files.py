@@ -194,7 +194,7 @@ class TestFiles:
 
 @pytest.mark.slow
 def test_killed_writers_leave_whole_files():
-    script = Path(__file__).parents[2] / "scripts" / "prefix_kills.py"
+    script = Path(__file__).parents[1] / "stress" / "prefix_kills.py"
     done = subprocess.run([sys.executable, script, "--rounds", "8"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "8 kills left" in done.stdout

@@ -1,19 +1,8 @@
-"""The scripts import one another by bare names, as they do when run."""
+"""The scripts are imported by bare names, since they are no package."""
 
 import sys
-
-import jax
-import pytest
 
 from tests.paths import DATA
 
 
 sys.path.insert(0, str(DATA.parents[1] / "scripts"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """A training step takes far longer to compile than to run here."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)

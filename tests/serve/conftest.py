@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import shutil
 import socket
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -17,16 +16,15 @@ import numpy as np
 import openai
 import pytest
 
-from dsv4_jax.checkpoint import read_tokenizer, write_byte_tokenizer
+from dsv4_jax.checkpoint import read_tokenizer
 from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.engine import Engine, PromptLookup
 from dsv4_jax.host import BlockAllocator, KVCacheManager, PrefixCache
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.serve import AsyncEngine, HTTPServer, ServerOptions, create_app
-from tests.paths import DATA, PACKAGED
+from tests.byte_tokenizer import write_byte_tokenizer
+from tests.paths import PACKAGED
 
-
-sys.path.insert(0, str(DATA.parents[1] / "scripts"))  # they import one another by bare names
 
 SLOTS = 4
 BLOCKS = 24

@@ -63,7 +63,7 @@ def is_free(server):
 
 
 def test_the_rate_of_streams(server):
-    from stream_rate import measure
+    from tests.stress.stream_rate import measure
 
     found = asyncio.run(measure(server.url, SLOTS, 5, 20))
     assert 0 < found["milliseconds"] <= found["slowest"] and found["first"] > 0 and 0 < found["events"] <= 1

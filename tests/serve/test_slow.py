@@ -26,7 +26,7 @@ def server(serve_again):
 
 
 def test_clients_come_and_go(server, bytes_model, make_manager, tokenizer):
-    from server_load import Load, alone, count_wrong, drive
+    from tests.stress.server_load import Load, alone, count_wrong, drive
 
     load = Load(requests=40, concurrency=24, prompt_tokens=(8, 100), new_tokens=(6, 50), seed=1)
     got = asyncio.run(drive(server.connect, "tiny", load))

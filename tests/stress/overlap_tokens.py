@@ -19,7 +19,7 @@ from dsv4_jax.engine import Engine, PromptLookup, Request
 from dsv4_jax.host import KVCacheManager, PrefixCache
 
 
-TEXT = Path(__file__).parents[1] / "README.md"
+TEXT = Path(__file__).parents[2] / "README.md"
 SAMPLINGS = SamplingParams(), SamplingParams(1.0), SamplingParams(0.8, top_p=0.95), SamplingParams(1.2, top_k=20)
 
 
@@ -51,8 +51,8 @@ class Load:
             begin = 0 if len(requests) % 2 else int(rng.integers(len(text) - size))
             prompt = [byte % self.vocabulary for byte in text[begin : begin + size]]
             stops = rng.integers(self.vocabulary, size=rng.integers(3)).tolist()
-            params = dict(prompt=prompt, max_new_tokens=limit, stop_tokens=stops, seed=len(requests))
-            params |= dict(sampling=SAMPLINGS[rng.integers(len(SAMPLINGS))], priority=int(rng.integers(2)))
+            params = {"prompt": prompt, "max_new_tokens": limit, "stop_tokens": stops, "seed": len(requests)}
+            params |= {"sampling": SAMPLINGS[rng.integers(len(SAMPLINGS))], "priority": int(rng.integers(2))}
             at = {what: int(rng.integers(limit)) for what in ("fork", "cancel") if rng.random() < 0.2}
             requests.append(params | at)
             count += limit * (3 if "fork" in at else 1)
@@ -101,9 +101,9 @@ def serve(engine: Engine, load: list[dict[str, Any]], most: int) -> list[Served]
                     if what == "cancel":
                         engine.cancel(request)
                         continue
-                    known = dict(prompt=request.tokens.tolist(), max_new_tokens=request.remaining)
+                    known = {"prompt": request.tokens.tolist(), "max_new_tokens": request.remaining}
                     for i, child in enumerate(engine.fork(request, seeds := [101, 102])):
-                        alone = parent.alone | known | dict(seed=seeds[i])
+                        alone = parent.alone | known | {"seed": seeds[i]}
                         served.append(Served(f"{parent.name}, copy {i}", child, alone))
     return sorted(served, key=lambda one: one.name)
 
@@ -117,7 +117,7 @@ def compare(left: list[Served], right: list[Served]) -> dict[str, Any]:
         tokens += len(one.request.generated)
         if one.request.generated != other.request.generated:
             differing.append(one.name)
-    return dict(tokens=tokens, texts=len(left), differing_texts=differing)
+    return {"tokens": tokens, "texts": len(left), "differing_texts": differing}
 
 
 def main(
@@ -138,14 +138,14 @@ def main(
     model = CompiledModel(load_checkpoint(packaged_checkpoint(), config))
     load = Load(seed, (4, 300), (1, 160), config.vocab_size).make(tokens, TEXT.read_bytes())
     results: dict[str, Any] = {}
-    report: dict[str, Any] = dict(batch_invariant=batch_invariant, slots=slots)
-    engines: dict[str, Any] = dict(overlap={}, waits=dict(overlap=False), drafts=dict(drafter=PromptLookup()))
-    engines |= {"drafts of the device": dict(drafter="model")}
+    report: dict[str, Any] = {"batch_invariant": batch_invariant, "slots": slots}
+    engines: dict[str, Any] = {"overlap": {}, "waits": {"overlap": False}, "drafts": {"drafter": PromptLookup()}}
+    engines |= {"drafts of the device": {"drafter": "model"}}
     # The same number of tokens with drafts and without: programs of other sizes differ in the last bits of sums.
-    budget = dict(token_budget=3 * slots + 32, batch_invariant=batch_invariant)
+    budget = {"token_budget": 3 * slots + 32, "batch_invariant": batch_invariant}
     for name, options in engines.items():
         drafts = 2 if "drafter" in options else 0
-        sizes = dict(max_requests=slots, max_context=512, block_tokens=128, max_query_tokens=1 + drafts)
+        sizes = {"max_requests": slots, "max_context": 512, "block_tokens": 128, "max_query_tokens": 1 + drafts}
         manager = KVCacheManager(config, num_blocks=int(1.6 * slots), **sizes)
         prefix = PrefixCache(manager, key="packaged")
         engine = Engine(model, manager, prefix=prefix, **budget, **options)
@@ -154,7 +154,7 @@ def main(
         results[name] = serve(engine, own, most=2 * slots)
         metrics = engine.metrics
         counts = ("steps", "preemptions", "cancelled", "finished")
-        report[name] = {count: getattr(metrics, count) for count in counts} | dict(hits=prefix.metrics.hits)
+        report[name] = {count: getattr(metrics, count) for count in counts} | {"hits": prefix.metrics.hits}
         rich.print(name, report[name])
     report["overlap and waits"] = compare(results["overlap"], results["waits"])
     plain = {f"request {i}" for i, params in enumerate(load) if "cancel" not in params}

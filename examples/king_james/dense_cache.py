@@ -42,7 +42,7 @@ class DenseCache:
       dropout: share of a block's output that is dropped (static).
     """
 
-    schema: CacheSchema = dataclasses.field(metadata=dict(static=True))
+    schema: CacheSchema = dataclasses.field(metadata={"static": True})
     select: Any = True
     quantize: Any = False
     key: Any = None
@@ -50,8 +50,8 @@ class DenseCache:
     token_weights: Any = None
     expert_load: Any = None
     passes: Any = None
-    pass_number: int = dataclasses.field(default=0, metadata=dict(static=True))
-    dropout: float = dataclasses.field(default=0.0, metadata=dict(static=True))
+    pass_number: int = dataclasses.field(default=0, metadata={"static": True})
+    dropout: float = dataclasses.field(default=0.0, metadata={"static": True})
 
     @classmethod
     def make(

@@ -1,7 +1,8 @@
-"""Trains a byte-level DeepSeek-V4 small enough to ship: `python scripts/train_tiny.py --help`."""
+"""Trains a byte-level DeepSeek-V4 small enough to ship: `python examples/king_james/train_tiny.py --help`."""
 
 import dataclasses
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tiny_model import TINY, TINY_WINDOW_ONLY, TOY, TOY_WINDOW_ONLY, apart, assemble, first_weights, named_tensors
 from training import Recipe, batch, evaluate, evaluate_needles, first_state, train_step
 
-from dsv4_jax.checkpoint import load_checkpoint, save_release, write_byte_tokenizer
+from dsv4_jax.checkpoint import load_checkpoint, save_release
 from dsv4_jax.data import packaged_checkpoint
 
 
@@ -38,15 +39,16 @@ class TrainTiny:
     The text: apt-get download bible-kjv-text && dpkg -x bible-kjv-text_*.deb kjv
 
     For example:
-      python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/kjv --steps 2000
-      python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/window --steps 2000 --window-only
-      python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/near --init runs/kjv/best --needles 1 \\
-        --length 128 --rows 32 --questions 14 --nearest 8 --steps 1000 --learning-rate 1e-3 --dropout 0
-      python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/needles --init runs/near/best --needles 1 \\
-        --length 512 --rows 32 --questions 32 --steps 800 --learning-rate 1e-3 --dropout 0 --quantize-from 0
-      python scripts/train_tiny.py --text kjv/usr/lib/bible.data --out runs/mtp --steps 2000 --mtp --rows 32 \\
-        --length 1024
-      python scripts/train_tiny.py --text README.md --out toy --size toy --rows 4 --length 256 --steps 40
+      python examples/king_james/train_tiny.py --text kjv/usr/lib/bible.data --out runs/kjv --steps 2000
+      python examples/king_james/train_tiny.py --text kjv/usr/lib/bible.data --out runs/window --steps 2000 \\
+        --window-only
+      python examples/king_james/train_tiny.py --text kjv/usr/lib/bible.data --out runs/near --init runs/kjv/best \\
+        --needles 1 --length 128 --rows 32 --questions 14 --nearest 8 --steps 1000 --learning-rate 1e-3 --dropout 0
+      python examples/king_james/train_tiny.py --text kjv/usr/lib/bible.data --out runs/needles --init runs/near/best \\
+        --needles 1 --length 512 --rows 32 --questions 32 --steps 800 --learning-rate 1e-3 --dropout 0 --quantize-from 0
+      python examples/king_james/train_tiny.py --text kjv/usr/lib/bible.data --out runs/mtp --steps 2000 --mtp \\
+        --rows 32 --length 1024
+      python examples/king_james/train_tiny.py --text README.md --out toy --size toy --rows 4 --length 256 --steps 40
 
     Attributes:
       text: the package's bible.data, or any file, taken as bytes.
@@ -132,7 +134,11 @@ class TrainTiny:
                     check = evaluate_needles if recipe.needles else evaluate
                     bits = np.mean(check(recipe, state["trained"], state["fixed"], parts["validation"]))
                     lines.append({name: float(value) for name, value in metrics.items()})
-                    lines[-1] |= dict(step=done, validation=float(bits), seconds=earlier + time.monotonic() - begin)
+                    lines[-1] |= {
+                        "step": done,
+                        "validation": float(bits),
+                        "seconds": earlier + time.monotonic() - begin,
+                    }
                     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
                     if lines[-1]["validation"] <= min(line["validation"] for line in lines):
                         tensors = state["trained"] | state["fixed"]
@@ -169,7 +175,7 @@ class TrainTiny:
         best = self.out / "best"
         tensors = named_tensors(load_checkpoint(best, recipe.config, dtype=jnp.float32))
         bits = evaluate(recipe, *apart(tensors), held_out)
-        write_byte_tokenizer(best / "tokenizer.json", kjv.SPECIALS, begin="<bos>")
+        shutil.copy(packaged_checkpoint() / "tokenizer.json", best)  # its tokens are bytes, too
         if self.mtp:
             Console().print(f"held-out text: {bits.mean():.4f} bits a draft; the model with its block is in {best}")
             return

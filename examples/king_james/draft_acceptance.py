@@ -1,4 +1,4 @@
-"""Measures the acceptance of the drafts of a model's own layers: `python scripts/draft_acceptance.py --help`."""
+"""Measures the acceptance of a model's own drafts: `python examples/king_james/draft_acceptance.py --help`."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ class DraftAcceptance:
     the model's card.
 
     For example:
-      python scripts/draft_acceptance.py --text kjv/usr/lib/bible.data
+      python examples/king_james/draft_acceptance.py --text kjv/usr/lib/bible.data
 
     Attributes:
       text: text of train_tiny.py, from whose held-out part prompts are taken. Default: prompts of random token ids.
@@ -54,8 +54,8 @@ class DraftAcceptance:
         prompts = self._prompts(config)
         most = config.drafts.max_drafts or 3
         model = CompiledModel(load_checkpoint(checkpoint, config))
-        report: dict[str, Any] = dict(device=jax.devices()[0].device_kind, jax=jax.__version__)
-        report |= dict(requests=self.requests, prompt=self.prompt, tokens=self.tokens)
+        report: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+        report |= {"requests": self.requests, "prompt": self.prompt, "tokens": self.tokens}
         engine = Engine(
             model,
             self._manager(model, most),
@@ -64,16 +64,17 @@ class DraftAcceptance:
             draft_tokens=most,
             batch_invariant=True,
         )
-        for name, sampling in dict(greedy=SamplingParams(), temperature_1=SamplingParams(temperature=1.0)).items():
+        for name, sampling in {"greedy": SamplingParams(), "temperature_1": SamplingParams(temperature=1.0)}.items():
             plain = self._generate(engine, prompts, sampling, 0)
             total = sum(len(request.generated) for request in plain)
             for drafts in range(1, 1 + most):
                 requests = self._generate(engine, prompts, sampling, drafts)
                 pairs = zip(plain, requests, strict=True)
                 same = sum(int(np.equal(a.generated, b.generated).sum()) for a, b in pairs)
-                report[f"{name}_{drafts}"] = _summary(requests, drafts) | dict(
-                    tokens=total, differing_tokens=total - same
-                )
+                report[f"{name}_{drafts}"] = _summary(requests, drafts) | {
+                    "tokens": total,
+                    "differing_tokens": total - same,
+                }
                 print(f"{name}, {drafts} drafts: {report[f'{name}_{drafts}']}", flush=True)
         if self.speed_tokens:
             report["tokens_per_second"] = self._speed(model, prompts[0], most)
@@ -105,7 +106,7 @@ class DraftAcceptance:
     def _generate(
         self, engine: Engine, prompts: list[np.ndarray], sampling: SamplingParams, drafts: int
     ) -> list[Request]:
-        options = dict(max_new_tokens=self.tokens, sampling=sampling, draft_tokens=drafts)
+        options = {"max_new_tokens": self.tokens, "sampling": sampling, "draft_tokens": drafts}
         requests = [engine.add(prompt, seed=i, **options) for i, prompt in enumerate(prompts)]
         while engine.busy:
             for output in engine.step():
@@ -118,7 +119,7 @@ class DraftAcceptance:
         rates: dict[str, float] = {}
         for turn in range(4):
             for drafts in range(1 + most):
-                options = dict(max_new_tokens=self.speed_tokens, chunk=self.prompt, drafts=drafts)
+                options = {"max_new_tokens": self.speed_tokens, "chunk": self.prompt, "drafts": drafts}
                 begin = time.perf_counter()
                 generate(model, self._manager(model, most, 1), [prompt.tolist()], **options)
                 rate = self.speed_tokens / (time.perf_counter() - begin)
@@ -132,7 +133,7 @@ def _summary(requests: list[Request], drafts: int) -> dict[str, Any]:
     # A request's first step runs its prompt, and its last steps may verify fewer drafts.
     accepted = np.concatenate([request.accepted[1 : -1 - drafts] for request in requests])
     shares = [round(float((accepted >= count).mean()), 4) for count in range(1, 1 + drafts)]
-    return dict(mean_accepted=round(float(accepted.mean()), 4), acceptance=shares)
+    return {"mean_accepted": round(float(accepted.mean()), 4), "acceptance": shares}
 
 
 def _table(report: dict[str, Any], most: int) -> str:

@@ -1,4 +1,4 @@
-"""Measures what quantizing the cache costs a model: `python scripts/cache_cost.py --help`."""
+"""Measures what quantizing the cache costs a model: `python examples/king_james/cache_cost.py --help`."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -36,16 +36,17 @@ class CacheCost:
     OUT.md and OUT.png.
 
     For example:
-      python scripts/cache_cost.py --checkpoint dsv4_jax/data/king_james --text kjv/usr/lib/bible.data --out cost
-      python scripts/cache_cost.py --checkpoint runs/kjv/best --window-model runs/window/best \\
+      python examples/king_james/cache_cost.py --checkpoint dsv4_jax/data/king_james \\
+        --text kjv/usr/lib/bible.data --out cost
+      python examples/king_james/cache_cost.py --checkpoint runs/kjv/best --window-model runs/window/best \\
         --needle-model runs/needles/best --text kjv/usr/lib/bible.data --out benchmarks/cache_cost
-      python scripts/cache_cost.py --needle-model runs/needles/best --text kjv/usr/lib/bible.data --out needles \\
-        --needle-rows 4 --pairs 8
+      python examples/king_james/cache_cost.py --needle-model runs/needles/best --text kjv/usr/lib/bible.data \\
+        --out needles --needle-rows 4 --pairs 8
 
     Attributes:
       text: the text that the models were trained on; only the held-out books are read.
       out: path of the files to write, without their endings.
-      checkpoint: a model from scripts/train_tiny.py, to score the text.
+      checkpoint: a model from examples/king_james/train_tiny.py, to score the text.
       window_model: a model of the same size, trained without compressed entries, to compare with.
       needle_model: a model that was fine-tuned to retrieve facts.
       rows: number of held-out excerpts, spread evenly.

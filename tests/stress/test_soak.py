@@ -1,7 +1,8 @@
 """The soak, short."""
 
 import pytest
-from soak import soak
+
+from tests.stress.soak import soak
 
 
 @pytest.mark.slow

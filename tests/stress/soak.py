@@ -13,7 +13,7 @@ import tyro
 
 
 # The naive model belongs to the tests.
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 REPORT_EVERY = 256  # operations
 

@@ -19,7 +19,7 @@ from dsv4_jax.host import KVCacheManager
 
 DRAFTS = 2
 BLOCK_TOKENS = 128
-TEXTS = dict(readme=Path(__file__).parents[1] / "README.md", license=Path(__file__).parents[1] / "LICENSE")
+TEXTS = {"readme": Path(__file__).parents[2] / "README.md", "license": Path(__file__).parents[2] / "LICENSE"}
 
 
 def main(
@@ -44,11 +44,16 @@ def main(
         begin = int(rng.integers(len(content) - size))
         prompts.append(tokenizer.encode(content[begin : begin + size].decode(errors="ignore")).ids)
     model = CompiledModel(load_checkpoint(packaged_checkpoint()))
-    params = dict(max_new_tokens=new_tokens, sampling=SamplingParams(temperature, 0, 0.95 if temperature else 1.0))
+    params = {"max_new_tokens": new_tokens, "sampling": SamplingParams(temperature, 0, 0.95 if temperature else 1.0)}
 
     def run(slots: int, token_budget: int, drafts: int = DRAFTS, **options: Any) -> tuple[list[list[int]], float]:
         """Returns the new tokens of each request, and the seconds after compilation."""
-        sizes = dict(max_requests=slots, max_context=512, block_tokens=BLOCK_TOKENS, max_query_tokens=1 + drafts)
+        sizes = {
+            "max_requests": slots,
+            "max_context": 512,
+            "block_tokens": BLOCK_TOKENS,
+            "max_query_tokens": 1 + drafts,
+        }
         manager = KVCacheManager(read_config(packaged_checkpoint()), num_blocks=4 * slots, **sizes)
         drafter = PromptLookup() if drafts else None
         engine = Engine(model, manager, token_budget=token_budget, drafter=drafter, **options)
@@ -59,11 +64,11 @@ def main(
             engine.step()
         return [request.generated for request in added], time.perf_counter() - start
 
-    report: dict[str, Any] = dict(device=jax.devices()[0].device_kind, jax=jax.__version__, text=text, runs=[])
-    report |= dict(requests=requests, new_tokens=new_tokens, temperature=temperature)
+    report: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "text": text, "runs": []}
+    report |= {"requests": requests, "new_tokens": new_tokens, "temperature": temperature}
     expected, _ = run(1, 256, 0)  # as `dsv4-jax generate` runs them
     for slots, budget, invariant in ((4, 256, False), (16, 256, False), (16, 256, True), (16, 48, True)):
-        options = dict(slots=slots, token_budget=budget, batch_invariant=invariant)
+        options = {"slots": slots, "token_budget": budget, "batch_invariant": invariant}
         found, seconds = run(**options)
         # Tokens after the first difference of a text are its consequences.
         first = [
@@ -72,7 +77,7 @@ def main(
         ]
         compared = sum(len(ids) if at is None else at + 1 for at, ids in zip(first, found, strict=True))
         differing = sum(at is not None for at in first)
-        options |= dict(differing_texts=differing, compared_tokens=compared, seconds=round(seconds, 2))
+        options |= {"differing_texts": differing, "compared_tokens": compared, "seconds": round(seconds, 2)}
         report["runs"].append(options)
         rich.print(options)
     if out is not None:

@@ -34,8 +34,8 @@ def measure(tokens: int = 16384, rounds: int = 10) -> None:
     config = read_config(packaged_checkpoint())
     model = CompiledModel(load_checkpoint(packaged_checkpoint(), config))
     prompt = np.random.default_rng(0).integers(0, 256, tokens).astype(np.int32)
-    sizes: dict[str, Any] = dict(num_blocks=2 * tokens // BLOCK_TOKENS, max_requests=4, max_context=tokens + 256)
-    times: dict[str, list[tuple[float, float]]] = dict(cold=[], memory=[], disk=[])
+    sizes: dict[str, Any] = {"num_blocks": 2 * tokens // BLOCK_TOKENS, "max_requests": 4, "max_context": tokens + 256}
+    times: dict[str, list[tuple[float, float]]] = {"cold": [], "memory": [], "disk": []}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(1 + rounds):
             manager = KVCacheManager(config, block_tokens=BLOCK_TOKENS, **sizes)

@@ -61,7 +61,7 @@ class Recipe:
 def first_state(recipe: Recipe, start: tuple[Tensors, Tensors] | None = None) -> dict[str, Any]:
     """Returns the training state at step 0, from random weights or from (trained, fixed) in `start`."""
     trained, fixed = first_weights(recipe.config, recipe.seed) if start is None else start
-    return dict(trained=trained, fixed=fixed, optimizer=_optimizer(recipe).init(trained), step=jnp.int32(0))
+    return {"trained": trained, "fixed": fixed, "optimizer": _optimizer(recipe).init(trained), "step": jnp.int32(0)}
 
 
 def batch(recipe: Recipe, text: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -122,18 +122,18 @@ def train_step(
     with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
         updates, optimizer = _optimizer(recipe).update(gradient, state["optimizer"], state["trained"])
     rate = recipe.learning_rate * jnp.minimum(20 * progress + 1e-2, 0.51 + 0.49 * jnp.cos(np.float32(np.pi) * progress))
-    new = dict(
-        trained=jax.tree.map(lambda value, update: value - rate * update, state["trained"], updates),
-        fixed=balanced(recipe.config, state["fixed"], after.expert_load, recipe.balance_rate),
-        optimizer=optimizer,
-        step=state["step"] + 1,
-    )
-    metrics |= dict(
-        bits=mean / np.float32(np.log(2)),
-        index_loss=after.index_loss,
-        gradient=jnp.sqrt(sum((jnp.sum(g * g) for g in gradient.values()), start=jnp.float32(0))),
-        load=jnp.max(after.expert_load) * recipe.config.n_routed_experts,
-    )
+    new = {
+        "trained": jax.tree.map(lambda value, update: value - rate * update, state["trained"], updates),
+        "fixed": balanced(recipe.config, state["fixed"], after.expert_load, recipe.balance_rate),
+        "optimizer": optimizer,
+        "step": state["step"] + 1,
+    }
+    metrics |= {
+        "bits": mean / np.float32(np.log(2)),
+        "index_loss": after.index_loss,
+        "gradient": jnp.sqrt(sum((jnp.sum(g * g) for g in gradient.values()), start=jnp.float32(0))),
+        "load": jnp.max(after.expert_load) * recipe.config.n_routed_experts,
+    }
     return new, metrics
 
 

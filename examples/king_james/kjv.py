@@ -13,7 +13,6 @@ import numpy as np
 
 BOS = 256
 EOS = 257  # every excerpt begins with BOS, every book ends with EOS
-SPECIALS = {"<bos>": BOS, "<eos>": EOS}
 VOCAB = 258
 
 VALIDATION = ("Judges", "Hebrews")  # choose the checkpoint

@@ -33,9 +33,9 @@ TEXT = (
 HEAD = """\
 # Gradients
 
-`scripts/gradients.py` wrote this page. It compares the gradient of the packaged model's cross-entropy on {tokens}
-bytes, in float32, for each of its {count} parameters that gradients train. A row is a parameter in all layers that
-have it, with the largest difference of any of them.
+`examples/king_james/gradients.py` wrote this page. It compares the gradient of the packaged model's cross-entropy on
+{tokens} bytes, in float32, for each of its {count} parameters that gradients train. A row is a parameter in all
+layers that have it, with the largest difference of any of them.
 
 * **Central differences** of the loss along random directions in format "plain", as a share of the gradient's norm: at
   most {finite:.1e} without indexers. Experts stay selected. Accuracy is lost where a gradient is small.
@@ -59,7 +59,7 @@ class Gradients:
     """Writes a page with the differences of the packaged model's gradients, in float32.
 
     For example:
-      python scripts/gradients.py --out docs/notes/gradients.md
+      python examples/king_james/gradients.py --out docs/notes/gradients.md
 
     Attributes:
       out: file of the page (Markdown).
@@ -115,7 +115,7 @@ def paged_forward(
     config: DSV4Config, ids: Int[np.ndarray, "S"], kv_format: str | KVFormat
 ) -> Callable[[Tensors, dict[int, Array] | None], tuple[Float[Array, "S V"], dict[int, Array]]]:
     """Returns a function of (parameters, {layer: experts [S, k]} or None) to (logits, {layer: experts})."""
-    sizes = dict(num_blocks=-(-len(ids) // 128), max_requests=1, max_context=-(-len(ids) // 128) * 128)
+    sizes = {"num_blocks": -(-len(ids) // 128), "max_requests": 1, "max_context": -(-len(ids) // 128) * 128}
     manager = KVCacheManager(config, kv_format=kv_format, dtype=jnp.float32, **sizes)
     batch = manager.prepare_forward({manager.admit(ids): ids}, prefill_size=len(ids))
     cache = manager.init_cache()
@@ -167,7 +167,7 @@ def compare(config: DSV4Config, tensors: Tensors, ids: Int[np.ndarray, "S1"], di
     trained, fixed = apart(tensors)
     inputs = ids[:-1]
     targets = ids[1:]
-    formats = dict(dense="plain", v4="v4", fake_quant=FakeQuantFormat())
+    formats = {"dense": "plain", "v4": "v4", "fake_quant": FakeQuantFormat()}
     forward = {name: paged_forward(config, inputs, kv_format) for name, kv_format in formats.items()}
 
     def paged(trained, name):
@@ -186,9 +186,11 @@ def compare(config: DSV4Config, tensors: Tensors, ids: Int[np.ndarray, "S1"], di
 
     on = jnp.bool_(True)
     off = jnp.bool_(False)
-    references = dict(
-        dense=dense(trained, off, off)[1], v4=dense(trained, on, on)[1], fake_quant=dense(trained, on, off)[1]
-    )
+    references = {
+        "dense": dense(trained, off, off)[1],
+        "v4": dense(trained, on, on)[1],
+        "fake_quant": dense(trained, on, off)[1],
+    }
     gradients = {}
     experts = None
     for name in formats:

@@ -49,7 +49,7 @@ Like the repository's code: Apache-2.0.
 
 ## How to repeat it
 
-`scripts/train_tiny.py` with seed {seed}; `--help` says how to get the text. AdamW, peak learning rate
+`examples/king_james/train_tiny.py` with seed {seed}; `--help` says how to get the text. AdamW, peak learning rate
 {learning_rate:g}, weight decay {weight_decay:g}, dropout {dropout:g}; the indexer learns from
 the attention it selects for (KL), experts are balanced by their routers' biases, without a loss. From
 {quantize_from:.0%} of the steps on, weights are rounded as they are stored here, the cache as in format
@@ -57,7 +57,7 @@ the attention it selects for (KL), experts are balanced by their routers' biases
 """
 _PLANTED = """
 In {needles:.0%} of the rows pairs of a key and a value, such as QXK4821, stood between words,
-with {questions} questions about them at distances up to the row's {length} bytes (scripts/needles.py).
+with {questions} questions about them at distances up to the row's {length} bytes (examples/king_james/needles.py).
 """
 
 
@@ -86,21 +86,23 @@ def write_card(
     fields = dataclasses.asdict(recipe) | _architecture(recipe.config)
     card = _CARD.format_map(
         fields
-        | dict(
-            parameters=sum(value.size for value in tensors.values()),
-            megabytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6,
-            bits=bits.mean(),
-            held_out_bytes=bits.size,
-            excerpt=bits.shape[1],
-            by_place="; ".join(f"from byte {low}: {value:.3f}" for low, value in bits_by_place(bits).items()),
-            validation=best["validation"],
-            unit="digit asked for" if recipe.needles else "byte",
-            best_step=best["step"],
-            steps=steps,
-            minutes=lines[-1]["seconds"] / 60,
-            data=_KING_JAMES if text == "bible.data" else f"`{text}`; its last tenth is validation and held-out text.",
-            planted=_PLANTED.format_map(fields) if recipe.needles else "",
-        )
+        | {
+            "parameters": sum(value.size for value in tensors.values()),
+            "megabytes": sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6,
+            "bits": bits.mean(),
+            "held_out_bytes": bits.size,
+            "excerpt": bits.shape[1],
+            "by_place": "; ".join(f"from byte {low}: {value:.3f}" for low, value in bits_by_place(bits).items()),
+            "validation": best["validation"],
+            "unit": "digit asked for" if recipe.needles else "byte",
+            "best_step": best["step"],
+            "steps": steps,
+            "minutes": lines[-1]["seconds"] / 60,
+            "data": _KING_JAMES
+            if text == "bible.data"
+            else f"`{text}`; its last tenth is validation and held-out text.",
+            "planted": _PLANTED.format_map(fields) if recipe.needles else "",
+        }
     )
     (folder / "README.md").write_text(card)
 
@@ -109,15 +111,15 @@ def _architecture(config: DSV4Config) -> dict[str, Any]:
     """Returns the fields of the card that describe the model."""
     kinds = {kind.replace("_", " "): config.layer_types.count(kind) for kind in dict.fromkeys(config.layer_types)}
     rates = sorted({spec.compress_rate for spec in config.layers} - {0})
-    return dict(
-        layers=", ".join(f"{count} {kind}" for kind, count in kinds.items()),
-        window=config.sliding_window,
-        rates=" and ".join(map(str, rates)) or "no",
-        index_topk=config.index_topk,
-        experts=config.n_routed_experts,
-        experts_per_token=config.num_experts_per_tok,
-        streams=config.hc_mult,
-    )
+    return {
+        "layers": ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
+        "window": config.sliding_window,
+        "rates": " and ".join(map(str, rates)) or "no",
+        "index_topk": config.index_topk,
+        "experts": config.n_routed_experts,
+        "experts_per_token": config.num_experts_per_tok,
+        "streams": config.hc_mult,
+    }
 
 
 def plot_curve(path: Path, lines: list[dict[str, Any]], held_out: float) -> None:

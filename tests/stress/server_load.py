@@ -32,7 +32,7 @@ DRAFTS = 2
 BLOCKS = 56  # too few for 16 long requests
 TOKEN_BUDGET = SLOTS * (1 + DRAFTS)
 SAMPLING = SamplingParams(0.8, 0, 0.95)
-TEXT = Path(__file__).parents[1] / "README.md"
+TEXT = Path(__file__).parents[2] / "README.md"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Load:
             # A byte is a token. Every second prompt shares its beginning with others.
             begin = 0 if i % 2 else int(rng.integers(len(text) - size))
             leaves = int(rng.integers(0, limit)) if rng.random() < self.disconnecting else None
-            requests.append(dict(prompt=text[begin : begin + size], max_tokens=limit, seed=i, leaves=leaves))
+            requests.append({"prompt": text[begin : begin + size], "max_tokens": limit, "seed": i, "leaves": leaves})
         return requests
 
 
@@ -96,8 +96,13 @@ async def drive(connect: dict[str, Any], model: str, load: Load) -> dict[str, An
         start = time.perf_counter()
         first = 0.0
         count = 0
-        options: dict[str, Any] = dict(temperature=SAMPLING.temperature, top_p=SAMPLING.top_p, seed=seed, stream=True)
-        more = dict(logprobs=0, extra_body=dict(ignore_eos=True))
+        options: dict[str, Any] = {
+            "temperature": SAMPLING.temperature,
+            "top_p": SAMPLING.top_p,
+            "seed": seed,
+            "stream": True,
+        }
+        more = {"logprobs": 0, "extra_body": {"ignore_eos": True}}
         stream = await client.completions.create(model=model, prompt=prompt, max_tokens=max_tokens, **options, **more)
         async with stream:
             async for event in stream:
@@ -126,7 +131,7 @@ async def drive(connect: dict[str, Any], model: str, load: Load) -> dict[str, An
         await asyncio.gather(*(work(client) for _ in range(load.concurrency)))
         seconds = time.perf_counter() - start
         watching.cancel()
-    return dict(texts=texts, first_token=first_token, token=per_token, seconds=seconds, memory=memory)
+    return {"texts": texts, "first_token": first_token, "token": per_token, "seconds": seconds, "memory": memory}
 
 
 class _Silent:
@@ -163,17 +168,22 @@ def left_over(engine: Engine) -> dict[str, int]:
     engine.prefix.evict(schema.num_blocks)
     slots = schema.max_requests - engine.manager.free_slots
     blocks = schema.num_blocks - engine.manager.free_blocks
-    return dict(lost_slots=slots, lost_blocks=blocks)
+    return {"lost_slots": slots, "lost_blocks": blocks}
 
 
 def summary(seconds: list[float]) -> dict[str, float]:
     """Returns the median and the 95th percentile in milliseconds."""
     cuts = statistics.quantiles(seconds, n=20, method="inclusive")
-    return dict(p50=round(1e3 * cuts[9], 1), p95=round(1e3 * cuts[18], 1))
+    return {"p50": round(1e3 * cuts[9], 1), "p95": round(1e3 * cuts[18], 1)}
 
 
 def _manager():
-    sizes = dict(max_requests=SLOTS, max_context=CONTEXT, block_tokens=BLOCK_TOKENS, max_query_tokens=1 + DRAFTS)
+    sizes = {
+        "max_requests": SLOTS,
+        "max_context": CONTEXT,
+        "block_tokens": BLOCK_TOKENS,
+        "max_query_tokens": 1 + DRAFTS,
+    }
     return KVCacheManager(read_config(packaged_checkpoint()), num_blocks=BLOCKS, **sizes)
 
 
@@ -186,7 +196,7 @@ def _serve(pipe):
     # Checksums on: a block that changed in the cache fails the request that reads it.
     prefix = PrefixCache(manager, key="king_james", debug=True)
     # In programs of several sizes, the last bit of a logit would depend on other requests.
-    options: dict[str, Any] = dict(token_budget=TOKEN_BUDGET, batch_invariant=True)
+    options: dict[str, Any] = {"token_budget": TOKEN_BUDGET, "batch_invariant": True}
     engine = Engine(model, manager, drafter=PromptLookup(), prefix=prefix, **options)
     app = create_app(AsyncEngine(engine, max_waiting=256), read_tokenizer(packaged_checkpoint()), ServerOptions("tiny"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -196,7 +206,7 @@ def _serve(pipe):
     acceptance = round(engine.metrics.acceptance, 4)
     names = "finished cancelled failed waits preemptions restarts steps prompt_tokens generated_tokens compilations"
     counts = {name: metrics[name] for name in names.split()}
-    pipe.send(counts | dict(acceptance=acceptance, hit_tokens=prefix.metrics.hit_tokens))
+    pipe.send(counts | {"acceptance": acceptance, "hit_tokens": prefix.metrics.hit_tokens})
     pipe.send(left_over(engine))
 
 
@@ -212,7 +222,7 @@ def main(load: Load, out: Path | None = None) -> None:
     process = context.Process(target=_serve, args=(theirs,))
     process.start()
     url = f"http://127.0.0.1:{pipe.recv()}"
-    connect = dict(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
+    connect = {"base_url": f"{url}/v1", "api_key": "none", "max_retries": 0, "timeout": 600}
     with openai.OpenAI(**connect) as client:  # returns when all programs are compiled
         client.completions.create(model="tiny", prompt=TEXT.read_text()[:200], max_tokens=8)
     got = asyncio.run(drive(connect, "tiny", load))
@@ -238,10 +248,10 @@ def main(load: Load, out: Path | None = None) -> None:
         generated_tokens_per_second=round(counts["generated_tokens"] / got["seconds"], 1),
         batch_invariant=True,
         wrong_texts=count_wrong(load, got["texts"], expected),
-        memory_mib=dict(
-            third_quarter=round(statistics.mean(second_half[:middle]) / 2**20, 1),
-            fourth_quarter=round(statistics.mean(second_half[middle:]) / 2**20, 1),
-        ),
+        memory_mib={
+            "third_quarter": round(statistics.mean(second_half[:middle]) / 2**20, 1),
+            "fourth_quarter": round(statistics.mean(second_half[middle:]) / 2**20, 1),
+        },
         engine=counts,
         **lost,
     )

@@ -22,7 +22,7 @@ import tyro
 from dsv4_jax.bench.reports import write_report
 
 
-TEXT = Path(__file__).parents[1] / "README.md"
+TEXT = Path(__file__).parents[2] / "README.md"
 MEBIBYTE = 2**20
 COUNTERS = ("finished", "cancelled", "failed", "generated_tokens", "prefix_blocks", "compilations")
 
@@ -74,16 +74,16 @@ def sample() -> dict[str, Any]:
     gc.collect()
     objects = gc.get_objects()
     types = collections.Counter(f"{type(item).__module__}.{type(item).__qualname__}" for item in objects)
-    return dict(
-        resident=pages * 4096,
-        malloc_in_use=heap.uordblks + heap.hblkhd,
-        malloc_free=heap.fordblks,
-        python_objects=len(objects),
-        jax_arrays=len(arrays),
-        jax_bytes=sum(array.nbytes for array in arrays),
-        threads=threading.active_count(),
-        types=dict(types.most_common(300)),
-    )
+    return {
+        "resident": pages * 4096,
+        "malloc_in_use": heap.uordblks + heap.hblkhd,
+        "malloc_free": heap.fordblks,
+        "python_objects": len(objects),
+        "jax_arrays": len(arrays),
+        "jax_bytes": sum(array.nbytes for array in arrays),
+        "threads": threading.active_count(),
+        "types": dict(types.most_common(300)),
+    }
 
 
 def _serve(pipe, port, context):
@@ -112,8 +112,8 @@ async def drive(url: str, load: Load, take_sample: Any, record: Any) -> None:
         # A byte is a token. Every second prompt shares its beginning with others.
         begin = 0 if number % 2 else int(rng.integers(len(text) - size))
         events = int(rng.integers(0, limit)) if rng.random() < load.disconnecting else None
-        body = dict(model="king_james", prompt=text[begin : begin + size], max_tokens=limit, seed=number)
-        body |= dict(stream=True, logprobs=2)
+        body = {"model": "king_james", "prompt": text[begin : begin + size], "max_tokens": limit, "seed": number}
+        body |= {"stream": True, "logprobs": 2}
         with contextlib.suppress(httpx2.HTTPError):  # the server's counters tell how requests ended
             async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
                 async for line in response.aiter_lines():
@@ -128,7 +128,7 @@ async def drive(url: str, load: Load, take_sample: Any, record: Any) -> None:
                 page = (await client.get(f"{url}/metrics")).text
                 found = dict(re.findall(r"^dsv4_jax_(\w+) (\S+)$", page, re.MULTILINE))
                 counts = {name: int(float(found.get(f"{name}_total", found.get(name, 0)))) for name in COUNTERS}
-                record(dict(seconds=round(seconds), sent=sent) | counts | await asyncio.to_thread(take_sample))
+                record({"seconds": round(seconds), "sent": sent} | counts | await asyncio.to_thread(take_sample))
                 count += 1
             if len(running) < load.concurrency:
                 running.add(task := asyncio.create_task(send(client, sent)))
@@ -160,7 +160,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
         above.plot(minutes, np.asarray(samples[name]) / MEBIBYTE, label=label)
     above.set(ylabel="MiB", ylim=(0, None), title=f"A server's memory, {samples['sent'][-1]:,} requests")
     above.legend(loc="lower right")
-    labels = dict(python_objects="Python objects", jax_arrays="JAX arrays", prefix_blocks="blocks of prefixes")
+    labels = {"python_objects": "Python objects", "jax_arrays": "JAX arrays", "prefix_blocks": "blocks of prefixes"}
     for name, label in labels.items():
         counts = np.asarray(samples[name])
         below.plot(minutes, counts / counts.max(), label=f"{label} (most: {counts.max():,})")
@@ -204,7 +204,7 @@ def main(load: Load, out: Path | None = None, picture: Path | None = None) -> No
     def record(new):
         samples.append(new)
         columns = {name: [item[name] for item in samples] for name in new if name != "types"}
-        report = dict(load=dataclasses.asdict(load), grown_types=grown(samples), samples=columns)
+        report = {"load": dataclasses.asdict(load), "grown_types": grown(samples), "samples": columns}
         rich.print({name: value for name, value in new.items() if name != "types"})
         if out is not None:
             write_report(out, report)

@@ -57,16 +57,16 @@ async def measure(url: str, streams: int, prompt_tokens: int, new_tokens: int) -
     """
     with urllib.request.urlopen(f"{url}/v1/models") as response:
         model = json.load(response)["data"][0]["id"]
-    body = dict(model=model, stream=True, max_tokens=new_tokens, temperature=0, ignore_eos=True)
-    body |= dict(stream_options=dict(include_usage=True))
+    body = {"model": model, "stream": True, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+    body |= {"stream_options": {"include_usage": True}}
     begin = time.perf_counter()
     target = urllib.parse.urlsplit(url)
     prompts = [[5 + (7 * i + j) % 200 for j in range(prompt_tokens)] for i in range(streams)]
-    found = await asyncio.gather(*(read_stream(target, body | dict(prompt=prompt)) for prompt in prompts))
+    found = await asyncio.gather(*(read_stream(target, body | {"prompt": prompt}) for prompt in prompts))
     times = [1e3 * (last - first) / (tokens - 1) for first, last, tokens, _ in found]
-    result = dict(milliseconds=statistics.mean(times), slowest=max(times))
-    result |= dict(first=1e3 * statistics.median(first - begin for first, *_ in found))
-    return result | dict(events=sum(events for *_, events in found) / sum(tokens for _, _, tokens, _ in found))
+    result = {"milliseconds": statistics.mean(times), "slowest": max(times)}
+    result |= {"first": 1e3 * statistics.median(first - begin for first, *_ in found)}
+    return result | {"events": sum(events for *_, events in found) / sum(tokens for _, _, tokens, _ in found)}
 
 
 def main(

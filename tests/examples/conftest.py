@@ -1,0 +1,19 @@
+"""The programs of the example import one another by bare names, as they do when run."""
+
+import sys
+
+import jax
+import pytest
+
+from tests.paths import DATA
+
+
+sys.path.insert(0, str(DATA.parents[1] / "examples" / "king_james"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """A training step takes far longer to compile than to run here."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
