@@ -249,8 +249,8 @@ class StepRunner:
         for count, has_grammars in self._kinds_of_steps():
             request = _request_of_zeros(self._manager, count)
             launched, *step = self._prepare(Schedule.of([request], [request.tokens]), has_grammars=has_grammars)
-            masks = None if launched.draw is None else self._token_masks(launched)
-            steps.append((cache, launched, *step, masks))
+            masks = self._token_masks(launched) if logits_step in step else None
+            steps.append((cache, launched, masks, *step))
             self._manager.release(request.slot)
         threads = ThreadPoolExecutor(len(steps), "compile-steps")
         try:
@@ -258,14 +258,12 @@ class StepRunner:
         finally:
             threads.shutdown(wait=False)
 
-    def _compile(self, cache, launched, function, args, options, masks):
-        """Compiles the program of a step; on one device also that of its drawing, if `masks` come later."""
+    def _compile(self, cache, launched, masks, function, args, options):
+        """Compiles the program of a step; on one device also that of its drawing, if tokens are drawn later."""
         self.model.prepare(function, cache, *args, **options)
         if masks is not None and self._manager.devices.mesh is None:
             logits = np.zeros((len(masks), self._manager.schema.config.vocab_size), np.float32)
-            batch, rows, _ = args
-            drawing = launched.draw.keywords["drawing"]
-            draw_step(jax.device_put(logits), batch, rows, *drawing, masks, self._processor)
+            draw_step(jax.device_put(logits), launched.batch, *launched.drawing, masks, self._processor)
 
 
 def _request_of_zeros(manager, count):
