@@ -19,6 +19,7 @@ def test_shapes_of_a_model_with_drafts():
     assert counts[0] == counts[1] > 0
 
 
+@pytest.mark.slow
 def test_times_every_case_and_writes_json(run, tmp_path):
     path = tmp_path / "times.json"
     out = run("bench", "ops", "--calls", "1", "--json", path)

@@ -35,6 +35,7 @@ def through_orbax(folder, state, target):
     return target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [random_model, quantized_model])
 def test_a_restored_model_is_the_saved_one(make, tmp_path):
     model = make(0)
@@ -44,6 +45,7 @@ def test_a_restored_model_is_the_saved_one(make, tmp_path):
     chex.assert_trees_all_equal_shapes_and_dtypes(restored, state)
 
 
+@pytest.mark.slow
 def test_a_model_is_restored_onto_a_mesh(tmp_path):
     model = random_model(0)
     mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
