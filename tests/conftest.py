@@ -33,22 +33,19 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-# The folders of `-m quick`: formats, cache and its host side. They take 240 s of one core.
-QUICK = ("tests/cache/", "tests/host/", "tests/quant/")
-NOT_QUICK = ("slow", "gpu", "aot")
 SHARING = ("tests/decode/", "tests/engine/")  # folders whose files share a model, and so its programs
 
 
 def pytest_report_header(config):
-    if not config.option.markexpr or config.option.markexpr == "not gpu and not slow":
-        return "all tests take 13 to 30 minutes on two cores; -m quick selects the short ones"
+    if config.option.markexpr == "not gpu and not slow and not aot":
+        return "about seven minutes on two cores; -m full runs every test that needs no GPU"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.nodeid.startswith(QUICK) and not any(map(item.get_closest_marker, NOT_QUICK)):
-            item.add_marker("quick")
+        if not item.get_closest_marker("gpu"):
+            item.add_marker("full")
 
 
 @pytest.fixture(autouse=True, scope="module")

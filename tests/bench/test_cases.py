@@ -33,6 +33,7 @@ def test_cases_have_the_bytes_and_operations_of_the_files(name):
         assert case.flops == row.get("operations", case.flops)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_format", ["v4", "per_entry"])
 def test_every_op_takes_the_arrays_of_its_cases(kv_format):
     """At the sizes of V4-Flash, without making an array; an updated state is the next call's."""

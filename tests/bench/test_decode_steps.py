@@ -31,6 +31,7 @@ def steps_of(config, requests, tokens=1, drafts=0, mesh=None):
     return RandomSteps(CompiledModel(abstract_model(config, mesh)), manager, requests, tokens, drafts)
 
 
+@pytest.mark.slow
 def test_measures_and_writes_json_and_a_picture(run, tmp_path):
     """A step of one token, one that verifies two drafts, and one that also makes them."""
     table = tmp_path / "steps.json"
@@ -271,6 +272,7 @@ def test_titles_name_the_model_that_ran(monkeypatch, tmp_path):
     assert titles == [f"Layers of {model}, chunks of a prompt, cpu" for model in ("a tiny model", "V4-Flash")]
 
 
+@pytest.mark.slow
 def test_layers_of_each_kind(run, tmp_path, monkeypatch):
     config = read_config(packaged_checkpoint()).with_layers([LayerSpec(), LayerSpec.hca()])
     monkeypatch.setattr(decode_steps, "measured_config", lambda *_: config)

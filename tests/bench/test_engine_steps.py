@@ -14,6 +14,7 @@ from dsv4_jax.expert_pages import ExpertMemory, program_bytes
 from tests.expert_pages.cpu_memory import CpuMemory
 
 
+@pytest.mark.slow
 def test_prompts_and_decode_steps(run, tmp_path, monkeypatch):
     monkeypatch.setattr(engine_steps, "LOOP_STEPS", 2)
     monkeypatch.setattr(EngineOptions, "steps", 4)

@@ -9,6 +9,7 @@ from dsv4_jax.cli import main
 from dsv4_jax.cli.bench_command import OPS
 
 
+@pytest.mark.slow
 def test_times_every_case_and_writes_json(run, tmp_path):
     path = tmp_path / "times.json"
     out = run("bench", "ops", "--calls", "1", "--json", path)

@@ -11,6 +11,7 @@ from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.decode import program_store
 
 
+@pytest.mark.slow
 def test_measures_each_kind_and_all_layers_together(run, tmp_path, monkeypatch):
     config = read_config(packaged_checkpoint()).with_layers([LayerSpec(), LayerSpec.hca(), LayerSpec.hca()])
     monkeypatch.setattr(prefill, "measured_config", lambda *_: config)

@@ -51,7 +51,7 @@ class LifeMachine(RuleBasedStateMachine):
         self.life.drain()
 
 
-LifeMachine.TestCase.settings = settings(max_examples=12, stateful_step_count=24, deadline=None)
+LifeMachine.TestCase.settings = settings(max_examples=6, stateful_step_count=24, deadline=None)
 TestAnyLife = LifeMachine.TestCase
 
 
@@ -66,17 +66,18 @@ TestAnyLifeOnAMesh = pytest.mark.slow(MeshLifeMachine.TestCase)
 TestAnyLifeOnAMesh.settings = settings(max_examples=4, stateful_step_count=24, deadline=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "changes"),
     [
         (SMALL, dict(kv_format="per_entry")),
-        pytest.param(SMALL, dict(**LARGER, mesh=dict(data=2, model=2)), marks=pytest.mark.slow),
-        pytest.param(SMALL, dict(**LARGER, mesh=dict(data=2, model=2), context_parallel=True), marks=pytest.mark.slow),
-        pytest.param(SMALL, dict(kv_format="plain", dtype=jnp.float32, max_query_tokens=1), marks=pytest.mark.slow),
-        pytest.param(CONFIG, dict(), marks=pytest.mark.slow),
-        pytest.param(config_of(CSA, WINDOW), dict(max_query_tokens=6), marks=pytest.mark.slow),
-        pytest.param(config_of(HCA), dict(), marks=pytest.mark.slow),
-        pytest.param(config_of(WINDOW), dict(), marks=pytest.mark.slow),
+        (SMALL, dict(**LARGER, mesh=dict(data=2, model=2))),
+        (SMALL, dict(**LARGER, mesh=dict(data=2, model=2), context_parallel=True)),
+        (SMALL, dict(kv_format="plain", dtype=jnp.float32, max_query_tokens=1)),
+        (CONFIG, dict()),
+        (config_of(CSA, WINDOW), dict(max_query_tokens=6)),
+        (config_of(HCA), dict()),
+        (config_of(WINDOW), dict()),
     ],
     ids=["per_entry", "mesh", "context", "plain", "v4", "no HCA", "only HCA", "only windows"],
 )

@@ -73,6 +73,7 @@ def test_windows_of_one_token_need_no_state():
     chex.assert_trees_all_close(np.asarray(entries)[4, :5, :nope], normed[:5, :nope], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kv_format", "dtype"), [("plain", jnp.float32), ("v4", jnp.bfloat16)])
 def test_every_byte_is_the_naive_models(kv_format, dtype):
     manager = KVCacheManager(CONFIG, **SIZES, kv_format=kv_format, dtype=dtype)
@@ -101,6 +102,7 @@ def test_every_byte_is_the_naive_models(kv_format, dtype):
             reference.rewind(1, 2)
 
 
+@pytest.mark.slow
 def test_a_life_of_every_operation():
     """Forks, rewinds, prefix hits, offload, files and snapshots."""
     sizes = SIZES | dict(num_blocks=14, max_requests=4, max_context=256, kv_format="plain", dtype=jnp.float32)

@@ -213,7 +213,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.pair.check()
 
 
-CacheMachine.TestCase.settings = settings(max_examples=12, stateful_step_count=16, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=6, stateful_step_count=16, deadline=None)
 TestAnyLifeOfRequests = CacheMachine.TestCase
 
 

@@ -34,8 +34,8 @@ def values(folder):
     return {name: x.load().astype(np.float64) for name, x in join_scales(read_checkpoint(folder))[0].items()}
 
 
-@pytest.mark.parametrize("naming", ["release", "hybrid", "module"])
-@pytest.mark.parametrize("weights", ["bfloat16", "float32"])
+@pytest.mark.parametrize("naming", ["release", pytest.param("hybrid", marks=pytest.mark.slow), "module"])
+@pytest.mark.parametrize("weights", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_a_release_comes_back_bit_for_bit(tmp_path, weights, naming):
     save_release(load_checkpoint(FP8, DSV4Config.from_hf(FP8, mtp=True)), tmp_path / "old")
     convert_checkpoint(tmp_path / "old", tmp_path / "new", weights=weights, naming=naming, shard_bytes=10**6)

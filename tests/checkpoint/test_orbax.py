@@ -2,7 +2,6 @@
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -10,8 +9,6 @@ from flax import nnx
 
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.config import DSV4Config, LayerSpec
-from dsv4_jax.decode import decode_step
-from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn import DeepseekV4ForCausalLM, shardings
 from tests.paths import DATA
 
@@ -38,23 +35,17 @@ def through_orbax(folder, state, target):
     return target
 
 
-def logits(model, mesh=None):
-    manager = KVCacheManager(model.config, num_blocks=2, max_requests=1, max_context=128, mesh=mesh)
-    batch = manager.prepare_forward({manager.admit(): np.arange(24)})
-    return np.asarray(decode_step(model, manager.init_cache(), batch)[0])
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [random_model, quantized_model])
 def test_a_restored_model_is_the_saved_one(make, tmp_path):
     model = make(0)
-    graph, other = nnx.split(jax.tree.map(jnp.zeros_like, make(1)))
     state = nnx.state(model)
-    restored = through_orbax(tmp_path, state, other)
+    restored = through_orbax(tmp_path, state, jax.tree.map(np.zeros_like, state))
     chex.assert_trees_all_equal(restored, state)
     chex.assert_trees_all_equal_shapes_and_dtypes(restored, state)
-    np.testing.assert_array_equal(logits(nnx.merge(graph, restored)), logits(model))
 
 
+@pytest.mark.slow
 def test_a_model_is_restored_onto_a_mesh(tmp_path):
     model = random_model(0)
     mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
@@ -62,5 +53,3 @@ def test_a_model_is_restored_onto_a_mesh(tmp_path):
     restored = nnx.merge(graph, through_orbax(tmp_path, nnx.state(model), other))
     chex.assert_trees_all_equal(restored, model)
     assert [x.sharding for x in jax.tree.leaves(restored)] == jax.tree.leaves(shardings(model, mesh))
-    # Sums over two devices have another order, and a quantized row may round differently.
-    np.testing.assert_allclose(logits(restored, mesh), logits(model), rtol=0, atol=0.05)

@@ -206,6 +206,7 @@ def test_the_file_is_read_by_the_device_and_staging_memory_is_reused(monkeypatch
     assert len(sources) == 6 and len({id(x.base) for x in sources}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("weights", ["bfloat16", "quantized"])
 def test_loading_takes_the_result_and_a_layer(tmp_path, weights):

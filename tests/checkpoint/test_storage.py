@@ -42,7 +42,7 @@ def release():
     return load_all(FP8)
 
 
-@pytest.mark.parametrize("shard_bytes", [5 * 10**9, 10**6])
+@pytest.mark.parametrize("shard_bytes", [pytest.param(5 * 10**9, marks=pytest.mark.slow), 10**6])
 def test_what_was_read_is_written_back_unchanged(release, tmp_path, shard_bytes):
     save_release(release, tmp_path / "new", shard_bytes=shard_bytes)
     files = sorted(file.name for file in (tmp_path / "new").glob("*.safetensors"))
@@ -222,7 +222,7 @@ def test_scales_without_a_weight_are_extra(tmp_path):
     assert not problems and set(fused) == {"a.scale", "a.weight"}
 
 
-def test_ten_thousand_mutated_headers_give_the_same_values_or_an_error(tmp_path):
+def test_a_thousand_mutated_headers_give_the_same_values_or_an_error(tmp_path):
     """Data bytes stay as they are, so a tensor of the same name, dtype and shape must have the same values."""
     rng = np.random.default_rng(0)
     file = tmp_path / "x.safetensors"
@@ -239,7 +239,7 @@ def test_ten_thousand_mutated_headers_give_the_same_values_or_an_error(tmp_path)
     original = {name: (t.dtype, t.shape, t.load()) for name, t in join_scales(read_file(file))[0].items()}
     interesting = np.frombuffer(b'0123456789,:[]{}"\x00\xff FI', np.uint8)
     outcomes = {"read": 0, "refused": 0}
-    for _ in range(10_000):
+    for _ in range(1000):
         content = bytearray(good)
         for position in rng.integers(0, header, rng.integers(1, 4)):
             content[position] = rng.choice(interesting) if rng.random() < 0.8 else rng.integers(256)
@@ -257,7 +257,7 @@ def test_ten_thousand_mutated_headers_give_the_same_values_or_an_error(tmp_path)
         for name, tensor in found.items():
             if name in original and (tensor.dtype, tensor.shape) == original[name][:2]:
                 chex.assert_trees_all_equal(tensor.load(), original[name][2], custom_message=f"{name} {bytes(content)}")
-    assert min(outcomes.values()) > 100, outcomes
+    assert min(outcomes.values()) > 10, outcomes
 
 
 def test_save_refuses_before_it_writes(release, tmp_path):
@@ -279,7 +279,7 @@ def test_the_index_is_complete(release, tmp_path):
             assert index["weight_map"][name.removesuffix("scale") + "weight"] == file
 
 
-def test_two_thousand_mutated_indexes_give_the_same_values_or_an_error(tmp_path):
+def test_five_hundred_mutated_indexes_give_the_same_values_or_an_error(tmp_path):
     rng = np.random.default_rng(1)
     index = tmp_path / "model.safetensors.index.json"
     shards = {"model-1.safetensors": ["a", "b"], "model-2.safetensors": ["c"]}
@@ -291,7 +291,7 @@ def test_two_thousand_mutated_indexes_give_the_same_values_or_an_error(tmp_path)
     good = json.dumps(dict(metadata="0" * 200, weight_map=weight_map)).encode()
     interesting = np.frombuffer(b'12,:[]{}"./\\\x00\xff -abc', np.uint8)
     outcomes = {"read": 0, "refused": 0}
-    for _ in range(2000):
+    for _ in range(500):
         content = bytearray(good)
         for position in rng.integers(0, len(content), rng.integers(1, 4)):
             content[position] = rng.choice(interesting)
@@ -308,4 +308,4 @@ def test_two_thousand_mutated_indexes_give_the_same_values_or_an_error(tmp_path)
         assert found.keys() <= values.keys()
         for name, tensor in found.items():
             chex.assert_trees_all_equal(tensor.load(), values[name])
-    assert min(outcomes.values()) > 100, outcomes
+    assert min(outcomes.values()) > 20, outcomes

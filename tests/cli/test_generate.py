@@ -23,6 +23,7 @@ IDS = ["--checkpoint", TINY, "--max-new-tokens", "32"]
 WORDS = set("the of and in a to that is was he unto shall for his not be with they all him them it lord".split())
 
 
+@pytest.mark.slow
 def test_without_arguments_it_writes_english(run):
     out = run("generate")
     text = out[: out.index("128 new tokens on")]
@@ -77,6 +78,7 @@ def test_expert_parallel_want_a_mesh(refused):
     assert "--expert-parallel needs a mesh with more" in " ".join(refused("generate", "--expert-parallel").split())
 
 
+@pytest.mark.slow
 def test_streams_then_reports(run):
     out = run("generate", *IDS, "--ignore-eos")
     tokens, _, table = out.partition("\n")
@@ -107,6 +109,7 @@ def test_streams_then_reports(run):
     assert len(stopped) < 32
 
 
+@pytest.mark.slow
 def test_compilations_are_counted_and_not_timed(run):
     draw = ["generate", *IDS, "--prompt-ids", "5", "--temperature", "0.8", "--top-k", "20", "--top-p", "0.9"]
     draw += ["--max-new-tokens", "8", "--ignore-eos", "--json", "--cache-format", "per_entry"]
@@ -123,6 +126,7 @@ def test_compilations_are_counted_and_not_timed(run):
     assert again["compilations"] == other["compilations"] == 0
 
 
+@pytest.mark.slow
 def test_tokens_equal_transformers(run):
     golden = np.load(DATA / "hf_tiny" / "golden.npz")
     prompt = ",".join(map(str, golden["greedy_prompt"][0]))
@@ -203,6 +207,7 @@ def with_text(tmp_path_factory):
     return ["--checkpoint", folder, "--cache-format", "plain", "--dtype", "float32", "--max-new-tokens", "12"]
 
 
+@pytest.mark.slow
 def test_text_in_text_out(run, with_text):
     """The prompt is the default one, so that all runs share two programs."""
     text = "In the beginning"
@@ -267,6 +272,7 @@ def test_drafts_need_a_block_that_makes_them(refused):
     assert "leave out --n-best and --beams" in refused("generate", "--drafts", "1", *options)
 
 
+@pytest.mark.slow
 def test_random_weights_need_no_checkpoint(run, refused, one_layer, tmp_path):
     shutil.copy(one_layer / "config.json", tmp_path)
     options = "--random-weights", tmp_path, "--skew", 1, "--max-new-tokens", 8

@@ -30,6 +30,7 @@ def ids_file(golden, tmp_path):
     return tmp_path / "ids.npy"
 
 
+@pytest.mark.slow
 def test_scores_equal_transformers(run, golden, ids_file, tmp_path):
     how = ["--chunk", "16", "--decode-from", "33", "--layers"]
     table = run("score", *PLAIN, "--ids", ids_file, *how, "--out", tmp_path / "scores.npz")
@@ -53,6 +54,7 @@ def test_scores_equal_transformers(run, golden, ids_file, tmp_path):
         assert f"{value:.3f}" in table
 
 
+@pytest.mark.slow
 def test_without_layers_and_ending(run, golden, ids_file, tmp_path):
     run("score", *PLAIN, "--ids", ids_file, "--out", tmp_path / "scores")
     scores = np.load(tmp_path / "scores")
@@ -60,6 +62,7 @@ def test_without_layers_and_ending(run, golden, ids_file, tmp_path):
     chex.assert_trees_all_close(scores["logits"], golden["logits"], rtol=0, atol=LOGITS_TOLERANCE)
 
 
+@pytest.mark.slow
 def test_perplexity_alone_keeps_no_logits(run, refused, golden, ids_file, tmp_path, monkeypatch):
     table = run("score", *PLAIN, "--ids", ids_file, "--chunk", "16", "--out", tmp_path / "scores.npz")
     kept = []
@@ -140,6 +143,7 @@ def with_text(tmp_path):
     return ["score", "--checkpoint", folder, *PLAIN[2:], "--out", tmp_path / "scores.npz"]
 
 
+@pytest.mark.slow
 def test_text_is_scored_in_bits_per_byte(run, with_text, tmp_path):
     text = b"In the beginning\r\nGod created the heaven and the earth. And the earth was w"
     assert len(text) == 75

@@ -93,12 +93,12 @@ def test_a_profile_can_name_every_part_of_a_step():
 
 
 @pytest.mark.aot
-def test_no_copy_of_a_pool_in_a_step_with_kernels():
-    compile_in_process("""
+@pytest.mark.parametrize(("requests", "drafts"), [(1, 0), (8, 1), (1, 5)])
+def test_no_copy_of_a_pool_in_a_step_with_kernels(requests, drafts):
+    compile_in_process(f"""
 from tests.decode.test_h100_step import arguments, check_in_place, step
-for options in dict(), dict(drafts=1), dict(requests=1), dict(requests=1, drafts=5):
-    given = arguments(**options)
-    check_in_place(compile_for_h100("step", step, *given, donate_argnums=1), given[1])
+given = arguments({requests}, {drafts})
+check_in_place(compile_for_h100("step", step, *given, donate_argnums=1), given[1])
 """)
 
 

@@ -45,6 +45,7 @@ def test_requests_wait_for_slots_and_every_road_gives_the_same_tokens(model, man
     assert manager.free_slots == 3 and manager.free_blocks == 12
 
 
+@pytest.mark.slow
 def test_stop_tokens_end_a_request_and_are_returned(model, manager):
     free = generate(model, manager, PROMPTS[:2], max_new_tokens=6, sampling=WARM, seed=3, chunk=3)
     stop = free[0][2]
@@ -54,6 +55,7 @@ def test_stop_tokens_end_a_request_and_are_returned(model, manager):
     assert generate(model, manager, PROMPTS[:2], **sizes) == expected
 
 
+@pytest.mark.slow
 def test_the_device_loop_crosses_blocks_as_single_steps_do(model, manager):
     slot = manager.admit(num_tokens=90)
     cache = manager.init_cache()

@@ -171,6 +171,7 @@ print([event for event, more in events if "sample_step" in str(more)])
 """
 
 
+@pytest.mark.slow
 def test_another_process_neither_traces_nor_lowers(tmp_path):
     """A model's step: equal to the last bit, and the cache is donated."""
     env = os.environ | {FOLDER: str(tmp_path)}

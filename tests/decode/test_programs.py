@@ -26,6 +26,7 @@ def manager(one_layer):
     return make_manager(one_layer.config)
 
 
+@pytest.mark.slow
 def test_each_method_is_the_function_of_its_name(one_layer, manager):
     compiled = CompiledModel(one_layer)
     batch = manager.prepare_forward({manager.admit(): [5]})
@@ -47,6 +48,7 @@ def test_each_method_is_the_function_of_its_name(one_layer, manager):
         assert function._cache_size() == programs
 
 
+@pytest.mark.slow
 def test_a_module_takes_the_same_step(one_layer, manager):
     batch = manager.prepare_forward({manager.admit(): [5]})
     expected, _ = decode_step(one_layer, manager.init_cache(), batch)

@@ -31,6 +31,8 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+# They show what other tests check; README's example always runs.
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in PAGES if p.name != "README.md" and blocks(p, "python")], ids=name)
 def test_python_runs(page):
     scope = {"__name__": "page"}

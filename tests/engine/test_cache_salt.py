@@ -9,7 +9,7 @@ PROMPT = list(range(1, 60))
 
 
 def make(small, manager, **options):
-    return Engine(small[0], manager, token_budget=40, prefix=PrefixCache(manager, key="tiny"), **options)
+    return Engine(small[0], manager, token_budget=20, prefix=PrefixCache(manager, key="tiny"), **options)
 
 
 def finish(engine, request):

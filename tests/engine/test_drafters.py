@@ -24,6 +24,7 @@ from tests.paths import PACKAGED
 
 SPAN = 176  # of positions: every pair of phases of the HCA rate 16 (and so of 4) and of the rings of 8 + 3 rows
 WARM = SamplingParams(temperature=1.0)
+BUDGET = 20  # so that programs are those of other tests
 START = [131]  # prompts of up to four tokens run in the program of decode steps: one less to compile
 
 
@@ -47,7 +48,7 @@ def finish(engine):
 
 
 def engine_of(small, manager, text, count=0, right=0):
-    return Engine(small[0], manager, token_budget=12, drafter=Scripted(text, count, right))
+    return Engine(small[0], manager, token_budget=BUDGET, drafter=Scripted(text, count, right))
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def plain(request, texts):
 def draw(small, wide, sampling):
     """Returns `sampling`, the text of a request without drafts, and the log-probabilities of its tokens."""
     options = dict(max_new_tokens=SPAN + 3, sampling=sampling, seed=4)
-    engine = Engine(small[0], wide(), token_budget=12)
+    engine = Engine(small[0], wide(), token_budget=BUDGET)
     made = engine.add(START, **options)
     finish(engine)
     assert len(set(made.generated)) > 20  # a text that repeats itself would show little
@@ -79,8 +80,11 @@ def draw(small, wide, sampling):
 # Drawn tokens are verified as greedy ones are: each number of drafts is tried with one of both.
 @pytest.mark.parametrize(
     "plain,count",
-    [(SamplingParams(), 1), (SamplingParams(), 3), (WARM, 2)],
-    ids=["greedy-1", "greedy-3", "sampled-2"],
+    [
+        pytest.param(SamplingParams(), 1, id="greedy-1", marks=pytest.mark.slow),
+        pytest.param(SamplingParams(), 3, id="greedy-3"),
+        pytest.param(WARM, 2, id="sampled-2", marks=pytest.mark.slow),
+    ],
     indirect=["plain"],
 )
 def test_every_number_of_drafts_at_every_phase(small, wide, plain, count):
@@ -118,6 +122,7 @@ def test_a_stop_token_among_right_drafts_ends_the_request_there(small, wide, pla
     assert engine.manager.free_blocks == engine.manager.schema.num_blocks
 
 
+@pytest.mark.slow
 def test_sampling_keeps_the_target_distribution():
     """The second tokens of many seeds, verified against guesses that are right a third of the time, and without."""
     counts = []

@@ -352,15 +352,15 @@ def live_through(small, manager, blocks, monkeypatch, at, late):
     return [r.generated for r in requests], calls[0], engine.metrics
 
 
-@pytest.mark.parametrize("picks", [slice(5), pytest.param(slice(5, 8), marks=pytest.mark.slow)], ids=["some", "more"])
-def test_a_fault_at_any_host_step_leaves_a_whole_engine(small, wide, monkeypatch, picks):
+@pytest.mark.slow
+def test_a_fault_at_any_host_step_leaves_a_whole_engine(small, wide, monkeypatch):
     def run(at, late):
         return live_through(small, wide(9), 9, monkeypatch, at, late)
 
     want, calls, metrics = run(-1, False)
     assert metrics.preemptions > 0 and metrics.prefix.hits > 0 and metrics.drafted_tokens > 0
     assert want[3] == want[0][:9]
-    for n, at in enumerate(np.random.default_rng(3).permutation(calls)[picks]):
+    for n, at in enumerate(np.random.default_rng(3).permutation(calls)[:6]):
         got, _, metrics = run(at, late=bool(n % 2))
         assert got == want and metrics.restarts == 1
 

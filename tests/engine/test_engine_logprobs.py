@@ -84,6 +84,7 @@ def test_every_number_whatever_happens(monkeypatch):
     check_request(child)
 
 
+@pytest.mark.slow
 def test_with_drafts_of_the_device():
     """Some of them right: in the engine, and in the loop on the device."""
     config = dataclasses.replace(CONFIG, num_nextn_predict_layers=1)

@@ -186,6 +186,7 @@ def test_a_loop_on_the_device_and_the_next_one(expected, drafts):
     np.testing.assert_array_equal(processor.state["counts"], np.stack([s["counts"] for s in states]) + counted)
 
 
+@pytest.mark.slow
 def test_on_a_mesh(expected):
     """Each shard keeps the states of its own slots."""
     mesh = make_mesh(HALVES)

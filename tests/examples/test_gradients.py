@@ -1,10 +1,12 @@
 """Every parameter of a model learns: its gradients are those of central differences and of the dense cache."""
 
 import numpy as np
+import pytest
 from gradients import INDEXER, compare, page, table
 from tiny_model import TOY, first_weights
 
 
+@pytest.mark.slow
 def test_every_parameter_has_its_gradient():
     trained, fixed = first_weights(TOY, 0)
     ids = np.random.default_rng(0).integers(0, TOY.vocab_size, 4 * TOY.sliding_window + 1, dtype=np.int32)

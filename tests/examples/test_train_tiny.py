@@ -70,6 +70,7 @@ def paged_logits(model, ids, size):
     return np.concatenate(parts, axis=1)
 
 
+@pytest.mark.slow
 def test_the_dense_path_has_the_paged_caches_logits(toy, ids):
     cache = DenseCache.make(TOY, *ids.shape, kv_format="plain", dtype=jnp.float32)
     cache = dataclasses.replace(cache, select=jnp.bool_(True))
@@ -85,6 +86,7 @@ def test_the_dense_path_has_the_paged_caches_logits(toy, ids):
     assert np.abs(dense - others).max() > 0.01, "no selection took place"
 
 
+@pytest.mark.slow
 def test_equal_layers_in_a_loop_have_the_paged_caches_logits(ids):
     specs = [LayerSpec.csa(), LayerSpec.hca(16)] * 2
     config = dataclasses.replace(TOY, specs=tuple(specs), mlp_layer_types=("moe",) * 4)
@@ -99,6 +101,7 @@ def test_equal_layers_in_a_loop_have_the_paged_caches_logits(ids):
     chex.assert_trees_all_close(np.sum(after.expert_load, axis=1), np.ones(4), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_index_loss_is_a_weighted_mean_over_tokens(toy, ids):
     cache = DenseCache.make(TOY, *ids.shape, kv_format="plain", dtype=jnp.float32)
     some = np.zeros(ids.size, np.float32)
@@ -117,6 +120,7 @@ def test_refuses_a_length_that_is_no_multiple_of_the_window():
         DenseCache.make(TOY, 1, 60)
 
 
+@pytest.mark.slow
 def test_a_blocks_losses_are_of_the_drafts_that_decoding_makes():
     """Three passes over whole sequences are, at any token, three steps after it; but for wrong drafts, see there."""
     config = dataclasses.replace(TOY, num_nextn_predict_layers=1)

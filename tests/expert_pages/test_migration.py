@@ -93,6 +93,7 @@ def expected(plain):
     return run(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_device", [0, 5])
 def test_an_engine_computes_the_same_bits_while_experts_move(folder, expected, on_device):
     model = load(folder, on_device)
@@ -111,6 +112,7 @@ def test_an_engine_computes_the_same_bits_while_experts_move(folder, expected, o
     assert on_host.sum() == LAYERS * (EXPERTS - on_device)
 
 
+@pytest.mark.slow
 def test_experts_of_dspark_layers_are_counted_and_moved():
     config = CONFIG.with_layers([LayerSpec()]).with_dspark(markov_rank=32)
     config = dataclasses.replace(config, dspark=dataclasses.replace(config.dspark, num_layers=1))
@@ -132,6 +134,7 @@ def test_experts_of_dspark_layers_are_counted_and_moved():
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_loop_on_the_device_generates_the_same_tokens(folder, expected):
     (results, _), _ = expected
     options = dict(max_new_tokens=8, drafts=2, chunk=8)

@@ -30,33 +30,32 @@ def logits(*specs, sliding_window=16, index_topk=16, chunks=(21, 22, 23)):
     return np.stack(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("specs", "sizes"),
-    [
-        ((LayerSpec(window=5), LayerSpec.csa(2, window=5)), dict(sliding_window=5)),
-        ((LayerSpec(window=24), LayerSpec.csa(2, window=24)), dict(sliding_window=24)),
-        ((LayerSpec(), LayerSpec.csa(2, index_topk=3)), dict(index_topk=3)),
-    ],
-    ids=["shorter", "longer", "topk"],
+    ("window", "index_topk"), [(5, None), (24, None), (None, 3)], ids=["shorter", "longer", "topk"]
 )
-def test_layers_with_sizes_of_their_own_compute_what_a_model_of_these_sizes_does(specs, sizes):
+def test_layers_with_sizes_of_their_own_compute_what_a_model_of_these_sizes_does(window, index_topk):
+    specs = LayerSpec(window=window), LayerSpec.csa(2, window=window, index_topk=index_topk)
+    sizes = dict(index_topk=index_topk) if window is None else dict(sliding_window=window)
     np.testing.assert_array_equal(logits(*specs), logits(*LAYERS, **sizes))
     assert np.abs(logits(*specs) - logits(*LAYERS)).max() > 0.01
 
 
+@pytest.mark.slow
 def test_layers_of_one_model_may_have_different_windows():
     others = [logits(*LAYERS), logits(*LAYERS, sliding_window=5)]
     mixed = logits(LayerSpec(window=5), LAYERS[1])
     assert min(np.abs(mixed - other).max() for other in others) > 0.01
 
 
+@pytest.mark.slow
 def test_an_entry_may_have_one_token():
     """Such a layer keeps no window of a compressor open; a prompt and single tokens store the same entries."""
     rows = [logits(LayerSpec.hca(1), LayerSpec.csa(1), chunks=chunks)[-1] for chunks in ((21, 22, 23), (3, 4, 5))]
     np.testing.assert_allclose(*rows, rtol=1e-4, atol=1e-4)  # float32 sums of programs of different shapes
 
 
-@pytest.mark.parametrize("group", ["csa4", "other"])
+@pytest.mark.parametrize("group", ["csa4", pytest.param("other", marks=pytest.mark.slow)])
 def test_a_selection_of_another_layer_never_reads_what_an_earlier_request_left(group):
     """Entries of one rate exist at the same time, in whichever group: a used cache gives a clean one's logits."""
     config = DSV4Config.small([LayerSpec.csa(), LayerSpec.csa(group=group, selection=0)], index_topk=8)

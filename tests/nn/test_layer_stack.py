@@ -146,10 +146,12 @@ def assert_equal_steps(model, layers, batches=BATCHES):
         chex.assert_trees_all_equal(cache, expected_cache)
 
 
+@pytest.mark.slow
 def test_a_loop_gives_what_its_layers_give_one_by_one(model):
     assert_equal_steps(model, list(model.model.layers))
 
 
+@pytest.mark.slow
 def test_chosen_values_of_chosen_layers(model):
     cache = fresh_cache(model.config)
     _, everything, _ = model.record(cache, BATCHES[0])
@@ -224,6 +226,7 @@ def test_views_write_codes_and_scales():
         parameter_views(model)[path].set_value(jnp.zeros(old.shape))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_gradients_are_those_of_separate_layers(repeating, remat):
     model = DeepseekV4ForCausalLM(repeating, jnp.float32)
@@ -287,6 +290,7 @@ def replace_down_projections(model, make):
     return layers
 
 
+@pytest.mark.slow
 def test_modules_of_users_in_a_loop(model):
     model = copy(model)
     layers = replace_down_projections(model, lambda number, base: LowRank(base, nnx.Rngs(number)))
@@ -316,6 +320,7 @@ class Watched(nnx.Module):
         return self.dropout(self.base(x))
 
 
+@pytest.mark.slow
 def test_state_of_modules_in_a_loop_is_kept_by_layer(model):
     """Values that a module sows, and the counters of its random numbers."""
     model = copy(model)

@@ -26,6 +26,11 @@ def poison(struct, *leading):
     return jax.tree.map(fill, struct)
 
 
+# Programs of the codecs: one by one, their operations are a hundred programs to compile.
+encode = jax.jit(lambda codec, values: codec.encode(values), static_argnums=0)
+decode = jax.jit(lambda codec, rows, *dtype: codec.decode(rows, *dtype), static_argnums=(0, 2))
+
+
 def swa_view(fmt, *, layers=2, slots=3, ring=8, window=8, layer=1):
     codec = fmt.window(NOPE, ROPE)
     return SWAView(poison(codec.struct, layers, slots, ring), ints(layer), window, codec)

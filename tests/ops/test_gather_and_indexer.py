@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dsv4_jax import ops
-from tests.ops.pools import DIM, FORMATS, INDEX, classical_view, indexer_view, ints, same_bytes
+from tests.ops.pools import DIM, FORMATS, INDEX, classical_view, decode, encode, indexer_view, ints, same_bytes
 
 
 topk = jax.jit(ops.indexer_topk, static_argnums=2)
@@ -20,24 +20,26 @@ def filled(view, values):
     slots = np.repeat(np.arange(values.shape[0]), values.shape[1])
     entries = np.tile(np.arange(values.shape[1]), values.shape[0])
     flat = jnp.asarray(values.reshape(-1, values.shape[-1]), jnp.bfloat16)
-    return view.write(ints(slots), ints(entries), jnp.ones(len(slots), bool), flat)
+    write = jax.jit(lambda view, *args: view.write(*args))
+    return write(view, ints(slots), ints(entries), jnp.ones(len(slots), bool), flat)
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 def test_gathers_return_what_was_written(fmt):
     values = np.random.default_rng(0).standard_normal((3, 13, DIM)).astype(jnp.bfloat16)
     view = filled(classical_view(fmt), values)
-    stored = np.asarray(view.codec.decode(view.codec.encode(jnp.asarray(values)), jnp.bfloat16))
+    stored = np.asarray(decode(view.codec, encode(view.codec, jnp.asarray(values)), jnp.bfloat16))
     indices = np.array([[0, 12, -1, 5], [3, 3, 1, -1], [-1, -1, -1, -1], [2, 0, 1, 4]])
     slots = [2, 0, 1, -1]
-    got, valid = ops.gather_compressed_kv(view, ints(indices), ints(slots))
+    got, valid = jax.jit(ops.gather_compressed_kv)(view, ints(indices), ints(slots))
     want_valid = (indices >= 0) & (np.array(slots) >= 0)[:, None]
     chex.assert_trees_all_equal(valid, want_valid)
     want = np.where(want_valid[..., None], stored[np.array(slots)[:, None], indices], 0)
     chex.assert_trees_all_equal(np.asarray(got), want)
 
     # The token at position 52 closes window 12: it sees 13 entries; position 2 sees none.
-    got, valid = ops.gather_all_compressed_kv(view, ints([1, 0, 2, -1]), ints([52 - 1, 51 - 8, 2, -1]))
+    gather_all = jax.jit(ops.gather_all_compressed_kv)
+    got, valid = gather_all(view, ints([1, 0, 2, -1]), ints([52 - 1, 51 - 8, 2, -1]))
     chex.assert_trees_all_equal(np.asarray(valid).sum(1), np.array([13, 11, 0, 0]))
     chex.assert_trees_all_equal(np.asarray(got[0, :13]), stored[1])
     assert not np.asarray(got[0, 13:]).any() and not np.asarray(got[2:]).any()
@@ -58,8 +60,8 @@ def test_scores_equal_the_formula(name):
     slots = [0, 2, 2, 1, -1]
     positions = [47, 2, 3, 30, -1]
     got = np.asarray(jax.jit(ops.indexer_scores)(view, q, weights, ints(slots), ints(positions)))
-    stored = np.asarray(view.codec.decode(view.codec.encode(jnp.asarray(keys))), np.float64)
-    rounded = np.asarray(view.codec.round_query(q), np.float64)
+    stored = np.asarray(decode(view.codec, encode(view.codec, jnp.asarray(keys))), np.float64)
+    rounded = np.asarray(jax.jit(view.codec.round_query)(q), np.float64)
     assert got.shape == (5, view.max_entries)
     for t, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         visible = (position + 1) // 4

@@ -233,12 +233,14 @@ def largest_difference(function, arrays, step=1e-2):
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", INPUTS, ids=lambda function: function.__name__)
 def test_gradients_are_those_of_finite_differences(function):
     # The step leaves third derivatives times 1e-4, and float32 divided by 1e-2.
     assert largest_difference(function, INPUTS[function]) < 2e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", INPUTS, ids=lambda function: function.__name__)
 def test_second_derivatives_are_those_of_finite_differences(function):
     """A Hessian-vector product, forward over reverse, against central differences of the gradient."""
@@ -296,6 +298,7 @@ def test_no_op_is_missing():
     assert functions - tested == NO_GRADIENT | COLLECTIVES | together
 
 
+@pytest.mark.slow
 def test_bytes_have_no_gradient():
     """Entries of "v4" are bytes: a gradient passes through their RoPE dims, which are bfloat16."""
     gradients = {}

@@ -53,6 +53,7 @@ def mix(weights, streams, y, mixing, implementation=None):
     return ops.hyper_connections(streams, weights, norm, y, mixing, implementation=implementation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_gradients_of_stacks_are_those_of_separate_layers(implementation):
     """Also beside a table, which has none."""

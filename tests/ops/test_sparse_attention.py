@@ -14,6 +14,7 @@ from tests.ops.test_gather_and_indexer import filled
 
 
 attention = jax.jit(ops.sparse_attention)
+append = jax.jit(ops.append_swa)
 HEADS = 4
 
 
@@ -33,7 +34,7 @@ def test_one_softmax_over_window_entries_and_sink(name, case):
     kv = jnp.asarray(rng.standard_normal((40, DIM)), jnp.bfloat16)
     window = swa_view(fmt)
     for p in range(40):
-        window = ops.append_swa(window, kv[p : p + 1], ints([2]), ints([p]))
+        window = append(window, kv[p : p + 1], ints([2]), ints([p]))
     entries = rng.standard_normal((3, 10, DIM)).astype(jnp.bfloat16)
     compressed = None if case == "sliding" else filled(classical_view(fmt), entries)
     # Entry 9's tokens also stand in the window: both count.

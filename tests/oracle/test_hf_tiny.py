@@ -60,7 +60,11 @@ def test_attention_layer(model, golden, layer):
         chex.assert_trees_all_equal(np.sort(record["topk"], axis=-1), want)
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+# Chunks of more than 17 tokens need a second program.
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param(plan, id=name, marks=[pytest.mark.slow] * (max(plan) > 17)) for name, plan in PLANS.items()],
+)
 def test_logits_for_any_chunking(model, golden, plan):
     host = manager(model)
     cache = host.init_cache()
@@ -77,7 +81,7 @@ def test_logits_for_any_chunking(model, golden, plan):
     chex.assert_trees_all_close(np.concatenate(parts, axis=1), golden["logits"], rtol=0, atol=LOGITS_TOLERANCE)
 
 
-@pytest.mark.parametrize("how", [stream, generate])
+@pytest.mark.parametrize("how", [pytest.param(stream, marks=pytest.mark.slow), generate])
 def test_greedy_tokens_equal_transformers(model, golden, how):
     prompts = golden["greedy_prompt"]
     want = golden["greedy_tokens"]
@@ -88,6 +92,7 @@ def test_greedy_tokens_equal_transformers(model, golden, how):
     chex.assert_trees_all_equal(np.array(made), want)
 
 
+@pytest.mark.slow
 def test_drafts_are_verified_and_forgotten(model, golden):
     """Steps of four tokens of which three are wrong guesses: rewound, they leave no trace (rings with spare rows)."""
     host = manager(model, max_query_tokens=4)

@@ -176,6 +176,7 @@ def test_drafts_after_a_prefix_hit(model, golden):
         cache = run_true(model, host, cache, golden, {slot: 1}, t, 1)
 
 
+@pytest.mark.slow
 def test_the_command_line_gives_the_goldens_predictions(golden, tmp_path):
     np.save(tmp_path / "ids.npy", golden["ids"])
     arguments = ["score", "--checkpoint", FOLDER, "--ids", tmp_path / "ids.npy", "--out", tmp_path / "scores.npz"]
@@ -212,6 +213,7 @@ def finish(engine):
         engine.step()
 
 
+@pytest.mark.slow
 def test_the_engine_accepts_what_the_golden_does(compiled, golden):
     """With every number of drafts that a step verifies the tokens are those without drafts, also after a prefix hit."""
     engine = engine_of(compiled, prefix=True)
@@ -229,6 +231,7 @@ def test_the_engine_accepts_what_the_golden_does(compiled, golden):
     assert not any(again[0].accepted)
 
 
+@pytest.mark.slow
 def test_drafts_without_confidence_are_not_verified(compiled, golden):
     engine = engine_of(compiled, min_confidence=0.5)
     prompts = golden["greedy_prompt"]
@@ -242,7 +245,8 @@ def test_drafts_without_confidence_are_not_verified(compiled, golden):
         assert 0 < request.drafted_tokens < K * (len(request.accepted) - 1)
 
 
-@pytest.mark.parametrize("kv_format", ["plain", pytest.param("v4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_format", ["plain", "v4"])
 def test_drafts_change_no_drawn_token(compiled, golden, kv_format):
     """Drafts share the random bits of the tokens they guess, so tokens are equal and drafts are often right."""
     engine = engine_of(compiled, kv_format=kv_format)
@@ -257,7 +261,8 @@ def test_drafts_change_no_drawn_token(compiled, golden, kv_format):
     assert engine.metrics.acceptance > 0.1 and engine.metrics.preemptions > 0
 
 
-@pytest.mark.parametrize("drafts", [K, pytest.param(DraftOptions(K, min_confidence=0.5), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", [K, DraftOptions(K, min_confidence=0.5)])
 def test_the_loop_on_the_device_accepts_what_the_golden_does(model, golden, drafts):
     host = manager_of(model, K)
     prompts = golden["greedy_prompt"]

@@ -52,7 +52,11 @@ def test_attention_layer(model, golden, layer):
 
 
 @pytest.mark.parametrize(
-    "weights", ["float32", "quantized", pytest.param("quantized", marks=pytest.mark.gpu, id="stored on a GPU")]
+    "weights",
+    [
+        *(pytest.param(weights, marks=pytest.mark.slow) for weights in ("float32", "quantized")),
+        pytest.param("quantized", marks=pytest.mark.gpu, id="stored on a GPU"),
+    ],
 )
 def test_the_command_line_gives_the_goldens_outputs(golden, tmp_path, weights):
     np.save(tmp_path / "ids.npy", golden["ids"])

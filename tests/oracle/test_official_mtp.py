@@ -219,6 +219,7 @@ def test_drafts_after_a_prefix_hit(model, golden):
         chex.assert_trees_all_equal(ring(cache, slot, positions), ring(cold_cache, 1, positions))
 
 
+@pytest.mark.slow
 def test_the_command_line_gives_the_goldens_predictions(golden, tmp_path):
     """All at once: the block is given true tokens one by one, whatever the model's chunks."""
     np.save(tmp_path / "ids.npy", golden["ids"])
@@ -382,6 +383,7 @@ def logits_after(model, ids):
     return run(model, host, cache, {0: ids[-1:]})[0]["logits"][0]
 
 
+@pytest.mark.slow
 def test_the_loop_on_the_device_accepts_what_the_golden_does(model, golden):
     host = manager_of(model, K)
     prompts = golden["greedy_prompt"]

@@ -120,7 +120,12 @@ def test_blocks_of_threads_share_the_work(blocks, shared):
 
 # Maps with 4 and 8 steps a tile; more pairs of an expert than fit into one block, of 256 channels, in either storage.
 @pytest.mark.parametrize(
-    ("tokens", "depth", "inner", "kind"), [(2, 512, 1024, "FP4"), (9, 512, 256, "FP4"), (9, 512, 256, "BF16")]
+    ("tokens", "depth", "inner", "kind"),
+    [
+        pytest.param(2, 512, 1024, "FP4", marks=pytest.mark.slow),
+        (9, 512, 256, "FP4"),
+        pytest.param(9, 512, 256, "BF16", marks=pytest.mark.slow),
+    ],
 )
 def test_interpreted(tokens, depth, inner, kind):
     check("interpret", tokens, 2, 3, depth, inner, kind, shared=1)
@@ -146,6 +151,7 @@ def test_the_shared_expert_is_one_more(implementation):
     check_shared(implementation, 2, 1, 3, 512, 512, 256)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
 def test_pairs_grouped_by_the_router(implementation):
     x, _, _, *matrices = operands(2, 1, 128, 512, 256)
@@ -180,9 +186,14 @@ def stored(matrix):
     return (matrix.codes, matrix.scale) if isinstance(matrix, QuantizedWeight) else matrix
 
 
-# Two rows of FP4's scales in 16 bytes, and bfloat16.
-@pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("kind", ["FP4", "BF16"])
+# Two rows of FP4's scales in 16 bytes, as in the loop below, and bfloat16.
+@pytest.mark.parametrize(
+    ("implementation", "kind"),
+    [
+        pytest.param("interpret", "BF16", marks=pytest.mark.slow),
+        *(pytest.param("mosaic_gpu", kind, marks=pytest.mark.gpu) for kind in ("FP4", "BF16")),
+    ],
+)
 def test_one_layer_of_a_stack(implementation, kind):
     x, selected, weights, *_ = operands(1, 2, 3, 512, 256)
 
@@ -200,13 +211,13 @@ def test_one_layer_of_a_stack(implementation, kind):
     [
         ("xla", "FP4"),
         ("xla", "BF16"),
-        ("interpret", "FP4"),
+        pytest.param("interpret", "FP4", marks=pytest.mark.slow),
         pytest.param("mosaic_gpu", "FP4", marks=pytest.mark.gpu),
         pytest.param("mosaic_gpu", "BF16", marks=pytest.mark.gpu),
     ],
 )
 def test_layers_in_a_loop(implementation, kind):
-    x, _, weights, *_ = operands(1, 2, 3, 512, 512)
+    x, _, weights, *_ = operands(1, 2, 3, 512, 256)
     selected = jnp.asarray([[2, -1]], jnp.int32)
 
     def call(matrices, carry, implementation):
@@ -214,7 +225,7 @@ def test_layers_in_a_loop(implementation, kind):
         options = dict(limit=LIMIT, implementation=implementation)
         return carry, ops.experts(x, selected, weights, *routed, None, shared, **options)
 
-    check_layers(implementation, call, list(layers_of(3, 512, 512, kind)))
+    check_layers(implementation, call, list(layers_of(3, 512, 256, kind)))
 
 
 @pytest.mark.gpu

@@ -118,7 +118,9 @@ def test_interpreted_prefill(layer, data):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize(("layer", "most"), [("CSA", 2), ("CSA", None), ("HCA", 2)])
+@pytest.mark.parametrize(
+    ("layer", "most"), [("CSA", 2), *(pytest.param(*x, marks=pytest.mark.slow) for x in (("CSA", None), ("HCA", 2)))]
+)
 def test_layers_of_a_stack(layer, most, implementation):
     """One launch, and two: each layer adds its position biases to rows of the call, and stores them with its norm."""
     kinds = RELEASED if implementation == "mosaic_gpu" else SMALL

@@ -24,7 +24,12 @@ def run(x, selected, weights, gate_up, down, *, implementation, config=None):
 @pytest.mark.parametrize(
     ("inner", "kind", "tile_pairs"),
     # Codes of two steps travel together where a tile has more than 80 pairs.
-    [(512, "FP4", 16), (256, "FP4", 16), (256, "BF16", 16), (256, "FP4", 96)],
+    [
+        pytest.param(512, "FP4", 16, marks=pytest.mark.slow),
+        (256, "FP4", 16),
+        (256, "BF16", 16),
+        pytest.param(256, "FP4", 96, marks=pytest.mark.slow),
+    ],
 )
 def test_interpreted(inner, kind, tile_pairs):
     x, _, *others = operands(18, 1, 3, 512, inner, kind)
@@ -41,7 +46,7 @@ def test_pairs_without_an_expert_here_add_nothing(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("kind", ["FP4", "BF16"])
+@pytest.mark.parametrize("kind", ["FP4", pytest.param("BF16", marks=pytest.mark.slow)])
 def test_one_layer_of_a_stack(implementation, kind):
     x, selected, weights, *_ = operands(2, 1, 3, 512, 256)
 

@@ -70,7 +70,10 @@ def test_interpreted(tokens, width, rows, added):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize(("tokens", "rows"), [(1, MIXED), (5, MIXED), (66, HEAD)])
+@pytest.mark.parametrize(
+    ("tokens", "rows"),
+    [(1, MIXED), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((5, MIXED), (66, HEAD)))],
+)
 def test_layers_of_a_stack(implementation, tokens, rows):
     """Each kernel of the first launch; on a GPU, `wgmma` needs more tokens."""
     if implementation == "mosaic_gpu" and tokens == 66:

@@ -42,7 +42,9 @@ def check(implementation, *given):
         assert np.mean(mine == other) > 0.99
 
 
-@pytest.mark.parametrize(("tokens", "heads", "pairs"), [(1, 2, 32), (3, 1, 32), (2, 1, 256)])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "pairs"), [(1, 2, 32), pytest.param(3, 1, 32, marks=pytest.mark.slow), (2, 1, 256)]
+)
 def test_interpreted(tokens, heads, pairs):
     check("interpret", *arguments(tokens, heads, pairs))
 
@@ -114,6 +116,7 @@ def test_on_gpu(tokens, heads):
     check("mosaic_gpu", *arguments(tokens, heads))
 
 
+@pytest.mark.slow
 def test_its_gradient_is_that_of_the_reference():
     q, kv, weight, positions, inv_freq = arguments(1, 1)
 

@@ -36,10 +36,10 @@ FOUR = {"model": 4}
 def sharded_step(sizes, local, specs, out_spec, *args):
     mesh = make_mesh(sizes)
     placed = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True)]
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_spec, check_vma=False)(*placed)
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_spec, check_vma=False))(*placed)
 
 
-@pytest.mark.parametrize("k", [3, 16, 40])
+@pytest.mark.parametrize("k", [16, *(pytest.param(k, marks=pytest.mark.slow) for k in (3, 40))])
 def test_the_selection_is_that_of_one_device(k):
     """Many equal scores, entries without a block, fewer entries than are asked for, none at all."""
     rng = np.random.default_rng(k)
@@ -97,7 +97,7 @@ def test_attention_is_that_of_one_device(selected, prefill):
 
 
 @pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_attention_by_the_kernels_is_that_of_one_device(many, implementation, monkeypatch):
     """Few tokens exchange sums, many entries. Interpreted on one device: the interpreter is one for all of them."""
     devices = 1 if implementation == "interpret" else min(len(jax.devices()), 2)

@@ -126,6 +126,7 @@ def test_a_prefix_is_found_where_its_blocks_are():
     assert (slot, hit) == (0, 0) and prefix.evict(99) == 2 + 5
 
 
+@pytest.mark.slow
 def test_an_engine_fills_all_parts_and_preempts_within_one():
     """Of 6 requests that need more blocks than there are: the tokens of one device, which holds them all at once.
 
@@ -151,6 +152,7 @@ def test_an_engine_fills_all_parts_and_preempts_within_one():
     assert tokens[0] == tokens[1] and text(tokens[0][4]).isdigit()
 
 
+@pytest.mark.slow
 def test_steps_run_ahead_of_drafts_in_each_part():
     """The tokens and drafts of a step behind one that is not read come from the device's own part."""
     config = dataclasses.replace(CONFIG, num_nextn_predict_layers=1)
@@ -171,6 +173,7 @@ def test_steps_run_ahead_of_drafts_in_each_part():
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.slow
 def test_generate_in_one_loop():
     mesh = make_mesh(HALVES)
     prompts = [ids(n, 3 * n) for n in (5, 17, 9)]

@@ -10,7 +10,8 @@ from dsv4_jax.parallel.mesh import check_shardable, make_mesh
 from tests.parallel.conftest import run_engine
 
 
-@pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, 8])
 def test_tokens_are_those_of_one_device(model, alone, devices):
     mesh = make_mesh({"model": devices})
     cut = jax.device_put(model, shardings(model, mesh, expert_parallel=True))

@@ -37,7 +37,8 @@ def sharded_step(model, devices):
     return jax.device_put(model, shardings(model, mesh)), mesh
 
 
-@pytest.mark.parametrize("devices", [pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [4, 8])
 def test_tokens_and_cache_are_those_of_one_device(model, alone, devices):
     cut, mesh = sharded_step(model, devices)
     layer = cut.model.layers[1]

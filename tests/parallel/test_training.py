@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 from dsv4_jax.config import DSV4Config, LayerSpec
@@ -45,6 +46,7 @@ def loss_and_gradient(mesh, rows):
     return jax.device_get((loss, gradient))
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_one_device():
     """Two texts in one batch; over two shards of requests, each with padding, and two of the model."""
     one = loss_and_gradient(None, 24)

@@ -2,9 +2,11 @@
 
 import json
 
+import pytest
 from loop_times import main
 
 
+@pytest.mark.slow
 def test_times_and_reports(tmp_path, capsys):
     report = tmp_path / "report.json"
     sizes = ["--calls", "2", "--passes", "2", "--report", str(report)]

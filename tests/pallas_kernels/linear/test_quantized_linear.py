@@ -219,6 +219,7 @@ def layers_of(rng, rows, plain, depth):
 
 
 # The scales of 192 rows have more rows than those of 1.5 blocks; more tokens than a norm takes, and than a launch.
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("tokens", "norm", "config"), [(3, True, None), (9, False, Config(workers=2))])
 def test_one_layer_of_a_stack(implementation, tokens, norm, config):
@@ -236,7 +237,7 @@ def test_one_layer_of_a_stack(implementation, tokens, norm, config):
 
 # A norm in the kernel and before it; the kernel for many tokens takes one weight.
 @pytest.mark.parametrize("implementation", ["xla", "interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("tokens", [2, 17, 33])
+@pytest.mark.parametrize("tokens", [2, pytest.param(17, marks=pytest.mark.slow), 33])
 def test_layers_in_a_loop(implementation, tokens):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((tokens, 512)), jnp.bfloat16)

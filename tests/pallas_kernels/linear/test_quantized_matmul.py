@@ -32,7 +32,7 @@ def test_swiglu_interpreted():
 
 
 @pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("limit", [None, 7.0])
+@pytest.mark.parametrize("limit", [None, pytest.param(7.0, marks=pytest.mark.slow)])
 def test_one_layer_of_a_stack(implementation, limit):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((33, 256)), jnp.bfloat16)
