@@ -74,6 +74,9 @@ class ProgramTable:
         self._programs: dict[Any, Future[Program | None]] = {}
         self._lock = threading.Lock()
 
+    def __deepcopy__(self, memo: Any) -> "ProgramTable":
+        return self  # programs never change
+
     def find(self, function: Any, args: tuple, options: Mapping[str, Any]) -> tuple[Program | None, tuple]:
         """Returns the program that `function(*args, **options)` runs, and its arguments.
 

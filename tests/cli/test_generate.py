@@ -192,7 +192,7 @@ def test_broken_checkpoints_are_explained(refused, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(weights[:-100])
     assert "truncated" in refused("generate", "--checkpoint", tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 1000)
-    assert "truncated or no safetensors file" in refused("generate", "--checkpoint", tmp_path)
+    assert "truncated, damaged or no safetensors file" in refused("generate", "--checkpoint", tmp_path)
     (tmp_path / "config.json").write_text("{")
     assert "config.json: its JSON is broken" in refused("generate", "--checkpoint", tmp_path)
 

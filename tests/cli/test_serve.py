@@ -112,7 +112,7 @@ def test_batch_invariant_decode_steps_are_no_larger_than_others():
 
 def test_the_models_own_layers_draft(monkeypatch, untyped):
     made: dict[str, Any] = {}
-    monkeypatch.setattr("dsv4_jax.engine.Engine", lambda *_, **options: made.update(options))
+    monkeypatch.setattr("dsv4_jax.engine.Engine.__init__", lambda *_, **options: made.update(options))
     monkeypatch.setattr(ServeCommand, "load_model", lambda *_, **options: None)
     folder = DATA / "official_dspark"
     model = dict(cache_format="plain", drafter="model", min_confidence=0.5)
@@ -126,7 +126,7 @@ def test_the_models_own_layers_draft(monkeypatch, untyped):
 
 def test_the_prefix_caches_folder(monkeypatch, untyped, tmp_path):
     made: dict[str, Any] = {}
-    monkeypatch.setattr("dsv4_jax.engine.Engine", lambda *_, **options: made.update(options))
+    monkeypatch.setattr("dsv4_jax.engine.Engine.__init__", lambda *_, **options: made.update(options))
     monkeypatch.setattr(ServeCommand, "load_model", lambda *_, **options: None)
     folder = DATA / "official_dspark"
     model = dict(cache_format="plain", prefix_dir=tmp_path / "a")

@@ -32,9 +32,8 @@ def arguments():
 
 def test_a_step_without_them_has_no_more_to_do():
     def expected(model, cache, batch, rows, sampling, seeds):
-        at = jnp.maximum(rows, 0)
         hidden, cache = run_model(model, cache, batch)
-        logits = model.logits(hidden[at])
+        logits = model.logits(hidden[jnp.maximum(rows, 0)])
         at = jnp.maximum(rows, 0)
         slots = jnp.maximum(batch.slots[at], 0)
         tokens = sample(logits, sampling[slots], seeds[slots], batch.positions[at] + 1)
