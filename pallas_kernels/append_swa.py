@@ -24,8 +24,9 @@ def append_swa(
     Args:
       kv: [T, 512] bfloat16; the last `rope_dim` values are stored as they are, the others as E4M3.
       slots: [T] int32; -1 = padding. The tokens of a slot are consecutive and in order.
-      positions: [T] int32; -1 = padding. Padding writes nothing, and nor do tokens before the last `ring` of a slot.
-      rings: the rings to write to.
+      positions: [T] int32; -1 = padding, which writes nothing.
+      rings: the rings to write to. If a slot has more tokens than its ring has rows, only the last of them are stored,
+        one for each row.
       interpret: whether to run on the CPU, interpreted, with race detection.
     """
     rings.check()

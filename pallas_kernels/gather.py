@@ -90,14 +90,16 @@ def gather_all_compressed_kv(
 def gather_swa_kv(
     slots: jax.Array, positions: jax.Array, rings: Rings, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Gathers each token's window, oldest row first, the token itself last, as `gather_compressed_kv` does.
-
-    Nothing is valid before position 0 and for padding.
+    """Gathers the window rows of each token, from the oldest one to the token's own.
 
     Args:
       slots, positions: [T] int32; -1 = padding.
       rings: the window rows.
       interpret: whether to run on the CPU, interpreted, with race detection.
+
+    Returns:
+      kv [T, window, 512] bfloat16, zeros where not valid, and valid [T, window] bool. Rows before position 0 and rows
+      of padding are not valid.
     """
     tokens = slots.shape[0]
     window = rings.window

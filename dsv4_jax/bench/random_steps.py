@@ -138,7 +138,8 @@ def random_cache(schema: CacheSchema, mesh: Mesh | None = None) -> KVCache:
     cache = jax.jit(functools.partial(_random_cache, schema))
     if mesh is None:
         return cache()
-    # Makes the leaves alone, because a cache of shardings cannot be built where a group lacks a pool.
+    # The jitted function returns the leaves only. As `out_shardings`, a KVCache of shardings cannot be built if a group
+    # lacks a pool.
     shardings, structure = jax.tree.flatten(KVCache.abstract(schema).shardings(mesh))
     leaves = jax.jit(lambda: jax.tree.leaves(cache()), out_shardings=shardings)()
     return dataclasses.replace(jax.tree.unflatten(structure, leaves), mailboxes=make_mailboxes(mesh))

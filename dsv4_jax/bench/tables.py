@@ -8,7 +8,7 @@ from dsv4_jax.bench.kernel_kinds import KINDS, OUTSIDE, REST
 
 Row = dict[str, Any]  # a result, or a report of many
 LAYER_KINDS = tuple(kind for kind in (*KINDS, REST) if kind not in OUTSIDE)
-# By a report's "shapes". Without a GPU, "tiny" replaces the requested model.
+# {"shapes" of a report: name of the model in titles}. Without a GPU, "tiny" replaces the requested model.
 MODELS = {
     "flash": "V4-Flash",
     "pro": "V4-Pro",
@@ -23,13 +23,13 @@ ACCEPTANCES = (0.5, 0.7, 0.9)
 def print_rows(
     rows: Iterable[Row], columns: Mapping[str, str], show: Callable[[Row], Row] = lambda row: row, **widths: int
 ) -> Iterator[Row]:
-    """Yields rows, and prints each as it comes, the first one below the names of its columns.
+    """Prints a table line by line: yields each row and prints it. A line with the names of the columns comes first.
 
     Args:
       rows: the results.
       columns: {name: format of its cell, such as "{milliseconds:.1f}"}; a cell stays empty if the row lacks a key.
-      show: what is printed of a row.
-      widths: least widths of columns, negative if the text stands on the left; others are 8 wide.
+      show: function that returns the row to print for a result.
+      widths: minimum width of each named column in characters, negative for left-aligned text; default 8.
     """
 
     def print_line(cells):
@@ -61,11 +61,16 @@ def kind_columns(field: str, digits: int) -> dict[str, str]:
 
 
 def layer_share(row: Row) -> Row:
-    """Returns a step's result with a layer's share of it, in microseconds.
+    """Returns a step's result with the time of an average layer, in microseconds.
 
-    Keys that are added: `layer`, its time with the gaps between kernels; `layer_floor`; `gaps`; `kinds`, its kernels;
-    `outside`, the milliseconds of embedding, head and sampling. These count in the gaps only and, where no kernels were
-    measured, in the time.
+    These keys are added; the last two only if kernels were measured:
+
+      * layer: time of a layer with the gaps between kernels. Without measured kernels it includes a share of the
+        embedding, the head and sampling.
+      * layer_floor: lower bound of a layer's time, from `floor_milliseconds` without the head.
+      * kinds: {kind of kernel: time of a layer's kernels of this kind}.
+      * gaps: a layer's share of all time between the step's kernels, also around the embedding, the head and sampling.
+      * outside: milliseconds of the kernels of the embedding, the head and sampling.
     """
     times = row["kernel_milliseconds"]
     share = 1e3 / row["layers"]

@@ -6,8 +6,9 @@ live rows:
   * entries up to `length`,
   * window rows from `min_length - window` on,
   * with drafts, residual streams from `min_length - 1` on,
-  * compressor rows of the windows that are open at `min_length`; if entries overlap, also the previous window's, in the
-    channels that the next entry pools (docs/dsv4.md, 3.1).
+  * compressor rows of each compression window that is open at `min_length`, from `min_length // rate * rate` on,
+  * if entries overlap, the first half of the channels of the `rate` compressor rows before these, which the next entry
+    pools (docs/dsv4.md, 3.1).
 
 Other bytes are read as zeros, so that no bytes of an earlier owner leave the cache. On a mesh, ids of slots and blocks
 are global; reads are replicated, and each device writes its own shard.

@@ -32,7 +32,8 @@ _TOP = (
     ("model.hc_head.hc_scale", "hc_head_scale", "F32"),
     (HEAD, "head.weight", "BF16"),
 )
-# The same after `drafts.` and `mtp.N.`, where N is the first draft layer.
+# Rows for the inputs of the draft layers. Our paths begin with `drafts.`, the release's names with `mtp.N.`, where N is
+# the first draft layer.
 _DRAFT_INPUTS = (
     ("e_proj.weight", "e_proj.weight", "F8_E4M3"),
     ("h_proj.weight", "h_proj.weight", "F8_E4M3"),
@@ -41,7 +42,7 @@ _DRAFT_INPUTS = (
     ("main_proj.weight", "main_proj.weight", "F8_E4M3"),
     ("main_norm.weight", "main_norm.weight", "BF16"),
 )
-# The same, where N is the last draft layer.
+# Rows for the outputs of the draft layers. The prefixes are the same, where N is the last draft layer.
 _DRAFT_OUTPUTS = (
     ("norm.weight", "norm.weight", "BF16"),
     ("hc_head.hc_fn", "hc_head_fn", "F32"),
@@ -51,8 +52,8 @@ _DRAFT_OUTPUTS = (
     ("markov_head.markov_w2.weight", "markov_head.markov_w2.weight", "BF16"),
     ("confidence_head.proj.weight", "confidence_head.proj.weight", "BF16"),
 )
-# The same after `model.layers.N.` or `drafts.layers.N.`, and `layers.N.` or `mtp.N.`. A release name with {expert}
-# stands for one tensor per expert, stacked on axis 0 with {expert} outermost.
+# Rows for a layer. Our paths begin with `model.layers.N.` or `drafts.layers.N.`, the release's names with `layers.N.`
+# or `mtp.N.`. A release name with {expert} stands for one tensor per expert, stacked on axis 0 with {expert} outermost.
 _LAYER = (
     ("input_layernorm.weight", "attn_norm.weight", "BF16"),
     ("post_attention_layernorm.weight", "ffn_norm.weight", "BF16"),

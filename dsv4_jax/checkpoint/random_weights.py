@@ -158,7 +158,7 @@ def _place_experts(config, views, expert_memory):
         if module in expert_memory.layers:
             stacks[id(view.variable)].append((module, view))
     each = max(math.prod(view.shape[1:]) // 2 for stack in stacks.values() for _, view in stack)
-    # Experts begin at different bytes of the same random ones.
+    # The codes of all experts are copied from one array of random bytes, each from a multiple of 4096 bytes on.
     (random,) = jax.block_until_ready(_drawn([np.uint32(0)], (_Draw(_bytes, ((2 * each,),)),)))
     start = random.unsafe_buffer_pointer()
     for stack in track(stacks.values(), "Making experts", len(stacks), console=Console(stderr=True)):

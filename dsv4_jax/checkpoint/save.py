@@ -168,9 +168,17 @@ def describe_storage(config: Mapping[str, Any], weights: Storage) -> dict[str, A
 
 
 def encode(name: str, values: np.ndarray, dtype: str) -> Iterator[np.ndarray]:
-    """Yields the arrays that store values as `dtype`: codes and scales, or the values, some rows at a time.
+    """Yields the arrays that store a tensor's values, in the order in which they are written.
 
-    Raises ValueError, with the tensor's name, if a value is not finite in this dtype.
+    A quantized dtype yields all codes, then all scales. Another dtype yields the converted values, some rows at a time.
+
+    Args:
+      name: name of the tensor, for errors.
+      values: [rows, ..] values; [out, in] if the dtype is quantized.
+      dtype: dtype in the files, such as "BF16" or "F8_E4M3".
+
+    Raises:
+      ValueError: a value is not finite in this dtype.
     """
     if dtype in QUANTIZED_KINDS:
         exact = values.astype(np.float32)

@@ -14,11 +14,11 @@ from dsv4_jax.nn.draft_layers import Draw
 
 
 class Drafts(Protocol):
-    """The draft layers of a model, its attribute `drafts`, such as `nn.MTPDrafts` and `nn.DSparkDrafts`.
+    """The interface of a model's attribute `drafts`, its draft layers, such as `nn.MTPDrafts` and `nn.DSparkDrafts`.
 
-    Methods take the owner as `model`, for its `embed` and `logits`, and are called inside a traced function. The model
-    also needs `forward_streams`, see `DeepseekV4ForCausalLM`. What is known without a model is in `config.drafts`: the
-    most drafts of a step, and the number of spare rows in the layers' windows.
+    Methods are called inside a traced function. Their argument `model` is the model that owns the draft layers; it has
+    `embed`, `logits` and `forward_streams`, see `DeepseekV4ForCausalLM`. The maximum number of drafts in a step and the
+    number of spare rows in the draft layers' windows are known without a model: `config.drafts` has them.
     """
 
     def write(self, model: Any, streams: Float[Array, "T h D"], cache: KVCache, batch: Batch) -> KVCache:
@@ -124,8 +124,8 @@ def forward_for_drafts(
     """Runs the model, then writes the draft layers' windows. Call it inside a traced function.
 
     Returns:
-      hidden states [T, hidden] of the batch's tokens, what drafts are made from [T, h, hidden] (see `forward_streams`),
-      and the cache.
+      (hidden states [T, hidden] of the batch's tokens; inputs of the draft layers [T, h, hidden], h streams of each
+      token, see `forward_streams`; the updated cache).
     """
     hidden, streams, cache = model.forward_streams(cache, batch)
     return hidden, streams, model.drafts.write(model, streams, cache, batch)

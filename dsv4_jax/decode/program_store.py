@@ -51,11 +51,12 @@ _KNOWN = {"builtins", "dsv4_jax", "flax", "jax", "jaxlib", "ml_dtypes", "numpy",
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program and how it came.
+    """A compiled program, and the time that it took to make or load it.
 
     Attributes:
-      call: function of the program's arguments, without static ones.
-      seconds: time to trace, lower and compile it, by name. A program that was loaded has the last one only.
+      call: the executable, a function of the program's arguments without the static ones.
+      seconds: {"trace", "lower", "compile": seconds of this phase}. For a program loaded from disk, "compile" is the
+        time to load it and the others are 0.
     """
 
     call: jax.stages.Compiled
@@ -116,13 +117,17 @@ class ProgramTable:
 
 
 def find_program(function: Any, args: tuple, options: Mapping[str, Any]) -> Program | None:
-    """Loads a jitted function's program, or compiles and keeps it. Returns None if it cannot be kept.
+    """Loads the program of a jitted function from the store, or compiles it and writes it to the store.
 
     Args:
-      function: function of a model, a cache and more, whose last result is the updated cache. Its keyword-only
-        arguments, and no others, are static.
+      function: function of (model, cache, ..) whose last result is the updated cache. Its keyword-only arguments, and
+        no others, are static.
       args: positional arguments.
-      options: static arguments.
+      options: {name: value} of the static arguments.
+
+    Returns:
+      The program. None if there is no store, if there are several processes, or if the program depends on an object
+      that the name of its file cannot describe.
     """
     begin = time.perf_counter()
     folder = _private_folder(os.environ.get(FOLDER))

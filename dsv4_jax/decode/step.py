@@ -308,7 +308,8 @@ def last_accepted(
     slots = jnp.where(logits_indices >= 0, batch.slots[tokens_index], -1)
     is_draft = (slots == jnp.roll(slots, 1)) & (index > 0)
     is_rejected = is_draft & (batch.token_ids[tokens_index] != jnp.roll(tokens, 1))
-    # A token is accepted if the last rejection up to it lies before its request's first entry.
+    # A token is accepted if no draft of its request up to its entry is rejected. The last rejected entry then lies
+    # before the request's first one.
     last_rejected = jax.lax.cummax(jnp.where(is_rejected, index, -1))
     is_accepted = last_rejected < jax.lax.cummax(jnp.where(is_draft, 0, index))
     to = jnp.where(is_accepted & (slots >= 0), slots, num_slots)

@@ -355,10 +355,12 @@ class Scheduler:
         return slot
 
     def _schedule_decode(self, requests, sources, room, is_in_flight):
-        """Schedules the last tokens of requests with their drafts.
+        """Schedules the newest token of each request, followed by its drafts.
 
-        Tokens with one of `sources` [n] are those of the step before, which may not have been read. A request takes up
-        to `room` [n] drafts. Raises CacheFullError if blocks are missing while such a step is in flight.
+        `sources` [n] is -1 if the host knows a request's newest token. Otherwise the step in flight draws this token,
+        and the source is its index among that step's tokens, see `LaunchedStep.newest_tokens`. `room` [n] is the
+        maximum number of drafts of each request. Raises CacheFullError if blocks are missing while a step is in flight,
+        because no request can be preempted then.
         """
         slots = np.array([request.slot for request in requests], int)
         starts = self.manager.lengths[slots]

@@ -48,7 +48,7 @@ def n_best(
 
     Args:
       model, manager, max_new_tokens, chunk, params: as for `stream`. Candidates without a slot wait for one.
-      prompt: [n] token ids.
+      prompt: token ids.
       n: number of answers.
       sampling: the sampling parameters; greedy answers would all be the same.
       seed: seed of the first answer.

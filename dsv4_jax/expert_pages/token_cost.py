@@ -15,23 +15,26 @@ LAYER_SECONDS = 45e-6
 
 @dataclasses.dataclass(frozen=True)
 class TokenCost:
-    """The time of a decode step: bytes that are read, each at the rate of where they lie.
+    """An estimate of the time of a decode step, from the weights that it reads from GPU memory and from host memory.
 
-    A step of n tokens reads each expert that one of them selects once. Expert r is selected by a share p(r) of tokens,
-    so it is read with probability 1 - (1 - p(r))**n. The frequent experts lie on the GPU. Then
+    A step of n tokens reads an expert once if at least one of them selects it. A share p(r) of tokens selects the
+    expert of rank r, so a step reads it with probability 1 - (1 - p(r))**n. The most frequent experts lie on the GPU.
+    Then
 
-        seconds = layers * LAYER_SECONDS + (other + expert * hits) / read_rate + expert * misses / BUS_RATE
+        seconds = (layers * LAYER_SECONDS + (other_bytes + expert_bytes * hits) / read_rate
+                   + expert_bytes * misses / BUS_RATE)
 
-    where hits and misses are the experts that are read on the GPU and in host memory, of all layers. The cache is left
-    out, and so is computing: both are small beside the weights for few requests of a moderate context.
+    where `hits` and `misses` are the numbers of experts, in all layers, that a step reads from GPU memory and from host
+    memory. The estimate leaves out the cache and the computation. Both are small beside the weights for few requests of
+    a moderate context.
 
     Attributes:
       layers: number of layers with experts.
-      experts: number of experts of a layer.
-      chosen: number of experts of a token.
-      expert_bytes: bytes of an expert's codes, all matrices.
-      other_bytes: bytes of the other weights that every step reads.
-      read_rate: bytes a second from the GPU's memory, see `READ_RATES`.
+      experts: number of experts in a layer.
+      chosen: number of experts that a token selects in a layer.
+      expert_bytes: bytes of the codes of an expert, all matrices.
+      other_bytes: bytes of the other weights, which every step reads.
+      read_rate: bytes a second that kernels read from GPU memory, see `READ_RATES`.
     """
 
     layers: int

@@ -277,15 +277,16 @@ class KVCacheManager(Summarized):
         return len(sizes)
 
     def check_size(self, prompt_length: int, num_tokens: int | None = None, subject: str = "the request needs") -> int:
-        """Returns the number of tokens that a request needs room for, if the cache has this room while it is empty.
+        """Checks that a request fits an empty cache, and returns the number of tokens that it needs room for.
 
         Args:
           prompt_length: number of tokens in its prompt.
-          num_tokens: as in `admit`.
-          subject: the beginning of the error.
+          num_tokens: number of tokens that it will hold in the end, prompt included. None: those of the prompt.
+          subject: beginning of the error's message, before the number of tokens.
 
         Raises:
-          ValueError: the request needs more tokens than `max_context` or than the blocks of a shard hold.
+          ValueError: the request needs more tokens than `max_context` or than the blocks of a shard hold, or
+            `num_tokens` is below 1.
         """
         if num_tokens is not None and num_tokens < 1:
             raise ValueError(f"{num_tokens=} must be at least 1")

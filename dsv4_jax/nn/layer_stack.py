@@ -20,7 +20,8 @@ from dsv4_jax.nn.layers import StackedRngs
 from dsv4_jax.quant import LayerSlice
 
 
-# The numbers of equal layers, and {name: [layers, ...]}, the values that a step recorded of them (`block.RECORDED`).
+# The values that a step recorded, for each group of equal layers: (indices of the layers, {name in `block.RECORDED`:
+# array [layers, ...]}).
 Recorded = list[tuple[tuple[int, ...], dict[str, Shaped[Array, "..."]]]]
 
 

@@ -107,7 +107,8 @@ def merged_rows(weight: Any) -> Any:
             return value
         return LayerSlice(value, _merge(weight.stack), weight.layer)
     if isinstance(weight, QuantizedWeight) and weight.kind == "FP8" and weight.shape[-2] % WEIGHT_BLOCK:
-        return merged_rows(weight[...])  # a block of scales would belong to two maps
+        # Dequantizes: a block of 128 rows with one scale would hold rows of two maps.
+        return merged_rows(weight[...])
     return _merge(weight)
 
 

@@ -22,12 +22,15 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 @pytree_dataclass
 class Rows:
-    """Stored KV rows, one per leading index; `pallas_kernels.formats.layouts.RowLayout` describes quantized ones.
+    """Stored KV rows, one for each leading index, in the cache format "v4", "per_entry" or "plain" (unquantized).
+
+    `pallas_kernels.formats.layouts.RowLayout` describes the quantized rows.
 
     Attributes:
-      nope: [..., N] dims without RoPE: E4M3 bits (uint8), or values in "plain".
-      rope: [..., R] RoPE dims: bfloat16, or the dtype of "plain".
-      scale: [..., S] "v4": E8M0 bits per 64 dims, padded; "per_entry": a float32 inverse scale; "plain": None.
+      nope: [..., N] dims without RoPE. E4M3 bits in uint8; unquantized values in the format "plain".
+      rope: [..., R] RoPE dims in bfloat16; in the format's dtype in "plain".
+      scale: [..., S] scales. "v4": E8M0 bits in uint8, one for 64 dims, zero-padded to a multiple of 8.
+        "per_entry": one float32 inverse scale. "plain": None.
     """
 
     nope: Any

@@ -88,12 +88,12 @@ class PastAnswers:
 
 @dataclasses.dataclass(frozen=True)
 class Converted:
-    """A client's conversation, as the model is to answer it.
+    """A request's body, converted to a conversation that can be encoded for the model.
 
     Attributes:
-      request: what deepseek-recipe made of the body.
-      conversation: its conversation, with all messages in their places.
-      parsing: how the answer is parsed.
+      request: the body as deepseek-recipe converts it.
+      conversation: the request's conversation, with the fields of Messages that deepseek-recipe leaves out.
+      parsing: options of the parser of the answer.
     """
 
     request: recipe.ConversationRequest

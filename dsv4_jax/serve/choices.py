@@ -17,9 +17,14 @@ _MIN_LOGPROB = -9999.0
 
 
 class ScoredToken(NamedTuple):
-    """A token of a text, the likeliest tokens in its place, and where it, or text held back before it, begins.
+    """A token of a text, with log-probabilities.
 
-    The first token of a prompt has no log-probability.
+    Attributes:
+      token: id of the token.
+      logprob: log-probability of the token; None for the first token of a prompt.
+      top: (id, log-probability) of the likeliest tokens in its place.
+      offset: number of characters of the text before the token. Text of earlier tokens that is still held back does not
+        count.
     """
 
     token: int

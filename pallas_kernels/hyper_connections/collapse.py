@@ -48,7 +48,8 @@ class CollapseProblem:
     rows: int  # number of mixing weights of a token: 24, or 4 for the head
     slices: int  # number of slices of channels whose sums are to be added up
     tokens_each: int  # tokens of a group
-    norm_eps: float  # this and the others: see `hyper_connections`
+    # The arguments of `hyper_connections` with these names.
+    norm_eps: float
     hc_eps: float
     iterations: int
 

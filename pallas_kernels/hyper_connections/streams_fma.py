@@ -1,8 +1,9 @@
-"""First launch for up to 4 tokens: new streams, and sums for the logits, by float32 FMAs.
+"""The first launch of `hyper_connections` for up to 4 tokens: new streams, and partial sums of the logits of mixing.
 
-The grid has a block of one warpgroup for each 32 channels. A warp has a stream and a lane a channel, whose column of fn
-stays in registers. If y is to be summed over GPUs, a block first exchanges its channels of y with the same block of the
-other GPUs, see `mgpu.mailbox`.
+The grid is one block of one warpgroup for each 32 channels. Each warp computes one of the 4 streams, and each lane one
+channel of it with float32 FMAs. A lane keeps its column of `fn` [R, 4 * D], the weights of the logits, in registers. If
+y is to be summed over GPUs, a block first exchanges its channels of y with the same block of the other GPUs, see
+`mgpu.mailbox`.
 """
 
 import jax

@@ -219,7 +219,7 @@ def _emit_mix_chunk(operand, ahead, here, following, refs):
     start, column = here
     eight = mlir.thread() & 7
     base = thread_ops.shared(operand)
-    # `wgmma` has read what was here.
+    # Each warp has waited for the `wgmma` that read `operand` before. Behind the barrier it can be overwritten.
     mgpu.utils.warpgroup_barrier()
 
     def mix_row(i, squares, *loaded):

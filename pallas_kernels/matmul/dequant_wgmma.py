@@ -44,16 +44,25 @@ def permute_columns(x: jax.Array) -> jax.Array:
 def multiply_tile(
     acc: jax.Array, codes_smem, scales_smem, scale_at, inputs_smem, warpgroup, layout, gated: bool, complete=True
 ) -> jax.Array:
-    """Returns acc + weights @ inputs of a tile, [64, N] float32; products of FP8 and FP4 count 2**-32.
+    """Returns acc + weights @ inputs.T of a tile, [64, N] float32; products of FP8 and FP4 count 2**-32.
 
-    `codes_smem` [1, R, n], or if gated [2, R / 2, n], holds the rows of all multiplying warpgroups, 128 bytes of each
-    if they are bfloat16. Warpgroup w has rows `64 * w ..`. If gated, it has 32 rows from `32 * w` on and those R / 2
-    further, which meet in a thread, see `interleave_halves`. `inputs_smem` is [N, columns] bfloat16 with `TRANSFORMS`.
+    A tile has R rows, those of all warpgroups that multiply. Warpgroup w multiplies the 64 rows from `64 * w` on. If
+    gated, it multiplies the 32 rows from `32 * w` on, of the gate, and the 32 rows from `R / 2 + 32 * w` on, of the up
+    projection. A thread gets the sums of both, see `interleave_halves`.
 
-    FP4's `scales_smem` [.., .., 16] uint8 has 16 or 8 scales of a row, the tile's from `scale_at` on. Codes with twice
-    as many columns as the inputs are those of two tiles, of which `scale_at` tells this one. FP8's scale is `scale_at`
-    itself; if gated, that of the other rows times 256 is added. Unless `complete`, products of the last 64 columns may
-    still run, and `complete_sums` has to follow the last tile.
+    Args:
+      acc: [64, N] float32 sums to add to.
+      codes_smem: [1, R, n], or if gated [2, R / 2, n], weights or codes. A row of bfloat16 has 128 bytes. If it has
+        twice as many columns as `inputs_smem`, it holds this tile and the one before or after it.
+      scales_smem: FP4's [.., .., 16] uint8 scales, 16 or 8 for each row, one for 32 columns; otherwise None.
+      scale_at: int32 scalar. FP4: index of the tile's first scale in its row, which also says which of two tiles in
+        `codes_smem` it is. FP8: the tile's scale; if gated, the gate's plus 256 times that of the up projection.
+      inputs_smem: [N, columns] bfloat16 with `TRANSFORMS`.
+      warpgroup: int32 scalar, number w of this warpgroup.
+      layout: storage of the weights.
+      gated: whether half of the rows are the gate's.
+      complete: whether to wait for all products. If not, those of the last 64 columns may still run, and
+        `complete_sums` has to follow the last tile.
     """
     rows = codes_smem.shape[0] * codes_smem.shape[1]
     starts = (HALF * warpgroup, rows // 2 + HALF * warpgroup) if gated else (ROWS * warpgroup, ROWS * warpgroup + HALF)

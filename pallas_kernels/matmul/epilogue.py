@@ -32,10 +32,15 @@ STAGING_BYTES = COLUMNS * LINE_BYTES  # of a warpgroup
 def store_few(
     out_gmem, sums: jax.Array, tile: jax.Array, *, limit: float | None = None, rows_smem=None, weights_smem=None
 ) -> None:
-    """Stores the `tile`-th 64 channels, or 32 of SwiGLU, of a few inputs in `out_gmem` [P, channels] bfloat16.
+    """Stores a tile of channels of a few inputs: 64 products, or 32 values of SwiGLU, in a row for each input.
 
-    `rows_smem` [N] int32 has the row of each input, or -1; without it input n has row n, while there is one. Values are
-    multiplied by `weights_smem` [N] float32, if given, before they are rounded.
+    Args:
+      out_gmem: [P, channels] bfloat16.
+      sums: [64, N] float32 sums of N inputs.
+      tile: int32 scalar, number of the tile; its channels begin at 64 times, or 32 times, this number.
+      limit: limit of SwiGLU; None to store the products.
+      rows_smem: [N] int32, row of each input; an input with -1 is not stored. None: input n has row n if n < P.
+      weights_smem: [N] float32, factors of SwiGLU before it is rounded; None for 1.
     """
     values = _finished(sums, limit)
     for n in range(values.shape[0] if rows_smem is not None else min(values.shape[0], out_gmem.shape[0])):
@@ -82,11 +87,17 @@ def _emit_store_few(out_gmem, sums, tile, *, limit=None, rows_smem=None, weights
 def store_many(
     out_gmem, sums: jax.Array, place, staging_smem, *, limit=None, rows_gmem=None, weights_gmem=None, permuted=False
 ) -> None:
-    """Stores the channels from `column` on of the inputs first + n < end; the number of sums is a multiple of 16.
+    """Stores a tile of channels of many inputs: 64 products, or 32 values of SwiGLU, in a row for each input.
 
-    `place` is (column, first, end), and `staging_smem` [STAGING_BYTES] uint8 the warpgroup's own memory. The array may
-    be in float32 if there is no limit. An input's row is its number, or its entry of `rows_gmem` int32. SwiGLU is
-    multiplied by `weights_gmem` float32, if given, and stored in FP4's order if `permuted`, see `permute_columns`.
+    Args:
+      out_gmem: [rows, channels] bfloat16; float32 only for products, without `rows_gmem`.
+      sums: [64, N] float32 sums of the inputs from `first` on, N a multiple of 16.
+      place: (column, first, end): the first channel to store, the number of the first input, and the end of the inputs.
+      staging_smem: [STAGING_BYTES] uint8, memory that only this warpgroup uses.
+      limit: limit of SwiGLU; None to store the products.
+      rows_gmem: int32 row of each input, only for products; None: the row is the input's number.
+      weights_gmem: float32 factor of each input, only for SwiGLU; None for 1.
+      permuted: whether SwiGLU is stored in FP4's order, see `permute_columns`.
     """
     column, first_input, end = place
     values = _finished(sums, limit)

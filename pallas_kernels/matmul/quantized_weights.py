@@ -21,7 +21,7 @@ HALF = ROWS // 2  # consecutive rows of a tile; its halves may lie apart
 SEGMENT = 64  # bytes of a row that four threads share
 SHIFT = 32  # unpacked weights are 2**-SHIFT of their values
 SCALED = 128  # columns, and rows, of FP8 with one scale
-# Bytes of FP4's scales that travel together, the fewest of a bulk copy: those of a row, or of two short rows.
+# The minimum size of a bulk copy, in bytes: FP4's scales are copied as 16 of one row, or as 8 of each of two rows.
 SCALE_BYTES = 16
 
 

@@ -74,9 +74,10 @@ def _emit_group_pairs(selected_gmem, table_gmem, counts_gmem, experts, scratch_s
     pairs, words, cleared = (ref.type.shape[0] for ref in (selected_gmem, table_gmem, counts_gmem))
     padded = (scratch_smem.type.shape[0] - _WARPS) // (_WARPS + 1)
     ids = _Ids(ops.thread(), ops.lane(), ops.thread() >> 5)
-    sizes = ops.shared(scratch_smem)  # of each warp's experts, then: pairs before these
-    starts = sizes + 4 * _WARPS * padded  # each expert's first group
-    sums = starts + 4 * padded
+    # [warps, padded] number of a warp's pairs of each expert; `_fill_groups` replaces it by that of the warps before.
+    sizes = ops.shared(scratch_smem)
+    starts = sizes + 4 * _WARPS * padded  # [padded] number of each expert's first group
+    sums = starts + 4 * padded  # [warps] number of groups up to a warp's experts
     own_sizes = sizes + (ids.warp * padded << 2)
     ops.for_each(_WARPS * padded, lambda i: ops.store(sizes + (i << 2), 0), ids.thread)
     ops.for_each(cleared, lambda i: ops.store_global(counts_gmem, i, 0), ids.thread)

@@ -32,8 +32,9 @@ ROUNDS = 4  # units that a thread exchanges in a call
 UNIT = 8  # values
 SLOT_BYTES = 16  # two words, each followed by the number of the call
 SLOTS_PER_UNIT = 2
-OWN = 1
-PEERS = 2  # entries of the table: this GPU's mailbox, and the first of all mailboxes
+# Indices of entries of the table, see `check_table`.
+OWN = 1  # the address of this GPU's mailbox
+PEERS = 2  # the address of the mailbox of rank 0, which the other ranks' follow
 MAX_POLLS = 1 << 25  # half a minute; then another GPU has failed, and this one traps
 
 
@@ -46,10 +47,10 @@ class Unit(NamedTuple):
 
 
 def check_table(table: jax.Array, *, interpret: bool) -> None:
-    """Refuses tables of mailboxes of other numbers of GPUs than 2 to 8, and interpreted kernels.
+    """Raises NotImplementedError unless the table of mailboxes is for 2 to 8 GPUs and the kernel is not interpreted.
 
-    The table [2 * (2 + GPUs)] uint32 has the low and high halves of this GPU's rank, of the address of its mailbox, and
-    of the addresses of all mailboxes by rank.
+    The table [2 * (2 + GPUs)] uint32 has 64-bit entries, each as its low and its high half: this GPU's rank, the
+    address of its mailbox, and then the address of each GPU's mailbox in the order of ranks.
     """
     check_array("table", table, jnp.uint32, None)
     ranks = _num_ranks(table)

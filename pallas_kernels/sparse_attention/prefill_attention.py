@@ -137,7 +137,7 @@ class PrefillBuffers:
     # of its last tile.
     keys_smem: Any = plgpu.SMEM((CHUNK_STAGES, TILE, CHUNK), jnp.bfloat16, transforms=TRANSFORMS)
     biases_smem: Any = plgpu.SMEM((STAGES + 1, TILE), jnp.float32)  # 0 for a row, -inf for none; full with chunk 0
-    # Not yet divided by their sum; empty with the tile's keys.
+    # Softmax weights before the division by their sum. `keys_empty` of the tile's keys also says that they were read.
     weights_smem: Any = plgpu.SMEM((STAGES, HEADS, TILE), jnp.bfloat16, transforms=TRANSFORMS)
     # Factors of earlier sums, full with the weights, then those of the final sums, full and empty by `scale_*`. One
     # array for both, since an array takes at least 1024 bytes.
