@@ -243,9 +243,9 @@ def run(config: DSV4Config, options: StepOptions, report: Row, *, each_kind: boo
         yield from _run(config.first_layers(options.layers or config.num_hidden_layers), options, report)
         return
     count = 8 if jax.default_backend() == "gpu" else 1  # on a GPU so many that none finds its weights in the L2 cache
-    for spec in dict.fromkeys(spec.kind for spec in config.specs):
-        for row in _run(config.with_layers([spec] * count), options, report, loop=options.mesh is not None):
-            yield {"layer_type": spec.layer_type} | row
+    for kind in dict.fromkeys(spec.kind for spec in config.specs):
+        for row in _run(config.with_layers([kind] * count), options, report, loop=options.mesh is not None):
+            yield {"layer_type": kind.layer_type} | row
 
 
 def _run(config, options, report, *, loop=True):

@@ -84,35 +84,46 @@ def random_model(
     if on_outline is not None:
         on_outline(nnx.clone(model))
     views = parameter_views(model)
-    names = {id(view.variable): path for path, view in reversed(views.items())}  # of the first layer of a stack
+    # A stack's variable has a path for each of its layers. It is drawn once, for the first one.
+    first_paths = {id(view.variable): path for path, view in reversed(views.items())}
     frequencies = {}
     draws = {}
     for path, view in views.items():
         variable = view.variable
-        where = None if mesh is None else parameter_sharding(variable, mesh, expert_parallel)
+        sharding = None if mesh is None else parameter_sharding(variable, mesh, expert_parallel)
         if path.endswith(SELECTS):
-            part = where and NamedSharding(where.mesh, PartitionSpec(*where.spec[len(view.index) :]))
-            selects, shares = _selects(path, view.shape, config, skew, part)
+            view_sharding = sharding and NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[len(view.index) :]))
+            selects, shares = _selects(path, view.shape, config, skew, view_sharding)
             frequencies[f"{path.rpartition('.gate.')[0]}.experts"] = shares
             view.set_value(selects)
-        elif names.pop(id(variable), None) and not (expert_memory and ".mlp.experts." in path):
-            draws[path] = variable, _draw(path, variable.get_value(), where)
-    small = [path for path, (_, draw) in draws.items() if math.prod(draw.args[0]) < MAX_SMALL]
-    groups = [group for group in (small, *([path] for path in draws if path not in small)) if group]
-    programs = _compile([tuple(draws[path][1] for path in group) for group in groups])
-    numbers = {path: np.uint32(number) for number, path in enumerate(draws)}
-    for group, program in zip(groups, programs, strict=True):
-        for path, value in zip(group, program([numbers[path] for path in group]), strict=True):
-            variable = draws[path][0]
-            old = variable.get_value()
-            is_quantized = isinstance(old, QuantizedWeight)
-            variable.set_value(dataclasses.replace(old, codes=value[0], scale=value[1]) if is_quantized else value)
-            if expert_memory is not None and path.endswith("embed_tokens.weight"):
-                variable.set_value(expert_memory.place_on_host(variable.get_value()))
+        elif path == first_paths[id(variable)] and not (expert_memory and ".mlp.experts." in path):
+            draws[path] = variable, _draw(path, variable.get_value(), sharding)
+    _make_variables(draws, expert_memory)
     if expert_memory is not None:
         expert_memory.frequencies |= frequencies
         _place_experts(config, views, expert_memory)
     return model
+
+
+def _make_variables(draws, expert_memory):
+    """Makes the values of `draws` {path: (variable, _Draw)}: small ones in one program, each other one in its own.
+
+    With `expert_memory`, the embedding moves to host memory as soon as it is made.
+    """
+    small = [path for path, (_, draw) in draws.items() if math.prod(draw.args[0]) < MAX_SMALL]
+    groups = [group for group in (small, *([path] for path in draws if path not in small)) if group]
+    programs = _compile([tuple(draws[path][1] for path in group) for group in groups])
+    seeds = {path: np.uint32(number) for number, path in enumerate(draws)}
+    for group, program in zip(groups, programs, strict=True):
+        for path, value in zip(group, program([seeds[path] for path in group]), strict=True):
+            variable = draws[path][0]
+            old = variable.get_value()
+            if isinstance(old, QuantizedWeight):
+                codes, scale = value
+                value = dataclasses.replace(old, codes=codes, scale=scale)
+            if expert_memory is not None and path.endswith("embed_tokens.weight"):
+                value = expert_memory.place_on_host(value)
+            variable.set_value(value)
 
 
 def select_experts(module: nnx.Module, config: DSV4Config, skew: float) -> None:

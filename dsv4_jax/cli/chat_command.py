@@ -71,7 +71,8 @@ class ChatCommand:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  gives `input` a history
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        options["model"] = model = session.find_model()
+        model = session.find_model()
+        options["model"] = model  # the session sends these options with every message
         session.console.print(f"{visible(model)} at {self.url}. /help lists the commands.", style="dim")
         while session.read_line():
             pass

@@ -148,20 +148,20 @@ def _map_pages(memory: CudaMemory, nbytes: int, on_host: Sequence[bool], *, for_
     Args:
       memory: the memory of the GPU and its host.
       nbytes: size of each mapping.
-      on_host: whether each mapping is of memory of the host.
-      for_cpu: whether the CPU may read and write what is memory of the host.
+      on_host: whether each mapping is of host memory, otherwise of GPU memory.
+      for_cpu: whether the CPU may read and write the mappings of host memory.
     """
     base = memory.reserve(nbytes * len(on_host))
     mappings = []
     try:
         with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-            handles = [pool.submit(memory.create, nbytes, on_host=host) for host in on_host]
-        # What was made has an owner before the error of a handle that was not made is raised.
-        for number, (handle, host) in enumerate(zip(handles, on_host, strict=True)):
-            if handle.exception() is None:
-                mappings.append(Mapping(base + number * nbytes, nbytes, handle.result(), host))
-        for handle in handles:
-            handle.result()
+            futures = [pool.submit(memory.create, nbytes, on_host=host) for host in on_host]
+        # Every handle that was made gets a mapping, so that `_free` releases it if another one failed.
+        for number, (future, host) in enumerate(zip(futures, on_host, strict=True)):
+            if future.exception() is None:
+                mappings.append(Mapping(base + number * nbytes, nbytes, future.result(), host))
+        for future in futures:
+            future.result()  # raises the error of a handle that was not made
         for mapping in mappings:
             mapping.for_cpu = for_cpu and mapping.on_host
             memory.map(mapping.address, nbytes, mapping.handle, for_cpu=mapping.for_cpu)

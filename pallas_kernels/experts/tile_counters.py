@@ -65,10 +65,11 @@ def _emit_add_up_terms(
 ):
     tokens, width = total_gmem.type.shape
     top_k = terms_gmem.type.shape[0] // tokens
-    words_per_tile = ROWS // 2
+    # A word is two channels of a token. A tile is 64 channels, and its words of all tokens follow one another.
+    words_per_tile = ROWS // 2  # of one token
     words_per_block = -(-tokens * width // (2 * workers))
     first_word = worker * words_per_block
-    groups = ops.load_global(counts_gmem, 0)
+    num_terms = ops.load_global(counts_gmem, 0) + 1  # of a tile: one for each group of pairs, and `last_gmem`
 
     def address(ref, row, column):
         offset = mlir.multiply_add(mlir.to_i64(row), width, mlir.to_i64(column))
@@ -78,13 +79,12 @@ def _emit_add_up_terms(
         return ops.ptx("ld.relaxed.gpu.global.u32 $0, [$1];", address(ref, row, column))
 
     def store_sum(word):
-        # Words of a tile of all tokens follow one another, so a block waits for few tiles.
-        tile = word // (tokens * words_per_tile)
+        tile = word // (tokens * words_per_tile)  # a block has words of few tiles, and so waits for few
         token = word // words_per_tile % tokens
         column = tile * ROWS + (word % words_per_tile << 1)
         pairs = [token * top_k + j for j in range(top_k)]
         has_expert = [ops.load_global(selected_gmem, pair) < experts for pair in pairs]
-        mlir.ptx(_WAIT, mlir.element(counts_gmem, tile + (1 + counter)), groups + 1)
+        mlir.ptx(_WAIT, mlir.element(counts_gmem, tile + (1 + counter)), num_terms)
         terms = [load(terms_gmem, pair, column) for pair in pairs]
         terms = [exists.where(term, 0) for exists, term in zip(has_expert, terms, strict=True)]
         values = map(words.unpack, [*terms, load(last_gmem, token, column)])

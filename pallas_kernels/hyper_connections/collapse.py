@@ -138,20 +138,21 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, s
         tokens = [jnp.minimum(token_of(i, turn, n), p.tokens - 1) for n in range(p.step)]
         return [[load(streams_gmem.at[token, j, own_channels]) for j in range(STREAMS)] for token in tokens]
 
-    def collapse_token(stage, parity, turn, n, four):
+    def collapse_token(stage, parity, turn, n, streams):
         """Returns a token's collapsed channels, and leaves the sums of their squares to the other warpgroups."""
         lane = (turn * p.step + n) * WARP
-        terms = [row.astype(jnp.float32) * scratch.pre_smem[stage, lane + j] for j, row in enumerate(four)]
+        terms = [row.astype(jnp.float32) * scratch.pre_smem[stage, lane + j] for j, row in enumerate(streams)]
         value = round_bfloat16(functools.reduce(jnp.add, terms))
         warp_sums(value * value, scratch.norms_smem.at[parity, n, pl.ds(warpgroup * WARPS, WARPS)])
         return value
 
     def collapse_group(i, ahead):
+        """Stores x of the block's i-th group. `ahead` has the streams of its first turn; returns those of the next."""
         stage = lax.rem(i, STAGES)
         plgpu.barrier_wait(scratch.pre_full.at[stage])
         for turn in range(turns):
-            parity = lax.rem(i * turns + turn, 2)
-            values = [collapse_token(stage, parity, turn, n, four) for n, four in enumerate(ahead)]
+            parity = lax.rem(i * turns + turn, 2)  # other warpgroups may still read the sums of the turn before
+            values = [collapse_token(stage, parity, turn, n, streams) for n, streams in enumerate(ahead)]
             if turn + 1 < turns:
                 ahead = load_streams(i, turn + 1)
             elif p.groups > blocks:
@@ -163,7 +164,11 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, s
                 scale = lax.rsqrt(_pairwise_sum(squares) * (1 / p.width) + p.norm_eps)
                 token = token_of(i, turn, n)
                 value = (norm_weight * (value * scale)).astype(jnp.bfloat16)
-                pl.when(token < p.tokens)(functools.partial(x_gmem.__setitem__, (token, own_channels), value))
+
+                @pl.when(token < p.tokens)
+                def _(token=token, value=value):
+                    x_gmem[token, own_channels] = value
+
         plgpu.barrier_arrive(scratch.pre_empty.at[stage])
         return ahead
 

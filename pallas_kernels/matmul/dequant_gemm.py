@@ -209,26 +209,25 @@ def _load(gemm, operands, refs):
 
 def _load_step(gemm, operands, refs, n, place, codes_gmem, step):
     """Copies the operands of a step of tile `n`."""
-    i = n * gemm.steps + step
-    width = gemm.step_columns
+    i = n * gemm.steps + step  # number of the step among all steps of the block
     stage = barriers.turn(refs.stage_full, i)
+    stage_full = refs.stage_full.at[stage]
     barriers.wait_empty(refs.stage_empty, i)
-    columns = pl.ds(place.column + step * width, width)
-    full = refs.stage_full.at[stage]
+    columns = pl.ds(place.column + step * gemm.step_columns, gemm.step_columns)
     inputs_gmem = operands.inputs_gmem.at[pl.ds(place.input, gemm.inputs), columns]
-    together = "block" if gemm.blocks > 1 else None
-    plgpu.copy_gmem_to_smem(inputs_gmem, refs.inputs_smem.at[stage], full, collective_axes=together)
+    cluster_axis = "block" if gemm.blocks > 1 else None  # each block of a cluster copies half for both
+    plgpu.copy_gmem_to_smem(inputs_gmem, refs.inputs_smem.at[stage], stage_full, collective_axes=cluster_axis)
     if refs.codes_full is None:
-        _load_codes(codes_gmem, step, refs.codes_smem.at[stage], full)
+        _load_codes(codes_gmem, step, refs.codes_smem.at[stage], stage_full)
     else:
-        together = gemm.code_steps
 
-        @pl.when(lax.rem(i, together) == 0)
+        @pl.when(lax.rem(i, gemm.code_steps) == 0)
         def _():
-            number = lax.div(i, together)
+            number = lax.div(i, gemm.code_steps)
             slot = barriers.turn(refs.codes_full, number)
             barriers.wait_empty(refs.codes_empty, number)
-            _load_codes(codes_gmem, lax.div(step, together), refs.codes_smem.at[slot], refs.codes_full.at[slot])
+            piece = lax.div(step, gemm.code_steps)
+            _load_codes(codes_gmem, piece, refs.codes_smem.at[slot], refs.codes_full.at[slot])
 
     if refs.scales_smem is not None:
         number = lax.div(i, gemm.scale_steps)

@@ -213,7 +213,7 @@ class PrefixFiles(Summarized):
                 return False
             self._pending_bytes += nbytes
         try:
-            arrays = [get_arrays()]
+            arrays = [get_arrays()]  # `_write` pops the only reference, so that it can free device memory early
         except Exception as error:  # the cache is lost, or the device has no memory for a copy
             self.metrics.dropped += len(digests)
             self._release(nbytes)
