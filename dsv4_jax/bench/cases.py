@@ -68,7 +68,7 @@ class Case:
         Call i is that of layer i, modulo their number, so that none finds its data in the L2 cache.
         """
         rng = np.random.default_rng(0)
-        count = min(calls, 1 + _LAYERS_BYTES // max(self.layer_bytes, 1))
+        count = min(calls, 2 + _LAYERS_BYTES // max(self.layer_bytes, 1))
         layers = [self._make_layer(rng) for _ in range(count)]
         return jax.block_until_ready((layers, [draw(tuple(self.inputs), rng) for _ in range(calls)]))
 

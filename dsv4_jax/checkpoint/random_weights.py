@@ -235,10 +235,12 @@ def _draw_one(number, draw):
 
         def words(shape):
             """Hashes places. JAX's generators would take longer to compile than the weights take to be made."""
-            word = start + jax.lax.iota(jnp.uint32, math.prod(shape))
+            word = start + jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
+            # Layers of a stack differ, although 32 bits do not count the places of large stacks.
+            word += jax.lax.broadcasted_iota(jnp.uint32, shape, 0) * np.uint32(0x9E3779B1)
             for factor in (np.uint32(0x7FEB352D), np.uint32(0x846CA68B)):
                 word = (word ^ word >> 16) * factor
-            return (word ^ word >> 16).reshape(shape)
+            return word ^ word >> 16
 
         return draw.make(words, *draw.args)
 
