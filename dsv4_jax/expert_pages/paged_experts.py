@@ -225,13 +225,16 @@ class Mover:
     def copy(self, swaps: Sequence[tuple[int, int, int]]) -> None:
         """Copies the experts of at most `batch` swaps to spare memory.
 
-        Raises ValueError if an expert is not where its swap would move it from.
+        Raises ValueError if an expert is not where its swap would move it from, or if earlier swaps wait for `remap`.
 
         Args:
           swaps: for each, number of the layer among those of the pages, expert in host memory that moves to the GPU,
             and expert on the GPU that moves to the host.
         """
+        if self._copies:
+            raise ValueError(f"{len(self.swaps)} swaps are copied already: remap them first")
         count = len(swaps)
+        copies = []
         for matrix, spares in enumerate(self._spares):
             on_device = [spare for spare in spares if not spare.on_host]
             on_host = [spare for spare in spares if spare.on_host]
@@ -239,8 +242,9 @@ class Mover:
                 mappings = self._layers[layer][matrix].mappings
                 if not mappings[hot].on_host or mappings[cold].on_host:
                     raise ValueError(f"layer {layer}: expert {hot} must be in host memory, expert {cold} must not")
-                self._copies += [(mappings[hot], device), (mappings[cold], host)]
-        for mapping, spare in self._copies:
+                copies += [(mappings[hot], device), (mappings[cold], host)]
+        self._copies = copies
+        for mapping, spare in copies:
             self._fill(spare, mapping)
         self.swaps = list(swaps)
 
@@ -260,8 +264,7 @@ class Mover:
 
     def _exchange(self, mapping, spare):
         """Maps the spare memory in place of an expert's, which becomes the spare one. The GPU is idle meanwhile."""
-        self._memory.unmap(mapping.address, mapping.nbytes)
-        self._memory.map(mapping.address, mapping.nbytes, spare.handle)
+        self._move(mapping, spare.handle)
         mapping.for_cpu = False
         mapping.handle, spare.handle = spare.handle, mapping.handle
         mapping.on_host, spare.on_host = spare.on_host, mapping.on_host
@@ -270,7 +273,13 @@ class Mover:
     def _fill(self, spare, mapping):
         """Copies an expert to spare memory, which is first mapped to the spare addresses."""
         if spare.is_stale:
-            self._memory.unmap(spare.address, spare.nbytes)
-            self._memory.map(spare.address, spare.nbytes, spare.handle)
+            self._move(spare, spare.handle)
             spare.is_stale = False
         self._memory.copy(spare.address, mapping.address, mapping.nbytes)
+
+    def _move(self, mapping, handle):
+        """Maps other memory to the addresses of a mapping."""
+        self._memory.unmap(mapping.address, mapping.nbytes)
+        mapping.is_mapped = False
+        self._memory.map(mapping.address, mapping.nbytes, handle)
+        mapping.is_mapped = True
