@@ -92,6 +92,8 @@ class LongWindowPlan:
     def shared(self) -> dict[str, int]:
         """The number of float32 values in each buffer of a block's shared memory, by name.
 
+        The buffers are:
+
           * stages_smem: the stages; each warpgroup has its own part.
           * scratch_smem: scratch for exchanges; each warpgroup has its own part.
           * sums_smem: sums over slices of channels, of two entries and two sums each, see `_across`.

@@ -1,5 +1,7 @@
 """The store of state rows, and parts that all flush kernels share.
 
+The main functions are:
+
   * `scan` finds tokens that have state rows, 32 at a time.
   * `row_writer` stores state rows from within a kernel that stores entries.
   * `run_workers` launches a kernel of independent warpgroups, each of which takes every n-th token.
