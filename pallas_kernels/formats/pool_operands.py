@@ -3,6 +3,7 @@
 A pool is an array that holds one part of all rows, such as their codes. The fields are arrays, or within a kernel
 references to them.
 """
+
 from collections.abc import Sequence
 from typing import Any
 
