@@ -177,7 +177,7 @@ def _width(ref):
 
 
 def _bits_type(ref):
-    # A bool takes a byte.
+    # An element of a bool pool takes a byte.
     return mlir.int_type(max(8, mgpu.utils.bitwidth(ref.type.element_type)))
 
 

@@ -558,7 +558,7 @@ class RadixSelect:
         with ops.when((shared | self.alone).equals(0)):
             totals = self._word(plan.offsets.totals)
             with ops.when(ops.thread() < plan.blocks):
-                # Both counts in one word, which `write` adds up over blocks: 8 * k ties fit the lower 16 bits.
+                # Both counts are in one word, which `write` adds up over blocks: 8 * k ties fit into the lower 16 bits.
                 address = ops.peer(totals + (self.block << 2), ops.thread())
                 ops.store_peer(address, (above << 16) | tied.minimum(plan.k))
             ops.cluster_arrive()

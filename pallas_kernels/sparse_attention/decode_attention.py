@@ -42,7 +42,7 @@ from pallas_kernels.sparse_attention.online_softmax import HALF, HEADS, load_per
 from pallas_kernels.sparse_attention.row_addresses import TILE, UNITS, AttentionProblem, RowAddresses
 
 
-STAGES = 2  # tiles of rows in shared memory
+STAGES = 2  # number of tiles of rows in shared memory
 SCORE, ADD, LOAD = range(3)
 # Registers per thread of `load`, and of each of `score` and `add`. The three warpgroups start with 168 per thread each,
 # and may not have more than that on average.

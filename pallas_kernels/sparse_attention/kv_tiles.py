@@ -87,7 +87,7 @@ def load_unit(first_pools, second_pools, use_second: jax.Array, row: jax.Array, 
 
 
 def _unit_types(first_pools, second_pools, use_second, row, layout):
-    """Returns the types of a unit's codes, RoPE values and words of scales, for the arguments of `load_unit`."""
+    """Returns the types of the results of `load_unit`: codes, RoPE values and words of scales, for its arguments."""
     return (
         plgpu.ShapeDtypeStruct((UNIT, layout.nope_dim // 4), jnp.int32, _CODES),
         plgpu.ShapeDtypeStruct((UNIT, layout.rope_dim // 2), jnp.int32, _ROPE),
@@ -110,7 +110,7 @@ def _emit_load_unit(first_pools, second_pools, use_second, row, layout):
         base = arith.select(is_second, *(mlir.global_pointer(pools[pool]) for pools in (second_pools, first_pools)))
         return mlir.at(base, mlir.multiply_add(mlir.to_i64(row), row_bytes, mlir.to_u64(lane * lane_bytes)))
 
-    # The scale comes first because it is needed first.
+    # The scales are loaded first, because `store_unit` needs them first.
     scale_words = _scale_words(layout)
     scales = _load(row_pointer(2, 4 * scale_words, 0), scale_words, row=row)
     pointer = row_pointer(0, layout.nope_dim, 8)
@@ -258,7 +258,7 @@ def _decode_block_scales(codes, scales, group):
     code = "{ .reg .b32 a, b, c, d, k; mov.b32 k, 0x7B807B80;" + _SPREAD
     for i, x in enumerate(_REGISTERS):
         code += f"mul.rn.bf16x2 {x}, {x}, k; mul.rn.bf16x2 ${i}, {x}, $6;"
-    # The scale's byte as the exponent of two bfloat16 values.
+    # A word with two equal bfloat16, whose exponent bits are the byte of the group's scale.
     factor = (U32(scales[group // 4]) >> 8 * (group % 4) & 0xFF) * 0x00800080
     return mlir.ptx(code + "}", *codes, factor, results=[mlir.int_type()] * 4, pure=True)
 

@@ -14,8 +14,8 @@ from jax import lax
 from pallas_kernels.formats.kv_rows import ROW_DIM
 
 
-HEADS = 64  # heads of a block: the M dimension of one `wgmma`
-HALF = ROW_DIM // 2  # columns of the result that one warpgroup adds up
+HEADS = 64  # number of heads of a block: the M dimension of one `wgmma`
+HALF = ROW_DIM // 2  # number of columns of the result that one warpgroup adds up
 # The running maximum before the first row. It is below every score, but finite: the difference of two maxima without
 # rows is 0, not NaN.
 LOWEST = -1e30

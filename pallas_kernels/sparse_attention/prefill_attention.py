@@ -45,9 +45,9 @@ from pallas_kernels.sparse_attention.online_softmax import HALF, HEADS, LAYOUT, 
 from pallas_kernels.sparse_attention.row_addresses import TILE
 
 
-STAGES = 2  # tiles of weights in shared memory
+STAGES = 2  # number of tiles of weights in shared memory
 CHUNKS = ROW_DIM // CHUNK
-CHUNK_STAGES = 9  # chunks of rows in shared memory
+CHUNK_STAGES = 9  # number of chunks of rows in shared memory
 # Maximum number of pairs of columns to rotate back, so that all of them are in the last chunk.
 MAX_PAIRS = CHUNK // 2
 SCORE, ADD_LOW, ADD_HIGH, COPY = range(4)
