@@ -1,14 +1,14 @@
 """Mailboxes: buffers through which the GPUs of one process add up values, written by peers without any barrier.
 
 Each GPU owns a mailbox, memory that never moves and whose address all GPUs know. A thread sends its values by storing
-them into its slots of every mailbox. It receives values by polling its GPU's own mailbox. A 4-byte word of values and the
-number of the call are stored together as 8 bytes. So a slot is complete when it holds the call's number, and no slot has
-to be cleared. The counter of calls is part of the mailbox, so that different kernels, programs and models can share one.
+them into its slots of every mailbox. It receives values by polling its GPU's own mailbox. A 4-byte word of values and
+the number of the call are stored together as 8 bytes. So a slot is complete if it holds the call's number, and no slot
+has to be cleared. The counter of calls is part of the mailbox, so different kernels, programs and models can share one.
 
 Two generations of slots are enough. A GPU sends the values of call n + 2 into the slots of call n after it has received
 the values of call n + 1 from all other GPUs. By then, each of them has started call n + 1, and so finished call n. This
-holds for each thread block by itself: a block has its own slots and counter, and exchanges values only with the block of
-the same number on the other GPUs.
+holds for each thread block by itself: a block has its own slots and counter, and exchanges values only with the blocks
+of the same number on the other GPUs.
 
 Before its first exchange a program has to run a collective of XLA over all its GPUs. CUDA loads a kernel at its first
 launch, and cannot do so while another kernel of that GPU waits for its peers. XLA loads all kernels of a program before
@@ -65,7 +65,7 @@ def _num_ranks(table):
 
 
 def slot_offset(generation, rank, round_: int, block, thread, *, ranks: int):
-    """Returns the byte offset of a unit's first slot in a mailbox. The second slot is THREADS * SLOT_BYTES bytes behind.
+    """Returns the byte offset of a unit's first slot in a mailbox. The second is THREADS * SLOT_BYTES bytes behind it.
 
     Args:
       generation: 0 or 1, number of the call modulo 2.
