@@ -261,7 +261,7 @@ def _select_body(
                 biased_smem[tile] = score + vectors.load(selection["bias"].at[tile])
         select(experts_gmem, weights_gmem, token, scores_smem, biased_smem, selection, top_k, factor)
 
-    # A cluster may have more blocks than there are tokens.
+    # A cluster may have more blocks than tokens, since its size is a power of two.
     @pl.when(token < tokens)
     def _():
         with jax.named_scope("add_slices"):

@@ -49,7 +49,7 @@ class CollapseProblem:
     rows: int  # number of mixing weights of a token: 24, or 4 for the head
     slices: int  # number of slices of channels whose partial sums are to be added up
     tokens_each: int  # tokens of a group
-    # The arguments of `hyper_connections` with these names.
+    # Constants of the norm and of the mixing weights, and number of Sinkhorn iterations: see `hyper_connections`.
     norm_eps: float
     hc_eps: float
     iterations: int

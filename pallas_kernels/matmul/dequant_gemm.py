@@ -65,8 +65,8 @@ class Operands(NamedTuple):
     tiles: jax.Array  # int32 scalar, number of tiles of this block; equal for both blocks of a cluster
     inputs_gmem: Any  # [.., width] bfloat16; for FP4 in the order of `dequant_wgmma.permute_columns`
     codes_gmem: Any  # [matrices, R, elements of a row] of the layout's dtype: bfloat16 weights, or codes of FP8 or FP4
-    # E8M0 scales. FP4: [matrices, R, columns / 32] uint8, or if a row has 8 scales, [matrices, R / 2, 16] with those of
-    # two rows in a row. FP8: [matrices, R / 128, columns / 128] uint8. bfloat16: None.
+    # E8M0 scales. FP4: [matrices, R, columns / 32] uint8, or if a weight row has 8 scales, [matrices, R / 2, 16], each
+    # line with the scales of two weight rows. FP8: [matrices, R / 128, columns / 128] uint8. bfloat16: None.
     scales_gmem: Any
     locate: Callable[[jax.Array], OutputTile]  # number of a tile of this block -> place of its operands
     # (tile, sums) -> None. Each multiplying warpgroup calls it with the sums [64, inputs] float32 of its 64 rows, which

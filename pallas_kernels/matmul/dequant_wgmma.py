@@ -244,7 +244,7 @@ def _multiply(sums, weights, inputs, chunk, chunks):
     size = len(sums)
     start = arith.addi(inputs, mlir.i64(chunk * 1024))
     start = arith.shrui(arith.andi(start, mlir.i64(0x3FFFF)), mlir.i64(4))
-    # The stride from 8 rows to the next, and the 128-byte swizzle.
+    # Bits 62 and up select the 128-byte swizzle, bits 32 and up are the stride between groups of 8 rows, in 16 bytes.
     descriptor = arith.ori(start, mlir.i64(1 << 62 | (chunks * 1024 >> 4) << 32 | 1 << 16))
     registers = ", ".join(f"${i}" for i in range(size))
     lines = ["{ .reg .pred p; .reg .b64 d; setp.eq.b32 p, 0, 0; wgmma.fence.sync.aligned;"]

@@ -47,8 +47,8 @@ class Product:
 
     layout: WeightLayout
     codes_gmem: Any  # [R, elements of a row] of the layout's dtype: bfloat16 weights, or codes of FP8 or FP4
-    # E8M0 scales. FP4: [R, columns / 32] uint8, or if a row has 8 scales, [R / 2, 16] with those of two rows in a row.
-    # FP8: [R / 128, columns / 128] uint8. bfloat16: None.
+    # E8M0 scales. FP4: [R, columns / 32] uint8, or if a weight row has 8 scales, [R / 2, 16], each line with the scales
+    # of two weight rows. FP8: [R / 128, columns / 128] uint8. bfloat16: None.
     scales_gmem: Any
     tiles: jax.Array  # int32 scalar, number of tiles
     depth: int  # number of columns that this block multiplies
