@@ -356,7 +356,7 @@ def _routed_product(p, i, block_tiles, tables, source_gmem, out_gmem, matrix):
     gated = i == GATE_UP
 
     def group_of(n):
-        """Returns the number of a tile's group in `tables_smem`."""
+        """Returns the number of the group of the block's n-th tile among the groups in `tables_smem`."""
         return lax.div(begin + n, tiles) - first_group
 
     def pairs_of(n):

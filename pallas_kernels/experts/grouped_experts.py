@@ -161,7 +161,7 @@ def _body(p, count_gmem, blocks_gmem, table_gmem, x_gmem, codes_gmem, scales_gme
     first_expert = 0 if layer_gmem is None else layer_gmem[0] * p.experts
 
     def block_and_tile(n):
-        """Returns the block of pairs of this worker's n-th output tile, and the tile's number within it."""
+        """Returns (number of the block of pairs, number of the tile in it) of this worker's n-th output tile."""
         tile = worker + n * workers
         block = lax.div(tile, p.tiles)
         return block, tile - block * p.tiles

@@ -66,7 +66,7 @@ class CollapseProblem:
 
     @property
     def step(self) -> int:
-        """The number of tokens that a warpgroup collapses together: as many as its registers hold."""
+        """The number of tokens that a warpgroup collapses at once, which its registers limit to 1 or 2."""
         return min(2 if self.workers <= 4 else 1, self.tokens_each)
 
 

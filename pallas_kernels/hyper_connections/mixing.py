@@ -27,7 +27,7 @@ SQUARES = 31
 
 
 class StreamRefs(NamedTuple):
-    """References in global memory of the first launch."""
+    """References to global memory in the kernels of the first launch."""
 
     streams: Any  # [T, 4, D] bfloat16 streams before the block
     fn: Any  # [R, 4 * D] float32 weights of the logits

@@ -45,7 +45,7 @@ OTHER_BYTES = 2048  # bytes of shared memory for everything but stages, inputs, 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The division of a launch's work; `segments`, `places` and `max_stages` are described in `SkinnyGemm`."""
+    """The division of a launch's work among blocks. `SkinnyGemm` describes `segments`, `places` and `max_stages`."""
 
     tokens: int = COLUMNS  # number of inputs of a launch, a multiple of 8; more tokens take several launches
     splits: int = 1  # number of blocks of a cluster, which split the columns of a tile

@@ -34,7 +34,7 @@ BLOCKS = 2  # number of blocks of a cluster
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The division of a launch's work."""
+    """The division of a launch's work into tiles, and their order."""
 
     tile_tokens: int  # number of tokens of a tile, a multiple of 16 up to 256, or up to 240 with SwiGLU
     # Tiles of tokens are multiplied with all weights in batches, one batch after the other. This is a batch's size.

@@ -235,7 +235,11 @@ def _element(ref, row, element, column=None):
 
 
 def _finished(sums, limit):
-    """Returns products [N, 64] of sums [64, N], or SwiGLU [N, 32] of products that are rounded to bfloat16 first."""
+    """Returns the float32 values to store for sums [64, N]; for interpreted kernels.
+
+    Without a limit they are the products [N, 64]. With a limit they are SwiGLU [N, 32] of the products, which are
+    rounded to bfloat16 first.
+    """
     sums = sums * 2.0**SHIFT
     if limit is None:
         return sums.T

@@ -60,7 +60,7 @@ def check_table(table: jax.Array, *, interpret: bool) -> None:
 
 
 def _num_ranks(table):
-    """Returns the number of GPUs in a table, an array or a type of a reference as for `check_table`."""
+    """Returns the number of GPUs of a table of mailboxes, given as an array or as the type of a reference."""
     return table.shape[0] // 2 - PEERS
 
 

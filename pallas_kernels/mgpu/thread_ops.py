@@ -47,7 +47,7 @@ def inline(emit: Callable, *args, returns: jax.ShapeDtypeStruct | None = None):
 
 
 def vector_layout(shape: tuple[int, ...]):
-    """Returns the register layout of `inline`'s arrays."""
+    """Returns the register layout of the arrays that `inline` takes and returns."""
     return plgpu.Layout.WG_STRIDED(shape, vec_size=1 if shape == (128,) else 4)
 
 

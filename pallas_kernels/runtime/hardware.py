@@ -13,7 +13,7 @@ SHARED_BYTES = 226 << 10
 def why_no_mosaic_gpu() -> str | None:
     """Returns None if the Mosaic GPU kernels run on the default device, else the reason why not.
 
-    They need an NVIDIA GPU of compute capability 9.x (Hopper) as JAX's default backend: newer GPUs lack `wgmma`.
+    The kernels need an NVIDIA GPU of compute capability 9.x (Hopper) as JAX's default backend: newer GPUs lack `wgmma`.
     """
     backend = jax.default_backend()
     if backend != "gpu":
