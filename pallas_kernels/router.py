@@ -354,7 +354,7 @@ def _emit_select(experts_gmem, weights_gmem, token, scores_smem, biased_smem, se
             place = token * top_k + lane
             weight = arith.mulf(share, mlir.f32(scaling_factor))
             if "slots" in selection:
-                is_padding = thread_ops.load_global(selection["slots"], token) >> 31  # 1 for -1
+                is_padding = thread_ops.load_global(selection["slots"], token) >> 31  # the sign bit
                 is_padding = is_padding.equals(1)
                 expert = is_padding.where(0xFFFFFFFF, expert)
                 weight = arith.select(is_padding.value, mlir.f32(0.0), weight)

@@ -221,7 +221,7 @@ def _load_step(gemm, operands, refs, n, place, codes_gmem, step):
     barriers.wait_empty(refs.stage_empty, i)
     columns = pl.ds(place.column + step * gemm.step_columns, gemm.step_columns)
     inputs_gmem = operands.inputs_gmem.at[pl.ds(place.input, gemm.inputs), columns]
-    cluster_axis = "block" if gemm.blocks > 1 else None  # each block of a cluster copies half for both
+    cluster_axis = "block" if gemm.blocks > 1 else None  # each block copies half of the inputs to both
     plgpu.copy_gmem_to_smem(inputs_gmem, refs.inputs_smem.at[stage], stage_full, collective_axes=cluster_axis)
     if refs.codes_full is None:
         _load_codes(codes_gmem, step, refs.codes_smem.at[stage], stage_full)

@@ -30,7 +30,7 @@ SCALE_BYTES = 16
 class WeightLayout:
     """The storage of a matrix [out, in]."""
 
-    bits: int  # bits of a weight: 8 in FP8, 4 in FP4, whose even columns are the low nibbles, 16 in bfloat16
+    bits: int  # bits of a weight: 4 (FP4, with even columns in the low nibbles), 8 (FP8) or 16 (bfloat16)
 
     @property
     def segment(self) -> int:

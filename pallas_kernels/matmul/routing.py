@@ -89,7 +89,7 @@ def _emit_group_pairs(selected_gmem, table_gmem, counts_gmem, experts, scratch_s
     # [warps, padded] number of a warp's pairs of each expert; `_fill_groups` replaces it by that of the warps before.
     sizes = ops.shared(scratch_smem)
     starts = sizes + 4 * _WARPS * padded  # [padded] number of each expert's first group
-    sums = starts + 4 * padded  # [warps] number of groups up to a warp's experts
+    sums = starts + 4 * padded  # [warps] number of groups of each warp's experts
     own_sizes = sizes + (ids.warp * padded << 2)
     ops.for_each(_WARPS * padded, lambda i: ops.store(sizes + (i << 2), 0), ids.thread)
     ops.for_each(cleared, lambda i: ops.store_global(counts_gmem, i, 0), ids.thread)

@@ -209,8 +209,8 @@ class U32:
 
 
 f32_type = ir.F32Type.get
-constant = mgpu.utils.c  # (number, MLIR type)
-shared_pointer = mgpu.utils.memref_ptr  # of a reference to shared memory
+constant = mgpu.utils.c  # (number, MLIR type) -> MLIR constant
+shared_pointer = mgpu.utils.memref_ptr  # reference to shared memory -> LLVM pointer
 
 
 def int_type(bits: int = 32):

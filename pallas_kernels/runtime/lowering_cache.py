@@ -133,7 +133,7 @@ def _build(path: Path, function: Callable, args, kwargs) -> Callable[[], export.
     workers, compilers = executors
     try:
         lowering = workers.submit(lower)
-    except Exception as error:  # the machine starts no processes, or has ended them
+    except Exception as error:  # processes cannot be started, or were ended
         lowering = Future()
         lowering.set_exception(error)
     return compilers.submit(_finish, lowering, lower).result
