@@ -1,8 +1,9 @@
 """All-reduce over the GPUs of one process: y = sum of x over the GPUs, in float32, in the order of their ranks.
 
 The grid has up to 128 blocks of one warpgroup. A thread exchanges units of 8 values with the same thread of the same
-block on every other GPU: it stores its values into all mailboxes, waits for those of all GPUs, adds them up and stores
-the sum. `mgpu.mailbox` describes the protocol. Blocks of one GPU do not wait for each other.
+block on every other GPU. It stores its values in the mailboxes of all GPUs, waits for the values of all GPUs in the
+mailbox of its own GPU, adds them up and stores the sum. `mgpu.mailbox` describes the protocol. Blocks of one GPU do not
+wait for each other.
 """
 
 import functools
@@ -25,20 +26,20 @@ MAX_VALUES = ROUNDS * BLOCKS * THREADS * UNIT
 
 @cached_trace()
 def all_reduce(x: jax.Array, table: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """Returns the sum of x over the GPUs that `table` names: float32 sums in the order of ranks, rounded once.
+    """Returns the sum of x over the GPUs, added in float32 in the order of ranks and rounded to bfloat16.
 
     All GPUs get the same bits. Every GPU has to make the same calls in the same order, with values of the same shape.
 
     Args:
-      x: [...] bfloat16, a multiple of 8 and at most 524,288 values.
-      table: [2 * (2 + GPUs)] uint32, see `mailbox.check_table`.
-      interpret: must be False; the interpreter knows one GPU.
+      x: [...] bfloat16, this GPU's term. The number of values is a multiple of 8 and at most 524,288.
+      table: [2 * (2 + GPUs)] uint32, this GPU's table of mailboxes, see `mailbox.check_table`.
+      interpret: must be False, because the interpreter simulates one GPU only.
 
     Returns:
-      [...] bfloat16.
+      The sum, [...] bfloat16.
 
     Raises:
-      NotImplementedError: the kernel does not take this shape or dtype.
+      NotImplementedError: `interpret` is set, or the kernel does not take this shape, dtype or number of GPUs.
     """
     check_array("x", x, jnp.bfloat16, *x.shape)
     mailbox.check_table(table, interpret=interpret)

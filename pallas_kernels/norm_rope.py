@@ -1,9 +1,11 @@
-"""Norm and rotation of queries and key-value rows, which are stored or appended to the rings, in one launch.
+"""RMS norm and rotary embedding of queries and key-value rows, in one launch.
 
     q_out = rope(q / rms(q))        kv_out = rope(weight * kv / rms(kv))
 
-A warp computes a row at a time. The first blocks take the key-value rows, four each; the others share the heads of a
-token. Both load their rows before they compute the rotation, which hides the loads.
+The queries are stored. The key-value rows are stored (`norm_rope`) or appended to the rings of window rows of the KV
+cache (`norm_rope_append`). A warp computes a row of 512 channels at a time. The first blocks compute four key-value
+rows each; each other block computes heads of one token. All load their first rows before they compute the rotation's
+cosines and sines, which hides the latency of the loads.
 """
 
 import dataclasses
@@ -34,14 +36,17 @@ DIM = kv_rows.ROW_DIM
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tuning of the queries' part."""
+    """Tuning constants of the blocks that compute queries."""
 
-    rows_at_once: int  # rows that a warp loads before it computes
-    blocks_per_token: int  # blocks that share the heads of a token
+    rows_at_once: int  # number of rows that a warp loads before it computes them
+    blocks_per_token: int  # number of blocks that share the heads of a token
 
     @classmethod
     def choose(cls, tokens: int, heads: int) -> "Config":
-        """Fills an H100 once, and loads several rows at once if there are enough for all warps."""
+        """Chooses about four blocks of queries per multiprocessor, if there are enough heads.
+
+        Warps load 4 rows at once if there are 16 rows or more for each multiprocessor.
+        """
         rows_at_once = 4 if tokens * heads >= MULTIPROCESSORS * WARPS * 4 else 1
         steps = -(-heads // (WARPS * rows_at_once))
         return cls(rows_at_once, min(steps, -(-4 * MULTIPROCESSORS // tokens)))
@@ -66,13 +71,14 @@ def norm_rope(
       kv: [T, 512] bfloat16.
       weight: [512] float32 weight of kv's norm.
       positions: [T] int32, up to 2**20; negative positions count as 0.
-      inv_freq: [P] float32, at most 1, P at most 256: the last 2 * P channels are rotated, in interleaved pairs.
+      inv_freq: [P] float32 inverse frequencies, each at most 1, P at most 256. The last 2 * P channels are rotated, in
+        interleaved pairs.
       layer: [] int32 index of the weight in a stack [layers, 512]. None: it is not stacked.
-      eps: added to the mean square.
+      eps: constant added to the mean square.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      Both, in their shapes and dtypes.
+      (queries [T, H, 512] bfloat16, key-value rows [T, 512] bfloat16).
 
     Raises:
       NotImplementedError: the kernel does not take a shape or dtype.
@@ -99,14 +105,17 @@ def norm_rope_append(
     eps: float,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Fuses `norm_rope` and the `append_swa` of its key-value rows; the results are the same bits.
+    """Computes `norm_rope`, and appends the key-value rows to the rings as `append_swa` does, in one launch.
+
+    The results have the same bits as those of the two launches.
 
     Args:
       q, kv, weight, inv_freq, layer, eps, interpret: as in `norm_rope`.
       slots, positions, rings: as in `append_swa`.
 
     Returns:
-      (q, nope, rope, scale): the queries and the updated pools, written in place if the caller donates them.
+      (q, nope, rope, scale): the queries [T, H, 512] bfloat16, and the updated pools of the rings, which are written in
+      place if the caller donates them.
 
     Raises:
       NotImplementedError: the kernel does not take a layout, shape or dtype.
@@ -161,7 +170,8 @@ def _norm_rope_kernel(config, heads, eps, rings, arrays_gmem, destination_gmem, 
     kv_blocks = -(-tokens // WARPS)
     shape = (WARPS, GROUPS, GROUP)
     channel = kv_rows.iota(shape, 1) * GROUP + kv_rows.iota(shape, 2)
-    # Not in a branch: LLVM would compute it there in pairs of 16 bits, which ptxas adds wrongly.
+    # This is computed outside of the branches below. Within a branch, LLVM would compute it in pairs of 16-bit
+    # integers, which ptxas adds wrongly.
     pair = (channel - first_rotated) >> 1
 
     def load(ref_gmem, row):
@@ -220,9 +230,13 @@ def _norm_rope_kernel(config, heads, eps, rings, arrays_gmem, destination_gmem, 
 
 
 def _rotation(positions, inv_freq_gmem, pair):
-    """Returns (cos, sin) [4, 8, 64] of the angles by which four rows are rotated."""
+    """Returns (cos, sin) of the angles of four rows' channels, each [4, 8, 64] float32.
+
+    `positions` [4] int32 are those of the rows, and `pair` [4, 8, 64] int32 is the number of a channel's pair, negative
+    before the rotated channels.
+    """
     positions = jnp.maximum(positions, 0).astype(jnp.float32)
-    # Channels before the rotated ones have frequency 0, and an angle of 0 changes nothing.
+    # For channels before the rotated ones, `_take` returns frequency 0. A rotation by an angle of 0 changes nothing.
     frequency = _take(inv_freq_gmem, pair)
     angle = kv_rows.product(frequency, lax.broadcast_in_dim(positions, frequency.shape, (0,)))
     return cos_sin(angle, kv_rows.product)
@@ -239,7 +253,13 @@ _take = vectors.take_in(lambda _: kv_rows.VALUES)
 
 @primitive
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, first: int) -> jax.Array:
-    """Rounds rows [n, 8, 64] float32 to bfloat16, rotates interleaved pairs from channel `first` on, rounds again."""
+    """Rounds rows to bfloat16, rotates interleaved pairs of channels, and rounds the result to bfloat16.
+
+    Args:
+      x: [n, 8, 64] float32 rows.
+      cos, sin: as `_rotation` returns them; the angle is 0 before channel `first`.
+      first: first rotated channel.
+    """
     rounded = round_bfloat16(x)
     other = rounded.reshape(*x.shape[:-1], -1, 2)[..., ::-1].reshape(x.shape)
     sign = jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) & 1 == 0, -1.0, 1.0)
@@ -256,7 +276,7 @@ def _emit_rotate(x, cos, sin, first):
     for number, registers in enumerate(zip(x.registers.flat, cos.registers.flat, sin.registers.flat, strict=True)):
         values, cosines, sines = map(mlir.values, registers)
         words = [bfloat16_words.pack(*values[i : i + 2]) for i in range(0, 8, 2)]
-        # The lanes of a register hold four consecutive groups of channels.
+        # The lanes of a warp hold four consecutive groups of 64 channels in a register.
         last_group = 4 * (number % (GROUPS // 4)) + 3
         if last_group >= first // GROUP:
             words = [bfloat16_words.rotate(*args) for args in zip(words, cosines[::2], sines[::2], strict=True)]

@@ -1,14 +1,16 @@
 """Router of a mixture of experts: scores = sqrt(softplus(x @ weight.T)), from which each token's experts are selected.
 
-Two launches, for few tokens. `router_products` has a grid of (slices of 128 channels, 32 experts, 32 tokens) and blocks
-of one warpgroup, which write a slice's part of the logits. `router_select` has a block for each token:
+There are two launches, for up to 256 tokens. `router_products` has blocks of one warpgroup. Each writes partial sums of
+the logits of 32 tokens and 32 experts over a slice of 128 channels. `router_select` has a block for each token:
 
-    warpgroup   does                                                              waits for         signals
-    0..3        adds up a quarter of the slices                                                     partials_full
-    0           adds up the quarters, computes scores, selects experts            partials_full     selection_ready
-    0           of token 0: groups all pairs by expert, for up to 8 tokens        selection_ready
+    warpgroup          does                                                       waits for         signals
+    0..3               adds up a quarter of the slices                                              partials_full
+    0                  adds up the quarters, computes scores, selects experts     partials_full     selection_ready
+    0 of token 0       with up to 8 tokens: groups all (token, expert) pairs      selection_ready
+                       by expert
 
-Blocks of up to 8 tokens are one cluster. `experts` takes the grouped pairs, which saves it a launch.
+With up to 8 tokens, the blocks of `router_select` are one cluster. The kernel `experts` takes the groups, so that it
+needs no launch to make them.
 """
 
 import functools
@@ -32,13 +34,13 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
 MAX_TOKENS = 256
-MAX_GROUPED_TOKENS = 8  # blocks of a cluster; every GPU runs so many
-SLICE = 4 * WARP  # channels
-STEP = 16  # channels of an `mma`
-WARP_EXPERTS = 8
-BLOCK_EXPERTS = WARP_EXPERTS * THREADS // WARP
-BLOCK_TOKENS = 32
-ADDERS = 4  # warpgroups of `router_select`
+MAX_GROUPED_TOKENS = 8  # number of blocks of a cluster that every Hopper GPU supports
+SLICE = 4 * WARP  # channels of a slice
+STEP = 16  # channels that an `mma` multiplies
+WARP_EXPERTS = 8  # experts of a warp of `router_products`
+BLOCK_EXPERTS = WARP_EXPERTS * THREADS // WARP  # experts of a block of `router_products`
+BLOCK_TOKENS = 32  # tokens of a block of `router_products`
+ADDERS = 4  # warpgroups of a block of `router_select`
 
 
 @cached_trace("top_k", "scaling_factor")
@@ -55,24 +57,29 @@ def router(
     scaling_factor: float,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """Selects experts by `sqrt(softplus(x @ weight.T)) + bias` or by token id.
+    """Selects the experts of each token by score, or by token id.
+
+    The scores are `sqrt(softplus(x @ weight.T))`. With a bias, the experts with the `top_k` largest `score + bias` are
+    selected; of equal ones, the first. Without a bias, `table[token_id]` has the experts.
 
     Args:
-      x: [T, D] bfloat16, T up to 256, D a multiple of 512.
+      x: [T, D] bfloat16 activations, T from 1 to 256, D a multiple of 512.
       weight: [E, D] float32, E a multiple of 128 up to 1024.
-      bias: [E] float32, added to the scores to select the `top_k` best; of equals the first. None: the table selects.
-      table: [V, top_k] int32 experts of each token id.
-      token_ids: [T] int32, clipped to [0, V); required with a table.
-      slots: [T] int32; -1 = a padding token, which gets experts -1 of weight 0. None = there are none.
+      bias: [E] float32, or None to select by token id.
+      table: [V, top_k] int32 experts of each token id; required without a bias.
+      token_ids: [T] int32, clipped to [0, V); required without a bias.
+      slots: [T] int32 slot of each token's request, -1 for a padding token, whose experts are -1 with weights 0. None:
+        there is no padding.
       layer: [] int32 index on a leading axis of layers of weight, bias and table. None: they have no such axis.
-      top_k: number of experts of a token, at most 32.
-      scaling_factor: sum of a token's weights.
+      top_k: number of experts of a token, at most 32 and E.
+      scaling_factor: sum of a token's routing weights.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      (experts [T, top_k] int32, weights [T, top_k] float32, permutation). The weights are the experts' scores, without
-      the bias, scaled to their sum. The permutation is the (table, counts) of the pairs of a token and an expert, see
-      `group_pairs`; None for more than 8 tokens.
+      experts: [T, top_k] int32.
+      weights: [T, top_k] float32, the experts' scores without the bias, scaled so that they sum to `scaling_factor`.
+      permutation: (table, counts) of the groups of (token, expert) pairs, see `matmul.routing.group_pairs`; None for
+        more than 8 tokens.
 
     Raises:
       NotImplementedError: the kernel does not take these shapes or dtypes.
@@ -117,9 +124,14 @@ def router(
 
 
 def _select_experts(products, weights, token_arrays, layer, top_k, scaling_factor, interpret):
-    """Runs the second launch.
+    """Runs the second launch, and returns the results of `router`.
 
-    `weights` has the arrays "bias" and "table", and `token_arrays` "token_ids" and "slots", or None for missing ones.
+    Args:
+      products: [slices, T, E] float32 partial sums of the logits.
+      weights: {"bias", "table": array or None}.
+      token_arrays: {"token_ids", "slots": array or None}.
+      layer: [1] int32 number of the layer, or None.
+      top_k, scaling_factor, interpret: as in `router`.
     """
     slices, tokens, experts = products.shape
     outs = [jax.ShapeDtypeStruct((tokens * top_k,), dtype) for dtype in (jnp.int32, jnp.float32)]
@@ -141,7 +153,7 @@ def _select_experts(products, weights, token_arrays, layer, top_k, scaling_facto
         out_type=outs,
         kernel_name="router_select",
         grid={"group": 1 if one_cluster else tokens},
-        # A power of two: three blocks of a cluster take longer to start than four.
+        # The size is a power of two, because a cluster of three blocks takes longer to start than one of four.
         cluster={"token": 1 << (tokens - 1).bit_length() if one_cluster else 1},
         num_threads=ADDERS,
         scratch_types=scratch,
@@ -153,15 +165,24 @@ def _select_experts(products, weights, token_arrays, layer, top_k, scaling_facto
 
 @primitive
 def multiply_slice(part: jax.Array, group: jax.Array, tile: jax.Array, x_gmem, weight_gmem, out_gmem) -> None:
-    """Writes `out[part, t, e]`, the sum over a slice of channels, for a block's tokens and experts.
+    """Writes partial sums of logits, `out[part, t, e]`, for the tokens t and experts e of a block.
 
-    A warp has 8 experts and a lane 32 channels of one of them. float32 weights are sums of three bfloat16.
+    On a GPU, a warp multiplies the weights of 8 experts by `mma`. The float32 weights are split into sums of three
+    bfloat16.
+
+    Args:
+      part: int32 scalar, number of the slice of 128 channels to sum over.
+      group: int32 scalar, number of the group of 32 experts.
+      tile: int32 scalar, number of the tile of 32 tokens.
+      x_gmem: [T, D] bfloat16.
+      weight_gmem: [E, D] float32.
+      out_gmem: [slices, T, E] float32 to write.
     """
     columns = pl.ds(part * SLICE, SLICE)
     rows = pl.ds(group * BLOCK_EXPERTS, BLOCK_EXPERTS)
 
     @pl.when(tile == 0)
-    def _():  # tests that are interpreted have few tokens: this is all tiles at once
+    def _():  # the interpreter computes all tiles at once, since tests have few tokens
         weight = weight_gmem[rows, columns]
         out_gmem[part, :, rows] = jnp.dot(x_gmem[:, columns].astype(jnp.float32), weight.T, precision="highest")
 
@@ -180,11 +201,11 @@ def _emit_multiply_slice(part, group, tile, x_gmem, weight_gmem, out_gmem):
     first_expert = group * BLOCK_EXPERTS + (thread >> 5) * WARP_EXPERTS
     start = mlir.element(weight_gmem, (first_expert + row) * depth + column, 4)
     weights = [words.load_four(mlir.at(start, 4 * STEP * step)) for step in steps]
-    # Clamped: sums of tokens beyond the last are not stored.
+    # Token numbers past the end are clamped. Their sums are not stored.
     numbers = [(tile + row + 8 * i).minimum(tokens - 1) for i in range(2 * halves)]
     starts = [mlir.element(x_gmem, token * depth + column, 2) for token in numbers]
     inputs = [[words.load_pair(mlir.at(start, 2 * STEP * step)) for start in starts] for step in steps]
-    # Three chains of products for each half: they do not wait for each other.
+    # The high, middle and low terms of the weights have separate sums, so their products do not wait for each other.
     sums = [[[mlir.f32(0.0)] * 4 for _ in range(words.PARTS)] for _ in range(halves)]
     for four, pairs in zip(weights, inputs, strict=True):
         for i, piece in enumerate(words.split(four)):
@@ -240,7 +261,7 @@ def _select_body(
                 biased_smem[tile] = score + vectors.load(selection["bias"].at[tile])
         select(experts_gmem, weights_gmem, token, scores_smem, biased_smem, selection, top_k, factor)
 
-    # A cluster may have more blocks than there are tokens.
+    # A cluster may have more blocks than tokens, since its size is a power of two.
     @pl.when(token < tokens)
     def _():
         with jax.named_scope("add_slices"):
@@ -254,7 +275,7 @@ def _select_body(
 
 
 def _group_cluster(token, warpgroup, experts, experts_gmem, groups_gmem, counts_gmem, *, sort_smem, selection_ready):
-    """Groups the pairs of all tokens once every block of the cluster has selected."""
+    """Groups the (token, expert) pairs of all tokens, once every block of the cluster has selected its experts."""
 
     @pl.when(warpgroup > 0)
     def _():
@@ -270,7 +291,10 @@ def _group_cluster(token, warpgroup, experts, experts_gmem, groups_gmem, counts_
 
 
 def _softplus(x):
-    """Returns log(1 + exp(x)) to float32 accuracy, without a logarithm near 1."""
+    """Returns log(1 + exp(x)) to float32 accuracy.
+
+    It sums a series of log(1 + exp(-|x|)), because a logarithm of a number near 1 would lose accuracy.
+    """
     small = jnp.exp(-jnp.abs(x))
     ratio = small / (2.0 + small)
     square = ratio * ratio
@@ -284,9 +308,16 @@ def _softplus(x):
 def select(
     experts_gmem, weights_gmem, token: jax.Array, scores_smem, biased_smem, selection, top_k: int, scaling_factor: float
 ) -> None:
-    """Writes a token's experts and weights to [T * top_k] arrays, see `router`; one warpgroup runs it.
+    """Selects a token's experts and writes them and their routing weights, see `router`. One warpgroup runs it.
 
-    With a "bias" in `selection` the best of `biased_smem` [E] are selected, otherwise those of the table.
+    Args:
+      experts_gmem: [T * top_k] int32 to write.
+      weights_gmem: [T * top_k] float32 to write.
+      token: int32 scalar, number of the token.
+      scores_smem: [E] float32 scores.
+      biased_smem: [E] float32 scores plus bias, if there is one.
+      selection: {name: reference} of those of "bias", "table", "token_ids" and "slots" that are given.
+      top_k, scaling_factor: as in `router`.
     """
     if "bias" in selection:
         experts = lax.top_k(biased_smem[...], top_k)[1]
@@ -305,7 +336,7 @@ def select(
 def _emit_select(experts_gmem, weights_gmem, token, scores_smem, biased_smem, selection, top_k, scaling_factor):
     thread = mlir.thread()
     lane = thread & 31
-    # Other threads wrote what this warp reads.
+    # Waits for the scores, which other threads of the warpgroup wrote.
     mgpu.utils.warpgroup_barrier()
     with thread_ops.when(thread < WARP):
         if "bias" in selection:
@@ -323,7 +354,7 @@ def _emit_select(experts_gmem, weights_gmem, token, scores_smem, biased_smem, se
             place = token * top_k + lane
             weight = arith.mulf(share, mlir.f32(scaling_factor))
             if "slots" in selection:
-                is_padding = thread_ops.load_global(selection["slots"], token) >> 31  # 1 for -1
+                is_padding = thread_ops.load_global(selection["slots"], token) >> 31  # the sign bit
                 is_padding = is_padding.equals(1)
                 expert = is_padding.where(0xFFFFFFFF, expert)
                 weight = arith.select(is_padding.value, mlir.f32(0.0), weight)
@@ -332,11 +363,20 @@ def _emit_select(experts_gmem, weights_gmem, token, scores_smem, biased_smem, se
 
 
 def _top_k(values, lane, number, top_k):
-    """Returns in lane i of a warp the index of the i-th largest float32 in shared memory; of equals the first."""
+    """Returns in lane i < top_k the index of the i-th largest value; of equal values, the first comes first.
+
+    All lanes of a warp call it.
+
+    Args:
+      values: address of `number` float32 values in shared memory.
+      lane: number of the thread in its warp.
+      number: number of values, a multiple of 32.
+      top_k: number of indices to find, at most 32.
+    """
     indices = [lane + start for start in range(0, number, WARP)]
     keys = []
     for index in indices:
-        # Unsigned integers in the order of the floats.
+        # The key is an unsigned integer; keys have the same order as the floats.
         value = thread_ops.load(values + (index << 2))
         negative = U32(arith.shrsi(value.value, mlir.i32(31)))
         keys.append(value ^ (negative | 0x80000000))

@@ -1,4 +1,4 @@
-"""Checks of the arguments that the kernels of experts have in common."""
+"""Checks of the arguments that the kernels `experts` and `grouped_experts` have in common."""
 
 import math
 from typing import Any
@@ -15,12 +15,21 @@ from pallas_kernels.runtime.layer_operands import check_weight
 def check_operands(
     x: jax.Array, selected: jax.Array, weights: jax.Array, gate_up, down, layer: jax.Array | None
 ) -> tuple[WeightLayout, int, int, list[tuple[Any, Any]]]:
-    """Refuses arrays of other dtypes and shapes than `experts` documents.
+    """Checks the arguments of `experts` and brings the weights into the kernels' shapes.
+
+    Args:
+      x, selected, weights, gate_up, down, layer: as in `experts`.
 
     Returns:
-      (layout, number of experts of a layer, channels between the two maps, matrices). The matrices are gate_up, codes
-      or weights [layers * 2 * number, inner, ..] and scales [layers * 2 * number, .., at least 16] or None, and down,
-      [layers * number, D, ..] and scales or None.
+      layout: storage of the weights, FP4 or bfloat16.
+      number: number of experts of a layer.
+      inner: number of hidden channels, between the two maps of an expert.
+      matrices: (codes or weights, scales or None) of gate_up and of down. Codes of gate_up are [layers * 2 * number,
+        inner, ..], those of down [layers * number, D, ..]. Scales are [.., rows, columns / 32], or if a row has fewer
+        than 16 scales, [.., .., 16].
+
+    Raises:
+      NotImplementedError: a shape or dtype is not one that `experts` documents.
     """
     tokens, depth = x.shape
     check_array("x", x, jnp.bfloat16, None, None)
@@ -37,7 +46,7 @@ def check_operands(
         total = parts * math.prod(codes.shape[:-2])
         if layout == FP4:
             check_weight(f"{name}'s scales", scales, layer, jnp.uint8, number, rows, columns // 32)
-            # A bulk copy takes at least 16 bytes: two rows of scales if a row has fewer.
+            # A bulk copy takes at least 16 bytes. If a row has 8 scales, those of two rows form a row of 16.
             scales = scales.reshape(total, -1, max(columns // 32, SCALE_BYTES))
         matrices.append((codes.reshape(total, -1, codes.shape[-1]), scales))
     multiple = 512 if layout == FP4 else 256
@@ -50,7 +59,16 @@ def check_operands(
 def check_shared(
     tokens: int, depth: int, inner: int, layout: WeightLayout, gate_up, down, layer: jax.Array | None
 ) -> None:
-    """Refuses a shared expert of other dtypes and shapes than `experts` documents."""
+    """Raises NotImplementedError unless `experts` takes this shared expert.
+
+    Args:
+      tokens: number of tokens.
+      depth: number of channels of a token.
+      inner: number of hidden channels of the routed experts.
+      layout: storage of the routed experts' weights.
+      gate_up, down: (codes, scales) of the shared expert.
+      layer: as in `experts`.
+    """
     shared = down[0].shape[-1]
     shapes = (2 * shared, depth), (depth, shared)
     for name, (codes, scales), (rows, columns) in zip(("gate_up", "down"), (gate_up, down), shapes, strict=True):
@@ -61,7 +79,7 @@ def check_shared(
             f"a shared expert of up to {COLUMNS} tokens, got {tokens}": tokens <= COLUMNS,
             f"a shared expert beside FP4, got {layout.bits} bits": layout == FP4,
             f"256, 512, .. channels of the shared expert, got {shared}": shared % 256 == 0,
-            # A warpgroup keeps its stages from product to product only if all tiles have four steps or more.
+            # A warpgroup finds its steps in the same stages in all products only if all tiles have four steps or more.
             f"512, 1024, .. channels of experts beside it, got {inner}": inner % 512 == 0,
         }
     )

@@ -1,17 +1,19 @@
 """Routed experts for few tokens: y[t, j] = down_e(w[t, j] * swiglu(gate_up_e(x[t]))) with e = selected[t, j].
 
-The time is that of reading the selected experts' weights once. The router, or a launch of its own, groups the pairs of
-a token and an expert: a group has up to 8 pairs of one expert. A persistent grid of one block per SM then walks over
-tiles of 64 weight rows of all groups: first the tiles of gate and up, then those of down. Each block has a consecutive
-range of either. The warpgroups have the roles of `skinny_gemm`, to which this kernel adds:
+The kernel is bound by the bandwidth of reading the selected experts' weights once. The router, or a separate launch,
+first groups the (token, expert) pairs: a group has up to 8 pairs of one expert. A persistent grid of one block per SM
+then walks over tiles of 64 weight rows of all groups: first all tiles of gate_up, which compute the hidden channels,
+then all tiles of down. Each block has a consecutive range of the tiles of each map. The warpgroups have the roles of
+`skinny_gemm`. In addition they do:
 
-    warpgroup   role        adds                                                     waits for              signals
-    0..3        multiply    loads a group's inputs before its first tile             hidden tiles (down)
-    4           load        nothing: weights of down arrive during the tiles before
-    5           epilogue    SwiGLU or the final store; at last, a part of            groups_ready, terms    hidden tiles
-                            the sums over a token's pairs                                                   and terms
+    warpgroup   role        additional work                                          waits for              signals
+    0..3        multiply    loads a group's inputs before the group's first tile     hidden tiles (down)
+    4           load        none: weights of down are loaded during gate_up's tiles
+    5           epilogue    SwiGLU or the final store; with a shared expert, also    groups_ready, terms    hidden tiles
+                            a part of the sums over a token's pairs at the end                              and terms
 
-Counters in global memory (`tile_counters`) count each group's hidden tiles, and the terms of each tile of the sums.
+Blocks wait for each other through counters in global memory (`tile_counters`). There is one counter of hidden tiles for
+each group, and one counter of terms for each tile of the sums over a token's pairs.
 """
 
 import dataclasses
@@ -39,10 +41,11 @@ from pallas_kernels.runtime.layer_operands import layer_operand, weights_of_laye
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-MAX_PAIRS = 1024  # one block of threads groups them
-MAX_SHARED_TOKENS = COLUMNS
+MAX_PAIRS = 1024  # maximum number of pairs of a token and an expert; one warpgroup groups them
+MAX_SHARED_TOKENS = COLUMNS  # maximum number of tokens with a shared expert
+# Numbers of the linear maps of an expert.
 GATE_UP = 0
-DOWN = 1  # the linear maps of an expert
+DOWN = 1
 
 
 @cached_trace("limit")
@@ -61,27 +64,28 @@ def experts(
 ) -> jax.Array:
     """Returns `down_e(w * silu(min(gate_e(x), limit)) * clip(up_e(x), -limit, limit))` for each token and expert.
 
-    Each linear map and the input of `down` are rounded to bfloat16. The order of a sum depends on the shapes and the
-    storage of the weights alone.
+    The outputs of each linear map and the input of `down` are rounded to bfloat16. The order in which a sum's products
+    are added depends on the shapes and the storage of the weights alone.
 
     Args:
       x: [T, D] bfloat16 activations.
-      selected: [T, k] int32 experts of each token, at most 1024 pairs. Pairs outside of [0, E) have no expert here.
+      selected: [T, k] int32 experts of each token, at most 1024 pairs. A pair whose expert is outside of [0, E) is not
+        computed.
       weights: [T, k] float32 routing weights.
       gate_up: [E, 2 * I, D] bfloat16, the gate's rows first; or FP4 codes [E, 2 * I, D / 2] uint8, two E2M1 codes a
         byte, and E8M0 scales [E, 2 * I, D / 32] uint8. D and I are multiples of 512 (bfloat16: of 256); I may be 256.
       down: [E, D, I] bfloat16; or codes [E, D, I / 2] and scales [E, D, I / 32].
-      permutation: pairs grouped by expert as `router` returns them; None: they are grouped here.
-      shared: gate_up and down of an expert that all tokens share, for up to 8 tokens beside FP4 with I a multiple of
-        512: E4M3 codes [2 * S, D] and [D, S] uint8, E8M0 scales [2 * S / 128, D / 128] and [D / 128, S / 128] uint8.
-        S is a multiple of 256. None: there is none.
+      permutation: pairs grouped by expert as `router` returns them; None to group them in a separate launch.
+      shared: ((codes, scales) of gate_up, (codes, scales) of down) of an FP8 expert that all tokens share, or None. The
+        codes are E4M3, [2 * S, D] and [D, S] uint8. The scales are E8M0, [2 * S / 128, D / 128] and [D / 128, S / 128]
+        uint8. S is a multiple of 256. It requires T <= 8, and FP4 experts with I a multiple of 512.
       layer: [] int32 index on a leading axis of layers of all matrices and scales. None: they have no such axis.
       limit: clipping limit of SwiGLU.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      [T, k, D] bfloat16, unspecified for pairs without an expert. With a shared expert [T, D] bfloat16: the sum over
-      the pairs in their order, then the shared expert, in float32 and rounded once.
+      [T, k, D] bfloat16, unspecified for pairs without an expert. With a shared expert, [T, D] bfloat16: the outputs of
+      a token's pairs are added in their order in float32, then the shared expert's output, and the sum is rounded.
 
     Raises:
       NotImplementedError: the kernel does not take these shapes or dtypes.
@@ -108,13 +112,18 @@ def experts(
         return y[0].reshape(tokens, -1, depth)
     if len(y) > 2:
         return y[2]
-    # The same sum as that of `tile_counters.add_up_terms`.
+    # This sum has the same bits as that of `tile_counters.add_up_terms`.
     total = sum_of_experts(y[0].reshape(tokens, -1, depth), selected.reshape(tokens, -1), number)
     return (total + y[1].astype(jnp.float32)).astype(jnp.bfloat16)
 
 
 def _run_maps(p, x, routing, operands, interpret):
-    """Returns the outputs of down: the pairs', and with a shared expert the tokens', in one launch also the sums."""
+    """Runs both linear maps, in one launch if all blocks run at once, otherwise in two.
+
+    Returns:
+      Outputs of down, bfloat16: [P, D] of the pairs; with a shared expert, also its [T, D] and, from a single launch,
+      [T, D] sums over the pairs and the shared expert.
+    """
     rows = (p.pairs, p.tokens) if p.shared else (p.pairs,)
     hidden, y = (
         [jax.ShapeDtypeStruct((count, width), jnp.bfloat16) for count, width in zip(rows, widths, strict=False)]
@@ -125,7 +134,7 @@ def _run_maps(p, x, routing, operands, interpret):
         if p.shared:
             y.append(jax.ShapeDtypeStruct((p.tokens, p.depth), jnp.bfloat16))
         return _launch(p, (hidden, y), inputs, routing, operands, interpret)[1]
-    # Blocks that may run one after the other cannot wait for each other.
+    # Two launches: blocks that may run one after the other cannot wait for each other.
     for linear_map, out_type in (GATE_UP, hidden), (DOWN, y):
         one_map = dataclasses.replace(p, maps=(linear_map,))
         (inputs,) = _launch(one_map, (out_type,), inputs, routing, operands, interpret)
@@ -133,9 +142,17 @@ def _run_maps(p, x, routing, operands, interpret):
 
 
 def sum_of_experts(terms: jax.Array, selected: jax.Array, experts: int) -> jax.Array:
-    """Sums terms [T, k, D] of selected experts [T, k] to [T, D] float32, in routing order.
+    """Sums the outputs of each token's experts, in the order of `selected`.
 
-    Experts outside of [0, experts) add nothing. The sum is elementwise: XLA fuses it with the next operation.
+    The sum consists of elementwise operations, so that XLA fuses it with the next operation.
+
+    Args:
+      terms: [T, k, D] outputs of the experts.
+      selected: [T, k] int32 experts. Experts outside of [0, experts) add nothing.
+      experts: number of experts.
+
+    Returns:
+      [T, D] float32 sums.
     """
     has_expert = (selected >= 0) & (selected < experts)
     terms = jnp.where(has_expert[..., None], terms.astype(jnp.float32), 0.0)
@@ -143,10 +160,10 @@ def sum_of_experts(terms: jax.Array, selected: jax.Array, experts: int) -> jax.A
 
 
 class RoutedPairs(NamedTuple):
-    """Pairs of a token and an expert."""
+    """Pairs of a token and an expert. Pair t * k + j is token t with its j-th expert."""
 
     selected: Any  # [P] int32, the expert of each pair
-    groups: Any  # [G * GROUP_WORDS] int32, the table of `routing.group_pairs`
+    groups: Any  # [G * GROUP_WORDS] int32, the table of groups of `routing.group_pairs`
     counts: Any  # [N] int32, the number of groups, then the counters of `tile_counters`
     weights: Any  # [P] float32 routing weights
 
@@ -156,14 +173,14 @@ class ExpertsProblem:
     """Static description of a launch."""
 
     layout: WeightLayout  # storage of the routed experts' weights
-    pairs: int  # pairs of a token and an expert
-    top_k: int  # pairs of a token
-    experts: int
-    depth: int  # channels of a token
-    inner: int  # channels between the two maps of an expert
-    shared: int  # channels between the two maps of the shared expert; 0 if there is none
+    pairs: int  # number of pairs of a token and an expert
+    top_k: int  # number of pairs of a token
+    experts: int  # number of experts of a layer
+    depth: int  # number of channels of a token
+    inner: int  # number of hidden channels, between the two maps of an expert
+    shared: int  # number of hidden channels of the shared expert; 0 if there is none
     limit: float  # SwiGLU's limit
-    maps: tuple[int, ...] = (GATE_UP, DOWN)
+    maps: tuple[int, ...] = (GATE_UP, DOWN)  # maps that the launch computes
 
     @property
     def tokens(self) -> int:
@@ -179,29 +196,38 @@ class ExpertsProblem:
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """The number of tiles of each map of an expert; a tile of gate_up has 32 channels of either."""
+        """The number of tiles of (gate_up, down) of an expert. A tile of gate_up has 32 rows each of gate and of up."""
         return self.inner // HALF, self.depth // ROWS
 
     @property
     def shared_tiles(self) -> tuple[int, int]:
-        """The number of tiles of each map of the shared expert."""
+        """The number of tiles of (gate_up, down) of the shared expert."""
         return self.shared // HALF, self.depth // ROWS if self.shared else 0
 
     @property
     def groups(self) -> int:
-        """The largest number of groups of pairs. The next number is that of the shared expert."""
+        """The largest number of groups of pairs. As a group's number, it stands for the shared expert."""
         return max_groups(self.pairs, self.experts)
 
     @property
     def first_term(self) -> int:
-        """The number of the counter of the first tile's terms, behind those of groups and of the shared expert."""
+        """The number of the first counter of terms. Counters of groups and of the shared expert precede it."""
         return self.groups + 1
 
     def first_tiles(self, groups, i: int, worker, workers: int) -> tuple[Any, Any]:
-        """Returns where a block's tiles of map `i` begin: among those of all groups, and of the shared expert.
+        """Returns the first tile of a block, which is also the end of the tiles of the block before it.
 
-        The shared expert's tiles, which have more bits, are spread evenly. The others are spread so that every block
-        reads the same number of bytes, up to a part of a tile.
+        The shared expert's tiles, which have more bits, are divided evenly among blocks. Tiles of groups are divided so
+        that every block reads the same number of bytes, up to a part of a tile.
+
+        Args:
+          groups: number of groups.
+          i: the map, GATE_UP or DOWN.
+          worker: number of the block.
+          workers: number of blocks.
+
+        Returns:
+          (number among the tiles of all groups, number among the tiles of the shared expert).
         """
         workers = jnp.int32(workers)
         tiles = groups * self.tiles[i]
@@ -214,12 +240,13 @@ class ExpertsProblem:
         shared_start = lax.div(worker * shared, workers)
         total = bits * tiles + larger * shared
         routed_bits = lax.div(worker * total, workers) - larger * shared_start + bits // 2
-        # Only if there is work of one shared tile for each block: no block can have a negative number of other tiles.
+        # Balance bytes only if every block has at least the work of one shared tile. Otherwise some blocks would need a
+        # negative number of other tiles.
         balanced = total >= larger * workers
         return jnp.where(balanced, jnp.clip(lax.div(routed_bits, bits), 0, tiles), evenly), shared_start
 
     def max_groups(self, i: int, workers: int) -> int:
-        """Returns the largest number of groups of which one block has tiles of map `i`."""
+        """Returns the largest number of groups whose tiles of map `i` one of `workers` blocks multiplies."""
         tiles = -(-self.groups * self.tiles[i] // workers)
         if self.shared:
             tiles += -(-FP8.bits * self.shared_tiles[i] // (self.layout.bits * workers)) + 1
@@ -227,7 +254,19 @@ class ExpertsProblem:
 
 
 def _launch(p, out_type, inputs, routing, operands, interpret):
-    """Returns the outputs of each map, those of the routed experts first; `inputs` are those of the first map."""
+    """Runs the maps `p.maps` in one launch.
+
+    Args:
+      p: description of the launch.
+      out_type: types of the outputs of each map: the routed experts', then the shared expert's.
+      inputs: inputs of the first map: the routed experts', then the shared expert's.
+      routing: the pairs.
+      operands: (matrices of the routed and of the shared experts, number of the layer).
+      interpret: whether to interpret the kernel.
+
+    Returns:
+      The outputs of each map.
+    """
     workers = 3 if interpret else MULTIPROCESSORS
     sizes = [p.max_groups(i, workers) for i in p.maps]
     launch = kernel(
@@ -288,26 +327,36 @@ def _body(p, routing, inputs, weights, layer_gmem, *outs, tables_smem, factors_s
 
 
 def _wait_for_inputs(p, counts, i, group, tiles):
-    """Waits until a group's `tiles` of gate_up are written, if map `i` of this launch reads them."""
+    """Waits until all tiles of gate_up of a group are written, if map `i` is `DOWN` and this launch writes them."""
     if i == DOWN and GATE_UP in p.maps:
         tile_counters.wait_for_tiles(counts, group, tiles[GATE_UP])
 
 
 def _signal_tile(p, counts, i, group, tile):
-    """Signals a tile of map `i` if this launch waits for it."""
+    """Counts a written tile of map `i` in `tile_counters`, if this launch waits for it."""
     if len(p.maps) > 1 and (i == GATE_UP or p.shared):
         tile_counters.signal_tile(counts, group if i == GATE_UP else p.first_term + tile)
 
 
 def _routed_product(p, i, block_tiles, tables, source_gmem, out_gmem, matrix):
-    """Returns the product of a block's tiles of map `i`, (first, count, first group): group after group of pairs."""
+    """Returns the product of a block's tiles of map `i` of the routed experts, group after group.
+
+    Args:
+      p: description of the launch.
+      i: the map.
+      block_tiles: (first tile, number of tiles, first group) of the block.
+      tables: (table of the block's groups, routing weights of their pairs, both in shared memory; counters).
+      source_gmem: [.., channels] bfloat16 inputs of the map.
+      out_gmem: [P, channels] bfloat16 outputs of the map.
+      matrix: (codes, scales) of all experts.
+    """
     begin, count, first_group = block_tiles
     tables_smem, factors_smem, counts = tables
     tiles = jnp.int32(p.tiles[i])
     gated = i == GATE_UP
 
     def group_of(n):
-        """Returns the number of a tile's group in `tables_smem`."""
+        """Returns the number of the group of the block's n-th tile among the groups in `tables_smem`."""
         return lax.div(begin + n, tiles) - first_group
 
     def pairs_of(n):
@@ -341,13 +390,13 @@ def _routed_product(p, i, block_tiles, tables, source_gmem, out_gmem, matrix):
 
 
 def _shared_product(p, i, block_tiles, counts, source_gmem, out_gmem, matrix):
-    """Returns the product of a block's tiles, (first, count), of the shared expert's map `i`, in one group."""
+    """Returns the product of a block's tiles of map `i` of the shared expert; `block_tiles` is (first, count)."""
     begin, count = block_tiles
     gated = i == GATE_UP
     group = jnp.int32(p.groups)
 
     def rows_of(n):
-        # Blocks without a tile ask, too.
+        # The minimum is for blocks without a tile, which call this function, too.
         row = jnp.minimum(begin + n, p.shared_tiles[i] - 1) * (HALF if gated else ROWS)
         return row, row + (p.shared if gated else HALF)
 

@@ -1,6 +1,7 @@
-"""Gathers rows in the order of their experts: y[p] = x[pairs[p] // divisor], columns permuted as FP4 is unpacked.
+"""Gathers the inputs of pairs in the order of their experts: y[p] = x[pairs[p] // divisor].
 
-The grid has a block of one warpgroup for each two rows; a thread copies 16 bytes at a time.
+For FP4 weights, columns are permuted as the weights are unpacked (`dequant_wgmma.permute_columns`). The grid has a
+block of one warpgroup for each two rows. A thread copies 16 bytes at a time.
 """
 
 import jax
@@ -16,9 +17,17 @@ ROWS = 2  # rows of a block
 
 
 def gather_inputs(x: jax.Array, pairs: jax.Array, divisor: int, permuted: bool, *, interpret: bool) -> jax.Array:
-    """Returns `x[pairs // divisor]`, with its columns in the order of `permute_columns` if `permuted`.
+    """Returns `x[pairs // divisor]`.
 
-    `x` is [T, D] bfloat16, D a multiple of 256, and `pairs` [P] int32, P a multiple of 2.
+    Args:
+      x: [T, D] bfloat16, D a multiple of 256.
+      pairs: [P] int32, P a multiple of 2.
+      divisor: number of pairs of a token.
+      permuted: whether to reorder the columns as `permute_columns` does.
+      interpret: run on the CPU, interpreted, with the race detector on.
+
+    Returns:
+      [P, D] bfloat16.
     """
 
     def body(x_gmem, pairs_gmem, y_gmem):
@@ -37,7 +46,7 @@ def gather_inputs(x: jax.Array, pairs: jax.Array, divisor: int, permuted: bool, 
 
 @primitive
 def copy_row(y_gmem, x_gmem, row: jax.Array, pairs_gmem, divisor: int, permuted: bool) -> None:
-    """Sets y[row] to x[pairs[row] // divisor], permuted or not; one warpgroup runs it."""
+    """Sets y[row] to x[pairs[row] // divisor], with permuted columns if `permuted`. One warpgroup runs it."""
     values = x_gmem[lax.div(pairs_gmem[row], divisor)]
     y_gmem[row] = permute_columns(values[None])[0] if permuted else values
 
@@ -48,7 +57,7 @@ def _emit_copy_row(y_gmem, x_gmem, row, pairs_gmem, divisor, permuted):
     source = thread_ops.load_global(pairs_gmem, row) // divisor
 
     def copy_eight(eight):
-        """Copies eight columns; all lanes of a warp call it together."""
+        """Copies columns `8 * eight` .. of the row. All lanes of a warp call it together."""
         four = words.load_four(_address(x_gmem, source, width, eight))
         four = _permute(four) if permuted else four
         words.store_four(_address(y_gmem, row, width, eight), four)
@@ -57,9 +66,12 @@ def _emit_copy_row(y_gmem, x_gmem, row, pairs_gmem, divisor, permuted):
 
 
 def _permute(four):
-    """Permutes eight columns of a thread; each of a quad's four threads ends with two columns of the others."""
+    """Permutes 32 columns, of which each of four consecutive threads (a quad) has eight, as `permute_columns` does.
+
+    `four` has a thread's columns as words of two bfloat16. Each thread ends with two columns of each thread there.
+    """
     a, b, c, d = four
-    # Columns i and i + 4 form a word.
+    # First, columns i and i + 4 of a thread form a word.
     take_halves = "prmt.b32 $0, $1, $2, 0x5410;", "prmt.b32 $0, $1, $2, 0x7632;"
     four = _by_lane([thread_ops.pure(code, *pair) for pair in ((a, c), (b, d)) for code in take_halves])
     shuffle = "shfl.sync.bfly.b32 $0, $1, {}, 0x1f, 0xffffffff;"
@@ -67,7 +79,7 @@ def _permute(four):
 
 
 def _by_lane(four):
-    """Returns four[i ^ lane] for i = 0 .. 3, where `lane` counts within a quad."""
+    """Returns [four[i ^ j] for i in 0 .. 3], where j is the number of the thread in its quad."""
     for bit in (1, 2):
         odd = (thread_ops.lane() & bit) > 0
         four = [odd.where(four[i ^ bit], four[i]) for i in range(4)]

@@ -1,10 +1,16 @@
 """Routed experts for many tokens: y[t, j] = down_e(w[t, j] * swiglu(gate_up_e(x[t]))) with e = selected[t, j].
 
-The time is that of the products, or of reading the weights of all experts once. Four launches: sort the pairs of a
-token and an expert by expert (`permutation`), gather their inputs (`gather_inputs`), multiply with gate and up,
-multiply with down. The last two are grouped GEMMs with a persistent grid of one block per SM. An output tile has rows
-of an expert and some of its pairs. Blocks that run at the same time share weights and inputs. An expert without pairs
-has no tile. The warpgroups have the roles of `dequant_gemm`; those that multiply finish their tiles too.
+The kernels are bound by the throughput of products, or by the bandwidth of reading the weights of all experts once.
+There are four launches:
+
+  1. `permutation` sorts the (token, expert) pairs by expert.
+  2. `gather_inputs` gathers the inputs of the pairs in this order.
+  3. A grouped GEMM multiplies with gate and up, and computes SwiGLU.
+  4. A grouped GEMM multiplies with down.
+
+Both GEMMs have a persistent grid of one block per SM and the warpgroup roles of `dequant_gemm`. An output tile is a
+range of weight rows of an expert times some of its pairs. An expert without pairs has no tile. Tiles are ordered so
+that blocks that run at the same time share weights and inputs in the L2 cache.
 """
 
 import dataclasses
@@ -35,14 +41,18 @@ MAX_TILE_PAIRS = 256
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tuning constants."""
+    """Tuning constants of the grouped GEMMs."""
 
-    tile_pairs: int  # pairs of an output tile, a multiple of 16 up to 256
-    warpgroups: int  # warpgroups that multiply, 2 or 4
+    tile_pairs: int  # maximum number of pairs of an output tile, a multiple of 16 up to 256
+    warpgroups: int  # number of warpgroups that multiply, 2 or 4
 
     @classmethod
     def heuristic(cls, pairs: int, experts: int) -> "Config":
-        """Returns a tile size with which nearly all experts have few tiles if routing is uniform."""
+        """Chooses the tile size for `pairs` pairs of `experts` experts.
+
+        With uniform routing, nearly all experts have at most twice the standard deviation more pairs than the mean.
+        Their pairs fill as few tiles as possible.
+        """
         mean = pairs / experts
         likely = int(mean + 2 * math.sqrt(mean))
         tile_pairs = -(-likely // (16 * -(-likely // MAX_TILE_PAIRS))) * 16
@@ -64,12 +74,12 @@ def grouped_experts(
 ) -> jax.Array:
     """Returns `down_e(w * silu(min(gate_e(x), limit)) * clip(up_e(x), -limit, limit))` for each token and expert.
 
-    Each linear map and the input of `down` are rounded to bfloat16. The order of a sum depends on the shapes and the
-    storage of the weights alone.
+    The outputs of each linear map and the input of `down` are rounded to bfloat16. The order in which a sum's products
+    are added depends on the shapes and the storage of the weights alone.
 
     Args:
       x: [T, D] bfloat16 activations.
-      selected: [T, k] int32 experts of each token. Pairs outside of [0, E) have no expert here.
+      selected: [T, k] int32 experts of each token. A pair whose expert is outside of [0, E) is not computed.
       weights: [T, k] float32 routing weights.
       gate_up: weights of all experts, the gate's rows first, as for `experts`.
       down: weights of all experts, as for `experts`.
@@ -101,30 +111,37 @@ def grouped_experts(
 
 @dataclasses.dataclass(frozen=True)
 class GroupedGemm:
-    """A launch.
+    """Static description of the launch of a grouped GEMM."""
 
-    Its GEMM, `gated` for gate and up, the experts of a layer, the rows and columns of the output, and SwiGLU's limit.
-    """
-
-    gemm: DequantGemm
-    experts: int
-    rows: int
-    width: int
-    limit: float
+    gemm: DequantGemm  # GEMM of a block; gated for gate and up
+    experts: int  # number of experts of a layer
+    rows: int  # number of rows of the output
+    width: int  # number of columns of the output
+    limit: float  # SwiGLU's limit
 
     @property
     def channels(self) -> int:
-        """The number of output columns that a warpgroup computes of a tile."""
+        """The number of output columns of a tile that one warpgroup computes."""
         return ROWS // 2 if self.gemm.gated else ROWS
 
     @property
     def tiles(self) -> int:
-        """The number of output tiles of a block of pairs."""
+        """The number of output tiles of a block of pairs, which are up to `tile_pairs` pairs of an expert."""
         return self.width // (self.channels * self.gemm.warpgroups)
 
 
 def _launch(p, table, x, weight, *, tiles, layer, interpret):
-    """Runs one GEMM; `table` [P] has routing weights if it is gated, otherwise the output row of each sorted pair."""
+    """Runs one grouped GEMM.
+
+    Args:
+      p: description of the launch.
+      table: if gated, [N] float32 routing weight of each sorted pair; otherwise [N] int32 output row of each.
+      x: [N, channels] bfloat16 inputs of the sorted pairs.
+      weight: (codes or weights, scales or None) of all experts.
+      tiles: (count, tiles) from `sort_by_expert`.
+      layer: [1] int32 number of the layer, or None.
+      interpret: whether to interpret the kernel.
+    """
     launch = kernel(
         functools.partial(_body, p),
         out_type=jax.ShapeDtypeStruct((p.rows, p.width), jnp.bfloat16),
@@ -144,7 +161,7 @@ def _body(p, count_gmem, blocks_gmem, table_gmem, x_gmem, codes_gmem, scales_gme
     first_expert = 0 if layer_gmem is None else layer_gmem[0] * p.experts
 
     def block_and_tile(n):
-        """Returns the block of pairs of this worker's n-th output tile, and the tile's number within it."""
+        """Returns (number of the block of pairs, number of the tile in it) of this worker's n-th output tile."""
         tile = worker + n * workers
         block = lax.div(tile, p.tiles)
         return block, tile - block * p.tiles

@@ -1,4 +1,8 @@
-"""Groups of up to 8 (token, expert) pairs of one expert: a kernel that makes their table, and copies of its rows."""
+"""Groups of up to 8 (token, expert) pairs of one expert.
+
+The module has a kernel that writes the table of groups (`matmul.routing.group_pairs`), and functions by which the
+blocks of `experts` copy parts of the table to shared memory.
+"""
 
 import functools
 
@@ -17,7 +21,17 @@ from pallas_kernels.runtime.launch import kernel, primitive
 def group_by_expert(
     selected: jax.Array, experts: int, channels: int, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the table and the counts of `group_pairs` for `selected` [P] int32; one warpgroup runs it."""
+    """Groups pairs by expert in a launch of one warpgroup.
+
+    Args:
+      selected: [P] int32, the expert of each pair.
+      experts: number of experts.
+      channels: number of output channels of the experts, which decides the number of counters.
+      interpret: run on the CPU, interpreted, with the race detector on.
+
+    Returns:
+      (table, counts), see `matmul.routing.group_pairs`, int32.
+    """
     groups = routing.max_groups(selected.size, experts)
     sizes = groups * GROUP_WORDS, routing.counts_size(groups, channels)
     launch = kernel(
@@ -33,7 +47,10 @@ def group_by_expert(
 
 @primitive
 def load_groups(table_gmem, first: jax.Array, groups_smem) -> None:
-    """Copies the table's groups from number `first` on to `groups_smem` [16 * groups] int32; one warpgroup runs it."""
+    """Copies groups of the table, from number `first` on, to shared memory. One warpgroup runs it.
+
+    `groups_smem` is [16 * n] int32 for n groups. Groups past the end of the table are unspecified.
+    """
     rows = jnp.minimum(first * GROUP_WORDS + lax.iota(jnp.int32, groups_smem.shape[0]), table_gmem.shape[0] - 1)
     groups_smem[...] = table_gmem[...][rows]
 
@@ -52,9 +69,12 @@ def _emit_load_groups(table_gmem, first, groups_smem):
 
 @primitive
 def load_weights(weights_gmem, groups_smem, weights_smem) -> None:
-    """Copies the routing weights of groups' pairs; the warpgroup that called `load_groups` runs it.
+    """Copies routing weights of the groups' pairs to shared memory. The warpgroup that called `load_groups` runs it.
 
-    `weights_smem` [8 * groups] float32 is unspecified where a group has no pair.
+    Args:
+      weights_gmem: [P] float32 routing weights.
+      groups_smem: [16 * n] int32 groups from `load_groups`.
+      weights_smem: [8 * n] float32 to write, unspecified where a group has fewer than 8 pairs.
     """
     pairs = groups_smem[...].reshape(-1, GROUP_WORDS)[:, FIRST_PAIR:].reshape(-1)
     inside = (pairs >= 0) & (pairs < weights_gmem.shape[0])

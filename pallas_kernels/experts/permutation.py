@@ -1,7 +1,8 @@
 """Sorts pairs of a token and an expert by expert, and lists output tiles of up to `size` pairs of one expert.
 
-One block of 1024 threads. A thread counts some pairs, then takes one expert, whose number of pairs and of tiles it adds
-to those of the experts before. Then it writes the pairs that it counted to their places.
+One block of 1024 threads does a counting sort. Threads first count the pairs of each expert by atomics. Then each
+thread stands for one expert: prefix sums over the threads give the expert's first place and first tile. Last, threads
+write the pairs to their places.
 """
 
 import functools
@@ -20,18 +21,25 @@ from pallas_kernels.runtime.launch import kernel, primitive
 
 MAX_EXPERTS = 1024  # one for each thread
 WARPGROUPS = MAX_EXPERTS // mlir.THREADS
-ALIGNMENT = 8  # an expert's pairs begin at a multiple: bulk copies take whole tiles of 8 rows
-_UNROLL = 4  # pairs that a thread loads before it looks at them
+# The first place of an expert's pairs is a multiple of this number, because bulk copies take whole tiles of 8 rows.
+ALIGNMENT = 8
+_UNROLL = 4  # number of pairs whose experts a thread loads at once
 
 
 def sort_by_expert(
     selected: jax.Array, number: int, size: int, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sorts pairs by expert; `selected` [P] int32 has the expert of each. Pairs outside of [0, number) are left out.
+    """Sorts pairs by expert and divides the pairs of each expert into tiles.
+
+    Args:
+      selected: [P] int32, the expert of each pair. Pairs with none in [0, number) are left out.
+      number: number of experts, at most 1024.
+      size: maximum number of pairs of a tile.
+      interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      order: [at least P] int32 pairs by expert, in any order within an expert. An expert's begin at a multiple of 8;
-        places between experts hold 0.
+      order: [at least P] int32, numbers of the pairs by expert, in any order within an expert. The pairs of an expert
+        begin at a multiple of 8. Places that no pair has hold 0.
       count: [1] int32, the number of tiles.
       tiles: [3, N] int32, for each tile its expert, its first place in `order`, and the end of the expert's pairs;
         unspecified after the last tile.
@@ -53,7 +61,10 @@ def sort_by_expert(
 
 @primitive
 def sort_pairs(selected, order, count, tiles, number: int, size: int, scratch) -> None:
-    """Does the work of `sort_by_expert`; `scratch` is [1024 + 64] int32 in shared memory."""
+    """Does the work of `sort_by_expert`, whose results are written to `order`, `count` and `tiles` in global memory.
+
+    `scratch` is [1024 + 64] int32 in shared memory.
+    """
     chosen = selected[...]
     pairs, has_expert, rank, sizes = rank_pairs(chosen, number)
     room = (sizes + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
@@ -100,7 +111,7 @@ def _emit_sort_pairs(selected, order, count, tiles, number, size, scratch):
     ops.sync()
     each_pair(lambda pair, expert: ops.add(sizes + (expert << 2), 1))
     ops.sync()
-    # Each thread stands for an expert now.
+    # From here on, each thread stands for the expert that has its number.
     expert_pairs = ops.load(own_size)
     start, _ = ops.block_prefix_sum((expert_pairs + (ALIGNMENT - 1)) & (1 << 32) - ALIGNMENT, sums, warps)
     expert_tiles = (expert_pairs + (size - 1)) // size

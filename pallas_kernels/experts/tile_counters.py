@@ -1,7 +1,13 @@
-"""Counters in global memory, through which blocks of one launch wait for each other's tiles.
+"""Counters in global memory, through which the blocks of a launch of `experts` wait for each other's tiles.
 
-`counts` [N] int32 holds the number of groups of pairs, then a counter of hidden tiles for each group and the shared
-expert, then a counter of terms for each 64 channels of the total. All counters start at 0.
+`counts` [N] int32 holds:
+
+  * the number of groups of (token, expert) pairs,
+  * for each group and for the shared expert, the number of its written tiles of hidden channels,
+  * for each 64 output channels, the number of written terms of the sum over a token's experts. Each group and the
+    shared expert write one term.
+
+All counters start at 0.
 """
 
 import functools
@@ -23,7 +29,7 @@ _WAIT = """{ .reg .pred p; .reg .b32 r; waiting: ld.acquire.gpu.global.u32 r, [$
 
 @primitive
 def signal_tile(counts_gmem, number: jax.Array) -> None:
-    """Counts a tile that this warpgroup has written to global memory: adds 1 to `counts_gmem[1 + number]`."""
+    """Publishes a tile that this warpgroup has written to global memory: adds 1 to `counts_gmem[1 + number]`."""
 
 
 @mlir.emits(signal_tile)
@@ -35,7 +41,7 @@ def _(counts_gmem, number):
 
 @primitive
 def wait_for_tiles(counts_gmem, group: jax.Array, tiles: int) -> None:
-    """Waits until `tiles` tiles of a group are written; the caller may then read them."""
+    """Waits until `counts_gmem[1 + group]` is at least `tiles`. The caller may then read these tiles."""
 
 
 @mlir.emits(wait_for_tiles)
@@ -50,13 +56,24 @@ def _(counts_gmem, group, tiles):
 def add_up_terms(
     total_gmem, terms_gmem, last_gmem, selected_gmem, counts_gmem, counter: int, worker, workers: int, experts: int
 ) -> None:
-    """Writes this block's part of `total_gmem` [T, D], waiting until its terms are written; one warpgroup runs it.
+    """Computes this block's part of the sums over each token's experts, once the terms are written.
 
-    Each value is the sum over a token's `terms_gmem` [P, D] in the order of its pairs, without those that
-    `selected_gmem` [P] gives no expert, then its term in `last_gmem` [T, D]. All three are bfloat16. The counters of
-    terms of 64 channels begin at `counts_gmem[1 + counter]`: each group of pairs has a term, and so has the last one.
+    The outputs of a token's pairs are added in their order in float32, then the shared expert's output, and the sum is
+    rounded. One warpgroup runs it.
+
+    Args:
+      total_gmem: [T, D] bfloat16 sums to write.
+      terms_gmem: [P, D] bfloat16 outputs of the pairs.
+      last_gmem: [T, D] bfloat16 outputs of the shared expert.
+      selected_gmem: [P] int32 experts of the pairs. Pairs with none in [0, experts) are left out.
+      counts_gmem: counters, see the module.
+      counter: number of the first counter of terms, which is `counts_gmem[1 + counter]`.
+      worker: number of this block.
+      workers: number of blocks.
+      experts: number of experts.
     """
-    # The interpreter has no order of blocks' reads and writes: `experts` adds terms up behind an interpreted launch.
+    # The interpreter does not order reads and writes of different blocks, so `experts` adds up the terms after an
+    # interpreted launch.
 
 
 @mlir.emits(add_up_terms)
@@ -65,11 +82,11 @@ def _emit_add_up_terms(
 ):
     tokens, width = total_gmem.type.shape
     top_k = terms_gmem.type.shape[0] // tokens
-    # A word is two channels of a token. A tile is 64 channels, and its words of all tokens follow one another.
-    words_per_tile = ROWS // 2  # of one token
+    # A word is two channels of a token. A tile is 64 channels. Words are numbered tile by tile, then token by token.
+    words_per_tile = ROWS // 2  # words of one token
     words_per_block = -(-tokens * width // (2 * workers))
     first_word = worker * words_per_block
-    num_terms = ops.load_global(counts_gmem, 0) + 1  # of a tile: one for each group of pairs, and `last_gmem`
+    num_terms = ops.load_global(counts_gmem, 0) + 1  # of a tile: one for each group, and the shared expert's
 
     def address(ref, row, column):
         offset = mlir.multiply_add(mlir.to_i64(row), width, mlir.to_i64(column))
@@ -79,7 +96,7 @@ def _emit_add_up_terms(
         return ops.ptx("ld.relaxed.gpu.global.u32 $0, [$1];", address(ref, row, column))
 
     def store_sum(word):
-        tile = word // (tokens * words_per_tile)  # a block has words of few tiles, and so waits for few
+        tile = word // (tokens * words_per_tile)  # a block has words of few tiles, so it waits for few counters
         token = word // words_per_tile % tokens
         column = tile * ROWS + (word % words_per_tile << 1)
         pairs = [token * top_k + j for j in range(top_k)]

@@ -1,12 +1,13 @@
-"""Second launch: mixing weights from the sums of logits, then x = norm(sum_j pre[j] * streams[j]).
+"""The second launch of `hyper_connections`: computes the mixing weights, then x = norm(sum_j pre[j] * streams[j]).
 
-A persistent grid of at most one block per SM walks over groups of 1 or 4 tokens. With n = D / 1024:
+The launch adds up the partial sums of the logits that the first launch wrote. A persistent grid of at most one block
+per SM walks over groups of 1 or 4 tokens. A block has n + 1 warpgroups, with n = D / 1024:
 
     warpgroup   role               does                                                 waits for             signals
     0..n-1      collapse_streams   collapses and norms its 1024 channels of a group     pre_full, norms_full  pre_empty,
                                                                                                               norms_full
-    n           compute_weights    computes `pre`, then `post` and `comb`, which takes  pre_empty             pre_full
-                                   Sinkhorn's iterations; a warp has a token
+    n           compute_weights    computes `pre` and signals it, then `post` and       pre_empty             pre_full
+                                   `comb` by Sinkhorn's iterations; a warp has a token
 """
 
 import dataclasses
@@ -32,9 +33,9 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
 CHANNELS = 1024  # channels of a warpgroup
-STAGES = 2  # groups of tokens whose `pre` waits to be used
+STAGES = 2  # number of groups of tokens whose `pre` shared memory holds
 WARPS = THREADS // WARP
-MAX_LOADS = 16  # chunks of sums that fit into registers at once
+MAX_LOADS = 16  # number of vectors of 128 partial sums that fit into registers at once
 _LANES = plgpu.ShapeDtypeStruct((THREADS,), jnp.float32, vectors.layout(THREADS))
 _RECIPROCAL = "rcp.approx.ftz.f32 $0, $1;"
 
@@ -46,9 +47,9 @@ class CollapseProblem:
     tokens: int
     width: int  # channels of a stream
     rows: int  # number of mixing weights of a token: 24, or 4 for the head
-    slices: int  # number of slices of channels whose sums are to be added up
+    slices: int  # number of slices of channels whose partial sums are to be added up
     tokens_each: int  # tokens of a group
-    # The arguments of `hyper_connections` with these names.
+    # Constants of the norm and of the mixing weights, and number of Sinkhorn iterations: see `hyper_connections`.
     norm_eps: float
     hc_eps: float
     iterations: int
@@ -65,27 +66,36 @@ class CollapseProblem:
 
     @property
     def step(self) -> int:
-        """The number of tokens that a warpgroup collapses together: as many as its registers hold."""
+        """The number of tokens that a warpgroup collapses at once, which its registers limit to 1 or 2."""
         return min(2 if self.workers <= 4 else 1, self.tokens_each)
 
 
 @pytree_dataclass
 class CollapseScratch:
-    """Scratch of the launch: the types to allocate, and within the kernel the references."""
+    """Shared memory and barriers of the launch: outside the kernel the types to allocate, inside the references."""
 
     pre_empty: Any  # one barrier for each stage of `pre_smem`
-    norms_smem: Any  # [2, step, warps] float32 sums of squares, used in turns
+    norms_smem: Any  # [2, step, warps] float32 sums of squares; the two buffers are used in turns
     norms_full: Any  # barrier of the warpgroups that collapse
     pre_smem: Any  # [STAGES, 128] float32, the weights `pre` of a token in each warp
-    exchange_smem: Any  # [128] float32
-    pre_full: Any  # as `pre_empty`
+    exchange_smem: Any  # [128] float32, scratch of `vectors.butterfly`
+    pre_full: Any  # one barrier for each stage of `pre_smem`
 
 
 def collapse(p: CollapseProblem, streams, partials, weights, layer, *, interpret: bool):
-    """Returns x [T, D] bfloat16 and mixing [T, 24] float32 or None, see `hyper_connections`.
+    """Computes the normed input of the next block and the mixing weights, see `hyper_connections`.
 
-    `partials` is [T, slices * 32] float32 if a group has one token, otherwise [slices, T * 32]. `weights` are (base,
-    scale, weight), of the layer whose number `layer` is, [1] int32, or not stacked with None.
+    Args:
+      p: description of the launch.
+      streams: [T, 4, D] bfloat16 new streams.
+      partials: partial sums of the first launch, float32: [T, slices * 32] if a group has one token, otherwise [slices,
+        N * 32] with N = T rounded up to a multiple of 4.
+      weights: (base, scale, weight) as in `hyper_connections`.
+      layer: [1] int32 index on a leading axis of layers of the weights. None: they have no such axis.
+      interpret: whether to interpret the kernel.
+
+    Returns:
+      (x [T, D] bfloat16, mixing [T, 24] float32 or, for the head, None).
     """
     mixing_type = jax.ShapeDtypeStruct((p.tokens, p.rows), jnp.float32) if p.rows > STREAMS else None
     scratch = CollapseScratch(
@@ -134,12 +144,15 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, s
         return (block + i * blocks) * p.tokens_each + turn * p.step + n
 
     def load_streams(i, turn):
-        """Loads the streams of the tokens that are collapsed together."""
+        """Loads this warpgroup's channels of the streams of the tokens of turn `turn` of the block's i-th group.
+
+        A group's tokens are collapsed in turns of `p.step` tokens.
+        """
         tokens = [jnp.minimum(token_of(i, turn, n), p.tokens - 1) for n in range(p.step)]
         return [[load(streams_gmem.at[token, j, own_channels]) for j in range(STREAMS)] for token in tokens]
 
     def collapse_token(stage, parity, turn, n, streams):
-        """Returns a token's collapsed channels, and leaves the sums of their squares to the other warpgroups."""
+        """Returns a token's collapsed channels. Writes each warp's sum of their squares to `norms_smem`."""
         lane = (turn * p.step + n) * WARP
         terms = [row.astype(jnp.float32) * scratch.pre_smem[stage, lane + j] for j, row in enumerate(streams)]
         value = round_bfloat16(functools.reduce(jnp.add, terms))
@@ -147,11 +160,14 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, s
         return value
 
     def collapse_group(i, ahead):
-        """Stores x of the block's i-th group. `ahead` has the streams of its first turn; returns those of the next."""
+        """Stores x of the block's i-th group of tokens.
+
+        `ahead` has the streams of the group's first turn. Returns the streams of the next group's first turn.
+        """
         stage = lax.rem(i, STAGES)
         plgpu.barrier_wait(scratch.pre_full.at[stage])
         for turn in range(turns):
-            parity = lax.rem(i * turns + turn, 2)  # other warpgroups may still read the sums of the turn before
+            parity = lax.rem(i * turns + turn, 2)  # buffers take turns: others may still read the previous one
             values = [collapse_token(stage, parity, turn, n, streams) for n, streams in enumerate(ahead)]
             if turn + 1 < turns:
                 ahead = load_streams(i, turn + 1)
@@ -176,7 +192,7 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, s
 
 
 def _compute_weights(p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gmem, scratch):
-    # A lane has the logit of its number.
+    # Lane r of a warp computes logit r of the warp's token.
     block, blocks, count = groups
     lane = vectors.thread() & (WARP - 1)
     bias = vectors.take(base_gmem, jnp.where(lane < p.rows, lane, -1))
@@ -223,9 +239,15 @@ def _pairwise_sum(terms, add=jnp.add):
 
 @primitive
 def mixing_matrix(logits: jax.Array, *, iterations: int, eps: float) -> jax.Array:
-    """Computes each warp's comb from its logits: softmax of rows, then Sinkhorn, see `ops.hyper_connections`.
+    """Computes `comb` of each warp's token from its logits: softmax of each row plus eps, then `sinkhorn`.
 
-    Entry [j, k] of the logits, and of comb in the result, is in lane `8 + 4 * j + k` of [128] float32.
+    Args:
+      logits: [128] float32. Lane 8 + 4 * j + k of a warp has the logit of comb[j, k].
+      iterations: number of Sinkhorn iterations, at least 1.
+      eps: constant added to the softmax and to the sums.
+
+    Returns:
+      [128] float32 with comb[j, k] in lane 8 + 4 * j + k of each warp. Other lanes are unspecified.
     """
     lanes = slice(2 * STREAMS, (2 + STREAMS) * STREAMS)
     comb = logits.reshape(WARPS, WARP)[:, lanes].reshape(WARPS, STREAMS, STREAMS)
@@ -270,7 +292,7 @@ def _emit_mixing_matrix(logits, iterations, eps):
 
 @primitive
 def reciprocal(x: jax.Array) -> jax.Array:
-    """Returns 1 / x of float32 [128], within a unit in the last place."""
+    """Returns 1 / x of x [128] float32, with an error of at most one unit in the last place."""
     return 1.0 / x
 
 
@@ -285,7 +307,7 @@ def _approximate(code, x):
 
 @primitive
 def from_lane(x: jax.Array, lane: int) -> jax.Array:
-    """Returns [128] float32 with the value of a lane of the same warp of x."""
+    """Returns [128] float32 in which every lane of a warp has the value of lane `lane` of the same warp of x."""
     return jnp.repeat(x.reshape(WARPS, WARP)[:, lane], WARP)
 
 
@@ -297,7 +319,7 @@ def _emit_from_lane(x, lane):
 
 @primitive
 def warp_sums(x: jax.Array, target) -> None:
-    """Writes the sum of each warp's quarter of x [1024] float32 to `target` [4] in shared memory."""
+    """Writes the sum of each warp's 256 consecutive values of x [1024] float32 to `target` [4] in shared memory."""
     target[...] = jnp.sum(x.reshape(WARPS, -1), axis=1)
 
 
@@ -311,7 +333,10 @@ def _emit_warp_sums(x, target):
 
 @primitive
 def put_rows(target, x: jax.Array, first: jax.Array, *, rows: int) -> None:
-    """Writes the first N lanes of `rows` warps of x [128] to rows `first` .. of `target` [T, N], up to its end."""
+    """Writes a row of each of the first `rows` warps to `target` [T, N] in global memory.
+
+    Row `first + i` of the target receives the first N lanes of warp i of x [128], if `first + i` is less than T.
+    """
     count, width = target.shape
     for i in range(rows):
 

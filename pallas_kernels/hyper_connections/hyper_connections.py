@@ -1,8 +1,15 @@
-"""Hyper-connections between two blocks: post-mapping of one, pre-mapping and norm of the next, in two launches.
+"""Hyper-connections between two blocks of a model (attention or experts), in two launches.
 
-new[k] = post[k] * y + sum_j comb[j, k] * streams[j], and x = norm(sum_j pre[j] * new[j]) with `pre` and the next `post`
-and `comb` from logits = fn @ new / rms(new). The first launch writes the new streams, and the sums of each slice of
-channels for the logits. The second, `collapse`, adds up the slices. There are three kernels for the first launch:
+The post-mapping of the earlier block adds its output y [D] to the 4 residual streams of a token. The pre-mapping of the
+next block collapses the streams to its normed input x [D]:
+
+    new[k] = post[k] * y + sum_j comb[j, k] * streams[j]
+    x = norm(sum_j pre[j] * new[j])
+
+The mixing weights of a token are `pre` [4], `post` [4] and `comb` [4, 4]. `pre` of this call, and `post` and `comb` of
+the next one, are computed from logits = fn @ new / rms(new), where new is flattened to [4 * D]. The first launch writes
+the new streams. Each of its blocks also writes partial sums of the logits over a slice of channels. The second launch,
+`collapse`, adds up the slices and computes x and the mixing weights. There are three kernels for the first launch:
 
     kernel            tokens      multiplies fn with the new streams by
     streams_fma       1 .. 4      float32 FMAs; it can also sum y over GPUs
@@ -23,8 +30,9 @@ from pallas_kernels.runtime.layer_operands import check_weight, layer_operand, w
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-MAX_WIDTH = 7 * collapse.CHANNELS  # with one more warpgroup, 1024 threads
-# Both launches on an H100: `mma` 19.0 us and `wgmma` 22.0 us for 256 tokens, 36.9 and 29.5 us for 512.
+MAX_WIDTH = 7 * collapse.CHANNELS  # channels of 7 warpgroups; `collapse` has one more, so 1024 threads
+# On an H100, both launches together take 19.0 us with `mma` and 22.0 us with `wgmma` for 256 tokens, but 36.9 us and
+# 29.5 us for 512 tokens.
 MAX_MMA_TOKENS = 256
 
 
@@ -55,11 +63,11 @@ def hyper_connections(
       weight: [D] float32 weight of the norm.
       y: [T, D] bfloat16 output of the block; None: the streams stay as they are.
       mixing: [T, 24] float32 mixing weights that the call before the block returned; required with y.
-      table: table of mailboxes, see `mailbox.check_table`, for up to 4 tokens: y is a term that is summed over its
-        GPUs as `all_reduce` does. None: y is whole.
+      table: table of mailboxes, see `mailbox.check_table`. If given, this GPU's y is a term of a sum over GPUs, which
+        is computed as by `all_reduce`; at most 4 tokens and 4096 channels. None: y is complete.
       layer: [] int32 index on a leading axis of layers of fn, base, scale and weight. None: they have no such axis.
-      norm_eps: constant added to mean squares, of the streams and of the collapsed ones.
-      hc_eps: constant added to `pre`, to comb's softmax and to its sums.
+      norm_eps: constant added to the mean square of the streams, and to that of the collapsed stream.
+      hc_eps: constant added to `pre`, to the softmax of `comb`, and to each sum of a Sinkhorn iteration.
       iterations: number of Sinkhorn iterations, at least 1.
       interpret: run on the CPU, interpreted, with the race detector on.
 
@@ -82,7 +90,7 @@ def hyper_connections(
     if y is not None:
         added = (y, mixing, table)
         new_type = jax.ShapeDtypeStruct(streams.shape, streams.dtype)
-    # Interpreted, `wgmma` is tested with as few tokens as it takes.
+    # Interpreted, `streams_wgmma` runs from 64 tokens on, its minimum, so that tests need few tokens.
     if tokens <= (streams_wgmma.TOKENS - 1 if interpret else MAX_MMA_TOKENS):
         launch = _launch_slices
         channels = streams_fma.CHANNELS
@@ -123,12 +131,27 @@ def _check_operands(streams, fn, base, scale, weight, layer, y, mixing):
 
 
 def fuses_all_reduce(tokens: int, _: int, width: int) -> bool:
-    """Returns whether streams [tokens, 4, width] take a `table`: each block needs a counter in the mailboxes."""
+    """Returns whether `hyper_connections` takes a `table` for streams [tokens, 4, width].
+
+    Each thread block needs a counter in the mailboxes, which have 128.
+    """
     return tokens <= streams_fma.MAX_TOKENS and width <= streams_fma.CHANNELS * mailbox.BLOCKS
 
 
 def _launch_slices(streams, fn, layer, added, new_type, interpret):
-    """Runs `streams_fma` or `streams_mma`; returns new streams, if there is y, and [T, slices * 32] partial sums."""
+    """Runs `streams_fma` or `streams_mma`.
+
+    Args:
+      streams: [T, 4, D] bfloat16.
+      fn: weights of the logits.
+      layer: [1] int32 number of the layer within fn, or None.
+      added: (y, mixing, table) of `hyper_connections`.
+      new_type: shape and dtype of the new streams, or None without y.
+      interpret: whether to interpret the kernel.
+
+    Returns:
+      (new streams or None, [T, slices * 32] float32 partial sums, see `mixing.StreamRefs`).
+    """
     tokens, _, width = streams.shape
     many = streams.shape[0] > streams_fma.MAX_TOKENS
     regime = streams_mma if many else streams_fma

@@ -1,4 +1,7 @@
-"""The arithmetic of residual streams that the first launches share, in jax.numpy and for one thread."""
+"""The arithmetic of residual streams that the kernels of the first launch share.
+
+Functions of arrays are written in jax.numpy, for the interpreter. The others emit code for one thread.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -16,31 +19,35 @@ from pallas_kernels.mgpu.thread_ops import fma
 
 
 STREAMS = 4
-MIXING = STREAMS * (2 + STREAMS)  # mixing weights of a token
-SUMS = 32  # values of a token and slice of channels: sums of products with each row of fn,
-SQUARES = 31  # and at the end the sum of squares
+MIXING = STREAMS * (2 + STREAMS)  # mixing weights of a token: 4 of `pre`, 4 of `post`, 16 of `comb`
+# Partial sums of a token over a slice of channels: value r is the product of row r of fn with the new streams, and
+# value SQUARES is the sum of their squares.
+SUMS = 32
+SQUARES = 31
 
 
 class StreamRefs(NamedTuple):
-    """References in global memory of the first launch."""
+    """References to global memory in the kernels of the first launch."""
 
     streams: Any  # [T, 4, D] bfloat16 streams before the block
-    fn: Any  # [R, 4 * D] float32
-    partials: Any  # float32, 32 values for each token and slice; [T, slices * 32], with `wgmma` [slices, T, 32]
+    fn: Any  # [R, 4 * D] float32 weights of the logits
+    partials: Any  # float32 partial sums of each token and slice: [T, slices * 32], or [T, 32] of a slice with `wgmma`
     new: Any = None  # [T, 4, D] bfloat16 streams after the block; None without y
     y: Any = None  # [T, D] bfloat16 output of the block; None: the streams stay as they are
     mixing: Any = None  # [T, 24] float32 mixing weights of the block
-    table: Any = None  # table of mailboxes if y is to be summed over GPUs, see `mailbox.check_table`
+    table: Any = None  # table of mailboxes if y is to be summed over GPUs, see `mailbox.check_table`; otherwise None
 
 
 def sinkhorn(comb: jax.Array, iterations: int, eps: float) -> jax.Array:
-    """Makes positive matrices nearly doubly stochastic: normalizes columns, then rows and columns again and again.
+    """Makes positive matrices nearly doubly stochastic by Sinkhorn's iterations.
 
-    Columns sum to 1 up to eps and rounding, rows as far as the iterations converged.
+    The first iteration normalizes columns. Each further iteration normalizes rows, then columns. So columns sum to 1 up
+    to eps and rounding; rows sum to 1 as far as the iterations have converged.
 
     Args:
       comb: [.., h, h] float32, positive.
-      iterations, eps: number of iterations, at least 1, and constant added to each sum.
+      iterations: number of iterations, at least 1.
+      eps: constant added to each sum before the division.
     """
 
     def normalized(comb, axis):
@@ -51,7 +58,13 @@ def sinkhorn(comb: jax.Array, iterations: int, eps: float) -> jax.Array:
 
 
 def mixed_streams(streams: jax.Array, y: jax.Array, mixing: jax.Array) -> jax.Array:
-    """Returns [T, 4, n] float32 new streams, rounded to bfloat16, from old ones, y [T, n] and mixing [T, 24]."""
+    """Returns the new streams [T, 4, n], rounded to bfloat16 but stored as float32.
+
+    Args:
+      streams: [T, 4, n] old streams.
+      y: [T, n] output of the block.
+      mixing: [T, 24] float32 mixing weights.
+    """
     post = lax.slice_in_dim(mixing, STREAMS, 2 * STREAMS, axis=1)
     comb = lax.slice_in_dim(mixing, 2 * STREAMS, MIXING, axis=1).reshape(-1, STREAMS, STREAMS)
     old = streams.astype(jnp.float32)
@@ -61,7 +74,10 @@ def mixed_streams(streams: jax.Array, y: jax.Array, mixing: jax.Array) -> jax.Ar
 
 
 def add_channels(refs: StreamRefs, index: jax.Array, channels: int) -> None:
-    """Writes a slice of the new streams of all tokens, and its sums."""
+    """Writes slice `index` of the new streams of all tokens, and its partial sums; for interpreted kernels.
+
+    A slice is `channels` consecutive channels of each stream.
+    """
     columns = pl.ds(index * channels, channels)
     sums_start = index * SUMS
     rows, width = refs.fn.shape
@@ -76,7 +92,10 @@ def add_channels(refs: StreamRefs, index: jax.Array, channels: int) -> None:
 
 
 def load_streams(streams, y, token: U32, channel: U32) -> list[list[U32]]:
-    """Loads 8 channels of each of a token's streams, and of y if there is one, four words each."""
+    """Loads 8 channels from `channel` on of each stream of a token, and of y unless it is None.
+
+    Returns four words of two bfloat16 for each.
+    """
     width = streams.type.shape[2]
     pointer = mlir.element(streams, token * (STREAMS * width) + channel, 2)
     fours = [words.load_four(mlir.at(pointer, 2 * width * j)) for j in range(STREAMS)]
@@ -84,7 +103,7 @@ def load_streams(streams, y, token: U32, channel: U32) -> list[list[U32]]:
 
 
 def store_streams(new, token: U32, channel: U32, fours: Sequence[Sequence[U32]]) -> None:
-    """Stores 8 channels of each of a token's new streams."""
+    """Stores 8 channels from `channel` on of each new stream of a token; `fours` has four words for each stream."""
     width = new.type.shape[2]
     pointer = mlir.element(new, token * (STREAMS * width) + channel, 2)
     for k in range(STREAMS):
@@ -92,18 +111,24 @@ def store_streams(new, token: U32, channel: U32, fours: Sequence[Sequence[U32]])
 
 
 def load_factors(pointer) -> list[list[Any]]:
-    """Loads a token's post [4] and comb [4][4] from its mixing weights in global memory, as MLIR float32."""
+    """Loads `post` and `comb` from a token's 24 mixing weights at a pointer to global memory.
+
+    Returns five lists of four MLIR float32: post[k], comb[0, k], .. comb[3, k].
+    """
     fours = [words.load_four(mlir.at(pointer, 4 * STREAMS * (1 + j))) for j in range(1 + STREAMS)]
     return [[thread_ops.as_float(x) for x in four] for four in fours]
 
 
 def mix(streams_and_y: Sequence[Sequence[U32]], factors: Sequence[Sequence[Any]]) -> list[Sequence[U32]]:
-    """Returns words of each new stream, from those of each old one and of y."""
+    """Returns the words of each new stream.
+
+    `streams_and_y` has words of two bfloat16 of each old stream, then of y; `factors` is the result of `load_factors`.
+    """
     return list(zip(*(_mix_word(words, factors) for words in zip(*streams_and_y, strict=True)), strict=True))
 
 
 def _mix_word(streams_and_y, factors):
-    """Yields a word of each new stream, from a word of each old one and of y."""
+    """Yields a word of each new stream. `streams_and_y` has a word of each old stream, then of y."""
     *streams, y = [words.unpack(word) for word in streams_and_y]
     for k in range(STREAMS):
         both = []
@@ -116,7 +141,10 @@ def _mix_word(streams_and_y, factors):
 
 
 def store_and_square(fours: Sequence[Sequence[U32]], addresses: Iterable[U32]):
-    """Stores four words of each stream to shared memory; returns the sum of their values' squares, an MLIR float32."""
+    """Stores four words of each stream at the stream's address in shared memory.
+
+    Returns the sum of the squares of all these bfloat16 values, an MLIR float32.
+    """
     sums = [mlir.f32(0.0), mlir.f32(0.0)]
     for four, address in zip(fours, addresses, strict=True):
         thread_ops.store_vector(address, four)

@@ -22,13 +22,19 @@ from pallas_kernels.mgpu.thread_ops import fma
 from pallas_kernels.runtime.launch import primitive
 
 
-CHANNELS = WARP  # channels of a slice
-MAX_TOKENS = 4  # one for each warp
-TOKENS = MAX_TOKENS  # tokens of a tile
+CHANNELS = WARP  # channels of a slice, one for each lane
+MAX_TOKENS = 4  # tokens of a launch: at the end, each warp adds up the sums of one token
+TOKENS = MAX_TOKENS  # tokens of a tile, so there is one tile
 
 
 def scratch_types(tokens: int, rows: int, fuses_all_reduce: bool) -> dict:
-    """Returns the scratch of `update_slice`."""
+    """Returns the scratch types of `update_slice`.
+
+    Args:
+      tokens: number of tokens.
+      rows: number of rows of fn; not used.
+      fuses_all_reduce: whether y is summed over GPUs.
+    """
     scratch = {"inbox_smem": plgpu.SMEM((tokens * STREAMS * SUMS,), jnp.float32)}
     if fuses_all_reduce:
         scratch["total_smem"] = plgpu.SMEM((tokens * CHANNELS // 2,), jnp.uint32)
@@ -37,7 +43,15 @@ def scratch_types(tokens: int, rows: int, fuses_all_reduce: bool) -> dict:
 
 @primitive
 def update_slice(index: jax.Array, tile: jax.Array, refs: StreamRefs, inbox_smem, total_smem=None) -> None:
-    """Writes a slice of the new streams, and its sums, for all tokens; `tile` is 0."""
+    """Writes a slice of the new streams of all tokens, and its partial sums.
+
+    Args:
+      index: int32 scalar, number of the slice.
+      tile: number of the tile of tokens, always 0.
+      refs: references of the launch.
+      inbox_smem: [T * 4 * 32] float32, partial sums of each token and stream.
+      total_smem: [T * 16] uint32, the slice's channels of the sum of y over GPUs; None if y is complete.
+    """
     mixing.add_channels(refs, index, CHANNELS)
 
 
@@ -63,7 +77,7 @@ def _emit_update_slice(index, tile, refs, inbox_smem, total_smem=None):
 
 
 class _Thread:
-    """Emits code of one thread, which has a channel of one stream."""
+    """Emits the code of one thread, which computes one channel of one stream, for all tokens."""
 
     def __init__(self, index, refs, total):
         self.thread = mlir.thread()
@@ -86,7 +100,12 @@ class _Thread:
         return [llvm.load(self.f32, mlir.at(first_row, 4 * STREAMS * self.width * r)) for r in range(rows)]
 
     def load_streams(self, token):
-        """Returns this thread's stream, or all streams and the factors of them and y."""
+        """Loads a token's values of this thread's channel, as MLIR float32.
+
+        Returns:
+          (values of all streams, factors of y and of these streams in the new stream), or without y, (the value of this
+          thread's stream alone, no factors).
+        """
         index = token * (STREAMS * self.width) + self.column
         if self.refs.y is None:
             return [self.load_bf16(mlir.element(self.refs.streams, index + self.warp * self.width))], []
@@ -96,7 +115,7 @@ class _Thread:
         return values, [llvm.load(self.f32, mlir.at(factors, 4 * STREAMS * (1 + j))) for j in range(1 + STREAMS)]
 
     def sum_over_gpus(self, tokens):
-        """Leaves the sums of this block's channels of y in shared memory."""
+        """Writes the sum of this block's channels of y over the GPUs to shared memory."""
         units = CHANNELS // UNIT
         index = self.thread // units * self.width + self.index * CHANNELS + self.thread % units * UNIT
         unit = mailbox.Unit(
@@ -114,7 +133,10 @@ class _Thread:
         return thread_ops.as_float((self.lane & 1).equals(0).where(word << 16, word & 0xFFFF0000))
 
     def update_stream(self, token, values, factors, term):
-        """Stores and returns the new stream's value."""
+        """Stores and returns this thread's value of the new stream, rounded to bfloat16.
+
+        `values` and `factors` are results of `load_streams`; `term` is the value of y.
+        """
         value = arith.mulf(term, factors[0])
         for x, factor in zip(values, factors[1:], strict=True):
             value = fma(x, factor, value)
@@ -124,7 +146,10 @@ class _Thread:
         return arith.extf(self.f32, low)
 
     def store_partials(self, inbox):
-        """Adds up the streams' sums of the token that has this warp's number."""
+        """Adds the partial sums of the four streams of token number `self.warp`, and stores the totals.
+
+        `inbox` is the address of the partial sums in shared memory.
+        """
         sums = [thread_ops.load(inbox + (((self.warp * STREAMS + j) << 5) + self.lane << 2)) for j in range(STREAMS)]
         low, high = (arith.addf(*map(thread_ops.as_float, pair)) for pair in (sums[:2], sums[2:]))
         index = (self.warp * (self.width // CHANNELS) + self.index) * SUMS + self.lane

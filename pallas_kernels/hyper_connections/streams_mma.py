@@ -1,8 +1,11 @@
-"""First launch for some tokens: new streams, and sums for the logits, by `mma`.
+"""The first launch of `hyper_connections` for 5 to 256 tokens: new streams, and partial sums of the logits of mixing.
 
-The grid has a block of one warpgroup for each 32 channels and 32 tokens. A thread computes 8 channels of a token's new
-streams and leaves them in shared memory. Then a warp multiplies one stream with its columns of fn. float32 weights are
-sums of three bfloat16, so products are as exact as those of float32. Last, the warps' sums are added up.
+The grid has a block of one warpgroup for each 32 channels and 32 tokens. A block does three steps:
+
+  1. Each thread computes 8 channels of all new streams of a token, and writes them to global and to shared memory.
+  2. Each warp multiplies one of the 4 streams with its columns of `fn` [R, 4 * D], the weights of the logits, by `mma`.
+     float32 weights are split into sums of three bfloat16, so that products are as exact as those of float32.
+  3. The sums of the four warps are added up in shared memory and stored.
 """
 
 from typing import Any
@@ -23,13 +26,19 @@ from pallas_kernels.runtime.launch import primitive
 
 CHANNELS = 32  # channels of a slice
 TOKENS = 32  # tokens of a tile
-STEP = 16  # columns of an `mma`
+STEP = 16  # channels that an `mma` multiplies
 STEPS = CHANNELS // STEP
-HALVES = TOKENS // 16
+HALVES = TOKENS // 16  # an `mma` multiplies 16 tokens, half of a tile
 
 
 def scratch_types(tokens: int, rows: int, fuses_all_reduce: bool) -> dict:
-    """Returns the scratch of `update_slice`; this launch sums nothing over GPUs."""
+    """Returns the scratch types of `update_slice`.
+
+    Args:
+      tokens: number of tokens; not used.
+      rows: number of rows of fn.
+      fuses_all_reduce: always False, because this launch does not sum y over GPUs.
+    """
     return {
         "sums_smem": plgpu.SMEM((STREAMS * HALVES * -(-rows // 8) * THREADS,), jnp.float32),
         "values_smem": plgpu.SMEM((STREAMS * TOKENS, CHANNELS), jnp.bfloat16),
@@ -38,8 +47,16 @@ def scratch_types(tokens: int, rows: int, fuses_all_reduce: bool) -> dict:
 
 @primitive
 def update_slice(index: jax.Array, tile: jax.Array, refs: StreamRefs, values_smem, sums_smem) -> None:
-    """Writes a slice of the new streams, and its sums, for a tile of tokens."""
-    # Tests that are interpreted have few tokens: this is all tiles at once.
+    """Writes a slice of the new streams of a tile of tokens, and its partial sums.
+
+    Args:
+      index: int32 scalar, number of the slice of 32 channels.
+      tile: int32 scalar, number of the tile of 32 tokens.
+      refs: references of the launch.
+      values_smem: [4 * 32, 32] bfloat16, the new streams of the tile; on a GPU, in the order of `_address`.
+      sums_smem: float32, the sums of each warp.
+    """
+    # The interpreter computes all tiles at once, since tests have few tokens.
     pl.when(tile == 0)(lambda: mixing.add_channels(refs, index, CHANNELS))
 
 
@@ -55,7 +72,7 @@ def _emit_update_slice(index, tile, refs, values_smem, sums_smem):
     lane = thread & 31
     values = thread_ops.shared(values_smem)
     sums = thread_ops.shared(sums_smem)
-    # Clamped: the last token may be written several times, with the same values.
+    # Token numbers past the end are clamped, so the last token may be written several times, with the same values.
     row = thread >> 2
     eight = thread & 3
     token = (tile + row).minimum(tokens - 1)
@@ -74,7 +91,7 @@ def _emit_update_slice(index, tile, refs, values_smem, sums_smem):
         llvm.store(squares, mlir.element(refs.partials, (token * slices + index) * SUMS + SQUARES, 4), alignment=4)
     mgpu.utils.warpgroup_barrier()
 
-    # A warp's sums, four of each lane, then those of all warps.
+    # Each warp stores its sums, four of each lane for an `mma`. Then `store_sums` adds those of the four warps.
     count = HALVES * groups
     for (half, group), acc in _multiply(values, warp, weights, groups).items():
         number = (warp * count + half * groups + group) * WARP + lane
@@ -97,7 +114,11 @@ def _emit_update_slice(index, tile, refs, values_smem, sums_smem):
 
 
 def _load_fn(fn, column, rows, width):
-    """Returns {(group of 8 rows, step): a lane's four columns} of fn; a lane has 4 of every 16 columns, of one row."""
+    """Loads this lane's weights of fn [rows, 4 * width] for the columns of a stream and slice, `column` ..
+
+    Returns:
+      {(group of 8 rows, step of 16 columns): bits of four float32 weights, 4 consecutive columns of one row}.
+    """
     lane = mlir.thread() & 31
     weights = {}
     for group in range(-(-rows // 8)):
@@ -109,7 +130,10 @@ def _load_fn(fn, column, rows, width):
 
 
 def _multiply(values, warp, weights, groups):
-    """Returns {(half of the tokens, group of rows): a lane's four sums} of a warp's stream."""
+    """Multiplies the stream of warp `warp` in shared memory, at address `values`, with the weights of `_load_fn`.
+
+    Returns {(half of the tile's tokens, group of 8 rows): this lane's four MLIR float32 sums}.
+    """
     lane = mlir.thread() & 31
     products: dict[tuple[int, int], Any] = {}
     for step in range(STEPS):
@@ -129,7 +153,10 @@ def _multiply(values, warp, weights, groups):
 
 
 def _address(values, stream, row, eight):
-    """Returns the address of 8 channels of a token; neither stores nor loads have bank conflicts."""
+    """Returns the shared memory address of channels `8 * eight` .. of a stream of token `row`.
+
+    The places of the 8-channel pieces are swizzled, so that neither stores nor loads have bank conflicts.
+    """
     return values + ((stream * TOKENS + row) << 6) + ((eight ^ (row & 2)) << 4)
 
 

@@ -1,10 +1,15 @@
-"""First launch for many tokens: new streams, and sums for the logits, by `wgmma`.
+"""The first launch of `hyper_connections` for more than 256 tokens: new streams, and partial sums of the logits.
 
-The grid has slices of 128 channels times groups of tiles of 64 tokens; a block has three warpgroups, which take tiles
-in turns. All three first split the slice's columns of fn into sums of three bfloat16 in shared memory, so products with
-bfloat16 streams are as exact as those of float32, and meet at `weights_ready`. For each tile and each 64 channels a
-warpgroup then computes the new streams, writes them to global memory and to shared memory (`mix_chunk`), where `wgmma`
-reads them (`multiply_add`). It loads the rows that it needs next ahead.
+The grid has two axes: slices of 128 channels, and groups of tiles of 64 tokens. A block has three warpgroups, which
+take the tiles of its group in turns:
+
+  1. All three split the slice's columns of `fn` [R, 4 * D], the weights of the logits, into sums of three bfloat16 in
+     shared memory. So products with bfloat16 streams are as exact as those of float32. They synchronize at
+     `weights_ready`.
+  2. For each tile and each chunk of 64 channels, a warpgroup computes the new streams and writes them to global and to
+     shared memory (`mix_chunk`). Then it multiplies them with the chunk's weights by `wgmma` (`multiply_add`). It loads
+     the first rows of the next chunk ahead.
+  3. At the end of a tile, it stores the partial sums (`store_sums`).
 """
 
 from typing import Any
@@ -35,14 +40,23 @@ CHUNK = 64  # channels that are multiplied at a time
 CHUNKS = CHANNELS // CHUNK
 TOKENS = 64  # tokens of a tile
 WARPGROUPS = 3
-ROWS = 4  # rows of a tile that a thread computes
-AHEAD = 2  # rows that it loads ahead
+ROWS = 4  # rows (tokens) of a tile of which a thread computes 8 channels
+AHEAD = 2  # number of rows that a thread loads ahead
 
 
 def launch(streams, fn, layer, added, new_type, interpret):
-    """Returns the new streams, if there is y, and [slices, T * 32] partial sums.
+    """Runs the launch.
 
-    `layer` is the number of the layer within fn, [1] int32, or None, and `added` is (y, mixing, None).
+    Args:
+      streams: [T, 4, D] bfloat16.
+      fn: weights of the logits.
+      layer: [1] int32 number of the layer within fn, or None.
+      added: (y, mixing, None) of `hyper_connections`.
+      new_type: shape and dtype of the new streams, or None without y.
+      interpret: whether to interpret the kernel.
+
+    Returns:
+      (new streams or None, [slices, N * 32] float32 partial sums with N = T rounded up to a multiple of 4).
     """
     tokens, _, width = streams.shape
     slices = width // CHANNELS
@@ -57,7 +71,7 @@ def launch(streams, fn, layer, added, new_type, interpret):
         refs = StreamRefs(streams_gmem, fn_gmem, partials_gmem.at[index], new_gmem, *added_gmem)
         _body(index, group, warpgroup, refs, **scratch)
 
-    # The second launch takes groups of four tokens; sums beyond the last token are never written.
+    # The second launch reads groups of four tokens. Sums past the last token are never written, and not used.
     padded = -(-tokens // WARPS) * WARPS
     weights = (CHUNKS * STREAMS, columns, CHUNK)
     operand = (warpgroups, STREAMS, TOKENS, CHUNK)
@@ -88,10 +102,13 @@ def _body(index, group, warpgroup, refs, operand_smem, weights_smem, weights_rea
     first_tile = warpgroup * groups + group
 
     def chunk_at(i, chunk):
-        """Returns (first token, first channel); behind the last chunk of a tile comes the next tile's first."""
+        """Returns (first token, first channel) of chunk `chunk` of this warpgroup's i-th tile.
+
+        The number after the last chunk of a tile is the first chunk of the next tile.
+        """
         i = i + lax.div(chunk, CHUNKS)
         chunk = lax.rem(chunk, CHUNKS)
-        # The last tile begins earlier if it would be cut: the same values are written twice.
+        # The last tile ends with the last token. It may overlap the previous tile; both write the same values.
         start = jnp.minimum((first_tile + i * share) * TOKENS, tokens - TOKENS)
         return start, index * CHANNELS + chunk * CHUNK
 
@@ -115,10 +132,14 @@ def _body(index, group, warpgroup, refs, operand_smem, weights_smem, weights_rea
 
 @primitive
 def split_weight(target, fn, index: jax.Array, warpgroup: jax.Array) -> None:
-    """Writes a slice of fn [R, 4 * D] to shared memory; all warpgroups run it, and a barrier has to follow.
+    """Splits a slice of fn into bfloat16 terms in shared memory. All warpgroups run it, and a barrier has to follow.
 
-    `target` [2 * 4, 3 * N, 64] bfloat16 with TRANSFORMS has, for each chunk and stream, the high, middle and low parts
-    of N rows: R of fn, then zeros.
+    Args:
+      target: [2 * 4, 3 * N, 64] bfloat16 with TRANSFORMS to write. For each chunk of 64 channels and each stream it
+        receives the high, then the middle, then the low terms of N rows: the R rows of fn, then zeros.
+      fn: [R, 4 * D] float32 in global memory.
+      index: int32 scalar, number of the slice.
+      warpgroup: int32 scalar, number of this warpgroup.
     """
     rows = fn.shape[0]
     width = fn.shape[1] // STREAMS
@@ -141,7 +162,7 @@ def _emit_split_weight(target, fn, index, warpgroup):
     rows, columns = fn.type.shape
     width = columns // STREAMS
     padded = -(-rows // 8) * 8
-    eights = CHANNELS // 8  # of a row and stream
+    eights = CHANNELS // 8  # pieces of 8 channels of a row and stream
     units = padded * STREAMS * eights
     thread = mlir.thread() + warpgroup * THREADS
     base = thread_ops.shared(target)
@@ -174,9 +195,10 @@ def _fours(shape):
 
 @primitive
 def load_rows(start: jax.Array, column: jax.Array, refs: StreamRefs) -> jax.Array:
-    """Starts to load a thread's first rows of the chunk at (token `start`, channel `column`), for `mix_chunk`.
+    """Loads each thread's first two rows of the chunk at (token `start`, channel `column`), for `mix_chunk`.
 
-    Returns int32 [512 * 2 * n] words of n = 4 streams, or 5 with y; zeros when interpreted.
+    Returns int32 [2 * 512 * n], words of two bfloat16 of n arrays: the 4 streams, and y if there is one. Interpreted,
+    they are zeros, which `mix_chunk` ignores.
     """
     return jnp.zeros(_ahead_shape(refs), jnp.int32)
 
@@ -193,11 +215,18 @@ def _emit_load_rows(start, column, refs):
 
 @primitive
 def mix_chunk(operand, ahead: jax.Array, here, following, refs: StreamRefs) -> tuple[jax.Array, jax.Array]:
-    """Writes new streams of 64 tokens and 64 channels to global memory and to `operand`, which `wgmma` reads next.
+    """Writes new streams of a chunk, 64 tokens and 64 channels, to global memory and to the operand of `wgmma`.
 
-    `operand` [4, 64, 64] has TRANSFORMS and is this warpgroup's own. `here` and `following` are (first token, first
-    channel) of this chunk, whose rows `ahead` are from `load_rows` or the chunk before, and of the next. Returns [128]
-    float32 sums of squares over these channels, for `store_sums`, and the rows `ahead` of the next chunk.
+    Args:
+      operand: [4, 64, 64] bfloat16 with TRANSFORMS in shared memory, which only this warpgroup uses.
+      ahead: first rows of this chunk, from `load_rows` or from the call for the previous chunk.
+      here: (first token, first channel) of this chunk.
+      following: (first token, first channel) of the next chunk.
+      refs: references of the launch.
+
+    Returns:
+      ([128] float32 sums of squares of each token over the chunk's channels, in the order of `store_sums`; first rows
+      of the next chunk).
     """
     tokens = pl.ds(here[0], TOKENS)
     columns = pl.ds(here[1], CHUNK)
@@ -219,7 +248,7 @@ def _emit_mix_chunk(operand, ahead, here, following, refs):
     start, column = here
     eight = mlir.thread() & 7
     base = thread_ops.shared(operand)
-    # Each warp has waited for the `wgmma` that read `operand` before. Behind the barrier it can be overwritten.
+    # Each warp has waited for the `wgmma` that last read `operand`. After the barrier it can be overwritten.
     mgpu.utils.warpgroup_barrier()
 
     def mix_row(i, squares, *loaded):
@@ -251,20 +280,27 @@ def _ahead_shape(refs):
 
 
 def _row_of(i):
-    """Returns a thread's i-th row of a tile; a warp has the 16 rows that it multiplies."""
+    """Returns the number of a thread's i-th row in its tile. A warp mixes the 16 rows that it also multiplies."""
     thread = mlir.thread()
     return ((thread >> 5) << 4) + (i << 2) + ((thread & 31) >> 3)
 
 
 def _load(token, column, refs):
-    """Loads 16 bytes of each stream, and of y, as words."""
+    """Loads this thread's 8 channels of the chunk at channel `column` of each stream of a token and of y, as words."""
     fours = mixing.load_streams(refs.streams, refs.y, token, column + ((mlir.thread() & 7) << 3))
     return [word for four in fours for word in four]
 
 
 @primitive
 def multiply_add(acc: jax.Array, operand, weights, chunk: jax.Array) -> jax.Array:
-    """Adds the products of `operand` with a chunk of `weights`, of all streams, to acc [64, 3 * N]."""
+    """Returns acc plus the products of all four streams of a chunk with its weights.
+
+    Args:
+      acc: [64, 3 * N] float32 sums of 64 tokens with the high, the middle and the low terms of N rows of fn.
+      operand: streams from `mix_chunk`.
+      weights: terms of fn from `split_weight`.
+      chunk: int32 scalar, number of the chunk in the slice.
+    """
     for j in range(STREAMS):
         pair = operand[j], weights[chunk * STREAMS + j]
         a, b = (x.astype(jnp.float32) for x in pair)
@@ -284,7 +320,15 @@ def _(acc, operand, weights, chunk):
 
 @primitive
 def store_sums(partials, start: jax.Array, acc: jax.Array, squares: jax.Array) -> None:
-    """Writes a tile's products, acc [64, 3 * N], and the squares of `mix_chunk` to `partials` [T, 32] float32."""
+    """Writes the partial sums of a tile of 64 tokens.
+
+    Args:
+      partials: [T, 32] float32 to write, see `mixing.SUMS`.
+      start: int32 scalar, first token of the tile.
+      acc: [64, 3 * N] result of `multiply_add`, whose three terms are added up.
+      squares: [128] float32 sums of squares from `mix_chunk`. Lane 8 * a + b of warp w has token 16 * w + 4 * b + a for
+        b < 4; other lanes have none.
+    """
     tokens = pl.ds(start, TOKENS)
     rows = acc.shape[1] // PARTS
     partials[tokens, pl.ds(0, rows)] = jnp.sum(acc.reshape(TOKENS, PARTS, rows)[:, ::-1], axis=1)
@@ -302,7 +346,7 @@ def _emit_store_sums(partials, start, acc, squares):
     def place(row, column):
         return mlir.element(partials, (row << 5) + column)
 
-    # A thread has two of each 8 columns in row lane // 4, and two in the row 8 further on.
+    # Of each 8 columns, a thread holds two in row lane // 4 of its warp's rows and two in row lane // 4 + 8.
     registers = list(acc.registers.flat)
     share = len(registers) // PARTS
     for i in range(share):
@@ -315,5 +359,5 @@ def _emit_store_sums(partials, start, acc, squares):
 
 
 def _swizzled(base, line, eight):
-    """Returns the address of 16 bytes of a 128-byte line in the 128-byte swizzle."""
+    """Returns the address of 16-byte piece `eight` of 128-byte line `line`, with the 128-byte swizzle of TRANSFORMS."""
     return base + (line << 7) + ((eight ^ (line & 7)) << 4)

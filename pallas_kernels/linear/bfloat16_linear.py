@@ -1,8 +1,9 @@
 """Linear maps of few tokens with bfloat16 weights: y[t, r] = sum_k W[r, k] * x[t, k].
 
-The time is that of reading W once. A persistent grid of clusters walks over tiles of 64 rows of W, which are the rows
-of `wgmma`, the tokens its columns. Weights and inputs come in stages of 256 columns, over the borders of tiles. Where W
-has few rows, the blocks of a cluster share the columns of one tile, and add up their sums (`sum_exchange`).
+The kernel is bound by the bandwidth of reading W once. A persistent grid of clusters walks over tiles of 64 rows of W.
+In a `wgmma`, the 64 rows are the rows of the accumulator and the tokens its columns. Weights and inputs are copied in
+stages of 256 columns, without a pause between tiles. If W has few rows, the blocks of a cluster split the columns of
+one tile, and add up their sums (`sum_exchange`).
 
     warpgroup   role        does                                    waits for       signals
     0           multiply    runs `wgmma`, stores tiles              stage_full      stage_empty
@@ -34,11 +35,12 @@ from pallas_kernels.runtime.roles import dispatch_warpgroups
 
 STEP = 256  # columns of a stage
 MAX_TOKENS = 64
-TOKENS = 8  # `wgmma` has multiples of so many columns
-STAGING_BYTES = SHARED_BYTES - (18 << 10)
-MAX_SPLITS = 8  # blocks of a cluster that every device runs
+TOKENS = 8  # the number of columns of a `wgmma` is a multiple of this number
+STAGING_BYTES = SHARED_BYTES - (18 << 10)  # shared memory for stages and the inbox of `SumExchange`
+MAX_SPLITS = 8  # number of blocks of a cluster that every Hopper GPU supports
+# Numbers of warpgroups.
 MULTIPLY = 0
-LOAD = 1  # numbers of warpgroups
+LOAD = 1
 
 
 @cached_trace("spec")
@@ -48,17 +50,19 @@ def bfloat16_linear(
     """Computes `x @ weight.T` and splits it into the spec's outputs.
 
     Args:
-      x: [T, num_groups * K] bfloat16, T a multiple of 8 up to 64.
-      weight: [num_groups * M, K] bfloat16, K a multiple of 256; M too of 64.
+      x: [T, num_groups * K] bfloat16 activations, T a multiple of 8 up to 64.
+      weight: [num_groups * M, K] bfloat16. K is a multiple of 256. M is a multiple of 64, or of 128 if there are
+        several groups.
       layer: [] int32 index on a leading axis of layers of the weight. None: it has no such axis.
       spec: outputs in float32 or bfloat16, whose sizes are multiples of 64.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      [T, size] of each output: float32 sums, in an order that depends on the weight's shape alone.
+      [T, size] of each output. Sums are computed in float32. The order in which a sum's products are added depends on
+      the weight's shape alone.
 
     Raises:
-      NotImplementedError: a shape or dtype is not one of these.
+      NotImplementedError: the kernel does not take these shapes or dtypes.
     """
     tokens = x.shape[0]
     rows, depth = weight.shape[-2:]
@@ -97,7 +101,14 @@ def bfloat16_linear(
 
 
 def _splits(tiles, steps):
-    """Returns how many blocks share a tile: as many as run at once, a power of two. Three took longer than two."""
+    """Returns the number of blocks that split the columns of a tile.
+
+    It is the largest power of two with which all blocks run at once, since three blocks took longer than two.
+
+    Args:
+      tiles: number of tiles.
+      steps: number of stages of a tile.
+    """
     max_splits = min(MULTIPROCESSORS // tiles, MAX_SPLITS, steps)
     return 1 << (max_splits.bit_length() - 1) if max_splits else 1
 
@@ -108,10 +119,10 @@ class Bfloat16LinearProblem:
 
     tokens: int
     depth: int  # columns of W
-    group_tiles: int  # tiles of a group of rows
+    group_tiles: int  # number of tiles of a group of rows
     tiles: int
-    splits: int  # blocks of a cluster
-    workers: int  # clusters; each takes every `workers`-th tile, or one if it has several blocks
+    splits: int  # number of blocks of a cluster
+    workers: int  # number of clusters; each takes every `workers`-th tile, or only one tile if it has several blocks
     outputs: Outputs
 
     @property
@@ -121,18 +132,18 @@ class Bfloat16LinearProblem:
 
 
 class Stages(NamedTuple):
-    """Stages of operands, a barrier for each: the types to allocate, and within the kernel the references."""
+    """The ring of stages: outside the kernel the types to allocate, inside the references."""
 
-    inputs_smem: Any
-    empty: Any
-    full: Any
-    weights_smem: Any
+    inputs_smem: Any  # [stages, tokens, STEP] bfloat16
+    empty: Any  # a barrier for each stage
+    full: Any  # a barrier for each stage
+    weights_smem: Any  # [stages, 64, STEP] bfloat16
 
 
 def _body(p, x_gmem, weight_gmem, layer_gmem, *outs_gmem, inbox, stages):
     weight_gmem = weights_of_layer(weight_gmem, layer_gmem)
     worker, split, warpgroup = axis_indices("worker", "split", "warpgroup")
-    # A block's steps over the columns.
+    # The range of stages of a tile, 256 columns each, that this block multiplies.
     first_step, end_step = (lax.div((split + n) * jnp.int32(p.depth // STEP), p.splits) for n in range(2))
     steps = end_step - first_step
     tiles = lax.div(p.tiles - worker + p.workers - 1, p.workers)
@@ -163,7 +174,10 @@ def _body(p, x_gmem, weight_gmem, layer_gmem, *outs_gmem, inbox, stages):
 
 
 def _load_stage(p, x_gmem, weight_gmem, stages, first, steps, i):
-    """Copies the operands of a block's step `i`, counted over all its tiles."""
+    """Copies the operands of the block's `i`-th stage, counted over all its tiles.
+
+    `first` is the number of the block's first stage in a tile, and `steps` its number of stages of a tile.
+    """
     stage = barriers.turn(stages.full, i)
     tile = lax.axis_index("worker") + lax.div(i, steps) * p.workers
     column = (first + lax.rem(i, steps)) * STEP
@@ -178,7 +192,7 @@ def _add_stage(stages, i, acc):
     stage = barriers.turn(stages.full, i)
     plgpu.barrier_wait(stages.full.at[stage])
     acc = wgmma.multiply_add(acc, stages.weights_smem.at[stage], stages.inputs_smem.at[stage].transpose((1, 0)))
-    # Shared memory was read; bulk copies write it next.
+    # The fence orders the reads of this stage before the next bulk copy to it.
     plgpu.commit_smem()
     plgpu.barrier_arrive(stages.empty.at[stage])
     return acc

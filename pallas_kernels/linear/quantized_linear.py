@@ -1,9 +1,9 @@
 """Linear maps of few tokens: y[t, r] = sum_k W[r, k] * x[t, k], with W in FP8 or bfloat16, or SwiGLU of two such maps.
 
-The time is that of reading W once. A persistent grid of clusters shares the tiles of 64 rows; each has a consecutive
-range of them. The blocks of a cluster share a tile's columns, as many blocks as it takes for their inputs to fit into
-shared memory. The warpgroups have the roles of `skinny_gemm`. Where a cluster has several blocks, its epilogue sends
-the sums of a tile to one of the blocks, which adds them up at the end (`sum_exchange`).
+The kernel is bound by the bandwidth of reading W once. Each cluster of a persistent grid has a consecutive range of the
+tiles of 64 rows. The blocks of a cluster split the columns of its tiles. Their number is the smallest with which the
+inputs fit into shared memory. The warpgroups have the roles of `skinny_gemm`. If a cluster has several blocks, their
+epilogues send the sums of a tile to one of the blocks, which adds them up at the end (`sum_exchange`).
 """
 
 import dataclasses
@@ -34,31 +34,40 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
 MAX_TOKENS = 32
-MAX_NORMED_TOKENS = 16  # registers do not suffice for more
-FEW_TOKENS = 16  # the number of blocks of a cluster is that with which so many fit
+MAX_NORMED_TOKENS = 16  # maximum number of tokens with a norm; registers do not suffice for more
+FEW_TOKENS = 16  # `Config.choose` takes as many blocks of a cluster as this number of tokens needs
 MIN_STAGES = 8  # two for each warpgroup that multiplies
-# Blocks of a cluster, and how many such clusters run at once: all blocks of one are in one part of the chip.
+# {number of blocks of a cluster: number of such clusters that run at once}. The blocks of a cluster run in one GPC, a
+# group of multiprocessors of the GPU.
 CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 32}
-OTHER_BYTES = 2048  # of shared memory, beside stages, inputs, sums and the inbox
+OTHER_BYTES = 2048  # bytes of shared memory for everything but stages, inputs, sums and the inbox of `SumExchange`
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The division of a launch's work; `segments`, `places` and `max_stages` are described in `SkinnyGemm`."""
+    """The division of a launch's work among blocks. `SkinnyGemm` describes `segments`, `places` and `max_stages`."""
 
-    tokens: int = COLUMNS  # inputs of a launch, a multiple of 8; more tokens take several launches
-    splits: int = 1  # blocks of a cluster, which share the columns of a tile
-    workers: int = MULTIPROCESSORS  # clusters
+    tokens: int = COLUMNS  # number of inputs of a launch, a multiple of 8; more tokens take several launches
+    splits: int = 1  # number of blocks of a cluster, which split the columns of a tile
+    workers: int = MULTIPROCESSORS  # number of clusters
     segments: int = 1
     places: int = MULTIPLIERS
     max_stages: int = skinny_gemm.MAX_STAGES
 
     @classmethod
     def choose(cls, p: "QuantizedLinearProblem", *, interpret: bool) -> "Config | None":
-        """Chooses the fewest blocks of a cluster with which every multiprocessor has work and 16 tokens fit.
+        """Chooses the division of the work, with stages as large as possible.
 
-        Stages are as large as possible. Returns None if there is no room for 16 tokens. The choice of `splits` decides
-        the order of sums, so that it does not depend on the number of tokens.
+        `splits` is the smallest number of blocks with which 16 tokens fit into shared memory and more than half of the
+        multiprocessors have work. If no number gives work to so many, it is the largest with which 16 tokens fit. It
+        decides the order in which products are added, so it does not depend on the number of tokens.
+
+        Args:
+          p: the problem; its `config` is not used.
+          interpret: whether the kernel is interpreted, with at most two clusters of two blocks.
+
+        Returns:
+          The config, or None if 16 tokens do not fit.
         """
         chosen = None
         for splits, clusters in CLUSTERS.items():
@@ -75,7 +84,10 @@ class Config:
 
 
 def _configs_with_room(p, tokens, splits, workers) -> Iterator[Config]:
-    """Yields the configs with enough stages, those with most room for sums and the largest stages first."""
+    """Yields the configs that have at least `MIN_STAGES` stages.
+
+    The order is: configs with a place for each warpgroup's sums before those with one place, then large stages first.
+    """
     matrices = tuple((layout, p.depth // splits) for layout, _ in p.matrices)
     fewest = max(layout.min_segments for layout, _ in matrices)
     max_segments = skinny_gemm.most_segments(*matrices)
@@ -88,7 +100,10 @@ def _configs_with_room(p, tokens, splits, workers) -> Iterator[Config]:
 
 
 def min_columns(matrices: tuple[tuple[WeightLayout, int], ...]) -> int:
-    """Returns the columns of four steps with the fewest bytes; they are the same for all matrices."""
+    """Returns the smallest number of columns that a block can multiply: four steps of the smallest size.
+
+    `matrices` has the layout of each matrix and a number, which is not used. All matrices have equally many columns.
+    """
     layouts = [layout for layout, _ in matrices]
     return MULTIPLIERS * max(layout.segment for layout in layouts) * max(layout.min_segments for layout in layouts)
 
@@ -106,29 +121,31 @@ def quantized_linear(
     config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Computes `x @ weight.T` and splits it into the spec's outputs, or returns the SwiGLU of its two outputs.
+    """Computes `x @ weight.T` and splits it into the spec's outputs, or computes SwiGLU of its two outputs.
 
     Args:
-      x: [T, num_groups * K] bfloat16, T up to 32.
-      weights: matrices with equally many columns, one below the other. Each is [M, K] bfloat16, or a pair of codes
-        [M, K] uint8, E4M3 bits, and scales [M / 128, K / 128] uint8, E8M0 bits, one for 128 x 128 codes. K is a
-        multiple of 256.
-      norm: [K] float32 weight of an RMS norm of the rows of x, which are rounded after it, or None. T is up to 16.
+      x: [T, num_groups * K] bfloat16 activations, T up to 32, or up to 16 with a norm.
+      weights: matrices whose rows, one matrix after the other, form the weight. Each is [M, K] bfloat16, or a pair of
+        E4M3 codes [M, K] uint8 and E8M0 scales [M / 128, K / 128] uint8, one for 128 x 128 codes. K is a multiple of
+        256.
+      norm: [K] float32 weight of an RMS norm, or None. If given, each row of x is normalized and rounded first, and
+        `spec.num_groups` is 1.
       layer: [] int32 index on a leading axis of layers of all weights and of the norm's. None: they have no such axis.
-      spec: outputs in float32 or bfloat16, each within one weight, whose sizes are multiples of 64. Groups have a
-        multiple of 128 rows of the only weight.
+      spec: outputs in float32 or bfloat16, whose sizes are multiples of 64. Each output has rows of one matrix only.
+        With several groups, there is one matrix, and each group has a multiple of 128 rows.
       swiglu_limit: limit of SwiGLU, or None. If given, the spec has two bfloat16 outputs, the gate and the up
-        projection, whose sizes are one multiple of 128.
-      eps: term that the norm adds to the mean square.
-      config: how the launch shares its work; None chooses it.
+        projection, whose sizes are equal and multiples of 128.
+      eps: constant that the norm adds to the mean square.
+      config: the division of the launch's work; None to choose it.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      [T, size] of each output: float32 sums, in an order that depends on the weights' shapes alone. With a limit, one
-      [T, size] bfloat16 array, `silu(min(gate, limit)) * clip(up, -limit, limit)`.
+      [T, size] of each output. Sums are computed in float32. The order in which a sum's products are added depends on
+      the weights' shapes and storage alone. With a limit, one [T, size] bfloat16 array, `silu(min(gate, limit)) *
+      clip(up, -limit, limit)`.
 
     Raises:
-      NotImplementedError: a shape or dtype is not one of these.
+      NotImplementedError: the kernel does not take these shapes or dtypes.
     """
     pairs = tuple(weight if isinstance(weight, tuple) else (weight, None) for weight in weights)
     p = _problem(x, pairs, norm, layer, spec, swiglu_limit, eps)
@@ -144,7 +161,7 @@ def quantized_linear(
 
 
 def _problem(x, pairs, norm, layer, spec, swiglu_limit, eps):
-    """Checks the arguments of `quantized_linear` and returns the problem that they are."""
+    """Checks the arguments of `quantized_linear` and returns the static description of its problem."""
     tokens = x.shape[0]
     groups = spec.num_groups
     depth = x.shape[1] // groups
@@ -174,10 +191,10 @@ def _problem(x, pairs, norm, layer, spec, swiglu_limit, eps):
 class QuantizedLinearProblem:
     """Static description of a launch."""
 
-    matrices: tuple[tuple[WeightLayout, int], ...]  # layout and number of tiles of each weight
-    depth: int  # columns of the weights
+    matrices: tuple[tuple[WeightLayout, int], ...]  # (layout, number of tiles) of each matrix
+    depth: int  # number of columns of the matrices
     tokens: int
-    num_groups: int  # groups of tiles, which have inputs of their own
+    num_groups: int  # number of groups of tiles; each group has its own inputs
     outputs: Outputs
     limit: float | None  # SwiGLU's limit
     eps: float
@@ -203,11 +220,14 @@ class QuantizedLinearProblem:
 
     @property
     def other_bytes(self) -> int:
-        """The number of bytes of shared memory beside the GEMM's."""
+        """The number of bytes of shared memory that a block needs beside those of its `gemm`."""
         return OTHER_BYTES + self.exchange.num_bytes
 
     def first_tile(self, worker):
-        """Returns where a cluster's range begins: every cluster reads as many bytes, up to a part of a tile."""
+        """Returns the first tile of cluster `worker`, an int or an int32 scalar.
+
+        The ranges of all clusters have equally many bytes of weights, up to a part of a tile.
+        """
         clip, divide = (jnp.clip, lax.div) if isinstance(worker, jax.Array) else (np.clip, operator.floordiv)
         bits = [layout.bits * tiles for layout, tiles in self.matrices]
         begin = divide(worker * sum(bits), np.int32(self.config.workers))
@@ -245,11 +265,11 @@ def _body(p, x_gmem, weights_gmem, norm_gmem, layer_gmem, *outs_gmem, factors_sm
     first_tile = p.first_tile(worker)
     end_tile = p.first_tile(worker + 1)
     if layer_gmem is None:
-        # Weights are no kernel's results: they are loaded while the kernel before ends.
+        # No kernel writes the weights, so the loading warpgroup starts while the previous kernel ends.
         pl.when(warpgroup != LOAD)(wait_for_inputs)
     else:
-        # The layer's number may be a kernel's result, even of one long before: a kernel lets the next one start before
-        # it waits itself, so that any number of them may still run.
+        # The layer's number may be the result of a kernel that still runs, even of one several launches ago: a kernel
+        # lets the next one start before it waits for the previous one itself.
         wait_for_inputs()
     weights_gmem, norm_gmem = weights_of_layer((weights_gmem, norm_gmem), layer_gmem)
     store = functools.partial(_store, p, outs_gmem)
@@ -288,7 +308,16 @@ def _body(p, x_gmem, weights_gmem, norm_gmem, layer_gmem, *outs_gmem, factors_sm
 
 
 def _product(p, weight_gmem, place, own, split, load_inputs, finish):
-    """Returns the product of the tiles `own` of a weight; `place` is the number of tiles before it, and its own."""
+    """Returns the product of a block's tiles of one matrix.
+
+    Args:
+      p: the problem.
+      weight_gmem: (codes or weights, scales or None) of the matrix.
+      place: (number of tiles of the matrices before this one, number of tiles of this matrix).
+      own: (first, end) of the block's tiles in this matrix.
+      split: number of the block in its cluster, which selects its columns.
+      load_inputs, finish: as in `Product`, but with the number of a tile among those of all matrices.
+    """
     codes_gmem, scales_gmem = weight_gmem
     gated = p.limit is not None
     depth = p.depth // p.config.splits
@@ -296,7 +325,7 @@ def _product(p, weight_gmem, place, own, split, load_inputs, finish):
     begin, end = own
 
     def rows_of(n):
-        # A block without a tile of the weight asks, too.
+        # The minimum is for blocks without a tile of this matrix, which call this function, too.
         row = jnp.minimum(begin + n, tiles - 1) * (HALF if gated else ROWS)
         return row, row + (p.outputs[0][0] if gated else HALF)
 
@@ -315,7 +344,10 @@ def _product(p, weight_gmem, place, own, split, load_inputs, finish):
 
 
 def _store(p, outs_gmem, tile, sums):
-    """Writes 64 rows of the product to the output that has them, or SwiGLU of them."""
+    """Writes a tile, 64 rows of the product, or its SwiGLU, to the output that has these rows.
+
+    `sums` [64, tokens] float32 are 2**-32 of the product.
+    """
     if p.limit is not None:
         epilogue.store_few(outs_gmem[0], sums, tile, limit=p.limit)
     else:

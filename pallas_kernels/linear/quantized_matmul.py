@@ -1,8 +1,9 @@
 """Linear maps of many tokens with FP8 weights: y[t, r] = sum_k W[r, k] * x[t, k], or SwiGLU of two such maps.
 
-The time is that of the products. A persistent grid of clusters walks over tiles of up to 256 rows of W and up to 256
-tokens, in an order in which clusters that run at the same time share weights and inputs, which stay in the L2 cache.
-The warpgroups have the roles of `dequant_gemm`; the two blocks of a cluster have 128 rows each, and the same tokens.
+The kernel is bound by the throughput of products. A persistent grid of clusters walks over tiles of up to 256 rows of W
+and up to 256 tokens. Tiles are ordered so that clusters that run at the same time share weights and inputs in the L2
+cache. A cluster usually has two blocks, which multiply 128 rows of the tile each with the same tokens. The warpgroups
+have the roles of `dequant_gemm`.
 """
 
 import dataclasses
@@ -25,22 +26,30 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
 MAX_TILE_TOKENS = 256
-# Tiles with fewer tokens take as long as with these: weights have to be unpacked.
+# A tile with fewer tokens takes as long as one with this number, because of the time to unpack weights.
 MIN_TILE_TOKENS = 96
-WARPGROUPS = 2  # that multiply
-BLOCKS = 2  # of a cluster
+WARPGROUPS = 2  # number of warpgroups that multiply
+BLOCKS = 2  # number of blocks of a cluster
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The division of a launch's work."""
+    """The division of a launch's work into tiles, and their order."""
 
-    tile_tokens: int  # tokens of a tile, a multiple of 16 up to 256, or 240 with SwiGLU
-    batch_tiles: int = 12  # tiles of tokens that are multiplied with all weights before the next ones are
+    tile_tokens: int  # number of tokens of a tile, a multiple of 16 up to 256, or up to 240 with SwiGLU
+    # Tiles of tokens are multiplied with all weights in batches, one batch after the other. This is a batch's size.
+    batch_tiles: int = 12
 
     @classmethod
     def choose(cls, tokens: int, row_tiles: int, clusters: int, gated: bool) -> "Config":
-        """Chooses the number of tokens per tile that leaves the last wave of clusters shortest."""
+        """Chooses the number of tokens per tile with the least time: number of waves of clusters times time of a tile.
+
+        Args:
+          tokens: number of tokens.
+          row_tiles: number of tiles of rows.
+          clusters: number of clusters that run at once.
+          gated: whether the launch computes SwiGLU.
+        """
 
         def size(count):
             return -(-tokens // (16 * count)) * 16
@@ -48,7 +57,7 @@ class Config:
         def time(count):
             return -(-count * row_tiles // clusters) * max(size(count), MIN_TILE_TOKENS)
 
-        # SwiGLU needs registers for the scales of both maps.
+        # With SwiGLU, tiles have fewer tokens, because registers hold the scales of both maps.
         fewest = -(-tokens // (MAX_TILE_TOKENS - 16 * gated))
         return cls(size(min(range(fewest, fewest + 4), key=time)))
 
@@ -65,22 +74,24 @@ def quantized_matmul(
     config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Computes `x @ weight.T` and splits it into the spec's outputs, or returns the SwiGLU of its two outputs.
+    """Computes `x @ weight.T` and splits it into the spec's outputs, or computes SwiGLU of its two outputs.
 
     Args:
-      x: [T, num_groups * K] bfloat16.
-      codes: [num_groups * M, K] uint8, E4M3 bits, K a multiple of 128; M too if there are several groups.
+      x: [T, num_groups * K] bfloat16 activations, T at least 1.
+      codes: [num_groups * M, K] uint8 E4M3 codes of the weight. K is a multiple of 128. If there are several groups, M
+        is a multiple of 128, too.
       scales: [num_groups * M / 128, K / 128] uint8, E8M0 bits, one for 128 x 128 codes.
       layer: [] int32 index on a leading axis of layers of codes and scales. None: they have no such axis.
       spec, swiglu_limit: see `quantized_linear`.
-      config: how the launch shares its work; None chooses it.
+      config: the division of the launch's work; None to choose it.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      The outputs of `quantized_linear`. The order of sums depends on the weight's shape alone.
+      The outputs of `quantized_linear`. The order in which a sum's products are added depends on the weight's shape
+      alone.
 
     Raises:
-      NotImplementedError: a shape or dtype is not one of these.
+      NotImplementedError: the kernel does not take these shapes or dtypes.
     """
     tokens = x.shape[0]
     rows, depth = codes.shape[-2:]
@@ -92,7 +103,7 @@ def quantized_matmul(
     gated = swiglu_limit is not None
     rule = f"columns in multiples of {SCALED}, got {depth}"
     check_rules({rule: depth % SCALED == 0, "at least one token": tokens > 0})
-    # Blocks of a cluster have the same inputs.
+    # The blocks of a cluster multiply the same inputs, so their rows must belong to one group.
     blocks = BLOCKS if groups == 1 or rows // groups % (ROWS * WARPGROUPS * BLOCKS) == 0 else 1
     row_tiles = -(-rows // (ROWS * WARPGROUPS * blocks))
     clusters = MULTIPROCESSORS // blocks
@@ -110,7 +121,7 @@ def quantized_matmul(
         scratch_types={"dequant": gemm.scratch()},
         interpret=interpret,
     )
-    # Bulk copies take whole tiles of 8 rows, of which there may be too few.
+    # Bulk copies take whole tiles of 8 rows, so x needs a multiple of 8 tokens.
     x = jnp.pad(x, ((0, -tokens % 8), (0, 0)))
     number = math.prod(codes.shape[:-2]) * gemm.matrices
     matrices = (array.reshape(number, -1, array.shape[-1]) for array in (codes, scales))
@@ -124,15 +135,15 @@ class QuantizedMatmulProblem:
     gemm: DequantGemm
     tokens: int
     rows: int  # rows of W
-    row_tiles: int
-    num_groups: int  # groups of rows, which have inputs of their own
+    row_tiles: int  # number of tiles of rows
+    num_groups: int  # number of groups of rows; each group has its own inputs
     outputs: Outputs
     limit: float | None  # SwiGLU's limit
     batch_tiles: int  # see `Config`
 
     @property
     def height(self) -> int:
-        """The number of output channels of a warpgroup."""
+        """The number of output channels of a tile that one warpgroup computes."""
         return ROWS // self.gemm.matrices
 
     @property
@@ -161,7 +172,8 @@ def _body(p, x_gmem, codes_gmem, scales_gmem, layer_gmem, *outs_gmem, dequant):
 
     def locate(n):
         row, token = p.place(worker + n * workers)
-        # The column is the cluster's, not the block's: blocks whose rows are past the end have the inputs, too.
+        # The column follows from the first row of the cluster, so that a block whose rows are past the end loads the
+        # same inputs as the other one.
         column = lax.div(row, p.rows // p.num_groups) * p.gemm.depth
         return OutputTile(matrix, row + block * (WARPGROUPS * p.height), token, column)
 

@@ -1,4 +1,4 @@
-"""The static description of a linear map, the outputs that kernels take, and storing tiles to them."""
+"""The static description of a linear map, and functions by which kernels check it and store tiles to its outputs."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from pallas_kernels.mgpu import wgmma
 from pallas_kernels.runtime.checks import check_rules
 
 
-Outputs = tuple[tuple[int, jnp.dtype], ...]  # sizes and dtypes
+Outputs = tuple[tuple[int, jnp.dtype], ...]  # (number of rows, dtype) of each output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class LinearSpec:
           rows: number of rows of all weights.
 
         Raises:
-          ValueError: the spec does not fit a weight with so many rows.
+          ValueError: the spec does not fit weights with this number of rows.
         """
         sizes = (rows,) if self.output_sizes is None else self.output_sizes
         dtypes = self.output_dtype if isinstance(self.output_dtype, tuple) else (self.output_dtype,) * len(sizes)
@@ -53,10 +53,16 @@ class LinearSpec:
 
 
 def checked_outputs(spec: LinearSpec, rows: int, swiglu_limit: float | None = None) -> Outputs:
-    """Returns the size and the dtype of each output of weights with so many rows.
+    """Returns the size and the dtype of each output, and checks that kernels take them.
+
+    Args:
+      spec: description of the linear map.
+      rows: number of rows of all weights.
+      swiglu_limit: limit of SwiGLU, or None.
 
     Raises:
-      NotImplementedError: an output has another dtype or size, or groups have another size, than kernels take.
+      NotImplementedError: kernels do not take the outputs' sizes or dtypes, or the size of the groups.
+      ValueError: the spec does not fit weights with this number of rows.
     """
     outputs = spec.outputs(rows)
     groups = spec.num_groups
@@ -79,7 +85,14 @@ def out_types(outputs: Outputs, tokens: int) -> list[jax.ShapeDtypeStruct]:
 
 
 def store_to(outs_gmem: Sequence[Any], outputs: Outputs, row: jax.Array, store: Callable[[Any, jax.Array], None]):
-    """Calls `store(out_gmem, row)` with the output that has a row of the product, and the row's number there."""
+    """Calls `store(out_gmem, row)` with the output to which a row of the product belongs, and its number there.
+
+    Args:
+      outs_gmem: the outputs in global memory.
+      outputs: their sizes and dtypes.
+      row: int32 scalar, number of the row in the product.
+      store: function that stores to an output; it is not called for a row past the end.
+    """
     start = 0
     for out_gmem, (size, _) in zip(outs_gmem, outputs, strict=False):
         has_row = (row >= start) & (row < start + size)
@@ -88,7 +101,14 @@ def store_to(outs_gmem: Sequence[Any], outputs: Outputs, row: jax.Array, store: 
 
 
 def store_tile(outs_gmem: Sequence[Any], outputs: Outputs, tile: jax.Array, sums: jax.Array) -> None:
-    """Writes 64 rows of the product, sums [64, tokens] float32, to the output that has them."""
+    """Writes a tile of 64 rows of the product to the output that has these rows.
+
+    Args:
+      outs_gmem: [tokens, size] outputs in global memory.
+      outputs: their sizes and dtypes.
+      tile: int32 scalar, number of the tile in the product.
+      sums: [64, tokens] float32 rows of the product.
+    """
 
     def store(out_gmem, row):
         wgmma.store(out_gmem.at[:, pl.ds(row, ROWS)], sums, transposed=True)

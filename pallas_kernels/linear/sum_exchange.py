@@ -1,7 +1,8 @@
-"""The addition of the sums of a cluster's blocks, which share the columns of its tiles.
+"""The addition of the partial sums of a cluster's blocks, each of which multiplies some columns of a tile (split-K).
 
-A block owns every `splits`-th tile of the cluster. Each block sends its sums of a tile to the owner, one of whose
-warpgroups adds them up, in the blocks' order, once all have come. Interpreted blocks meet in global memory.
+The tiles of a cluster are owned by its `splits` blocks in turns. Each block sends its partial sums of a tile to the
+owner. Once all have come, one warpgroup of the owner adds them up, in the order of blocks. Interpreted blocks exchange
+their sums through global memory.
 """
 
 import dataclasses
@@ -21,13 +22,15 @@ from pallas_kernels.runtime.launch import interpreting
 
 @dataclasses.dataclass(frozen=True)
 class SumExchange:
-    """Description of an exchange; `start` returns it with its references."""
+    """Static description of an exchange. Within a kernel, `start` adds its references."""
 
-    splits: int  # blocks of a cluster, along its axis "split"
+    splits: int  # number of blocks of a cluster, along the cluster's axis "split"
     tiles: int  # largest number of tiles of a cluster
     shape: tuple[int, int]  # (rows, tokens) of a tile's sums
-    inbox: Any = None  # [owned tiles, splits, ..] float32, the sums that come; in the interpreter, those of each owner
-    inbox_full: Any = None  # transaction barrier of all sums that come; in the interpreter, a barrier of the cluster
+    # [owned tiles, splits, ..] float32 in shared memory, the sums that this block receives. Interpreted, [splits, owned
+    # tiles, splits, ..] in global memory, the sums that each block of the cluster receives.
+    inbox: Any = None
+    inbox_full: Any = None  # transaction barrier of all sums that this block receives; interpreted, a cluster barrier
 
     @property
     def owned(self) -> int:
@@ -36,16 +39,25 @@ class SumExchange:
 
     @property
     def tile_bytes(self) -> int:
-        """The number of bytes of all blocks' sums of a tile."""
+        """The number of bytes of a tile's sums from all blocks."""
         return self.splits * 4 * self.shape[0] * self.shape[1]
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes of shared memory."""
+        """The number of bytes of shared memory that the exchange needs in a block."""
         return self.owned * self.tile_bytes if self.splits > 1 else 0
 
     def types(self, workers: int, *, interpret: bool) -> tuple[list[jax.ShapeDtypeStruct], tuple[Any, Any] | None]:
-        """Returns the types of the kernel's last outputs, and of scratch: (barrier, place for sums), or None."""
+        """Returns the types that the kernel has to allocate.
+
+        Args:
+          workers: number of clusters.
+          interpret: whether the kernel is interpreted.
+
+        Returns:
+          (types of additional last outputs of the kernel, scratch types of the (barrier, inbox)). Without splits there
+          are no outputs, and the scratch types are None.
+        """
         if self.splits == 1:
             return [], None
         if interpret:
@@ -56,7 +68,14 @@ class SumExchange:
         return [], (transaction_barriers.scratch_type(1), inbox)
 
     def start(self, scratch: tuple[Any, Any], outs_gmem) -> "SumExchange":
-        """Begins within a kernel. All warpgroups call it, and `barriers.wait_cluster` before they use the barrier."""
+        """Initializes the exchange within a kernel, and returns it with its references.
+
+        All warpgroups call it. They call `barriers.wait_cluster` before they use the barrier; `send` does so.
+
+        Args:
+          scratch: references to the scratch of `types`.
+          outs_gmem: references to the outputs of the kernel.
+        """
         full, inbox = scratch
         if interpreting():
             inbox = outs_gmem[-1].at[lax.axis_index("worker")]
@@ -65,8 +84,8 @@ class SumExchange:
         return dataclasses.replace(self, inbox=inbox, inbox_full=full)
 
     def send(self, n: jax.Array, sums: jax.Array) -> None:
-        """Sends the sums of the cluster's tile `n` to its owner."""
-        # A block sends to another one once that one runs.
+        """Sends this block's partial sums [rows, tokens] of the cluster's tile `n` to the owner of the tile."""
+        # Before its first tile, a block waits until the other blocks of the cluster run.
         pl.when(n == 0)(lambda: barriers.wait_cluster(None))
         splits = jnp.int32(self.splits)
         split = lax.axis_index("split")
@@ -78,7 +97,12 @@ class SumExchange:
             wgmma.send(self.inbox.at[slot, split], sums, owner, self.inbox_full.at[0])
 
     def add_up(self, tiles: jax.Array, store: Callable[[jax.Array, jax.Array], None]) -> None:
-        """Waits for the sums of the cluster's `tiles`, and calls `store(n, total)` for those that this block owns."""
+        """Waits for the partial sums of the tiles that this block owns, and adds them up.
+
+        Args:
+          tiles: int32 scalar, number of tiles of the cluster.
+          store: function called with the number `n` of each owned tile and its total [rows, tokens] float32.
+        """
         split = lax.axis_index("split")
         if interpreting():
             barriers.arrive_cluster(self.inbox_full)

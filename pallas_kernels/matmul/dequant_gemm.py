@@ -1,19 +1,20 @@
 """GEMM with quantized weights: sums[r, n] = sum_k W[matrix, r, k] * x[n, k], for many inputs x.
 
-The time is that of the products. A block walks over the output tiles that the calling kernel gives it. A step is 64 or
-128 bytes of each weight row of a tile; a stage of shared memory holds the weights and the inputs of a step.
+The kernel is bound by the throughput of `wgmma`. A block walks over the output tiles that the caller gives it, see
+`Operands`. A step is 64 or 128 bytes of each weight row of a tile. A stage of shared memory holds the weights and the
+inputs of a step.
 
     warpgroup   role        does                                                waits for       signals
     0..n-1      multiply    unpacks its 64 rows in registers, runs `wgmma`,     stage_full      stage_empty
-                            and finishes its part of the tile                   codes_full      codes_empty
+                            and finishes its rows of the tile                   codes_full      codes_empty
                                                                                 scales_full     scales_empty
-    n           load        copies steps, over the borders of output tiles      stage_empty     stage_full
+    n           load        copies steps, without a pause between tiles         stage_empty     stage_full
                                                                                 codes_empty     codes_full
                                                                                 scales_empty    scales_full
 
-FP4's scales of several steps travel together, in a ring of their own. So do the codes of two steps of 64 bytes: experts
-may lie in host memory, and reads of 64 bytes through PCIe take longer than those of 128. The blocks of a cluster have
-the same inputs, of which each copies half for both.
+One copy brings FP4's scales of several steps to a separate ring. If FP4 steps have 64 bytes a row, one copy also brings
+the codes of two steps to a separate ring: experts may lie in host memory, and PCIe reads 64 bytes at a lower rate than
+128. The two blocks of a cluster multiply the same inputs, and each copies half of them to both blocks.
 """
 
 import dataclasses
@@ -35,21 +36,21 @@ from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.hardware import SHARED_BYTES
 
 
-STAGING_BYTES = SHARED_BYTES - (1 << 10)  # of stages, scales and the epilogue's staging
+STAGING_BYTES = SHARED_BYTES - (1 << 10)  # shared memory for stages, scales and the epilogue's staging
 MAX_STAGES = 8
-MAX_WIDE = 80  # inputs with which three stages of 128 bytes a row fit
-MAX_CODES_RING = 224  # inputs of which three stages fit beside a ring of codes
+MAX_WIDE = 80  # largest number of inputs of a tile with which three stages of 128 bytes a row fit
+MAX_CODES_RING = 224  # largest number of inputs of a tile with which three stages fit beside a separate ring of codes
 SCALES_STAGES = 3
-CODES_STAGES = 2  # where codes have a ring of their own
-# Registers of a thread that loads, and of one that multiplies, by the number of warpgroups that do. A multiprocessor
-# has 512 for each thread of a warpgroup.
+CODES_STAGES = 2  # stages of the separate ring of codes
+# {number of multiplying warpgroups: (registers of a loading thread, registers of a multiplying thread)}. All warpgroups
+# together can have 512, since a multiprocessor has 512 * 128 registers.
 REGISTERS = {2: (40, 232), 4: (24, 112)}
 
 
 class OutputTile(NamedTuple):
     """The place of a tile's operands."""
 
-    matrix: Any  # number of the matrix; if gated, that of the gate, before that of the up projection
+    matrix: Any  # number of the matrix; if gated, number of the gate's, which the up projection's follows
     row: Any  # first row of the matrix
     input: Any  # first row of the inputs, a multiple of 8
     column: Any = 0  # first column of the inputs
@@ -58,45 +59,46 @@ class OutputTile(NamedTuple):
 class Operands(NamedTuple):
     """Operands of a GEMM in global memory, and the tiles that a block multiplies.
 
-    Rows and inputs past the end count as zeros. Each warpgroup that multiplies calls `finish` with a tile and its sums
-    [64, inputs] float32, 2**-32 of the products.
+    Rows and inputs past the end of an array are read as zeros.
     """
 
-    tiles: jax.Array  # number of tiles; the other block of the cluster has as many
-    inputs_gmem: Any  # [.., width] bfloat16; for FP4 with permuted columns
-    codes_gmem: Any  # [matrices, R, elements of a row] of the layout's dtype
-    # FP4: [matrices, R, columns / 32] uint8, or, if a row has 8 scales, those of two rows in 16 bytes;
-    # FP8: [matrices, R / 128, columns / 128] uint8; bfloat16: None.
+    tiles: jax.Array  # int32 scalar, number of tiles of this block; equal for both blocks of a cluster
+    inputs_gmem: Any  # [.., width] bfloat16; for FP4 in the order of `dequant_wgmma.permute_columns`
+    codes_gmem: Any  # [matrices, R, elements of a row] of the layout's dtype: bfloat16 weights, or codes of FP8 or FP4
+    # E8M0 scales. FP4: [matrices, R, columns / 32] uint8, or if a weight row has 8 scales, [matrices, R / 2, 16], each
+    # line with the scales of two weight rows. FP8: [matrices, R / 128, columns / 128] uint8. bfloat16: None.
     scales_gmem: Any
-    locate: Callable[[jax.Array], OutputTile]
+    locate: Callable[[jax.Array], OutputTile]  # number of a tile of this block -> place of its operands
+    # (tile, sums) -> None. Each multiplying warpgroup calls it with the sums [64, inputs] float32 of its 64 rows, which
+    # are 2**-32 of the sums of products.
     finish: Callable[[jax.Array, jax.Array], None]
 
 
 class DequantScratch(NamedTuple):
-    """Scratch of a GEMM: the types to allocate, and within the kernel the references."""
+    """Shared memory and barriers of a GEMM: outside the kernel the types to allocate, inside the references."""
 
-    codes_smem: Any
-    codes_empty: Any  # barriers of the codes' ring; None where codes have the stages of the inputs
-    codes_full: Any
-    stage_empty: Any
-    stage_full: Any
-    inputs_smem: Any
-    scales_empty: Any  # barriers and places of the ring of FP4's scales; otherwise these three are None
-    scales_full: Any
-    scales_smem: Any
-    staging_smem: Any  # memory in which `epilogue.store_many` transposes sums, for each warpgroup
+    codes_smem: Any  # [stages, matrices of a tile, rows of each, elements] weights or codes
+    codes_empty: Any  # barriers of the separate ring of codes; None if codes and inputs share their stages
+    codes_full: Any  # like `codes_empty`
+    stage_empty: Any  # a barrier for each stage
+    stage_full: Any  # a barrier for each stage
+    inputs_smem: Any  # [stages, inputs, columns of a step] bfloat16
+    scales_empty: Any  # barriers of the ring of FP4's scales; None unless the weights are FP4
+    scales_full: Any  # like `scales_empty`
+    scales_smem: Any  # [SCALES_STAGES, matrices of a tile, .., 16] uint8 scales of FP4; otherwise None
+    staging_smem: Any  # [warpgroups, bytes] uint8, memory in which `epilogue.store_many` transposes sums
 
 
 @dataclasses.dataclass(frozen=True)
 class DequantGemm:
-    """Static description of a GEMM. If gated, half of a tile's rows are the gate's, the others the up projection's."""
+    """Static description of a GEMM."""
 
     layout: WeightLayout
-    depth: int  # columns of the weights: a multiple of 64, of FP4 of 512, or 256
-    inputs: int  # inputs of a tile, a multiple of 16 up to 256
-    warpgroups: int  # warpgroups that multiply, 2 or 4; each has 64 rows of a tile
-    gated: bool = False
-    blocks: int = 1  # blocks of a cluster, 1 or 2, along its axis "block"
+    depth: int  # number of columns of the weights: a multiple of 64, for FP4 256 or a multiple of 512
+    inputs: int  # number of inputs of a tile, a multiple of 16 up to 256
+    warpgroups: int  # number of warpgroups that multiply, 2 or 4; each has 64 rows of a tile
+    gated: bool = False  # whether half of a tile's rows are the gate's and half the up projection's, for SwiGLU
+    blocks: int = 1  # number of blocks of a cluster, 1 or 2, along the cluster's axis "block"
 
     @property
     def rows(self) -> int:
@@ -105,17 +107,20 @@ class DequantGemm:
 
     @property
     def matrices(self) -> int:
-        """The number of matrices of which a tile has rows."""
+        """The number of matrices whose rows a tile has: 2 if gated, else 1."""
         return 1 + self.gated
 
     @property
     def step_bytes(self) -> int:
-        """The number of bytes of a row of codes in a step; a whole line of the L2 cache took 6% less time."""
+        """The number of bytes of a weight row in a step.
+
+        With 128, a whole line of the L2 cache, FP4 took 6% less time than with 64. It needs tiles of few inputs.
+        """
         return 128 if self.layout.bits == 16 or self.layout.bits == 4 and self.inputs <= MAX_WIDE else 64
 
     @property
     def code_steps(self) -> int:
-        """The number of steps whose codes travel together."""
+        """The number of steps whose codes one copy brings; if it is 2, codes have a separate ring."""
         return 2 if self.layout.bits == 4 and MAX_WIDE < self.inputs <= MAX_CODES_RING else 1
 
     @property
@@ -128,24 +133,25 @@ class DequantGemm:
 
     @property
     def scales(self) -> int:
-        """The number of FP4's scales of a row that travel together."""
+        """The number of FP4 scales of a row that one copy brings, 16 or 8."""
         return min(SCALE_BYTES, self.depth // 32)
 
     @property
     def scale_steps(self) -> int:
-        """The number of steps whose FP4 scales travel together."""
+        """The number of steps whose FP4 scales one copy brings."""
         return self.scales * 32 // self.step_columns
 
     @property
     def overlaps(self) -> bool:
-        """Whether weights are unpacked beside the last step's products: where inputs are few, and registers enough.
+        """Whether a step's weights are unpacked while the products of the previous step still run.
 
-        A step of bfloat16 has one chunk: its weights would be loaded into registers which products still read.
+        Registers suffice for it with four warpgroups, whose tiles have few inputs. A step of bfloat16 has one chunk of
+        64 columns, so its weights would be loaded into registers that the running products still read.
         """
         return self.warpgroups == 4 and self.layout.bits < 16
 
     def scratch(self) -> DequantScratch:
-        """Returns the types of scratch for `run`."""
+        """Returns the scratch types for `run`."""
         has_codes_ring = self.code_steps > 1
         has_scales = self.layout.bits == 4
         matrix_rows = self.rows // self.matrices
@@ -208,14 +214,14 @@ def _load(gemm, operands, refs):
 
 
 def _load_step(gemm, operands, refs, n, place, codes_gmem, step):
-    """Copies the operands of a step of tile `n`."""
+    """Copies the operands of a step of the block's tile `n` to shared memory, once their stages are empty."""
     i = n * gemm.steps + step  # number of the step among all steps of the block
     stage = barriers.turn(refs.stage_full, i)
     stage_full = refs.stage_full.at[stage]
     barriers.wait_empty(refs.stage_empty, i)
     columns = pl.ds(place.column + step * gemm.step_columns, gemm.step_columns)
     inputs_gmem = operands.inputs_gmem.at[pl.ds(place.input, gemm.inputs), columns]
-    cluster_axis = "block" if gemm.blocks > 1 else None  # each block of a cluster copies half for both
+    cluster_axis = "block" if gemm.blocks > 1 else None  # each block copies half of the inputs to both
     plgpu.copy_gmem_to_smem(inputs_gmem, refs.inputs_smem.at[stage], stage_full, collective_axes=cluster_axis)
     if refs.codes_full is None:
         _load_codes(codes_gmem, step, refs.codes_smem.at[stage], stage_full)
@@ -236,13 +242,13 @@ def _load_step(gemm, operands, refs, n, place, codes_gmem, step):
 
 
 def _load_codes(codes_gmem, piece, codes_smem, full):
-    """Copies the `piece`-th columns of a tile's codes."""
+    """Copies the `piece`-th group of columns of a tile's codes [matrices, rows, all elements] to a stage."""
     elements = codes_smem.shape[2]
     plgpu.copy_gmem_to_smem(codes_gmem.at[:, :, pl.ds(piece * elements, elements)], codes_smem, full)
 
 
 def _load_scales(gemm, operands, refs, tile, number, step):
-    """Copies FP4's scales of the steps from `step` on, the `number`-th ones of the block."""
+    """Copies the FP4 scales of the steps from `step` on; it is the block's `number`-th copy of scales."""
     slot = barriers.turn(refs.scales_full, number)
     barriers.wait_empty(refs.scales_empty, number)
     columns = pl.ds(lax.div(step, gemm.scale_steps) * SCALE_BYTES, SCALE_BYTES)
@@ -259,12 +265,12 @@ def _multiply_tile(gemm, operands, refs, warpgroup, n):
     if gemm.overlaps:
         sums = dequant_wgmma.complete_sums(sums)
         barriers.release(refs.stage_empty.at[barriers.turn(refs.stage_full, (n + 1) * gemm.steps - 1)])
-    # The epilogues expect the scale of unpacked FP8 and FP4.
+    # `finish` expects 2**-32 of the sums, the scale of unpacked FP8 and FP4.
     operands.finish(n, sums * 2.0**-SHIFT if gemm.layout.bits == 16 else sums)
 
 
 def _add_step(gemm, operands, refs, warpgroup, n, place, step, acc):
-    """Adds the products of a step of tile `n`."""
+    """Returns acc [64, inputs] plus the products of a step of the block's tile `n`; releases stages that were read."""
     i = n * gemm.steps + step
     shared = gemm.scale_steps
     stage = barriers.turn(refs.stage_full, i)
@@ -297,7 +303,7 @@ def _add_step(gemm, operands, refs, warpgroup, n, place, step, acc):
 
 
 def _fp8_scales(gemm, operands, tile, step):
-    """Returns the scales of a step's codes, that of the up projection times 256."""
+    """Returns the int32 FP8 scale of a step; if gated, the gate's plus 256 times that of the up projection."""
     row = jnp.minimum(lax.div(tile.row, SCALED), operands.scales_gmem.shape[1] - 1)
     column = lax.div(step * gemm.step_bytes, SCALED)
     scales = [operands.scales_gmem[tile.matrix + i, row, column].astype(jnp.int32) for i in range(gemm.matrices)]

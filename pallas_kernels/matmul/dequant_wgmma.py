@@ -1,8 +1,12 @@
-"""Products of quantized weights with many inputs: the instruction `wgmma`, with unpacked weights in registers.
+"""Products of quantized weights with many inputs, by the instruction `wgmma` with unpacked weights in registers.
 
-A tile of weights is 64 or 128 bytes of each row, in shared memory. A thread unpacks bytes of the two rows that it
-multiplies: of FP8 those of the columns that `wgmma` wants, in order; of FP4 four bytes of 16, so that a word is 8
-columns with one scale, and inputs lie in the order of `permute_columns`. bfloat16 weights are loaded as they are.
+A tile of weights is 64 or 128 bytes of each row, in shared memory. A thread unpacks weights of the two rows that it
+multiplies:
+
+  * FP8: the weights of the columns that `wgmma` expects in the thread, in order.
+  * FP4: four of 16 consecutive bytes. This word is 8 columns with one scale. They are not the columns that `wgmma`
+    expects in the thread, so the inputs' columns are reordered in the same way, see `permute_columns`.
+  * bfloat16: weights are loaded by `ldmatrix` without any unpacking.
 """
 
 import math
@@ -27,13 +31,14 @@ CHUNK = 64  # columns of `wgmma`'s operands in shared memory
 
 
 def code_transforms(layout: WeightLayout, row_bytes: int) -> tuple[Any, ...]:
-    """Returns the transforms of a tile of codes in shared memory with so many bytes of a row."""
+    """Returns the transforms of a tile of codes in shared memory that has `row_bytes` bytes of each row."""
     return plgpu.TilingTransform((8, layout.elements(layout.columns(row_bytes)))), plgpu.SwizzleTransform(row_bytes)
 
 
 def permute_columns(x: jax.Array) -> jax.Array:
-    """Reorders x [.., columns] as FP4 is unpacked: columns change places within each 32."""
-    # (thread's 8 columns, half word, k step, k step's half) -> (k step, k step's half, thread, half word)
+    """Reorders inputs x [.., columns] as FP4 weights are unpacked: columns change places within each 32."""
+    # Axes within 32 columns: (thread of four, with 8 columns each; half of a word; k step of 16 columns; half of the
+    # step) -> (k step, half of the step, thread, half of a word).
     *lead, columns = x.shape
     parts = x.reshape(*lead, columns // 32, 4, 2, 2, 2)
     order = [len(lead) + i for i in (0, 3, 4, 1, 2)]
@@ -98,19 +103,19 @@ def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, w
         lane = thread % 32
         row = lane >> 2
         part = (lane & 3) * layout.columns(2)
-        if layout.bits == 16:  # of `ldmatrix`, whose threads have other values than those whose places they give
+        if layout.bits == 16:  # in `ldmatrix`, a thread gives the address of one row and receives values of others
             row = (lane & 7) + (lane >> 3 & 1) * other
             part = lane >> 4 << 4
         line = (thread >> 5) * (8 if gated else 16) + row
         line = line + warpgroup * (HALF if gated else ROWS)
-        # The swizzle exchanges 16 bytes at a time: 128 bytes of each row, or of two rows, with 8 of them.
+        # The swizzle permutes the 16-byte pieces of a row: their number is XORed with the number of the 128-byte line.
         swizzle = line * row_bytes >> 7 & (row_bytes // 16 - 1)
-        if layout.columns(row_bytes) > chunks * CHUNK:  # the 32 columns of a scale have 16 bytes
+        if layout.columns(row_bytes) > chunks * CHUNK:  # two tiles: 16 bytes for each of `at` scales precede this one
             part = part ^ (at << 4 & row_bytes - 1)
         place = thread_ops.shared(codes) + line * row_bytes + (swizzle << 4 ^ part)
         scale_place = []
         for table in scales:
-            size = math.prod(table.type.shape) // rows  # of a row
+            size = math.prod(table.type.shape) // rows  # scales of a row
             scale_place = [(thread_ops.shared(table) + line * size + at, other * size)]
         factors = [at & 255, at >> (8 if gated else 0) & 255]
         unpack = unpacker(place, other * row_bytes, *(scale_place or [factors]))
@@ -119,7 +124,7 @@ def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, w
         for chunk in range(chunks):
             weights = [x for step in unpack(chunk) for x in step]
             sums = _multiply(sums, weights, start, chunk, chunks)
-            # The next weights are unpacked beside these products, into registers which those before them read.
+            # While these products run, the next chunk is unpacked into the registers of the previous chunk's weights.
             sums = _wait(sums, pending=1) if chunk < chunks - 1 or not complete else sums
         return _wait(sums, pending=0) if complete else sums
 
@@ -131,7 +136,7 @@ def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, w
 
 @primitive
 def complete_sums(acc: jax.Array) -> jax.Array:
-    """Returns the sums once `wgmma` has written them."""
+    """Waits for all products of `multiply_tile` with `complete=False`, and returns the sums acc [64, N]."""
     return acc
 
 
@@ -141,7 +146,10 @@ def _(acc):
 
 
 def _wait(values, pending):
-    """Waits for all products but those of the last `pending` times 64 columns; `values` are used only after it."""
+    """Waits for all products but those of the last `pending` chunks of 64 columns; returns the sums `values`.
+
+    Code that uses the returned values cannot be moved before the wait.
+    """
     code = f"wgmma.wait_group.sync.aligned {pending};"
     return mlir.ptx(code, results=[x.type for x in values], in_out=values)
 
@@ -157,9 +165,15 @@ def _permute_bytes(x: U32, y: U32 | int, selector: int) -> U32:
 
 
 def _fp8_unpacker(place, other, scales):
-    """Returns a function from a chunk to the registers of `wgmma`'s left operand, for each step of 16 columns.
+    """Returns a function that unpacks a chunk of 64 columns of FP8 weights.
 
-    The thread's first bytes are at address `place`, those of its other row `other` bytes further.
+    Args:
+      place: address of the thread's first bytes in shared memory.
+      other: distance in bytes from the thread's first row to its second row.
+      scales: E8M0 scales of the two rows.
+
+    Returns:
+      Function: number of the chunk -> [4][4] registers of `wgmma`'s left operand, four for each k step of 16 columns.
     """
     factors = [power_pair(x + (120 - SHIFT)) for x in scales]
 
@@ -169,7 +183,7 @@ def _fp8_unpacker(place, other, scales):
             step_place = place ^ (4 * chunk + step << 4)
             for half in range(2):
                 low, high = (_load(step_place, half * other + 8 * i, "u16") for i in range(2))
-                # Bytes 0 and 2 are columns 2i and 2i + 1; 1 and 3 those 8 further on.
+                # Of thread j of a quad, bytes 0 and 2 are columns 2j and 2j + 1; bytes 1 and 3 are 2j + 8 and 2j + 9.
                 word = _permute_bytes(low, high, 0x5140)
                 for pair, x in enumerate(e4m3_pairs(word)):
                     steps[step][2 * pair + half] = multiply(x, factors[half])
@@ -179,7 +193,10 @@ def _fp8_unpacker(place, other, scales):
 
 
 def _fp4_unpacker(place, other, scales):
-    """See `_fp8_unpacker`; `scales` are the address of the thread's first scale and the distance of the other row's."""
+    """Returns a function that unpacks a chunk of FP4 weights, see `_fp8_unpacker`.
+
+    `scales` is (address of the first scale of the thread's first row, distance in bytes to that of its second row).
+    """
     scale_place, other_scales = scales
 
     def unpack(chunk):
@@ -198,7 +215,10 @@ def _fp4_unpacker(place, other, scales):
 
 
 def _bf16_loader(place, *_):
-    """See `_fp8_unpacker`; `place` is the address of the 16 bytes that `ldmatrix` takes from this thread."""
+    """Returns a function that loads a chunk of bfloat16 weights, see `_fp8_unpacker`.
+
+    `place` is the address of the 16 bytes of chunk 0 that this thread gives to `ldmatrix`.
+    """
     code = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
 
     def load(chunk):
@@ -209,11 +229,22 @@ def _bf16_loader(place, *_):
 
 
 def _multiply(sums, weights, inputs, chunk, chunks):
-    """Starts to add products of 64 columns to the sums; `inputs` is the address of [N / 8, chunks, 8, 64] bfloat16."""
+    """Starts to add the products of a chunk of 64 columns to the sums.
+
+    Args:
+      sums: this thread's N / 2 float32 sums.
+      weights: 16 registers of unpacked weights, four for each k step.
+      inputs: 64-bit address of the inputs [N / 8, chunks, 8, 64] bfloat16 in shared memory.
+      chunk: number of the chunk.
+      chunks: number of chunks of the inputs.
+
+    Returns:
+      The new sums, which are valid after `_wait`.
+    """
     size = len(sums)
     start = arith.addi(inputs, mlir.i64(chunk * 1024))
     start = arith.shrui(arith.andi(start, mlir.i64(0x3FFFF)), mlir.i64(4))
-    # The stride from 8 rows to the next, and the 128-byte swizzle.
+    # Bits 62 and up select the 128-byte swizzle, bits 32 and up are the stride between groups of 8 rows, in 16 bytes.
     descriptor = arith.ori(start, mlir.i64(1 << 62 | (chunks * 1024 >> 4) << 32 | 1 << 16))
     registers = ", ".join(f"${i}" for i in range(size))
     lines = ["{ .reg .pred p; .reg .b64 d; setp.eq.b32 p, 0, 0; wgmma.fence.sync.aligned;"]

@@ -1,7 +1,8 @@
-"""The epilogues of both GEMMs: sums [64 rows of a weight, N inputs] to rows of an array, one for each input.
+"""The epilogues of `skinny_gemm` and `dequant_gemm`, which store a tile of sums [64 weight rows, N inputs] transposed.
 
-Sums are 2**-32 of products. With a limit, the rows of gate and up meet in a thread (`interleave_halves`), and SwiGLU is
-stored. For many inputs a warpgroup transposes bfloat16 values in shared memory, so that it writes whole lines.
+Each input gets a row of the output array. The sums are multiplied by 2**32 first, see `quantized_weights`. With a
+limit, the epilogue stores SwiGLU of the rows of gate and up, which one thread holds (`interleave_halves` there).
+For many inputs a warpgroup transposes bfloat16 values in shared memory, so that it writes long pieces of rows.
 """
 
 import functools
@@ -23,9 +24,9 @@ from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import primitive
 
 
-COLUMNS = 32  # inputs at a time
-LINE_BYTES = 2 * ROWS + 16  # of an input in shared memory: the padding keeps banks apart
-STAGING_BYTES = COLUMNS * LINE_BYTES  # of a warpgroup
+COLUMNS = 32  # inputs that a warpgroup transposes at a time
+LINE_BYTES = 2 * ROWS + 16  # bytes of an input's line in shared memory; the padding avoids bank conflicts
+STAGING_BYTES = COLUMNS * LINE_BYTES  # shared memory of a warpgroup
 
 
 @primitive
@@ -132,8 +133,8 @@ def _emit_store_many(
 
 
 def _put_transposed(values, start, place):
-    """Leaves the lines of the inputs from `start` on in shared memory, 8 x 8 values at a time, transposed."""
-    # 16 rows and 16 inputs of a warp.
+    """Writes the lines of up to 32 inputs from `start` on, transposed, to shared memory at address `place`."""
+    # An `stmatrix` of a warp transposes 16 rows and 16 inputs, as four matrices of 8 x 8 values.
     thread = mlir.thread()
     matrix = thread % 32 >> 3
     line = thread & 7
@@ -147,13 +148,13 @@ def _put_transposed(values, start, place):
 
 
 def _put_swiglu(sums, limit, inputs, weights, permuted, start, place):
-    """Leaves the lines of SwiGLU of the inputs from `start` on in shared memory."""
+    """Writes the lines of SwiGLU of up to 32 inputs from `start` on to shared memory at address `place`."""
     first_input, end = inputs
     f32 = mlir.f32_type()
     thread = mlir.thread()
     warp = thread >> 5
     row = thread % 32 >> 2
-    # The place of channel 8 * warp + row.
+    # Position of channel 8 * warp + row in the line.
     in_order = warp * 8 + row
     position = (row >> 1 & 1) * 16 + (row & 1) * 8 + warp * 2 + (row >> 2) if permuted else in_order
     for n in range(start, min(start + COLUMNS, 2 * len(sums)), 8):
@@ -161,7 +162,7 @@ def _put_swiglu(sums, limit, inputs, weights, permuted, start, place):
             inner = (thread & 3) * 2 + (n + i)
             value = _emit_swiglu(sums[n // 2 + i], sums[n // 2 + 2 + i], limit)
             if weights is not None:
-                # Beyond the end the last row's weight is read, and nothing stored.
+                # Inputs past the end, which are not stored, read the weight of the last input.
                 weight = llvm.load(f32, _element(weights, (first_input + inner).minimum(end - 1), f32))
                 value = arith.mulf(value, weight)
             at = place + (inner - start) * LINE_BYTES + position * 2
@@ -172,13 +173,23 @@ def _put_swiglu(sums, limit, inputs, weights, permuted, start, place):
 def _store_lines(
     out, inputs: int, put: Callable[[int, U32], None], width: int, place: tuple[U32, ...], staging, rows=None
 ):
-    """Stores lines of `width` bfloat16; `put(start, address)` leaves those of the inputs from `start` on in memory."""
+    """Stores a line of `width` bfloat16 for each input, through shared memory.
+
+    Args:
+      out: [rows, channels] bfloat16 in global memory.
+      inputs: number of inputs.
+      put: function of (start, address) that writes the lines of up to 32 inputs from `start` on to shared memory.
+      width: number of channels of a line, 32 or 64.
+      place: (column, first, end), see `store_many`.
+      staging: the warpgroup's shared memory.
+      rows: int32 row of each input in global memory, or None.
+    """
     column, first_input, end = place
     memory = ops.shared(staging)
     thread = mlir.thread()
     size = width // 8
     for start in range(0, inputs, COLUMNS):
-        # The lines before these were read, also those of the last tile.
+        # Wait until all threads have read the earlier lines, also those of the previous tile.
         mgpu.utils.warpgroup_barrier()
         put(start, memory)
         mgpu.utils.warpgroup_barrier()
@@ -196,7 +207,7 @@ def _store_lines(
 
 
 def _store_float32(out, values, column, first, end):
-    """Stores float32 sums; eight threads write 32 bytes."""
+    """Stores float32 sums of the inputs `first` .. `end` - 1; eight threads write 32 consecutive bytes."""
     thread = mlir.thread()
     row = (thread >> 5) * 16 + (thread % 32 >> 2)
     for n in range(0, 2 * len(values), 8):
@@ -209,7 +220,14 @@ def _store_float32(out, values, column, first, end):
 
 
 def _element(ref, row, element, column=None):
-    """Returns a pointer into an array [rows] or [rows, width] in global memory; both are at most 2**31."""
+    """Returns a pointer to an element of an array in global memory.
+
+    Args:
+      ref: [rows] array, or [rows, width] if `column` is given; both sizes are at most 2**31.
+      row: U32, row of the element.
+      element: MLIR type of an element.
+      column: U32, column of the element.
+    """
     offset = mlir.to_u64(row)
     if column is not None:
         offset = mlir.multiply_add(offset, ref.type.shape[1], mlir.to_u64(column))
@@ -217,7 +235,11 @@ def _element(ref, row, element, column=None):
 
 
 def _finished(sums, limit):
-    """Returns products [N, 64] of sums [64, N], or SwiGLU [N, 32] of products that are rounded to bfloat16 first."""
+    """Returns the float32 values to store for sums [64, N]; for interpreted kernels.
+
+    Without a limit they are the products [N, 64]. With a limit they are SwiGLU [N, 32] of the products, which are
+    rounded to bfloat16 first.
+    """
     sums = sums * 2.0**SHIFT
     if limit is None:
         return sums.T
@@ -227,7 +249,7 @@ def _finished(sums, limit):
 
 
 def _emit_swiglu(gate, up, limit):
-    """Returns a value of SwiGLU from a thread's two sums."""
+    """Returns the MLIR float32 value of SwiGLU of a thread's two sums, 2**-32 of the products of gate and up."""
     low = mlir.f32(-limit)
     high = mlir.f32(limit)
     f32 = mlir.f32_type()

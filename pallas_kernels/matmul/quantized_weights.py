@@ -1,7 +1,8 @@
-"""The storage of weights: FP8, FP4 with a scale for 32 columns, and bfloat16.
+"""The storage of weights: FP8 with a scale for 128 x 128 values, FP4 with a scale for 32 columns, and bfloat16.
 
-Kernels unpack FP8 and FP4 to bfloat16 and 2**-32 of their values, exactly for E8M0 scales from 2**-85 to 2**33. The
-epilogues multiply sums by 2**32; sums of bfloat16 weights are multiplied by 2**-32 before, to have one scale for all.
+Kernels unpack FP8 and FP4 weights to bfloat16 numbers that are 2**-32 times the weights. This is exact for E8M0 scales
+from 2**-85 to 2**33. The epilogues multiply sums by 2**32. So that they need not know the storage, the GEMMs multiply
+sums of bfloat16 weights by 2**-32 first.
 """
 
 import dataclasses
@@ -16,11 +17,11 @@ from pallas_kernels.mgpu.bfloat16_words import e2m1_value
 from pallas_kernels.mgpu.mlir import U32
 
 
-ROWS = 64  # of a tile
-HALF = ROWS // 2  # consecutive rows of a tile; its halves may lie apart
+ROWS = 64  # rows of a tile
+HALF = ROWS // 2  # rows of each half of a tile; the halves may lie apart in the matrix
 SEGMENT = 64  # bytes of a row that four threads share
 SHIFT = 32  # unpacked weights are 2**-SHIFT of their values
-SCALED = 128  # columns, and rows, of FP8 with one scale
+SCALED = 128  # number of columns and number of rows of an FP8 block with one scale
 # The minimum size of a bulk copy, in bytes: FP4's scales are copied as 16 of one row, or as 8 of each of two rows.
 SCALE_BYTES = 16
 
@@ -29,7 +30,7 @@ SCALE_BYTES = 16
 class WeightLayout:
     """The storage of a matrix [out, in]."""
 
-    bits: int  # bits of a weight: 8 in FP8, 4 in FP4, whose even columns are the low nibbles, 16 in bfloat16
+    bits: int  # bits of a weight: 4 (FP4, with even columns in the low nibbles), 8 (FP8) or 16 (bfloat16)
 
     @property
     def segment(self) -> int:
@@ -38,7 +39,7 @@ class WeightLayout:
 
     @property
     def min_segments(self) -> int:
-        """The number of segments multiplied together: in FP8's order, four threads hold 64 columns."""
+        """The number of segments that are multiplied together: four threads hold 64 columns in FP8's order."""
         return 2 if self.bits == 16 else 1
 
     @property
@@ -47,11 +48,11 @@ class WeightLayout:
         return jnp.dtype(jnp.bfloat16 if self.bits == 16 else jnp.uint8)
 
     def columns(self, num_bytes: int) -> int:
-        """Returns the number of columns in so many bytes of a row."""
+        """Returns the number of columns in `num_bytes` bytes of a row."""
         return 8 * num_bytes // self.bits
 
     def elements(self, columns):
-        """Returns the number of array elements that hold so many columns, or the element of a column."""
+        """Returns the number of elements of `dtype` that hold `columns` columns, an int or an array."""
         return columns // 2 if self.bits == 4 else columns
 
 
@@ -71,15 +72,21 @@ def decode(codes: jax.Array, layout: WeightLayout) -> jax.Array:
 
 
 def decode_scales(exponents: jax.Array) -> jax.Array:
-    """Returns 2**-32 of the float32 values of E8M0 scales, int32; for interpreted kernels."""
+    """Returns 2**-32 times the values of E8M0 scales as float32; for interpreted kernels.
+
+    `exponents` are the int32 codes of the scales.
+    """
     return lax.bitcast_convert_type((exponents - SHIFT) << 23, jnp.float32)
 
 
 def interleave_halves(sums: jax.Array) -> jax.Array:
-    """Moves rows i and 32 + i of sums [64, N] to rows 16 * (i // 8) + i % 8, and 8 more, which one thread holds."""
+    """Moves rows i and 32 + i of sums [64, N] to two rows of the result that one thread holds.
+
+    In the `wgmma` layout these are rows r = 16 * (i // 8) + i % 8 and r + 8.
+    """
     return sums.reshape(2, 4, 8, -1).transpose(1, 0, 2, 3).reshape(ROWS, -1)
 
 
 def power_pair(exponent: U32) -> U32:
-    """Returns a pair of bfloat16 powers of two with this biased exponent, or with 254 if it is larger."""
+    """Returns a word of two equal bfloat16 powers of two with the biased exponent min(exponent, 254)."""
     return U32(arith.minsi(exponent.value, mlir.i32(254))) * 0x00800080

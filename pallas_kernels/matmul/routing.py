@@ -1,7 +1,7 @@
-"""Token-expert routing of few pairs: groups of up to 8 pairs of a token and an expert, each of one expert.
+"""Token-expert routing of few tokens: splits the (token, expert) pairs into groups of up to 8 pairs of one expert.
 
-One warpgroup counts the pairs of each expert, warp by warp, adds the counts up to the experts' first groups, and writes
-each pair to its group.
+Pair t * k + j is token t with the j-th of its k experts. One warpgroup does the work in three steps: each warp counts
+its pairs of each expert; prefix sums over experts give each expert's first group; each pair is written to its group.
 """
 
 from typing import NamedTuple
@@ -17,19 +17,22 @@ from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import primitive
 
 
-GROUP_SIZE = 8  # pairs of a group
-GROUP_WORDS = 16  # of a group in the table: its expert, then, from FIRST_PAIR on, its pairs
+GROUP_SIZE = 8  # maximum number of pairs of a group
+GROUP_WORDS = 16  # 32-bit words of a group in the table: word 0 is the expert, words FIRST_PAIR .. are the pairs
 FIRST_PAIR = 8
 _WARPS = mlir.THREADS // mlir.WARP
 
 
 def max_groups(pairs: int, experts: int) -> int:
-    """Returns the largest number of groups that so many pairs can have."""
+    """Returns the largest number of groups that `pairs` pairs can have."""
     return min(pairs, experts + pairs // GROUP_SIZE)
 
 
 def counts_size(groups: int, channels: int) -> int:
-    """Returns the size of the counts of `experts`: the number of groups, then counters of groups and of tiles."""
+    """Returns the size of the array of counters in `experts`, see `experts.tile_counters`.
+
+    It has the number of groups, a counter for each group and for the shared expert, and a counter for each 64 channels.
+    """
     return 2 + groups + channels // ROWS
 
 
@@ -39,9 +42,15 @@ def scratch_words(experts: int) -> int:
 
 
 def rank_pairs(chosen: jax.Array, experts: int) -> tuple[jax.Array, ...]:
-    """Ranks the pairs whose experts are `chosen` among those of the same expert; for interpreted kernels.
+    """Ranks each pair among the pairs of the same expert; for interpreted kernels.
 
-    Returns the pairs' numbers, whether each has an expert, its rank, and the number of pairs of each expert.
+    Args:
+      chosen: [P] int32, the expert of each pair. A pair with none in 0 .. experts - 1 has no expert.
+      experts: number of experts.
+
+    Returns:
+      ([P] numbers of the pairs, [P] bool whether a pair has an expert, [P] number of earlier pairs of the same expert,
+      [experts] number of pairs of each expert); numbers are int32.
     """
     pairs = lax.iota(jnp.int32, chosen.shape[0])
     rank = jnp.sum((chosen[None, :] == chosen[:, None]) & (pairs[None, :] < pairs[:, None]), axis=1)
@@ -51,12 +60,15 @@ def rank_pairs(chosen: jax.Array, experts: int) -> tuple[jax.Array, ...]:
 
 @primitive
 def group_pairs(selected_gmem, table_gmem, counts_gmem, experts: int, scratch_smem) -> None:
-    """Groups pairs by expert, in ascending order of experts and pairs; one warpgroup runs it, of threads 0 .. 127.
+    """Groups pairs by expert, in ascending order of experts and pairs. Threads 0 .. 127 of a block run it.
 
-    `selected_gmem` [P] int32 has the expert of each pair; pairs with none in 0 .. experts - 1 are left out.
-    `table_gmem` [groups * 16] int32 receives the expert of each group, and its pairs from word 8 on, -1 where there is
-    none; it is unspecified after the last group. `counts_gmem` [N] int32 receives the number of groups, then zeros.
-    `scratch_smem` is [`scratch_words(experts)`] int32.
+    Args:
+      selected_gmem: [P] int32, the expert of each pair. Pairs with none in 0 .. experts - 1 get no group.
+      table_gmem: [groups * 16] int32 to write. Word 0 of a group is its expert, words 8 .. 15 are its pairs, -1 after
+        the last pair. Words after the last group are unspecified.
+      counts_gmem: [N] int32 to write: the number of groups, then zeros.
+      experts: number of experts.
+      scratch_smem: [`scratch_words(experts)`] int32.
     """
     groups = table_gmem.shape[0] // GROUP_WORDS
     chosen = selected_gmem[...]
@@ -77,13 +89,13 @@ def _emit_group_pairs(selected_gmem, table_gmem, counts_gmem, experts, scratch_s
     # [warps, padded] number of a warp's pairs of each expert; `_fill_groups` replaces it by that of the warps before.
     sizes = ops.shared(scratch_smem)
     starts = sizes + 4 * _WARPS * padded  # [padded] number of each expert's first group
-    sums = starts + 4 * padded  # [warps] number of groups up to a warp's experts
+    sums = starts + 4 * padded  # [warps] number of groups of each warp's experts
     own_sizes = sizes + (ids.warp * padded << 2)
     ops.for_each(_WARPS * padded, lambda i: ops.store(sizes + (i << 2), 0), ids.thread)
     ops.for_each(cleared, lambda i: ops.store_global(counts_gmem, i, 0), ids.thread)
     ops.for_each(words, lambda i: ops.store_global(table_gmem, i, 0xFFFFFFFF), ids.thread)
     mgpu.utils.warpgroup_barrier()
-    # A thread's pairs stay in its registers, also where it has none in the last turns.
+    # A thread keeps its pairs of all turns in registers. In the last turns it may have none.
     turns = -(-pairs // mlir.THREADS)
     ranked = [_rank_pair(ids, selected_gmem, own_sizes, turn, turns, pairs, experts) for turn in range(turns)]
     mgpu.utils.warpgroup_barrier()
@@ -101,17 +113,21 @@ def _emit_group_pairs(selected_gmem, table_gmem, counts_gmem, experts, scratch_s
 
 
 class _Ids(NamedTuple):
-    """A thread's number, that in its warp, and that of the warp."""
+    """Numbers of a thread."""
 
-    thread: U32
-    lane: U32
-    warp: U32
+    thread: U32  # number of the thread in the block
+    lane: U32  # number of the thread in its warp
+    warp: U32  # number of the warp in the block
 
 
 def _rank_pair(ids, selected, own_sizes, turn, turns, pairs, experts):
-    """Counts a thread's pair in its warp's `own_sizes`; a warp has consecutive pairs, 32 of them in each turn.
+    """Counts a thread's pair of turn `turn` in its warp's counts of pairs of each expert, at address `own_sizes`.
 
-    Returns the pair, its expert, the number of the warp's pairs of that expert before it, and whether there is a pair.
+    A warp has `turns * 32` consecutive pairs, 32 of them in each turn.
+
+    Returns:
+      (the pair, its expert, the number of the warp's earlier pairs of this expert, whether there is such a pair and its
+      expert is valid).
     """
     pair = ids.warp * (turns * mlir.WARP) + ids.lane + turn * mlir.WARP
     expert = ops.load_global(selected, pair.minimum(pairs - 1))
@@ -128,7 +144,17 @@ def _rank_pair(ids, selected, own_sizes, turn, turns, pairs, experts):
 
 
 def _fill_groups(ids, sizes, padded, i):
-    """Replaces the sizes of a thread's `i`-th expert by the pairs of the warps before; returns its number of groups."""
+    """Replaces each warp's number of pairs of an expert by the number of pairs of the warps before it.
+
+    Args:
+      ids: numbers of the thread.
+      sizes: address of the counts [warps, padded].
+      padded: number of experts, rounded up to a multiple of 128.
+      i: the thread has `padded / 128` consecutive experts; this call treats the `i`-th.
+
+    Returns:
+      The number of groups of the expert.
+    """
     at = sizes + (ids.thread * (padded // mlir.THREADS) + i << 2)
     before = U32(0)
     for other in range(_WARPS):
@@ -139,7 +165,11 @@ def _fill_groups(ids, sizes, padded, i):
 
 
 def _start_groups(ids, filled, starts, sums):
-    """Stores the first group of each of a thread's experts, of which `filled` are the groups; returns their number."""
+    """Stores the number of the first group of each of a thread's experts at address `starts`.
+
+    `filled` has the number of groups of each of the thread's experts; `sums` is the address of a word for each warp.
+    Returns the number of groups of all experts.
+    """
     total = U32(0)
     for x in filled:
         total = total + x

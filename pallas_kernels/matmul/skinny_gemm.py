@@ -1,18 +1,19 @@
 """Skinny GEMM: sums[r, n] = sum_k W[r, k] * x[n, k] for few inputs x, with W quantized in global memory.
 
-The time is that of reading W once. The calling kernel gives each block a list of products, tiles of 64 rows of a
-matrix. The columns of a tile come in steps, and a step in one or several stages of shared memory. The inputs stay in
-shared memory.
+The kernel is bound by the bandwidth of reading W once. The caller gives each block a list of products, see `Product`:
+tiles of 64 rows of a matrix. The columns of a tile are split into steps, and a step into one or several stages of a
+ring in shared memory. The inputs stay in shared memory.
 
     warpgroup   role        does                                            waits for       signals
     0..3        multiply    loads inputs, multiplies every fourth step      weights_full    weights_empty
-                            of a tile, and leaves its sums                  sums_empty      sums_full
-    4           load        copies weights, over the borders of tiles       weights_empty   weights_full
-    5           epilogue    adds a tile's four sums in order, finishes it   sums_full       sums_empty
+                            of a tile, stores its partial sums              sums_empty      sums_full
+    4           load        copies weights, without a pause between tiles   weights_empty   weights_full
+    5           epilogue    adds a tile's four partial sums in order and    sums_full       sums_empty
+                            finishes the tile
 
-The multiplying warpgroups meet at `inputs_ready` before and after they load inputs. Where shared memory is short they
-add to one place for sums, in turns. The order of a sum depends on the shape and storage of W alone, so an input's bits
-do not depend on the others.
+The multiplying warpgroups synchronize at `inputs_ready` before and after they load inputs. If shared memory is short,
+they add their partial sums in one place, one warpgroup after the other. The order in which products are added depends
+on the shape and the storage of W alone, so the bits of an input's sums do not depend on the other inputs.
 """
 
 import dataclasses
@@ -34,56 +35,57 @@ from pallas_kernels.runtime.hardware import SHARED_BYTES
 
 
 LOAD = MULTIPLIERS
-EPILOGUE = MULTIPLIERS + 1  # numbers of warpgroups
-WARPGROUPS = MULTIPLIERS + 2
-STAGING_BYTES = SHARED_BYTES - (2 << 10)
+EPILOGUE = MULTIPLIERS + 1  # LOAD and EPILOGUE are numbers of warpgroups
+WARPGROUPS = MULTIPLIERS + 2  # number of warpgroups of a block
+STAGING_BYTES = SHARED_BYTES - (2 << 10)  # shared memory of a block for stages, inputs, sums and the caller's arrays
 MAX_STAGES = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """Tiles of one matrix that a block multiplies.
-
-    `load_inputs` gets a function `load(source, rows, divisor, column, norm, eps)`, see `skinny_prologue.load_inputs`,
-    which it calls if a tile has other inputs than the tile before. The epilogue calls `finish` with the sums of a tile,
-    [64, tokens] float32, 2**-32 of the products.
-    """
+    """The tiles of one matrix that a block multiplies, and functions that find a tile's rows, inputs and outputs."""
 
     layout: WeightLayout
-    codes_gmem: Any  # [R, elements of a row] of the layout's dtype
-    # FP4: [R, columns / 32] uint8, or, if a row has 8 scales, those of two rows in 16 bytes;
-    # FP8: [R / 128, columns / 128] uint8; bfloat16: None.
+    codes_gmem: Any  # [R, elements of a row] of the layout's dtype: bfloat16 weights, or codes of FP8 or FP4
+    # E8M0 scales. FP4: [R, columns / 32] uint8, or if a weight row has 8 scales, [R / 2, 16], each line with the scales
+    # of two weight rows. FP8: [R / 128, columns / 128] uint8. bfloat16: None.
     scales_gmem: Any
-    tiles: jax.Array  # number of tiles
-    depth: int  # columns that this block multiplies
-    first_column: jax.Array | int
-    gated: bool  # whether `finish` finds the same row of both halves of a tile in one thread
-    rows_of: Callable[[jax.Array], tuple[jax.Array, jax.Array]]  # where the two halves of 32 rows of a tile begin
+    tiles: jax.Array  # int32 scalar, number of tiles
+    depth: int  # number of columns that this block multiplies
+    first_column: jax.Array | int  # first of these columns
+    gated: bool  # whether row i of a tile's first half and row i of its second half are passed to one thread's `finish`
+    # tile -> first row of each of the two halves of the tile, 32 consecutive rows of the matrix
+    rows_of: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+    # (tile, load) -> None. Calls `load(source, rows, divisor, column, norm, eps)` unless the tile has the inputs of the
+    # tile before. The arguments are those of `skinny_prologue.load_inputs`; `column` counts from `first_column`.
     load_inputs: Callable[[jax.Array, Callable[..., None]], None]
+    # (tile, sums) -> None. The epilogue calls it with sums [64, tokens] float32, 2**-32 of the sums of products.
     finish: Callable[[jax.Array, jax.Array], None]
 
     @property
     def scale_bytes(self) -> int:
-        """The number of FP4's scales of a row that travel together."""
+        """The number of FP4 scales of a row that one copy brings, 16 or 8."""
         return min(SCALE_BYTES, self.depth // 32)
 
 
 class SkinnyScratch(NamedTuple):
-    """Shared memory and barriers of a skinny GEMM: the types to allocate, and within the kernel the references."""
+    """Shared memory and barriers of a skinny GEMM: outside the kernel the types to allocate, inside the references."""
 
-    codes_smem: Any  # stages of weights, one array for each dtype
-    weights_empty: Any
-    weights_full: Any
-    inputs_smem: Any  # inputs, in the order of `skinny_prologue`
-    sums_full: Any
-    inputs_ready: Any
-    scales_smem: Any  # stages of FP4's scales, or None
-    sums_smem: Any
-    sums_empty: Any
-    turns: Any  # barriers of warpgroups that add to one place, three for each tile, or None
+    codes_smem: Any  # [stages, 64, elements] weights or codes, one array for each dtype
+    weights_empty: Any  # a barrier for each stage
+    weights_full: Any  # a barrier for each stage
+    inputs_smem: Any  # [tokens / 8, columns / 32, 8, 32] bfloat16, in the order of `skinny_prologue.load_inputs`
+    sums_full: Any  # a barrier for each slot of `sums_smem`
+    inputs_ready: Any  # one barrier of the multiplying warpgroups
+    scales_smem: Any  # [stages, 64, 16] uint8 scales of FP4; None if no matrix is FP4
+    sums_smem: Any  # float32 sums: slots (tiles), places (partial sums of a tile), then 64 * tokens values
+    sums_empty: Any  # a barrier for each slot of `sums_smem`
+    # Barriers by which warpgroups w = 0 .. 2 let warpgroup w + 1 add to a slot's only place, three for each slot. None
+    # if each warpgroup has a place of its own.
+    turns: Any
 
     def codes(self, layout: WeightLayout):
-        """Returns the stages of weights as an array for a layout."""
+        """Returns the array of `codes_smem` that has the dtype of a layout."""
         return next(ref for ref in self.codes_smem if ref.dtype == layout.dtype)
 
 
@@ -91,15 +93,16 @@ class SkinnyScratch(NamedTuple):
 class SkinnyGemm:
     """Static description of a skinny GEMM."""
 
-    matrices: tuple[tuple[WeightLayout, int], ...]  # and numbers of columns; FP4 cannot be beside bfloat16
+    # (layout, number of columns) of each matrix that a block multiplies. FP4 and bfloat16 cannot be combined.
+    matrices: tuple[tuple[WeightLayout, int], ...]
     tokens: int  # number of inputs, a multiple of 8
-    segments: int  # segments of a stage: 4, 2 or 1
+    segments: int  # number of segments, 64 bytes of each row, in a stage: 4, 2 or 1
     places: int = MULTIPLIERS  # places for a tile's sums: 4, one for each multiplying warpgroup, or 1 to save memory
     max_stages: int = MAX_STAGES  # largest number of stages of weights in shared memory
 
     @property
     def depth(self) -> int:
-        """The largest number of columns."""
+        """The largest number of columns of a matrix."""
         return max(depth for _, depth in self.matrices)
 
     @property
@@ -108,12 +111,12 @@ class SkinnyGemm:
 
     @property
     def stages_per_step(self) -> int:
-        """The number of stages of a step: a tile has a multiple of four steps that are as long as possible."""
+        """The number of stages of a step, whose length `most_segments` chooses for all matrices."""
         return most_segments(*self.matrices) // self.segments
 
     @property
     def slots(self) -> int:
-        """The number of tiles whose sums are kept."""
+        """The number of tiles whose sums shared memory holds at a time."""
         return 2 if self.tokens == COLUMNS else 1
 
     def stage_columns(self, product: Product) -> int:
@@ -124,9 +127,9 @@ class SkinnyGemm:
         return product.depth // self.stage_columns(product)
 
     def stages(self, other_bytes: int) -> int:
-        """Returns the number of stages that fit into shared memory, of which a block uses `other_bytes` for more.
+        """Returns the number of stages that fit into shared memory beside `other_bytes` bytes of the caller's arrays.
 
-        It is a multiple of the stages of four steps, so that a warpgroup always has the same stages.
+        The number is a multiple of the stages of four steps, so that each warpgroup always reads the same stages.
         """
         used = other_bytes + 2 * self.depth * self.tokens + 4 * self.slots * self.places * ROWS * self.tokens
         stage = ROWS * (SEGMENT * self.segments + SCALE_BYTES * (FP4 in self.layouts))
@@ -134,11 +137,11 @@ class SkinnyGemm:
         return min((STAGING_BYTES - used) // stage, self.max_stages) // together * together
 
     def scratch(self, other_bytes: int, *, interpret: bool) -> SkinnyScratch:
-        """Returns the types of scratch for `run`; a block uses `other_bytes` of shared memory for more."""
+        """Returns the scratch types for `run`. The caller's own arrays take `other_bytes` bytes of shared memory."""
         stages = self.stages(other_bytes)
         has_scales = FP4 in self.layouts
-        # The same memory as arrays of each dtype: FP4's and FP8's codes lie alike. The interpreter takes any two writes
-        # to such arrays for a race.
+        # Arrays of different dtypes share their memory; FP4 and FP8 even share one array. The interpreter gets separate
+        # arrays, because it reports writes to two arrays of a `RefUnion` as a race.
         kinds = {layout.dtype: layout for layout in self.layouts}
         codes = []
         for dtype, layout in kinds.items():
@@ -160,7 +163,8 @@ class SkinnyGemm:
 
     def run(self, warpgroup: jax.Array, products: Sequence[Product], refs: SkinnyScratch) -> None:
         """Multiplies all tiles of the products, one after the other. Every warpgroup calls it with its number."""
-        # If tiles have four steps or more, a warpgroup has the same stages as in the products before.
+        # In a tile of four steps or more, warpgroup w multiplies steps w, w + 4, .. It finds them in its own stages of
+        # the ring if the tiles of all earlier products have a multiple of four stages.
         stages = [self.tile_stages(product) for product in products]
         assert all(n < MULTIPLIERS or not any(m % MULTIPLIERS for m in stages[:i]) for i, n in enumerate(stages))
         pl.when(warpgroup == LOAD)(lambda: _load_weights(self, products, refs))
@@ -169,9 +173,15 @@ class SkinnyGemm:
 
 
 def most_segments(*matrices: tuple[WeightLayout, int]) -> int:
-    """Returns the largest number of segments of a step with which every matrix has a multiple of four steps.
+    """Returns the largest number of segments of a step, 4, 2 or 1, that gives every matrix a multiple of four steps.
 
-    If one has too few columns, it is that with which every matrix has whole steps.
+    If no number does, it is the largest one that gives every matrix whole steps.
+
+    Args:
+      matrices: (layout, number of columns) of each matrix.
+
+    Raises:
+      ValueError: the columns of a matrix are no multiple of a segment.
     """
     for together in (MULTIPLIERS, 1):
         for n in (4, 2, 1):
@@ -191,7 +201,7 @@ def _load_weights(gemm, products, refs):
 
 
 def _copy_stage(gemm, product, refs, before, i):
-    """Copies stage `i` of a product; `before` stages of other products came before."""
+    """Copies the weights of stage `i` of a product. The block copied `before` stages of earlier products."""
     tile_stages = gemm.tile_stages(product)
     codes_smem = refs.codes(product.layout)
     stage = barriers.turn(refs.weights_full, before + i)
@@ -207,14 +217,14 @@ def _copy_stage(gemm, product, refs, before, i):
         target = codes_smem.at[stage].at[pl.ds(half * HALF, HALF)]
         plgpu.copy_gmem_to_smem(product.codes_gmem.at[source, columns], target, full)
         if product.layout.bits == 4:
-            # A scale for 16 bytes.
+            # A scale belongs to 16 bytes of codes, 32 columns.
             columns = pl.ds(lax.div(lax.div(column, 16), SCALE_BYTES) * SCALE_BYTES, SCALE_BYTES)
             lines = HALF * product.scale_bytes // SCALE_BYTES
             source = pl.ds(pl.multiple_of(lax.div(row, HALF) * lines, lines), lines)
             target = refs.scales_smem.at[stage, pl.ds(half * lines, lines)]
             plgpu.copy_gmem_to_smem(product.scales_gmem.at[source, columns], target, full)
         elif refs.scales_smem is not None:
-            # Nothing is copied in place of the scales of another product's FP4.
+            # The barrier expects an arrival for scales because another product is FP4. This one has none to copy.
             plgpu.barrier_arrive(full)
 
 
@@ -231,9 +241,20 @@ def _multiply(gemm, products, refs, warpgroup):
 
 
 def _multiply_tile(gemm, product, refs, warpgroup, copied, done, tile, scales):
-    """Leaves a warpgroup's sums of a tile in shared memory; takes the tile's FP8 scales, and returns the next tile's.
+    """Multiplies a warpgroup's steps of a tile and stores the partial sums in shared memory.
 
-    The products before have `copied` stages and `done` tiles.
+    Args:
+      gemm: the GEMM.
+      product: the product.
+      refs: the scratch.
+      warpgroup: int32 scalar, number of the warpgroup.
+      copied: number of stages of the earlier products.
+      done: number of tiles of the earlier products.
+      tile: number of the tile in this product.
+      scales: FP8 scales of the tile, from `_load_scales`.
+
+    Returns:
+      FP8 scales of the next tile, which are loaded during the products of this one.
     """
 
     def load(source_gmem, rows, divisor=1, column=0, norm=(), eps=0.0):
@@ -259,11 +280,12 @@ def _multiply_tile(gemm, product, refs, warpgroup, copied, done, tile, scales):
 
 
 def _multiply_steps(gemm, product, refs, warpgroup, copied, tile, scales):
-    """Returns the sums of a tile over a warpgroup's steps. See `_multiply_tile`."""
+    """Returns the partial sums [64, tokens] of a tile over a warpgroup's steps; arguments as in `_multiply_tile`."""
     layout = product.layout
     tile_stages = gemm.tile_stages(product)
     codes_smem = refs.codes(product.layout)
-    # Stages take turns, so a warpgroup has the same ones also where a tile has fewer steps than four.
+    # Warpgroup w multiplies steps w, w + 4, .. of a tile. If a tile has fewer than four stages, the block's n-th stage
+    # belongs to warpgroup n % 4, which so still reads its own stages of the ring; some warpgroups then skip the tile.
     first_step = warpgroup
     count = tile_stages // MULTIPLIERS
     scale_lines = ROWS * product.scale_bytes // SCALE_BYTES
@@ -286,7 +308,7 @@ def _multiply_steps(gemm, product, refs, warpgroup, copied, tile, scales):
 
 
 def _load_scales(product, tile):
-    """Returns FP8's scales of a tile."""
+    """Returns the FP8 scales of a tile, see `skinny_mma.load_scales`, or 0 if the weights are not FP8."""
     if product.layout.bits != 8:
         return jnp.int32(0)
     rows = [lax.div(row, SCALED) for row in product.rows_of(tile)[: 1 + product.gated]]
@@ -295,7 +317,7 @@ def _load_scales(product, tile):
 
 
 def _add_in_turn(refs, acc, warpgroup, slot):
-    """Adds up the sums of the multiplying warpgroups in one place, in their order."""
+    """Adds a warpgroup's partial sums to the only place of a slot, after the warpgroups with lower numbers."""
     place = refs.sums_smem.at[slot, 0]
     turn = slot * (MULTIPLIERS - 1) + warpgroup
     pl.when(warpgroup == 0)(lambda: wgmma.put(place, acc))
@@ -324,11 +346,11 @@ def _finish_tile(gemm, product, refs, done, tile):
     for i in range(gemm.places):
         total = wgmma.add(total, refs.sums_smem.at[slot, i])
     plgpu.barrier_arrive(refs.sums_empty.at[slot])
-    # The epilogues expect the scale of unpacked FP8 and FP4.
+    # `finish` expects 2**-32 of the sums, the scale of unpacked FP8 and FP4.
     product.finish(tile, total * 2.0**-SHIFT if product.layout.bits == 16 else total)
 
 
 def _meet(barrier):
-    """Waits for the other multiplying warpgroups; orders their accesses to shared memory."""
+    """Synchronizes the multiplying warpgroups, and orders their accesses to shared memory."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)

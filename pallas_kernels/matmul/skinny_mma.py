@@ -1,9 +1,9 @@
-"""Products of a few inputs with weights in shared memory: the instruction `mma`, [64 rows, 8 inputs] at a time.
+"""Products of weights in shared memory with a few inputs, by the instruction `mma`: [64 rows, 8 inputs] at a time.
 
-A warp multiplies 16 rows, of which a thread has two. Four threads share a row: each takes 16 bytes of 64, so that it
-holds whole scale blocks of FP4. `mma` wants other columns in that thread, but a sum does not depend on the numbering of
-its terms: `skinny_prologue` reorders the inputs instead. bfloat16 weights are read in the order of unpacked FP8, so
-that the same inputs serve both.
+A warp multiplies 16 rows, and a thread holds weights of two of them. Four threads share a row: each reads 16 of 64
+consecutive bytes, so that it has whole scale blocks of FP4. `mma` expects other columns in these threads. Since a sum
+does not depend on the order of columns if weights and inputs share it, `skinny_prologue` reorders the inputs. bfloat16
+weights are read in the order of unpacked FP8, so that both can be multiplied with the same inputs.
 """
 
 import functools
@@ -25,24 +25,32 @@ from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import primitive
 
 
-UNIT = 32  # columns of two `mma`, for which a thread reads 16 bytes of inputs
+UNIT = 32  # columns of two `mma` instructions; a thread reads 16 bytes of inputs for both
 COLUMNS = 8  # inputs of an `mma`
 MULTIPLIERS = 4  # warpgroups that multiply
 
 
 def code_transforms(elements: int) -> tuple[Any, ...]:
-    """Returns the transforms of weights in shared memory, with `elements` a row: two halves of 32 rows.
+    """Returns the transforms of a stage of weights [64, elements] in shared memory: two tiles [32, elements].
 
-    Rows are whole: experts may lie in host memory, and PCIe carries reads of 64 bytes at 0.75 of the rate of 256.
+    A tile has whole rows, because shorter pieces are slow to read from experts in host memory: PCIe carries reads of 64
+    bytes at 0.75 of the rate of 256 bytes.
     """
     return (plgpu.TilingTransform((HALF, elements)),)
 
 
 @primitive
 def load_scales(scales_gmem, rows: Sequence[jax.Array], first: jax.Array) -> jax.Array:
-    """Loads FP8's scales of a tile for `multiply_add` from [R / 128, blocks] uint8: [128] int32, four for each lane.
+    """Loads the FP8 scales of a tile of 64 rows for `multiply_add`.
 
-    `rows` has the row of the tile's scales, or one for each of its halves, up to 64 of them from the even `first` on.
+    Args:
+      scales_gmem: [R / 128, blocks] uint8, a scale for each block of 128 rows and 128 columns.
+      rows: row of the tile's scales in `scales_gmem`, or two rows if the tile's halves have different scales.
+      first: int32 scalar, the first block of columns, an even number.
+
+    Returns:
+      [128] int32, the same in each warp. Lane i has a byte for each of blocks `first + 2 * i` and `first + 2 * i + 1`
+      of the first row, then of the second row. Bytes of blocks past the end are unspecified.
     """
     blocks = first + 2 * (lax.iota(jnp.int32, mlir.THREADS) % mlir.WARP)
     count = scales_gmem.shape[1]
@@ -74,12 +82,18 @@ def _emit_load_scales(scales_gmem, rows, first):
 def multiply_add(
     acc: jax.Array, codes_smem, scales, inputs_smem, step: jax.Array, layout: WeightLayout, gated: bool
 ) -> jax.Array:
-    """Returns acc [64, N] + weights @ inputs over the columns of a step; products of FP8 and FP4 count 2**-32.
+    """Returns acc + weights @ inputs over the columns of a stage; products of FP8 and FP4 weights count 2**-32.
 
-    `codes_smem` [64, elements] has up to 256 bytes a row, a multiple of the layout's `min_segments`. FP4's scales are
-    [64, 16] uint8 in shared memory, those of 256 bytes among which the step's are, or [32, 16] where a row has 8. FP8's
-    are the result of `load_scales` for all steps. `skinny_prologue.load_inputs` stored the inputs, from whose first
-    column on steps are counted. If `gated`, rows i and 32 + i meet in a thread, see `interleave_halves`.
+    Args:
+      acc: [64, N] float32 sums to add to.
+      codes_smem: [64, elements] weights or codes of the stage; at most 256 bytes a row, and a multiple of
+        `layout.min_segments` segments.
+      scales: FP8: result of `load_scales`, the scales of all stages. FP4: [64, 16] uint8 in shared memory, the scales
+        of the 512 columns that include the stage's, or [32, 16] if a row has 8 scales. Not used for bfloat16.
+      inputs_smem: inputs that `skinny_prologue.load_inputs` stored.
+      step: int32 scalar, number of the stage, counted from the first column of the inputs.
+      layout: storage of the weights.
+      gated: whether a thread gets the sums of rows i and 32 + i, see `quantized_weights.interleave_halves`.
     """
     values = quantized_weights.decode(codes_smem[...], layout)
     size = values.shape[1]
@@ -110,10 +124,10 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, layout, gat
         thread = mlir.thread()
         inner = thread & 3
         line = thread % 32 >> 2
-        # A tile's halves of 32 rows: a thread's two rows.
+        # Addresses of the thread's two rows. If gated, they are the same row of both halves of the tile.
         if layout.bits == 16:
-            # FP8's order: 32 bytes for each of four threads. Two of these begin with the second 16 bytes, so that the
-            # four read from different banks.
+            # As in FP8's order, each of four threads has 16 consecutive columns, 32 bytes. Two threads begin with their
+            # second 16 bytes, so that the four read from different banks.
             late = inner >> 1
             start = thread_ops.shared(codes) + late * SEGMENT + ((inner & 1) << 5)
             weights = functools.partial(_weights_bf16, late)
@@ -131,7 +145,7 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, layout, gat
         fragments = thread_ops.shared(inputs) + (thread % 32 << 4) + (step * (segments * segment_units) << 9)
 
         def add_segments(i, *sums):
-            """In a loop: less code is fetched sooner."""
+            """Adds the products of the segments `i * together ..`, in a loop, because less code is fetched sooner."""
             sums = list(sums)
             segment = i * together
             start = fragments + segment * (segment_units << 9)
@@ -153,7 +167,7 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, layout, gat
 
 
 def _weights_fp(layout, factors, segment, places):
-    """Yields the units of a segment, with pairs of bfloat16 of both of a thread's rows."""
+    """Yields (number of a unit in a segment, [four words of two bfloat16 weights] of each of a thread's two rows)."""
     scale = factors(segment)
     words = [thread_ops.load_vector(place) for place in places]
     for unit in range(layout.segment // UNIT):
@@ -165,7 +179,7 @@ def _weights_fp(layout, factors, segment, places):
 
 
 def _weights_bf16(late, segment, places):
-    """Yields the units of two segments as `_weights_fp` does; a thread whose `late` is 1 begins with the second."""
+    """Yields the two units of two segments as `_weights_fp` does; the second unit comes first if `late` is 1."""
     for unit in range(2):
         segment_unit = late ^ unit
         yield segment_unit, [fp8_pairs(thread_ops.load_vector(place + (segment_unit << 4))) for place in places]
@@ -190,7 +204,7 @@ def _factors_fp8(scales, thread, step, segments, gated):
     word = U32(mlir.scalar(scales))
 
     def factors(segment):
-        # A scale for two segments.
+        # A scale belongs to 128 columns, two segments.
         block = (step * segments + segment) >> 1
         scales_of_blocks = thread_ops.ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", word, block >> 1)
         scales_of_blocks = scales_of_blocks >> ((block & 1) << 3)

@@ -1,4 +1,7 @@
-"""The prologue of `skinny_gemm`: copies inputs to shared memory, in the order in which `skinny_mma` unpacks weights."""
+"""The prologue of `skinny_gemm`: copies inputs to shared memory, in the order in which `skinny_mma` unpacks columns.
+
+Normed inputs are multiplied by their factor and by the weight of an RMSNorm on the way.
+"""
 
 import functools
 
@@ -18,9 +21,15 @@ from pallas_kernels.runtime.launch import primitive
 
 @primitive
 def store_factors(factors_smem, source_gmem, eps: float, warpgroup: jax.Array) -> None:
-    """Stores 1 / sqrt(mean(source[n]**2) + eps) for each row n of [T, K] bfloat16, K a multiple of 256.
+    """Stores the factor of RMSNorm, 1 / sqrt(mean(source[n]**2) + eps), of each row n.
 
-    Four warpgroups do it together; a barrier has to follow.
+    The four multiplying warpgroups call it together. The caller synchronizes them before it reads the factors.
+
+    Args:
+      factors_smem: float32, T values or more.
+      source_gmem: [T, K] bfloat16, K a multiple of 256.
+      eps: epsilon of the norm.
+      warpgroup: int32 scalar, number of the warpgroup, 0 to 3.
     """
     for n in range(source_gmem.shape[0]):
 
@@ -68,14 +77,22 @@ def _unpack(four):
 def load_inputs(
     inputs_smem, source_gmem, rows, divisor: int, column, columns: int, warpgroup, layout: WeightLayout, norm=()
 ) -> None:
-    """Copies rows of inputs to shared memory, in the order of unpacked weights; four warpgroups do it together.
+    """Copies N inputs to shared memory, with columns in the order of unpacked weights.
 
-    A barrier has to follow. `inputs_smem` is [N / 8, units, 8, 32] bfloat16; on a GPU, the values of a unit are in
-    another order. `source_gmem` is [.., width] bfloat16, which this kernel may have written. Input n is its row
-    `rows[n] // divisor`, with `rows` [N] int32 in shared memory, or if negative, the row of input 0. If `rows` is an
-    int, inputs are the first rows. `column` is a multiple of 64, and `columns` of 128. The norm is () or (weight
-    [width] float32 in global memory, factors [N] float32 in shared memory), by which a row is multiplied, factor first,
-    before it is rounded.
+    The four multiplying warpgroups call it together. The caller synchronizes them before it reads the inputs.
+
+    Args:
+      inputs_smem: [N / 8, units, 8, 32] bfloat16 to write, in units of 32 columns; interpreted, columns are in order.
+      source_gmem: [.., width] bfloat16 rows. This kernel may have written them.
+      rows: [N] int32 in shared memory: input n is row `rows[n] // divisor`, or if `rows[n]` is negative, the row of
+        input 0. Or an int, the number of inputs to copy: input n is row `n // divisor`.
+      divisor: see `rows`.
+      column: first column to copy, a multiple of 64.
+      columns: number of columns to copy, a multiple of 128.
+      warpgroup: int32 scalar, number of the warpgroup, 0 to 3.
+      layout: storage of the weights, which decides the order of columns.
+      norm: () or (weight [width] float32 in global memory, factors [N] float32 in shared memory, see `store_factors`).
+        An input is multiplied by its factor, then by the weight, and rounded.
     """
     units = columns // UNIT
     share = units // MULTIPLIERS
@@ -96,7 +113,8 @@ def _emit_load_inputs(inputs_smem, source_gmem, rows, divisor, column, columns, 
     tiles, units, _, _ = inputs_smem.type.shape
     eights = columns // 8
     threads = MULTIPLIERS * mlir.THREADS
-    # Rows that threads copy at once, and that one thread does: a norm takes registers.
+    # The threads copy `lines` rows at once. A thread loads its 8 columns of `together` rows before it stores them; with
+    # a norm, which takes registers, of fewer rows.
     lines = max(1, threads // eights)
     count = rows if isinstance(rows, int) else tiles * COLUMNS
     together = min(-(-count // lines), COLUMNS // 4 if norm else COLUMNS)
@@ -114,7 +132,7 @@ def _emit_load_inputs(inputs_smem, source_gmem, rows, divisor, column, columns, 
         return [words.pack(*pair) for pair in zip(values[::2], values[1::2], strict=True)]
 
     def copy(n, row, eight):
-        """Loads 8 columns, those of one thread of a product; returns the function that stores them."""
+        """Loads columns `8 * eight ..` of input `n` from row `row`; returns a function that stores them."""
         offset = mlir.multiply_add(mlir.to_i64(row // divisor), 2 * width, mlir.to_u64(eight << 4))
         four = _fetch(mlir.at(base, offset))
         four = normed(four, n, eight) if norm else four
@@ -129,7 +147,7 @@ def _emit_load_inputs(inputs_smem, source_gmem, rows, divisor, column, columns, 
         return row.is_below(0).where(first_row, row)
 
     def copy_some(eight, line, i):
-        """Copies a thread's columns of every `lines`th row, the last row maybe twice."""
+        """Copies 8 columns of `together` rows, every `lines`th one; the last row may be copied several times."""
         numbers = [(line + (i * together + j) * lines).minimum(count - 1) for j in range(together)]
         for put in [copy(n, row_of(n), eight) for n in numbers]:
             put()
@@ -141,9 +159,19 @@ def _emit_load_inputs(inputs_smem, source_gmem, rows, divisor, column, columns, 
 
 
 def _placed(eight, four, layout):
-    """Returns the unit, the thread of four and the values of columns `8 * eight ..`, in the order of its weights."""
+    """Finds the place in shared memory of 8 input columns, from `8 * eight` on.
+
+    Args:
+      eight: number of the 8 columns.
+      four: the 8 values, as words of two bfloat16.
+      layout: storage of the weights.
+
+    Returns:
+      (number of the unit; number of the thread, of the four that share a row, which has weights of these columns; the
+      words with values in the order in which that thread unpacks its weights).
+    """
     if layout.bits == 4:
-        # A word of eight codes: pairs of codes i and i + 4.
+        # A word has eight codes, which `e2m1_pairs` unpacks to pairs of codes i and i + 4.
         pairs = [halves(four[i // 2], four[2 + i // 2], i % 2) for i in range(4)]
         return ((eight >> 4) << 2) + (eight & 3), (eight >> 2) & 3, pairs
     return ((eight >> 3) << 1) + (eight & 1), (eight >> 1) & 3, fp8_pairs(four)

@@ -1,6 +1,8 @@
-"""Barriers over a warpgroup, a block and a cluster, by the hardware's own instructions.
+"""Barriers over a warpgroup, a block and a cluster, by hardware instructions, and rings of Pallas barriers.
 
-The blocks of an interpreted cluster share no memory: kernels give them global memory and a Pallas barrier instead.
+A ring is an array of places in shared memory, with a barrier for each place. Number i of a sequence of tiles uses place
+i modulo the size of the ring. The blocks of an interpreted cluster share no memory: interpreted kernels use global
+memory and a Pallas barrier instead.
 """
 
 import jax
@@ -16,30 +18,32 @@ from pallas_kernels.runtime.launch import interpreting, primitive
 
 
 def turn(ring, i: jax.Array) -> jax.Array:
-    """Returns the place of number `i` in a ring of barriers or memory."""
+    """Returns the place of number `i` in a ring, an array of barriers or of memory: `i` modulo its size."""
     return lax.rem(i, ring.shape[0])
 
 
 def wait_empty(empty, i: jax.Array) -> None:
     """Waits until the place of number `i` in a ring is empty. The first numbers find empty places and do not wait.
 
-    `empty` has a barrier for each place, at which a reader arrives. `wait_for_last` waits for the last arrivals.
+    `empty` has a barrier for each place. A reader arrives at it when it has read the place.
     """
     pl.when(i >= empty.shape[0])(lambda: plgpu.barrier_wait(empty.at[turn(empty, i)]))
 
 
 def wait_for_last(ring, count: jax.Array) -> None:
-    """Waits for the last of `count` arrivals at a ring of barriers, of which each was waited for before it was reused.
+    """Waits for those of `count` arrivals at a ring of barriers that no `wait_empty` waited for.
 
-    The interpreter wants every arrival waited for, and no block may end before the others of its cluster have arrived.
+    They are the last arrivals at each barrier. The interpreter requires a wait for every arrival. On a GPU, no block of
+    a cluster may end before the other blocks have arrived at its barriers.
     """
     pl.loop(jnp.maximum(count - ring.shape[0], 0), count)(lambda i: plgpu.barrier_wait(ring.at[turn(ring, i)]))
 
 
 def release(barrier) -> None:
-    """Tells the loading warpgroup that a place of a ring was read.
+    """Tells the loading warpgroup that a place of a ring was read and can be overwritten by a bulk copy.
 
-    The values are in registers and were used: on a GPU no fence has to keep the next bulk copy from passing the reads.
+    The values must be in registers and used. Then the reads have ended on a GPU, and no fence is needed between the
+    reads and the copy.
     """
     if interpreting():
         plgpu.commit_smem()
@@ -48,7 +52,7 @@ def release(barrier) -> None:
 
 @primitive
 def sync_warpgroup() -> None:
-    """Waits for the warpgroup's other threads."""
+    """Synchronizes the threads of a warpgroup."""
 
 
 sync_warpgroup.mosaic(lambda: mlir.inline(mgpu.utils.warpgroup_barrier))
@@ -56,7 +60,7 @@ sync_warpgroup.mosaic(lambda: mlir.inline(mgpu.utils.warpgroup_barrier))
 
 @primitive
 def sync_block(barrier) -> None:
-    """Waits for all threads of the block; the interpreter uses `barrier`, at which every warpgroup arrives."""
+    """Synchronizes all threads of a block. The interpreter uses `barrier`, a Pallas barrier for all its warpgroups."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
 
@@ -66,7 +70,10 @@ sync_block.mosaic(lambda barrier: mlir.inline(gpu.barrier))
 
 @primitive
 def arrive_cluster(barrier) -> None:
-    """Publishes this thread's writes to threads that call `wait_cluster`; the interpreter uses `barrier` if given."""
+    """Arrives at the cluster's barrier, which publishes this thread's writes to threads that call `wait_cluster`.
+
+    The interpreter arrives at `barrier`, a `plgpu.ClusterBarrier`, or does nothing if it is None.
+    """
     if barrier is not None:
         plgpu.barrier_arrive(barrier)
 
@@ -76,7 +83,7 @@ arrive_cluster.mosaic(lambda barrier: mlir.inline(lambda: nvvm.cluster_arrive(al
 
 @primitive
 def wait_cluster(barrier) -> None:
-    """Waits until all threads of the cluster have arrived."""
+    """Waits until all threads of the cluster have arrived. The interpreter waits at `barrier` if it is not None."""
     if barrier is not None:
         plgpu.barrier_wait(barrier)
 

@@ -1,6 +1,7 @@
 """Pairs of bfloat16 in 32-bit words, in code for one thread.
 
-Loads, stores and products, and conversions from FP4 and FP8 codes, by shifts and exact products.
+The functions load, store and multiply such words, and convert FP4 and FP8 codes to them. A conversion shifts bits, so
+that its result is a power of two times the value; a product with a power of two corrects that exactly.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from pallas_kernels.mgpu import mlir, thread_ops
 from pallas_kernels.mgpu.mlir import U32
 
 
-PARTS = 3  # bfloat16 terms whose sum is a float32
+PARTS = 3  # number of bfloat16 terms whose sum is any float32
 
 
 def load_four(pointer) -> list[U32]:
@@ -39,13 +40,13 @@ def unpack(word: U32) -> list[Any]:
 
 
 def pack(low, high) -> U32:
-    """Rounds two MLIR float32 to a word of two bfloat16."""
+    """Rounds two MLIR float32 to bfloat16, and packs them into the low and the high half of a word."""
     code = "cvt.rn.bf16x2.f32 $0, $1, $2;"
     return U32(mlir.ptx(code, high, low, results=mlir.int_type(), pure=True))
 
 
 def rotate(word: U32, cos, sin) -> U32:
-    """Rotates a pair of bfloat16 by an angle, whose cosine and sine are MLIR float32; no FMA is used."""
+    """Rotates a pair of bfloat16 by an angle, given by its cosine and sine as MLIR float32; uses no FMA."""
     even, odd = unpack(word)
     multiply = thread_ops.multiply
     rotated_even = arith.subf(multiply(even, cos), multiply(odd, sin))
@@ -53,7 +54,10 @@ def rotate(word: U32, cos, sin) -> U32:
 
 
 def split(four: Sequence[U32]) -> Iterator[list[U32]]:
-    """Yields the high, middle and low bfloat16 terms of four float32, two words each; their sum is exact."""
+    """Splits four float32 exactly into sums of three bfloat16 terms.
+
+    `four` has their bits. Yields the high terms of all four as two words, then the middle and the low terms.
+    """
     remainders = [thread_ops.as_float(x) for x in four]
     for _ in range(PARTS):
         both = [pack(*remainders[i : i + 2]) for i in (0, 2)]
@@ -63,11 +67,16 @@ def split(four: Sequence[U32]) -> Iterator[list[U32]]:
 
 
 def multiply_add(acc: Sequence[Any], a: Sequence[U32], b: Sequence[U32], *, pure: bool = False) -> list[Any]:
-    """Returns acc [16, 8] float32 + a [16, 16] @ b [16, 8], of bfloat16, as the fragments of lane 4 * i + j.
+    """Returns acc + a @ b, computed by a warp with `mma.m16n8k16`.
 
-    acc has columns 2 * j and 2 * j + 1 of row i, then of row i + 8. The four words of a have the first two of four
-    terms of row i and of row i + 8, then the last two; those of b have the same four terms of column i. Which four of
-    the 16 terms a lane holds does not matter. `pure` is as in `mlir.ptx`.
+    Each lane holds four of the 16 terms of a sum. Which four does not matter, if it holds the same ones of a and b.
+
+    Args:
+      acc: [16, 8] float32. Lane 4 * i + j holds columns 2 * j and 2 * j + 1 of row i, then those of row i + 8.
+      a: [16, 16] bfloat16. Lane 4 * i + j holds four words: two terms of row i, the same two terms of row i + 8, then
+        two other terms of row i and of row i + 8.
+      b: [16, 8] bfloat16. Lane 4 * i + j holds two words: the same four terms of column i.
+      pure: as in `mlir.ptx`.
     """
     code = (
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -77,7 +86,7 @@ def multiply_add(acc: Sequence[Any], a: Sequence[U32], b: Sequence[U32], *, pure
 
 
 def e2m1_value(code: jax.Array) -> jax.Array:
-    """Returns the float32 values of E2M1 codes 0 to 15, int32, exactly; in jax.numpy."""
+    """Returns the exact float32 values of E2M1 codes, int32 from 0 to 15. It is written in jax.numpy."""
     size = code & 7
     normal = lax.bitcast_convert_type((size << 22) + (126 << 23), jnp.float32)
     size = jnp.where(size < 2, size.astype(jnp.float32) * 0.5, normal)
@@ -85,35 +94,42 @@ def e2m1_value(code: jax.Array) -> jax.Array:
 
 
 def e2m1_pairs(word: U32) -> list[U32]:
-    """Returns E2M1 codes i and i + 4 of a word as two bfloat16, times 2**-126, for i = 0 .. 3.
+    """Converts a word of eight E2M1 codes to four words of two bfloat16, which are 2**-126 times the values.
 
-    A code has the sign, exponent and mantissa bits of a bfloat16, without the gap between sign and exponent. One
-    instruction makes that gap for two pairs, the second of which lies 4 bits lower.
+    Word i of the result has codes i and i + 4. An E2M1 code consists of the sign bit, the two lowest exponent bits and
+    the highest mantissa bit of a bfloat16. So a conversion moves the sign away from the other bits. One instruction
+    does this for two words of the result, whose bits lie 4 positions apart.
     """
     pairs = []
     for signs, others in (word << 8, word << 2), (word, word >> 6):
-        # signs & mask | others & ~mask in one instruction, which compilers do not find.
+        # `lop3` computes signs & mask | others & ~mask in one instruction; compilers emit more for this expression.
         both = thread_ops.pure("lop3.b32 $0, $1, $2, 0x88008800, 0xe4;", signs, others)
         pairs += [both << 4 & 0x81C081C0, both & 0x81C081C0]
     return pairs
 
 
 def e4m3_pairs(word: U32) -> list[U32]:
-    """Returns E4M3 codes i and i + 2 of a word as two bfloat16, times 2**-120, for i = 0 and 1."""
+    """Converts a word of four E4M3 codes to two words of two bfloat16, which are 2**-120 times the values.
+
+    Word i of the result has codes i and i + 2.
+    """
     shifted = word << 8
     return [x & 0x80008000 | x >> 4 & 0x07F007F0 for x in (shifted, word)]
 
 
 def multiply(x: U32, y: U32 | int) -> U32:
-    """Returns the products of two pairs of bfloat16, subnormal ones included."""
+    """Returns the elementwise products of two pairs of bfloat16. Subnormal numbers are not flushed to zero."""
     return thread_ops.pure("mul.rn.bf16x2 $0, $1, $2;", x, y)
 
 
 def fp8_pairs(words: list[U32]) -> list[U32]:
-    """Reorders four words of two bfloat16 to the order of `e4m3_pairs` of two words: pairs i and i + 2 of four."""
+    """Reorders eight bfloat16 in four words to the order in which `e4m3_pairs` unpacks eight codes in two words.
+
+    Of each four values, value i and value i + 2 form a word.
+    """
     return [halves(words[i // 2 * 2], words[i // 2 * 2 + 1], i % 2) for i in range(4)]
 
 
 def halves(x: U32, y: U32, high: int) -> U32:
-    """Returns the low or the high halves of two words, x's first."""
+    """Returns a word of the high (`high` = 1) or low (0) halves of x and y, with the half of x in the low bits."""
     return thread_ops.ptx(f"prmt.b32 $0, $1, $2, {'0x7632' if high else '0x5410'};", x, y)

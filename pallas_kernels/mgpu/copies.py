@@ -1,6 +1,7 @@
-"""Asynchronous copies (`cp.async`) of rows from global to shared memory, by the threads that read them back.
+"""Asynchronous copies (`cp.async`) of rows from global to shared memory.
 
-Vectors lie over a warpgroup as in `vectors`.
+Values are copied by the thread or the warp that reads them from shared memory later, so no barrier over a warpgroup is
+needed. A vector is spread over the threads of a warpgroup as in `vectors`.
 """
 
 from typing import Any
@@ -19,15 +20,15 @@ from pallas_kernels.runtime.launch import primitive
 
 @primitive
 def start_copy(target, source, row: jax.Array, column: jax.Array, *, below: int = 0, other=None) -> None:
-    """Starts to copy a part of row `row + below` to shared memory; each thread copies the values that it reads back.
+    """Starts to copy a piece of row `row + below` to shared memory. Each thread copies the values that it will read.
 
     Args:
       target: [size] float32 in shared memory.
       source: [.., width] float32 in global memory.
       row: int32 scalar.
       column: [128] int32, the first of the `size / 128` consecutive columns that each thread copies.
-      below: added to the row.
-      other: optional array like `source`, of which a negative `row` means row `-1 - row`; then `below` is 0.
+      below: number to add to the row; 0 if `other` is given.
+      other: array like `source`, or None. If it is given, a negative `row` means row `-1 - row` of this array.
     """
     per_thread = target.shape[0] // THREADS
     columns = jnp.repeat(column, per_thread) + jnp.tile(lax.iota(jnp.int32, per_thread), THREADS)
@@ -58,16 +59,16 @@ def _emit_start_copy(target, source, row, column, *, below=0, other=None):
 
 @primitive
 def start_rows(target, pieces, *, column: jax.Array, size: int) -> None:
-    """Starts to copy rows, `size` columns of each, to shared memory.
+    """Starts to copy `size` columns of consecutive rows to shared memory. The rows may come from several arrays.
 
-    After `wait_copies` and `sync_warp` a warp may read its own columns of the rows.
+    After `wait_copies` and `sync_warp`, a warp may read its own columns of the rows.
 
     Args:
       target: [rows * size] float32 in shared memory, the number of rows a multiple of 4.
-      pieces: (array [.., width] float32 in global memory, row, begin), with int32 scalars. From target row `begin` to
-        the next piece's `begin`, target row r is row `row + r` of the array.
-      column: int32 scalar, the first of `size` columns.
-      size: number of columns.
+      pieces: tuples (array [.., width] float32 in global memory, int32 scalar `row`, int32 scalar `begin`). From row
+        `begin` of the target to the next piece's `begin`, row r of the target is row `row + r` of the array.
+      column: int32 scalar, the first of the columns to copy.
+      size: number of columns to copy.
     """
 
     def read(r, pieces):
@@ -83,7 +84,8 @@ def start_rows(target, pieces, *, column: jax.Array, size: int) -> None:
 def _emit_start_rows(target, pieces, *, column, size):
     rows = target.type.shape[0] // size
     per_thread = size // THREADS
-    # A thread copies 4 values, but reads `per_thread` of a row: `wide` threads of a warp copy one of `high` rows.
+    # A thread reads `per_thread` values of a row, but copies 4 at a time. So `wide` threads of a warp copy the warp's
+    # columns of a row, and the warp copies `high` rows at once.
     wide = 8 * per_thread
     high = 4 // per_thread
     thread = mlir.wide_thread()
@@ -110,7 +112,7 @@ def _emit_start_rows(target, pieces, *, column, size):
 
 @primitive
 def commit_copies() -> None:
-    """Makes one group of the copies that this thread started since its last group."""
+    """Closes a group of copies: all that this thread started since it closed the last group."""
 
 
 commit_copies.mosaic(lambda: mlir.inline(nvvm.cp_async_commit_group))
@@ -118,7 +120,7 @@ commit_copies.mosaic(lambda: mlir.inline(nvvm.cp_async_commit_group))
 
 @primitive
 def wait_copies(pending: int) -> None:
-    """Waits for all groups of copies of this thread but the last `pending` ones."""
+    """Waits for all groups of copies of this thread except the last `pending` groups."""
 
 
 wait_copies.mosaic(lambda pending: mlir.inline(lambda: nvvm.cp_async_wait_group(pending)))
@@ -126,7 +128,7 @@ wait_copies.mosaic(lambda pending: mlir.inline(lambda: nvvm.cp_async_wait_group(
 
 @primitive
 def sync_warp() -> None:
-    """Waits for the warp's threads; compilers move no load or copy across it."""
+    """Synchronizes the threads of a warp. Compilers move no load and no copy across it."""
 
 
 sync_warp.mosaic(lambda: mlir.inline(mgpu.utils.warp_barrier))

@@ -1,16 +1,18 @@
 """Mailboxes: buffers through which the GPUs of one process add up values, written by peers without any barrier.
 
 Each GPU owns a mailbox, memory that never moves and whose address all GPUs know. A thread sends its values by storing
-them into its slots of every mailbox. It receives by polling its own mailbox. A value and the number of the call travel
-in one 8-byte store, so a slot is complete when it holds the call's number, and no slot has to be cleared. The mailbox
-itself counts the calls: the number follows what ran on the GPU, and kernels, programs and models share a mailbox.
+them into its slots of every mailbox. It receives values by polling its GPU's own mailbox. A 4-byte word of values and
+the number of the call are stored together as 8 bytes. So a slot is complete if it holds the call's number, and no slot
+has to be cleared. The counter of calls is part of the mailbox, so different kernels, programs and models can share one.
 
-Two generations of slots are enough. A GPU sends call n + 2 into the slots of call n after it has received call n + 1
-of all others. Those had then started call n + 1 and so finished call n. The argument holds for each thread block, which
-has its own slots and counter and only meets the block of the same number on the other GPUs.
+Two generations of slots are enough. A GPU sends the values of call n + 2 into the slots of call n after it has received
+the values of call n + 1 from all other GPUs. By then, each of them has started call n + 1, and so finished call n. This
+holds for each thread block by itself: a block has its own slots and counter, and exchanges values only with the blocks
+of the same number on the other GPUs.
 
-Before its first exchange a program has to wait for all its GPUs in a collective of XLA. CUDA loads a kernel lazily, and
-only while no other kernel waits on that GPU; XLA loads all kernels of a program before the collective.
+Before its first exchange a program has to run a collective of XLA over all its GPUs. CUDA loads a kernel at its first
+launch, and cannot do so while another kernel of that GPU waits for its peers. XLA loads all kernels of a program before
+the collective.
 """
 
 import functools
@@ -26,24 +28,24 @@ from pallas_kernels.mgpu.mlir import THREADS, U32
 from pallas_kernels.runtime.checks import check_array, check_rules
 
 
-GENERATIONS = 2
-BLOCKS = 128  # thread blocks of a kernel; the GPU runs so many at once
-ROUNDS = 4  # units that a thread exchanges in a call
-UNIT = 8  # values
-SLOT_BYTES = 16  # two words, each followed by the number of the call
+GENERATIONS = 2  # sets of slots, which calls use in turns
+BLOCKS = 128  # maximum number of thread blocks of a kernel; the GPU runs them all at once
+ROUNDS = 4  # maximum number of units that a thread exchanges in a call
+UNIT = 8  # bfloat16 values of a unit, 16 bytes
+SLOT_BYTES = 16  # a slot is two 32-bit words of values, each followed by the number of the call
 SLOTS_PER_UNIT = 2
 # Indices of entries of the table, see `check_table`.
 OWN = 1  # the address of this GPU's mailbox
 PEERS = 2  # the address of the mailbox of rank 0, which the other ranks' follow
-MAX_POLLS = 1 << 25  # half a minute; then another GPU has failed, and this one traps
+MAX_POLLS = 1 << 25  # polls, about half a minute, after which a thread assumes that another GPU has failed and traps
 
 
 class Unit(NamedTuple):
-    """Eight values that a thread exchanges."""
+    """Eight bfloat16 values that a thread replaces by their sum over the GPUs."""
 
-    active: U32  # whether the thread takes part
+    active: U32  # whether this thread has such values
     load: Callable[[], list[U32]]  # returns the thread's values, four words of two bfloat16
-    store: Callable[[list[U32]], None]  # takes the four words of the sum
+    store: Callable[[list[U32]], None]  # stores the sum, four words of two bfloat16
 
 
 def check_table(table: jax.Array, *, interpret: bool) -> None:
@@ -58,12 +60,21 @@ def check_table(table: jax.Array, *, interpret: bool) -> None:
 
 
 def _num_ranks(table):
-    """Returns the number of GPUs in a table, an array or a type of a reference as for `check_table`."""
+    """Returns the number of GPUs of a table of mailboxes, given as an array or as the type of a reference."""
     return table.shape[0] // 2 - PEERS
 
 
 def slot_offset(generation, rank, round_: int, block, thread, *, ranks: int):
-    """Returns the byte offset of a unit's first slot in a mailbox; the second is THREADS * SLOT_BYTES further on."""
+    """Returns the byte offset of a unit's first slot in a mailbox. The second is THREADS * SLOT_BYTES bytes behind it.
+
+    Args:
+      generation: 0 or 1, number of the call modulo 2.
+      rank: rank of the sender.
+      round_: number of the unit among the thread's units.
+      block: number of the thread block.
+      thread: number of the thread in its block.
+      ranks: number of GPUs.
+    """
     row = ((generation * ranks + rank) * ROUNDS + round_) * BLOCKS + block
     return (row * (SLOTS_PER_UNIT * THREADS) + thread) * SLOT_BYTES
 
@@ -79,10 +90,14 @@ def mailbox_bytes(ranks: int) -> int:
 
 
 def exchange(block: U32, table_gmem, units: Sequence[Unit]) -> None:
-    """Emits code of one thread that replaces each of up to `ROUNDS` units by its sum over the GPUs.
+    """Emits code for one thread that replaces each of its units by the sum over the GPUs.
 
-    Sums are float32, in the order of ranks, and rounded once. `block` is the number of the thread block, below
-    `BLOCKS`; `table_gmem` is described at `check_table`.
+    Values are added in float32, in the order of ranks, and the sum is rounded to bfloat16.
+
+    Args:
+      block: number of the thread block, below `BLOCKS`.
+      table_gmem: table of mailboxes, see `check_table`.
+      units: up to `ROUNDS` units of this thread.
     """
 
     def load_address(i):
@@ -132,7 +147,17 @@ def _send(address, four, call):
 
 
 def _receive(address, call, ranks, rank_stride):
-    """Waits for a unit of each GPU and returns its four words; `rank_stride` is in bytes."""
+    """Polls this GPU's mailbox until a unit of every rank has come.
+
+    Args:
+      address: 64-bit address of the first slot of rank 0's unit.
+      call: number of the call, which complete slots hold.
+      ranks: number of GPUs.
+      rank_stride: distance in bytes from a rank's slots to the next rank's.
+
+    Returns:
+      The four words of the unit of each rank.
+    """
     count = 2 * SLOTS_PER_UNIT * ranks
     loads = []
     checks = []

@@ -1,8 +1,8 @@
 """Inline MLIR and PTX in Pallas kernels.
 
 Pallas has no operation for some instructions (shuffles, loads with a cache hint, stores to another block of a cluster).
-`inline` puts code that emits MLIR for one thread into a kernel, and turns its results into Pallas arrays. The other
-functions are called within such code.
+`inline` puts a function that emits MLIR for one thread into a kernel, and turns its results into Pallas arrays. `emits`
+does so for a primitive. The other functions are called within such an emitting function.
 """
 
 import itertools
@@ -21,21 +21,25 @@ from pallas_kernels.runtime.pytrees import on_leaves
 
 
 WARP = 32  # threads of a warp
-THREADS = 128  # threads of a warpgroup, which Pallas calls a thread
+THREADS = 128  # threads of a warpgroup. Pallas calls a warpgroup a thread.
 
 
 def inline(emit: Callable, *args, layout: Callable[..., Any] | None = None, returns=None):
-    """Puts the MLIR that `emit` writes for one thread into a Pallas kernel; returns an array for each result.
+    """Puts the MLIR that `emit` writes for one thread into a Pallas kernel.
 
     Args:
-      emit: a function of a memref for each reference, a `U32` for each integer or bool scalar, and a `FragmentedArray`
-        for each array (see `scalar` and `values`). It returns a result for each of `returns`: an MLIR scalar or `U32`
-        for shape (), otherwise the values of the array that this thread holds, in the layout's order, as a list of
-        registers (MLIR vectors), MLIR scalars or `U32`.
-      args: references and arrays, or pairs (reference or array, its `plgpu.RefType` or layout).
-      layout: shape -> layout, the default for arrays. Scalars are the same in all threads (WG_SPLAT).
-      returns: None, or one object or a tuple of objects with a `shape` and a `dtype`. Objects whose layout is not the
-        default are `plgpu.ShapeDtypeStruct`.
+      emit: function of one argument for each of `args`: a memref for a reference, a `U32` for an integer or bool
+        scalar, and a `FragmentedArray` for an array (see `scalar` and `values`). It returns a result for each of
+        `returns`. For shape () this is an MLIR scalar or a `U32`. Otherwise it is a list of the values that this thread
+        holds of the array, in the layout's order, as registers (MLIR vectors), MLIR scalars or `U32`.
+      args: references and arrays, or pairs (reference, its `plgpu.RefType`) and (array, its layout).
+      layout: function from an array's shape to its layout, the default for arrays. Scalars are the same in all threads
+        (WG_SPLAT).
+      returns: None, or one object or a tuple of objects with a `shape` and a `dtype`. An object whose layout is not the
+        default is a `plgpu.ShapeDtypeStruct`.
+
+    Returns:
+      An array, or a tuple of arrays, like `returns`; None if `returns` is None.
     """
 
     def layout_of(shape):
@@ -63,16 +67,16 @@ def inline(emit: Callable, *args, layout: Callable[..., Any] | None = None, retu
 
 
 def emits(primitive, *layouts, layout: Callable[..., Any] | None = None, returns=None) -> Callable:
-    """Registers code for one thread, such as `inline` takes, as a primitive's implementation for the GPU.
+    """Returns a decorator that registers a function emitting MLIR for one thread as a primitive's code for the GPU.
 
-    The code has the primitive's arguments, which may be pytrees. References and arrays within them are replaced as in
-    `inline`; everything else is passed on as it is.
+    The emitting function gets the primitive's arguments, which may be pytrees. References and arrays within them are
+    replaced as in `inline`; everything else is passed on unchanged.
 
     Args:
-      primitive: the primitive.
-      layouts: layouts of the first references and arrays, None for the default.
+      primitive: the primitive, see `runtime.launch`.
+      layouts: layouts (or for references, `plgpu.RefType`) of the first references and arrays; None for the default.
       layout: as in `inline`.
-      returns: as in `inline`, or a function of the primitive's arguments.
+      returns: as in `inline`, or a function from the primitive's arguments to such a value.
     """
 
     def register(emit):
@@ -89,7 +93,11 @@ def emits(primitive, *layouts, layout: Callable[..., Any] | None = None, returns
 
 
 def on_operands(function: Callable, *args, **kwargs) -> tuple[Callable, list[Any]]:
-    """Returns the function of only the arrays and the references within its arguments, and a list of these."""
+    """Binds all arguments of a function except arrays and references.
+
+    Returns:
+      (a function of only the arrays and references within `args` and `kwargs`, the list of these).
+    """
     return on_leaves(function, args, kwargs, lambda leaf: isinstance(leaf, jax.Array) or hasattr(leaf, "at"))
 
 
@@ -101,7 +109,7 @@ def _operand(x):
 
 
 def _array(parts, kind):
-    """Returns the `FragmentedArray` of the values that a thread holds."""
+    """Returns the `FragmentedArray` of type `kind` whose values in this thread are `parts`, see `inline`."""
     signed = mgpu.utils.is_signed(kind.dtype)
     if not kind.shape:
         return mgpu.FragmentedArray.splat(U32(parts).value, (), is_signed=signed)
@@ -127,12 +135,12 @@ def ptx(
     """Emits PTX instructions.
 
     Args:
-      code: the instructions. `$0`, `$1`, ... are the results, then the operands, then `in_out`.
+      code: the instructions. `$0`, `$1`, ... stand for the results, then for the operands, then for `in_out`.
       operands: MLIR integers, floats and pointers, `U32`, or Python integers of 32 bits.
       results: an MLIR type, or a sequence of types.
-      in_out: values that the first results hold before the instructions.
+      in_out: initial values of the first results, for instructions that read and write a register.
       pure: whether the results depend on the operands alone, so that compilers may move, merge and drop the code.
-      convergent: whether compilers must keep the set of threads that execute the code together; default `not pure`.
+      convergent: whether compilers must keep the set of threads that execute the code together; None for `not pure`.
 
     Returns:
       An MLIR value, or a list of values if `results` is a sequence.
@@ -191,7 +199,7 @@ class U32:
     __rshift__ = _operator(arith.shrui)
     __lt__, __le__, __gt__, __ge__ = (_comparison(predicate) for predicate in ("ult", "ule", "ugt", "uge"))
     equals = _comparison("eq")
-    is_below, is_at_least = (_comparison(predicate) for predicate in ("slt", "sge"))  # of signed integers
+    is_below, is_at_least = (_comparison(predicate) for predicate in ("slt", "sge"))  # compare signed integers
     minimum = _operator(arith.minui)
     maximum = _operator(arith.maxui)
 
@@ -201,8 +209,8 @@ class U32:
 
 
 f32_type = ir.F32Type.get
-constant = mgpu.utils.c  # (number, MLIR type)
-shared_pointer = mgpu.utils.memref_ptr  # of a reference to shared memory
+constant = mgpu.utils.c  # (number, MLIR type) -> MLIR constant
+shared_pointer = mgpu.utils.memref_ptr  # reference to shared memory -> LLVM pointer
 
 
 def int_type(bits: int = 32):
@@ -233,24 +241,24 @@ def index(value: int):
 
 
 def to_i64(x):
-    """Converts a signed integer, as an MLIR value or `U32`, or an index to 64 bits."""
+    """Converts a signed integer (an MLIR value or `U32`) or an MLIR index to an MLIR integer of 64 bits."""
     kind = int_type(64)
     x = U32(x).value
     return arith.index_cast(kind, x) if isinstance(x.type, ir.IndexType) else arith.extsi(kind, x)
 
 
 def to_u64(x: U32):
-    """Converts an unsigned integer to 64 bits."""
+    """Converts an unsigned integer to an MLIR integer of 64 bits."""
     return arith.extui(int_type(64), x.value)
 
 
 def multiply_add(x, factor: int, y):
-    """Returns x * factor + y of MLIR integers of the same type."""
+    """Returns x * factor + y, where x and y are MLIR integers of the same type."""
     return arith.addi(arith.muli(x, constant(factor, x.type)), y)
 
 
 def values(x) -> list[Any]:
-    """Returns the MLIR scalars of a register, or all that this thread holds of a `FragmentedArray`."""
+    """Returns the MLIR scalars in x: a `U32`, a register, or the part of a `FragmentedArray` that this thread holds."""
     if isinstance(x, U32):
         return [x.value]
     if isinstance(x, mgpu.FragmentedArray):
@@ -261,13 +269,13 @@ def values(x) -> list[Any]:
 
 
 def scalar(x):
-    """Returns the only MLIR scalar of a register, or that this thread holds of a `FragmentedArray`."""
+    """Returns the MLIR scalar of x, of which this thread must hold exactly one value, see `values`."""
     (value,) = values(x)
     return value
 
 
 def pack(scalars: Iterable[Any]):
-    """Packs MLIR scalars into a register."""
+    """Packs MLIR scalars into a register, an MLIR vector."""
     scalars = list(scalars)
     return vector.from_elements(vector_type(len(scalars), scalars[0].type), scalars)
 
@@ -287,20 +295,26 @@ def _thread(kind):
 
 
 def global_pointer(ref):
-    """Returns a pointer to a reference to global memory."""
+    """Returns an LLVM pointer to the memory of a reference to global memory."""
     return llvm.addrspacecast(llvm.PointerType.get(address_space=1), shared_pointer(ref))
 
 
 def at(pointer, offset, element=None):
-    """Returns a pointer moved by `offset`, an integer as for `U32`, in bytes or in elements of an MLIR type."""
+    """Returns the pointer `pointer + offset`.
+
+    `offset` is an integer that `U32` takes. It counts elements of the MLIR type `element`, or bytes if that is None.
+    """
     offset = offset if isinstance(offset, int) else U32(offset).value
     return mgpu.utils.getelementptr(pointer, [offset], int_type(8) if element is None else element)
 
 
 def element(ref, index, size: int | None = None):
-    """Returns a pointer to element `index`, a signed integer, of a contiguous reference to global memory.
+    """Returns a pointer to an element of a contiguous reference to global memory.
 
-    `size` is the number of bytes of an element; None: that of the reference's type.
+    Args:
+      ref: the reference.
+      index: number of the element in row-major order, a signed integer.
+      size: number of bytes of an element; None for the size of the reference's element type.
     """
     if size is None:
         return at(global_pointer(ref), to_i64(index), ref.type.element_type)

@@ -1,7 +1,7 @@
-"""Code for one thread: instructions on `U32`.
+"""Functions that emit instructions for one thread, on 32-bit values (`mlir.U32`).
 
-The instructions cover shared memory and its atomics, shuffles, barriers, and the shared memory of the cluster's other
-blocks. `inline` puts such code into a kernel.
+There are instructions for shared memory and its atomics, shuffles, barriers, and the shared memory of other blocks of
+the cluster. `inline` puts a function that calls them into a kernel.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ def inline(emit: Callable, *args, returns: jax.ShapeDtypeStruct | None = None):
     """Puts code for one thread into a kernel, as `mlir.inline` does, with U32 for integers.
 
     Args:
-      emit: a function of the arguments, in which a reference is a memref, a scalar or an array [128] a U32, and another
-        array a list of this thread's MLIR values. It returns None, a U32, or such a list.
+      emit: function of the same arguments, in which a memref stands for a reference, a U32 for a scalar or an array
+        [128], and a list of this thread's MLIR values for another array. It returns None, a U32, or such a list.
       args: pytrees of references, scalars, and arrays of 128 values or a multiple of 512. A bool becomes 0 or 1.
-      returns: shape and dtype of the result, int32[128] for a U32. The values of a list lie in no order that one may
-        rely on, but a thread that gets the array as an argument finds its own in the list's order.
+      returns: shape and dtype of the result, int32 [128] for a U32; None for no result. The order of a list's values in
+        the result is unspecified. If the array is passed to `inline` again, each thread gets the same list.
     """
     emit_operands, operands = mlir.on_operands(emit, *args)
 
@@ -47,12 +47,12 @@ def inline(emit: Callable, *args, returns: jax.ShapeDtypeStruct | None = None):
 
 
 def vector_layout(shape: tuple[int, ...]):
-    """Returns the register layout of `inline`'s arrays."""
+    """Returns the register layout of the arrays that `inline` takes and returns."""
     return plgpu.Layout.WG_STRIDED(shape, vec_size=1 if shape == (128,) else 4)
 
 
 def ptx(code: str, *args, in_out: Sequence[U32] = (), pure: bool = False) -> U32:
-    """Returns the result `$0` of instructions on `args`, which are `$1`, `$2`, ...; see `mlir.ptx`."""
+    """Emits PTX instructions with one 32-bit result, `$0`, on `args`, which are `$1`, `$2`, ...; see `mlir.ptx`."""
     return U32(mlir.ptx(code, *args, results=mlir.int_type(), in_out=in_out, pure=pure))
 
 
@@ -60,7 +60,7 @@ pure = partial(ptx, pure=True)
 
 
 def ptx_words(count: int, code: str, *args) -> list[U32]:
-    """Returns the results `$0`, `$1`, ... of instructions on `args`, whose numbers follow."""
+    """Emits PTX instructions with `count` 32-bit results, `$0`, `$1`, ..; `args` are `$count`, ..; see `mlir.ptx`."""
     return [U32(x) for x in mlir.ptx(code, *args, results=[mlir.int_type()] * count)]
 
 
@@ -78,7 +78,7 @@ def lane() -> U32:
 
 
 def warp() -> U32:
-    """Returns this warp's number in its block, as a uniform value; all lanes have to call it."""
+    """Returns this warp's number in its block, which the compiler knows to be uniform. All lanes have to call it."""
     return U32(mgpu.utils.warp_idx())
 
 
@@ -87,13 +87,13 @@ def warp() -> U32:
 
 @contextlib.contextmanager
 def when(condition: U32) -> Iterator[None]:
-    """Makes the code emitted within it run only where the condition holds."""
+    """Makes the code that is emitted within this context run only in threads where the condition holds."""
     with mgpu.utils.when(condition.value):
         yield
 
 
 def loop(count: U32 | int, body: Callable[..., Iterable[U32] | None], *carried: U32) -> list[U32]:
-    """Repeats `carried = body(i, *carried)` for i = 0 .. count - 1; returns the last carried values."""
+    """Emits a loop `carried = body(i, *carried)` over i = 0 .. count - 1. Returns the last carried values."""
     start, stop, step = (U32(x).value for x in (0, count, 1))
     for_op: Any = scf.ForOp(start, stop, step, [x.value for x in carried])
     with ir.InsertionPoint(for_op.body):
@@ -103,9 +103,9 @@ def loop(count: U32 | int, body: Callable[..., Iterable[U32] | None], *carried: 
 
 
 def for_each(total: int, visit: Callable[[U32], None], thread: U32 | None = None) -> None:
-    """Calls `visit` for 0 .. total - 1, of which each thread of the warpgroup takes every 128th.
+    """Calls `visit` with the numbers 0 .. total - 1, every 128th in the same thread of a warpgroup.
 
-    `thread` is its number in the warpgroup, if known.
+    `thread` is the thread's number in the warpgroup; None to compute it.
     """
     thread = thread or mlir.thread()
     for start in range(0, total, mlir.THREADS):
@@ -118,7 +118,7 @@ def for_each(total: int, visit: Callable[[U32], None], thread: U32 | None = None
 
 
 def replace_if(condition: U32, values: Sequence[Any], others: Callable[[], Sequence[Any]]) -> list[Any]:
-    """Returns `others()` if the condition holds, else `values`; both are MLIR values."""
+    """Returns the MLIR values of `others()` if the condition holds, else `values`. `others` runs only in that case."""
     branch: Any = scf.IfOp(condition.value, [value.type for value in values], has_else=True)
     with ir.InsertionPoint(branch.then_block):
         scf.yield_(others())
@@ -127,13 +127,13 @@ def replace_if(condition: U32, values: Sequence[Any], others: Callable[[], Seque
     return list(branch.results)
 
 
-sync = partial(mlir.ptx, "bar.sync 0;")  # the block's threads; orders their accesses to shared memory
+sync = partial(mlir.ptx, "bar.sync 0;")  # synchronizes the block's threads, and orders their accesses to shared memory
 cluster_arrive = partial(mlir.ptx, "barrier.cluster.arrive.release.aligned;")
-# The cluster's threads have arrived; orders their accesses to the shared memory of all blocks.
+# Waits until all threads of the cluster have arrived, and orders their accesses to the shared memory of all blocks.
 cluster_wait = partial(mlir.ptx, "barrier.cluster.wait.acquire.aligned;")
 
 
-# --- memory; addresses count bytes ---
+# --- memory; addresses are in bytes ---
 
 
 def shared(ref, offset: U32 | int = 0) -> U32:
@@ -142,10 +142,11 @@ def shared(ref, offset: U32 | int = 0) -> U32:
     return base + (offset << 2)
 
 
-# (address, block) -> address of the same place in the shared memory of another block of the cluster.
+# (address, block) -> address of the same place in the shared memory of block `block` of the cluster.
 peer = partial(ptx, "mapa.shared::cluster.u32 $0, $1, $2;")
 load = partial(ptx, "ld.shared.u32 $0, [$1];")
-# (address, value). `fetch_add`, `add` and `set_bits` are atomic; `fetch_add` returns the value before.
+# Functions of (address, value). `fetch_add`, `add`, `add_peer` and `set_bits` are atomic. `fetch_add` returns the old
+# value. `store_peer` and `add_peer` take an address from `peer`.
 store = partial(mlir.ptx, "st.shared.u32 [$0], $1;")
 store_peer = partial(mlir.ptx, "st.shared::cluster.u32 [$0], $1;")
 fetch_add = partial(ptx, "atom.shared.add.u32 $0, [$1], $2;")
@@ -155,12 +156,12 @@ set_bits = partial(mlir.ptx, "red.shared.or.b32 [$0], $1;")
 
 
 def load_vector(address: U32) -> list[U32]:
-    """Loads four values, from a multiple of 16 bytes on."""
+    """Loads four 32-bit values from shared memory; the address is a multiple of 16 bytes."""
     return ptx_words(4, "ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];", address)
 
 
 def store_vector(address: U32, values: Sequence[U32]) -> None:
-    """Stores four values, from a multiple of 16 bytes on."""
+    """Stores four 32-bit values to shared memory; the address is a multiple of 16 bytes."""
     mlir.ptx("st.shared.v4.u32 [$0], {$1, $2, $3, $4};", address, *values)
 
 
@@ -182,16 +183,16 @@ def store_global(ref, index: U32 | int, value: U32 | int) -> None:
 count_bits = partial(ptx, "popc.b32 $0, $1;")
 # The number of the lowest bit that is set, or 32 if none is.
 lowest_bit = partial(ptx, "{ .reg .b32 r; brev.b32 r, $1; clz.b32 $0, r; }")
-# The number without its bits, but for the highest one that is set.
+# The highest set bit alone, x with all lower bits cleared; 0 for 0.
 highest_bit = partial(ptx, "{ .reg .b32 r; clz.b32 r, $1; shr.u32 $0, 0x80000000, r; }")
-# Over the lanes of the warp.
+# Reductions over the lanes of a warp; every lane gets the result.
 warp_sum = partial(ptx, "redux.sync.add.u32 $0, $1, 0xffffffff;")
 warp_min = partial(ptx, "redux.sync.min.u32 $0, $1, 0xffffffff;")
 warp_max = partial(ptx, "redux.sync.max.u32 $0, $1, 0xffffffff;")
 
 
 def warp_prefix_sum(x: U32) -> U32:
-    """Returns the sum over the lanes up to this one, itself included."""
+    """Returns the inclusive prefix sum of x over the lanes of a warp."""
     code = """{ .reg .pred p; .reg .b32 r; shfl.sync.up.b32 r|p, $1, $2, 0, 0xffffffff; @!p mov.b32 r, 0;
         add.u32 $0, r, $1; }"""
     for distance in (1, 2, 4, 8, 16):
@@ -200,9 +201,14 @@ def warp_prefix_sum(x: U32) -> U32:
 
 
 def block_prefix_sum(x: U32, scratch: U32, warps: int) -> tuple[U32, U32]:
-    """Returns the sum of x over the threads before this one, and over all; synchronizes the block of up to 32 warps.
+    """Returns (the sum of x over the threads before this one, the sum over all threads of the block).
 
-    `scratch` is the address of 32 bits for each warp, which no thread accesses until the next synchronization.
+    It synchronizes the block. Until the next synchronization, no thread may access the scratch memory.
+
+    Args:
+      x: the value of this thread.
+      scratch: address of a 32-bit word for each warp in shared memory.
+      warps: number of warps of the block, up to 32.
     """
     up_to = warp_prefix_sum(x)
     own_warp = warp()
@@ -228,7 +234,7 @@ def as_float(x: U32):
 
 
 def multiply(x, y):
-    """Returns x * y of MLIR float32, which compilers never contract with an addition to an FMA."""
+    """Returns x * y of MLIR float32. Compilers never contract this product and an addition to an FMA."""
     return mlir.ptx("mul.rn.f32 $0, $1, $2;", x, y, results=mlir.f32_type(), pure=True)
 
 
@@ -238,7 +244,7 @@ def fma(x, y, z):
 
 
 def sum_lanes(x, lanes: int = 32):
-    """The sum of an MLIR float32 over each group of `lanes` consecutive lanes, in all of them."""
+    """Returns the sum of an MLIR float32 over `lanes` consecutive lanes, a power of two; each of them gets the sum."""
     while lanes > 1:
         lanes //= 2
         x = arith.addf(x, mgpu.utils.shfl_bfly(x, lanes))
@@ -246,7 +252,10 @@ def sum_lanes(x, lanes: int = 32):
 
 
 def lane_sums(terms: Sequence[Any]) -> U32:
-    """Returns in lane i the bits of the warp's sum of term i, for 32 terms: MLIR float32, or None for 0."""
+    """Sums each of 32 terms over the lanes of a warp. Lane i gets the bits of the sum of term i.
+
+    A term is an MLIR float32, or None if it is 0 in all lanes.
+    """
     terms = list(terms)
     while len(terms) > 1:
         half = len(terms) // 2

@@ -1,8 +1,8 @@
-"""Barriers that count the bytes which other blocks of the cluster store in this block's shared memory (`mbarrier`).
+"""Transaction barriers (`mbarrier`), which count bytes that other blocks of a cluster store in this block's memory.
 
-A phase ends when all threads of one warpgroup have arrived and the bytes that they announced have come. Bytes may come
-before the arrivals. The sender does not wait. Pallas's barriers do not disclose their addresses, which a sender needs.
-For GPUs alone: interpreted blocks share no memory.
+A phase of a barrier ends when all 128 threads of one warpgroup have arrived and all bytes that they announced have
+come. Bytes may come before the arrivals. The sender does not wait. It needs the address of the barrier, which Pallas's
+own barriers do not disclose. The module is for GPUs alone: interpreted blocks share no memory.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,10 @@ def scratch_type(count: int):
 
 
 def start(barriers) -> None:
-    """Initializes barriers [count, 2] int32. All warpgroups call it, and then `barriers.wait_cluster`."""
+    """Initializes barriers [count, 2] int32 in shared memory, and arrives at the barrier of the cluster.
+
+    All warpgroups call it. They call `barriers.wait_cluster` before they use the barriers.
+    """
 
     def emit(barriers):
         # A predicate rather than a branch keeps the warps together, as the `aligned` instruction below requires.
@@ -39,12 +42,15 @@ def start(barriers) -> None:
 
 
 def arrive(barrier, expected: jax.Array | int) -> None:
-    """Arrives at a barrier [2] int32 and announces `expected` bytes for each thread of the warpgroup."""
+    """Lets all threads of the warpgroup arrive at a barrier [2] int32. Each thread announces `expected` bytes."""
     _at_barrier("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [$0], $1;", barrier, jnp.int32(expected))
 
 
 def wait(barrier, parity: jax.Array) -> None:
-    """Waits until a phase of a barrier [2] int32 ends: an even phase (the first is 0) if `parity`, an int32, is 0."""
+    """Waits while the number of a barrier's current phase, counted from 0, has the parity `parity`.
+
+    The barrier is [2] int32 in shared memory, and `parity` an int32 scalar, 0 or 1.
+    """
     code = """{ .reg .pred ended;
         again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 ended, [$0], $1;
         @!ended bra again; }"""
@@ -57,9 +63,12 @@ def _at_barrier(code, barrier, value):
 
 
 def send(address: U32, values: Sequence[Any], barrier: U32) -> None:
-    """Stores one, two or four MLIR values of 32 bits in another block, whose barrier counts them. Within `inline`.
+    """Stores values in another block's shared memory, whose barrier counts the bytes. Call it within `mlir.inline`.
 
-    Both addresses come from `thread_ops.peer`; that of the values is a multiple of their size.
+    Args:
+      address: address of the values in the other block, from `thread_ops.peer`; a multiple of their size in bytes.
+      values: one, two or four MLIR values of 32 bits.
+      barrier: address of the barrier in the other block, from `thread_ops.peer`.
     """
     places = ", ".join(f"${i + 1}" for i in range(len(values)))
     vector, places = (f".v{len(values)}", f"{{{places}}}") if len(values) > 1 else ("", places)
@@ -68,7 +77,14 @@ def send(address: U32, values: Sequence[Any], barrier: U32) -> None:
 
 
 def put(x: jax.Array, target, block: int, barrier) -> None:
-    """Stores a vector x [size] in `target` [size] of a block of the cluster, whose barrier [2] int32 counts it."""
+    """Stores a vector in the shared memory of a block of the cluster, whose barrier counts the bytes.
+
+    Args:
+      x: [size] vector of a 32-bit type, see `vectors`.
+      target: [size] reference to shared memory; the same place of the other block is written.
+      block: number of the block in the cluster.
+      barrier: [2] int32 reference to a barrier; the same place of the other block is the barrier that counts.
+    """
 
     def emit(x, target, barrier):
         offset = thread_ops.thread() % THREADS * (4 * x.layout.vec_size)

@@ -1,6 +1,6 @@
-"""Operations on vectors over a warpgroup that Mosaic lacks: exchanges between threads, partial loads and stores.
+"""Operations on vectors that Mosaic lacks: exchanges between threads, partial loads and stores.
 
-Thread t holds values n * t .. n * t + n - 1 of a vector [128 * n], n = 1, 2 or 4.
+A vector [128 * n], n = 1, 2 or 4, is spread over a warpgroup: thread t holds values n * t .. n * t + n - 1.
 """
 
 import functools
@@ -20,7 +20,7 @@ from pallas_kernels.mgpu.mlir import THREADS as THREADS, U32, WARP
 from pallas_kernels.runtime.launch import primitive
 
 
-SLICE = 64  # `store_channels` stores from a multiple of this channel on
+SLICE = 64  # the first channel of `store_channels` is a multiple of this number
 
 
 def layout(size: int):
@@ -37,20 +37,23 @@ emits = functools.partial(mlir.emits, layout=_layout)
 
 
 def load(ref) -> jax.Array:
-    """Loads a [size] reference."""
+    """Loads a reference [size] to a vector."""
     return plgpu.load(ref, layout=layout(ref.shape[0]), optimized=False)
 
 
 def channels(size: int) -> jax.Array:
-    """Returns the numbers 0 .. size - 1."""
+    """Returns the vector of int32 numbers 0 .. size - 1."""
     return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout(size))
 
 
 @primitive
 def exchange(x: jax.Array, distance: int, scratch) -> jax.Array:
-    """Returns at every channel c of x, [size] of a 32-bit type, the value of channel `c ^ distance`, a power of two.
+    """Returns a vector y with y[c] = x[c ^ distance].
 
-    `scratch`, [size] float32 in shared memory for this warpgroup alone, is used for distances of size / 4 or more.
+    Args:
+      x: [size] of a 32-bit type.
+      distance: a power of two below `size`.
+      scratch: [size] float32 in shared memory that only this warpgroup uses; needed for distances of size / 4 or more.
     """
     return x[lax.iota(jnp.int32, x.shape[0]) ^ distance]
 
@@ -71,9 +74,17 @@ def _emit_exchange(x, distance, scratch):
 
 
 def butterfly(combine, x: jax.Array, first: int, last: int, scratch) -> jax.Array:
-    """Reduces blocks of 2 * first / last strided channels of x; every channel of a block gets the result.
+    """Reduces groups of channels of x [size] by exchanges at the distances first, first / 2, .. last.
 
-    Exchanges at the distances first, first / 2, ... last are combined by a function such as `jnp.maximum`.
+    A group has 2 * first / last channels, whose numbers differ in these powers of two. Each channel of the result has
+    the reduction of its group.
+
+    Args:
+      combine: elementwise function of two vectors, such as `jnp.maximum`.
+      x: [size] of a 32-bit type.
+      first: largest distance, a power of two.
+      last: smallest distance, a power of two.
+      scratch: as in `exchange`.
     """
     distance = first
     while distance >= last:
@@ -83,11 +94,11 @@ def butterfly(combine, x: jax.Array, first: int, last: int, scratch) -> jax.Arra
 
 
 def take_in(layout: Callable[..., Any]) -> Callable[[Any, jax.Array], jax.Array]:
-    """Returns `take` for indices whose register layout is `layout(shape)`."""
+    """Returns a primitive `take(ref, index)` for indices whose register layout is `layout(index.shape)`."""
 
     @primitive
     def take(ref, index: jax.Array) -> jax.Array:
-        """Gathers `ref[index]` of a reference [n] to 32-bit values in global memory; zero for negative indices."""
+        """Gathers `ref[index]` from a reference [n] to 32-bit values in global memory. A negative index gives 0."""
         return jnp.where(index >= 0, ref[...][index], jnp.zeros((), ref.dtype))
 
     @mlir.emits(take, layout=layout, returns=lambda ref, index: jax.ShapeDtypeStruct(index.shape, ref.dtype))
@@ -106,7 +117,10 @@ take = take_in(_layout)
 
 @primitive
 def load_repeated(ref, size: int) -> jax.Array:
-    """Loads `ref` [n], float32 in shared memory, and repeats it to [size]; n is a multiple of size / 128."""
+    """Loads a reference [n] to float32 in shared memory, and repeats it to a vector [size].
+
+    n is a multiple of size / 128 and divides `size`.
+    """
     return jnp.tile(ref[...], size // ref.shape[0])
 
 
@@ -120,9 +134,13 @@ def _(ref, size):
 
 @primitive
 def store_channels(ref, x: jax.Array, channel: jax.Array, *, every: int = 1) -> None:
-    """Stores `ref[i] = x[j]` where `channel[j] == every * i`, in global memory.
+    """Stores the values of some channels: `ref[i] = x[j]` for each j with `channel[j] == every * i` and i in range.
 
-    `channel` [size] int32 are consecutive numbers, the first a multiple of 64.
+    Args:
+      ref: [n] in global memory.
+      x: [size] values.
+      channel: [size] int32, consecutive numbers; the first is a multiple of 64 and may be negative.
+      every: number; only channels that are multiples of it are stored.
     """
     n = ref.shape[0]
     for at in range(0, x.shape[0], SLICE):
@@ -144,7 +162,7 @@ def _emit_store_channels(ref, x, channel, *, every=1):
     register = vector.bitcast(mlir.vector_type(per_thread, mlir.int_type(bits)), register)
     width = per_thread if every == 1 else 1
     for i in range(0, per_thread, max(width, min(every, per_thread))):
-        # Negative channels lie past the end, as unsigned numbers.
+        # A negative channel is past the end, because the comparison is unsigned.
         inside = numbers[i] < end
         if every > per_thread:
             inside = inside & (numbers[i] % every).equals(0)
@@ -158,7 +176,10 @@ def _emit_store_channels(ref, x, channel, *, every=1):
 
 @primitive
 def thread() -> jax.Array:
-    """Returns the threads' numbers in the warpgroup, [128] int32, read anew to keep no register across loops."""
+    """Returns the threads' numbers in the warpgroup, [128] int32.
+
+    Each call reads them from a special register again, so that they occupy no register throughout a loop.
+    """
     return channels(THREADS)
 
 
@@ -170,9 +191,10 @@ def _():
 
 @primitive
 def opaque(x: jax.Array) -> jax.Array:
-    """Returns an int32 scalar unchanged, whose origin the compiler cannot see.
+    """Returns the int32 scalar x, but hides from the compiler that the result equals x.
 
-    So it keeps nothing that is computed from it within a loop in registers across the loop.
+    Within a loop, the compiler therefore recomputes what depends on the result, rather than hoisting it out of the loop
+    into registers.
     """
     return x
 
@@ -184,7 +206,7 @@ def _(x):
 
 @primitive
 def ballot(x: jax.Array) -> jax.Array:
-    """Returns an int32 whose bit i is set if x is not 0 in lane i; x [128] int32 is the same in every warp."""
+    """Returns an int32 scalar whose bit i is set if x is not 0 in lane i. x [128] int32 must be equal in all warps."""
     return jnp.sum(jnp.where(x[:WARP] != 0, jnp.int32(1) << lax.iota(jnp.int32, WARP), 0))
 
 
@@ -204,7 +226,7 @@ any_in_warp.mosaic(lambda x: _vote(x, "vote.sync.ballot.b32 $0, p, 0xffffffff;")
 
 
 def lowest_bit(bits: jax.Array) -> jax.Array:
-    """Returns the number of the lowest bit that is set."""
+    """Returns the number of the lowest set bit of integers that are not 0."""
     return 31 - lax.clz(bits & -bits)
 
 

@@ -1,4 +1,7 @@
-"""Accumulators of `wgmma`, [64, columns] float32 in registers: products, sums over blocks, and stores."""
+"""Accumulators of `wgmma`, [64, columns] float32 in registers: products, exchange between warpgroups, and stores.
+
+An inbox is shared memory for one accumulator. It holds each thread's values in the order of its registers, not in rows.
+"""
 
 import contextlib
 from typing import Any
@@ -21,24 +24,30 @@ TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
 def layout(_: tuple[int, ...]):
-    """Returns the register layout of accumulators, of any shape."""
+    """Returns the register layout of accumulators, which is the same for all shapes."""
     return plgpu.Layout.WGMMA
 
 
 def zeros(shape: tuple[int, int]) -> jax.Array:
-    """Returns sums before the first product."""
+    """Returns an accumulator of zeros."""
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
 
 
 def multiply_add(acc: jax.Array, a, b) -> jax.Array:
-    """Returns acc + a @ b, [64, columns] float32, of bfloat16; b is in shared memory, a there or in registers."""
+    """Returns acc + a @ b.
+
+    Args:
+      acc: [64, columns] float32.
+      a: [64, k] bfloat16 in shared memory or in registers.
+      b: [k, columns] bfloat16 in shared memory.
+    """
     return multiply_add_all((acc,), a, (b,))[0]
 
 
 @primitive
 def multiply_add_all(accs: tuple[jax.Array, ...], a, bs: tuple) -> tuple[jax.Array, ...]:
-    """Returns `multiply_add` of one left operand and several right ones; waits once for all products."""
-    # The interpreter has no product with a start value and none of an operand in registers.
+    """Returns `multiply_add(acc, a, b)` for each pair of accs and bs. It waits once for all products."""
+    # Pallas's interpreter supports neither an initial accumulator nor an operand in registers in `plgpu.wgmma`.
     left = a[...].astype(jnp.float32)
     products = [jnp.dot(left, b[...].astype(jnp.float32), precision="highest") for b in bs]
     return tuple(acc + product for acc, product in zip(accs, products, strict=True))
@@ -56,7 +65,7 @@ def _(accs, a, bs):
 
 @primitive
 def put(inbox, values: jax.Array) -> None:
-    """Writes values to `inbox`, [64 * columns] float32 in shared memory (interpreted: [64, columns]), for `add`."""
+    """Writes an accumulator to an inbox, [64 * columns] float32 in shared memory (interpreted: [64, columns])."""
     inbox[...] = values
 
 
@@ -67,7 +76,14 @@ def _(inbox, values):
 
 
 def send(inbox, values: jax.Array, block: jax.Array, barrier) -> None:
-    """Writes values to the `inbox` of another block, an int32 scalar, whose transaction barrier counts the bytes."""
+    """Writes an accumulator to the inbox of another block of the cluster. It is for GPUs alone.
+
+    Args:
+      inbox: this block's inbox; the same place of the other block's shared memory is written.
+      values: [64, columns] float32.
+      block: int32 scalar, number of the other block in the cluster.
+      barrier: [2] int32, a transaction barrier; the same place of the other block is the barrier that counts the bytes.
+    """
 
     def emit(inbox, values, block, barrier):
         start = thread_ops.peer(llvm.ptrtoint(mlir.int_type(), _own_place(inbox)), block)
@@ -81,7 +97,7 @@ def send(inbox, values: jax.Array, block: jax.Array, barrier) -> None:
 
 @primitive
 def add(values: jax.Array, inbox) -> jax.Array:
-    """Returns the sum of `values` and the values that `put` wrote to this block's `inbox`."""
+    """Returns the sum of an accumulator and of the one that `put` or `send` wrote to this block's inbox."""
     return values + inbox[...]
 
 
@@ -93,10 +109,14 @@ def _(values, inbox):
 
 @primitive
 def put_shared(ref, values: jax.Array) -> None:
-    """Writes values to shared memory, bfloat16 [64, columns] with `TRANSFORMS`, or float32 [64], one for each row.
+    """Writes values to shared memory without synchronizing threads, unlike an assignment.
 
-    Unlike an assignment it does not wait for other threads. Earlier accesses must have ended, and a barrier at which
-    every thread arrives has to follow. If `wgmma` reads the values, a fence has to come before that barrier.
+    The caller makes sure that earlier accesses have ended. A barrier at which every thread arrives has to follow. If
+    `wgmma` reads the values, a fence has to come before that barrier.
+
+    Args:
+      ref: reference of the shape and dtype of the values; bfloat16 with `TRANSFORMS`.
+      values: [64, columns] bfloat16 in the layout of an accumulator, or [64] float32, one for each row.
     """
     ref[...] = values
 
@@ -116,7 +136,7 @@ def _put_shared_mosaic(ref, values):
 
 @primitive
 def add_to(inbox, values: jax.Array) -> None:
-    """Adds values to the values that `put` wrote to this block's `inbox`."""
+    """Adds an accumulator to the one that `put` wrote to this block's inbox."""
     inbox[...] = inbox[...] + values
 
 
@@ -128,9 +148,13 @@ def _(inbox, values):
 
 @primitive
 def store(ref, values: jax.Array, *, transposed: bool = False) -> None:
-    """Writes values [rows, columns] float32 to a float32 reference of that shape in global memory.
+    """Writes an accumulator [rows, columns] to global memory.
 
-    A transposed one [n, rows], float32 or bfloat16, takes the first n columns, rounded.
+    Args:
+      ref: [rows, columns] float32 reference. If `transposed`, [n, rows] float32 or bfloat16, n up to `columns`, which
+        receives the first n columns.
+      values: [rows, columns] float32 in the layout of an accumulator.
+      transposed: whether to transpose the values.
     """
     ref[...] = values.T[: ref.shape[0]].astype(ref.dtype) if transposed else values
 
@@ -141,12 +165,12 @@ def _emit_store(ref, values, *, transposed=False):
     (stride, _), _ = kind.get_strides_and_offset()
     size = 2 if isinstance(kind.element_type, ir.BF16Type) else 4
     width = values.shape[1]
-    # Bytes from a row to the next, and from a column to the next.
+    # Distances in bytes between consecutive rows and between consecutive columns of the values.
     down, right = (size, size * stride) if transposed else (size * stride, size)
     row, first_column = next(values.layout.thread_idxs(values.shape))
     offset = mlir.multiply_add(row, down, arith.muli(first_column, mlir.index(right)))
     start = mlir.at(mlir.global_pointer(ref), mlir.to_i64(offset))
-    # The distance between two registers is the same in all threads: a constant, which costs no register.
+    # The distance between the places of two registers is the same in all threads. As a constant it needs no register.
     steps = values.layout.tiling.tile_strides((width, 1))
     for at in np.ndindex(values.registers.shape):
         row, column = divmod(sum(i * step for i, step in zip(at, steps, strict=False)), width)
@@ -166,12 +190,12 @@ def _emit_store(ref, values, *, transposed=False):
 
 
 def _own_pairs(inbox, values):
-    """Yields this thread's registers of two values, and the place of each in an inbox."""
+    """Yields each of this thread's registers, which hold two values, with a pointer to its place in an inbox."""
     start = _own_place(inbox)
     for i, pair in enumerate(values.registers.flat):
         yield pair, mlir.at(start, 8 * mlir.THREADS * i)
 
 
 def _own_place(inbox):
-    """Returns the address of this thread's first pair; the others follow every 8 * THREADS bytes."""
+    """Returns a pointer to this thread's first two values in an inbox; two more follow every 8 * THREADS bytes."""
     return mlir.at(mlir.shared_pointer(inbox), mlir.thread() * 8)

@@ -1,1 +1,1 @@
-"""Everything about a kernel but its body: argument checks, launching, interpretation, lowering, and hardware facts."""
+"""Everything about kernels except their bodies: argument checks, launches, interpretation, lowering, hardware facts."""

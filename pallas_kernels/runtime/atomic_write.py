@@ -10,9 +10,10 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file to write, which gets its name at the end and replaces an older one. Only the user may read it.
+    """Opens a file for writing that appears at `path`, complete, when the context ends without an error.
 
-    Until then the bytes lie beside it in a hidden file, which is removed if an error ends the context.
+    It then replaces an older file. Only the user may read it. Until then, the bytes are in a hidden file in the same
+    folder, which is removed if an error ends the context.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:

@@ -1,6 +1,6 @@
 """Checks of a kernel's arguments before its launch.
 
-They raise NotImplementedError, with which `dsv4_jax.ops` falls back to the reference.
+They raise NotImplementedError. `dsv4_jax.ops` catches this error and computes the reference in XLA instead.
 """
 
 import jax
@@ -8,7 +8,14 @@ import jax.numpy as jnp
 
 
 def check_array(name: str, array: jax.Array | None, dtype, *shape: int | None) -> None:
-    """Raises NotImplementedError unless the array has this dtype and shape (None = any length)."""
+    """Raises NotImplementedError unless an array is given and has this dtype and shape.
+
+    Args:
+      name: name of the array, for the error.
+      array: the array, or None, which is an error.
+      dtype: the dtype.
+      shape: length of each axis; None for any length.
+    """
     if array is not None and array.ndim == len(shape) and array.dtype == dtype:
         if all(want in (None, got) for want, got in zip(shape, array.shape, strict=True)):
             return
@@ -18,7 +25,7 @@ def check_array(name: str, array: jax.Array | None, dtype, *shape: int | None) -
 
 
 def check_tokens(tokens: int, **arrays: jax.Array | None) -> None:
-    """Raises NotImplementedError unless every array holds an int32 for each token; they are passed by name."""
+    """Raises NotImplementedError unless every array, passed by its name, is [tokens] int32."""
     for name, array in arrays.items():
         check_array(name, array, jnp.int32, tokens)
 
@@ -27,7 +34,8 @@ def check_rules(rules: dict[str, bool]) -> None:
     """Raises NotImplementedError with the first rule that does not hold.
 
     Args:
-      rules: "what the kernel takes, got what it got" -> whether it holds.
+      rules: {text of a rule: whether it holds}. The text completes "the kernel takes ..", as "up to 8 tokens, got 9"
+        does.
     """
     for rule, holds in rules.items():
         if not holds:

@@ -1,8 +1,10 @@
-"""Patches of JAX's lowering for GPUs, applied when the first kernel is lowered for one.
+"""Patches of JAX's lowering of kernels for GPUs. They are applied when the first kernel is made for a GPU.
 
-JAX 0.11    two functions of JAX 0.12, with which the kernels of a decode step are lowered in half the time. The modules
-            that Mosaic makes of the kernels stay the same, byte for byte.
-both        the mark `uses_pdl` on a kernel's call, without which CUDA graphs do not overlap consecutive kernels.
+versions        patch
+JAX 0.11        two functions as in JAX 0.12. They halve the time to lower the kernels of a decode step. The modules
+                that Mosaic makes of the kernels are the same, byte for byte.
+PDL_VERSIONS    the attribute `uses_pdl` on the call of a kernel with programmatic dependent launch. Without it, CUDA
+                graphs do not overlap consecutive kernels.
 """
 
 import functools
@@ -13,14 +15,14 @@ from jax.experimental.mosaic.gpu import constraints, core
 from jaxlib.mlir import ir
 
 
-# The versions in which the mark was seen to work on a GPU.
+# Versions of JAX with which the attribute `uses_pdl` was verified on a GPU.
 PDL_VERSIONS = ((0, 11, 2), (0, 12, 0))
 logger = logging.getLogger("pallas_kernels")
 
 
 @functools.cache
 def apply_patches() -> None:
-    """Patches JAX, once, if its version is one that a patch was written for."""
+    """Applies the patches for the installed version of JAX, once. Logs a warning if `uses_pdl` is unverified for it."""
     version = jax.__version_info__[:3]
     if version[:2] == (0, 11):
         constraints.compute_transitively_equal_vars = equal_variables
@@ -32,10 +34,10 @@ def apply_patches() -> None:
 
 
 def equal_variables(system: constraints.ConstraintSystem) -> dict[constraints.Variable, list[constraints.Variable]]:
-    """Returns the other variables that equal each variable of an equation, through others too.
+    """Returns {variable: all other variables that equal it}, for each variable in an equation of two variables.
 
-    JAX 0.11 sorts the variables by the text of their operations, and takes 3 ms to print one. Here they stay in order
-    of appearance.
+    Equality is transitive. It replaces a function of JAX 0.11 that sorts variables by the text of their operations, and
+    needs 3 ms to print one. Here variables are in order of appearance.
     """
     groups: dict[constraints.Variable, list[constraints.Variable]] = {}
     for constraint in system.constraints:
@@ -54,7 +56,8 @@ def join_systems(
 ) -> constraints.ConstraintSystem | constraints.Unsatisfiable:
     """Returns the constraints of both systems, or Unsatisfiable if they assign different layouts to a variable.
 
-    JAX 0.11 compares all assignments of the first system, whose number grows with every operation of a kernel.
+    The function of JAX 0.11 compares all assignments of the first system, whose number grows with every operation of a
+    kernel. This function compares those of the smaller system.
     """
     if isinstance(other, constraints.Unsatisfiable):
         return other
@@ -67,7 +70,10 @@ def join_systems(
 
 
 def _marks_dependent_launches(lower):
-    """Returns JAX's lowering rule of kernels, whose calls say `uses_pdl` to XLA; JAX marks only the kernel's module."""
+    """Returns JAX's lowering rule of kernels `lower`, extended to set `uses_pdl` on the kernel's call for XLA.
+
+    JAX sets the attribute on the kernel's module only.
+    """
 
     @functools.wraps(lower)
     def lower_kernel(*args, module, **options):

@@ -1,7 +1,7 @@
-"""Kernels and their primitives, whose bodies run on a GPU and in the interpreter.
+"""Launches of kernels, and primitives, which are functions with separate code for a GPU and for the interpreter.
 
-Pallas interprets kernels on the CPU, but not code that is written in MLIR. A function that needs such code is a
-primitive. The decorated function states its meaning in jax.numpy, for the interpreter; the function registered with
+Pallas interprets kernels on the CPU, but cannot interpret code that is written in MLIR. A function that needs such code
+is a primitive. The decorated function is written in jax.numpy, for the interpreter. The function registered with
 `mosaic` is the code for the GPU:
 
     @primitive
@@ -10,8 +10,8 @@ primitive. The decorated function states its meaning in jax.numpy, for the inter
 
     sync_warp.mosaic(lambda: mlir.inline(mgpu.utils.warp_barrier))
 
-A kernel made by `kernel` calls it as `sync_warp()`. JAX's trace context holds whether the kernel is interpreted, so
-that JAX does not reuse a trace made for the other case.
+The body of a kernel made by `kernel` calls it as `sync_warp()`. JAX's trace context holds whether the kernel is
+interpreted, so that JAX does not reuse an interpreted trace for a GPU or the reverse.
 """
 
 import functools
@@ -35,18 +35,21 @@ def kernel(
     waits_in_body: bool = False,
     **options,
 ) -> Callable:
-    """Returns `plgpu.kernel` of a body that may call primitives, with programmatic dependent launch.
+    """Returns a kernel made by `plgpu.kernel`, whose body may call primitives, with programmatic dependent launch.
 
-    Its blocks may start while those of the previous kernel end. Operands may be pytrees; the body gets references in
-    the same structure. With `num_threads`, the warpgroups of a block are the axis "warpgroup".
+    Blocks of the kernel may start while those of the previous kernel end.
 
     Args:
-      body: the kernel's code, a function of references.
+      body: the kernel's code, a function of references and keyword arguments for scratch.
       interpret: whether to interpret the kernel on the CPU, with the race detector on.
-      grid, cluster: the size of each axis by its name; None for one block.
-      waits_in_body: whether the body calls `wait_for_inputs` itself, and before that only reads memory that no kernel
-        writes, such as weights.
-      options: arguments of `plgpu.kernel`.
+      grid, cluster: {name of an axis: its size}; None for one block.
+      waits_in_body: whether the body calls `wait_for_inputs` itself. Until it does, it may only read memory that no
+        kernel writes, such as weights. By default, it is called before the body.
+      options: arguments of `plgpu.kernel`. With `num_threads`, the number of warpgroups of a block, the warpgroups are
+        the axis "warpgroup".
+
+    Returns:
+      A function of the operands, which may be pytrees. The body gets references in the same structure.
     """
 
     if not interpret:
@@ -69,12 +72,12 @@ def kernel(
 
 
 def axis_indices(*names: str) -> tuple[jax.Array, ...]:
-    """Returns this block's, or warpgroup's, index on each axis of the launch, int32 scalars."""
+    """Returns the index of this block or warpgroup on each of the named axes of the launch, as int32 scalars."""
     return tuple(jax.lax.axis_index(name) for name in names)
 
 
 def wait_for_inputs() -> None:
-    """Waits until the previous kernels have ended and their writes are visible to this thread."""
+    """Waits until the previous kernels have ended and their writes are visible to this thread. Interpreted, no-op."""
     if not interpreting():
         plgpu.griddepcontrol_wait()
 
@@ -85,7 +88,7 @@ def interpreting() -> bool:
 
 
 class Primitive[**P, R]:
-    """A function with an implementation in jax.numpy for the interpreter and one for the GPU; see the module."""
+    """A function with one implementation in jax.numpy, for the interpreter, and one for the GPU; see the module."""
 
     def __init__(self, interpreted: Callable[P, R]):
         self._interpreted = interpreted

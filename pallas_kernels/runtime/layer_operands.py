@@ -1,8 +1,9 @@
-"""Weights that are stacked over equal layers, of which a kernel reads one.
+"""Weights that are stacked over the layers of a model, of which a kernel reads one layer's.
 
-A kernel with the argument `layer` takes weights of one layer, or with the layer's number weights that have a leading
-axis of layers. The number is an operand in global memory, because it is the counter of a loop in the program around the
-kernel. The kernel before this one may write it, so it is read after `wait_for_inputs`.
+A kernel has an optional argument `layer`. Without it, the weights are those of one layer. With it, the weights have a
+leading axis of layers, and `layer` is the index on this axis. The index is an operand in global memory, because it is
+the counter of a loop in the program that calls the kernel. The previous kernel may write it, so it is read after
+`runtime.launch.wait_for_inputs`.
 """
 
 import jax
@@ -12,12 +13,18 @@ from pallas_kernels.runtime.checks import check_array
 
 
 def check_weight(name: str, weight: jax.Array | None, layer: jax.Array | None, dtype, *shape: int | None) -> None:
-    """Raises NotImplementedError unless a layer's weight has this dtype and shape, see `check_array`."""
+    """Raises NotImplementedError unless a weight has this dtype and shape, after an axis of layers if `layer` is given.
+
+    `shape` is as in `check_array`.
+    """
     check_array(name, weight, dtype, *([] if layer is None else [None]), *shape)
 
 
 def layer_operand(layer: jax.Array | None) -> jax.Array | None:
-    """Returns the layer's number as an operand of `kernel`, [1] int32, or None; raises NotImplementedError."""
+    """Returns a layer's index as an operand of a kernel, [1] int32, or None if it is None.
+
+    Raises NotImplementedError unless it is an int32 scalar.
+    """
     if layer is None:
         return None
     check_array("layer", layer, jnp.int32)
@@ -25,10 +32,10 @@ def layer_operand(layer: jax.Array | None) -> jax.Array | None:
 
 
 def weights_of_layer(weights_gmem, layer_gmem):
-    """Returns references to the layer's weights, within a kernel.
+    """Returns references to the weights of the kernel's layer. It is called within a kernel.
 
     Args:
-      weights_gmem: pytree of references.
+      weights_gmem: pytree of references to weights.
       layer_gmem: reference to the operand that `layer_operand` made, or None if the weights are those of one layer.
     """
     if layer_gmem is None:

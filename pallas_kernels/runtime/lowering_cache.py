@@ -1,13 +1,14 @@
-"""Lowered kernels: kept on disk, beside JAX's cache of compiled programs, and made in processes beside this one.
+"""Lowered kernels on disk, and worker processes that lower kernels in parallel.
 
-JAX finds a compiled program (in `jax_compilation_cache_dir`) by its lowered text. Lowering the kernels of one decode
-step takes 20 to 30 seconds of Python, most of it Mosaic's search for register layouts. The text also depends on which
-kernels the process lowered before, because Mosaic numbers them. So this cache keeps each kernel's lowered module, as
-`jax.export` writes it. The file's name is a hash of all that the module depends on: the arguments' types, static
-arguments, the kernels' sources, and the versions of JAX.
+JAX keeps compiled programs in the folder `jax_compilation_cache_dir`, by their lowered text. Lowering the kernels of
+one decode step takes 20 to 30 seconds of Python, most of it Mosaic's search for register layouts. The text also depends
+on the kernels that the process lowered earlier, because Mosaic numbers them. Therefore the lowered module of each
+kernel is stored, as `jax.export` writes it, in the subfolder `kernels`. The name of a file is a hash of everything that
+the module depends on: the arguments' types, the static arguments, the kernels' sources, and the versions of JAX.
 
-A kernel that no process has lowered is lowered by a worker process while this one goes on tracing, and then compiled by
-a thread: XLA finds it compiled when it compiles the program, where it would compile one kernel after the other.
+A kernel that is not stored is lowered by a worker process, while this process continues to trace the program. Then a
+thread compiles it. When XLA compiles the program, it finds these kernels compiled, and need not compile one after the
+other.
 """
 
 import contextlib
@@ -35,18 +36,19 @@ from pallas_kernels.runtime.pytrees import on_leaves
 # A lowered kernel is read only by the version of JAX that wrote it, so it needs no stable format.
 _CHECKS = [export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
 logger = logging.getLogger("pallas_kernels")
-MAX_WORKERS = 8  # a worker takes 0.4 GB of memory and 3 seconds to start
+MAX_WORKERS = 8  # maximum number of worker processes; each takes 0.4 GB of memory and 3 seconds to start
 
 
 def cached_trace(*static: str, writes: bool = False) -> Callable[[Callable], Callable]:
-    """Decorates a kernel's public function, so that a program traces it once for each set of shapes.
+    """Returns a decorator for a kernel's public function. It makes a program trace the function once per set of shapes.
 
-    Lowering a kernel takes seconds and a model has dozens of layers. The lowered module is also kept on disk. Under
-    `jax.vmap` the calls run one after another: batched attention came out wrong on a GPU, with 32 requests.
+    A model has dozens of layers, and lowering a kernel takes seconds. The lowered kernel is also stored on disk.
+    Under `jax.vmap` the calls run one after another, because batched attention of 32 requests gave
+    wrong results on a GPU.
 
     Args:
       static: names of the arguments, beside `interpret`, that are not arrays.
-      writes: whether the function writes its arguments in place. Then `jax.vmap` does not take it.
+      writes: whether the function writes its arguments in place. Such a function does not support `jax.vmap`.
     """
 
     def decorate(function):
@@ -58,7 +60,7 @@ def cached_trace(*static: str, writes: bool = False) -> Callable[[Callable], Cal
                 on_arrays = functools.partial(_call, on_arrays, function, *_shapes((args, kwargs)))
             if not writes:
                 return jax.custom_batching.sequential_vmap(on_arrays)(*arrays)
-            # XLA would fuse a slice of an operand with the call, and forget that the call writes in place.
+            # Without the barrier, XLA would fuse a slice of an operand with the call, and lose the write in place.
             return on_arrays(*jax.lax.optimization_barrier(arrays))
 
         return jax.jit(call, static_argnames=(*static, "interpret"))
@@ -72,9 +74,16 @@ def _shapes(tree):
 
 
 def _call(on_arrays: Callable, function: Callable, args, kwargs, *arrays: jax.Array):
-    """Calls a kernel's function on its arrays, in a form that is lowered only if no process has done so before.
+    """Calls a kernel's function on its arrays. The kernel is lowered only if its lowered module is not stored.
 
-    `args` and `kwargs` are all arguments of `function`, with shapes in place of the arrays.
+    Args:
+      on_arrays: the function, bound to all arguments except arrays.
+      function: the function that `cached_trace` decorates.
+      args, kwargs: all its arguments, with ShapeDtypeStructs in place of arrays.
+      arrays: its arrays.
+
+    Returns:
+      The results of the function.
     """
     folder = _folder()
     if folder is None or not _is_local(arrays):
@@ -83,12 +92,12 @@ def _call(on_arrays: Callable, function: Callable, args, kwargs, *arrays: jax.Ar
     path = folder / hashlib.sha256(key.encode()).hexdigest()
     kept = _read(path)
     if kept is None:
-        results = jax.eval_shape(on_arrays, *_shapes(arrays))  # refuses what the kernel does not take
+        results = jax.eval_shape(on_arrays, *_shapes(arrays))  # raises if the kernel does not take the arguments
         build = _build(path, function, args, kwargs)
     else:
         results = jax.tree.unflatten(kept.out_tree, kept.out_avals)
         build = functools.partial(lambda exported: exported, kept)
-    # Within `jax.shard_map` types name the mesh, and the axes along which values differ.
+    # Within `jax.shard_map`, the types of the results have to name the mesh and the axes along which values differ.
     like = jax.typeof(arrays[0])
     mesh = jax.sharding.get_abstract_mesh()
     shards = [jax.NamedSharding(mesh, jax.P(*[None] * x.ndim)) for x in jax.tree.leaves(results)]
@@ -103,7 +112,7 @@ def _run(*arrays, build, types):
     return jax.tree.leaves(build().call(*arrays))
 
 
-# A call of a lowered kernel, whose module is needed only when the program is lowered.
+# JAX primitive that calls a lowered kernel. `build()`, which returns the module, is called when the program is lowered.
 _kernel_p = Primitive("lowered_kernel")
 _kernel_p.multiple_results = True
 _kernel_p.def_impl(_run)
@@ -112,7 +121,11 @@ mlir.register_lowering(_kernel_p, mlir.lower_fun(_run, multiple_results=True))
 
 
 def _build(path: Path, function: Callable, args, kwargs) -> Callable[[], export.Exported]:
-    """Returns a function that returns the lowered kernel, which workers make meanwhile if there are any."""
+    """Returns a function that returns the lowered kernel.
+
+    If there are worker processes, one of them lowers the kernel from now on, and the function waits for the result.
+    Otherwise the function lowers the kernel itself, at its first call.
+    """
     lower = functools.partial(_lower, path, function.__module__, function.__qualname__, args, kwargs)
     executors = _executors()
     if executors is None:
@@ -120,14 +133,21 @@ def _build(path: Path, function: Callable, args, kwargs) -> Callable[[], export.
     workers, compilers = executors
     try:
         lowering = workers.submit(lower)
-    except Exception as error:  # the machine starts no processes, or has ended them
+    except Exception as error:  # processes cannot be started, or were ended
         lowering = Future()
         lowering.set_exception(error)
     return compilers.submit(_finish, lowering, lower).result
 
 
 def _lower(path: Path, module: str, name: str, args, kwargs) -> bytes:
-    """Lowers a kernel, of which `cached_trace` decorates the function, for a GPU; keeps and returns the module."""
+    """Lowers a kernel for a GPU, and returns the serialized module, which is also stored at `path`.
+
+    Args:
+      path: file of the module.
+      module: name of the Python module of the function that `cached_trace` decorates.
+      name: name of the function.
+      args, kwargs: all its arguments, with ShapeDtypeStructs in place of arrays.
+    """
     function = getattr(importlib.import_module(module), name).__wrapped__.__wrapped__
     on_arrays, shapes = on_leaves(function, args, kwargs, lambda x: isinstance(x, jax.ShapeDtypeStruct))
     data = bytes(export.export(jax.jit(on_arrays), platforms=["cuda"], disabled_checks=_CHECKS)(*shapes).serialize())
@@ -136,7 +156,7 @@ def _lower(path: Path, module: str, name: str, args, kwargs) -> bytes:
 
 
 def _finish(lowering: Future[bytes], lower: Callable[[], bytes]) -> export.Exported:
-    """Waits for a worker's kernel, and compiles it."""
+    """Waits for the module of a kernel from a worker, and compiles it. Calls `lower` itself if the worker failed."""
     try:
         data = lowering.result()
     except Exception as error:
@@ -148,37 +168,40 @@ def _finish(lowering: Future[bytes], lower: Callable[[], bytes]) -> export.Expor
 
 
 def _compile(exported: export.Exported) -> None:
-    """Compiles a kernel for the GPU in this process, in whose memory Mosaic keeps it."""
+    """Compiles a kernel for the GPU. Mosaic keeps the compiled kernel in the memory of this process."""
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
     jax.jit(exported.call).lower(*shapes).compile()
 
 
 @functools.cache
 def _executors() -> tuple[Executor, Executor] | None:
-    """Returns worker processes that lower, and threads that compile; None without a GPU or enough cores for them."""
+    """Returns (worker processes that lower kernels, threads that compile them).
+
+    Returns None if the GPU cannot run the kernels or has too few multiprocessors, or with fewer than four CPU cores.
+    """
     count = min(MAX_WORKERS, loky.cpu_count() // 2)
     if count < 2 or why_no_mosaic_gpu() is not None or not runs_all_blocks_at_once():
         return None
-    # Idle workers end after a minute. loky warns when one ends just as a kernel is given to it, and starts another.
+    # Idle workers end after a minute. If one ends just when it is given a kernel, loky warns and starts another.
     warnings.filterwarnings("ignore", "A worker stopped while some jobs were given", UserWarning)
     workers = loky.ProcessPoolExecutor(count, timeout=60, env={"JAX_PLATFORMS": "cpu"})
     return workers, ThreadPoolExecutor(count, "compile-kernels")
 
 
 def _folder() -> Path | None:
-    """Returns the cache's folder, or None if JAX keeps no compiled programs in a local folder."""
+    """Returns the folder of lowered kernels, or None if JAX keeps no compiled programs in a local folder."""
     folder = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
     return Path(folder) / "kernels" if folder and "://" not in folder else None
 
 
 def _is_local(arrays: Sequence[jax.Array]) -> bool:
-    """Returns whether the arrays lie on one device, or are its shards within `jax.shard_map`."""
+    """Returns whether each array lies on one device, or is a device's shard within `jax.shard_map` over all axes."""
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(array).sharding.mesh for array in arrays)]
     return all(mesh.empty or mesh.size == 1 or set(mesh.manual_axes) == set(mesh.axis_names) for mesh in meshes)
 
 
 def _read(path: Path) -> export.Exported | None:
-    """Returns the lowered kernel in the file, or None if the file is missing or incomplete."""
+    """Returns the lowered kernel in a file, or None if the file is missing, unreadable or incomplete."""
     try:
         data = path.read_bytes()
         digest = data[:32]
@@ -189,7 +212,10 @@ def _read(path: Path) -> export.Exported | None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Writes the file atomically. If that fails, as in a read-only folder, the next process lowers the kernel again."""
+    """Writes a lowered kernel to a file atomically, after its SHA-256 digest.
+
+    Errors are ignored, as in a read-only folder: the next process lowers the kernel again.
+    """
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as file:

@@ -1,4 +1,4 @@
-"""Pytrees of arrays: frozen dataclasses, such as the operands of a kernel, and functions of their leaves."""
+"""Pytrees: frozen dataclasses of arrays, such as the operands of a kernel, and functions of the leaves of arguments."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -8,20 +8,29 @@ import jax
 
 
 def static_field(**options):
-    """Declares a field that belongs to the structure of a pytree and not to its leaves."""
+    """Declares a field of a `pytree_dataclass` that belongs to the structure of the pytree, not to its leaves."""
     return dataclasses.field(metadata={"static": True}, **options)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, static_field))
 def pytree_dataclass[T](cls: type[T]) -> type[T]:
-    """Makes a class a frozen dataclass and a pytree of its fields, except those that are static."""
+    """Makes a class a frozen dataclass, and a pytree whose children are its fields except static ones."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
 
 def on_leaves(
     function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], is_wanted: Callable[[Any], bool]
 ) -> tuple[Callable, list[Any]]:
-    """Returns the function of only those leaves of its arguments that are wanted, and these leaves."""
+    """Binds all arguments of a function except some leaves.
+
+    Args:
+      function: the function.
+      args, kwargs: its arguments, which may be pytrees.
+      is_wanted: function that returns whether a leaf is to remain an argument.
+
+    Returns:
+      (a function of the wanted leaves, one argument for each, that calls `function`; the list of the wanted leaves).
+    """
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_wanted)
     places = [i for i, leaf in enumerate(leaves) if is_wanted(leaf)]
 
