@@ -70,7 +70,7 @@ class StepRunner:
         return self.model.compilations - self._compilations_before
 
     def forget_logits_states(self) -> None:
-        """Drops the logits processor's states, as after an error that may have lost them. The next step makes new ones."""
+        """Drops the logits processor's states, as after an error that may have lost them; the next step makes new."""
         self._processor = None
         self._begun = np.zeros((self._manager.schema.max_requests,), int)  # admission time of each slot's request
 
@@ -223,7 +223,7 @@ class StepRunner:
         return LogprobOptions(forced, np.array(wants_top), self.config.max_logprobs)
 
     def _sampling(self, requests: Sequence[Request]) -> tuple[BatchedSamplingParams, np.ndarray]:
-        """Returns (sampling parameters [slots], seeds [slots]) as NumPy arrays; slots without a request draw greedily."""
+        """Returns the sampling parameters and the seeds, NumPy arrays [slots]; slots without a request are greedy."""
         params: list[RequestParams | None] = [None] * self._manager.schema.max_requests
         for request in requests:
             params[request.slot] = request.params
@@ -263,7 +263,7 @@ class StepRunner:
         return sizes, cache
 
     def _kinds_of_steps(self):
-        """Returns (number of tokens of a request that needs the program, whether it is for grammars) for each program."""
+        """Returns (number of tokens of a request that runs in the program, whether it has grammars) of each program."""
         schema = self._manager.schema
         counts = min(schema.max_query_tokens + 1, self.config.token_budget, schema.max_context), 1
         # Programs with grammars come last. They reuse the trace of the model from the programs without.
@@ -289,7 +289,7 @@ class StepRunner:
             threads.shutdown(wait=False)
 
     def _compile(self, cache, launched, masks, function, args, options):
-        """Compiles the program of a step. If its tokens are drawn later, also compiles `draw_step`, without a mesh only."""
+        """Compiles the program of a step. Without a mesh it also runs `draw_step`, if tokens are drawn by it."""
         self.model.prepare(function, cache, *args, **options)
         if masks is not None and self._manager.devices.mesh is None:
             logits = np.zeros((len(masks), self._manager.schema.config.vocab_size), np.float32)

@@ -68,7 +68,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.pending_outputs: dict[Request, int] = {}
         self.current: tuple[Request, ...] = ()
-        # `restart` gives a new cache the same shardings; None = an uncommitted array, which must stay uncommitted, since
+        # `restart` gives a new cache the same shardings. None = an uncommitted array, which must stay uncommitted:
         # committed arrays would need another compiled program.
         self._shardings = jax.tree.map(lambda x: x.sharding if x.committed else None, cache)
 

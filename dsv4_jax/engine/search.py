@@ -49,7 +49,7 @@ def n_best(
     Args:
       model, manager, max_new_tokens, chunk, params: as for `stream`. The manager may have fewer than `n` slots: answers
         then wait for one.
-      prompt: [n_tokens] token ids.
+      prompt: token ids of the prompt.
       n: number of answers.
       sampling: the sampling parameters; greedy answers would all be the same.
       seed: seed of the first answer.
