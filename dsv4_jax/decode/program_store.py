@@ -5,7 +5,7 @@ which takes seconds on the host. A file of this store holds an executable, seria
 `jax.experimental.serialize_executable`, and the tree structure of its results. The file's name is a hash of everything
 that the program depends on:
 
-  * the function, its static arguments, and the structure of the others, with the static fields of model and cache,
+  * the function, its static arguments, and the tree structure of all arguments with their static fields,
   * types and shardings of the arguments' arrays,
   * the sources of this package,
   * versions, devices, and the settings of JAX and XLA.

@@ -309,8 +309,8 @@ def draw_tokens(
     return StepOutput(tokens, logprobs_if_allowed, top, processor=by_slot.update(tokens, last))
 
 
-# A step can be launched as `logits_step` and `draw_step` if its token masks are not computed yet: `draw_step`, the
-# second half, gets them.
+# Draws the tokens of a step from the logits of `logits_step`. A step is launched in these two parts if its token masks
+# are computed only after the first launch.
 draw_step: Any = jax.jit(sharded_rows(draw_tokens))
 
 

@@ -30,15 +30,15 @@ class Schedule:
         the device knows.
       numbers: [n] array of dtype SCHEDULED, which has these fields for each request:
         slot: slot of the request.
-        start: position of the first of its `tokens`.
-        num_tokens: number of its `tokens`.
-        num_drafts: number of drafts at the end of its `tokens`.
+        start: position of the first of these tokens.
+        num_tokens: number of these tokens.
+        num_drafts: number of drafts among these tokens, at their end.
         num_scored: number of its known tokens, such as those of a prompt, whose log-probabilities the step computes.
           Their output rows come before those of the drawn tokens.
-        source: index in `LaunchedStep.tokens` of the previous step at which its `tokens` begin, if the host does not
+        source: index in `LaunchedStep.tokens` of the previous step at which these tokens begin, if the host does not
           know them yet; else -1. If not -1, `start` is the largest possible position, as if all drafts were accepted.
-        samples: whether a token is drawn after its last one of `tokens`.
-        is_prefill: whether its `tokens` are prompt tokens, or run again after a restart.
+        samples: whether a token is drawn after the last of these tokens.
+        is_prefill: whether these tokens are prompt tokens, or run again after a restart.
     """
 
     requests: tuple[Request, ...]

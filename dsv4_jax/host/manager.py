@@ -261,7 +261,7 @@ class KVCacheManager(Summarized):
 
         Args:
           prompt_ids: [n] token ids of the prompt, to check that it can run in an empty cache; None = no check.
-          num_tokens: number of tokens that the request will hold in the end, prompt included; None = those of the
+          num_tokens: number of tokens that the request will hold in the end, prompt included; None = the length of the
             prompt.
 
         Returns:
@@ -302,8 +302,7 @@ class KVCacheManager(Summarized):
 
         Args:
           prompt_length: number of tokens in its prompt.
-          num_tokens: number of tokens that the request will hold in the end, prompt included. None: those of the
-            prompt.
+          num_tokens: number of tokens that the request will hold in the end, prompt included; None = `prompt_length`.
           subject: words of the error's message before the number of tokens.
 
         Returns:
@@ -534,8 +533,8 @@ class KVCacheManager(Summarized):
         length (see `min_length`). `truncate` goes to any length. The device's array `lengths` in the cache is set with
         the request's next batch.
 
-        A prepared batch may never run, for instance after an exception. All tokens of such batches can be taken back,
-        whatever their number, as long as the newest cache that the manager knows exists, on which they should have run.
+        A prepared batch may never run, for instance after an exception. Any number of tokens of such batches can be
+        taken back, as long as the cache on which they should have run still exists and is the manager's newest cache.
 
         Args:
           slot: slot of the request.

@@ -133,7 +133,7 @@ def resume(
       offloaded: result of `offload` or `capture`; it stays valid.
       key: name of the model's weights, as for `capture`.
       num_tokens: number of tokens that the request will hold in the end, by which a shard with room is chosen; None =
-        those that it holds.
+        its length.
 
     Returns:
       (the slot, the cache).

@@ -177,7 +177,7 @@ class PrefixCache(Summarized):
         Args:
           cache: the cache; donated if a prefix is found.
           prompt_ids: [n] token ids of the prompt.
-          num_tokens: number of tokens that the request will hold in the end, prompt included; None = those of the
+          num_tokens: number of tokens that the request will hold in the end, prompt included; None = the length of the
             prompt.
           salt: text that separates prefixes: only prefixes that were cached with the same salt are found.
 
@@ -537,7 +537,7 @@ class PrefixCache(Summarized):
         return nodes
 
     def _find_stored(self, ids, salt, shard, min_blocks):
-        """Reads from disk what memory lacks of the longest usable prefix.
+        """Finds the longest usable prefix of a prompt and reads those of its blocks from disk that the cache lacks.
 
         Returns FoundBlocks, or None if there are no files or no usable prefix has more than `min_blocks` blocks.
         """
