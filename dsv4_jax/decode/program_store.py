@@ -126,7 +126,7 @@ class ProgramTable:
         try:
             result = find()
         except BaseException as error:
-            del self._programs[key]  # the next call tries again
+            del self._programs[key]  # so that the next call of `find` tries again
             program.set_exception(error)
         else:
             with self._lock:

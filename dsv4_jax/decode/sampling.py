@@ -35,7 +35,7 @@ class SamplingParams:
     top_p: float = 1.0
 
     def __post_init__(self):
-        # One type per field, so that equal parameters hash equally.
+        # Converts each field to one type (int 1 to float 1.0), so that equal parameters hash equally.
         object.__setattr__(self, "temperature", check_temperature(self.temperature))
         object.__setattr__(self, "top_k", check_top_k(self.top_k))
         object.__setattr__(self, "top_p", check_top_p(self.top_p))

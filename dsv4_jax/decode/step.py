@@ -348,8 +348,8 @@ def last_accepted(
     slots = jnp.where(logits_indices >= 0, batch.slots[tokens_index], -1)
     is_draft = (slots == jnp.roll(slots, 1)) & (index > 0)
     is_rejected = is_draft & (batch.token_ids[tokens_index] != jnp.roll(tokens, 1))
-    # A token is accepted if no draft of its request up to its entry is rejected. The last rejected entry then lies
-    # before the request's first one.
+    # A token is accepted if neither it nor an earlier draft of its request is rejected. The last rejected entry up to
+    # the token's then lies before the request's first entry.
     last_rejected = jax.lax.cummax(jnp.where(is_rejected, index, -1))
     is_accepted = last_rejected < jax.lax.cummax(jnp.where(is_draft, 0, index))
     to = jnp.where(is_accepted & (slots >= 0), slots, num_slots)

@@ -51,7 +51,7 @@ def stream(
       ValueError: a prompt or size is invalid, or a request does not fit an empty cache.
       Exception: the `error` of a request that failed.
     """
-    # The engine is closed even when the caller stops iterating or a step fails: the manager stays usable.
+    # The engine is closed even if the caller stops iterating or a step fails, so that the manager holds no requests.
     with engine_for_prompts(model, manager, prompts, max_new_tokens, chunk, drafts) as engine:
         for i, prompt in enumerate(prompts):
             engine.add(prompt, max_new_tokens=max_new_tokens, seed=seed + i, **params)

@@ -108,7 +108,8 @@ class Request(Summarized):
         self.slot = -1
         self.matcher = None if params.grammar is None else params.grammar.start()
         self.offloaded: OffloadedRequest | None = None
-        # Room for all tokens it can ever hold, so that no step copies the history. The first `num_tokens` are known.
+        # An array with room for all tokens that the request can ever have, so that no step has to copy it. Its first
+        # `num_tokens` entries are known.
         self._ids = np.concatenate([prompt, np.zeros((params.max_new_tokens,), np.int32)])
         self.prompt_length = self.num_tokens = len(prompt)
         self.max_tokens = len(self._ids)
@@ -315,5 +316,5 @@ def check_request(manager: KVCacheManager, prompt: Sequence[int] | np.ndarray, m
     check_whole("max_new_tokens", max_new_tokens, 1)
     ids = manager.check_ids(prompt, "prompt")
     subject = f"a prompt of {len(ids)} tokens and {max_new_tokens=} need room for"
-    manager.check_size(len(ids) + max_new_tokens - 1, subject=subject)  # the last token is drawn, never stored
+    manager.check_size(len(ids) + max_new_tokens - 1, subject=subject)  # the last token never runs
     return ids

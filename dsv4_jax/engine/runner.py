@@ -303,7 +303,7 @@ def _request_of_zeros(manager, count):
     return request
 
 
-@functools.lru_cache(maxsize=8)  # most steps run the requests of the step before
+@functools.lru_cache(maxsize=8)  # most steps have the same requests as the previous step
 def _output_rows(fields, shards, num_tokens, decode_size):
     """Places the output rows of a step. Within a shard, the rows of its requests stand one after another.
 

@@ -172,7 +172,7 @@ class Scheduler:
         while self.waiting and self.manager.free_slots:
             request = self.waiting[0]
             self.current = (request,)
-            # One block is spare: without it the request might be preempted again at once.
+            # Reserves room for one block of new tokens, without which the request might be preempted again at once.
             num_tokens = len(request.tokens) + min(request.remaining - 1, self.manager.schema.block_tokens)
             if self.running and not self._fits(request, num_tokens):
                 break

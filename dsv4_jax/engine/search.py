@@ -135,7 +135,7 @@ def _search(model, manager, prompt, beams, max_new_tokens, stop_tokens, chunk):
         output, cache = model.sample_step(cache, batch, logprobs=options)
         return output.top_logprobs
 
-    # The last token is drawn, never stored.
+    # The last token is drawn but never runs, so the cache needs no room for it.
     slots = [manager.admit(prompt, num_tokens=len(prompt) + max_new_tokens - 1)]
     *earlier_chunks, last_chunk = np.split(prompt, range(chunk, len(prompt), chunk))
     for tokens in earlier_chunks:

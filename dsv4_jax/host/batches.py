@@ -28,7 +28,7 @@ class Layout:
     prefill: bool
 
 
-@functools.lru_cache(maxsize=8)  # most steps run the requests of the step before
+@functools.lru_cache(maxsize=8)  # most steps have the same requests as the previous step
 def find_layout(
     shards: Shards,
     slots: bytes,
@@ -68,7 +68,7 @@ def find_layout(
     padded = np.full((shards.count * size,), -1, np.int32)
     padded[indices] = np.repeat(slot_of % shards.slots, num_tokens)
     for array in (begins, indices, padded):
-        array.flags.writeable = False  # later batches get the same arrays
+        array.flags.writeable = False  # `lru_cache` returns the same arrays again for later batches
     return Layout(begins, indices, padded, prefill)
 
 

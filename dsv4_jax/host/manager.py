@@ -467,7 +467,8 @@ class KVCacheManager(Summarized):
         # A block is published when the device's block table gets it. Only blocks that this step can reach are, which
         # bounds the size of new_blocks.
         after["published_blocks"] = np.maximum(now["published_blocks"], -(-(after["length"] + reserve) // block_tokens))
-        # A request opens at most ceil(tokens / block_tokens) blocks: at most one more than its share of the sum.
+        # The maximum number of new blocks in a shard: those of all its tokens if they were one request's, for each slot
+        # one more, because each request's number is rounded up, and for each slot those of `reserve`.
         max_blocks = self.shards.slots * (1 + table.blocks_for(reserve))
         max_blocks += table.blocks_for(num_tokens // self.shards.count)
         token_ids = np.zeros((num_tokens,), np.int32)
