@@ -1,4 +1,4 @@
-"""Decoding: compiled steps, a loop of steps on the device, and sampling."""
+"""Decoding: compiled steps, a loop of decode steps on the device, draft tokens, and sampling."""
 
 from dsv4_jax.decode.drafts import DraftOptions, Drafts
 from dsv4_jax.decode.logits_processor import LogitsProcessor

@@ -22,13 +22,16 @@ class Drafts(Protocol):
     """
 
     def write(self, model: Any, streams: Float[Array, "T h D"], cache: KVCache, batch: Batch) -> KVCache:
-        """Stores the window rows of a step's tokens, and what later steps need to draft.
+        """Writes the draft layers' window rows of a step's tokens, and any other state that later drafts need.
 
         Args:
           model: the model.
-          streams: [T, h, hidden] of `forward_streams`.
-          cache: the cache after `forward_streams`.
-          batch: the step's T tokens.
+          streams: [T, h, hidden] residual streams of the batch's tokens, which `forward_streams` returned.
+          cache: the cache that `forward_streams` returned.
+          batch: the batch of the step, of T tokens.
+
+        Returns:
+          The updated cache.
         """
 
     def draft(
@@ -44,27 +47,32 @@ class Drafts(Protocol):
 
         Args:
           model: the model.
-          streams: [n, h, hidden] of `forward_streams` at the token before the newest one.
-          cache: the cache with the rows of all tokens before the newest ones (`write`).
-          batch: the newest tokens at their positions, n of different slots.
-          draw: maps logits [n, vocab] float32, and the positions [n] of the tokens to draw, to tokens [n] int32.
+          streams: [n, h, hidden] residual streams from `forward_streams` of the token before the newest one, for each
+            request.
+          cache: the cache, to which `write` has written all tokens before the newest ones.
+          batch: the newest tokens of n requests at their positions, one token for each slot.
+          draw: function (logits [n, vocab] float32, positions [n] of the tokens to draw) -> tokens [n] int32.
           count: number of drafts per request.
 
         Returns:
-          (draft tokens [n, count] int32; the logits [n, count, vocab] float32 they were drawn from; the logits
-          [n, count] float32 of their probabilities of being accepted if all drafts before them are, or None; the
-          cache). Later steps overwrite the rows that drafts leave in the windows.
+          A tuple of
+
+          * [n, count] int32 draft tokens,
+          * [n, count, vocab] float32 logits that they were drawn from,
+          * [n, count] float32 confidence logits, or None if the draft layers estimate no confidence. The sigmoid of one
+            is the estimated probability that the draft is accepted if all drafts before it are accepted,
+          * the cache. Drafts may leave rows in the windows, which later steps overwrite.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftOptions:
-    """The options of drafts on the device: a number of drafts, and when to make fewer.
+    """The number of tokens that the model's draft layers draft for each request in a step.
 
     Attributes:
-      count: number of tokens to draft per request; 0 = none.
-      min_confidence: a request's drafts end before the first one whose probability of being accepted, as the draft
-        layers estimate it, is below this; 0 = never.
+      count: maximum number of drafts per request; 0 = no drafts.
+      min_confidence: minimum probability of being accepted, as the draft layers estimate it. The first draft below it
+        and the drafts behind that are dropped; 0 = none are dropped.
 
     Raises:
       ValueError: `min_confidence` is not from 0 to 1.
@@ -79,12 +87,21 @@ class DraftOptions:
 
     @classmethod
     def of(cls, drafts: "int | DraftOptions") -> "DraftOptions":
-        """Returns a number of drafts as options."""
+        """Returns a number of drafts as DraftOptions; returns DraftOptions unchanged."""
         return drafts if isinstance(drafts, DraftOptions) else cls(drafts)
 
 
 def check_drafts(schema: CacheSchema, drafts: int | DraftOptions) -> None:
-    """Raises ValueError unless the model has layers for such drafts and the cache has room for 1 or more a request."""
+    """Checks that the model and the cache can make drafts.
+
+    Args:
+      schema: geometry of the cache, with the model's configuration.
+      drafts: number of drafts per request, or DraftOptions.
+
+    Raises:
+      ValueError: the model has no draft layers, the number of drafts is below 1, above the layers' maximum or not less
+        than the cache's `max_query_tokens`, or the layers estimate no confidence although `min_confidence` is set.
+    """
     options = DraftOptions.of(drafts)
     layers = schema.config.drafts
     if layers is None:
@@ -105,7 +122,7 @@ def check_drafts(schema: CacheSchema, drafts: int | DraftOptions) -> None:
 
 
 def one_token_batch(tokens: Int[Array, "slots"], positions: Int[Array, "slots"]) -> Batch:
-    """Returns a batch with one token per slot, without new blocks; a slot with position -1 has no token."""
+    """Returns a decode batch with one token per slot and without new blocks. A slot with position -1 has no token."""
     slots = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     none = jnp.zeros((0,), jnp.int32)
     return Batch(
@@ -121,7 +138,12 @@ def one_token_batch(tokens: Int[Array, "slots"], positions: Int[Array, "slots"])
 def forward_for_drafts(
     model: Any, cache: KVCache, batch: Batch
 ) -> tuple[Float[Array, "T D"], Float[Array, "T h D"], KVCache]:
-    """Runs the model, then writes the draft layers' windows. Call it inside a traced function.
+    """Runs the model on a batch, then writes the draft layers' window rows. Call it inside a traced function.
+
+    Args:
+      model: the model, with draft layers, see `Drafts`.
+      cache: the cache before the step.
+      batch: the batch, of T tokens.
 
     Returns:
       (hidden states [T, hidden] of the batch's tokens; inputs of the draft layers [T, h, hidden], h streams of each
@@ -143,19 +165,20 @@ def draft(
 ) -> tuple[Int[Array, "n count"], Float[Array, "n count vocab"], Float[Array, "n count"] | None, KVCache]:
     """Drafts the next tokens of requests. Call it inside a traced function.
 
-    A draft is drawn from the draft layers' logits with the random bits that `sample` uses for the token itself. The two
-    then agree as often as their distributions allow, up to a constant factor (Daliri, Musco and Suresh, 2024,
-    arXiv:2408.07978), and the verified token is the one that is drawn without drafts.
+    A draft is drawn from the draft layers' logits with the random bits that `sample` later uses to draw the model's own
+    token at the same position. Draft and token then agree as often as their distributions allow, up to a constant
+    factor (Daliri, Musco and Suresh, 2024, arXiv:2408.07978). The request gets the same tokens as without drafts.
 
     Args:
       model: the model, with an attribute `drafts` (`Drafts`).
-      cache, streams, batch: as in `Drafts.draft`. The batch is that of `one_token_batch`.
+      cache, streams: as in `Drafts.draft`.
+      batch: the newest token of each of n slots, a result of `one_token_batch`.
       sampling: sampling parameters, one for all rows or arrays [n].
-      seeds: [n] one seed per request.
+      seeds: [n] one seed per slot.
       drafts: number of draft tokens per request, or DraftOptions.
 
     Returns:
-      The results of `Drafts.draft`; tokens are -1 from the first one without enough confidence on.
+      The tuple of `Drafts.draft`. Draft tokens are -1 from the first one on that is below `min_confidence`.
     """
     options = DraftOptions.of(drafts)
 

@@ -18,16 +18,16 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 @pytree_dataclass
 class LogitsProcessor:
-    """Changes the logits of a request before each of its tokens is drawn, as penalties and bans do.
+    """A pair of functions that change a request's logits before each of its tokens is drawn, as penalties and bans do.
 
-    Both functions are traced into the step, for one request at a time (`jax.vmap`). They must be pure. A program is
-    compiled for each pair of functions, so make a processor once, not with a new `lambda` for each call.
+    Both functions are written for one request, must be pure, and are traced into the step under `jax.vmap`. A program
+    is compiled for each pair of functions, so make a processor once, not with a new `lambda` for each call.
 
     Attributes:
       process: function (logits [vocab] float32, state) -> logits [vocab] float32. A token with -inf is never drawn.
-      state: a pytree of arrays: the state of a request before its first new token. Steps and loops take the states of
-        all slots, [slots, ...], see `stacked`.
-      update: function (state, token [] int32) -> state, called with each new token; None = the state stays as it is.
+      state: pytree of arrays, the state of a request before its first new token. Steps and loops take a processor whose
+        arrays are [slots, ...], the states of all slots, see `stacked`.
+      update: function (state, token [] int32) -> state, called with each new token; None = the state never changes.
     """
 
     process: Callable[[Any, Any], Any] = static_field()
@@ -35,7 +35,10 @@ class LogitsProcessor:
     update: Callable[[Any, Any], Any] | None = static_field(default=None)
 
     def stacked(self, states: Sequence[Any]) -> "LogitsProcessor":
-        """Returns the processor with the states of all slots, one for each, as steps and loops take it.
+        """Returns the processor with the states of all slots, [slots, ...], as steps and loops take it.
+
+        Args:
+          states: the state of the request in each slot.
 
         Raises:
           ValueError: a state does not have the structure, shapes and dtypes of `state`.
@@ -47,11 +50,11 @@ class LogitsProcessor:
         """Returns a request's state as NumPy arrays.
 
         Args:
-          state: the state.
-          name: its name in errors.
+          state: state of one request.
+          name: name of the argument in errors.
 
         Raises:
-          ValueError: it does not have the structure, shapes and dtypes of `state`.
+          ValueError: the argument does not have the structure, shapes and dtypes of the attribute `state`.
         """
         have, want = map(_types, (state, self.state))
         if have != want:
@@ -59,9 +62,12 @@ class LogitsProcessor:
         return jax.tree.map(np.asarray, state)
 
     def check(self, vocab_size: int) -> None:
-        """Raises ValueError unless the functions return what they should for `vocab_size` tokens.
+        """Traces both functions on abstract arrays, and checks the types of their results.
 
-        Errors of the functions themselves are raised as they are.
+        Errors that the functions raise are passed on.
+
+        Raises:
+          ValueError: `process` does not return [vocab_size] float32, or `update` changes the state's type.
         """
         logits = jax.ShapeDtypeStruct((vocab_size,), jnp.float32)
         token = jax.ShapeDtypeStruct((), jnp.int32)
@@ -75,12 +81,14 @@ class LogitsProcessor:
 
 @dataclasses.dataclass(frozen=True)
 class SlotRows:
-    """The rows of a step's output by slot, on which a processor works: the newest token of each, then its drafts.
+    """The rows of a step's logits [n, vocab] by slot, for a processor, whose states are by slot too.
+
+    The first row of a slot follows its request's newest token, and the further rows follow its drafts.
 
     Attributes:
       processor: the LogitsProcessor with the states of all slots.
-      rows: [slots, r] int32, a slot's rows in order; -1 = none.
-      tokens: [slots, r] int32, the tokens that the rows follow.
+      rows: [slots, r] int32, indices in [0, n) of each slot's rows in order; -1 = no row.
+      tokens: [slots, r] int32, the token of the batch that each row follows.
     """
 
     processor: LogitsProcessor
@@ -91,12 +99,19 @@ class SlotRows:
     def of(
         cls, processor: LogitsProcessor, batch: Batch, indices: Int[Array, "n"], is_drawn: Any, num_slots: int
     ) -> "SlotRows":
-        """Finds the rows of a batch.
+        """Finds the rows of each slot in a batch.
 
         Args:
-          processor, batch, indices: as for `sample_step`.
-          is_drawn: [n] bool, whether a token is drawn in a row, rather than known; None = in all of them.
+          processor: the LogitsProcessor with the states of all slots.
+          batch: the batch of the step.
+          indices: [n] index of the batch's token that each row follows; -1 = no token. `sample_step` calls them
+            `logits_indices`.
+          is_drawn: [n] bool, whether a row's token is drawn. Rows with a forced token are left out. None = all are
+            drawn.
           num_slots: number of slots.
+
+        Raises:
+          ValueError: the processor does not have a state for each slot.
         """
         _check_stacked(processor, num_slots)
         count = indices.shape[0]
@@ -110,7 +125,10 @@ class SlotRows:
         return cls(processor, rows, batch.token_ids[tokens[jnp.maximum(rows, 0)]])
 
     def process(self, logits: Float[Array, "n vocab"]) -> Float[Array, "n vocab"]:
-        """Returns the logits of all rows as the processor leaves them, each with the drafts before it in the state."""
+        """Returns the logits after the processor.
+
+        The state for a row is the slot's state after the drafts before this row.
+        """
         new = logits
         state = self.processor.state
         for i in range(self.rows.shape[1]):
@@ -122,7 +140,12 @@ class SlotRows:
         return new
 
     def update(self, tokens: Int[Array, "n"], last: Int[Array, "slots"]) -> LogitsProcessor:
-        """Returns the processor with the states after the drawn tokens, up to row `last` of each slot (-1 = none)."""
+        """Returns the processor with the states after the tokens that each request has accepted.
+
+        Args:
+          tokens: [n] the token drawn in each row.
+          last: [slots] index in [0, n) of the last row whose token counts; -1 = no token counts.
+        """
         state = self.processor.state
         for i in range(self.rows.shape[1]):
             rows = self.rows[:, i]
@@ -130,7 +153,7 @@ class SlotRows:
         return dataclasses.replace(self.processor, state=state)
 
     def _updated(self, state, tokens, is_new):
-        """Returns the states [slots, ...] after a token of each slot where `is_new`."""
+        """Returns the states [slots, ...] updated with `tokens` [slots]; slots without `is_new` [slots] keep theirs."""
         if self.processor.update is None:
             return state
         new = jax.vmap(self.processor.update)(state, tokens)
@@ -145,11 +168,14 @@ def begin_slot(
     """Sets the state of a slot for a request that begins or continues there.
 
     Args:
-      processor: the states of all slots; donated.
+      processor: the LogitsProcessor with the states of all slots; donated.
       slot: scalar, the slot.
       state: the request's state before its first new token.
-      tokens: [n] its new tokens.
-      count: scalar, number of these that count.
+      tokens: [n] the tokens that the request already got, with padding at the end. The state is updated with them.
+      count: scalar, number of these tokens without padding.
+
+    Returns:
+      The processor with the new state of the slot.
     """
     if processor.update is not None:
         state = jax.lax.fori_loop(0, count, lambda i, state: processor.update(state, tokens[i]), state)
@@ -172,6 +198,6 @@ def _check_stacked(processor: LogitsProcessor, num_slots: int) -> None:
 
 
 def _types(tree):
-    """Returns the structure of a tree as text, and the types of its arrays."""
+    """Returns (structure of a pytree as text, [dtype and shape of each array as text])."""
     leaves, structure = jax.tree.flatten(tree)
     return str(structure), [f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in leaves]

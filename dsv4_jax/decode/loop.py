@@ -1,4 +1,4 @@
-"""Many decode steps in one program on the device."""
+"""Runs many decode steps in one program on the device."""
 
 import dataclasses
 import functools
@@ -22,12 +22,13 @@ class LoopOutput:
     """The tokens that a loop of decode steps drew.
 
     Attributes:
-      tokens: [slots, steps] int32, each request's new tokens, its stop token included, then -1.
-      logprobs: [slots, steps] float32, their log-probabilities, 0 where there is no token; None if not asked for.
-      top_logprobs: TopLogprobs [slots, steps, k] in their places; None if not asked for.
-      accepted: [slots, steps] int32, number of drafts that each step of a request accepted, then -1; None without
-        drafts.
-      processor: the LogitsProcessor with the states of all slots after their tokens; None without one.
+      tokens: [slots, steps] int32, each request's new tokens, its stop token included; -1 behind them.
+      logprobs: [slots, steps] float32, log-probabilities of `tokens`, 0 where there is no token; None if not asked for.
+      top_logprobs: TopLogprobs [slots, steps, k], the likeliest tokens in place of each of `tokens`; None if not asked
+        for.
+      accepted: [slots, steps] int32, number of drafts that each step of a request accepted; -1 behind the request's
+        last step. None without drafts.
+      processor: the LogitsProcessor with the states of all slots after `tokens`; None without a processor.
     """
 
     tokens: Any
@@ -51,19 +52,19 @@ def decode_loop(
     drafts: int | DraftOptions = 0,
     top_logprobs: int | None = None,
 ) -> tuple[LoopOutput, KVCache]:
-    """Runs decode steps in one `lax.while_loop` until all requests have their tokens, without the host between them.
+    """Runs decode steps in one `lax.while_loop` until each request has `steps` new tokens or a stop token.
 
-    With `drafts`, each step also verifies the tokens that the model's draft layers drafted in the step before. The
-    tokens are those of a loop without drafts.
+    With `drafts`, each step also verifies the tokens that the model's draft layers drafted in the step before. Requests
+    get the same tokens as without drafts. The manager learns of the new tokens by `KVCacheManager.advance`.
 
     Args:
       model: the model, or a `CompiledModel` if many steps run.
       cache: the cache; donated.
-      batch: one token for each request, prepared with `reserve=steps - 1` so that their blocks exist.
-      seeds: [slots] one seed per request.
+      batch: one token for each request, prepared with `reserve=steps - 1` so that all blocks of the loop are reserved.
+      seeds: [slots] one seed per slot.
       sampling: sampling parameters, one for all requests (static) or arrays [slots].
-      processor: changes the logits before tokens are drawn, with a state for each slot; None = leave them.
-      steps: the most tokens that a request gets (static).
+      processor: changes the logits before tokens are drawn; it has the states of all slots. None = no changes.
+      steps: maximum number of tokens that a request gets (static).
       stop_tokens: token ids that end a request (static).
       drafts: number of tokens to draft per request and step, less than the cache's `max_query_tokens`, or DraftOptions
         (static). The requests' earlier tokens must have run through `sample_step(..., drafts=drafts)`.
@@ -74,12 +75,13 @@ def decode_loop(
       (LoopOutput, cache).
 
     Raises:
-      RuntimeError, ValueError: as for `decode_step`, the cache has no room for so many drafts, or the model makes none.
+      RuntimeError, ValueError: as for `decode_step`, or as for `check_drafts` with `drafts`.
     """
     options = DraftOptions.of(drafts)
     if options.count:
         check_drafts(cache.schema, options)
-    # The host's decisions are applied once, before the loop: resetting again would lose the blocks.
+    # The batch's new blocks and reset slots are applied once, before the loop. The loop's own batches have neither, as
+    # resetting a slot again would lose its blocks.
     cache = cache.begin_step(batch)
     num_slots = cache.lengths.shape[0]
     last = last_token_indices(batch, num_slots)
@@ -108,12 +110,12 @@ class _LoopState:
     """The carry of `decode_loop`.
 
     Attributes:
-      last_tokens: Batch of the newest token of each unfinished request, by slot; it is not in the cache yet.
-      draft_tokens: [slots, drafts] int32 drafts of the tokens after it, then -1.
-      num_tokens: [slots] int32, number of tokens that each request got.
+      last_tokens: Batch with the newest token of each unfinished request, by slot; this token has not run yet.
+      draft_tokens: [slots, drafts] int32, drafts of the tokens after the newest one; -1 behind them.
+      num_tokens: [slots] int32, number of new tokens that each request got.
       num_steps: [slots] int32, number of steps that each request ran.
       output: LoopOutput so far.
-      cache: the cache.
+      cache: the cache after the last step.
     """
 
     last_tokens: Batch
@@ -125,13 +127,14 @@ class _LoopState:
 
 
 def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
-    """Runs one step of the loop: verifies the drafts, draws, and keeps the accepted tokens."""
+    """Runs the last tokens with their drafts, draws tokens, and keeps the accepted ones. Returns a _LoopState."""
     slots = jnp.arange(seeds.shape[0], dtype=jnp.int32)
     steps = state.output.tokens.shape[1]
     is_active = state.last_tokens.slots >= 0
     drafts = draft_options.count
     offsets = jnp.arange(1 + drafts, dtype=jnp.int32)[None, :]
-    # No more drafts than tokens that may still come; none before the first ones were made.
+    # A request runs at most as many drafts as it can still get tokens after the next one, and none in its first step,
+    # since no drafts were made for this.
     num_made = jnp.sum(state.draft_tokens >= 0, axis=1, dtype=jnp.int32) if drafts else 0
     num_drafts = jnp.minimum(num_made, steps - state.num_tokens - 1)
     num_drafts = jnp.where(is_active & (state.num_tokens > 0), num_drafts, 0)
@@ -157,7 +160,8 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     drawn = jax.tree.map(lambda x: x.reshape(*is_live.shape, *x.shape[1:]), drawn)
 
     accepted = jnp.where(is_active, cache.lengths - state.last_tokens.positions - 1, 0)
-    # One by one: under shard_map XLA crashes on a reduction over an empty axis in a loop (jax 0.11.2).
+    # Compares with one stop token at a time. A reduction over an axis of stop tokens would crash XLA under shard_map
+    # in a loop if the axis is empty (jax 0.11.2).
     is_stop = functools.reduce(jnp.logical_or, (drawn.tokens == stop for stop in stop_tokens), jnp.zeros_like(is_live))
     follows_stop = jnp.cumsum(is_stop, axis=1, dtype=jnp.int32) > is_stop.astype(jnp.int32)
     is_new = is_live & (offsets <= accepted[:, None]) & ~follows_stop
@@ -186,7 +190,10 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
 
 
 def _with_drafts(last_tokens, draft_tokens, is_live):
-    """Returns the batch of each request's last token and its drafts, where [slots, 1 + drafts] `is_live` says so."""
+    """Returns a batch of the tokens [slots, 1 + drafts], each request's last token and its drafts, flattened.
+
+    A token is padding where `is_live` [slots, 1 + drafts] is False.
+    """
     ids = jnp.concatenate([last_tokens.token_ids[:, None], draft_tokens], axis=1)
     positions = last_tokens.positions[:, None] + jnp.arange(is_live.shape[1], dtype=jnp.int32)[None, :]
     slots = jnp.arange(len(ids), dtype=jnp.int32)[:, None]

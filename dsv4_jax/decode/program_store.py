@@ -1,13 +1,18 @@
 """A store of compiled programs on disk, from which a new process takes a program without tracing or lowering it.
 
-JAX's own cache finds a program by its lowered text, for which a step has to be traced and lowered first. That takes
-seconds on a CPU. Here a file has an executable, as `jax.experimental.serialize_executable` writes it, and
-the structure of its results. The file's name is a hash of all that the program depends on: the function, types and
-shardings of its arguments, everything static about them (model, schema, options), the sources of this package,
-versions, devices, settings of JAX and XLA.
+JAX's persistent compilation cache finds a program by its lowered text, so a step has to be traced and lowered first,
+which takes seconds on the host. A file of this store holds an executable, serialized by
+`jax.experimental.serialize_executable`, and the tree structure of its results. The file's name is a hash of everything
+that the program depends on:
 
-Executables are pickled, and loading one runs code. So the folder must belong to the user and to nobody else. Files are
-written atomically and have a checksum; one that is missing, torn or of another version is replaced.
+  * the function, its static arguments, and the tree structure of all arguments with their static fields,
+  * types and shardings of the arguments' arrays,
+  * the sources of this package,
+  * versions, devices, and the settings of JAX and XLA.
+
+Executables are pickled, and loading a pickle runs code. So the folder must belong to the user, and no other user may
+write into it. Files are written atomically and have a checksum. A file that is missing or incomplete, or that JAX
+cannot load, is replaced.
 """
 
 import contextlib
@@ -43,9 +48,12 @@ from pallas_kernels.runtime.atomic_write import atomic_write
 FOLDER = "DSV4_JAX_PROGRAMS"  # environment variable with the store's folder; without it there is no store
 MAX_BYTES = 4 << 30  # the least recently used files beyond this size are removed
 logger = logging.getLogger(__name__)
-TRACE = threading.Lock()  # a thread that waits finds the model's trace; two at once would only take turns
-_JAX_CACHE = threading.Lock()  # of the setting, which belongs to the whole process
-# Packages whose classes the hash covers, by their sources or versions. A user's own model is not among them.
+# Held while a step is traced. The next thread can use the finished trace of the model; at the same time two threads
+# would trace it twice, and no faster, since both need the GIL.
+TRACE = threading.Lock()
+# Held while JAX's setting `jax_enable_compilation_cache`, which belongs to the whole process, is changed.
+_JAX_CACHE = threading.Lock()
+# Packages that the hash covers by their sources or versions. The classes of a user's own model are in another package.
 _KNOWN = {"builtins", "dsv4_jax", "flax", "jax", "jaxlib", "ml_dtypes", "numpy", "pallas_kernels"}
 
 
@@ -64,10 +72,13 @@ class Program:
 
 
 class ProgramTable:
-    """The programs of one model that this process has compiled or loaded, by their other arguments.
+    """The programs of one model that this process has compiled or loaded.
+
+    The key of a program is its function, the shapes, dtypes and shardings of the arguments other than the model, and
+    the static arguments.
 
     Attributes:
-      compilations: number of these programs.
+      compilations: number of programs compiled or loaded.
     """
 
     def __init__(self):
@@ -76,13 +87,21 @@ class ProgramTable:
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: Any) -> "ProgramTable":
-        return self  # programs never change
+        return self  # shared by all copies of a model, since programs are immutable
 
     def find(self, function: Any, args: tuple, options: Mapping[str, Any]) -> tuple[Program | None, tuple]:
-        """Returns the program that `function(*args, **options)` runs, and its arguments.
+        """Returns the program for the call `function(*args, **options)`, and the arguments to call it with.
 
-        The program is None if there is no store, or if it cannot be kept: then call the function. Threads that ask for
-        one program at once wait for the first of them.
+        If several threads ask for the same program at once, one makes it and the others wait.
+
+        Args:
+          function: jitted function of (model, cache, ..), see `find_program`.
+          args: positional arguments, the model first.
+          options: keyword arguments, the static ones and possibly others.
+
+        Returns:
+          (program, its positional arguments). The program is None where `find_program` returns None; call the function
+          with the arguments then.
         """
         if not os.environ.get(FOLDER):
             return None, args
@@ -99,7 +118,7 @@ class ProgramTable:
         return program.result(), args
 
     def _make(self, key, find):
-        """Returns the future of a program, which this thread makes unless another one does."""
+        """Returns the Future of the program `find()` for this key. Calls `find` unless another thread has begun to."""
         with self._lock:
             if key in self._programs:
                 return self._programs[key]
@@ -107,7 +126,7 @@ class ProgramTable:
         try:
             result = find()
         except BaseException as error:
-            del self._programs[key]  # the next call tries again
+            del self._programs[key]  # so that the next call of `find` tries again
             program.set_exception(error)
         else:
             with self._lock:
@@ -159,7 +178,10 @@ def find_program(function: Any, args: tuple, options: Mapping[str, Any]) -> Prog
 
 
 def _name(function, args, options):
-    """Returns a hash of all that the program of a call depends on."""
+    """Returns the name of a program's file: a hash of everything that the program of this call depends on.
+
+    Raises _UnknownObjectError if an object among them cannot be described.
+    """
     static = [_definition(function), _describe(jax.tree.structure((args, {}))), _describe(dict(options))]
     types = [_describe_leaf(leaf) for leaf in jax.tree.leaves(args)]
     parts = *static, _environment(), types, default_implementation(), _sources()
@@ -167,7 +189,7 @@ def _name(function, args, options):
 
 
 def _load(data, args):
-    """Returns the executable that a file holds."""
+    """Returns the executable in the content of a file, for a call with these positional arguments."""
     payload, outputs = pickle.loads(data)
     cache = jax.tree.structure(args[1])
     out_tree = jax.tree.structure((*outputs, cache.unflatten(range(cache.num_leaves))))
@@ -178,7 +200,10 @@ def _load(data, args):
 def compile_program(
     function: Any, args: tuple, options: Mapping[str, Any], compile: Callable = jax.stages.Lowered.compile
 ) -> Program:
-    """Traces, lowers and compiles a jitted function; the last with `compile`."""
+    """Traces, lowers and compiles a jitted function for the call `function(*args, **options)`.
+
+    `compile` is a function jax.stages.Lowered -> jax.stages.Compiled.
+    """
     times = [time.perf_counter()]
     with TRACE:
         traced = function.trace(*args, **options)
@@ -191,14 +216,17 @@ def compile_program(
 
 
 class _UnknownObjectError(Exception):
-    """A call depends on an object that this module cannot describe."""
+    """A call depends on an object of which the name of the program's file can hold no description."""
 
 
 def _describe(value: Any) -> Any:
-    """Returns text, numbers and tuples of them that tell a static object from all others, in every process alike.
+    """Describes a static object by text, numbers and nested tuples of them.
+
+    The description is the same in every process, and different objects have different descriptions.
 
     Raises:
-      _UnknownObjectError: the object is of an unknown type, or its definition is not hashed.
+      _UnknownObjectError: the object has an unknown type, or its class or function is outside the packages that the
+        hash covers.
     """
     kind = type(value)
     if value is None or kind in (bool, int, float, complex, str, bytes):
@@ -228,14 +256,14 @@ def _describe(value: Any) -> Any:
 
 
 def _definition(kind: Any) -> str:
-    """Returns the name of a class or function; raises _UnknownObjectError unless its sources or version are hashed."""
+    """Returns the full name of a class or function; raises _UnknownObjectError if its package is not in `_KNOWN`."""
     if kind.__module__.partition(".")[0] not in _KNOWN:
         raise _UnknownObjectError(f"{kind.__module__}.{kind.__qualname__} is not of this package")
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
-    """Returns the sharding of an array, or of the array that a struct stands for; None for an array of NumPy."""
+    """Returns the sharding of a jax.Array or jax.ShapeDtypeStruct; None for other leaves, such as NumPy arrays."""
     sharding = getattr(leaf, "sharding", None)
     if sharding is None and isinstance(leaf, jax.ShapeDtypeStruct):
         return SingleDeviceSharding(jax.devices()[0])
@@ -243,7 +271,10 @@ def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
 
 
 def _describe_leaf(leaf: Any) -> tuple:
-    """Returns the type of an array, and its sharding if it has one."""
+    """Describes the type of an array, and its sharding and placement if it has a sharding.
+
+    Raises _UnknownObjectError if the sharding is neither a NamedSharding nor a SingleDeviceSharding.
+    """
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return "host", np.shape(leaf), str(getattr(leaf, "dtype", type(leaf)))
     where = None
@@ -262,7 +293,7 @@ def _describe_leaf(leaf: Any) -> tuple:
 
 
 def _devices(leaves: list[Any]) -> list[jax.Device]:
-    """Returns the devices that run a program of these arguments, in the order of their mesh."""
+    """Returns the devices that run a program with these argument arrays, in the order of their mesh."""
     shardings = [sharding for sharding in map(_sharding, leaves) if sharding is not None]
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     if meshes:
@@ -272,14 +303,14 @@ def _devices(leaves: list[Any]) -> list[jax.Device]:
 
 @functools.cache
 def _environment() -> tuple:
-    """Returns all that programs depend on besides their calls and the sources of this package."""
+    """Describes the devices, versions and settings that all compiled programs of this process depend on."""
     backend = jax.extend.backend.get_backend()
     devices = jax.devices()
     settings = {name: str(value) for name, value in jax.config.values.items() if "cache" not in name}
     variables = {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "MOSAIC_"))}
     versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")]
     cpu = [platform.machine(), platform.python_version()]
-    with contextlib.suppress(OSError):  # code for a CPU uses the instructions that it has
+    with contextlib.suppress(OSError):  # XLA compiles for the instruction sets that this CPU has
         cpu += [line for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines() if "flags" in line]
     machine = backend.platform, backend.platform_version, [device.device_kind for device in devices], cpu
     return *machine, versions, sorted(settings.items()), sorted(variables.items())
@@ -287,7 +318,7 @@ def _environment() -> tuple:
 
 @functools.cache
 def _sources() -> str:
-    """Returns a hash of the sources of this package and its kernels."""
+    """Returns a SHA-256 over the names and contents of all Python files of `dsv4_jax` and `pallas_kernels`."""
     digest = hashlib.sha256()
     packages = Path(__file__).parents[2]
     for package in ("dsv4_jax", "pallas_kernels"):
@@ -298,9 +329,9 @@ def _sources() -> str:
 
 @contextlib.contextmanager
 def _without_jax_cache() -> Iterator[None]:
-    """Turns JAX's cache on disk off for a CPU.
+    """Turns JAX's persistent compilation cache off while the body runs, if the backend is a CPU.
 
-    An executable from that cache cannot be serialized again: on a CPU it lacks functions when it runs.
+    A CPU executable that JAX loads from its cache cannot be serialized again: functions are missing when the copy runs.
     """
     if jax.default_backend() != "cpu":
         yield
@@ -309,7 +340,7 @@ def _without_jax_cache() -> Iterator[None]:
         enabled = jax.config.jax_enable_compilation_cache
         try:
             jax.config.update("jax_enable_compilation_cache", False)
-            compilation_cache.reset_cache()  # JAX looks at the setting once
+            compilation_cache.reset_cache()  # JAX reads the setting only once until it is reset
             yield
         finally:
             jax.config.update("jax_enable_compilation_cache", enabled)
@@ -318,7 +349,10 @@ def _without_jax_cache() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reported(what: str) -> Iterator[None]:
-    """Logs an error of the body instead of raising it: a program can always be compiled."""
+    """Logs an exception of the body as a warning "`what`: error" instead of raising it.
+
+    The store is optional: without it a program is compiled.
+    """
     try:
         yield
     except Exception as error:
@@ -327,7 +361,11 @@ def _reported(what: str) -> Iterator[None]:
 
 @functools.cache
 def _private_folder(path: str | None) -> Path | None:
-    """Returns the store's folder, made if need be; None if there is none, or if others could write into it."""
+    """Returns the store's folder, which is made if it does not exist.
+
+    Returns None if `path` is None or empty, or if the folder cannot be made, belongs to another user, or other users
+    may write into it. The latter faults are logged.
+    """
     if not path:
         return None
     with _reported(f"compiled programs are not kept in {path}"):
@@ -336,7 +374,10 @@ def _private_folder(path: str | None) -> Path | None:
 
 
 def _read(path: Path) -> bytes | None:
-    """Returns the content of the user's own file, or None if it is missing or incomplete."""
+    """Returns the content of a file without its checksum, and marks the file as used.
+
+    Returns None if the file is missing, incomplete or damaged, or belongs to another user.
+    """
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
@@ -346,19 +387,19 @@ def _read(path: Path) -> bytes | None:
     if status.st_uid != os.getuid() or hashlib.sha256(data[32:]).digest() != data[:32]:
         return None
     with contextlib.suppress(OSError):
-        os.utime(path)  # used now
+        os.utime(path)  # the modification time is the time of last use
     return data[32:]
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Writes the file atomically. If that fails, as on a full disk, the next process compiles again."""
+    """Writes a checksum and `data` to a file atomically. If this fails, as on a full disk, the error is only logged."""
     with _reported(f"cannot write {path}"):
         with atomic_write(path) as file:
             file.write(hashlib.sha256(data).digest() + data)
 
 
 def _remove_oldest(folder: Path) -> None:
-    """Removes the least recently used files until the folder has at most `MAX_BYTES`."""
+    """Removes the least recently used files until those in the folder have at most `MAX_BYTES` bytes together."""
     with _reported(f"cannot tidy {folder}"):
         files = sorted((entry.stat().st_mtime, entry.stat().st_size, entry.path) for entry in os.scandir(folder))
         excess = sum(size for _, size, _ in files) - MAX_BYTES

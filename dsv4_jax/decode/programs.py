@@ -1,4 +1,4 @@
-"""A model in a form that costs the host little time per call of a compiled step."""
+"""`CompiledModel`: a model as a flat list of arrays, which costs the host little time per call of a compiled step."""
 
 import copy
 import functools
@@ -19,18 +19,18 @@ from dsv4_jax.expert_pages import ExpertMemory
 
 @jax.tree_util.register_pytree_node_class
 class CompiledModel:
-    """Runs a model's compiled steps, for models that run many of them.
+    """A model in a form with which a call of a compiled step takes little time on the host.
 
-    A compiled function flattens its arguments at each call. That takes half a millisecond of Python for the modules of
-    V4-Flash, and a hundredth for the flat list of arrays that this object holds.
+    A jitted function flattens its arguments at each call. For the modules of the DeepSeek-V4-Flash model this takes
+    half a millisecond of Python, and a hundredth of that for the flat list of arrays that this object holds.
 
     Each step is a method with the name and arguments of the function in `dsv4_jax.decode`, without the model. The
-    functions also accept this object as their model. Models of one structure share compiled programs.
+    functions also accept this object as their model. Models with the same tree structure share compiled programs.
 
     Attributes:
-      arrays: the model's arrays.
-      structure: the tree structure that the arrays are leaves of.
-      expert_memory: where the model's experts lie, or None.
+      arrays: the model's arrays, the leaves of `structure`.
+      structure: the tree structure of the model.
+      expert_memory: the memory on GPU and host that holds the model's experts; None = they are arrays of the model.
     """
 
     def __init__(self, model: Any, expert_memory: ExpertMemory | None = None):
@@ -38,7 +38,8 @@ class CompiledModel:
 
         Args:
           model: the model.
-          expert_memory: the one that the model was loaded with, so that an engine moves hot experts to the GPU.
+          expert_memory: the ExpertMemory that the model was loaded with, if any. An engine uses it to move often
+            selected experts to the GPU.
         """
         self.arrays, self.structure = jax.tree.flatten(model)
         self.expert_memory = expert_memory
@@ -46,7 +47,7 @@ class CompiledModel:
 
     @classmethod
     def of(cls, model: Model) -> "CompiledModel":
-        """Returns a model as a `CompiledModel`; returns an argument that is one already unchanged."""
+        """Returns a model as a `CompiledModel`; returns a `CompiledModel` unchanged."""
         return model if isinstance(model, CompiledModel) else cls(model)
 
     def tree_flatten(self) -> tuple[list[Any], Any]:
@@ -60,16 +61,18 @@ class CompiledModel:
         return model
 
     def with_weights(self, model: Model) -> "CompiledModel":
-        """Returns a model with the programs of this one and the arrays of another. Compiles nothing.
+        """Returns a model with the compiled programs of this model and the arrays of another. Compiles nothing.
 
-        Arrays are taken as they are, without a copy, if they lie where those of this model do, and are moved otherwise.
-        This model may have structs in place of its arrays, since its programs can be compiled while weights are read.
+        An array of the other model is not copied if it has the sharding of this model's array; otherwise it is moved.
+        This model may have `jax.ShapeDtypeStruct`s in place of arrays, since programs can be compiled while weights are
+        still being read.
 
         Args:
           model: a model of the same structure, such as an nnx.Module.
 
         Raises:
-          ValueError: the models differ in more than the values of their arrays, or experts lie in `expert_memory`.
+          ValueError: the models differ in more than the values of their arrays. Or this model has arrays, and one of
+            the models has `expert_memory`.
         """
         new = CompiledModel.of(model)
         is_outline = any(isinstance(x, jax.ShapeDtypeStruct) for x in self.arrays)
@@ -83,35 +86,39 @@ class CompiledModel:
 
     @property
     def compilations(self) -> int:
-        """Number of programs that calls of this object's methods have compiled or loaded."""
+        """The number of programs that calls of this object's methods have compiled or loaded."""
         return self._programs.compilations
 
     @property
     def module(self) -> Any:
-        """The model with its original structure, concrete or traced."""
+        """The model with its original structure, such as an nnx.Module. In a traced function its arrays are tracers."""
         return jax.tree.unflatten(self.structure, self.arrays)
 
     def __call__(self, cache: KVCache, batch: Batch) -> tuple[Float[Array, "T D"], KVCache]:
-        """Calls the module, without compiling it."""
+        """Calls the module as it is, not jitted: returns ([T, hidden] hidden states, the updated cache)."""
         return self.module(cache, batch)
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-        """Calls the module's `logits`, without compiling it."""
+        """Calls the module's `logits` as it is, not jitted."""
         return self.module.logits(hidden)
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the module, such as `drafts`."""
-        if name.startswith("_"):  # a copy asks for these before it has a structure
+        if name.startswith("_"):  # `copy.copy` looks up such names before the copy has the attribute `structure`
             raise AttributeError(name)
         return getattr(self.module, name)
 
     def run(self, function: Any, *args: Any, **options: Any) -> Any:
-        """Calls a jitted function of a model and a cache, with a program from the `program_store` if there is one.
+        """Calls a jitted function of (model, cache, ..), with a program from the `program_store` if there is a store.
 
         Args:
-          function: the function; its last result is the updated cache, and its keyword-only arguments are static.
-          args: its positional arguments, without the model.
-          options: its other arguments.
+          function: the jitted function. Its last result is the updated cache, and its keyword-only arguments are
+            static.
+          args: the function's positional arguments after the model.
+          options: the function's keyword arguments.
+
+        Returns:
+          The results of the function.
         """
         program, positional = self._programs.find(function, (self, *args), options)
         if program is not None:
@@ -122,13 +129,13 @@ class CompiledModel:
         return results
 
     def prepare(self, function: Any, *args: Any, **options: Any) -> None:
-        """Loads or compiles the program that `run` would call, or traces the function if there is no store.
+        """Loads or compiles the program that `run` with these arguments calls. Runs and donates nothing.
 
-        Several threads may call it at once.
+        If there is no store, the function is only traced, so that `run` finds the trace. Several threads may call this
+        method at once.
 
         Args:
-          function, args, options: as for `run`, or with a `jax.ShapeDtypeStruct` in the place of an array. The cache is
-            not donated.
+          function, args, options: as for `run`. A `jax.ShapeDtypeStruct` can take the place of an array.
         """
         program, _ = self._programs.find(function, (self, *args), options)
         if program is None:
@@ -143,7 +150,10 @@ class CompiledModel:
 
 
 def _check_structure(new, old):
-    """Raises ValueError, which names an array, if two models differ in more than the values of their arrays."""
+    """Raises ValueError if two CompiledModels differ in more than the values of their arrays.
+
+    The message names an array that differs, if there is any.
+    """
     types_of_new = _array_types(new)
     types_of_old = _array_types(old)
     for name in types_of_old | types_of_new:
@@ -161,10 +171,14 @@ def _array_types(model):
 
 
 def _placed_like(x, old):
-    """Returns an array in the place of another, so that compiled programs take it."""
+    """Returns the array x with the placement of the array `old`, so that programs compiled for `old` take it.
+
+    The result has the sharding of `old`, and is committed to its devices if `old` is. Its dtype is weak only if both
+    dtypes are. If `old` is no jax.Array, x is returned unchanged.
+    """
     if not isinstance(old, jax.Array):
         return x
     if not isinstance(x, jax.Array) or (x.committed and not old.committed) or x.weak_type != old.weak_type:
-        x = jax.device_put(np.asarray(x))  # the host forgets where it was, and whether its type is weak
+        x = jax.device_put(np.asarray(x))  # through a NumPy array, so that it is neither committed nor weakly typed
     is_placed = x.committed == old.committed and x.sharding == old.sharding
     return x if is_placed else jax.device_put(x, old.sharding if old.committed else None)

@@ -16,12 +16,14 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """The sampling parameters of a request. A pytree without leaves, so jitted steps take it as a constant.
+    """The sampling parameters of a request. A static pytree without leaves: jitted steps are compiled for its values.
 
     Attributes:
-      temperature: 0 = greedy (the lowest id among equal logits), otherwise from 1e-5 to 1e5.
-      top_k: number of best logits to keep; 0 = all.
-      top_p: probability that the smallest set of best tokens must reach; 1 = keep all tokens.
+      temperature: divisor of the logits, from 1e-5 to 1e5. 0 = greedy: the token with the largest logit, the lowest id
+        among equal ones.
+      top_k: number of largest logits to keep, and any equal to the last of these; 0 = keep all.
+      top_p: of the tokens that `top_k` keeps, the smallest set of most probable tokens is kept whose probability
+        reaches this; 1 = keep all.
 
     Raises:
       TypeError: a parameter is not a number, or `top_k` is not an integer.
@@ -33,14 +35,15 @@ class SamplingParams:
     top_p: float = 1.0
 
     def __post_init__(self):
-        # One type per field, so that equal parameters hash equally.
+        # Converts each field to one type (int 1 to float 1.0), so that equal parameters hash equally.
         object.__setattr__(self, "temperature", check_temperature(self.temperature))
         object.__setattr__(self, "top_k", check_top_k(self.top_k))
         object.__setattr__(self, "top_p", check_top_p(self.top_p))
 
 
 GREEDY = SamplingParams()
-# Up to this many likeliest tokens are found without a loop; with more, the host waits for each step. OpenAI allows 20.
+# Up to this number of likeliest tokens are found by unrolled code. With more there is a loop on the device, for which
+# the host waits in each step. OpenAI's API allows 20.
 MAX_UNROLLED = 20
 
 
@@ -50,8 +53,8 @@ class BatchedSamplingParams:
 
     Attributes:
       temperature: [n] float32, as in `SamplingParams`.
-      top_k: [n] int32.
-      top_p: [n] float32.
+      top_k: [n] int32, as in `SamplingParams`.
+      top_p: [n] float32, as in `SamplingParams`.
     """
 
     temperature: Any
@@ -60,7 +63,7 @@ class BatchedSamplingParams:
 
     @classmethod
     def of(cls, rows: Sequence[SamplingParams]) -> "BatchedSamplingParams":
-        """Returns numpy arrays with one row for each of `rows`."""
+        """Returns the parameters of n requests as NumPy arrays [n]."""
         return cls(
             np.array([row.temperature for row in rows], np.float32),
             np.array([row.top_k for row in rows], np.int32),
@@ -73,12 +76,13 @@ class BatchedSamplingParams:
 
 @pytree_dataclass
 class LogprobOptions:
-    """The log-probabilities that a step finds besides those of the tokens it draws.
+    """The log-probabilities that a step computes besides those of the tokens that it draws.
 
     Attributes:
-      forced_tokens: [n] int32, known tokens that take the places of drawn ones; -1 = draw one. None = draw all.
-      wants_top: [] bool, whether any row asks for its likeliest tokens; if not, zeros come back and nothing is
-        computed. None = yes.
+      forced_tokens: [n] int32, a known token for each row, such as the next token of a prompt, which replaces the drawn
+        token so that its log-probability is computed; -1 = keep the drawn token. None = -1 for all rows.
+      wants_top: [] bool, whether any row asks for its likeliest tokens. If not, they are not computed, and TopLogprobs
+        of zeros are returned. None = True.
       num_top: number of likeliest tokens to find per row (static).
     """
 
@@ -89,7 +93,7 @@ class LogprobOptions:
 
 @pytree_dataclass
 class TopLogprobs:
-    """The likeliest tokens in each place, best first; ties go to the lowest id.
+    """The k likeliest tokens for each row of logits, the likeliest first; of equally likely ones the lowest id first.
 
     Attributes:
       ids: [..., k] int32 token ids.
@@ -113,16 +117,16 @@ def sample(
 ) -> Int[Array, "n"]:
     """Draws one token per row.
 
-    The random bits of a row depend on its seed and position only. So a request draws the same tokens in any batch,
-    streamed, in a loop on the device, or verified against drafts.
+    The random bits of a row depend only on its seed and position. So a request draws the same tokens in any batch, in
+    single steps or in a loop on the device, and with or without drafts to verify.
 
     Args:
       logits: [n, vocab] float32.
       sampling: sampling parameters, one for all rows or arrays [n].
       seeds: [n] one seed per row.
       positions: [n] position of the token being drawn.
-      token_mask: [n, ceil(vocab / 32)] the tokens that each row may draw: bit i % 32 of word i // 32 stands for token
-        i. A row needs at least one. None = all tokens.
+      token_mask: [n, ceil(vocab / 32)] uint32, the tokens that each row may draw: bit i % 32 of word i // 32 is set if
+        token i may be drawn. Each row needs at least one token. None = all tokens.
 
     Returns:
       [n] int32 token ids.
@@ -131,7 +135,7 @@ def sample(
         bits = token_mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :] & jnp.uint32(1)
         logits = jnp.where(bits.reshape(len(logits), -1)[:, : logits.shape[1]] == 1, logits, -jnp.inf)
     if isinstance(sampling, SamplingParams):
-        # They are constants of the program, so the compiler removes branches that they do not need.
+        # These arrays are constants of the program, so the compiler removes branches that are never taken.
         sampling = jax.tree.map(jnp.asarray, BatchedSamplingParams.of([sampling] * logits.shape[0]))
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     warm = sampling.temperature > 0
@@ -152,11 +156,11 @@ def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], optio
 
     Args:
       logits: [n, vocab] float32.
-      norm: [n] logsumexp of each row.
-      options: number of tokens to find, and whether any row asks for them.
+      norm: [n] float32, logsumexp of each row of logits.
+      options: `num_top` and `wants_top` are used.
 
     Returns:
-      Arrays [n, num_top].
+      TopLogprobs [n, num_top].
     """
 
     def find():
@@ -167,7 +171,8 @@ def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], optio
             last = jnp.take_along_axis(logits, id, axis=-1), id
             return last, last
 
-        # One token at a time rather than sorted, and not in a loop, for the reason that `_keep_best` gives.
+        # Tokens are found one at a time and not by a sort, and the scan is unrolled, for the reason that `_keep_best`
+        # gives: a CUDA graph can hold neither.
         ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
         start = (logits.shape[0], 1)
         none = jnp.full(start, jnp.inf, logits.dtype), jnp.full(start, -1, jnp.int32)
@@ -187,10 +192,11 @@ def _key(seed, position):
 
 
 def _keep_best(logits, sampling):
-    """Sets logits to -inf outside the `top_k` best, and outside the smallest set of these that reaches `top_p`.
+    """Returns the logits [n, vocab] with -inf for the tokens that `top_k` and then `top_p` exclude.
 
-    Nothing is sorted: XLA's sort on a GPU is a library call that a CUDA graph cannot hold, so the host would have to
-    wait for the whole step to learn whether the branch is taken.
+    This function runs in a `lax.cond` branch, and XLA can put a branch in a CUDA graph. XLA's sort on a GPU is a
+    library call that a CUDA graph cannot hold. With a sort, the host would have to wait for the whole step to learn
+    whether the branch is taken. So thresholds are found without sorting.
     """
     top_k = sampling.top_k[:, None]
     top_p = sampling.top_p[:, None]
@@ -202,13 +208,18 @@ def _keep_best(logits, sampling):
 
 
 def _largest_threshold(is_enough, logits):
-    """Finds the largest threshold [n, 1] such that the logits from it on are enough; -inf if even all are not.
+    """Finds for each row the largest threshold such that the logits at or above it are enough.
 
-    It is found one hexadecimal digit of its rank among all float32 at a time.
+    The search is over the ranks of all float32 in ascending order, see `_float_at`. It finds one hexadecimal digit of
+    the rank at a time, the highest first, by testing 15 thresholds.
 
     Args:
-      is_enough: function of which logits are kept, [n, 15, vocab] bool; returns [n, 15] bool.
+      is_enough: monotone function ([n, 15, vocab] bool, which logits are kept for each of 15 thresholds) -> [n, 15]
+        bool, whether the kept logits are enough.
       logits: [n, vocab] float32.
+
+    Returns:
+      [n, 1] float32 thresholds; -inf if not even all logits are enough.
     """
     rank = jnp.zeros((logits.shape[0], 1), jnp.uint32)
     digits = jnp.arange(1, 16, dtype=jnp.uint32)[None, :]
@@ -220,7 +231,10 @@ def _largest_threshold(is_enough, logits):
 
 
 def _float_at(rank):
-    """Returns the float32 of a rank, uint32, in ascending order: -inf below its own rank, NaN above infinity's."""
+    """Returns the float32 with a given rank, uint32, among all float32 in ascending order.
+
+    Ranks below that of -inf give -inf, and ranks above that of inf give NaN.
+    """
     sign = np.uint32(1 << 31)
     rank = jnp.maximum(rank, np.uint32(0x007FFFFF))
     return jax.lax.bitcast_convert_type(jnp.where(rank >= sign, rank - sign, ~rank), jnp.float32)

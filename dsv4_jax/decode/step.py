@@ -1,4 +1,4 @@
-"""Compiled steps: tokens in, logits or drawn tokens and the updated cache out; the cache is donated."""
+"""Compiled steps, which run a batch of tokens and return logits or drawn tokens, and the updated cache."""
 
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
@@ -32,27 +32,28 @@ class Model(Protocol):
     """A model that steps can run: any pytree of arrays with these methods, such as `DeepseekV4ForCausalLM`."""
 
     def __call__(self, cache: KVCache, batch: Batch) -> tuple[Float[Array, "T D"], KVCache]:
-        """Returns hidden states of the batch's tokens and the updated cache."""
+        """Returns ([T, hidden] hidden states of the batch's tokens, the updated cache)."""
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... vocab"]:
-        """Returns the float32 logits of hidden states."""
+        """Returns the float32 logits [..., vocab] of hidden states [..., hidden]."""
 
 
 @compiled_step
 def forward(model: Model, cache: KVCache, batch: Batch) -> tuple[Float[Array, "T vocab"], KVCache]:
-    """Runs the batch's tokens and returns the logits after each.
+    """Runs the batch's tokens and returns the logits after each of them.
 
     Args:
       model: the model, or a `CompiledModel` if many steps run.
-      cache: the cache; donated: use the returned one from here on.
+      cache: the cache; donated, so use the returned cache from here on.
       batch: from `KVCacheManager.prepare_forward`.
 
     Returns:
-      (logits [T, vocab] float32, cache). Rows of padding tokens are undefined.
+      (logits [T, vocab] float32, cache). Logits after padding tokens are undefined.
 
     Raises:
       RuntimeError: the cache was donated to an earlier step.
-      ValueError: the cache has not run the batches before this one, or has run a later one. It is unchanged.
+      ValueError: the cache has not run all batches before this one, or it has run this one or a later one. The cache
+        is unchanged.
     """
     hidden, cache = run_model(model, cache, batch)
     return model.logits(hidden), cache
@@ -62,19 +63,18 @@ def forward(model: Model, cache: KVCache, batch: Batch) -> tuple[Float[Array, "T
 def decode_step(model: Model, cache: KVCache, batch: Batch) -> tuple[Float[Array, "slots vocab"], KVCache]:
     """Runs the batch's tokens and returns the logits after each request's last token, by slot.
 
-    Prefill chunks can run through it too: it computes no logits of other tokens.
+    Prefill batches can run through it too. Logits after other tokens are not computed.
 
     Args:
       model: the model, or a `CompiledModel` if many steps run.
-      cache: the cache; donated: use the returned one from here on.
+      cache: the cache; donated, so use the returned cache from here on.
       batch: from `KVCacheManager.prepare_forward`.
 
     Returns:
       (logits [slots, vocab] float32, zeros for slots that are not in the batch; cache).
 
     Raises:
-      RuntimeError: the cache was donated to an earlier step.
-      ValueError: the cache has not run the batches before this one, or has run a later one. It is unchanged.
+      RuntimeError, ValueError: as for `forward`.
     """
     hidden, cache = run_model(model, cache, batch)
     token = last_token_indices(batch, cache.lengths.shape[0])
@@ -87,14 +87,15 @@ class StepOutput:
     """The tokens that a step drew.
 
     Attributes:
-      tokens: [n] int32, the token drawn after each entry of `logits_indices`; undefined where that is -1.
+      tokens: [n] int32, the token drawn after the token of each entry of `logits_indices`; undefined where the entry
+        is -1.
       logprobs: [n] float32, log-probabilities of `tokens` under the model, before temperature and `top_p`.
-      top_logprobs: TopLogprobs [n, k] in the places of `tokens`; None if not asked for.
-      draft_tokens: [slots, drafts] int32, drafts of the next tokens, then -1, undefined for slots that drew no token;
-        None without drafts on the device.
-      last_tokens: [slots] int32, the token drawn after the last accepted one, undefined for slots that drew none; None
-        without drafts on the device.
-      processor: the LogitsProcessor with the states of all slots after their accepted tokens; None without one.
+      top_logprobs: TopLogprobs [n, k], the likeliest tokens in place of each of `tokens`; None if not asked for.
+      draft_tokens: [slots, drafts] int32, drafts of the tokens after `last_tokens`, -1 behind them; undefined for slots
+        that drew no token. None without drafts on the device.
+      last_tokens: [slots] int32, each request's newest token, the one drawn after its last accepted token; undefined
+        for slots that drew no token. None without drafts on the device.
+      processor: the LogitsProcessor with the states of all slots after these tokens; None without a processor.
     """
 
     tokens: Any
@@ -105,28 +106,35 @@ class StepOutput:
     processor: LogitsProcessor | None = None
 
     def __getitem__(self, rows: slice) -> "StepOutput":
-        """Returns the output of some rows; what belongs to slots stays that of all slots."""
+        """Returns an output with these rows of the arrays [n, ...], and with the arrays [slots, ...] unchanged."""
         top = None if self.top_logprobs is None else self.top_logprobs[rows]
         return dataclasses.replace(self, tokens=self.tokens[rows], logprobs=self.logprobs[rows], top_logprobs=top)
 
 
 @pytree_dataclass
 class EarlierTokens:
-    """Tokens that an earlier step drew and this step runs, without a visit to the host.
+    """Tokens that an earlier step drew and this step runs, without a copy to the host between the steps.
 
     Attributes:
-      tokens: [m] int32, `StepOutput.tokens` of the earlier step. If that made K drafts: the pair of its `last_tokens`
-        and `draft_tokens`, which count as [slots * (1 + K)] with the drafts of a slot behind its token.
-      indices: [T] int32, the entry of `tokens` that takes the place of each token of the batch; -1 = none.
+      tokens: [m] int32, `StepOutput.tokens` of the earlier step. If the earlier step made K drafts: the pair of its
+        `last_tokens` [slots] and `draft_tokens` [slots, K]. They are indexed as one array [slots * (1 + K)], in which
+        the drafts of a slot stand behind its last token.
+      indices: [T] int32, for each token of the batch the index in `tokens` of the token to put in its place; -1 = the
+        batch's own token stays.
     """
 
     tokens: Any
     indices: Any
 
     def fill(self, batch: Batch, lengths: Int[Array, "slots"]) -> Batch:
-        """Returns the batch with these tokens in their places, which depend on how many drafts were accepted.
+        """Returns the batch with the earlier step's tokens filled in.
 
-        `lengths` are those of the cache before the step.
+        If the earlier step verified drafts, the host did not know how many were accepted when it prepared the batch.
+        So the positions of the filled-in tokens are set too: they continue from the length of their request.
+
+        Args:
+          batch: the batch as the host prepared it.
+          lengths: `lengths` of the cache before the step.
         """
         tokens = self.tokens
         positions = batch.positions
@@ -149,13 +157,14 @@ def logits_step(
     logits_indices: Int[Array, "n"],
     earlier: EarlierTokens | None = None,
 ) -> tuple[Float[Array, "n vocab"], KVCache]:
-    """Runs the batch's tokens and returns the logits after some of them, for `draw_step`.
+    """Runs the batch's tokens and returns the logits after some of them, for `draw_step` to draw from.
 
     Args:
-      model, cache, batch, logits_indices, earlier: as for `sample_step`. The cache's `lengths` count all tokens.
+      model, cache, batch, earlier: as for `sample_step`.
+      logits_indices: [n] indices of the batch's tokens to return logits after; -1 = none.
 
     Returns:
-      (logits [n, vocab] float32, cache). Rows of index -1 are undefined.
+      (logits [n, vocab] float32, undefined where the index is -1; the cache, whose `lengths` count all tokens).
 
     Raises:
       RuntimeError, ValueError: as for `decode_step`.
@@ -181,32 +190,35 @@ def sample_step(
 ) -> tuple[StepOutput, KVCache]:
     """Runs the batch's tokens and draws the tokens that follow some of them.
 
-    The indices of one request stand side by side. All of its indexed tokens but the first are drafts to verify. If a
-    draft differs from the token drawn before it, that draft and the ones behind it are rejected, and the cache's
-    `lengths` do not count them.
+    A step can verify drafts, guesses of a request's next tokens that the batch holds behind its newest token. The
+    entries of `logits_indices` of one request stand side by side: its newest token first, then its drafts. If a draft
+    differs from the token drawn before it, that draft and the drafts behind it are rejected, and the cache's `lengths`
+    do not count them.
 
-    With `drafts`, the model's draft layers also draft the next tokens of each request, see `drafts.draft`. They need
-    all tokens of a request, so prompts have to run with `drafts` too.
+    With `drafts`, the model's draft layers also draft the next tokens of each request, see `decode.drafts.draft`. They
+    need all tokens of a request, so prompts have to run with `drafts` too.
 
     Args:
       model: the model, or a `CompiledModel` if many steps run. With `drafts`, it has draft layers, see `Drafts`.
-      cache: the cache; donated: use the returned one from here on.
+      cache: the cache; donated, so use the returned cache from here on.
       batch: from `KVCacheManager.prepare_forward`.
-      logits_indices: [n] indices of the batch's tokens to draw after; -1 = none. None: [slots], each slot's last token.
+      logits_indices: [n] indices of the batch's tokens to draw after; -1 = draw nothing. None: each slot's last token,
+        n is the number of slots.
       sampling: sampling parameters, one for all requests (static) or arrays [slots].
       seeds: [slots] one seed per slot; None = zeros.
-      logprobs: which log-probabilities to find besides those of the drawn tokens; None = no others.
-      earlier: tokens of the batch that only the device knows; None = the host knows all.
-      token_mask: [n, ceil(vocab / 32)] the tokens that may be drawn, as in `sample`; None = all.
-      processor: changes the logits before `token_mask` and `sampling` apply, with a state for each slot; None = leave
-        them. Of each slot at most `max_query_tokens` tokens are drawn then.
+      logprobs: the log-probabilities to compute besides those of the drawn tokens; None = no others.
+      earlier: tokens of the batch that only the device knows; None = the batch has all tokens.
+      token_mask: [n, ceil(vocab / 32)] uint32 bits, the tokens that may be drawn, as in `sample`; None = all.
+      processor: changes the logits before `token_mask` and `sampling` apply; it has the states of all slots. At most
+        `max_query_tokens` tokens are drawn for a slot then. None = no changes.
       drafts: number of tokens to draft per request, less than the cache's `max_query_tokens`, or DraftOptions (static).
 
     Returns:
       (StepOutput, cache).
 
     Raises:
-      RuntimeError, ValueError: as for `decode_step`, the cache has no room for so many drafts, or the model makes none.
+      RuntimeError, ValueError: as for `forward`, or as for `check_drafts` with `drafts`. ValueError also if the
+        processor does not have a state for each slot.
     """
     batch = batch if earlier is None else earlier.fill(batch, cache.lengths)
     num_slots = cache.lengths.shape[0]
@@ -228,7 +240,18 @@ def sample_step(
 
 
 def _draft_next(model, cache, batch, indices, output, streams, sampling, seeds, options):
-    """Adds drafts of the tokens after each request's last accepted one to the output of a step."""
+    """Drafts the tokens after each request's newest token.
+
+    Args:
+      model, batch, indices, sampling, seeds: as in `sample_step`.
+      cache: the cache after the model and the draft layers' `write`.
+      output: the step's StepOutput.
+      streams: [T, h, hidden] from `forward_for_drafts`.
+      options: DraftOptions.
+
+    Returns:
+      (`output` with `draft_tokens` and `last_tokens`, the cache).
+    """
     last = last_accepted(batch, indices, output.tokens, seeds.shape[0])
     row = jnp.maximum(last, 0)
     tokens = output.tokens[row]
@@ -249,10 +272,17 @@ def draw_tokens(
     token_mask: UInt32[Array, "n words"] | None = None,
     processor: LogitsProcessor | None = None,
 ) -> StepOutput:
-    """Draws the tokens of `sample_step` from their logits; arguments as there.
+    """Draws the tokens of a step from their logits. Call it inside a traced function.
 
-    Log-probabilities are those of the model's logits. That of a token which the processor forbids is NaN: it forbids
-    all of them, or its logits are not numbers.
+    Log-probabilities are those of `logits`, without the processor. If the drawn token's processed logit is -inf or
+    NaN, its log-probability is NaN. This happens if the processor forbids all tokens or returns NaN.
+
+    Args:
+      logits: [n, vocab] float32, the model's logits after the tokens of `logits_indices`.
+      batch, logits_indices, sampling, seeds, logprobs, token_mask, processor: as for `sample_step`.
+
+    Returns:
+      StepOutput without `draft_tokens` and `last_tokens`.
     """
     index = jnp.maximum(logits_indices, 0)
     num_slots = seeds.shape[0]
@@ -279,19 +309,23 @@ def draw_tokens(
     return StepOutput(tokens, logprobs_if_allowed, top, processor=by_slot.update(tokens, last))
 
 
-# The second half of a step whose masks come later than its launch; `logits_step` is the first.
+# Draws the tokens of a step from the logits of `logits_step`. A step is launched in these two parts if its token masks
+# are computed only after the first launch.
 draw_step: Any = jax.jit(sharded_rows(draw_tokens))
 
 
 def accepted_lengths(
     lengths: Int[Array, "slots"], batch: Batch, logits_indices: Int[Array, "n"], tokens: Int[Array, "n"]
 ) -> Int[Array, "slots"]:
-    """Returns the [slots] int32 lengths without rejected drafts, which the host computes with `engine.drafters.accept`.
+    """Returns the [slots] int32 lengths of requests without their rejected drafts.
+
+    The host computes the same with `engine.drafters.accept`.
 
     Args:
       lengths: [slots] lengths that count all tokens of the batch.
-      batch: the batch.
-      logits_indices: [n] indices of its tokens that a token is drawn after, side by side per request; -1 = none.
+      batch: the batch of the step.
+      logits_indices: [n] indices of the batch's tokens that a token is drawn after, side by side for each request: its
+        newest token, then its drafts; -1 = none.
       tokens: [n] the drawn tokens.
     """
     last = last_accepted(batch, logits_indices, tokens, lengths.shape[0])
@@ -302,14 +336,20 @@ def accepted_lengths(
 def last_accepted(
     batch: Batch, logits_indices: Int[Array, "n"], tokens: Int[Array, "n"], num_slots: int
 ) -> Int[Array, "slots"]:
-    """Returns, for each of `num_slots` slots, the entry of `logits_indices` with its last accepted token; -1 = none."""
+    """Finds the last accepted token of each slot. Arguments are as for `accepted_lengths`.
+
+    A token is accepted if it is no draft, or if it and all drafts before it equal the tokens drawn before them.
+
+    Returns:
+      [num_slots] int32, the index in [0, n) of the entry of `logits_indices` for this token; -1 = none.
+    """
     tokens_index = jnp.maximum(logits_indices, 0)
     index = jnp.arange(logits_indices.shape[0], dtype=jnp.int32)
     slots = jnp.where(logits_indices >= 0, batch.slots[tokens_index], -1)
     is_draft = (slots == jnp.roll(slots, 1)) & (index > 0)
     is_rejected = is_draft & (batch.token_ids[tokens_index] != jnp.roll(tokens, 1))
-    # A token is accepted if no draft of its request up to its entry is rejected. The last rejected entry then lies
-    # before the request's first one.
+    # A token is accepted if neither it nor an earlier draft of its request is rejected. The last rejected entry up to
+    # the token's then lies before the request's first entry.
     last_rejected = jax.lax.cummax(jnp.where(is_rejected, index, -1))
     is_accepted = last_rejected < jax.lax.cummax(jnp.where(is_draft, 0, index))
     to = jnp.where(is_accepted & (slots >= 0), slots, num_slots)
@@ -317,9 +357,15 @@ def last_accepted(
 
 
 def run_model(model: Any, cache: KVCache, batch: Batch) -> tuple[Float[Array, "T D"], KVCache]:
-    """Calls the model. If it is a pytree of arrays, steps of equal shapes trace it only once: that takes seconds.
+    """Calls the model on a batch. Call it inside a traced function.
 
-    Raises ValueError if the model lost the updated cache, or did not begin the step.
+    If the model is a pytree of arrays, its trace, which takes seconds, is shared by all steps of equal shapes.
+
+    Returns:
+      ([T, hidden] hidden states, the updated cache).
+
+    Raises:
+      ValueError: the model did not call `cache.begin_step(batch)`, or returned the cache from before this call.
     """
     is_tree_of_arrays = all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(model))
     call = _call_traced_once if is_tree_of_arrays else _call
@@ -341,14 +387,15 @@ _call_traced_once = jax.jit(_call, inline=True)
 
 
 def last_token_indices(batch: Batch, slots: int) -> Int[Array, "slots"]:
-    """Finds each request's last token in a batch: the one after which its next token is drawn.
+    """Finds the index of each request's last token in a batch.
 
     Args:
       batch: the batch.
-      slots: number of slots of the cache: `cache.lengths.shape[0]`.
+      slots: number of slots of the cache, `cache.lengths.shape[0]`.
 
     Returns:
-      [slots] int32 indices of tokens; -1 = the slot is not in the batch. As an index -1 reads the last token.
+      [slots] int32 indices in [0, T); -1 = the slot is not in the batch. Replace -1 before you index an array with
+      them: JAX takes it for the last row.
     """
     tokens = jnp.arange(batch.slots.shape[0], dtype=jnp.int32)
     last = (run_bounds(batch.slots)[1] == tokens + 1) & (batch.slots >= 0)

@@ -1,4 +1,4 @@
-"""Launches compiled steps: checks their arguments on the host first, so that an error costs no cache."""
+"""Launches compiled steps. Their arguments are checked on the host first, so that an error does not lose the cache."""
 
 import functools
 import inspect
@@ -13,15 +13,15 @@ from dsv4_jax.parallel.sharded_step import sharded_step
 
 
 def compiled_step(step: Callable[..., Any]) -> Any:
-    """Decorates a step: compiles it, sharded like its arguments, with the cache donated; calls go through `launch`.
+    """Decorates a step, so that it is jitted, sharded over its arguments' mesh, and launched by `launch`.
 
     Args:
-      step: function of `(model, cache, batch, ...)` that returns a tuple whose last item is the cache. Its keyword-only
-        arguments, and no others, are static.
+      step: function of `(model, cache, batch, ...)` that returns a tuple whose last item is the cache. The cache is
+        donated. Keyword-only arguments, and no others, are static.
 
     Returns:
-      A function with the signature of the step, the methods of a jitted function that this package uses, and the step
-      itself as `body`, for use within another traced function.
+      A function with the signature of the step, the methods of a jitted function that this package uses, and the
+      undecorated step as attribute `body`, for use within another traced function.
     """
     sharded = sharded_step(step)
     program: Any = jax.jit(sharded, donate_argnames="cache", static_argnames=static_names(step))
@@ -43,18 +43,23 @@ def static_names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def launch(program: Callable[..., Any], model: Any, cache: Any, batch: Any, *args: Any, **options: Any) -> Any:
-    """Calls a compiled step, unless its batch is known not to follow on what the cache has run.
+    """Calls a compiled step and records the cache that it returns, see `host.step_order`.
 
     Args:
       program: the jitted or compiled step.
-      model, cache, batch, args, options: its arguments; `options` are keywords.
+      model, cache, batch, args: positional arguments of the step.
+      options: keyword arguments of the step.
+
+    Returns:
+      The results of the step.
 
     Raises:
-      TypeError: the arguments are swapped.
+      TypeError: the model, the cache and the batch are not in this order.
       RuntimeError: the cache was donated before.
-      ValueError: the cache has not run the batches before this one, or a later one; nothing was changed.
+      ValueError: the cache is known not to have run all batches before this one, or to have run this one or a later
+        one. Nothing was changed.
     """
-    is_cache = isinstance(cache, KVCache)  # a model may have a cache of its own
+    is_cache = isinstance(cache, KVCache)  # a user's model may have another class of cache
     if isinstance(model, KVCache | Batch) or isinstance(cache, Batch) or (is_cache and not isinstance(batch, Batch)):
         kinds = ", ".join(type(x).__name__ for x in (model, cache, batch))
         raise TypeError(f"a step takes (model, cache, batch) in this order, got ({kinds})")

@@ -1,4 +1,4 @@
-"""Serving: an engine for many requests, and streams, generation and search on top of it."""
+"""Serving: an engine that runs many requests at once, and streaming, generation and search on top of it."""
 
 from dsv4_jax.engine.drafters import Drafter, PromptLookup
 from dsv4_jax.engine.engine import Engine

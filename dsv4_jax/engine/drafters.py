@@ -1,4 +1,4 @@
-"""Draft tokens: their sources, and the rule that accepts them."""
+"""Drafters on the host, which guess a request's next tokens, and the rule by which drafts are accepted."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -10,16 +10,16 @@ import numpy as np
 class Drafter(Protocol):
     """Guesses how a request continues. A wrong guess costs time but never changes a token.
 
-    Any object with a method `draft` is a drafter. The engine calls it for many requests in turn, so guesses should
-    depend on the arguments only.
+    Any object with a method `draft` is a drafter. The engine calls one drafter for many requests in turn, so guesses
+    should depend only on the arguments.
     """
 
     def draft(self, tokens: np.ndarray, count: int) -> Sequence[int]:
-        """Guesses the tokens that follow.
+        """Guesses the tokens that follow those of a request.
 
         Args:
-          tokens: [n] int32, the request's prompt and all tokens it has generated.
-          count: the most tokens to guess; at least 1.
+          tokens: [n] int32, the request's prompt and all tokens that it has generated.
+          count: maximum number of tokens to guess, at least 1.
 
         Returns:
           0 to `count` token ids.
@@ -28,17 +28,18 @@ class Drafter(Protocol):
 
 
 class PromptLookup:
-    """Guesses that the last tokens continue as they did at their latest earlier occurrence (n-gram lookup).
+    """A drafter that looks up the request's last tokens in its earlier tokens (n-gram lookup).
 
-    It needs no model. Guesses are good for text that repeats its prompt, such as edited code, quotations or tool
-    output, and useless for other text.
+    Its guess is the tokens that followed the latest earlier occurrence. It needs no model. Guesses are good for text
+    that repeats its prompt, such as edited code, quotations or tool output, and useless for other text.
 
     Attributes:
-      longest, shortest: range of the number of last tokens to look for; the longest match decides.
+      longest, shortest: maximum and minimum number of last tokens to look for. The longest n-gram that occurs earlier
+        is used.
     """
 
     def __init__(self, longest: int = 3, shortest: int = 1):
-        """Sets the range; raises ValueError unless `1 <= shortest <= longest`."""
+        """Makes a drafter; raises ValueError unless `1 <= shortest <= longest`. See the class for the arguments."""
         if not 1 <= shortest <= longest:
             raise ValueError(f"{shortest=} and {longest=} must be 1 <= shortest <= longest")
         self.longest = longest
@@ -47,7 +48,7 @@ class PromptLookup:
     def draft(self, tokens: np.ndarray, count: int) -> list[int]:
         """Returns the tokens that followed the latest earlier occurrence of the last tokens; see `Drafter`."""
         for size in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
-            # Candidate positions of an earlier occurrence, narrowed token by token.
+            # Positions at which an earlier occurrence may begin, filtered by one token of the n-gram after another.
             starts = np.arange(len(tokens) - size)
             for offset in range(size):
                 starts = starts[tokens[starts + offset] == tokens[len(tokens) - size + offset]]
@@ -60,10 +61,18 @@ class PromptLookup:
 def accept(drafts: Sequence[int], drawn: Sequence[int]) -> list[int]:
     """Returns the tokens that a step with k drafts yields: the accepted drafts and the token drawn after them.
 
-    `drawn[i]` of the k + 1 drawn tokens comes from the model's own distribution after the known tokens and
-    `drafts[:i]`. As long as drafts equal the drawn tokens, their contexts are equal too. So an accepted token is the
-    one that a step without drafts draws with the same random bits. A draft is accepted with the model's probability of
-    it, as in rejection sampling from a drafter that is always certain (Leviathan et al., 2023, arXiv:2211.17192).
+    A draft is accepted if it and all drafts before it equal the drawn tokens. Then its context is the one that a step
+    without drafts would have, and the same random bits draw the same token. The probability that a draft is accepted
+    is the model's probability of this token, as in rejection sampling from a drafter that is always certain (Leviathan
+    et al., 2023, arXiv:2211.17192).
+
+    Args:
+      drafts: [k] draft tokens.
+      drawn: [k + 1] drawn tokens; `drawn[i]` is drawn from the model's distribution after the known tokens and
+        `drafts[:i]`.
+
+    Returns:
+      1 to k + 1 tokens, the first of `drawn`.
     """
     accepted = 0
     while accepted < len(drafts) and drafts[accepted] == drawn[accepted]:

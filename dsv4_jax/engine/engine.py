@@ -27,25 +27,25 @@ from dsv4_jax.parallel.processes import lost_process_named
 
 
 class Engine(Summarized):
-    """Serves requests with chunked prompts, continuous batching, preemption, drafts and prefix hits.
+    """Serves requests with chunked prefill, continuous batching, preemption, speculative decoding and prefix caching.
 
-    A step is one of two compiled programs: one for decode steps, which bring each request's last token and its drafts,
-    and one of `token_budget` tokens for all others. A third one can run several decode steps. No program depends on
-    which requests run, and a request's tokens do not depend on other requests, waiting, preemption or drafts.
+    * Programs: a decode step runs each request's last token and its drafts in one compiled program. All other steps run
+      in another program, of `token_budget` tokens. Steps with grammars have programs of their own. No program depends
+      on which requests run, and a request's tokens do not depend on other requests, waiting, preemption or drafts.
+    * Shards: on a mesh with an axis "data" each shard runs its own requests, all in the same step. Of the shards with
+      room, a request goes to the one with its longest cached prefix, then to the one with the most free slots.
+    * Overlap (`EngineConfig.overlap`): while a step's tokens are copied to the host, the next step already runs. It
+      takes the newest tokens, and drafts that the device made, from the device. Requests that end by their length are
+      not in it. If a request turns out to have ended by a stop token, its tokens in this step are discarded. The next
+      step is not launched early if it has to preempt a request, or if it verifies drafts under a grammar, since the
+      host has to know the tokens first.
+    * Errors: if a step raises, the engine stays usable. The requests that ran are queued again and continue from the
+      tokens that they have.
 
-    On a mesh with an axis "data" each shard runs its own requests, in steps of one program. A request goes to a shard
-    where it fits, to the one with its longest prefix, or else to the one with the most free slots.
-
-    While a step's tokens are on their way to the host, the next step runs already (`EngineConfig.overlap`). It takes
-    the newest tokens, and drafts that the device made, from the device. Requests that end by their length are not in
-    it; one that turns out to have ended by a stop token has run one token in vain. A step that has to preempt a request
-    waits, since it needs the tokens, and so does one with drafts under a grammar.
-
-    If a step raises, the engine stays usable: the requests that ran are queued again and continue from the tokens they
-    have. Not thread-safe.
+    The engine is not thread-safe.
 
     Attributes:
-      manager: the owner of the slots and blocks; only the engine may admit requests to it.
+      manager: the manager of slots and blocks; only the engine may admit requests to it.
       prefix: the prefix cache, or None.
       config: EngineConfig with its `draft_tokens` and `overlap` filled in.
 
@@ -79,11 +79,12 @@ class Engine(Summarized):
         """Makes an engine without requests; `warm_up` compiles its programs.
 
         Args:
-          model: the model. A `CompiledModel` with its `expert_memory` has hot experts moved to the GPU between steps.
-          manager: the manager, which must hold no request.
-          cache: a cache of the manager, which the engine donates; None = an empty one.
-          drafter: source of draft tokens, such as `PromptLookup()`; "model" = the model's own draft layers, which a
-            configuration has from `DSV4Config.from_hf(..., mtp=True)`; None = no drafts.
+          model: the model. If it is a `CompiledModel` with `expert_memory`, the engine moves often selected experts to
+            the GPU between steps.
+          manager: the manager of slots and blocks, which must hold no request.
+          cache: a cache of the manager, which the engine donates; None = a new, empty cache.
+          drafter: source of draft tokens, such as `PromptLookup()`; "model" = the model's own draft layers, which need
+            a configuration from `DSV4Config.from_hf(..., mtp=True)`; None = no drafts.
           prefix: a prefix cache of this manager, which shares the blocks of equal prefixes; None = no sharing.
           options: fields of `EngineConfig`.
 
@@ -125,14 +126,15 @@ class Engine(Summarized):
         drafter: Drafter | Literal["model"] | None = None,
         **options: Any,
     ) -> None:
-        """Begins to compile the programs of steps for a model whose weights are still being read.
+        """Begins to compile the programs of steps, in threads, for a model whose weights are still being read.
 
-        The engine takes them over with `outline.with_weights(model)` as its model; its `warm_up` waits for them.
+        Make the engine later with `outline.with_weights(model)` as its model, so that it uses these programs. Its
+        `warm_up` waits until they are compiled.
 
         Args:
-          outline: the model with `jax.ShapeDtypeStruct`s in place of its arrays, as `load_checkpoint` gives it to
-            `on_outline`, and with the `expert_memory` that it is loaded with.
-          manager, drafter, options: those of the engine. The manager must hold no request.
+          outline: the model with `jax.ShapeDtypeStruct`s in place of its arrays and with its `expert_memory`, which
+            `load_checkpoint` passes to its argument `on_outline`.
+          manager, drafter, options: as for the engine. The manager must hold no request.
 
         Raises:
           TypeError, ValueError: as for the engine.
@@ -168,7 +170,7 @@ class Engine(Summarized):
 
     @property
     def busy(self) -> bool:
-        """Whether a step would run anything or return outputs."""
+        """Whether the next step would run a request or return an output."""
         scheduler = self._scheduler
         return bool(scheduler.running or scheduler.waiting or scheduler.pending_outputs)
 
@@ -198,13 +200,14 @@ class Engine(Summarized):
 
         Args:
           prompt: [n] token ids.
-          id: a name that no unfinished request has; None = a number.
+          id: a hashable name that no unfinished request of this engine has; None = the next free number.
           params: fields of `RequestParams`; `max_new_tokens` is required.
 
         Raises:
           TypeError: a parameter is unknown, missing or has the wrong type.
-          ValueError: a parameter is out of range, the id is taken, the prompt is empty or holds invalid ids, or the
-            request needs more tokens than the cache ever holds.
+          ValueError: a parameter is out of range or not possible with the engine's configuration, an unfinished request
+            has the id, the prompt is empty or holds invalid ids, or the request needs more tokens than an empty cache
+            has room for.
         """
         checked = RequestParams(**params)
         limit = self.config.draft_tokens or 0
@@ -239,8 +242,8 @@ class Engine(Summarized):
     def fork(self, request: Request, seeds: Sequence[int]) -> list[Request]:
         """Returns copies of a request that continue from its current tokens, each with its own seed.
 
-        To draw several answers to a prompt, fork after `step(decode=False)` has read it, so that the first tokens
-        differ too. Full blocks are shared; new tokens are not.
+        To draw several answers to a prompt, call `step(decode=False)` until the prompt is read and then fork, so that
+        the first tokens differ too. The copies share the request's full blocks.
 
         Args:
           request: an unfinished request, which continues too.
@@ -260,7 +263,7 @@ class Engine(Summarized):
         return children
 
     def cancel(self, request: Request) -> None:
-        """Ends a request, which keeps the tokens it has.
+        """Ends a request with `finish_reason` "cancelled". It keeps the tokens that it has.
 
         Raises:
           ValueError: the request has finished or belongs to another engine.
@@ -270,9 +273,9 @@ class Engine(Summarized):
             self._scheduler.finish(request, "cancelled")
 
     def close(self) -> None:
-        """Cancels all requests, which frees all slots, and all blocks except those of the prefix cache.
+        """Cancels all requests. This frees all slots, and all blocks except those of the prefix cache.
 
-        If the prefix cache has files, all its blocks are written, and the call waits until they are on disk.
+        If the prefix cache has files, its blocks and snapshots are written, and the call waits until they are on disk.
         """
         for request in list(self._scheduler.requests.values()):
             self.cancel(request)
@@ -286,19 +289,22 @@ class Engine(Summarized):
     ) -> None:
         """Replaces the model's weights between two steps. Compiles nothing.
 
-        Tokens that a request has stay, with their log-probabilities; the next `step` returns those of a step that was
-        launched already. All later tokens come from the new weights. No prompt hits a prefix of other weights.
+        Requests keep the tokens that they have, with their log-probabilities. If a step was launched already, its
+        tokens come from the earlier weights, and the next `step` returns them. All later tokens come from the new
+        weights. No prompt hits a cached prefix of other weights.
 
-        The engine holds the arrays of the model, not copies of them: do not donate or delete them. It does not see what
-        happens to the module later, such as by `nnx.update`, until it is given to this method again.
+        The engine holds the arrays of the model, not copies of them: do not donate or delete them. If the module
+        changes later, as by `nnx.update`, the engine does not see it until you pass the module to this method again.
 
         Args:
-          model: the new weights in a model of the same structure: names, shapes and dtypes of all arrays, and options
-            of all modules. Arrays elsewhere are moved to where those of the engine's model lie.
-          running: what becomes of unfinished requests. "recompute": they are queued again and read their tokens with
-            the new weights, so that they go on as in a new engine. "keep": they go on at once, with new weights on what
-            earlier ones left in the cache.
-          key: name of the new weights for the prefix cache, as in `PrefixCache.reset`; required if that has files.
+          model: a model with the new weights. It has the structure of the engine's model: names, shapes and dtypes of
+            all arrays, and options of all modules. Arrays are moved to the devices of the engine's arrays if they lie
+            on others.
+          running: treatment of unfinished requests. "recompute": they are queued again and run all their tokens again
+            with the new weights. "keep": they go on at once with the new weights, and read the entries in the cache
+            that the earlier weights computed.
+          key: name of the new weights for the prefix cache, as in `PrefixCache.reset`; required if the prefix cache has
+            files.
 
         Raises:
           ValueError: the model has another structure, its experts lie in an `ExpertMemory`, `running` is unknown, or
@@ -321,11 +327,13 @@ class Engine(Summarized):
             self._runner.model = new_model
 
     def stream(self, request: Request) -> Iterator[int]:
-        """Yields a request's token ids, first those it has, then new ones, for which it runs steps of all requests.
+        """Yields a request's generated token ids: first those that it has, then each new one.
+
+        It runs steps of the engine, with all requests, until the request has finished.
 
         Raises:
           ValueError: the request belongs to another engine.
-          Exception: the request's error, if it failed.
+          Exception: the request's `error`, if it failed.
         """
         if request.finish_reason is None:
             self._check_unfinished(request)
@@ -344,28 +352,30 @@ class Engine(Summarized):
         """Admits requests that fit, runs one batch, and returns the new tokens.
 
         Args:
-          decode: whether to draw tokens. If False, the step reads each request's tokens up to its last one, and may
-            have nothing to do. The tokens of a step that the call before launched still come.
+          decode: whether to draw tokens. If False, the step only runs tokens before each request's last one, if there
+            are any. If the previous call has launched a step already, its tokens are still returned.
 
         Returns:
-          An output for each request that got tokens or failed since the last call that returned.
+          An output for each request that got tokens or failed since the last call that did not raise.
         """
         self._run_step(decode)
         pending = self._scheduler.pending_outputs
-        # An interrupted step can leave requests here without new tokens.
+        # After an interrupted step, some of the pending requests may have no new tokens.
         outputs = [Output(r, r.tokens_from(n)) for r, n in pending.items() if n < r.num_tokens or r.error is not None]
         try:
             self._scheduler.pending_outputs = {}
             return outputs
-        except BaseException:  # the next call returns them
+        except BaseException:  # such as KeyboardInterrupt; the next call returns the outputs
             self._scheduler.pending_outputs = pending
             raise
 
     def warm_up(self) -> dict[str, int]:
-        """Compiles all programs, those that move requests included, by running each once; later steps compile nothing.
+        """Compiles all programs, those that move requests included, by running each once.
+
+        Later steps compile nothing, unless they have grammars and `structured_output` is not set.
 
         Returns:
-          {name of a step's program: its number of tokens}.
+          {"mixed" or "decode", the two programs of steps: its number of tokens}.
 
         Raises:
           ValueError: requests are running.
@@ -375,14 +385,18 @@ class Engine(Summarized):
             raise ValueError(f"{len(scheduler.running)} requests are running: warm up before the first step")
         with self._restart_on_error():
             sizes, scheduler.cache = self._runner.warm_up(scheduler.cache, self.prefix)
-        if self._experts is not None:  # what it ran is no request's
+        if self._experts is not None:  # experts that the tokens of this warm-up selected do not count
             scheduler.cache = scheduler.cache.with_expert_counts()
         return sizes
 
     # --- one step ---
 
     def _run_step(self, decode):
-        """Reads the step that the call before launched, or else a new one, and launches the next one before that."""
+        """Runs one step and gives requests its tokens.
+
+        The step is the one that the previous call launched early, or else a new one. With `overlap`, the step after it
+        is launched before its tokens are read.
+        """
         scheduler = self._scheduler
         with self._restart_on_error(), lost_process_named():
             scheduler.current = ()
@@ -416,21 +430,21 @@ class Engine(Summarized):
 
         Args:
           decode: as for `step`.
-          after: the step before, whose tokens it runs, if that was not read yet.
+          after: the previous step, if its tokens were not read yet. The new step takes them from the device.
 
         Returns:
-          The step; None if there is nothing to run, or if it has to wait until `after` was read.
+          The step; None if there is nothing to run, or if it can only be launched after the tokens of `after` are read.
         """
         scheduler = self._scheduler
         if after is not None:
             scheduler.current = after.schedule.requests
             if self.config.draft_tokens and any(request.matcher is not None for request in scheduler.running):
-                return None  # the masks depend on the drafts
+                return None  # token masks depend on the drafts, which the host does not know yet
             scheduler.take_snapshots(after)
         scheduler.admit()
         try:
             schedule = scheduler.schedule(decode=decode, in_flight=after)
-        except CacheFullError:  # a request has to be preempted, which needs its tokens
+        except CacheFullError:  # a request has to be preempted, for which its tokens must be known
             if after is None:
                 raise
             return None
@@ -443,13 +457,13 @@ class Engine(Summarized):
         """Waits for a step's output and gives each request its tokens."""
         scheduler = self._scheduler
         scheduler.current = launched.schedule.requests
-        output = jax.tree.map(np.asarray, launched.output)  # on its way already: `device_get` would ask once more
+        output = jax.tree.map(np.asarray, launched.output)  # the copy was started; `device_get` would start another one
         self._metrics.steps += 1
         self._metrics.mixed_steps += launched.batch.prefill
         scheduler.update(launched, output, self._launched)
 
     def _next_order(self):
-        """Returns the next number that is not the id of a request, since it may become one."""
+        """Returns the next number that is not the id of an unfinished request: it can become the new request's id."""
         return next(order for order in self._orders if order not in self._scheduler.requests)
 
     def _check_unfinished(self, request):
@@ -460,7 +474,7 @@ class Engine(Summarized):
 
 
 def _make_runner(model, manager, drafter, options):
-    """Returns the runner of an engine with these arguments."""
+    """Returns the StepRunner of an engine; arguments as for `Engine`, `options` as a dict."""
     config = EngineConfig(**options).resolve(manager, drafter)
     drafts = DraftOptions(config.draft_tokens or 0, config.min_confidence) if drafter == "model" else DraftOptions()
     return StepRunner(model, manager, config, device_drafts=drafts)

@@ -15,23 +15,25 @@ class EngineConfig:
     """The sizes and options that an engine's compiled programs depend on.
 
     Attributes:
-      token_budget: the most tokens that a step runs, in each shard of a mesh's axis "data". A larger budget reads
-        prompts faster and delays running requests longer. It must hold a token and its drafts for every slot.
-      draft_tokens: the most drafts of a request that a step verifies, less than the manager's `max_query_tokens`.
-        None = 0 without a drafter, else as many as possible.
-      min_confidence: with drafts of the model's own layers, as in `decode.drafts.DraftOptions`.
-      batch_invariant: whether all steps run in one program of `token_budget` tokens. Matrix products with another
-        number of rows may add in another order. So the last bit of a logit can depend on whether a token came in a
-        chunk, alone or as a draft. This option prevents it and makes decode steps slower.
-      max_logprobs: the largest `top_logprobs` of a request; 0 = no log-probabilities of other tokens or of prompts.
-        With more than 20, the host waits for each step on a GPU.
-      overlap: whether a call of `step` launches the next step before it reads the tokens of its own, so that the device
-        does not wait for the host. No token depends on it. `resolve` sets it to False with a drafter on the host, which
-        needs the tokens, and with `min_confidence`, by which the number of drafts varies.
+      token_budget: maximum number of tokens of a step, in each shard of a mesh's axis "data". A larger budget reads
+        prompts faster and delays running requests longer. It must have room for a token and its drafts for each slot.
+      draft_tokens: maximum number of drafts of a request that a step verifies, less than the manager's
+        `max_query_tokens`. None = 0 without a drafter, and with one the largest number allowed.
+      min_confidence: minimum estimated probability of drafts that the model's own layers make, as in
+        `decode.drafts.DraftOptions`; must be 0 otherwise.
+      batch_invariant: whether all steps run in one program of `token_budget` tokens, so that logits do not depend on
+        the batch. Without it, matrix products with different numbers of rows may add in different orders. The last bit
+        of a logit can then depend on whether its token ran in a prompt's chunk, alone or as a draft. The option makes
+        decode steps slower.
+      max_logprobs: maximum `top_logprobs` of a request; 0 = no log-probabilities but those of generated tokens. With
+        more than 20, the host waits for each step on a GPU.
+      overlap: whether a call of `Engine.step` launches the next step before it reads the tokens of its own step, so
+        that the device does not wait for the host. No token depends on it. `resolve` sets it to False with a drafter on
+        the host, which needs the tokens, and with `min_confidence`, because the number of drafts then varies.
       structured_output: whether `warm_up` also compiles the programs of steps with grammars. If not, the first step
         that runs a request with a grammar compiles them. Steps without such requests run the same programs either way.
-      logits_processor: changes the logits of all requests before their tokens are drawn, and before grammars and
-        sampling apply; None = none. A request may bring a state of its own (`RequestParams.logits_state`).
+      logits_processor: changes the logits of all requests before grammars and sampling parameters apply; None = no
+        changes. A request may bring an initial state of its own (`RequestParams.logits_state`).
     """
 
     token_budget: int = 256
@@ -44,11 +46,16 @@ class EngineConfig:
     logits_processor: LogitsProcessor | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def resolve(self, manager: KVCacheManager, drafter: Any) -> "EngineConfig":
-        """Checks the values and fills in `draft_tokens` and `overlap`; raises as `Engine` says.
+        """Checks the values, and returns a configuration in which `draft_tokens` and `overlap` are filled in.
 
         Args:
           manager: the engine's manager.
-          drafter: the engine's drafter, "model" or None.
+          drafter: the engine's `Drafter`, "model" for the model's draft layers, or None.
+
+        Raises:
+          TypeError: `logits_processor` or `max_logprobs` has the wrong type.
+          ValueError: a value is out of its range, the drafter is of none of these kinds, or the model has no draft
+            layers for "model".
         """
         schema = manager.schema
         slots = manager.shards.slots
@@ -83,5 +90,5 @@ class EngineConfig:
         return dataclasses.replace(config, overlap=self.overlap and is_ready)
 
     def decode_size(self, slots: int) -> int:
-        """Returns the number of tokens of a decode step of `slots` requests: their last tokens and drafts."""
+        """Returns the maximum number of tokens in a decode step of `slots` requests, a token and its drafts each."""
         return slots * (1 + (self.draft_tokens or 0))

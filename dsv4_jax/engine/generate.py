@@ -1,4 +1,4 @@
-"""Generates tokens for a list of prompts: streamed by the host, or in one loop on the device."""
+"""Generates tokens for a list of prompts, either streamed by an engine's steps or in one loop on the device."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -29,18 +29,18 @@ def stream(
 ) -> Iterator[tuple[int, int]]:
     """Generates for many prompts with an `Engine`, and yields each token as soon as it is known.
 
-    Requests are admitted as slots and blocks come free, while others run. A step reads up to `chunk` prompt tokens and
-    decodes one token of each running request. A request's tokens do not depend on which others run.
+    A request waits until a slot and enough blocks are free. A step runs up to `chunk` prompt tokens, and one token of
+    each running request. A request's tokens do not depend on which other requests run.
 
     Args:
       model: the model.
-      manager: the owner of the slots and blocks; must hold no requests.
-      prompts: token ids [n] of each request.
-      max_new_tokens: the most tokens that a request gets.
+      manager: the manager of slots and blocks; must hold no requests.
+      prompts: for each request [n] token ids.
+      max_new_tokens: maximum number of tokens that a request gets.
       seed: seed of the first request; request i draws with seed + i.
-      chunk: number of prompt tokens per step.
-      drafts: number of tokens that the model's draft layers draft per request, for the next step to verify, less than
-        the manager's `max_query_tokens`; or DraftOptions. Drafts change no token.
+      chunk: maximum number of prompt tokens per step.
+      drafts: number of tokens that the model's draft layers draft per request, which the next step verifies; less than
+        the manager's `max_query_tokens`. Or DraftOptions. Drafts change no token.
       params: further fields of `RequestParams`, such as `sampling` and `stop_tokens`. Stop tokens are yielded too.
 
     Yields:
@@ -48,9 +48,10 @@ def stream(
 
     Raises:
       TypeError: an argument has the wrong type.
-      ValueError: a prompt or size is invalid, or a request could never fit the cache.
+      ValueError: a prompt or size is invalid, or a request does not fit an empty cache.
+      Exception: the `error` of a request that failed.
     """
-    # The engine is closed even when the caller stops iterating or a step fails: the manager stays usable.
+    # The engine is closed even if the caller stops iterating or a step fails, so that the manager holds no requests.
     with engine_for_prompts(model, manager, prompts, max_new_tokens, chunk, drafts) as engine:
         for i, prompt in enumerate(prompts):
             engine.add(prompt, max_new_tokens=max_new_tokens, seed=seed + i, **params)
@@ -70,7 +71,7 @@ def generate(
     max_new_tokens: int,
     **options: Any,
 ) -> list[list[int]]:
-    """Generates the tokens that `stream` yields, in one loop on the device once the prompts have been read.
+    """Generates the tokens that `stream` yields. After the prompts have run, all steps run in one loop on the device.
 
     Args:
       model, manager, max_new_tokens: as for `stream`.
@@ -82,7 +83,7 @@ def generate(
 
     Raises:
       TypeError, ValueError: as for `stream`.
-      CacheFullError: the prompts do not fit at once.
+      CacheFullError: the slots and blocks do not suffice for all prompts at once.
     """
     results = generate_on_device(model, manager, prompts, max_new_tokens=max_new_tokens, **options)
     return [tokens for tokens, _ in results]
@@ -100,7 +101,7 @@ def generate_on_device(
     chunk: int = 256,
     drafts: int | DraftOptions = 0,
 ) -> list[tuple[list[int], list[int]]]:
-    """Returns each prompt's (new tokens, number of drafts that each of its steps accepted); see `generate`."""
+    """Returns for each prompt (its new tokens, the number of accepted drafts in each step); see `generate`."""
     stop_tokens = check_stop_tokens(stop_tokens)
     model = CompiledModel.of(model)
     with engine_for_prompts(model, manager, prompts, max_new_tokens, chunk, drafts) as engine:
@@ -137,7 +138,14 @@ def generate_on_device(
 
 
 def engine_for_prompts(model, manager: KVCacheManager, prompts, max_new_tokens: int, chunk: int, drafts: Any = 0):
-    """Returns a context that makes, and closes, an engine whose steps hold `chunk` prompt tokens besides decoding."""
+    """Makes an engine for prompts, in a context manager that closes it.
+
+    Its steps have room for `chunk` prompt tokens besides a token and its drafts for each slot. Arguments are as for
+    `stream`.
+
+    Raises:
+      TypeError, ValueError: as for `stream`.
+    """
     check_whole("chunk", chunk, 1)
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
         raise TypeError(f"{prompts=} must be a list of prompts, each a list of token ids, such as [[1, 2, 3]]")
@@ -158,6 +166,6 @@ def engine_for_prompts(model, manager: KVCacheManager, prompts, max_new_tokens: 
 
 
 def prefill(engine: Engine, requests: Sequence[Request]) -> None:
-    """Runs steps until each request has a slot that holds all of its tokens but the last."""
+    """Runs steps until each request has a slot and all of its tokens but the last have run."""
     while any(r.slot < 0 or engine.manager.length(r.slot) < len(r.tokens) - 1 for r in requests):
         engine.step(decode=False)

@@ -1,4 +1,4 @@
-"""Grammars that a request's tokens follow, by llguidance: JSON of a schema, a regular expression, any Lark grammar."""
+"""Grammars for structured output, by the package llguidance: a JSON schema, a regular expression or a Lark grammar."""
 
 import functools
 import json
@@ -18,22 +18,24 @@ from tokenizers import Tokenizer
 
 
 class Vocabulary:
-    """The tokens of a model, as grammars see them.
+    """A model's tokens in the form that llguidance needs to compile grammars.
 
     Attributes:
-      size: number of tokens of the model.
-      end_tokens: ids that end an answer.
+      size: number of tokens in the model's vocabulary.
+      end_tokens: ids of the tokens that end an answer.
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int, end_tokens: Sequence[int]):
         """Reads a tokenizer, which takes about a second for 129,280 tokens.
 
+        The text in a grammar never matches an added token of the tokenizer, such as an end token. A grammar refers to
+        the added token with id i as `<[i]>`.
+
         Args:
           tokenizer: a tokenizer of bytes: BPE with a `ByteLevel` or `ByteFallback` decoder.
-          size: number of tokens of the model, at least the tokenizer's. Tokens beyond the tokenizer's are never drawn.
-          end_tokens: ids that end an answer, at least one.
-
-        No text of a grammar matches one of the tokenizer's added tokens. It refers to the one with id i as `<[i]>`.
+          size: number of tokens in the model's vocabulary, at least the tokenizer's number. Ids that the tokenizer
+            lacks are never drawn under a grammar.
+          end_tokens: ids of the tokens that end an answer, at least one.
 
         Raises:
           ValueError: the tokenizer is of another kind, or there is no end token.
@@ -42,16 +44,16 @@ class Vocabulary:
             raise ValueError("end_tokens is empty: an answer that follows a grammar ends with one of them")
         self.size = size
         self.end_tokens = tuple(end_tokens)
-        # By other names, since text that a grammar prescribes may contain theirs.
+        # Added tokens get other names, since the text that a grammar prescribes may contain their own.
         names = {token.content: f"\U000f0000{id}" for id, token in tokenizer.get_added_tokens_decoder().items()}
         self._tokenizer = llguidance.LLTokenizer(with_names(tokenizer, names), n_vocab=size, eos_token=list(end_tokens))
 
     def compile(self, lark: str) -> "Grammar":
-        """Compiles a grammar in llguidance's form of Lark; raises ValueError if it is wrong or too large."""
+        """Compiles a grammar in llguidance's dialect of Lark; raises ValueError if it is invalid or too large."""
         return Grammar(self, lark)
 
     def json_schema(self, schema: dict[str, Any]) -> "Grammar":
-        """Compiles a JSON schema; raises ValueError if it is wrong, too large, or uses what llguidance lacks."""
+        """Compiles a JSON schema; raises ValueError if it is invalid, too large, or has keywords llguidance lacks."""
         return self.compile(f"start: {json_rule(schema)}")
 
 
@@ -59,7 +61,7 @@ class Grammar:
     """A compiled grammar. Immutable, so that many requests can share it.
 
     Attributes:
-      vocabulary: its tokens.
+      vocabulary: the Vocabulary that it was compiled for.
     """
 
     def __init__(self, vocabulary: Vocabulary, lark: str):
@@ -71,24 +73,24 @@ class Grammar:
             raise ValueError(self._matcher.get_error().partition("\n<state>")[0])
 
     def start(self) -> "GrammarMatcher":
-        """Returns a matcher that has read nothing."""
+        """Returns a matcher that has read no token."""
         return GrammarMatcher(self._matcher.deep_copy())
 
 
 class GrammarMatcher:
-    """Finds the tokens that may follow on those that a request has drawn.
+    """The state of a grammar after the tokens that a request has drawn. `token_masks` finds the allowed next tokens.
 
     Attributes:
-      num_tokens: number of tokens that it has read.
+      num_tokens: number of tokens that the matcher has read.
     """
 
     def __init__(self, matcher: llguidance.LLMatcher, num_tokens: int = 0):
-        """Made by `Grammar.start`."""
+        """Wraps llguidance's matcher; call `Grammar.start` instead."""
         self._matcher = matcher
         self.num_tokens = num_tokens
 
     def copy(self) -> "GrammarMatcher":
-        """Returns a matcher that goes on from here on its own."""
+        """Returns an independent matcher in the same state."""
         return GrammarMatcher(self._matcher.deep_copy(), self.num_tokens)
 
     def reset(self) -> None:
@@ -97,25 +99,29 @@ class GrammarMatcher:
         self.num_tokens = 0
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Reads the next tokens. One that the grammar does not allow is an error from then on, see `error`."""
+        """Reads the next tokens. If the grammar does not allow one of them, `error` says so from then on."""
         self._matcher.consume_tokens(list(tokens))
         self.num_tokens += len(tokens)
 
     @property
     def error(self) -> str:
-        """Why it can go on no more, as after a token that the grammar does not allow; empty if it can."""
+        """The reason why the matcher cannot go on, such as a token that is not allowed; empty if it can."""
         return self._matcher.get_error().partition("\n")[0] if self._matcher.is_error() else ""
 
 
 def token_masks(
     rows: Sequence[tuple[GrammarMatcher, int, Sequence[int]]], num_rows: int, vocab_size: int
 ) -> np.ndarray:
-    """Finds the tokens that may be drawn, with several threads if there are four cores.
+    """Finds the tokens that grammars allow in each row of a step's logits.
+
+    The first row of a matcher follows the tokens that the matcher has read. The next rows each follow one more draft.
+    Several threads are used if there are at least four cores.
 
     Args:
-      rows: for each matcher its first row, and the drafts whose next tokens have the rows behind it.
-      num_rows: number of rows. Rows of no matcher, and those behind a draft that is not allowed, allow all tokens.
-      vocab_size: number of tokens.
+      rows: (matcher, its first row, its draft tokens) for each matcher.
+      num_rows: number of rows in all. All tokens are allowed in the rows of no matcher, and in the rows behind a draft
+        that the grammar does not allow.
+      vocab_size: number of tokens in the vocabulary.
 
     Returns:
       [num_rows, ceil(vocab_size / 32)] uint32, the `token_mask` of `decode.sampling.sample`.
@@ -125,7 +131,7 @@ def token_masks(
     if with_drafts:
         fill_next_token_bitmask_par_with_draft_tokens(_executor(), with_drafts, masks)
     without_drafts = [(matcher._matcher, row) for matcher, row, drafts in rows if not drafts]
-    # On two cores that a model keeps busy too, threads took 2 to 3 ms for 26 matchers, and one by one 0.5.
+    # With two cores, which also run the model, 26 matchers took 2 to 3 ms with threads and 0.5 ms one by one.
     if len(without_drafts) > 1 and (os.cpu_count() or 1) >= 4:
         fill_next_token_bitmask_par(_executor(), without_drafts, masks)
     else:
@@ -135,7 +141,12 @@ def token_masks(
 
 
 def with_names(tokenizer: Tokenizer, names: Mapping[str, str]) -> str:
-    """Returns the JSON of a tokenizer some of whose added tokens have other names, and are special."""
+    """Returns the JSON of a tokenizer in which some added tokens are renamed and made special.
+
+    Args:
+      tokenizer: the tokenizer; not changed.
+      names: {name of an added token: its new name}.
+    """
     content = json.loads(tokenizer.to_str())
     for token in content["added_tokens"]:
         if token["content"] in names:
@@ -148,9 +159,13 @@ def with_names(tokenizer: Tokenizer, names: Mapping[str, str]) -> str:
 
 
 def json_rule(schema: Any, is_lenient: bool = False) -> str:
-    """Returns a rule of a Lark grammar for JSON of a schema. At most 32 white-space characters stand side by side.
+    """Returns the right side of a Lark rule that matches JSON text of a schema.
 
-    A lenient rule leaves out the keywords that llguidance lacks, and one that is not is an error then.
+    The JSON text has at most 32 consecutive white-space characters.
+
+    Args:
+      schema: the JSON schema; True = any JSON.
+      is_lenient: whether keywords that llguidance does not support are ignored. If not, they make the rule invalid.
     """
     schema = {} if schema is True else schema
     if isinstance(schema, dict):
@@ -159,7 +174,7 @@ def json_rule(schema: Any, is_lenient: bool = False) -> str:
 
 
 def json_fault(schema: Any, is_lenient: bool = False) -> str:
-    """Returns why the rule of a schema is an error; empty if it is none."""
+    """Returns the reason why `json_rule` with these arguments is invalid; an empty string if it is valid."""
     lark = llguidance.LLMatcher.grammar_from_lark(f"start: {json_rule(schema, is_lenient)}")
     fault = llguidance.LLMatcher.validate_grammar(lark, limits=_limits())
     return " ".join(fault.partition("\n   1 | ")[0].rpartition("JSON schema: ")[2].split())

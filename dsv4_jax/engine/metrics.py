@@ -1,4 +1,4 @@
-"""Counters of an engine, and their table."""
+"""`EngineMetrics`: the counters of an engine, and a table of them for the terminal."""
 
 import dataclasses
 
@@ -17,20 +17,22 @@ class EngineMetrics:
     Attributes:
       steps: number of steps that ran tokens.
       mixed_steps: number of steps that ran the program of `token_budget` tokens.
-      prompt_tokens: number of prompt tokens that ran. Prefix hits do not run; requests that restart run again.
+      prompt_tokens: number of prompt tokens that ran. Tokens of a cached prefix do not run and do not count. Tokens
+        that run again after a restart count again.
       generated_tokens: number of tokens that requests got.
-      added, finished, failed, cancelled: number of requests so far; finished ones reached a limit or a stop token.
-      running, waiting: number of requests now.
-      waits: number of steps that requests waited for a slot or blocks, summed over requests.
+      added, finished, failed, cancelled: number of requests with this event so far. A finished request reached its
+        maximum length or a stop token.
+      running, waiting: current number of requests with and without a slot.
+      waits: number of steps for which a request waited for a slot or blocks, summed over requests.
       preemptions: number of times that a request was moved out of the cache because blocks ran out.
       restarts: number of times that all running requests were restarted because a step raised.
       drafted_tokens: number of draft tokens verified.
       accepted_tokens: number of draft tokens accepted.
-      compilations: number of programs compiled for steps.
-      blocks, slots: number of blocks and slots of the cache that requests and the prefix cache hold now.
-      schema: geometry of the cache.
-      prefix: counters of the prefix cache; None without one.
-      experts: counters of the experts of a model that lie partly in host memory, else None.
+      compilations: number of programs of steps that were compiled or loaded.
+      blocks, slots: current number of blocks and slots of the cache that requests and the prefix cache hold.
+      schema: geometry of the cache; None = unknown.
+      prefix: counters of the prefix cache; None without a prefix cache.
+      experts: counters of expert migration, if the model's experts lie partly in host memory; else None.
     """
 
     steps: int = 0

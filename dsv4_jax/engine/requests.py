@@ -25,20 +25,21 @@ class RequestParams:
     """The parameters of a request.
 
     Attributes:
-      max_new_tokens: the most tokens that the request gets.
+      max_new_tokens: maximum number of tokens that the request gets.
       sampling: the sampling parameters.
-      seed: seed of the random bits, modulo 2**32. The bits depend on positions too.
-      stop_tokens: token ids that end the request.
-      priority: requests with a higher priority are served first; at least 0.
-      draft_tokens: the most drafts of the request that a step verifies; None = the engine's.
-      top_logprobs: number of likeliest tokens to keep in place of each of its tokens.
-      prompt_logprobs: whether to find log-probabilities of the prompt's tokens too. The whole prompt runs then,
-        whatever the prefix cache holds, with no more tokens per step than it can draw.
-      grammar: a `dsv4_jax.engine.grammar.Grammar` that its new tokens follow; None = any tokens. One of the grammar's
+      seed: seed of the random bits, taken modulo 2**32. Each token's bits depend on the seed and its position.
+      stop_tokens: ids of the tokens that end the request.
+      priority: priority, at least 0; requests with a higher priority are served first.
+      draft_tokens: maximum number of the request's drafts that a step verifies; None = the engine's `draft_tokens`.
+      top_logprobs: number of likeliest tokens to keep, with their log-probabilities, for each generated token.
+      prompt_logprobs: whether to compute log-probabilities of the prompt's tokens too. The whole prompt runs then, even
+        if the prefix cache holds a part, and a step runs no more of its tokens than a decode step has.
+      grammar: a `dsv4_jax.engine.grammar.Grammar` that the new tokens follow; None = any tokens. One of the grammar's
         end tokens must be among `stop_tokens`.
-      logits_state: its state for the engine's `logits_processor`, before its first new token; None = the processor's.
-      cache_salt: secret of those who may share cached prefixes. A request finds only prefixes of requests with the same
-        one, so that nobody else learns from its time to the first token which prompts ran before.
+      logits_state: the request's state for the engine's `logits_processor` before its first new token; None = the
+        processor's own state.
+      cache_salt: secret text of a group of users. Requests with the same salt share cached prefixes. Others cannot find
+        them, so nobody outside the group can tell by the time to the first token which prompts ran before.
 
     Raises:
       TypeError: a value has the wrong type.
@@ -76,21 +77,21 @@ class Request(Summarized):
     """A request of an `Engine`, made by `Engine.add`. Callers only read it.
 
     Attributes:
-      id: the caller's name for it.
+      id: the caller's name for the request, or its order if the caller gave none.
       params: RequestParams.
-      order: number of the request in its engine; among equal priorities the lowest is served first.
-      device_drafts: [n] int32 drafts that the last step made on the device.
+      order: number of the request in its engine. Of requests with equal priority, the lowest is served first.
+      device_drafts: [n] int32 drafts of its next tokens, which its last step made on the device.
       drafted_tokens: number of its drafts that were verified.
       prompt_length: number of tokens in its prompt.
-      num_tokens: number of its known tokens, prompt included.
-      max_tokens: the most tokens that it can hold.
-      accepted: number of drafts accepted by each step that gave it tokens, one less than the tokens it gave.
+      num_tokens: number of tokens that the host knows, prompt included.
+      max_tokens: maximum number of tokens, prompt included.
+      accepted: for each step that gave it tokens, the number of accepted drafts, which is one less than these tokens.
       finish_reason: None while it runs or waits; then "length", "stop", "cancelled" or "error".
-      error: the exception that ended it, if `finish_reason` is "error".
+      error: the exception that ended it if `finish_reason` is "error", else None.
       cached_tokens: number of prompt tokens that the prefix cache held.
       matcher: GrammarMatcher of its new tokens; None without a grammar.
       slot: its slot in the cache while it runs, else -1.
-      offloaded: its bytes in host memory while it is preempted.
+      offloaded: its OffloadedRequest, from which it can resume, while it waits after a preemption or a fork; else None.
     """
 
     def __init__(self, id: Hashable, prompt: np.ndarray, params: RequestParams, *, order: int):
@@ -107,18 +108,19 @@ class Request(Summarized):
         self.slot = -1
         self.matcher = None if params.grammar is None else params.grammar.start()
         self.offloaded: OffloadedRequest | None = None
-        # Room for all tokens it can ever hold, so that no step copies the history. The first `num_tokens` are known.
+        # An array with room for all tokens that the request can ever have, so that no step has to copy it. Its first
+        # `num_tokens` entries are known.
         self._ids = np.concatenate([prompt, np.zeros((params.max_new_tokens,), np.int32)])
         self.prompt_length = self.num_tokens = len(prompt)
         self.max_tokens = len(self._ids)
-        # By position, as the ids. Pages of zeros take no memory until they are written.
+        # These arrays are indexed by position, as the ids are. Pages of zeros take no memory until they are written.
         self._logprobs = np.zeros((self.max_tokens,))
         shape = self.max_tokens, params.top_logprobs
         self._top = TopLogprobs(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
 
     @property
     def progress(self) -> Share:
-        """The number of tokens it has got and its state, as a line for people."""
+        """The number of generated tokens out of `max_new_tokens`, with the request's state in words; for a repr."""
         where = f"running in slot {self.slot}" if self.slot >= 0 else "waiting"
         end = f"ended: {self.finish_reason}" if self.finish_reason else where
         return Share(self.num_generated, self.params.max_new_tokens, f"tokens generated, {end}")
@@ -128,7 +130,7 @@ class Request(Summarized):
         return Summary(words, {"progress": self.progress})
 
     def child(self, *, seed: int, order: int) -> "Request":
-        """Returns a request that continues from here with other random bits; its id is its order."""
+        """Returns a copy without a slot that continues from the current tokens with another seed; its id is `order`."""
         child = copy.copy(self)
         child.id = order
         child.order = order
@@ -144,7 +146,7 @@ class Request(Summarized):
 
     @property
     def tokens(self) -> np.ndarray:
-        """The [n] int32 prompt and generated ids, as a read-only view."""
+        """The [num_tokens] int32 ids of the prompt and the generated tokens, as a read-only view."""
         tokens = self._ids[: self.num_tokens]
         tokens.flags.writeable = False
         return tokens
@@ -160,7 +162,7 @@ class Request(Summarized):
 
     @property
     def num_generated(self) -> int:
-        """The number of tokens that it has got."""
+        """The number of generated tokens."""
         return self.num_tokens - self.prompt_length
 
     @property
@@ -179,22 +181,25 @@ class Request(Summarized):
 
     @property
     def top_logprobs(self) -> TopLogprobs:
-        """The likeliest tokens in place of each generated one, as arrays [n, top_logprobs]."""
+        """The likeliest tokens in place of each of n generated tokens: TopLogprobs [n, params.top_logprobs]."""
         return self._top[self.prompt_length : self.num_tokens]
 
     @property
     def prompt_logprobs(self) -> list[float]:
-        """The log-probability of each prompt token but the first; empty if not asked for or not known yet."""
+        """The log-probability of each prompt token but the first.
+
+        Empty if `params.prompt_logprobs` is not set, or before the first token is generated.
+        """
         return self._logprobs[self._scored_prompt].tolist()
 
     @property
     def prompt_top_logprobs(self) -> TopLogprobs:
-        """The likeliest tokens in place of each prompt token but the first, as arrays [n, top_logprobs]."""
+        """The likeliest tokens in place of each token of `prompt_logprobs`: TopLogprobs [n, params.top_logprobs]."""
         return self._top[self._scored_prompt]
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the request asks for log-probabilities of its prompt and has no token yet."""
+        """Whether the request asks for log-probabilities of its prompt and has generated no token yet."""
         return self.params.prompt_logprobs and not self.num_generated
 
     @property
@@ -203,24 +208,26 @@ class Request(Summarized):
 
     @property
     def acceptance(self) -> float:
-        """The fraction of its verified drafts that were accepted; 0 before the first draft."""
+        """The fraction of the request's verified drafts that were accepted; 0 before the first draft."""
         return sum(self.accepted) / self.drafted_tokens if self.drafted_tokens else 0.0
 
     @property
     def remaining(self) -> int:
-        """The number of tokens that it may still get."""
+        """The number of tokens that the request may still get."""
         return self.max_tokens - self.num_tokens
 
     @property
     def rank(self) -> tuple[int, int]:
-        """The sort key: the lowest is served first and preempted last."""
+        """The sort key of requests. The request with the lowest rank is served first and preempted last."""
         return -self.params.priority, self.order
 
     def score(self, start: int, logprobs: Sequence[float] | np.ndarray, top: TopLogprobs | None) -> None:
-        """Keeps log-probabilities of the request's tokens.
+        """Keeps the log-probabilities of n consecutive tokens of the request.
 
         Args:
-          start, logprobs, top: position of the first token, [n] log-probabilities, and the likeliest tokens or None.
+          start: position of the first of these tokens.
+          logprobs: [n] log-probabilities of the tokens.
+          top: TopLogprobs of at least n rows, the likeliest tokens in place of each token; None = there are none.
         """
         count = len(logprobs)
         places = slice(start, start + count)
@@ -232,12 +239,16 @@ class Request(Summarized):
     def extend(
         self, tokens: Sequence[int], logprobs: Sequence[float], num_drafts: int = 0, top: TopLogprobs | None = None
     ) -> int:
-        """Appends drawn tokens up to one that ends the request; returns the number of appended ones.
+        """Appends the tokens of a step, up to the first token that ends the request, and sets `finish_reason`.
 
         Args:
           tokens: the accepted drafts and the token drawn after them.
-          logprobs, top: their log-probabilities, and the likeliest tokens in their places if asked for.
+          logprobs: log-probabilities of `tokens`.
           num_drafts: number of drafts that the step verified.
+          top: TopLogprobs, the likeliest tokens in place of each of `tokens`; None = there are none.
+
+        Returns:
+          The number of appended tokens.
         """
         start = end = self.num_tokens
         stop_tokens = self.params.stop_tokens
@@ -264,7 +275,7 @@ class Output(NamedTuple):
 
     Attributes:
       request: the request.
-      tokens: its new token ids; several if drafts were accepted, none if it failed.
+      tokens: its new token ids: several if drafts were accepted, possibly none if the request failed.
     """
 
     request: Request
@@ -279,7 +290,12 @@ def check_sampling(sampling: SamplingParams) -> SamplingParams:
 
 
 def check_stop_tokens(stop_tokens: Sequence[int]) -> tuple[int, ...]:
-    """Returns the token ids as a tuple of ints; raises TypeError or ValueError for anything else."""
+    """Returns token ids as a tuple of ints.
+
+    Raises:
+      TypeError: the argument is no sequence of integers.
+      ValueError: an id is negative or 2**31 or above.
+    """
     if not isinstance(stop_tokens, Iterable):
         raise TypeError(f"{stop_tokens=} must be a sequence of token ids")
     return tuple(check_whole(f"stop_tokens[{i}]", token, 0, 2**31 - 1) for i, token in enumerate(stop_tokens))
@@ -292,9 +308,13 @@ def check_no_requests(manager: KVCacheManager) -> None:
 
 
 def check_request(manager: KVCacheManager, prompt: Sequence[int] | np.ndarray, max_new_tokens: int) -> np.ndarray:
-    """Returns the prompt's ids [n] int32; raises TypeError or ValueError if the request could never run."""
+    """Returns the prompt's ids [n] int32.
+
+    Raises:
+      TypeError, ValueError: the ids or `max_new_tokens` are invalid, or the request does not fit an empty cache.
+    """
     check_whole("max_new_tokens", max_new_tokens, 1)
     ids = manager.check_ids(prompt, "prompt")
     subject = f"a prompt of {len(ids)} tokens and {max_new_tokens=} need room for"
-    manager.check_size(len(ids) + max_new_tokens - 1, subject=subject)  # the last token is drawn, never stored
+    manager.check_size(len(ids) + max_new_tokens - 1, subject=subject)  # the last token never runs
     return ids

@@ -1,4 +1,4 @@
-"""Runs an engine's steps on the device, in programs of fixed shapes."""
+"""`StepRunner`, which runs an engine's steps on the device in programs of fixed shapes."""
 
 import contextlib
 import dataclasses
@@ -24,21 +24,30 @@ from dsv4_jax.host.cache_devices import consecutive
 
 
 class StepRunner:
-    """Runs batches in two programs: one for decode steps (last tokens and their drafts), one for all others.
+    """Runs each step in one of two programs, the decode program or the mixed program.
 
-    The first has `decode_size` tokens, which is also the most that any step draws, the second `token_budget`; both
-    sizes are per shard of a mesh's axis "data". With `batch_invariant` decode steps run in the second one too.
+    The decode program runs decode steps, the last tokens of requests and their drafts, in batches of `decode_size`
+    tokens. The mixed program runs all other steps in batches of `token_budget` tokens. With `batch_invariant` it also
+    runs decode steps. Both programs return `decode_size` rows of drawn tokens. All sizes are per shard of a mesh's axis
+    "data". For steps with grammars there is another version of each program.
 
     Attributes:
-      decode_size: number of tokens of a decode step.
-      model: the CompiledModel whose steps it runs.
-      config: the engine's settings, with those that follow from others filled in.
+      decode_size: maximum number of tokens in a decode step, and number of output rows of each step.
+      model: the CompiledModel whose steps are run.
+      config: the engine's configuration, from `EngineConfig.resolve`.
     """
 
     def __init__(
         self, model: CompiledModel, manager: KVCacheManager, config: EngineConfig, *, device_drafts: DraftOptions
     ):
-        """Makes a runner; compiles nothing. Each step makes drafts for the next one as `device_drafts` says."""
+        """Makes a runner; compiles nothing.
+
+        Args:
+          model: the model.
+          manager: the engine's manager of slots and blocks.
+          config: the engine's configuration, from `EngineConfig.resolve`.
+          device_drafts: options of the drafts that each step makes on the device for the next one; count 0 = no drafts.
+        """
         self.model = model
         self._manager = manager
         self.config = config
@@ -52,27 +61,37 @@ class StepRunner:
         self._no_tokens = manager.devices.put(none, "tokens")
         self._processor: LogitsProcessor | None = None  # with the states of all slots
         self.forget_logits_states()
-        # The parameters of the last step's requests by slot, and their arrays.
+        # (parameters of the last step's requests by slot, the result of `_sampling` for them).
         self._last_sampling: tuple[list[RequestParams | None], Any] = [], None
 
     @property
     def compilations(self) -> int:
-        """Number of programs compiled since this runner was made."""
+        """The number of the model's programs that were compiled or loaded since this runner was made."""
         return self.model.compilations - self._compilations_before
 
     def forget_logits_states(self) -> None:
-        """Has the states of the logits processor made anew, as after an error that may have lost them."""
+        """Drops the logits processor's states, as after an error that may have lost them; the next step makes new."""
         self._processor = None
         self._begun = np.zeros((self._manager.schema.max_requests,), int)  # admission time of each slot's request
 
     def __call__(
         self, cache: KVCache, schedule: Schedule, after: LaunchedStep | None = None, *, has_grammars: bool = False
     ) -> tuple[LaunchedStep, KVCache]:
-        """Prepares a batch and launches its step, without waiting for it; the cache is donated.
+        """Prepares a batch and launches its step, without waiting for the device.
 
-        A `source` of the schedule is a token of the step `after`. With `overlap`, `draw` draws the tokens of a step
-        with grammars later: the masks depend on the tokens of the step `after`, which the host has not read. With
-        drafts of the device the masks are known: the engine launches no step ahead of requests with grammars.
+        With `overlap` and without drafts on the device, the tokens of a step with grammars are not drawn yet, since
+        the token masks depend on the tokens of the step `after`, which the host has not read. Call `draw` for them
+        later. With drafts on the device they are drawn at once, since the engine then launches no step with grammars
+        before it has read the previous one.
+
+        Args:
+          cache: the cache; donated.
+          schedule: the requests and tokens of the step.
+          after: the previous step if the schedule's `source` refers to its tokens; None = the schedule has all tokens.
+          has_grammars: whether to run the version of the program for grammars even if no request has one.
+
+        Returns:
+          (the launched step, the cache).
         """
         launched, function, args, options = self._prepare(schedule, after, has_grammars)
         output, cache = self.model.run(function, cache, *args, **options)
@@ -81,11 +100,11 @@ class StepRunner:
         return self._with_output(launched, output), cache
 
     def _prepare(self, schedule, after=None, has_grammars=False):
-        """Prepares a batch.
+        """Prepares the batch of a step, with arguments as for a call of the runner.
 
         Returns:
-          (the step without its output, the compiled function of the model that runs it, this function's arguments after
-          the cache, its keyword arguments). The function is `logits_step` if the tokens are drawn later.
+          (LaunchedStep without output, the function to launch, its arguments after model and cache, its keyword
+          arguments). The function is `logits_step` if the tokens are drawn later, else `sample_step`.
         """
         config = self.config
         numbers = schedule.numbers
@@ -119,7 +138,10 @@ class StepRunner:
         return launched, sample_step, args, {"drafts": self._device_drafts}
 
     def draw(self, launched: LaunchedStep) -> LaunchedStep:
-        """Launches the drawing of a step's tokens if it was left out, once the step before has been read."""
+        """Launches the drawing of a step's tokens, after the previous step has been read.
+
+        Returns the step with its output. Returns the argument if its tokens were drawn already.
+        """
         if launched.logits is None:
             return launched
         before = draw_step._cache_size()
@@ -129,7 +151,7 @@ class StepRunner:
         return self._with_output(dataclasses.replace(launched, logits=None), output)
 
     def _begin_slots(self, requests):
-        """Sets the logits processor's states of requests that are new in their slots, with the tokens they have."""
+        """Sets the logits processor's state for each request that is new in its slot, after its generated tokens."""
         devices = self._manager.devices
         processor = self.config.logits_processor
         if processor is None:
@@ -154,7 +176,7 @@ class StepRunner:
             self._begun[request.slot] = admitted[i]
 
     def _with_output(self, launched, output):
-        """Returns the step with its output, which begins its way to the host."""
+        """Returns the step with its output and drawn tokens, and starts the copy of the output to the host."""
         self._processor = output.processor
         tokens = output.tokens if output.last_tokens is None else (output.last_tokens, output.draft_tokens)
         output = dataclasses.replace(output, last_tokens=None, processor=None)
@@ -163,7 +185,10 @@ class StepRunner:
         return dataclasses.replace(launched, tokens=tokens, output=self._manager.devices.begin_get(output))
 
     def _token_masks(self, launched):
-        """Returns the masks of a step's rows, on the devices. They follow on the tokens that requests have now."""
+        """Returns the `token_mask` of `sample_step` for a step, on the devices.
+
+        Matchers first read the tokens that their requests have generated. Rows without a grammar allow all tokens.
+        """
         from dsv4_jax.engine.grammar import token_masks  # llguidance comes with the extra "serve"
 
         schedule = launched.schedule
@@ -182,7 +207,11 @@ class StepRunner:
         return self._manager.devices.put(token_masks(rows, num_rows, vocab_size), "tokens")
 
     def _logprob_options(self, schedule, first_rows):
-        """Returns `LogprobOptions`: known tokens to be scored, and whether likeliest ones are wanted."""
+        """Returns LogprobOptions of NumPy arrays.
+
+        `forced_tokens` are the known tokens whose log-probabilities are wanted. `wants_top` is whether any request with
+        output rows asks for the likeliest tokens.
+        """
         forced = np.full((self._manager.shards.count * self.decode_size,), -1, np.int32)
         num_rows = schedule.num_rows
         scored = schedule.numbers["num_scored"]
@@ -194,7 +223,7 @@ class StepRunner:
         return LogprobOptions(forced, np.array(wants_top), self.config.max_logprobs)
 
     def _sampling(self, requests: Sequence[Request]) -> tuple[BatchedSamplingParams, np.ndarray]:
-        """Returns the sampling parameters and seeds [slots]; slots of other requests draw greedily."""
+        """Returns the sampling parameters and the seeds, NumPy arrays [slots]; slots without a request are greedy."""
         params: list[RequestParams | None] = [None] * self._manager.schema.max_requests
         for request in requests:
             params[request.slot] = request.params
@@ -205,9 +234,10 @@ class StepRunner:
         return self._last_sampling[1]
 
     def warm_up(self, cache: KVCache, prefix: PrefixCache | None) -> tuple[dict[str, int], KVCache]:
-        """Runs each program once: the steps, and those that offload, resume, fork and restore requests.
+        """Runs each program once: those of steps, and those that offload, resume, fork and restore requests.
 
-        Returns {name of a step's program: its number of tokens} and the cache, in which no request is left.
+        Returns:
+          ({"mixed" or "decode", the name of a step's program: its number of tokens}, the cache without requests).
         """
         manager = self._manager
         sizes = {}
@@ -226,24 +256,24 @@ class StepRunner:
                 slot, cache = resume(manager, cache, offloaded)
                 if prefix is not None:
                     cache = prefix.warm_up(cache, slot)
-                with contextlib.suppress(CacheFullError):  # no request can ever be forked
+                with contextlib.suppress(CacheFullError):  # a cache of one slot or block: no request can ever be forked
                     (child,), cache = manager.fork(cache, slot, 1)
                     manager.release(child)
             manager.release(slot)
         return sizes, cache
 
     def _kinds_of_steps(self):
-        """Returns a pair for each program of a step: number of tokens of a batch, and whether it has grammars."""
+        """Returns (number of tokens of a request that runs in the program, whether it has grammars) of each program."""
         schema = self._manager.schema
         counts = min(schema.max_query_tokens + 1, self.config.token_budget, schema.max_context), 1
-        # Programs with grammars come last: they find the model traced for those without.
+        # Programs with grammars come last. They reuse the trace of the model from the programs without.
         return [(n, masked) for masked in sorted({False, self.config.structured_output}) for n in counts]
 
     def begin_programs(self, cache: KVCache) -> list[Future[None]]:
-        """Begins to compile the programs of all steps, with and without grammars, in a thread each.
+        """Begins to compile the programs of all steps, each in its own thread, and returns the threads' Futures.
 
-        Tracing holds Python's lock, but not lowering by worker processes, and not compiling. The cache and the model's
-        arrays may be structs of `jax.ShapeDtypeStruct`.
+        Tracing holds the GIL, so threads trace in turn. Lowering of kernels by worker processes and compiling do not
+        hold it. The arrays of the cache and the model may be `jax.ShapeDtypeStruct`s.
         """
         steps = []
         for count, has_grammars in self._kinds_of_steps():
@@ -259,7 +289,7 @@ class StepRunner:
             threads.shutdown(wait=False)
 
     def _compile(self, cache, launched, masks, function, args, options):
-        """Compiles the program of a step; on one device also that of its drawing, if tokens are drawn later."""
+        """Compiles the program of a step. Without a mesh it also runs `draw_step`, if tokens are drawn by it."""
         self.model.prepare(function, cache, *args, **options)
         if masks is not None and self._manager.devices.mesh is None:
             logits = np.zeros((len(masks), self._manager.schema.config.vocab_size), np.float32)
@@ -267,33 +297,35 @@ class StepRunner:
 
 
 def _request_of_zeros(manager, count):
-    """Returns a request of `count` tokens in a slot of its own."""
+    """Returns a request with a prompt of `count` zeros, for a warm-up, and admits it to a slot."""
     request = Request(None, np.zeros((count,), np.int32), RequestParams(1), order=0)
     request.slot = manager.admit(num_tokens=count)
     return request
 
 
-@functools.lru_cache(maxsize=8)  # most steps run the requests of the step before
+@functools.lru_cache(maxsize=8)  # most steps have the same requests as the previous step
 def _output_rows(fields, shards, num_tokens, decode_size):
-    """Places the rows of a step's output.
+    """Places the output rows of a step. Within a shard, the rows of its requests stand one after another.
 
     Args:
-      fields: six arrays of integers [n], a number for each request, as bytes:
+      fields: the bytes of six int64 arrays [n], each with a number for each request. Bytes can be a key of `lru_cache`.
         * its slot.
-        * number of its rows of output.
+        * the number of its output rows.
         * index in the batch of the token that its first row follows.
-        * index of its first token among the tokens of the step before, or -1.
+        * index of its first token in `LaunchedStep.tokens` of the previous step, or -1.
         * index of its first token in the batch.
-        * number of its tokens.
+        * the number of its tokens in the batch.
       shards: the shards of the cache.
-      num_tokens, decode_size: number of tokens in all, and number of rows of a shard.
+      num_tokens: number of tokens in the batch, in all shards with padding.
+      decode_size: number of output rows of a shard.
 
     Returns:
-      ([n] the first row of each request, `logits_indices`, `EarlierTokens.indices`).
+      ([n] index of each request's first output row, `logits_indices` of `sample_step`, `EarlierTokens.indices`), as
+      NumPy arrays.
     """
     slots, num_rows, first_tokens, sources, begins, counts = (np.frombuffer(field, int) for field in fields)
     first_rows = shards.place_rows(slots, num_rows, decode_size)
-    # Indices of tokens, in the batch and among those of the step before, are those within their shard.
+    # On the devices, indices of tokens in the batch and in the previous step's tokens count from the shard's first one.
     logits_indices = np.full((shards.count * decode_size,), -1, np.int32)
     tokens = consecutive(first_tokens, num_rows) % (num_tokens // shards.count)
     logits_indices[consecutive(first_rows, num_rows)] = tokens

@@ -1,4 +1,4 @@
-"""Decides which requests run: admission, the tokens that each brings to a step, and preemption."""
+"""The scheduler of an engine: admits requests, chooses the tokens that each runs in a step, and preempts requests."""
 
 import bisect
 import itertools
@@ -21,19 +21,22 @@ from dsv4_jax.host import CacheCorruptionError, CacheFullError, KVCacheManager, 
 class Scheduler:
     """Holds the requests of an engine and their cache.
 
-    A request waits until a slot is free, and blocks for its tokens and one block more. It then takes blocks as it
-    grows. When a shard of the cache has none left, the youngest of its requests with the lowest priority is preempted.
-    The request's bytes move to host memory and later come back unchanged, to any shard. To run its tokens again would
-    need no host memory. But a token that was decoded alone may differ in the last bit when it is read in a chunk.
+    A request waits until there is a free slot, and free blocks for its tokens and for one block of new tokens. It then
+    takes more blocks as it grows. When a shard of the cache has no block left, a request of the shard is preempted: of
+    those with the lowest priority, the one that was added last.
+
+    The bytes of a preempted request move to host memory and later come back unchanged, to any shard. Running its tokens
+    again instead would need no host memory. But the bits of a token that was decoded alone may differ if it runs again
+    in a chunk.
 
     Attributes:
-      requests: {id: unfinished request}. `restart` rebuilds the two lists from it.
+      requests: {id: unfinished request}. `restart` rebuilds `running` and `waiting` from it.
       running: requests with a slot, in the order in which they are served.
-      waiting: requests without a slot, in the same order.
-      pending_outputs: {request that may have new tokens or failed since `Engine.step` last returned: number of tokens
-        it had then}.
-      current: the requests that the current step is about: the one it admits, then those it may run, then those it
-        does.
+      waiting: requests without a slot, in the order in which they are served.
+      pending_outputs: {request: number of tokens that it had when `Engine.step` last returned}, for requests that may
+        have got tokens or failed since.
+      current: the requests that the current step may fail on: the one being admitted, then all that may run, then those
+        that run.
     """
 
     def __init__(
@@ -46,7 +49,14 @@ class Scheduler:
         drafter: Drafter | None,
         prefix: PrefixCache | None,
     ):
-        """Makes a scheduler without requests; arguments as for `Engine`, but no drafter for drafts on the device."""
+        """Makes a scheduler without requests.
+
+        Args:
+          manager, cache, prefix: as for `Engine`.
+          metrics: the engine's counters, which the scheduler updates.
+          config: the engine's configuration, from `EngineConfig.resolve`.
+          drafter: the drafter on the host; None = no drafts, or drafts on the device.
+        """
         self.manager = manager
         self.cache = cache
         self.metrics = metrics
@@ -58,21 +68,29 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.pending_outputs: dict[Request, int] = {}
         self.current: tuple[Request, ...] = ()
-        # A new cache gets the same shardings. Uncommitted arrays stay so: committed ones would need another program.
+        # `restart` gives a new cache the same shardings. None = an uncommitted array, which must stay uncommitted:
+        # committed arrays would need another compiled program.
         self._shardings = jax.tree.map(lambda x: x.sharding if x.committed else None, cache)
 
     def add(self, *requests: Request) -> None:
-        """Queues requests, with or without a slot."""
+        """Adds requests to `running` if they have a slot, else to `waiting`."""
         for request in requests:
             bisect.insort(self._list_of(request), request, key=_rank)
         self.requests.update({request.id: request for request in requests})
 
     def fork(self, request: Request, children: list[Request]) -> None:
-        """Queues copies of a request. Those for which there is room run at once, with blocks for the tokens they have.
+        """Adds copies of a request.
 
-        Full blocks are shared. The bytes of children without room wait in host memory, as after preemption. If a step
-        that was launched already runs the request's last token, the children run it again, to draw with their seeds. If
-        it also runs drafts, they read all tokens again: it may have overwritten what the last one needs.
+        Copies for which the shard has slots and blocks run at once and share the request's full blocks. The others wait
+        with their bytes in host memory, as after a preemption.
+
+        If a step in flight runs the request's last token, the copies run this token again, to draw with their own
+        seeds. If this step also runs drafts, the copies run all tokens again, since the drafts may have overwritten
+        rows that the last token reads.
+
+        Args:
+          request: an unfinished request, which goes on too.
+          children: the copies, from `Request.child`.
         """
         offloaded = request.offloaded
         slots = []
@@ -116,7 +134,10 @@ class Scheduler:
             self.metrics.finished += 1
 
     def restart(self) -> None:
-        """Frees all slots and queues the unfinished requests, which read their tokens again, as after an error."""
+        """Frees all slots and queues all unfinished requests, as after an error. Makes a new cache if it was lost.
+
+        Requests run their tokens again, except those that wait with their bytes in host memory.
+        """
         self.manager.release_all()
         for request in self.requests.values():
             request.slot = -1
@@ -125,7 +146,7 @@ class Scheduler:
         self.waiting = sorted(self.requests.values(), key=_rank)
         self.running = []
         for request in list(self.waiting):
-            if request.finish_reason is not None:  # the error came while it finished
+            if request.finish_reason is not None:  # the exception came between its last token and `finish`
                 self.finish(request, request.finish_reason, request.error)
         if _is_lost(self.cache):
             if self.prefix is not None:
@@ -135,17 +156,23 @@ class Scheduler:
             self.cache = jax.device_put(cache, self._shardings)
 
     def recompute(self) -> None:
-        """Queues all requests, which read their tokens again: what earlier weights left in the cache is not used."""
+        """Queues all requests so that they run all their tokens again, after the model got other weights.
+
+        Bytes of requests in the cache or in host memory are not reused.
+        """
         for request in self.requests.values():
             request.offloaded = None
         self.restart()
 
     def admit(self) -> None:
-        """Gives slots to waiting requests in order, up to the first one that does not fit, and counts the others."""
+        """Gives slots to waiting requests in order, up to the first request that does not fit.
+
+        The requests that still wait are added to the counter `metrics.waits`.
+        """
         while self.waiting and self.manager.free_slots:
             request = self.waiting[0]
             self.current = (request,)
-            # One block is spare: without it the request might be preempted again at once.
+            # Reserves room for one block of new tokens, without which the request might be preempted again at once.
             num_tokens = len(request.tokens) + min(request.remaining - 1, self.manager.schema.block_tokens)
             if self.running and not self._fits(request, num_tokens):
                 break
@@ -160,9 +187,10 @@ class Scheduler:
         self.metrics.waits += len(self.waiting)
 
     def take_snapshots(self, launched: LaunchedStep) -> None:
-        """Reads the rows of requests that a launched step brings to a block boundary, since the next one may lose them.
+        """Reads a snapshot of each request that reaches a block boundary in a launched step, for the prefix cache.
 
-        `update` gives them to the prefix cache once the step's output is known.
+        Call it before the next step is launched, which may overwrite these rows. `update` passes the snapshots to the
+        prefix cache after the step's output is read.
         """
         if self.prefix is None:
             return
@@ -173,14 +201,14 @@ class Scheduler:
                 launched.snapshots[request] = self.prefix.snapshot(self.cache, request.slot)
 
     def schedule(self, *, decode: bool = True, in_flight: LaunchedStep | None = None) -> Schedule:
-        """Chooses the tokens of the next step: last tokens with drafts, then unread tokens within the budget.
+        """Chooses the tokens of the next step: last tokens with drafts, then unread tokens within `token_budget`.
 
-        Reserves their blocks, and preempts requests if necessary.
+        A token is unread if it has not run. The tokens' blocks are reserved; requests are preempted if necessary.
 
         Args:
           decode: as for `Engine.step`.
-          in_flight: the step before, if it was launched and not read. No request is preempted then, since its tokens
-            are not known.
+          in_flight: the previous step, if it was launched and not read. No request is preempted then, since the host
+            does not know all of its tokens.
 
         Raises:
           CacheFullError: a request has to be preempted, and `in_flight` is given.
@@ -190,14 +218,14 @@ class Scheduler:
         slots = np.array([request.slot for request in running], int)
         known = np.array([request.num_tokens for request in running], int)
         limits = np.array([request.max_tokens for request in running], int)
-        certain = known  # the fewest tokens that are known once the step in flight was read
+        certain = known  # minimum number of tokens that will be known after the step in flight is read
         sources = np.full(slots.shape, -1)
         if in_flight is not None:
             newest, drawn = in_flight.newest_tokens(self.manager.schema.max_requests, self.config.draft_tokens or 0)
             sources = newest[slots]
             certain = known + (sources >= 0)
             known = known + drawn[slots]
-        # The most drafts that may be needed; those behind the end of a request are not counted as accepted.
+        # Maximum number of drafts that a request may need. Drafts behind its end are never counted as accepted.
         room = np.minimum(limits - certain - 1, self.manager.schema.max_context - known)
         unread = known - self.manager.lengths[slots]
         decodes = (unread == 1) & (known < limits) & decode
@@ -214,9 +242,9 @@ class Scheduler:
         """Gives requests the accepted tokens of a step, forgets rejected drafts, and ends requests that are done.
 
         Args:
-          launched: the step. Requests that have ended since are left out.
-          output: its output, on the host.
-          follower: the step behind it, if it was launched already.
+          launched: the step. Its requests that have ended since its launch are left out.
+          output: the step's output as NumPy arrays.
+          follower: the next step, if it was launched already.
         """
         self._fail_not_finite(launched, output)
         is_unfinished = np.array([request.finish_reason is None for request in launched.schedule.requests], bool)
@@ -233,7 +261,7 @@ class Scheduler:
                 self.finish(request, request.finish_reason)
 
     def _extend(self, schedule, first_rows, output):
-        """Gives requests their tokens, with log-probabilities, and the drafts that the device made."""
+        """Gives requests the tokens of a step, with log-probabilities, and the drafts that the device made."""
         requests = schedule.requests
         numbers = schedule.numbers
         tops = output.top_logprobs
@@ -258,7 +286,7 @@ class Scheduler:
         self.metrics.prompt_tokens += int(num_read[numbers["is_prefill"]].sum())
 
     def _forget_rejected(self, schedule, follower):
-        """Takes rejected drafts out of the cache. Returns the [n] tokens that it holds of each request."""
+        """Rewinds requests by their rejected drafts. Returns the [n] number of tokens that the cache holds of each."""
         lengths = schedule.ends
         drafted = np.flatnonzero(schedule.numbers["num_drafts"]).tolist()
         followed = set()
@@ -269,14 +297,15 @@ class Scheduler:
             request = schedule.requests[i]
             self.metrics.drafted_tokens += int(schedule.numbers["num_drafts"][i])
             self.metrics.accepted_tokens += request.accepted[-1]
-            # Rejected drafts are in the cache, and so are accepted ones behind the end; the last token is not.
+            # The cache holds all drafts, also rejected ones and accepted ones behind the request's end. It does not
+            # hold the request's last token, which has not run.
             end = int(lengths[i])
             lengths[i] = request.num_tokens - 1
             self.manager.rewind(request.slot, end - int(lengths[i]), is_followed=request in followed)
         return lengths
 
     def _observe(self, schedule, lengths, snapshots):
-        """Has the prefix cache learn the blocks that requests have filled up to `lengths` [n]."""
+        """Passes requests that have filled blocks, up to `lengths` [n], to the prefix cache with their snapshots."""
         if self.prefix is None:
             return
         block_tokens = self.manager.schema.block_tokens
@@ -293,7 +322,7 @@ class Scheduler:
             )
 
     def _fail_not_finite(self, launched, output):
-        """Ends the requests whose tokens were drawn from logits that are not finite."""
+        """Ends requests with FloatingPointError if a log-probability of their tokens is not finite."""
         if (is_finite := np.isfinite(output.logprobs)).all():
             return
         schedule = launched.schedule
@@ -307,9 +336,16 @@ class Scheduler:
                 self.finish(request, "error", error)
 
     def _schedule_prefill(self, readers, schedule, decode):
-        """Schedules unread tokens, as many as the budget of a step that also has another schedule allows."""
+        """Schedules unread tokens of requests, within the token budget of the step.
+
+        Args:
+          readers: requests with more than one unread token, or with one that is not to be decoded.
+          schedule: the decode tokens of the same step, which count towards the budget.
+          decode: whether the last known token of a request may run, after which a token is drawn.
+        """
         shards = self.manager.shards
-        # Each shard's remaining tokens, and its remaining rows of output after one row for each reader.
+        # For each shard, the number of tokens left in the budget, and the number of output rows left after one row is
+        # set aside for each reader.
         budget = np.full((shards.count,), self.config.token_budget)
         rows = np.full((shards.count,), self.config.decode_size(shards.slots))
         decoding = shards.of(schedule.numbers["slot"])
@@ -341,7 +377,7 @@ class Scheduler:
         return self.manager.fits(num_tokens)
 
     def _admit(self, request, num_tokens):
-        """Returns a slot for a request, with the tokens that the prefix cache or host memory still holds of it."""
+        """Admits a request and returns its slot, with the tokens that host memory or the prefix cache holds of it."""
         if request.offloaded is not None:
             slot, self.cache = resume(self.manager, self.cache, request.offloaded, num_tokens=num_tokens)
         elif self.prefix is not None and not request.scores_prompt:  # scored tokens must run
@@ -388,11 +424,20 @@ class Scheduler:
             num_drafts=counts - 1,
             is_prefill=is_prefill,
         )
-        # Others were preempted meanwhile, or their drafters failed.
+        # Leaves out requests that were preempted above, or whose drafter failed.
         return schedule.select(np.array([request.slot >= 0 for request in requests], bool))
 
     def _reserve(self, request, num_tokens, *, can_preempt):
-        """Reserves blocks for a token and its drafts, or for the token only; returns for how many, 0 if preempted."""
+        """Reserves blocks for a token and its drafts, or only for the token if there are no blocks for the drafts.
+
+        Preempts requests of the shard, the one with the highest rank first, until there is a block for the token.
+
+        Returns:
+          The number of tokens for which blocks are reserved: `num_tokens`, 1, or 0 if the request itself was preempted.
+
+        Raises:
+          CacheFullError: a request has to be preempted and `can_preempt` is False.
+        """
         while request.slot >= 0:
             try:
                 self.manager.allocate(request.slot, num_tokens)
@@ -408,7 +453,10 @@ class Scheduler:
         return 0
 
     def _draft(self, request, room, is_in_flight):
-        """Returns up to `room` drafts, zeros if only the device knows them. Ends a request whose drafter fails."""
+        """Returns up to `room` drafts of a request, [n] int32; zeros if they are still on the device.
+
+        If the drafter on the host fails, ends the request and returns no drafts.
+        """
         count = min(request.params.draft_tokens or 0, room)
         if self.drafter is None or not count:
             return np.zeros((count,), np.int32) if is_in_flight else request.device_drafts[:count]
@@ -417,12 +465,12 @@ class Scheduler:
             if len(drafts) > count:
                 raise ValueError(f"the drafter guessed {len(drafts)} tokens, at most {count} were asked for")
             return self.manager.check_ids(drafts, "drafts") if len(drafts) else NO_DRAFTS
-        except Exception as error:  # a drafter is the caller's code, and concerns this request only
+        except Exception as error:  # a drafter is the caller's code: its failure ends only this request
             self.finish(request, "error", error)
             return NO_DRAFTS
 
     def _preempt(self, request):
-        """Moves a request's bytes to host memory; admission brings them back."""
+        """Moves a request's bytes to host memory and lets it wait. `admit` brings the bytes back."""
         if self.manager.length(request.slot):
             try:
                 request.offloaded, self.cache = offload(self.manager, self.cache, request.slot)
@@ -437,7 +485,7 @@ class Scheduler:
         return self.waiting if request.slot < 0 else self.running
 
     def _move(self, request, slot):
-        """Gives a waiting request a slot, or a running one none (-1)."""
+        """Sets the slot of a request, -1 for none, and moves it to the list `running` or `waiting`."""
         self._list_of(request).remove(request)
         request.slot = slot
         bisect.insort(self._list_of(request), request, key=_rank)
@@ -447,7 +495,7 @@ _rank = operator.attrgetter("rank")
 
 
 def _accepted(schedule, first_rows, output):
-    """Returns for each request the list of tokens that it draws: accepted drafts and the token drawn after them."""
+    """Returns for each request the list of its new tokens: the accepted drafts and the token drawn after them."""
     numbers = schedule.numbers
     tokens = output.tokens.tolist()
     ends = first_rows + schedule.num_rows
@@ -459,7 +507,7 @@ def _accepted(schedule, first_rows, output):
 
 
 def _is_lost(cache):
-    """Whether a failed step has consumed the donated cache."""
+    """Whether the cache cannot be used any more, because a failed step donated it or did not compute it."""
     try:
         jax.block_until_ready(cache)
     except Exception:

@@ -1,4 +1,4 @@
-"""Finds several answers to one prompt, by sampling or by beam search. Both fork the prompt's cache."""
+"""Finds several answers to one prompt, by sampling or by beam search. The answers share the prompt's cache blocks."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ class Candidate:
     """An answer to a prompt.
 
     Attributes:
-      tokens: its token ids, including a stop token at the end.
-      logprob: sum of their log-probabilities under the model, at temperature 1.
+      tokens: token ids of the answer, including a stop token at the end.
+      logprob: sum of the tokens' log-probabilities under the model, at temperature 1.
     """
 
     tokens: list[int]
     logprob: float
 
     def score(self, length_penalty: float = 1.0) -> float:
-        """Returns `logprob / len(tokens) ** length_penalty`: the mean over tokens for 1, the sum for 0."""
+        """Returns `logprob / len(tokens) ** length_penalty`: with 1 the mean over tokens, with 0 their sum."""
         return self.logprob / len(self.tokens) ** length_penalty
 
 
@@ -47,8 +47,9 @@ def n_best(
     """Draws `n` answers to a prompt that is read once. Answer i is the one that `stream` draws with seed + i.
 
     Args:
-      model, manager, max_new_tokens, chunk, params: as for `stream`. Candidates without a slot wait for one.
-      prompt: token ids.
+      model, manager, max_new_tokens, chunk, params: as for `stream`. The manager may have fewer than `n` slots: answers
+        then wait for one.
+      prompt: token ids of the prompt.
       n: number of answers.
       sampling: the sampling parameters; greedy answers would all be the same.
       seed: seed of the first answer.
@@ -87,15 +88,15 @@ def beam_search(
     length_penalty: float = 1.0,
     chunk: int = 256,
 ) -> list[Candidate]:
-    """Finds likely answers by beam search, which keeps the `beams` likeliest beginnings from step to step.
+    """Finds likely answers by beam search, which keeps the `beams` likeliest unfinished answers from step to step.
 
-    A beginning that continues in several ways is forked: full blocks are shared, the rest is copied. The search ends
-    when `beams` answers have ended with a stop token, or at `max_new_tokens`.
+    If several of these continue the same unfinished answer, its cache is forked: full blocks are shared, the rest is
+    copied. The search ends when `beams` answers have ended with a stop token, or at `max_new_tokens`.
 
     Args:
       model, manager, max_new_tokens, stop_tokens, chunk: as for `stream`. The manager must have `beams` slots.
       prompt: [n] token ids.
-      beams: number of beginnings to keep.
+      beams: number of unfinished answers to keep.
       length_penalty: answers are compared by `Candidate.score(length_penalty)`.
 
     Returns:
@@ -134,7 +135,7 @@ def _search(model, manager, prompt, beams, max_new_tokens, stop_tokens, chunk):
         output, cache = model.sample_step(cache, batch, logprobs=options)
         return output.top_logprobs
 
-    # The last token is drawn, never stored.
+    # The last token is drawn but never runs, so the cache needs no room for it.
     slots = [manager.admit(prompt, num_tokens=len(prompt) + max_new_tokens - 1)]
     *earlier_chunks, last_chunk = np.split(prompt, range(chunk, len(prompt), chunk))
     for tokens in earlier_chunks:
@@ -161,9 +162,18 @@ def _search(model, manager, prompt, beams, max_new_tokens, stop_tokens, chunk):
 
 
 def _follow_parents(manager, cache, slots, parents):
-    """Gives each answer a slot: releases parents without children, and forks those with several.
+    """Gives each new unfinished answer the slot of the answer that it continues, its parent, or a fork of it.
 
-    Returns the slots of the answers and the cache.
+    Parents that no answer continues are released first.
+
+    Args:
+      manager: the manager.
+      cache: the cache; donated.
+      slots: slot of each parent.
+      parents: for each new answer the index of its parent.
+
+    Returns:
+      (the slot of each new answer, the cache).
     """
     for i, slot in enumerate(slots):
         if i not in parents:

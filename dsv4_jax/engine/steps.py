@@ -1,4 +1,4 @@
-"""A step of an engine: the requests that it runs, and its output while the device computes it."""
+"""Data of an engine's step: `Schedule`, the tokens that it runs, and `LaunchedStep`, its output on the device."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from dsv4_jax.decode.step import StepOutput
 from dsv4_jax.engine.requests import Request
 
 
-# In place of the id of a token that only the device knows.
+# A placeholder for the id of a token that only the device knows.
 UNKNOWN = np.zeros((1,), np.int32)
 NO_DRAFTS = np.zeros((0,), np.int32)
 SCHEDULED = np.dtype(
@@ -22,21 +22,23 @@ SCHEDULED = np.dtype(
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The requests of a step and the tokens that they bring to it.
+    """The requests of a step and the tokens that the step runs for each of them.
 
     Attributes:
       requests: n requests.
-      tokens: for each request [num_tokens] int32 ids that follow those in the cache.
-      numbers: [n] with these fields:
-        slot: the request's slot.
+      tokens: for each request [num_tokens] int32 ids, which follow its tokens in the cache; zeros for tokens that only
+        the device knows.
+      numbers: [n] array of dtype SCHEDULED, which has these fields for each request:
+        slot: slot of the request.
         start: position of the first of these tokens.
         num_tokens: number of these tokens.
-        num_drafts: number of drafts at their end.
-        num_scored: number of known tokens to be scored; they follow the last of these tokens but one.
-        source: the index among `LaunchedStep.tokens` of the step before of the first of these tokens, if the host does
-          not know them yet; else -1. Their start is then the greatest possible one.
-        samples: whether a token is drawn after the last one.
-        is_prefill: whether they are prompt tokens or read again after a restart, rather than the last drawn token.
+        num_drafts: number of drafts among these tokens, at their end.
+        num_scored: number of its known tokens, such as those of a prompt, whose log-probabilities the step computes.
+          Their output rows come before those of the drawn tokens.
+        source: index in `LaunchedStep.tokens` of the previous step at which these tokens begin, if the host does not
+          know them yet; else -1. If not -1, `start` is the largest possible position, as if all drafts were accepted.
+        samples: whether a token is drawn after the last of these tokens.
+        is_prefill: whether these tokens are prompt tokens, or run again after a restart.
     """
 
     requests: tuple[Request, ...]
@@ -45,7 +47,14 @@ class Schedule:
 
     @classmethod
     def of(cls, requests: Sequence[Request], tokens: Sequence[np.ndarray], **fields: Any) -> "Schedule":
-        """Returns a schedule in which each request draws a token; `fields` are those of `numbers` that are known."""
+        """Makes a schedule.
+
+        Args:
+          requests: n requests.
+          tokens: for each request the ids of the tokens to run.
+          fields: values [n] of fields of `numbers`. Without "slot", both `slot` and `num_tokens` are set from the
+            requests and tokens. Defaults of the other fields are -1 for `source`, True for `samples`, and 0.
+        """
         if "slot" not in fields:
             fields["slot"] = [request.slot for request in requests]
             fields["num_tokens"] = [len(ids) for ids in tokens]
@@ -55,7 +64,7 @@ class Schedule:
         return cls(tuple(requests), tokens, numbers)
 
     def select(self, mask: np.ndarray) -> "Schedule":
-        """Returns the schedule of some requests, by a mask [n]."""
+        """Returns the schedule of the requests for which `mask`, [n] bool, is True."""
         if mask.all():
             return self
         places = np.flatnonzero(mask).tolist()
@@ -64,18 +73,18 @@ class Schedule:
         return Schedule(requests, tokens, self.numbers[mask])
 
     def __add__(self, other: "Schedule") -> "Schedule":
-        """Returns the schedule of both."""
+        """Returns the schedule of this schedule's requests followed by the other's."""
         numbers = np.concatenate([self.numbers, other.numbers])
         return Schedule(self.requests + other.requests, [*self.tokens, *other.tokens], numbers)
 
     @property
     def num_rows(self) -> np.ndarray:
-        """The [n] rows of output: scored tokens, verified drafts, and the token that is drawn."""
+        """The [n] number of each request's output rows: one for each scored token, each draft, and the drawn token."""
         return self.numbers["num_scored"] + self.numbers["samples"] * (1 + self.numbers["num_drafts"])
 
     @property
     def ends(self) -> np.ndarray:
-        """The [n] tokens that each request holds after the step, drafts included."""
+        """The [n] number of tokens of each request in the cache after the step, all drafts included."""
         return self.numbers["start"] + self.numbers["num_tokens"]
 
 
@@ -85,14 +94,16 @@ class LaunchedStep:
 
     Attributes:
       schedule: the requests that it runs, with their tokens.
-      batch: its batch.
-      first_rows: [n] the first row of the output that belongs to each request.
-      drawing: arguments of `draw_step` between the batch and the masks.
-      wants_top: whether the likeliest tokens of its output are wanted.
-      logits: the logits of all rows, if the tokens are drawn by a program of their own and that has not run.
-      output: StepOutput on its way to the host; None until the tokens are drawn.
-      tokens: the tokens that it draws, for the step behind it, as in `EarlierTokens`.
-      snapshots: {request: its rows at a block boundary, for the prefix cache}, taken before a later step was launched.
+      batch: the batch on the devices.
+      first_rows: [n] index of each request's first row in the output.
+      drawing: arguments of `draw_step` that follow the batch: (logits_indices, sampling, seeds, logprobs).
+      wants_top: whether a request wants the likeliest tokens of the output.
+      logits: [rows, vocab] logits on the device if `draw_step` has to draw the tokens and was not launched yet; else
+        None.
+      output: StepOutput whose copy to the host was started; None until the drawing is launched.
+      tokens: the drawn tokens on the device, as in `EarlierTokens.tokens`, for the next step; None until then.
+      snapshots: {request: rows of its slot at a block boundary, for the prefix cache}, read before a later step was
+        launched.
     """
 
     schedule: Schedule
@@ -106,7 +117,10 @@ class LaunchedStep:
     snapshots: dict[Request, Any] = dataclasses.field(default_factory=dict)
 
     def with_known_tokens(self) -> "LaunchedStep":
-        """Returns the step with the drafts that it runs, if any, and their places, once the one before was read."""
+        """Returns the step with the tokens and starts in its schedule that the host did not know at its launch.
+
+        Call it after the previous step was read. Only steps with drafts on the device are changed.
+        """
         if self.output is None or self.output.draft_tokens is None:
             return self
         schedule = self.schedule
@@ -121,18 +135,19 @@ class LaunchedStep:
 
     @property
     def is_in_vain(self) -> bool:
-        """Whether all of its requests have ended since."""
+        """Whether all requests of the step have ended since its launch, so that nobody needs its output."""
         return all(request.finish_reason is not None for request in self.schedule.requests)
 
     def newest_tokens(self, num_slots: int, device_drafts: int) -> tuple[np.ndarray, np.ndarray]:
-        """Says which tokens unfinished requests get, by slot.
+        """Finds the tokens that the unfinished requests get from this step, by slot.
 
         Args:
           num_slots: number of slots.
-          device_drafts: number of drafts that the step makes for each.
+          device_drafts: number of drafts that the step makes for each slot on the device.
 
         Returns:
-          [num_slots] the index of the newest token among `tokens`, -1 = none, and [num_slots] the most tokens drawn.
+          ([num_slots] index in `tokens` of the request's newest token, -1 = the slot draws none; [num_slots] maximum
+          number of tokens that the request gets, if all its drafts are accepted).
         """
         schedule = self.schedule
         newest = np.full((num_slots,), -1)

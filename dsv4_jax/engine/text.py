@@ -1,4 +1,4 @@
-"""Turns a request's tokens into text of whole characters that ends before a stop string."""
+"""Turns a request's tokens into text, in pieces of whole characters, and ends it before a stop string."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,17 +21,17 @@ def stream_text(
     stop: Sequence[str] = (),
     **options: Any,
 ) -> Iterator[str]:
-    """Generates text from text, and yields it in pieces of whole characters as it comes.
+    """Generates the continuation of a text, and yields it in pieces of whole characters as soon as they are known.
 
     Args:
       model, manager: as for `stream`.
       tokenizer: the model's tokenizer, from `read_tokenizer`.
       prompt: the text to continue.
-      stop: strings before the first of which the text ends.
-      options: further arguments of `stream`; `max_new_tokens` is required. Stop tokens are no part of the text.
+      stop: stop strings. The answer ends before the first occurrence of one of them.
+      options: further arguments of `stream`; `max_new_tokens` is required. The answer does not contain stop tokens.
 
     Yields:
-      Pieces of the answer.
+      Pieces of the answer's text; some may be empty.
 
     Raises:
       TypeError, ValueError: as for `stream`.
@@ -48,22 +48,25 @@ def stream_text(
 
 
 class StopStrings:
-    """Ends a text before its first stop string. The text comes in pieces; their sizes do not matter.
+    """Ends a text, which comes in pieces of any size, before its first stop string.
 
     Attributes:
       found: whether a stop string was found.
     """
 
     def __init__(self, stops: Sequence[str]):
-        """Takes stop strings, none of them empty."""
+        """Begins an empty text; `stops` are the stop strings, none of which may be empty."""
         self._stops = tuple(stops)
         self._held = ""
         self.found = False
 
     def add(self, piece: str) -> str:
-        """Returns the text that can be shown, and holds back a possible beginning of a stop string."""
+        """Adds a piece, and returns the text that can be shown.
+
+        An end of the text that may be the beginning of a stop string is held back.
+        """
         text = self._held + piece
-        # The stop string that is complete first counts; of several, the longest.
+        # The stop string that ends first counts. If several end at the same place, the longest counts.
         ends = [(begin + len(stop), begin) for stop in self._stops if (begin := text.find(stop)) >= 0]
         if ends:
             self.found = True
@@ -74,7 +77,7 @@ class StopStrings:
         return text[:end]
 
     def finish(self) -> str:
-        """Returns the text that was held back."""
+        """Returns the text that was held back, because no stop string follows."""
         text = self._held
         self._held = ""
         return text
@@ -86,24 +89,31 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class AnswerText:
-    """The text of a request's tokens as they come.
+    """Decodes a request's new tokens to text, one token at a time, up to a stop string.
 
     Attributes:
       stopped: whether a stop string was found, after which no text follows.
     """
 
-    # Prompt tokens that can change the text of the first new tokens: more than the bytes of a character.
+    # Number of prompt tokens at the end that are decoded with the new tokens, since a character may begin in one of
+    # them. A character has at most 4 bytes and so at most 4 tokens.
     _CONTEXT = 8
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int] | np.ndarray, stops: Sequence[str]):
-        """Starts the text after `prompt` [n]. Without a tokenizer, the text is ids separated by spaces."""
+        """Begins the text after a prompt.
+
+        Args:
+          tokenizer: the model's tokenizer. None: the text is token ids separated by spaces, without stop strings.
+          prompt: [n] token ids.
+          stops: stop strings, none of them empty.
+        """
         self._stream = None if tokenizer is None else TextStream(tokenizer)
         self._stops = StopStrings(stops)
         self._separator = ""
         if self._stream is not None:
             for token in prompt[-self._CONTEXT :]:
                 self._stream.add(int(token))
-        # An incomplete character at the prompt's end is the prompt's, unless a token completes it.
+        # An incomplete character at the prompt's end belongs to the answer only if a new token completes it.
         self._prompt_rest = "" if self._stream is None else self._stream.finish()
 
     @property
@@ -111,7 +121,7 @@ class AnswerText:
         return self._stops.found
 
     def add(self, token: int) -> str:
-        """Adds a token and returns the text that can be shown."""
+        """Adds a token, and returns the text that can be shown after it, which may be empty."""
         if self._stream is not None:
             piece = self._stream.add(token)
             if piece:
@@ -122,20 +132,24 @@ class AnswerText:
         return text
 
     def finish(self) -> str:
-        """Returns the text that was held back, after the last token."""
+        """Returns the text that was held back: an incomplete character, or a possible beginning of a stop string."""
         last_piece = "" if self._stream is None else self._stream.finish()
         text = self._stops.add(last_piece.removeprefix(self._prompt_rest))
         return text if self.stopped else text + self._stops.finish()
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Returns the token ids of a text. Other threads go on meanwhile, unlike in `Tokenizer.encode`."""
+    """Returns the token ids of a text. Releases the GIL meanwhile, unlike `Tokenizer.encode`."""
     (encoding,) = tokenizer.encode_batch_fast([text])
     return encoding.ids
 
 
 def token_offsets(tokenizer: Tokenizer | None, tokens: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
-    """Returns (token, offset) of each token: the position where it, or text held back before it, begins."""
+    """Returns (token, offset) for each token, as `AnswerText` decodes them without a prompt.
+
+    The offset is the number of characters of the text that earlier tokens completed. A token that only continues an
+    incomplete character has the offset of this character.
+    """
     stream = None if tokenizer is None else TextStream(tokenizer)
     offsets = []
     end = 0

@@ -1,4 +1,7 @@
-"""The host side: slots, blocks and lengths of requests. Plain Python and NumPy, never traced."""
+"""Bookkeeping of the KV cache on the host: slots, blocks and lengths of requests, prefix caching and offloading.
+
+All of it is plain Python and NumPy, and none of it is traced by JAX.
+"""
 
 from dsv4_jax.common.sizes import parse_bytes
 from dsv4_jax.host.allocator import BlockAllocator, CacheFullError

@@ -5,29 +5,35 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class CacheFullError(ValueError):
-    """Too few slots or blocks are free now; the message gives the numbers. Nothing was changed.
+    """An operation needs more slots or blocks than are free; the message gives both numbers. Nothing was changed.
 
-    It can succeed once another request is released, so a scheduler catches this error and waits.
+    The operation can succeed after another request is released, so a scheduler catches this error and waits.
     """
 
 
 class BlockAllocator:
-    """Hands out block ids 0 .. num_blocks - 1. Each shard owns an equal, contiguous range of ids.
+    """Hands out the block ids 0 .. num_blocks - 1 and counts the owners of each block.
 
-    Within a shard each of `devices` owns an equal, contiguous range in turn. A new allocator hands out one block of
-    each device in rotation.
+    Each shard owns an equal, contiguous range of ids. If a shard has several devices, each of them owns an equal,
+    contiguous range of the shard's ids. The blocks of a new allocator are handed out in rotation over the devices.
 
-    A block is free, or its reference count is its number of owners. Bad arguments raise and change nothing. If an
-    exception interrupts a method, `recount` restores the counts from the blocks that the owners list.
+    A block's reference count is its number of owners; a free block has none. Bad arguments raise and change nothing. If
+    an exception interrupts a method, `recount` restores the counts from the blocks that the owners list.
 
     Attributes:
       num_blocks: number of blocks, free or not, in all shards.
       num_shards: number of shards.
-      listener: called with the blocks whose counts `share` and `release` changed; None = no listener.
+      listener: function that `share` and `release` call with the ids of the blocks whose reference counts they changed;
+        None = no listener.
     """
 
     def __init__(self, num_blocks: int, num_shards: int = 1, devices: int = 1):
         """Makes an allocator whose blocks are all free.
+
+        Args:
+          num_blocks: number of blocks in all shards.
+          num_shards: number of shards.
+          devices: number of devices in each shard.
 
         Raises:
           ValueError: `num_blocks` is not a positive multiple of `num_shards * devices`.
@@ -37,7 +43,8 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self.num_shards = num_shards
         self._references = [0] * num_blocks
-        # One stack per shard: the block freed last is handed out next. A new stack yields 0, 1, 2, ...
+        # One stack of free blocks per shard: the block freed last is handed out next. A new stack yields the first
+        # block of each device, then the second block of each, and so on; with one device per shard 0, 1, 2, ...
         share = num_blocks // (num_shards * devices)
         self._free = self._by_shard(sorted(range(num_blocks), key=lambda block: (block % share, block), reverse=True))
         self.listener: Callable[[Sequence[int]], None] | None = None
@@ -60,7 +67,7 @@ class BlockAllocator:
 
         Raises:
           ValueError: `n` is negative.
-          CacheFullError: fewer than `n` blocks are free there.
+          CacheFullError: fewer than `n` blocks of the shard are free.
         """
         if n < 0:
             raise ValueError(f"{n=} must not be negative")
@@ -92,7 +99,7 @@ class BlockAllocator:
         self._notify(blocks)
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drops a reference of each block; a block without references is free.
+        """Drops a reference of each block; a block that is listed twice loses two. A block without references is free.
 
         Raises:
           ValueError: an id is unknown, or its block is released more often than it is held.

@@ -1,4 +1,4 @@
-"""Places the tokens of requests in the arrays of a batch."""
+"""Computes the host's arrays of a `Batch`: the places of its tokens, and the blocks and requests that begin with it."""
 
 import dataclasses
 import functools
@@ -11,13 +11,15 @@ from dsv4_jax.host.request_table import RequestStates
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The places of tokens in a batch.
+    """The places of the tokens of n requests in the token arrays [T] of a batch.
+
+    T is the number of tokens after padding. Each shard has an equal range of these arrays, padded at its end.
 
     Attributes:
-      begins: [n] index of each request's first token.
-      indices: [sum of counts] index of each token.
-      slots: [T] int32, `Batch.slots`.
-      prefill: `Batch.prefill`.
+      begins: [n] int, index in [0, T) of each request's first token.
+      indices: [total number of tokens] int, index in [0, T) of each token, request by request.
+      slots: [T] int32, the field `Batch.slots`: local id of each token's slot in its shard; -1 = padding.
+      prefill: the field `Batch.prefill`: whether the batch runs as a prefill rather than as a decode step.
     """
 
     begins: np.ndarray
@@ -26,7 +28,7 @@ class Layout:
     prefill: bool
 
 
-@functools.lru_cache(maxsize=8)  # most steps run the requests of the step before
+@functools.lru_cache(maxsize=8)  # most steps have the same requests as the previous step
 def find_layout(
     shards: Shards,
     slots: bytes,
@@ -35,14 +37,17 @@ def find_layout(
     prefill_size: int | None,
     decode_size: int | None,
 ) -> Layout:
-    """Returns the layout of a batch.
+    """Returns the layout of a batch of n requests.
 
     Args:
       shards: the shards of the cache.
-      slots: bytes of [n] slots.
-      counts: bytes of [n] numbers of tokens.
+      slots: the bytes of an [n] int64 array, the slot of each request. Bytes can be a key of `lru_cache`.
+      counts: the bytes of an [n] int64 array, the number of tokens of each request.
       max_query_tokens: as in `CacheSchema`.
       prefill_size, decode_size: as in `KVCacheManager.prepare_forward`.
+
+    Raises:
+      ValueError: a shard has more tokens than `prefill_size`.
     """
     slot_of = np.frombuffer(slots, int)
     num_tokens = np.frombuffer(counts, int)
@@ -63,21 +68,25 @@ def find_layout(
     padded = np.full((shards.count * size,), -1, np.int32)
     padded[indices] = np.repeat(slot_of % shards.slots, num_tokens)
     for array in (begins, indices, padded):
-        array.flags.writeable = False  # later batches get the same arrays
+        array.flags.writeable = False  # `lru_cache` returns the same arrays again for later batches
     return Layout(begins, indices, padded, prefill)
 
 
 def find_new_rows(
     shards: Shards, slots: np.ndarray, now: np.ndarray, after: RequestStates, max_blocks: int
 ) -> dict[str, np.ndarray]:
-    """Returns a batch's `new_blocks` and `reset_slots`.
+    """Returns the fields `new_blocks` and `reset_slots` of a batch, as {name: array}.
+
+    `new_blocks` [shards * max_blocks, 3] int32 has a row (slot, index in the request's block table, block) for each
+    block that the device's block table lacks. `reset_slots` [max_requests] int32 has the slots of the requests that
+    begin with this batch. Each shard has an equal range of rows, with local ids; unused rows are -1.
 
     Args:
       shards: the shards of the cache.
-      slots: [n] slots of the batch.
-      now: [n] `NUMBERS` of these slots before the batch.
-      after: the states after it.
-      max_blocks: the most blocks of a shard that the batch can open.
+      slots: [n] slots of the batch's requests.
+      now: [n] array of dtype `request_table.NUMBERS`, the state of these requests before the batch.
+      after: the states of all requests after the batch.
+      max_blocks: maximum number of blocks that the batch can add to the block tables of one shard.
     """
     rows = _blank_rows(shards, max_blocks)
     published = after.numbers["published_blocks"][slots]
@@ -102,6 +111,6 @@ def find_new_rows(
 
 @functools.lru_cache(maxsize=8)
 def _blank_rows(shards, max_blocks):
-    """Returns the `new_blocks` and `reset_slots` of a batch that opens no block and begins no request."""
+    """Returns the `new_blocks` and `reset_slots` of a batch that adds no block and begins no request: all -1."""
     new_blocks = np.full((shards.count * max_blocks, 3), -1, np.int32)
     return {"new_blocks": new_blocks, "reset_slots": np.full((shards.count * shards.slots,), -1, np.int32)}

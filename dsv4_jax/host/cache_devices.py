@@ -20,10 +20,10 @@ MAX_BLOCKS_PER_TRANSFER = 16
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The shards of slots and blocks: one for each device along the axis "data" of a mesh, else one.
+    """The shards of a cache's slots and blocks: one for each index of the mesh axis "data"; without this axis, one.
 
-    Ids are global on the host: shard 1 continues where shard 0 ends. Steps and block tables use local ids, which begin
-    at 0 in each shard.
+    The host uses global ids: those of shard 1 continue where those of shard 0 end. Steps and block tables on the device
+    use local ids, which begin at 0 in each shard.
 
     Attributes:
       count: number of shards.
@@ -36,20 +36,22 @@ class Shards:
     blocks: int
 
     def of(self, slot: Any) -> Any:
-        """Returns the shard of a slot, or the shards of slots [n]."""
+        """Returns the shard of a slot, or an [n] array of the shards of [n] slots."""
         return slot // self.slots
 
     def where(self, shard: int) -> str:
-        """Returns where an error is: " in shard 1 of 2", or nothing if there is one shard."""
+        """Returns words for an error's message, such as " in shard 1 of 2"; an empty string if there is one shard."""
         return "" if self.count == 1 else f" in shard {shard} of {self.count}"
 
     def place_rows(self, slots: np.ndarray, counts: np.ndarray, size: int) -> np.ndarray:
-        """Returns the [n] first rows of requests in arrays with `size` rows for each shard.
+        """Returns the [n] indices of each request's first row in an array [number of shards * size, ...].
+
+        The rows of a request are consecutive. Within a shard the requests stand in the given order.
 
         Args:
           slots: [n] slots of the requests.
-          counts: [n] number of rows of each.
-          size: number of rows of a shard.
+          counts: [n] number of rows of each request.
+          size: number of the array's rows that each shard has.
         """
         shards = self.of(slots)
         begins = np.empty_like(counts)
@@ -65,11 +67,11 @@ class CacheDevices:
     Attributes:
       schema: geometry of the cache.
       mesh: devices that hold the cache; None = the default device.
-      shards: the shards of its slots and blocks.
+      shards: the shards of the cache's slots and blocks.
     """
 
     def __init__(self, schema: CacheSchema, mesh: Mesh | None = None):
-        """Describes the devices; transfers nothing."""
+        """Keeps the geometry and the mesh; transfers nothing. See the class for the arguments."""
         self.schema = schema
         self.mesh = mesh
         count = count_shards(mesh)
@@ -77,14 +79,17 @@ class CacheDevices:
         self._last_put: dict[tuple, tuple[np.ndarray, Any]] = {}
 
     def block_table_row(self, blocks: Sequence[int]) -> np.ndarray:
-        """Returns a request's row of the block table, [max_blocks] int32; -1 = none."""
+        """Returns a request's row of the block table, [max_blocks] int32 local ids of its blocks; -1 = no block."""
         return padded(np.asarray(blocks, int) % self.shards.blocks, self.schema.max_blocks)
 
     def block_chunks(self, blocks: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """Splits blocks into chunks of one size, so that one program moves them with bounded device memory.
+        """Splits block ids into chunks of equal size, so that one compiled program moves each chunk.
+
+        The size bounds the device memory of a transfer. It is `MAX_BLOCKS_PER_TRANSFER`, or less if requests have fewer
+        blocks.
 
         Yields:
-          (index of the first block, ids [n] int32 padded with -1), where n is at most `MAX_BLOCKS_PER_TRANSFER`.
+          (index in `blocks` of the chunk's first block, [size] int32 ids of the chunk, padded with -1).
         """
         size = min(MAX_BLOCKS_PER_TRANSFER, self.schema.max_blocks)
         for start in range(0, len(blocks), size):
@@ -95,11 +100,11 @@ class CacheDevices:
 
         Args:
           cache: the cache; only read.
-          blocks: [n] ids of the request's blocks from the first one on.
-          length: number of tokens of the request; entries beyond are zeros.
+          blocks: [n] ids of the request's blocks, beginning with its first block.
+          length: number of tokens of the request. Entries of later tokens are returned as zeros.
 
         Returns:
-          {pool group: entries and keys [layers, n, entries per block, ...]}, as NumPy arrays.
+          {name of a pool group: its entries and keys [layers, n, entries per block, ...]}, as NumPy arrays.
         """
         chunks = [
             jax.device_get(read_blocks(cache, *self.put((ids, np.int32(start), np.int32(length)))))
@@ -108,18 +113,23 @@ class CacheDevices:
         return jax.tree.map(lambda *pieces: np.concatenate(pieces, axis=1)[:, : len(blocks)], *chunks)
 
     def put(self, tree: Any, axis: str | None = None) -> Any:
-        """Puts arrays of the host on the devices, in one explicit transfer.
+        """Copies NumPy arrays to the devices, in one explicit transfer.
 
         Args:
-          tree: NumPy arrays.
-          axis: logical axis of axis 0, as in `axis_rules.RULES`. With None, each device holds all; scalars always do.
+          tree: pytree of NumPy arrays.
+          axis: name in `axis_rules.RULES` of the logical axis that the arrays' first axis is, which says how it is
+            sharded. None replicates the arrays on all devices. Scalars are always replicated.
+
+        Returns:
+          The same pytree of arrays on the devices.
         """
         mesh = self.mesh
         if mesh is None:
             return jax.device_put(tree)
         shardings = jax.tree.map(lambda x: named_sharding((axis,) if np.ndim(x) else (), mesh), tree)
         if mesh.is_multi_process:
-            # Each process supplies its own devices' data: `device_put` would compare the whole array first.
+            # Each process supplies the data of its own devices. `device_put` would first compare the whole array over
+            # all processes.
             return jax.tree.map(
                 lambda x, s: jax.make_array_from_callback(np.shape(x), s, lambda index: x[index]), tree, shardings
             )
@@ -135,16 +145,22 @@ class CacheDevices:
         restored: Sequence[int] = (),
         block_rows: Any = None,
     ) -> KVCache:
-        """Writes a request to a slot. Nothing can fail on the host once the cache is donated.
+        """Writes a request to a slot: its length, its block table, and optionally its rows and the entries of blocks.
+
+        All transfers come before the first program that donates the cache, so nothing on the host can fail after it.
 
         Args:
           cache: the cache; donated.
           slot: slot of the request.
-          length: number of its tokens.
-          blocks: its blocks in order.
-          rows: rows of its slot, on the devices; None leaves them as they are.
-          restored: [n] blocks whose entries are written, too.
-          block_rows: these entries as `read_blocks` returns them, [layers, n, entries per block, ...].
+          length: number of the request's tokens.
+          blocks: ids of the request's blocks in order.
+          rows: rows of the request's slot, on the devices; None leaves the slot's rows as they are.
+          restored: [n] ids of blocks whose entries are to be written.
+          block_rows: the entries of the `restored` blocks, [layers, n, entries per block, ...], as `read_blocks`
+            returns them. None if no block is restored.
+
+        Returns:
+          The updated cache.
         """
         arguments = self.put((np.int32(slot), np.int32(length), self.block_table_row(blocks)))
         chunks = []
@@ -156,11 +172,17 @@ class CacheDevices:
         return write_request(cache, *arguments, rows)
 
     def put_changed(self, tree: Any, axis: str | None = None) -> Any:
-        """Puts arrays as `put` does, except those that equal the last ones in their places of such a tree.
+        """Copies arrays to the devices as `put` does, but skips arrays that have not changed since the last call.
+
+        An array is compared with the last one that had the same place in a pytree of the same structure, the same shape
+        and the same `axis`. If they are equal, the array that is on the devices is returned.
 
         Args:
-          tree: NumPy arrays, which must not change later.
+          tree: pytree of NumPy arrays, which must not be modified later.
           axis: as for `put`.
+
+        Returns:
+          The same pytree of arrays on the devices.
         """
         leaves, structure = jax.tree.flatten(tree)
         keys = [(structure, i, np.shape(leaf), axis) for i, leaf in enumerate(leaves)]
@@ -172,18 +194,22 @@ class CacheDevices:
         return structure.unflatten([self._last_put[key][1] for key in keys])
 
     def _is_there(self, key, array):
-        """Whether the devices have an array already."""
+        """Whether the array last put on the devices for this key of `_last_put` equals `array` and still exists."""
         if key not in self._last_put:
             return False
         last, on_device = self._last_put[key]
         return not on_device.is_deleted() and (last is array or last.tobytes() == array.tobytes())
 
     def get(self, tree: Any) -> Any:
-        """Copies the results of a step to the host."""
+        """Copies a pytree of arrays that a step returned to the host, and returns them as NumPy arrays."""
         return jax.device_get(self.begin_get(tree))
 
     def begin_get(self, tree: Any) -> Any:
-        """Begins to copy the results of a step to the host, for a later `get` of the result."""
+        """Starts an asynchronous copy of a step's results to the host.
+
+        Returns a pytree of device arrays, whose values a later `get` returns without a further transfer. On a mesh of
+        several processes the arrays are replicated first.
+        """
         if self.mesh is not None and self.mesh.is_multi_process:
             tree = jax.reshard(tree, named_sharding((), self.mesh))
         for leaf in jax.tree.leaves(tree):
@@ -193,23 +219,23 @@ class CacheDevices:
 
 
 def count_shards(mesh: Mesh | None) -> int:
-    """Returns the number of shards of slots and blocks on a mesh."""
+    """Returns the number of shards of a cache's slots and blocks: the size of the mesh axis "data", or 1 without it."""
     return 1 if mesh is None else mesh.shape.get(DATA_AXIS, 1)
 
 
 def padded(values: Any, size: int) -> np.ndarray:
-    """Returns whole numbers [n] as [size] int32, with -1 behind them."""
+    """Returns n integers as an array [size] int32, padded with -1 at the end."""
     array = np.full((size,), -1, np.int32)
     array[: len(values)] = values
     return array
 
 
 def _padded_slice(x, start, count):
-    """Returns `count` entries of axis 1 from `start` on, with zeros behind the last one."""
+    """Returns x[:, start : start + count], padded with zeros at the end of axis 1 where x has fewer entries."""
     part = x[:, start : start + count]
     return np.pad(part, [(0, 0), (0, count - part.shape[1])] + [(0, 0)] * (x.ndim - 2))
 
 
 def consecutive(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Returns `counts` [n] consecutive integers from each of `begins` [n], one after another."""
+    """Returns n ranges in one array: the `counts[i]` consecutive integers from `begins[i]` on, for i = 0 .. n - 1."""
     return np.repeat(begins - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())

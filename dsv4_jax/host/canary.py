@@ -1,4 +1,8 @@
-"""Checks that cached blocks and snapshots have not changed. For debugging, since it copies them to the host."""
+"""Checks that the blocks and snapshots of a prefix cache have not changed since they were cached.
+
+A check copies the bytes to the host and compares their checksums, so it is meant for debugging. A snapshot holds the
+rows of a request's slot at a block boundary, see `PrefixCache`.
+"""
 
 import zlib
 from collections.abc import Iterable, Sequence
@@ -12,11 +16,11 @@ from dsv4_jax.host.cache_devices import CacheDevices
 
 
 class CacheCorruptionError(RuntimeError):
-    """Bytes of the cache that must not change have changed; the message names request, layer and block."""
+    """Cached bytes that nothing may write have changed; the message names the reader, the layer and the block."""
 
 
 def block_sums(devices: CacheDevices, cache: KVCache, blocks: Sequence[int]) -> list[list[int]]:
-    """Returns the checksums of full blocks: for each block, one for each layer of the model."""
+    """Returns the CRC-32 checksums [block][layer of the model] of full blocks, whose entries it copies to the host."""
     schema = devices.schema
     pools = devices.read_blocks(cache, blocks, len(blocks) * schema.block_tokens)
     leaves = [(schema.groups[name].layers, x) for name, group in pools.items() for x in jax.tree.leaves(group)]
@@ -24,7 +28,7 @@ def block_sums(devices: CacheDevices, cache: KVCache, blocks: Sequence[int]) -> 
 
 
 def snapshot_sums(schema: CacheSchema, rows: RequestRows) -> list[int]:
-    """Returns the checksums of a snapshot, one for each layer of the model."""
+    """Returns the CRC-32 checksums of a snapshot, one for each layer of the model."""
     rows = jax.device_get(rows)
     last = len(schema.layers) - 1
     states = [(schema.groups[name].layers, group) for name, group in rows.groups.items()]
@@ -32,9 +36,16 @@ def snapshot_sums(schema: CacheSchema, rows: RequestRows) -> list[int]:
 
 
 def check_blocks(devices: CacheDevices, cache: KVCache, nodes: Iterable[Any], reader: str) -> None:
-    """Compares `CachedBlock`s with the checksums that were taken when they were cached, and skips evicted ones.
+    """Compares blocks of the prefix cache with the checksums that were taken when they were cached.
 
-    Raises CacheCorruptionError if bytes have changed. The message begins with `reader`, the name of the reader.
+    Args:
+      devices: transfers from the devices that hold the cache.
+      cache: the cache; only read.
+      nodes: the `CachedBlock`s to check. Evicted blocks and blocks without checksums are skipped.
+      reader: name of who is about to read the blocks, such as "slot 3"; the error's message begins with it.
+
+    Raises:
+      CacheCorruptionError: the bytes of a block have changed.
     """
     nodes = [node for node in nodes if node.alive and node.sums is not None]
     if not nodes:
@@ -47,7 +58,10 @@ def check_blocks(devices: CacheDevices, cache: KVCache, nodes: Iterable[Any], re
 
 
 def check_snapshot(schema: CacheSchema, node: Any, reader: str) -> None:
-    """Compares the snapshot of a `CachedBlock` with its checksums, if it has both; raises like `check_blocks`."""
+    """Compares the snapshot of a `CachedBlock` with its checksums. Does nothing if the node lacks either of them.
+
+    `reader` and the error CacheCorruptionError are those of `check_blocks`.
+    """
     if node.snapshot is not None and node.snapshot_sums is not None:
         what = f"the snapshot at {node.length} tokens, behind block {node.block},"
         _check(reader, what, "it was taken", node.snapshot_sums, snapshot_sums(schema, node.snapshot))
@@ -62,7 +76,10 @@ def _check(reader, what, since, before, now):
 
 
 def _layer_sums(schema, parts):
-    """Returns one checksum for each layer of the model, of parts (numbers of layers, arrays [layers, ...])."""
+    """Returns a CRC-32 checksum for each layer of the model.
+
+    `parts` are pairs (layers, arrays): a pytree of arrays [n, ...], and the numbers in the model of the n layers.
+    """
     sums = [0] * len(schema.layers)
     for layers, tree in parts:
         for array in jax.tree.leaves(tree):

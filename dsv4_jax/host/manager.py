@@ -31,14 +31,16 @@ TokenIds = Sequence[int] | np.ndarray | jax.Array
 class KVCacheManager(Summarized):
     """Admits requests, reserves their blocks and builds the inputs of each step.
 
-    The manager knows every length without asking the device. It does not keep the cache, a pytree that the caller
-    passes from step to step. Every method either completes or raises and changes nothing; those that take a slot raise
-    ValueError if it is not admitted. Not thread-safe.
+    A request has a slot, with fixed rows on the device, and a list of blocks from a paged pool. The manager knows every
+    length without asking the device. It does not keep the cache, a pytree that the caller passes from step to step.
+
+    Every method either completes or raises and changes nothing. Methods that take a slot raise ValueError if no request
+    is admitted to it, and TypeError if it is not an integer. The manager is not thread-safe.
 
     Attributes:
       schema: geometry of the cache.
       devices: transfers to and from the devices that hold the cache.
-      shards: the shards of its slots and blocks.
+      shards: the shards of the cache's slots and blocks.
       requests: table of slots, lengths and blocks of all requests; only modules of `dsv4_jax.host` use it.
 
     Examples:
@@ -74,25 +76,25 @@ class KVCacheManager(Summarized):
         context_parallel: bool = False,
         **sizes: Any,
     ):
-        """Makes a manager without requests. Give either `memory` or `num_blocks`, and `max_context`.
+        """Makes a manager without requests. Give either `memory` or `num_blocks`, and always `max_context`.
 
         Args:
-          config: the model.
-          memory: memory for the cache on each device, in bytes or as text ("20GiB"). The cache takes at most what full
-            slots need.
-          num_blocks: number of blocks in each compressed pool.
+          config: configuration of the model.
+          memory: memory for the cache on each device, in bytes or as text ("20GiB"). The cache takes less if requests
+            of `max_context` tokens in all slots need less.
+          num_blocks: number of blocks in each compressed pool, in all shards.
           max_requests: number of slots, and the smallest number of tokens that a step is padded to.
           mesh: devices that hold the cache, for instance `jax.make_mesh((2, 4), ("data", "model"))`. Slots and blocks
             are sharded over "data", each shard with its own requests. Each device along "model" holds a whole shard.
             `load_checkpoint` takes the same mesh. None = the default device.
-          context_parallel: shard the compressed entries over "model" too, which multiplies the room for them. Windows
-            and compressor states are replicated along "model".
+          context_parallel: whether to shard the compressed entries over "model" too, which multiplies the room for
+            them. Windows and compressor states are replicated along "model".
           **sizes: `max_context`, and optionally `block_tokens`, `kv_format`, `dtype` and `max_query_tokens`; see
             `CacheSchema`.
 
         Raises:
-          TypeError, ValueError: both or none of `memory` and `num_blocks` are given, a size is invalid, or the mesh
-            does not divide the model, `max_requests` or `num_blocks`.
+          TypeError, ValueError: both or none of `memory` and `num_blocks` are given, a size is invalid, or an axis of
+            the mesh does not divide the model's sizes, `max_requests` or `num_blocks`.
         """
         check_whole("max_requests", max_requests, 1)
         if num_blocks is not None:
@@ -125,7 +127,7 @@ class KVCacheManager(Summarized):
         return Summary(words, self.use())
 
     def use(self) -> dict[str, Share]:
-        """Returns the use of slots, blocks and each request's context, for a repr."""
+        """Returns the used share of slots, of blocks, and of `max_context` by each request, by name; for a repr."""
         schema = self.schema
         shares = {
             "slots": Share(len(self.slots), schema.max_requests),
@@ -164,14 +166,17 @@ class KVCacheManager(Summarized):
 
     @property
     def admission_times(self) -> np.ndarray:
-        """The [max_requests] times of admission by slot, which tell a slot's requests apart; 0 in free slots."""
+        """The [max_requests] times of admission by slot, which tell apart successive requests in one slot.
+
+        Times are those of the request table's clock, which counts events and begins at 1; 0 in free slots.
+        """
         return self.requests.states.numbers["admitted"].copy()
 
     @property
     def block_table(self) -> np.ndarray:
         """A copy of the device's block table for admitted slots, [max_requests, max_blocks] int32; -1 = none.
 
-        On a mesh with an axis "data" each shard numbers its blocks from 0.
+        On a mesh with an axis "data" the ids are local: those of each shard begin at 0.
         """
         table = np.full((self.schema.max_requests, self.schema.max_blocks), -1, np.int32)
         for slot, state in self.requests.states.items():
@@ -183,30 +188,38 @@ class KVCacheManager(Summarized):
         return self.requests.state(slot).length
 
     def min_length(self, slot: int) -> int:
-        """Returns the shortest length for `rewind`: the rings hold no rows from further back."""
+        """Returns the shortest length that `rewind` can reach with a request.
+
+        After a longer rewind the next token would need rows that are overwritten in the rings, the circular buffers of
+        the newest window and compressor rows. Batches that have certainly not run do not count, see `rewind`.
+        """
         return step_order.device_state(self.requests, slot).min_length
 
     def init_cache(self) -> KVCache:
-        """Makes an empty cache. Steps refuse batches of requests that ran on another one."""
+        """Makes an empty cache on the devices. Steps refuse to run on it batches of requests that ran on another cache.
+
+        The manager takes it for the newest cache, see `rewind`.
+        """
         cache = KVCache.zeros(self.schema, self.mesh)
         step_order.record_empty(cache, self.requests)
         return cache
 
     def abstract_cache(self) -> KVCache:
-        """Returns what `init_cache` does with `jax.ShapeDtypeStruct` in place of arrays, to compile programs with."""
+        """Returns `init_cache`'s cache with `jax.ShapeDtypeStruct` in place of arrays, to compile programs with."""
         cache = KVCache.abstract(self.schema, self.mesh)
         return cache if self.mesh is None else dataclasses.replace(cache, mailboxes=make_mailboxes(self.mesh))
 
     def check_cache(self, cache: KVCache, slot: int | None = None) -> None:
-        """Raises unless this manager can use the cache, and if a batch of a request is known not to have run on it.
+        """Raises an error if this manager cannot use the cache, or if the cache is known to lack tokens of a request.
 
         Args:
           cache: the cache.
-          slot: slot of the request; None = no request.
+          slot: slot of the request whose tokens the cache must hold; None = no request.
 
         Raises:
           RuntimeError: the cache was donated.
-          ValueError: the cache is of another geometry or manager, or lacks tokens of the request.
+          ValueError: the cache has another geometry or belongs to another manager, the slot is not admitted, or a batch
+            of its request has not run on the cache.
         """
         if differences := cache.schema.differences(self.schema, "manager"):
             raise ValueError(f"the cache is of another manager: {differences}")
@@ -247,14 +260,17 @@ class KVCacheManager(Summarized):
         """Gives a new request a slot. Reserves no blocks: `allocate` or `prepare_forward` does.
 
         Args:
-          prompt_ids: [n] token ids of the prompt, to check that it can run at all.
-          num_tokens: number of tokens that the request will hold in the end, prompt included.
+          prompt_ids: [n] token ids of the prompt, to check that it can run in an empty cache; None = no check.
+          num_tokens: number of tokens that the request will hold in the end, prompt included; None = the length of the
+            prompt.
 
         Returns:
-          The lowest free slot; on a mesh with an axis "data", that of the emptiest shard with room.
+          The lowest free slot. On a mesh with an axis "data" it is the lowest free slot of the shard with the most free
+          slots, among shards with enough free blocks if there are any.
 
         Raises:
-          TypeError, ValueError: the ids are bad, or there are more tokens than `max_context` or all blocks hold.
+          TypeError, ValueError: the ids are bad, or the request needs more tokens than `max_context` or than all blocks
+            of a shard hold.
           CacheFullError: every slot is taken.
         """
         num_tokens = self.check_size(0 if prompt_ids is None else len(self.check_ids(prompt_ids)), num_tokens)
@@ -263,7 +279,12 @@ class KVCacheManager(Summarized):
         return slot
 
     def count_fitting(self, sizes: Sequence[int]) -> int:
-        """Returns how many requests of so many tokens fit at once, in order, beside those that there are."""
+        """Returns how many new requests can be admitted at once beside the admitted ones.
+
+        Args:
+          sizes: number of tokens that each new request needs room for, in the order of admission. Counting stops at the
+            first request that does not fit.
+        """
         table = self.requests
         room = [[len(table.free_slots(shard)), table.room(shard)] for shard in range(self.shards.count)]
         for count, size in enumerate(sizes):
@@ -281,8 +302,11 @@ class KVCacheManager(Summarized):
 
         Args:
           prompt_length: number of tokens in its prompt.
-          num_tokens: number of tokens that it will hold in the end, prompt included. None: those of the prompt.
-          subject: beginning of the error's message, before the number of tokens.
+          num_tokens: number of tokens that the request will hold in the end, prompt included; None = `prompt_length`.
+          subject: words of the error's message before the number of tokens.
+
+        Returns:
+          The larger of `prompt_length` and `num_tokens`.
 
         Raises:
           ValueError: the request needs more tokens than `max_context` or than the blocks of a shard hold, or
@@ -307,19 +331,27 @@ class KVCacheManager(Summarized):
         return self.shards.blocks * self.schema.block_tokens
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether a slot and enough blocks are free for a request of so many tokens."""
+        """Whether a shard has a free slot, and enough free or evictable blocks for a new request of this length."""
         return any(self.requests.fits(shard, num_tokens) for shard in range(self.shards.count))
 
     def free_slots_beside(self, slot: int) -> int:
-        """Returns the number of free slots in the shard of a slot, which is that of a request's copies."""
+        """Returns the number of free slots in the shard of a slot, which copies of its request can get (`fork`)."""
         return len(self.requests.free_slots(self.shards.of(slot)))
 
     def missing_blocks(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Returns the [n] blocks that requests in `slots` [n] must reserve to hold `counts` [n] more tokens."""
+        """Returns the [n] numbers of blocks that requests have to reserve for more tokens.
+
+        Args:
+          slots: [n] slots of the requests.
+          counts: [n] number of further tokens of each request.
+
+        Raises:
+          ValueError: a request would hold more than `max_context` tokens.
+        """
         return self.requests.missing_blocks(slots, counts)
 
     def allocate(self, slot: int, num_tokens: int) -> None:
-        """Reserves blocks so that a request can take `num_tokens` more tokens whatever other requests do meanwhile.
+        """Reserves blocks for `num_tokens` more tokens of a request, so that no other request can take these blocks.
 
         Raises:
           ValueError: the slot is not admitted, the number is negative, or the total exceeds `max_context`.
@@ -342,24 +374,28 @@ class KVCacheManager(Summarized):
         prefill_size: int | None = None,
         decode_size: int | None = None,
     ) -> Batch:
-        """Builds a step's inputs, reserves the blocks it needs and counts its tokens as held.
+        """Builds a step's inputs, reserves the blocks that it needs, and adds its tokens to the requests' lengths.
 
-        The number of tokens T is padded so that few programs are compiled: to `max_requests`, or beyond it to
-        `prefill_size` or else the next power of two. The number of new blocks follows from T and `reserve`. The arrays
-        reach the device in one explicit transfer. On a mesh with an axis "data" every size here is that of one shard,
-        and the arrays hold the shards one after another.
+        The number T of tokens in the batch's arrays is padded so that few programs are compiled. The size of
+        `Batch.new_blocks` follows from T and `reserve`. On a mesh with an axis "data" every size here is that of one
+        shard, and the arrays hold the shards one after another.
 
-        Batches run in the order in which they were prepared. A step refuses a batch if one before it was dropped; take
-        the tokens back with `rewind` then.
+        | step | T with `prefill_size` | T without |
+        |---|---|---|
+        | at most `decode_size` tokens, at most `max_query_tokens` of a request | `decode_size` | `decode_size` |
+        | at most `decode_size` tokens, more of a request | `prefill_size` | `decode_size` |
+        | more tokens | `prefill_size` | the next power of two |
+
+        Batches run in the order in which they were prepared. If a batch is dropped, steps refuse the later batches of
+        its requests; take the tokens of all these batches back with `rewind` then.
 
         Args:
           tokens: {slot: [n] token ids that follow the request's tokens}.
           reserve: number of further tokens per slot that the device will decode without the host. Their blocks are in
             the batch too. Report the decoded tokens with `advance`.
-          prefill_size: T of all steps that are not decode steps. A decode step has at most `max_query_tokens` tokens
-            per request and `decode_size` in all. With `prefill_size` two programs are enough.
-          decode_size: T of decode steps with `prefill_size`; default `max_requests`. A larger size makes room for draft
-            tokens; 0 gives every step the size `prefill_size`.
+          prefill_size: T of all steps but decode steps, the first row of the table. With it two programs are enough.
+          decode_size: T of decode steps; None = the number of slots, `max_requests`. A larger size makes room for draft
+            tokens. 0 gives every step the size `prefill_size`.
 
         Returns:
           The batch for the caller's step. Within a shard, requests stand in the order of `tokens`.
@@ -400,16 +436,19 @@ class KVCacheManager(Summarized):
         prefill_size: int | None = None,
         decode_size: int | None = None,
     ) -> tuple[Batch, np.ndarray]:
-        """Builds a step's inputs as `prepare_forward` does, from arrays that were checked.
+        """Builds a step's inputs as `prepare_forward` does, from arrays that the caller has checked.
 
         Args:
-          slots: [n] admitted slots, each once.
-          counts: [n] number of tokens that each brings.
-          ids: [sum of counts] int32 token ids.
+          slots: [n] admitted slots, each of them once.
+          counts: [n] number of tokens of each request in the batch, at least 1.
+          ids: [sum of counts] int32 token ids, request by request.
           reserve, prefill_size, decode_size: as for `prepare_forward`.
 
         Returns:
           (the batch, [n] index of each request's first token in it).
+
+        Raises:
+          ValueError, CacheFullError: as for `prepare_forward`.
         """
         table = self.requests
         block_tokens = self.schema.block_tokens
@@ -425,9 +464,11 @@ class KVCacheManager(Summarized):
         after["num_blocks"] += missing
         after["changed"] = time
         after["is_new"] = False
-        # Only blocks that this step can reach are published, which bounds the size of new_blocks.
+        # A block is published when the device's block table gets it. Only blocks that this step can reach are, which
+        # bounds the size of new_blocks.
         after["published_blocks"] = np.maximum(now["published_blocks"], -(-(after["length"] + reserve) // block_tokens))
-        # A request opens at most ceil(tokens / block_tokens) blocks: at most one more than its share of the sum.
+        # The maximum number of new blocks in a shard: those of all its tokens if they were one request's, for each slot
+        # one more, because each request's number is rounded up, and for each slot those of `reserve`.
         max_blocks = self.shards.slots * (1 + table.blocks_for(reserve))
         max_blocks += table.blocks_for(num_tokens // self.shards.count)
         token_ids = np.zeros((num_tokens,), np.int32)
@@ -440,7 +481,7 @@ class KVCacheManager(Summarized):
             arrays = {"token_ids": token_ids, "slots": layout.slots}
             arrays |= find_new_rows(self.shards, slots, now, states, max_blocks)
             batch = Batch(
-                positions=self.devices.put(positions, "tokens"),  # always a new array, by which a batch is known
+                positions=self.devices.put(positions, "tokens"),  # always a new array: it carries the batch's record
                 **self.devices.put_changed(arrays, "tokens"),
                 prefill=layout.prefill,
                 schema=self.schema,
@@ -451,7 +492,7 @@ class KVCacheManager(Summarized):
         return batch, layout.begins
 
     def _extended(self, numbers, counts):
-        """Returns `NUMBERS` [n] after `counts` [n] more tokens."""
+        """Returns a copy of `numbers` [n], of dtype `NUMBERS`, with the lengths after `counts` [n] more tokens."""
         numbers = numbers.copy()
         numbers["length"] += counts
         longest_rewind = self.schema.max_query_tokens - 1
@@ -459,7 +500,7 @@ class KVCacheManager(Summarized):
         return numbers
 
     def acquire(self, cache: KVCache, layer: int, batch: Batch) -> LayerCacheHandle:
-        """Returns one layer's view of the cache for a batch. Allocates nothing; may be traced.
+        """Returns one layer's view of the cache for a batch. Allocates nothing; may be called in a traced function.
 
         Args:
           cache: the cache, after `begin_step`.
@@ -469,7 +510,7 @@ class KVCacheManager(Summarized):
         return cache.handle(layer, batch)
 
     def advance(self, slot: int, num_tokens: int) -> None:
-        """Counts tokens that the device decoded within the last batch's `reserve`.
+        """Adds tokens to a request's length that the device decoded within the `reserve` of its last batch.
 
         Raises:
           ValueError: the slot is not admitted, the number is negative, or it exceeds the reservation.
@@ -489,21 +530,23 @@ class KVCacheManager(Summarized):
     def rewind(self, slot: int, num_tokens: int, *, is_followed: bool = False) -> None:
         """Forgets a request's last `num_tokens` tokens without touching the device; its blocks stay reserved.
 
-        The rings keep `max_query_tokens - 1` spare rows, so a request can go back that far from its greatest length
-        (see `min_length`). `truncate` goes to any length. The cache's `lengths` follow with the request's next batch.
+        The rings keep `max_query_tokens - 1` spare rows, so a request can go back that many tokens from its greatest
+        length (see `min_length`). `truncate` goes to any length. The device's array `lengths` in the cache is set with
+        the request's next batch.
 
-        Batches that were prepared may not run, for instance after an exception. Their tokens can be taken back however
-        many they are, as long as the manager's newest cache is the one that should have run them.
+        A prepared batch may never run, for instance after an exception. Any number of tokens of such batches can be
+        taken back, as long as the cache on which they should have run still exists and is the manager's newest cache.
 
         Args:
           slot: slot of the request.
-          num_tokens: number of tokens.
-          is_followed: whether they are the last ones of the batch before the newest, whose tokens took their places on
-            the device (see `EarlierTokens`).
+          num_tokens: number of tokens to forget.
+          is_followed: whether the forgotten tokens are rejected drafts of the last batch but one. The newest batch was
+            launched before the rejection was known, and the device wrote its tokens at the places of the rejected ones
+            (see `EarlierTokens.fill`).
 
         Raises:
-          ValueError: the slot is not admitted, the number is negative or reaches further back than the rings, or the
-            new length lies in a shared block.
+          ValueError: the slot is not admitted, the number is negative, the rings do not reach back so far, or a block
+            from the new length on is shared.
         """
         state = self.requests.state(slot)
         if num_tokens < 0:
@@ -511,7 +554,7 @@ class KVCacheManager(Summarized):
         length = state.length - num_tokens
         device_state = step_order.device_state(self.requests, slot)
         base = device_state if length <= device_state.length else state
-        if is_followed:  # the newest batch began, and overwrote rows, so many tokens earlier
+        if is_followed:  # the newest batch began `num_tokens` earlier than the host counted, and overwrote rows there
             base = dataclasses.replace(state, min_length=state.min_length - num_tokens)
         if length < base.min_length:
             spare = self.schema.max_query_tokens - 1
@@ -531,23 +574,24 @@ class KVCacheManager(Summarized):
         step_order.commit_length(self.requests, slot, state)
 
     def fork(self, cache: KVCache, slot: int, n: int, *, length: int | None = None) -> tuple[list[int], KVCache]:
-        """Makes `n` copies of a request, which goes on too.
+        """Makes `n` copies of a request, each with a slot of its own. The request itself goes on too.
 
-        Full blocks are shared. The open block, the rings and the compressor states are copied at once: every child
-        writes to them with its first token, so copying later would save nothing.
+        Full blocks are shared. The last block if it is not full, the rings and the compressor states are copied at
+        once: every copy writes to them with its first token, so copying later would save nothing.
 
         Args:
           cache: the cache; donated.
           slot: slot of the request to copy, after a step.
           n: number of copies. All are in the request's shard.
-          length: number of tokens in each copy. None = all; one less is possible too, and the copies then run the last
+          length: number of tokens in each copy: all (None), or one less. Copies with one less run the request's last
             token again.
 
         Returns:
           (the new slots, the cache).
 
         Raises:
-          ValueError: the slot is not admitted, it holds no tokens, `n` is not positive, or `length` is another one.
+          ValueError: the slot is not admitted, it holds no tokens, `n` is not positive, `length` is neither of the two
+            numbers, or the cache lacks tokens of the request.
           CacheFullError: too few slots or blocks are free.
         """
         self.check_cache(cache, slot)
@@ -580,10 +624,12 @@ class KVCacheManager(Summarized):
     def truncate(self, cache: KVCache, slot: int, length: int) -> tuple[int, KVCache]:
         """Truncates a request to any length.
 
-        Down to `min_length` nothing has to run again. Below it, the rows that the next token reads are gone: the
-        request goes back to its last boundary with a snapshot in a `PrefixCache`, or to no tokens. The caller then runs
-        the tokens from there up to `length` again. Blocks beyond are released. A shared block that will be written is
-        replaced by a copy.
+        Down to `min_length` no token has to run again. Below it, the rows that the next token reads are overwritten.
+        The request then goes back to the last block boundary, at most at `length`, for which a `PrefixCache` has a
+        snapshot, or else to no tokens, and the caller runs the tokens from there up to `length` again.
+
+        Blocks beyond the kept tokens are released. If the last kept block is not full and is shared, it is replaced by
+        a copy, since later tokens are written to it.
 
         Args:
           cache: the cache; donated.
@@ -591,7 +637,8 @@ class KVCacheManager(Summarized):
           length: number of tokens to keep.
 
         Returns:
-          (start, the cache): the request holds `start` <= `length` tokens; run tokens [start:length] to reach `length`.
+          (start, the cache): the request holds `start` tokens, at most `length`. Run tokens[start:length] to reach
+          `length`.
 
         Raises:
           ValueError: the slot is not admitted, or `length` is negative or exceeds the request's.
@@ -637,7 +684,11 @@ class KVCacheManager(Summarized):
         return start, new
 
     def _copy_request(self, cache, source: int, states: Mapping[int, RequestState], block: int, copies):
-        """Copies slot `source` to the slots of `states`, and `block` to each block of `copies`."""
+        """Copies the rows of slot `source` to the slots of `states`, and `block` (-1 = none) to the blocks of `copies`.
+
+        `states` {slot: state} and `copies` {slot: acquired blocks} are those of the targets, whose lengths are equal.
+        Donates the cache and returns the updated one.
+        """
         max_requests = self.schema.max_requests
         slots = padded(list(states), max_requests)
         blocks = padded(list(itertools.chain.from_iterable(copies.values())), max_requests)
@@ -649,14 +700,17 @@ class KVCacheManager(Summarized):
         return copy_request(cache, *self.devices.put(arguments))
 
     def release(self, slot: int) -> None:
-        """Ends a request and frees its blocks and slot. Its bytes on the device are never read again."""
+        """Ends a request, frees its slot and drops its references to blocks.
+
+        Its rows, and its blocks without another owner, are not read again before they are overwritten or reset.
+        """
         state = self.requests.state(slot)
         with self.requests.transaction():
             self.requests.allocator.release(state.blocks)
             self.requests.commit({slot: None})
 
     def release_all(self) -> None:
-        """Ends all requests. Blocks of the prefix cache stay."""
+        """Ends all requests. The prefix cache keeps its blocks."""
         with self.requests.transaction():
             self.requests.commit(dict.fromkeys(self.slots))
             self.requests.recount()

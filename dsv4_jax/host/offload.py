@@ -1,7 +1,7 @@
 """Moves requests out of the cache into host memory or files, and back.
 
-A file of a request is a safetensors file whose metadata describe the bytes. `sha256` is the hash of the whole file,
-with zeros in place of the hash itself.
+A request is saved as one safetensors file. Its metadata say which model, weights and cache format the bytes are for.
+The metadata's `sha256` is the hash of the whole file, computed with the digit 0 in place of the hash's 64 digits.
 """
 
 import dataclasses
@@ -36,15 +36,15 @@ _NO_DIGEST = "0" * 64
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class OffloadedRequest(Summarized):
-    """A request whose live bytes are in host memory.
+    """A copy of a request in host memory: all its bytes that a later step can read.
 
     Attributes:
-      length: number of tokens.
+      length: number of tokens of the request.
       min_length: the shortest length that the request can be rewound to.
       rows: rows of the request's slot, as NumPy arrays.
-      blocks: {pool group: entries and keys [layers, blocks, entries per block, ...]}, as NumPy arrays.
-      identity: properties that the resuming cache must share (see `identity`).
-      weights: version of the weights that its first rows come from, as in `RequestState`.
+      blocks: {name of a pool group: entries and keys [layers, blocks, entries per block, ...]}, as NumPy arrays.
+      identity: properties in which a cache must agree to take the request, see the function `identity`.
+      weights: version of the weights that computed the request's first rows, see `RequestTable.weights`.
     """
 
     length: int
@@ -67,15 +67,18 @@ class OffloadedRequest(Summarized):
 def capture(
     manager: KVCacheManager, cache: KVCache, slot: int, *, key: str = "", length: int | None = None
 ) -> OffloadedRequest:
-    """Copies a request to host memory without ending it; reads the cache.
+    """Copies a request to host memory without ending it. The cache is only read.
 
     Args:
-      manager, cache, slot: as for `offload`.
-      key: name of the model's weights.
-      length: number of tokens of the copy, as in `KVCacheManager.fork`.
+      manager: the manager that admitted the request.
+      cache: the cache after a step.
+      slot: slot of the request.
+      key: name of the model's weights; `resume` must get the same.
+      length: number of tokens of the copy: all (None), or one less.
 
     Raises:
-      ValueError, CacheCorruptionError: as for `offload`.
+      ValueError: as for `offload`, or `length` is another number.
+      CacheCorruptionError: as for `offload`.
     """
     manager.check_cache(cache, slot)
     devices = manager.devices
@@ -93,15 +96,18 @@ def offload(manager: KVCacheManager, cache: KVCache, slot: int) -> tuple[Offload
     """Moves a request to host memory and frees its slot and blocks.
 
     Args:
-      manager, slot: the request, and the manager that admitted it.
-      cache: after a step.
+      manager: the manager that admitted the request.
+      cache: the cache after a step; only read.
+      slot: slot of the request.
 
     Returns:
-      (the offloaded request, for `resume`; the cache).
+      (the offloaded request, for `resume` with the default `key`; the same cache).
 
     Raises:
-      ValueError: the slot is not admitted, it holds no tokens yet, or the cache belongs to another manager.
-      CacheCorruptionError: a `PrefixCache` with `debug` found changed blocks.
+      RuntimeError: the cache was donated.
+      ValueError: the slot is not admitted, its request holds no tokens yet, or the cache belongs to another manager or
+        lacks tokens of the request.
+      CacheCorruptionError: blocks have changed that a `PrefixCache` with `debug` has checksums of.
     """
     offloaded = capture(manager, cache, slot)
     manager.release(slot)
@@ -116,24 +122,27 @@ def resume(
     key: str = "",
     num_tokens: int | None = None,
 ) -> tuple[int, KVCache]:
-    """Copies an offloaded request back, to any free slot and blocks of this cache or of one like it.
+    """Copies an offloaded request to a free slot and free blocks of the same cache or of another one.
 
-    The numbers of blocks and slots, the context and `max_query_tokens` may differ.
+    Another cache must be for the same model and have the same format and `block_tokens`. Its numbers of blocks and
+    slots, `max_context` and `max_query_tokens` may differ.
 
     Args:
       manager: manager of the cache.
       cache: the cache; donated.
       offloaded: result of `offload` or `capture`; it stays valid.
       key: name of the model's weights, as for `capture`.
-      num_tokens: as in `KVCacheManager.admit`.
+      num_tokens: number of tokens that the request will hold in the end, by which a shard with room is chosen; None =
+        its length.
 
     Returns:
       (the slot, the cache).
 
     Raises:
-      ValueError: the request belongs to another model, format or geometry, it is longer than `max_context`, or the
-        cache belongs to another manager.
-      CacheFullError: no slot is free, or too few blocks.
+      RuntimeError: the cache was donated.
+      ValueError: the request belongs to another model, key, format or `block_tokens`, it is longer than `max_context`,
+        or the cache belongs to another manager.
+      CacheFullError: no slot is free, or too few blocks are free.
     """
     manager.check_cache(cache)
     schema = manager.schema
@@ -148,7 +157,7 @@ def resume(
         blocks = acquired[slot]
         rows = jax.tree.map(_fit, offloaded.rows, rows_struct(schema))
         new = devices.write_request(cache, slot, length, blocks, devices.put(rows), blocks, offloaded.blocks)
-        # This ring may be shorter, with fewer spare rows.
+        # The rings of this cache may have fewer spare rows than those that the request comes from.
         min_length = max(offloaded.min_length, length - (schema.max_query_tokens - 1))
         state = RequestState(length, min_length, blocks, len(blocks), is_new=False, weights=offloaded.weights)
         record_write(table, cache, new, {slot: state})
@@ -156,9 +165,13 @@ def resume(
 
 
 def identity(schema: CacheSchema, key: str) -> dict[str, str]:
-    """Returns everything that decides a request's bytes, as {name: value}.
+    """Returns the properties of a cache that a request's bytes depend on, as {name: value}.
 
-    The numbers of blocks and slots and the context length do not matter. `key` names the weights.
+    The numbers of blocks and slots, `max_context` and `max_query_tokens` are not among them.
+
+    Args:
+      schema: geometry of the cache.
+      key: name of the model's weights.
     """
     return {
         "key": key,
@@ -170,7 +183,7 @@ def identity(schema: CacheSchema, key: str) -> dict[str, str]:
 
 
 def check_identity(schema: CacheSchema, key: str, have: Mapping[str, str]) -> None:
-    """Raises ValueError unless the identity `have` of a request equals that of this cache."""
+    """Raises ValueError unless `have`, the `identity` of a request, has the values of this cache's identity."""
     for name, want in identity(schema, key).items():
         if have.get(name) != want:
             raise ValueError(f"the request was made with {name}={have.get(name)!r}, this cache has {name}={want!r}")
@@ -178,18 +191,18 @@ def check_identity(schema: CacheSchema, key: str, have: Mapping[str, str]) -> No
 
 @functools.lru_cache
 def rows_struct(schema: CacheSchema) -> RequestRows:
-    """Shapes and dtypes of `OffloadedRequest.rows`."""
+    """Returns the shapes and dtypes of `OffloadedRequest.rows` for a cache, as `jax.ShapeDtypeStruct`s."""
     return jax.eval_shape(lambda cache: read_request(cache, 0, 0, 0), KVCache.abstract(schema))
 
 
 def blocks_struct(schema: CacheSchema, n: int) -> dict[str, PoolGroup]:
-    """Shapes and dtypes of `OffloadedRequest.blocks` for `n` blocks."""
+    """Returns the shapes and dtypes of `OffloadedRequest.blocks` with `n` blocks, as `jax.ShapeDtypeStruct`s."""
     groups = KVCache.abstract(dataclasses.replace(schema, num_blocks=n)).groups
     return {name: group.paged for name, group in groups.items()}
 
 
 def _fit(x, struct):
-    """Fits the newest rows of x [layers, n, width] to a ring of another size."""
+    """Returns x [layers, n, width] with as many rows as `struct`: without the oldest ones, or after rows of zeros."""
     x = x[:, max(0, x.shape[1] - struct.shape[1]) :]
     return np.pad(x, [(0, 0), (struct.shape[1] - x.shape[1], 0), (0, 0)])
 
@@ -207,11 +220,13 @@ def save_request(
       manager: manager of the cache.
       cache: the cache after a step; only read.
       slot: slot of the request.
-      tokens: [n] ids of all its tokens.
+      tokens: [n] ids of all tokens that the request holds.
       key: name of the model's weights; `load_request` must get the same.
 
     Raises:
-      TypeError, ValueError: the slot is not admitted, it holds no tokens, or their number differs from `tokens`.
+      TypeError, ValueError: the ids are bad, the slot is not admitted, or the request does not hold `n` tokens.
+      RuntimeError, ValueError, CacheCorruptionError: as for `offload`.
+      OSError: the file cannot be written.
     """
     ids = manager.check_ids(tokens, "tokens")
     if len(ids) != (length := manager.length(slot)):
@@ -230,22 +245,24 @@ def save_request(
 def load_request(
     path: str | Path, manager: KVCacheManager, cache: KVCache, *, key: str = ""
 ) -> tuple[int, np.ndarray, KVCache]:
-    """Reads a file of `save_request` into any free slot and blocks.
+    """Reads a request that `save_request` wrote into a free slot and free blocks.
 
     Args:
       path: path of the file.
-      manager: manager of the cache. Its sizes may differ from the writer's: `max_query_tokens`, blocks and slots.
+      manager: manager of the cache. Its numbers of blocks and slots, `max_context` and `max_query_tokens` may differ
+        from those of the cache that was saved from.
       cache: the cache; donated.
-      key: name of the model's weights.
+      key: name of the model's weights, as for `save_request`.
 
     Returns:
-      (the slot, tokens [n] int32, the cache): the request continues after its last token.
+      (the slot, [n] int32 ids of the tokens that the request holds, the cache).
 
     Raises:
       OSError: the file cannot be read.
-      ValueError: the file is of another kind or version, is damaged or edited, belongs to another model, format or
-        geometry, or holds more than `max_context` tokens. Nothing was changed.
-      CacheFullError: no slot is free, or too few blocks.
+      RuntimeError: the cache was donated.
+      ValueError: the file is of another kind or version, is damaged or edited, belongs to another model, key, format or
+        `block_tokens`, or holds more than `max_context` tokens. Nothing was changed.
+      CacheFullError: no slot is free, or too few blocks are free.
     """
     try:
         tokens, request = _parse(Path(path), manager, key)
@@ -289,9 +306,13 @@ def _parse(path, manager, key):
 
 
 def _read_tensors(schema, num_blocks, tensors):
-    """Returns (rows, blocks, number of spare ring rows) from tensors by name.
+    """Returns (`OffloadedRequest.rows`, `OffloadedRequest.blocks`, number of spare rows in each ring of the file).
 
-    Rings may have another number of rows (axis 1) than this cache's: the rows that a step reads, and spare ones.
+    A ring holds the rows that a step reads, and spare rows. The file's rings may have another number of spare rows
+    than this cache's (axis 1). `tensors` is {name: array}.
+
+    Raises:
+      ValueError: a name, shape or dtype does not fit this cache, or the rings' numbers of spare rows differ.
     """
     structs = rows_struct(schema), blocks_struct(schema, num_blocks)
     rings = named_leaves(structs[0])

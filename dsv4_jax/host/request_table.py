@@ -27,14 +27,15 @@ class RequestState:
 
     Attributes:
       length: number of tokens that the cache holds.
-      min_length: the shortest length the request can be rewound to; the rings hold no rows from further back.
+      min_length: the shortest length that the request can be rewound to. The rings, circular buffers of its slot's
+        newest rows, hold no older rows.
       blocks: ids of the reserved blocks in order, all from the slot's shard.
       published_blocks: number of these blocks that the device's block table holds.
-      is_new: the request has not been in a batch yet, so its slot still holds rows of the previous request.
-      cached_blocks: the `CachedBlock`s of its full blocks in a `PrefixCache`, in order.
-      admitted: time of its admission, by the table's clock, which begins at 1.
+      is_new: whether the request has not been in a batch yet. Its slot then still holds rows of the previous request.
+      cached_blocks: the `CachedBlock`s that stand for its first full blocks in a `PrefixCache`, in order.
+      admitted: time of its admission, by the table's clock, see `RequestTable.tick`.
       changed: time of the last batch or copy that wrote its rows; see `host.step_order`.
-      weights: version of the weights that its first rows come from, see `RequestTable.weights`.
+      weights: version of the weights that computed its first rows, see `RequestTable.weights`.
     """
 
     length: int = 0
@@ -53,16 +54,23 @@ class RequestState:
         return len(self.blocks)
 
     def with_numbers(self, row: np.void) -> "RequestState":
-        """Returns the state with the numbers of a row of `NUMBERS`; its lists stay."""
+        """Returns a state with the numbers of `row`, which has dtype `NUMBERS`, and with the lists of this state."""
         numbers = dict(zip(_NAMES, row.item(), strict=True))
         del numbers["num_blocks"]
         return dataclasses.replace(self, **numbers)
 
     def shortened(self, length: int | None, slot: int) -> "RequestState":
-        """Returns the state of a copy with `length` tokens, all (None) or all but the last one, which must run again.
+        """Returns the state of a copy of the request with all its tokens, or without the last one.
 
-        To run the same token again is always possible: it writes the bytes that are there, and its own row is the only
-        one that it has overwritten.
+        The copy can always run the last token again: the token writes the bytes that are there, and its own row is the
+        only one that it has overwritten.
+
+        Args:
+          length: number of tokens of the copy; None = all.
+          slot: slot of the request, for errors.
+
+        Raises:
+          ValueError: `length` is neither the request's length nor one less.
         """
         if length is None or length == self.length:
             return self
@@ -71,19 +79,20 @@ class RequestState:
         return dataclasses.replace(self, length=length, min_length=min(self.min_length, length))
 
 
-# The numbers of a `RequestState`. They stand in one array for all slots, so that a step changes all its requests at
-# once. This array is the one place of a request's length: records of batches and caches are earlier versions of it.
+# The numbers of a `RequestState`, as the fields of a structured dtype. One array of it has the numbers of all slots, so
+# that a step changes all its requests at once. The lengths are kept nowhere else: the records of batches and caches in
+# `host.step_order` are earlier versions of this array.
 _NAMES = ("length", "min_length", "num_blocks", "published_blocks", "admitted", "changed", "weights", "is_new")
 NUMBERS = np.dtype([(name, np.bool_ if name == "is_new" else np.int64) for name in _NAMES])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RequestStates(Mapping[int, RequestState]):
-    """The state of each admitted request by slot. Immutable: each method returns other states.
+    """The immutable mapping {slot: RequestState} of all admitted requests.
 
     Attributes:
-      numbers: [slots] `NUMBERS`; zeros in free slots.
-      lists: (blocks, cached_blocks) of each request by slot, as in `RequestState`.
+      numbers: [slots] array of dtype `NUMBERS`; zeros in free slots.
+      lists: {slot: (blocks, cached_blocks)} of each request, as in `RequestState`.
     """
 
     numbers: np.ndarray
@@ -100,7 +109,7 @@ class RequestStates(Mapping[int, RequestState]):
         return len(self.lists)
 
     def updated(self, states: Mapping[int, RequestState | None]) -> "RequestStates":
-        """Replaces the states of some slots, or adds them; None removes one."""
+        """Returns a mapping in which the states of some slots are replaced or added; a state None removes the slot."""
         numbers = self.numbers.copy()
         lists = dict(self.lists)
         for slot, state in states.items():
@@ -113,7 +122,13 @@ class RequestStates(Mapping[int, RequestState]):
         return RequestStates(numbers, lists)
 
     def replaced(self, slots: np.ndarray, numbers: np.ndarray, new_blocks: Mapping[int, list[int]]) -> "RequestStates":
-        """Replaces the numbers [n] of `slots` [n], and appends blocks by slot, which these numbers count already."""
+        """Returns a mapping with other numbers for some requests, and with blocks appended to their lists.
+
+        Args:
+          slots: [n] slots of the requests.
+          numbers: [n] array of dtype `NUMBERS`. Its `num_blocks` count the new blocks.
+          new_blocks: {slot: ids of the blocks to append}.
+        """
         all_numbers = self.numbers.copy()
         all_numbers[slots] = numbers
         lists = self.lists
@@ -124,11 +139,11 @@ class RequestStates(Mapping[int, RequestState]):
 
 
 class FoundPrefix(NamedTuple):
-    """The cached prefix of a prompt in one shard.
+    """The size of a prompt's longest cached prefix in one shard.
 
     Attributes:
-      blocks: number of cached blocks of the prompt.
-      evictable: number of these blocks that could be evicted.
+      blocks: number of the prefix's blocks.
+      evictable: number of these blocks that no request holds, so that they could be evicted.
     """
 
     blocks: int = 0
@@ -143,20 +158,26 @@ class RequestTable:
 
     An operation either completes or raises and changes nothing. It prepares the new states, does everything that can
     fail, and then writes all states in one assignment (`commit`). The allocator's reference counts follow from the
-    states and can be rebuilt from them at any time (`recount`). A request lives in one shard.
+    states and can be rebuilt from them at any time (`recount`). A request's slot and blocks are in the same shard.
 
     Attributes:
       schema: geometry of the cache.
-      shards: the shards of its slots and blocks.
-      allocator: owner of the blocks.
-      evictor: the prefix cache, which gives up blocks before a request is refused; None = there is none.
+      shards: the shards of the cache's slots and blocks.
+      allocator: free list and reference counts of the blocks.
+      evictor: the prefix cache, which evicts blocks before a request is refused; None = there is no prefix cache.
       states: the state of each admitted request by slot.
-      weights: version of the model's weights; a prefix cache raises it when the model gets others.
-      newest_lengths: weak reference to `lengths` of the newest known cache, or None; see `host.step_order`.
+      weights: version of the model's weights, 0 at first; a prefix cache increments it when the model's weights change.
+      newest_lengths: weak reference to the array `lengths` of the newest known cache, or None; see `host.step_order`.
     """
 
     def __init__(self, schema: CacheSchema, shards: Shards, devices_per_shard: int = 1):
-        """Makes a table without requests; each of a shard's devices owns an equal share of its blocks."""
+        """Makes a table without requests.
+
+        Args:
+          schema: geometry of the cache.
+          shards: the shards of the cache's slots and blocks.
+          devices_per_shard: number of devices over which the blocks of a shard are sharded.
+        """
         self.schema = schema
         self.shards = shards
         self.allocator = BlockAllocator(schema.num_blocks, shards.count, devices_per_shard)
@@ -167,17 +188,22 @@ class RequestTable:
         self.newest_lengths: weakref.ref[jax.Array] | None = None
 
     def state(self, slot: int) -> RequestState:
-        """Returns the state of a request; raises TypeError or ValueError if the slot is not one that is admitted."""
+        """Returns the state of a request.
+
+        Raises:
+          TypeError: the slot is not an integer.
+          ValueError: no request is admitted to the slot.
+        """
         if check_whole("slot", slot) not in self.states.lists:
             raise ValueError(f"{slot=} is not admitted; admitted slots: {sorted(self.states)}")
         return self.states[slot]
 
     def commit(self, states: Mapping[int, RequestState | None]) -> None:
-        """Writes states by slot; None ends a request. A change of their blocks belongs inside a `transaction`."""
+        """Replaces the states {slot: state}; None ends the request. Call it in a `transaction` if blocks change."""
         self.states = self.states.updated(states)
 
     def tick(self) -> int:
-        """Returns a new time of the table's clock."""
+        """Advances the table's clock and returns its time. The clock counts calls of this method, from 1 on."""
         self._time += 1
         return self._time
 
@@ -187,19 +213,20 @@ class RequestTable:
 
     @contextlib.contextmanager
     def transaction(self, blocks: Mapping[int, int] | None = None) -> Iterator[dict[int, list[int]]]:
-        """Guards an operation that acquires or releases blocks: if it fails, all reference counts match the states.
+        """Guards an operation that acquires or releases blocks: if it fails, all reference counts are rebuilt.
 
-        The operation transfers its arrays, launches the one program that donates the cache, and commits, in this order.
-        A block that no state lists is free, so nothing has to be undone.
+        The operation, the body of the `with` statement, transfers its arrays, then launches the one program that
+        donates the cache, and then commits the new states. The counts are rebuilt from the states (`recount`). If the
+        operation fails before `commit`, no state lists the acquired blocks, so they are free again.
 
         Args:
-          blocks: number of blocks to acquire for each slot.
+          blocks: {slot: number of blocks to acquire for it}; None = no blocks.
 
         Yields:
-          {slot: acquired blocks}. If too few blocks are free, cached ones are evicted before.
+          {slot: ids of the acquired blocks}. If too few blocks are free, blocks of the prefix cache are evicted first.
 
         Raises:
-          CacheFullError: there are not enough blocks.
+          CacheFullError: too few blocks of a shard are free or evictable.
         """
         blocks = blocks or {}
         needed = collections.Counter[int]()
@@ -245,13 +272,15 @@ class RequestTable:
         return slots[:n]
 
     def find_slot(self, num_tokens: int, prefixes: Sequence[FoundPrefix] = ()) -> int:
-        """Returns the slot for a new request: the lowest free one in the best shard.
+        """Returns the slot for a new request: the lowest free slot in the best shard.
 
-        Shards where the request fits come before others, then that with its longest cached prefix, then the emptiest.
+        A shard with a free slot and enough blocks for the request is better than one without. Among these the best
+        shard has the longest cached prefix of the prompt, then the most free slots, then the most free or evictable
+        blocks.
 
         Args:
           num_tokens: number of tokens that the request will hold in the end.
-          prefixes: the prompt's cached prefix in each shard; empty = none.
+          prefixes: for each shard, the size of the prompt's cached prefix; empty = no prefix is cached.
 
         Raises:
           CacheFullError: every slot is taken.
@@ -262,16 +291,16 @@ class RequestTable:
             prefix = prefixes[shard] if prefixes else NOTHING
             return free > 0, self.fits(shard, num_tokens, prefix), prefix.blocks, free, self.room(shard)
 
-        (slot,) = self.find_slots(1, max(range(self.shards.count), key=rank))  # the lowest of equal ones
+        (slot,) = self.find_slots(1, max(range(self.shards.count), key=rank))  # the first of equally good shards
         return slot
 
     def fits(self, shard: int, num_tokens: int, prefix: FoundPrefix = NOTHING) -> bool:
         """Whether a shard has a slot and enough blocks for a new request.
 
         Args:
-          shard: the shard.
+          shard: index of the shard.
           num_tokens: number of tokens that the request needs room for.
-          prefix: the part of its prompt that is cached in the shard.
+          prefix: size of its prompt's cached prefix in the shard, whose blocks the request shares.
         """
         missing = self.blocks_for(num_tokens) - prefix.blocks
         return bool(self.free_slots(shard)) and missing <= self.room(shard) - prefix.evictable
@@ -281,11 +310,19 @@ class RequestTable:
         return self.allocator.free_in(shard) + (0 if self.evictor is None else self.evictor.evictable_in(shard))
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Returns the number of blocks that hold `num_tokens` tokens."""
+        """Returns the number of blocks that a request of `num_tokens` tokens needs."""
         return -(-num_tokens // self.schema.block_tokens)
 
     def missing_blocks(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Returns the [n] blocks that requests in `slots` [n] must acquire to hold `counts` [n] more tokens."""
+        """Returns the [n] numbers of blocks that requests have to acquire for more tokens.
+
+        Args:
+          slots: [n] slots of the requests.
+          counts: [n] number of further tokens of each request.
+
+        Raises:
+          ValueError: a request would hold more than `max_context` tokens.
+        """
         now = self.states.numbers[slots]
         max_context = self.schema.max_context
         lengths = now["length"] + counts
@@ -296,5 +333,5 @@ class RequestTable:
         return np.maximum(0, -(-lengths // self.schema.block_tokens) - now["num_blocks"])
 
     def is_shared(self, blocks: Iterable[int]) -> bool:
-        """Whether one of a request's blocks has another owner too."""
+        """Whether any of these blocks, which a request owns, has another owner too."""
         return any(self.allocator.references(block) > 1 for block in blocks)

@@ -1,9 +1,12 @@
-"""Knows which batches a cache has run, so that a batch that does not follow on them is refused before its launch.
+"""Records which batches a cache has run, so that a step out of order is refused before its launch.
 
-A batch and a cache are known by one array of theirs, which carries the host's record as a Python attribute. So nothing
-is added to the pytrees, programs and their keys stay as they are, and a record vanishes with its array. Arrays that a
-user's own program returned carry none, and nothing is checked for them and for caches made from them;
-`decode.step_launch` records what the steps of this package return.
+Batches have to run in the order in which they were prepared, each on the cache that has run the batches before it. The
+host keeps a record of each batch and of each cache to check this. A record is a Python attribute of one array: of
+`positions` of a batch, of `lengths` of a cache. So pytrees and compiled programs are as they would be without records,
+and a record vanishes with its array.
+
+`decode.step_launch` records the caches that the steps of this package return. If a user's own program returned an
+array, the array carries no record. Its batch or cache is not checked, nor are the caches that steps make from it.
 """
 
 import dataclasses
@@ -26,11 +29,11 @@ class PreparedBatch:
     """The host's record of a batch.
 
     Attributes:
-      table: table of the manager that prepared it.
-      time: time of its preparation, by the table's clock.
-      slots: [n] slots of its requests.
-      before: [slots] `NUMBERS` before it.
-      after: [slots] `NUMBERS` after it.
+      table: table of the manager that prepared the batch.
+      time: time of the preparation, by the table's clock.
+      slots: [n] slots of the batch's requests.
+      before: [slots] array of dtype `NUMBERS`, all requests before the batch.
+      after: [slots] array of dtype `NUMBERS`, all requests after the batch.
     """
 
     table: RequestTable
@@ -60,7 +63,10 @@ class CacheContents:
         return np.where(present["admitted"] == 0, self.is_complete, present["changed"] != numbers[slots]["changed"])
 
     def state(self, slot: int) -> RequestState:
-        """Returns the part of a request that the cache holds, with the blocks that are reserved now."""
+        """Returns the state of a request as the cache holds it, with the blocks that the table reserves for it.
+
+        If the cache holds no token of the request, the state has length 0.
+        """
         state = self.table.state(slot)
         present = self.numbers[slot]
         if present["admitted"] == state.admitted:
@@ -68,7 +74,7 @@ class CacheContents:
         return RequestState(blocks=state.blocks, admitted=state.admitted, weights=state.weights)
 
     def advice(self, slots: list[int]) -> str:
-        """Says how to go on if the cache lacks tokens of requests."""
+        """Returns text for an error that says how to go on if the cache lacks tokens of the requests in `slots`."""
         missing = {slot: self.table.state(slot).length - self.state(slot).length for slot in slots}
         calls = ", ".join(f"manager.rewind({slot}, {count})" for slot, count in missing.items())
         return (
@@ -78,7 +84,7 @@ class CacheContents:
 
 
 def record(array: Any, contents: PreparedBatch | CacheContents) -> None:
-    """Attaches a record to a concrete array, `positions` of a batch or `lengths` of a cache."""
+    """Attaches a record to an array, `positions` of a batch or `lengths` of a cache. Does nothing for a tracer."""
     if _is_concrete(array):
         setattr(array, _ATTRIBUTE, contents)
 
@@ -89,7 +95,16 @@ def record_empty(cache: KVCache, table: RequestTable) -> None:
 
 
 def record_write(table: RequestTable, old: KVCache, new: KVCache, states: Mapping[int, RequestState]) -> None:
-    """Commits the states of slots that a program wrote, which returned the cache `new`. Sets their times."""
+    """Commits the states of requests that a program wrote to the cache, and records the cache that it returned.
+
+    The requests' `changed` becomes a new time of the table's clock, and so does `admitted` if it is 0.
+
+    Args:
+      table: table of the cache's manager.
+      old: the cache that the program got.
+      new: the cache that the program returned.
+      states: {slot: state} of the written requests.
+    """
     time = table.tick()
     states = {k: dataclasses.replace(s, admitted=s.admitted or time, changed=time) for k, s in states.items()}
     table.commit(states)
@@ -97,13 +112,24 @@ def record_write(table: RequestTable, old: KVCache, new: KVCache, states: Mappin
 
 
 def record_step(old: KVCache, batch: Batch, new: KVCache) -> None:
-    """Records the cache that a step returned."""
+    """Records the cache `new` that a step returned for the cache `old`. Does nothing if the batch has no record."""
     if (prepared := _record_of(batch.positions)) is not None:
         _follow(prepared.table, old, new, prepared.slots, prepared.after, prepared.before)
 
 
 def check_manager(table: RequestTable, cache: KVCache, slot: int | None = None) -> None:
-    """Raises ValueError if the cache is known to be another manager's, donated, or behind the manager in a slot."""
+    """Checks that a cache is not donated, and is not known to be unusable for a manager.
+
+    Args:
+      table: table of the manager.
+      cache: the cache.
+      slot: slot of the request whose tokens the cache must hold; None = no request.
+
+    Raises:
+      RuntimeError: the cache was donated.
+      ValueError: the cache is known to be another manager's, or to lack tokens of the request. Or it has a record, and
+        the slot is not admitted.
+    """
     check_not_donated(cache)
     if (contents := _record_of(cache.lengths)) is None:
         return
@@ -114,7 +140,7 @@ def check_manager(table: RequestTable, cache: KVCache, slot: int | None = None) 
 
 
 def check_not_donated(cache: Any) -> None:
-    """Raises RuntimeError if the arrays of a cache are deleted."""
+    """Raises RuntimeError if the arrays of a cache are deleted, because an earlier step donated them."""
     lengths: Any = getattr(cache, "lengths", None)
     if _is_concrete(lengths) and lengths.is_deleted():
         raise RuntimeError(
@@ -163,9 +189,10 @@ def check_order(cache: KVCache, batch: Batch) -> None:
 
 
 def device_state(table: RequestTable, slot: int) -> RequestState:
-    """Returns the state of a request without the batches that have certainly not run.
+    """Returns the state of a request without the tokens of batches that have certainly not run.
 
-    That is certain as long as the manager's newest cache exists, since a step would have donated it.
+    A batch has certainly not run if it is missing in the record of the manager's newest cache and this cache still
+    exists, since a step would have donated it. Otherwise all of the request's batches count as run.
     """
     state = table.state(slot)
     contents = _newest(table)
@@ -173,7 +200,10 @@ def device_state(table: RequestTable, slot: int) -> RequestState:
 
 
 def commit_length(table: RequestTable, slot: int, state: RequestState) -> None:
-    """Commits the state of a request whose length changed without a batch, in the record of its cache too."""
+    """Commits the state of a request whose length changed without a batch, as by `rewind`.
+
+    If the newest cache holds all of the request's batches, its record gets the new numbers too.
+    """
     table.commit({slot: state})
     contents = _newest(table)
     if contents is not None and (present := contents.numbers[slot])["admitted"] and present["changed"] == state.changed:
@@ -192,14 +222,26 @@ def _record_of(array):
 
 
 def _record_newest(cache, contents):
-    """Records a cache as the newest one of its manager."""
+    """Attaches `contents` to a cache and notes it as its manager's newest cache."""
     record(cache.lengths, contents)
     if isinstance(cache.lengths, jax.Array):
         contents.table.newest_lengths = weakref.ref(cache.lengths)
 
 
 def _follow(table, old, new, slots, after, before=None):
-    """Records a cache that holds what another one does, and in `slots` what the numbers `after` say."""
+    """Records the cache `new` that a program made from the cache `old` by writing some slots.
+
+    Does not record it if `old` has no record of this manager.
+
+    Args:
+      table: table of the manager.
+      old: the cache that the program got.
+      new: the cache that the program returned.
+      slots: the written slots.
+      after: [slots of the cache] array of dtype `NUMBERS`, which holds for the written slots.
+      before: the array of dtype `NUMBERS` that `after` was made from, or None. If it is the record of `old`, `after`
+        holds for all slots.
+    """
     contents = _record_of(old.lengths)
     if contents is None or contents.table is not table:
         contents = CacheContents(table, np.zeros_like(table.states.numbers))
@@ -207,13 +249,13 @@ def _follow(table, old, new, slots, after, before=None):
     if contents.numbers is not before:
         merged = contents.numbers.copy()
         merged[slots] = after[slots]
-        # The same array as the table's shows `check_order` at a glance that nothing else has happened.
+        # If possible, the record gets the very array of the table: `check_order` first compares by identity.
         numbers = after if np.array_equal(merged, after) else merged
     _record_newest(new, dataclasses.replace(contents, numbers=numbers))
 
 
 def _newest(table):
-    """Returns the contents of a manager's newest cache, or None if it was donated or is gone."""
+    """Returns the record of a manager's newest cache; None if there is no record, or the cache was donated or freed."""
     lengths = None if table.newest_lengths is None else table.newest_lengths()
     contents = None if lengths is None or lengths.is_deleted() else _record_of(lengths)
     return contents if contents is not None and contents.table is table else None

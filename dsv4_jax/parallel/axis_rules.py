@@ -1,4 +1,4 @@
-"""The table that maps logical axes to mesh axes."""
+"""The table that maps logical axes of arrays, such as "heads", to axes of the mesh, "data" and "model"."""
 
 from collections.abc import Collection, Sequence
 
@@ -7,32 +7,37 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dsv4_jax.common.mesh_axes import DATA_AXIS, MODEL_AXIS
 
 
-# Mesh axes for each logical axis of a parameter, a pool or a step's input. Other axes are replicated.
+# The mesh axes that shard each logical axis of a parameter, a cache pool or a step's input. Logical axes that are not
+# listed here are replicated.
 RULES = {
     "heads": (MODEL_AXIS,),  # query heads
     "groups": (MODEL_AXIS,),  # groups of heads with one output projection
     "experts": (MODEL_AXIS,),  # expert parallelism
-    "inner": (MODEL_AXIS,),  # the width between an expert's two projections
+    "inner": (MODEL_AXIS,),  # an expert's intermediate size
     "vocab": (MODEL_AXIS,),
     "slots": (DATA_AXIS,),
     "blocks": (DATA_AXIS,),
     "context": (MODEL_AXIS,),  # blocks, with `CacheSchema.context_parallel`
-    "tokens": (DATA_AXIS,),  # also all other per-request inputs and results of a step
+    "tokens": (DATA_AXIS,),  # also axis 0 of all other per-request inputs and results of a step
 }
 
 
-# The logical axis of a dimension. None = replicated. A tuple is sharded over all its axes, the first one outermost.
+# The logical axis of a dimension. None = replicated. A tuple of logical axes is sharded over the mesh axes of all of
+# them, those of the first one outermost.
 LogicalAxis = str | tuple[str, ...] | None
 
 
 def mesh_axes(axis: LogicalAxis, present: Collection[str]) -> tuple[str, ...]:
-    """Returns the mesh axes, of those `present`, that shard a dimension with these logical axes."""
+    """Returns the mesh axes that shard a dimension with this logical axis, as far as they are in `present`."""
     names = (axis,) if isinstance(axis, str) else axis or ()
     return tuple(mesh_axis for name in names for mesh_axis in RULES.get(name, ()) if mesh_axis in present)
 
 
 def partition_spec(axes: Sequence[LogicalAxis], mesh: Mesh) -> PartitionSpec:
-    """Returns the spec of an array with these logical axes; a mesh axis shards the first dimension that it can."""
+    """Returns the PartitionSpec of an array whose dimensions have these logical axes.
+
+    If a mesh axis could shard several dimensions, it shards the first of them.
+    """
     unused = list(mesh.axis_names)
     spec = []
     for axis in axes:
@@ -43,5 +48,5 @@ def partition_spec(axes: Sequence[LogicalAxis], mesh: Mesh) -> PartitionSpec:
 
 
 def named_sharding(axes: Sequence[LogicalAxis], mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of an array with these logical axes."""
+    """Returns the NamedSharding of an array whose dimensions have these logical axes, see `partition_spec`."""
     return NamedSharding(mesh, partition_spec(axes, mesh))

@@ -1,6 +1,7 @@
 """Conversion of global ids of slots and blocks to a device's local ids, and reductions over shards.
 
-For functions under `jax.shard_map`. Elsewhere one shard holds everything and ids stay as they are.
+The functions are for code under `jax.shard_map`. In other code one shard holds everything: ids and arrays are returned
+as they are.
 """
 
 from typing import Any
@@ -13,9 +14,15 @@ from dsv4_jax.parallel.axis_rules import LogicalAxis, mesh_axes
 
 
 def to_local_ids(numbers: Int[Array, "..."], axis: LogicalAxis, count: int) -> Int[Array, "..."]:
-    """Converts global ids of slots or blocks, [...] int32, to this device's ids; others, and -1 for none, become -1.
+    """Converts global ids of slots or blocks to local ids, which begin at 0 on each device.
 
-    `axis` is the logical axis of the ids, as in `axis_rules.RULES`, and `count` the number of ids per device.
+    Args:
+      numbers: [...] int32 global ids; -1 = none.
+      axis: logical axis of the ids, as in `axis_rules.RULES`, such as "slots".
+      count: number of ids per device.
+
+    Returns:
+      [...] int32 local ids; -1 for ids of other devices and for -1.
     """
     if not (axes := _manual(axis)):
         return numbers
@@ -24,7 +31,15 @@ def to_local_ids(numbers: Int[Array, "..."], axis: LogicalAxis, count: int) -> I
 
 
 def all_reduce_bits(tree: Any, axis: LogicalAxis) -> Any:
-    """Broadcasts exact bits from the shard that holds them to all devices; other shards must hold zeros."""
+    """Adds up the bits of arrays over shards, so that all devices get the values that one shard holds, bit for bit.
+
+    Args:
+      tree: pytree of arrays. At each place, all shards but one must hold zeros.
+      axis: logical axis of the shards, as in `axis_rules.RULES`.
+
+    Returns:
+      The same pytree with the values on all devices.
+    """
     if not (axes := _manual(axis)):
         return tree
 
@@ -38,10 +53,10 @@ def all_reduce_bits(tree: Any, axis: LogicalAxis) -> Any:
 
 
 def is_sharded(axis: LogicalAxis) -> bool:
-    """Whether a logical axis is sharded over devices here."""
+    """Whether a logical axis is sharded over devices by the `jax.shard_map` that is being traced."""
     return bool(_manual(axis))
 
 
 def _manual(axis):
-    """Returns the manual mesh axes that shard a logical axis."""
+    """Returns the mesh axes that shard a logical axis and are manual, that is mapped by `jax.shard_map`."""
     return mesh_axes(axis, jax.sharding.get_abstract_mesh().manual_axes)

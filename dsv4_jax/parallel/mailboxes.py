@@ -24,12 +24,15 @@ logger = logging.getLogger(__name__)
 
 
 def make_mailboxes(mesh: Mesh) -> UInt32[Array, "..."] | None:
-    """Makes the table of mailboxes for `ops.with_mailboxes`, or returns None if XLA's collectives are to be used.
+    """Makes the table of mailboxes for `ops.with_mailboxes`.
 
-    Each GPU along the "model" axis has one mailbox, which all meshes of the process share. The table is [*mesh.shape,
-    4] uint32, sharded over all axes. A device's row holds low and high halves of its index on the "model" axis and of
-    its mailbox's address. It is None if the "model" axis has one device, or if its devices are not GPUs of this process
-    with kernels. It is also None, with a warning, if the GPUs cannot access each other's memory.
+    Each GPU along the "model" axis has one mailbox. Meshes of the process with the same GPUs in this axis share it.
+
+    Returns:
+      [*sizes of the mesh's axes, 4] uint32, sharded over all axes. A device's row holds two 64-bit numbers, each as
+      its low and its high half: its index on the "model" axis, and the address of its mailbox. None if XLA's
+      collectives are to be used instead: the "model" axis has one device, the devices are not GPUs with kernels, some
+      belong to another process, or the GPUs cannot access each other's memory. The last case is logged as a warning.
     """
     devices = list(mesh.devices.flat)
     if mesh.shape.get(MODEL_AXIS, 1) == 1 or why_no_mosaic_gpu():
@@ -50,13 +53,16 @@ def make_mailboxes(mesh: Mesh) -> UInt32[Array, "..."] | None:
 
 
 def mailbox_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of the table on a mesh."""
+    """Returns the sharding of the table of `make_mailboxes` on a mesh: one row for each device."""
     return NamedSharding(mesh, PartitionSpec(*mesh.axis_names, None))
 
 
 @functools.cache
 def _addresses(group):
-    """Returns the address of each GPU's mailbox, or None if one GPU cannot access another's memory."""
+    """Allocates a mailbox on each GPU of a tuple of devices, once for each tuple, and returns the addresses.
+
+    Returns None, and logs a warning, if one GPU cannot access another's memory.
+    """
     if pairs := [pair for pair in itertools.permutations(group, 2) if not _reaches(*pair)]:
         logger.warning("%s and %s cannot access each other's memory: all-reduce falls back to XLA", *pairs[0])
         return None
@@ -65,7 +71,7 @@ def _addresses(group):
     return tuple(mailbox.unsafe_buffer_pointer() for mailbox in _mailboxes[group])
 
 
-_mailboxes = {}  # they live as long as the process
+_mailboxes = {}  # {tuple of GPUs: their mailboxes}, which keeps the arrays alive until the process ends
 
 
 def _reaches(device, peer):

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Parses text such as "model=4" or "data=2,model=2" to sizes by axis, in the order of `AXES`.
+    """Parses text such as "model=4" or "data=2,model=2" to {name of an axis: its size}, in the order of `AXES`.
 
-    Raises ValueError if an axis is unknown or named twice, or a size is not a positive whole number.
+    Raises:
+      ValueError: an axis is unknown or named twice, or a size is not a positive whole number.
     """
     sizes: dict[str, int] = {}
     for item in text.split(","):
@@ -27,7 +28,11 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def make_mesh(sizes: Mapping[str, int]) -> "Mesh":
-    """Makes a mesh of the first devices from sizes by axis. Raises ValueError if there are too few devices."""
+    """Makes a mesh of the first of `jax.devices()` with these sizes, {name of an axis: its size}.
+
+    Raises:
+      ValueError: there are too few devices.
+    """
     import jax
 
     devices = jax.devices()
@@ -41,7 +46,10 @@ def make_mesh(sizes: Mapping[str, int]) -> "Mesh":
 
 
 def check_mesh(mesh: "Mesh") -> None:
-    """Raises ValueError unless all axes are known and Explicit, so that an array's type includes its sharding."""
+    """Raises ValueError if an axis of the mesh is unknown, or is not Explicit.
+
+    On a mesh with Explicit axes an array's type includes its sharding, which `sharded_step` reads.
+    """
     from jax.sharding import AxisType
 
     if unknown := [axis for axis in mesh.axis_names if axis not in AXES]:
@@ -52,7 +60,13 @@ def check_mesh(mesh: "Mesh") -> None:
 
 
 def check_shardable(config: DSV4Config, sizes: Mapping[str, int], expert_parallel: bool = False) -> None:
-    """Raises ValueError with the indivisible fields unless the model can be sharded over a mesh of these sizes."""
+    """Raises ValueError if the mesh axis "model" does not divide the sizes of the model that are sharded over it.
+
+    Args:
+      config: configuration of the model.
+      sizes: {name of a mesh axis: its size}.
+      expert_parallel: whether whole experts are sharded over the axis, so that it must divide `n_routed_experts` too.
+    """
     devices = sizes.get(MODEL_AXIS, 1)
     names = ["num_attention_heads", "o_groups", "moe_intermediate_size", "vocab_size"]
     names += ["n_routed_experts"] * expert_parallel
@@ -67,9 +81,16 @@ def check_shardable(config: DSV4Config, sizes: Mapping[str, int], expert_paralle
 
 
 def check_context_parallel(sizes: Mapping[str, int], context_parallel: bool, num_blocks: int = 0) -> int:
-    """Returns the number of devices that a shard's blocks are distributed over.
+    """Returns the number of devices over which the blocks of a shard are sharded.
 
-    Raises ValueError if the axis "model" has one device, or the mesh does not divide `num_blocks`.
+    Args:
+      sizes: {name of a mesh axis: its size}.
+      context_parallel: whether blocks are sharded over the axis "model". If not, the result is 1.
+      num_blocks: number of blocks in all shards; 0 = not known yet.
+
+    Raises:
+      ValueError: with `context_parallel`, the axis "model" has one device, or the number of the mesh's devices does not
+        divide `num_blocks`.
     """
     if not context_parallel:
         return 1
@@ -81,7 +102,12 @@ def check_context_parallel(sizes: Mapping[str, int], context_parallel: bool, num
 
 
 def check_divisible(sizes: Mapping[str, int], **counts: int) -> None:
-    """Raises ValueError with the indivisible counts unless the mesh's axis "data" divides them all."""
+    """Raises ValueError if the size of the mesh axis "data" does not divide one of the counts.
+
+    Args:
+      sizes: {name of a mesh axis: its size}.
+      counts: counts by the names that the message gives them, such as `max_requests`.
+    """
     shards = sizes.get(DATA_AXIS, 1)
     if odd := {name: count for name, count in counts.items() if count % shards}:
         listed = ", ".join(f"{name}={count}" for name, count in odd.items())

@@ -1,4 +1,4 @@
-"""Processes that run one program together (`jax.distributed`)."""
+"""Error messages for several processes that run one program together (`jax.distributed`)."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,9 +8,12 @@ import jax
 
 @contextlib.contextmanager
 def lost_process_named() -> Iterator[None]:
-    """Explains failures of JAX's runtime in the body when several processes run one program.
+    """Explains a failure of JAX's runtime in the body of the `with` statement, if several processes run one program.
 
-    Raises RuntimeError if the body failed and there are several processes. The message names this one and quotes JAX.
+    Raises:
+      RuntimeError: the body raised JaxRuntimeError and there are several processes. The message has the index of this
+        process and JAX's message.
+      jax.errors.JaxRuntimeError: the body raised it and there is one process.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Decorators that run functions of a cache under `jax.shard_map` if the cache lies on a mesh."""
+"""Decorators that run functions under `jax.shard_map` if the arrays that they get lie on a mesh."""
 
 import functools
 from collections.abc import Callable
@@ -14,11 +14,16 @@ from dsv4_jax.ops import with_mailboxes
 def sharded_step(step: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a step so that it runs under `jax.shard_map` if model and cache lie on a mesh.
 
-    The step is a function of `(model, cache, *args, **options)` that returns a tuple whose last item is the cache. The
-    shardings of model and cache are read from their types at trace time, so put them on a mesh with Explicit axes
-    first. On a mesh with an axis "data" each shard has its own requests: axis 0 of all other arguments and results
-    holds the shards one after another. The decorated function raises ValueError if model and cache lie on different
-    meshes.
+    The shardings of model and cache are read from their types at trace time, so their mesh must have Explicit axes. On
+    a mesh with an axis "data" each shard has its own requests, and axis 0 of all other arrays among the arguments and
+    results is sharded over "data".
+
+    Args:
+      step: function of `(model, cache, *args, **options)` that returns a tuple whose last item is the cache. `options`
+        are static.
+
+    Returns:
+      A function with the signature of the step. It raises ValueError if model and cache lie on different meshes.
     """
 
     @functools.wraps(step)
@@ -46,11 +51,11 @@ def sharded_step(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_within_shard_map(what: str, tree: Any) -> None:
-    """Raises ValueError if arrays lie on a mesh and the code that is traced does not run under `jax.shard_map`.
+    """Raises ValueError if arrays lie on a mesh with Explicit axes, since code under `jax.shard_map` sees no such mesh.
 
     Args:
       what: name of the arrays, for the message.
-      tree: the arrays.
+      tree: pytree of the arrays.
     """
     if (mesh := _mesh(tree)) is not None:
         raise ValueError(
@@ -60,10 +65,13 @@ def check_within_shard_map(what: str, tree: Any) -> None:
 
 
 def sharded_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a function so that each shard of a mesh's axis "data" runs it on its own part of axis 0.
+    """Decorates a function so that it runs under `jax.shard_map`, with axis 0 of all arrays sharded over "data".
+
+    Without a mesh it runs as it is.
 
     Args:
-      function: function of arrays, and trees of them, whose results have such an axis too.
+      function: function of pytrees of arrays that returns a pytree of arrays. Axis 0 of each array is sharded; scalars
+        among the arguments are replicated.
     """
 
     @functools.wraps(function)
@@ -76,15 +84,22 @@ def sharded_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sharded_read(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a function of `(cache, *args, **options)` so that each device runs it on its shard of the cache.
+    """Decorates a function that reads the cache, so that each device runs it on its shard of the cache.
 
-    `args` and the result are replicated.
+    Args:
+      function: function of `(cache, *args, **options)`, of which `options` are static. `args` are replicated, and the
+        function must return the same result on all devices.
     """
     return _on_shards(function, lambda cache: PartitionSpec())
 
 
 def sharded_update(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a function that returns the updated cache, like `sharded_read`."""
+    """Decorates a function that updates the cache, so that each device runs it on its shard of the cache.
+
+    Args:
+      function: function of `(cache, *args, **options)` that returns the updated cache. `args` are replicated, and
+        `options` are static. Another sharded pytree of arrays may take the place of the cache.
+    """
     return _on_shards(function, _specs)
 
 
@@ -103,10 +118,19 @@ def _on_shards(function, out_specs):
 
 
 def _run(local, mesh, placed, args, args_spec, out_specs):
-    """Runs `local(*placed, args)` on every device, with axis 0 of `args` sharded by `args_spec`."""
+    """Runs `local(*placed, args)` on every device of the mesh.
+
+    Args:
+      local: the function to run.
+      mesh: the mesh.
+      placed: tuple of pytrees, such as model and cache, whose arrays keep their shardings.
+      args: pytree of arrays, which get the spec `args_spec`; scalars are replicated.
+      args_spec: PartitionSpec of `args`.
+      out_specs: PartitionSpecs of the results.
+    """
     args_specs = jax.tree.map(lambda x: args_spec if jax.numpy.ndim(x) else PartitionSpec(), args)
     args = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec)), args, args_specs)
-    # Kernels do not declare the axes along which their results vary.
+    # `check_vma=False`, since kernels do not declare the mesh axes along which their results vary.
     in_specs = *map(_specs, placed), args_specs
     mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return mapped(*placed, args)
@@ -117,7 +141,7 @@ def _specs(tree):
 
 
 def _mesh(tree):
-    """Returns the mesh of a tree's arrays if it has Explicit axes, or None."""
+    """Returns the mesh of the arrays in a pytree, if it has Explicit axes; else None."""
     meshes = {jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)}
     explicit = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]
     return explicit[0] if explicit else None

@@ -32,8 +32,8 @@ class PrefixMetrics:
       hits: number of requests with at least one cached block.
       prompt_tokens: number of prompt tokens of the admitted requests.
       hit_tokens: number of these tokens that were cached.
-      blocks: number of blocks held now.
-      snapshots: number of snapshots held now.
+      blocks: number of blocks in the prefix cache.
+      snapshots: number of snapshots in the prefix cache.
       snapshot_bytes: size of these snapshots in bytes.
       evicted_blocks: number of blocks evicted so far.
       evicted_snapshots: number of snapshots evicted so far.
@@ -58,36 +58,36 @@ class PrefixMetrics:
 
 
 class PrefixCache(Summarized):
-    """Shares the blocks of equal prefixes between requests, bit for bit.
+    """Shares blocks between requests whose prompts begin with the same tokens (prefix caching).
 
-    A chain of hashes over token ids finds a request's full blocks. To continue after them, a request also needs its
-    slot's rows at that boundary: the last window and CSA's previous-window rows. These snapshots are arrays on the
-    device beside the cache. The policy `every` chooses them, and the least recently used ones are dropped when they
-    exceed a byte budget. A request that hits has the same live bytes as one that ran cold.
+    A full block is found by a hash over its tokens and the hash of the block before it. To continue after a cached
+    block, a request also needs the rows of a slot at the block's end, the boundary: the last window, and the
+    previous-window rows of CSA's compressors. A copy of these rows is a snapshot, an array on the device beside the
+    cache. A request that hits has the same bytes in the cache as one that ran all its tokens.
 
-    A step leaves the rows of its last tokens only, so there is at most one snapshot for each chunk of a prompt, and
-    prompts hit at ends of chunks. `chunk_end` chooses these.
+    * Snapshots: `every` chooses the boundaries that get one. If they would exceed `max_bytes`, the least recently used
+      snapshot is dropped. A step leaves only the rows of its last tokens, so there is at most one snapshot for each
+      chunk of a prompt, and later prompts hit at the ends of chunks. `chunk_end` chooses these ends.
+    * Eviction: blocks that only the prefix cache holds are evicted when a request needs blocks.
+    * Weights: prefixes belong to the weights that computed them. Call `reset` when the model gets other weights.
+      Requests that were admitted before the call, and their copies, are not cached, since their rows come from the
+      earlier weights.
+    * Files: with `files`, evicted blocks and snapshots go to disk, and a later prompt finds them there, also in a later
+      process. For this `get_cache` must return the current cache. Without it only `save` writes blocks.
 
-    Blocks that only the prefix cache holds are evicted when a request needs them. A manager has one prefix cache: a
-    second one takes the place of the first, which cannot be used any more.
-
-    Prefixes belong to the weights that computed them. Call `reset` when the model gets others. Requests that were
-    admitted before, their forks and copies are not cached any more, since their rows come from the earlier weights.
-
-    With `files`, blocks and snapshots that are evicted go to disk, and a prompt finds them there, also in a later
-    process. `get_cache` must then return the current cache, as an engine's does; without it only `save` writes blocks.
+    A manager has one prefix cache. If another one is made for the manager, the first cannot be used any more.
 
     Attributes:
       manager: the manager whose blocks are shared.
-      key: name of the model's weights.
-      every: interval of the boundaries that may have a snapshot, in blocks. None keeps snapshots of each request's last
-        boundary, of boundaries that were hit, and of those at which prompts part.
-      max_bytes: budget of all snapshots in bytes.
+      key: name of the model's weights; None = a name that only this process knows.
+      every: interval in blocks of the boundaries that may have a snapshot. None keeps snapshots of each request's last
+        boundary, of boundaries that were hit, and of boundaries at which prompts part.
+      max_bytes: maximum size of all snapshots in bytes.
       bytes_per_snapshot: size of one snapshot in bytes.
       debug: whether checksums of blocks and snapshots are kept, and checked when a request begins to read them. This
-        copies them to the host.
-      files: the files of blocks and snapshots, or None.
-      get_cache: returns the cache that holds all cached blocks; None = not known. An `Engine` sets it.
+        copies the bytes to the host.
+      files: the files of evicted blocks and snapshots; None = evicted blocks are lost.
+      get_cache: function () -> the cache that holds all cached blocks, which an `Engine` sets; None = not known.
     """
 
     def __init__(
@@ -104,15 +104,14 @@ class PrefixCache(Summarized):
         """Makes an empty prefix cache.
 
         Args:
-          manager, every, max_bytes, debug: see the class.
+          manager, every, max_bytes, debug, files: see the class.
           key: name of the model's weights. Other weights must have another name, see
             `checkpoint.weights_fingerprint`.
-          seed: seed of the hashes; whoever does not know it cannot construct prompts that collide.
-          files: where evicted blocks and snapshots go; None = they are lost.
+          seed: secret seed of the hashes. Without it nobody can construct prompts whose hashes collide.
 
         Raises:
-          ValueError: `every` is not positive, `max_bytes` or the size of `files` holds no snapshot, or the mesh has
-            several processes and there are `files`.
+          ValueError: `every` is not positive, `max_bytes` is less than a snapshot's size, the limit of `files` is less
+            than the size of a block with its snapshot, or there are `files` and the mesh has several processes.
         """
         if every is not None and every < 1:
             raise ValueError(f"{every=} must be at least 1, or None for last boundaries only")
@@ -160,30 +159,36 @@ class PrefixCache(Summarized):
         return Summary((f"{metrics.blocks} blocks", snapshots), {"hit rate": f"{metrics.hit_rate:.0%}"})
 
     def serves(self, manager: KVCacheManager) -> bool:
-        """Whether this is the prefix cache of a manager, and no later one has taken its place."""
+        """Whether this is the prefix cache of a manager, and no later prefix cache has taken its place."""
         return manager.requests.evictor is self
 
     @property
     def evictable(self) -> int:
-        """The number of blocks that `evict` could give up, since no request holds them."""
+        """The number of blocks that `evict` could free, since no request holds them."""
         return sum(map(len, self._tree.idle))
 
     def admit(
         self, cache: KVCache, prompt_ids: TokenIds, *, num_tokens: int | None = None, salt: str = ""
     ) -> tuple[int, int, KVCache]:
-        """Admits a request with the longest cached prefix of its prompt; at least one token is left to run.
+        """Admits a request to a slot that begins with the longest cached prefix of its prompt.
+
+        At least the prompt's last token is left to run. With `files`, blocks of the prefix may come from disk.
 
         Args:
-          cache: the cache; donated.
+          cache: the cache; donated if a prefix is found.
           prompt_ids: [n] token ids of the prompt.
-          num_tokens: as in `KVCacheManager.admit`.
-          salt: only prefixes of the same salt are found.
+          num_tokens: number of tokens that the request will hold in the end, prompt included; None = the length of the
+            prompt.
+          salt: text that separates prefixes: only prefixes that were cached with the same salt are found.
 
         Returns:
-          (the slot, hit_tokens, the cache): run prompt_ids[hit_tokens:] next.
+          (the slot, number of tokens in the cached prefix, the cache). Run the prompt from this number of tokens on
+          next.
 
         Raises:
-          TypeError, ValueError: as in `KVCacheManager.admit`, or the cache belongs to another manager.
+          TypeError, ValueError: as for `KVCacheManager.admit`, the cache belongs to another manager, or another prefix
+            cache has taken the place of this one.
+          RuntimeError: the cache was donated.
           CacheFullError: every slot is taken.
           CacheCorruptionError: with `debug`, cached bytes have changed.
         """
@@ -213,18 +218,22 @@ class PrefixCache(Summarized):
         return slot, hit, new
 
     def chunk_end(self, slot: int, tokens: np.ndarray, end: int, *, salt: str = "") -> int:
-        """Returns where the next chunk of a request's prompt should end for the sake of later prompts.
+        """Returns the position at which the next chunk of a prompt should end, so that later prompts can hit there.
 
-        * A chunk ends at the prompt's last boundary, where the next turn of a chat continues. The few tokens after it
-          take another step.
-        * A chunk in which the prompt parts from an earlier one ends there if there is no snapshot. So the third prompt
-          with a common beginning hits it, wherever it ends.
-        * Other chunks end at their last boundary if `every` is set and they become shorter by at most an eighth.
+        A snapshot is taken at the end of a chunk if this is a boundary: a multiple of `every` blocks, or of one block
+        if `every` is None. The first of these rules that applies decides:
+
+        1. If the prompt parts from the cached prompts within the chunk, and the boundary before this place has no
+           snapshot, the chunk ends at this boundary. The next prompt with the same beginning then hits there.
+        2. If the prompt's last boundary is within the chunk, the chunk ends there, since the next turn of a chat
+           continues there. The tokens after it take another step.
+        3. If `every` is set and the chunk becomes at most an eighth shorter, it ends at its last boundary.
+        4. The chunk ends at `end`.
 
         Args:
           slot: slot of the request.
           tokens: [n] int32 all token ids of the prompt.
-          end: the last position at which the chunk may end.
+          end: the largest position at which the chunk may end.
           salt: the salt that the request was admitted with.
 
         Raises:
@@ -253,25 +262,27 @@ class PrefixCache(Summarized):
         snapshot: Any = None,
         salt: str = "",
     ) -> None:
-        """Caches a request's full blocks, and a snapshot of its last boundary if the policy asks for it.
+        """Caches a request's full blocks, and a snapshot at the end of its last full block if `every` asks for it.
 
-        Nothing is cached of a request that began with other weights.
+        Nothing is cached of a request whose first rows come from earlier weights.
 
-        A snapshot is taken only if the request stands at a block boundary or can still be rewound to it. So call this
-        after steps that end there, and after rejected drafts were rewound.
+        A snapshot can only be read if the request's length is at the block's end or can still be rewound to it. So call
+        this after steps that end at a block boundary, and after rejected drafts were rewound.
 
         Args:
           cache: the cache after the step; only read.
           slot: slot of the request.
-          tokens: [n] the request's token ids from the first one on, at least up to its last full block.
-          length: number of the request's tokens that count; None = all. Fewer count if a later step was launched
-            already, whose tokens are not known.
-          snapshot: rows of the last boundary up to `length`, from `snapshot`; None = read them now.
+          tokens: [n] token ids of the request from its first token on, at least up to the end of its last full block.
+          length: number of the request's tokens to count; None = all. Give it if a later step was launched whose tokens
+            are not known yet.
+          snapshot: rows at the last block boundary up to `length`, a result of the method `snapshot`; None = read them
+            from the cache.
           salt: the salt that the request was admitted with.
 
         Raises:
-          ValueError: the slot is not admitted, it holds more full blocks than `tokens`, or the cache belongs to another
-            manager.
+          RuntimeError: the cache was donated.
+          ValueError: the slot is not admitted, the request has more full blocks than `tokens`, the cache belongs to
+            another manager, or another prefix cache has taken the place of this one.
         """
         self._check_current()
         self.manager.check_cache(cache, slot)
@@ -302,14 +313,15 @@ class PrefixCache(Summarized):
                     self._keep_snapshot(snapshot, path[:full])
 
     def snapshot(self, cache: KVCache, slot: int) -> RequestRows | None:
-        """Reads the rows at a request's last block boundary, for a later `observe`.
+        """Reads the rows of a request's slot at its last block boundary, for a later call of `observe`.
 
         Args:
           cache: the cache; only read.
           slot: slot of the request.
 
         Returns:
-          The rows; None if they are gone, if the policy keeps no snapshot there, or if the request is not cached.
+          The rows. None if the request has no full block, if the rows are overwritten, if `every` allows no snapshot at
+          this boundary, or if the request began with earlier weights.
 
         Raises:
           ValueError: the slot is not admitted.
@@ -318,9 +330,9 @@ class PrefixCache(Summarized):
         return self._read_snapshot(cache, state, slot, state.length // self.manager.schema.block_tokens)
 
     def warm_up(self, cache: KVCache, slot: int) -> KVCache:
-        """Compiles both programs for snapshots by taking and restoring one; the cache is donated.
+        """Compiles the programs that take and restore a snapshot, and those for `files`, by running them.
 
-        This overwrites the slot, which must then be released.
+        This overwrites the request in the slot, which must then be released. Donates the cache and returns the new one.
         """
         state = self._table.state(slot)
         on_device, zero = self._devices.put((np.int32(slot), np.int32(0)))
@@ -332,11 +344,13 @@ class PrefixCache(Summarized):
         return new
 
     def fits(self, prompt_ids: TokenIds, num_tokens: int, *, salt: str = "") -> bool:
-        """Whether a slot and enough blocks are free for a request. Does not count as a use of cached blocks.
+        """Whether `admit` would find a slot and enough free or evictable blocks for a request.
+
+        Cached blocks of the prompt need no room. The call does not mark them as used.
 
         Args:
-          prompt_ids: [n] token ids of its prompt.
-          num_tokens: number of tokens that it needs room for.
+          prompt_ids: [n] token ids of the request's prompt.
+          num_tokens: number of tokens that the request needs room for.
           salt: as in `admit`.
 
         Raises:
@@ -346,11 +360,13 @@ class PrefixCache(Summarized):
         return any(self._table.fits(shard, num_tokens, prefix) for shard, prefix in enumerate(prefixes))
 
     def check(self, cache: KVCache, slot: int | None = None) -> None:
-        """Compares bytes that were cached under `debug` with their checksums.
+        """Compares the cached blocks and snapshots with the checksums that were taken under `debug`.
+
+        Blocks and snapshots without checksums are skipped.
 
         Args:
           cache: the cache after a step; only read.
-          slot: slot of the request whose blocks are checked; None = check all cached blocks.
+          slot: slot of the request whose cached blocks are checked; None = check all cached blocks.
 
         Raises:
           ValueError: the slot is not admitted.
@@ -363,23 +379,24 @@ class PrefixCache(Summarized):
             check_snapshot(self.manager.schema, node, reader)
 
     def check_key(self, key: str | None) -> None:
-        """Raises ValueError if `reset` would refuse the name of new weights."""
+        """Raises ValueError if `reset` would refuse `key` as the name of new weights."""
         if key is None and self.files is not None:
             raise ValueError("key=None: prefixes on disk need the name of the new weights, which no others have")
         if key is not None and key == self.key:
             raise ValueError(f"{key=} is the name of the weights so far: other weights need another name")
 
     def reset(self, *, key: str | None = None) -> None:
-        """Forgets all blocks and snapshots, since the model has other weights from now on. With files, writes them.
+        """Forgets all blocks and snapshots, because the model gets other weights.
 
-        Running requests keep their blocks, but nothing of them is cached any more.
+        With `files`, blocks that no request holds and all snapshots are first queued to be written. Running requests
+        keep their blocks, but these are not cached again.
 
         Args:
-          key: name of the new weights. With `files` it is required, and finds the prefixes that earlier processes
-            computed with these weights. None = a name that no other weights had.
+          key: name of the new weights. With `files` it is required, and prefixes that earlier processes computed with
+            these weights are found by it. None = a name that no other weights had.
 
         Raises:
-          ValueError: the name is that of the weights so far, it is missing although there are files, or another prefix
+          ValueError: `key` is the name of the weights so far, it is None although there are files, or another prefix
             cache has taken the place of this one. Nothing was changed.
         """
         self._check_current()
@@ -404,7 +421,9 @@ class PrefixCache(Summarized):
         return count
 
     def save(self, cache: KVCache) -> None:
-        """Writes all cached blocks and snapshots to the files and waits until they are on disk. Evicts none.
+        """Writes all cached blocks and snapshots to the files, as many as their limit allows, and waits for the disk.
+
+        Nothing is evicted. If not all fit, the most recently used blocks are written.
 
         Args:
           cache: the cache after a step; only read.
@@ -417,10 +436,10 @@ class PrefixCache(Summarized):
             raise ValueError("the prefix cache has no files: give it files=PrefixFiles(directory, max_bytes)")
         self._stored.save_all(self._tree.nodes.values(), lambda: cache)
 
-    # --- for RequestTable: blocks that no request needs ---
+    # --- called by RequestTable, whose `evictor` this is ---
 
     def blocks(self) -> Iterable[int]:
-        """Returns the blocks of the prefix cache; each counts as one reference."""
+        """Returns the ids of the cached blocks, to each of which the prefix cache owns one reference."""
         return [node.block for node in self._tree.nodes.values() if node.alive]
 
     def evictable_in(self, shard: int) -> int:
@@ -428,7 +447,10 @@ class PrefixCache(Summarized):
         return len(self._tree.idle[shard])
 
     def reclaim(self, n_blocks: int, shards: Iterable[int]) -> None:
-        """Evicts `n_blocks` blocks of some shards, the least recently used first; at least that many must be idle."""
+        """Evicts the `n_blocks` least recently used blocks of some shards that no request holds.
+
+        There must be that many. With `files` and `get_cache`, they are queued to be written.
+        """
         nodes = []
         with self._table.transaction():
             for _ in range(n_blocks):
@@ -436,14 +458,18 @@ class PrefixCache(Summarized):
                 self._tree.remove(node)
             self._metrics.evicted_blocks += n_blocks
             if self._stored is not None and self.get_cache is not None:
-                # Nothing has overwritten the blocks yet. Earlier ones of a prefix come first, without which it is lost.
+                # Nothing has overwritten the blocks yet. A prefix's earlier blocks are written first: without them its
+                # later blocks are useless.
                 self._stored.save_blocks(nodes[::-1], self.get_cache)
             for node in nodes:
                 if node.snapshot is not None:
                     self._drop_snapshot(node)
 
     def clear(self) -> None:
-        """Forgets all blocks and snapshots. Requests keep the blocks that they hold; files get those they do not."""
+        """Forgets all blocks and snapshots. Requests keep the blocks that they hold.
+
+        With `files`, the other blocks and all snapshots are queued to be written.
+        """
         self.evict(self.evictable)
         with self._table.transaction():
             self._metrics.evicted_blocks += len(self._tree.nodes)
@@ -452,14 +478,14 @@ class PrefixCache(Summarized):
             self._tree.clear()
 
     def recount(self) -> None:
-        """Rebuilds all counters from the live nodes and the allocator's reference counts."""
+        """Rebuilds the tree's queues and the set of snapshots from the live nodes and the reference counts."""
         self._tree.recount()
         self._snapshots = {node for node in self._tree.nodes.values() if node.snapshot is not None}
 
     # --- internals ---
 
     def _set_key(self, key):
-        """Makes all digests depend on the name of the weights; None = on their version in this process."""
+        """Sets the name of the weights, on which all digests depend; None = they depend on `RequestTable.weights`."""
         self.key = key
         self._stored = None
         if self.files is not None:
@@ -474,12 +500,15 @@ class PrefixCache(Summarized):
             raise ValueError("another PrefixCache of the manager has taken the place of this one: use that one")
 
     def _salted_root(self, salt):
-        """Returns what the digests of all prefixes with this salt depend on. No block's tokens have such a digest."""
+        """Returns the 32-byte digest that the digest of a first block with this salt begins from.
+
+        It is hashed in another way than blocks are, so it is not the digest of any block.
+        """
         data = salt.encode("utf-8", "surrogatepass")
         return hashlib.blake2b(data, key=self._root, person=b"salt", digest_size=32).digest() if salt else self._root
 
     def _digests(self, ids, salt="", path=()):
-        """Yields the digests of the full blocks of `ids`, which follow on the nodes of `path`."""
+        """Yields the digests of the full blocks of `ids`, token ids that follow the blocks of the nodes `path`."""
         digest = path[-1].digest if path else self._salted_root(salt)
         block_tokens = self.manager.schema.block_tokens
         for end in range(block_tokens, len(ids) + 1, block_tokens):
@@ -487,7 +516,11 @@ class PrefixCache(Summarized):
             yield digest
 
     def _find(self, ids, salt):
-        """Returns each shard's longest prefix in memory that ends in a snapshot and leaves a token to run."""
+        """Finds in each shard the longest prefix in memory that ends in a snapshot and leaves a token of `ids` to run.
+
+        Returns:
+          ([nodes of the prefix] for each shard, `FoundPrefix` for each shard).
+        """
         paths = [self._nodes(ids[:-1], salt, shard) for shard in range(self.manager.shards.count)]
         for path in paths:
             while path and path[-1].snapshot is None:
@@ -495,7 +528,7 @@ class PrefixCache(Summarized):
         return paths, [FoundPrefix(len(path), sum(not node.in_use for node in path)) for path in paths]
 
     def _nodes(self, ids, salt, shard, path=()):
-        """Returns `path` and the nodes of the blocks of `ids` after it that are in memory and in the same shard."""
+        """Returns the nodes of the longest prefix of `ids` that is in memory in a shard; `path` are its first nodes."""
         nodes = list(path)
         for digest in self._digests(ids[len(path) * self.manager.schema.block_tokens :], salt, path):
             if (node := self._tree.nodes.get((shard, digest))) is None:
@@ -504,7 +537,10 @@ class PrefixCache(Summarized):
         return nodes
 
     def _find_stored(self, ids, salt, shard, min_blocks):
-        """Reads a prefix of more than `min_blocks` blocks of which a part is on disk. Returns None if there is none."""
+        """Finds the longest usable prefix of a prompt and reads those of its blocks from disk that the cache lacks.
+
+        Returns FoundBlocks, or None if there are no files or no usable prefix has more than `min_blocks` blocks.
+        """
         if self._stored is None:
             return None
         nodes = self._nodes(ids[:-1], salt, shard)
@@ -512,7 +548,11 @@ class PrefixCache(Summarized):
         return self._stored.find(self._digests(ids[:-1], salt), nodes, min_blocks, room)
 
     def _restore(self, cache, slot, prefix):
-        """Gives a new request the blocks and the snapshot of a prefix. Returns its nodes and the cache."""
+        """Admits a request to `slot` with the blocks and the snapshot of `prefix`, FoundBlocks; donates the cache.
+
+        Returns:
+          (the nodes of all blocks of the prefix, the cache).
+        """
         table = self._table
         devices = self._devices
         path = list(prefix.nodes)
@@ -539,7 +579,7 @@ class PrefixCache(Summarized):
         return path, new
 
     def _append_block(self, path, digest, block):
-        """Appends the node of a full block with this digest to a path. The tree gets the block if it has none."""
+        """Appends the tree's node with this digest to `path`. If there is none, adds one for `block` to the tree."""
         node = self._tree.nodes.get((self._table.allocator.shard(block), digest))
         if node is None:
             node = CachedBlock(digest, (len(path) + 1) * self.manager.schema.block_tokens, block)
@@ -550,9 +590,9 @@ class PrefixCache(Summarized):
         path.append(node)
 
     def _read_snapshot(self, cache, state, slot, full):
-        """Reads the rows behind the first `full` blocks of a request, if the policy wants and the rings hold them."""
+        """Returns the rows of a slot at the end of a request's first `full` blocks, or None, see `snapshot`."""
         length = full * self.manager.schema.block_tokens
-        # The rings hold the boundary's rows as long as the request can be rewound to it.
+        # The rings hold the rows at the boundary as long as the request can be rewound to the boundary.
         is_stale = state.weights != self._table.weights
         if not full or is_stale or state.min_length > length or full % (self.every or 1):
             return None
@@ -560,7 +600,11 @@ class PrefixCache(Summarized):
         return read_request(cache, on_device, end, end, boundary=True)
 
     def _keep_snapshot(self, snapshot, path):
-        """Keeps the rows at the end of the last node, within the budget and the policy."""
+        """Gives the last node of `path` a snapshot.
+
+        If the snapshots would exceed `max_bytes`, the least recently used one is dropped. If `every` is None, the
+        path's previous snapshot is dropped too, unless it was hit or prompts part there.
+        """
         node, *before = reversed(path)
         if (len(self._snapshots) + 1) * self.bytes_per_snapshot > self.max_bytes:
             self._drop_snapshot(min(self._snapshots, key=lambda node: node.last_used))

@@ -1,7 +1,8 @@
-"""Files of a prefix cache's blocks and snapshots, one for each, which a thread writes behind the steps.
+"""Files of a prefix cache: one for each block and each snapshot, written by a thread while steps go on.
 
-A file is a safetensors file with a constant header, the arrays and a SHA-256 of its name and its bytes. It gets its
-name when all bytes are on disk, so a process that is killed leaves no file that is not whole.
+A file is a safetensors file with a constant header, the arrays, and a SHA-256 of its digest and its other bytes. The
+digest, the `CachedBlock`'s, is its name. A file gets its name when all bytes are on disk, so a process that is killed
+leaves no incomplete file under such a name.
 """
 
 import concurrent.futures
@@ -38,27 +39,27 @@ from pallas_kernels.runtime.atomic_write import atomic_write
 
 _log = logging.getLogger("dsv4_jax.host")
 
-FORMAT = "dsv4_jax prefix, version 2"  # all digests depend on it
+FORMAT = "dsv4_jax prefix, version 2"  # all digests depend on this text
 _SUM_BYTES = hashlib.sha256().digest_size
 _NAME = re.compile(r"[0-9a-f]{64}\.(block|snapshot)")
 _PARTIAL = re.compile(r"\.[0-9a-f]{64}\.(block|snapshot)\.[0-9a-f]{16}")
-_PARTIAL_SECONDS = 600.0  # an unfinished file that is older has no writer any more
+_PARTIAL_SECONDS = 600.0  # an unfinished file that is older counts as abandoned and is deleted
 _READERS = 8  # threads that read files; most of their time goes into SHA-256
-_WARNING_SECONDS = 60.0  # the same fault is logged once in this time
-_FEW_BLOCKS = 4  # up to so many are read from the device one by one
+_WARNING_SECONDS = 60.0  # minimum time between two log messages of the same kind of fault
+_FEW_BLOCKS = 4  # up to this number of blocks are read from the device one by one, more in padded chunks
 
 
 @dataclasses.dataclass
 class PrefixFileMetrics:
-    """Counters of `PrefixFiles` since they were opened.
+    """Counters of a `PrefixFiles` since it was opened.
 
     Attributes:
-      blocks: number of blocks on disk, when the folder was last listed, and those written since.
+      blocks: number of blocks on disk. It includes the files of other processes at the time of the last listing.
       bytes: size of all files in bytes, counted in the same way.
       hit_tokens: number of prompt tokens whose blocks were read from disk.
       read_bytes, written_bytes: number of bytes read and written.
-      dropped: number of blocks and snapshots that were not written, since the writer was too far behind or failed.
-      errors: number of files that could not be read or written, or were damaged.
+      dropped: number of blocks and snapshots that were not written, because the writer was too far behind or failed.
+      errors: number of faults: files that could not be read, written or deleted, or that were damaged.
     """
 
     blocks: int = 0
@@ -71,22 +72,22 @@ class PrefixFileMetrics:
 
 
 class FileLayout:
-    """The bytes of a kind of file.
+    """The format of one kind of file, blocks or snapshots: a header, arrays, a SHA-256.
 
     Attributes:
-      kind: "block" or "snapshot", the end of the file's name.
+      kind: "block" or "snapshot", the extension of the file's name.
       header: the bytes that every file begins with.
       nbytes: size of a file in bytes.
     """
 
     def __init__(self, kind: str, struct: Any, metadata: Mapping[str, str]):
-        """Describes files of arrays.
+        """Makes the header and computes the places of the arrays.
 
         Args:
           kind: see the class.
-          struct: shapes [layers, rows, ...] and dtypes of the arrays of one file, a pytree. Arrays of several files
-            hold their rows one after another.
-          metadata: text for the header.
+          struct: pytree of the shapes [layers, rows, ...] and dtypes of the arrays in one file. The arrays of n files
+            together have shapes [layers, n * rows, ...].
+          metadata: {name: text} for the header.
         """
         self.kind = kind
         self._structs, self._structure = jax.tree.flatten(struct)
@@ -100,7 +101,12 @@ class FileLayout:
         return f"{digest.hex()}.{self.kind}"
 
     def pack(self, digests: Sequence[bytes], tree: Any) -> list[bytes]:
-        """Returns the contents of the files of `digests`, whose arrays on the host are `tree`."""
+        """Returns the contents of n files.
+
+        Args:
+          digests: [n] 32-byte digests.
+          tree: pytree of the NumPy arrays [layers, n * rows, ...] of all files.
+        """
         leaves = list(zip(jax.tree.leaves(tree), [struct.shape[1] for struct in self._structs], strict=True))
         contents = []
         for i, digest in enumerate(digests):
@@ -110,12 +116,12 @@ class FileLayout:
         return contents
 
     def is_valid(self, digest: bytes, content: np.ndarray) -> bool:
-        """Whether `content`, [nbytes] uint8, was packed for this digest."""
+        """Whether `content`, [nbytes] uint8, is an undamaged result of `pack` for this digest."""
         data = memoryview(content)
         return data[: len(self.header)] == self.header and data[-_SUM_BYTES:] == _checksum(digest, data[:-_SUM_BYTES])
 
     def unpack(self, contents: np.ndarray) -> Any:
-        """Returns the arrays of `contents`, [n, nbytes] uint8."""
+        """Returns the arrays [layers, n * rows, ...] of the files with these contents, [n, nbytes] uint8."""
         data = contents[:, len(self.header) :]
         leaves = []
         for struct, (start, stop) in zip(self._structs, itertools.pairwise(self._offsets), strict=True):
@@ -128,18 +134,20 @@ class FileLayout:
 class PrefixFiles(Summarized):
     """A folder of blocks and snapshots for a `PrefixCache`, which several processes of one user may share.
 
-    The folder is made with mode 0700 and the files with 0600: they hold what users wrote.
+    The folder has mode 0700 and the files have mode 0600, since the files reveal what users wrote.
 
-    One thread writes. Arrays wait for it up to `max_pending_bytes`; those beyond are dropped and counted, so that no
-    step waits for the disk. Faults are logged and counted, too: what cannot be read is not cached.
+    One thread writes the files. Arrays wait for it in a queue. If they would exceed `max_pending_bytes`, further arrays
+    are dropped and counted, so that no step waits for the disk. A file that cannot be read or written raises nothing:
+    the fault is logged and counted, and the block or snapshot counts as not cached.
 
-    When the files exceed `max_bytes`, those are deleted that were not used for longest. A process lists the folder
-    again after it has written 1/16 of `max_bytes`, so several ones may together exceed it by that much each.
+    If the files would exceed `max_bytes`, the least recently used files are deleted. A process learns of the files of
+    other processes by listing the folder, again after each 1/16 of `max_bytes` that it has written. So each process
+    can exceed the limit by this size.
 
     Attributes:
       directory: the folder.
-      max_bytes: largest size of all files in bytes.
-      max_pending_bytes: largest size of the arrays that wait to be written, in bytes; on a GPU they take its memory.
+      max_bytes: maximum size of all files in bytes.
+      max_pending_bytes: maximum size in bytes of the arrays that wait to be written; they may occupy GPU memory.
       metrics: the counters.
     """
 
@@ -150,8 +158,8 @@ class PrefixFiles(Summarized):
           directory, max_bytes, max_pending_bytes: see the class. Sizes may be text, such as "200GB".
 
         Raises:
-          TypeError, ValueError: a size is no size.
-          ValueError: the folder cannot be written, belongs to another user, or others may write into it.
+          TypeError, ValueError: a size is neither a positive integer nor text such as "200GB".
+          ValueError: the folder cannot be written, belongs to another user, or other users may write into it.
         """
         self.directory = Path(directory)
         self.max_bytes = parse_bytes(max_bytes, "max_bytes")
@@ -168,7 +176,7 @@ class PrefixFiles(Summarized):
             partial.unlink()
         except OSError as error:
             raise ValueError(f"directory={str(directory)!r} cannot be used: {error.strerror}") from None
-        # One thread, which ends with this object, or with the process after it has written what waits.
+        # The writer is one thread. It ends with this object, or at the process's exit after the queue is empty.
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "prefix files")
         self._writer.submit(self._guarded, self._list)
         self._readers = concurrent.futures.ThreadPoolExecutor(_READERS, "prefix files, reader")
@@ -191,18 +199,20 @@ class PrefixFiles(Summarized):
         nbytes: int = 0,
         wait: bool = False,
     ) -> bool:
-        """Queues arrays for the writer.
+        """Queues the arrays of files to be written.
 
         Args:
           layout: kind of the files.
-          digests: 32-byte digest of each file, in the order of their last use, the newest first.
-          get_arrays: returns the arrays, on the device or the host; called only if there is room for them.
-          used: time of the first file's last use, in ns. Each further one counts as used one ns earlier.
-          nbytes: size of the arrays in bytes, if they are larger than the files.
-          wait: whether to wait for room.
+          digests: 32-byte digest of each file, in the order of last use, the most recently used file first.
+          get_arrays: function that returns the arrays of all files, on the device or the host. It is called only if the
+            queue has room.
+          used: time of the first file's last use in ns since the epoch. Each further file counts as used 1 ns earlier.
+          nbytes: size of the arrays in bytes, if they are larger than the files, because of padding.
+          wait: whether to wait until the queue has room.
 
         Returns:
-          Whether they were queued; if not, they are counted as dropped.
+          Whether the arrays were queued. If not, the files are counted as dropped: the queue is full, or `get_arrays`
+          failed, which is logged.
         """
         nbytes = max(nbytes, len(digests) * layout.nbytes)
         with self._pending:
@@ -214,7 +224,7 @@ class PrefixFiles(Summarized):
             self._pending_bytes += nbytes
         try:
             arrays = [get_arrays()]  # `_write` pops the only reference, so that it can free device memory early
-        except Exception as error:  # the cache is lost, or the device has no memory for a copy
+        except Exception as error:  # the cache was donated or is deleted, or the device has no memory for a copy
             self.metrics.dropped += len(digests)
             self._release(nbytes)
             self._warn("copied from the device", error)
@@ -223,10 +233,10 @@ class PrefixFiles(Summarized):
         return True
 
     def read(self, layout: FileLayout, digests: Sequence[bytes]) -> tuple[int, Any]:
-        """Reads files up to the first one that is missing or damaged.
+        """Reads files up to the first one that is missing or damaged. Damaged files are deleted.
 
         Returns:
-          (n, arrays of the first n files on the host; None if n is 0).
+          (the number n of files that were read, their arrays on the host or None if n is 0).
         """
         contents = np.empty((len(digests), layout.nbytes), np.uint8)
         are_whole = self._readers.map(functools.partial(self._read_file, layout), digests, contents)
@@ -235,7 +245,7 @@ class PrefixFiles(Summarized):
         return count, layout.unpack(contents[:count]) if count else None
 
     def touch(self, layout: FileLayout, digests: Sequence[bytes], *, used: int) -> None:
-        """Marks files as used, as `save` does.
+        """Queues a change of the time of last use of files, which is the files' modification time.
 
         Args:
           layout, digests, used: as in `save`.
@@ -243,7 +253,7 @@ class PrefixFiles(Summarized):
         self._writer.submit(self._guarded, self._touch, layout, list(digests), used)
 
     def flush(self) -> None:
-        """Waits until the writer has written all that was queued."""
+        """Waits until the writer thread has done everything that was queued before."""
         self._writer.submit(int).result()
 
     # --- in the caller's thread ---
@@ -252,11 +262,11 @@ class PrefixFiles(Summarized):
         return os.path.join(self.directory, layout.name(digest))
 
     def _has_room(self, nbytes):
-        # Arrays that are larger than the limit go alone.
+        # Arrays that alone exceed the limit are accepted if nothing else is pending.
         return not self._pending_bytes or self._pending_bytes + nbytes <= self.max_pending_bytes
 
     def _read_file(self, layout, digest, content):
-        """Reads a file into [nbytes] uint8. Returns whether it is whole."""
+        """Reads a file into `content`, [nbytes] uint8. Returns False if it is missing, unreadable or damaged."""
         path = self._path(layout, digest)
         try:
             with open(path, "rb", buffering=0, opener=_open_at_once) as file:
@@ -279,7 +289,10 @@ class PrefixFiles(Summarized):
             self._pending.notify_all()
 
     def _warn(self, done, error):
-        """Counts a fault, and logs it unless one like it was logged just now."""
+        """Counts a fault, and logs it unless one of the same kind was logged in the last `_WARNING_SECONDS`.
+
+        `done` is a past participle for the message, such as "read"; `error` is an exception or text.
+        """
         self.metrics.errors += 1
         now = time.monotonic()
         kind = f"{done}: {type(error).__name__} {getattr(error, 'errno', '')}"
@@ -326,7 +339,7 @@ class PrefixFiles(Summarized):
                 os.utime(self._path(layout, digest), ns=(used - i, used - i))
 
     def _make_room(self, nbytes):
-        """Deletes the files that were not used for longest, if the folder has no room for `nbytes` more."""
+        """Deletes the least recently used files if the folder has no room for `nbytes` more. May list the folder."""
         is_full = self.metrics.bytes + nbytes > self.max_bytes
         if not is_full and self._unlisted_bytes <= self.max_bytes // 16:
             return
@@ -334,7 +347,8 @@ class PrefixFiles(Summarized):
         if self.metrics.bytes + nbytes <= self.max_bytes:
             return
         for _, size, name in sorted(files):
-            # Some more than needed: listing a large folder takes a second.
+            # Frees 1/32 of the limit more than needed, so that the next listing comes later: one of a large folder
+            # takes a second.
             if self.metrics.bytes + nbytes <= self.max_bytes - self.max_bytes // 32:
                 break
             try:
@@ -347,7 +361,10 @@ class PrefixFiles(Summarized):
             self._count(name.rpartition(".")[2], -size)
 
     def _list(self):
-        """Lists (time of last use, size, name) of the files, counts them, and deletes old unfinished ones."""
+        """Returns [(time of last use in ns, size in bytes, name)] of all files, and sets the counters by them.
+
+        Deletes unfinished files that are older than `_PARTIAL_SECONDS`.
+        """
         files = []
         with os.scandir(self.directory) as entries:
             for entry in entries:
@@ -365,7 +382,7 @@ class PrefixFiles(Summarized):
         return files
 
     def _count(self, kind, nbytes):
-        """Counts a file that was written, or deleted if `nbytes` is negative."""
+        """Adds a file of this size to the counters; if `nbytes` is negative, removes a deleted file from them."""
         self.metrics.bytes += nbytes
         if kind == "block":
             self.metrics.blocks += 1 if nbytes > 0 else -1
@@ -373,13 +390,14 @@ class PrefixFiles(Summarized):
 
 @dataclasses.dataclass(frozen=True)
 class FoundBlocks:
-    """The cached prefix of a prompt.
+    """The cached prefix of a prompt: blocks in the cache on the device, followed by blocks that were read from disk.
 
     Attributes:
-      nodes: its first blocks, which are in memory.
-      digests: digests of the blocks that follow and were read from disk.
-      blocks: bytes of these blocks on the host, as of `read_blocks`; None if there are none.
-      snapshot: rows at the end of the prefix, from disk; None = the last block in memory has them.
+      nodes: nodes of the blocks on the device.
+      digests: digests of the blocks that were read from disk.
+      blocks: {name of a pool group: entries and keys [layers, len(digests), entries per block, ...]} of the blocks from
+        disk, as NumPy arrays; None if there are no such blocks.
+      snapshot: rows of a slot at the end of the prefix, read from disk; None = the last of `nodes` has a snapshot.
     """
 
     nodes: list[CachedBlock]
@@ -389,28 +407,28 @@ class FoundBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks."""
+        """The number of blocks in the prefix."""
         return len(self.nodes) + len(self.digests)
 
 
 class StoredPrefixes:
-    """Writes blocks and snapshots that leave memory to `PrefixFiles`, and finds them again.
+    """Writes the blocks and snapshots of a `PrefixCache` to `PrefixFiles`, and finds prefixes in them.
 
     Attributes:
-      files: the files.
+      files: the folder of files.
     """
 
     def __init__(self, files: PrefixFiles, devices: CacheDevices, snapshot_struct: RequestRows, *, key: str):
-        """Begins to use the files for a cache.
+        """Describes the files of a cache; reads and writes none.
 
         Args:
           files: see the class.
-          devices: the devices that hold the cache.
+          devices: transfers to and from the devices that hold the cache.
           snapshot_struct: shapes and dtypes of a snapshot.
           key: name of the model's weights.
 
         Raises:
-          ValueError: the files' `max_bytes` hold no block with its snapshot, or the cache lies on several processes.
+          ValueError: `files.max_bytes` is less than a block and its snapshot take, or the mesh has several processes.
         """
         if devices.mesh is not None and devices.mesh.is_multi_process:
             raise ValueError("files of a prefix cache need a mesh of one process: others might find other files")
@@ -425,12 +443,12 @@ class StoredPrefixes:
     def save_blocks(
         self, nodes: Sequence[CachedBlock], get_cache: Callable[[], KVCache], *, wait: bool = False
     ) -> None:
-        """Queues blocks for the writer that are not on disk; launches their copies to the host, and waits for none.
+        """Queues those blocks to be written that are not on disk. Launches their copies to the host without waiting.
 
         Args:
-          nodes: the blocks, in the order of their last use, the newest first.
-          get_cache: returns the cache; it raises if there is none that holds the blocks.
-          wait: whether to wait for the writer if it is behind; otherwise blocks beyond its limit are dropped.
+          nodes: nodes of the blocks, in the order of last use, the most recently used first.
+          get_cache: function that returns the cache with these blocks. If it raises, the blocks are dropped.
+          wait: whether to wait while the writer's queue is full. If not, blocks without room in it are dropped.
         """
         now = time.time_ns()
         missing = self._missing(self._blocks, nodes)
@@ -441,20 +459,27 @@ class StoredPrefixes:
             self.files.save(self._blocks, digests, get_arrays, nbytes=nbytes, used=now - start, wait=wait)
 
     def save_snapshot(self, node: CachedBlock, *, wait: bool = False) -> None:
-        """Queues the snapshot of a block for the writer, unless it is on disk."""
+        """Queues the snapshot of a block to be written, unless it is on disk. `wait` is as for `save_blocks`."""
         if self._missing(self._snapshots, [node]):
             get_arrays = functools.partial(self._devices.begin_get, node.snapshot)
             self.files.save(self._snapshots, [node.digest], get_arrays, used=time.time_ns(), wait=wait)
 
     def _missing(self, layout, nodes):
-        """Returns the nodes without a file. If others have one, marks all files as used."""
+        """Returns the nodes that have no file of this layout. Marks the files of all other nodes as used."""
         missing = [node for node in nodes if not self.files.exists(layout, node.digest)]
         if len(missing) < len(nodes):
             self.files.touch(layout, [node.digest for node in nodes], used=time.time_ns())
         return missing
 
     def save_all(self, nodes: Iterable[CachedBlock], get_cache: Callable[[], KVCache]) -> None:
-        """Writes blocks and their snapshots, as many as the files may hold, and waits until they are on disk."""
+        """Writes blocks and their snapshots and waits until they are on disk.
+
+        The most recently used blocks are written, as many as `max_bytes` of the files allows.
+
+        Args:
+          nodes: nodes of the blocks.
+          get_cache: function that returns the cache with these blocks.
+        """
         room = self.files.max_bytes
         chosen = []
 
@@ -476,16 +501,18 @@ class StoredPrefixes:
     def find(
         self, digests: Iterable[bytes], nodes: list[CachedBlock], min_blocks: int, room: int
     ) -> FoundBlocks | None:
-        """Reads the longest usable prefix of a prompt of which a part is on disk.
+        """Finds the longest prefix of a prompt whose last block has a snapshot on disk, and reads it.
+
+        Each of the prefix's blocks is in the cache or on disk.
 
         Args:
           digests: digests of the prompt's blocks that may be used, in order.
-          nodes: the first ones of them in memory.
-          min_blocks: number of blocks that are usable without files.
-          room: number of blocks for which there is room.
+          nodes: nodes of the first of these blocks, those that are in the cache.
+          min_blocks: number of blocks of the longest prefix that can be used without files.
+          room: maximum number of blocks of the prefix.
 
         Returns:
-          The prefix; None if there is none with more than `min_blocks` blocks.
+          The prefix; None if none has more than `min_blocks` blocks.
         """
         path: list[bytes] = []
         for digest in itertools.islice(digests, room):
@@ -506,17 +533,20 @@ class StoredPrefixes:
         return None
 
     def warm_up(self, cache: KVCache) -> None:
-        """Compiles the program that reads one block; those for more blocks are programs of `offload` and `resume`."""
+        """Compiles the program that reads a single block. Chunks of blocks are read by the program of `offload`."""
         self._read(lambda: cache, np.array([-1], np.int32))
 
     def _chunks(self, blocks):
-        """Splits blocks as `CacheDevices.block_chunks` does, but yields few blocks one by one, without padding."""
+        """Splits ids as `CacheDevices.block_chunks` does, but yields up to `_FEW_BLOCKS` one by one, unpadded."""
         if len(blocks) > _FEW_BLOCKS:
             return self._devices.block_chunks(blocks)
         return ((i, np.array([block], np.int32)) for i, block in enumerate(blocks))
 
     def _read(self, get_cache, ids):
-        """Launches a copy of full blocks to the host, all of whose entries are live."""
+        """Launches a copy of full blocks to the host, and returns the device arrays that are being copied.
+
+        `get_cache` returns the cache; `ids` [n] int32 are ids of blocks, padded with -1.
+        """
         length = np.int32(len(ids) * self._devices.schema.block_tokens)
         return self._devices.begin_get(read_blocks(get_cache(), *self._devices.put((ids, np.int32(0), length))))
 
@@ -528,7 +558,7 @@ class StoredPrefixes:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Opens a file without waiting for a writer, as opening a named pipe would."""
+    """Opens a file with O_NONBLOCK: if it is a named pipe, the call does not wait for a process that writes to it."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 

@@ -1,4 +1,4 @@
-"""The prefix tree: cached blocks and the order in which they are evicted."""
+"""The prefix tree of a `PrefixCache`: its cached blocks, and the order in which they are evicted."""
 
 import collections
 import dataclasses
@@ -17,16 +17,17 @@ class CachedBlock:
     """A full block of a known token sequence: a node of the prefix tree.
 
     Attributes:
-      digest: hash of all tokens up to the block's end, and of seed, model and format; 32 bytes.
+      digest: 32-byte hash of all tokens up to the block's end, and of seed, model and format.
       length: number of tokens up to the block's end.
-      block: id of the block; the tree holds one reference.
-      last_used: time of the last use; unique.
+      block: id of the block; the tree owns one reference to it.
+      last_used: time of the last use, by the tree's clock, which counts uses; no two nodes have the same time.
       hits: number of requests that continued from its snapshot.
-      snapshot: rows of a request's slot at the block's end; None = not kept.
-      sums, snapshot_sums: checksums of block and snapshot, one for each layer, for the canary; None = not taken.
+      snapshot: rows of a request's slot at the block's end; None = no snapshot is kept.
+      sums: checksums of the block, one for each layer, for `host.canary`; None = none were taken.
+      snapshot_sums: checksums of the snapshot in the same way.
       alive: whether the node is still in the tree.
-      in_use: whether a request holds the block.
-      num_next: number of nodes that were added after this one, evicted ones included.
+      in_use: whether a request holds the block too.
+      num_next: number of child nodes that were ever added, that is of different blocks that follow this one.
     """
 
     digest: bytes
@@ -43,11 +44,13 @@ class CachedBlock:
 
 
 class PrefixTree:
-    """Cached blocks by shard and digest, and a queue of those that no request holds.
+    """Cached blocks by shard and digest, and for each shard an LRU queue of the blocks that no request holds.
 
-    A request releases its last block first, so a block leaves the queue before the blocks that it follows. Only if
-    requests computed the same tokens side by side, a block can be evicted before one that follows it. That one is found
-    again when the evicted block is, or leaves in its turn.
+    A node has no links to its parent and children: the digest of a block depends on those of the blocks before it.
+
+    A request releases its last block first, so as a rule a block is evicted before its parent, the block that it
+    follows. The parent can be evicted first only if several requests computed the same tokens at the same time. The
+    child cannot be found then. It is found again if the parent is cached again, or is evicted later in its turn.
 
     Attributes:
       nodes: {(shard, digest): node}. All other state follows from the live nodes and the allocator.
@@ -55,7 +58,7 @@ class PrefixTree:
     """
 
     def __init__(self, allocator: BlockAllocator):
-        """Makes an empty tree that listens to the allocator's reference counts."""
+        """Makes an empty tree and sets the allocator's `listener`, which reports changes of reference counts to it."""
         self.nodes: dict[tuple[int, bytes], CachedBlock] = {}
         self._allocator = allocator
         self._clock = 0
@@ -67,11 +70,11 @@ class PrefixTree:
         return self._allocator.shard(node.block), node.digest
 
     def oldest(self, shards: Iterable[int]) -> CachedBlock:
-        """Returns the least recently used idle node of some shards, one of which must have one."""
+        """Returns the least recently used idle node of some shards; at least one of them must have an idle node."""
         return min((next(iter(self.idle[shard].values())) for shard in shards if self.idle[shard]), key=_LAST_USED)
 
     def add(self, node: CachedBlock) -> None:
-        """Adds a node whose block a request holds; the caller has added the tree's reference to the block."""
+        """Adds a node whose block a request holds. The caller has already added the tree's reference to the block."""
         self._clock += 1
         node.last_used = self._clock
         self.nodes[self.key(node)] = node
@@ -85,7 +88,7 @@ class PrefixTree:
         self._allocator.release([node.block])
 
     def clear(self) -> None:
-        """Removes all nodes and drops the references to their blocks, which requests may hold too."""
+        """Removes all nodes and drops the tree's references to their blocks. Requests keep the blocks they hold."""
         nodes = list(self.nodes.values())
         for node in nodes:
             node.alive = False
@@ -93,7 +96,7 @@ class PrefixTree:
         self._allocator.release([node.block for node in nodes])
 
     def touch(self, path: Sequence[CachedBlock]) -> None:
-        """Marks consecutive nodes as used now, the first one last."""
+        """Marks the consecutive nodes of a prefix as used, in reverse order, so that the first node is the newest."""
         for node in reversed(path):
             self._clock += 1
             node.last_used = self._clock
@@ -101,7 +104,7 @@ class PrefixTree:
                 self.idle[self._allocator.shard(node.block)].move_to_end(node.block)
 
     def recount(self) -> None:
-        """Rebuilds everything from the nodes that are alive and the allocator's reference counts."""
+        """Rebuilds the tree's state from the nodes that are alive and from the allocator's reference counts."""
         self.nodes = {key: node for key, node in self.nodes.items() if node.alive}
         self._by_block = {node.block: node for node in self.nodes.values()}
         self.idle = [collections.OrderedDict[int, CachedBlock]() for _ in range(self._allocator.num_shards)]
@@ -119,7 +122,7 @@ class PrefixTree:
             self.idle[self._allocator.shard(node.block)][node.block] = node
 
     def _listen(self, blocks: Sequence[int]):
-        """Updates the nodes of blocks with changed reference counts, the last one first."""
+        """Moves the nodes of blocks with changed reference counts to or from `idle`, in reverse order of `blocks`."""
         for block in reversed(blocks):
             node = self._by_block.get(block)
             if node is None or node.in_use == (in_use := self._allocator.references(block) > 1):
