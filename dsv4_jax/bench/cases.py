@@ -75,7 +75,7 @@ class Case:
           ((state, *weights) of each layer, the inputs of each call).
         """
         rng = np.random.default_rng(0)
-        count = min(calls, 1 + _LAYERS_BYTES // max(self.layer_bytes, 1))
+        count = min(calls, 2 + _LAYERS_BYTES // max(self.layer_bytes, 1))
         layers = [self._make_layer(rng) for _ in range(count)]
         return jax.block_until_ready((layers, [draw(tuple(self.inputs), rng) for _ in range(calls)]))
 

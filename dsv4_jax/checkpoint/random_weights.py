@@ -278,10 +278,12 @@ def _draw_one(number, draw):
 
             JAX's generators would take longer to compile than the weights take to be made.
             """
-            word = start + jax.lax.iota(jnp.uint32, math.prod(shape))
+            word = start + jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
+            # The number of a layer makes layers differ, although indices of large stacks repeat after 2**32 words.
+            word += jax.lax.broadcasted_iota(jnp.uint32, shape, 0) * np.uint32(0x9E3779B1)
             for factor in (np.uint32(0x7FEB352D), np.uint32(0x846CA68B)):
                 word = (word ^ word >> 16) * factor
-            return (word ^ word >> 16).reshape(shape)
+            return word ^ word >> 16
 
         return draw.make(words, *draw.args)
 

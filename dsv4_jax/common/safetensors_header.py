@@ -31,6 +31,7 @@ DTYPES = {
     "U8": np.dtype(np.uint8),
 }
 _MAX_AXES = 32
+_MAX_SIZE = 2**48  # of an axis: numpy represents not much more, even if another axis is 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,10 +86,11 @@ def read_header(path: Path) -> tuple[dict[str, tuple[TensorHeader, slice]], dict
     tensors = {}
     for name, values in slices.items():
         tensor = TensorHeader(name, values.get_dtype(), tuple(values.get_shape()))
-        if tensor.dtype not in DTYPES or len(tensor.shape) > _MAX_AXES:
+        is_too_large = len(tensor.shape) > _MAX_AXES or max(tensor.shape, default=0) > _MAX_SIZE
+        if tensor.dtype not in DTYPES or is_too_large:
             raise ValueError(
                 f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}; its dtype must be one of {', '.join(DTYPES)}, "
-                f"and its shape have at most {_MAX_AXES} sizes."
+                f"and its shape have at most {_MAX_AXES} sizes of at most {_MAX_SIZE}."
             )
         stop = start + tensor.nbytes
         tensors[name] = tensor, slice(start, stop)

@@ -216,6 +216,9 @@ class Answer:
             raise APIError(400, message, param="n")
         if self._body.num_top is None:
             return
+        most = engine.engine.config.max_logprobs
+        if (need := max(self._body.num_top, self._scores_prompts)) > most:
+            raise APIError(400, f"this takes an engine with max_logprobs={need}, it has {most}", param="logprobs")
         shown = sum(self._limit + len(prompt) * self._scores_prompts for prompt in self._prompts)
         if (total := shown * self._samples * (1 + self._body.num_top)) > _MAX_LOGPROBS:
             message = f"the answer may have {total} log-probabilities, the most is {_MAX_LOGPROBS}"

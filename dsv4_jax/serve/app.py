@@ -208,13 +208,17 @@ async def _read(request: Request, limit: int) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise APIError(415, f"Content-Type is {kind[:100]!r}, it must be application/json")
+    too_long = APIError(413, f"the body is longer than {limit} bytes")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise too_long
     content = bytearray()
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             async for part in request.stream():
                 content += part
                 if len(content) > limit:
-                    raise APIError(413, f"the body is longer than {limit} bytes")
+                    raise too_long
     except TimeoutError:
         raise APIError(408, f"the body did not arrive within {_BODY_SECONDS:.0f} seconds") from None
     except ClientDisconnect:

@@ -357,8 +357,8 @@ class ResponsesBody(_OneAnswerBody):
 
     def asked(self) -> dict[str, Any]:
         """Returns the part of the body that deepseek-recipe converts, as the client wrote it."""
-        tools = [tool for i, tool in enumerate(self.tools) if i not in self.left_out]
-        return super().asked() | {"tools": tools}
+        asked = super().asked()
+        return asked | {"tools": [tool for i, tool in enumerate(asked.get("tools", ())) if i not in self.left_out]}
 
 
 class ToolChoice(_Body):

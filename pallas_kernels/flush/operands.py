@@ -114,9 +114,11 @@ class CompressorOperands:
             }
         )
         check_array("kv", self.kv, jnp.float32, None, width)
+        check_array("gate", self.gate, jnp.float32, *self.kv.shape)
         check_weight("position_bias", self.position_bias, layer, jnp.float32, None, width)
         check_weight("norm_weight", self.norm_weight, layer, jnp.float32, None)
         check_array("states", self.state_kv, jnp.float32, None, None, None, width)
+        check_array("state gates", self.state_gate, jnp.float32, *self.state_kv.shape)
         if isinstance(layout, RowLayout):
             check_row_layout(layout)
             rows = f"rows of {ROW_DIM} values on a GPU, got {layout.nope_dim} + {layout.rope_dim}"

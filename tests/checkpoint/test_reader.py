@@ -100,6 +100,7 @@ def test_quantized_tensors_are_listed_but_not_loaded(tmp_path, dtype):
         (pack({"w": entry(0, 4, [True])}, bytes(4)), "invalid"),
         (pack({"w": entry(0, 0, [0] * 65)}), "w is F32 .*, and its shape have at most 32 sizes"),
         (pack({"w": entry(0, 0, [0, 2**80])}), "invalid"),
+        (pack({"w": entry(0, 0, [0, 2**63])}), "w is F32 .*, and its shape have at most 32 sizes of at most"),
         (pack({"w": entry(4, 0, [1])}, bytes(4)), "invalid offset for tensor `w`"),
         (pack({"w": entry(-4, 0, [1])}, bytes(4)), "invalid"),
         (pack({"w": entry(0, 8)}, bytes(4)), "file not fully covered"),

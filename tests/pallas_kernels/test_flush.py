@@ -153,6 +153,11 @@ def test_refusals_name_the_rule():
     call = functools.partial(ops.flush, slots=ints([0]), positions=ints([0]), implementation="interpret")
     with pytest.raises(NotImplementedError, match="bfloat16, not float32"):
         call([ops.CompressorInputs(state, pool, kv, kv, weights)], dtype=jnp.float32)
+    with pytest.raises(NotImplementedError, match=r"gate as float32\[1, 256\], got bfloat16\[1, 256\]"):
+        call([ops.CompressorInputs(state, pool, kv, kv.astype(jnp.bfloat16), weights)])
+    halves = dataclasses.replace(state, gate=state.gate.astype(jnp.bfloat16))
+    with pytest.raises(NotImplementedError, match=r"state gates as float32"):
+        call([ops.CompressorInputs(halves, pool, kv, kv, weights)])
     state, pool, weights, _ = setup("csa", "plain")
     with pytest.raises(NotImplementedError, match="quantized formats, not 'plain'"):
         call([ops.CompressorInputs(state, pool, kv, kv, weights)])

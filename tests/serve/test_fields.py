@@ -281,6 +281,14 @@ def test_a_strict_tool_in_a_namespace(scripted):
     assert status == 400 and "tool 'n__read'.schema.properties.a: Unimplemented" in answer["error"]["message"]
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_responses_repeat_whether_a_tool_is_strict(scripted, strict):
+    scripted.say("</think>ok")
+    tool = RESPONSES_TOOLS[0] | dict(strict=strict)
+    status, answer, _ = post(scripted, "responses", tools=[tool, dict(type="web_search")])
+    assert status == 200 and [tool["strict"] for tool in answer["tools"]] == [strict]
+
+
 def test_what_chats_of_other_servers_have(scripted, release):
     blocks = [dict(type="thinking", thinking="Hm.", signature="s"), dict(type="redacted_thinking", data="x")]
     for field in (
