@@ -26,24 +26,24 @@ def rewrite(text: str) -> str:
 
 def _lines(table: re.Match[str]) -> str:
     kind, names, before = table.groups()
-    runs = [json.loads((ROOT / "benchmarks" / f"{name}.json").read_text()) for name in names.split()]
+    reports = [json.loads((ROOT / "benchmarks" / f"{name}.json").read_text()) for name in names.split()]
     cells = [line.split("|") for line in before.splitlines()[2:]]
     keys = [(op.strip(), shape.strip()) for _, op, shape, *_ in cells]
-    texts, numbers, rows = KINDS[kind](runs, keys)
+    texts, numbers, rows = KINDS[kind](reports, keys)
     lines = [" | ".join(texts | numbers), " | ".join(["---"] * len(texts) + ["---:"] * len(numbers))]
     lines += [" | ".join(cell.format_map(row) for cell in (texts | numbers).values()) for row in rows]
     text = "".join(f"| {line} |\n" for line in lines)
-    return f"<!-- table: {kind} {names} -->\n{_caption(runs)}:\n\n{text}"
+    return f"<!-- table: {kind} {names} -->\n{_caption(reports)}:\n\n{text}"
 
 
-def _caption(runs: list[Row]) -> str:
-    """Returns the devices, versions and commits of the runs, each once."""
+def _caption(reports: list[Row]) -> str:
+    """Returns the devices, versions and commits of the reports, each once."""
     commits: dict[tuple[str, str], list[str]] = {}
-    for run in runs:
-        count = math.prod(run.get("mesh", {}).values())
-        device = f"{count} x " * (count > 1) + f"{run['device']}, jax {run['jax']}"
-        shapes = f", V4-{run['shapes'].capitalize()}, format {run['cache_format']}" if "shapes" in run else ""
-        commits.setdefault((device, shapes), []).extend([run["commit"]] if "commit" in run else [])
+    for report in reports:
+        count = math.prod(report.get("mesh", {}).values())
+        device = f"{count} x " * (count > 1) + f"{report['device']}, jax {report['jax']}"
+        shapes = f", V4-{report['shapes'].capitalize()}, format {report['cache_format']}" if "shapes" in report else ""
+        commits.setdefault((device, shapes), []).extend([report["commit"]] if "commit" in report else [])
     return "; ".join(
         device + shapes + f", commit {' / '.join(dict.fromkeys(names))}" * bool(names)
         for (device, shapes), names in commits.items()
@@ -56,8 +56,8 @@ Table = tuple[Columns, Columns, list[Row]]
 OP = {"op": "{op}", "shape": "{shape}"}
 
 
-def ops(runs: list[Row], keys: list[Key]) -> Table:
-    """Returns every case of runs of `dsv4-jax bench ops`; older files rate all cases against a copy."""
+def ops(reports: list[Row], keys: list[Key]) -> Table:
+    """Returns every case of reports of `dsv4-jax bench ops`; older files rate all cases against a copy."""
     numbers = {
         "us": "{microseconds:,.2f}",
         "GB/s": "{gigabytes_per_second:,.0f}",
@@ -65,53 +65,55 @@ def ops(runs: list[Row], keys: list[Key]) -> Table:
         "XLA us": "{xla_microseconds:,.1f}",
         "times faster": "{times_xla:.1f}",
     }
-    rows = [row for run in runs for row in run["results"]]
+    rows = [row for report in reports for row in report["results"]]
     return OP, numbers, [{"percent_of_roofline": row["percent_of_copy"]} | row for row in rows]
 
 
-def sums(runs: list[Row], keys: list[Key]) -> Table:
-    """Returns every case of runs of `dsv4-jax bench all_reduce`."""
+def sums(reports: list[Row], keys: list[Key]) -> Table:
+    """Returns every case of reports of `dsv4-jax bench all_reduce`."""
     numbers = {
         "GPUs": "{devices}",
         "us": "{microseconds:,.2f}",
         "XLA us": "{xla_microseconds:,.1f}",
         "times faster": "{times_xla:.1f}",
     }
-    return OP, numbers, [row for run in runs for row in run["results"]]
+    return OP, numbers, [row for report in reports for row in report["results"]]
 
 
-def alone(runs: list[Row], keys: list[Key]) -> Table:
-    """Returns every case of runs in which XLA's version was not timed."""
+def alone(reports: list[Row], keys: list[Key]) -> Table:
+    """Returns every case of reports in which XLA's version was not timed."""
     numbers = {
         "us": "{microseconds:,.2f}",
         "GB/s": "{gigabytes_per_second:,.0f}",
         "% of a read": "{percent_of_roofline:.0f}",
     }
-    return OP, numbers, [row for run in runs for row in run["results"]]
+    return OP, numbers, [row for report in reports for row in report["results"]]
 
 
-def chosen(runs: list[Row], keys: list[Key]) -> Table:
+def chosen(reports: list[Row], keys: list[Key]) -> Table:
     """Returns the times of some cases, of several files."""
-    rows = {(row["op"], row["shape"]): row for run in runs for row in run["results"]}
+    rows = {(row["op"], row["shape"]): row for report in reports for row in report["results"]}
     return OP, {"us": "{microseconds:,.1f}", "XLA, same run": "{xla_microseconds:,.1f}"}, [rows[key] for key in keys]
 
 
-def peers(runs: list[Row], keys: list[Key]) -> Table:
+def peers(reports: list[Row], keys: list[Key]) -> Table:
     """Compares our kernels with the fastest peers of one run, timed in graphs, and by CUPTI where both are."""
-    (run,) = runs
+    (report,) = reports
 
     def row(key: Key) -> Row:
-        (ours,) = (row for row in run["comparisons"] if (row["op"], row["shape"], row["kernel"]) == (*key, "dsv4_jax"))
-        row = _against_peers(key, ours["graph_microseconds"], run, "graph_microseconds")
+        (ours,) = (
+            row for row in report["comparisons"] if (row["op"], row["shape"], row["kernel"]) == (*key, "dsv4_jax")
+        )
+        row = _against_peers(key, ours["graph_microseconds"], report, "graph_microseconds")
         both = [f"{timed['cupti_microseconds']:.2f}" for timed in (ours, row) if "cupti_microseconds" in timed]
         return row | {"cupti": " / ".join(both) if len(both) == 2 else ""}
 
     return OP, AGAINST_PEERS | {"CUPTI, ours / peer": "{cupti}"}, [row(key) for key in keys]
 
 
-def beside(runs: list[Row], keys: list[Key]) -> Table:
+def beside(reports: list[Row], keys: list[Key]) -> Table:
     """Compares the first file's kernels with the second's fastest peers, by CUPTI, or in loops and graphs."""
-    ours, other = runs
+    ours, other = reports
     clock = "graph_microseconds" if "loops" in ours else "cupti_microseconds"
     rows = ours["loops"] if "loops" in ours else ours["results"]
     times = {(row["op"], row["shape"]): row["microseconds"] for row in rows}
@@ -121,13 +123,13 @@ def beside(runs: list[Row], keys: list[Key]) -> Table:
 AGAINST_PEERS = {"ours, us": "{ours:.2f}", "best peer, us": "{kernel} {best:.2f}", "ratio": "{ratio:.2f}"}
 
 
-def _against_peers(key: Key, ours: float, run: Row, clock: str) -> Row:
-    others = [row for row in run["comparisons"] if (row["op"], row["shape"]) == key and row["kernel"] != "dsv4_jax"]
+def _against_peers(key: Key, ours: float, report: Row, clock: str) -> Row:
+    others = [row for row in report["comparisons"] if (row["op"], row["shape"]) == key and row["kernel"] != "dsv4_jax"]
     peer = min((row for row in others if clock in row), key=lambda row: row[clock])
     return peer | {"ours": ours, "best": peer[clock], "ratio": ours / peer[clock]}
 
 
-def steps(runs: list[Row], keys: list[Key]) -> Table:
+def steps(reports: list[Row], keys: list[Key]) -> Table:
     """Returns decode steps of attention layers alone."""
     numbers = {
         "requests": "{requests}",
@@ -151,10 +153,10 @@ def steps(runs: list[Row], keys: list[Key]) -> Table:
         rest = kinds["rest"] + kinds.get("norm_rope", 0.0)
         return row | {"loop": f"{row['loop_milliseconds']:.2f}" if "loop_milliseconds" in row else "", "rest": rest}
 
-    return {}, numbers, [row(step) for run in runs for step in run["results"]]
+    return {}, numbers, [row(step) for report in reports for step in report["results"]]
 
 
-def layers(runs: list[Row], keys: list[Key]) -> Table:
+def layers(reports: list[Row], keys: list[Key]) -> Table:
     """Returns a layer's share of decode steps of `dsv4-jax bench model` or `layer`, in microseconds."""
     texts = {"layers": "{layer_count}"}
     numbers = {
@@ -187,10 +189,10 @@ def layers(runs: list[Row], keys: list[Key]) -> Table:
         }
         return share | kinds | sums
 
-    return texts, numbers, [row(step) for run in runs for step in run["results"]]
+    return texts, numbers, [row(step) for report in reports for step in report["results"]]
 
 
-def prefill(runs: list[Row], keys: list[Key]) -> Table:
+def prefill(reports: list[Row], keys: list[Key]) -> Table:
     """Returns the times of layers over chunks of a prompt, of `dsv4-jax bench prefill`, in milliseconds."""
     texts = {"layer": "{kind}"}
     numbers = {
@@ -213,10 +215,10 @@ def prefill(runs: list[Row], keys: list[Key]) -> Table:
         kind = row["layer_type"].removesuffix("_attention").replace("_", " ")
         return row | row["kernel_milliseconds"] | {"kind": f"{kind} ({row['layers']})" if kind == "stack" else kind}
 
-    return texts, numbers, [row(chunk) for run in runs for chunk in run["results"]]
+    return texts, numbers, [row(chunk) for report in reports for chunk in report["results"]]
 
 
-def many_tokens(runs: list[Row], keys: list[Key]) -> Table:
+def many_tokens(reports: list[Row], keys: list[Key]) -> Table:
     """Returns the times of single kernels with many tokens, and those of earlier kernels."""
     numbers = {
         "tokens": "{tokens:,}",
@@ -231,19 +233,19 @@ def many_tokens(runs: list[Row], keys: list[Key]) -> Table:
         before = row["before_microseconds"]
         return row | {"rate": rate, "before": "" if before is None else f"{before:,.1f}"}
 
-    return {"kernel": "{kernel}, {what}"}, numbers, [row(kernel) for run in runs for kernel in run["kernels"]]
+    return {"kernel": "{kernel}, {what}"}, numbers, [row(kernel) for report in reports for kernel in report["kernels"]]
 
 
-def cost(runs: list[Row], keys: list[Key]) -> Table:
+def cost(reports: list[Row], keys: list[Key]) -> Table:
     """Returns bits per byte, from examples/king_james/cache_cost.py."""
-    rows = [row | {f"from {place}": bits for place, bits in row["by_place"].items()} for row in runs[0]["text"]]
+    rows = [row | {f"from {place}": bits for place, bits in row["by_place"].items()} for row in reports[0]["text"]]
     places = [name for name in rows[0] if name.startswith("from ")]
     return CACHE, {"all": "{bits:.4f}"} | {name: f"{{{name}:.4f}}" for name in places}, rows
 
 
-def needles(runs: list[Row], keys: list[Key]) -> Table:
+def needles(reports: list[Row], keys: list[Key]) -> Table:
     """Returns the share of facts that were found, by distance, from examples/king_james/cache_cost.py."""
-    rows = [row | {f"{int(far):,}": share for far, share in row["accuracy"].items()} for row in runs[0]["needles"]]
+    rows = [row | {f"{int(far):,}": share for far, share in row["accuracy"].items()} for row in reports[0]["needles"]]
     distances = [name for name in rows[0] if name[0].isdigit()]
     return CACHE, {name: f"{{{name}:.0%}}" for name in distances}, rows
 

@@ -24,13 +24,14 @@ def _to_state(cache):
     return named_leaves(_contents(cache))
 
 
+def _described(x):
+    return f"{getattr(x, 'dtype', type(x).__name__)}{list(getattr(x, 'shape', ()))}"
+
+
 def _from_state(cache, state):
     leaves = _to_state(cache)
     for name in sorted(leaves.keys() | state.keys()):
-        stored, mine = (
-            f"{arrays[name].dtype}{list(arrays[name].shape)}" if name in arrays else "nothing"
-            for arrays in (state, leaves)
-        )
+        stored, mine = (_described(arrays[name]) if name in arrays else "nothing" for arrays in (state, leaves))
         if stored != mine:
             raise ValueError(
                 f"the stored cache has {stored} as {name}, this one {mine}: it is of another geometry or format"

@@ -236,12 +236,13 @@ class ExpertMigration:
         """Waits until the GPU is idle, and maps the experts that were copied to their new places."""
         jax.block_until_ready(counts)  # JAX may not have passed the last step to the driver yet
         self._memory.synchronize()
-        self.metrics.swaps += len(mover.swaps)
-        for layer, hot, cold in mover.swaps:
-            self._on_host[layer, hot] = False
-            self._on_host[layer, cold] = True
+        swaps = mover.swaps
         begin = time.perf_counter()
         mover.remap()
+        self.metrics.swaps += len(swaps)
+        for layer, hot, cold in swaps:
+            self._on_host[layer, hot] = False
+            self._on_host[layer, cold] = True
         seconds = time.perf_counter() - begin
         self.metrics.remap_seconds += seconds
         self._debt += seconds

@@ -257,9 +257,12 @@ class Mover:
           swaps: (index of the layer, hot expert in host memory, cold expert on the GPU) of each swap.
 
         Raises:
-          ValueError: a hot expert is on the GPU, or a cold one in host memory.
+          ValueError: a hot expert is on the GPU, or a cold one in host memory; or earlier swaps wait for `remap`.
         """
+        if self._copies:
+            raise ValueError(f"{len(self.swaps)} swaps are copied already: remap them first")
         count = len(swaps)
+        copies = []
         for matrix, spares in enumerate(self._spares):
             on_device = [spare for spare in spares if not spare.on_host]
             on_host = [spare for spare in spares if spare.on_host]
@@ -267,8 +270,9 @@ class Mover:
                 mappings = self._layers[layer][matrix].mappings
                 if not mappings[hot].on_host or mappings[cold].on_host:
                     raise ValueError(f"layer {layer}: expert {hot} must be in host memory, expert {cold} must not")
-                self._copies += [(mappings[hot], device), (mappings[cold], host)]
-        for mapping, spare in self._copies:
+                copies += [(mappings[hot], device), (mappings[cold], host)]
+        self._copies = copies
+        for mapping, spare in copies:
             self._fill(spare, mapping)
         self.swaps = list(swaps)
 
@@ -288,8 +292,7 @@ class Mover:
 
     def _exchange(self, mapping, spare):
         """Maps spare memory to an expert's addresses. The memory that was mapped there becomes the spare memory."""
-        self._memory.unmap(mapping.address, mapping.nbytes)
-        self._memory.map(mapping.address, mapping.nbytes, spare.handle)
+        self._move(mapping, spare.handle)
         mapping.for_cpu = False
         mapping.handle, spare.handle = spare.handle, mapping.handle
         mapping.on_host, spare.on_host = spare.on_host, mapping.on_host
@@ -298,7 +301,13 @@ class Mover:
     def _fill(self, spare, mapping):
         """Copies an expert's bytes to spare memory. A stale mapping of the spare memory is renewed first."""
         if spare.is_stale:
-            self._memory.unmap(spare.address, spare.nbytes)
-            self._memory.map(spare.address, spare.nbytes, spare.handle)
+            self._move(spare, spare.handle)
             spare.is_stale = False
         self._memory.copy(spare.address, mapping.address, mapping.nbytes)
+
+    def _move(self, mapping, handle):
+        """Maps the physical memory `handle` to the addresses of a mapping, in place of the memory mapped there."""
+        self._memory.unmap(mapping.address, mapping.nbytes)
+        mapping.is_mapped = False
+        self._memory.map(mapping.address, mapping.nbytes, handle)
+        mapping.is_mapped = True

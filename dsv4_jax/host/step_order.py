@@ -46,15 +46,18 @@ class CacheContents:
 
     Attributes:
       table: table of its manager.
-      numbers: [slots] `NUMBERS` of the requests whose tokens the cache holds; zeros in empty slots.
+      numbers: [slots] `NUMBERS` of the requests whose tokens the cache is known to hold; zeros in other slots.
+      is_complete: whether the other slots are known to be empty.
     """
 
     table: RequestTable
     numbers: np.ndarray
+    is_complete: bool = False
 
     def is_behind(self, numbers: np.ndarray, slots: Any) -> Any:
-        """Whether the cache lacks tokens that `numbers` count, in a slot or in each of slots [n]."""
-        return self.numbers["changed"][slots] != numbers["changed"][slots]
+        """Whether the cache is known to lack tokens that `numbers` count, in a slot or in each of slots [n]."""
+        present = self.numbers[slots]
+        return np.where(present["admitted"] == 0, self.is_complete, present["changed"] != numbers[slots]["changed"])
 
     def state(self, slot: int) -> RequestState:
         """Returns the part of a request that the cache holds, with the blocks that are reserved now."""
@@ -82,7 +85,7 @@ def record(array: Any, contents: PreparedBatch | CacheContents) -> None:
 
 def record_empty(cache: KVCache, table: RequestTable) -> None:
     """Records a cache that holds no request."""
-    _record_newest(cache, CacheContents(table, np.zeros_like(table.states.numbers)))
+    _record_newest(cache, CacheContents(table, np.zeros_like(table.states.numbers), is_complete=True))
 
 
 def record_write(table: RequestTable, old: KVCache, new: KVCache, states: Mapping[int, RequestState]) -> None:
@@ -199,15 +202,14 @@ def _follow(table, old, new, slots, after, before=None):
     """Records a cache that holds what another one does, and in `slots` what the numbers `after` say."""
     contents = _record_of(old.lengths)
     if contents is None or contents.table is not table:
-        table.newest_lengths = None  # nothing is known of the newest cache
-        return
+        contents = CacheContents(table, np.zeros_like(table.states.numbers))
     numbers = after
     if contents.numbers is not before:
         merged = contents.numbers.copy()
         merged[slots] = after[slots]
         # The same array as the table's shows `check_order` at a glance that nothing else has happened.
         numbers = after if np.array_equal(merged, after) else merged
-    _record_newest(new, CacheContents(table, numbers))
+    _record_newest(new, dataclasses.replace(contents, numbers=numbers))
 
 
 def _newest(table):

@@ -83,7 +83,9 @@ def test_a_batch_runs_once_and_in_its_turn():
     cache = run(cache, second, third)
     refused("prepared after it", cache, second)
     # Copies are unknown, so that a benchmark can run one batch many times; an empty cache is known.
-    assert run(copy, second).lengths[slot] == run(manager.init_cache(), first).lengths[slot] + 1
+    copy = run(copy, second)
+    assert copy.lengths[slot] == run(manager.init_cache(), first).lengths[slot] + 1
+    refused("already run this batch", copy, second)  # from then on, what it ran is known
     refused("has not run", manager.init_cache(), third)
 
 

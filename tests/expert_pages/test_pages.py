@@ -174,6 +174,14 @@ def test_a_swap_in_the_wrong_direction_is_refused(memory, data):
     mover.close()
 
 
+def test_copied_swaps_are_remapped_before_others_are_copied(memory, data):
+    mover = Mover(memory, [[make_layer(memory, data)]])
+    mover.copy([(0, 5, 0)])
+    with pytest.raises(ValueError, match="1 swaps are copied already: remap them first"):
+        mover.copy([(0, 4, 1)])
+    mover.close()
+
+
 def test_closing_drops_copied_swaps(memory, data):
     pages = make_layer(memory, data)
     mover = Mover(memory, [[pages]])

@@ -334,3 +334,11 @@ class TestMetricsAndRefusals:
             with pytest.raises(error, match=message):
                 call()
         assert host_state(manager) == before and prefix.metrics == metrics and not cached.cache.lengths.is_deleted()
+
+
+def test_released_at_once_a_prefix_keeps_its_beginning_longest():
+    cached = Cached()
+    cached.run(ids(64), keep=True)
+    cached.manager.release_all()
+    cached.prefix.evict(1)
+    assert cached.hit(ids(65)) == 48

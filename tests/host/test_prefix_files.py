@@ -65,6 +65,14 @@ def value(i, n=1):
 
 
 class TestRestart:
+    def test_too_few_bytes_keep_the_beginning_of_a_running_requests_prefix(self, tmp_path):
+        sizes = stored(tmp_path).prefix._stored
+        room = 2 * (sizes._blocks.nbytes + sizes._snapshots.nbytes)
+        cached = stored(tmp_path, size=room)
+        cached.run(ids(64), keep=True)
+        cached.prefix.save(cached.cache)
+        assert stored(tmp_path).admit(ids(65))[1] == 32
+
     def test_another_cache_finds_the_same_bytes(self, tmp_path):
         before = saved(tmp_path)
         assert len(names(tmp_path, "block")) == len(names(tmp_path, "snapshot")) == 5

@@ -457,7 +457,12 @@ class StoredPrefixes:
         """Writes blocks and their snapshots, as many as the files may hold, and waits until they are on disk."""
         room = self.files.max_bytes
         chosen = []
-        for node in sorted(nodes, key=lambda node: -node.last_used):  # earlier blocks of a prefix come first
+
+        def order(node):
+            """Blocks of running requests come first, and the earlier blocks of a prefix before its later ones."""
+            return not node.in_use, node.length if node.in_use else -node.last_used
+
+        for node in sorted(nodes, key=order):
             room -= self._blocks.nbytes + (node.snapshot is not None) * self._snapshots.nbytes
             if room < 0:
                 break

@@ -105,10 +105,18 @@ class PrefixTree:
         self.nodes = {key: node for key, node in self.nodes.items() if node.alive}
         self._by_block = {node.block: node for node in self.nodes.values()}
         self.idle = [collections.OrderedDict[int, CachedBlock]() for _ in range(self._allocator.num_shards)]
+        released = []
         for node in sorted(self.nodes.values(), key=_LAST_USED):
+            was_in_use = node.in_use
             node.in_use = self._allocator.references(node.block) > 1
-            if not node.in_use:
+            if was_in_use and not node.in_use:
+                released.append(node)
+            elif not node.in_use:
                 self.idle[self._allocator.shard(node.block)][node.block] = node
+        for node in sorted(released, key=lambda node: -node.length):  # as a request releases its last block first
+            self._clock += 1
+            node.last_used = self._clock
+            self.idle[self._allocator.shard(node.block)][node.block] = node
 
     def _listen(self, blocks: Sequence[int]):
         """Updates the nodes of blocks with changed reference counts, the last one first."""
