@@ -51,7 +51,7 @@ class EngineOptions:
       steps: number of decode steps whose mean time is reported.
       token_budget: maximum number of tokens of a step.
       layers: number of the model's layers; 0 for all.
-      drafts: whether there are draft layers (if not 0), and the number of drafts that a step verifies.
+      drafts: number of tokens that the draft layers draft for each request in a step; 0 for a model without them.
       expert_memory: see `decode_steps.StepOptions`.
       skew: skew of the routers, see `checkpoint.random_weights.random_model`.
       mesh: the devices; None for the default one.
@@ -201,7 +201,7 @@ class _Case:
         }
         self.engine.close()
         if not options.drafts:
-            # The loop alone, for the same number of requests in the same cache.
+            # Measure the on-device loop with the same number of requests in the same cache.
             steps = RandomSteps(self.model, self.manager, self.requests)
             steps.cache = self.engine.cache
             steps.start_requests(options.context)

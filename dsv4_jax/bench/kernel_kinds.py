@@ -105,6 +105,6 @@ def kinds_by_name(text: str) -> dict[str, list[str]]:
 def _kind(scopes):
     if any(ALL_REDUCE in scope for scope in scopes):
         return ALL_REDUCE
-    # The outermost scope says which part of the model an instruction belongs to.
+    # Scopes are nested. The outermost one names the part of the model that an instruction belongs to.
     outermost = next((scope for scope in scopes if scope in SCOPES), REST)
     return outermost if outermost in KINDS else REST

@@ -57,7 +57,7 @@ class RandomSteps:
         self._slots: list[int] = []
         self._chunk: Batch | None = None
         size = self.shard_requests * tokens
-        # A decode step draws a token after each of its tokens; a chunk of a prompt draws one after its last token.
+        # A decode step samples a token after each of its tokens, a chunk of a prompt only after its last token.
         indices = np.arange(size, dtype=np.int32)[-1 if self.is_prefill else 0 :]
         self._logits_indices = manager.devices.put(np.tile(indices, manager.shards.count), "tokens")
         self._seeds = manager.devices.put(np.arange(manager.schema.max_requests, dtype=np.uint32), "slots")
@@ -68,7 +68,7 @@ class RandomSteps:
         return self.requests // self.manager.shards.count
 
     def start_requests(self, past: int) -> None:
-        """Replaces all requests by new ones with `past` tokens each."""
+        """Releases all requests and admits new ones, which hold `past` tokens each. Makes the cache if there is none."""
         self._chunk = None
         for slot in self._slots:
             self.manager.release(slot)
@@ -173,7 +173,7 @@ def expert_memory(given: int | Literal["auto"] | None, schema: CacheSchema, toke
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def _begin_step(cache: KVCache, batch: Batch) -> KVCache:
-    """Runs `KVCache.begin_step` without a model's step. It writes the batch's blocks to the block tables."""
+    """Applies a batch's new requests, blocks and lengths to the cache, see `KVCache.begin_step`, but runs no model."""
     (cache,) = sharded_step(lambda _, cache, batch: (cache.begin_step(batch),))((), cache, batch)
     return cache
 
@@ -188,7 +188,7 @@ def _random_cache(schema):
     def fill(pool, codec) -> Any:
         if pool is None:
             return None
-        _, blocks, rows, _ = jax.tree.leaves(pool)[0].shape  # blocks or slots
+        _, blocks, rows, _ = jax.tree.leaves(pool)[0].shape  # in windows, `blocks` is the number of slots
         count = min(blocks, 1024)
         encoded = codec.encode(jax.random.normal(jax.random.key(0), (count, rows, codec.dim), jnp.bfloat16))
         order = jnp.arange(blocks) % count

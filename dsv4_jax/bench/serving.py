@@ -76,7 +76,7 @@ class Workload:
         rng = np.random.default_rng(self.seed)
 
         def ids(low, high):
-            # 0 and 1 begin and end a text.
+            # Token ids 0 and 1 are left out, because they mark the beginning and the end of a text.
             return rng.integers(2, vocabulary, size=rng.integers(low, high + 1)).tolist()
 
         systems = [ids(length, length) for length in rng.integers(*SYSTEM_TOKENS, size=SYSTEM_PROMPTS)]

@@ -123,7 +123,7 @@ def _check_sum(name, shards, result):
     total = functools.reduce(np.add, np.asarray(shards).astype(np.float32)).astype(result.dtype)
     if any(shard.tobytes() != result[0].tobytes() for shard in result):
         raise RuntimeError(f"all_reduce by {name}: devices have different results")
-    # XLA chooses the order of a sum, so it may round to the next value.
+    # XLA chooses the order of a sum, so its result may be rounded to a neighboring bfloat16.
     rtol = 2**-7 if name == "xla" else 0
     if not np.allclose(result[0].astype(np.float32), total.astype(np.float32), rtol=rtol, atol=0):
         raise RuntimeError(f"all_reduce by {name}: the result is not the sum")

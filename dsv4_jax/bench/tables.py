@@ -17,7 +17,7 @@ MODELS = {
     "pro_0813": "V4-Pro-0813",
     "tiny": "a tiny model",
 }
-# Acceptance rates for which tokens a second are reported.
+# Acceptance rates of drafts for which the tokens a second are reported.
 ACCEPTANCES = (0.5, 0.7, 0.9)
 
 

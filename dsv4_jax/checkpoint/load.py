@@ -109,7 +109,7 @@ def load_checkpoint(
     views = parameter_views(model)
     assert {weight.path for weight in table} == views.keys(), "the table of keys and the model disagree"
 
-    groups: dict[int, list[Weight]] = collections.defaultdict(list)  # by the variable that holds the weights
+    groups: dict[int, list[Weight]] = collections.defaultdict(list)  # {id of a variable: weights that it holds}
     for weight in table:
         groups[id(views[weight.path].variable)].append(weight)
     # Experts come last with `expert_memory`, and get the memory that the other weights leave.
@@ -179,7 +179,7 @@ class _Loader:
         self._mesh = mesh
         self._expert_parallel = expert_parallel
         self._staging = Staging()
-        self._impossible = collections.Counter[str]()  # number of impossible values by name of the stored tensor
+        self._impossible = collections.Counter[str]()  # {name of a stored tensor: number of impossible values}
 
     @property
     def problems(self) -> list[str]:

@@ -31,7 +31,7 @@ def plan_expert_memory(memory: ExpertMemory, table: Iterable[Weight]) -> None:
       memory: the memory of the experts.
       table: all weights of the model, in the order of its layers.
     """
-    shapes: dict[str, list[tuple[int, ...]]] = {}  # of the codes, by layer
+    shapes: dict[str, list[tuple[int, ...]]] = {}  # {layer: shapes of the codes of its matrices}
     for weight in table:
         if weight.is_expert:
             shapes.setdefault(weight.module, []).append(weight.packed_shape)

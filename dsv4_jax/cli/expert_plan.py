@@ -51,11 +51,11 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
     from dsv4_jax.nn.layers import ABSTRACT
 
     model = as_released(DeepseekV4ForCausalLM(config, rngs=ABSTRACT), config)
-    expert = 3 * config.hidden_size * config.moe_intermediate_size // 2  # bytes of FP4 codes
+    expert = 3 * config.hidden_size * config.moe_intermediate_size // 2  # bytes of the FP4 codes of one expert
     experts = config.n_routed_experts
     each = len(config.layers) * expert
     codes = experts * each
-    embedding = tree_bytes(nnx.state(model.model.embed_tokens))  # in host memory, too
+    embedding = tree_bytes(nnx.state(model.model.embed_tokens))  # lies in host memory, as some of the experts
     whole = tree_bytes(nnx.state(model)) - embedding
     programs = program_bytes(STEP_TOKENS, config)
     room = memory - (whole - codes) - programs - cache_bytes

@@ -216,7 +216,15 @@ class GenerateCommand(RandomModelOptions):
     def _report(
         self, result: "_Result", schema: "CacheSchema", device: str, tokenizer: "Tokenizer | None", prompt: list[int]
     ) -> dict[str, Any]:
-        """Returns the JSON object of --json."""
+        """Returns the JSON object of --json, see `as_json` of the command.
+
+        Args:
+          result: the generated tokens and the times.
+          schema: schema of the cache.
+          device: name of the device.
+          tokenizer: the tokenizer; None to leave out texts.
+          prompt: token ids of the prompt.
+        """
 
         def described(tokens: list[int]) -> dict[str, Any]:
             text = {} if tokenizer is None else {"text": _text_after(tokenizer, prompt, tokens)}

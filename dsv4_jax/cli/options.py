@@ -137,7 +137,7 @@ class ModelOptions:
 
     @functools.cached_property
     def devices(self) -> "Mesh | None":
-        """The devices of --mesh; None for the default device."""
+        """The mesh of devices that --mesh describes; None without --mesh, for the default device."""
         return None if self.mesh is None else make_mesh(parse_mesh(self.mesh))
 
     def load_model(

@@ -1,4 +1,4 @@
-"""Parsing and formatting of memory sizes."""
+"""Functions that parse and format sizes of memory."""
 
 import re
 

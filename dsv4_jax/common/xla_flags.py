@@ -1,4 +1,4 @@
-"""XLA flags for decoding; measurements are in docs/notes/decode_steps.md and docs/numerics.md."""
+"""The XLA flags with which models should decode. docs/notes/decode_steps.md and docs/numerics.md have measurements."""
 
 import os
 import sys

@@ -191,7 +191,7 @@ def release_config(config: "DSV4Config") -> dict[str, Any]:
     fields = dataclasses.asdict(config)
     scaling = fields["rope_scaling"]
     dspark = fields.pop("dspark") or {}
-    dspark.pop("num_layers", None)  # the length of compress_ratios tells it
+    dspark.pop("num_layers", None)  # follows from the length of compress_ratios
     del fields["specs"], fields["mlp_layer_types"]
     return {
         **fields,

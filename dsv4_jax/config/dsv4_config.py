@@ -1,4 +1,4 @@
-"""The model's configuration."""
+"""The configuration of a DeepSeek-V4 model: its sizes, layers, RoPE and draft layers."""
 
 import collections
 import dataclasses
@@ -160,7 +160,7 @@ class DSV4Config:
         return dataclasses.replace(self, specs=tuple(specs), mlp_layer_types=mlps, dspark=dspark)
 
     def first_layers(self, count: int) -> "DSV4Config":
-        """Returns the configuration of a model with the first `count` layers only."""
+        """Returns the configuration of a model that has only the first `count` layers of this one."""
         return self.with_layers(self.specs[:count], self.mlp_layer_types[:count])
 
     def with_dspark(self, markov_rank: int) -> "DSV4Config":
@@ -199,7 +199,7 @@ class DSV4Config:
         return self.layers[layer].window or self.sliding_window
 
     def topk(self, layer: int) -> int:
-        """Returns the number of entries that a layer's indexer selects."""
+        """Returns the number of entries that a layer's indexer selects for each token."""
         return self.layers[layer].index_topk or self.index_topk
 
     def is_hashed(self, layer: int) -> bool:
@@ -213,7 +213,7 @@ class DSV4Config:
         YaRN interpolates the angles. The order of the float32 operations is that of the release's
         `precompute_freqs_cis`, so that the values equal its table bit for bit.
         """
-        import numpy as np  # here, so that the command line need not import it to print its help
+        import numpy as np  # imported here, so that the command line can print its help without importing NumPy
 
         is_compressed = self.layers[layer].compress_rate > 0
         theta = self.compress_rope_theta if is_compressed else self.rope_theta
@@ -241,7 +241,7 @@ class DSV4Config:
         content = source if isinstance(source, dict) else config_json.read_json(Path(source))
         try:
             return cls(**config_json.read_fields(content, mtp=mtp))
-        except TypeError as error:  # a value of another JSON type
+        except TypeError as error:  # a value in config.json has another JSON type
             raise ValueError(str(error)) from None
 
     @classmethod

@@ -7,7 +7,7 @@ from typing import Any
 from dsv4_jax.common.arguments import check_whole
 
 
-# The names of transformers' config.json for the attention of a layer.
+# Kinds of attention, by their names in transformers' config.json.
 SLIDING = "sliding_attention"
 CSA = "compressed_sparse_attention"
 HCA = "heavily_compressed_attention"

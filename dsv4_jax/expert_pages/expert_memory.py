@@ -87,7 +87,7 @@ class ExpertMemory:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of host memory that the placed experts take."""
+        """The bytes of host memory that the experts take for which memory is mapped already."""
         return sum(int(matrix.on_host.sum()) * matrix.nbytes for pages in self.layers.values() for matrix in pages)
 
     def plan(self, layers: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str:

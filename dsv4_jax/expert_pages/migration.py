@@ -121,7 +121,7 @@ class ExpertMigration:
         if self._on_host.any() and not self._on_host.all():
             self._mover = Mover(memory, matrices, batch)
             close: Any = weakref.finalize(self, self._mover.close)
-            close.atexit = False  # the driver frees everything at the end of the process
+            close.atexit = False  # the driver frees the memory of a process that ends
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "expert-migration")
         self._job: concurrent.futures.Future[None] = self._thread.submit(lambda: None)
         self._debt = 0.0
@@ -221,7 +221,7 @@ class ExpertMigration:
         """
         counts = np.asarray(snapshot).view(np.uint32)
         new = counts - self._before
-        if new.max(initial=0) > np.iinfo(np.int32).max:  # a new cache, which counts from zero
+        if new.max(initial=0) > np.iinfo(np.int32).max:  # a negative difference: the counts are those of a new cache
             new = counts
         self._before = counts
         tokens, reads = new.astype(np.int64)

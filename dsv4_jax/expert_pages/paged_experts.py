@@ -31,7 +31,7 @@ class Mapping:
     address: int
     nbytes: int
     handle: Any
-    on_host: bool  # whether it is memory of the host
+    on_host: bool  # whether it is host memory, otherwise GPU memory
     is_mapped: bool = False
     for_cpu: bool = False  # whether the CPU can read and write it
     # Only for spare memory, see `Mover`: whether `address` is still mapped to the memory that now is an expert's, and
