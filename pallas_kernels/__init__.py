@@ -1,9 +1,9 @@
-"""Mosaic-GPU kernels: arrays in, arrays out; imports jax and numpy only.
+"""Pallas Mosaic GPU kernels as functions of arrays. The package imports jax and numpy only.
 
-For shapes, dtypes and layouts that it does not take a function raises NotImplementedError before any launch.
+If a shape, a dtype or a layout is not supported, a function raises NotImplementedError before any launch.
 
-Each op of `dsv4_jax/ops` that has a kernel has a module or a package of the same name here. Ops import only the four
-library rooms `runtime`, `mgpu`, `formats` and `matmul`, never each other.
+Each op of `dsv4_jax/ops` that has a kernel has a module or a package of the same name here. These modules import from
+the four library packages `runtime`, `mgpu`, `formats` and `matmul`, never from each other.
 
 Examples:
   A kernel runs on a GPU, or interpreted on the CPU:

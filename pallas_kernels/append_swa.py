@@ -1,6 +1,7 @@
-"""Quantizes window rows and stores each at row `position % ring` of its slot's ring, in place.
+"""The kernel that quantizes the KV rows of a call's tokens and stores them in the rings of sliding windows.
 
-The grid is one block for four tokens; each warp loads, quantizes and stores a row.
+A token's row is `position % ring` of its slot's ring. The grid is one block of one warpgroup for four tokens; each warp
+loads, quantizes and stores the row of a token.
 """
 
 import jax
@@ -19,15 +20,21 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 def append_swa(
     kv: jax.Array, slots: jax.Array, positions: jax.Array, rings: Rings, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Quantizes rows, stores them in their slots' rings, in place if the pools are donated, and returns the pools.
+    """Quantizes the KV rows of tokens and stores them in the rings, in place if the pools are donated.
 
     Args:
-      kv: [T, 512] bfloat16; the last `rope_dim` values are stored as they are, the others as E4M3.
-      slots: [T] int32; -1 = padding. The tokens of a slot are consecutive and in order.
-      positions: [T] int32; -1 = padding, which writes nothing.
+      kv: [T, 512] bfloat16 rows. The last `rope_dim` values are stored in bfloat16, the others as E4M3 codes.
+      slots: [T] int32, each token's request slot; -1 = padding. The tokens of a slot are consecutive and in order.
+      positions: [T] int32, each token's position in its request; -1 = padding, which writes nothing.
       rings: the rings to write to. If a slot has more tokens than its ring has rows, only the last of them are stored,
         one for each row.
       interpret: whether to run on the CPU, interpreted, with race detection.
+
+    Returns:
+      The updated pools (nope, rope, scale) of the rings.
+
+    Raises:
+      NotImplementedError: a layout, a shape or a dtype is not supported.
     """
     rings.check()
     tokens = kv.shape[0]

@@ -1,7 +1,8 @@
-"""Gathers: dequantizes rows of the pools to dense bfloat16, with a mask of valid rows.
+"""Gathers of quantized KV rows: dequantizes rows of the pools to dense bfloat16 arrays, with a mask of valid rows.
 
-Three public functions find the rows in different ways and share the kernel `_gather`. The grid is one block for eight
-rows; each warp loads, dequantizes and stores two.
+Three public functions gather compressed entries by index, all visible compressed entries, and window rows. They share
+the kernel of `_gather`. Its grid is one block of one warpgroup for eight rows; each warp loads, dequantizes and stores
+two rows.
 """
 
 from collections.abc import Callable
@@ -18,21 +19,25 @@ from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-ROWS_PER_WARP = 2  # more in flight at once gain nothing on an H100 and cost registers
+ROWS_PER_WARP = 2  # on an H100, more rows in flight at once take more registers and no less time
 BLOCK_ROWS = kv_rows.WARPS * ROWS_PER_WARP
 
 
 @cached_trace()
 def gather_compressed_kv(slots: jax.Array, entries: Paged, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Gathers compressed entries by index list, through the block table.
+    """Gathers the compressed entries that `entries.indices` lists for each token.
 
     Args:
-      slots: [T] int32, each token's row of the block table; -1 = padding.
-      entries: the entries, with indices.
+      slots: [T] int32, each token's request slot, a row of the block table; -1 = padding.
+      entries: the compressed entries, with `indices` [T, K].
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
-      kv [T, K, 512] bfloat16, zeros where not valid, and valid [T, K] bool: whether slot, index and block exist.
+      (kv [T, K, 512] bfloat16, zeros where not valid; valid [T, K] bool). An entry is valid if the token is not
+      padding, the index is not -1, and the block table has a block for it.
+
+    Raises:
+      NotImplementedError: a layout, a shape or a dtype is not supported.
     """
     tokens, count = entries.indices.shape
     check_tokens(tokens, slots=slots)
@@ -51,15 +56,22 @@ def gather_compressed_kv(slots: jax.Array, entries: Paged, *, interpret: bool = 
 def gather_all_compressed_kv(
     slots: jax.Array, positions: jax.Array, entries: Paged, *, only_visible: bool = False, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Gathers all entries visible to each token: entries `0 .. (position + 1) // compress_rate - 1` of its request.
-
-    Returns (kv, valid) as `gather_compressed_kv` does, for E = max_blocks * entries per block.
+    """Gathers all compressed entries visible to each token, `0 .. (position + 1) // compress_rate - 1` of its request.
 
     Args:
-      slots, positions: [T] int32; -1 = padding.
-      entries: the entries, without indices.
-      only_visible: leave most of what is not visible unwritten, in kv and in valid.
+      slots: [T] int32, each token's request slot, a row of the block table; -1 = padding.
+      positions: [T] int32, each token's position in its request; -1 = padding.
+      entries: the compressed entries; `indices` is None.
+      only_visible: whether to skip blocks of results without visible entries. Their elements of `kv` and `valid` are
+        then unspecified.
       interpret: whether to run on the CPU, interpreted, with race detection.
+
+    Returns:
+      (kv [T, E, 512] bfloat16, zeros where not valid; valid [T, E] bool), E = max_blocks * entries per block. An entry
+      is valid if it is visible and the block table has a block for it.
+
+    Raises:
+      NotImplementedError: a layout, a shape or a dtype is not supported.
     """
     tokens = slots.shape[0]
     count = entries.count
@@ -79,7 +91,7 @@ def gather_all_compressed_kv(
         token = lax.div(first, count)
         entry = lax.rem(first, count)
         visible = (slots_gmem[token] >= 0) & (entry < lax.div(positions_gmem[token] + 1, rate))
-        return visible | (entry + BLOCK_ROWS > count)  # the block also has entries of the next token
+        return visible | (entry + BLOCK_ROWS > count)  # a block with entries of the next token is always wanted
 
     operands = [slots, positions, entries.block_table.reshape(-1)]
     is_wanted = any_visible if only_visible else None
@@ -93,13 +105,17 @@ def gather_swa_kv(
     """Gathers the window rows of each token, from the oldest one to the token's own.
 
     Args:
-      slots, positions: [T] int32; -1 = padding.
+      slots: [T] int32, each token's request slot; -1 = padding.
+      positions: [T] int32, each token's position in its request; -1 = padding.
       rings: the window rows.
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
-      kv [T, window, 512] bfloat16, zeros where not valid, and valid [T, window] bool. Rows before position 0 and rows
-      of padding are not valid.
+      (kv [T, window, 512] bfloat16, zeros where not valid; valid [T, window] bool). Rows before position 0 and rows of
+      padding are not valid.
+
+    Raises:
+      NotImplementedError: a layout, a shape or a dtype is not supported.
     """
     tokens = slots.shape[0]
     window = rings.window
@@ -122,7 +138,18 @@ def gather_swa_kv(
 
 
 def _through_table(slot, entry, layer, table_gmem, entries):
-    """Returns (row number in the pool, valid) of entries of requests."""
+    """Finds the rows of compressed entries through the block table, within a kernel.
+
+    Args:
+      slot, entry: [n] int32 in layout `kv_rows.PER_ROW`, the request slot, and the number of the entry in the request;
+        negative if there is none.
+      layer: int32 scalar, index of the layer in the pools.
+      table_gmem: the block table, flattened.
+      entries: the compressed entries, for shapes.
+
+    Returns:
+      (row numbers in the pools with leading axes merged, whether the entry exists), [n] each.
+    """
     num_slots, max_blocks = entries.block_table.shape
     blocks, per_block = entries.pools[0].shape[1:3]
     clipped = jnp.maximum(entry, 0)
@@ -142,10 +169,20 @@ def _gather(
     interpret: bool,
     is_wanted: Callable | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Launches the kernel; returns (dense rows [*shape, 512], valid [*shape]). An item is one of these rows.
+    """Launches the gather kernel. An item is one row of the result.
 
-    `address(items, layer, *operands in global memory)` returns (row numbers in the pools, valid), and
-    `is_wanted(first item, *operands)` whether a block writes its rows; by default all do.
+    Args:
+      shape: (T, number of items of each token); items are numbered in this order.
+      address: function (item numbers [8] int32, layer, *operands) that returns (row numbers in the pools, whether the
+        row is valid), [8] each. It is called in the kernel, where operands are references in global memory.
+      operands: arrays that the functions need.
+      rows: the quantized rows.
+      interpret: whether to run on the CPU, interpreted, with race detection.
+      is_wanted: function (number of a block's first item, *operands) that returns whether the block writes its rows;
+        None if all blocks do.
+
+    Returns:
+      (kv [*shape, 512] bfloat16, valid [*shape] bool).
     """
     items = shape[0] * shape[1]
     if items == 0:
@@ -181,10 +218,13 @@ def _gather(
 
 
 def _load_dense(pools_gmem, layout, row: jax.Array, valid: jax.Array) -> jax.Array:
-    """Loads and dequantizes rows [n] to [n, 8, 64] bfloat16, zeros where not valid."""
+    """Loads and dequantizes rows of the pools to [8 rows, 8 groups, 64] bfloat16, zeros where not valid.
+
+    `row` is [8] int32 and `valid` [8] bool.
+    """
     nope_gmem, rope_gmem, scale_gmem = pools_gmem
     nope_groups = layout.nope_dim // kv_rows.GROUP
-    # Rows that are not valid read row 0, which stays in the cache.
+    # Row 0 is loaded for rows that are not valid. It stays in L1 or L2.
     row = jnp.where(valid, row, 0)
     dense = (BLOCK_ROWS, kv_rows.GROUPS, kv_rows.GROUP)
     codes = kv_rows.load_rows(nope_gmem, row, dense)
@@ -196,5 +236,5 @@ def _load_dense(pools_gmem, layout, row: jax.Array, valid: jax.Array) -> jax.Arr
     values = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32) * factor
     rope = kv_rows.load_rows(rope_gmem, row, dense, first_group=nope_groups)
     kv = jnp.where(kv_rows.iota(dense, 1) < nope_groups, values.astype(jnp.bfloat16), rope)
-    # Selected, not multiplied: rows that were never written may hold NaN.
+    # A select, not a product with 0, since rows that were never written may hold NaN.
     return jnp.where(lax.broadcast_in_dim(valid, dense, (0,)), kv, jnp.zeros((), jnp.bfloat16))

@@ -1,4 +1,4 @@
-"""One entry: the context of pooling it, and its norm, rotation, quantization and store."""
+"""One compressed entry: softmax-weighted pooling of a window's rows, then norm, rotation, quantization and store."""
 
 import dataclasses
 import functools
@@ -20,48 +20,48 @@ from pallas_kernels.mgpu import vectors
 
 @dataclasses.dataclass(frozen=True)
 class FlushContext:
-    """A warpgroup's view of a compressor; the buffers in shared memory are its own."""
+    """A warpgroup's view of a compressor, with the warpgroup's own buffers in shared memory."""
 
     c: CompressorOperands  # references to the compressor's operands and its static options
     slots_gmem: Any  # [T] int32
     positions_gmem: Any  # [T] int32
-    max_in_call: int  # maximum number of a window's rows that are in the call; the others are in the ring
+    max_in_call: int  # maximum number of tokens of a slot in the call; rows of other tokens are in the ring
     first: Any = 0  # first channel of the warpgroup
-    scratch_smem: Any = None  # buffer for exchanges, one value for each channel of the warpgroup
-    stage_smem: Any = None  # [2 * rows * D] values and logits of a short window
-    biases_smem: Any = None  # [rows that can be in the call * D] position biases of a short window
+    scratch_smem: Any = None  # [channels of the warpgroup] float32, scratch for `vectors.exchange`
+    stage_smem: Any = None  # [2 * rows * D] float32, values, then logits of a short window
+    biases_smem: Any = None  # [n * D] float32, position biases of the n rows of a short window that can be in the call
 
     @property
     def first_in_call(self) -> int:
-        """The first row of a window that can be in the call; those before it are always in the ring."""
+        """The number of the first row of a window that can be in the call; rows before it are always in the ring."""
         return max(self.c.rows - self.max_in_call, 0)
 
     def state_row(self, slot, position):
-        """Returns the row of the states."""
+        """Returns the row of a position in `c.state_kv` and `c.state_gate`, whose leading axes are merged."""
         c = self.c
         return (c.state_layer[0] * c.num_slots + slot) * c.ring + lax.rem(position, c.ring)
 
 
 def rows_in_call(ctx: FlushContext, token) -> Any:
-    """Counts the rows in the call of the window that closes at `token`."""
+    """Returns the number of rows in the call of the window that closes at `token`, as an int32 scalar."""
     limit = min(ctx.max_in_call, ctx.c.rows)
     if limit == 1:
         return jnp.int32(1)
     back = vectors.thread()
     slots = vectors.take(ctx.slots_gmem, token - back)
-    # The tokens of a slot are adjacent.
+    # The tokens of a slot are adjacent, so that all tokens from a row of the window to `token` have the same slot.
     is_row = (slots == ctx.slots_gmem[token]) & (back <= token) & (back < limit)
     return vectors.count(jnp.where(is_row, 1, 0))
 
 
 @dataclasses.dataclass(frozen=True)
 class EntryTarget:
-    """The place where an entry is stored, and what the warpgroup needs to finish its channels of the pooled vector."""
+    """The place where an entry is stored, and the operands of its norm and rotation for the warpgroup's channels."""
 
-    row_gmem: Any  # references to the entry's bytes in each pool
-    keep: Any  # bool scalar, False if the request has no block for the entry; then nothing is stored
-    norm: jax.Array  # weights of the norm, one for each channel
-    angle: jax.Array  # angles by which the channels are rotated, arbitrary for channels without RoPE
+    row_gmem: Any  # list with a reference to the entry's row in each pool
+    keep: Any  # bool scalar; False if the request has no block for the entry, which then is not stored
+    norm: jax.Array  # [channels] float32, weights of the norm
+    angle: jax.Array  # [channels] float32, angles of the rotation in radians, arbitrary for channels without RoPE
 
 
 def find_target(ctx: FlushContext, token) -> EntryTarget:
@@ -84,7 +84,7 @@ def find_target(ctx: FlushContext, token) -> EntryTarget:
 
 
 def rotation(ctx: FlushContext, target: EntryTarget) -> tuple[jax.Array, jax.Array]:
-    """Returns the cosine and sine of the angles, arbitrary for channels that are not rotated."""
+    """Returns (cosine, sine) of the target's angles, each [channels] float32, arbitrary for channels without RoPE."""
     per_thread = ctx.scratch_smem.shape[0] // vectors.THREADS
     last = ctx.first + (vectors.thread() + 1) * per_thread - 1
     rotated = vectors.any_in_warp(jnp.where(last >= ctx.c.dim - 2 * ctx.c.inv_freq.shape[0], 1, 0))
@@ -97,9 +97,15 @@ def rotation(ctx: FlushContext, target: EntryTarget) -> tuple[jax.Array, jax.Arr
 def store_entry(
     ctx: FlushContext, target: EntryTarget, rotation: tuple[jax.Array, jax.Array], x: jax.Array, across: Callable
 ) -> None:
-    """Norms, rotates, quantizes and stores the pooled entry, of which x are the warpgroup's channels.
+    """Normalizes, rotates, quantizes and stores a pooled entry.
 
-    `across(combine, x)` combines x, equal within each slice of 64 channels, over all slices.
+    Args:
+      ctx: the warpgroup's view of the compressor.
+      target: result of `find_target`.
+      rotation: result of the function `rotation`.
+      x: [channels] float32, the warpgroup's channels of the pooled entry.
+      across: function (combine, x) that reduces x over all slices of 64 channels of the entry, also those of other
+        warpgroups, by a function such as `jnp.maximum`. All channels of a slice have the same value in x.
     """
 
     def over_channels(combine, x):
@@ -115,12 +121,12 @@ def store_entry(
 
 
 def max_logit(logits: list[jax.Array]) -> jax.Array:
-    """Returns the largest logit, finite even if no row exists and all are -inf."""
+    """Returns the largest logit of each channel; a finite number if all are -inf, because no row exists."""
     return jnp.maximum(functools.reduce(jnp.maximum, logits), exact_math.LOWEST)
 
 
 def softmax_weights(logits: list[jax.Array], peak: jax.Array) -> list[jax.Array]:
-    """Returns exp(logit - peak) of each logit."""
+    """Returns exp(logit - peak) for each of the logits; `peak` is at least as large as all of them."""
     return [exact_math.exp_negative(logit - peak, vector_product) for logit in logits]
 
 
@@ -130,12 +136,12 @@ def weighted_sum(weights: list[jax.Array], values: list[jax.Array]) -> jax.Array
 
 
 def normalize(weight: jax.Array, total: jax.Array) -> jax.Array:
-    """Returns the pooled entry, total / weight."""
+    """Returns the pooled entry, `total / weight`: the weighted sum of values over the sum of weights."""
     return total * exact_math.reciprocal(weight, vector_product)
 
 
 def _norm_and_rotate(ctx, target, rotation, x, over_channels):
-    """Rounds x and applies the RMS norm and RoPE."""
+    """Applies the RMS norm and RoPE to x; rounds to bfloat16 before the norm, after it and after the rotation."""
     c = ctx.c
     product = vector_product
     channel = vectors.channels(x.shape[0]) + ctx.first

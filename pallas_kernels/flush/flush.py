@@ -2,9 +2,15 @@
 
     entry = rope(norm(sum_r softmax_r(gate[r] + bias[r]) * kv[r])) over the rows r of the window, for each channel
 
-A window's rows come from the call or from the ring of states. `short_windows` (a warpgroup pools whole windows) and
-`long_windows` (blocks of a cluster pool chunks) store entries. If no row of a ring is read that a token of the call
-overwrites, they store the state rows too; otherwise `states` does so in a launch of its own.
+A window is `rate` consecutive tokens of a request, with overlap also the `rate` tokens before them. It closes at its
+last token. A token's row, its kv and gate, comes from the call, or from the request's ring of state rows if an earlier
+call had the token. Entries are stored by one of two kernels:
+
+  * `short_windows`, at most 16 rows: each warpgroup pools whole windows.
+  * `long_windows`, more than 16 rows: the blocks of a cluster pool chunks of a window.
+
+This kernel also stores the state rows, if no token of the call overwrites a row of a ring that it reads. Otherwise a
+second launch stores them, see `states`.
 """
 
 import jax
@@ -26,18 +32,25 @@ def flush(
     config: Config | None = None,
     interpret: bool = False,
 ) -> list[tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]]:
-    """Feeds tokens to compressors and stores the entries of the windows that they close, in place.
-
-    Returns the updated (state_kv, state_gate, pools) of each.
+    """Stores the state rows of a call's tokens and the entries of the windows that close, in place.
 
     Args:
       compressors: one compressor, or several with windows of at most 16 rows, which share a launch.
-      slots: [T] int32, -1 = padding. The tokens of a slot are adjacent and in order.
-      positions: [T] int32, -1 = padding; those of a slot are consecutive.
-      layer: [] int32 index of every compressor's position_bias and norm_weight in stacks. None: they are not stacked.
-      max_query_tokens: maximum number of tokens per slot, or None. If a ring has room for them, one launch is enough.
-      config: tuning choices, or None for the measured ones.
+      slots: [T] int32, each token's request slot; -1 = padding. The tokens of a slot are adjacent and in order.
+      positions: [T] int32, each token's position in its request; -1 = padding. Positions of a slot are consecutive.
+      layer: [] int32, index of this layer if every compressor's `position_bias` and `norm_weight` are stacks; None if
+        they are not.
+      max_query_tokens: maximum number of tokens of a slot; None for T. If it is at most `ring - rows + 1` for every
+        compressor, a single launch is enough.
+      config: tuning choices, or None for `Config()`.
       interpret: whether to run on the CPU, interpreted, with race detection.
+
+    Returns:
+      The updated (state_kv, state_gate, pools) of each compressor.
+
+    Raises:
+      NotImplementedError: a layout, a shape or a dtype is not supported, or there are several compressors and one has
+        windows of more than 16 rows.
     """
     for c in compressors:
         c.check(layer, interpret)

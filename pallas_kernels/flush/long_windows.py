@@ -1,14 +1,18 @@
-"""Stores the entries of windows of more than 16 rows, at the speed of memory.
+"""The kernel that stores the entries of windows of more than 16 rows. The blocks of a cluster share a window.
 
-A window is pooled in 8 chunks of consecutive rows. Sums over chunks are added in the order of one tree (`tree_sum`), so
-the bytes do not depend on the number of blocks. Grid: clusters of n blocks; a cluster has consecutive tokens. Each
-warpgroup has a slice of the channels from the copy to the entry.
+A window is pooled in 8 chunks of consecutive rows. The sums of the chunks are always added in the order of `tree_sum`,
+so that an entry's bytes do not depend on the number of blocks. The grid is clusters of n blocks. A cluster takes
+consecutive tokens of the call and the windows that they close. Each warpgroup of a block works on its own slice of the
+channels, from the copies to the entry.
 
     block    role           does                                                   waits for     signals
     all      row_writer     stores the state rows of the cluster's tokens
-    all      _start_rows    copies later chunks, also of the next window (cp.async)
+    all      _start_rows    copies the next chunks, also of the next window
+                            (cp.async)
     all      _pool_chunk    pools chunks b, b + n, .. for block b                  own copies    chunks_full
-    first    _finish_entry  adds up the chunks, stores the entry                   chunks_full   arrive, of the cluster
+    first    _finish_entry  adds up the chunks, stores the entry                   chunks_full   arrive (cluster)
+
+With `arrive`, the first block tells the others that it has read the results of a window's chunks.
 """
 
 import dataclasses
@@ -31,20 +35,20 @@ from pallas_kernels.runtime.hardware import SHARED_BYTES
 from pallas_kernels.runtime.launch import axis_indices, kernel
 
 
-MAX_SCANS = 4  # scans of 32 tokens whose loads overlap
+MAX_SCANS = 4  # maximum number of scans, of 32 tokens each, whose loads overlap
 
 
 @dataclasses.dataclass(frozen=True)
 class LongWindowPlan:
-    """The division of a call's work on long windows."""
+    """The division of a call's work on long windows among clusters, blocks and warpgroups."""
 
-    c: CompressorOperands  # compressor, for shapes
-    max_in_call: int  # maximum number of a window's rows that are in the call
+    c: CompressorOperands  # compressor, for its shapes
+    max_in_call: int  # maximum number of tokens of a slot in the call
     blocks: int  # number of blocks in a cluster, which share each window
     warpgroups: int  # number of warpgroups in a block, which share the channels
     workers: int  # number of clusters
-    share: int  # number of consecutive tokens of a cluster
-    stages: int  # number of chunks that a block copies at once, a divisor of `chunks`
+    share: int  # number of consecutive tokens that a cluster takes
+    stages: int  # number of chunks that a block copies at once; it divides `chunks`
 
     @classmethod
     def for_call(cls, config: Config, c: CompressorOperands, tokens: int, max_in_call: int) -> "LongWindowPlan":
@@ -55,7 +59,8 @@ class LongWindowPlan:
         warpgroups = config.prefill_warpgroups if max_in_call >= c.rate else config.decode_warpgroups
         warpgroups = min(warpgroups, c.dim // vectors.THREADS)
         single = cls(c, max_in_call, blocks, warpgroups, -(-tokens // share), share, 1)
-        # If any row may be in the call, the biases take the room of a second stage.
+        # If all rows of a chunk may be in the call, the position biases take so much shared memory that a second stage
+        # may not fit.
         staged = dataclasses.replace(single, stages=min(config.stages, single.chunks))
         return staged if 4 * sum(staged.shared.values()) <= SHARED_BYTES else single
 
@@ -75,20 +80,24 @@ class LongWindowPlan:
 
     @property
     def bias_rows(self) -> int:
-        """The number of last rows of a chunk that can be in the call, a multiple of the 4 that a thread copies."""
+        """The maximum number of a chunk's rows that are in the call, its last ones, rounded up to a multiple of 4."""
         return min(self.chunk_rows, -(-self.max_in_call // 4) * 4)
 
     @property
     def stage_size(self) -> int:
-        """The number of values in a stage of a warpgroup: logits, biases, values."""
+        """The number of float32 values in a stage of a warpgroup, which holds a chunk's logits, biases and values."""
         return (2 * self.chunk_rows + self.bias_rows) * self.channels
 
     @property
     def shared(self) -> dict[str, int]:
-        """The number of float32 values in each buffer of shared memory.
+        """The number of float32 values in each buffer of a block's shared memory, by name.
 
-        Each warpgroup has its own share of the stages and of the scratch. The partials are the largest logits, the sums
-        of weights and the weighted sums of every chunk.
+        The buffers are:
+
+          * stages_smem: the stages; each warpgroup has its own part.
+          * scratch_smem: scratch for exchanges; each warpgroup has its own part.
+          * sums_smem: sums over slices of channels, of two entries and two sums each, see `_across`.
+          * partials_smem: the results of every chunk: largest logits, sums of weights and weighted sums.
         """
         stages = self.stages * self.stage_size * self.warpgroups
         dim = self.c.dim
@@ -96,45 +105,54 @@ class LongWindowPlan:
 
 
 class WindowLocation(NamedTuple):
-    """The location of a window's rows, int32 scalars."""
+    """The location of a window's rows, as int32 scalars. Rows of the window are numbered from 0."""
 
-    token: Any  # the token that closes the window
-    ring: Any  # the row of the states that has the window's first row
-    wrap: Any  # the first row of the window past the end of the ring, which lies at its beginning
-    new: Any  # the first row of the window that is in the call
+    token: Any  # index of the token that closes the window
+    ring: Any  # row of the states, with leading axes merged, that holds row 0 of the window
+    wrap: Any  # number of the first row of the window that is at the beginning of the ring again
+    new: Any  # number of the first row of the window that is in the call
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongWindowWorker(FlushContext):
-    """A warpgroup's view of its cluster."""
+    """A warpgroup's view of the compressor and of its cluster."""
 
     plan: LongWindowPlan  # division of the work
     block: Any  # int32 scalar, number of the block in the cluster
     stages_smem: Any  # [stages * stage_size] float32, the warpgroup's stages
     sums_smem: Any  # [4 * D] float32, the block's buffer for sums over channels
-    partials_smem: Any  # [3 * CHUNKS * D] float32, results of chunks, in the block; interpreted, in global memory
-    # [warpgroups, 2] int32, `transaction_barriers` of the block's partials; None for clusters of one block and if
-    # interpreted.
+    # [3 * CHUNKS * D] float32, results of a window's chunks; those in the first block are complete. If interpreted with
+    # several blocks, they are in global memory.
+    partials_smem: Any
+    # [warpgroups, 2] int32, a barrier of `transaction_barriers` for each warpgroup's channels of the partials. None for
+    # clusters of one block, and if interpreted.
     chunks_full: Any = None
     block_barrier: Any = None  # barrier of the block's warpgroups, if interpreted
     cluster_barrier: Any = None  # barrier of the cluster's warpgroups, if interpreted
 
     def row(self, k):
-        """Returns the first row of this block's chunk k."""
+        """Returns the number in the window of the first row of this block's chunk k."""
         return (self.block + self.plan.blocks * k) * self.plan.chunk_rows
 
     def staged(self, k, begin: int, rows: int):
-        """Returns `rows` rows of chunk k's stage, which has logits, then biases, then values."""
+        """Returns a reference to rows begin .. begin + rows - 1 of the stage of chunk k.
+
+        A stage has `chunk_rows` rows of logits, then `bias_rows` rows of biases, then `chunk_rows` rows of values. A
+        row is the warpgroup's channels.
+        """
         p = self.plan
         start = lax.rem(k, p.stages) * p.stage_size + begin * p.channels
         return self.stages_smem.at[pl.ds(start, rows * p.channels)]
 
     def place(self, i: int, chunk):
-        """Returns the place in partials of a chunk's largest logits (0), sums of weights (1) or weighted sums (2)."""
+        """Returns the slice of the partials for a chunk's result i, in the warpgroup's channels.
+
+        Result 0 is the largest logits, 1 the sums of weights and 2 the weighted sums of values.
+        """
         return pl.ds((i * CHUNKS + chunk) * self.c.dim + self.first, self.plan.channels)
 
     def received(self, i: int):
-        """Loads `place(i, chunk)` of the partials for every chunk."""
+        """Loads result i of every chunk from the partials, see `place`."""
         return [vectors.load(self.partials_smem.at[self.place(i, chunk)]) for chunk in range(CHUNKS)]
 
     def barrier(self):
@@ -142,18 +160,18 @@ class LongWindowWorker(FlushContext):
         return self.chunks_full.at[lax.axis_index("warpgroup")]
 
     def arrive(self):
-        """Publishes this thread's writes to blocks that `wait`."""
+        """Arrives at the cluster's barrier; makes this thread's writes visible to threads that `wait`."""
         if self.plan.blocks > 1:
             barriers.arrive_cluster(self.cluster_barrier)
 
     def wait(self):
-        """Waits until all threads of the cluster have arrived."""
+        """Waits until all threads of the cluster have called `arrive`."""
         if self.plan.blocks > 1:
             barriers.wait_cluster(self.cluster_barrier)
 
 
 def store_entries(call: FlushCall) -> None:
-    """Stores the entries of the windows that close, and with `call.with_states` the state rows."""
+    """Launches the kernel, which stores the entries of all windows that close, and the state rows if `with_states`."""
     interpret = call.interpret
     (compressor,) = call.compressors
     p = LongWindowPlan.for_call(call.config, compressor, call.slots.shape[0], call.max_tokens)
@@ -201,7 +219,8 @@ def store_entries(call: FlushCall) -> None:
         cluster={"block": p.blocks},
         num_threads=p.warpgroups,
         scratch_types=shared,
-        # Primitives synchronize threads; otherwise a thread only reads shared memory that it wrote itself.
+        # No automatic barriers: primitives synchronize threads where they exchange data, and otherwise a thread reads
+        # only shared memory that it has written itself.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
@@ -225,7 +244,7 @@ def _run(worker, first, writer, with_states):
                 copies.commit_copies()
 
     if store:
-        # The row was read before the rows of the window, and is written while they are copied.
+        # If it is a single row, it was loaded before the copies started. It is stored while they are in flight.
         store()
     if worker.chunks_full is not None:
         pl.when(window.token < end)(lambda: barriers.wait_cluster(None))
@@ -245,7 +264,10 @@ def _run(worker, first, writer, with_states):
 
 
 def _find_window(worker, first, end) -> WindowLocation:
-    """Returns the first window that one of the tokens first, first + 1, ... closes, or one with token `end`."""
+    """Returns the first window that one of the tokens first .. end - 1 closes.
+
+    If there is none, its `token` is `end`, and its other fields are arbitrary.
+    """
     tokens = worker.slots_gmem.shape[0]
     c = worker.c
     ring = jnp.int32(c.ring)
@@ -283,7 +305,7 @@ def _find_window(worker, first, end) -> WindowLocation:
 
 @jax.named_scope("start_rows")
 def _start_rows(worker, window, k, i):
-    """Starts to copy the logits (i = 0) or the values (i = 1) of this block's chunk k."""
+    """Starts to copy the logits and biases (i = 0), or the values (i = 1), of this block's chunk k to its stage."""
     p = worker.plan
     c = worker.c
     row = worker.row(k)
@@ -301,14 +323,22 @@ def _start_rows(worker, window, k, i):
 
 
 def _store_window(worker, window, following, end, count):
-    """Stores the entry of the worker's window number `count` and starts to copy the rows of the following window."""
+    """Stores the entry of a window, and starts to copy the first chunks of the following window.
+
+    Args:
+      worker: the warpgroup's view of its cluster.
+      window: the window; copies of its first `stages` chunks have been started.
+      following: the cluster's next window; its token is `end` if there is none.
+      end: int32 scalar, end of the cluster's tokens.
+      count: int32 scalar, number of windows of this cluster before this one.
+    """
     p = worker.plan
     target = entry.find_target(worker, window.token)
-    # The rotation overlaps the copies.
+    # The angles are computed while the copies are in flight.
     rotation = entry.rotation(worker, target)
 
     if p.share > 1:
-        # The first block has read the partials of the window before.
+        # Waits until the first block has read the partials of the previous window, which are overwritten below.
         pl.when(count > 0)(worker.wait)
 
     def pool_chunk(k, _):
@@ -317,7 +347,7 @@ def _store_window(worker, window, following, end, count):
         chunk = jnp.where(same, k + p.stages, k + p.stages - p.chunks)
 
         def refill(i):
-            # Copies overwrite rows that all threads of the warp have read.
+            # The copies overwrite rows that were just read. Wait until all threads of the warp have read them.
             copies.sync_warp()
             pl.when(coming.token < end)(functools.partial(_start_rows, worker, coming, chunk, i))
             copies.commit_copies()
@@ -336,7 +366,7 @@ def _store_window(worker, window, following, end, count):
 
 @jax.named_scope("finish_entry")
 def _finish_entry(worker, target, rotation, count):
-    """Adds up the chunks of a window and stores its entry."""
+    """Combines the results of a window's chunks and stores its entry; runs in the first block of the cluster."""
     p = worker.plan
     if worker.chunks_full is not None:
         transaction_barriers.arrive(worker.barrier(), 3 * CHUNKS * 4 * p.channels // vectors.THREADS)
@@ -352,13 +382,17 @@ def _finish_entry(worker, target, rotation, count):
 
 @jax.named_scope("pool_chunk")
 def _pool_chunk(worker, window, k, refill):
-    """Sends the largest logits, the sums of weights and the weighted sums of chunk k to the first block."""
+    """Pools this block's chunk k and sends the three results to the first block, see `LongWindowWorker.place`.
+
+    `refill(i)` is called when the stage's logits and biases (i = 0), or its values (i = 1), have been read.
+    """
     p = worker.plan
 
     def arrive():
-        # Waits for the chunks before k and, in turn, the logits and the values of chunk k.
+        # The logits and the values of a chunk are two groups of copies. The first call waits for chunk k's logits, the
+        # second for its values.
         copies.wait_copies(2 * p.stages - 1)
-        # Other threads of the warp copied some of them.
+        # A thread also reads rows that other threads of its warp have copied.
         copies.sync_warp()
 
     def logit(j):
@@ -383,7 +417,7 @@ def _pool_chunk(worker, window, k, refill):
 
 
 def _send(worker, k, i, x):
-    """Sends x to the place of this block's chunk k in the first block's partials."""
+    """Stores x, [channels] float32, as result i of this block's chunk k in the first block's partials."""
     target = worker.partials_smem.at[worker.place(i, worker.block + worker.plan.blocks * k)]
     if worker.chunks_full is None:
         target[...] = x
@@ -392,10 +426,19 @@ def _send(worker, k, i, x):
 
 
 def _across(worker, count, uses, combine, x):
-    """Combines x, equal within each slice, over all slices; `uses` numbers the calls for one entry."""
+    """Combines x over all slices of 64 channels of an entry, also those of other warpgroups.
+
+    Args:
+      worker: the warpgroup's view of its cluster.
+      count: number of the cluster's windows before this one.
+      uses: iterator that returns the number of this call for the entry, 0 or 1.
+      combine: `jnp.add` or another reduction, such as `jnp.maximum`.
+      x: [channels] float32, the warpgroup's channels; the values of each slice are equal.
+    """
     p = worker.plan
     dim = worker.c.dim
-    # A warpgroup is at most one entry ahead of the others, so entries alternate between two places.
+    # A warpgroup is at most one entry ahead of the others. So two places in the buffer, used in turn, suffice for each
+    # call.
     base = (lax.rem(count, 2) * 2 + next(uses)) * dim
     worker.sums_smem.at[pl.ds(base + worker.first, p.channels)][...] = x
     barriers.sync_block(worker.block_barrier)

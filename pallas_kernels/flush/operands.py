@@ -17,24 +17,29 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 @pytree_dataclass
 class CompressorOperands:
-    """The operands of a compressor, or references to them within a kernel; D = 128, 256 or 512, for rows on a GPU 512.
+    """The operands of a compressor, or references to them within a kernel.
+
+    An entry has D channels, 128, 256 or 512. Entries with a `RowLayout` have 512 on a GPU.
 
     Attributes:
-      kv: [T, width] float32 projections of this call's tokens, width = D, or 2 * D with overlap.
+      kv: [T, width] float32 projections of this call's tokens. The width is D, or 2 * D with overlap: channels for the
+        next entry, then channels for the token's own entry.
       gate: [T, width] float32 pooling logits, without position bias.
       position_bias: [rate, width] float32, or a stack [layers, rate, width]; a window closes every `rate` tokens.
       norm_weight: [D] float32, or a stack [layers, D].
       inv_freq: [P] float32, radians per token; the last 2 * P channels are rotated.
-      block_table: [slots, blocks of a request] int32, -1 = none.
-      state_layer: int32 scalar, index on axis 0 of states.
-      pool_layer: int32 scalar, index on axis 0 of pools.
-      state_kv: [layers, slots, ring, width] float32 values; ring >= rate, or 2 * rate with overlap.
-      state_gate: [layers, slots, ring, width] float32 logits with position bias.
-      pools: [layers, blocks, entries, ..] each, as the layout describes them: (nope, rope, scale) or (codes, scale).
-      layout: format of the rows or indexer keys that entries are stored as.
+      block_table: [slots, max_blocks] int32, ids of each request's blocks of entries; -1 = none.
+      state_layer: int32 scalar, index on axis 0 of `state_kv` and `state_gate`.
+      pool_layer: int32 scalar, index on axis 0 of `pools`.
+      state_kv: [layers, slots, ring, width] float32, `kv` of earlier tokens; position p of a request is row `p % ring`
+        of its slot. The ring is at least `rate`, or `2 * rate` with overlap.
+      state_gate: [layers, slots, ring, width] float32, `gate` plus position bias of earlier tokens.
+      pools: arrays [layers, blocks, entries per block, ..], as the layout describes them: (nope, rope, scale) or
+        (codes, scale).
+      layout: format in which entries are stored, that of KV rows or of indexer keys.
       eps: epsilon of the RMS norm.
-      overlap: whether an entry also pools the `rate` rows before its own.
-      num_slots, ring: sizes of states whose leading axes `in_place` has merged.
+      overlap: whether an entry also pools the `rate` rows before its own `rate` rows.
+      num_slots, ring: number of slots, and of rows in a ring; set by `in_place`, which merges these axes.
     """
 
     kv: Any
@@ -64,16 +69,19 @@ class CompressorOperands:
 
     @property
     def rows(self) -> int:
-        """The number of rows that an entry pools: a window."""
+        """The number of rows in a window, which an entry pools: `rate`, or twice as many with overlap."""
         return self.rate * (2 if self.overlap else 1)
 
     @property
     def is_long(self) -> bool:
-        """Whether a window is pooled in chunks."""
+        """Whether a window has more than `MAX_SHORT` rows and is pooled in chunks."""
         return self.rows > MAX_SHORT
 
     def in_place(self) -> "CompressorOperands":
-        """Returns the operands with references to states [layers * slots * ring, width] and pools, to be updated."""
+        """Returns the operands with references to copies of states and pools, which a kernel updates.
+
+        The states are [layers * slots * ring, width], and the layer indices are [1] int32.
+        """
         _, num_slots, ring, width = self.state_kv.shape
         return dataclasses.replace(
             self,
@@ -87,15 +95,19 @@ class CompressorOperands:
         )
 
     def of_layer(self, layer_gmem: Any) -> "CompressorOperands":
-        """Returns references with those to the weights of one layer, see `weights_of_layer`."""
+        """Returns the references with `position_bias` and `norm_weight` of one layer, see `weights_of_layer`."""
         position_bias, norm_weight = weights_of_layer((self.position_bias, self.norm_weight), layer_gmem)
         return dataclasses.replace(self, position_bias=position_bias, norm_weight=norm_weight)
 
     def check(self, layer: jax.Array | None, interpret: bool) -> None:
-        """Raises NotImplementedError naming the rule that a shape, dtype or layout breaks.
+        """Raises NotImplementedError if a shape, a dtype or the layout is not supported.
 
-        `layer` is the index of position_bias and norm_weight in stacks, or None if they are not stacked. Only the
-        interpreter takes rows of fewer than 512 channels: Mosaic GPU does not compile their stores.
+        With a `RowLayout`, only the interpreter takes entries of fewer than 512 channels, because Mosaic GPU does not
+        compile their stores.
+
+        Args:
+          layer: index of this layer if `position_bias` and `norm_weight` are stacks; None if they are not.
+          interpret: whether the kernel is interpreted.
         """
         layout = self.layout
         dim = self.dim
@@ -132,25 +144,27 @@ class CompressorOperands:
 class Config:
     """Tuning choices of the flush kernels."""
 
-    # Pairs of a number of long windows that may close, and the blocks that share each if no more do.
+    # Pairs (maximum number of long windows that may close in a call, number of blocks that share each of them).
     cluster_sizes: tuple[tuple[int, int], ...] = ((14, 8), (30, 4), (130, 2))
-    long_blocks: int = MULTIPROCESSORS  # number of blocks for long windows. All of them run at once, one per SM
-    # Number of warpgroups per block for long windows if few close; more take longer to start.
+    long_blocks: int = MULTIPROCESSORS  # maximum number of blocks for long windows: all run at once, one per SM
+    # Number of warpgroups per block for long windows, if a call has fewer tokens of a request than a window. More
+    # warpgroups take longer to start.
     decode_warpgroups: int = 2
-    prefill_warpgroups: int = 4  # number of warpgroups per block for long windows if requests bring whole ones
-    stages: int = 2  # number of chunks of a long window that a block copies at once, if it has room
-    # Number of warpgroups for short windows; nearly as many as run at once, and odd, see `_workers`.
+    prefill_warpgroups: int = 4  # number of these warpgroups, if a call may have a whole window of a request
+    stages: int = 2  # number of chunks of a long window that a block copies at once, if shared memory has room for them
+    # Maximum number of warpgroups for short windows: a little less than the number that runs at once, and odd, see
+    # `short_windows._workers`.
     short_workers: int = 513
-    state_workers: int = 8 * MULTIPROCESSORS  # number of warpgroups for state rows; as many as run at once
+    state_workers: int = 8 * MULTIPROCESSORS  # maximum number of warpgroups for state rows; this many run at once
 
 
 @dataclasses.dataclass(frozen=True)
 class FlushCall:
-    """The arguments of `flush`, as its launches take them."""
+    """The arguments of `flush` in the form that its launches take."""
 
-    compressors: list[CompressorOperands]  # with references, see `CompressorOperands.in_place`
-    slots: jax.Array
-    positions: jax.Array
+    compressors: list[CompressorOperands]  # results of `CompressorOperands.in_place`
+    slots: jax.Array  # [T] int32
+    positions: jax.Array  # [T] int32
     layer: jax.Array | None  # the operand [1] int32 of `layer_operand`
     max_tokens: int  # maximum number of tokens of a slot
     config: Config
@@ -158,5 +172,8 @@ class FlushCall:
 
     @property
     def with_states(self) -> bool:
-        """Whether the launch that stores entries stores the state rows, too: no row that it reads is overwritten."""
+        """Whether the launch that stores entries also stores the state rows.
+
+        It may, if the rings are so long that no token of the call overwrites a row that the launch reads.
+        """
         return all(self.max_tokens <= c.ring - c.rows + 1 for c in self.compressors)

@@ -1,11 +1,12 @@
-"""Stores the entries of windows of at most 16 rows; a warpgroup pools whole windows.
+"""The kernel that stores the entries of windows of at most 16 rows. A warpgroup pools whole windows.
 
-Grid: (compressor, block). Every warpgroup takes each n-th token of the call and works alone; there are no barriers.
+The grid is (compressor, block). Each of n warpgroups takes every n-th token of the call and the windows that these
+tokens close. Warpgroups share nothing, so there are no barriers between them. A warpgroup runs these steps:
 
-    step           does
-    row_writer     stores the state rows of its tokens
-    _start_window  copies a window's rows from the call or the ring to shared memory; each thread its own channels
-    _store_windows  pools the rows, starts to copy those of the next window, finishes and stores the entry
+    step            does
+    row_writer      stores the state rows of its tokens
+    _start_window   copies a window's rows from the call or the ring to shared memory; each thread its own channels
+    _store_windows  pools the rows, starts to copy the next window's rows, finishes and stores the entry
 """
 
 import functools
@@ -24,7 +25,7 @@ from pallas_kernels.mgpu import copies, vectors
 
 
 def store_entries(call: FlushCall) -> None:
-    """Stores the entries of the windows that close, and with `call.with_states` the state rows."""
+    """Launches the kernel, which stores the entries of all windows that close, and the state rows if `with_states`."""
     max_tokens = call.max_tokens
     workers, share = _workers(call.slots.shape[0], max_tokens, call.config.short_workers)
 
@@ -36,20 +37,27 @@ def store_entries(call: FlushCall) -> None:
 
 
 def _workers(tokens, most, limit):
-    """Returns the number of warpgroups that share the tokens, and the number of tokens of each."""
+    """Returns (number of warpgroups, maximum number of tokens of each).
+
+    Args:
+      tokens: number of tokens in the call.
+      most: maximum number of tokens of a slot.
+      limit: maximum number of warpgroups, an odd number.
+    """
     share = -(-tokens // limit)
     workers = -(-tokens // share)
-    # Every 4th token of a long run closes a window; with an odd step all workers meet such tokens.
+    # In a request with many tokens, every `rate`-th one, such as every 4th, closes a window. With an odd number of
+    # warpgroups, all of them get such tokens.
     return workers + (most > 1 and share > 1 and workers % 2 == 0), share
 
 
 def _run(ctx, first, step, share, with_states):
-    """Processes tokens first, first + step, ..."""
+    """Stores the entries, and if `with_states` the state rows, of up to `share` tokens first, first + step, ..."""
     tokens = ctx.slots_gmem.shape[0]
     store = with_states and row_writer(ctx, first, step, share, tokens)
     started = _start_scan(ctx, first, step, 0)
     if store:
-        # The row was read before the rows of the window, and is written while they are copied.
+        # If there is a single row, it was loaded before `_start_scan`. It is stored while the window's rows are copied.
         store()
     _store_windows(ctx, first, step, 0, share, *started)
     if share > SCAN:
@@ -61,10 +69,16 @@ def _run(ctx, first, step, share, with_states):
 
 
 def _start_scan(ctx, first, step, number):
-    """Starts the first window that scan `number` of 32 tokens closes.
+    """Examines 32 tokens and starts to copy the rows of the first window that one of them closes.
 
-    Returns a word whose bit i says whether token i of the scan closes a window, and the number of the first window's
-    rows in the call.
+    Args:
+      ctx: the warpgroup's view of the compressor.
+      first, step: the warpgroup's tokens are first, first + step, ...
+      number: number of the scan; it examines the warpgroup's tokens number 32 * number + i, i = 0 .. 31.
+
+    Returns:
+      (int32 word whose bit i says whether token i of the scan closes a window; number of rows of the first such
+      window that are in the call).
     """
     _, exists, _, position = scan(ctx, first, step, number * SCAN, ctx.slots_gmem.shape[0])
     bits = vectors.ballot(jnp.where(exists & is_last(ctx, position), 1, 0))
@@ -74,7 +88,10 @@ def _start_scan(ctx, first, step, number):
 
 @jax.named_scope("store_windows")
 def _store_windows(ctx, first, step, number, share, bits, rows_in_call):
-    """Stores the entries of the windows that `_start_scan` found."""
+    """Stores the entries of the windows that scan `number` found.
+
+    `bits` and `rows_in_call` are the results of `_start_scan`. The other arguments are those of `_run`.
+    """
 
     def store_one(carry):
         bits, rows_in_call = carry
@@ -89,7 +106,7 @@ def _store_windows(ctx, first, step, number, share, bits, rows_in_call):
         x = entry.normalize(tree_sum(weights), entry.weighted_sum(weights, values))
         bits &= bits - 1
         if share > 1:
-            # Copies overwrite rows that all threads of the warp have read.
+            # The next copies overwrite the window's rows, which now all threads of the warp have read.
             copies.sync_warp()
             token = first + (number * SCAN + vectors.lowest_bit(bits)) * step
             rows_in_call = _start_window(ctx, token, bits)
@@ -100,12 +117,15 @@ def _store_windows(ctx, first, step, number, share, bits, rows_in_call):
 
 
 def _across(ctx, combine, x):
-    """Combines x, equal within each slice, over all slices."""
+    """Combines x, whose values are equal within each slice of 64 channels, over all slices of the entry."""
     return vectors.butterfly(combine, x, ctx.c.dim // 2, SLICE, ctx.scratch_smem)
 
 
 def _start_window(ctx, token, bits, also=lambda ctx: None):
-    """Starts to copy the rows of the next window, if any; returns the number of them in the call."""
+    """Starts to copy the rows of the window that closes at `token`, unless `bits` is 0 and there is none.
+
+    `also(ctx)` is called before. Returns the number of the window's rows that are in the call; 1 if there is no window.
+    """
 
     def start():
         rows_in_call = entry.rows_in_call(ctx, token)
@@ -117,7 +137,10 @@ def _start_window(ctx, token, bits, also=lambda ctx: None):
 
 
 def _start_biases(ctx: FlushContext) -> None:
-    """Starts to copy the position biases of the rows that can be in the call, the same for every window."""
+    """Starts to copy the position biases of those rows of a window that can be in the call.
+
+    They are the same for every window. Rows in the ring already include their biases.
+    """
     c = ctx.c
     locate = _place(ctx)
 
@@ -131,7 +154,10 @@ def _start_biases(ctx: FlushContext) -> None:
 
 @jax.named_scope("start_rows")
 def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
-    """Starts to copy the rows of the window that closes at `token`."""
+    """Starts to copy the values and logits of a window's rows to `stage_smem`.
+
+    The window closes at `token`. Its last `rows_in_call` rows are in the call, the others in the ring.
+    """
     c = ctx.c
     slot = ctx.slots_gmem[token]
     position = ctx.positions_gmem[token]
@@ -152,14 +178,15 @@ def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
             copies.start_copy(_staged(ctx, i, j), new, number, column, other=old)
 
     if ctx.max_in_call >= c.rows:
-        # Each row has two addresses, which take too many registers without a loop.
+        # Each row may come from the call or from the ring. Without a loop, the addresses take too many registers.
         lax.fori_loop(0, c.rows, start_row, None)
         return
     for j in range(c.rows):
         if j >= ctx.first_in_call:
             start_row(jnp.int32(j))
             continue
-        # If the ring has room for whole windows, their rows are adjacent: one address, and offsets.
+        # If the ring's length is a multiple of `rate`, each group of `rate` rows is contiguous in the ring. All rows of
+        # a group are then copied from one address and offsets.
         below = j % c.rate if c.ring % c.rate == 0 else 0
         row, column = locate(jnp.int32(j - below))
         for i, array in enumerate((c.state_kv, c.state_gate)):
@@ -167,7 +194,10 @@ def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
 
 
 def _take_logits(ctx: FlushContext, exists, rows_in_call) -> tuple[list[jax.Array], jax.Array]:
-    """Returns the logits of the window, whose copies have arrived, and the largest of them."""
+    """Returns (logits of the window's rows, the largest logit), each [D] float32, with position biases.
+
+    The copies of the window have arrived in shared memory. Logits of rows that do not exist are -inf.
+    """
     c = ctx.c
 
     def logit(j):
@@ -182,7 +212,10 @@ def _take_logits(ctx: FlushContext, exists, rows_in_call) -> tuple[list[jax.Arra
 
 
 def _where_exists(ctx, exists, j, i, other):
-    """Loads row j, or `other` if it does not exist: a request's first window has no rows before it."""
+    """Loads the values (i = 0) or the logits (i = 1) of row j of the window, or `other` if the row does not exist.
+
+    With overlap, the first `rate` rows of a request's first window do not exist; `exists` is False for this window.
+    """
     x = vectors.load(_staged(ctx, i, j))
     if not ctx.c.overlap or j >= ctx.c.rate:
         return x
@@ -190,7 +223,11 @@ def _where_exists(ctx, exists, j, i, other):
 
 
 def _place(ctx):
-    """Returns a function of j that returns the row in the window and the thread's column in the arrays."""
+    """Returns a function of the number j of a row in the window, which returns (j, column).
+
+    The column is this thread's first one in kv, gate and states, where with overlap the entry's own rows use the second
+    D channels.
+    """
     c = ctx.c
     thread = vectors.thread()
     per_thread = c.dim // vectors.THREADS

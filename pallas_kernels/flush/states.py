@@ -1,6 +1,11 @@
-"""Warpgroups that take a call's tokens in turn, and what they do for any window: find its tokens, store state rows.
+"""The store of state rows, and parts that all flush kernels share.
 
-The grid of `run_workers` is (compressor, block). `store_state_rows` is a launch of its own.
+The main functions are:
+
+  * `scan` finds tokens that have state rows, 32 at a time.
+  * `row_writer` stores state rows from within a kernel that stores entries.
+  * `run_workers` launches a kernel of independent warpgroups, each of which takes every n-th token.
+  * `store_state_rows` is a kernel of its own that stores all state rows of a call.
 """
 
 import functools
@@ -19,14 +24,23 @@ from pallas_kernels.mgpu.mlir import WARP
 from pallas_kernels.runtime.launch import kernel
 
 
-WARPGROUPS = 2  # warpgroups in a block
-SCAN = WARP  # tokens that a warp examines at once, one per lane
+WARPGROUPS = 2  # number of warpgroups in a block
+SCAN = WARP  # number of tokens that a warp examines at once, one per lane
 
 
 def scan(ctx: FlushContext, first, step: int, number, end) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns (token, whether it has a state row, slot, position), [128] each, of 32 tokens.
+    """Loads slots and positions of 32 of the tokens first, first + step, ... < end.
 
-    Every warp has the same tokens, numbers `number` .. `number + 31` of first, first + step, ... < end.
+    Args:
+      ctx: the warpgroup's view of the compressor.
+      first: int32 scalar, the first token.
+      step: distance between tokens.
+      number: int32 scalar; the 32 tokens are `first + (number + i) * step`, i = 0 .. 31.
+      end: int32 scalar, end of the tokens.
+
+    Returns:
+      (token, whether it is below `end` and has a state row, slot, position), [128] each. Lane i of every warp has
+      token i; all warps have the same.
     """
     token = first + (number + (vectors.thread() & (SCAN - 1))) * step
     clipped = jnp.where(token < end, token, -1)
@@ -35,17 +49,21 @@ def scan(ctx: FlushContext, first, step: int, number, end) -> tuple[jax.Array, j
 
 
 def has_state(ctx: FlushContext, slot, position) -> jax.Array:
-    """Returns whether a token belongs to a request that has states, which padding does not."""
+    """Returns whether a token with this slot and position has a state row; False for padding."""
     return (slot >= 0) & (slot < ctx.c.num_slots) & (position >= 0)
 
 
 def is_last(ctx: FlushContext, position) -> jax.Array:
-    """Returns whether a position is the last one of a window."""
+    """Returns whether a window closes at a position."""
     return lax.rem(position, ctx.c.rate) == ctx.c.rate - 1
 
 
 def row_writer(ctx: FlushContext, first, step: int, count: int, end) -> Callable[[], None]:
-    """Returns a function that stores the rows of tokens first, first + step, ... < end; it reads a single row now."""
+    """Returns a function that stores the state rows of tokens first, first + step, ... < end.
+
+    `count` is the maximum number of these tokens. If it is 1, the token's row is loaded before the function is
+    returned, so that the load overlaps with work before the call of the function.
+    """
     if count == 1:
         return _read_row(ctx, first, end)
 
@@ -56,7 +74,7 @@ def row_writer(ctx: FlushContext, first, step: int, count: int, end) -> Callable
 
 
 def store_state_rows(call: FlushCall) -> None:
-    """Stores the state rows of all tokens."""
+    """Stores the state rows of all tokens of a call in a launch of its own."""
     tokens = call.slots.shape[0]
     workers = min(tokens, call.config.state_workers)
     work = functools.partial(_store_rows, step=workers, share=-(-tokens // workers))
@@ -64,10 +82,16 @@ def store_state_rows(call: FlushCall) -> None:
 
 
 def run_workers(name: str, work: Callable, workers: int, call: FlushCall, sizes: Callable = lambda c: {}) -> None:
-    """Launches a kernel in which each of a number of warpgroups runs `work(context, number)` for each compressor.
+    """Launches a kernel of independent warpgroups for each compressor. The grid is (compressor, block).
 
-    A surplus warpgroup of the last block gets the number of tokens as its number. `sizes(c)` has the number of float32
-    values in each of the warpgroup's buffers in shared memory.
+    Args:
+      name: name of the kernel.
+      work: function (FlushContext, number of the warpgroup) that a warpgroup runs. If the last block has a warpgroup
+        too many, its number is the number of tokens, so that it has no tokens.
+      workers: number of warpgroups for each compressor.
+      call: arguments of the flush.
+      sizes: function that returns {name: number of float32 values} of a warpgroup's buffers in shared memory for a
+        compressor; the names are fields of `FlushContext`.
     """
     tokens = call.slots.shape[0]
     strides = {buffer: max(sizes(c)[buffer] for c in call.compressors) for buffer in sizes(call.compressors[0])}
@@ -85,11 +109,13 @@ def run_workers(name: str, work: Callable, workers: int, call: FlushCall, sizes:
         run_compressors,
         out_type=(),
         kernel_name=name,
-        # The last axis runs fastest, so the blocks of the first compressor, which takes longest, start first.
+        # Blocks start in order of their index, whose last axis runs fastest. So those of the first compressor, which
+        # takes longest, start first.
         grid={"compressor": len(call.compressors), "block": -(-workers // WARPGROUPS)},
         num_threads=WARPGROUPS,
         scratch_types={buffer: plgpu.SMEM((WARPGROUPS * size,), jnp.float32) for buffer, size in strides.items()},
-        # Primitives synchronize threads; otherwise a thread only reads shared memory that it wrote itself.
+        # No automatic barriers: primitives synchronize threads where they exchange data, and otherwise a thread reads
+        # only shared memory that it has written itself.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=call.interpret,
     )
@@ -117,7 +143,7 @@ def _store_rows(ctx, first, step, share):
 
 
 def _read_row(ctx, token, end):
-    """Reads a token's row; returns a function that stores it in the ring."""
+    """Loads a token's kv, gate and position bias, and returns a function that stores its state row in the ring."""
     c = ctx.c
     tokens = ctx.slots_gmem.shape[0]
     ring = c.ring
@@ -127,7 +153,7 @@ def _read_row(ctx, token, end):
     position = ctx.positions_gmem[safe]
     mine = (token < end) & has_state(ctx, slot, position)
     if ctx.max_in_call > ring:
-        # Skips a token whose row a later token of the call overwrites.
+        # Skips a token if a later token of the call has the same row of the ring.
         mine &= (token + ring >= tokens) | (ctx.slots_gmem[later] != slot)
     phase = lax.rem(jnp.maximum(position, 0), c.rate)
     halves = [pl.ds(half * c.dim, c.dim) for half in range(1 + c.overlap)]

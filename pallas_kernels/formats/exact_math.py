@@ -1,12 +1,14 @@
 """Functions whose float32 bits are the same from every compiler: XLA on CPU and GPU, Mosaic, the interpreter.
 
-They use additions, products, comparisons and integer operations alone, which every backend rounds alike. Divisions,
-square roots, exp, sin and cos are missing because backends approximate them differently. A product that feeds an
-addition is exact or made by `product`, so that contracting the two to an FMA changes no bit. Kernels pass their own
-`product`, an instruction that is never contracted, which costs less than a fence.
+They only use additions, products, comparisons and integer operations, which every backend rounds in the same way. They
+do not use the backends' divisions, square roots, exp, sin and cos, whose approximations differ. Compilers may contract
+a product and an addition to an FMA. Therefore, a product that is an operand of an addition is either exact or made by
+`product`, which prevents that by a comparison (`fence`). Kernels pass their own `product`, an instruction that is never
+contracted, and is faster.
 
-Exact functions work on bits, which have no derivative. So without a `product` of the caller they have the derivative
-of the function that they compute; within kernels, which pass their own, they have none.
+The functions `exp_negative`, `reciprocal`, `inverse_sqrt` and `cos_sin` use operations on bits, which have no
+derivative. Called without a `product`, they have the derivative of the function that they compute. Within kernels,
+which pass a `product`, they have none.
 
 Arguments must be finite, and results are within about two units in the last place, unless a function says otherwise.
 """
@@ -23,39 +25,45 @@ from pallas_kernels.mgpu import mlir, thread_ops, vectors
 from pallas_kernels.runtime.launch import primitive
 
 
-# A softmax over more than MAX_SHORT rows sums CHUNKS chunks of consecutive rows, then adds up the chunks.
+# The order of sums: a softmax over more than MAX_SHORT rows sums each of CHUNKS chunks of consecutive rows, then adds
+# up the chunks.
 MAX_SHORT = 16
 CHUNKS = 8
-# A sum over channels is taken over each SLICE of consecutive channels, then over the slices.
+# A sum over channels sums each slice of SLICE consecutive channels, then adds up the slices.
 SLICE = 64
 
-LOWEST = -3.0e38
+LOWEST = -3.0e38  # a number below all finite values that occur
 _LOG2E = 1.4426950408889634
-# Adding this number rounds to an integer and leaves it in the low bits of the sum.
+# 1.5 * 2**23. Adding this number to a float32 rounds it to an integer, which is in the low bits of the sum.
 _ROUND = 12582912.0
-# 2**f for |f| <= 1/2 without the constant term 1; largest relative error 2**-23.4.
+# Coefficients of a polynomial for 2**f, |f| <= 1/2, without the constant term 1; largest relative error 2**-23.4.
 _EXP2 = (0.6931469775915049, 0.24022242080355077, 0.05550733754236157, 0.009671512869934276, 0.001326472389622271)
-# pi / 2 in pieces of 14, 14, 14 and 4 bits: products with integers of 10, 10, 10 and 20 bits are exact.
+# pi / 2 as a sum of numbers with 14, 14, 14 and 4 bits. Their products with integers of 10, 10, 10 and 20 bits are
+# exact.
 _HALF_PI = (1.5706787109375, 0.00011761486530303955, 9.920313459588215e-10, 5.684341886080802e-14)
 _SIN = (-1.6666654611e-1, 8.3321608736e-3, -1.9515295891e-4)
-# Coefficients of powers of minus the square: LLVM would know the sign of positive terms and remove the fence.
+# Coefficients for powers of minus the square. For powers of the square, LLVM would know the terms' signs and remove the
+# fence.
 _COS = (4.166664568298827e-2, 1.388731625493765e-3, 2.443315711809948e-5)
 
 
 def fence(x: jax.Array) -> jax.Array:
-    """Returns x, for x >= -3e38, through a comparison that compilers cannot remove."""
+    """Returns x, for x >= -3e38, by a comparison that compilers cannot remove."""
     return jnp.maximum(x, LOWEST)
 
 
 def product(x: jax.Array, y: jax.Array | float) -> jax.Array:
-    """Returns x * y, above -3e38 or infinite, rounded before anything is added to it."""
+    """Returns x * y, rounded to float32 before anything is added to it. The product must be at least -3e38."""
     return fence(x * y)
 
 
 def product_in(layout: Callable[..., Any]) -> Callable[[jax.Array, jax.Array | float], jax.Array]:
-    """Returns `product` for kernels and float32 arrays whose register layout is `layout(shape)`.
+    """Returns an implementation of `product` for kernels.
 
-    It is an instruction that compilers never contract with a sum to an FMA, cheaper than a fence.
+    It uses an instruction that compilers never contract with an addition to an FMA, and that is faster than `fence`.
+
+    Args:
+      layout: function of a shape that returns the register layout of float32 arrays of this shape.
     """
     multiply = primitive(product)
 
@@ -72,7 +80,11 @@ vector_product = product_in(lambda shape: vectors.layout(*shape))
 
 
 def _differentiable(derivative: Callable[[jax.Array, Any], Any]) -> Callable[[Callable], Callable]:
-    """Decorates an exact function: its derivative is `derivative(x, result)`, unless the caller passes a product."""
+    """Returns a decorator that gives a function (x, product) a derivative, and makes `product` optional.
+
+    If the caller passes no `product`, the function uses that of this module and has the derivative
+    `derivative(x, result)`. Otherwise it has none.
+    """
 
     def decorate(function):
         exact = jax.custom_jvp(functools.partial(function, product=product))
@@ -94,7 +106,10 @@ def _differentiable(derivative: Callable[[jax.Array, Any], Any]) -> Callable[[Ca
 
 
 def tree_sum(terms: list[jax.Array]) -> jax.Array:
-    """Returns the sum of 2**n terms in the order of `quant.ordered_sum`: adds the halves until one term is left."""
+    """Returns the sum of 2**n terms, adding the second half to the first half until a single term is left.
+
+    `dsv4_jax.quant.ordered_sum` has the same order.
+    """
     while len(terms) > 1:
         half = len(terms) // 2
         terms = [low + high for low, high in zip(terms[:half], terms[half:], strict=True)]
@@ -103,7 +118,7 @@ def tree_sum(terms: list[jax.Array]) -> jax.Array:
 
 @_differentiable(lambda x, result: result)
 def exp_negative(x: jax.Array, product: Callable) -> jax.Array:
-    """Returns max(e**x, 2**-125) for x <= 0, -inf included, with an absolute error of 2**-22."""
+    """Returns max(e**x, 2**-125) for x <= 0, also for -inf, with an absolute error up to 2**-22."""
     scaled = jnp.maximum(x * _LOG2E, -125.0)
     rounded = fence(scaled + _ROUND)
     fraction = scaled - (rounded - _ROUND)
@@ -132,10 +147,10 @@ def inverse_sqrt(x: jax.Array, product: Callable) -> jax.Array:
 
 @_differentiable(lambda angle, result: (-result[1], result[0]))
 def cos_sin(angle: jax.Array, product: Callable) -> tuple[jax.Array, jax.Array]:
-    """Returns the cosine and the sine of angles from 0 to 2**20 radians, with an absolute error of 2e-7."""
+    """Returns (cosine, sine) of angles from 0 to 2**20 radians, with an absolute error up to 2e-7."""
     rounded = fence(product(angle, 0.6366197723675814) + _ROUND)
     quarters = rounded - _ROUND
-    # The halves have ten bits each, so that the products below are exact.
+    # `quarters` is split into two numbers of ten bits each, so that their products below are exact.
     high = fence(quarters + 1024 * _ROUND) - 1024 * _ROUND
     low = quarters - high
     remainder = angle
@@ -154,9 +169,9 @@ def cos_sin(angle: jax.Array, product: Callable) -> tuple[jax.Array, jax.Array]:
 
 
 def hadamard(x: jax.Array) -> jax.Array:
-    """Multiplies the last axis of x, n long and float32, by the Sylvester-ordered Hadamard matrix and by n**-0.5.
+    """Multiplies the last axis of x, [.., n] float32, by the Sylvester-ordered Hadamard matrix and by n**-0.5.
 
-    Adds and subtracts butterflies, then multiplies once.
+    n is a power of two. The matrix product is log2(n) steps of additions and subtractions (butterflies).
     """
     size = x.shape[-1]
     step = 1
@@ -170,7 +185,10 @@ def hadamard(x: jax.Array) -> jax.Array:
 
 
 def round_bfloat16(x: jax.Array) -> jax.Array:
-    """Rounds float32 to bfloat16 values, ties to even, by integer operations: compilers may delete a pair of casts."""
+    """Rounds float32 to values of bfloat16, ties to even, and returns float32.
+
+    It uses integer operations, since compilers may delete a cast to bfloat16 and back.
+    """
     bits = _bits(x)
     return _float((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF)
 

@@ -1,8 +1,8 @@
-"""Loads and stores of quantized pools' rows, by row number, with one warp for each row.
+"""Loads and stores of the rows of quantized pools, by row number. One warp accesses a row.
 
-Every pool is [rows, columns] here, with all leading axes merged, and a row of 512 values is 8 groups of 64. A warp
-accesses half a row at a time, 8 values in each lane, so that the bytes of an access are contiguous. Rows go from global
-memory to registers directly: bulk copies do not take 448-byte rows, and every further step costs latency.
+Pools are [rows, columns], with all leading axes merged. A row of 512 values is 8 groups of 64. A warp accesses half a
+row at a time, 8 values in each lane, so that the bytes of an access are contiguous. Rows are loaded from global memory
+to registers directly, because bulk copies do not take rows of 448 bytes, and a step through shared memory adds latency.
 """
 
 from typing import Any
@@ -23,11 +23,12 @@ from pallas_kernels.mgpu import mlir
 from pallas_kernels.runtime.launch import primitive
 
 
-GROUPS = 8
-ROW_DIM = GROUPS * GROUP
-WARPS = 4  # warps of a warpgroup
+GROUPS = 8  # number of groups of values in a row
+ROW_DIM = GROUPS * GROUP  # number of values in a row
+WARPS = 4  # number of warps in a warpgroup
 
-# Warp w holds rows w, w + 4, ... A row is two registers; the lanes of a register hold 4 groups x 8 runs of 8 values.
+# Layout of rows [n, 8 groups, 64]: warp w has rows w, w + 4, ... A lane has two vectors of 8 values of each row. The
+# 32 lanes' first vectors are the row's first 4 groups, 8 vectors each, and their second vectors the last 4 groups.
 VALUES = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, 4, GROUP), (8,))), warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
 PER_GROUP = VALUES.reduce(2)
 PER_ROW = VALUES.reduce((1, 2))
@@ -41,15 +42,27 @@ product = product_in(_layout)
 
 
 def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
-    """Returns the numbers along an axis of rows, groups or values, int32, in the layout of the shape's rank."""
+    """Returns int32 indices along an axis of a shape (rows,), (rows, groups) or (rows, groups, 64).
+
+    The layout is PER_ROW, PER_GROUP or VALUES, by the rank of the shape.
+    """
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_layout(shape))
 
 
 def ring_rows(token: jax.Array, slots, positions, layer, shape: tuple[int, ...]) -> jax.Array:
-    """Returns the row of each token [n], `position % ring` of its slot, in rings of a shape [layers, slots, ring, ..].
+    """Returns the row in the rings of each token, with leading axes merged, to which a call stores it.
 
-    The row is -1 for tokens from T on, for padding (slot or position -1), and for tokens whose row a later token of the
-    call overwrites. `slots`, `positions` [T] and `layer` [1] are int32 in global memory.
+    A token's row is `position % ring` of its slot's ring.
+
+    Args:
+      token: [n] int32 in layout PER_ROW, indices of tokens, at least 0.
+      slots, positions: [T] int32 in global memory; -1 = padding.
+      layer: [1] int32 in global memory, index of the layer.
+      shape: shape of a pool of the rings, [layers, slots, ring, ..].
+
+    Returns:
+      [n] int32 in layout PER_ROW; -1 for indices from T on, for padding, and for tokens whose row a later token of the
+      call overwrites.
     """
     _, num_slots, ring, *_ = shape
     tokens = slots.shape[0]
@@ -66,13 +79,18 @@ def ring_rows(token: jax.Array, slots, positions, layer, shape: tuple[int, ...])
 
 @primitive
 def load_rows(ref, rows: jax.Array, shape: tuple[int, ...], *, first_group: int = 0) -> jax.Array:
-    """Loads rows of a pool by number, in the layout of the shape's rank.
+    """Loads rows of a pool by number.
 
     Args:
       ref: [R, C] or [R] in global memory.
       rows: [n] int32 in layout PER_ROW, each in 0 .. R - 1.
-      shape: (n,) for the first value of each row; (n, C) for rows of per-group values; (n, 8, 64) for rows in groups.
-      first_group: the group at which the pool's C / 64 groups begin; values of other groups are unspecified.
+      shape: shape of the result. (n,): the first value of each row. (n, C), C = 8: rows with a value for each group.
+        (n, 8, 64): rows of values in groups.
+      first_group: for (n, 8, 64), number of the group at which the pool's C / 64 groups begin; values of groups that
+        the pool lacks are unspecified.
+
+    Returns:
+      Array of this shape in layout PER_ROW, PER_GROUP or VALUES.
     """
     values = ref[...].reshape(-1, _width(ref))[rows]
     if len(shape) == 3:
@@ -91,7 +109,8 @@ def _emit_load_rows(ref, rows, shape, *, first_group=0):
     kind = mlir.vector_type(layout.vector_length, ref.type.element_type)
     for _, row, group, lane in _positions(layout, shape, rows):
         if len(shape) == 3:
-            # Clips unsigned numbers: groups before the first count as groups past the end.
+            # The numbers are clipped as unsigned ones: a group before the first is a large number, which becomes the
+            # last group.
             group = arith.subi(group, mlir.index(first_group))
             group = arith.minui(group, mlir.index(_width(ref) // GROUP - 1))
         loaded = llvm.load(bits, _pointer(ref, row, group, lane), alignment=_bytes(bits))
@@ -100,9 +119,13 @@ def _emit_load_rows(ref, rows, shape, *, first_group=0):
 
 @primitive
 def store_rows(ref, rows: jax.Array, values: jax.Array, *, first_group: int = 0) -> None:
-    """Stores rows of a pool by number, as `load_rows` loads them; a bool pool takes uint8 0 and 1.
+    """Stores rows of a pool by number.
 
-    Skips negative row numbers, and groups that the pool lacks.
+    Args:
+      ref: [R, C] or [R] in global memory.
+      rows: [n] int32 in layout PER_ROW; rows with a negative number are not stored.
+      values: array of a shape and layout as `load_rows` returns, with the pool's dtype; uint8 0 and 1 for a bool pool.
+      first_group: as in `load_rows`; groups that the pool lacks are not stored.
     """
     flat = values.reshape(values.shape[0], -1)[:, first_group * GROUP :][:, : _width(ref)].astype(ref.dtype)
     for i in range(values.shape[0]):
@@ -117,7 +140,7 @@ def _emit_store_rows(ref, rows, values, *, first_group=0):
     for register, row, group, lane in _positions(values.layout, values.shape, rows):
         inside = arith.cmpi(arith.CmpIPredicate.sge, row, mlir.index(0))
         if len(values.shape) == 3:
-            # Compares unsigned numbers: groups before the first lie past the end.
+            # The numbers are compared as unsigned ones. A group before the first is then past the end.
             group = arith.subi(group, mlir.index(first_group))
             in_pool = arith.cmpi(arith.CmpIPredicate.ult, group, mlir.index(_width(ref) // GROUP))
             inside = arith.andi(inside, in_pool)
@@ -128,7 +151,10 @@ def _emit_store_rows(ref, rows, values, *, first_group=0):
 
 
 def _positions(layout, shape, rows):
-    """Yields (register, row, group, value in the group) of this thread's registers, as MLIR index values."""
+    """Yields (index of the register, row, group, first value in the group) for each of this thread's registers.
+
+    The last three are MLIR index values. `rows` has the row numbers in layout PER_ROW.
+    """
     rows = [arith.index_cast(ir.IndexType.get(), mlir.scalar(row)) for row in rows.registers.flat]
     registers = np.ndindex(layout.registers_shape(shape))
     for at, position in zip(registers, layout.thread_idxs(shape), strict=True):
@@ -137,7 +163,7 @@ def _positions(layout, shape, rows):
 
 
 def _pointer(ref, row, group, lane):
-    """Returns the address of a value: column `64 * group + lane`, or `group` in rows of per-group values."""
+    """Returns the address of a row's column `64 * group + lane`, or of column `group` for rows of a value per group."""
     column = group
     if _width(ref) >= GROUP:
         column = mlir.multiply_add(group, GROUP, lane)
@@ -151,7 +177,7 @@ def _width(ref):
 
 
 def _bits_type(ref):
-    # A bool takes a byte.
+    # An element of a bool pool takes a byte.
     return mlir.int_type(max(8, mgpu.utils.bitwidth(ref.type.element_type)))
 
 

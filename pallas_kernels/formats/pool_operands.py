@@ -1,4 +1,8 @@
-"""The quantized rows of one layer, as kernels take them: arrays, and within a kernel references to them."""
+"""The quantized KV rows of a layer as operands of kernels: window rows in rings, and compressed entries in blocks.
+
+A pool is an array that holds one part of all rows, such as their codes. The fields are arrays, or within a kernel
+references to them.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,15 +18,17 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 @pytree_dataclass
 class Rings:
-    """Window rows of requests: position p of a request is row `p % ring` of its slot's ring.
+    """Window rows of requests. Every slot has a ring, and position p of a request is row `p % ring` of its slot's ring.
 
     Attributes:
       layer: int32 scalar, index on axis 0 of the pools.
-      pools: (nope, rope, scale), [layers, slots, ring, ..] each, see `RowLayout`.
-      window: number of rows that a token sees, itself included; at most the ring.
-      layout: byte layout of a row of 448 + 64 or as many values, with a scale for 64 values or one for the row.
-      own_rows: [T] int32, for attention to more tokens than a ring has room for: row of each token in the ring of slot
-        0, behind the rows of its window. None: the row of its position in its own slot's ring.
+      pools: (nope, rope, scale), each [layers, slots, ring, ..]: codes, RoPE values and scales, see `RowLayout`.
+      window: number of rows that a token sees, its own included; at most the ring.
+      layout: layout of a row. It has 512 values, such as 448 codes and 64 RoPE values, and a scale for 64 codes or for
+        the row.
+      own_rows: [T] int32, or None. None: a token's row is that of its position in its slot's ring. Otherwise it is this
+        row in the ring of slot 0, and the other rows of its window are those before it. Only `sparse_attention` reads
+        it, for calls with more tokens of a request than a ring has rows.
     """
 
     layer: Any
@@ -32,30 +38,33 @@ class Rings:
     own_rows: Any = None
 
     def check(self) -> None:
-        """Raises NotImplementedError unless kernels take the pools."""
+        """Raises NotImplementedError unless kernels take rows of this layout, and the pools have it."""
         _check_pools(self)
 
     def mutable_pools(self) -> list[jax.Ref]:
-        """Copies of the pools [rows, width] for a kernel to write to; XLA drops the copies of donated pools."""
+        """Returns references to copies of the pools, [rows, width] each, to which a kernel can write.
+
+        XLA leaves out the copy of a donated pool.
+        """
         return [jax.new_ref(pool.reshape(-1, pool.shape[-1])) for pool in self.pools]
 
     def freeze(self, refs: Sequence[jax.Ref]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The pools after a kernel wrote to `mutable_pools`."""
+        """Returns the pools with the contents of `refs`, the result of `mutable_pools`, after a kernel has written."""
         nope, rope, scale = (jax.freeze(ref).reshape(pool.shape) for ref, pool in zip(refs, self.pools, strict=True))
         return nope, rope, scale
 
 
 @pytree_dataclass
 class Paged:
-    """Compressed entries of requests, behind a block table.
+    """Compressed entries of requests, in blocks that are found through a block table.
 
     Attributes:
       layer: int32 scalar, index on axis 0 of the pools.
-      block_table: [slots, max_blocks] int32 block ids; -1 = none.
-      pools: (nope [layers, blocks, entries per block, N], rope [.., R], scale), as in `Rings`.
-      indices: [T, K] int32 entries of each token; -1 = none. None: all visible entries.
-      compress_rate: tokens per entry; entry e is visible from position (e + 1) * rate - 1 on.
-      layout: byte layout of a row, as in `Rings`.
+      block_table: [slots, max_blocks] int32, ids of each request's blocks; -1 = none.
+      pools: (nope, rope, scale), each [layers, blocks, entries per block, ..]: codes, RoPE values and scales.
+      indices: [T, K] int32, entries of each token, numbered within its request; -1 = none. None: all visible entries.
+      compress_rate: number of tokens per entry; entry e is visible from position `(e + 1) * compress_rate - 1` on.
+      layout: layout of a row, as in `Rings`.
     """
 
     layer: Any
@@ -73,7 +82,7 @@ class Paged:
         return self.indices.shape[1]
 
     def check(self, tokens: int) -> None:
-        """Raises NotImplementedError unless kernels take the arrays."""
+        """Raises NotImplementedError unless kernels take the pools and, for a call's number of tokens, the indices."""
         _check_pools(self)
         check_array("block_table", self.block_table, jnp.int32, None, None)
         if self.indices is not None:

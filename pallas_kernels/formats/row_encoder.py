@@ -1,7 +1,7 @@
-"""Encoders of rows and index keys, bit-equal to `dsv4_jax.quant`.
+"""Quantization of KV rows and indexer keys within kernels, with the same bits as `dsv4_jax.quant`.
 
-The functions for scales and codes take any register layout. `store_quantized` takes rows with one warp for each (see
-`kv_rows`). `encode_row` and `encode_key` take vectors over a warpgroup (see `vectors`).
+Functions that return scales and codes take arrays in any register layout. `store_quantized` takes rows of which each is
+held by a warp (see `kv_rows`). `encode_row` and `encode_key` take a vector over a warpgroup (see `mgpu.vectors`).
 """
 
 from collections.abc import Callable
@@ -18,26 +18,41 @@ from pallas_kernels.mgpu import mlir, vectors
 from pallas_kernels.runtime.launch import primitive
 
 
-E4M3_MAX = 448.0
-E2M1_MAX = 6.0
+E4M3_MAX = 448.0  # largest value of E4M3
+E2M1_MAX = 6.0  # largest value of E2M1
 # Midpoints between E2M1 magnitudes, and whether the midpoint itself rounds up.
 _MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 
 
 def block_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the E8M0 bits, int32, and the float32 factors of blocks of E4M3 values, from largest magnitudes."""
+    """Computes E8M0 scales of blocks of values that are stored as E4M3.
+
+    Args:
+      amax: float32, the largest magnitude of each block.
+
+    Returns:
+      (E8M0 bits of the scale, int32; 1 / scale, float32, by which values are multiplied).
+    """
     bits = _e8m0_ceil(jnp.maximum(amax, 1e-4) * jnp.float32(1 / E4M3_MAX))
     return bits, _power_of_two(254 - bits)
 
 
 def row_scale(amax: jax.Array, layout) -> tuple[jax.Array, jax.Array]:
-    """Returns the inverse scales and the factors, float32, of rows of E4M3 values, from largest magnitudes."""
+    """Computes float32 scales of rows that are stored as E4M3.
+
+    Args:
+      amax: float32, the largest magnitude of each row.
+      layout: register layout of `amax`.
+
+    Returns:
+      (number to store, by which codes are multiplied; 1 / this number, by which values are multiplied), float32.
+    """
     inverse_scale = jnp.maximum(amax * jnp.float32(1 / E4M3_MAX), 1e-12)
     return inverse_scale, divide_one(inverse_scale, layout)
 
 
 def e4m3_codes(x: jax.Array) -> jax.Array:
-    """Rounds float32 to E4M3 bits, uint8, saturating."""
+    """Rounds float32 to E4M3 and returns the bits, uint8. Larger magnitudes than 448 become 448."""
     return lax.bitcast_convert_type(_saturated(x).astype(jnp.float8_e4m3fn), jnp.uint8)
 
 
@@ -46,13 +61,13 @@ def _saturated(x: jax.Array) -> jax.Array:
     return jnp.minimum(jnp.maximum(x, -E4M3_MAX), E4M3_MAX)
 
 
-# A GPU's conversions to E4M3 saturate.
+# On a GPU, the conversion to E4M3 saturates by itself.
 _saturated.mosaic(lambda x: x)
 
 
 @primitive
 def divide_one(x: jax.Array, layout) -> jax.Array:
-    """Returns 1 / x, float32 in a register layout, correctly rounded: Mosaic's own division is approximate."""
+    """Returns 1 / x, correctly rounded, for float32 x in a register layout; Mosaic's own division is approximate."""
     return 1 / x
 
 
@@ -66,9 +81,13 @@ def _(x, layout):
 
 
 def store_quantized(x: jax.Array, pools, row: jax.Array, layout: RowLayout) -> None:
-    """Quantizes rows x [4, 8, 64] float32, one in each warp, and stores them, the padding of E8M0 scales included.
+    """Quantizes 4 KV rows, one in each warp, and stores them in pools. Padding of E8M0 scales is stored as zeros.
 
-    `pools` are references to nope, rope and scale, [R, ..] in global memory; row -1 [4] int32 stores nothing.
+    Args:
+      x: [4, 8, 64] float32 rows in the layout `kv_rows.VALUES`.
+      pools: references to (nope, rope, scale), each [R, ..] in global memory.
+      row: [4] int32 row numbers in the layout `kv_rows.PER_ROW`; -1 stores nothing.
+      layout: layout of a row in the pools.
     """
     nope, rope, scale = pools
     nope_groups = layout.nope_dim // GROUP
@@ -88,16 +107,17 @@ def store_quantized(x: jax.Array, pools, row: jax.Array, layout: RowLayout) -> N
 
 
 def encode_row(x: jax.Array, pools, layout: RowLayout, largest: Callable, first, keep, scratch) -> None:
-    """Quantizes consecutive channels of a row and stores them, the padding of E8M0 scales included.
+    """Quantizes a warpgroup's channels of a KV row and stores them. Padding of E8M0 scales is stored as zeros.
 
     Args:
-      x: [size] float32.
-      pools: references to the row's nope, rope and scale values; a scale is for 64 values or the row.
-      layout: the row's layout.
-      largest: a function that returns the maximum of [size] float32 over the row's channels, whoever holds them.
-      first: the first channel, a multiple of 64.
-      keep: whether to store anything.
-      scratch: as in `vectors.exchange`.
+      x: [size] float32 vector over the warpgroup, consecutive channels of the row.
+      pools: references to the row's codes, RoPE values and scales in the pools.
+      layout: layout of the row.
+      largest: function of a [size] float32 vector that returns its maximum over all channels of the row, also those of
+        other warpgroups. Only called if the row has a single scale.
+      first: number of the first channel in `x`, a multiple of 64.
+      keep: bool scalar, whether to store anything.
+      scratch: scratch memory of `vectors.exchange`.
     """
     nope, rope, scale = pools
     size = jnp.abs(x)
@@ -124,7 +144,14 @@ def encode_row(x: jax.Array, pools, layout: RowLayout, largest: Callable, first,
 
 
 def encode_key(x: jax.Array, pools, layout: KeyLayout, scratch) -> None:
-    """Quantizes and stores an index key x [D] float32; `pools` are references to its codes and scale bytes."""
+    """Quantizes an indexer key and stores it.
+
+    Args:
+      x: [D] float32 vector over the warpgroup, the key.
+      pools: references to the key's codes [D / 2] and scales in the pools, uint8.
+      layout: layout of the key.
+      scratch: scratch memory of `vectors.exchange`.
+    """
     codes, scale = pools
     channel = vectors.channels(x.shape[0])
     if layout.hadamard:
@@ -132,16 +159,23 @@ def encode_key(x: jax.Array, pools, layout: KeyLayout, scratch) -> None:
     amax = vectors.butterfly(jnp.maximum, jnp.abs(x), layout.scale_block // 2, 1, scratch)
     stored, _, factor = key_scales(amax, layout, vectors.layout(x.shape[0]))
     code = e2m1_codes(x * factor)
-    # The even channel of a pair writes both nibbles, its own as the low one.
+    # The even channel of a pair stores the byte of both codes, its own in the lower 4 bits.
     pair = code | (vectors.exchange(code, 1, scratch) << 4)
     vectors.store_channels(codes, pair.astype(jnp.uint8), channel, every=2)
     vectors.store_channels(scale, stored, channel, every=layout.scale_block)
 
 
 def key_scales(amax: jax.Array, layout: KeyLayout, registers) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the scale bits, uint8, the steps and the factors, float32, of blocks of E2M1 values.
+    """Computes scales of blocks of values that are stored as E2M1.
 
-    `registers` is the register layout of `amax`, the blocks' largest magnitudes, float32.
+    Args:
+      amax: float32, the largest magnitude of each block.
+      layout: layout of the key, which has the format of the scales.
+      registers: register layout of `amax`.
+
+    Returns:
+      (bits of the scale, uint8; the scale with `global_scale`, float32, by which codes are multiplied; 1 / this scale,
+      float32, by which values are multiplied, or 0 if the scale is 0).
     """
     if layout.scale == "e8m0":
         bits = _e8m0_ceil(jnp.maximum(amax, E2M1_MAX * 2.0**-126) * (1 / E2M1_MAX))
@@ -172,14 +206,17 @@ def _power_of_two(bits):
 
 
 def _e4m3_value(bits):
-    """Decodes non-negative codes, by integer operations: compilers may delete a pair of casts and its rounding."""
+    """Returns the float32 values of non-negative E4M3 codes.
+
+    It uses integer operations, since compilers may delete a cast to E4M3 and back, and the rounding with it.
+    """
     size = bits.astype(jnp.int32)
     normal = lax.bitcast_convert_type((size << 20) + (120 << 23), jnp.float32)
     return jnp.where(size < 8, size.astype(jnp.float32) * 2.0**-9, normal)
 
 
 def e2m1_codes(x: jax.Array) -> jax.Array:
-    """Rounds float32 to E2M1 codes 0 to 15, int32, ties to even."""
+    """Rounds float32 to E2M1, ties to even, and returns the codes 0 .. 15, int32."""
     size = jnp.abs(x)
     code = (lax.bitcast_convert_type(x, jnp.int32) >> 28) & 8
     for midpoint, up in _MIDPOINTS:

@@ -1,4 +1,4 @@
-"""Scores of one chunk: a pipeline of key tiles from global memory to the tensor cores."""
+"""Scores of one chunk, up to 8 tokens of a request: a pipeline of key tiles from global memory to the tensor cores."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
-FLAGS = 32  # tiles whose flags fit into a word
+FLAGS = 32  # number of tiles whose flags "has scales far apart" fit into an int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,16 +28,16 @@ class Config:
     blocks: int = MULTIPROCESSORS  # number of blocks, which share the work equally
     warpgroups: int = 4  # number of warpgroups in a block; they hide each other's waits
     stages: int = 4  # number of tiles of a warpgroup that are being copied or read
-    chunk_tokens: int = 8  # maximum number of tokens in a chunk, whose queries fit into shared memory
-    plan_in_xla: bool = False  # whether XLA computes the blocks' shares; otherwise each block searches for its own
+    chunk_tokens: int = 8  # maximum number of tokens in a chunk; shared memory has to hold their queries
+    plan_in_xla: bool = False  # whether XLA computes all shares of the work; otherwise each block searches for its own
 
     @classmethod
     def for_tokens(cls, tokens: int, interpret: bool = False) -> "Config":
         """Chooses the configuration for a number of tokens."""
-        # Four warpgroups leave 128 registers to a thread. Interpreted, warpgroups that wait for each other would
-        # block the CPU's few threads.
+        # With four warpgroups a thread has 128 registers. If interpreted, several warpgroups that wait for each other
+        # would block the CPU's few threads.
         blocks, warpgroups = (3, 1) if interpret else (MULTIPROCESSORS, 4)
-        # The search of a block takes 0.2 ms for 8,192 tokens.
+        # The search of a block for its own share takes 0.2 ms for 8,192 tokens.
         return cls(blocks, warpgroups, chunk_tokens=min(8, tokens), plan_in_xla=tokens > 256)
 
 
@@ -45,11 +45,12 @@ class Config:
 class Scratch:
     """The shared memory and barriers of a block."""
 
-    queries_full: Any  # barriers, one for each token of a chunk whose query and head weights were copied
-    queries_empty: Any  # barrier at which every warpgroup arrives when it no longer reads the queries
+    queries_full: Any  # a barrier for each token of a chunk: its queries and head weights were copied
+    queries_empty: Any  # a barrier: every warpgroup has read the queries of the previous chunk
     queries_smem: Any  # [chunk_tokens * 64, 128] queries of the chunk
     weights_smem: Any  # [chunk_tokens, 64] float32 head weights of the chunk
-    tiles_smem: Any  # [tiles, 64, 64] codes and [tiles, 64, 4 or 8] scales of `config.stages` tiles per warpgroup
+    # ([tiles, 64, 64] uint8 codes, [tiles, 64, 4 or 8] uint8 scales), `config.stages` tiles for each warpgroup
+    tiles_smem: Any
 
     @classmethod
     def types(cls, config: Config, q_dtype: Any, scale_width: int) -> "Scratch":
@@ -67,13 +68,16 @@ class Scratch:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkScorer:
-    """A warpgroup's view of a chunk, of whose tiles the block has a share; `i` numbers the warpgroup's tiles."""
+    """A warpgroup's view of a chunk and of the block's share of the chunk's tiles.
+
+    In all methods, `i` is the number of a tile among those of this warpgroup in the share.
+    """
 
     token: Any  # int32 scalar, the chunk's first token
     count: Any  # int32 scalar, number of tokens in the chunk
     slot: Any  # int32 scalar, row of the block table
-    first_tile: Any  # int32 scalar, the block's first tile of the request's keys
-    end_tile: Any  # int32 scalar, end of the block's tiles
+    first_tile: Any  # int32 scalar, first tile of the block's share; tile n has the request's keys from 64 * n on
+    end_tile: Any  # int32 scalar, end of the tiles of the block's share
     config: Config
     warpgroup: Any  # int32 scalar, number of the warpgroup
     q_gmem: Any  # [T, 64, 128] rounded queries
@@ -84,7 +88,7 @@ class ChunkScorer:
 
     def run(self) -> None:
         """Scores the chunk's tiles for its tokens."""
-        # Orders reads of shared memory before the bulk copies that overwrite it.
+        # Orders this warpgroup's reads of the previous chunk's queries before the bulk copies that overwrite them.
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.scratch.queries_empty)
         pl.when(self.warpgroup == 0)(jax.named_scope("load_queries")(self._load_queries))
@@ -117,31 +121,35 @@ class ChunkScorer:
     # --- addresses ---
 
     def _tile(self, i):
-        """Returns the number of the tile among the request's."""
+        """Returns the number of the tile among all tiles of the request's keys."""
         return self.first_tile + self.warpgroup + i * self.config.warpgroups
 
     def _stage(self, i):
         return self.warpgroup * self.config.stages + lax.rem(i, self.config.stages)
 
     def _in_blocks(self, operation, i):
-        """Returns the first key of each warp, divided (div or rem) by the keys per block; unsigned is faster."""
+        """Returns the block, or the place in the block, of each warp's first key, [4] int32 in layout PER_WARP.
+
+        `operation` is `lax.div` for the block's column in the block table, `lax.rem` for the place. The numbers are
+        unsigned, because an unsigned division is faster.
+        """
         warp_key = plgpu.broadcasted_iota(jnp.int32, (4,), 0, layout=PER_WARP) * WARP_KEYS
         key = (self._tile(i) * KEYS + warp_key).astype(jnp.uint32)
         return operation(key, jnp.uint32(self.keys.per_block)).astype(jnp.int32)
 
     def _load_block_ids(self, i):
-        """Loads the block id of each warp's keys."""
+        """Loads the block id of each warp's 16 keys, which are in one block: [4] int32 in layout PER_WARP."""
         max_blocks = self.keys.block_table.shape[1]
         column = jnp.minimum(self._in_blocks(lax.div, i), max_blocks - 1)
         return load_words(self.keys.block_table, self.slot * max_blocks + column, PER_WARP)
 
     def _first_rows(self, i, block_ids):
-        """Returns the pool row of each warp's first key."""
+        """Returns the row of each warp's first key in the pools, leading axes merged: [4] int32 in layout PER_WARP."""
         block = self.keys.layer * self.keys.codes.shape[1] + jnp.maximum(block_ids, 0)
         return block * self.keys.per_block + self._in_blocks(lax.rem, i)
 
     def _start_copy(self, i, block_ids):
-        """Starts to copy a tile; past the last tile there is nothing to copy, and no thread waits for it."""
+        """Starts to copy a tile to its stage. Past the last tile of the share, it commits a group without copies."""
         stage = self._stage(i)
         rows = self._first_rows(i, block_ids)
         is_wanted = self._tile(i) < self.end_tile
@@ -151,7 +159,16 @@ class ChunkScorer:
     # --- scores ---
 
     def _score_run(self, own, number, carry):
-        """Scores up to 32 tiles, then those of them again that have keys with scales far apart."""
+        """Scores a run of up to 32 tiles. Afterwards it scores those tiles again whose keys have scales far apart.
+
+        Args:
+          own: int32 scalar, number of tiles of this warpgroup.
+          number: int32 scalar, number of the run.
+          carry: (block ids of the next tile to copy; bits that say which block ids were missing, see `_push_sign`).
+
+        Returns:
+          The new carry.
+        """
         begin = number * FLAGS
         end = jnp.minimum((number + 1) * FLAGS, own)
         far = None
@@ -194,7 +211,7 @@ class ChunkScorer:
         score_far(tile, tokens=self.count, row=self.token, **self._operands(i, block_ids))
 
     def _operands(self, i, block_ids):
-        """Returns the operands of `score` and `score_far` that do not depend on the token."""
+        """Returns the keyword arguments of `score` and `score_far` that do not depend on the token."""
         nvfp4_factor = self.keys.layout.global_scale * 2.0**key_tiles.SHIFT
         return {
             "queries": self.scratch.queries_smem,
@@ -207,5 +224,5 @@ class ChunkScorer:
 
 
 def _push_sign(words, block_ids):
-    """Shifts into each word a bit that says whether a block is missing."""
+    """Shifts the sign of each block id into the lowest bit of its word: 1 if the block is missing (id -1)."""
     return words << 1 | lax.shift_right_logical(block_ids, jnp.int32(31))

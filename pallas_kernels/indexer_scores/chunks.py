@@ -1,4 +1,7 @@
-"""Chunks: adjacent tokens of one request whose queries share the tiles of its keys, and equal shares of their work."""
+"""The division of tokens into chunks, and of the chunks' work into equal shares for the blocks of a kernel.
+
+A chunk is adjacent tokens of one request. A tile of 64 of the request's keys is loaded once for all of them.
+"""
 
 from typing import Any
 
@@ -13,7 +16,7 @@ from pallas_kernels.runtime.launch import primitive
 from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
-# Layout of [32], one value per lane, the same in every warp.
+# Layout of arrays [32]: each lane of a warp has one value, and all four warps have the same values.
 _TILING = plgpu.Tiling(((32,), (1,)))
 _ALL_WARPS = plgpu.Replicated(4)
 LANES = plgpu.Layout.TILED(_TILING, warp_dims=(_ALL_WARPS,), lane_dims=(-2,), vector_dim=-1)
@@ -21,7 +24,10 @@ _SCALAR = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 def run_bounds(slots: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the first and one-past-last token of each token's run, the consecutive tokens of one request."""
+    """Returns the start and the end of each token's run, each [T] int32.
+
+    A run is a maximal sequence of adjacent tokens with the same slot. `slots` is [T] int32.
+    """
     tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
     changes = slots[1:] != slots[:-1]
     edge = jnp.ones((1,), bool)
@@ -34,12 +40,12 @@ def run_bounds(slots: jax.Array) -> tuple[jax.Array, jax.Array]:
 class Chunks:
     """The division of a call's tokens into chunks.
 
-    A chunk has consecutive tokens of one request, in groups of `size` from the request's first token on. Its cost is
-    the number of tiles that it sees times the number of its tokens.
+    Each request's tokens are divided into chunks of `size` tokens, except that its last chunk may have fewer. The cost
+    of a chunk is its number of tokens times the number of tiles of 64 keys that are visible to its last token.
     """
 
-    slots: Any  # [T] int32 array, or within a kernel a reference to it
-    positions: Any  # [T] int32 array, or within a kernel a reference to it
+    slots: Any  # [T] int32 request slots, an array, or within a kernel a reference to it; -1 = padding
+    positions: Any  # [T] int32 positions of the tokens, an array, or within a kernel a reference to it
     size: int = static_field()  # maximum number of tokens in a chunk
     compress_rate: int = static_field()  # number of tokens per key
     max_keys: int = static_field()  # maximum number of keys of a request
@@ -50,7 +56,10 @@ class Chunks:
         return lax.div(keys + (KEYS - 1), KEYS)
 
     def costs(self) -> jax.Array:
-        """Returns [T] int32, the cost of the chunk that starts at each token, or 0. For arrays, outside of kernels."""
+        """Returns the cost of the chunk that starts at each token, [T] int32; 0 for tokens at which no chunk starts.
+
+        It is for arrays, outside of kernels.
+        """
         token = jnp.arange(self.slots.shape[0], dtype=jnp.int32)
         start, end = run_bounds(self.slots)
         count = jnp.where((token - start) % self.size == 0, jnp.minimum(end - token, self.size), 0)
@@ -58,10 +67,15 @@ class Chunks:
         return jnp.where(self.slots >= 0, count * self.num_tiles(last), 0)
 
     def costs_of_lanes(self, first: jax.Array, run: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns `costs` of the tokens first .. first + 31, one for each lane, [32] int32 in layout LANES.
+        """Computes `costs` of 32 tokens within a kernel.
 
-        A run is the adjacent tokens of a request. `run` is the first token of the run that token `first - 1` is in;
-        the second result is that of the run that token `first + 31` is in, for the next call.
+        Args:
+          first: int32 scalar, the first of the tokens.
+          run: int32 scalar, start of the run that token `first - 1` is in, see `run_bounds`; ignored if `first` is 0.
+
+        Returns:
+          (costs of the tokens first .. first + 31, [32] int32 in layout LANES; start of the run that token `first + 31`
+          is in, the argument `run` for the next 32 tokens).
         """
         tokens = self.slots.shape[0]
 
@@ -81,7 +95,7 @@ class Chunks:
         return jnp.where(starts, count * self.num_tiles(load(self.positions, token + count - 1)), 0), run
 
     def at(self, token: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the slot, the number of tokens and the number of tiles of the chunk that starts at a token."""
+        """Returns (slot, number of tokens, number of tiles) of the chunk that starts at a token, as int32 scalars."""
         tokens = self.slots.shape[0]
         slot = self.slots[token]
         count = jnp.int32(1)
@@ -92,7 +106,14 @@ class Chunks:
         return slot, count, jnp.where(slot >= 0, self.num_tiles(self.positions[token + count - 1]), 0)
 
     def share(self, number: jax.Array, num_shares: int) -> tuple[jax.Array, ...]:
-        """Finds, within a kernel, one of several equal shares of the work, whose units are numbered by `costs`.
+        """Finds a share of the work within a kernel.
+
+        The units of work are numbered in the order of the chunks; a chunk has as many as it costs. The shares are
+        ranges of units, whose sizes differ by at most 1.
+
+        Args:
+          number: int32 scalar, number of the share.
+          num_shares: number of shares.
 
         Returns:
           int32 scalars: the first unit of the share, the end of its units, the first token of the chunk that the first
@@ -118,7 +139,7 @@ class Chunks:
             return token + 32, token + lane, before, run
 
         def is_unfinished(carry):
-            # The lane is 32 if the token was not among the last ones.
+            # `find_share` returned lane 32 if the unit is in none of the last 32 tokens' chunks. Then both are equal.
             return (carry[0] < tokens) & (carry[0] == carry[1])
 
         _, token, before, _ = lax.while_loop(is_unfinished, search, (zero, zero, zero, zero))
@@ -126,7 +147,15 @@ class Chunks:
 
 
 def planned_shares(costs: jax.Array, num_shares: int) -> jax.Array:
-    """Returns [4 * num_shares] int32, the results of `Chunks.share` for each share, from `Chunks.costs`, by XLA."""
+    """Computes the four results of `Chunks.share` for every share, outside of a kernel.
+
+    Args:
+      costs: [T] int32 from `Chunks.costs`.
+      num_shares: number of shares.
+
+    Returns:
+      [4 * num_shares] int32, the results for share i from element `4 * i` on.
+    """
     ends = jnp.cumsum(costs)
     units = ends[-1] // num_shares
     extra = ends[-1] % num_shares
@@ -139,7 +168,7 @@ def planned_shares(costs: jax.Array, num_shares: int) -> jax.Array:
 
 @primitive
 def sum_lanes(x: jax.Array) -> jax.Array:
-    """Returns the sum of [32] int32 in layout LANES."""
+    """Returns the sum of x, [32] int32 in layout LANES, as an int32 scalar."""
     return jnp.sum(x)
 
 
@@ -150,10 +179,14 @@ def _(x):
 
 @primitive
 def latest_start(starts: jax.Array, earlier: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Finds the start of each lane's run; returns [32] int32 in layout LANES, and the value of lane 31.
+    """Finds the start of the run that each lane's token is in.
 
-    `starts` has the start of a run in the lane in which it starts, and -1 in the others; `earlier` is the start of the
-    run that reaches into lane 0.
+    Args:
+      starts: [32] int32 in layout LANES, the token of a lane if a run starts there, otherwise -1.
+      earlier: int32 scalar, start of the run that the token before lane 0 is in.
+
+    Returns:
+      (starts of the runs, [32] int32 in layout LANES; the value of lane 31, an int32 scalar).
     """
     lane = lax.iota(jnp.int32, 32)
     start = jnp.max(jnp.where(lane[None, :] <= lane[:, None], starts[None, :], -1), axis=1)
@@ -176,12 +209,19 @@ def _emit_latest_start(starts, earlier):
 
 @primitive
 def find_share(x: jax.Array, begin: jax.Array, base: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Finds the lane of the item that has unit `begin`, or 32 if none has; also returns `base` + the costs before it.
+    """Finds the lane whose units of work include unit number `begin`.
 
-    The items' costs x are [32] int32 >= 0 in layout LANES, the others int32 scalars.
+    Args:
+      x: [32] int32 in layout LANES, at least 0, the number of units of each lane.
+      begin: int32 scalar, number of a unit, counted from the first unit of lane 0.
+      base: int32 scalar, number of units before lane 0.
+
+    Returns:
+      (the lane, or 32 if `begin` is past the units of all lanes; `base` plus the number of units before this lane), as
+      int32 scalars.
     """
     lane = lax.iota(jnp.int32, 32)
-    # In cumsum the interpreter's threads can block each other.
+    # No `cumsum`, in which the interpreter's threads can block each other.
     ends = jnp.sum(jnp.where(lane[None, :] <= lane[:, None], x[None, :], 0), axis=1)
     before = ends <= begin
     return jnp.sum(before.astype(jnp.int32)), base + jnp.max(jnp.where(before, ends, 0))

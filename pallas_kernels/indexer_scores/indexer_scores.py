@@ -1,17 +1,20 @@
-"""The lightning indexer's scores of all visible keys.
+"""The lightning indexer's scores of all keys that are visible to each token.
 
     score[t, s] = sum_h weights[t, h] * relu(q[t, h] . key[s])
 
-Grid: one persistent block per SM, each with an equal share of the work. Up to 8 tokens of a request form a chunk, whose
-work is the number of 64-key tiles that it sees times its tokens.
+A tile is 64 keys. Up to 8 adjacent tokens of a request form a chunk. A unit of work is a tile and a token, so that a
+chunk's work is its number of visible tiles times its number of tokens. The grid is one persistent block per SM, and
+each block gets an equal share of the units.
 
     warpgroup  role          does                                                     waits for      signals
     0          load_queries  copies a chunk's queries and head weights (TMA)          queries_empty  queries_full
-    all        start_copy    copies packed keys 3 tiles ahead; each thread its own                   (cp.async groups)
+    all        start_copy    copies packed keys 3 tiles ahead of their use; each                     (cp.async groups)
+                             thread copies the keys that it reads
     all        score_tile    unpacks a tile, multiplies it with each token's queries  queries_full   queries_empty
                              (wgmma) and adds up the heads
 
-Warpgroups take tiles in turn. `key_tiles` explains the formats and when a tile is scored a second time.
+Warpgroups take a chunk's tiles in turn. The module `key_tiles` explains the formats of keys, and when a tile is scored
+a second time.
 """
 
 import dataclasses
@@ -45,15 +48,16 @@ def indexer_scores(
     Args:
       q: [T, 64, 128] queries from `round_index_query`, float8_e4m3fn for MXFP4 keys and bfloat16 for NVFP4 keys.
       weights: [T, 64] float32 head weights from `round_index_query`.
-      slots: [T] int32, row of the block table; -1 = padding. The tokens of a slot are adjacent.
-      positions: [T] int32, ascending in a slot; -1 = padding.
+      slots: [T] int32, each token's request slot, a row of the block table; -1 = padding. The tokens of a slot are
+        adjacent.
+      positions: [T] int32, each token's position in its request, ascending in a slot; -1 = padding.
       keys: the layer's keys.
-      config: tuning choices, or None for the measured ones.
+      config: tuning choices, or None for `Config.for_tokens`.
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
-      [T, E] float32 scores, E = max_blocks * keys per block; -inf for a visible key without a block. Values past the
-      visible keys, and in rows of padding, are unspecified.
+      [T, E] float32 scores, E = max_blocks * keys per block. The score of a visible key is -inf if the block table has
+      no block for it. Scores of keys that are not visible, and rows of padding, are unspecified.
 
     Raises:
       NotImplementedError: the layout, a shape or a dtype is not supported.
@@ -78,7 +82,10 @@ def indexer_scores(
             begin, end, token, base = (shares_gmem[4 * block + i] for i in range(4))
 
         def score_next_chunk(state):
-            """Scores this block's share of the chunk that starts at a token; `base` is the work before the chunk."""
+            """Scores this block's share of a chunk, and returns the state for the next chunk.
+
+            The state is (first token of the chunk, number of units of work before the chunk).
+            """
             token, base = state
             slot, count, tiles = chunks.at(token)
 

@@ -1,17 +1,22 @@
-"""Tiles of packed FP4 indexer keys in registers, as the left operand of Hopper's matrix product.
+"""Tiles of packed FP4 indexer keys in registers, as the left operand of Hopper's matrix product (`wgmma`).
 
-A warpgroup holds 64 keys of 128 dims. Warp w has keys 16w .. 16w + 15; thread (r, c) of its 8 x 4 lanes has dims
-32c .. 32c + 31 of keys r and r + 8. These are 16 contiguous bytes per key, which the thread copies itself, and whole
-scale blocks. The tensor core expects other dims in that thread. A dot product does not depend on the order of the dims,
-so `permute_dims` reorders the queries instead.
+A tile is 64 keys of 128 dims, held by a warpgroup. Warp w has keys 16w .. 16w + 15. Its 32 lanes are numbered (r, c),
+8 x 4, and lane (r, c) has dims 32c .. 32c + 31 of the warp's keys r and r + 8. These dims are whole scale blocks, and
+16 contiguous bytes of each key, which the thread copies itself. `wgmma` expects other dims in this thread. A dot
+product does not depend on the order of the dims, so `permute_dims` reorders the queries instead.
 
-NVFP4 keys are multiplied as bfloat16. MXFP4 keys are multiplied as E4M3, twice as fast. A key is in units of its
-largest scale and a query in units of its head's largest scale; codes times smaller scales are exact in these units. But
-the tensor core aligns 32 products and the running sum to the largest of them and drops bits below 2**-13 of it (a gpu
-test shows this). Products of codes are 0.25 to 36. If the scales of keys and queries are within NEAR binades, products
-are multiples of 2**-6 and sums below 2**8 are exact; sums of independent keys and queries are about 55. If one of a
-warp's 16 keys has scales farther apart, the warp scores all of them again as bfloat16 with float32 sums. That is rare:
-after the Hadamard rotation values are about normal, and 1 of 4 million keys of normal values had such scales.
+NVFP4 keys are multiplied as bfloat16. MXFP4 keys are multiplied as E4M3, which is twice as fast. A key is expressed in
+units of its largest scale, and a query in units of its head's largest scale. Codes times smaller scales are exact in
+these units, but sums of products may not be:
+
+  * The tensor core aligns 32 products and the running sum to the largest of them, and drops bits below 2**-13 of it (a
+    gpu test shows this).
+  * Products of two codes are 0.25 to 36. If the scales of a key, and those of a query, are within NEAR binades (factors
+    of 2) of their largest, products are multiples of 2**-6. Sums below 2**8 are then exact. Sums of independent keys
+    and queries are about 55.
+  * If one of a warp's 16 keys has scales farther apart, the warp scores all 16 again as bfloat16 with float32 sums.
+    This is rare: values are about normal after the Hadamard rotation, and 1 of 4 million keys of normal values had such
+    scales.
 """
 
 from typing import Any
@@ -34,33 +39,34 @@ from pallas_kernels.runtime.launch import primitive
 from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
-KEYS = 64  # keys in a tile
-HEADS = 64
-DIM = 128
-WARPS = 4
-WARP_KEYS = 16
-SCALE_BLOCKS = {"e8m0": 32, "e4m3": 16}
+KEYS = 64  # number of keys in a tile
+HEADS = 64  # number of heads of a query
+DIM = 128  # number of dims of a key and of a head
+WARPS = 4  # number of warps in a warpgroup
+WARP_KEYS = 16  # number of keys of a tile in a warp
+SCALE_BLOCKS = {"e8m0": 32, "e4m3": 16}  # {dtype of scales: number of dims that share a scale}
 
-# NVFP4 keys are multiplied by 2**-SHIFT, with which codes times scales are bfloat16 for every scale.
+# NVFP4 keys are multiplied by 2**-SHIFT. A code times a scale times this factor is exact in bfloat16 for every scale.
 SHIFT = 10
-# The E4M3 values of MXFP4 keys and queries are 2**TOP times the values in units of the largest scale: 6 becomes 384.
+# The E4M3 values of MXFP4 keys and queries are 2**TOP times the values in units of the largest scale. The largest code,
+# 6, becomes 384, which is in E4M3's range up to 448.
 TOP = 6
-NEAR = 2
+NEAR = 2  # maximum number of binades between scales of a key that is only scored as E4M3, see the module
 
 _WARP_TILING = plgpu.Tiling(((WARPS,), (1,)))
 _ALL_LANES = plgpu.Replicated(32)
 PER_WARP = plgpu.Layout.TILED(_WARP_TILING, warp_dims=(-2,), lane_dims=(_ALL_LANES,), vector_dim=-1)
 PER_THREAD = plgpu.ShapeDtypeStruct((mlir.THREADS,), jnp.int32, plgpu.Layout.WG_STRIDED((mlir.THREADS,), vec_size=1))
-CODES = plgpu.ShapeDtypeStruct((KEYS, DIM // 8), jnp.int32, plgpu.Layout.WGMMA_8BIT)  # words of 8; 4 per thread and key
+CODES = plgpu.ShapeDtypeStruct((KEYS, DIM // 8), jnp.int32, plgpu.Layout.WGMMA_8BIT)  # words of 8 codes
 _SCALE_TILING = plgpu.Tiling(((KEYS, 4), (WARP_KEYS, 4), (8, 4), (1,)))
 _SCALE_LAYOUT = plgpu.Layout.TILED(_SCALE_TILING, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
 SCALES = plgpu.ShapeDtypeStruct((KEYS, 4), jnp.int32, _SCALE_LAYOUT)
-E4M3_KEYS = plgpu.ShapeDtypeStruct((KEYS, DIM // 4), jnp.int32, plgpu.Layout.WGMMA_8BIT)  # words of 4
+E4M3_KEYS = plgpu.ShapeDtypeStruct((KEYS, DIM // 4), jnp.int32, plgpu.Layout.WGMMA_8BIT)  # words of 4 values
 BF16_KEYS = plgpu.ShapeDtypeStruct((KEYS, DIM // 2), jnp.bfloat16, plgpu.Layout.WGMMA)
 
 
 def check_layout(layout: KeyLayout) -> None:
-    """Raises NotImplementedError for keys that a tile cannot hold."""
+    """Raises NotImplementedError unless the layout is MXFP4 or NVFP4 with 128 dims."""
     rule = f"keys of {DIM} dims with an E8M0 scale for 32 or an E4M3 scale for 16, got {layout}"
     check_rules({rule: layout.dim == DIM and SCALE_BLOCKS.get(layout.scale) == layout.scale_block})
 
@@ -72,8 +78,9 @@ class IndexerKeys:
     Attributes:
       layer: int32 scalar, index on axis 0 of the pools.
       block_table: [slots, max_blocks] int32 block ids; -1 = none.
-      codes: [layers, blocks, keys per block, 64] uint8, pairs of E2M1 codes; a multiple of 16 keys per block.
-      scales: [layers, blocks, keys per block, 4 or 8] uint8, as the layout says.
+      codes: [layers, blocks, keys per block, 64] uint8, pairs of E2M1 codes. The number of keys per block is a multiple
+        of 16.
+      scales: [layers, blocks, keys per block, scales] uint8, 4 E8M0 or 8 E4M3 scales per key, as the layout says.
       compress_rate: number of tokens per key; token t sees the first `(positions[t] + 1) // compress_rate` keys.
       layout: format of the keys, either MXFP4 (E8M0 scales of 32 dims) or NVFP4 (E4M3 scales of 16 dims).
     """
@@ -100,7 +107,7 @@ class IndexerKeys:
         return self.block_table.shape[1] * self.per_block
 
     def check(self) -> None:
-        """Raises NotImplementedError naming the rule that a shape, dtype or layout breaks."""
+        """Raises NotImplementedError if a shape, a dtype or the layout is not supported."""
         check_layout(self.layout)
         check_array("block_table", self.block_table, jnp.int32, None, None)
         check_pools(self.layout, (self.codes, self.scales))
@@ -109,9 +116,14 @@ class IndexerKeys:
 
 
 def permute_dims[A: (jax.Array, np.ndarray)](x: A, dtype: Any) -> A:
-    """Returns x [..., 128] in the order in which tiles of a dtype (float8_e4m3fn or bfloat16) hold the dims."""
+    """Returns x [..., 128] with its dims in the order in which `wgmma` multiplies the dims of a tile.
+
+    `dtype` is the dtype of the multiplied keys and queries, float8_e4m3fn or bfloat16.
+    """
     sizes = (4, 4, 2, 2, 2)
     order = (1, 3, 4, 0, 2)
+    # The digits of a dim's number, and their order in the result. A k step is the 16 (bfloat16) or 32 (E4M3) dims of
+    # one `wgmma`; "nibble" numbers the FP4 codes in a half word.
     # dim = (lane's 32, word's 8, half word, k step's half, nibble) -> (k step, nibble, lane, half word)
     if dtype == jnp.float8_e4m3fn:
         # dim = (lane's 32, word's 8, half word, nibble) -> (k step, half word, lane, nibble)
@@ -123,13 +135,16 @@ def permute_dims[A: (jax.Array, np.ndarray)](x: A, dtype: Any) -> A:
 
 
 def transforms(dtype) -> tuple:
-    """Returns the transforms of queries in shared memory."""
+    """Returns the tiling and the 128-byte swizzle of queries of a dtype in shared memory."""
     return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
 
 
 @primitive
 def load_words(ref, index: jax.Array, layout) -> jax.Array:
-    """Loads elements of an int32 array in global memory, axes merged; `index` has one value per thread in `layout`."""
+    """Loads `ref.reshape(-1)[index]` from an int32 array in global memory.
+
+    `index` is an int32 array in `layout`, in which every thread holds one element; so is the result.
+    """
     return ref[...].reshape(-1)[index]
 
 
@@ -143,10 +158,15 @@ def _(ref, index, layout):
 
 @primitive
 def start_tile(tiles_smem, stage: jax.Array, pools, rows: jax.Array, is_wanted: jax.Array) -> None:
-    """Starts to copy a tile, if `is_wanted`; each thread copies the bytes that it reads later.
+    """Starts to copy a tile of keys to shared memory. Each thread copies the bytes that it reads later.
 
-    The codes and scales of `pools` go to `tiles_smem`, ([stages, 64, 64], [stages, 64, 4 or 8]) uint8. `rows` [4] in
-    layout PER_WARP has the pool row of each warp's first key, leading axes merged; a warp's 16 keys are adjacent.
+    Args:
+      tiles_smem: (codes [stages, 64, 64] uint8, scales [stages, 64, 4 or 8] uint8) in shared memory.
+      stage: int32 scalar, index of the stage to write to.
+      pools: (codes, scales) in global memory, as in `IndexerKeys`.
+      rows: [4] int32 in layout PER_WARP, row of each warp's first key in the pools with leading axes merged. The warp's
+        other 15 keys are in the rows after it.
+      is_wanted: bool scalar, whether to copy anything.
     """
     rows = (jnp.where(is_wanted, rows, 0)[:, None] + lax.iota(jnp.int32, WARP_KEYS)[None, :]).reshape(-1)
     for target, pool in zip(tiles_smem, pools, strict=True):
@@ -176,7 +196,12 @@ def _emit_start_tile(tiles_smem, stage, pools, rows, is_wanted):
 
 @primitive
 def read_tile(tiles_smem, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Reads a copied tile: words of 8 codes [64, 16] int32 and the scale bytes of each 32 dims [64, 4] int32."""
+    """Reads a tile that `start_tile` has copied.
+
+    Returns:
+      (words [64, 16] int32 of 8 codes each, scales [64, 4] int32). An element of the scales has the bytes for 32 dims:
+      one E8M0 scale, or two E4M3 scales.
+    """
     return _pack_bytes(*(ref[stage] for ref in tiles_smem))
 
 
@@ -197,7 +222,7 @@ def _emit_read_tile(tiles_smem, stage):
 
 @primitive
 def load_tile(pools, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Loads a tile from global memory in the form of `read_tile`, without a copy ahead."""
+    """Loads a tile from global memory to registers. Arguments are as in `start_tile`, results as in `read_tile`."""
     rows = (rows[:, None] + lax.iota(jnp.int32, WARP_KEYS)[None, :]).reshape(-1)
     return _pack_bytes(*(pool[...].reshape(-1, pool.shape[-1])[rows] for pool in pools))
 
@@ -209,7 +234,16 @@ def _emit_load_tile(pools, rows):
 
 
 def _words(codes, scales, row, width):
-    """Emits loads of a thread's two keys, the first at a 64-bit row; returns 8 words of codes and 2 scale bytes."""
+    """Emits loads of a thread's 32 dims of its two keys.
+
+    Args:
+      codes, scales: MLIR pointers to the codes and scales of row 0.
+      row: row of the thread's first key, 64 bits; the second key is 8 rows after it.
+      width: number of scales of a key, 4 or 8.
+
+    Returns:
+      (8 words of codes, 4 for each key; 2 words with the scale bytes of each key).
+    """
     groups = width // 4
     dims = _own_key()[1]
     codes = mlir.at(codes, mlir.multiply_add(row, DIM // 2, mlir.to_i64(dims * 16)))
@@ -226,21 +260,23 @@ def _words(codes, scales, row, width):
 
 
 def _own_key():
-    """Returns this thread's first key in a tile and the number of its 32 dims."""
+    """Returns (number of this thread's first key in a tile, c), where 32c .. 32c + 31 are the thread's dims."""
     thread = thread_ops.thread() % mlir.THREADS
     return (thread >> 5) * WARP_KEYS + (thread >> 2 & 7), thread & 3
 
 
 def _own_row(rows):
-    """Returns the pool row of this thread's first key, 64 bits, from that of the warp's first key."""
+    """Returns the row of this thread's first key in the pools, 64 bits; `rows` has the row of the warp's first key."""
     return mlir.to_i64(U32(mlir.scalar(rows)) + _own_key()[0] % WARP_KEYS)
 
 
 @primitive
 def unpack_nvfp4(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Unpacks NVFP4 keys to the product's left operand, without the layout's `global_scale`.
+    """Dequantizes a tile of NVFP4 keys from `read_tile`, without the layout's `global_scale`.
 
-    Returns the keys times 2**-SHIFT, exact, as two halves [64, 64] bfloat16 of the permuted dims.
+    Returns:
+      (low, high), each [64, 64] bfloat16: the two halves of the dims in the order of `permute_dims`, as left operands
+      of `wgmma`. They are the exact values times 2**-SHIFT.
     """
     words, scales = tile
     bits = (scales[:, :, None] >> (8 * lax.iota(jnp.int32, 2))[None, None, :]).astype(jnp.uint8)
@@ -256,12 +292,13 @@ def _emit_unpack_nvfp4(tile):
     halves: list[list[Any]] = [[None] * 16, [None] * 16]
     pair_type = mlir.vector_type(2, ir.BF16Type.get())
     for row, (quad, scale) in enumerate(zip(words.registers.flat, mlir.values(scales), strict=True)):
-        # E4M3's bits, moved, are a bfloat16 2**120 smaller; unpacked codes are 2**126 smaller.
+        # The bits of an E4M3 scale, shifted, are a bfloat16 of the scale times 2**-120. `e2m1_pairs` returns values
+        # times 2**-126. The constants undo both factors.
         exact = [multiply((U32(scale) >> 8 * i & 0x7F) * 0x00100010, 0x7B807B80) for i in range(2)]
         factors = [multiply(x, (127 + 126 - SHIFT) * 0x00800080) for x in exact]
         for i, word in enumerate(mlir.values(quad)):
             for pair, bits in enumerate(e2m1_pairs(U32(word))):
-                # Place of the register in the operand of one of 8 steps of 16 dims.
+                # The product has 8 k steps of 16 dims. This is the place of the register in the operand of a step.
                 step = 2 * i + pair // 2
                 column = pair % 2
                 value = multiply(bits, factors[i // 2])
@@ -271,13 +308,19 @@ def _emit_unpack_nvfp4(tile):
 
 @primitive
 def unpack_mxfp4(tile: tuple[jax.Array, jax.Array], far: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Unpacks MXFP4 keys to the product's left operand; adds a flag for scales far apart to `far`, [128] int32.
+    """Converts a tile of MXFP4 keys to E4M3, and flags keys whose scales are far apart.
+
+    Args:
+      tile: result of `read_tile`.
+      far: [128] int32 in layout PER_THREAD, flags of earlier tiles.
 
     Returns:
-      values: [64, 32] int32, words of 4 E4M3 values of the permuted dims, 2**TOP times the values in units of the key's
-        largest scale; wrong for scales that are more than NEAR binades smaller.
-      largest: [64, 4] int32, the key's largest scale byte.
-      far: the flags, shifted by one bit; the lowest bit is set if one of the thread's two scales is so small.
+      values: [64, 32] int32, the left operand of `wgmma`: words of 4 E4M3 values, dims in the order of `permute_dims`.
+        They are 2**TOP times the values in units of the key's largest scale. Values of scales that are more than NEAR
+        binades smaller are wrong.
+      largest: [64, 4] int32, the key's largest scale byte, four times.
+      far: the flags shifted left by one bit. The lowest bit is set if the scale of one of the thread's two keys is more
+        than NEAR binades smaller than the key's largest scale.
     """
     words, scales = tile
     largest = jnp.broadcast_to(jnp.max(scales, axis=1, keepdims=True), scales.shape)
@@ -300,26 +343,32 @@ def _emit_unpack_mxfp4(tile, far):
 
 @primitive
 def any_set(words: jax.Array, bits: jax.Array) -> jax.Array:
-    """Returns whether one of the bits of an int32 scalar is set in the warpgroup's words [128] int32."""
+    """Returns, as a bool scalar, whether any of the warpgroup's words has one of the bits of a mask.
+
+    `words` is [128] int32 in layout PER_THREAD, and `bits` is the mask, an int32 scalar.
+    """
     return jnp.any(words & bits != 0)
 
 
 @mlir.emits(any_set, PER_THREAD.layout, returns=jax.ShapeDtypeStruct((), jnp.bool_))
 def _emit_any_set(words, bits):
     code = "{ .reg .pred p; setp.ne.u32 p, $1, 0; bar.red.or.pred p, $2, 128, p; "
-    # A vote tells the compiler that the result is uniform in the warp; the line above does not.
+    # The vote tells the compiler that the result is uniform in the warp, which `bar.red` does not.
     code += "vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
     barrier = mgpu.utils.warpgroup_barrier_idx(sync=False)
     return thread_ops.ptx(code, U32(mlir.scalar(words)) & bits, barrier) > 0
 
 
 def code_values(words):
-    """Returns the values [64, 4, 32] float32 of a tile's codes, without scales; for interpreted kernels."""
+    """Returns the E2M1 values [64, 4, 32] float32 of a tile's words [64, 16]; for interpreted kernels."""
     return e2m1_value((words[:, :, None] >> (4 * lax.iota(jnp.int32, 8))[None, None, :]) & 15).reshape(KEYS, 4, -1)
 
 
 def largest_scales(scales):
-    """Emits the largest scale bytes of a thread's two keys; `scales` are the two that the thread has itself."""
+    """Emits the largest scale byte of each of a thread's two keys, over the four lanes that share them.
+
+    `scales` are the two words with the scale of the thread's own 32 dims of each key.
+    """
     scale, other_scale = map(U32, scales)
     both = scale | other_scale << 16
     for distance in (1, 2):
@@ -329,16 +378,19 @@ def largest_scales(scales):
 
 
 def e4m3_keys(words, below):
-    """Emits E4M3 keys times 2**(TOP - below), in the order of the product's operand.
+    """Emits the E4M3 values of a thread's codes times 2**(TOP - below), as words in the order of the `wgmma` operand.
 
-    A byte permutation looks up four magnitudes in a table that includes the scale; the signs are added to them.
-    `words` are codes of a thread's first key, then as many of its second; `below` has for each of the two keys the
-    binades by which its scale is smaller than the largest.
+    A byte permutation looks up four magnitudes at once in a table that includes the factor; the signs are added then.
+
+    Args:
+      words: words of 8 codes of the thread's first key, then as many of its second key.
+      below: for each of the two keys, the number of binades by which the scale of the thread's dims is smaller than the
+        key's largest scale.
     """
     keys: list[Any] = [None] * (2 * len(words))
     for number, word in enumerate(map(U32, words)):
         row, i = divmod(number, len(words) // 2)
-        # 0, 0.5, 1, 1.5 and 2, 3, 4, 6 times 2**TOP; one binade is 8.
+        # E4M3 codes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2**TOP. A factor of 2 is 8 in the code.
         low = U32(0x6C686000) - below[row] * 0x08080800
         high = U32(0x7C787470) - below[row] * 0x08080808
         sizes = word & 0x77777777

@@ -1,8 +1,9 @@
-"""Tiles of indexer queries in registers; a thread holds 32 consecutive dims of a head, which are whole scale blocks.
+"""Operations on tiles of indexer queries in registers: load, rotate, quantize and store.
 
-A warpgroup holds 32 heads of 128 dims. Warp w has heads 8w .. 8w + 7; thread (r, c) of its 8 x 4 lanes has dims
-32c .. 32c + 31 of head r. Threads exchange values only in two of the Hadamard rotation's seven steps and to reorder
-dims before a store.
+A tile is 32 heads of 128 dims, held by a warpgroup as an array [32 heads, 4 lanes, 32 dims]. Warp w has heads
+8w .. 8w + 7. Its 32 lanes are numbered (r, c), 8 x 4, and lane (r, c) has dims 32c .. 32c + 31 of head 8w + r. These
+are whole scale blocks. Therefore threads exchange values only in two of the seven steps of the Hadamard rotation, and
+to reorder dims before a store.
 """
 
 import jax
@@ -26,8 +27,8 @@ from pallas_kernels.runtime.launch import primitive
 
 HEADS = 32  # heads in a tile
 LANES = 4  # threads per head
-HELD = DIM // LANES  # dims of a thread
-# Angles of a head's pairs of channels; each warp has all of them.
+HELD = DIM // LANES  # number of dims that a thread holds
+# Size of a vector of angles over a warpgroup, see `mgpu.vectors`. Each warp has the angles of all 64 pairs of dims.
 ANGLES = mlir.THREADS * 2
 
 
@@ -42,7 +43,7 @@ _PAIRS = plgpu.ShapeDtypeStruct((HEADS, LANES, HELD // 2), jnp.float32, _layout(
 
 _WORDS = plgpu.ShapeDtypeStruct(_PAIRS.shape, jnp.int32, _PAIRS.layout)
 _E4M3_WORDS = plgpu.ShapeDtypeStruct((HEADS, LANES, HELD // 4), jnp.int32, _layout(HELD // 4))
-# A value for each head, in all of its lanes.
+# Layout of arrays [32 heads, 4 lanes] in which the lanes of a head have the same value.
 _HEAD_TILING = plgpu.Tiling(((HEADS, LANES), (8, LANES), (1,)))
 _HEAD_LAYOUT = plgpu.Layout.TILED(_HEAD_TILING, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 _PER_HEAD = plgpu.ShapeDtypeStruct((HEADS, LANES), jnp.int32, _HEAD_LAYOUT)
@@ -50,7 +51,7 @@ _PER_HEAD = plgpu.ShapeDtypeStruct((HEADS, LANES), jnp.int32, _HEAD_LAYOUT)
 
 @primitive
 def load_heads(ref, head: jax.Array) -> jax.Array:
-    """Loads rows head .. head + 31 of `ref` [n, 128] bfloat16 in global memory as a tile [32, 4, 32] float32."""
+    """Loads rows head .. head + 31 of `ref`, [n, 128] bfloat16 in global memory, as a tile [32, 4, 32] float32."""
     return ref[pl.ds(head, HEADS)].astype(jnp.float32).reshape(_TILE.shape)
 
 
@@ -66,7 +67,14 @@ def _emit_load_heads(ref, head):
 
 @primitive
 def spread_angles(x: jax.Array) -> jax.Array:
-    """Broadcasts x [256] float32 to [32, 4, 16]; values 64 i .. 64 i + 63 for each i belong to the pairs of a head."""
+    """Broadcasts values for the 64 pairs of dims to all heads of a tile.
+
+    Args:
+      x: [256] float32 vector over the warpgroup; it has the values of the 64 pairs four times, once for each warp.
+
+    Returns:
+      [32 heads, 4 lanes, 16 pairs] float32.
+    """
     return jnp.broadcast_to(x[: DIM // 2].reshape(1, LANES, HELD // 2), _PAIRS.shape)
 
 
@@ -81,7 +89,10 @@ def _emit_spread_angles(x):
 
 @primitive
 def turn(x: jax.Array, cos: jax.Array, sin: jax.Array, *, first: int) -> jax.Array:
-    """Rotates a tile's interleaved pairs from channel `first` on and rounds them to bfloat16."""
+    """Rotates a tile's interleaved pairs from dim `first` on, and rounds these dims to bfloat16.
+
+    `x` is the tile [32, 4, 32] float32; `cos` and `sin` are [32, 4, 16] float32, from `spread_angles`.
+    """
     even = x[..., 0::2]
     odd = x[..., 1::2]
     turned = jnp.stack([product(even, cos) - product(odd, sin), product(odd, cos) + product(even, sin)], axis=-1)
@@ -104,7 +115,7 @@ def _emit_turn(x, cos, sin, first):
 
 @primitive
 def hadamard(x: jax.Array) -> jax.Array:
-    """Multiplies a tile by the Hadamard matrix of 128 dims and by 128**-0.5."""
+    """Multiplies each head of a tile by the Hadamard matrix of 128 x 128 and by 128**-0.5."""
     return exact_math.hadamard(x.reshape(HEADS, DIM)).reshape(x.shape)
 
 
@@ -122,7 +133,7 @@ def _emit_hadamard(x):
                 x[i + step] = arith.subf(low, high)
         step *= 2
     for distance in (1, 2):
-        # The product with 1 or -1 is exact.
+        # Computes value + other or other - value in one instruction: the product with the sign is exact.
         upper = ((lane & distance) > 0).value
         sign = arith.select(upper, mlir.f32(-1.0), mlir.f32(1.0))
         x = [math.fma(value, sign, mgpu.utils.shfl_bfly(value, distance)) for value in x]
@@ -131,7 +142,7 @@ def _emit_hadamard(x):
 
 @primitive
 def block_largest(x: jax.Array, *, block: int) -> jax.Array:
-    """Returns the largest magnitude in each value's block of 16 or 32 dims."""
+    """Returns a tile in which each value is the largest magnitude of its block of `block` dims, 16 or 32."""
     blocks = jnp.abs(x).reshape(HEADS, -1, block)
     return jnp.broadcast_to(jnp.max(blocks, axis=2, keepdims=True), blocks.shape).reshape(x.shape)
 
@@ -148,7 +159,7 @@ def _emit_block_largest(x, block):
 
 @primitive
 def round_e2m1(x: jax.Array) -> jax.Array:
-    """Rounds a tile of values -6 .. 6 to E2M1, ties to even."""
+    """Rounds a tile of values between -6 and 6 to values of E2M1, ties to even; the result is float32."""
     return e2m1_value(e2m1_codes(x))
 
 
@@ -156,8 +167,8 @@ def round_e2m1(x: jax.Array) -> jax.Array:
 def _emit_round_e2m1(x):
     def rounded(value):
         bits = thread_ops.bits(value)
-        # E2M1's steps are half the value's power of two from 1 on, and 0.5 below. Adding 1.5 * 2**22 times the power
-        # rounds to whole steps.
+        # The step between values of E2M1 is half of the value's power of two (exponent without mantissa), and 0.5 below
+        # 1. Adding 1.5 * 2**22 times this power, and subtracting it again, rounds to a multiple of the step.
         power = (bits & 0x7F800000).maximum(0x3F800000)
         large = thread_ops.as_float(power + (22 << 23 | 1 << 22))
         whole = thread_ops.bits(arith.subf(arith.addf(value, large), large))
@@ -169,7 +180,10 @@ def _emit_round_e2m1(x):
 
 @primitive
 def pack_words(x: jax.Array) -> jax.Array:
-    """Rounds a tile to bfloat16 and packs channels 8 w + i and 8 w + i + 4, i = 0 .. 3, to words [32, 4, 16] int32."""
+    """Rounds a tile to bfloat16 and packs pairs of dims to words, [32, 4, 16] int32.
+
+    Word `4 * w + i` of a thread has its dims `8 * w + i`, in the lower half, and `8 * w + i + 4`; i is 0 .. 3.
+    """
     bits = lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16).astype(jnp.int32)
     low, high = (bits.reshape(HEADS, LANES, -1, 2, 4)[:, :, :, i] for i in range(2))
     return (low | (high << 16)).reshape(_WORDS.shape)
@@ -183,12 +197,13 @@ def _words(x):
 
 @primitive
 def mxfp4_words(x: jax.Array, layout: KeyLayout) -> tuple[jax.Array, jax.Array]:
-    """Rounds a tile to bfloat16, then to MXFP4 in blocks of 32, and writes the values as E4M3.
+    """Rounds a tile to bfloat16, then to MXFP4 in blocks of 32 dims, and expresses the values in E4M3.
 
     Returns:
-      words: [32, 4, 8] int32, E4M3 values of channels 4 w .. 4 w + 3 in units of 2**-TOP times the head's largest
-        scale, truncated to multiples of 2**-9. Blocks with scales up to 14 binades smaller are exact.
-      largest: [32, 4] int32, E8M0 bits of the head's largest scale.
+      words: [32, 4, 8] int32. Word w of a thread has the E4M3 values of its dims `4 * w .. 4 * w + 3`, in units of
+        2**-TOP times the head's largest scale. Values of blocks whose scale is up to 14 binades smaller than the
+        largest are exact; others are truncated to multiples of 2**-9.
+      largest: [32, 4] int32, E8M0 bits of the head's largest scale, the same in its four lanes.
     """
     x = round_bfloat16(x)
     bits, _, factor = key_scales(jnp.max(jnp.abs(x), axis=2, keepdims=True), layout, VALUES)
@@ -215,21 +230,22 @@ def _emit_mxfp4_words(x, layout):
     top = bits = thread_ops.bits(arith.mulf(amax, mlir.f32(1 / 6))) + 0x7FFFFF >> 23
     for distance in (1, 2):
         top = top.maximum(U32(mgpu.utils.shfl_bfly(top.value, distance)))
-    # Powers of two, as bfloat16: 2**(127 - bits) and 2**(bits - top).
+    # Pairs of equal bfloat16: 1 over the block's scale, and the block's scale over the head's largest scale.
     factor, step = ((x << 7) * 0x00010001 for x in (U32(254) - bits, U32(127) - (top - bits).minimum(30)))
     codes_of_pairs = []
     for word in words:
         value = multiply(word, factor)
-        # The rounding of `round_e2m1` in bfloat16, which has 16 bits less.
+        # Rounds as `_emit_round_e2m1` does, in bfloat16, whose mantissa is 16 bits shorter than that of float32.
         power = pair("max.u16x2", value & 0x7F807F80, U32(0x3F803F80))
         large = power + (6 << 7 | 1 << 6) * 0x00010001
         rounded = pair("sub.rn.bf16x2", pair("add.rn.bf16x2", value, large), large)
-        # A bfloat16 times 2**(TOP - 120) has the bits of E4M3, also if it is subnormal.
+        # The exponent and mantissa of the bfloat16 value * 2**(TOP - 120), shifted by 4 bits, are those of the E4M3
+        # value * 2**TOP, also if that is subnormal.
         value = multiply(multiply(rounded | value & 0x80008000, step), (127 + TOP - 120) * 0x00800080)
         codes_of_pairs.append(value >> 4 & 0x007F007F | value >> 8 & 0x00800080)
     codes_of_fours = []
     for start in range(0, len(codes_of_pairs), 4):
-        # Converts pairs of channels i and i + 4 to words of channels 0 .. 3 and 4 .. 7.
+        # Turns words with pairs of dims i and i + 4 into words of dims 0 .. 3 and of dims 4 .. 7.
         low, high = (codes_of_pairs[start + i] | codes_of_pairs[start + i + 1] << 8 for i in (0, 2))
         codes_of_fours += [halves(low, high, i) for i in range(2)]
     return codes_of_fours, [top]
@@ -237,7 +253,7 @@ def _emit_mxfp4_words(x, layout):
 
 @primitive
 def load_weights(ref, head: jax.Array) -> jax.Array:
-    """Loads elements head .. head + 31 of `ref` [n] float32 in global memory as [32, 4], one per lane of a head."""
+    """Loads elements head .. head + 31 of `ref`, [n] float32 in global memory, as [32, 4], each in 4 lanes."""
     return jnp.broadcast_to(ref[pl.ds(head, HEADS)][:, None], _PER_HEAD.shape)
 
 
@@ -248,7 +264,10 @@ def _emit_load_weights(ref, head):
 
 @primitive
 def store_weights(ref, head: jax.Array, weights: jax.Array, scale: jax.Array) -> None:
-    """Stores `weights` [32, 4] times the E8M0 scales to elements head .. head + 31 of `ref` [n] float32."""
+    """Stores weights times scales in elements head .. head + 31 of `ref`, [n] float32 in global memory.
+
+    `weights` is [32, 4] float32 from `load_weights`, and `scale` is [32, 4] int32, E8M0 bits from `mxfp4_words`.
+    """
     ref[pl.ds(head, HEADS)] = (weights * lax.bitcast_convert_type(scale << 23, jnp.float32))[:, 0]
 
 
@@ -265,9 +284,12 @@ def _own_head(head):
 
 @primitive
 def store_words(ref, head: jax.Array, words: jax.Array) -> None:
-    """Stores a packed tile in the order of `permute_dims` to rows head .. head + 31 of `ref` [n, 128].
+    """Stores a packed tile in rows head .. head + 31 of `ref`, with dims in the order of `permute_dims`.
 
-    `words` are from `pack_words` if `ref` is bfloat16, or from `mxfp4_words` if it is float8_e4m3fn.
+    Args:
+      ref: [n, 128] bfloat16 or float8_e4m3fn in global memory.
+      head: int32 scalar, number of the first row.
+      words: from `pack_words` if `ref` is bfloat16, or the first result of `mxfp4_words` if it is float8_e4m3fn.
     """
     if ref.dtype == jnp.float8_e4m3fn:
         values = lax.bitcast_convert_type(words, jnp.float8_e4m3fn).reshape(HEADS, DIM)
@@ -289,7 +311,8 @@ def _store_words_mosaic(ref, head, words):
         offset = mlir.multiply_add(mlir.to_i64(_own_head(head)), size * DIM, mlir.to_i64((lane & 3) << 4))
         pointer = mlir.at(mlir.global_pointer(ref), offset)
         for start in range(0, len(words), LANES):
-            # Each lane of a head has one word of every 16 bytes in the order of `permute_dims`: a 4 x 4 transpose.
+            # In the order of `permute_dims`, 16 adjacent bytes have a word of each of a head's four lanes. The lanes
+            # exchange words by a 4 x 4 transpose, so that each stores 16 adjacent bytes.
             four = words[start : start + LANES]
             for distance in (1, 2):
                 upper = (lane & distance) > 0
@@ -306,5 +329,5 @@ def _store_words_mosaic(ref, head, words):
 
 
 def _channels():
-    """Returns the dim of each value, for interpreted kernels."""
+    """Returns the number of the dim of each value in a tile, [32, 4, 32] int32; for interpreted kernels."""
     return HELD * lax.broadcasted_iota(jnp.int32, _TILE.shape, 1) + lax.broadcasted_iota(jnp.int32, _TILE.shape, 2)

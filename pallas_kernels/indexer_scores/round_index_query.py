@@ -1,7 +1,8 @@
-"""Queries of the lightning indexer: rotation by RoPE, and the rounding that the keys went through.
+"""The queries of the lightning indexer: their rotation by RoPE, and the quantization that indexer keys also go through.
 
-Grid: (token, slice of the heads); a block of one warpgroup holds 32 heads at a time in registers, see `query_tiles`.
-Blocks share nothing. Long calls take all heads of a token in one block, which computes the token's angles once.
+The grid is (token, slice of the heads). A block is one warpgroup and holds 32 heads at a time in registers, see
+`query_tiles`. If the call has at least as many tokens as the GPU has SMs, a block takes all heads of a token and
+computes the token's angles once.
 """
 
 import jax
@@ -30,10 +31,11 @@ def round_index_query(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Rotates queries for `indexer_scores` by RoPE and quantizes them as indexer keys are.
+    """Rotates the queries of `indexer_scores` by RoPE and quantizes them in the format of the keys.
 
-    MXFP4 queries stay in units of the head's largest scale, by which the head's weight is multiplied instead. Codes
-    with scales up to 14 binades smaller are exact; smaller ones lose 2**-15 of the largest.
+    MXFP4 queries are returned in units of the largest scale of their head, and the weight of the head is multiplied by
+    this scale instead. Values of scale blocks whose scale is up to 14 binades (factors of 2) smaller than the largest
+    are exact. Those of smaller scales lose up to 2**-15 of the largest scale.
 
     Args:
       q: [T, H, 128] bfloat16 queries, H a multiple of 32.
@@ -45,9 +47,9 @@ def round_index_query(
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
-      (queries, weights). The queries are [T, H, 128] in the order of `permute_dims`. NVFP4: dequantized, bfloat16.
-      MXFP4: float8_e4m3fn in units of 2**-TOP times the head's largest scale. The weights are [T, H] float32. MXFP4:
-      multiplied by the head's largest scale.
+      (queries [T, H, 128] with channels in the order of `permute_dims`, weights [T, H] float32). For NVFP4, the queries
+      are the dequantized values in bfloat16, and the weights are the argument. For MXFP4, the queries are float8_e4m3fn
+      in units of 2**-TOP times the head's largest scale, and the weights are multiplied by this scale.
 
     Raises:
       NotImplementedError: the layout, a shape or a dtype is not supported.
@@ -61,7 +63,7 @@ def round_index_query(
     tiles = heads // query_tiles.HEADS
     splits = tiles if tokens < MULTIPROCESSORS else 1
 
-    first_rotated = DIM if inv_freq is None else DIM - 2 * inv_freq.size  # rotated channel
+    first_rotated = DIM if inv_freq is None else DIM - 2 * inv_freq.size  # first channel that is rotated
 
     def body(q_gmem, weights_gmem, positions_gmem, inv_freq_gmem, out_gmem, scaled_gmem):
         token, split = axis_indices("token", "split")
@@ -91,7 +93,7 @@ def round_index_query(
 
 
 def _angles(token, positions, inv_freq):
-    """Returns the cosines and sines of a token's pairs."""
+    """Returns the cosines and sines of a token's angles, each [32, 4, 16] float32, see `query_tiles.spread_angles`."""
     pairs = inv_freq.shape[0]
     pair = (vectors.channels(query_tiles.ANGLES) & (DIM // 2 - 1)) - (DIM // 2 - pairs)
     position = jnp.maximum(positions[token], 0).astype(jnp.float32)
@@ -112,7 +114,11 @@ def _check(q, weights, positions, inv_freq, layout):
 
 
 def _round_mxfp4(x, layout, head, weights_gmem, scaled_gmem):
-    """Returns the tile's words in E4M3 and stores the weights of its heads times their largest scales."""
+    """Returns a tile's MXFP4 words and stores the weights of its 32 heads times their largest scales.
+
+    See `query_tiles.mxfp4_words` for the words. `head` is the index of the tile's first head in `weights_gmem` and
+    `scaled_gmem`, both [T * H] float32.
+    """
     weight = query_tiles.load_weights(weights_gmem, head)
     words, scale = query_tiles.mxfp4_words(x, layout)
     query_tiles.store_weights(scaled_gmem, head, weight, scale)
@@ -120,10 +126,10 @@ def _round_mxfp4(x, layout, head, weights_gmem, scaled_gmem):
 
 
 def _round_nvfp4(x, layout, *_):
-    """Returns the tile's words in bfloat16, quantized and dequantized."""
+    """Returns a tile's values quantized to NVFP4 and dequantized, as words from `query_tiles.pack_words`."""
     x = round_bfloat16(x) if layout.hadamard else x
     largest = query_tiles.block_largest(x, block=layout.scale_block)
     _, step, factor = key_scales(largest, layout=layout, registers=query_tiles.VALUES)
-    # E4M3 scales are rounded to nearest, so values may exceed the largest code; E8M0 scales are rounded up.
+    # E4M3 scales are rounded to nearest, so that scaled values may exceed the largest code. E8M0 scales are rounded up.
     scaled = jnp.minimum(jnp.maximum(x * factor, -E2M1_MAX), E2M1_MAX)
     return query_tiles.pack_words(query_tiles.round_e2m1(scaled) * step)

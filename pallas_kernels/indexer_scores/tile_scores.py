@@ -1,4 +1,4 @@
-"""Scores of a tile of indexer keys for one token: products on the tensor cores and the sum over heads."""
+"""Scores of a tile of 64 indexer keys for a token: products on the tensor cores, and the weighted sum over 64 heads."""
 
 import jax
 import jax.experimental.pallas as pl
@@ -17,7 +17,8 @@ from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import primitive
 
 
-# Scales that are smaller by more binades than this contribute nothing.
+# The number of binades (factors of 2) by which a scale is smaller than the key's largest scale is clamped to this
+# maximum, so that 2**-number is a normal float32.
 MAX_BELOW = 126
 
 
@@ -26,14 +27,15 @@ def score(keys: tuple[jax.Array, jax.Array], *, queries, weights, token, out, ro
     """Stores out[row, first + s] = factor * sum_h weights[token, h] * relu(queries[token, h] . keys[s]) for a tile.
 
     Args:
-      keys: the tile, from `unpack_nvfp4` or `unpack_mxfp4` without its flags.
+      keys: the tile: the result of `unpack_nvfp4`, or the first two results of `unpack_mxfp4`.
       queries: [tokens * 64, 128] bfloat16, or float8_e4m3fn for MXFP4 keys, with `transforms`, in shared memory.
       weights: [tokens, 64] float32 head weights in shared memory.
       token: int32 scalar, number of the token in the chunk.
       out: [T, E] float32 in global memory; entries past E are not written.
       row, first: int32 scalars, row of `out` and column of the tile's first key.
-      block: [4] int32 in layout PER_WARP, negative if the warp's keys do not exist; their score is -inf.
-      factor: positive factor.
+      block: [4] int32 in layout PER_WARP. If it is negative, the warp's 16 keys do not exist, and their scores are
+        -inf.
+      factor: positive factor of all scores.
     """
     if queries.dtype == jnp.float8_e4m3fn:
         tile = lax.bitcast_convert_type(keys[0], jnp.float8_e4m3fn).astype(jnp.float32).reshape(KEYS, DIM)
@@ -61,9 +63,15 @@ def _score_mosaic(keys, *, queries, weights, token, out, row, first, block, fact
 
 @primitive
 def score_far(tile: tuple[jax.Array, jax.Array], *, queries, weights, tokens, out, row, first, block, factor) -> None:
-    """Scores the keys of warps with scales far apart again, as bfloat16 with float32 sums, for all tokens of a chunk.
+    """Scores MXFP4 keys whose scales are far apart again, as bfloat16 with float32 sums, for all tokens of a chunk.
 
-    The tile is from `load_tile`, and `row` is the first token's; the other arguments are those of `score`.
+    If a key of a warp has scales more than NEAR binades apart, all 16 keys of the warp are scored.
+
+    Args:
+      tile: result of `load_tile`.
+      tokens: int32 scalar, number of tokens in the chunk.
+      row: int32 scalar, row of `out` of the first token; the other tokens' rows follow.
+      queries, weights, out, first, block, factor: as in `score`.
     """
     words, scales = tile
     largest = jnp.max(scales, axis=1, keepdims=True)
@@ -78,7 +86,7 @@ def score_far(tile: tuple[jax.Array, jax.Array], *, queries, weights, tokens, ou
         _put(total, out, row + j, first, block, only=far)
 
 
-# Arguments by name come after the tile, in alphabetical order.
+# Layouts of the arguments: of the tile's words and scales, then of the keyword arguments in alphabetical order.
 _FAR_LAYOUTS = key_tiles.CODES.layout, key_tiles.SCALES.layout, PER_WARP, None, None
 _FAR_QUERIES = plgpu.RefType(transforms(jnp.float8_e4m3fn))
 
@@ -96,14 +104,20 @@ def _emit_score_far(tile, *, queries, weights, tokens, out, row, first, block, f
         _store(sums, largest, out, row + j, first, block, factor * 2.0**TOP)
 
     with thread_ops.when(far > 0):
-        # Unpacked codes are 2**126 times smaller.
+        # `e2m1_pairs` returns the codes' values times 2**-126. The factor includes 2**126.
         factors = [(U32(127 + 126) - x) * 0x00800080 for x in below]
         keys = [[multiply(x, factors[i // 4]) for x in e2m1_pairs(U32(word))] for i, word in enumerate(words)]
         thread_ops.loop(tokens, again)
 
 
 def _totals(tile, largest, queries, weights, token):
-    """Returns the scores [64] of keys [64, 128] in units of their `largest` scales; for interpreted kernels."""
+    """Returns the scores [64] float32 of a tile for a token, without the factor; for interpreted kernels.
+
+    Args:
+      tile: [64, 128] float32 keys in the order of `permute_dims`.
+      largest: [64, 4] int32, E8M0 bits of the scale by which each key's score is multiplied; None for no scale.
+      queries, weights, token: as in `score`.
+    """
     q = queries[pl.ds(token * HEADS, HEADS)].astype(jnp.float32)
     dots = jnp.dot(tile, q.T, precision="highest")
     total = jnp.dot(jnp.maximum(dots, 0.0), weights[token], precision="highest")
@@ -111,7 +125,10 @@ def _totals(tile, largest, queries, weights, token):
 
 
 def _put(total, out, row, first, block, only=None):
-    """Stores a tile's scores, if `only` is set those of the warps that it names; for interpreted kernels."""
+    """Stores the scores [64] of a tile; for interpreted kernels.
+
+    `only` is [4] bool: whether to store the 16 scores of each warp. None stores all.
+    """
     total = jnp.where(jnp.repeat(block < 0, WARP_KEYS), -jnp.inf, total)
     for start in range(0, KEYS, WARP_KEYS):
 
@@ -121,7 +138,16 @@ def _put(total, out, row, first, block, only=None):
 
 
 def _far_sums(keys, queries, weights, token):
-    """Emits the sums of `_add_up` for a thread's two keys, whose 8 words have four pairs of dims each."""
+    """Emits products by `mma` in bfloat16 and their weighted sum over heads, for a thread's two keys.
+
+    Args:
+      keys: 8 words of codes, 4 for each key, each as a list of four words with two bfloat16 values.
+      queries, weights: as in `score`.
+      token: number of the token in the chunk.
+
+    Returns:
+      MLIR values of the result of `_add_up`, for the first and for the second key.
+    """
     lane = thread_ops.lane()
     zero = U32(mlir.f32(0.0))
     head = lane >> 2
@@ -132,20 +158,33 @@ def _far_sums(keys, queries, weights, token):
         for word in range(4):
             lines = [start + i * (8 * DIM) + ((head ^ 2 * word + half) << 4) for half in range(2)]
             first, second = (thread_ops.ptx("ld.shared.b32 $0, [$1];", line) for line in lines)
-            # Codes i and i + 4 of 8, in the order of the keys; `e4m3_pairs` are 2**120 times smaller.
+            # Pairs of values i and i + 4 of 8, as `e2m1_pairs` orders the keys. `e4m3_pairs` returns values times
+            # 2**-120.
             q = [multiply(x, 0x7B807B80) for high in range(2) for x in e4m3_pairs(halves(first, second, high))]
             for pair in (0, 2):
                 a = [keys[word + 4 * key][pair + j] for j in range(2) for key in range(2)]
                 dots = bfloat16_words.multiply_add(dots, a, q[pair : pair + 2])
         return map(U32, _add_up(dots, weights, token * HEADS + i * 8, [x.value for x in sums]))
 
-    # The compiler does not unroll a loop of unknown length, whose operands then fit into registers.
+    # The instruction hides the constant from the compiler. It does not unroll a loop of unknown length, and so the
+    # operands fit into registers.
     count = thread_ops.ptx("mov.b32 $0, $1;", U32(HEADS // 8))
     return [x.value for x in thread_ops.loop(count, add_heads, zero, zero)]
 
 
 def _add_up(dots, weights, head, sums):
-    """Emits the sums of a thread's two keys plus relu(dots) times the head weights from `head` on."""
+    """Emits `sums` plus the sum over a thread's heads of 2 * relu(dot) * head weight, for its two keys.
+
+    Args:
+      dots: float32 values of a thread in the layout of `wgmma` accumulators [64 keys, heads]: for every 8 heads two of
+        the first key, then two of the second key.
+      weights: float32 head weights in shared memory.
+      head: index of the weight of the first head.
+      sums: float32 sums of the first and of the second key so far.
+
+    Returns:
+      The two new sums. The factor 2 is left to `_store`.
+    """
     weight_index = head + ((thread_ops.lane() & 3) << 1)
     sums = list(sums)
     pointer = mlir.at(mlir.shared_pointer(weights), weight_index, mlir.f32_type())
@@ -155,14 +194,18 @@ def _add_up(dots, weights, head, sums):
         for j in range(2):
             for half in range(2):
                 x = dots[4 * i + 2 * half + j]
-                # 2 * relu(x) = x + |x|: Hopper adds at twice the rate of max.
+                # 2 * relu(x) = x + |x|. Hopper computes additions at twice the rate of maxima.
                 weight = vector.extract(pair, [], [j])
                 sums[half] = math.fma(weight, arith.addf(x, math.absf(x)), sums[half])
     return sums
 
 
 def _store(sums, largest, out, row, first, block, factor):
-    """Emits the sum over four lanes, times `factor` and the scales of `largest`, and its store."""
+    """Emits the sum over the four lanes that share two keys, times `factor / 2`, and the store of the scores.
+
+    `sums` are from `_add_up`. `largest` has the E8M0 bits of the scales of the thread's two keys, by which their scores
+    are also multiplied, or is None. The other arguments are those of `score`.
+    """
     lane = thread_ops.lane()
     total = arith.mulf(_add_quads(sums, lane), mlir.f32(0.5 * factor))
     if largest is not None:
@@ -179,7 +222,7 @@ def _store(sums, largest, out, row, first, block, factor):
 
 
 def _add_quads(sums, lane):
-    """Emits sums over the four lanes of a key; even lanes get the first key's sum, odd lanes the second key's."""
+    """Emits the sums over the four lanes that share two keys: the first key's in even lanes, the second's in odd."""
     odd = (lane & 1) > 0
     kept, sent = (arith.select(odd.value, x, y) for x, y in ((sums[1], sums[0]), sums))
     total = arith.addf(kept, mgpu.utils.shfl_bfly(sent, 1))
@@ -187,19 +230,26 @@ def _add_quads(sums, lane):
 
 
 def _dots(registers, queries, token, kind):
-    """Emits the products of a tile with a token's queries: a thread's 32 float32 values of [64 keys, 64 heads]."""
+    """Emits the `wgmma` products of a tile and a token's queries, [64 keys, 64 heads] float32, 32 for each thread.
+
+    Args:
+      registers: a thread's part of the keys, the left operand, as MLIR values of 32 bits.
+      queries: memref of the chunk's queries in shared memory.
+      token: number of the token in the chunk.
+      kind: PTX type of keys and queries, "e4m3" or "bf16".
+    """
     size = {"e4m3": 1, "bf16": 2}[kind]
     registers = [mgpu.utils.bitcast(register, mlir.int_type()) for register in registers]
     start = ((thread_ops.shared(queries) & 0x3FFFF) >> 4 | 1 << 16) + token * (HEADS * DIM * size >> 4)
     count = HEADS // 2
     steps = len(registers) // 4
     sums = ", ".join(f"${i}" for i in range(count))
-    # Stride between groups of 8 heads, and the 128-byte swizzle.
+    # Upper half of the queries' matrix descriptor: the stride between groups of 8 heads, and the 128-byte swizzle.
     high = 1 << 30 | 1024 * size >> 4
     lines = ["{ .reg .pred p; .reg .b32 l; .reg .b64 d; setp.ne.b32 p, 0, 0; wgmma.fence.sync.aligned;"]
     for step in range(steps):
         a = ", ".join(f"${count + 4 * step + i}" for i in range(4))
-        # The next 128 bytes of the heads follow after 4 steps of 32 bytes.
+        # A step reads 32 bytes of each head. After 4 steps, the next 128 bytes of the 8 heads in a tile begin.
         offset = step // 4 * 1024 + step % 4 * 32
         lines += [
             f"add.u32 l, ${count + 4 * steps}, {offset >> 4}; mov.b64 d, {{l, {high}}};",

@@ -1,3 +1,3 @@
-"""Exact top-k of scores."""
+"""The exact top-k of the indexer's scores."""
 
 from pallas_kernels.indexer_topk.indexer_topk import indexer_topk

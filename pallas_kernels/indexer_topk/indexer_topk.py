@@ -1,16 +1,17 @@
-"""Exact top-k of each row's first scores by radix select, in one launch that reads the scores once.
+"""Exact top-k of each row's first scores by radix select, in one launch.
 
-    selected(row) = the k largest of scores[row, : lengths[row]], in ascending order of their indices
+    selected(row) = indices of the k largest of scores[row, : lengths[row]], in ascending order
 
-Grid: one cluster of `plan.blocks` blocks for each row. Warpgroups have no special roles: all of them run these steps of
-`RadixSelect`, each on its own stretch of the row.
+The grid is one cluster of `plan.blocks` blocks for each row. Warpgroups have no special roles: all of them run these
+steps of `RadixSelect`, each on its own part of the row. A key is an unsigned integer of 32 bits that rises with the
+score, and its digits are its first 11, its next 11 and its last 10 bits.
 
     step                      does                                                         waits for
-    zero, load, count         counts scores by the first 11 bits of their keys             zeroed counts of all blocks
+    zero, load, count         counts scores by the first digit of their keys               zeroed counts of all blocks
     find                      finds the first digit of the k-th largest key                counts of all blocks
     collect, append           lists the scores that have this digit or a larger one
     share_candidates          sends the lists to all blocks, if they are short             lists of all blocks
-    count_candidates, find    repeats the search with the next 11 and the last 10 bits     counts unless lists were sent
+    count_candidates, find    repeats the search with the second and the third digit       counts unless lists were sent
     mark                      sets one bit for each selected entry
     write                     writes the marked entries in ascending order                 marks unless lists were sent
 """
@@ -34,17 +35,17 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 def indexer_topk(scores: jax.Array, lengths: jax.Array, k: int, *, interpret: bool = False) -> jax.Array:
     """Selects the k largest of the first lengths[t] scores of each row.
 
-    Of equal scores the lower index is selected first; 0 and -0 are equal. NaN is not allowed.
+    Among equal scores, those with lower indices are selected first; 0 and -0 are equal. NaN is not allowed.
 
     Args:
-      scores: [T, E] float32 scores, E a multiple of 4. -inf is never selected. Scores from lengths[t] on are neither
-        selected nor read.
-      lengths: [T] int32 number of scores that count in each row, 0 .. E.
+      scores: [T, E] float32 scores, E a multiple of 4. -inf is never selected, nor is a score from index lengths[t] on,
+        which may have any value.
+      lengths: [T] int32, number of scores to select from in each row, 0 .. E.
       k: number of entries to select, 1 .. 2048.
-      interpret: not supported: the steps are PTX, which the interpreter cannot run.
+      interpret: must be False, because the steps are PTX, which the interpreter cannot run.
 
     Returns:
-      [T, k] int32 indices, ascending; -1 at the end where fewer than k are selectable.
+      [T, k] int32 indices in ascending order. If a row has fewer than k scores to select, -1 fills it up at the end.
 
     Raises:
       NotImplementedError: `interpret` is set, a shape or dtype is not supported, or a row has more than about 1.4
@@ -63,9 +64,19 @@ def indexer_topk(scores: jax.Array, lengths: jax.Array, k: int, *, interpret: bo
 
 
 def select(scores, lengths, plan: RadixPlan, *, algorithm=RadixSelect, interpret: bool = False) -> jax.Array:
-    """Runs `indexer_topk` with a given plan.
+    """Computes `indexer_topk` of checked arguments with a given plan.
 
-    Tests pass an implementation of `RadixSelect` in jnp as `algorithm`, the only kind that the interpreter takes.
+    Args:
+      scores, lengths: as in `indexer_topk`.
+      plan: division of a row among blocks and warps.
+      algorithm: class with the interface of `RadixSelect`. Tests pass an implementation in jax.numpy.
+      interpret: whether to run on the CPU, interpreted; only for an `algorithm` in jax.numpy.
+
+    Returns:
+      [T, plan.k] int32 indices.
+
+    Raises:
+      NotImplementedError: a block's data does not fit into shared memory, because the rows are too long.
     """
     tokens = scores.shape[0]
     rule = f"rows whose marks fit shared memory, got rows of {scores.shape[1]}"
@@ -84,19 +95,19 @@ def select(scores, lengths, plan: RadixPlan, *, algorithm=RadixSelect, interpret
 
 
 class _Search(NamedTuple):
-    """State of the search for the k-th largest key, int32 scalars.
+    """State of the search for the k-th largest key, as int32 scalars.
 
-    The k-th largest key is the `rank`-th largest of the keys low .. low + width - 1, which all larger keys exceed.
+    The k-th largest key is in the interval low .. low + width - 1, and all scores with keys above it are selected.
     """
 
-    low: Any  # the smallest key of the interval
-    width: Any  # number of keys in the interval; 0 if all scores are selected
-    rank: Any  # rank of the k-th largest key in the interval, from 1 on
-    spare: Any  # number of scores in the interval that are not selected
+    low: Any  # smallest key of the interval
+    width: Any  # number of possible keys in the interval; 0 if all scores are selected
+    rank: Any  # rank of the k-th largest key among the keys in the interval; 1 for the largest
+    spare: Any  # number of scores with keys in the interval that are not selected
 
 
 def _select_row(radix: RadixSelect) -> None:
-    """Runs all steps for one row."""
+    """Runs all steps of `radix` for its row."""
     per_chunk = radix.plan.values // VECTOR
     chunks = lax.div(radix.steps + (per_chunk - 1), per_chunk)
     with jax.named_scope("count_scores"):
@@ -108,7 +119,10 @@ def _select_row(radix: RadixSelect) -> None:
         listed, overflowed = _list_candidates(radix, scores, low, chunks)
 
     def for_each_list(visit):
-        """Visits the list of all chunks or, if it overflowed, a new list for each chunk."""
+        """Calls `visit` on this warpgroup's candidates.
+
+        They are in one list, `listed`. If that overflowed, each chunk of scores is loaded again and listed by itself.
+        """
         pl.when(~overflowed)(lambda: visit(listed))
         if radix.plan.chunks > 1:
             again = pl.loop(0, chunks)
@@ -129,17 +143,28 @@ def _select_row(radix: RadixSelect) -> None:
 
 
 def _count_scores(radix, chunks):
-    """Counts the row's scores by first digits; returns the scores of chunk 0 and whether there are more than k."""
+    """Counts the row's scores by the first digit of their keys, and finds the first digit of the k-th largest key.
+
+    A row of at most k scores needs no search. `radix.found(0)` then returns zeros.
+
+    Args:
+      radix: the steps of the row's selection.
+      chunks: int32 scalar, number of chunks of scores that a thread loads.
+
+    Returns:
+      (scores of chunk 0, whether the row has more than k scores).
+    """
     plan = radix.plan
     first_chunk = jnp.int32(0)
     radix.zero()
     if plan.chunks == 1:
-        # Loading overlaps the wait.
+        # The loads are in flight during the wait.
         scores = radix.load(first_chunk)
         radix.wait()
     else:
         radix.wait()
-        # The last chunk comes first: `_list_candidates` goes back up, and the latest reads may still be in a cache.
+        # The last chunk is counted first. `_list_candidates` reads chunks in ascending order, and so begins with those
+        # that were read last and may still be in L2.
         pl.loop(1, chunks)(lambda i: radix.count(radix.load(chunks - i), chunks - i))
         scores = radix.load(first_chunk)
     is_long = radix.length > plan.k
@@ -153,7 +178,11 @@ def _count_scores(radix, chunks):
 
 
 def _list_candidates(radix, scores, low, chunks):
-    """Lists the row's scores with keys from `low` on; returns the list and whether a thread had too few slots."""
+    """Lists the scores of the row with keys of at least `low`.
+
+    `scores` are those of chunk 0, and `chunks` is the number of chunks. Returns (list, whether it overflowed, because a
+    thread has more candidates than slots).
+    """
     first_chunk = jnp.int32(0)
     if radix.plan.chunks == 1:
         return radix.collect(scores, low, first_chunk), jnp.bool(False)
@@ -163,7 +192,20 @@ def _list_candidates(radix, scores, low, chunks):
 
 
 def _refine(radix, number, search, shared, for_each_list):
-    """Narrows the interval to the next digit of the k-th largest key, unless all of its scores are selected."""
+    """Narrows the interval of the search by the next digit of the k-th largest key.
+
+    Nothing is done if all scores in the interval are selected.
+
+    Args:
+      radix: the steps of the row's selection.
+      number: number of the pass, 1 or 2, whose digit is found.
+      search: state of the search.
+      shared: bool scalar, whether all blocks have sent their candidates to each other.
+      for_each_list: function that calls a function on each list of this warpgroup's candidates.
+
+    Returns:
+      The new state of the search.
+    """
     low, width, rank, spare = search
 
     @pl.when(spare > 0)
@@ -172,7 +214,7 @@ def _refine(radix, number, search, shared, for_each_list):
         pl.when(~shared)(lambda: for_each_list(lambda kept: radix.count_candidates(number, kept, low, width)))
         radix.find(number, rank, shared | radix.alone)
 
-    # The digit is 0 if the pass was skipped.
+    # `digit` is 1 + the digit that was found, or 0 if the pass was skipped.
     digit, found_rank, spare = radix.found(number)
     low = jnp.where(digit > 0, low + ((digit - 1) << SHIFTS[number]), low)
     width = jnp.where(digit > 0, 1 << SHIFTS[number], width)

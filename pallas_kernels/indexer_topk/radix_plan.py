@@ -1,4 +1,4 @@
-"""The division of a row among the blocks of a cluster, and the layout of their shared memory."""
+"""The division of a row of scores among the blocks of a cluster, and the layout of a block's shared memory."""
 
 import dataclasses
 import functools
@@ -9,16 +9,17 @@ from typing import Any, NamedTuple
 from pallas_kernels.runtime.hardware import SHARED_BYTES
 
 
-MAX_K = 2048
-BINS = 2048
-SHIFTS = (21, 10, 0)  # positions of the three digits in a key
+MAX_K = 2048  # maximum k
+BINS = 2048  # number of bins of a histogram, one for each value of a digit of up to 11 bits
+SHIFTS = (21, 10, 0)  # numbers of the lowest bit of the three digits in a key
 FIRST_KEY = 0x00800000  # key of the smallest finite score
-VECTOR = 4  # scores in a 16-byte load
-STEP = 32 * VECTOR  # scores that a warp loads at a time
-RESULT = 4  # words that hold the result of one pass
-MAX_BLOCKS = 8
-# {blocks of a cluster: rows that run at once}; a block fills a multiprocessor. Fewer clusters fit than 132 / blocks,
-# since a cluster lies in one group of up to 18 multiprocessors: 16 clusters of 8 blocks or 32 of 4 did not fit.
+VECTOR = 4  # number of scores in a load of 16 bytes
+STEP = 32 * VECTOR  # number of scores that a warp loads at a time
+RESULT = 4  # number of words that hold the result of one pass
+MAX_BLOCKS = 8  # maximum number of blocks in a cluster
+# {number of blocks in a cluster: number of clusters, one for each row, that run at once}. A block fills an SM. Fewer
+# than 132 / blocks clusters run at once, because all SMs of a cluster are in the same group of up to 18 SMs. Tests with
+# 16 clusters of 8 blocks and with 32 of 4 blocks did not run at once.
 _ROWS_AT_ONCE = {8: 14, 4: 30, 3: 40, 2: 66}
 
 
@@ -26,8 +27,8 @@ _ROWS_AT_ONCE = {8: 14, 4: 30, 3: 40, 2: 66}
 class RadixPlan:
     """The division of a row, and the tuning choices of the kernel.
 
-    A warp owns a contiguous stretch of `steps` loads of 128 entries. The row's length determines `steps`, which is at
-    most `chunks * values / 4`.
+    Each warp of the cluster has its own contiguous part of the row. A warp loads 128 scores at a time, and the number
+    of loads for its part is `RadixSelect.steps`. It depends on the row's length and is at most `chunks * values / 4`.
     """
 
     k: int  # number of entries to select
@@ -39,11 +40,12 @@ class RadixPlan:
     @classmethod
     def for_rows(cls, rows: int, entries: int, k: int) -> "RadixPlan":
         """Chooses the plan for `rows` rows of `entries` scores; measured on an H100 and an H200."""
-        # The clusters run at once if possible: one row more would wait for all others. Beyond that, blocks that share
-        # a row only wait for each other.
+        # Clusters are as large as they can be if all rows are to run at once: a further row would wait for all others.
+        # If even two blocks per row are too many, a row has one block, since blocks that share a row wait for each
+        # other.
         max_blocks = next((blocks for blocks, at_once in _ROWS_AT_ONCE.items() if rows <= at_once), 1)
         if entries <= 32768:
-            # A cluster costs more to start and to wait for than it saves.
+            # For short rows, starting and synchronizing a cluster takes more time than it saves.
             blocks = 1
             warpgroups = 8
         elif max_blocks == 8 and entries <= 8 * 16384:
@@ -71,59 +73,70 @@ class RadixPlan:
 
     @property
     def marks(self) -> int:
-        """The number of words of a block's marks, which have one bit for each entry."""
+        """The number of words of a bitmap that has one bit for each entry of a block."""
         return self.warps * self.chunks * self.values
 
     @property
     def slots(self) -> int:
-        """The number of candidates that a thread can list; several chunks need half of the memory for numbers."""
+        """The number of candidates that a thread can list.
+
+        With several chunks, half of the memory holds the candidates' numbers.
+        """
         return self.values if self.chunks == 1 else self.values // 2
 
     @property
     def max_shared(self) -> int:
-        """The number of candidates that a block can send to the others."""
+        """The maximum number of candidates that a block can send to the other blocks."""
         return self.threads
 
     @functools.cached_property
     def offsets(self) -> types.SimpleNamespace:
-        """The first word of each area of shared memory."""
+        """The number of the first word of each area of a block's shared memory, by name; `end` is their total."""
         cluster = self.blocks > 1
         sizes = {
             "counts": len(SHIFTS) * BINS,  # this block's histogram of each pass
-            "cluster_counts": len(SHIFTS) * BINS if cluster else 0,  # the whole cluster's
-            "results": len(SHIFTS) * RESULT,  # what each pass found
-            "above": self.marks,  # marks of entries above the threshold
-            "ties": self.marks,  # marks of entries at the threshold
+            "cluster_counts": len(SHIFTS) * BINS if cluster else 0,  # the cluster's histogram of each pass
+            "results": len(SHIFTS) * RESULT,  # result of each pass
+            "above": self.marks,  # bitmap of the entries whose keys are above the k-th largest
+            "ties": self.marks,  # bitmap of the entries whose keys equal the k-th largest
             "overflow": 4,  # 1 if some thread has more candidates than slots
-            "totals": MAX_BLOCKS,  # the number of marks in each block: above in the upper half-word, ties in the lower
-            "zeroed": 0,  # the areas before this one start as zero
-            "candidate_counts": MAX_BLOCKS,  # the number of candidates in each block
-            "scratch": 32,  # one word for each warp
-            "shared_candidates": self.blocks * self.max_shared if cluster else 0,  # the candidates of each block
+            "totals": MAX_BLOCKS,  # number of marks in each block: above in the upper 16 bits, ties in the lower 16
+            "zeroed": 0,  # end of the areas that `RadixSelect.zero` clears
+            "candidate_counts": MAX_BLOCKS,  # number of candidates in each block
+            "scratch": 32,  # a word for each warp
+            "shared_candidates": self.blocks * self.max_shared if cluster else 0,  # keys of each block's candidates
         }
         starts = itertools.accumulate(sizes.values(), initial=0)
         return types.SimpleNamespace(**dict(zip((*sizes, "end"), starts, strict=True)))
 
     def counts(self, number: int) -> int:
-        """The first word of this block's histogram of pass `number`."""
+        """Returns the number of the first word of this block's histogram of pass `number`."""
         return self.offsets.counts + number * BINS
 
     def cluster_counts(self, number: int) -> int:
-        """The first word of the cluster's histogram of pass `number`, which a single block shares with its own."""
+        """Returns the number of the first word of the cluster's histogram of pass `number`.
+
+        For a cluster of one block, it is the block's own histogram.
+        """
         return self.offsets.cluster_counts + number * BINS if self.blocks > 1 else self.counts(number)
 
     def results(self, number: int) -> int:
-        """The first word of the result of pass `number`."""
+        """Returns the number of the first word of the result of pass `number`."""
         return self.offsets.results + number * RESULT
 
     @property
     def shared_bytes(self) -> int:
-        """The shared memory of a block: the areas and the threads' lists of candidates."""
+        """The number of bytes of a block's shared memory: the areas, and the threads' lists of candidates."""
         return 4 * (self.offsets.end + self.values * self.threads)
 
 
 class CandidateList(NamedTuple):
-    """Scores that each thread has listed as candidates, from one chunk or from all."""
+    """The scores that each thread of a warpgroup has listed as candidates, from one chunk of scores or from all.
 
-    mask_or_count: Any  # [128] int32, a bit for each score of one chunk, or the number from all chunks
-    chunk: Any  # int32 scalar, number of the chunk, or None for all chunks
+    The scores themselves are in shared memory, see `RadixSelect.collect` and `RadixSelect.append`.
+    """
+
+    # [128] int32, a word for each thread. List of one chunk: bit i says whether the thread's score i is listed. List of
+    # all chunks: number of the thread's candidates.
+    mask_or_count: Any
+    chunk: Any  # int32 scalar, number of the chunk; None for a list of all chunks

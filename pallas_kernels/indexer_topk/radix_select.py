@@ -1,13 +1,14 @@
 """The steps of an exact top-k by radix select; a cluster of blocks shares a row.
 
-Keys are unsigned integers that rise with the scores; zeros of both signs have the same key. The search for the k-th
-largest key refines an interval of keys by digits of 11, 11 and 10 bits. Each pass counts the keys of the interval by
-their next digit and goes on with the digit that the k-th largest key has.
+A key is an unsigned integer of 32 bits that rises with the score; zeros of both signs have the same key. The search
+for the k-th largest key takes three passes, for digits of 11, 11 and 10 bits. Each pass counts the keys of an interval
+by their next digit. The keys with the digit of the k-th largest key are the interval of the next pass.
 
-Scores whose first digit is that digit or a larger one are candidates; they are few unless many scores are equal. Each
-thread lists its candidates in shared memory. If no block has many, all blocks send their lists to each other, and no
-block waits for another in the later passes. A bitmap marks the selected entries. The number of marks before its own
-tells a thread where to write.
+After the first pass, the scores whose first digit is that of the k-th largest key, or larger, are candidates. They are
+few unless many scores are equal. Each thread lists its candidates in shared memory. If no block has many, all blocks
+send their lists to each other, and need not wait for each other in the later passes.
+
+A bitmap marks the selected entries. A thread counts the marks before its own to find where to write its entries.
 """
 
 import functools
@@ -32,7 +33,7 @@ _PER_THREAD = jax.ShapeDtypeStruct((128,), jnp.int32)
 
 
 def key_of(bits: U32) -> U32:
-    """Returns the key of the score that has these bits."""
+    """Returns the key of a score, from the bits of the float32."""
     return bits ^ ((U32(0) - (bits >> 31)) | _SIGN)
 
 
@@ -43,7 +44,7 @@ def _score_bits(key: U32) -> U32:
 def _for_thread(emit=None, *, returns: Any = None) -> Any:
     """Decorates a method that emits code for one thread, so that a call puts the code into the kernel.
 
-    `returns` is that of `ops.inline`, or a function of `self`.
+    `returns` has the types of the results, as `ops.inline` takes them, or is a function of `self` that returns them.
     """
     if emit is None:
         return functools.partial(_for_thread, returns=returns)
@@ -59,25 +60,29 @@ def _for_thread(emit=None, *, returns: Any = None) -> Any:
 class RadixSelect:
     """The steps of one row's selection; every warpgroup of the cluster calls them.
 
-    Within a step that is code for one thread, fields and arguments are what `ops.inline` makes of them.
+    A method with the decorator `_for_thread` is code for one thread. Its fields and arguments are MLIR values, as
+    `ops.inline` passes them.
     """
 
     plan: RadixPlan = static_field()  # division of the row
-    scores: Any  # references of the kernel; the scratch memory is that of `scratch_types`
-    out: Any
-    memory: Any
-    candidates: Any
-    row: Any  # int32 scalars: numbers of the row, of the block in the cluster and of the warpgroup
-    block: Any
-    warpgroup: Any
-    length: Any  # int32 scalar, number of scores that count
-    alone: Any  # bool scalar, whether the cluster's first block holds the whole row and waits for no block
-    steps: Any  # int32 scalar, number of loads that cover a warp's stretch
-    first: Any  # int32 scalar, the block's first entry
+    scores: Any  # reference to the scores [T, E] float32 in global memory
+    out: Any  # reference to the result [T, k] int32 in global memory
+    memory: Any  # reference to the plan's areas in shared memory, see `scratch_types`
+    candidates: Any  # reference to the threads' lists of candidates in shared memory, see `scratch_types`
+    row: Any  # int32 scalar, number of the row
+    block: Any  # int32 scalar, number of the block in the cluster
+    warpgroup: Any  # int32 scalar, number of the warpgroup in the block
+    length: Any  # int32 scalar, number of scores of the row to select from
+    alone: Any  # bool scalar, whether the row is so short that the first block of several processes all of it alone
+    steps: Any  # int32 scalar, number of loads of 128 scores for a warp's part of the row
+    first: Any  # int32 scalar, index of the block's first entry in the row
 
     @classmethod
     def of_row(cls, plan: RadixPlan, scores, lengths, out, *, memory, candidates) -> "RadixSelect":
-        """Takes the references of the kernel, for the row of this block."""
+        """Returns the steps for the row of this block.
+
+        `scores`, `lengths` ([T] int32) and `out` are references in global memory, the others in shared memory.
+        """
         row, block, warpgroup = axis_indices("row", "block", "warpgroup")
         length = jnp.clip(lengths[row], 0, scores.shape[1])
         alone = length <= (plan.warps * 32 * plan.values if plan.blocks > 1 else 0)
@@ -88,7 +93,7 @@ class RadixSelect:
 
     @staticmethod
     def scratch_types(plan: RadixPlan) -> dict[str, Any]:
-        """Returns the scratch memory of a block: the areas of the plan, and the threads' lists."""
+        """Returns the types of a block's shared memory: the areas of the plan, and the threads' lists of candidates."""
         return {
             "memory": plgpu.SMEM((plan.offsets.end,), jnp.int32),
             "candidates": plgpu.SMEM((plan.values * plan.threads,), jnp.int32),
@@ -105,7 +110,7 @@ class RadixSelect:
 
     @_for_thread
     def zero(self):
-        """Clears this block's counts and marks; call `wait` before counting."""
+        """Clears this block's counts and marks. `wait` has to follow before `count`."""
         plan = self.plan
 
         def clear(i):
@@ -133,7 +138,10 @@ class RadixSelect:
 
     @_for_thread(returns=lambda self: jax.ShapeDtypeStruct((128 * self.plan.values,), jnp.float32))
     def load(self, chunk):
-        """Loads this thread's scores of a chunk, with -inf for missing scores and 0 for -0."""
+        """Loads this thread's scores of a chunk: [128 * values] float32 over the warpgroup.
+
+        Scores past the end of the warp's part of the row are -inf, and -0 becomes 0.
+        """
         plan = self.plan
         begin, limit = self._chunk_range(chunk)
         base = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(self.scores))
@@ -157,17 +165,17 @@ class RadixSelect:
         return ops.replace_if((limit & (VECTOR - 1)) > 0, values, mask_tail)
 
     def _chunk_range(self, chunk):
-        """Returns the first entry of this warp's chunk and the end of the warp's stretch."""
+        """Returns (first entry of a chunk of this warp, end of the entries in the warp's part of the row)."""
         begin = self.first + ops.warp() * self.steps * STEP
         end = (begin + self.steps * STEP).minimum(self.length)
         return begin + chunk * (self.plan.values * 32), end
 
     @_for_thread
     def count(self, scores, chunk):
-        """Counts scores by the first digit of their keys."""
+        """Counts the scores of a chunk, from `load`, by the first digit of their keys, in this block's histogram."""
         begin, limit = self._chunk_range(chunk)
         histogram = self._word(self.plan.counts(0))
-        # The bins are the first bits of the scores, not of the keys; `find` ranks them.
+        # A bin's number is the first 11 bits of the score, not of its key. `_search` reads bins in the order of keys.
         code = "shr.u32 a, $0, 19; and.b32 a, a, 8188; add.u32 a, a, $1; red.shared.add.u32 [a], 1;"
         code = "{ .reg .b32 a; " + code + " }"
         for r in range(self.plan.values // VECTOR):
@@ -178,7 +186,10 @@ class RadixSelect:
     # --- candidates ---
 
     def collect(self, scores: jax.Array, low: jax.Array, chunk: jax.Array) -> CandidateList:
-        """Lists the scores of one chunk whose keys are at least `low`; a score's number is its slot."""
+        """Lists the scores of one chunk, from `load`, whose keys are at least `low`.
+
+        Score i of a thread is stored in the thread's slot i.
+        """
         return CandidateList(self._collect(scores, low, chunk), chunk)
 
     @_for_thread(returns=_PER_THREAD)
@@ -201,9 +212,19 @@ class RadixSelect:
 
     @_for_thread(returns=_PER_THREAD)
     def append(self, count, scores, low, chunk):
-        """Appends the scores of one more chunk to the `count` that a thread has listed; returns the new count.
+        """Appends the scores of one more chunk whose keys are at least `low` to a thread's list.
 
-        If there are too few slots, it sets the word that `overflowed` reads.
+        The list has scores and their numbers, `chunk * values + i` for score i of a chunk. If a thread has too few
+        slots, the word that `overflowed` reads is set.
+
+        Args:
+          count: [128] int32, number of candidates that each thread has listed.
+          scores: scores of the chunk, from `load`.
+          low: int32 scalar, smallest key to list.
+          chunk: int32 scalar, number of the chunk.
+
+        Returns:
+          The new count.
         """
         plan = self.plan
         stride = 4 * self.plan.threads
@@ -229,7 +250,7 @@ class RadixSelect:
         return (slot - slots) // stride
 
     def overflowed(self) -> jax.Array:
-        """Returns whether some thread had more candidates than slots; synchronizes the block."""
+        """Returns whether some thread of the block had more candidates than slots. Synchronizes the block."""
         ops.inline(ops.sync)
         return self.memory[self.plan.offsets.overflow] > 0
 
@@ -238,7 +259,11 @@ class RadixSelect:
         return ops.inline(lambda: U32(0), returns=_PER_THREAD)
 
     def _each_candidate(self, kept, visit):
-        """Calls `visit(score bits, number of the score in the thread, number of candidates before it)` for each."""
+        """Calls `visit(bits, number, nth)` for each candidate in this thread's list.
+
+        `bits` are the bits of the score. `number` is the score's number in its chunk, or over all chunks if the list
+        has all. `nth` counts the thread's candidates from 0 on.
+        """
         slots = ops.shared(self.candidates, ops.thread())
         stride = 4 * self.plan.threads
         if kept.chunk is None:
@@ -259,7 +284,10 @@ class RadixSelect:
 
     @_for_thread
     def share_candidates(self, kept: CandidateList, overflowed):
-        """Sends this block's candidates, or the news that there are too many, to all blocks of the cluster."""
+        """Sends the number and the keys of this block's candidates to all blocks of the cluster.
+
+        If there are more than `max_shared`, or `overflowed` is set, it sends a number above `max_shared` and no keys.
+        """
         plan = self.plan
         count = kept.mask_or_count if kept.chunk is None else ops.count_bits(kept.mask_or_count)
         before, total = ops.block_prefix_sum(count, self._word(plan.offsets.scratch), plan.warps)
@@ -294,17 +322,17 @@ class RadixSelect:
 
     @_for_thread
     def count_candidates(self, number: int, kept: CandidateList, low, width):
-        """Counts this block's candidates with keys low .. low + width - 1 by their digit of pass `number`."""
+        """Counts this thread's candidates with keys low .. low + width - 1 by their digit of pass `number`."""
         count_key = self._key_counter(number, low, width)
         self._each_candidate(kept, lambda bits, *_: count_key(key_of(bits)))
 
     @_for_thread
     def count_shared_candidates(self, number: int, low, width):
-        """Counts the candidates of all blocks as `count_candidates` does those of one."""
+        """Counts the candidates of all blocks with keys low .. low + width - 1 by their digit of pass `number`."""
         self._each_shared_candidate(self._key_counter(number, low, width))
 
     def _key_counter(self, number, low, width):
-        """Returns a function that counts one key."""
+        """Returns a function of a key that counts it by its digit if it is in low .. low + width - 1."""
         histogram = self._word(self.plan.counts(number))
 
         def count_key(key):
@@ -316,7 +344,10 @@ class RadixSelect:
 
     @_for_thread
     def total_shared_marks(self, low, width):
-        """Adds up for `write` the number of entries that each block marks in `mark(.., low, width)`."""
+        """Computes for `write` how many entries each block marks in `mark(.., low, width)`.
+
+        The numbers come from the keys that the blocks have sent to each other, so that no block has to wait.
+        """
 
         def one(key, so_far):
             return [so_far + (key >= low).where((key - low < width).where(1, 1 << 16), 0)]
@@ -327,9 +358,12 @@ class RadixSelect:
             ops.add(self._word(block + self.plan.offsets.totals), total)
 
     def _each_shared_candidate(self, visit, *carried):
-        """Runs `carried = visit(key, *carried)` over the shared candidates; returns (block, carried).
+        """Runs `carried = visit(key, *carried)` over candidates that the blocks have sent to each other.
 
-        The block's warps divide among them the candidates of all blocks; `block` is the one whose list this warp has.
+        The warps of this block share the work: each group of warps has the list of one block of the cluster.
+
+        Returns:
+          (number of the block whose list this warp has, `plan.blocks` or more if none; carried).
         """
         plan = self.plan
         warps = plan.warps // plan.blocks
@@ -347,9 +381,15 @@ class RadixSelect:
 
     @_for_thread
     def find(self, number: int, rank, shared):
-        """Finds for `found` the digit of the key of a rank, 1 for the largest, among the keys that a pass counted.
+        """Finds the digit of the `rank`-th largest key among the keys that pass `number` has counted.
 
-        In the first pass -inf does not count. `shared` says whether this block counted all keys, or each its own.
+        `found` returns the result. In the first pass, scores of -inf are left out.
+
+        Args:
+          number: number of the pass, 0 .. 2.
+          rank: int32 scalar, 1 for the largest key.
+          shared: bool scalar, whether this block has counted the keys of all blocks. Otherwise it has counted its own,
+            and the counts of all blocks are added up first.
         """
         plan = self.plan
         ops.sync()
@@ -363,7 +403,7 @@ class RadixSelect:
         ops.sync()
 
     def _add_up_counts(self, number):
-        """Adds this block's counts to the cluster's histogram in every block, and waits for the other blocks."""
+        """Adds this block's counts to the cluster histogram of every block, and waits until all blocks have done so."""
         plan = self.plan
         sums = self._word(plan.cluster_counts(number))
         peers = [ops.peer(sums, block) for block in range(plan.blocks)]
@@ -377,7 +417,11 @@ class RadixSelect:
         ops.cluster_wait()
 
     def _search(self, number, rank, source):
-        """Stores the result of `find`, by one warp: sharing the work would cost more than it saves."""
+        """Searches a histogram for the digit of the `rank`-th largest key and stores the result of `find`.
+
+        One warp does it, since sharing the work among warps takes more time than it saves. `source` is the address of
+        the histogram of pass `number`.
+        """
         chunk_bins = 32 * VECTOR
         chunks = BINS // chunk_bins
         above = U32(0)
@@ -410,14 +454,18 @@ class RadixSelect:
 
     @staticmethod
     def _bin(number, digit):
-        """Returns the bin that counts a digit; the first pass counts the first bits of scores, not of keys."""
+        """Returns the number of the bin that counts a digit.
+
+        In the first pass it is the first 11 bits of the scores with this digit, otherwise the digit itself.
+        """
         return (digit >= BINS // 2).where(digit - BINS // 2, digit ^ (BINS - 1)) if number == 0 else digit
 
     def found(self, number: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the result of `find` in a pass, or zeros if the pass was skipped.
+        """Returns the result of `find` in a pass, as int32 scalars.
 
-        It is 1 + the digit, or 0 if there are fewer keys than the rank; the rank among the keys with this digit; and
-        the number of keys with this digit that rank lower.
+        Returns:
+          (1 + the digit; the key's rank among the keys with this digit; the number of keys with this digit beyond this
+          rank). All are 0 if the pass was skipped, or if there are fewer keys than the rank.
         """
         at = self.plan.results(number)
         return self.memory[at], self.memory[at + 1], self.memory[at + 2]
@@ -426,7 +474,10 @@ class RadixSelect:
 
     @_for_thread
     def mark(self, kept: CandidateList, low, width):
-        """Marks entries with keys low .. low + width - 1 as ties, and entries with larger keys as above."""
+        """Marks the entries of this thread's candidates in the two bitmaps.
+
+        Keys low .. low + width - 1 are marked as ties, larger keys as above.
+        """
         plan = self.plan
         chunk = U32(0) if kept.chunk is None else kept.chunk
 
@@ -445,9 +496,11 @@ class RadixSelect:
 
     @_for_thread
     def write(self, ties, shared):
-        """Writes the marked entries, of ties only the first, in ascending order and pads the row with -1.
+        """Writes the indices of the selected entries in ascending order, and pads the row with -1.
 
-        `ties` is the number of ties, and `shared` says whether `total_shared_marks` has counted every block's marks.
+        Args:
+          ties: int32 scalar, number of entries marked as ties that are selected, those with the lowest indices.
+          shared: bool scalar, whether `total_shared_marks` has counted every block's marks.
         """
         plan = self.plan
         ops.sync()
@@ -473,7 +526,12 @@ class RadixSelect:
             self._pad(first_unfilled)
 
     def _load_marks(self):
-        """Loads a thread's marks; returns [(marks above, marks of ties, first entry)] and the numbers of both marks."""
+        """Loads this thread's words of the bitmaps.
+
+        Returns:
+          ([(word of marks above, word of marks of ties, index of the entry of bit 0)]; a word with the number of marks
+          above in its upper 12 bits, and of ties in its lower 20 bits).
+        """
         plan = self.plan
         each = -(-plan.marks // plan.threads)
         loaded = []
@@ -484,7 +542,7 @@ class RadixSelect:
             at = at.minimum(plan.marks - 1)
             marks = [ops.load(self._word(at + plan.offsets.above + area)) for area in (0, plan.marks)]
             high, tie = (inside.where(mark, 0) for mark in marks)
-            # Both in one word: at most k entries lie above, and a block has fewer than 2**20 entries.
+            # Both counts fit into a word: at most k entries are marked above, and a block has fewer than 2**20 entries.
             counts = counts + (ops.count_bits(high) << 20) + ops.count_bits(tie)
             warp = at // (plan.chunks * plan.values)
             word_in_warp = at % (plan.chunks * plan.values)
@@ -492,12 +550,15 @@ class RadixSelect:
         return loaded, counts
 
     def _exchange_totals(self, above, tied, shared):
-        """Tells the blocks that need it how many entries this block marked."""
+        """Tells all blocks of the cluster how many entries this block has marked above, and as ties.
+
+        If `shared`, they know it already. If the first block is alone with the row, it only stores its own numbers.
+        """
         plan = self.plan
         with ops.when((shared | self.alone).equals(0)):
             totals = self._word(plan.offsets.totals)
             with ops.when(ops.thread() < plan.blocks):
-                # Both counts in one word, which `write` adds up over blocks: 8 * k ties fit the lower 16 bits.
+                # Both counts are in one word, which `write` adds up over blocks: 8 * k ties fit into the lower 16 bits.
                 address = ops.peer(totals + (self.block << 2), ops.thread())
                 ops.store_peer(address, (above << 16) | tied.minimum(plan.k))
             ops.cluster_arrive()
@@ -509,7 +570,13 @@ class RadixSelect:
             ops.sync()
 
     def _write_marked(self, marks, ties, above, tied):
-        """Writes the entries of a thread's marks, before which `above` and `tied` entries are marked."""
+        """Writes the entries of this thread's marks to the result.
+
+        Args:
+          marks: list of words, from `_load_marks`.
+          ties: number of ties that are selected in the row.
+          above, tied: number of entries before this thread's that are marked above, and as ties.
+        """
         k = self.plan.k
         for high, tie, entry in marks:
             position = above + tied.minimum(ties)
@@ -526,7 +593,7 @@ class RadixSelect:
             ops.loop(ops.count_bits(high | some), write_one, high | some)
 
     def _pad(self, first):
-        """Fills the row with -1; `first` is the thread's first place to fill."""
+        """Fills the rest of the result's row with -1; `first` is the first place that this thread fills."""
         plan = self.plan
 
         def pad(i):

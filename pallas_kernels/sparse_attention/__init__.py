@@ -1,4 +1,4 @@
-"""Sparse attention on quantized rows."""
+"""Sparse attention kernels on quantized or dequantized rows: decode, prefill, and the combination of KV splits."""
 
 from pallas_kernels.sparse_attention.dense_rows import DenseRows
 from pallas_kernels.sparse_attention.online_softmax import HEADS

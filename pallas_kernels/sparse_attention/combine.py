@@ -2,8 +2,9 @@
 
     out = rope^-1(sum_s 2 ** (max_s - max) sums_s / (sum_s 2 ** (max_s - max) weight_s + 2 ** (sink - max)))
 
-The grid is (token, head, block of columns). One warpgroup adds the splits in their order, so that the bits do not
-depend on which block finished first.
+Here s counts the splits, max_s and weight_s are a split's statistics, max is the largest of all max_s and the sink, and
+rope^-1 is the optional inverse rotation. The grid is (token, head, slice of columns). A block is one warpgroup and adds
+the splits in their order, so that the result's rounding does not depend on which split was computed first.
 """
 
 import functools
@@ -31,17 +32,26 @@ def combine(
     layer: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Adds up the KV splits of each token's attention and divides by the softmax's denominator: [T, H, D] bfloat16.
+    """Adds up the KV splits of each token's attention and divides by the softmax's denominator.
 
     Args:
-      sums: [T, S, H, D] float32 sums of weights times values; D a multiple of 512. Ignored where a split has no rows.
-      stats: [T, S, 2, H] float32, each split's largest score as a power of two, and its sum of weights `2 ** (score -
-        largest)`, 0 without rows.
-      sinks, positions, inv_freq, layer, interpret: as in `sparse_attention`; negative positions count as 0.
+      sums: [T, S, H', D] float32, for each of S splits the sum of its rows times their weights; D is a multiple of 512
+        and H' at least H. Ignored if a split has no rows.
+      stats: [T, S, 2, H'] float32. Element 0 is the largest score of a split's rows, where scores include the factor
+        `log2(e)`. Element 1 is the sum of their weights `2 ** (score - largest)`, 0 if the split has no rows.
+      sinks: [H] float32 sink logits, or a stack [layers, H].
+      positions: [T] int32; negative positions count as 0. None if `inv_freq` is None.
+      inv_freq: [P] float32 RoPE frequencies for the inverse rotation, or None, as in `sparse_attention`.
+      layer: [] int32, index of this layer if `sinks` is a stack; None if it is not.
+      interpret: whether to run on the CPU, interpreted, with race detection.
+
+    Returns:
+      [T, H, D] bfloat16.
     """
     tokens, splits, _, dim = sums.shape
     heads = sinks.shape[-1]
-    # A block loads this many splits at once, each into columns / 128 registers of a thread.
+    # Number of columns of a block, and number of splits that it loads at once. A split takes `columns / 128` registers
+    # of each thread.
     columns, splits_at_once = (512, splits) if splits <= 16 else (128, min(splits, 32))
     launch = kernel(
         functools.partial(_combine_kernel, columns, splits_at_once),
@@ -85,12 +95,12 @@ def _combine_kernel(columns, splits_at_once, sums_gmem, stats_gmem, sinks_gmem, 
             new_max = jnp.where(exists, jnp.maximum(running_max, split_max), running_max)
             old = jnp.exp2(running_max - new_max)
             new = jnp.where(exists, jnp.exp2(split_max - new_max), 0.0)
-            # Selected, not multiplied by 0: the sums of a split without rows were never written and may be NaN.
+            # A select, since a product with 0 may be NaN: the sums of a split without rows are unspecified.
             acc = acc * old + jnp.where(exists, values * new, 0.0)
             carry = new_max, running_sum * old + jnp.where(exists, weight * new, 0.0), acc
         return carry
 
-    # The sink is a split with a single weight and no value.
+    # The sink counts as a split whose largest score is the sink, whose sum of weights is 1 and whose values are 0.
     sink = splat(sinks_gmem[head] * math.log2(math.e)), splat(jnp.float32(1)), splat(jnp.float32(0))
     _, total, acc = lax.fori_loop(0, -(-splits // splits_at_once), add_splits, sink)
     result = acc / total

@@ -1,18 +1,19 @@
-"""Decode attention: reads quantized rows and dequantizes them on the way.
+"""The decode attention kernel, which dequantizes KV rows while it loads them to shared memory.
 
     out[t, h] = sum_n p[n] kv[n], p = softmax over n of (q[t, h] . kv[n] / sqrt(512)) and the sink
 
-The grid is (token, group of 64 heads, KV split); a block walks over the split's tiles of 64 rows. Two blocks with the
-same rows form a cluster, in which each dequantizes half of every tile for both.
+The grid is (token, group of 64 heads, KV split). A block walks over its split's tiles, each of 64 rows. If the number
+of groups is even, two blocks with the same rows form a cluster, and each dequantizes half of every tile for both.
 
     warpgroup   does                                          waits for                  signals
     0 score     q @ kv.T, weights, sums of columns 0 .. 255   keys_full, weights_empty   weights_full, keys_empty
     1 add       sums of columns 256 .. 511                    keys_full, weights_full    weights_empty, keys_empty
     2 load      dequantizes rows to shared memory             keys_empty                 keys_full
 
-`score` computes the weights of the next tile while `add` still works on this one. After the last tile it passes the
-final factors to `add` (`scale_full`); with KV splits both store their sums for `combine` instead. The place of a row in
-the sums depends on the shapes of the arguments and on the token's own position, never on another token.
+`score` computes the weights of the next tile while `add` still works on this one. After the last tile, `score` passes
+the factors of the final sums to `add` (barrier `scale_full`). With KV splits, both store their sums for `combine`
+instead. The order in which a token's rows are added depends on the shapes of the arguments and on the token's own
+position, never on another token.
 """
 
 import dataclasses
@@ -41,9 +42,10 @@ from pallas_kernels.sparse_attention.online_softmax import HALF, HEADS, load_per
 from pallas_kernels.sparse_attention.row_addresses import TILE, UNITS, AttentionProblem, RowAddresses
 
 
-STAGES = 2  # tiles of rows in shared memory
+STAGES = 2  # number of tiles of rows in shared memory
 SCORE, ADD, LOAD = range(3)
-# Registers of a thread. Three warpgroups start with 168 each and may not hold more together.
+# Registers per thread of `load`, and of each of `score` and `add`. The three warpgroups start with 168 per thread each,
+# and may not have more than that on average.
 LOAD_REGISTERS = 120
 MULTIPLY_REGISTERS = 192
 
@@ -52,13 +54,16 @@ MULTIPLY_REGISTERS = 192
 class Config:
     """Tuning of decode attention."""
 
-    splits: int  # number of KV splits of a token, on which the result's bits depend
+    splits: int  # number of KV splits of a token; it changes the result's rounding
 
     @classmethod
     def choose(cls, problem: AttentionProblem, tokens: int, heads: int) -> "Config":
-        """The most splits with which all blocks of an H100 run at once and none is empty."""
+        """Returns the largest number of splits, up to 66, with which all blocks run at once on an H100.
+
+        It is reduced if fewer splits have the same number of tiles each, so that no split of a full token is empty.
+        """
         tiles = problem.max_tiles
-        # More than 66 splits cost more to combine than they save.
+        # Combining more than 66 splits takes more time than the additional blocks save.
         max_splits = max(1, min(tiles, MULTIPROCESSORS // (tokens * pl.cdiv(heads, HEADS)), 66))
         return cls(pl.cdiv(tiles, pl.cdiv(tiles, max_splits)))
 
@@ -73,11 +78,20 @@ def decode_attention(
     splits: int | None,
     interpret: bool,
 ) -> Any:
-    """Launches the kernel on checked arguments, for the result of `attention_sums`, or of `sparse_attention`.
+    """Launches the kernel on checked arguments.
 
-    `splits` is the number of KV splits whose sums are returned, or None for finished attention. That needs `sinks`, [H
-    rounded up to a multiple of 64] float32, or a stack of such with the index `layer`, and `angles`, (cos, sin) [T, P]
-    float32, if results are rotated back.
+    Args:
+      problem: the rows that each token attends to.
+      q: [T, H, 512] bfloat16 queries.
+      sinks: [H'] float32 sink logits, or a stack [layers, H'], where H' is H rounded up to a multiple of 64. None if
+        `splits` is a number.
+      layer: [] int32, index of this layer if `sinks` is a stack; None if it is not.
+      angles: (cos, sin), each [T, P] float32, to rotate the result back; None for no rotation or with splits.
+      splits: number of KV splits whose sums are returned; None to return the finished attention.
+      interpret: whether to run on the CPU, interpreted, with race detection.
+
+    Returns:
+      The result of `sparse_attention` if `splits` is None, otherwise that of `attention_sums`.
     """
     tokens, heads, _ = q.shape
     groups = pl.cdiv(heads, HEADS)
@@ -85,7 +99,7 @@ def decode_attention(
     if splits is not None:
         shapes = (tokens, splits, groups * HEADS, ROW_DIM), (tokens, splits, 2, groups * HEADS)
         out_type = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
-    # Interpreted blocks have no shared memory in common.
+    # The interpreter has no clusters: its blocks cannot write to each other's shared memory.
     blocks = 2 if groups % 2 == 0 and not interpret else 1
     launch = kernel(
         functools.partial(_decode_kernel, splits or 1, blocks),
@@ -103,43 +117,54 @@ def decode_attention(
 
 @pytree_dataclass
 class DecodeBuffers:
-    """Shared memory and barriers of a block: the types to allocate, and within the kernel references to them."""
+    """Shared memory and barriers of a block: the types to allocate, and within the kernel references to them.
 
-    blocks: int = static_field(default=1)  # of the cluster, 1 or 2
-    # [1, heads, 512]: the axis of one is for `_score_tile`. The result takes their place.
+    Each role is a warpgroup, see the module. A barrier `x_full` says that x was written, `x_empty` that it was read.
+    """
+
+    blocks: int = static_field(default=1)  # number of blocks in the cluster, 1 or 2
+    # The queries, overwritten by the result at the end. The axis of size 1 is indexed by the `zero` of `_score_tile`.
     queries_smem: Any = plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS)
     keys_smem: Any = plgpu.SMEM((STAGES, TILE, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS)
-    biases_smem: Any = plgpu.SMEM((STAGES, TILE), jnp.float32)  # 0 for a row and -inf for none; full with the keys
-    # Not yet divided by their sum.
+    # Added to the scores: 0 for a row that exists, otherwise -inf. `keys_full` also says that they were written.
+    biases_smem: Any = plgpu.SMEM((STAGES, TILE), jnp.float32)
+    # Softmax weights before the division by their sum.
     weights_smem: Any = plgpu.SMEM((STAGES, HEADS, TILE), jnp.bfloat16, transforms=TRANSFORMS)
-    rescale_smem: Any = plgpu.SMEM((STAGES, HEADS), jnp.float32)  # factors of earlier sums, full with the weights
+    # Factors for the sums of earlier tiles. `weights_full` also says that they were written.
+    rescale_smem: Any = plgpu.SMEM((STAGES, HEADS), jnp.float32)
     scale_smem: Any = plgpu.SMEM((HEADS,), jnp.float32)  # factors of the final sums
     queries_full: Any = plgpu.Barrier()
     keys_full: Any = plgpu.Barrier(num_barriers=STAGES)
-    keys_empty: Any = plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)  # both roles, of both blocks, have read them
+    keys_empty: Any = plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)  # by `score` and `add`, in both blocks
     weights_full: Any = plgpu.Barrier(num_barriers=STAGES)
     weights_empty: Any = plgpu.Barrier(num_barriers=STAGES)
     scale_full: Any = plgpu.Barrier()
-    result_full: Any = plgpu.Barrier(num_arrivals=2)  # both halves of the result are in shared memory
+    result_full: Any = plgpu.Barrier(num_arrivals=2)  # by `score` and `add`, each after its half
 
     @classmethod
     def for_cluster(cls) -> "DecodeBuffers":
-        """The types to allocate in each of two blocks, which also signal each other."""
+        """Returns the types to allocate in each block of a cluster of two, with barriers that both blocks signal."""
         empty = plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=2, num_barriers=STAGES)
         return cls(2, keys_full=transaction_barriers.scratch_type(STAGES), keys_empty=empty)
 
     def init_barriers(self):
-        """Initializes the cluster's barriers; every warpgroup calls it first."""
+        """Initializes `keys_full` if the cluster has two blocks. Every warpgroup calls it first."""
         if self.blocks > 1:
             transaction_barriers.start(self.keys_full)
 
     def wait_for_init(self):
-        """Waits for the other block's `init_barriers`; every warpgroup calls it once before it uses `keys_full`."""
+        """Waits until both blocks have called `init_barriers`; every warpgroup calls it before it uses `keys_full`.
+
+        Does nothing if the cluster has one block.
+        """
         if self.blocks > 1:
             barriers.wait_cluster(None)
 
     def signal_keys_full(self, stage, units):
-        """Signals that this block has stored `units` units of a stage, and sent as many to the other block."""
+        """Signals that this block has stored its `units` units (of 16 rows) of a stage.
+
+        In a cluster, it also announces as many units from the other block. The stage is full when they have come.
+        """
         kv_tiles.fence()
         if self.blocks == 1:
             plgpu.barrier_arrive(self.keys_full.at[stage])
@@ -152,7 +177,8 @@ class DecodeBuffers:
             plgpu.barrier_wait(self.keys_full.at[stage])
             return
         transaction_barriers.wait(self.keys_full.at[stage], lax.div(tile - tiles.first, STAGES) & 1)
-        # The other block's loader cannot make its writes visible to this block's `wgmma`.
+        # `wgmma` reads through the async proxy. The other block's loader cannot make its writes visible to it; only a
+        # fence in this block can.
         kv_tiles.fence()
 
     def signal_keys_empty(self, stage):
@@ -163,7 +189,7 @@ class DecodeBuffers:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The tiles first .. last - 1 of a block, which take the stages of the pipeline in turn."""
+    """The tiles first .. last - 1 of a block. Tile `first + i` is in stage `i % STAGES` of shared memory."""
 
     first: jax.Array
     last: jax.Array
@@ -172,11 +198,14 @@ class Tiles:
         return lax.rem(tile - self.first, STAGES)
 
     def wait_empty(self, empty, tile):
-        """Waits until the tile that had the same stage before has been read."""
+        """Waits until the stage of a tile is empty. The first `STAGES` tiles do not wait.
+
+        `empty` has a barrier for each stage, which is signalled when the tile in this stage was read.
+        """
         barriers.wait_empty(empty, tile - self.first)
 
     def wait_all_empty(self, empty):
-        """Waits until the last tiles have been read."""
+        """Waits until the last `STAGES` tiles have been read; `wait_empty` has waited for the tiles before these."""
 
         @pl.loop(jnp.maximum(self.last - STAGES, self.first), self.last)
         def _(tile):
@@ -190,7 +219,7 @@ def _decode_kernel(
     block = lax.axis_index("block") if blocks > 1 else 0
     first_head = (lax.axis_index("heads") * blocks + block) * HEADS
     heads = pl.ds(first_head, HEADS)
-    # A device that shares a layer's heads with others may have fewer than 64.
+    # With tensor parallelism a device may have fewer than 64 heads.
     own_heads = pl.ds(first_head, min(q_gmem.shape[1], HEADS))
     own_queries_smem = buffers.queries_smem.at[0, pl.ds(0, own_heads.size)]
     buffers.init_barriers()
@@ -241,12 +270,12 @@ def _decode_kernel(
 
 
 def _columns(warpgroup):
-    """The half of the columns that a multiplying warpgroup adds up."""
+    """Returns the half of the 512 columns that a warpgroup, SCORE or ADD, adds up."""
     return pl.ds(warpgroup * HALF, HALF)
 
 
 def _put_result(warpgroup, result, buffers):
-    """Writes a half of the result to shared memory and waits for the other half."""
+    """Writes a warpgroup's half of the result to shared memory and waits until the other half is there, too."""
     buffers.queries_smem[0, :, _columns(warpgroup)] = result.astype(jnp.bfloat16)
     plgpu.commit_smem()
     plgpu.barrier_arrive(buffers.result_full)
@@ -254,7 +283,10 @@ def _put_result(warpgroup, result, buffers):
 
 
 def _load_tiles(problem, addresses, tiles, buffers, other_block):
-    """Dequantizes tile after tile to shared memory. Loads of the next tile are in flight meanwhile."""
+    """Dequantizes this block's units of tile after tile to shared memory, while loads of the next tiles are in flight.
+
+    `other_block` is the number of the other block in the cluster, to which the units are also sent if there is one.
+    """
     layout = problem.rings.layout
     rings = problem.rings.pools
     pools = rings if problem.compressed is None else problem.compressed.pools
@@ -264,7 +296,9 @@ def _load_tiles(problem, addresses, tiles, buffers, other_block):
         return kv_tiles.load_unit(rings, pools, from_pools, row, layout)
 
     def load_tile(tile, carry):
-        # Each value is computed a tile after what it is found from: entries, then blocks, then rows, then units.
+        # A row is found by a chain of loads: entry number, block id, then the row itself. An iteration starts the loads
+        # of rows of the next tile, of block ids two tiles ahead and of entry numbers three tiles ahead. Their addresses
+        # come from loads of earlier iterations.
         units, rows, next_entries, next_blocks, later_entries = carry
         stage = tiles.stage(tile)
         next_units = []
@@ -289,16 +323,21 @@ def _load_tiles(problem, addresses, tiles, buffers, other_block):
         rows = addresses.rows(tiles.first, entries[0], blocks[0])
         units = [load_unit(tiles.first, row) for row in rows]
         lax.fori_loop(tiles.first, tiles.last, load_tile, (units, rows, entries[1], blocks[1], entries[2]))
-        # The interpreter wants every arrival waited for, and a block must not end before the other's last arrival.
+        # The interpreter requires a wait for every arrival. On a GPU, a block must not end while the other block of its
+        # cluster still signals its barriers.
         tiles.wait_all_empty(buffers.keys_empty)
 
 
 def _score_tile(buffers, tiles, tile, carry):
-    """Weighs a tile and adds it to (sums [64, 256] of columns 0 .. 255, running maximum, running sum of weights)."""
+    """Computes the softmax weights of a tile, stores them for `add`, and adds columns 0 .. 255 of the tile.
+
+    The carry and the result are (sums [64 heads, 256 columns], running maximum [64], running sum of weights [64]).
+    """
     acc, running_max, running_sum = carry
     stage = tiles.stage(tile)
     buffers.wait_keys_full(tiles, tile)
-    # Always 0. The compiler does not know that, and so does not keep 64 registers of addresses from tile to tile.
+    # An index that is always 0. The compiler does not know that: it computes the addresses of the queries for each tile
+    # again instead of keeping 64 registers of them.
     zero = lax.shift_right_logical(tile, jnp.int32(30))
 
     def multiply(products_reg):
@@ -319,7 +358,7 @@ def _score_tile(buffers, tiles, tile, carry):
 
 
 def _add_tile(buffers, tiles, tile, acc):
-    """Adds a tile to the sums [64, 256] of columns 256 .. 511."""
+    """Adds columns 256 .. 511 of a tile to `acc` [64 heads, 256 columns], with the weights that `score` stored."""
     stage = tiles.stage(tile)
     buffers.wait_keys_full(tiles, tile)
     plgpu.barrier_wait(buffers.weights_full.at[stage])
@@ -330,7 +369,7 @@ def _add_tile(buffers, tiles, tile, acc):
 
 
 def _add_values(buffers, warpgroup, acc, rescale, weights, stage):
-    """Returns `acc * rescale + weights @ values` of a warpgroup's columns, and frees the stage."""
+    """Returns `acc * rescale + weights @ values` for a warpgroup's columns, and signals that the stage was read."""
     acc = wgmma.multiply_add(per_row(rescale, acc), weights, buffers.keys_smem.at[stage, :, _columns(warpgroup)])
     buffers.signal_keys_empty(stage)
     return acc

@@ -1,6 +1,7 @@
 """Dequantized rows for prefill attention: which rows a token attends to, and how they are copied to shared memory.
 
-A token's tiles of 64 rows are its window, then its entries. A unit is 16 rows of a tile.
+A tile is 64 rows, and a unit is 16 rows of a tile. A token's first tiles hold its window, the tiles after them its
+compressed entries.
 """
 
 import dataclasses
@@ -25,8 +26,8 @@ from pallas_kernels.sparse_attention.online_softmax import HALF, HEADS
 from pallas_kernels.sparse_attention.row_addresses import TILE, UNITS
 
 
-# Columns of a chunk, which is what is copied and multiplied at once. The compiler wants more registers for wider
-# products than a thread starts with.
+# Number of columns that are copied and multiplied at once. For wider products, the compiler needs more registers than
+# a thread has at the start of the kernel.
 CHUNK = HALF // 2
 
 
@@ -35,14 +36,16 @@ class DenseRows:
     """The rows that the tokens of a call attend to: arrays, and within the kernel references to them.
 
     Attributes:
-      window_rows: [N, 512] bfloat16 rows of the call's T tokens, in their order, then the rows before each request's
-        first token.
-      entries: [E, 512] bfloat16 entries, request by request, or None.
-      indices: [T, K] int32 numbers of a token's entries within its request, -1 = none; None: the first entries.
-      metadata: [T, 4] int32: a token's position; index of its request's first token; one more than the number of the
-        window row before that token; number of its request's first entry.
-      counts: [T] int32 number of entries that a token attends to, or of its indices to look at; -1 = padding.
-      window: number of rows that a token sees, itself included.
+      window_rows: [N, 512] bfloat16, first a row for each of the call's T tokens, then each request's older rows,
+        those before its first token in the call.
+      entries: [E, 512] bfloat16 compressed entries, request by request, or None.
+      indices: [T, K] int32, entries of each token, numbered within its request; -1 = none. None: a token attends to the
+        first `counts` entries of its request.
+      metadata: [T, 4] int32. The columns are a token's position, the index of its request's first token in the call,
+        the end of its request's older rows in `window_rows`, and the first of its request's entries in `entries`.
+      counts: [T] int32, number of entries that a token attends to, or with `indices` the number of leading indices that
+        are read; -1 = padding.
+      window: number of window rows that a token sees, its own included; a multiple of 64.
     """
 
     window_rows: Any
@@ -54,7 +57,7 @@ class DenseRows:
 
     @property
     def sources(self) -> tuple:
-        """The arrays of rows, of which the first has the window rows and the second the entries."""
+        """The arrays of rows: `window_rows`, and `entries` if there are any."""
         return (self.window_rows,) if self.entries is None else (self.window_rows, self.entries)
 
     def tiles(self, token: jax.Array) -> jax.Array:
@@ -65,7 +68,7 @@ class DenseRows:
 
 
 class TokenRows:
-    """Computes the row numbers of a token's tiles."""
+    """Computes the row numbers of a token's tiles within a kernel, where `rows` has references."""
 
     def __init__(self, rows: DenseRows, token: jax.Array):
         self.rows = rows
@@ -76,7 +79,7 @@ class TokenRows:
         self.count = take(rows.counts, kv_tiles.splat(token))
 
     def tile_rows(self, tile: jax.Array) -> list[jax.Array]:
-        """The numbers of a tile's rows, in `window_rows` or `entries`, [16] int32 for each unit; -1 = none."""
+        """Returns the numbers of a tile's rows in `window_rows` or `entries`: [16] int32 for each unit; -1 = none."""
         return [self._unit_rows(tile * TILE + unit * UNIT + kv_tiles.iota()) for unit in range(UNITS)]
 
     def _unit_rows(self, item):
@@ -98,20 +101,23 @@ class TokenRows:
 
 @dataclasses.dataclass(frozen=True)
 class WorkItems:
-    """The work items of a persistent block: item i of block b is number `b + i * blocks` of all items."""
+    """The work items of a persistent block. An item is a token and a group of 64 heads.
 
-    rows: DenseRows  # the rows that tokens attend to
-    block: jax.Array
+    All items are numbered, first by token, then by group. Item i of block b is number `b + i * blocks`.
+    """
+
+    rows: DenseRows  # references to the rows that the tokens attend to
+    block: jax.Array  # int32 scalar, number of this block
     blocks: int  # number of blocks
-    tokens: int
-    groups: int  # number of groups of 64 heads; an item is one group of one token
+    tokens: int  # number of tokens
+    groups: int  # number of groups of heads
 
     @property
     def count(self) -> jax.Array:
         return lax.div(self.tokens * self.groups - self.block + (self.blocks - 1), self.blocks)
 
     def locate(self, i: jax.Array) -> tuple[jax.Array, Any]:
-        """Returns (token, heads) of item i; items after the last are those of the last token."""
+        """Returns (token, slice of the heads) of this block's item i, or of the last item of all if there is none."""
         item = jnp.minimum(self.block + i * self.blocks, self.tokens * self.groups - 1)
         token = lax.div(item, self.groups)
         group = lax.rem(item, self.groups)
@@ -121,9 +127,10 @@ class WorkItems:
         return self.rows.tiles(self.locate(i)[0])
 
     def loop(self, body) -> jax.Array:
-        """Calls `body(i, first, tiles)` for each item and returns the number of tiles of all items.
+        """Calls `body(i, first, tiles)` for each item i, and returns the total number of tiles.
 
-        An item has the tiles first .. first + tiles - 1 of the block. The next item's number of tiles is loaded ahead.
+        `tiles` is the item's number of tiles, and `first` the total of the block's items before it. Both are int32
+        scalars. The next item's number of tiles is loaded before the call of `body`.
         """
 
         def step(i, carry):
@@ -137,10 +144,17 @@ class WorkItems:
 
 @primitive
 def start_unit(chunk_smem, bias_smem, in_window: jax.Array, row: jax.Array, sources: tuple, *, first: int, chunk: int):
-    """Starts to copy the columns of a chunk of a unit's rows to `chunk_smem` [.., CHUNK] at row `first`.
+    """Starts to copy a chunk of columns of a unit's 16 rows to shared memory, as a part of a `cp.async` group.
 
-    `row` [16] int32 numbers rows of the first of the `sources` if `in_window` is not 0, else of the second. Rows of
-    number -1 become zeros. With chunk 0 the rows' biases are written as in `kv_tiles.store_unit`.
+    Args:
+      chunk_smem: [64, CHUNK] bfloat16 with `TRANSFORMS`; rows first .. first + 15 are written.
+      bias_smem: [64] float32. With chunk 0, elements first .. first + 15 are set to 0 for rows that exist, otherwise
+        to -inf.
+      in_window: int32 scalar; not 0 if the rows are in the first of the `sources`, else they are in the second.
+      row: [16] int32 row numbers in the layout `PER_ROW`; rows of number -1 become zeros.
+      sources: `DenseRows.sources` in global memory.
+      first: number of the unit's first row in the tile.
+      chunk: number of the chunk; its columns begin at `chunk * CHUNK`.
     """
     window_rows, entries = (source[...][jnp.maximum(row, 0) % source.shape[0]] for source in (sources[0], sources[-1]))
     values = jnp.where(in_window != 0, window_rows, entries)

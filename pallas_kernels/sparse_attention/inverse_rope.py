@@ -1,4 +1,4 @@
-"""The inverse rotation (RoPE) of attention results, in the layout of `wgmma` accumulators and in that of vectors."""
+"""The inverse RoPE rotation of attention results, for `wgmma` accumulators and for vectors, see `mgpu.vectors`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from pallas_kernels.runtime.launch import primitive
 
 
 def check_frequencies(inv_freq: jax.Array | None, max_pairs: int) -> None:
-    """Raises NotImplementedError unless `inv_freq` is None or the frequencies of pairs that a kernel can rotate."""
+    """Raises NotImplementedError unless `inv_freq` is None or [P] float32, P a multiple of 4 up to `max_pairs`."""
     if inv_freq is not None:
         check_array("inv_freq", inv_freq, jnp.float32, None)
         pairs = len(inv_freq)
@@ -23,16 +23,23 @@ def check_frequencies(inv_freq: jax.Array | None, max_pairs: int) -> None:
 
 
 def rope_angles(positions: jax.Array, inv_freq: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (cos, sin) [T, P] float32 of the tokens' angles; negative positions count as 0."""
+    """Returns (cos, sin), each [T, P] float32, of the angles `position * inv_freq`; negative positions count as 0."""
     angle = jnp.maximum(positions, 0).astype(jnp.float32)[:, None] * inv_freq[None, :]
     return jnp.cos(angle), jnp.sin(angle)
 
 
 @primitive
 def inverse_rope(values: jax.Array, angles_gmem, token: jax.Array) -> jax.Array:
-    """Rounds the last 2 * P columns of a `wgmma` accumulator to bfloat16 and rotates them back, as interleaved pairs.
+    """Rotates the last 2 * P columns of an accumulator back by a token's angles, in interleaved pairs.
 
-    The token's row of `angles_gmem`, (cos, sin) [T, P] float32, has their angles.
+    Args:
+      values: [64, columns] float32 in the layout of `wgmma` accumulators. The rotated columns are rounded to bfloat16
+        before the rotation.
+      angles_gmem: (cos, sin), each [T, P] float32.
+      token: int32 scalar, row of the angles.
+
+    Returns:
+      Array of the shape, dtype and layout of `values`.
     """
     cos, sin = (x[token][None] for x in angles_gmem)
     head, tail = jnp.split(values, [values.shape[1] - 2 * cos.shape[1]], axis=1)
@@ -52,7 +59,8 @@ def _emit_inverse_rope(values, angles_gmem, token):
     steps = layout.tiling.tile_strides((width, 1))
     factors: dict[int, list[Any]] = {}
     for index in np.ndindex(values.registers.shape):
-        # The distance from a thread's first register is the same in every thread.
+        # Column of the pair, relative to the thread's first column and to the first rotated one. All threads have the
+        # same value.
         right = sum(i * step for i, step in zip(index, steps, strict=False)) % width - (width - 2 * pairs)
         pair = values.registers[index]
         if right < 0:
@@ -70,10 +78,19 @@ def _rotate_pair(pair, cos, sin):
 
 
 def vector_inverse_rope(positions_gmem, inv_freq_gmem, token, channels: jax.Array) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that rounds a vector of channels to bfloat16 and rotates it back by the token's position.
+    """Returns a function that rounds a vector to bfloat16 and rotates its channels back by the token's position.
 
-    The position and frequencies are loaded here, so that the loads overlap with what comes before the rotation.
-    `channels` are int32 numbers in the layout of `vectors`, of which 0 is the first that is rotated.
+    The position and the frequencies are loaded here, so that the loads overlap with work before the rotation.
+
+    Args:
+      positions_gmem: [T] int32; negative positions count as 0.
+      inv_freq_gmem: [P] float32 frequencies of the pairs.
+      token: int32 scalar, index of the position.
+      channels: [n] int32 in a layout of `mgpu.vectors`, the number of each channel counted from the first rotated one.
+        Channels with negative numbers are only rounded.
+
+    Returns:
+      Function of a [n] float32 vector in the layout of `channels`, which returns such a vector.
     """
     frequency = vectors.take(inv_freq_gmem, channels >> 1)
     position = jnp.maximum(positions_gmem[token], 0).astype(jnp.float32)

@@ -1,10 +1,10 @@
-"""Copies quantized rows to bfloat16 tiles in shared memory, 16 rows (a unit) at a time, through registers.
+"""Dequantizes KV rows on the way from global memory to bfloat16 tiles in shared memory, 16 rows (a unit) at a time.
 
     load_unit    global memory -> registers: codes, RoPE values and scales
     store_unit   registers -> shared memory: bfloat16, in the swizzled 8 x 64 tiles that `wgmma` reads
 
-They are separate so that several units are in flight at once. A warp holds 4 rows of a unit, 8 lanes to a row, and a
-lane 8 values of every group of 64.
+With two functions, loads of several units can be in flight at once. Each warp of a warpgroup holds 4 rows of a unit,
+and 8 lanes share a row. A lane holds 8 values of every group of 64 columns.
 """
 
 from typing import Any
@@ -26,12 +26,15 @@ from pallas_kernels.runtime.launch import primitive
 
 
 UNIT = 16
-# Bytes of a dequantized unit and its biases, as sent to the other block of a cluster.
+# Number of bytes of a unit's bfloat16 values and float32 biases, as sent to the other block of a cluster.
 UNIT_BYTES = UNIT * (2 * ROW_DIM + 4)
 
 
 def _word_layout(words):
-    """The layout of [16, 8 * words] 32-bit words: warp w holds rows 4w .. 4w + 3, 8 lanes to a row."""
+    """Returns the layout of 32-bit words [16, n] in which a lane holds `words` adjacent words of every `8 * words`.
+
+    Warp w holds rows 4w .. 4w + 3, and 8 lanes share a row.
+    """
     tiling = plgpu.Tiling(((UNIT, 8 * words), (4, 8 * words), (words,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
@@ -43,18 +46,18 @@ _INDICES = plgpu.ShapeDtypeStruct((UNIT,), jnp.int32, PER_ROW)
 
 
 def iota() -> jax.Array:
-    """Row numbers 0 .. 15 of a unit."""
+    """Returns the numbers 0 .. 15 of a unit's rows, [16] int32 in the layout PER_ROW."""
     return plgpu.broadcasted_iota(jnp.int32, (UNIT,), 0, layout=PER_ROW)
 
 
 def splat(x: jax.Array) -> jax.Array:
-    """Broadcasts a scalar to the rows of a unit."""
+    """Broadcasts a scalar to [16] in the layout PER_ROW, a value for each row of a unit."""
     return plgpu.layout_cast(jnp.broadcast_to(x, (UNIT,)), PER_ROW)
 
 
 @primitive
 def take(array_gmem, index: jax.Array) -> jax.Array:
-    """Reads `array.reshape(-1)[index]` of an int32 array, one index for each row of a unit."""
+    """Loads `array.reshape(-1)[index]` of an int32 array; `index` is [16] int32 in the layout PER_ROW."""
     return array_gmem[...].reshape(-1)[index]
 
 
@@ -65,17 +68,26 @@ def _emit_take(array_gmem, index):
 
 @primitive
 def load_unit(first_pools, second_pools, use_second: jax.Array, row: jax.Array, layout: RowLayout) -> list[jax.Array]:
-    """Starts to load the rows of a unit, for `store_unit`, from the second pools if `use_second` is not 0.
+    """Starts to load the quantized rows of a unit to registers.
 
-    The pools are (nope, rope, scale) in global memory, as in `Paged`. `row` is [16] int32 row numbers, with all axes of
-    a pool but the last merged; -1 = none, which is read as zeros.
+    Args:
+      first_pools, second_pools: (nope, rope, scale) in global memory, as in `Paged`: E4M3 codes, bfloat16 RoPE
+        values, and scales.
+      use_second: int32 scalar; 0 to load from `first_pools`, else from `second_pools`.
+      row: [16] int32 row numbers in the layout PER_ROW, with all axes of a pool but the last merged; -1 = none, which
+        is read as zeros.
+      layout: byte layout of a row.
+
+    Returns:
+      The unit for `store_unit`: arrays of codes, of RoPE values and of words of scales; a single dequantized array
+      [16, 512] bfloat16 if interpreted.
     """
     first_rows, second_rows = (_dequantize(pools, row, layout) for pools in (first_pools, second_pools))
     return [jnp.where(use_second != 0, second_rows, first_rows)]
 
 
 def _unit_types(first_pools, second_pools, use_second, row, layout):
-    """Returns the types of a unit's codes, RoPE values and words of scales, for the arguments of `load_unit`."""
+    """Returns the types of the results of `load_unit`: codes, RoPE values and words of scales, for its arguments."""
     return (
         plgpu.ShapeDtypeStruct((UNIT, layout.nope_dim // 4), jnp.int32, _CODES),
         plgpu.ShapeDtypeStruct((UNIT, layout.rope_dim // 2), jnp.int32, _ROPE),
@@ -98,7 +110,7 @@ def _emit_load_unit(first_pools, second_pools, use_second, row, layout):
         base = arith.select(is_second, *(mlir.global_pointer(pools[pool]) for pools in (second_pools, first_pools)))
         return mlir.at(base, mlir.multiply_add(mlir.to_i64(row), row_bytes, mlir.to_u64(lane * lane_bytes)))
 
-    # The scale comes first because it is needed first.
+    # The scales are loaded first, because `store_unit` needs them first.
     scale_words = _scale_words(layout)
     scales = _load(row_pointer(2, 4 * scale_words, 0), scale_words, row=row)
     pointer = row_pointer(0, layout.nope_dim, 8)
@@ -112,11 +124,18 @@ def _emit_load_unit(first_pools, second_pools, use_second, row, layout):
 def store_unit(
     tile_smem, bias_smem, first: Any, unit: list[jax.Array], row: jax.Array, layout: RowLayout, peer: Any = None
 ) -> None:
-    """Dequantizes a unit from `load_unit` into rows first .. first + 15 of `tile_smem`, [rows, 512] bfloat16.
+    """Dequantizes a unit of 16 rows and stores it in shared memory.
 
-    Sets the rows of `bias_smem`, [rows] float32, to 0, or to -inf where there is no row. `peer` is None or (number of
-    another block of the cluster, one of this block's `transaction_barriers`), to send the same `UNIT_BYTES` also to
-    that block, where they count on its barrier.
+    Args:
+      tile_smem: [rows, 512] bfloat16 with `TRANSFORMS`; rows first .. first + 15 are written.
+      bias_smem: [rows] float32; elements first .. first + 15 are set to 0 for rows that exist, otherwise to -inf.
+      first: int32 scalar, number of the unit's first row in the tile.
+      unit: result of `load_unit`.
+      row: [16] int32, the argument of `load_unit`.
+      layout: byte layout of a row.
+      peer: None, or (number of another block of the cluster, one of this block's `transaction_barriers`). The same
+        values and biases, `UNIT_BYTES` in all, are then also stored at the same places in the other block's shared
+        memory. The other block's barrier at the same place counts the bytes.
     """
     tile_smem[pl.ds(first, UNIT)] = unit[0]
     bias_smem[pl.ds(first, UNIT)] = jnp.where(row >= 0, 0.0, -jnp.inf).astype(jnp.float32)
@@ -146,7 +165,14 @@ def _emit_store_unit(tile_smem, bias_smem, first, unit, row, layout, peer=None):
 
 
 def _senders(start, bias, block, barrier):
-    """Functions that send a group's values, and a bias, to the same places of another block."""
+    """Returns two functions that store in another block of the cluster: one for values, one for a row's bias.
+
+    Args:
+      start: pointer to this thread's first value in this block's shared memory.
+      bias: pointer to the bias of this thread's row in this block's shared memory.
+      block: number of the other block.
+      barrier: one of this block's `transaction_barriers`; the other block's barrier at the same place counts the bytes.
+    """
     pointers = start, bias, mlir.shared_pointer(barrier)
     addresses = (llvm.ptrtoint(mlir.int_type(), pointer) for pointer in pointers)
     peer_start, peer_bias, peer_barrier = (thread_ops.peer(address, block) for address in addresses)
@@ -157,10 +183,14 @@ def _senders(start, bias, block, barrier):
 
 
 def unit_offsets(tile, columns: int) -> tuple[U32, Any, U32]:
-    """Returns (chunk, pointer, row): what this thread holds of a unit in a memref [rows, columns] with `TRANSFORMS`.
+    """Returns (chunk, pointer, row): the place of this thread's values in a tile in shared memory.
 
-    It holds the `chunk`-th 16 bytes of every group of row `row`; `pointer` leads to those of group 0, for a unit at the
-    start of the tile.
+    A thread holds 16 bytes, number `chunk` of 8, of every group of 64 columns in row `row` of a unit. `pointer` is the
+    address of its 16 bytes of group 0, for the unit that begins at row 0 of the tile.
+
+    Args:
+      tile: memref [rows, columns] bfloat16 with `TRANSFORMS`.
+      columns: number of columns.
     """
     thread = mlir.thread()
     warp = thread // 32
@@ -173,7 +203,11 @@ def unit_offsets(tile, columns: int) -> tuple[U32, Any, U32]:
 
 
 def store_bias(bias, chunk: U32, exists: U32, send: Any = None) -> None:
-    """Writes the bias of this thread's row, 0 if it exists and else -inf, and passes it to `send` if there is one."""
+    """Writes the bias of this thread's row, 0 if the row exists and else -inf. The first of the row's 8 lanes does it.
+
+    `bias` is the pointer to write to, and `chunk` the number from `unit_offsets`. `send`, if given, is called with the
+    MLIR value of the bias.
+    """
     value = arith.select(exists.value, mlir.f32(0.0), mlir.f32(-np.inf))
     with thread_ops.when(chunk.equals(0)):
         llvm.store(value, bias)
@@ -183,7 +217,10 @@ def store_bias(bias, chunk: U32, exists: U32, send: Any = None) -> None:
 
 @primitive
 def fence() -> None:
-    """Makes writes to shared memory visible to `wgmma`: this thread's own, or those that it waited for."""
+    """Makes writes to shared memory visible to the async proxy, through which `wgmma` reads.
+
+    They are this thread's own writes, and other threads' writes that this thread has waited for.
+    """
 
 
 @mlir.emits(fence)
@@ -192,7 +229,7 @@ def _():
 
 
 def _dequantize(pools, row, layout):
-    """Returns the [16, 512] values of rows, zeros for none."""
+    """Returns the dequantized rows [16, 512] bfloat16, zeros for row number -1; for interpreted kernels."""
     nope, rope, scale = (pool[...].reshape(-1, pool.shape[-1])[jnp.maximum(row, 0)] for pool in pools)
     values = lax.bitcast_convert_type(nope, jnp.float8_e4m3fn).astype(jnp.float32)
     if layout.scale_block is None:
@@ -204,26 +241,33 @@ def _dequantize(pools, row, layout):
     return jnp.where((row >= 0)[:, None], values, jnp.zeros((), jnp.bfloat16))
 
 
-# Turns two E4M3 codes into the bfloat16 pair of their values times 2**-120, subnormals included: sign-extends each byte
-# to 16 bits, moves its 7 bits to the lowest exponent and highest mantissa bits of bfloat16, and keeps those and a sign.
+# Instructions that turn two E4M3 codes, also subnormal ones, into a pair of bfloat16 with their values times 2**-120.
+# They sign-extend each byte to 16 bits, shift it so that its lower 7 bits are the lowest exponent bits and the highest
+# mantissa bits of bfloat16, and clear all other bits but the sign.
 _SPREAD_PAIR = "prmt.b32 {to}, ${word}, 0, {select}; shl.b32 {to}, {to}, 4; and.b32 {to}, {to}, 0x87F087F0;"
 _REGISTERS = {"a": (4, "0x9180"), "b": (4, "0xB3A2"), "c": (5, "0x9180"), "d": (5, "0xB3A2")}
-# Decodes the 8 codes of input words 4 and 5 to registers a .. d.
+# Decodes the 8 codes in operands 4 and 5 of an instruction block to its registers a .. d.
 _SPREAD = "".join(_SPREAD_PAIR.format(to=to, word=word, select=select) for to, (word, select) in _REGISTERS.items())
 
 
 def _decode_block_scales(codes, scales, group):
-    """Decodes 8 values and multiplies by their group's power of two, in two exact steps that cannot overflow."""
+    """Emits the decoding of a thread's 8 codes of a group, times the group's scale, to 4 words of bfloat16 pairs.
+
+    The factor 2**120 and the scale, a power of two, are multiplied in two steps that are exact and cannot overflow.
+    """
     code = "{ .reg .b32 a, b, c, d, k; mov.b32 k, 0x7B807B80;" + _SPREAD
     for i, x in enumerate(_REGISTERS):
         code += f"mul.rn.bf16x2 {x}, {x}, k; mul.rn.bf16x2 ${i}, {x}, $6;"
-    # The scale's byte as the exponent of two bfloat16 values.
+    # A word with two equal bfloat16, whose exponent bits are the byte of the group's scale.
     factor = (U32(scales[group // 4]) >> 8 * (group % 4) & 0xFF) * 0x00800080
     return mlir.ptx(code + "}", *codes, factor, results=[mlir.int_type()] * 4, pure=True)
 
 
 def _decode_row_scale(codes, scales, group):
-    """Decodes 8 values and multiplies by the row's float32 factor, each rounded once."""
+    """Emits the decoding of 8 codes, times the row's float32 scale, to 4 words of bfloat16 pairs.
+
+    Each product is rounded to float32, then to bfloat16.
+    """
     code = "{ .reg .b32 a, b, c, d; .reg .f32 l, h;" + _SPREAD
     for i, x in enumerate(_REGISTERS):
         code += f"shl.b32 l, {x}, 16; and.b32 h, {x}, 0xFFFF0000;"
@@ -234,7 +278,14 @@ def _decode_row_scale(codes, scales, group):
 
 
 def _load(base, words, *, offset=0, row=None):
-    """Loads 32-bit words from base + offset bytes, zeros where row < 0. Loads stay in program order."""
+    """Emits a load of 1, 2 or 4 words of 32 bits from global memory, and returns the words.
+
+    Args:
+      base: MLIR pointer to global memory.
+      words: number of words.
+      offset: number of bytes to add to `base`.
+      row: MLIR value of an int32; if it is negative, nothing is loaded and the words are zeros. None to load always.
+    """
     targets = ", ".join(f"${i}" for i in range(words))
     kind, targets = (f".v{words}.b32", f"{{{targets}}}") if words > 1 else (".b32", targets)
     load = f"ld.global.nc.L1::no_allocate{kind} {targets}, [${words} + {offset}];"

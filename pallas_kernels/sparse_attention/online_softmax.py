@@ -1,7 +1,7 @@
-"""Online softmax over tiles of 64 rows for 64 heads, in the layout of `wgmma` accumulators.
+"""Online softmax of 64 heads over tiles of 64 rows, in the layout of `wgmma` accumulators.
 
-Weights are `2 ** (score - running_max)`, where scores are scaled to powers of two. When the maximum grows, earlier sums
-are multiplied by `rescale = 2 ** (old_max - new_max)`.
+A weight is `2 ** (score - running_max)`, where the score is the scaled dot product times `log2(e)`. When the maximum
+grows, the sums of earlier tiles are multiplied by `rescale = 2 ** (old_max - new_max)`.
 """
 
 import math
@@ -14,9 +14,10 @@ from jax import lax
 from pallas_kernels.formats.kv_rows import ROW_DIM
 
 
-HEADS = 64  # heads of a block: the M dimension of one `wgmma`
-HALF = ROW_DIM // 2  # columns of the result that one warpgroup adds up
-# Finite and below every score, so that differences of two maxima are not NaN.
+HEADS = 64  # number of heads of a block: the M dimension of one `wgmma`
+HALF = ROW_DIM // 2  # number of columns of the result that one warpgroup adds up
+# The running maximum before the first row. It is below every score, but finite: the difference of two maxima without
+# rows is 0, not NaN.
 LOWEST = -1e30
 SCALE = ROW_DIM**-0.5 * math.log2(math.e)
 
@@ -26,26 +27,33 @@ PER_COLUMN = LAYOUT.reduce(0)
 
 
 def initial_stats() -> tuple[jax.Array, jax.Array]:
-    """(running maximum, running sum of weights) [64 heads] before the first tile."""
+    """Returns (running maximum, running sum of weights) before the first tile, each [64 heads] float32."""
     lowest, zero = (plgpu.layout_cast(jnp.full((HEADS,), x, jnp.float32), PER_HEAD) for x in (LOWEST, 0.0))
     return lowest, zero
 
 
 def load_per_head(ref) -> jax.Array:
-    """Reads [64] float32 from global or shared memory."""
+    """Reads [64] float32, a value for each head, from global or shared memory."""
     return plgpu.load(ref, layout=PER_HEAD, optimized=False)
 
 
 def per_row(factor: jax.Array, x: jax.Array) -> jax.Array:
-    """`x` [64 heads, columns] times a factor [64] of each head."""
+    """Returns `x` [64 heads, columns] times a factor [64] for each head."""
     return x * lax.broadcast_in_dim(factor, x.shape, [0])
 
 
 def weigh(products: jax.Array, bias_smem, running_max: jax.Array, running_sum: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns (weights [64, 64], rescale [64], new maximum, new sum) of a tile.
+    """Computes the softmax weights of a tile of 64 rows. All arrays are float32.
 
-    `products` are the [64 heads, 64 rows] dot products of queries and rows, and `bias_smem` [64] is 0 for a row and
-    -inf for none. The maximum and the sum are [64 heads] float32 statistics of earlier tiles.
+    Args:
+      products: [64 heads, 64 rows] dot products of queries and rows.
+      bias_smem: [64 rows], 0 for a row that exists, otherwise -inf.
+      running_max: [64 heads], maximum score of the tiles so far, see `initial_stats`.
+      running_sum: [64 heads], sum of weights of the tiles so far.
+
+    Returns:
+      (weights [64 heads, 64 rows]; rescale [64 heads], the factor for earlier sums; the new running maximum; the new
+      running sum).
     """
     bias = plgpu.load(bias_smem, layout=PER_COLUMN, optimized=False)
     scores = products * SCALE + lax.broadcast_in_dim(bias, products.shape, [1])
@@ -56,12 +64,15 @@ def weigh(products: jax.Array, bias_smem, running_max: jax.Array, running_sum: j
 
 
 def load_sink(sinks_gmem) -> jax.Array:
-    """Reads the sink logits [64] as powers of two."""
+    """Reads the sink logits [64] float32 and multiplies them by `log2(e)`, like scores."""
     return load_per_head(sinks_gmem) * math.log2(math.e)
 
 
 def final_scale(sink: jax.Array, running_max: jax.Array, running_sum: jax.Array) -> jax.Array:
-    """The factor [64] that turns weighted sums into attention, with the sink in the denominator."""
+    """Returns the factor [64 heads] that turns the sums of weighted rows into attention.
+
+    It is 1 over the sum of all weights and the sink's weight `2 ** (sink - running_max)`.
+    """
     peak = jnp.maximum(running_max, sink)
     scale = jnp.exp2(running_max - peak)
     return scale / (running_sum * scale + jnp.exp2(sink - peak))

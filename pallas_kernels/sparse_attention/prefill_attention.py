@@ -1,9 +1,10 @@
-"""Prefill attention: reads rows that were dequantized beforehand.
+"""The prefill attention kernel, whose rows another kernel has dequantized to bfloat16.
 
     out[t, h] = sum_n p[n] kv[n], p = softmax over n of (q[t, h] . kv[n] / sqrt(512)) and the sink
 
-The grid is one persistent block per SM. A block walks over pairs of a token and a group of 64 heads, and for each pair
-over the token's tiles of 64 rows. A tile is four chunks of 128 columns, in a ring of nine chunk stages.
+The grid is one persistent block per SM. A block walks over work items, pairs of a token and a group of 64 heads, and
+for each item over the token's tiles of 64 rows. A tile is copied as four chunks of 128 columns. Shared memory has nine
+stages, which hold a chunk each.
 
     warpgroup   does                              waits for                             signals
     0 score     loads queries, q @ kv.T, weights  queries_full, keys_full, scale_empty  scored, weights_full, scale_full
@@ -11,8 +12,9 @@ over the token's tiles of 64 rows. A tile is four chunks of 128 columns, in a ri
     2 add_high  sums of columns 256 .. 511        weights_full, scale_full, scored      keys_empty, scale_empty
     3 copy      copies chunks of rows             keys_empty                            keys_full
 
-`add_high` also waits until the next tile is scored: its products then run while `score` computes that tile's weights.
-The place of a row in a token's sums depends on the token's own position alone.
+Before `add_high` adds a tile, it also waits until `score` has multiplied the queries by the next tile (`scored`). The
+products of `add_high` then run while `score` computes the weights of that next tile. The order in which a token's rows
+are added depends on the token's own position alone.
 """
 
 import dataclasses
@@ -43,13 +45,14 @@ from pallas_kernels.sparse_attention.online_softmax import HALF, HEADS, LAYOUT, 
 from pallas_kernels.sparse_attention.row_addresses import TILE
 
 
-STAGES = 2  # tiles of weights in shared memory
+STAGES = 2  # number of tiles of weights in shared memory
 CHUNKS = ROW_DIM // CHUNK
-CHUNK_STAGES = 9  # chunks of rows in shared memory
-# The last chunk holds all columns that can be rotated back.
+CHUNK_STAGES = 9  # number of chunks of rows in shared memory
+# Maximum number of pairs of columns to rotate back, so that all of them are in the last chunk.
 MAX_PAIRS = CHUNK // 2
 SCORE, ADD_LOW, ADD_HIGH, COPY = range(4)
-# Registers of a thread. Four warpgroups start with 128 each and may not hold more together.
+# Registers per thread of each role; both add roles have the same number. The four warpgroups start with 128 per thread
+# each, and may not have more than that on average.
 SCORE_REGISTERS = 112
 ADD_REGISTERS = 176
 COPY_REGISTERS = 48
@@ -57,7 +60,7 @@ COPY_REGISTERS = 48
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tuning of prefill attention, on which results do not depend."""
+    """Tuning of prefill attention, which does not change results."""
 
     blocks: int = MULTIPROCESSORS  # maximum number of blocks
 
@@ -73,22 +76,22 @@ def prefill_attention(
     config: Config = Config(),
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes `sparse_attention` of many tokens on dequantized rows.
+    """Computes attention of many tokens on dequantized rows, see `sparse_attention`.
 
     Args:
       q: [T, H, 512] bfloat16, H a multiple of 64. Scores are scaled by `512 ** -0.5`.
       sinks: [H] float32 sink logits.
-      rows: the rows that the tokens attend to.
-      inv_freq: as in `sparse_attention`, P at most `MAX_PAIRS`.
-      layer: [] int32 index of the sinks in a stack [layers, H]. None: they are not stacked.
+      rows: the rows that the tokens attend to; the window is a multiple of 64 rows.
+      inv_freq: [P] float32 RoPE frequencies or None, as in `sparse_attention`; P is at most `MAX_PAIRS`.
+      layer: [] int32, index of this layer if `sinks` is a stack [layers, H]; None if it is not.
       config: tuning.
-      interpret: run on the CPU, interpreted, with the race detector on.
+      interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
       [T, H, 512] bfloat16; zeros for padding.
 
     Raises:
-      NotImplementedError: the kernel does not take a shape or dtype.
+      NotImplementedError: a shape or a dtype is not supported.
     """
     _check(q, sinks, layer, rows, inv_freq)
     tokens, heads, _ = q.shape
@@ -103,7 +106,7 @@ def prefill_attention(
         num_threads=4,
         scratch_types={"buffers": PrefillBuffers()},
         interpret=interpret,
-        # Sums over rows in the layout of `wgmma` need no shared memory.
+        # Mosaic would reserve shared memory for reductions. Those over rows in the layout of `wgmma` need none.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )
     angles = None if inv_freq is None else rope_angles(rows.metadata[:, 0], inv_freq)
@@ -129,23 +132,28 @@ def _check(q, sinks, layer, rows, inv_freq):
 
 @pytree_dataclass
 class PrefillBuffers:
-    """Shared memory and barriers of a block: the types to allocate, and within the kernel references to them."""
+    """Shared memory and barriers of a block: the types to allocate, and within the kernel references to them.
 
-    # [1, heads, 512]: the axis of one is for `_multiply_keys`. Full once the next item's queries have been copied.
+    Each role is a warpgroup, see the module. A barrier `x_full` says that x was written, `x_empty` that it was read.
+    """
+
+    # Queries of an item. The axis of size 1 is indexed by the `zero` of `_multiply_keys`.
     queries_smem: Any = plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS)
-    # Chunks of tiles, empty when the warpgroup that adds their columns has read them. A token's result takes the place
-    # of its last tile.
+    # Chunks of tiles. The warpgroup that adds a chunk's columns signals `keys_empty`. An item's result overwrites the
+    # chunks of its last tile before it is copied to global memory.
     keys_smem: Any = plgpu.SMEM((CHUNK_STAGES, TILE, CHUNK), jnp.bfloat16, transforms=TRANSFORMS)
-    biases_smem: Any = plgpu.SMEM((STAGES + 1, TILE), jnp.float32)  # 0 for a row, -inf for none; full with chunk 0
+    # Added to the scores: 0 for a row that exists, otherwise -inf. `keys_full` of chunk 0 says that they were written.
+    biases_smem: Any = plgpu.SMEM((STAGES + 1, TILE), jnp.float32)
     # Softmax weights before the division by their sum. `keys_empty` of the tile's keys also says that they were read.
     weights_smem: Any = plgpu.SMEM((STAGES, HEADS, TILE), jnp.bfloat16, transforms=TRANSFORMS)
-    # Factors of earlier sums, full with the weights, then those of the final sums, full and empty by `scale_*`. One
-    # array for both, since an array takes at least 1024 bytes.
+    # Rows 0 .. STAGES - 1: factors for the sums of earlier tiles, written and read together with the weights. Row
+    # STAGES: factors of the final sums, guarded by `scale_full` and `scale_empty`. They share an array, because each
+    # array takes at least 1024 bytes.
     factors_smem: Any = plgpu.SMEM((STAGES + 1, HEADS), jnp.float32)
     queries_full: Any = plgpu.Barrier()
     keys_full: Any = plgpu.Barrier(num_barriers=CHUNK_STAGES)
     keys_empty: Any = plgpu.Barrier(num_barriers=CHUNK_STAGES)
-    scored: Any = plgpu.Barrier(num_barriers=STAGES)  # `score` has read the keys of a token's second or later tile
+    scored: Any = plgpu.Barrier(num_barriers=STAGES)  # `score` has read the keys of a tile other than an item's first
     weights_full: Any = plgpu.Barrier(num_barriers=STAGES)
     scale_full: Any = plgpu.Barrier()
     scale_empty: Any = plgpu.Barrier(num_arrivals=2)
@@ -188,7 +196,11 @@ def _bias_smem(buffers, tile):
 
 
 def _copy_items(items, rows, buffers):
-    """Copies chunk after chunk. A chunk is signalled as full when the copies of the next ones have started."""
+    """Copies the chunks of all items' tiles to shared memory.
+
+    Copies are asynchronous. Those of the next chunks are started before this warpgroup waits for a chunk and signals it
+    as full.
+    """
 
     def start_chunk(tile, chunk, tile_rows, in_window):
         stage = _chunk_stage(tile, chunk)
@@ -211,7 +223,8 @@ def _copy_items(items, rows, buffers):
         def copy_tile(t, tile_rows):
             in_window = (t < rows.window // TILE).astype(jnp.int32)
             start_chunk(first + t, 0, tile_rows, in_window)
-            # Before the other chunks, which may have to wait until the last chunk of the tile before was read.
+            # The previous tile's last chunk is finished here, because the chunks below may wait for stages that become
+            # empty only after it was used.
             pl.when(t > 0)(lambda: finish_chunk(first + t - 1, CHUNKS - 1, 1))
             for chunk in range(1, CHUNKS):
                 start_chunk(first + t, chunk, tile_rows, in_window)
@@ -227,7 +240,7 @@ def _copy_items(items, rows, buffers):
 
 
 def _score_items(items, q_gmem, sinks_gmem, buffers):
-    """Computes the weights of each item's tiles, and the final factors of its sums."""
+    """Computes the softmax weights of each item's tiles, and the factors of its final sums."""
 
     def fetch_queries(i):
         @pl.when(i < items.count)
@@ -238,7 +251,7 @@ def _score_items(items, q_gmem, sinks_gmem, buffers):
     def score_item(i, first, tiles):
         _, heads = items.locate(i)
         sink = online_softmax.load_sink(sinks_gmem.at[heads])
-        # Prefetches the next item's queries to the L2 cache, from where they come in half the time.
+        # Prefetches the next item's queries to L2, which halves the time to copy them from there.
         next_token, next_heads = items.locate(i + 1)
         for half in range(2):
             plgpu.async_prefetch(q_gmem.at[next_token, next_heads, pl.ds(half * HALF, HALF)])
@@ -250,7 +263,8 @@ def _score_items(items, q_gmem, sinks_gmem, buffers):
             pl.when(t > 0)(lambda: plgpu.barrier_arrive(buffers.scored.at[stage]))
             pl.when(t == tiles - 1)(lambda: fetch_queries(i + 1))
             weights, rescale, *stats = online_softmax.weigh(products, _bias_smem(buffers, first + t), *stats)
-            # The stage is empty: the keys of this tile could not be full otherwise.
+            # This stage of weights is empty: this tile's keys are in shared memory, so that the keys two tiles before
+            # were read, and with them the weights in this stage.
             wgmma.put_shared(buffers.weights_smem.at[stage], weights.astype(jnp.bfloat16))
             wgmma.put_shared(buffers.factors_smem.at[stage], rescale)
             kv_tiles.fence()
@@ -270,7 +284,8 @@ def _score_items(items, q_gmem, sinks_gmem, buffers):
 
 def _multiply_keys(buffers, tile):
     """Returns the [64 heads, 64 rows] float32 products of the queries and a tile."""
-    # Always 0. The compiler does not know that, and so does not keep 64 registers of addresses from tile to tile.
+    # An index that is always 0. The compiler does not know that: it computes the addresses of the queries for each tile
+    # again instead of keeping 64 registers of them.
     zero = lax.shift_right_logical(tile, jnp.int32(30))
 
     def multiply(products_reg):
@@ -285,7 +300,7 @@ def _multiply_keys(buffers, tile):
 
 
 def _add_items(items, chunks, angles_gmem, out_gmem, buffers):
-    """Adds up the values of each item in some chunks of the columns, and stores the result."""
+    """Adds up weight times row over each item's rows, for the columns of `chunks`, and stores the result."""
     has_last = CHUNKS - 1 in chunks
 
     def release_keys(tile):
@@ -301,8 +316,8 @@ def _add_items(items, chunks, angles_gmem, out_gmem, buffers):
             if has_last:
                 pl.when(t < tiles - 1)(lambda: plgpu.barrier_wait(buffers.scored.at[_stage(first + t + 1)]))
             values_smem = tuple(buffers.keys_smem.at[_chunk_stage(first + t, chunk)] for chunk in chunks)
-            # Both products need the weights. They are kept in registers, since the values take all of shared memory's
-            # bandwidth.
+            # The products of all chunks need the weights. They are read to registers once, because reading the rows
+            # already takes all of shared memory's bandwidth.
             weights = plgpu.load(buffers.weights_smem.at[stage], layout=LAYOUT)
             sums = wgmma.multiply_add_all(sums, weights, values_smem)
             pl.when(t < tiles - 1)(lambda: release_keys(first + t))

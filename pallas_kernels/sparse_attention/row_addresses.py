@@ -1,8 +1,9 @@
 """Row addresses of decode attention: a token's window rows in a ring, then its compressed entries behind a block table.
 
-A tile is 64 rows, a unit 16. The first tiles are the window, the last of which may be partly empty; the others are the
-entries. An address is found in three steps, each of which loads what the next one needs: entry numbers, their blocks,
-and their rows.
+A tile is 64 rows, and a unit is 16 rows of a tile. A token's first tiles hold its window, the last of them partly empty
+if the window is not a multiple of 64; the tiles after them hold its compressed entries. The address of an entry is
+found in three steps: `RowAddresses.entries` loads the entry numbers, `blocks` loads the id of each entry's block from
+the block table, and `rows` computes the row numbers.
 """
 
 from typing import Any
@@ -20,18 +21,22 @@ from pallas_kernels.sparse_attention.kv_tiles import UNIT, take
 
 TILE = 64
 UNITS = TILE // UNIT
-# The position of padding and the start of rings left out, so far below 0 that it stays negative whatever is added.
+# Stands for the position of padding, and for the first row of rings that are left out. Sums with row numbers and
+# positions stay negative.
 NOWHERE = -(1 << 30)
 
 
 @pytree_dataclass
 class AttentionProblem:
-    """The rows that the tokens of a call attend to: arrays, and within the kernel references to them."""
+    """The rows that the tokens of a call attend to: arrays, and within the kernel references to them.
 
-    slots: Any  # [T] int32; -1 = padding
-    positions: Any  # [T] int32; -1 = padding
-    rings: Rings  # the window rows, whose layer is [1] int32
-    compressed: Paged | None  # the entries, whose layer is [1] int32
+    In `rings` and `compressed`, `layer` is [1] int32.
+    """
+
+    slots: Any  # [T] int32, each token's request slot; -1 = padding
+    positions: Any  # [T] int32, each token's position in its request; -1 = padding
+    rings: Rings  # the window rows
+    compressed: Paged | None  # the compressed entries, if any
 
     @property
     def window_tiles(self) -> int:
@@ -43,9 +48,15 @@ class AttentionProblem:
         return self.window_tiles + (0 if self.compressed is None else -(-self.compressed.count // TILE))
 
     def tile_range(self, token: jax.Array, split: jax.Array, splits: int) -> tuple[jax.Array, jax.Array]:
-        """The range [first, last) of tiles of a KV split. Splits are equally long, but later ones may be shorter.
+        """Returns the range [first, last) of a token's tiles that belong to a KV split, as int32 scalars.
 
-        With an index list the range does not depend on the position, so that nothing has to be loaded first.
+        Every split has the same number of tiles, except that the last tiles may leave later splits shorter or empty.
+        If entries are given by `indices`, the range does not depend on the position, which then need not be loaded.
+
+        Args:
+          token: int32 scalar, index of the token.
+          split: int32 scalar, number of the split.
+          splits: number of splits.
         """
         tiles = jnp.int32(self.max_tiles)
         if self.compressed is not None and self.compressed.indices is None:
@@ -59,16 +70,27 @@ class AttentionProblem:
 
 
 class RowAddresses:
-    """Computes the row numbers of a token's tiles, for `units` units of each tile from `first_unit` on."""
+    """Computes the row numbers of a token's tiles, in units of 16 rows.
+
+    Methods return a list with an array [16] int32 for each unit, in the layout `kv_tiles.PER_ROW`.
+    """
 
     def __init__(self, problem: AttentionProblem, token: jax.Array, last: jax.Array, first_unit: Any, units: int):
-        """Loads what all tiles have in common. Tiles from `last` on have no rows."""
+        """Loads the token's position, slot and ring.
+
+        Args:
+          problem: references to the rows that the tokens attend to.
+          token: int32 scalar, index of the token.
+          last: int32 scalar, end of the tiles; rows of tiles from `last` on are -1.
+          first_unit: int, or int32 scalar, number of the first unit in each tile.
+          units: number of units of each tile to compute.
+        """
         self.problem = problem
         self.token = token
         self.last = last
         self.first_unit = first_unit
         self.units = units
-        # Vectors, not scalars: the compiler waits for a scalar before it loads the next.
+        # Loads vectors of equal values, because the compiler waits for each scalar before it loads the next one.
         token_index = kv_tiles.splat(token)
         zero = kv_tiles.splat(jnp.int32(0))
         position = take(problem.positions, token_index)
@@ -88,7 +110,7 @@ class RowAddresses:
             self.pool_start = take(problem.compressed.layer, zero) * problem.compressed.pools[0].shape[1]
 
     def entries(self, tile: jax.Array) -> list[jax.Array]:
-        """The entry numbers of each unit of a tile, [16] int32; -1 = none."""
+        """Returns the entry numbers of each unit of a tile; -1 = none. The list is empty without compressed entries."""
         paged = self.problem.compressed
         if paged is None:
             return []
@@ -106,7 +128,7 @@ class RowAddresses:
         return units
 
     def blocks(self, entries: list[jax.Array]) -> list[jax.Array]:
-        """The blocks of each unit's entries, [16] int32."""
+        """Returns the block id of each entry, from the block table; -1 = none. That of an entry -1 is unspecified."""
         paged = self.problem.compressed
         if paged is None:
             return []
@@ -117,7 +139,12 @@ class RowAddresses:
         return [take(paged.block_table, start + column) for column in logical]
 
     def rows(self, tile: jax.Array, entries: list[jax.Array], blocks: list[jax.Array]) -> list[jax.Array]:
-        """The row numbers of each unit of a tile, [16] int32, in the rings or the pools; -1 = none."""
+        """Returns the row numbers of each unit of a tile; -1 = none.
+
+        They number the rows of the rings for a tile of the window, otherwise the rows of the pools of compressed
+        entries, with all axes but the last merged. `entries` and `blocks` are the results of the methods of these names
+        for this tile.
+        """
         window_rows = [self._window_row(tile, unit) for unit in range(self.units)]
         paged = self.problem.compressed
         if paged is None:
@@ -144,5 +171,5 @@ class RowAddresses:
         return jnp.where(valid, row, -1)
 
     def _items(self, tile, unit):
-        """The numbers [16] of a unit's rows among all rows of the token's window, or among its entries."""
+        """Returns the numbers [16] of a unit's rows, if tile 0 is the first tile of the window, or of the entries."""
         return tile * TILE + (self.first_unit + unit) * UNIT + kv_tiles.iota()

@@ -1,7 +1,7 @@
-"""Sparse attention of few tokens: one softmax over window rows, compressed entries and a sink.
+"""Sparse attention of few tokens (decode): one softmax over window rows, compressed entries and a sink.
 
-If there are fewer tokens than fill the GPU, several blocks share the rows of a token (KV splits), and `combine` adds up
-their sums.
+If the tokens are too few to fill the GPU, the rows of each token are divided among several blocks (KV splits), and
+`combine` adds up the blocks' sums. For many tokens, see `prefill_attention`.
 """
 
 import dataclasses
@@ -35,26 +35,30 @@ def sparse_attention(
     config: Config | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attends to each token's window and compressed entries; a row is both key and value of all heads.
+    """Computes attention of each token to its window and its compressed entries.
+
+    A row of 512 values is both the key and the value of all heads. The window is the newest rows up to the token's own.
+    Compressed entries are rows of their own, each made from `compress_rate` tokens.
 
     Args:
       q: [T, H, 512] bfloat16, H a multiple of 64, or of 8 below that. Scores are scaled by `512 ** -0.5`.
-      sinks: [H] float32 sink logits: one more weight in the softmax's sum, with no value.
-      slots: [T] int32 request slots; -1 = padding.
-      positions: [T] int32; -1 = padding.
-      rings: the window rows; layer -1 leaves the windows out. The NaN codes 0x7F and 0xFF are read as +-480.
-      compressed: entries of the same layout, or None.
-      inv_freq: [P] float32, at most 1, P a multiple of 4 up to 128: the last 2 * P channels of results are
-        rotated back by the token's position, in interleaved pairs. Rounded before and after. None: no rotation.
-      layer: [] int32 index of the sinks in a stack [layers, H]. None: they are not stacked.
-      config: tuning, or None for `Config.choose`. The result's bits depend on it.
-      interpret: run on the CPU, interpreted, with the race detector on.
+      sinks: [H] float32 sink logits. A sink adds a weight to the denominator of the softmax and has no value.
+      slots: [T] int32, each token's request slot; -1 = padding.
+      positions: [T] int32, each token's position in its request; -1 = padding.
+      rings: the window rows. Layer -1 leaves the windows out. The E4M3 codes of NaN, 0x7F and 0xFF, are read as +-480.
+      compressed: the compressed entries, with the same row layout as `rings`, or None.
+      inv_freq: [P] float32 RoPE frequencies, at most 1; P is a multiple of 4 up to 128. The last 2 * P channels of the
+        result are rotated back by the token's position, in interleaved pairs, and rounded to bfloat16 before and after.
+        None: no rotation.
+      layer: [] int32, index of this layer if `sinks` is a stack [layers, H]; None if it is not.
+      config: tuning, or None for `Config.choose`. The number of KV splits changes the result's rounding.
+      interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
       [T, H, 512] bfloat16; zeros for padding.
 
     Raises:
-      NotImplementedError: the kernel does not take a layout, shape or dtype.
+      NotImplementedError: a layout, a shape or a dtype is not supported.
     """
     check_weight("sinks", sinks, layer, jnp.float32, q.shape[1])
     check_frequencies(inv_freq, HALF // 2)
@@ -80,13 +84,16 @@ def attention_sums(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the KV splits of `sparse_attention` without combining them, for `combine` or for other devices.
+    """Computes the sums of each KV split of `sparse_attention`, without combining the splits.
+
+    `combine` makes the result from them, also together with the splits that other devices computed.
 
     Args:
       q, slots, positions, rings, compressed, interpret: as in `sparse_attention`; T at least 1.
 
     Returns:
-      (sums [T, S, H, 512], stats [T, S, 2, H]) float32, S splits, H rounded up to a multiple of 64; see `combine`.
+      (sums [T, S, H, 512] float32, stats [T, S, 2, H] float32) of S splits, as `combine` takes them. H is rounded up to
+      a multiple of 64.
 
     Raises:
       NotImplementedError: as in `sparse_attention`.
@@ -97,7 +104,7 @@ def attention_sums(
 
 
 def _check_and_merge(q, slots, positions, rings, compressed):
-    """Checks the arguments and merges all but the queries into a problem."""
+    """Checks the arguments of `sparse_attention`, and returns all but the queries as an `AttentionProblem`."""
     tokens, heads, _ = q.shape
     layout = rings.layout
     multiple = 8 if heads < HEADS else HEADS
