@@ -68,7 +68,7 @@ class RandomSteps:
         return self.requests // self.manager.shards.count
 
     def start_requests(self, past: int) -> None:
-        """Releases all requests and admits new ones, which hold `past` tokens each. Makes the cache if there is none."""
+        """Replaces all requests by new requests that hold `past` tokens each. Makes the cache if there is none."""
         self._chunk = None
         for slot in self._slots:
             self.manager.release(slot)

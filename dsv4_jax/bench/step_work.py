@@ -32,8 +32,8 @@ def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: in
     """Returns the operations of the layers' products with weights, and the bytes of weights, of a device in a step.
 
     Each pass of the draft layers reads their weights and the head. Each draft reads DSpark's `markov_w2`. Tables such
-    as the embedding are left out, because few of their rows are read. The bytes of routed experts are the expected ones
-    if tokens select experts at random.
+    as the embedding are left out, because few of their rows are read. The bytes of routed experts are the expected
+    number of bytes if tokens select experts at random.
 
     Args:
       model: the model or some of its layers.

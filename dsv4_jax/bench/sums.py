@@ -34,7 +34,7 @@ COLUMNS = {
 def run(width: int, mesh: Mesh, report: Row) -> Iterator[Row]:
     """Times all-reduces of [T, width] bfloat16; prints and yields a result for each T of `TOKENS`.
 
-    First the results are checked. They must have the same bits on all devices. Those of the kernel must be the sum in
+    First the results are checked. They must have the same bits on all devices. The kernel's result must be the sum in
     the order of the devices; XLA's may differ from it by rounding. Then a loop on the devices is timed, in which each
     all-reduce adds up the result of the one before. The time of the same loop without all-reduces is subtracted.
 

@@ -67,7 +67,7 @@ def median_seconds(case: Case, implementation: str, layers: list[tuple], inputs:
 
 
 def copy_bandwidth() -> float:
-    """Measures the bytes a second of copying an array that is larger than the L2 cache, both read and written ones."""
+    """Measures the bytes a second, read plus written, of copying an array that is larger than the L2 cache."""
     # On a GPU, the array and its copy have only 128 MiB each, because placed experts leave little memory.
     x = jnp.ones((1 << (25 if _on_gpu() else 24),), jnp.float32)
     return 2 * x.nbytes / _median_of(jnp.negative, x)

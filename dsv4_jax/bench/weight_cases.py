@@ -184,8 +184,8 @@ def _hyper_connections_case(config, tokens):
             return close(1e-3, 1e-4)(result, expected)
         return close(2**-7, 2**-4)(result, expected)
 
-    # The streams are read and written. The kernel's second launch reads the new ones again, which counts as a third
-    # pass if they are too large for the L2 cache.
+    # The first launch reads the streams and writes new streams: two passes. The second launch reads the new streams,
+    # which counts as a third pass if they do not fit the L2 cache.
     passes = 3 if 2 * tokens * h * width > 50 << 20 else 2
     return Case(
         op="hyper_connections",

@@ -98,7 +98,7 @@ def _refuse_mismatches(
 
 
 def _with_nearest(names: list[str], others: list[str]) -> list[str]:
-    """Returns the names. Those that will be listed are followed by the most similar one of `others`, if any is."""
+    """Returns the names. Each of the first 10, which `listing` shows, gets the most similar name of `others` added."""
     lines = []
     for name in names[:_MAX_LISTED]:
         match = difflib.get_close_matches(name, others[:_MAX_COMPARED], n=1, cutoff=0.8)

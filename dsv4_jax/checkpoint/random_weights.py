@@ -80,8 +80,8 @@ def random_model(
       mesh: devices to shard the model over; None for the default one.
       dtype: dtype of the activations, bfloat16 or float32.
       expert_parallel: whether each device gets whole experts instead of a shard of each expert.
-      expert_memory: places the embedding and some of the routed experts in host memory, the most frequent ones on the
-        GPU. None = all weights lie on the devices.
+      expert_memory: places the embedding and the less frequent routed experts in host memory, and the most frequent
+        experts on the GPU. None = all weights lie on the devices.
       skew: how unequally tokens select experts. Each layer's experts have ranks 1 to E in random order, and tokens
         select the expert of rank r with a weight of r ** -skew. The routers' biases and tables are chosen accordingly.
       on_outline: function that is called before weights are made, see `load_checkpoint`; None = no call.

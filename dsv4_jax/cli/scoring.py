@@ -129,8 +129,8 @@ def score_ids(
       window_only: whether all layers attend to the sliding window only.
 
     Yields:
-      For each step of n tokens, the arrays of `score_step`, {name: [B, n, ...]}. Those of the last token of a row are
-      about a following token 0.
+      For each step of n tokens, the arrays of `score_step`, {name: [B, n, ...]}. The last token of a row counts as
+      followed by token 0.
     """
     slots = [manager.admit(row) for row in ids]
     compiled = CompiledModel.of(model)

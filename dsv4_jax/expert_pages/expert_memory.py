@@ -1,4 +1,4 @@
-"""The placement of a model's routed experts: as many as fit lie on the GPU, the other ones in host memory."""
+"""The placement of a model's routed experts: as many as fit lie on the GPU, and the rest in host memory."""
 
 import dataclasses
 import functools

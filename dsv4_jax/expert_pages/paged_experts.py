@@ -34,8 +34,8 @@ class Mapping:
     on_host: bool  # whether it is host memory, otherwise GPU memory
     is_mapped: bool = False
     for_cpu: bool = False  # whether the CPU can read and write it
-    # Only for spare memory, see `Mover`: whether `address` is still mapped to the memory that now is an expert's, and
-    # has to be mapped to `handle` before the next use.
+    # Only for spare memory, see `Mover`: whether `address` still maps memory that has become an expert's, so that it
+    # must be mapped to `handle` before the next use.
     is_stale: bool = False
 
 
