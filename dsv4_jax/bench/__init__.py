@@ -1,1 +1,1 @@
-"""Benchmarks: cases, timing, stacks of layers, plots."""
+"""The measurements behind `dsv4-jax bench`: single ops, layers, whole models, serving, and plots of the results."""

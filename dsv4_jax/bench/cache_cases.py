@@ -22,21 +22,21 @@ from dsv4_jax.bench.cases import (
 from dsv4_jax.cache import CacheSchema
 
 
-# label, requests, tokens per request, whether every window closes
+# (label, requests, tokens per request, whether each request's step completes a compression window)
 _FLUSH_SHAPES = (
     *((f"{n}, all close", n, 1, True) for n in (1, 8, 64, 256)),
     *((f"{n}, none closes", n, 1, False) for n in (64, 256)),
     ("prefill 8192", 8, 1024, True),
 )
-_FLUSH_CONTEXT = 1024
-# Both versions round weights to bfloat16, at different scales, and round the result.
+_FLUSH_CONTEXT = 1024  # maximum number of tokens of a request
+# Kernel and XLA round softmax weights to bfloat16 at different scales, and then round the result.
 _ATTENTION_AGREES = close(relative=2**-6, absolute=2**-6)
 
 
 def append_cases(schema: CacheSchema) -> Iterator[Case]:
-    """Yields cases of append_swa, one token per request, and of norm_rope_append, which other projects fuse alike.
+    """Yields cases of `append_swa`, and of `norm_rope_append`, which corresponds to a fused kernel of other projects.
 
-    T=8192 is a prefill of 64 requests with a full window each.
+    T tokens belong to T requests. T=8192 is a prefill: of each request, as many tokens as a window holds.
     """
     for tokens in (1, 8, 64, 256, 8192):
         yield _append_case(schema, tokens)
@@ -81,7 +81,7 @@ def _norm_rope_case(schema, tokens, heads):
         return ops.norm_rope_append(state[1], *arrays, eps=config.rms_norm_eps, implementation=implementation)
 
     def agree(result, expected):
-        """Allows a unit in the last place here and there, and so for the stored codes."""
+        """Allows rounding differences in up to 2% of an array's values, or of the stored bytes."""
         return jnp.mean(result != expected) < 0.02
 
     return dataclasses.replace(
@@ -97,7 +97,7 @@ def _norm_rope_case(schema, tokens, heads):
 
 
 def gather_cases(schema: CacheSchema) -> Iterator[Case]:
-    """Yields cases of the three gathers: selected entries of long requests, all entries, windows."""
+    """Yields cases of the three gathers: of selected entries, of all entries, and of window rows of each token."""
     config = schema.config
     group = next(group for group in schema.groups.values() if group.key is not None)
     topk = config.index_topk
@@ -117,8 +117,9 @@ def gather_cases(schema: CacheSchema) -> Iterator[Case]:
 
 
 def _gather_case(op, codec, tokens, rows, view, inputs):
-    """Returns a case in which each token reads so many rows."""
-    # A row comes in, and a dense one and a flag go out. Beside its slot, a token has a position or indices of rows.
+    """Returns a case in which each token gathers `rows` rows of `view`, stored by `codec`."""
+    # For each row, the encoded row is read, and a bfloat16 row and a flag of one byte are written. The int32 inputs of
+    # a token are its slot, and its position or the index of each row.
     numbers = rows if op is ops.gather_compressed_kv else 1
     return Case(
         op=op.__name__,
@@ -131,10 +132,12 @@ def _gather_case(op, codec, tokens, rows, view, inputs):
 
 
 def attention_cases(schema: CacheSchema) -> Iterator[Case]:
-    """Yields cases of sparse_attention, one token per request, to the window and to selected or all entries.
+    """Yields cases of `sparse_attention`, with one token per request.
 
-    A request holds four times as many entries as it selects. Or requests of a million tokens share a pool of a million
-    entries, so that hardly two selected rows are adjacent.
+    A token attends to its window and to compressed entries. In a group without an indexer these are all 8,192 entries
+    of the request. In a group with one, they are the top k. Such a request has 4 * k entries of its own. In further
+    cases it has 2**18 entries, and all requests share a pool of 2**20 entries, so that selected rows are rarely
+    adjacent.
     """
     topk = schema.config.index_topk
     for group in schema.groups.values():
@@ -178,12 +181,15 @@ def _attention_case(schema, group, tokens, attended, entries, shared=0):
         flops=4 * tokens * heads * dim * (window + attended),
         reads=True,
         agree=_ATTENTION_AGREES,
-        xla_calls=4,  # XLA gathers dense rows first, which takes long
+        xla_calls=4,  # XLA's version is slow, because it gathers dense rows first
     )
 
 
 def flush_cases(schema: CacheSchema) -> Iterator[Case]:
-    """Yields cases of flush, keys included: decode steps in which all or no windows close, and a prefill."""
+    """Yields cases of `flush`, for entries and, if a group has them, index keys.
+
+    They are decode steps in which every or no request completes a compression window, and a prefill.
+    """
     for group in schema.groups.values():
         for shape in _FLUSH_SHAPES:
             yield _flush_case(schema, group, *shape)
@@ -237,9 +243,10 @@ def _compressor_weights(schema, group, codec):
 
 
 def _flush_bytes(group, codec, tokens, closes):
-    """Returns the bytes read and written for a request.
+    """Returns the number of bytes that a flush reads and writes for one request.
 
-    Projections are read, and state rows written, at most a full ring. Each entry reads the ring and writes a row.
+    It reads the projections and writes them to compressor state rows, at most to a full ring of rows. For each new
+    entry, it writes a row. Only a decode step reads the other rows of the ring to make the entry.
     """
     ring = group.pooled_rows
     width = codec.dim * (1 + group.overlap)

@@ -1,4 +1,4 @@
-"""A benchmark case, one op at one shape of a real model, and what makes the arrays of cases."""
+"""The benchmark case, which is one op at one shape of a real model, and functions that make the arrays of cases."""
 
 import dataclasses
 import functools
@@ -19,9 +19,9 @@ from dsv4_jax.ops import ClassicalView, IndexerView, SWAView
 from dsv4_jax.quant import KeyCodec, RowCodec
 
 
-# Makes random arrays. Integers may be a numpy array, which becomes an int32 array of the device.
+# A function that returns random arrays. A numpy array of integers is converted to an int32 array on the device.
 Draw = Callable[[np.random.Generator], Any]
-# Bytes of layers through which calls rotate: a quarter, which calls of attention read, is twice the L2 cache's size.
+# Size of all layers through which calls rotate, in bytes. Attention reads a quarter of it, twice the L2 cache's size.
 _LAYERS_BYTES = 1 << 29
 
 
@@ -33,14 +33,15 @@ class Case:
       op: public name of the op.
       shape: label of the shape.
       nbytes: number of bytes that a call has to read and write, by the op's definition.
-      call: (state, *weights, *inputs, implementation) -> result.
+      call: function of (state, *weights, *inputs, implementation=...) that runs the op and returns its result.
       inputs: the arrays of one call, each an array or a `Draw`.
-      weights: the arrays of one layer that calls only read, each an array or a `Draw`.
-      state: pytree of arrays and `Draw`s, such as views of one layer's pools.
+      weights: the arrays of one layer that a call reads only, each an array or a `Draw`.
+      state: pytree of arrays and `Draw`s that belong to one layer, such as views of its pools.
       updates: whether the result is the next state of the layer; the state is then donated.
-      flops: number of operations of a call on the tensor cores.
-      reads: whether nearly all bytes are read, so that the rate of a read is the limit, not that of a copy.
-      agree: (array, XLA's array) -> bool scalar, called for each array of a result; None compares bit for bit.
+      flops: number of floating-point operations of a call on the tensor cores.
+      reads: whether nearly all of `nbytes` are read. The bound is then the bandwidth of reading, otherwise of copying.
+      agree: function of (the kernel's array, XLA's array), called for each array of a result, that returns a bool
+        scalar, whether they agree. None compares bit for bit.
       xla_calls: number of timed calls of XLA's version; None for as many as of the kernel.
     """
 
@@ -63,9 +64,15 @@ class Case:
         return tree_bytes(jax.eval_shape(lambda: self._make_layer(np.random.default_rng(0))))
 
     def make(self, calls: int) -> tuple[list[tuple], list[tuple]]:
-        """Returns the arrays of layers, (state, *weights) each, and the inputs of each call, on the device.
+        """Makes the arrays of several layers, and the inputs of each call, on the device.
 
-        Call i is that of layer i, modulo their number, so that none finds its data in the L2 cache.
+        Call i uses layer i modulo the number of layers, so that a call does not find its data in the L2 cache.
+
+        Args:
+          calls: number of calls.
+
+        Returns:
+          ((state, *weights) of each layer, the inputs of each call).
         """
         rng = np.random.default_rng(0)
         count = min(calls, 2 + _LAYERS_BYTES // max(self.layer_bytes, 1))
@@ -77,7 +84,7 @@ class Case:
 
 
 def draw(tree: Any, rng: np.random.Generator) -> Any:
-    """Returns a pytree with arrays in place of its `Draw`s."""
+    """Returns a pytree in which each `Draw` is replaced by its arrays, and each numpy array by an int32 JAX array."""
 
     def array(leaf):
         value = leaf(rng) if callable(leaf) else leaf
@@ -91,9 +98,14 @@ def _int32(values):
 
 
 def measured_config(config: DSV4Config, report: dict[str, Any], field: str = "shapes") -> DSV4Config:
-    """Returns the configuration to measure: without a GPU that of the packaged model, "tiny" in the report's field.
+    """Returns the configuration to measure: `config` on a GPU, and elsewhere that of the small packaged model.
 
-    It has draft layers of the kind that `config` has.
+    The packaged model gets draft layers of the kind that `config` has.
+
+    Args:
+      config: the requested configuration.
+      report: the report. Without a GPU, its field `field` is set to "tiny".
+      field: name of the field that says which model is measured.
     """
     if jax.default_backend() == "gpu":
         return config
@@ -102,7 +114,10 @@ def measured_config(config: DSV4Config, report: dict[str, Any], field: str = "sh
 
 
 def close(relative: float, absolute: float) -> Callable[[Array, Array], Array]:
-    """Returns an `agree` of a case that compares in float32 with these tolerances."""
+    """Returns a function for `Case.agree`: whether |result - expected| <= relative * |expected| + absolute holds.
+
+    It compares in float32 and must hold for all values.
+    """
 
     def agree(result, expected):
         expected = expected.astype(jnp.float32)
@@ -112,7 +127,7 @@ def close(relative: float, absolute: float) -> Callable[[Array, Array], Array]:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Returns the bytes of all arrays or `jax.ShapeDtypeStruct`s of a pytree that one device holds."""
+    """Returns the number of bytes that one device holds of a pytree of arrays or `jax.ShapeDtypeStruct`s."""
 
     def size(leaf):
         sharding = getattr(leaf, "sharding", None)
@@ -137,22 +152,22 @@ def random_key(rng: np.random.Generator) -> Array:
 
 
 def permutation(requests: int, tokens: int = 1) -> Draw:
-    """Returns a draw of the slots of requests in random order, each for so many tokens."""
+    """Returns a draw of [requests * tokens] slots: 0 to requests - 1 in random order, each repeated `tokens` times."""
     return lambda rng: rng.permutation(requests).repeat(tokens)
 
 
 def distinct(tokens: int, count: int, limit: int) -> Draw:
-    """Returns a draw of `count` distinct numbers below `limit` for each token, [tokens, count]."""
+    """Returns a draw of [tokens, count] integers from 0 to limit - 1, distinct for each token."""
     return lambda rng: np.stack([rng.choice(limit, count, replace=False) for _ in range(tokens)])
 
 
 def group_label(group: GroupSpec) -> str:
-    """Returns the name of a group without its compression rate, such as "CSA"."""
+    """Returns the name of a group of layers without its compression rate, in capitals, such as "CSA"."""
     return group.name.rstrip("0123456789").upper()
 
 
 def window_view(schema: CacheSchema, slots: int) -> Draw:
-    """Returns a draw of the sliding-window rings of a layer, with random rows."""
+    """Returns a draw of a layer's sliding-window rows of `slots` requests, with random contents."""
     window = schema.config.sliding_window
     codec = schema.window_codec
     return lambda rng: SWAView(_random_rows(codec, rng, slots, window), _int32(0), window, codec)
@@ -161,9 +176,15 @@ def window_view(schema: CacheSchema, slots: int) -> Draw:
 def paged_view(
     schema: CacheSchema, group: GroupSpec, codec: RowCodec | KeyCodec, lengths: Sequence[int], shared: int = 0
 ) -> Draw:
-    """Returns a draw of the entries, or the index keys, in a layer of requests that have `lengths` of them.
+    """Returns a draw of a layer's pool of compressed entries or index keys, with random contents.
 
-    Blocks lie in random order. They are a request's own, or drawn for each from those of `shared` entries.
+    Args:
+      schema: schema of the cache.
+      group: the layer's group.
+      codec: codec of the entries, or of the index keys.
+      lengths: number of entries of each request.
+      shared: number of entries of a pool that all requests share: each has some of its blocks, in random order. 0: the
+        pool consists of the requests' own blocks, in random order.
     """
     rows = schema.entries_per_block(group.name)
     blocks = np.array([-(-length // rows) for length in lengths])
@@ -182,5 +203,5 @@ def paged_view(
 
 
 def _random_rows(codec, rng, *leading):
-    """Returns the encoded random rows or keys of a layer, [1, *leading, ...]."""
+    """Returns random rows, encoded by `codec`: arrays [1, *leading, ...] of a pool with one layer."""
     return jax.jit(codec.encode)(normal(1, *leading, codec.dim)(rng))

@@ -1,4 +1,7 @@
-"""`dsv4-jax bench layer` and `model`: the time of steps, and of their kernels; `prefill` measures with it, too."""
+"""`dsv4-jax bench layer` and `model`: the time of a step of the model, and of its kernels.
+
+`bench.prefill` measures with this module, too.
+"""
 
 import bisect
 import dataclasses
@@ -29,15 +32,16 @@ from dsv4_jax.parallel.mesh import check_divisible, check_shardable
 from dsv4_jax.quant import KVFormat
 
 
-STEPS = DRAWS  # steps whose mean time is reported
-CHUNK_STEPS = 4  # the same of steps with chunks of prompts
-# Requests start this many tokens before the measured context, to end a measurement there.
+STEPS = DRAWS  # number of decode steps whose mean time is reported
+CHUNK_STEPS = 4  # number of steps whose mean time is reported if they read chunks of prompts
+# A request starts with this many tokens less than the measured context, so that it has grown to it when measured.
 MARGIN = 4 * STEPS
-# Steps before the first measured one; XLA records its CUDA graphs in the second.
+# Number of steps before the first measured one; XLA records its CUDA graphs in the second.
 WARM_UP = 4
 # Share of a GPU's memory for weights and cache; the rest is for programs, and for making the weights.
 MAX_MEMORY = 0.88
-MAX_DRAFTS = 8
+MAX_DRAFTS = 8  # maximum number of drafts if the model does not limit them
+# {column of the printed table: format of its cell, with fields of a result}
 COLUMNS = {
     "batch": "{requests}",
     "context": "{context}",
@@ -55,7 +59,8 @@ COLUMNS = {
     "gaps": "{gaps:.1f}",
     "launches": "{launches:.0f}",
 }
-# Columns of steps with drafts: the cost of verifying them, that of making them, and tokens a second.
+# More columns if there are drafts: the time of a step relative to one with one token a request, the time to make the
+# drafts, and the tokens a second at several acceptance rates.
 DRAFT_COLUMNS = {
     "x one token": "{times_one_token:.2f}",
     "drafts ms": "{draft_milliseconds:.3f}",
@@ -65,13 +70,22 @@ DRAFT_COLUMNS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Options of a measurement. Those that are not listed are described in `dsv4-jax bench model`.
+    """Options of a measurement, mostly those of `dsv4-jax bench model`.
 
     Attributes:
-      contexts: numbers of tokens that a request holds at the end of a measurement, or before a chunk of a prompt.
-      chunks: numbers of tokens of one prompt that a step reads; empty for decode steps.
+      batches: batch sizes to measure, in requests.
+      contexts: contexts to measure: numbers of tokens that a request holds at the end of a measurement of decode steps,
+        or before a chunk of a prompt.
+      chunks: chunk sizes to measure: numbers of tokens of one prompt that a step reads; empty for decode steps.
+      layers: number of the model's layers, or 0 for all, or for as many as fit the device.
+      drafts: number of tokens that a step drafts for each request; 0 for none.
       mesh: the devices; None for the default one.
-      expert_memory: bytes of the GPU for experts, "auto" for those that are left, or None for all experts.
+      expert_parallel: whether each device gets whole experts instead of a shard of each expert.
+      context_parallel: whether the compressed entries of a request are distributed over the devices.
+      expert_memory: bytes of the GPU for experts; "auto" for all bytes that are left; None if no expert lies in host
+        memory.
+      skew: skews of the routers to measure, see `checkpoint.random_weights.random_model`.
+      kv_format: storage format of the cache's rows.
     """
 
     batches: tuple[int, ...]
@@ -87,7 +101,7 @@ class StepOptions:
     kv_format: KVFormat | str = "v4"
 
     def check(self, config: DSV4Config) -> None:
-        """Raises ValueError if an option is wrong for a model."""
+        """Raises ValueError if the mesh does not divide the model or a batch, or a number is out of range."""
         if self.mesh is not None:
             check_shardable(config, self.mesh.shape, self.expert_parallel)
             for requests in self.batches:
@@ -101,14 +115,17 @@ class StepOptions:
 
     @property
     def step_sizes(self) -> list[tuple[int, int]]:
-        """Returns the tokens and drafts of a request in each kind of step."""
+        """The kinds of steps to measure: (tokens of a request in a step, tokens that the step then drafts for it)."""
         if self.chunks:
             return [(chunk, 0) for chunk in self.chunks]
         verify = 1 + self.drafts
         return [(1, 0), (verify, 0), (verify, self.drafts)] if self.drafts else [(1, 0)]
 
     def cache_sizes(self, requests: int, context: int) -> dict[str, Any]:
-        """Returns the sizes of a cache for so many requests of a context, and a chunk behind it."""
+        """Returns the sizes of a cache, as arguments of `CacheSchema`.
+
+        The cache has room for `requests` requests of `context` tokens, and for the largest chunk after these.
+        """
         context += max(self.chunks, default=0)
         blocks = requests * -(-context // BLOCK_TOKENS)
         devices = self.mesh.size if self.mesh and self.context_parallel else 1
@@ -122,12 +139,19 @@ class StepOptions:
         }
 
     def largest_cache(self, config: DSV4Config) -> CacheSchema:
-        """Returns the schema of the largest cache."""
+        """Returns the schema of the cache for the largest batch and the longest context."""
         return CacheSchema(config, **self.cache_sizes(max(self.batches), max(self.contexts)))
 
 
 def check_numbers(option: str, numbers: Sequence[int], minimum: int, maximum: int | None = None) -> None:
-    """Raises ValueError unless an option has numbers, all of them from `minimum` to `maximum`; None = no maximum."""
+    """Raises ValueError unless there is a number and all numbers are in a range.
+
+    Args:
+      option: name of the command-line option, for the message.
+      numbers: values of the option.
+      minimum: smallest valid number.
+      maximum: largest valid number; None for no limit.
+    """
     if not numbers:
         raise ValueError(f"--{option} needs at least one number")
     for number in numbers:
@@ -137,7 +161,7 @@ def check_numbers(option: str, numbers: Sequence[int], minimum: int, maximum: in
 
 
 def default_sizes(mesh: Mesh | None = None) -> dict[str, tuple[int, ...]]:
-    """Returns the batch sizes, of those that a mesh divides, and contexts that are measured by default."""
+    """Returns the default `batches`, without those that the mesh's axis "data" does not divide, and `contexts`."""
     gpu = jax.default_backend() == "gpu"
     shards = 1 if mesh is None else mesh.shape.get("data", 1)
     batches = (1, 8, 32, 128) if gpu else (1, 4)
@@ -147,12 +171,12 @@ def default_sizes(mesh: Mesh | None = None) -> dict[str, tuple[int, ...]]:
 
 @dataclasses.dataclass(frozen=True)
 class StepCase:
-    """One batch size at one context.
+    """A case to measure: steps of one batch size at one context.
 
     Attributes:
-      steps: the steps of requests to measure.
+      steps: runs the steps, of one batch size and kind.
       context: number of tokens that a request holds at the end of a measurement, or before a chunk of a prompt.
-      skew: skew of the model's routers.
+      skew: skew of the model's routers, see `checkpoint.random_weights.random_model`.
     """
 
     steps: RandomSteps
@@ -165,15 +189,21 @@ class StepCase:
         return CHUNK_STEPS if self.steps.is_prefill else STEPS
 
     def begin(self, count: int) -> None:
-        """Starts requests and runs some steps."""
+        """Starts requests and runs `count` steps, each until it is complete."""
         self.steps.start_requests(self.context - (0 if self.steps.is_prefill else MARGIN))
         for _ in range(count):
             jax.block_until_ready(self.steps.step(self.steps.batch()))
 
     def time(self, loop: bool) -> dict[str, float]:
-        """Measures the milliseconds of a step, of its dispatch and, with `loop`, of a step of the on-device loop.
+        """Measures a step by the wall clock.
 
-        The loop is measured only beside steps of one token a request, because its steps have one.
+        Args:
+          loop: whether to measure the on-device loop, too. It is measured only for one token a request, because its
+            steps have one.
+
+        Returns:
+          {"milliseconds": time of a step, "dispatch_milliseconds": time until the call of a step returns,
+          "loop_milliseconds": time of a step of the on-device loop, if it is measured}.
         """
         self.begin(WARM_UP)
         seconds = {
@@ -185,10 +215,15 @@ class StepCase:
         return {name: 1e3 * value for name, value in seconds.items()}
 
     def profile(self, times: dict[str, float], report: Row) -> Row:
-        """Returns the case's result, on a GPU with the times of its kernels; `times` is the result of `time`.
+        """Returns the result of the case. On a GPU, it runs steps again to measure their kernels.
 
-        The floor is the time to read the step's bytes at the report's rate of a copy. For a chunk of a prompt, the head
-        does not count, and the floor is the time of the layers' products if that is longer.
+        The result has the floor, a lower bound of the time of a step. For a decode step, this is the time to read the
+        step's bytes at the report's bandwidth of a copy. For a chunk of a prompt, it is the time to read the bytes
+        without those of the head, or the time of the layers' matrix products, whichever is longer.
+
+        Args:
+          times: the result of `time`.
+          report: the report, with the measured rates of a copy and, for chunks, of a matrix product.
         """
         steps = self.steps
         schema = steps.manager.schema
@@ -221,18 +256,19 @@ class StepCase:
 
 
 def run(config: DSV4Config, options: StepOptions, report: Row, *, each_kind: bool = False) -> Iterator[Row]:
-    """Measures every batch size at every context that fits, then profiles and prints them, and yields the results.
+    """Measures every batch size at every context that fits the device; prints and yields the results.
 
-    With drafts, each case is measured three times: with one token a request, with the tokens of a step that verifies
-    drafts, and when such a step also drafts new tokens. Without a GPU, the packaged model replaces `config`. The rate
-    of a copy, the clock, and the seconds until the first step are added to the report.
+    All cases are timed first, then their kernels are profiled. With drafts, there are three kinds of steps: with one
+    token a request; with 1 + drafts tokens a request, which verifies drafts; and the latter with new drafts. Without a
+    GPU, the packaged model replaces `config`.
 
     Args:
-      config: the model.
-      options: what to measure.
-      report: the report that the results belong to.
-      each_kind: measure a model of layers of one kind, for each kind of the model's layers. Results then have their
-        `layer_type`, and the on-device loop is measured on a mesh only.
+      config: configuration of the model.
+      options: the batch sizes, contexts and other options.
+      report: the report that the results belong to. The bandwidth of a copy, the clock, and the seconds until the first
+        step are added to it.
+      each_kind: if True, measures for each kind of the model's layers a model that has only layers of this kind. Each
+        result then has the `layer_type`, and the on-device loop is measured only on a mesh.
 
     Raises:
       ValueError: an option is out of range.
@@ -242,14 +278,14 @@ def run(config: DSV4Config, options: StepOptions, report: Row, *, each_kind: boo
     if not each_kind:
         yield from _run(config.first_layers(options.layers or config.num_hidden_layers), options, report)
         return
-    count = 8 if jax.default_backend() == "gpu" else 1  # on a GPU so many that none finds its weights in the L2 cache
+    count = 8 if jax.default_backend() == "gpu" else 1  # with 8, no layer finds its weights in the GPU's L2 cache
     for kind in dict.fromkeys(spec.kind for spec in config.specs):
         for row in _run(config.with_layers([kind] * count), options, report, loop=options.mesh is not None):
             yield {"layer_type": kind.layer_type} | row
 
 
 def _run(config, options, report, *, loop=True):
-    """Prints and yields the results of a model, or of as many of its layers as fit, if no number was chosen."""
+    """Prints and yields the results of a model. If `options.layers` is 0, the model has as many layers as fit."""
     if not options.layers and options.expert_memory is None:
         config = config.first_layers(_max_layers(config, options))
     columns = COLUMNS | (DRAFT_COLUMNS if options.drafts else {})
@@ -258,7 +294,10 @@ def _run(config, options, report, *, loop=True):
 
 
 def _compare_with_one_token(results):
-    """Yields results, those of steps with drafts beside the step of one token a request at the same place."""
+    """Yields results, and adds the fields of `DRAFT_COLUMNS` to those of steps that verify or make drafts.
+
+    A result is compared with those of the same batch size, context and skew that come before it.
+    """
     rows_by_place: dict[tuple[Any, ...], list[Row]] = {}
     for row in results:
         rows = rows_by_place.setdefault((row["requests"], row["context"], row["skew"]), [])
@@ -272,10 +311,16 @@ def _compare_with_one_token(results):
 
 
 def measure(config: DSV4Config, options: StepOptions, report: Row, *, loop: bool = True) -> Iterator[Row]:
-    """Yields the results of a model; see `run`. `loop` is that of `StepCase.time`.
+    """Makes the model and yields the results of all cases.
 
-    All steps are timed before the first profile, because launches take up to twice as long after one. The rate of a
-    copy is measured by a profile, too.
+    All steps are timed before the first profile, because launches take up to twice as long after a profile. The
+    bandwidth of a copy is measured with a profile, too, and so after the steps.
+
+    Args:
+      config: configuration of the model.
+      options: the batch sizes, contexts and other options.
+      report: the report, to which the clock, the measured rates and the seconds until the first step are added.
+      loop: whether the on-device loop is measured, too. It is measured only for the first batch size.
     """
     report["clock"] = "wall clock of steps, kernel time from CUPTI"
     config = config.with_drafts(options.drafts > 0)
@@ -299,8 +344,8 @@ def measure(config: DSV4Config, options: StepOptions, report: Row, *, loop: bool
         return
     report.setdefault("start", _start(cases[0]))
     if jax.default_backend() == "gpu":
-        cases[0].time(loop=False)  # a process launches its first steps slower
-    requests = cases[0].steps.requests  # whose loops are measured, too
+        cases[0].time(loop=False)  # the first steps of a process are launched more slowly
+    requests = cases[0].steps.requests  # the loop is measured for this batch size only
     times = [case.time(loop and case.steps.requests == requests) for case in _in_turn(cases, "timing steps")]
     copy = report["copy_bytes_per_second"] = timing.copy_bandwidth()
     if options.chunks:
@@ -317,14 +362,14 @@ def measure(config: DSV4Config, options: StepOptions, report: Row, *, loop: bool
 
 
 def _cases(config, model, options, skew):
-    """Returns the cases that fit the device's memory; prints those that do not."""
+    """Returns the cases whose cache fits the device's memory beside the weights; prints those that do not fit."""
     cases = []
     weights = tree_bytes(model.arrays)
     for requests in options.batches:
         sizes = {context: options.cache_sizes(requests, context) for context in sorted(options.contexts)}
         fitting = []
         for context, size in sizes.items():
-            # Experts in pages leave room for every cache.
+            # With `expert_memory`, experts move to host memory until there is room for the largest cache.
             if options.expert_memory is not None or _fits(weights, CacheSchema(config, **size), options.mesh):
                 fitting.append(context)
             else:
@@ -337,13 +382,13 @@ def _cases(config, model, options, skew):
 
 
 def _start(case):
-    """Compiles and runs a step; returns the age of the process, and the seconds to make the step's program."""
+    """Compiles and runs a step. Returns the seconds since the process started, and those to make the step's program."""
     case.begin(1)
     return {"process": timing.process_seconds()} | case.steps.program.seconds
 
 
 def _in_turn(cases, title):
-    """Yields the cases, below a progress bar; frees a cache after its last one."""
+    """Yields the cases one by one and shows a progress bar. Frees a cache after the last case that uses it."""
     last = {case.steps: case for case in cases}
     for case in track(cases, title, console=Console(stderr=True), transient=True):
         yield case
@@ -363,16 +408,16 @@ def _max_layers(config, options):
 
 
 def _fits(weights, schema, mesh):
-    """Returns whether weights and cache fit into the device's memory; True if its size is unknown."""
+    """Returns whether `weights` bytes and a cache fit the device's memory; True if the memory's size is unknown."""
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     return limit is None or weights + tree_bytes(KVCache.abstract(schema, mesh)) <= MAX_MEMORY * limit
 
 
 def _steps_in_a_row(steps, count):
-    """Measures seconds a step, with the host running ahead of the device as in a decode loop.
+    """Measures the seconds of a step, while the host runs ahead of the device as in a decode loop.
 
-    The time begins when a step ends, behind which the next one is launched already. It does not begin with a launch,
-    which can take longer than a step while the device is idle.
+    The clock starts when a step ends and the next one is already launched. It does not start at a launch, because a
+    launch on an idle device can take longer than a step.
     """
     output, next_output = (steps.step(steps.batch()) for _ in range(2))
     jax.block_until_ready(output)
@@ -384,7 +429,7 @@ def _steps_in_a_row(steps, count):
 
 
 def _dispatch(steps, count):
-    """Measures the median seconds until a call returns, before its result is computed."""
+    """Measures the median seconds until the call of a step returns, which is before its result is computed."""
     seconds = []
     for _ in range(count):
         batch = steps.batch()
@@ -396,9 +441,12 @@ def _dispatch(steps, count):
 
 
 def loop_seconds(steps: RandomSteps, count: int) -> float:
-    """Measures seconds a step of the on-device loop of `count` steps, the second time that it runs."""
+    """Measures the seconds of a step of the on-device loop of `count` steps.
+
+    The loop runs twice, and the second run is measured.
+    """
     seconds = 0.0
-    for _ in range(2):  # the first compiles
+    for _ in range(2):  # the first run compiles
         batch = steps.batch(reserve=count - 1)
         begin = time.perf_counter()
         jax.block_until_ready(steps.loop(batch, count))
@@ -407,7 +455,7 @@ def loop_seconds(steps: RandomSteps, count: int) -> float:
 
 
 def _kernels(steps, count):
-    """Returns the times of the kernels of a step on one GPU, from `count` steps."""
+    """Runs `count` steps and returns the mean times of a step's kernels on one GPU, see `kernel_report`."""
     devices = 1 if steps.manager.mesh is None else steps.manager.mesh.size
 
     def run():

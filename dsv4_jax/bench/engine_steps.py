@@ -1,4 +1,7 @@
-"""`dsv4-jax bench serve --config`: an engine's prompts and decode steps at a released model's size, without HTTP."""
+"""`dsv4-jax bench serve --config`: the time of an engine's prompts and decode steps at a released model's size.
+
+The weights are random, and there is no HTTP server.
+"""
 
 import dataclasses
 import sys
@@ -22,8 +25,9 @@ from dsv4_jax.engine import Engine
 from dsv4_jax.host import KVCacheManager
 
 
-WARM_UP = 4  # steps before the first measured one
-LOOP_STEPS = 16
+WARM_UP = 4  # number of decode steps before the first measured one
+LOOP_STEPS = 16  # number of steps of the on-device loop
+# {column of the printed table: format of its cell, with fields of a result}
 COLUMNS = {
     "what": "{measurement}",
     "tokens": "{tokens}",
@@ -38,13 +42,19 @@ COLUMNS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options of a measurement.
-
-    Those of `dsv4-jax bench serve --config` are described there; `mesh` and `expert_memory` are those of
-    `decode_steps.StepOptions`.
+    """Options of a measurement, mostly those of `dsv4-jax bench serve --config`.
 
     Attributes:
+      requests: numbers of requests to measure decode steps with.
+      prompts: lengths of the prompts to measure, in tokens.
+      context: length of the requests' prompts before decode steps, in tokens.
       steps: number of decode steps whose mean time is reported.
+      token_budget: maximum number of tokens of a step.
+      layers: number of the model's layers; 0 for all.
+      drafts: number of tokens that the draft layers draft for each request in a step; 0 for a model without them.
+      expert_memory: see `decode_steps.StepOptions`.
+      skew: skew of the routers, see `checkpoint.random_weights.random_model`.
+      mesh: the devices; None for the default one.
     """
 
     requests: tuple[int, ...] = (1, 4, 16, 64)
@@ -60,7 +70,7 @@ class EngineOptions:
 
     @property
     def new_tokens(self) -> int:
-        """The largest number of tokens that a request generates, some of them while others read their prompts."""
+        """The maximum number of tokens that a request generates, including those while other requests read prompts."""
         prompts = -(-max(self.requests) * self.context // self.token_budget)
         return (1 + self.drafts) * (prompts + 2 * WARM_UP + 2 * self.steps) + 2 * LOOP_STEPS
 
@@ -71,11 +81,14 @@ class EngineOptions:
 
     @property
     def max_context(self) -> int:
-        """The largest number of tokens that a request holds."""
+        """The maximum number of tokens that a request holds."""
         return max(self.context + self.new_tokens, max(self.prompts, default=0) + 1)
 
     def cache_sizes(self, requests: int) -> dict[str, Any]:
-        """Returns the sizes of a cache for so many requests, or for one of the longest prompts."""
+        """Returns the sizes of a cache, as arguments of `CacheSchema`.
+
+        The cache has room for `requests` requests that decode, and for one request with the longest prompt.
+        """
         decoding = requests * -(-(self.context + self.new_tokens) // BLOCK_TOKENS)
         return {
             "num_blocks": max(decoding, -(-self.max_context // BLOCK_TOKENS)),
@@ -86,11 +99,16 @@ class EngineOptions:
 
 
 def run(config: DSV4Config, options: EngineOptions, report: Row) -> Iterator[Row]:
-    """Measures prompts and then decode steps, prints and yields the results.
+    """Measures prompts and then decode steps; prints and yields the results.
 
-    A "prompt" row has the time until the first token of a prompt that runs alone. A "decode" row has the mean time of
-    `Engine.step` while all requests decode, and that of a step of the on-device loop, which has no bookkeeping. Sizes
-    and the time to make the weights are added to the report.
+    A result whose "measurement" is "prompt" has the time until the first token of a prompt that runs alone. A "decode"
+    result has the mean time of `Engine.step` while all requests decode. Without drafts, it also has the time of a step
+    of the on-device loop, which is that of the model without the engine's work on the host.
+
+    Args:
+      config: configuration of the model.
+      options: the sizes and other options.
+      report: the report that the results belong to. The options and the time to make the weights are added to it.
 
     Raises:
       ValueError: the sizes do not fit the model, the mesh or the GPU.
@@ -128,7 +146,7 @@ def _measure(model, config, options):
 
 
 class _Case:
-    """An engine for a number of requests, and the time to compile its programs."""
+    """An engine for a number of requests, with its programs compiled, and the measurements of it."""
 
     def __init__(self, model, config, options, requests):
         self.model = model
@@ -145,7 +163,7 @@ class _Case:
         print(f"{requests} requests: programs compiled in {self.compile_seconds:.1f} s", file=sys.stderr)
 
     def prompt(self, tokens):
-        """Measures a prompt that runs alone, the second time that it runs."""
+        """Measures the time until the first token of a prompt that runs alone. The second of two runs is measured."""
         seconds = 0.0
         for _ in range(2):
             begin = time.perf_counter()
@@ -162,7 +180,7 @@ class _Case:
         }
 
     def decode(self):
-        """Measures steps while all requests decode."""
+        """Measures steps while all requests decode, then closes the engine and, without drafts, measures the loop."""
         options = self.options
         requests = [self._add(options.context, options.new_tokens) for _ in range(self.requests)]
         while not all(request.generated for request in requests):
@@ -183,7 +201,7 @@ class _Case:
         }
         self.engine.close()
         if not options.drafts:
-            # The loop alone, for the same number of requests in the same cache.
+            # Measure the on-device loop with the same number of requests in the same cache.
             steps = RandomSteps(self.model, self.manager, self.requests)
             steps.cache = self.engine.cache
             steps.start_requests(options.context)
@@ -196,7 +214,7 @@ class _Case:
 
 
 def _seconds(engine, steps):
-    """Runs steps and returns how long they took together."""
+    """Runs a number of steps of an engine and returns the seconds that they took together."""
     begin = time.perf_counter()
     for _ in range(steps):
         engine.step()

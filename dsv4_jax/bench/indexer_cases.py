@@ -15,7 +15,7 @@ from pallas_kernels.indexer_scores.round_index_query import round_index_query
 
 
 _RAGGED = [int(n) for n in np.exp(np.random.default_rng(5).uniform(np.log(1024), np.log(262144), 32))]
-# label, keys of each request, tokens of each, whether top-k after the scores is a case, too
+# (label, number of keys of each request, tokens per request, whether scores followed by top-k are a case, too)
 _SCORES = (
     ("1 x 16384", [16384], 1, False),
     ("1 x 262144", [262144], 1, True),
@@ -26,15 +26,16 @@ _SCORES = (
     ("32 x 16384, 8 each", [16384] * 32, 8, False),
     ("65536, 2048 tokens", [65536], 2048, False),
 )
-# requests, keys of each
+# (requests, keys of each request)
 _TOPK_SHAPES = (*((n, 16384) for n in (1, 32)), *((n, keys) for keys in (65536, 262144) for n in (1, 8, 32, 64)))
 
 
 def indexer_cases(schema: CacheSchema) -> Iterator[Case]:
-    """Yields cases of rounding queries, scores, scores with top-k, and top-k alone.
+    """Yields cases of the indexer's steps: rounding queries, scores, scores followed by top-k, and top-k alone.
 
-    Scores are of requests x keys, one token each; of 8 tokens each; of one request's prefill; of requests of 1k to 262k
-    keys. Their queries come rotated and rounded: the cases "index query" time that.
+    Scores are measured for one token of each request, for 8 tokens of each request, for the prefill of one request, and
+    for requests of different lengths, from 1k to 262k keys. Their queries are already rotated and rounded; the cases
+    "index query" measure this.
     """
     for tokens in (1, 32, 2048, 8192):
         yield _query_case(schema, tokens)
@@ -69,8 +70,8 @@ def _query_case(schema, tokens):
     return Case(
         op="index query",
         shape=f"T={tokens}",
-        # A value read as bfloat16 is written as E4M3 where keys have E8M0 scales; a head's weight is then read and
-        # written.
+        # A value is read as bfloat16, 2 bytes. If keys have E8M0 scales, it is written as E4M3, 1 byte, and a float32
+        # weight of each head is read and written. Otherwise it is written as bfloat16.
         nbytes=tokens * heads * (3 * dim + 8 if key.layout.scale == "e8m0" else 4 * dim),
         call=call,
         inputs=(normal(tokens, heads, dim), normal_float32(tokens, heads), np.arange(tokens), inv_freq),
@@ -78,7 +79,15 @@ def _query_case(schema, tokens):
 
 
 def _scores_case(schema, label, lengths, tokens, topk=0):
-    """Returns a case of the scores of requests with so many keys, or of scores and the selection of the best `topk`."""
+    """Returns a case of index scores, followed by the selection of the `topk` best entries unless `topk` is 0.
+
+    Args:
+      schema: schema of the cache.
+      label: label of the shape.
+      lengths: number of keys of each request.
+      tokens: number of tokens of each request.
+      topk: number of entries to select.
+    """
     config = schema.config
     group = _selecting_group(schema)
     key = group.key
@@ -123,9 +132,9 @@ def _scores_case(schema, label, lengths, tokens, topk=0):
 
 
 def _same_scores(scores, expected):
-    """Returns whether sums agree that are in another order: within 2**-15 of the row's largest.
+    """Returns whether all visible scores differ by at most 2**-15 times the largest magnitude in their row.
 
-    XLA marks with -inf what is not visible.
+    They may differ, because they are sums in different orders. XLA's scores of keys that are not visible are -inf.
     """
     visible = expected > -jnp.inf
     size = jnp.max(jnp.where(visible, jnp.abs(expected), 0.0), axis=1, keepdims=True)
@@ -133,12 +142,15 @@ def _same_scores(scores, expected):
 
 
 def _same_selection(indices, expected):
-    """Returns whether at most one entry in a hundred differs: those whose scores are equal but for rounding."""
+    """Returns whether at most 1% of the selected entries differ, as they may if scores differ by rounding."""
     return jnp.mean(jax.vmap(jnp.isin)(indices, expected).astype(jnp.float32)) >= 0.99
 
 
 def _topk_case(schema, requests, keys, visible, kind=""):
-    """Returns a case of random scores [requests, keys], or of equal ones, of which the first `visible` count."""
+    """Returns a case of top-k of the first `visible` of [requests, keys] scores.
+
+    The scores are random, or all equal if `kind`, which is added to the label, contains "equal".
+    """
     topk = schema.config.index_topk
 
     def scores(rng):

@@ -1,7 +1,7 @@
 """Classifies a program's kernels by the part of the model that they belong to, and lists the longest ones.
 
-In XLA's text of a compiled program, each instruction has the path of its `jax.named_scope`s. The kernel of a fusion is
-named after the instruction. The name of a Pallas kernel is the last but one element of the path.
+In XLA's text of a compiled program, the `op_name` of each instruction is the path of its `jax.named_scope`s. The kernel
+of a fusion has the name of the instruction. The name of a Pallas kernel is the last but one element of the path.
 """
 
 import collections
@@ -14,17 +14,17 @@ from dsv4_jax.nn import SCOPES
 
 REST = "rest"
 ALL_REDUCE = "all_reduce"
-# Kinds of kernels, in the order in which they are printed; other scopes count as the rest.
+# Kinds of kernels, in the order in which they are printed: scopes of the model. Other kernels are of the kind `REST`.
 KINDS = tuple(scope for scope in SCOPES if scope != "norm") + (ALL_REDUCE,)
-OUTSIDE = "embedding", "lm_head", "sampling"  # kinds of kernels that are of no layer
-LONGEST = 24  # kernels listed by name
+OUTSIDE = "embedding", "lm_head", "sampling"  # kinds of kernels outside the layers
+LONGEST = 24  # number of kernels that are listed by name
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
 _INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = .* (fusion|custom-call)\(.*op_name="([^"]*)"')
 _CALLED = re.compile(r"(?:body|to_apply|calls|computations?)=\{?((?:%[\w.-]+(?:, )?)+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _PALLAS = re.compile(r"(.*)_mosaic_gpu_kernel(?:_\d+)?")
-# Kernels of libraries are not named after an instruction.
+# Kernels of libraries such as cuBLAS are not named after an instruction. Their kind follows from their name.
 _LIBRARIES = {
     "projections": re.compile("gemm|gemv|nvjet|cutlass|cublas|splitk", re.IGNORECASE),
     ALL_REDUCE: re.compile("nccl", re.IGNORECASE),
@@ -32,12 +32,16 @@ _LIBRARIES = {
 
 
 def kernel_report(launches: Sequence[tuple[str, float]], text: str, calls: int) -> dict[str, Any]:
-    """Returns the times a call of a program's kernels, by kind, and those of the longest kernels by name.
+    """Returns the mean times of the kernels in a call of a program.
 
     Args:
       launches: name and milliseconds of each launch, in order. Names of copies of a kernel end in a number.
       text: XLA's text of the program.
-      calls: number of calls that launched these kernels.
+      calls: number of calls of the program that launched these kernels.
+
+    Returns:
+      {"kernel_milliseconds": {kind: milliseconds a call}, "longest_kernels": the kernels with the longest times, with
+      name, kind, launches and milliseconds a call, "launches": number of launches a call}.
     """
     kinds = kinds_by_name(text)
     counts = collections.Counter()
@@ -47,7 +51,7 @@ def kernel_report(launches: Sequence[tuple[str, float]], text: str, calls: int) 
         pallas = _PALLAS.fullmatch(name)
         key = pallas[1] if pallas else name
         if scopes := kinds.get(key):
-            # One kernel may run in several scopes: its launches follow the order of the instructions.
+            # A kernel may run in several scopes. Its launches are in the order of the instructions.
             kind = scopes[counts[key] % len(scopes)]
         else:
             kind = next((kind for kind, pattern in _LIBRARIES.items() if pattern.search(name)), REST)
@@ -66,9 +70,11 @@ def kernel_report(launches: Sequence[tuple[str, float]], text: str, calls: int) 
 
 
 def kinds_by_name(text: str) -> dict[str, list[str]]:
-    """Returns the kinds of each kernel's launches in a call of a program, in order, by the kernel's name.
+    """Returns {name of a kernel: kind of each of its launches in a call of the program, in order}.
 
-    Loops of known length are unrolled.
+    Args:
+      text: XLA's text of the program. The launches in a loop with a known trip count are repeated as often; those in
+        another loop count once.
     """
     computations: dict[str, list[str]] = {}
     entry: list[str] = []
@@ -99,6 +105,6 @@ def kinds_by_name(text: str) -> dict[str, list[str]]:
 def _kind(scopes):
     if any(ALL_REDUCE in scope for scope in scopes):
         return ALL_REDUCE
-    # The outermost scope says which part of the model an instruction belongs to.
+    # Scopes are nested. The outermost one names the part of the model that an instruction belongs to.
     outermost = next((scope for scope in scopes if scope in SCOPES), REST)
     return outermost if outermost in KINDS else REST

@@ -1,4 +1,4 @@
-"""`dsv4-jax bench ops`: times of single ops, beside XLA's."""
+"""`dsv4-jax bench ops`: times of single ops, compared with those of their XLA versions."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +18,8 @@ from dsv4_jax.quant import KVFormat
 from pallas_kernels.runtime.hardware import why_no_mosaic_gpu
 
 
-# Names of `dsv4-jax bench ops` -> schema -> cases. The schema gives model and format, its sizes do not matter.
+# {name of an op in `dsv4-jax bench ops`: function that yields its cases}. The schema that the function takes has the
+# model's configuration and the cache's format; the schema's number of blocks and other sizes do not matter.
 CASES: dict[str, Callable[[CacheSchema], Iterator[Case]]] = {
     "append": append_cases,
     "flush": flush_cases,
@@ -30,10 +31,11 @@ CASES: dict[str, Callable[[CacheSchema], Iterator[Case]]] = {
     "hyper_connections": hyper_connections_cases,
     "router": router_cases,
 }
-# Without a GPU, these ops have the packaged model's sizes, and cases of more bytes are left out.
+# Ops that are measured in the packaged model's sizes if there is no GPU.
 _READ_WEIGHTS = "linear", "experts", "hyper_connections", "router"
-_MAX_CPU_BYTES = 1 << 25
+_MAX_CPU_BYTES = 1 << 25  # maximum bytes of a call, and of a layer, in cases that are measured without a GPU
 
+# {column of the printed table: format of its cell, with fields of a result}
 COLUMNS = {
     "op": "{op}",
     "shape": "{shape}",
@@ -53,9 +55,15 @@ COLUMNS = {
 def chosen_cases(
     config: DSV4Config, kv_format: KVFormat | str, names: Sequence[str], only: Sequence[str] = ()
 ) -> Iterator[Case]:
-    """Yields the cases of the named ops; without a GPU only small ones, the first of those that differ in numbers.
+    """Yields the cases to measure.
 
-    If there are texts in `only`, the op or the shape of a case contains one of them.
+    Without a GPU, these are only small cases, and only the first one of cases whose labels differ just in numbers.
+
+    Args:
+      config: configuration of the model.
+      kv_format: storage format of the cache's rows.
+      names: names of ops, keys of `CASES`.
+      only: if not empty, only cases are yielded whose label, "OP SHAPE", contains one of these texts.
     """
     gpu = jax.default_backend() == "gpu"
     kinds = set()
@@ -74,9 +82,13 @@ def chosen_cases(
 
 
 def run(cases: Iterable[Case], report: Row, calls: int) -> Iterator[Row]:
-    """Times cases with `calls` calls each, without a GPU at most 4; prints and yields the result of each as it comes.
+    """Times cases one after the other; prints and yields the result of each.
 
-    The clock and the rates of a copy, a read and a matrix product are added to the report.
+    Args:
+      cases: the cases.
+      report: the report that the results belong to. The clock, and the rates of a copy, a read and a matrix product are
+        added to it.
+      calls: number of timed calls of a case; at most 4 without a GPU.
     """
     gpu = jax.default_backend() == "gpu"
     report["clock"] = "kernel time, CUPTI, median" if gpu else "wall clock, median"

@@ -13,7 +13,7 @@ from dsv4_jax.bench.tables import LAYER_KINDS, MODELS, Row, layer_share
 
 
 def plot_layers(report: Row, path: Path) -> None:
-    """Draws a bar for each case, the time of a layer by kind of kernel, beside the floor."""
+    """Draws a bar for each case: the time of a layer by kind of kernel. A line in the bar marks the lower bound."""
     rows = [layer_share(row) for row in report["results"]]
     title = f"Layers of {MODELS[report['shapes']]}, {report['device']}"
     with _axes(path, (10.0, 3.0 + 0.3 * len(rows)), title=title, xlabel="microseconds a layer") as axes:
@@ -45,7 +45,7 @@ def _layer_label(row):
 
 
 def plot_prefill(report: Row, path: Path) -> None:
-    """Draws tokens a second of all layers, and their upper bound, against the tokens before a chunk."""
+    """Draws the tokens a second of all layers, and their upper bound, over the number of tokens before a chunk."""
     title = f"Layers of {MODELS[report['shapes']]}, chunks of a prompt, {report['device']}"
     with _axes(path, title=title, xlabel="tokens before the chunk", ylabel="tokens a second") as axes:
         stack = [row for row in report["results"] if row["layer_type"] == STACK]
@@ -63,7 +63,7 @@ def plot_prefill(report: Row, path: Path) -> None:
 
 
 def plot_serving(report: Row, path: Path) -> None:
-    """Draws the time to the first token against the tokens sent, without and with the prefix cache."""
+    """Draws the time to the first token over the number of tokens sent, without and with the prefix cache."""
     title = "{conversations} conversations of {turns} turns".format(**report["workload"])
     title = f"{title}, {SLOTS} slots, {report['device']}"
     with _axes(path, title=title, xlabel="tokens sent", ylabel="milliseconds to the first token") as axes:
@@ -77,13 +77,19 @@ def plot_serving(report: Row, path: Path) -> None:
 
 @contextlib.contextmanager
 def _axes(path: Path, size: tuple[float, float] = (7.0, 4.5), **labels: str) -> Iterator[Any]:
-    """Gives axes with a title and labels to draw on, and writes them to the file afterwards."""
+    """Yields axes to draw on. When the context ends, writes the plot to the file.
+
+    Args:
+      path: the PNG file.
+      size: width and height in inches.
+      labels: properties of the axes, such as `title` and `xlabel`.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    # Different colors for up to 18 lines, the dark ones first. Grey is left for gaps and bounds.
+    # There are different colors for up to 18 lines, the dark ones first. Grey is reserved for gaps and bounds.
     tab20 = plt.get_cmap("tab20")
     colors = [tab20(i) for i in (*range(0, 20, 2), *range(1, 20, 2)) if i not in (14, 15)]
     with plt.rc_context({"axes.prop_cycle": plt.cycler(color=colors)}):

@@ -1,4 +1,4 @@
-"""`dsv4-jax bench prefill`: the time of layers over chunks of a prompt, and of their kernels."""
+"""`dsv4-jax bench prefill`: the time of layers and of their kernels when they read chunks of a prompt."""
 
 import collections
 from collections.abc import Iterator
@@ -11,7 +11,8 @@ from dsv4_jax.bench.tables import LAYER_KINDS, Row, kind_columns, print_rows
 from dsv4_jax.config import DSV4Config
 
 
-STACK = "stack"  # the "layer_type" of all layers together
+STACK = "stack"  # the "layer_type" of results for all layers together
+# {column of the printed table: format of its cell, with fields of a result}
 COLUMNS = {
     "layer": "{layer_type}",
     "context": "{context}",
@@ -26,7 +27,7 @@ COLUMNS = {
 
 
 def default_sizes() -> dict[str, tuple[int, ...]]:
-    """Returns the tokens of a chunk, and tokens before it, that are measured by default."""
+    """Returns the default `chunks`, numbers of tokens of a chunk, and `contexts`, numbers of tokens before it."""
     if jax.default_backend() == "gpu":
         return {"chunks": (512, 2048, 8192), "contexts": (0, 65536, 524288)}
     return {"chunks": (64,), "contexts": (0, 256)}
@@ -35,10 +36,17 @@ def default_sizes() -> dict[str, tuple[int, ...]]:
 def run(config: DSV4Config, options: StepOptions, report: Row) -> Iterator[Row]:
     """Measures a model of one layer for each kind of layer; prints and yields the results.
 
-    The last results are for all layers: the time of each kind times the number of its layers. One program is compiled
-    for a kind and chunk size, so every context is measured in the cache of the longest. On a GPU, times are those of
-    kernels, without those of embedding, head and sampling. Without one, the packaged model replaces `config`, and the
-    clock measures whole steps. Rates and clock are added to the report.
+    The last results are for all layers of the model: the sum over kinds of the time of a layer times the number of
+    layers. All contexts are measured in a cache for the longest one, so that a program is compiled only once for each
+    kind of layer and size of a chunk.
+
+    On a GPU, a time is the sum of the kernels' times, without the embedding, the head and sampling. Without a GPU, the
+    packaged model replaces `config`, and a time is that of the whole step.
+
+    Args:
+      config: configuration of the model.
+      options: the chunks, contexts and other options.
+      report: the report that the results belong to. The clock and the measured rates are added to it.
 
     Raises:
       ValueError: an option is out of range.
@@ -73,7 +81,7 @@ def _with_rates(row):
 
 
 def _total(rows):
-    """Returns the result of all layers, from the result of each kind."""
+    """Returns the result for all layers of the model, from the results of one layer of each kind."""
     row = rows[0] | {"layer_type": STACK, "layers": sum(row["layers"] for row in rows)}
     for name in ("flops", "bytes", "milliseconds", "floor_milliseconds"):
         row[name] = sum(row["layers"] * row[name] for row in rows)

@@ -22,25 +22,26 @@ from dsv4_jax.parallel.mailboxes import make_mailboxes
 from dsv4_jax.parallel.sharded_step import sharded_step
 
 
-DRAWS = 32  # steps in a row that have different tokens
-SAMPLING = SamplingParams(temperature=1.0)  # a loop draws its own tokens: greedily, they could repeat
+DRAWS = 32  # number of consecutive decode steps that have different tokens
+SAMPLING = SamplingParams(temperature=1.0)  # the on-device loop samples its tokens; greedy ones could repeat
 
 
 class RandomSteps:
-    """Runs steps of requests of one length in a cache of its own.
+    """Runs steps of requests that all have the same length, in a cache that this object owns.
 
-    Decode steps in a row have different tokens, which select different experts, so that the mean of `DRAWS` steps
-    hardly depends on the draw. A step of more tokens than a request decodes at once is a chunk of a prompt. It runs at
-    the same positions again and again.
+    Consecutive decode steps have different tokens, which select different experts, so that the mean time of `DRAWS`
+    steps hardly depends on the choice of tokens. If a step has more tokens of a request than the cache allows in a
+    decode step (`max_query_tokens`), it reads a chunk of a prompt, each time at the same positions.
 
     Attributes:
-      model: CompiledModel.
-      manager: KVCacheManager of the cache's sizes.
+      model: the model.
+      manager: manager of the cache, which decides the cache's sizes.
       requests: number of requests.
       tokens: number of tokens of each request in a step.
       drafts: number of tokens that a step then drafts for each request.
+      is_prefill: whether a step reads a chunk of a prompt.
       cache: the cache, or None before the first request and after `free_cache`.
-      program: the program of a step, with its text and the seconds to make it; None before the first step.
+      program: the compiled program of a step, and the time to make it; None before the first step.
     """
 
     def __init__(self, model: CompiledModel, manager: KVCacheManager, requests: int, tokens: int = 1, drafts: int = 0):
@@ -56,18 +57,18 @@ class RandomSteps:
         self._slots: list[int] = []
         self._chunk: Batch | None = None
         size = self.shard_requests * tokens
-        # A decode step draws a token after each of its tokens; a chunk of a prompt draws one after its last token.
+        # A decode step samples a token after each of its tokens, a chunk of a prompt only after its last token.
         indices = np.arange(size, dtype=np.int32)[-1 if self.is_prefill else 0 :]
         self._logits_indices = manager.devices.put(np.tile(indices, manager.shards.count), "tokens")
         self._seeds = manager.devices.put(np.arange(manager.schema.max_requests, dtype=np.uint32), "slots")
 
     @property
     def shard_requests(self) -> int:
-        """The number of requests of a shard of the mesh's axis "data"."""
+        """The number of requests of each shard along the mesh's axis "data"."""
         return self.requests // self.manager.shards.count
 
     def start_requests(self, past: int) -> None:
-        """Replaces all requests by new ones with `past` tokens each."""
+        """Replaces all requests by new requests that hold `past` tokens each. Makes the cache if there is none."""
         self._chunk = None
         for slot in self._slots:
             self.manager.release(slot)
@@ -81,7 +82,13 @@ class RandomSteps:
                 self.manager.advance(slot, past - 1)
 
     def batch(self, reserve: int = 0) -> Batch:
-        """Returns a batch of every request's tokens, with room for `reserve` more. Requests keep one token each."""
+        """Returns the batch of the next step, with `tokens` tokens of every request.
+
+        After a decode step, the manager takes one token of each request as accepted and rewinds the others.
+
+        Args:
+          reserve: number of further tokens of each request that blocks are allocated for.
+        """
         if self._chunk is not None:
             return self._chunk
         count = self.requests * self.tokens
@@ -102,7 +109,7 @@ class RandomSteps:
         return batch
 
     def step(self, batch: Batch) -> Any:
-        """Runs one step; returns its `StepOutput`, which is not complete yet."""
+        """Launches a step. Returns its `StepOutput`, whose arrays may still be computed."""
         args = self.model, self.cache, batch, self._logits_indices, SAMPLING, self._seeds
         if self.program is None:
             self.program = _program(sample_step, args, drafts=self.drafts)
@@ -110,7 +117,12 @@ class RandomSteps:
         return output
 
     def loop(self, batch: Batch, steps: int) -> Any:
-        """Runs `steps` steps of one token on the device; `batch` has `reserve=steps - 1`. Returns a `LoopOutput`."""
+        """Launches the on-device loop. Returns its `LoopOutput`, whose arrays may still be computed.
+
+        Args:
+          batch: the first step's batch, made with `reserve=steps - 1`.
+          steps: number of steps, each with one token of every request.
+        """
         for slot in self._slots:
             self.manager.advance(slot, steps - 1)
         args = self.model, self.cache, batch, self._seeds, SAMPLING
@@ -125,15 +137,15 @@ class RandomSteps:
 
 
 def abstract_model(config: DSV4Config, mesh: Mesh | None = None, *, expert_parallel: bool = False) -> Any:
-    """Returns a model with shapes in place of arrays, quantized as in the release and sharded over a mesh."""
+    """Returns a model with `jax.ShapeDtypeStruct` in place of arrays, quantized as the release and with shardings."""
     model = DeepseekV4ForCausalLM(config, param_dtype=jnp.bfloat16, rngs=ABSTRACT)
     return as_released(model, config, mesh, expert_parallel=expert_parallel)
 
 
 def random_cache(schema: CacheSchema, mesh: Mesh | None = None) -> KVCache:
-    """Returns a cache, on the default device or on a mesh, whose pools and rings hold encoded random rows.
+    """Returns a cache on the default device or on a mesh, whose pools and windows hold encoded random rows.
 
-    1024 random blocks are repeated, and are the same in every layer.
+    At most 1,024 different blocks are drawn. They are repeated in a pool, and are the same in every layer.
     """
     cache = jax.jit(functools.partial(_random_cache, schema))
     if mesh is None:
@@ -146,9 +158,13 @@ def random_cache(schema: CacheSchema, mesh: Mesh | None = None) -> KVCache:
 
 
 def expert_memory(given: int | Literal["auto"] | None, schema: CacheSchema, tokens: int) -> ExpertMemory | None:
-    """Returns the memory of experts, of which `given` bytes are on the GPU; None if all experts lie on the devices.
+    """Returns the memory of experts that lie partly in host memory; None if all experts lie on the devices.
 
-    "auto" leaves room for the schema's cache and for programs of `tokens` tokens.
+    Args:
+      given: bytes of the GPU that experts may take. "auto" is the memory that is left beside a cache and programs. None
+        stands for no expert in host memory.
+      schema: schema of the cache, for "auto".
+      tokens: number of tokens of the largest step, for "auto".
     """
     if given != "auto":
         return None if given is None else ExpertMemory(given)
@@ -157,7 +173,7 @@ def expert_memory(given: int | Literal["auto"] | None, schema: CacheSchema, toke
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def _begin_step(cache: KVCache, batch: Batch) -> KVCache:
-    """Runs `KVCache.begin_step` alone, which gives requests their blocks."""
+    """Applies a batch's new requests, blocks and lengths to the cache, see `KVCache.begin_step`, but runs no model."""
     (cache,) = sharded_step(lambda _, cache, batch: (cache.begin_step(batch),))((), cache, batch)
     return cache
 
@@ -172,7 +188,7 @@ def _random_cache(schema):
     def fill(pool, codec) -> Any:
         if pool is None:
             return None
-        _, blocks, rows, _ = jax.tree.leaves(pool)[0].shape  # blocks or slots
+        _, blocks, rows, _ = jax.tree.leaves(pool)[0].shape  # in windows, `blocks` is the number of slots
         count = min(blocks, 1024)
         encoded = codec.encode(jax.random.normal(jax.random.key(0), (count, rows, codec.dim), jnp.bfloat16))
         order = jnp.arange(blocks) % count

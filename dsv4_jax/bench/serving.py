@@ -1,4 +1,4 @@
-"""`dsv4-jax bench serve`: the packaged model serves synthetic conversations that share system prompts."""
+"""`dsv4-jax bench serve`: an engine with the packaged model serves conversations that share system prompts."""
 
 import dataclasses
 import statistics
@@ -19,10 +19,10 @@ from dsv4_jax.engine import Engine, PromptLookup
 from dsv4_jax.host import KVCacheManager, PrefixCache
 
 
-SLOTS = 4
-TOKEN_BUDGET = 192
-SYSTEM_PROMPTS = 2
-# Minimum and maximum tokens of a system prompt, a user's message and a reply.
+SLOTS = 4  # maximum number of requests that run at a time
+TOKEN_BUDGET = 192  # maximum number of tokens of a step
+SYSTEM_PROMPTS = 2  # number of different system prompts
+# Minimum and maximum number of tokens of a system prompt, a user's message and a reply.
 SYSTEM_TOKENS = (280, 330)
 MESSAGE_TOKENS = (16, 80)
 REPLY_TOKENS = (16, 32)
@@ -41,9 +41,9 @@ COLUMNS = {
     "compilations": "{compilations} + {compilations_later}",
     "same tokens": "{same_tokens}",
 }
-# For each turn of each conversation, the new tokens of the prompt and the length of the reply.
+# For each turn of each conversation: (new tokens of the prompt, number of tokens of the reply).
 Script = list[list[tuple[list[int], int]]]
-# The programs that transfer requests' bytes.
+# Jitted functions that read, write or copy the bytes of requests in the cache. Their compilations are counted, too.
 MOVES: Any = moves.read_request, moves.write_request, moves.copy_request, moves.read_blocks, moves.write_blocks
 
 
@@ -52,6 +52,12 @@ class Workload:
     """The conversations to serve, as `dsv4-jax bench serve` describes them.
 
     A turn sends the whole conversation before it and a new message.
+
+    Attributes:
+      conversations: number of conversations.
+      turns: number of turns of each conversation.
+      drafts: maximum number of drafts that a step verifies for a request, made by prompt lookup; 0 for none.
+      seed: seed of the random tokens and lengths.
     """
 
     conversations: int
@@ -70,7 +76,7 @@ class Workload:
         rng = np.random.default_rng(self.seed)
 
         def ids(low, high):
-            # 0 and 1 begin and end a text.
+            # Token ids 0 and 1 are left out, because they mark the beginning and the end of a text.
             return rng.integers(2, vocabulary, size=rng.integers(low, high + 1)).tolist()
 
         systems = [ids(length, length) for length in rng.integers(*SYSTEM_TOKENS, size=SYSTEM_PROMPTS)]
@@ -83,7 +89,11 @@ class Workload:
 
 
 def run(workload: Workload, mesh: Mesh | None = None) -> Iterator[Row]:
-    """Serves the workload without and with a prefix cache, prints and yields the measurements of each.
+    """Serves the workload without and then with a prefix cache; prints and yields the measurements of each.
+
+    Args:
+      workload: the conversations.
+      mesh: devices to shard the model over; None for the default one.
 
     Raises:
       ValueError: the conversations would be longer than the model's context, or the mesh cannot shard the model.
@@ -119,7 +129,7 @@ def _measure(config, workload, mesh):
 
 
 def _engine(model, config, workload, cached, mesh):
-    # Twice the blocks that running requests can hold; the other half is for cached prefixes.
+    # There are twice the blocks that running requests can hold, so that half of them can hold cached prefixes.
     manager = KVCacheManager(
         config,
         num_blocks=2 * SLOTS * workload.max_context // BLOCK_TOKENS,
@@ -139,14 +149,14 @@ def _engine(model, config, workload, cached, mesh):
 
 
 def _serve(engine, script):
-    """Serves all conversations, each of which sends its next turn when it has a reply.
+    """Serves all conversations. Each one sends its next turn as soon as it has the reply to the last one.
 
     Returns:
-      The measurements, and the replies by conversation and turn.
+      (measurements, {(conversation, turn): tokens of the reply}).
     """
     sent = {}
     replies = {}
-    first_tokens = []  # [tokens sent, milliseconds until the first came back]
+    first_tokens = []  # (number of tokens sent, milliseconds until the first token of the reply) of each request
 
     def send(conversation, turn, history):
         prompt, length = script[conversation][turn]

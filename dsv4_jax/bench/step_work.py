@@ -1,4 +1,4 @@
-"""The operations and bytes of a step, from which its shortest possible time follows."""
+"""The numbers of operations and bytes of a step, from which a lower bound of its time follows."""
 
 import numpy as np
 from flax import nnx
@@ -9,11 +9,16 @@ from dsv4_jax.config import DSV4Config
 
 
 def step_work(steps: RandomSteps, context: int) -> tuple[int, int, int]:
-    """Returns the smallest work of a device in a step, after which its requests hold `context` tokens.
+    """Returns the minimum work of a device in a step.
+
+    Args:
+      steps: runs the step.
+      context: number of tokens that each request holds after the step.
 
     Returns:
-      (operations, bytes, head bytes). Operations are those of the layers' products, without draft layers. Bytes are
-      those of weights, attended rows and scored keys, each read once. The head's bytes are among them.
+      (operations, bytes, head bytes). Operations are the floating-point operations of the layers' matrix products,
+      without those of draft layers. Bytes are the weights, attended rows and scored keys, each read once. Head bytes
+      are the part of the bytes that belongs to the head's weights.
     """
     model = steps.model.module
     requests = steps.shard_requests
@@ -24,11 +29,21 @@ def step_work(steps: RandomSteps, context: int) -> tuple[int, int, int]:
 
 
 def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: int, drafts: int) -> tuple[int, int]:
-    """Returns the operations of the layers' products with weights, and the bytes of weights that a device reads.
+    """Returns the operations of the layers' products with weights, and the bytes of weights, of a device in a step.
 
-    Each pass of the draft layers reads them and the head. Each draft reads DSpark's `markov_w2`. The few rows that are
-    read of tables, such as the embedding, are left out. Routed experts count in the number that tokens hit if they
-    select at random.
+    Each pass of the draft layers reads their weights and the head. Each draft reads DSpark's `markov_w2`. Tables such
+    as the embedding are left out, because few of their rows are read. The bytes of routed experts are the expected
+    number of bytes if tokens select experts at random.
+
+    Args:
+      model: the model or some of its layers.
+      config: configuration of the model.
+      requests: number of requests of the device.
+      tokens: number of tokens of each request in the step.
+      drafts: number of tokens that the step drafts for each request.
+
+    Returns:
+      (operations, bytes). Operations are those of the layers without draft layers.
     """
     passes = draft_passes(config, drafts)
     reads = {"embed_tokens": 0, "markov_w1": 0, "tid2eid": 0, "markov_w2": drafts, "lm_head": 1 + passes}
@@ -47,13 +62,18 @@ def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: in
 
 
 def cache_work(steps: RandomSteps, context: int) -> tuple[int, int]:
-    """Returns the operations of attention and indexers for one request, and the bytes of its cache that they read."""
+    """Returns the operations of attention and indexers for one request in a step, and the bytes of rows they read.
+
+    Args:
+      steps: runs the step.
+      context: number of tokens that the request holds after the step.
+    """
     schema = steps.manager.schema
     config = schema.config
     row = tree_bytes(schema.window_codec.struct)
     windows = config.num_draft_layers * draft_passes(config, steps.drafts)
     read = windows * min(context, config.sliding_window) * row
-    visible_tokens = np.arange(context - steps.tokens, context) + 1  # to each token
+    visible_tokens = np.arange(context - steps.tokens, context) + 1  # number of tokens up to each token of the step
     attended = scored = 0
     for spec in config.specs:
         read += min(context, config.window(spec.layer)) * row
@@ -72,5 +92,5 @@ def cache_work(steps: RandomSteps, context: int) -> tuple[int, int]:
 
 
 def draft_passes(config: DSV4Config, count: int) -> int:
-    """Returns the number of times that the draft layers run to draft `count` tokens of a request."""
+    """Returns the number of passes through the draft layers that draft `count` tokens for a request."""
     return 0 if config.drafts is None else -(-count // config.drafts.block_size)

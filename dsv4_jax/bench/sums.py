@@ -1,4 +1,4 @@
-"""The timing of `dsv4-jax bench all_reduce`: sums over the devices of a mesh, beside XLA's."""
+"""`dsv4-jax bench all_reduce`: times of sums over the devices of a mesh, compared with those of XLA's all-reduce."""
 
 import functools
 import statistics
@@ -18,9 +18,10 @@ from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 
 
 TOKENS = 1, 8, 32, 128
-UNROLLED = 20
-ITERATIONS = 50
-REPEATS = 5
+UNROLLED = 20  # number of all-reduces in an iteration of the timed loop
+ITERATIONS = 50  # number of iterations of the timed loop
+REPEATS = 5  # number of runs of the loop, whose median time is reported
+# {column of the printed table: format of its cell, with fields of a result}
 COLUMNS = {
     "shape": "{shape}",
     "by": "{implementation}",
@@ -31,14 +32,19 @@ COLUMNS = {
 
 
 def run(width: int, mesh: Mesh, report: Row) -> Iterator[Row]:
-    """Times all-reduces of [T, width] bfloat16; prints and yields a result for each T.
+    """Times all-reduces of [T, width] bfloat16; prints and yields a result for each T of `TOKENS`.
 
-    A program makes many calls in a loop on the devices, each on the result of the one before. The time of the same
-    loop without the calls is subtracted. First the result is compared, bit for bit, with the sum in the order of the
-    devices, and between devices.
+    First the results are checked. They must have the same bits on all devices. The kernel's result must be the sum in
+    the order of the devices; XLA's may differ from it by rounding. Then a loop on the devices is timed, in which each
+    all-reduce adds up the result of the one before. The time of the same loop without all-reduces is subtracted.
+
+    Args:
+      width: number of values of a token.
+      mesh: the devices; arrays are added up over its axis "model".
+      report: the report that the results belong to. The clock is added to it.
 
     Raises:
-      RuntimeError: a result is wrong; times would mean nothing.
+      RuntimeError: a result is wrong, so that times would mean nothing.
     """
     report["clock"] = "wall clock of a loop on the devices, less that without sums, median"
     mailboxes = make_mailboxes(mesh)
@@ -71,7 +77,10 @@ def _measure(tokens, width, mesh, mailboxes):
 
 
 def _on_devices(function, mesh, mailboxes):
-    """Returns a compiled function of shards [devices, T, width] that maps each device's [T, width]."""
+    """Returns a function of [devices, T, width] shards that applies `function` to the [T, width] of each device.
+
+    The function is compiled, and waits for its result, [devices, T, width] with a row for each device.
+    """
 
     def local(x, mailboxes):
         with ops.with_mailboxes(mailboxes):
@@ -84,7 +93,7 @@ def _on_devices(function, mesh, mailboxes):
 
 
 def _loop_seconds(call, shards, mesh, mailboxes):
-    """Measures the seconds of a call among many in a loop on the devices, each on the result of the one before."""
+    """Measures the seconds of one call in a loop on the devices. A call's argument is half the result before it."""
 
     def iteration(_, x):
         for _ in range(UNROLLED):
@@ -93,7 +102,7 @@ def _loop_seconds(call, shards, mesh, mailboxes):
         return x
 
     loop = _on_devices(functools.partial(lax.fori_loop, 0, ITERATIONS, iteration), mesh, mailboxes)
-    loop(shards)  # compiles
+    loop(shards)  # the first run compiles
     seconds = []
     for _ in range(REPEATS):
         begin = time.perf_counter()
@@ -103,12 +112,18 @@ def _loop_seconds(call, shards, mesh, mailboxes):
 
 
 def _check_sum(name, shards, result):
-    """Raises RuntimeError unless each device's result [devices, T, width] is the sum of the shards."""
+    """Raises RuntimeError unless every device has the same bits, and they are the sum of the shards.
+
+    Args:
+      name: implementation of the all-reduce, "xla" or "mosaic_gpu". XLA's sum may be rounded differently.
+      shards: [devices, T, width] what each device adds.
+      result: [devices, T, width] the result of each device.
+    """
     result = np.asarray(result)
     total = functools.reduce(np.add, np.asarray(shards).astype(np.float32)).astype(result.dtype)
     if any(shard.tobytes() != result[0].tobytes() for shard in result):
         raise RuntimeError(f"all_reduce by {name}: devices have different results")
-    # XLA chooses the order of a sum, so it may round to the next value.
+    # XLA chooses the order of a sum, so its result may be rounded to a neighboring bfloat16.
     rtol = 2**-7 if name == "xla" else 0
     if not np.allclose(result[0].astype(np.float32), total.astype(np.float32), rtol=rtol, atol=0):
         raise RuntimeError(f"all_reduce by {name}: the result is not the sum")

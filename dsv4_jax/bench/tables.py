@@ -1,4 +1,4 @@
-"""The tables that benchmarks print, line by line as results come."""
+"""The tables that benchmarks print, with a line for each result as soon as it is measured."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 from dsv4_jax.bench.kernel_kinds import KINDS, OUTSIDE, REST
 
 
-Row = dict[str, Any]  # a result, or a report of many
+Row = dict[str, Any]  # the fields of a result, or of a report of many results
+# Kinds of kernels that belong to layers.
 LAYER_KINDS = tuple(kind for kind in (*KINDS, REST) if kind not in OUTSIDE)
 # {"shapes" of a report: name of the model in titles}. Without a GPU, "tiny" replaces the requested model.
 MODELS = {
@@ -16,7 +17,7 @@ MODELS = {
     "pro_0813": "V4-Pro-0813",
     "tiny": "a tiny model",
 }
-# Acceptance rates for which tokens a second are reported.
+# Acceptance rates of drafts for which the tokens a second are reported.
 ACCEPTANCES = (0.5, 0.7, 0.9)
 
 
@@ -56,7 +57,12 @@ def _cell(text, row):
 
 
 def kind_columns(field: str, digits: int) -> dict[str, str]:
-    """Returns the columns of the kinds of kernels of layers, whose numbers are in a field of the row."""
+    """Returns a column for each kind of layers' kernels, for `print_rows`.
+
+    Args:
+      field: name of the field of a result that holds {kind: number}.
+      digits: number of digits after the decimal point.
+    """
     return {kind: f"{{{field}[{kind}]:.{digits}f}}" for kind in LAYER_KINDS}
 
 
@@ -84,6 +90,6 @@ def layer_share(row: Row) -> Row:
 
 
 def tokens_per_second(row: Row) -> dict[str, float]:
-    """Returns the tokens a second of all requests of a case with drafts, for each acceptance rate."""
+    """Returns {acceptance rate: tokens a second of all requests} for a step with drafts, for each of `ACCEPTANCES`."""
     steps = 1e3 * row["requests"] / row["milliseconds"]
     return {str(share): steps * sum(share**i for i in range(1 + row["drafts"])) for share in ACCEPTANCES}

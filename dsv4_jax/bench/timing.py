@@ -18,7 +18,12 @@ from dsv4_jax.bench.cases import Case
 
 
 def kernel_is_right(case: Case, layer: tuple, inputs: tuple) -> bool:
-    """Returns whether the op has a kernel for this case, after comparing its result with XLA's.
+    """Returns whether the op has a kernel for this case. If it has one, its result is compared with XLA's.
+
+    Args:
+      case: the case.
+      layer: arrays of a layer, (state, *weights).
+      inputs: inputs of a call.
 
     Raises:
       RuntimeError: the results differ in a bit, or by more than the case's `agree` allows.
@@ -39,7 +44,15 @@ def kernel_is_right(case: Case, layer: tuple, inputs: tuple) -> bool:
 
 
 def median_seconds(case: Case, implementation: str, layers: list[tuple], inputs: list[tuple]) -> float:
-    """Returns the median seconds of a call. Updated states of layers, whose old ones are donated, replace them."""
+    """Measures the median seconds of a call.
+
+    Args:
+      case: the case.
+      implementation: "xla" or "mosaic_gpu".
+      layers: (state, *weights) of each layer. If the case updates states, the new ones replace the old ones, which are
+        donated.
+      inputs: inputs of each call.
+    """
     function = _jitted(case, implementation)
 
     def call(i):
@@ -49,41 +62,42 @@ def median_seconds(case: Case, implementation: str, layers: list[tuple], inputs:
             layers[layer] = (result, *layers[layer][1:])
         return result
 
-    jax.block_until_ready(call(-1))  # compiles
+    jax.block_until_ready(call(-1))  # the first call compiles
     return statistics.median(_seconds(call, len(inputs)))
 
 
 def copy_bandwidth() -> float:
-    """Measures the bytes a second, read and written, of a copy of an array that is larger than any cache."""
-    # Twice 128 MiB: experts in pages leave little memory.
+    """Measures the bytes a second, read plus written, of copying an array that is larger than the L2 cache."""
+    # On a GPU, the array and its copy have only 128 MiB each, because placed experts leave little memory.
     x = jnp.ones((1 << (25 if _on_gpu() else 24),), jnp.float32)
     return 2 * x.nbytes / _median_of(jnp.negative, x)
 
 
 def read_bandwidth() -> float:
-    """Measures the bytes a second of reading an array that is larger than any cache."""
+    """Measures the bytes a second of reading an array that is larger than the L2 cache."""
     x = jnp.ones((1 << (28 if _on_gpu() else 24),), jnp.int32)
     return x.nbytes / _median_of(jnp.max, x)
 
 
 def matmul_rate() -> float:
-    """Measures the operations a second of a large bfloat16 matrix product by XLA."""
+    """Measures the floating-point operations a second of a large bfloat16 matrix product by XLA."""
     size = 8192 if _on_gpu() else 512
     x = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
     return 2 * size**3 / _median_of(lambda x: x @ x, x)
 
 
 def process_seconds() -> float:
-    """Returns the seconds since this process started. Linux only."""
-    # The start is counted in ticks since boot.
+    """Returns the seconds since this process started. It works on Linux only."""
+    # The kernel gives the start of the process in clock ticks since boot.
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def kernels(calls: Callable[[], Any]) -> list[tuple[str, float]]:
-    """Returns (name, milliseconds) of every kernel that `calls` runs, in order, starting with a cold L2 cache.
+    """Runs `calls` with a cold L2 cache; returns (name, milliseconds) of each kernel, GPU by GPU in order of start.
 
-    Where kernels overlap, the time counts for the first one, so that the sum is the time in which any kernel runs.
+    While kernels of a GPU overlap, the time counts only for the one that started first. So the sum is the time in which
+    at least one kernel runs.
     """
     evict = _evict()
     evict()
@@ -104,7 +118,11 @@ def kernels(calls: Callable[[], Any]) -> list[tuple[str, float]]:
 
 
 def without_overlaps(spans: list[tuple[float, float, str]]) -> list[tuple[str, float]]:
-    """Returns (name, milliseconds) of kernels (start, end, name), in ns and sorted by start, without their overlaps."""
+    """Returns (name, milliseconds) of each kernel, in which the time that overlaps an earlier kernel does not count.
+
+    Args:
+      spans: (start, end, name) of each kernel, in nanoseconds, sorted by start.
+    """
     launches = []
     last = 0.0
     for start, end, name in spans:
@@ -118,14 +136,18 @@ def _on_gpu():
 
 
 def _median_of(function, x):
-    """Measures the median seconds of a call of a function, compiled."""
+    """Compiles a function of one array and measures the median seconds of a call."""
     compiled = jax.jit(function)
     jax.block_until_ready(compiled(x))
     return statistics.median(_seconds(lambda _: compiled(x), 10 if _on_gpu() else 5))
 
 
 def _seconds(call, count):
-    """Measures the seconds of each of `count` calls: the sum of its kernels on a GPU, by the wall clock elsewhere."""
+    """Measures the seconds of each call of `call(i)` for i < count.
+
+    They are the sum of the kernels' times on a GPU, and wall-clock time elsewhere. Raises RuntimeError if the calls
+    cannot have run equal numbers of kernels.
+    """
     wall = []
 
     def calls():
@@ -146,7 +168,7 @@ def _seconds(call, count):
 
 @functools.cache
 def _evict():
-    """Returns a function that fills the L2 cache with other data, in one kernel."""
+    """Returns a function that evicts all data from the L2 cache, by one kernel that reads and writes 128 MiB each."""
     x = jnp.zeros((1 << 25,), jnp.float32)
     negative = jax.jit(jnp.negative)
     return lambda: negative(x).block_until_ready()
@@ -154,7 +176,7 @@ def _evict():
 
 @functools.cache
 def _jitted(case, implementation):
-    """Returns the compiled call, which the check and the timing share."""
+    """Returns the case's call as a jitted function. The check and the timing share it, so it is compiled once."""
     call = functools.partial(case.call, implementation=implementation)
     return jax.jit(call, donate_argnums=(0,) if case.updates else ())
 

@@ -16,17 +16,23 @@ from dsv4_jax.ops import LinearSpec
 from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight, encode_e4m3
 
 
-# Float32 sums are in another order. Where they are rounded, they may go the other way, by 2**-7 of a value.
+# Kernel and XLA add float32 products in different orders, so a sum may be rounded to the next bfloat16, by up to 2**-7
+# of a value.
 _LINEAR_AGREES = close(relative=2**-7, absolute=1e-3)
-_DISJOINT = 8  # up to so many tokens have no expert in common
-_MAX_XLA = 2048  # tokens at a time: 8,192 would take 96 GiB
-# Both products and the values between them are rounded to bfloat16. Sums in another order round a few values in a
-# thousand the other way, by up to 2**-8 of values up to about 2**7. Then six are added up.
+_DISJOINT = 8  # in cases of up to this many tokens, no two tokens select the same expert
+_MAX_XLA = 2048  # maximum number of tokens that XLA's version computes at a time; 8,192 would take 96 GiB
+# An expert's products and the values between them are rounded to bfloat16. Kernel and XLA add in different orders, so a
+# few values in a thousand are rounded the other way, by up to 2**-8 of values up to about 2**7. Then the results of the
+# experts of a token are added up.
 _EXPERTS_AGREE = close(relative=2**-6, absolute=0.5)
 
 
 def linear_cases(schema: CacheSchema) -> Iterator[Case]:
-    """Yields the products of an attention layer of each group, those with the same input fused; two of them in FP8."""
+    """Yields cases of the linear maps of an attention layer.
+
+    They are the fused maps of the hidden states and of the latents for each group of layers, `o_a` and `o_b` in
+    bfloat16, and `q_b` and `o_b` in FP8.
+    """
     config = schema.config
     width = config.num_attention_heads * config.head_dim
     rank = config.o_groups * config.o_lora_rank
@@ -85,7 +91,7 @@ def _linear_case(name, shape, tokens, spec):
 
 
 def experts_cases(schema: CacheSchema) -> Iterator[Case]:
-    """Yields the routed experts of a layer, in FP4 and bfloat16, for one to many tokens."""
+    """Yields cases of the routed experts of a layer in FP4 and in bfloat16, for 1 to 8,192 tokens."""
     for kind in "FP4", "bfloat16":
         for tokens in (1, 8, 32, 128, 2048, 8192):
             yield _experts_case(schema.config, kind, tokens)
@@ -127,7 +133,7 @@ def _experts_case(config, kind, tokens):
             return run(arrays)
         return jax.lax.map(run, [array.reshape(-1, _MAX_XLA, array.shape[1]) for array in arrays]).reshape(x.shape)
 
-    # The expected number of experts that many tokens select at random, each of which is read once.
+    # The number of experts that are read, each once: the expected one if tokens select at random.
     hit = pairs if is_disjoint else number * (1 - (1 - top_k / number) ** tokens)
     expert_bytes = 3 * hidden * inner * (2 if kind == "bfloat16" else 17 / 32)
     return Case(
@@ -145,7 +151,7 @@ def _experts_case(config, kind, tokens):
 
 
 def hyper_connections_cases(schema: CacheSchema) -> Iterator[Case]:
-    """Yields the post-mapping of one block with the pre-mapping and the norm of the next."""
+    """Yields cases of `hyper_connections`: a block's post-mapping with the pre-mapping and norm of the next block."""
     for tokens in (1, 8, 32, 128, 2048, 8192):
         yield _hyper_connections_case(schema.config, tokens)
 
@@ -173,12 +179,13 @@ def _hyper_connections_case(config, tokens):
         return ops.hyper_connections(streams, mixing, norm, *others, implementation=implementation)
 
     def agree(result, expected):
-        """Allows values up to 8 that bfloat16 rounds the other way, and their effect on the logits."""
+        """Allows that values up to 8 are rounded to the next bfloat16, and the effect on the float32 coefficients."""
         if result.dtype == jnp.float32:
             return close(1e-3, 1e-4)(result, expected)
         return close(2**-7, 2**-4)(result, expected)
 
-    # The second launch reads the new streams again, from the L2 cache if they fit.
+    # The first launch reads the streams and writes new streams: two passes. The second launch reads the new streams,
+    # which counts as a third pass if they do not fit the L2 cache.
     passes = 3 if 2 * tokens * h * width > 50 << 20 else 2
     return Case(
         op="hyper_connections",
@@ -193,7 +200,7 @@ def _hyper_connections_case(config, tokens):
 
 
 def router_cases(schema: CacheSchema) -> Iterator[Case]:
-    """Yields selection by score, and by the token table of the first layers."""
+    """Yields cases of a router that selects by scores, and of one that selects by a table of token ids."""
     for tokens in (1, 8, 32):
         yield _router_case(schema.config, tokens, hashed=False)
     yield _router_case(schema.config, 1, hashed=True)
@@ -216,7 +223,7 @@ def _router_case(config, tokens, *, hashed):
         return ops.router(*arrays, top_k=top_k, scaling_factor=factor, implementation=implementation)[:2]
 
     def agree(result, expected):
-        """Allows either of two experts whose scores differ by rounding."""
+        """Allows 1% of different selections, of experts whose scores differ by rounding, and rounding of weights."""
         if result.dtype == jnp.int32:
             return jnp.mean((result == expected).astype(jnp.float32)) >= 0.99
         return close(1e-4, 0.0)(result, expected)

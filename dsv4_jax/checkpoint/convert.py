@@ -25,7 +25,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.config_json import read_json
 
 
-_COPIED = ".json", ".jinja", ".txt", ".md", ""  # ends of files that lie beside the weights, such as tokenizer.json
+_COPIED = ".json", ".jinja", ".txt", ".md", ""  # suffixes of the files that are copied, such as tokenizer.json
 
 
 def convert_checkpoint(
@@ -39,23 +39,26 @@ def convert_checkpoint(
 ) -> None:
     """Writes a checkpoint's weights to another folder, in another storage or naming.
 
-    Weights that are FP8 or FP4 already and stay so are copied byte for byte. bfloat16 and float32 hold each of their
-    values exactly. Other weights are rounded as `save_release` rounds them. A part of one tensor is in memory at a
-    time. Draft layers are converted too; copies of the embedding and the head in them are left out, as loading does.
-    Other small files of the folder, such as tokenizer.json, are copied.
+    FP8 and FP4 weights that keep their format are copied byte for byte. If they become bfloat16 or float32, each value
+    stays exact. All other weights are rounded as `save_release` rounds them. Only a part of one tensor is in memory at
+    a time.
+
+    Draft layers are converted too, without their copies of the embedding and the head, which the model shares. Small
+    files of the source folder that are not about weights, such as tokenizer.json, are copied.
 
     Args:
       source: folder of the checkpoint, or one `.safetensors` file with its config.json beside it.
-      folder: destination, which must not exist or be empty. It appears when all is written.
+      folder: destination: a path that does not exist, or an empty folder. It appears when everything is written; until
+        then the files are in the folder `.NAME.partial` beside it.
       weights: storage of the weights, as in `save_release`.
-      naming: names of the tensors, see `checkpoint.keys`. None = those of the source.
-      shard_bytes: largest size of a file, unless a single tensor with its scale exceeds it.
+      naming: naming of the tensors, see `checkpoint.keys`. None = that of the source.
+      shard_bytes: maximum size of a file in bytes. A file is larger if a single tensor with its scale is.
       progress: whether to show a progress bar on standard error.
 
     Raises:
-      ValueError: the source is none that `load_checkpoint` reads; a value is NaN or infinite in the new storage;
-        `weights` and `naming` exclude each other (see `save_release`); the destination is not empty, or has too
-        little room.
+      ValueError: `load_checkpoint` could not read the source; a value is NaN or infinite in the new storage; `weights`
+        and `naming` exclude each other (see `save_release`); the destination is not empty or its disk has too little
+        room; `.NAME.partial` exists.
       OSError: a file cannot be written.
     """
     source = Path(source)
@@ -67,7 +70,7 @@ def convert_checkpoint(
     naming = naming or keys.detect_naming(config, stored)
     check_storage(weights, naming)
     pairs = zip(table, keys.weights(config, naming), strict=True)
-    # A head that no tensor is stays the embedding's copy.
+    # If the head is tied to the embedding and has no tensor, none is written for it.
     (embedding,) = (weight.sources for weight in table if weight.path == keys.EMBEDDING)
     pairs = [(old, new) for old, new in pairs if old.path == keys.EMBEDDING or old.sources != embedding]
     headers = [entries for _, new in pairs for entries in tensor_headers(new, weights)]
@@ -92,8 +95,15 @@ def convert_checkpoint(
 def _converted(
     old: Weight, new: Weight, dtype: str, tensors: Mapping[str, StoredTensor | QuantizedTensor]
 ) -> Iterator[np.ndarray]:
-    """Yields the data of a parameter's tensors in the destination, which hold the source's values in the same order."""
-    pieces = max(1, len(new.sources) // len(old.sources))  # tensors that one of the source becomes
+    """Yields the arrays to write for one parameter, in the order of its tensors in the destination.
+
+    Args:
+      old: the parameter with its tensors in the source.
+      new: the same parameter with its tensors in the destination. Both list the parameter's values in the same order.
+      dtype: dtype in the destination's files, such as "BF16" or "F8_E4M3".
+      tensors: the source's tensors by name.
+    """
+    pieces = max(1, len(new.sources) // len(old.sources))  # number of new tensors for each old one
     for name in old.sources:
         tensor = tensors[name]
         if isinstance(tensor, QuantizedTensor) and tensor.codes.dtype == dtype:
@@ -105,7 +115,7 @@ def _converted(
 
 
 def _copy_others(source: Path, folder: Path) -> None:
-    """Copies the small files of a checkpoint that are not about weights."""
+    """Copies the files beside the weights, such as tokenizer.json, without config.json, the index and hidden files."""
     for file in source.iterdir():
         is_about_weights = file.name in ("config.json", INDEX_NAME)
         if file.is_file() and file.suffix in _COPIED and not file.name.startswith(".") and not is_about_weights:
@@ -113,7 +123,7 @@ def _copy_others(source: Path, folder: Path) -> None:
 
 
 def _check_room(folder: Path, nbytes: int) -> None:
-    """Raises ValueError unless the destination is new or empty, and its disk has room for so many bytes."""
+    """Raises ValueError unless the destination is new or empty, and its disk has `nbytes` bytes left."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} must not exist yet, or be an empty folder")
     if not folder.parent.is_dir():

@@ -1,9 +1,12 @@
-"""The table of a model's tensors with their names in three namings.
+"""The table of a model's tensors, with their names in each of three namings of checkpoints.
 
-- "release": DeepSeek's own files, `layers.1.attn.wkv.weight`;
-- "hybrid": files of transformers 5's `save_pretrained`: the release's names after `model.`, with a few exceptions;
-- "module": transformers' module names, `model.layers.1.self_attn.kv_proj.weight`. Ours are the same, except that linear
-  maps of one input are a `FusedLinear`.
+- "release": names in DeepSeek's own files, such as `layers.1.attn.wkv.weight`.
+- "hybrid": names in files that transformers 5's `save_pretrained` writes. They are the release's names with `model.` in
+  front, with a few exceptions.
+- "module": names of transformers' modules, such as `model.layers.1.self_attn.kv_proj.weight`.
+
+The paths of this package's modules are those of "module", except for linear maps with the same input, which are fused
+into one `FusedLinear`.
 """
 
 import dataclasses
@@ -22,8 +25,9 @@ type Storage = Literal["quantized", "bfloat16", "float32"]
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-# A row is our path, the release's name, the dtype in its files and, if it is not our path, transformers' name.
-# Which of these parameters a model has, and their shapes, are those of its modules.
+# Rows for the parameters outside the layers. A row has the path in this package's model ("our path"), the name in the
+# release, the dtype in the release's files and, if it differs from our path, transformers' name. A row counts only if
+# the model has a parameter at our path, and the shape is that of the parameter.
 _TOP = (
     (EMBEDDING, "embed.weight", "BF16"),
     ("model.norm.weight", "norm.weight", "BF16"),
@@ -110,6 +114,7 @@ _LAYER = (
     ("{shared}.up_proj", "ffn.shared_experts.w3.weight", "F8_E4M3", "mlp.shared_experts.up_proj.weight"),
     ("mlp.shared_experts.down_proj.weight", "ffn.shared_experts.w2.weight", "F8_E4M3"),
 )
+# {placeholder in our paths of `_LAYER`: path of the `FusedLinear`'s weights}
 _FUSED = {
     "inputs": "self_attn.input_projections.weights",
     "latents": "self_attn.latent_projections.weights",
@@ -119,15 +124,16 @@ _FUSED = {
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A parameter of the model and the stored tensors it is made of.
+    """A parameter of the model, and the stored tensors that it consists of.
 
     Attributes:
-      path: module path of the parameter, e.g. "model.layers.0.mlp.experts.down_proj".
+      path: path of the parameter in the model, e.g. "model.layers.0.mlp.experts.down_proj".
       shape: shape of the parameter.
-      dtype: dtype of its tensors in the release's files: "F8_E4M3", "I8" (FP4), "BF16", "F32", or "I64" for ids of
-        experts, the model's only integers.
-      sources: names of the stored tensors, whose concatenation is the parameter in row-major order.
-      source_shape: shape of each stored tensor.
+      dtype: dtype of its tensors in the release's files: "F8_E4M3", "I8" (two FP4 codes), "BF16", "F32", or "I64" for
+        ids of experts, the model's only integers.
+      sources: names of the stored tensors. Their values, one tensor after the other, are the parameter's in row-major
+        order.
+      source_shape: shape of the values of each stored tensor.
     """
 
     path: str
@@ -152,7 +158,7 @@ class Weight:
         return *self.shape[:-1], self.shape[-1] // 2
 
     def stored_dtype(self, storage: Storage) -> str:
-        """Returns the dtype of its tensors in files whose storage is `storage`, see `save_release`."""
+        """Returns the dtype of the parameter's tensors in files with this storage, see `save_release`."""
         if storage == "quantized" or self.dtype == "I64":
             return self.dtype
         return "BF16" if storage == "bfloat16" and self.dtype != "F32" else "F32"
@@ -181,7 +187,14 @@ def weights(config: DSV4Config, naming: Naming) -> Iterator[Weight]:
 
 
 def _weight(shapes: Mapping[str, tuple[int, ...]], path: str, names: str, dtype: str) -> Iterator[Weight]:
-    """Yields the parameter at `path` if it has a shape. `names` are its tensors; {expert} stands for each expert."""
+    """Yields the `Weight` of one parameter, or nothing if the model does not have it.
+
+    Args:
+      shapes: shape of each parameter of the model by path.
+      path: path of the parameter.
+      names: names of its tensors, separated by spaces. One with {expert} stands for a tensor of each expert.
+      dtype: dtype in the release's files. "I8" becomes "BF16" if the inputs do not divide into FP4's groups.
+    """
     shape = shapes.get(path)
     if shape is None:
         return
@@ -190,7 +203,7 @@ def _weight(shapes: Mapping[str, tuple[int, ...]], path: str, names: str, dtype:
     if "{expert}" in names:
         sources = tuple(source.format(expert=expert) for expert in range(shape[0]) for source in sources)
         source_shape = shape[-2:]
-    elif len(shape) == 4:  # gate and up are one axis of the stored tensor
+    elif len(shape) == 4:  # [experts, 2, out, in]: the tensor is [experts, 2 * out, in], rows of the gate first
         source_shape = (shape[0], shape[1] * shape[2], shape[3])
     if dtype == "I8" and shape[-1] % MXFP4_BLOCK:
         dtype = "BF16"
@@ -205,7 +218,7 @@ def _shapes(config: DSV4Config) -> dict[str, tuple[int, ...]]:
 
 
 def detect_naming(config: DSV4Config, names: Iterable[str]) -> Naming:
-    """Returns the naming that most names belong to; raises ValueError if no name is known."""
+    """Returns the naming in which most of these tensor names occur. Raises ValueError if none occurs in any naming."""
     names = set(names)
     hits = {
         naming: sum(source in names for weight in weights(config, naming) for source in weight.sources)
@@ -219,7 +232,7 @@ def detect_naming(config: DSV4Config, names: Iterable[str]) -> Naming:
 
 
 def tied(table: list[Weight], names: Collection[str]) -> Iterator[Weight]:
-    """Yields the weights of the table. If `names` lacks the head's tensor, the head is read from the embedding's."""
+    """Yields the weights of the table. If `names` lacks the head's tensor, the head gets the embedding's as source."""
     (embedding,) = (weight.sources for weight in table if weight.path == EMBEDDING)
     for weight in table:
         absent = weight.path == HEAD and weight.sources[0] not in names
@@ -232,5 +245,8 @@ def is_draft(name: str) -> bool:
 
 
 def is_draft_copy(name: str) -> bool:
-    """Whether a tensor of a draft layer is a copy of the embedding or the head, by the released converter's rule."""
+    """Whether a tensor of a draft layer is a copy of the model's embedding or head.
+
+    The rule is that of the release's conversion script: the name contains "emb" or ends with "head.weight".
+    """
     return is_draft(name) and ("emb" in name or name.endswith("head.weight"))

@@ -40,7 +40,7 @@ from dsv4_jax.parallel.mesh import check_mesh, check_shardable
 from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedKind, quantized_struct
 
 
-_MAX_HOST_BYTES = 1 << 26  # of a variable whose layers and maps are put together on the host
+_MAX_HOST_BYTES = 1 << 26  # maximum size of an array that is assembled from its weights on the host
 
 
 def load_checkpoint(
@@ -55,36 +55,42 @@ def load_checkpoint(
     progress: bool = False,
     on_outline: Callable[[DeepseekV4ForCausalLM], None] | None = None,
 ) -> DeepseekV4ForCausalLM:
-    """Reads a DeepSeek-V4 checkpoint, in any of the three namings.
+    """Reads a DeepSeek-V4 checkpoint in any of the three namings, see `checkpoint.keys`.
 
     Tensors may be F32, BF16, F16, integers, or in the release's quantized storage (FP8 linears, FP4 experts: see
-    `checkpoint.storage`). Files are memory-mapped. One parameter is converted at a time; on a mesh each device gets its
-    shard straight from the file's pages.
+    `checkpoint.storage`). Files are memory-mapped, and one parameter is converted at a time. On a mesh, each device
+    gets only its shard.
 
     Args:
       path: a folder with `model.safetensors` or shards and their index, or one `.safetensors` file.
-      config: configuration of the model. None reads config.json beside the tensors, without the
-        multi-token-prediction block: for drafts, give `DSV4Config.from_hf(path, mtp=True)`.
+      config: configuration of the model. None reads config.json beside the tensors, for a model without draft layers.
+        For a model with them, give `DSV4Config.from_hf(path, mtp=True)`.
       dtype: dtype of the activations, bfloat16 or float32.
-      weights: dtype of embedding and linear weights, bfloat16 or float32; both hold every value of the quantized
-        storage exactly. "quantized" keeps quantized weights quantized in memory and dequantizes them on use, with
-        equal results. None = the dtype of the activations. The module decides which parameters are always float32.
+      weights: dtype of the embedding and the linear weights in memory: bfloat16 or float32, both of which hold every
+        value of the quantized storage exactly. "quantized" keeps quantized weights quantized and dequantizes them on
+        use, with equal results. None = the dtype of the activations. Some parameters are always float32, as their
+        modules say.
       mesh: devices to shard the model over, with an axis "model", for instance `jax.make_mesh((4,), ("model",))`; see
         `parallel.axis_rules`. Give `KVCacheManager` the same mesh. None = the default device.
       expert_parallel: whether each device along "model" gets whole experts instead of a shard of each expert.
-      expert_memory: where the routed experts of the release's storage lie, for a model that is larger than its GPU;
-        the embedding lies in host memory then. None = on the devices. Needs weights="quantized" and no mesh.
+      expert_memory: places some of the routed experts, and the embedding, in host memory, for a model that is larger
+        than its GPU. It needs weights="quantized" and no mesh. None = all weights lie on the devices.
       progress: whether to show a progress bar on standard error.
-      on_outline: called before weights are read, with the model that has `jax.ShapeDtypeStruct` in place of arrays: its
-        programs can be compiled meanwhile. None = not called.
+      on_outline: function that is called before weights are read, with the model that has `jax.ShapeDtypeStruct` in
+        place of arrays, so that its programs can be compiled meanwhile. None = no call.
 
     Returns:
-      The model. Tensors of multi-token prediction are left out, and logged, if the configuration has none.
+      The model. If the configuration has no draft layers, their tensors are left out, and that is logged.
 
     Raises:
-      ValueError: the dtype or `weights` is invalid; a file is broken (see `reader`); tensors are missing, extra,
-        mis-shaped, of the wrong kind or have wrong scales (all in one message); weights are NaN or infinite; the
-        mesh does not divide the model or would split a block of weights with one scale; a device is out of memory.
+      ValueError: in one of these cases:
+
+        * `dtype` or `weights` is invalid, or `expert_memory` is given without weights="quantized" or with a mesh.
+        * A file is missing or broken, see `checkpoint.reader`.
+        * Tensors are missing, extra, of the wrong shape or kind, or have wrong scales (all in one message).
+        * Weights are NaN or infinite, or ids of experts are out of range.
+        * The mesh does not divide the model, or would split a block of weights that has one scale.
+        * The host or a device is out of memory.
     """
     if isinstance(weights, str) and weights not in ("quantized", "bfloat16", "float32"):
         raise ValueError(f"{weights=} must be quantized, bfloat16 or float32")
@@ -103,7 +109,7 @@ def load_checkpoint(
     views = parameter_views(model)
     assert {weight.path for weight in table} == views.keys(), "the table of keys and the model disagree"
 
-    groups: dict[int, list[Weight]] = collections.defaultdict(list)  # by the variable that holds the weights
+    groups: dict[int, list[Weight]] = collections.defaultdict(list)  # {id of a variable: weights that it holds}
     for weight in table:
         groups[id(views[weight.path].variable)].append(weight)
     # Experts come last with `expert_memory`, and get the memory that the other weights leave.
@@ -132,7 +138,14 @@ def load_checkpoint(
 
 @contextlib.contextmanager
 def _name_if_out_of_memory(path: Path, weight: Weight, place: str, mesh: Mesh | None) -> Iterator[None]:
-    """Raises ValueError, which names the weight and its place among all, if the host or a device is out of memory."""
+    """Turns an out-of-memory error of the host or a device into a ValueError that names the weight being loaded.
+
+    Args:
+      path: the checkpoint.
+      weight: the weight that is loaded in this context.
+      place: the weight's place among all, such as "number 3 of 40".
+      mesh: the mesh that the model is sharded over; None for one device.
+    """
     try:
         yield
     except MemoryError as error:
@@ -149,7 +162,10 @@ def _name_if_out_of_memory(path: Path, weight: Weight, place: str, mesh: Mesh | 
 
 
 class _Loader:
-    """Loads one variable at a time: weights of several equal layers, or of linear maps that share a matrix."""
+    """Loads the variables of a model one by one.
+
+    A variable holds one weight, or several: those of equal layers, stacked, or of linear maps fused into one matrix.
+    """
 
     def __init__(
         self,
@@ -163,11 +179,11 @@ class _Loader:
         self._mesh = mesh
         self._expert_parallel = expert_parallel
         self._staging = Staging()
-        self._impossible = collections.Counter[str]()  # number of impossible values by name of the stored tensor
+        self._impossible = collections.Counter[str]()  # {name of a stored tensor: number of impossible values}
 
     @property
     def problems(self) -> list[str]:
-        """Sentences about impossible values of the tensors that were loaded."""
+        """A sentence for each loaded tensor that has NaN, infinite values, or ids of experts that do not exist."""
         sentences = []
         for source, count in self._impossible.items():
             tensor = self._tensors[source]
@@ -178,25 +194,28 @@ class _Loader:
         return sentences
 
     def nbytes(self, weights: list[Weight]) -> int:
-        """Returns the bytes of the weights in the files."""
+        """Returns the size of these weights in the files, in bytes."""
         return sum(self._tensors[source].nbytes for weight in weights for source in weight.sources)
 
     def _quantized_kind(self, weights: list[Weight]) -> QuantizedKind | None:
-        """Returns the quantized storage that all these weights can keep; None if there is none."""
+        """Returns "FP8" or "FP4" if all these weights are stored so and can stay so in one array; None otherwise."""
         kinds: set[QuantizedKind] = set()
         for weight in weights:
             for source in weight.sources:
                 piece = self._tensors[source]
                 if not isinstance(piece, QuantizedTensor) or not piece.can_stay:
                     return None
-                # Pieces of one matrix must end at a block of rows: each piece has its own scales.
+                # Each piece has its own scales, so pieces that form one matrix must have whole blocks of rows.
                 if piece.dtype == "FP8" and piece.shape[0] % WEIGHT_BLOCK and len(weight.sources) > weight.shape[0]:
                     return None
                 kinds.add(piece.dtype)
         return kinds.pop() if len(kinds) == 1 else None
 
     def keep_quantized(self, weights: list[Weight], variable: nnx.Variable) -> None:
-        """Gives a variable the quantized storage of all its weights, if they have one that can be kept."""
+        """Gives a variable the structure of a quantized weight, if all its weights are quantized alike and can stay so.
+
+        Raises ValueError if the mesh would split a block of weights that has one scale.
+        """
         if (kind := self._quantized_kind(weights)) is None:
             return
         variable.set_value(quantized_struct(kind, variable.get_value()))
@@ -207,12 +226,12 @@ class _Loader:
         return None if self._mesh is None else parameter_sharding(variable, self._mesh, self._expert_parallel)
 
     def load(self, weights: list[Weight], views: list[ParameterView], memory: ExpertMemory | None) -> None:
-        """Loads all weights of a variable, converted to its dtype unless it has quantized storage.
+        """Loads all weights of a variable. They are converted to its dtype unless it is quantized.
 
         Args:
           weights: the weights.
-          views: their places in the variable.
-          memory: where the codes of experts lie; None for the devices.
+          views: the place of each weight in the variable.
+          memory: places the codes of experts on the GPU or in host memory; None: all arrays lie on the devices.
         """
         variable = views[0].variable
         where = self._sharding(variable)
@@ -223,7 +242,7 @@ class _Loader:
             struct = get_leaf(variable, field)
             if isinstance(struct, jax.Array):
                 continue
-            # Small arrays are put together on the host: each update on the device would be a program to compile.
+            # Small arrays are assembled on the host, because each update on the device would need a compiled program.
             is_small = struct.size * struct.dtype.itemsize <= _MAX_HOST_BYTES
             whole = np.zeros(struct.shape, struct.dtype) if is_small else None
             for weight, view in zip(weights, views, strict=True):
@@ -232,7 +251,7 @@ class _Loader:
                 if whole is not None:
                     fill(whole[index], pieces, check)
                     continue
-                # The sharding of one layer's part.
+                # The sharding of this weight alone, without the axes of layers.
                 part = where and NamedSharding(where.mesh, PartitionSpec(*where.spec[view.num_layer_axes :]))
                 is_view = all(isinstance(self._tensors[source], StoredTensor) for source in weight.sources)
                 shape = indexed_shape(struct.shape, index)
@@ -243,20 +262,25 @@ class _Loader:
                 set_leaf(variable, field, self._staging.place([whole.view], whole.shape, whole.dtype, where))
 
     def _paged_codes(self, weights, shape, memory):
-        """Copies the codes of experts to where each of them lies, and returns them as one array."""
+        """Copies the FP4 codes of experts to the GPU or to host memory, as planned. Returns them as one array."""
         stack = memory.place_stack([weight.module for weight in weights], shape)
         for number, weight in enumerate(weights):
             stack.write(number, [self._quantized(source).codes.data for source in weight.sources])
         return stack.array
 
     def _pieces(self, weight, field):
-        """Returns functions that read the arrays of a weight's leaf, and a function that checks their values."""
+        """Returns the functions that read a weight's stored tensors, and the function that checks their values.
+
+        Args:
+          weight: the weight.
+          field: "codes" or "scale" of a quantized weight, whose values need no check (None); None for a plain array.
+        """
         if field is not None:
             stored = [getattr(self._quantized(source), field) for source in weight.sources]
             return [functools.partial(tensor.data.reshape, tensor.shape) for tensor in stored], None
 
         def check(number: int, stored: np.ndarray, value: np.ndarray) -> None:
-            # The model's only integers are the hash layers' expert ids.
+            # The model's only integers are the expert ids in the tables of hash-routed layers.
             is_ids = value.dtype.kind == "i"
             bad = (stored < 0) | (stored >= self._config.n_routed_experts) if is_ids else ~np.isfinite(value)
             if count := int(np.count_nonzero(bad)):

@@ -1,4 +1,4 @@
-"""Matches the tensors of a checkpoint with the table of a model's weights, and reports all that does not fit."""
+"""Matches the tensors of a checkpoint with the table of a model's weights, and reports every mismatch."""
 
 import difflib
 import logging
@@ -14,8 +14,8 @@ from dsv4_jax.config import DSV4Config
 
 
 _log = logging.getLogger(__name__)
-_MAX_LISTED = 10  # problems of each kind: a wrong config would list tens of thousands
-_MAX_COMPARED = 200  # candidates for the nearest name
+_MAX_LISTED = 10  # maximum number of problems of each kind in a message; a wrong config causes tens of thousands
+_MAX_COMPARED = 200  # maximum number of names that a name is compared with
 
 
 def match_weights(
@@ -24,9 +24,14 @@ def match_weights(
     """Returns the table of the model's weights in the checkpoint's naming, and the tensors by name.
 
     Args:
-      path: the checkpoint, for messages.
-      stored: its tensors by name. Those of draft layers are left out, and logged, if the configuration has none.
+      path: the checkpoint, for messages and to find its config.json.
+      stored: its tensors by name.
       config: configuration of the model.
+
+    Returns:
+      (the weights of the model, with the names of their tensors; the tensors by name, in which a quantized weight
+      includes its scale). Tensors of draft layers are left out, and that is logged, if the configuration has no such
+      layers. The draft layers' copies of the embedding and the head are always left out.
 
     Raises:
       ValueError: tensors are missing, extra, mis-shaped, of the wrong kind or have wrong scales (all in one message),
@@ -35,7 +40,7 @@ def match_weights(
     if not config.num_nextn_predict_layers and (unused := [name for name in stored if is_draft(name)]):
         _log.info("%d tensors of multi-token prediction (%s, ...) are not used", len(unused), unused[0])
         stored = {name: x for name, x in stored.items() if not is_draft(name)}
-    # The block shares the model's embedding and head; a file may hold copies of them.
+    # Draft layers share the model's embedding and head, of which a file may hold copies.
     stored = {name: x for name, x in stored.items() if not is_draft_copy(name)}
     tensors, wrong_scales = join_scales(stored)
     try:
@@ -58,7 +63,13 @@ def _refuse_mismatches(
     stored: dict[str, StoredTensor | QuantizedTensor],
     wrong_scales: dict[str, str],
 ) -> None:
-    """Raises one ValueError with all differences between the needed and the stored tensors."""
+    """Raises one ValueError that lists all differences between the needed and the stored tensors, if there are any.
+
+    Args:
+      table: the weights of the model.
+      stored: the tensors by name.
+      wrong_scales: {name: problem} of the quantized tensors that `stored` lacks because their scale does not fit.
+    """
     needed = {source: weight for weight in table for source in weight.sources}
     missing = [name for name in needed if name not in stored and name not in wrong_scales]
     extra = [name for name in stored if name not in needed]
@@ -87,7 +98,7 @@ def _refuse_mismatches(
 
 
 def _with_nearest(names: list[str], others: list[str]) -> list[str]:
-    """Adds the most similar other name to each name that will be listed."""
+    """Returns the names. Each of the first 10, which `listing` shows, gets the most similar name of `others` added."""
     lines = []
     for name in names[:_MAX_LISTED]:
         match = difflib.get_close_matches(name, others[:_MAX_COMPARED], n=1, cutoff=0.8)
@@ -96,6 +107,6 @@ def _with_nearest(names: list[str], others: list[str]) -> list[str]:
 
 
 def listing(lines: list[str]) -> str:
-    """Returns the lines, indented. A long list ends with the number of lines that are left out."""
+    """Returns up to 10 lines as text, each indented on a new line. A last line counts those that are left out."""
     more = [f"... and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
     return "".join(f"\n  {line}" for line in lines[:_MAX_LISTED] + more)

@@ -1,4 +1,4 @@
-"""Names the methods of checkpoints that were quantized by other tools, whose tensors cannot be read here."""
+"""Names the quantization method of checkpoints that other tools have quantized and that cannot be loaded."""
 
 import contextlib
 from collections.abc import Collection
@@ -8,7 +8,7 @@ from typing import Any
 from dsv4_jax.config.config_json import read_json
 
 
-# Ends of tensor names that no release has, and the methods that write them, the most specific ends first.
+# {end of tensor names: method that writes them}. No release has such names. The first end that occurs decides.
 _METHODS = {
     ".qweight": "GPTQ or AWQ",
     ".qzeros": "GPTQ or AWQ",
@@ -20,15 +20,21 @@ _METHODS = {
     ".SCB": "bitsandbytes",
     "_blocks": "MXFP4",
 }
-_MAX_LENGTH = 40  # of a method's name in config.json
+_MAX_LENGTH = 40  # maximum number of characters that are shown of a field of config.json
 
 
 def find_other_quantization(path: Path, names: Collection[str]) -> str | None:
-    """Returns the name of the method that has quantized a checkpoint; None if it is the release's or there is none.
+    """Returns the name of the method by which another tool has quantized a checkpoint.
+
+    The name comes from `quantization_config` in config.json. If this is absent or names the release's method, "fp8",
+    the ends of the tensors' names tell the method.
 
     Args:
-      path: the checkpoint's folder, or a file in it. The `quantization_config` of its config.json names the method.
-      names: names of the checkpoint's tensors, which tell the method if config.json does not.
+      path: the checkpoint's folder, or a file in it.
+      names: names of the checkpoint's tensors.
+
+    Returns:
+      The name, or None if the checkpoint seems unquantized or quantized as the release is.
     """
     by_names = next((method for end, method in _METHODS.items() if any(name.endswith(end) for name in names)), None)
     declared: Any = None

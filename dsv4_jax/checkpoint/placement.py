@@ -1,4 +1,4 @@
-"""Puts stored tensors on devices. Each device gets its shard, straight from the file's pages where possible."""
+"""Copies stored tensors to devices. Each device gets its shard, directly from the mapped file where possible."""
 
 import collections
 import concurrent.futures
@@ -15,18 +15,23 @@ from dsv4_jax.checkpoint.keys import Weight
 from dsv4_jax.expert_pages import ExpertMemory
 
 
-Pieces = Sequence[Callable[[], np.ndarray]]
-Bounds = tuple[tuple[int, int], ...]
-Check = Callable[[int, np.ndarray, np.ndarray], None]
-_BLOCK_BYTES = 1 << 24  # unit of copies and checks, which bounds the memory of a check
-# XLA on a CPU aliases memory with this alignment instead of copying it.
+Pieces = Sequence[Callable[[], np.ndarray]]  # see `Staging.place`
+Bounds = tuple[tuple[int, int], ...]  # (start, end) of a shard on each axis
+Check = Callable[[int, np.ndarray, np.ndarray], None]  # see `Staging.place`
+_BLOCK_BYTES = 1 << 24  # number of bytes that a thread copies and checks at a time
+# `jax.device_put` to a CPU device aliases memory with this alignment, in bytes, instead of copying it.
 _ALIASED = 64
 _log = logging.getLogger(__name__)
 
 
 def plan_expert_memory(memory: ExpertMemory, table: Iterable[Weight]) -> None:
-    """Decides where the routed experts of a model with these weights lie, and logs it."""
-    shapes: dict[str, list[tuple[int, ...]]] = {}  # of the codes, by layer
+    """Lets `memory` decide how many routed experts of a model stay on the GPU, and logs the decision.
+
+    Args:
+      memory: the memory of the experts.
+      table: all weights of the model, in the order of its layers.
+    """
+    shapes: dict[str, list[tuple[int, ...]]] = {}  # {layer: shapes of the codes of its matrices}
     for weight in table:
         if weight.is_expert:
             shapes.setdefault(weight.module, []).append(weight.packed_shape)
@@ -34,7 +39,7 @@ def plan_expert_memory(memory: ExpertMemory, table: Iterable[Weight]) -> None:
 
 
 def fill(target: np.ndarray, pieces: Pieces, check: Check | None = None) -> None:
-    """Writes pieces to an array of the host.
+    """Casts pieces to the dtype of an array in host memory and writes them to it.
 
     Args:
       target: array to write to.
@@ -50,7 +55,10 @@ def fill(target: np.ndarray, pieces: Pieces, check: Check | None = None) -> None
 
 
 class Staging:
-    """A reused host buffer for one array at a time. First writes to fresh memory are slow."""
+    """A host buffer through which arrays are copied to devices, one at a time.
+
+    The buffer is reused, because the first writes to fresh memory are slow.
+    """
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
@@ -66,17 +74,18 @@ class Staging:
     ) -> jax.Array:
         """Makes an array on its devices from pieces. On return the buffer is free again.
 
-        Each piece is read once. Shards of `dtype` that are contiguous in a single piece go to their devices from there;
-        all others pass through the buffer.
+        Each piece is read once. If there is one piece of the right dtype, its contiguous shards are copied to their
+        devices directly. All other shards pass through the buffer.
 
         Args:
-          pieces: functions that return the values of a piece, possibly a view of a file. A piece is the whole array, or
-            a matrix (the last two axes) of a stack in row-major order.
+          pieces: functions that each return the values of a piece, possibly a view of a file. A single piece is the
+            whole array. Several pieces are the array's matrices (its last two axes), in row-major order.
           shape, dtype: shape and dtype of the whole array. Values are cast.
           where: sharding of the array; None = the default device.
-          check: function that is called with the number of a piece, some of its values and the cast values, from any
-            thread.
-          threads: whether several threads copy pieces, which pays for views; otherwise one piece is made at a time.
+          check: function that is called for each block of values, from any thread. Its arguments are the number of the
+            piece, the block before the cast, and the block after it.
+          threads: whether several threads copy pieces, which is faster for views of a file. Otherwise one piece is
+            made at a time.
         """
         stack = shape[:-2] if len(pieces) > 1 else ()
         devices = _devices_by_shard(shape, where)
@@ -105,21 +114,22 @@ class Staging:
                 check(number, part, part if target is None else target)
 
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            # A single thread copies slower than a disk may read.
+            # A single thread can be slower than the disk.
             collections.deque((pool.map if threads else map)(fill_block, blocks()), maxlen=0)
-            # A single thread cannot feed several devices either.
+            # A single thread is also too slow for several devices.
             puts = [(shard, device) for bounds, shard in shards.items() for device in devices[bounds]]
             arrays = list(pool.map(jax.device_put, *zip(*puts, strict=True)))
         array = arrays[0] if where is None else jax.make_array_from_single_device_arrays(shape, where, arrays)
         return jax.block_until_ready(array)
 
     def _views(self, shapes: list[list[int]], dtype: np.typing.DTypeLike) -> list[np.ndarray]:
-        """Returns views of the buffer, misaligned so that no array aliases them."""
+        """Returns an array in the buffer for each shape, misaligned so that no `jax.Array` on a CPU aliases it."""
         sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape in shapes]
         ends = np.cumsum([-(-size // _ALIASED) * _ALIASED for size in sizes])
         if (needed := int(ends[-1]) + _ALIASED) > self._memory.size:
             self._memory = np.empty(0, np.uint8)
-            # A transfer that ended in a thread of JAX frees its source at the next collection: hold no two buffers.
+            # JAX may hold the old buffer, as the source of a finished transfer, until the next garbage collection.
+            # Collect first, so that the two buffers do not exist at the same time.
             gc.collect(0)
             self._memory = np.empty(needed, np.uint8)
         offset = (8 - self._memory.ctypes.data) % _ALIASED
@@ -129,7 +139,10 @@ class Staging:
 
 
 def _devices_by_shard(shape: tuple[int, ...], where: NamedSharding | None) -> dict[Bounds, list[jax.Device | None]]:
-    """Returns the devices of this process that hold each shard of an array, by the shard's bounds on each axis."""
+    """Returns {bounds of a shard on each axis: devices of this process that hold it}.
+
+    `[None]` stands for the default device, if the array is not sharded (`where` is None).
+    """
     if where is None:
         return {tuple((0, size) for size in shape): [None]}
     devices = collections.defaultdict(list)

@@ -1,4 +1,4 @@
-"""Random weights in the release's storage, made where they lie: a model of any size without a checkpoint."""
+"""Models of any size without a checkpoint: random weights in the release's storage, made on the devices."""
 
 import collections
 import dataclasses
@@ -33,16 +33,23 @@ from dsv4_jax.quant import QuantizedWeight, quantized_struct
 
 
 SELECTS = "tid2eid", "e_score_correction_bias"  # the parameters of a router that decide which experts it selects
-MAX_SMALL = 1 << 20  # numbers of a variable that is made together with others, in one program
-STD = 0.02  # of weights, as in the released models' initialization
+MAX_SMALL = 1 << 20  # variables with fewer values than this are all made by one program
+STD = 0.02  # standard deviation of weights, as in the released models' initialization
 
 
 def as_released[Module: nnx.Module](
     module: Module, config: DSV4Config, mesh: Mesh | None = None, *, expert_parallel: bool = False
 ) -> Module:
-    """Returns a model or its layers, with shapes in place of arrays, in the release's storage and sharded over a mesh.
+    """Returns a copy of a model as if it were loaded from a release, with `jax.ShapeDtypeStruct` in place of arrays.
 
-    The arguments are those of `random_model`.
+    Args:
+      module: the model or some of its layers, with arrays or with shapes.
+      config: configuration of the model.
+      mesh: devices to shard the model over; None for the default one.
+      expert_parallel: whether each device gets whole experts instead of a shard of each expert.
+
+    Returns:
+      The copy, in which the weights that a release stores as FP8 or FP4 are quantized, with shardings over the mesh.
     """
     kinds = {weight.path: QUANTIZED_KINDS.get(weight.dtype) for weight in weights(config, "release")}
     module = nnx.clone(module)
@@ -64,27 +71,27 @@ def random_model(
     skew: float = 0.0,
     on_outline: Callable[[DeepseekV4ForCausalLM], None] | None = None,
 ) -> DeepseekV4ForCausalLM:
-    """Returns a model with random weights in the release's storage, which each device makes for itself.
+    """Returns a model with random weights in the release's storage. Each device makes its own shard.
 
-    Unquantized weights are never made.
+    Weights that the release quantizes are drawn as codes and scales, so their unquantized values take no memory.
 
     Args:
       config: configuration of the model.
       mesh: devices to shard the model over; None for the default one.
       dtype: dtype of the activations, bfloat16 or float32.
       expert_parallel: whether each device gets whole experts instead of a shard of each expert.
-      expert_memory: where the routed experts lie, the most frequent ones on the GPU; None for the devices. The
-        embedding lies in host memory then.
-      skew: how unequally tokens select experts: that of rank r with weight r ** -skew, ranks in random order in each
-        layer. The routers' biases and tables are chosen so.
-      on_outline: as for `load_checkpoint`.
+      expert_memory: places the embedding and the less frequent routed experts in host memory, and the most frequent
+        experts on the GPU. None = all weights lie on the devices.
+      skew: how unequally tokens select experts. Each layer's experts have ranks 1 to E in random order, and tokens
+        select the expert of rank r with a weight of r ** -skew. The routers' biases and tables are chosen accordingly.
+      on_outline: function that is called before weights are made, see `load_checkpoint`; None = no call.
     """
     model = DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=jnp.bfloat16, rngs=ABSTRACT)
     model = as_released(model, config, mesh, expert_parallel=expert_parallel)
     if on_outline is not None:
         on_outline(nnx.clone(model))
     views = parameter_views(model)
-    # A stack's variable has a path for each of its layers. It is drawn once, for the first one.
+    # The variable of stacked layers has a path for each layer. It is drawn once, at the path of the first layer.
     first_paths = {id(view.variable): path for path, view in reversed(views.items())}
     frequencies = {}
     draws = {}
@@ -106,9 +113,11 @@ def random_model(
 
 
 def _make_variables(draws, expert_memory):
-    """Makes the values of `draws` {path: (variable, _Draw)}: small ones in one program, each other one in its own.
+    """Draws the values of variables. One program makes all small variables, and each large one has its own program.
 
-    With `expert_memory`, the embedding moves to host memory as soon as it is made.
+    Args:
+      draws: {path: (variable, _Draw)}.
+      expert_memory: if given, it moves the embedding to host memory as soon as it is made.
     """
     small = [path for path, (_, draw) in draws.items() if math.prod(draw.args[0]) < MAX_SMALL]
     groups = [group for group in (small, *([path] for path in draws if path not in small)) if group]
@@ -127,7 +136,13 @@ def _make_variables(draws, expert_memory):
 
 
 def select_experts(module: nnx.Module, config: DSV4Config, skew: float) -> None:
-    """Replaces the biases and tables of a module's routers by those of another skew, see `random_model`."""
+    """Replaces the biases and tables of a module's routers, so that tokens select experts with another skew.
+
+    Args:
+      module: a model or some of its layers.
+      config: configuration of the model.
+      skew: see `random_model`.
+    """
     for path, view in parameter_views(module).items():
         if path.endswith(SELECTS):
             where = getattr(view.get_value(), "sharding", None)
@@ -135,13 +150,21 @@ def select_experts(module: nnx.Module, config: DSV4Config, skew: float) -> None:
 
 
 def _selects(path, shape, config, skew, where):
-    """Returns a router's bias or table of experts, and the share of tokens that select each expert."""
+    """Returns a router's bias [E] or table [vocabulary, k], and the share [E] of tokens that select each expert.
+
+    Args:
+      path: path of the bias or the table, which seeds the experts' ranks.
+      shape: shape of the bias or the table.
+      config: configuration of the model.
+      skew: see `random_model`.
+      where: sharding of the bias or the table; None for the default device.
+    """
     experts = config.n_routed_experts
     shares = selection_shares(experts, config.num_experts_per_tok, skew)
     seed = zlib.crc32(path.encode())
     ranks = np.random.default_rng(seed).permutation(experts)
     if shape == (experts,):
-        # The routers' logits are sums of normed activations times weights.
+        # A logit is a sum over `hidden_size` channels of a normed activation times a weight.
         selects = selection_bias(shares, STD * math.sqrt(config.hidden_size))[ranks]
     else:
         selects = _routes(np.uint32(seed), -skew * np.log1p(ranks).astype(np.float32), shape=shape)
@@ -149,18 +172,25 @@ def _selects(path, shape, config, skew, where):
 
 
 def selection_bias(shares: Float[np.ndarray, "E"], logit_std: float) -> Float[np.ndarray, "E"]:
-    """Returns the biases [E] float32 with which these shares of tokens, between 0 and 1, select each expert.
+    """Returns the router's biases with which given shares of the tokens select each expert.
 
-    With many experts, a token selects those whose score plus bias exceeds a threshold that hardly varies. So an
-    expert's bias is minus the score, `sqrt(softplus(logit))`, that is exceeded as often as it should be selected.
-    Logits are Gaussian with the standard deviation `logit_std`.
+    With many experts, a token selects those whose score plus bias exceeds a threshold that hardly varies. A score is
+    `sqrt(softplus(logit))`. So the bias of an expert with share p is minus the score that a fraction p of the tokens
+    exceeds.
+
+    Args:
+      shares: [E] share of the tokens that select each expert, between 0 and 1.
+      logit_std: standard deviation of the logits, which are Gaussian with mean 0.
+
+    Returns:
+      [E] float32 biases.
     """
     quantiles = np.array([statistics.NormalDist().inv_cdf(1 - share) for share in np.clip(shares, 1e-9, 1 - 1e-9)])
     return -np.sqrt(np.logaddexp(0.0, logit_std * quantiles)).astype(np.float32)
 
 
 def _place_experts(config, views, expert_memory):
-    """Fills the codes of all experts with random bytes, on the GPU or in host memory as planned."""
+    """Plans which experts lie in host memory, and makes the codes and scales of all experts from random bytes."""
     plan_expert_memory(expert_memory, weights(config, "release"))
     names = list(expert_memory.layers)
     stacks: dict[int, list[tuple[str, ParameterView]]] = collections.defaultdict(list)
@@ -186,9 +216,13 @@ def _place_experts(config, views, expert_memory):
 
 @dataclasses.dataclass(frozen=True)
 class _Draw:
-    """A function that draws the arrays of a variable, `make(words, *args)`, and their sharding, if any.
+    """The random draw of a variable's arrays.
 
-    `words` is a function that returns random words, uint32 of a shape.
+    Attributes:
+      make: function that returns the arrays, called as `make(words, *args)`. `words(shape)` returns random uint32.
+      args: the other arguments of `make`. The first one is the shape of the array (of the codes if quantized), of one
+        shard if the variable is sharded.
+      where: sharding of the variable; None for the default device.
     """
 
     make: Callable[..., Any]
@@ -197,7 +231,13 @@ class _Draw:
 
 
 def _draw(path, value, where):
-    """Returns how a variable's value is drawn."""
+    """Returns the `_Draw` of a variable.
+
+    Args:
+      path: path of a parameter in the variable.
+      value: shape and dtype of the variable's value, `QuantizedWeight` if it is quantized.
+      where: sharding of the variable; None for the default device.
+    """
     *_, kind, name = path.split(".")
 
     def shape(struct):
@@ -210,7 +250,7 @@ def _draw(path, value, where):
 
 
 def _compile(groups: Sequence[tuple[_Draw, ...]]) -> list[jax.stages.Compiled]:
-    """Compiles a program for each group of draws. Equal groups share one."""
+    """Compiles a program for each group of draws, which makes the group's arrays. Equal groups share a program."""
 
     def compile_group(draws):
         return _drawn.lower([jnp.uint32(0)] * len(draws), draws).compile()
@@ -223,7 +263,7 @@ def _compile(groups: Sequence[tuple[_Draw, ...]]) -> list[jax.stages.Compiled]:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _drawn(numbers, draws):
-    """Returns the arrays of each draw, whose number is its seed. Each device makes its shard."""
+    """Returns the arrays of each draw. Each device makes its shard. `numbers` are the seeds, uint32 scalars."""
     return [_draw_one(number, draw) for number, draw in zip(numbers, draws, strict=True)]
 
 
@@ -231,12 +271,15 @@ def _draw_one(number, draw):
     def local(number):
         for axis in () if draw.where is None else jax.tree.leaves(tuple(draw.where.spec)):
             number = number * jax.lax.axis_size(axis) + jax.lax.axis_index(axis).astype(jnp.uint32)
-        start = number * np.uint32(2654435761)  # far from those of the numbers beside it
+        start = number * np.uint32(2654435761)  # consecutive numbers have starts that are far apart
 
         def words(shape):
-            """Hashes places. JAX's generators would take longer to compile than the weights take to be made."""
+            """Returns random uint32 words: hashes of their indices.
+
+            JAX's generators would take longer to compile than the weights take to be made.
+            """
             word = start + jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
-            # Layers of a stack differ, although 32 bits do not count the places of large stacks.
+            # The number of a layer makes layers differ, although indices of large stacks repeat after 2**32 words.
             word += jax.lax.broadcasted_iota(jnp.uint32, shape, 0) * np.uint32(0x9E3779B1)
             for factor in (np.uint32(0x7FEB352D), np.uint32(0x846CA68B)):
                 word = (word ^ word >> 16) * factor
@@ -253,7 +296,7 @@ def _draw_one(number, draw):
 
 
 def _normal(words, shape, dtype, mean):
-    """Returns Gaussian values, from the inverse of their distribution."""
+    """Returns Gaussian values with this mean and the standard deviation `STD`, from the inverse error function."""
     quantiles = (words(shape) >> 8).astype(jnp.float32) * 2.0**-23 + (2.0**-24 - 1.0)  # between -1 and 1
     return (mean + STD * math.sqrt(2) * jax.lax.erf_inv(quantiles)).astype(dtype)
 
@@ -267,7 +310,7 @@ def _scales(words, shape):
 
 
 def _codes(words, shape, scales, kind):
-    """Returns codes and scales of values about as large as those of `_normal`, without NaN."""
+    """Returns codes and scales without NaN. Their values are about as large as those of `_normal` with mean 0."""
     codes = _bytes(words, shape)
     if kind == "FP8":
         return jnp.where(codes & 0x7F == 0x7F, 0, codes).astype(jnp.uint8), 114 + _bytes(words, scales) % 2
@@ -276,7 +319,13 @@ def _codes(words, shape, scales, kind):
 
 @functools.partial(jax.jit, static_argnames="shape")
 def _routes(seed, log_weights, *, shape) -> Int[Array, "V k"]:
-    """Returns [tokens, k] distinct experts of each token, drawn with the weights."""
-    # The largest of logarithms plus Gumbel noise are draws without replacement.
+    """Draws k distinct experts for each token of the vocabulary.
+
+    Args:
+      seed: uint32 scalar.
+      log_weights: [E] logarithm of each expert's weight.
+      shape: (V, k).
+    """
+    # The top k of log-weights plus Gumbel noise are k draws without replacement.
     noise = jax.random.gumbel(jax.random.key(seed, impl="threefry2x32"), (shape[0], len(log_weights)))
     return jax.lax.top_k(log_weights[None, :] + noise, shape[1])[1].astype(jnp.int32)

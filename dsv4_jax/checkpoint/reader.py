@@ -1,4 +1,4 @@
-"""Reads safetensors files as views of mapped memory."""
+"""Reads the tensors of safetensors files as views of memory-mapped files."""
 
 import dataclasses
 import hashlib
@@ -16,7 +16,7 @@ from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader, read_header
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _log = logging.getLogger(__name__)
-# The release's quantized storage: codes and scales, which `storage` joins.
+# Dtypes of the release's quantized storage: FP8 codes, scales, FP4 codes. `storage.join_scales` pairs them.
 _QUANTISED = ("F8_E4M3", "F8_E8M0", "I8")
 
 
@@ -35,7 +35,7 @@ class StoredTensor(TensorHeader):
 
     @property
     def quantized(self) -> bool:
-        """Whether the values need a scale from another tensor."""
+        """Whether the tensor holds codes or scales of a quantized weight, see `checkpoint.storage`."""
         return self.dtype in _QUANTISED
 
     def load(self) -> np.ndarray:
@@ -52,9 +52,9 @@ class StoredTensor(TensorHeader):
 
 
 def read_file(path: str | Path) -> dict[str, StoredTensor]:
-    """Reads the tensors of one safetensors file by name.
+    """Returns the tensors of one safetensors file, {name: tensor}.
 
-    Raises ValueError if the file is missing, or its header is broken (see `safetensors_header.read_header`).
+    Raises ValueError if the file cannot be read, or its header is broken (see `safetensors_header.read_header`).
     """
     path = Path(path)
     try:
@@ -66,17 +66,17 @@ def read_file(path: str | Path) -> dict[str, StoredTensor]:
 
 
 def read_checkpoint(path: str | Path) -> dict[str, StoredTensor]:
-    """Reads the tensors of a checkpoint by name.
+    """Returns the tensors of a checkpoint, {name: tensor}.
+
+    Other safetensors files of the folder are not read, and a warning names them.
 
     Args:
       path: a `.safetensors` file, or a folder with `model.safetensors` or with shards and their
         `model.safetensors.index.json`.
 
-    A warning names other safetensors files of the folder, which are not read.
-
     Raises:
-      ValueError: as `read_file`; the folder holds no checkpoint, or two; the index names missing files or tensors or
-        leaves tensors out; two shards hold the same tensor.
+      ValueError: a file cannot be read or is broken (see `read_file`); the folder holds no checkpoint, or two; the
+        index names missing files or tensors, or leaves tensors out; two shards hold the same tensor.
     """
     path = Path(path)
     if not path.is_dir():
@@ -106,12 +106,16 @@ def _shortened(names: Collection[str]) -> str:
 
 
 def weights_fingerprint(path: str | Path) -> str:
-    """Returns a hash that differs between checkpoints: of each tensor's name, dtype, shape and 4 KiB from its middle.
+    """Returns a SHA-256 hash, in hexadecimal, that tells different checkpoints apart without reading them whole.
 
-    Reads no more of the files. It does not depend on their number, names and times.
+    It hashes the name, the dtype, the shape and up to 4 KiB from the middle of each tensor. It does not depend on the
+    number, the names and the times of the files.
 
     Args:
-      path: as for `read_checkpoint`, which raises the same errors.
+      path: the checkpoint, as for `read_checkpoint`.
+
+    Raises:
+      ValueError: `read_checkpoint` cannot read the checkpoint.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(read_checkpoint(path).items()):

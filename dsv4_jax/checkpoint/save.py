@@ -1,4 +1,7 @@
-"""Writes a model as the release stores it (FP8 linears, FP4 experts), or in bfloat16 or float32, in any naming."""
+"""Writes a model's weights in the release's storage (FP8 linears, FP4 experts), in bfloat16 or in float32.
+
+The names of the tensors follow any of the three namings, see `checkpoint.keys`.
+"""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +21,7 @@ from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
 from dsv4_jax.quant import WEIGHT_BLOCK, quantized_shapes
 
 
-_CHUNK_BYTES = 1 << 26  # of values that are converted at a time
+_CHUNK_BYTES = 1 << 26  # number of bytes of a tensor's values that are converted at a time
 
 
 def save_release(
@@ -30,29 +33,36 @@ def save_release(
     shard_bytes: int = 5 * 10**9,
     progress: bool = False,
 ) -> None:
-    """Writes config.json, in the release's spelling, and the weights to a folder.
+    """Writes the weights of a model, and config.json with the names of fields that the release uses, to a folder.
 
-    With "quantized", linears become e4m3 with a power-of-two scale per 128 x 128 block. Experts become e2m1 with one
-    per 32 inputs, or bfloat16 if the inputs do not divide into groups. Values are rounded to nearest, ties to even,
-    with the smallest scale that holds the block's largest value. Values that were read from this storage are written
-    back unchanged. Norms, compressors, routers' weights, embedding and head are rounded to bfloat16; sinks, biases and
-    hyper-connections stay float32.
+    The storage of a parameter depends on `weights`:
 
-    With "bfloat16", linears and experts are rounded to bfloat16 as well, which holds all values of the quantized
-    storage; with "float32", everything is float32.
+        parameters                                      "quantized"   "bfloat16"   "float32"
+        linear maps, except the small ones below        FP8           bfloat16     float32
+        routed experts                                  FP4           bfloat16     float32
+        norms, embedding, head, maps of compressors,
+          routers, indexers' weights and draft heads    bfloat16      bfloat16     float32
+        sinks, biases, hyper-connections                float32       float32      float32
+        tables of hash-routed layers                    int64         int64        int64
+
+    FP8 is e4m3 with a power-of-two scale per block of 128 x 128. FP4 is e2m1 with a power-of-two scale per 32 inputs;
+    experts whose inputs do not divide into groups of 32 become bfloat16. A scale is the smallest with which the largest
+    value of its block does not overflow. Values are rounded to nearest, ties to even. Values that were read from the
+    quantized storage are written back unchanged, and bfloat16 holds all of them exactly.
 
     Args:
       model: the model.
       folder: destination, which is made if it does not exist; existing files are overwritten.
       weights: storage of the weights, see above.
-      naming: names of the tensors, see `checkpoint.keys`. "module" stacks a layer's experts in one tensor.
-      shard_bytes: largest size of a file, unless a single tensor with its scale exceeds it.
+      naming: naming of the tensors, see `checkpoint.keys`. "module" stacks a layer's experts in one tensor, and cannot
+        be combined with weights="quantized".
+      shard_bytes: maximum size of a file in bytes. A file is larger if a single tensor with its scale is.
       progress: whether to show a progress bar on standard error.
 
     Raises:
-      ValueError: `shard_bytes` is not positive, a parameter is not finite, `weights` and `naming` exclude each other
-        (see `check_storage`), or the release's spelling cannot express the layers: hash layers follow others, or a
-        layer's spec is not that of its rate in a release.
+      ValueError: `shard_bytes` is not positive; a parameter is not finite; `weights` or `naming` is unknown, or they
+        exclude each other; or the release's config.json cannot express the layers, because hash-routed layers follow
+        other layers, or a layer's spec differs from that of layers with the same compression rate in a release.
     """
     if shard_bytes < 1:
         raise ValueError(f"{shard_bytes=} must be at least 1")
@@ -89,11 +99,11 @@ def write_checkpoint(
     Args:
       folder: destination, which is made if it does not exist; existing files are overwritten.
       config: content of config.json.
-      headers: the tensors in order, of which those of a list lie in the same file.
-      arrays: the tensors' data in the same order. Several arrays may follow one another in a tensor, so that no
-        tensor has to be in memory as a whole.
-      shard_bytes: largest size of a file, unless a single list of tensors exceeds it.
-      advance: function that is called with the number of bytes after each array.
+      headers: headers of the tensors, in the order of their data. The tensors of one list are written to the same file.
+      arrays: data of the tensors, in the same order. The data of a tensor may be several consecutive arrays, so that it
+        never has to be in memory as a whole.
+      shard_bytes: maximum size of a file in bytes. A file is larger if a single list of tensors is.
+      advance: function that is called after each array, with its number of bytes.
     """
     folder = Path(folder)
     content = json.dumps(config, indent=2) + "\n"
@@ -126,12 +136,12 @@ def write_checkpoint(
 
 
 def total_bytes(headers: Iterable[list[TensorHeader]]) -> int:
-    """Returns the number of bytes of all tensors."""
+    """Returns the size of the data of all tensors in bytes."""
     return sum(entry.nbytes for entries in headers for entry in entries)
 
 
 def tensor_headers(weight: Weight, weights: Storage) -> Iterator[list[TensorHeader]]:
-    """Yields the headers of each of a parameter's tensors: its own, and that of its scales if it is quantized."""
+    """Yields a list for each stored tensor of a parameter: its header, then that of its scales if it is quantized."""
     dtype = weight.stored_dtype(weights)
     kind = QUANTIZED_KINDS.get(dtype)
     for name in weight.sources:
@@ -143,7 +153,7 @@ def tensor_headers(weight: Weight, weights: Storage) -> Iterator[list[TensorHead
 
 
 def check_storage(weights: str, naming: str) -> None:
-    """Raises ValueError unless there is such a storage and naming, and they go together."""
+    """Raises ValueError if the storage or the naming is unknown, or for "quantized" with "module"."""
     if weights not in get_args(Storage.__value__) or naming not in get_args(Naming.__value__):
         raise ValueError(f"{weights=} must be quantized, bfloat16 or float32, and {naming=} release, hybrid or module")
     if weights == "quantized" and naming == "module":
@@ -151,7 +161,12 @@ def check_storage(weights: str, naming: str) -> None:
 
 
 def describe_storage(config: Mapping[str, Any], weights: Storage) -> dict[str, Any]:
-    """Returns the content of a config.json with the fields that tell how weights are stored."""
+    """Returns the content of a config.json, in which the fields about the storage of weights are replaced.
+
+    Args:
+      config: content of the config.json.
+      weights: storage of the weights.
+    """
     content = {name: x for name, x in config.items() if name not in ("dtype", "expert_dtype", "quantization_config")}
     if weights != "quantized":
         return content | {"torch_dtype": weights}

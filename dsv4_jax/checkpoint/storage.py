@@ -1,9 +1,11 @@
-"""The release's quantized storage: weights with power-of-two scales beside them, `NAME.weight` and `NAME.scale`.
+"""The release's quantized storage: a tensor of codes, `NAME.weight`, and one of power-of-two scales, `NAME.scale`.
 
-- FP8: F8_E4M3 [out, in] with F8_E8M0 [ceil(out / 128), ceil(in / 128)], one scale per 128 x 128 block;
-- FP4: I8 [out, in / 2], two e2m1 codes per byte, the even input's in the low nibble, with F8_E8M0 [out, in / 32].
+- FP8: codes F8_E4M3 [out, in], and scales F8_E8M0 [ceil(out / 128), ceil(in / 128)], one per block of 128 x 128.
+- FP4: codes I8 [out, in / 2], and scales F8_E8M0 [out, in / 32], one per 32 inputs. A byte has two e2m1 codes, that of
+  the even input in the low nibble.
 
-An e8m0 byte e is 2 ** (e - 127); 255 is NaN. Each tensor's stored dtype decides, not the configuration.
+A scale of byte e is 2 ** (e - 127); byte 255 is NaN. The dtype of the codes in the file says whether a weight is FP8 or
+FP4, not config.json.
 """
 
 import dataclasses
@@ -17,15 +19,20 @@ from dsv4_jax.quant.fp4 import MXFP4_BLOCK
 
 
 QUANTIZED_KINDS: dict[str, QuantizedKind] = {"F8_E4M3": "FP8", "I8": "FP4"}  # by the dtype of the codes
-# Kernels compute with values times 2 ** -32. For these e8m0 bytes every product is zero or a normal bfloat16: the
-# extremes are 448 * 2 ** 33 and 2 ** -9 * 2 ** -85.
+# The smallest and the largest byte of a scale with which kernels compute exactly. Kernels compute with 2 ** -32 times
+# the values; between these scales each is zero or a normal bfloat16. The largest value, without this factor, is
+# 448 * 2 ** 33, the smallest 2 ** -9 * 2 ** -85.
 STORED_SCALES = 42, 160
+# The value of each e2m1 code.
 E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
-    """A weight in quantized storage, with the attributes of a `StoredTensor` that loading needs."""
+    """A quantized weight: its codes and its scales.
+
+    It has the properties of a `StoredTensor` that loading needs.
+    """
 
     codes: StoredTensor
     scale: StoredTensor
@@ -40,7 +47,7 @@ class QuantizedTensor:
 
     @property
     def dtype(self) -> QuantizedKind:
-        """The kind of storage."""
+        """The kind of storage, "FP8" or "FP4"."""
         return QUANTIZED_KINDS[self.codes.dtype]
 
     @property
@@ -51,7 +58,7 @@ class QuantizedTensor:
 
     @property
     def can_stay(self) -> bool:
-        """Whether kernels compute with every value exactly: no NaN, no scale out of range."""
+        """Whether kernels compute with every value exactly: no value is NaN, and no scale is out of `STORED_SCALES`."""
         low, high = STORED_SCALES
         if self.scale.data.size and not low <= self.scale.data.min() <= self.scale.data.max() <= high:
             return False
@@ -61,7 +68,7 @@ class QuantizedTensor:
     def load(self) -> np.ndarray:
         """Returns the exact values, [out, in] float32; infinite if they exceed float32's range."""
         rows, columns = self.shape
-        # 2 ** (e - 127) as float32 bits, e = 0 and NaN (255) included.
+        # The conversion is exact for each byte, also for 0 (a subnormal) and 255 (NaN).
         scale = self.scale.data.view(ml_dtypes.float8_e8m0fnu).reshape(self.scale.shape).astype(np.float32)
         if self.dtype == "FP4":
             codes = self.codes.data.reshape(rows, -1)
@@ -71,23 +78,26 @@ class QuantizedTensor:
             values.reshape(rows, -1, MXFP4_BLOCK)[...] *= scale[:, :, None]
             return values
         values = self.codes.data.view(ml_dtypes.float8_e4m3fn).reshape(rows, columns).astype(np.float32)
-        for i, of_row in enumerate(scale):  # one block row at a time: avoids an array of scales as large as the weight
+        for i, of_row in enumerate(scale):  # by rows of blocks, to avoid an array of scales as large as the weight
             block = values[i * WEIGHT_BLOCK : (i + 1) * WEIGHT_BLOCK]
             block *= np.repeat(of_row, WEIGHT_BLOCK)[None, :columns]
         return values
 
 
 def scale_name(name: str) -> str:
-    """Returns the name of the scales of a quantized weight."""
+    """Returns the name of the scales of the weight `name`: "a.scale" for "a.weight"."""
     return f"{name.removesuffix('.weight')}.scale"
 
 
 def join_scales(stored: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor | QuantizedTensor], dict[str, str]]:
-    """Joins a checkpoint's quantized weights with their scales.
+    """Pairs the quantized weights of a checkpoint with their scales.
+
+    Args:
+      stored: the checkpoint's tensors by name.
 
     Returns:
-      (tensors by name, in which a quantized weight includes its scale; {name: problem} of the weights that are left out
-      because their scale does not fit).
+      (tensors by name, in which a `QuantizedTensor` replaces codes and scales; {name: problem} of each quantized weight
+      that is left out because its scale does not fit).
     """
     tensors: dict[str, StoredTensor | QuantizedTensor] = dict(stored)
     problems = {}
@@ -106,7 +116,7 @@ def join_scales(stored: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor
 
 
 def _wrong_scale(codes: StoredTensor, scale: StoredTensor | None) -> str:
-    """Describes the problem of a quantized weight's scale; empty if it fits."""
+    """Returns a sentence about why codes and scale are no quantized weight; an empty string if they are one."""
     stored = f"{codes.name} is stored as {codes.dtype} {list(codes.shape)}"
     if codes.dtype not in QUANTIZED_KINDS or len(codes.shape) != 2:
         return f"{stored}, which no weight is"
@@ -136,7 +146,10 @@ def quantize_fp8(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def quantize_fp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes [out, in] float32 to (codes [out, in / 2] uint8, even inputs in low nibbles; scales [out, in / 32])."""
+    """Quantizes [out, in] float32 to (codes [out, in / 2] uint8, scales [out, in / 32] e8m0).
+
+    A byte has the codes of two inputs, that of the even one in the low nibble.
+    """
     groups = values.reshape(len(values), -1, MXFP4_BLOCK)
     exponents = _exponents(np.abs(groups).max(axis=2), np.float32(6))
     codes = np.ldexp(groups, -exponents[:, :, None]).reshape(values.shape).astype(ml_dtypes.float4_e2m1fn)
@@ -145,7 +158,12 @@ def quantize_fp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _exponents(largest, limit):
-    """Returns the least e with largest <= limit * 2 ** e, exactly; 0 for zeros."""
+    """Returns the exponents of scales: the least integer e from -126 to 127 with largest <= limit * 2 ** e.
+
+    Args:
+      largest: float32 largest magnitude of each block. The exponent of 0 is 0.
+      limit: float32 scalar, the largest finite value of a code.
+    """
     m, x = np.frexp(largest)
     limit_m, limit_x = np.frexp(limit)
     return np.where(largest > 0, np.clip(x - limit_x + (m > limit_m), -126, 127), 0)

@@ -8,13 +8,17 @@ from dsv4_jax.common.downloads import check_not_lfs_pointer
 
 
 TOKENIZER_NAME = "tokenizer.json"
-_UNFINISHED = "\ufffd"  # decoding yields this for an incomplete character
+_UNFINISHED = "\ufffd"  # the replacement character, to which incomplete UTF-8 is decoded
 
 
 def read_tokenizer(path: str | Path) -> Tokenizer | None:
-    """Reads the tokenizer.json of a checkpoint, a folder or a file beside it; returns None if there is none.
+    """Reads the tokenizer.json of a checkpoint. Returns None if the checkpoint has no such file.
 
-    Raises ValueError if tokenizer.json cannot be read.
+    Args:
+      path: folder of the checkpoint, or a file in this folder.
+
+    Raises:
+      ValueError: tokenizer.json is a Git LFS pointer or no valid tokenizer.
     """
     path = Path(path)
     file = (path if path.is_dir() else path.parent) / TOKENIZER_NAME
@@ -25,16 +29,18 @@ def read_tokenizer(path: str | Path) -> Tokenizer | None:
     try:
         return Tokenizer.from_buffer(content)
     except BaseException as error:
-        # The library raises plain Exception. A pattern that it cannot compile panics, which is no Exception.
+        # The library raises plain Exception. For a pattern that it cannot compile, it raises PanicException, which is
+        # not a subclass of Exception.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise ValueError(f"cannot read {file}: {error}") from None
         raise
 
 
 def byte_characters() -> list[str]:
-    """Returns the characters of byte-level vocabularies for bytes 0 to 255 (GPT-2's `bytes_to_unicode`).
+    """Returns the characters that stand for the bytes 0 to 255 in byte-level vocabularies (GPT-2's `bytes_to_unicode`).
 
-    Printable Latin-1 stands for itself; other bytes are the characters from 256 on, in order.
+    The bytes of printable Latin-1 characters stand for themselves. For the other bytes stand the characters from
+    U+0100 on, in order.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     stand_ins = iter(character for character in alphabet if ord(character) > 255)
@@ -42,17 +48,17 @@ def byte_characters() -> list[str]:
 
 
 class TokenBytes:
-    """The bytes of single tokens, which may be incomplete characters."""
+    """A mapping from token ids to the tokens' bytes, which may be parts of UTF-8 characters."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        # In a byte-level vocabulary the name of a regular token is its bytes.
+        # In a byte-level vocabulary, each character of a regular token's name stands for a byte of the token.
         self._bytes = {character: byte for byte, character in enumerate(byte_characters())}
         self._named_otherwise = tokenizer.get_added_tokens_decoder().keys()
         self._is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
 
     def __getitem__(self, token: int) -> bytes | None:
-        """Returns the bytes of a token, or of a special token's name; None if they cannot be determined."""
+        """Returns the bytes of a token; for a special token, those of its name. None if they cannot be determined."""
         name = self._tokenizer.id_to_token(token) or ""
         is_byte_level = self._is_byte_level and token not in self._named_otherwise
         if is_byte_level and self._bytes.keys() >= set(name):
@@ -62,10 +68,10 @@ class TokenBytes:
 
 
 class TextStream:
-    """Decodes token ids incrementally and holds back incomplete characters.
+    """Decodes token ids one by one. The text of an incomplete character is held back until it is complete.
 
-    Some tokenizers decode a token differently at the start of a text. So a token is never decoded alone, but together
-    with the tokens of the previous piece.
+    Some tokenizers decode a token differently at the start of a text. So a token is decoded together with the tokens
+    of the last text that `add` returned.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -74,7 +80,7 @@ class TextStream:
         self._known = 0  # number of leading `_ids` whose text was returned
 
     def add(self, token: int) -> str:
-        """Returns the text that a token completes; empty while a character is incomplete."""
+        """Appends a token. Returns the text that it completes, which is empty while a character is incomplete."""
         self._ids.append(token)
         text = self._rest()
         if not text or text.endswith(_UNFINISHED):

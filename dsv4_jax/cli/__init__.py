@@ -11,18 +11,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-      argv: arguments without the program's name. None takes those of the process, which then exits at once at Ctrl-C.
+      argv: arguments without the program's name. None = the arguments of the process. In this case, Ctrl-C ends the
+        process at once.
 
     Returns:
-      The exit code: 0; 2 after a user's mistake, which is explained on stderr without a traceback; 141, as in a shell,
-      after the reader of stdout has closed it.
+      The exit code: 0 after success; 2 after a user's mistake, which is explained on stderr without a traceback; 141,
+      as in a shell, if the reader of stdout closed it.
 
     Raises:
       SystemExit: for `--help` (0) and for arguments that do not parse (2).
     """
     if argv is None:
         _exit_at_interrupt()
-    from dsv4_jax.cli.commands import run_command  # imported late: it takes half a second
+    # The import takes half a second, during which Ctrl-C already works.
+    from dsv4_jax.cli.commands import run_command
 
     try:
         try:
@@ -30,13 +32,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # raises here if the pipe is closed, not at exit
     except BrokenPipeError:
-        # The interpreter flushes stdout once more when it exits.
+        # The interpreter flushes stdout again when it exits, which must not raise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 
 def _exit_at_interrupt() -> None:
-    """Makes Ctrl-C end the process quietly, even while XLA compiles and Python's own handler would have to wait."""
+    """Makes Ctrl-C end the process at once, without a traceback.
+
+    Python runs signal handlers only between its own instructions, and so not while XLA compiles. A thread therefore
+    reads signals from the wakeup pipe.
+    """
 
     def end(*_: object) -> None:
         if sys.stderr.isatty():

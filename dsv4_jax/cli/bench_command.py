@@ -31,12 +31,12 @@ OPS: tuple[Op, ...] = get_args(Op)
 class OpsBench(ModelBenchmark):
     """Times single operations on this device, beside XLA's version of each.
 
-    On a GPU, a time is the median over calls of the summed times of a call's kernels, from the profiler. Every call has
-    its own inputs, none of which is in the L2 cache. Each result is first compared with XLA's. On a CPU, a time is the
-    wall-clock time of XLA's version at small shapes.
+    On a GPU, the time of a call is the sum of its kernels' times, from the profiler; the median over calls is reported.
+    Every call has its own inputs, none of which is in the L2 cache. Each result is first compared with XLA's. On a CPU,
+    a time is the wall-clock time of XLA's version at small shapes.
 
-    The roofline is the larger of two times: the call's bytes at the rate of a copy or read, and its operations at the
-    rate of a large bfloat16 matrix product. These rates are measured in the same run.
+    The roofline is the larger of two times: that of the call's bytes at the rate of a copy or read, and that of its
+    operations at the rate of a large bfloat16 matrix product. These rates are measured in the same run.
 
     For example:
       dsv4-jax bench ops
@@ -63,8 +63,8 @@ class _DecodeSteps(ModelBenchmark):
     """Options of the benchmarks of decode steps.
 
     Attributes:
-      drafts: also measure a step that verifies K draft tokens a request, and one that then makes K new ones with the
-        model's draft layers. Reports tokens a second for several acceptance rates.
+      drafts: also measure a step that verifies K draft tokens of each request, and a step that then also makes K new
+        drafts with the model's draft layers. Reports tokens a second for several acceptance rates.
     """
 
     _plot = "plot_layers"
@@ -86,7 +86,7 @@ class _DecodeSteps(ModelBenchmark):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerBench(_DecodeSteps):
-    """Times decode steps of models with layers of one kind, for each kind.
+    """Times decode steps of models that have layers of one kind only, one model for each kind.
 
     Weights are random and quantized as in the release. Reports the same numbers as "bench model".
 
@@ -108,9 +108,9 @@ class ModelBench(_DecodeSteps):
     """Times decode steps of a model with its first layers, embedding and head.
 
     Weights are random and quantized as in the release, and the cache is full. Reports the time of a step, of a step in
-    the loop on the device ("loop") and of its call ("call"), the floor (the time to read weights and cache once), and
-    microseconds a layer: of all, and of each kind of kernel. The kernels of embedding, head and sampling ("head") are
-    left out of the time of a layer, but not on a CPU, where kernels have no times.
+    the loop on the device ("loop"), and until the call of a step returns ("call"); the floor, which is the time to read
+    weights and cache once; and microseconds of a layer, in all and for each kind of kernel. The kernels of embedding,
+    head and sampling ("head") are left out of the time of a layer, but not on a CPU, where kernels have no times.
 
     For example:
       dsv4-jax bench model --layers 8 --batches 1 8
@@ -123,8 +123,8 @@ class ModelBench(_DecodeSteps):
       contexts: context lengths, in tokens a request. Default: 4096 65536; on a CPU 512 4096
       layers: number of layers to run, the first ones; 0 = as many as fit, or all with --expert-memory.
       plot: plot the time of each kind of kernel to this file.
-      skew: how unequally tokens select experts. The expert of rank r has weight r**-S; with --expert-memory, frequent
-        ones lie on the GPU, as the largest S asks. Each is measured.
+      skew: how unequally tokens select experts: the expert of rank r has weight r**-S. Each S is measured. With
+        --expert-memory, the experts that are frequent with the largest S lie on the GPU.
     """
 
     layers: int = 0
@@ -135,11 +135,12 @@ class ModelBench(_DecodeSteps):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillBench(ModelBenchmark):
-    """Times layers over chunks of a prompt, one layer of each kind, with random weights as in the release.
+    """Times layers that read chunks of a prompt, one layer of each kind, with random weights as in the release.
 
-    Reports milliseconds and tokens a second, the rate of the matrix products, the floor (products at the rate of a
-    large one, or weights and cache read once), and the time of each kind of kernel. The last lines sum up all layers.
-    Embedding and head are left out, but not on a CPU, where kernels have no times.
+    Reports milliseconds and tokens a second, the rate of the matrix products, the floor, and the time of each kind of
+    kernel. The floor is the time to read weights and cache once, or that of the matrix products at the rate of a large
+    product, if it is longer. The last lines are for all layers together. Embedding and head are left out, but not on a
+    CPU, where kernels have no times.
 
     For example:
       dsv4-jax bench prefill --chunks 8192 --contexts 0 65536 --plot prefill.png
@@ -173,8 +174,8 @@ class ServeBench(Benchmark):
     the cache held, and the number of compiled programs.
 
     With --config, reports the time to the first token of prompts that run alone. Then, for each number of requests that
-    decode at once: the time of a step of the engine, that of the on-device loop, and tokens a second. Random weights
-    accept hardly a draft, so --drafts shows the cost of drafts alone.
+    decode at once: the time of a step of the engine, that of a step of the on-device loop, and tokens a second. With
+    random weights, hardly a draft is accepted, so --drafts shows the cost of drafts only.
 
     For example:
       dsv4-jax bench serve --conversations 12 --turns 3 --plot serve.png
@@ -211,7 +212,7 @@ class ServeBench(Benchmark):
     skew: options.Skew = 0.0
 
     def run(self) -> None:
-        """Runs the benchmark; raises ValueError if an option is wrong."""
+        """Runs the benchmark. Raises ValueError if an option is wrong or options exclude each other."""
         if self.config is None and (self.expert_memory is not None or self.skew or self.layers):
             raise ValueError("--expert-memory, --skew and --layers need --config")
         if self.config is not None and self.plot is not None:
@@ -241,7 +242,7 @@ class ServeBench(Benchmark):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllReduceBench(Benchmark):
-    """Times sums over the devices of a mesh in a loop on the devices, beside XLA's.
+    """Times sums over the devices of a mesh (all-reduces) in a loop on the devices, beside XLA's.
 
     For example:
       dsv4-jax bench all_reduce --mesh model=4

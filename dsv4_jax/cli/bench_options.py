@@ -1,4 +1,4 @@
-"""The options that benchmarks share, and their course."""
+"""The base classes of benchmarks, with the options that they share and the code that runs them."""
 
 import dataclasses
 import importlib.util
@@ -29,14 +29,15 @@ Only = Annotated[tuple[str, ...], tyro.conf.arg(help="only ops whose name or sha
 Calls = Annotated[int, tyro.conf.arg(help="number of calls whose median time is reported.")]
 Numbers = Annotated[tuple[int, ...] | None, options.optional("N ...")]
 PlotFile = Annotated[Path | None, options.optional("FILE.png")]
-Rows = Iterable[dict[str, Any]]  # the results of a report, as they come
+Rows = Iterable[dict[str, Any]]  # the results of a report; each is measured when it is asked for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """The options and the course of every benchmark.
+    """The options that all benchmarks have, and the code that runs a benchmark.
 
-    A benchmark has `_results`, which returns its rows, and `_plot`, the name of its plot.
+    A subclass has a method `_results`, which yields its results, and `_plot`, the name of a function in `bench.plots`,
+    if it has the option `plot`.
 
     Attributes:
       out: also write the results to this file.
@@ -46,7 +47,7 @@ class Benchmark:
     out: Annotated[Path | None, options.optional("FILE.json", name="json")] = None
 
     def run(self) -> None:
-        """Runs the benchmark; raises ValueError if an option is wrong."""
+        """Runs the benchmark and writes its files. Raises ValueError if an option is wrong."""
         given = vars(self)
         parallel = {name: given.get(name, False) for name in ("context_parallel", "expert_parallel")}
         sizes = options.mesh_sizes(given.get("mesh"), None, **parallel)
@@ -55,7 +56,7 @@ class Benchmark:
             raise ValueError("--plot needs matplotlib: pip install 'dsv4-jax[notebooks]'")
         if plot is not None and plot.suffix != ".png":
             raise ValueError(f"--plot {plot} must end in .png")
-        # A run takes minutes, so files that cannot be written are found before it.
+        # A run takes minutes, so check before it whether the files can be written.
         for option, path in (("json", self.out), ("plot", plot)):
             if path is not None:
                 option_checks.check_writable(option, path)
@@ -80,7 +81,13 @@ class Benchmark:
             getattr(plots, self._plot)(report | {"results": results}, plot)
 
     def _options[Options](self, kind: type[Options], mesh: "Mesh | None", **defaults: Any) -> Options:
-        """Returns the options of a measurement: those that the user gave, in place of the defaults."""
+        """Makes an options object of a measurement, such as `StepOptions`, from the options of this command.
+
+        Args:
+          kind: class of the object. It gets the options that it has a parameter for.
+          mesh: the devices.
+          **defaults: values of options that the user did not give.
+        """
         given = defaults | {name: value for name, value in vars(self).items() if value is not None}
         given["expert_memory"] = options.expert_bytes(given.get("expert_memory"), given.get("mesh"))
         given["mesh"] = mesh
@@ -92,7 +99,7 @@ class Benchmark:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelBenchmark(Benchmark):
-    """Options of the benchmarks that have a model's shapes.
+    """The options of benchmarks with the shapes of a released model.
 
     Attributes:
       cache_format: format of the cache's rows.
@@ -102,7 +109,7 @@ class ModelBenchmark(Benchmark):
     cache_format: Literal["v4", "per_entry"] = "v4"
 
     def _model(self, report: dict[str, Any]) -> "tuple[DSV4Config, KVFormat]":
-        """Adds the model to the report, and returns its configuration and the cache's format."""
+        """Returns the model's configuration and the format of the cache, and adds their names to the report."""
         from dsv4_jax.quant import kv_format
 
         report |= {"shapes": self.shapes, "cache_format": self.cache_format}

@@ -1,4 +1,4 @@
-"""`dsv4-jax chat`."""
+"""The command `dsv4-jax chat`."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ _EFFORTS = "low", "high", "max"
 class ChatCommand:
     """Chats in the terminal with the model of a running `dsv4-jax serve`.
 
-    Any other server of OpenAI's Chat Completions will do as well. Thinking is shown dim, before the answer. The arrow
+    Any other server with OpenAI's Chat Completions will do as well. Thinking is shown dim, before the answer. The arrow
     keys bring back earlier lines, and /help lists the commands.
 
     For example:
@@ -56,7 +56,7 @@ class ChatCommand:
     temperature: float = 1.0
 
     def run(self) -> None:
-        """Chats until the input ends; raises ValueError after a user's mistake."""
+        """Chats until the input ends. Raises ValueError if an option is wrong or no server answers."""
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"--url {self.url} must begin with http:// or https://")
         key = self.api_key or os.environ.get("DSV4_JAX_API_KEY")
@@ -69,7 +69,7 @@ class ChatCommand:
         if self.thinking is not None:
             session.think(self.thinking)
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  gives `input` a history
+            import readline  # noqa: F401  its import gives `input` a history
         signal.signal(signal.SIGINT, signal.default_int_handler)
         model = session.find_model()
         options["model"] = model  # the session sends these options with every message
@@ -79,7 +79,7 @@ class ChatCommand:
 
 
 class _Session:
-    """A conversation, and how to continue it."""
+    """A conversation with a server, and the commands and messages that continue it."""
 
     def __init__(self, url: str, headers: dict[str, str], options: dict[str, Any], system: str | None):
         self.console = Console(highlight=False, soft_wrap=True, markup=False)
@@ -94,12 +94,15 @@ class _Session:
         self._messages = [] if system is None else [{"role": "system", "content": system}]
 
     def find_model(self) -> str:
-        """Returns the name of the server's model; raises ValueError if there is no server."""
+        """Returns the name of the server's first model. Raises ValueError if no server answers, or it refuses."""
         with self._open("/v1/models") as response:
             return json.load(response)["data"][0]["id"]
 
     def read_line(self) -> bool:
-        """Reads a line and obeys or answers it. Returns whether the user goes on."""
+        """Reads a line from the user, and runs it as a command or sends it as a message.
+
+        Returns False if the user ends the chat.
+        """
         try:
             line = input("> ").strip()
         except (EOFError, KeyboardInterrupt):
@@ -134,7 +137,7 @@ class _Session:
         return True
 
     def think(self, effort: str) -> None:
-        """Sets how long the model thinks; raises ValueError if the effort is not known."""
+        """Sets how long the model thinks: "off", "low", "high" or "max". Raises ValueError for another effort."""
         if effort not in ("off", *_EFFORTS):
             raise ValueError(f"thinking {effort} must be off, {', '.join(_EFFORTS)}")
         self._options.pop("reasoning_effort", None)
@@ -143,7 +146,10 @@ class _Session:
             self._options["reasoning_effort"] = effort
 
     def _answer(self, text):
-        """Sends a message and shows the answer as it comes. A message without an answer is forgotten."""
+        """Sends a message and shows the answer while it arrives.
+
+        If the answer has no content, neither the message nor the answer becomes part of the conversation.
+        """
         question = {"role": "user", "content": text}
         parts = {"reasoning_content": "", "content": ""}
         usage = {}

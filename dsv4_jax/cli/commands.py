@@ -1,4 +1,4 @@
-"""Parses the command line and runs a command. Commands import JAX only when they run."""
+"""Parses the command line and runs a command. A command imports JAX only when it runs."""
 
 from typing import Annotated
 
@@ -40,14 +40,14 @@ _Command = (
 
 
 def run_command(argv: list[str]) -> int:
-    """Runs the command that the arguments name. Returns the exit code, see `main`."""
+    """Runs the command that the arguments name. Returns the exit code, see `dsv4_jax.cli.main`."""
     if argv == ["--version"]:
         print(f"dsv4-jax {__version__}")
         return 0
     command = tyro.cli(
         _Command, prog="dsv4-jax", description=_DESCRIPTION, args=argv, config=(tyro.conf.FlagCreatePairsOff,)
     )
-    if not jax_has_started():  # else a program of its own has called `main`
+    if not jax_has_started():  # it has started if a Python program that uses JAX calls `main`
         set_xla_flags()
     use_compilation_cache()
     try:

@@ -1,4 +1,4 @@
-"""`dsv4-jax convert`."""
+"""The command `dsv4-jax convert`."""
 
 import dataclasses
 from pathlib import Path
@@ -15,8 +15,8 @@ class ConvertCommand:
     """Writes a checkpoint's weights to a new folder, in another storage or under other names.
 
     bfloat16 and float32 hold every value of the release's FP8 and FP4 exactly, so such a checkpoint can be converted
-    back to the same values. The other way, weights are rounded to nearest. Weights that stay FP8 or FP4 are copied. One
-    tensor is in memory at a time, and the folder appears when it is whole. Needs no GPU.
+    back to the same values. Other weights that become FP8 or FP4 are rounded to nearest. Weights that stay FP8 or FP4
+    are copied. One tensor is in memory at a time, and the folder appears when it is complete. Needs no GPU.
 
     For example:
       dsv4-jax convert path/to/release path/to/new --weights bfloat16
@@ -25,7 +25,7 @@ class ConvertCommand:
 
     Attributes:
       source: folder with config.json and safetensors files, in float32, bfloat16 or the release's FP8 and FP4.
-      dest: folder to write, which must not exist or be empty.
+      dest: folder to write. It must be empty or not exist.
       weights: storage of linear maps and experts. quantized: FP8, and FP4 for experts, as the release. bfloat16:
         norms, embedding and head are bfloat16 too, sinks and biases float32. float32: everything.
       naming: names of the tensors. release: DeepSeek's, such as layers.1.attn.wkv.weight. hybrid: the release's names
@@ -40,7 +40,7 @@ class ConvertCommand:
     naming: Annotated[Literal["release", "hybrid", "module"] | None, optional("{release,hybrid,module}")] = None
 
     def run(self) -> None:
-        """Runs the command; raises ValueError or OSError where the user has to change something."""
+        """Runs the command. Raises ValueError or OSError after a user's mistake."""
         startup.notify(f"Reading {self.source} ...")
         startup.show_log()
         from dsv4_jax.checkpoint import convert_checkpoint

@@ -1,4 +1,4 @@
-"""The part of `dsv4-jax plan` that is about experts in host memory."""
+"""The part of `dsv4-jax plan` for experts in host memory: how many there are, and the time of a step."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,26 +11,35 @@ if TYPE_CHECKING:
     from dsv4_jax.config import DSV4Config
     from dsv4_jax.expert_pages import TokenCost
 
-SKEWS = 0.0, 1.0
-TOKENS = 1, 8, 32
-STEP_TOKENS = 256  # of the largest step of `generate` and `serve` by default
+SKEWS = 0.0, 1.0  # skews of the estimates, see `selection_shares`
+TOKENS = 1, 8, 32  # numbers of tokens in a step of the estimates
+STEP_TOKENS = 256  # number of tokens of the largest step of `generate` and `serve` by default
 
 
 def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_bytes: int, gpu: str) -> dict[str, Any]:
-    """Decides how many experts stay in host memory, as `ExpertMemory.plan` does, and estimates the time of steps.
+    """Decides how many experts lie in host memory, as `ExpertMemory.plan` does, and estimates the time of steps.
 
-    The model's weights are as the release stores them. "auto" takes what a cache of `cache_bytes` leaves of the GPU's
-    `memory`; `gpu` is a key of `READ_RATES`. Raises ValueError if weights and programs do not fit the GPU even if all
-    experts lie in host memory, or not with experts of the given size.
+    The model's weights are stored as in the release.
+
+    Args:
+      config: configuration of the model.
+      expert_memory: bytes of the GPU that experts may take, such as "60GB". "auto" = the memory that is left beside the
+        other weights, the cache and the programs.
+      memory: bytes of the GPU's memory.
+      cache_bytes: bytes of the cache.
+      gpu: GPU whose measured rates the estimate uses, a key of `READ_RATES`.
 
     Returns:
       A dictionary:
         experts: number of experts of a layer.
-        on_host: number of those in host memory.
-        host_bytes: bytes of these experts in all layers.
+        on_host: number of experts of a layer in host memory.
+        host_bytes: bytes of the experts in host memory, in all layers.
         weights_bytes: bytes of the GPU that weights and programs take.
-        steps: estimates, [{tokens, skew, milliseconds, misses}].
-        gpu: as given.
+        steps: estimates, [{tokens, skew, milliseconds, misses}]; misses are experts read from host memory.
+        gpu: the argument.
+
+    Raises:
+      ValueError: weights, with the experts on the GPU, and programs do not fit the GPU.
     """
     from flax import nnx
 
@@ -42,11 +51,11 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
     from dsv4_jax.nn.layers import ABSTRACT
 
     model = as_released(DeepseekV4ForCausalLM(config, rngs=ABSTRACT), config)
-    expert = 3 * config.hidden_size * config.moe_intermediate_size // 2  # bytes of FP4 codes
+    expert = 3 * config.hidden_size * config.moe_intermediate_size // 2  # bytes of the FP4 codes of one expert
     experts = config.n_routed_experts
     each = len(config.layers) * expert
     codes = experts * each
-    embedding = tree_bytes(nnx.state(model.model.embed_tokens))  # in host memory, too
+    embedding = tree_bytes(nnx.state(model.model.embed_tokens))  # lies in host memory, as some of the experts
     whole = tree_bytes(nnx.state(model)) - embedding
     programs = program_bytes(STEP_TOKENS, config)
     room = memory - (whole - codes) - programs - cache_bytes
@@ -80,7 +89,7 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
 
 
 def _estimate_steps(cost: "TokenCost", on_host: int) -> list[dict[str, Any]]:
-    """Returns the estimated time of steps, and the experts that each reads from host memory."""
+    """Returns the field "steps" of `plan_experts`, for `on_host` experts of each layer in host memory."""
     return [
         {
             "tokens": tokens,
@@ -94,7 +103,7 @@ def _estimate_steps(cost: "TokenCost", on_host: int) -> list[dict[str, Any]]:
 
 
 def number_table(title: str, label: str, *columns: str) -> Table:
-    """Returns an empty table with a column of labels, and columns of numbers."""
+    """Returns an empty table whose first column is for labels, under the title `label`, and the others for numbers."""
     table = Table(label, title=title, title_justify="left")
     for column in columns:
         table.add_column(column, justify="right")

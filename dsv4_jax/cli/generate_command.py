@@ -1,4 +1,4 @@
-"""`dsv4-jax generate`."""
+"""The command `dsv4-jax generate`."""
 
 import dataclasses
 import json
@@ -55,7 +55,7 @@ class GenerateCommand(RandomModelOptions):
       prompt: the prompt as text; special tokens may be written out. Needs a tokenizer.json in the checkpoint's folder.
         Default with one: In the beginning
       prompt_ids: the prompt as token ids, separated by commas. Default without a tokenizer: 5,17,42
-      max_new_tokens: the most tokens to generate.
+      max_new_tokens: maximum number of tokens to generate.
       temperature: 0 always takes the likeliest token; higher is more varied.
       top_k: sample among this many likeliest tokens; 0 = all.
       top_p: sample among the likeliest tokens that together have this probability; 1 = all.
@@ -89,8 +89,8 @@ class GenerateCommand(RandomModelOptions):
     as_json: options.JsonFlag = False
 
     def run(self) -> None:
-        """Runs the command; raises ValueError or OSError where the user has to change something."""
-        # Mistakes are found before the weights are read, which takes long; most before JAX is imported.
+        """Runs the command. Raises ValueError or OSError after a user's mistake."""
+        # Options are checked before the weights are read, which takes long, and most of them before JAX is imported.
         self._check()
         checkpoint, config = self.open_model(self.checkpoint, mtp=self.drafts > 0)
         check_min_confidence(self.min_confidence, config.drafts)
@@ -104,7 +104,7 @@ class GenerateCommand(RandomModelOptions):
 
         tokenizer = read_tokenizer(checkpoint)
         option, prompt = ("--prompt-ids", ids) if ids is not None else self._encode(tokenizer)
-        # The last token is sampled, but never stored.
+        # The last token is sampled, but not stored in the cache.
         total = len(prompt) + self.max_new_tokens - 1
         option_checks.check_context(config, total, f"{option} and --max-new-tokens {self.max_new_tokens}")
         # The answers to one prompt share blocks, so they stay in one data-parallel group.
@@ -143,7 +143,7 @@ class GenerateCommand(RandomModelOptions):
         try:
             (self.prompt or "").encode()
         except UnicodeEncodeError as error:
-            # Python replaces each byte that is not UTF-8 by a lone surrogate, U+DC00 + byte.
+            # In arguments, Python replaces each byte that is not UTF-8 by a lone surrogate, U+DC00 + byte.
             byte = ord(error.object[error.start]) - 0xDC00
             raise ValueError(f"--prompt is no UTF-8 text: character {error.start} is the byte 0x{byte:02x}") from None
         if self.n_best > 1 and self.beams > 1:
@@ -156,7 +156,10 @@ class GenerateCommand(RandomModelOptions):
             raise ValueError("--drafts makes one answer faster: leave out --n-best and --beams")
 
     def _encode(self, tokenizer: "Tokenizer | None") -> tuple[str, list[int]]:
-        """Returns the option that the prompt comes from, and the prompt's token ids."""
+        """Returns (name of the option for the prompt, the prompt's token ids), if --prompt-ids is not given.
+
+        Raises ValueError if --prompt is given and there is no tokenizer.
+        """
         if self.prompt is None and tokenizer is None:
             return "--prompt-ids", list(_DEFAULT_IDS)
         if tokenizer is None:
@@ -171,7 +174,16 @@ class GenerateCommand(RandomModelOptions):
         stop_tokens: tuple[int, ...],
         show: Callable[[int], None],
     ) -> "_Result":
-        """Generates as the options ask, and measures the speed. `show` takes every new token as it comes."""
+        """Generates as the options ask, and measures the speed.
+
+        Args:
+          model: the model.
+          manager: manager of the cache.
+          prompt: token ids of the prompt.
+          stop_tokens: token ids that end an answer.
+          show: function that is called with each new token of the first answer. With several answers, it is called
+            when all are complete.
+        """
         from dsv4_jax.decode import DraftOptions, SamplingParams
         from dsv4_jax.engine import beam_search, n_best
         from dsv4_jax.engine.generate import engine_for_prompts
@@ -204,7 +216,15 @@ class GenerateCommand(RandomModelOptions):
     def _report(
         self, result: "_Result", schema: "CacheSchema", device: str, tokenizer: "Tokenizer | None", prompt: list[int]
     ) -> dict[str, Any]:
-        """Returns the JSON object of --json."""
+        """Returns the JSON object of --json, see `as_json` of the command.
+
+        Args:
+          result: the generated tokens and the times.
+          schema: schema of the cache.
+          device: name of the device.
+          tokenizer: the tokenizer; None to leave out texts.
+          prompt: token ids of the prompt.
+        """
 
         def described(tokens: list[int]) -> dict[str, Any]:
             text = {} if tokenizer is None else {"text": _text_after(tokenizer, prompt, tokens)}
@@ -228,9 +248,16 @@ class GenerateCommand(RandomModelOptions):
 
 @dataclasses.dataclass(frozen=True)
 class _Result:
-    """The best answer's tokens, accepted drafts by step, or all answers, best first; and the times.
+    """The generated tokens and the measured times.
 
-    `seconds` is the time of everything after loading. `timed_tokens` took `timed_seconds`, without compilation.
+    Attributes:
+      tokens: tokens of the answer, or of the best one.
+      compilations: number of programs that were compiled.
+      seconds: seconds of everything after loading, compilation included.
+      timed_tokens: number of tokens whose steps did not compile and so count for the speed.
+      timed_seconds: seconds in which these tokens were generated.
+      accepted: number of accepted drafts of each step; empty with several answers.
+      candidates: all answers, the best first, if there are several; otherwise empty.
     """
 
     tokens: list[int]
@@ -247,7 +274,7 @@ class _Result:
 
 
 class _Printer:
-    """Prints the prompt, then every new token as it comes: as text, or as its id without a tokenizer."""
+    """Prints the prompt's text, then the text of each new token. Without a tokenizer, prints only the new ids."""
 
     def __init__(self, tokenizer: "Tokenizer | None", prompt: list[int], *, quiet: bool):
         from dsv4_jax.checkpoint import TextStream
@@ -269,7 +296,7 @@ class _Printer:
 
 
 def _print(text: str) -> None:
-    """Prints a model's text: whole to a file or another program, visible to a terminal."""
+    """Prints a model's text. If stdout is a terminal, control characters are left out."""
     print(startup.visible(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
@@ -285,7 +312,10 @@ def _text_after(tokenizer: "Tokenizer", prompt: list[int], tokens: list[int]) ->
 
 
 def _measure_stream(model: "CompiledModel", stream: Iterator[int], show: Callable[[int], None]) -> _Result:
-    """Times the tokens after the first, whose step runs the prompt. Steps that compile a program do not count."""
+    """Collects the tokens of a stream, passes each to `show`, and measures the time of tokens.
+
+    The first token is not timed, because its step runs the prompt. Steps that compile a program are not timed either.
+    """
     tokens: list[int] = []
     timed: list[float] = []
     first_programs = model.compilations

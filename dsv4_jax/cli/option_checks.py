@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dsv4_jax.config import DSV4Config
 
 
-# The minimum of each of these options, in whichever command; of each number if there are several.
+# {option: its minimum}, the same in all commands. If an option has several numbers, it is the minimum of each.
 MINIMUMS = {
     "beams": 1,
     "block_tokens": 1,
@@ -39,7 +39,10 @@ MINIMUMS = {
 
 
 def check_context(config: "DSV4Config", tokens: int, option: str) -> None:
-    """Raises ValueError, which names the option, if a request of `tokens` tokens is too long for the model."""
+    """Raises ValueError if a request of `tokens` tokens is longer than the model's context.
+
+    `option` is the text with which the error begins: the options that the number of tokens follows from.
+    """
     if tokens > (limit := config.max_position_embeddings):
         raise ValueError(
             f"{option}: a request of {tokens} tokens, prompt and new ones, is longer than the model's context, "
@@ -48,16 +51,16 @@ def check_context(config: "DSV4Config", tokens: int, option: str) -> None:
 
 
 def check_minimums(command: Any) -> None:
-    """Raises ValueError, which names the option, if a command's number is below its minimum, see `MINIMUMS`."""
+    """Raises ValueError, which names the option, if an option of a command is below its minimum, infinite or NaN."""
     for name, minimum in MINIMUMS.items():
         option = getattr(command, name, None)
         for value in option if isinstance(option, tuple) else (option,):
-            if value is not None and not minimum <= value < math.inf:  # nan neither
+            if value is not None and not minimum <= value < math.inf:  # also true for NaN
                 raise ValueError(f"{name}={value} must be at least {minimum}")
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Raises ValueError if the option's file cannot be written. Changes nothing on disk."""
+    """Raises ValueError, which names the option, if its file cannot be written. Leaves the disk as it is."""
     try:
         if path.exists():
             path.open("ab").close()
@@ -68,7 +71,7 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def check_file(option: str, path: Path | None) -> None:
-    """Raises ValueError, which names the option, if its file cannot be read. None is an option not given."""
+    """Raises ValueError, which names the option, if its file cannot be read. A path of None is not checked."""
     try:
         if path is not None:
             path.open("rb").close()
@@ -77,7 +80,10 @@ def check_file(option: str, path: Path | None) -> None:
 
 
 def explain(error: Exception, command: Any) -> str:
-    """Returns an error's message with the command's options in place of Python's arguments of these names."""
+    """Returns an error's message for users of the command line.
+
+    Text such as "max_requests=0" becomes "--max-requests 0" if the command has this option.
+    """
     options = {field.name for field in dataclasses.fields(command)}
 
     def option(match: re.Match[str]) -> str:

@@ -30,7 +30,12 @@ PRESETS = ("v4_flash", "v4_pro", "v4_flash_0731", "v4_pro_0813")
 
 
 def optional(metavar: str, **options: Any) -> Any:
-    """Returns the `tyro.conf.arg` of an option whose help text states its default."""
+    """Returns the `tyro.conf.arg` of an option whose help text states its default, so that tyro does not add one.
+
+    Args:
+      metavar: text that stands for the option's value in the help text.
+      **options: other arguments of `tyro.conf.arg`.
+    """
     return tyro.conf.arg(metavar=metavar, help_behavior_hint="", **options)
 
 
@@ -89,7 +94,7 @@ JsonFlag = Annotated[bool, tyro.conf.arg(name="json")]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The options of commands that run a model, and what these options make.
+    """The options of commands that run a model, and methods that make the model and the cache's manager from them.
 
     Attributes:
       dtype: dtype of activations, and of weights unless --weights is given.
@@ -111,10 +116,14 @@ class ModelOptions:
     expert_placement: Annotated[Path | None, optional("FILE")] = None
 
     def check_devices(self, config: DSV4Config) -> dict[str, int]:
-        """Returns the sizes of --mesh by axis. Call it before JAX starts.
+        """Checks the options about devices. Call it before JAX starts, because it may set JAX's environment variables.
 
-        Raises ValueError if the mesh cannot shard the model, --expert-memory does not go with the other options, or the
-        file of --expert-placement cannot be written.
+        Returns:
+          {axis of --mesh: number of devices}, empty without --mesh.
+
+        Raises:
+          ValueError: the mesh cannot shard the model, other options contradict --expert-memory, or the file of
+            --expert-placement cannot be written.
         """
         if expert_bytes(self.expert_memory, self.mesh) is not None and self.weights not in (None, "quantized"):
             raise ValueError(f"--expert-memory needs --weights quantized, got {self.weights}")
@@ -128,7 +137,7 @@ class ModelOptions:
 
     @functools.cached_property
     def devices(self) -> "Mesh | None":
-        """The devices of --mesh; None for the default device."""
+        """The mesh of devices that --mesh describes; None without --mesh, for the default device."""
         return None if self.mesh is None else make_mesh(parse_mesh(self.mesh))
 
     def load_model(
@@ -140,11 +149,17 @@ class ModelOptions:
         progress: bool = False,
         begin_programs: "Callable[[CompiledModel], None] | None" = None,
     ) -> "CompiledModel":
-        """Loads a checkpoint, and logs the tensors of a user's own one that are not used.
+        """Loads a checkpoint. Unless it is the packaged one, the package's log is shown meanwhile.
 
-        Without --weights, quantized weights stay quantized on a GPU and are converted to --dtype elsewhere. With
-        --expert-memory auto, experts leave room for a cache of this schema, and for steps of `step_tokens` tokens.
-        `begin_programs` is called with the model's outline before its weights are read, see `Engine.begin_programs`.
+        Without --weights, quantized weights stay quantized on a GPU and are converted to --dtype elsewhere.
+
+        Args:
+          checkpoint: folder of the checkpoint.
+          schema: schema of the cache, for which --expert-memory auto leaves room. It has the model's configuration.
+          step_tokens: number of tokens of the largest step, for which --expert-memory auto leaves room.
+          progress: whether to show a progress bar.
+          begin_programs: function that is called before the weights are read, with the model without weights, to start
+            compiling its programs; see `Engine.begin_programs`. None = no call.
         """
         import jax
         import jax.numpy as jnp
@@ -185,11 +200,18 @@ class ModelOptions:
     def make_manager(
         self, config: DSV4Config, requests: int, context: int, drafts: int = 0, memory: str | None = None
     ) -> "KVCacheManager":
-        """Returns a manager for `requests` requests of up to `context` tokens.
+        """Returns a manager of a cache.
 
-        A step verifies `drafts` drafts of each. Blocks fill `memory`; without, all requests can have the whole context.
-        Slots and blocks are rounded up so that every device of the mesh holds the same number. Raises ValueError if the
-        model's draft layers, if it has any, cannot make so many drafts.
+        Args:
+          config: configuration of the model.
+          requests: maximum number of requests. It is rounded up so that the mesh's axis "data" divides it.
+          context: maximum number of tokens of a request.
+          drafts: number of drafts of each request that a step verifies.
+          memory: size of the cache, such as "20GiB". None = all requests can have `context` tokens, where the number of
+            blocks is rounded up so that the mesh divides it.
+
+        Raises:
+          ValueError: the model has draft layers that cannot make so many drafts, or a size is impossible.
         """
         import jax.numpy as jnp
 
@@ -233,9 +255,16 @@ class RandomModelOptions(ModelOptions):
     skew: Skew = 0.0
 
     def open_model(self, checkpoint: Path | None, *, mtp: bool = False) -> tuple[Path, DSV4Config]:
-        """Returns the folder of the model, which has no files for a released model's name, and its configuration.
+        """Returns the folder of the model and its configuration.
 
-        Raises ValueError if there is no such model, or the options exclude each other.
+        The folder does not exist if --random-weights names a released model.
+
+        Args:
+          checkpoint: value of --checkpoint; None = the packaged one, without --random-weights.
+          mtp: whether to include the draft layers.
+
+        Raises:
+          ValueError: there is no such model, or the options exclude each other.
         """
         if self.random_weights is None:
             if self.skew:
@@ -246,7 +275,7 @@ class RandomModelOptions(ModelOptions):
         if self.weights not in (None, "quantized"):
             raise ValueError(f"--random-weights are quantized: leave out --weights {self.weights}")
         config = named_config(self.random_weights, "--random-weights", mtp=mtp)
-        # A released model's name is no folder here: no tokenizer.json lies beside it.
+        # The folder for a released model's name must not exist, so that no tokenizer.json is found in it.
         folder = packaged_checkpoint().parent / "none" if self.random_weights in PRESETS else Path()
         return folder / self.random_weights, config
 
@@ -259,7 +288,10 @@ class RandomModelOptions(ModelOptions):
         progress: bool = False,
         begin_programs: "Callable[[CompiledModel], None] | None" = None,
     ) -> "CompiledModel":
-        """Loads the model, or makes one with random weights, as `open_model` was told."""
+        """Loads the checkpoint or, with --random-weights, makes a model with random weights.
+
+        The arguments are those of `ModelOptions.load_model`.
+        """
         if self.random_weights is None:
             return super().load_model(
                 checkpoint, schema, step_tokens=step_tokens, progress=progress, begin_programs=begin_programs
@@ -282,7 +314,11 @@ class RandomModelOptions(ModelOptions):
         return _load(load, experts, begin_programs)
 
     def weights_key(self, checkpoint: Path) -> str:
-        """Returns a name of the weights that differs between checkpoints and ways of running them."""
+        """Returns a text that identifies the model's weights and the way of running them.
+
+        It differs for another checkpoint, another --weights and another JAX platform, so that prefixes which one model
+        has cached are not used by another.
+        """
         import jax
 
         from dsv4_jax.checkpoint import weights_fingerprint
@@ -293,7 +329,17 @@ class RandomModelOptions(ModelOptions):
 
 
 def _load(load, experts, begin_programs):
-    """Returns the model that `load` makes, with the programs that `begin_programs` compiles meanwhile."""
+    """Loads a model, while its programs are compiled.
+
+    Args:
+      load: function that returns the model. It calls its argument `on_outline`, if given, with the model without
+        weights.
+      experts: memory of the experts; None if all lie on the devices.
+      begin_programs: function that starts compiling the programs of a model without weights; None to compile later.
+
+    Returns:
+      The model as `CompiledModel`, with these programs.
+    """
     from dsv4_jax.decode import CompiledModel
 
     if begin_programs is None:
@@ -309,9 +355,15 @@ def _load(load, experts, begin_programs):
 
 
 def named_config(name: str, option: str, *, mtp: bool = False) -> DSV4Config:
-    """Returns the configuration of a released model, or of a folder with a config.json, with the draft block if `mtp`.
+    """Returns the configuration of a released model, or that of a folder with a config.json.
 
-    Raises ValueError, which names the option, if there is neither.
+    Args:
+      name: name of a released model, one of `PRESETS`, or path of the folder.
+      option: the command's option that has this value, for errors.
+      mtp: whether to include the draft layers.
+
+    Raises:
+      ValueError: there is no such model or folder, or config.json is invalid.
     """
     if name in PRESETS:
         return getattr(DSV4Config, name)().with_drafts(mtp)
@@ -321,7 +373,15 @@ def named_config(name: str, option: str, *, mtp: bool = False) -> DSV4Config:
 
 
 def open_checkpoint(path: Path | None, *, mtp: bool = False) -> tuple[Path, DSV4Config]:
-    """Returns --checkpoint, or else the packaged one, and its configuration, with the draft block if `mtp`."""
+    """Returns the path of a checkpoint and its configuration.
+
+    Args:
+      path: value of --checkpoint; None = the packaged checkpoint.
+      mtp: whether to include the draft layers.
+
+    Raises:
+      ValueError: the path is no folder, safetensors file or config.json, or its config.json is missing or invalid.
+    """
     checkpoint = packaged_checkpoint() if path is None else path
     if checkpoint.is_file() and checkpoint.suffix not in (".safetensors", ".json"):
         raise ValueError(f"--checkpoint {checkpoint} is neither a folder nor a safetensors file")
@@ -329,20 +389,33 @@ def open_checkpoint(path: Path | None, *, mtp: bool = False) -> tuple[Path, DSV4
 
 
 def whole_blocks(config: DSV4Config, tokens: int) -> int:
-    """Returns a context for `tokens` tokens, in whole blocks: prompts of similar lengths share a compiled program."""
+    """Returns the number of tokens rounded up to whole blocks, but at most the model's context.
+
+    With it as the cache's context, prompts of similar lengths share a compiled program.
+    """
     return min(tokens + -tokens % block_tokens(config), config.max_position_embeddings)
 
 
 def expert_bytes(expert_memory: str | None, mesh: str | None) -> int | Literal["auto"] | None:
-    """Parses --expert-memory; before JAX starts, so that JAX leaves room for the experts.
+    """Parses --expert-memory. If it is given, sets environment variables with which JAX leaves GPU memory to experts.
 
-    Raises ValueError if the text is not a size, or there is a mesh.
+    Call it before JAX starts.
+
+    Args:
+      expert_memory: value of --expert-memory, None if it is not given.
+      mesh: value of --mesh, None if it is not given.
+
+    Returns:
+      Bytes of the GPU for experts, "auto", or None if --expert-memory is not given.
+
+    Raises:
+      ValueError: the text is not a size, or there is a mesh.
     """
     if expert_memory is None:
         return None
     if mesh is not None:
         raise ValueError("--expert-memory is for one GPU; with --mesh, the devices share the experts")
-    # JAX's default allocator takes most of a GPU at once, or twice what it needs.
+    # JAX's default allocator takes most of a GPU when it starts or, without preallocation, up to twice what it needs.
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     return "auto" if expert_memory == "auto" else parse_bytes(expert_memory, "expert_memory")
@@ -351,9 +424,20 @@ def expert_bytes(expert_memory: str | None, mesh: str | None) -> int | Literal["
 def mesh_sizes(
     mesh: str | None, config: DSV4Config | None, *, context_parallel: bool = False, expert_parallel: bool = False
 ) -> dict[str, int]:
-    """Parses --mesh and returns the number of devices along each axis; {} without a mesh.
+    """Parses --mesh and checks it.
 
-    Raises ValueError if it is no mesh, or cannot shard the model `config`, if given, in the requested way.
+    Args:
+      mesh: value of --mesh, None if it is not given.
+      config: configuration of the model to shard over the mesh; None to check the mesh alone.
+      context_parallel: whether the compressed entries of a request are distributed over the axis "model".
+      expert_parallel: whether each device along the axis "model" has whole experts.
+
+    Returns:
+      {axis: number of devices along it}, empty without --mesh.
+
+    Raises:
+      ValueError: the text is no mesh, the mesh does not divide the model, or the axis "model" has only one device
+        although one of the two flags is given.
     """
     sizes = {} if mesh is None else parse_mesh(mesh)
     if config is not None:

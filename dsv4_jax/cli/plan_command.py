@@ -1,4 +1,4 @@
-"""`dsv4-jax plan`."""
+"""The command `dsv4-jax plan`."""
 
 import bisect
 import dataclasses
@@ -25,7 +25,7 @@ _CONTEXTS = tuple(4096 * 4**i for i in range(5))  # 4k to 1M
 
 @dataclasses.dataclass(frozen=True)
 class PlanCommand:
-    """Computes how many requests of a context fit into a memory, exact to the byte.
+    """Computes how many requests of a given context fit a memory, exact to the byte.
 
     A request takes a fixed number of bytes (sliding windows, compressor states, a row of the block table) and, for each
     --block-tokens tokens, a block in each compressed pool. The sums are those of the arrays that the cache allocates.
@@ -71,7 +71,7 @@ class PlanCommand:
     as_json: JsonFlag = False
 
     def run(self) -> None:
-        """Runs the command; raises ValueError where the user has to change something."""
+        """Runs the command. Raises ValueError after a user's mistake."""
         memory = parse_bytes(self.memory)
         weights = 0 if self.weights is None else parse_bytes(self.weights, "weights")
         if weights > memory:
@@ -93,7 +93,10 @@ class PlanCommand:
             _print_report(report, one)
 
     def _plan_experts(self, config: "DSV4Config", memory: int) -> dict[str, Any] | None:
-        """Returns the report about experts in host memory; None if all lie on the GPU."""
+        """Returns the result of `plan_experts`; None without --expert-memory.
+
+        Raises ValueError if other options contradict --expert-memory, or the weights do not fit the GPU.
+        """
         if self.expert_memory is None:
             return None
         if self.weights is not None or self.mesh is not None:
@@ -120,7 +123,14 @@ class PlanCommand:
         return dataclasses.replace(empty, num_blocks=requests * empty.max_blocks)
 
     def _report(self, config: "DSV4Config", one: "CacheSchema", memory: int, device: "_Device") -> dict[str, Any]:
-        """Returns the JSON object of --json, without experts. `one` is the cache of one full request."""
+        """Returns the JSON object of --json, except its field about experts.
+
+        Args:
+          config: configuration of the model.
+          one: schema of a cache for one request with the whole context.
+          memory: bytes of a device's memory.
+          device: the memory that is left for the cache, and the mesh.
+        """
         fits = []
         for context in sorted({c for c in _CONTEXTS if c <= config.max_position_embeddings} | {self.context}):
             schema = self.schema(config, context)
@@ -153,7 +163,10 @@ class PlanCommand:
 
 
 def _pools(one: "CacheSchema") -> dict[str, dict[str, int]]:
-    """Returns the bytes of each pool: of a block, of a request without its blocks, and of a full request."""
+    """Returns sizes in bytes by name of the pool: of a block, of a request without blocks, and of a full request.
+
+    `one` is the schema of a cache for one request with the whole context.
+    """
     per_block = dataclasses.replace(one, num_blocks=1).block_bytes_by_pool()
     per_request = one.slot_bytes_by_pool()
     return {
@@ -164,29 +177,37 @@ def _pools(one: "CacheSchema") -> dict[str, dict[str, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Device:
-    """The bytes of one device for the cache, the mesh's shards of requests, and the devices that share a block."""
+    """The memory of a device for the cache, and the numbers of devices that share requests and blocks.
+
+    In the methods, a full request is one with the whole context, and `one` is the schema of a cache for one of them.
+
+    Attributes:
+      memory: bytes of the device for the cache.
+      num_shards: size of the mesh's axis "data", over which requests are distributed.
+      holders: number of devices that a shard's blocks are distributed over: more than 1 with --context-parallel.
+    """
 
     memory: int
     num_shards: int
     holders: int
 
     def used(self, one: "CacheSchema", requests: int) -> int:
-        """Returns the bytes that `requests` full requests of its shard take on the device."""
+        """Returns the bytes that a shard of `requests` full requests takes on the device."""
         return self._bytes_by_requests(one)(requests)
 
     def requests(self, one: "CacheSchema") -> int:
-        """Returns the maximum number of full requests in a shard."""
+        """Returns the maximum number of full requests in a shard that fit the device."""
         return bisect.bisect_right(range(1, self.memory + 1), self.memory, key=self._bytes_by_requests(one))
 
     def _bytes_by_requests(self, one):
-        # Every array has a slot axis or a block axis, so n requests take n times the bytes of one.
+        # Every array of the cache has an axis of slots or of blocks, so its size is proportional to their number.
         blocks = one.max_blocks
         block = one.block_bytes
         slot = one.memory_bytes() - blocks * block
         return lambda requests: requests * slot + -(-requests * blocks // self.holders) * block
 
     def longest_context(self, one: "CacheSchema", requests: int) -> int:
-        """Returns the maximum number of tokens of each of `requests` requests; 0 if not even a block fits."""
+        """Returns the maximum context, in tokens, with which `requests` requests fit; 0 if not even a block fits."""
         limit = one.config.max_position_embeddings
         size = one.block_tokens
         shard = -(-requests // self.num_shards)
@@ -237,7 +258,7 @@ def _print_report(report: dict[str, Any], one: "CacheSchema") -> None:
 
 
 def _rows(one: "CacheSchema") -> str:
-    """Describes the bytes of one row and one indexer key, field by field."""
+    """Returns a text about the bytes of one KV row and one indexer key, field by field."""
     keys = [group.key.struct for group in one.groups.values() if group.key is not None]
     texts = [_fields("A KV row", one.window_codec.struct), *(_fields("an indexer key", key) for key in keys[:1])]
     return "; ".join(texts) + "."

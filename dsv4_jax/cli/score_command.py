@@ -1,4 +1,4 @@
-"""`dsv4-jax score`."""
+"""The command `dsv4-jax score`."""
 
 import dataclasses
 import math
@@ -62,8 +62,8 @@ class ScoreCommand(ModelOptions):
     layers: bool = False
 
     def run(self) -> None:
-        """Runs the command; raises ValueError, TypeError or OSError where the user has to change something."""
-        # Mistakes are found before the weights are read, which takes long; most before JAX is imported.
+        """Runs the command. Raises ValueError, TypeError or OSError after a user's mistake."""
+        # Options are checked before the weights are read, which takes long, and most of them before JAX is imported.
         if self.drafts and self.window_only:
             raise ValueError("--window-only is for the model alone: leave out --drafts")
         if (self.ids is None) == (self.text is None):
@@ -116,12 +116,15 @@ class ScoreCommand(ModelOptions):
             nats = -likelihoods.sum(axis=1, dtype=np.float64)
             results["bits_per_byte"] = (nats / np.log(2) / lengths).astype(np.float32)
         if self.out is not None:
-            with self.out.open("wb") as file:  # given a path, savez would add an ending
+            with self.out.open("wb") as file:  # savez would add .npz to a path without it
                 np.savez(file, **results)
         _print_table(means, results.get("bits_per_byte"), total)
 
     def _read_text(self, tokenizer: "Tokenizer | None") -> "np.ndarray":
-        """Returns the ids [1, T] of --text."""
+        """Returns the token ids [1, T] int32 of --text.
+
+        Raises ValueError if there is no tokenizer, or the file is no UTF-8 text or has fewer than two tokens.
+        """
         import numpy as np
 
         assert self.text is not None
@@ -137,7 +140,16 @@ class ScoreCommand(ModelOptions):
 
 
 def _collect(steps: "Iterator[dict[str, np.ndarray]]", rows: int, sizes: Sequence[int]) -> dict[str, Any]:
-    """Joins the arrays [B, n, ...] of steps along the tokens; shows a progress bar meanwhile."""
+    """Runs all steps and joins their arrays along the axis of tokens, while a progress bar is shown.
+
+    Args:
+      steps: iterator of `score_ids`, which yields arrays [B, n, ...] by name.
+      rows: number of rows B.
+      sizes: number of tokens n of each step; their sum is T.
+
+    Returns:
+      {name: array [B, T, ...]}.
+    """
     import numpy as np
     from rich.progress import track
 

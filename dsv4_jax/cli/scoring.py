@@ -1,4 +1,4 @@
-"""Computes the likelihoods of token ids for `dsv4-jax score`; a separate module because it imports JAX."""
+"""Computes the likelihoods of token ids for `dsv4-jax score`. Importing this module imports JAX."""
 
 import dataclasses
 import functools
@@ -35,12 +35,25 @@ def score_step(
     drafts: int,
     per_row: int,
 ) -> tuple[dict[str, Array], Any]:
-    """Runs the batch's tokens, `per_row` of each slot; the cache is donated.
+    """Runs a step and returns the log-likelihoods of the tokens that follow.
+
+    Args:
+      compiled: the model.
+      cache: the cache, which is donated.
+      batch: the tokens of the step.
+      next_tokens: the token after each token of the batch.
+      keep_logits: whether to return logits.
+      layers: whether to return the inputs and outputs of attention.
+      drafts: number of tokens to draft after each token of the batch; 0 for none.
+      per_row: number of tokens of each request in the batch; used only with drafts.
 
     Returns:
-      The results, float32, and the cache. The results are "log_likelihoods" [T] of `next_tokens`; with `keep_logits`
-      also "logits" [T, vocab]; with `layers` also "attn_in_L" and "attn_out_L" [T, hidden], the input and output of
-      attention in layer L; with `drafts` also those of `_score_drafts`.
+      ({name: array}, updated cache). The arrays are float32:
+
+        * "log_likelihoods" [T]: log-likelihoods of `next_tokens`.
+        * "logits" [T, vocab], with `keep_logits`.
+        * "attn_in_L" and "attn_out_L" [T, hidden], with `layers`: input and output of attention in each layer L.
+        * With `drafts`, also the arrays of `_score_drafts`, of which "draft_tokens" is int32.
     """
     model = compiled.module
     names = {"attention_in": "attn_in", "attention_out": "attn_out"} if layers else {}
@@ -60,10 +73,23 @@ def score_step(
 
 
 def _score_drafts(model, cache, batch, streams, next_tokens, count, per_row):
-    """Drafts behind the token that follows each token of a step, for a request's tokens one after another.
+    """Drafts `count` tokens greedily after each token of a step and its next token.
 
-    Returns "draft_tokens" [T, count], their "draft_logits" [T, count, vocab] and, if the draft layers estimate it,
-    "confidence" [T, count]; and the cache.
+    A scan runs over the tokens of each request, one of every request at a time, because the draft layers read the
+    window rows of the tokens before.
+
+    Args:
+      model: the model, with draft layers.
+      cache: the cache, after the model has run the step.
+      batch: the tokens of the step, ordered by slots.
+      streams: [T, n, hidden], inputs of the draft layers, see `DeepseekV4ForCausalLM.forward_streams`.
+      next_tokens: [T] int32, the token after each token of the step.
+      count: number of drafts.
+      per_row: number of tokens of each request in the step.
+
+    Returns:
+      ({"draft_tokens": [T, count] int32, "draft_logits": [T, count, vocab] and, if the draft layers estimate it,
+      "confidence": [T, count]}, updated cache).
     """
     slots = cache.lengths.shape[0]
     seeds = jnp.zeros((slots,), jnp.uint32)
@@ -92,12 +118,19 @@ def score_ids(
     window_only: bool = False,
     drafts: int = 0,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Runs all rows of ids [B, T] as one batch of requests in lockstep, `sizes` tokens of each row in each step.
+    """Computes the log-likelihoods of rows of token ids. A step runs the same number of tokens of every row.
 
-    With `window_only`, all layers attend to the sliding window only. Other options are those of `score_step`.
+    Args:
+      model: the model.
+      manager: manager of the cache, with a slot for each row.
+      ids: [B, T] token ids.
+      sizes: number of tokens of each row in each step; their sum is T.
+      keep_logits, layers, drafts: see `score_step`.
+      window_only: whether all layers attend to the sliding window only.
 
     Yields:
-      The results of `score_step` for the n tokens of a step, each array [B, n, ...].
+      For each step of n tokens, the arrays of `score_step`, {name: [B, n, ...]}. The last token of a row counts as
+      followed by token 0.
     """
     slots = [manager.admit(row) for row in ids]
     compiled = CompiledModel.of(model)
@@ -130,11 +163,14 @@ def score_ids(
 
 
 def read_ids(path: Path) -> np.ndarray:
-    """Reads token ids [B, T] from a .npy file. Raises ValueError if it has none."""
+    """Reads an array [B, T] of token ids from a .npy file.
+
+    Raises ValueError if the file is damaged, or the shape is not [B, T] with B at least 1 and T at least 2.
+    """
     with path.open("rb") as file:
         try:
             ids = np.lib.format.read_array(file, allow_pickle=False)
-        except Exception as error:  # a damaged header makes NumPy raise MemoryError, TokenError and others
+        except Exception as error:  # for a damaged header, NumPy raises MemoryError, TokenError and others
             message = f"{type(error).__name__}: {error}"
             raise ValueError(f"--ids {path} is no .npy file of numbers: {message}") from None
     if ids.ndim != 2 or ids.shape[0] < 1 or ids.shape[1] < 2:
@@ -143,7 +179,10 @@ def read_ids(path: Path) -> np.ndarray:
 
 
 def text_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
-    """Returns the UTF-8 bytes of each row's text without its first token; [] if a row is not the tokens of a text."""
+    """Returns the number of UTF-8 bytes of each row's text, without that of the row's first token.
+
+    The result is [] if the tokenizer would not turn the text of a row into the same tokens, or a text has no bytes.
+    """
     lengths = []
     for row in ids.tolist():
         start = tokenizer.decode(row[:1], skip_special_tokens=False)
@@ -157,7 +196,7 @@ def text_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class WindowOnlyCache(KVCache):
-    """A cache whose layers attend to their sliding windows only, for ablations."""
+    """A cache for ablations, whose layers attend to their sliding windows only."""
 
     def handle(self, layer: int | Array, batch: Batch, *, like: int | None = None) -> "WindowOnlyHandle":
         handle = super().handle(layer, batch, like=like)
@@ -165,7 +204,7 @@ class WindowOnlyCache(KVCache):
 
 
 class WindowOnlyHandle(LayerCacheHandle):
-    """One layer of a `WindowOnlyCache`: stores no compressed entries and selects none, whatever its kind."""
+    """A layer of a `WindowOnlyCache`. Layers of all kinds neither store nor select compressed entries."""
 
     def flush(self, *_: Any, **__: Any) -> "WindowOnlyHandle":
         return self

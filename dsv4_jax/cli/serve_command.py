@@ -1,4 +1,4 @@
-"""`dsv4-jax serve`."""
+"""The command `dsv4-jax serve`."""
 
 import contextlib
 import dataclasses
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from dsv4_jax.host import KVCacheManager, PrefixCache
 
 _KEY_VARIABLE = "DSV4_JAX_API_KEY"
-# Bounds how long the engine waits for Python's lock while another thread computes. 32 streams did not need it: Python's
-# default, 5 ms, took as long (docs/notes/serving.md).
+# Python's switch interval: the maximum time for which another thread keeps the GIL while the engine waits for it.
+# Measured with 32 streams, Python's default of 5 ms was as fast (docs/notes/serving.md).
 _SWITCH_SECONDS = 5e-4
 
 
@@ -72,16 +72,16 @@ class ServeCommand(RandomModelOptions):
         runs the model's draft layers, which a checkpoint must have: a multi-token-prediction block or DSpark's layers.
       batch_invariant: run all steps in one program, so that a request's logits do not depend on other requests, to the
         last bit. Every step then takes as long as the largest, see --token-budget for its size.
-      structured_output: compile what answers of a given form need (JSON, required tool calls) at the start. Without,
-        the first request for one waits for it.
+      structured_output: compile the programs for answers of a given form (JSON, required tool calls) at the start.
+        Without, the first request for such an answer waits for them.
       effort_prompts: prompts for reasoning effort that the model knows: april has one for max; 0731 and later releases
         have others for high and max. Default: 0731 if the checkpoint has DSpark layers, as those releases do.
       prefix_dir: folder that keeps the prefix cache: blocks go there when they leave memory, and all when the server
         stops. A later server with the same weights finds them. Several servers may share it. Default: no folder.
-      prefix_size: with --prefix-dir: largest size of its files, such as 200GB; those that were not used for longest are
-        deleted. Default: 50GB.
-      request_seconds: time limit of a request, waiting included.
-      grace_seconds: time that running requests have to finish after the server is told to stop.
+      prefix_size: with --prefix-dir: maximum size of its files together, such as 200GB. Beyond it, the least recently
+        used files are deleted. Default: 50GB.
+      request_seconds: time limit of a request in seconds, waiting included.
+      grace_seconds: seconds that running requests have to finish after the server is told to stop.
     """
 
     checkpoint: Annotated[Path | None, optional("DIR")] = None
@@ -108,8 +108,8 @@ class ServeCommand(RandomModelOptions):
     grace_seconds: float = 30.0
 
     def run(self) -> None:
-        """Runs the server until it is told to stop; raises ValueError or OSError after a user's mistake."""
-        # Mistakes are found before JAX is imported and the weights are read, which take long.
+        """Runs the server until it is told to stop. Raises ValueError or OSError after a user's mistake."""
+        # Options are checked before JAX is imported and the weights are read, which takes long.
         api_key = self._check()
         checkpoint, config = self.open_model(self.checkpoint, mtp=self.drafter == "model")
         context = self._check_model(config)
@@ -133,7 +133,14 @@ class ServeCommand(RandomModelOptions):
             HTTPServer(create_app(engine, tokenizer, server), grace_seconds=self.grace_seconds).run([listener])
 
     def _check(self) -> str | None:
-        """Checks the options that do not depend on the model, and returns the API key."""
+        """Checks the options that do not depend on the model.
+
+        Returns:
+          The API key, from --api-key or the environment; None if there is none.
+
+        Raises:
+          ValueError: a package for serving is missing, or an option is wrong.
+        """
         missing = [
             name
             for name in ("deepseek_recipe", "llguidance", "pydantic", "starlette", "uvicorn")
@@ -162,7 +169,7 @@ class ServeCommand(RandomModelOptions):
         return api_key
 
     def _hosts(self, api_key: str | None) -> frozenset[str] | None:
-        """Returns the names that clients may call the server by; None for any."""
+        """Returns the host names by which clients may call the server; None if all names are allowed."""
         if self.allowed_hosts is None and (api_key is not None or not _is_loopback(self.host)):
             return None
         names = {name.strip() for name in (self.allowed_hosts or "").lower().split(",")} - {""}
@@ -170,12 +177,18 @@ class ServeCommand(RandomModelOptions):
 
     @property
     def _step_tokens(self) -> int:
-        """The number of tokens of the largest step, which holds the last tokens and drafts of all requests."""
+        """The number of tokens of the largest step: the token budget, or a decode step of all requests if it is larger.
+
+        A decode step has a token and the drafts of each request.
+        """
         decode = self.max_requests * (1 + self.drafts)
         return max(decode, self.token_budget or (decode if self.batch_invariant else 256))
 
     def _check_model(self, config: "DSV4Config") -> int:
-        """Checks the options that depend on the model's configuration, and returns the length of the context."""
+        """Checks the options that depend on the model's configuration.
+
+        Returns the maximum number of tokens of a request. Raises ValueError if an option does not fit the model.
+        """
         check_min_confidence(self.min_confidence, config.drafts)
         limit = config.max_position_embeddings
         context = min(4096, limit) if self.context is None else self.context
@@ -205,7 +218,10 @@ class ServeCommand(RandomModelOptions):
         return Engine(model, manager, prefix=prefix, **options)
 
     def _prefix(self, manager: "KVCacheManager", checkpoint: Path, name: str) -> "PrefixCache":
-        """Returns the prefix cache, with the files of --prefix-dir."""
+        """Returns the prefix cache. If --prefix-dir is given, the prefix cache has files in this folder.
+
+        Raises ValueError if the folder cannot be used.
+        """
         from dsv4_jax.host import PrefixCache, PrefixFiles
 
         if self.prefix_dir is None:
@@ -220,14 +236,14 @@ class ServeCommand(RandomModelOptions):
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Whether an address to listen at, or the name "localhost", can be reached from this machine only."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Returns a listening socket; port 0 takes a free one. Raises ValueError if the address cannot be used."""
+    """Returns a listening socket. Port 0 stands for any free port. Raises ValueError if the address cannot be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)

@@ -1,4 +1,4 @@
-"""The surroundings of a command: its messages, the package's log, and JAX's cache of compiled programs."""
+"""Helpers of commands: messages, the package's log, and JAX's folder of compiled programs."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ _CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\t"), ord("
 
 
 def show_log() -> None:
-    """Prints the package's log to stderr, unless the user handles it."""
+    """Prints the package's log from level INFO to stderr, unless the log of "dsv4_jax" has a handler already."""
     from rich.logging import RichHandler
 
     log = logging.getLogger("dsv4_jax")
@@ -25,13 +25,17 @@ def show_log() -> None:
 
 
 def use_compilation_cache() -> None:
-    """Makes JAX keep compiled programs in the user's cache folder, unless JAX_COMPILATION_CACHE_DIR names another.
+    """Makes JAX keep compiled programs in a folder, so that later runs need not compile them.
 
-    JAX reads this variable when it is imported, so later it is told. JAX_ENABLE_COMPILATION_CACHE=false turns the cache
-    off. Whole steps are kept in a folder of their own within, see `dsv4_jax.decode.program_store`. A folder into which
-    other users may write is not used, since the programs in it are run.
+    The folder is JAX_COMPILATION_CACHE_DIR or, if this environment variable is not set, `dsv4_jax/programs` in
+    XDG_CACHE_HOME or ~/.cache. Programs of whole steps are kept in its subfolder `steps`, see
+    `dsv4_jax.decode.program_store`. JAX reads the variable when it is imported. If it is already imported, its
+    configuration is set.
+
+    JAX_ENABLE_COMPILATION_CACHE=false turns this off. A folder into which other users may write is not used, because
+    the programs in it are run.
     """
-    # A run needs dozens of small programs: keep these too.
+    # A run needs dozens of small programs, so programs that compile fast are kept, too.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "dsv4_jax" / "programs"
@@ -58,7 +62,7 @@ def use_compilation_cache() -> None:
         if jax.config.jax_compilation_cache_dir is None:
             jax.config.update("jax_compilation_cache_dir", programs)
             jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
-            compilation_cache.reset_cache()  # if a program was compiled before, JAX has noted that there is no cache
+            compilation_cache.reset_cache()  # JAX notes at its first compilation whether there is a folder
 
 
 def _disable_compilation_cache() -> None:
@@ -70,7 +74,7 @@ def _disable_compilation_cache() -> None:
 
 
 def explain_missing_platform() -> str | None:
-    """Returns a sentence if JAX has been loaded and the platform of JAX_PLATFORMS is not there; else None."""
+    """Returns a sentence about JAX_PLATFORMS if JAX is imported and finds no device of this platform; else None."""
     platforms = os.environ.get("JAX_PLATFORMS")
     if not platforms or "jax" not in sys.modules:
         return None
@@ -87,17 +91,17 @@ def explain_missing_platform() -> str | None:
 
 
 def visible(text: str) -> str:
-    """Returns a text without control characters but for tabs and line ends: those that a terminal would obey."""
+    """Returns a text without control characters, which a terminal would obey. Tabs and line ends stay."""
     return text.translate(_CONTROLS)
 
 
 def notify(text: str) -> None:
-    """Prints a message about a slow operation to stderr."""
+    """Prints a message, such as one about a slow operation, dim to stderr."""
     Console(stderr=True).print(visible(text), style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def compiling_for(device: str) -> str:
-    """Returns the message that is shown while programs are compiled."""
+    """Returns the message to show while programs are compiled for `device`. It names the folder that keeps them."""
     import jax
 
     folder = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir

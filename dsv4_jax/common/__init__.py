@@ -1,1 +1,1 @@
-"""Modules that any room may use: checks of arguments, sizes, reprs, headers of safetensors files, XLA's flags, axes."""
+"""Modules that all other packages may use: checks of arguments, sizes, reprs, safetensors headers, XLA flags, axes."""

@@ -1,4 +1,7 @@
-"""Checks of plain arguments. Messages are `NAME=VALUE must be ...`; the command line puts its option in their place."""
+"""Checks of plain arguments, which raise errors such as "NAME=VALUE must be at least 1".
+
+The command line replaces NAME=VALUE by its option, see `cli.option_checks.explain`.
+"""
 
 import math
 import numbers
@@ -7,16 +10,23 @@ from typing import Any
 
 
 def check(holds: bool, message: str) -> None:
-    """Raises ValueError with the message unless the condition holds."""
+    """Raises ValueError with the message if `holds` is False."""
     if not holds:
         raise ValueError(message)
 
 
 def check_whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
-    """Returns a whole number, an int or an integer scalar of NumPy or JAX, as an int.
+    """Checks an integer argument and returns it as an int.
 
-    Raises TypeError, with the argument's name, for other values, and ValueError for one that is out of the inclusive
-    range from `least` to `most`, where None is no limit.
+    Args:
+      name: name of the argument, for errors.
+      value: an int, or an integer scalar of NumPy or JAX.
+      least: smallest valid value; None for no limit.
+      most: largest valid value; None for no limit.
+
+    Raises:
+      TypeError: the value is no integer, or a bool.
+      ValueError: the value is out of range.
     """
     try:
         number = operator.index(value)
@@ -32,7 +42,10 @@ def check_whole(name: str, value: Any, least: int | None = None, most: int | Non
 
 
 def check_real(name: str, value: Any) -> float:
-    """Returns a real number as a float; raises TypeError for other values. The caller checks the range."""
+    """Returns a real number as a float, which is infinite if it overflows. The caller checks the range.
+
+    Raises TypeError if the value is no real number, or a bool.
+    """
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be a number")
     try:
@@ -42,32 +55,46 @@ def check_real(name: str, value: Any) -> float:
 
 
 def check_positive(name: str, value: Any) -> float:
-    """Returns a finite number above 0 as a float; raises TypeError if it is no number, and ValueError otherwise."""
+    """Returns a finite number above 0 as a float.
+
+    Raises TypeError if the value is no real number, and ValueError if it is not finite or not above 0.
+    """
     number = check_real(name, value)
     check(0 < number < math.inf, f"{name}={value!r} must be a finite number above 0")
     return number
 
 
 def check_temperature(temperature: Any) -> float:
-    """Returns a sampling temperature as a float: 0, or in a range that keeps logits finite in float32."""
+    """Returns a sampling temperature as a float.
+
+    It must be 0 or from 1e-5 to 1e5, a range in which scaled logits stay finite in float32. Raises TypeError if it is
+    no real number, and ValueError if it is out of range.
+    """
     value = check_real("temperature", temperature)
     check(value == 0 or 1e-5 <= value <= 1e5, f"temperature={value} must be 0 (greedy) or positive, from 1e-5 to 1e5")
     return value
 
 
 def check_top_k(top_k: Any) -> int:
-    """Returns the number of best logits to keep, 0 or more, as an int."""
+    """Returns the number of largest logits to keep as an int.
+
+    Raises TypeError if it is no integer, and ValueError if it is not from 0 to 2**31 - 1.
+    """
     return check_whole("top_k", top_k, 0, 2**31 - 1)
 
 
 def check_top_p(top_p: Any) -> float:
-    """Returns a probability that is not 0 in float32 as a float."""
+    """Returns a probability as a float.
+
+    Raises TypeError if it is no real number, and ValueError if it is not from 2**-126, the smallest normal float32, to
+    1.
+    """
     value = check_real("top_p", top_p)
     check(2.0**-126 <= value <= 1, f"top_p={value} must be in (0, 1]")
     return value
 
 
 def check_dtype(name: str, array: Any, *dtypes: str) -> None:
-    """Raises TypeError unless the array has one of the dtypes."""
+    """Raises TypeError, which names the argument `name`, unless the array has one of the dtypes, given by name."""
     if array.dtype.name not in dtypes:
         raise TypeError(f"{name} has dtype {array.dtype.name}, it must be {' or '.join(dtypes)}")

@@ -1,4 +1,4 @@
-"""Small files of checkpoints, and what an incomplete download leaves in their place."""
+"""Reads small files of checkpoints, and explains mistakes in downloads of checkpoints."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,12 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def check_not_lfs_pointer(file: str | Path, content: bytes) -> None:
-    """Raises ValueError, with the command that fetches the file, if its first bytes are those of a Git LFS pointer."""
+    """Raises ValueError, with the command that fetches the file, if its content is a Git LFS pointer.
+
+    Args:
+      file: the file, for the message.
+      content: the file's content, or at least its first 64 bytes.
+    """
     if content.startswith(_LFS_POINTER):
         raise ValueError(
             f"{file} is a Git LFS pointer in place of the file itself. Install Git LFS and fetch the files: "
@@ -18,14 +23,25 @@ def check_not_lfs_pointer(file: str | Path, content: bytes) -> None:
 
 
 def snapshot_hint(folder: Path) -> str:
-    """Returns a sentence with the folder that was meant if `folder` lies above a hub's snapshot; else ""."""
+    """Returns a sentence that names the right folder if a folder of the Hugging Face hub's download cache is given.
+
+    Such a folder has the checkpoint in `snapshots/HASH`. Otherwise the result is "".
+    """
     snapshots = folder if folder.name == "snapshots" else folder / "snapshots"
     configs = sorted(snapshots.glob("*/config.json"), key=lambda file: file.lstat().st_mtime)
     return f" This is a folder of the hub's cache: give the snapshot in it, {configs[-1].parent}" if configs else ""
 
 
 def parse_json(name: str, content: bytes) -> dict[str, Any]:
-    """Parses a JSON object; raises ValueError, with `name` first, for other content or duplicate keys."""
+    """Parses a JSON object.
+
+    Args:
+      name: name of the file, for errors.
+      content: content of the file.
+
+    Raises:
+      ValueError: the content is a Git LFS pointer, no valid JSON or no object, or an object has duplicate keys.
+    """
     check_not_lfs_pointer(name, content)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

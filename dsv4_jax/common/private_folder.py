@@ -1,4 +1,4 @@
-"""Folders whose files a process trusts: nobody but the user may write into them."""
+"""Folders into which only the user may write, so that a process can trust the files in them."""
 
 import os
 import stat
@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def make_private_folder(path: str | Path) -> Path:
-    """Returns a folder, which is made with mode 0700 if it does not exist.
+    """Returns the path of a folder into which only the user may write. It is made with mode 0700 if it does not exist.
 
-    Raises OSError: the folder cannot be made, belongs to another user, or others may write into it.
+    Raises OSError if the folder cannot be made, belongs to another user, or others may write into it.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)

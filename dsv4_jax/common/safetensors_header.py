@@ -1,8 +1,8 @@
 """The header of a safetensors file: names, dtypes and offsets of its tensors.
 
-The format (https://github.com/huggingface/safetensors): 8 bytes of header length, little-endian, a JSON header of
-name -> {dtype, shape, data_offsets}, then the data without gaps. The safetensors package checks headers. Data are read
-and written here, because the package's NumPy functions know neither BF16 nor the 8-bit floats that the release stores.
+A file (https://github.com/huggingface/safetensors) has the length of the header in 8 bytes, little-endian, then a JSON
+header {name: {dtype, shape, data_offsets}}, then the data without gaps. The safetensors package checks headers. It does
+not read the data here, because its NumPy functions know neither BF16 nor the 8-bit floats of the release.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ DTYPES = {
     "U8": np.dtype(np.uint8),
 }
 _MAX_AXES = 32
-_MAX_SIZE = 2**48  # of an axis: numpy represents not much more, even if another axis is 0
+_MAX_SIZE = 2**48  # maximum size of an axis; NumPy allows not much more, even if another axis is 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +44,17 @@ class TensorHeader:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of the data."""
+        """The size of the tensor's data in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 def write_header(tensors: Iterable[TensorHeader], metadata: Mapping[str, str]) -> bytes:
-    """Returns the bytes that precede the data of consecutive tensors."""
+    """Returns the beginning of a file, up to the data, which must follow in the order of `tensors`.
+
+    Args:
+      tensors: headers of the file's tensors.
+      metadata: texts that are stored as "__metadata__".
+    """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     start = 0
     for tensor in tensors:
@@ -65,13 +70,14 @@ def read_header(path: Path) -> tuple[dict[str, tuple[TensorHeader, slice]], dict
     """Reads the header of a file.
 
     Returns:
-      ({name of a tensor: (header, its bytes in the file)}, metadata).
+      ({name of a tensor: (header, range of its bytes in the file)}, metadata).
 
     Raises:
       OSError: the file cannot be read.
-      ValueError: it is a Git LFS pointer, truncated or damaged, or has tensors of a dtype that is not in `DTYPES`.
+      ValueError: the file is empty, a Git LFS pointer, truncated or damaged; or it has a tensor whose dtype is not in
+        `DTYPES` or whose shape has more than 32 axes or a size above 2**48.
     """
-    if path.stat().st_size == 0:  # a pipe's size is 0, too
+    if path.stat().st_size == 0:  # also true for a pipe, from which reading would block
         raise ValueError(f"{path} has 0 bytes: it is truncated or no safetensors file.")
     with path.open("rb") as content:
         beginning = content.read(64)

@@ -1,4 +1,4 @@
-"""Parsing and formatting of memory sizes."""
+"""Functions that parse and format sizes of memory."""
 
 import re
 
@@ -12,11 +12,16 @@ _CASELESS = {unit.lower(): factor for unit, factor in _UNITS.items()}
 
 
 def parse_bytes(size: int | str, name: str = "memory") -> int:
-    """Parses an amount of memory to whole bytes, rounded down; `name` is that of the argument in errors.
+    """Parses an amount of memory. Returns whole bytes, rounded down.
 
-    `size` is a number of bytes, or text with a unit, such as "80GiB" (2**30), "500MB" (10**6), "1.5 GiB" or "4096B".
-    Raises TypeError if it is neither an int nor a str, and ValueError if the text is not a number with a known unit, or
-    the amount is not positive.
+    Args:
+      size: a number of bytes, or text with a unit, such as "80GiB" (2**30 bytes each), "500MB" (10**6 bytes each),
+        "1.5 GiB" or "4096B". The case of letters does not matter.
+      name: name of the argument, for errors.
+
+    Raises:
+      TypeError: `size` is neither an int nor a str.
+      ValueError: the text is not a number with a known unit, or the amount is below one byte.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise TypeError(f"{name}={size!r} must be an int (bytes) or text such as '80GiB'")
@@ -38,7 +43,7 @@ def parse_bytes(size: int | str, name: str = "memory") -> int:
 
 
 def readable_bytes(count: int) -> str:
-    """Formats `count` bytes in the largest fitting binary unit: "584 B", "14.71 MiB"."""
+    """Formats a number of bytes in the largest binary unit that it reaches: "584 B", "14.71 MiB"."""
     if count < 1024:
         return f"{count} B"
     power = min((count.bit_length() - 1) // 10, 4)

@@ -1,16 +1,16 @@
-"""Reprs for terminals (one line) and notebooks (a table). Neither reads an array's values."""
+"""Reprs of large objects: one line for terminals, a table for notebooks. They do not read the values of arrays."""
 
 import dataclasses
 import html
 from collections.abc import Mapping
 
 
-MAX_ROWS = 32
+MAX_ROWS = 32  # maximum number of rows of a table
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """A used amount of a total, shown with a bar.
+    """The used amount of a total. Notebooks show it with a bar.
 
     Attributes:
       used: used amount.
@@ -31,8 +31,8 @@ class Summary:
     """The contents of an object's repr.
 
     Attributes:
-      words: items of the line.
-      rows: {name: value} of the table; only the first `MAX_ROWS` are shown.
+      words: items of the line for terminals.
+      rows: {name: value} of the table for notebooks, which shows the first `MAX_ROWS` of them.
     """
 
     words: tuple[str, ...]
@@ -40,7 +40,7 @@ class Summary:
 
 
 class Summarized:
-    """A base class with a repr from `_summary()`."""
+    """A base class of objects whose reprs show the `Summary` that their `_summary()` returns."""
 
     def _summary(self) -> Summary:
         raise NotImplementedError

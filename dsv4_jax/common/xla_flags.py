@@ -1,21 +1,23 @@
-"""XLA flags for decoding; measurements are in docs/notes/decode_steps.md and docs/numerics.md."""
+"""The XLA flags with which models should decode. docs/notes/decode_steps.md and docs/numerics.md have measurements."""
 
 import os
 import sys
 
 
-# XLA counts a donated cache three times, concludes that memory is short, and rematerializes projections. Compiled for
-# an H100, a step with 8 requests of a million tokens had 252 products instead of 172.
+# Rematerialization is disabled because XLA counts the donated KV cache three times, concludes that memory is short, and
+# computes projections again. A step with 8 requests of a million tokens, compiled for an H100, had 252 matrix products
+# instead of 172.
 #
-# On a CPU, products that depend on its kind (AMX, AVX-512) would give another text on another CPU.
+# Platform-dependent math is disabled because matrix products by AMX or AVX-512 would make a model generate another text
+# on another kind of CPU.
 FLAGS = {"xla_disable_hlo_passes": "rematerialization", "xla_cpu_enable_platform_dependent_math": "false"}
 
 
 def set_xla_flags() -> None:
-    """Adds `FLAGS` to the environment variable XLA_FLAGS, for programs compiled from now on in this process.
+    """Adds `FLAGS` to the environment variable XLA_FLAGS. They apply to all programs that this process compiles.
 
-    Call it before JAX first uses a device: XLA reads the variable once. Flags that are set already stay as they are.
-    The command line calls it; a program of your own that decodes on a GPU should.
+    Call it before JAX first uses a device, because XLA reads the variable only once. Flags that are set already stay as
+    they are. The command line calls it. Your own program should call it, too, if it decodes on a GPU.
 
     Raises:
       RuntimeError: JAX has used a device already, and the variable lacks a flag.
@@ -31,6 +33,6 @@ def set_xla_flags() -> None:
 
 
 def jax_has_started() -> bool:
-    """Returns whether JAX has used a device in this process. Does not import JAX."""
+    """Returns whether JAX has used a device in this process, without importing JAX."""
     bridge = sys.modules.get("jax._src.xla_bridge")
     return getattr(bridge, "backends_are_initialized", bool)()

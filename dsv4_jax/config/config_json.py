@@ -1,4 +1,8 @@
-"""Reads config.json, in the release's spelling or transformers', and writes it in the release's."""
+"""Reads config.json with the fields of the release or of transformers 5, and writes it with those of the release.
+
+A "spelling" is a field, or a field of a nested object, by which one of the two formats states a fact. Both formats can
+occur in one file, if they agree.
+"""
 
 import dataclasses
 import warnings
@@ -16,10 +20,11 @@ from dsv4_jax.config.rope_scaling import RopeScaling
 if TYPE_CHECKING:
     from dsv4_jax.config.dsv4_config import DSV4Config
 
-MLP_LAYER_TYPES = ("hash_moe", "moe")
+MLP_LAYER_TYPES = ("hash_moe", "moe")  # experts looked up by token id, and experts selected by a router
 _OTHERS = "Layers of other rates are given as data: config.with_layers([LayerSpec.csa(8), ...])."
 
-# Whole numbers, and the most that each may be: far beyond any model, where no weight's shape confirms it.
+# {field with an integer: its maximum}. The minimum is 1. The maxima are far beyond any model, and are lower for fields
+# that no weight's shape would confirm.
 INTEGERS = dict.fromkeys((
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "qk_rope_head_dim",
     "q_lora_rank", "o_lora_rank", "o_groups", "index_n_heads", "index_head_dim", "moe_intermediate_size",
@@ -27,14 +32,15 @@ INTEGERS = dict.fromkeys((
 ), 2**31 - 1) | {
     "n_routed_experts": 2**16, "index_topk": MAX_ROWS, "sliding_window": MAX_ROWS, "hc_sinkhorn_iters": 2**16,
 }  # fmt: skip
+# Fields with a positive real number.
 REALS = ("routed_scaling_factor", "swiglu_limit", "hc_eps", "rms_norm_eps", "rope_theta", "compress_rope_theta")
-# Pairs of spellings: the release's, then transformers'.
+# Pairs of fields that state the same fact: the release's, then transformers'.
 _SPELLINGS = (
     ("compress_ratios", "layer_types"), ("compress_ratios", "compress_rates"), ("num_hash_layers", "mlp_layer_types"),
     ("qk_rope_head_dim", "partial_rotary_factor"), ("rope_scaling", "rope_parameters"),
     ("rope_theta", "rope_parameters"), ("compress_rope_theta", "rope_parameters"),
 )  # fmt: skip
-# Choices that the architecture fixes; where a config states one, it must state this.
+# {field: the only value that the architecture allows}, if the field is there.
 _FIXED = {
     "num_key_value_heads": 1, "scoring_func": "sqrtsoftplus", "hidden_act": "silu",
     "attention_bias": False, "mlp_bias": False, "norm_topk_prob": True, "topk_method": "noaux_tc",
@@ -42,7 +48,8 @@ _FIXED = {
 _REQUIRED_FIXED = ("num_key_value_heads", "scoring_func")
 _RESPELLED = {name for names in _SPELLINGS for name in names}
 _REQUIRED = tuple((name,) for name in (*INTEGERS, *REALS, *_REQUIRED_FIXED) if name not in _RESPELLED) + _SPELLINGS
-# Keys that change nothing here: training, storage (the stored dtype decides), multi-token prediction, bookkeeping.
+# Fields that are ignored: about training, the storage of weights (the dtypes in the files decide), and bookkeeping.
+# `num_nextn_predict_layers` is read apart.
 _IRRELEVANT = frozenset((
     "_name_or_path", "architectures", "attention_dropout", "auto_map", "chunk_size_feed_forward", "dtype",
     "expert_dtype", "id2label", "initializer_range", "intermediate_size", "is_encoder_decoder", "label2id",
@@ -58,7 +65,17 @@ _DSPARK = tuple(field.name for field in dataclasses.fields(DSparkConfig) if fiel
 
 
 def check_names(field: str, values: Any, known: tuple[str, ...], count: int) -> tuple[str, ...]:
-    """Returns the names of `count` layers as a tuple; raises ValueError unless all are known."""
+    """Returns the names in a field as a tuple.
+
+    Args:
+      field: name of the field, for errors.
+      values: its value.
+      known: valid names.
+      count: number of layers, which is the number of names.
+
+    Raises:
+      ValueError: the value is no list of `count` known names.
+    """
     check(isinstance(values, list | tuple), f"{field}={values!r} must be a list of {count} names")
     check(len(values) == count, f"{field} names {len(values)} layers, but num_hidden_layers={count}")
     for i, value in enumerate(values):
@@ -67,7 +84,10 @@ def check_names(field: str, values: Any, known: tuple[str, ...], count: int) -> 
 
 
 def check_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the numbers among a configuration's values; raises TypeError or ValueError for an impossible one."""
+    """Returns {field: number} for the fields of `INTEGERS` and `REALS`, from values that have at least these fields.
+
+    Raises TypeError for a value that is no such number, and ValueError for one that is out of range.
+    """
     integers = {name: check_whole(name, values[name], 1, limit) for name, limit in INTEGERS.items()}
     return integers | {name: check_positive(name, values[name]) for name in REALS}
 
@@ -78,7 +98,15 @@ def _object(name: str, value: Any) -> dict[str, Any]:
 
 
 def _agree(fact: str, spellings: dict[str, Any]) -> Any:
-    """Returns the value of a fact that config.json spells in several ways; `spellings` maps key to value."""
+    """Returns the value of a fact that config.json may state in several fields.
+
+    Args:
+      fact: description of the fact, for the error.
+      spellings: {field: value} for each field that states it.
+
+    Raises:
+      ValueError: the values differ.
+    """
     (key, value), *repetitions = spellings.items()
     for name, stated in repetitions:
         check(value == stated, f"config.json contradicts itself on {fact}: {key} = {value!r}, {name} = {stated!r}.")
@@ -86,22 +114,32 @@ def _agree(fact: str, spellings: dict[str, Any]) -> Any:
 
 
 def _stated(spellings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the spellings that config.json has; raises ValueError if there is none. A null is an absent field."""
+    """Returns the items of {field: value} whose value is not None, that is neither absent nor null in config.json.
+
+    Raises ValueError if there is none.
+    """
     stated = {key: value for key, value in spellings.items() if value is not None}
     check(bool(stated), f"config.json lacks {' or '.join(spellings)}.")
     return stated
 
 
 def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
-    """Returns the fields of `DSV4Config`, which checks most of them, from config.json's content.
+    """Returns the arguments of `DSV4Config` from the content of config.json.
+
+    Relations between fields are not checked here, but by `DSV4Config`. A warning names fields that are not known.
+
+    Args:
+      raw: content of config.json.
+      mtp: whether to include the draft layers.
 
     Raises:
       TypeError: a number is of another type.
-      ValueError: as `DSV4Config.from_hf`, but for values that `DSV4Config` refuses.
+      ValueError: the file describes another model, lacks fields, contradicts itself or has an impossible value; or
+        `mtp` is given for a model without draft layers.
     """
     model_type = raw.get("model_type")
     check(model_type == "deepseek_v4", f"model_type={model_type!r} must be 'deepseek_v4': no other model is known")
-    # The release may write `rope_scaling: null` for "no YaRN".
+    # The release may write `rope_scaling: null`, which means that there is no YaRN.
     present = {key for key, value in raw.items() if value is not None or key == "rope_scaling"}
     missing = [" or ".join(names) for names in _REQUIRED if present.isdisjoint(names)]
     check(not missing, f"config.json lacks {'; '.join(missing)}: these decide shapes and have no default.")
@@ -133,10 +171,10 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
 
 
 def release_config(config: "DSV4Config") -> dict[str, Any]:
-    """Returns the content of config.json in the release's spelling.
+    """Returns the content of a config.json with the fields of the release.
 
-    Raises ValueError if it cannot express the layers: hash layers follow others, or a layer's spec is not that of its
-    rate in a release.
+    Raises ValueError if these fields cannot express the layers, because a hash-routed layer follows another one, or a
+    layer's spec differs from that of layers with the same compression rate in a release.
     """
     for layer, spec in enumerate(config.specs):
         read = LayerSpec.of_ratio(spec.compress_rate)
@@ -153,7 +191,7 @@ def release_config(config: "DSV4Config") -> dict[str, Any]:
     fields = dataclasses.asdict(config)
     scaling = fields["rope_scaling"]
     dspark = fields.pop("dspark") or {}
-    dspark.pop("num_layers", None)  # the length of compress_ratios tells it
+    dspark.pop("num_layers", None)  # follows from the length of compress_ratios
     del fields["specs"], fields["mlp_layer_types"]
     return {
         **fields,
@@ -171,9 +209,13 @@ def release_config(config: "DSV4Config") -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a config.json, or that in a folder or beside a safetensors file.
+    """Reads config.json.
 
-    Raises ValueError if it cannot be read or is not an object.
+    Args:
+      path: the file, its folder, or a safetensors file beside it.
+
+    Raises:
+      ValueError: the file cannot be read or is no JSON object.
     """
     file = path / "config.json" if path.is_dir() else path
     if path.suffix == ".safetensors" and not path.is_dir():
@@ -187,7 +229,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def mlp_types(hash_layers: int, layers: int) -> tuple[str, ...]:
-    """Returns `mlp_layer_types` for a model whose first layers are hash layers."""
+    """Returns the `mlp_layer_types` of a model with `layers` layers whose first `hash_layers` are hash-routed."""
     return ("hash_moe",) * hash_layers + ("moe",) * (layers - hash_layers)
 
 
@@ -203,14 +245,15 @@ def _draft_layers(raw: dict[str, Any]) -> int:
 
 
 def _draft_ratios(raw: dict[str, Any]) -> list[Any]:
-    """Returns the tail of `compress_ratios`, which belongs to the draft layers."""
+    """Returns the elements of `compress_ratios` after those of the model's layers. They belong to the draft layers."""
     return (raw.get("compress_ratios") or [])[raw["num_hidden_layers"] :]
 
 
 def _dspark(raw: dict[str, Any]) -> DSparkConfig | None:
     """Returns DSpark's configuration; None if the draft layer is the multi-token-prediction block.
 
-    `num_nextn_predict_layers` is 1 in the releases, whatever the number of layers; the ratios behind the model's tell.
+    The number of DSpark's layers is that of the elements of `compress_ratios` after the model's layers, because
+    `num_nextn_predict_layers` is always 1 in the releases. Without such elements, it is that of the target layers.
     """
     fields = {key.removeprefix("dspark_"): value for key, value in raw.items() if key.startswith("dspark_")}
     if not fields:
@@ -226,7 +269,7 @@ def _dspark(raw: dict[str, Any]) -> DSparkConfig | None:
 
 
 def _specs(raw: dict[str, Any], layers: int) -> tuple[LayerSpec, ...]:
-    """Returns the specs of the layers, from the release's list or from transformers' names."""
+    """Returns the specs of the model's layers, from `compress_ratios`, or from `layer_types` and `compress_rates`."""
     types = {}
     rates = {}
     if (ratios := raw.get("compress_ratios")) is not None:
@@ -299,7 +342,7 @@ def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
     head_dim = check_whole("head_dim", raw["head_dim"], 1, INTEGERS["head_dim"])
     for key, fraction in fractions.items():
         if fraction is not None:
-            # The fraction is a quotient of integers, so the product is within an ulp of one.
+            # The fraction is a quotient of integers, so the product is an integer except for rounding.
             spellings["qk_rope_head_dim"][f"{key} * head_dim"] = round(head_dim * check_positive(key, fraction))
     fields = {fact: _agree(fact, _stated(values)) for fact, values in spellings.items()}
     return fields | {"rope_scaling": _agree("YaRN", scalings)}

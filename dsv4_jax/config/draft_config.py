@@ -1,4 +1,4 @@
-"""The kinds of draft layers, which predict tokens that the model then verifies."""
+"""The kinds of draft layers, which draft tokens for the model to verify: multi-token prediction and DSpark."""
 
 import dataclasses
 
@@ -8,16 +8,16 @@ from dsv4_jax.common.arguments import check, check_whole
 class MTPConfig:
     """The multi-token-prediction block, a layer that drafts one token after another.
 
-    Every kind of draft layers has these attributes and the method `spare_rows`; nothing else asks for the kind.
+    `DSparkConfig` has the same attributes and the method `spare_rows`, so that most code need not know the kind.
 
     Attributes:
-      num_layers: number of draft layers, which have a window only.
-      block_size: number of tokens that a pass over the layers drafts.
-      max_drafts: the most tokens that can be drafted for a request in a step; None = no limit.
+      num_layers: number of draft layers. They attend to a sliding window only.
+      block_size: number of tokens that a pass through the draft layers drafts.
+      max_drafts: maximum number of tokens that can be drafted for a request in a step; None = no limit.
       keeps_streams: whether the cache stores the residual streams of each request's last tokens.
-      estimates_confidence: whether a draft has a probability of being accepted.
-      target_layer_ids: layers of the model, ascending, whose streams drafts are made from, each as a mean; () = the
-        streams before the model's head.
+      estimates_confidence: whether the draft layers estimate the probability that a draft is accepted.
+      target_layer_ids: layers of the model, ascending. For each of them, the draft layers read the mean of its output
+        streams. () = the draft layers read the streams before the model's head.
     """
 
     num_layers = 1
@@ -28,20 +28,22 @@ class MTPConfig:
     target_layer_ids = ()
 
     def spare_rows(self, drafts: int) -> int:
-        """Returns the number of window rows behind a request's last token that drafting so many tokens writes."""
+        """Returns the number of window rows after a request's last token that drafting `drafts` tokens overwrites."""
         return max(drafts - 1, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DSparkConfig:
-    """The draft layers of V4-Flash-0731 and V4-Pro-0813, which draft a block of tokens in one pass (DSpark).
+    """DSpark, the draft layers of V4-Flash-0731 and V4-Pro-0813, which draft a block of tokens in one pass.
 
     Attributes:
-      num_layers: number of draft layers, which have a window only.
-      block_size: number of tokens that a pass drafts, and that a step can draft.
-      noise_token_id: token id that stands in the block for every token but the first.
-      target_layer_ids: layers of the model, ascending; the draft layers read the streams that leave them.
-      markov_rank: width of the correction of a draft's logits by the token before it.
+      num_layers: number of draft layers. They attend to a sliding window only.
+      block_size: number of tokens that a pass drafts, which is also the maximum number of drafts in a step.
+      noise_token_id: token id that the draft layers read at every position of the block except the first.
+      target_layer_ids: layers of the model, ascending, at least one. For each of them, the draft layers read the mean
+        of its output streams.
+      markov_rank: rank of the matrix by which the token before a draft corrects the draft's logits.
+      keeps_streams, estimates_confidence: see `MTPConfig`.
     """
 
     num_layers: int
@@ -55,15 +57,18 @@ class DSparkConfig:
 
     @property
     def max_drafts(self) -> int:
-        """The most tokens that can be drafted for a request in a step."""
+        """The maximum number of tokens that can be drafted for a request in a step."""
         return self.block_size
 
     def spare_rows(self, drafts: int) -> int:
-        """Returns the number of rows of a block, which has the same size for any number of drafts."""
+        """Returns the number of window rows after a request's last token that drafting overwrites: a whole block."""
         return self.block_size
 
     def check(self, num_hidden_layers: int, vocab_size: int) -> None:
-        """Raises TypeError or ValueError if a value is impossible in a model of so many layers and tokens."""
+        """Checks the values for a model with `num_hidden_layers` layers and a vocabulary of `vocab_size` tokens.
+
+        Raises TypeError for a value that is no integer, and ValueError for one that is impossible.
+        """
         for name in ("num_layers", "block_size", "markov_rank"):
             check_whole(f"dspark_{name}", getattr(self, name), 1, 2**31 - 1)
         check_whole("dspark_noise_token_id", self.noise_token_id, 0, vocab_size - 1)
@@ -75,7 +80,15 @@ class DSparkConfig:
 
 
 def check_min_confidence(min_confidence: float, layers: MTPConfig | DSparkConfig | None) -> None:
-    """Raises ValueError unless this is a probability, and the model's draft layers estimate one if it is not 0."""
+    """Checks the minimum estimated probability of being accepted that a draft must have to be verified.
+
+    Args:
+      min_confidence: the probability; 0 = all drafts are verified.
+      layers: the model's draft layers; None without any.
+
+    Raises:
+      ValueError: the value is not from 0 to 1, or it is above 0 and the draft layers estimate no probability.
+    """
     name = f"min_confidence={min_confidence}"
     check(0 <= min_confidence <= 1, f"{name} must be from 0 to 1, a probability")
     is_known = layers is not None and layers.estimates_confidence

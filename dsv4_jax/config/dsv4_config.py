@@ -1,4 +1,4 @@
-"""The model's configuration."""
+"""The configuration of a DeepSeek-V4 model: its sizes, layers, RoPE and draft layers."""
 
 import collections
 import dataclasses
@@ -22,15 +22,18 @@ if TYPE_CHECKING:
 class DSV4Config:
     """The configuration of a DeepSeek-V4 model; immutable and hashable (a static jit argument).
 
-    Fields are named as in config.json. These need a word more:
+    Most fields have the name and the meaning of a field of config.json. The following fields differ, or have a meaning
+    that their name does not tell:
 
     - `specs`: the attention of each layer, without draft layers.
-    - `mlp_layer_types`: the MLP of each of these layers, "hash_moe" or "moe".
-    - `rope_theta`: base of plain RoPE, for layers that have a window only.
-    - `compress_rope_theta`: base of RoPE in the other layers, where `rope_scaling` describes YaRN; None = no YaRN.
+    - `mlp_layer_types`: the MLP of each of these layers: "hash_moe" looks up its experts by token id, "moe" selects
+      them by a router.
+    - `rope_theta`: base of RoPE in layers that attend to a sliding window only.
+    - `compress_rope_theta`: base of RoPE in the other layers.
+    - `rope_scaling`: YaRN in these other layers; None = no YaRN.
     - `eos_token_id`: a tuple, empty if there is none.
-    - `num_nextn_predict_layers`: 1 with draft layers, 0 without. They are the multi-token-prediction block, or those
-      that `dspark` describes.
+    - `num_nextn_predict_layers`: 1 with draft layers, 0 without. They are the multi-token-prediction block if `dspark`
+      is None, otherwise the layers that `dspark` describes.
     - `tie_word_embeddings`: whether a checkpoint may leave out the head, which is then a copy of the embedding.
 
     Raises:
@@ -50,7 +53,7 @@ class DSV4Config:
     index_head_dim: int
     index_topk: int
     sliding_window: int
-    specs: tuple[LayerSpec, ...] = dataclasses.field(hash=False)  # a hash of all takes 50 us, at every launch
+    specs: tuple[LayerSpec, ...] = dataclasses.field(hash=False)  # hashing them would take 50 us at every launch
     mlp_layer_types: tuple[str, ...]
     moe_intermediate_size: int
     n_routed_experts: int
@@ -113,27 +116,27 @@ class DSV4Config:
 
     @property
     def nope_head_dim(self) -> int:
-        """The number of leading channels of a head without RoPE."""
+        """The number of channels of a head that RoPE does not rotate, which come first."""
         return self.head_dim - self.qk_rope_head_dim
 
     @functools.cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """The specs of all layers in order. Draft layers, which have a window only, are the last ones."""
+        """The specs of all layers in order. The last ones are the draft layers, which have a sliding window only."""
         return numbered((*self.specs, *[LayerSpec()] * self.num_draft_layers))
 
     @property
     def num_hidden_layers(self) -> int:
-        """The number of layers without draft layers."""
+        """The number of the model's layers; draft layers do not count."""
         return len(self.specs)
 
     @property
     def layer_types(self) -> tuple[str, ...]:
-        """The names of the layers' attention in transformers' config.json, without draft layers."""
+        """The name of each layer's kind of attention in transformers' config.json, without draft layers."""
         return tuple(spec.layer_type for spec in self.specs)
 
     @property
     def drafts(self) -> MTPConfig | DSparkConfig | None:
-        """The description of the draft layers; None without any."""
+        """The description of the draft layers; None without draft layers."""
         return (self.dspark or MTPConfig()) if self.num_nextn_predict_layers else None
 
     @property
@@ -142,9 +145,11 @@ class DSV4Config:
         return 0 if self.drafts is None else self.drafts.num_layers
 
     def with_layers(self, specs: Sequence[LayerSpec], mlp_layer_types: Sequence[str] | None = None) -> "DSV4Config":
-        """Returns the configuration of a model with other layers. DSpark's target layers are the last ones.
+        """Returns the configuration of a model with other layers. DSpark's target layers become the last ones.
 
-        `specs` describe the attention of each layer, and `mlp_layer_types` its MLP; None = "moe" in all.
+        Args:
+          specs: the attention of each layer.
+          mlp_layer_types: the MLP of each layer, "hash_moe" or "moe"; None = "moe" in all layers.
         """
         count = len(specs)
         dspark = self.dspark
@@ -155,11 +160,14 @@ class DSV4Config:
         return dataclasses.replace(self, specs=tuple(specs), mlp_layer_types=mlps, dspark=dspark)
 
     def first_layers(self, count: int) -> "DSV4Config":
-        """Returns the configuration of a model with the first `count` layers only."""
+        """Returns the configuration of a model that has only the first `count` layers of this one."""
         return self.with_layers(self.specs[:count], self.mlp_layer_types[:count])
 
     def with_dspark(self, markov_rank: int) -> "DSV4Config":
-        """Returns the configuration with DSpark's three draft layers, whose other sizes are the releases'."""
+        """Returns the configuration with DSpark's three draft layers.
+
+        `markov_rank` is that of `DSparkConfig`. The other values are those of the releases.
+        """
         dspark = DSparkConfig(
             num_layers=3,
             block_size=5,
@@ -170,25 +178,28 @@ class DSV4Config:
         return dataclasses.replace(self, num_nextn_predict_layers=1, dspark=dspark)
 
     def with_drafts(self, drafts: bool) -> "DSV4Config":
-        """Returns the configuration with the model's draft layers, or without them."""
+        """Returns the configuration with draft layers, or without if `drafts` is False.
+
+        They are those of `dspark`, or the multi-token-prediction block if `dspark` is None.
+        """
         return dataclasses.replace(self, num_nextn_predict_layers=int(drafts), dspark=self.dspark if drafts else None)
 
     def with_drafts_of(self, other: "DSV4Config") -> "DSV4Config":
-        """Returns the configuration with the kind of draft layers that another model has, or without."""
+        """Returns the configuration with draft layers of the kind that `other` has, or without if it has none."""
         if other.dspark is not None:
             return self.with_dspark(other.dspark.markov_rank)
         return self.with_drafts(other.drafts is not None)
 
     def compress_rate(self, layer: int) -> int:
-        """Returns the number of tokens per compressed entry of a layer; 0 on sliding layers."""
+        """Returns the number of tokens per compressed entry of a layer; 0 for a layer with a sliding window only."""
         return self.layers[layer].compress_rate
 
     def window(self, layer: int) -> int:
-        """Returns the number of tokens in a layer's window, the token itself included."""
+        """Returns the number of tokens in a layer's sliding window, including the token that attends to it."""
         return self.layers[layer].window or self.sliding_window
 
     def topk(self, layer: int) -> int:
-        """Returns the number of entries that a layer's indexer selects."""
+        """Returns the number of entries that a layer's indexer selects for each token."""
         return self.layers[layer].index_topk or self.index_topk
 
     def is_hashed(self, layer: int) -> bool:
@@ -196,12 +207,13 @@ class DSV4Config:
         return self.mlp_layer_types[layer : layer + 1] == ("hash_moe",)
 
     def inv_freq(self, layer: int) -> "np.ndarray":
-        """Returns RoPE's angle per position for each pair of channels, [qk_rope_head_dim // 2] float32.
+        """Returns RoPE's angle per position for each pair of channels, [qk_rope_head_dim // 2] float32 radians.
 
-        Sliding layers: plain `rope_theta`. Compressed layers: `compress_rope_theta`, YaRN interpolated. The order of
-        the float32 operations is the release's (`precompute_freqs_cis`), so the values equal its table bit for bit.
+        The base is `rope_theta` in layers with a sliding window only. In other layers, it is `compress_rope_theta`, and
+        YaRN interpolates the angles. The order of the float32 operations is that of the release's
+        `precompute_freqs_cis`, so that the values equal its table bit for bit.
         """
-        import numpy as np  # here, so that the command line need not import it to print its help
+        import numpy as np  # imported here, so that the command line can print its help without importing NumPy
 
         is_compressed = self.layers[layer].compress_rate > 0
         theta = self.compress_rope_theta if is_compressed else self.rope_theta
@@ -213,38 +225,43 @@ class DSV4Config:
 
     @classmethod
     def from_hf(cls, source: str | Path | dict[str, Any], *, mtp: bool = False) -> "DSV4Config":
-        """Reads config.json in the release's spelling, in transformers 5's, or in a mixture that agrees.
+        """Reads config.json with the fields of the release, with those of transformers 5, or with both if they agree.
 
         Args:
           source: a folder that holds config.json, the file itself, a safetensors file beside it, or its parsed
             content.
-          mtp: whether to include the draft layers, which take the memory of more layers: the
-            multi-token-prediction block, or DSpark's three where the file has `dspark_*` keys.
+          mtp: whether to include the draft layers, whose weights take additional memory. They are DSpark's layers if
+            the file has fields `dspark_*`, otherwise the multi-token-prediction block.
 
         Raises:
-          ValueError: the file is missing or not JSON, describes another model, lacks fields (all are named at once;
-            fields that decide layout have no default), has two spellings that disagree or an impossible value, or
-            `mtp` is given for a model without such layers.
+          ValueError: the file is missing or not JSON; it describes another model; it lacks fields, which the message
+            names; two fields contradict each other; a value is impossible; or `mtp` is given for a model without draft
+            layers.
         """
         content = source if isinstance(source, dict) else config_json.read_json(Path(source))
         try:
             return cls(**config_json.read_fields(content, mtp=mtp))
-        except TypeError as error:  # a value of another JSON type
+        except TypeError as error:  # a value in config.json has another JSON type
             raise ValueError(str(error)) from None
 
     @classmethod
     def small(cls, layers: Sequence[LayerSpec], **fields: Any) -> "DSV4Config":
-        """Returns a small model's configuration with layers of any pattern, rates and window.
+        """Returns the configuration of a small model with any layers.
 
-        `layers` are specs such as `LayerSpec()`, `LayerSpec.csa(rate)` and `LayerSpec.hca(rate)`, and `**fields` the
-        values of other fields, such as `hidden_size=256`.
+        Args:
+          layers: specs of the layers, such as `LayerSpec()`, `LayerSpec.csa(rate)` and `LayerSpec.hca(rate)`.
+          **fields: values of other fields, such as `hidden_size=256`. The default of `mlp_layer_types` is "moe" in all
+            layers.
         """
         values = _RELEASED | _SMALL | {"mlp_layer_types": ("moe",) * len(layers)} | fields
         return cls(**values, specs=tuple(layers))
 
     @classmethod
     def v4_flash(cls) -> "DSV4Config":
-        """DeepSeek-V4-Flash: 43 layers (2 sliding, then 21 CSA and 20 HCA taking turns)."""
+        """Returns the configuration of DeepSeek-V4-Flash.
+
+        It has 43 layers: 2 with a sliding window only, then CSA and HCA in turn, 21 and 20 of them.
+        """
         csa = LayerSpec.csa()
         hca = LayerSpec.hca()
         return cls(
@@ -255,7 +272,10 @@ class DSV4Config:
 
     @classmethod
     def v4_pro(cls) -> "DSV4Config":
-        """DeepSeek-V4-Pro: 61 layers (2 HCA, then 30 CSA and 29 HCA taking turns)."""
+        """Returns the configuration of DeepSeek-V4-Pro.
+
+        It has 61 layers: 2 of HCA, then CSA and HCA in turn, 30 and 29 of them.
+        """
         csa = LayerSpec.csa()
         hca = LayerSpec.hca()
         return cls(
@@ -266,12 +286,12 @@ class DSV4Config:
 
     @classmethod
     def v4_flash_0731(cls) -> "DSV4Config":
-        """DeepSeek-V4-Flash-0731: V4-Flash with DSpark's draft layers."""
+        """Returns the configuration of DeepSeek-V4-Flash-0731, which is V4-Flash with DSpark's draft layers."""
         return cls.v4_flash().with_dspark(256)
 
     @classmethod
     def v4_pro_0813(cls) -> "DSV4Config":
-        """DeepSeek-V4-Pro-0813: V4-Pro with DSpark's draft layers."""
+        """Returns the configuration of DeepSeek-V4-Pro-0813, which is V4-Pro with DSpark's draft layers."""
         return cls.v4_pro().with_dspark(512)
 
 

@@ -1,4 +1,4 @@
-"""The spec of a layer: its pools in the cache and the entries that it reads, as data."""
+"""The spec of a layer, which says what the layer stores in the cache and to which entries it attends."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -7,37 +7,42 @@ from typing import Any
 from dsv4_jax.common.arguments import check_whole
 
 
-# The names of transformers' config.json for the attention of a layer.
+# Kinds of attention, by their names in transformers' config.json.
 SLIDING = "sliding_attention"
 CSA = "compressed_sparse_attention"
 HCA = "heavily_compressed_attention"
 LAYER_TYPES = (SLIDING, CSA, HCA)
 
-OWN = -1
-MAX_ROWS = 2**20  # far beyond any model's window or selection, whose sizes no weight's shape confirms
+OWN = -1  # stands for the layer's own number
+MAX_ROWS = 2**20  # maximum of the fields of `_LEAST`, far beyond any model; no weight's shape would confirm them
+# {field of `LayerSpec`: its minimum}.
 _LEAST = {"compress_rate": 0, "index": 0, "window": 1, "index_topk": 1}
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """Describes one layer's use of the cache; without arguments, a layer that has a window only.
+    """One layer's use of the cache. `LayerSpec()` is a layer that attends to a sliding window only.
 
-    Reading and owning are separate: a layer may attend to entries, and score keys, that an earlier layer stores.
+    A compressed entry stands for a number of consecutive tokens. An index key is a vector by which the indexer scores
+    an entry. A layer need not store the entries that it attends to, nor the keys that it scores: an earlier layer of
+    its group may store them.
 
     Attributes:
-      layer: number of the layer in the model, which is also its row on axis 0 of the sliding-window rings; -1 until
-        `numbered` sets it.
-      compress_rate: number of tokens per entry that the layer attends to; 0 = window only.
-      overlap: whether an entry pools its own window and the previous one.
-      group: name of the pool group with the layer's entries; None without entries.
-      index: the layer's row on axis 0 of that group's pools; `numbered` sets it if the layer owns the row.
-      owner: whether the layer stores these entries itself, with a compressor.
-      keys: whether an index key is stored beside each entry.
-      key_compressor: whether a separate compressor pools the keys; otherwise keys are made from the entries' vectors.
-      selection: number of the layer whose top-k selection is attended to: this layer, which may be given as -1, or an
-        earlier one, whose entries have as many tokens. None = all visible entries.
-      window: number of tokens in the layer's window, itself included; None = the configuration's `sliding_window`.
-      index_topk: number of entries that a layer which selects them takes; None = the configuration's.
+      layer: number of the layer in the model, which is also its index on axis 0 of the array of sliding windows; -1
+        until `numbered` sets it.
+      compress_rate: number of tokens per entry that the layer attends to; 0 = it attends to no entries.
+      overlap: whether an entry pools the tokens of the previous entry, too.
+      group: name of the pool group that holds the entries; None without entries.
+      index: index of the layer's entries on axis 0 of the group's pools. `numbered` sets it if the layer is an owner.
+      owner: whether the layer stores the entries itself, with a compressor.
+      keys: whether the group stores an index key for each entry.
+      key_compressor: whether a separate compressor makes the keys; otherwise they are made from the entries' vectors.
+      selection: number of the layer whose top-k selection of entries the layer attends to. It is the layer itself,
+        which may be given as -1, or an earlier layer with the same compression rate. None = all visible entries.
+      window: number of tokens in the layer's sliding window, including the token itself; None = the configuration's
+        `sliding_window`.
+      index_topk: number of entries that the layer selects, if it selects them itself; None = the configuration's
+        `index_topk`.
     """
 
     layer: int = OWN
@@ -54,10 +59,11 @@ class LayerSpec:
 
     @classmethod
     def csa(cls, rate: int = 4, **fields: Any) -> "LayerSpec":
-        """Returns the spec of compressed sparse attention: overlapping windows, and an indexer that selects entries.
+        """Returns the spec of compressed sparse attention (CSA): entries overlap, and an indexer selects the top k.
 
-        An entry has `rate` tokens. Layers of one rate share the pools of a group, "csa" and the rate. `**fields` are
-        values of other attributes, such as `window=64` or `owner=False`.
+        Args:
+          rate: number of tokens per entry. Layers with the same rate share a pool group, named "csa" and the rate.
+          **fields: values of other attributes, such as `window=64` or `owner=False`.
         """
         spec = cls(
             compress_rate=rate, group=f"csa{rate}", owner=True, overlap=True, keys=True, key_compressor=True,
@@ -67,26 +73,33 @@ class LayerSpec:
 
     @classmethod
     def hca(cls, rate: int = 128, **fields: Any) -> "LayerSpec":
-        """Returns the spec of heavily compressed attention: all entries of windows that do not overlap.
+        """Returns the spec of heavily compressed attention (HCA): entries do not overlap, and all are attended to.
 
-        An entry has `rate` tokens. Layers of one rate share the pools of a group, "hca" and the rate. `**fields` are
-        values of other attributes, such as `window=64` or `owner=False`.
+        Args:
+          rate: number of tokens per entry. Layers with the same rate share a pool group, named "hca" and the rate.
+          **fields: values of other attributes, such as `window=64` or `owner=False`.
         """
         return dataclasses.replace(cls(compress_rate=rate, group=f"hca{rate}", owner=True), **fields)
 
     @classmethod
     def of_ratio(cls, ratio: int) -> "LayerSpec":
-        """Returns the spec of a layer from its number in the release's `compress_ratios`."""
+        """Returns the spec of a layer from its element of the release's `compress_ratios`.
+
+        0 and 1 stand for a sliding window only, 4 for CSA, and any other number for HCA with this rate.
+        """
         return cls() if ratio in (0, 1) else cls.csa() if ratio == cls.csa().compress_rate else cls.hca(ratio)
 
     @property
     def layer_type(self) -> str:
-        """The name of such attention in transformers' config.json, one of `LAYER_TYPES`."""
+        """The name of the layer's kind of attention in transformers' config.json, one of `LAYER_TYPES`."""
         return SLIDING if self.group is None else HCA if self.selection is None else CSA
 
     @property
     def kind(self) -> "LayerSpec":
-        """The spec without the layer's own places: layers of one kind use the same pools in the same way."""
+        """The spec without `layer` and `index`, which is equal for layers that use the cache in the same way.
+
+        If the layer selects entries itself, `selection` is -1.
+        """
         return dataclasses.replace(self, layer=OWN, index=0, selection=OWN if self.selects else self.selection)
 
     @property
@@ -96,12 +109,16 @@ class LayerSpec:
 
 
 def numbered(specs: Iterable[LayerSpec]) -> tuple[LayerSpec, ...]:
-    """Returns the specs of a model's layers with their places: `layer`, and `index` of owners.
+    """Returns the specs of a model's layers with the attributes that follow from their order.
+
+    These are `layer`, `index` of owners, and `selection` of layers that select entries themselves.
 
     Raises:
-      TypeError: a layer is no LayerSpec, or a number in it is not whole.
-      ValueError: a number is out of range; a layer lacks a rate or a group, has a number or row that is not its place,
-        differs from the layer that stores its entries, or reads entries or a selection that no layer before it makes.
+      TypeError: a layer is no LayerSpec, or a number in it is no integer.
+      ValueError: a number is out of range; a layer has only one of a rate and a group; its `layer` or `index` is given
+        and differs from its place; it differs in rate, overlap or keys from the other layers of its group; it reads
+        entries, keys or a selection that neither it nor an earlier layer makes; or other attributes contradict each
+        other.
     """
     owners: dict[str | None, list[LayerSpec]] = {}
     placed: list[LayerSpec] = []
@@ -125,13 +142,15 @@ def numbered(specs: Iterable[LayerSpec]) -> tuple[LayerSpec, ...]:
 
 
 def _faults(spec, unplaced, placed, owners):
-    """Yields what a layer claims wrongly. The caller stops at the first fault: later checks rely on earlier ones.
+    """Yields a description of each mistake in a layer's spec.
+
+    Later checks rely on earlier ones, so the caller must stop at the first mistake.
 
     Args:
-      spec: the spec with its places.
-      unplaced: the spec without.
+      spec: the spec with its `layer`, `index` and `selection`.
+      unplaced: the spec as it was given.
       placed: specs of all layers up to this one.
-      owners: those that store a row of its group.
+      owners: specs of the layers up to this one that store entries of its group.
     """
     rate = spec.compress_rate
     group = spec.group

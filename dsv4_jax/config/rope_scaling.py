@@ -1,4 +1,4 @@
-"""YaRN: RoPE's angles for a longer context."""
+"""YaRN, which changes RoPE's angles for a longer context."""
 
 import dataclasses
 import math
@@ -13,13 +13,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """YaRN's parameters (Peng et al. 2023), without an attention factor: DeepSeek-V4 uses none.
+    """YaRN's parameters (Peng et al. 2023). There is no attention factor, because DeepSeek-V4 uses none.
 
     Attributes:
       factor: factor by which the context was extended.
       original_max_position_embeddings: context length before the extension, in tokens.
-      beta_fast: pairs that turn more often than this over the original context keep their frequency.
-      beta_slow: pairs that turn less often than this get their frequency divided by `factor`.
+      beta_fast: number of turns. Pairs of channels that turn more often over the original context keep their angle.
+      beta_slow: number of turns. Pairs that turn less often have their angle divided by `factor`. Between the two
+        numbers, angles are interpolated.
 
     Raises:
       TypeError: a number has another type.
@@ -44,7 +45,12 @@ class RopeScaling:
         )
 
     def interpolate(self, freqs: "np.ndarray", theta: float) -> "np.ndarray":
-        """Returns the angles of the longer context from those of plain RoPE of base `theta`, [pairs] float32."""
+        """Returns the angles per position for the longer context, [pairs] float32.
+
+        Args:
+          freqs: [pairs] float32, angles per position of RoPE without YaRN.
+          theta: base of RoPE.
+        """
         import numpy as np
 
         pairs = len(freqs)

@@ -1,4 +1,4 @@
-"""Physical memory of the GPU or of the host under addresses of the GPU: CUDA's virtual memory management."""
+"""CUDA's virtual memory management: maps physical memory of the GPU or of the host to virtual addresses of the GPU."""
 
 import importlib
 from pathlib import Path
@@ -8,21 +8,30 @@ import jax
 
 
 class CudaMemory:
-    """Virtual memory of one GPU. All sizes are bytes, and multiples of `page`.
+    """The virtual memory of one GPU.
 
-    The methods may be called by any thread. Memory that is mapped here is not JAX's: JAX must leave room for it
-    (XLA_PYTHON_CLIENT_PREALLOCATE=false).
+    The sizes of mappings are multiples of `page`. Any thread may call the methods. The memory does not come from JAX's
+    allocator, which must leave room for it (XLA_PYTHON_CLIENT_PREALLOCATE=false). A failed call of the driver raises
+    MemoryError if memory is missing, otherwise RuntimeError.
 
     Attributes:
-      page: smallest size of a mapping.
+      page: the smallest size of a mapping, in bytes.
     """
 
     def __init__(self, device: jax.Device):
-        """Raises ValueError if the device, its driver or the machine cannot map memory of the host."""
+        """Opens the driver for a device.
+
+        Args:
+          device: the GPU.
+
+        Raises:
+          ValueError: the device is no NVIDIA GPU, the package cuda-bindings is missing, or the machine cannot map host
+            memory for the GPU.
+        """
         if device.platform != "gpu":
             raise ValueError(f"experts in host memory need an NVIDIA GPU; {device} is none")
         try:
-            driver: Any = importlib.import_module("cuda.bindings.driver")  # not there without the CUDA extras
+            driver: Any = importlib.import_module("cuda.bindings.driver")  # installed only with the CUDA extras
         except ModuleNotFoundError as error:
             raise ValueError(
                 "experts in host memory need NVIDIA's package cuda-bindings: pip install 'dsv4-jax[cuda13]'"
@@ -30,7 +39,7 @@ class CudaMemory:
         self._driver = driver
         self._call("cuInit", 0)
         self._device = self._call("cuDeviceGet", device.local_hardware_id)
-        # JAX uses the primary context, too.
+        # JAX uses the device's primary context, too, so its programs can read the mappings.
         self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
         kinds = driver.CUmemLocationType
         access = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -66,38 +75,42 @@ class CudaMemory:
             ) from error
 
     def free_bytes(self) -> int:
-        """Returns the free memory of the GPU, of which JAX's allocator may already have taken a part."""
+        """Returns the free bytes of the GPU. Memory that JAX's allocator holds does not count as free."""
         return int(self._run("cuMemGetInfo")[0])
 
     def free_host_bytes(self) -> int:
-        """Returns the memory that Linux can give to a process without swapping."""
+        """Returns the bytes of host memory that Linux can give to a process without swapping."""
         (line,) = (line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
         return int(line.split()[1]) * 1024
 
     def reserve(self, nbytes: int) -> int:
-        """Returns the first of `nbytes` addresses that nothing is mapped to yet."""
+        """Reserves a range of `nbytes` addresses, to which nothing is mapped yet. Returns the first address."""
         return int(self._run("cuMemAddressReserve", nbytes, self.page, 0, 0))
 
     def unreserve(self, address: int, nbytes: int) -> None:
-        """Gives addresses back, to which nothing is mapped."""
+        """Frees a range of addresses that `reserve` returned and to which nothing is mapped."""
         self._run("cuMemAddressFree", address, nbytes)
 
     def create(self, nbytes: int, *, on_host: bool) -> Any:
-        """Returns a handle of new physical memory; raises MemoryError if there is none."""
+        """Allocates physical memory of the host or of the GPU, and returns its handle.
+
+        Raises MemoryError if there is not enough memory.
+        """
         return self._run("cuMemCreate", nbytes, self._properties[on_host], 0)
 
     def release(self, handle: Any) -> None:
-        """Frees physical memory, as soon as it is mapped nowhere."""
+        """Frees physical memory as soon as it is mapped to no address."""
         self._run("cuMemRelease", handle)
 
     def map(self, address: int, nbytes: int, handle: Any, *, for_cpu: bool = False) -> None:
-        """Maps physical memory to reserved addresses, for the GPU and, if it is the host's memory, for the CPU.
+        """Maps physical memory to reserved addresses, so that the GPU may read and write it.
 
         Args:
-          address: first address.
-          nbytes: size of the mapping.
-          handle: the physical memory, which may be mapped elsewhere, too.
-          for_cpu: whether the CPU may read and write it, which triples the time.
+          address: first address of the mapping.
+          nbytes: size of the mapping and of the physical memory.
+          handle: handle of the physical memory, which may be mapped to other addresses, too.
+          for_cpu: whether the CPU may read and write it, too, which only host memory allows. Mapping then takes three
+            times as long.
         """
         self._run("cuMemMap", address, nbytes, 0, handle, 0)
         rights = [self._access[False], *([self._access[True]] if for_cpu else [])]
@@ -108,14 +121,18 @@ class CudaMemory:
             raise
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Unmaps what `map` mapped. No program that could read it may be running."""
+        """Removes a mapping that `map` made. No program that could read it may be running."""
         self._run("cuMemUnmap", address, nbytes)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Copies between addresses of the GPU and the host, beside running programs, and waits for the copy alone.
+        """Copies bytes between addresses of the GPU or the host, on a CUDA stream of its own, and waits for the copy.
+
+        Programs on other streams keep running.
 
         Args:
-          target, source, nbytes: first addresses to write and to read, and number of bytes.
+          target: first address to write.
+          source: first address to read.
+          nbytes: number of bytes.
         """
         self._run("cuMemcpyAsync", target, source, nbytes, self._stream)
         self._run("cuStreamSynchronize", self._stream)
@@ -125,7 +142,7 @@ class CudaMemory:
         self._run("cuCtxSynchronize")
 
     def _run(self, name: str, *args: Any) -> Any:
-        """Calls the driver, see `_call`, in the context of the GPU."""
+        """Makes the GPU's context current for this thread during a call of the driver, see `_call`."""
         self._call("cuCtxPushCurrent", self._context)
         try:
             return self._call(name, *args)
@@ -133,7 +150,10 @@ class CudaMemory:
             self._call("cuCtxPopCurrent")
 
     def _call(self, name: str, *args: Any) -> Any:
-        """Calls the driver and returns its result; raises MemoryError or RuntimeError with the driver's own words."""
+        """Calls a function of the driver. Returns its result, or a list of them unless there is exactly one.
+
+        Raises MemoryError if memory is missing, otherwise RuntimeError. The message has the driver's name of the error.
+        """
         code, *results = getattr(self._driver, name)(*args)
         if code != self._driver.CUresult.CUDA_SUCCESS:
             kind = MemoryError if code == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY else RuntimeError

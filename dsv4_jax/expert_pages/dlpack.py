@@ -1,4 +1,4 @@
-"""A `jax.Array` over memory that JAX did not allocate, through DLPack's C structures."""
+"""Makes a `jax.Array` over memory that JAX did not allocate, by means of DLPack's C structures."""
 
 import atexit
 import ctypes
@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 
 class _Tensor(ctypes.Structure):
-    """DLManagedTensor of dlpack.h, with the fields of DLTensor first, as there."""
+    """The struct DLManagedTensor of dlpack.h. Its first member, a DLTensor, is written as the fields of a DLTensor."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -31,10 +31,12 @@ class _Tensor(ctypes.Structure):
     )
 
 
+# Values of dlpack.h's enums: DLDeviceType, and DLDataTypeCode by the name of the dtype.
 _CUDA = 2
 _CPU = 1
 _KINDS = {"uint8": 1, "float32": 2, "bfloat16": 4}
-# The objects that a tensor needs, by its address, until the array over it is gone.
+# {address of a `_Tensor`: (the tensor, the arrays that it points to, `free` of `array_over`)}. The entry keeps them
+# alive until JAX deletes the array.
 _owned: dict[int, tuple[Any, ...]] = {}
 
 
@@ -46,14 +48,17 @@ def _delete(address):
 
 @atexit.register
 def _disown():
-    """Lets the process's end free the memory: JAX deletes its last arrays when Python can no longer be called."""
+    """Replaces the deleters of all tensors by a function that does nothing, when the process ends.
+
+    JAX deletes its last arrays when Python can no longer be called. The end of the process frees their memory.
+    """
     for tensor, *_ in _owned.values():
         tensor.deleter = _nothing
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))
 
 
 class _Exporter:
-    """The part of an array library that `jax.dlpack.from_dlpack` asks."""
+    """An object with the methods of the DLPack protocol, as `jax.dlpack.from_dlpack` expects it."""
 
     def __init__(self, tensor: _Tensor):
         self._tensor = tensor
@@ -71,10 +76,17 @@ class _Exporter:
 def array_over(
     address: int, shape: tuple[int, ...], dtype: DTypeLike, device: jax.Device, free: Callable[[], None]
 ) -> Array:
-    """Returns the array whose contiguous bytes begin at `address`, not committed to its device, as most arrays.
+    """Returns an array over memory whose contiguous bytes begin at `address`.
 
-    It is uint8, float32 or bfloat16. The device is the GPU, or a CPU in tests. `free` is called once, after the array
-    and all programs that read it are gone; never if this function raises.
+    As most arrays, it is not committed to its device.
+
+    Args:
+      address: address of the first byte.
+      shape: shape of the array.
+      dtype: uint8, float32 or bfloat16.
+      device: the GPU that may read the address; a CPU in tests.
+      free: function that frees the memory. It is called once, after the array and all programs that read it are gone;
+        never if `array_over` raises.
     """
     dtype = jnp.dtype(dtype)
     sizes = (ctypes.c_int64 * len(shape))(*shape)
@@ -88,7 +100,8 @@ def array_over(
     except BaseException:
         del _owned[ctypes.addressof(tensor)]
         raise
-    # A step whose arguments are committed compiles again when its outputs, which then are, come back as arguments.
+    # A committed argument would make a step's outputs committed. The step would be compiled again when these outputs
+    # are the next step's arguments.
     return cast("Any", type(array))(array.aval, array.sharding, [array], committed=False)
 
 

@@ -1,4 +1,4 @@
-"""The placement of a model's routed experts: those that fit stay on the GPU, the others in host memory."""
+"""The placement of a model's routed experts: as many as fit lie on the GPU, and the rest in host memory."""
 
 import dataclasses
 import functools
@@ -18,19 +18,20 @@ from dsv4_jax.expert_pages.paged_experts import ExpertPages, ExpertStack, copy_t
 from dsv4_jax.expert_pages.placement_file import read_frequencies
 
 
-# Bytes of FP4 codes that share a byte of scales; all scales stay on the GPU.
+# Number of bytes of FP4 codes for each byte of scales. All scales stay on the GPU.
 CODES_PER_SCALE = 16
 _log = logging.getLogger(__name__)
 
 
 def program_bytes(tokens: int = 8192, config: DSV4Config | None = None) -> int:
-    """Returns the bytes of the GPU that programs take: temporary buffers, CUDA graphs and code.
+    """Estimates the bytes of GPU memory that programs take: temporary buffers, CUDA graphs and code.
 
     V4-Flash on an H200 took 0.2 GB for decode steps of one request, and 4.2 GB with prompts of 8,192 tokens.
 
     Args:
       tokens: number of tokens of the largest step.
-      config: the model's configuration. To choose the head's product, XLA asks for as much as the bfloat16 head.
+      config: configuration of the model; None to leave out the head. While XLA tunes the product of the head, it needs
+        a buffer of the size of the head in bfloat16.
     """
     head = 2 * config.vocab_size * config.hidden_size if config else 0
     return (1 << 29) + (tokens << 19) + head
@@ -38,20 +39,22 @@ def program_bytes(tokens: int = 8192, config: DSV4Config | None = None) -> int:
 
 @dataclasses.dataclass
 class ExpertMemory:
-    """Places the experts of a model that `checkpoint.load_checkpoint` loads with `expert_memory=`.
+    """Decides which routed experts of a model lie on the GPU and which in host memory, and maps memory for them.
 
-    Every layer has the same number of experts on the GPU. Which ones is a matter of speed only, see `ExpertPages`.
+    Give it to `checkpoint.load_checkpoint` as `expert_memory=`. Every layer has the same number of experts on the GPU.
+    The placement of an expert changes the speed only, never a result.
 
     Attributes:
-      device_bytes: bytes of the GPU that the experts' codes may take; None for all that is free when they are placed,
-        but for `reserved_bytes`.
+      device_bytes: bytes of the GPU that the experts' codes may take. None = all bytes that are free when `plan` is
+        called, except the experts' scales and `reserved_bytes`.
       reserved_bytes: bytes of the GPU that stay free for the cache and for programs, if `device_bytes` is None.
-      memory: the GPU and its host; None for the default device.
-      frequencies: for each layer by name, [E] how often its experts are selected: the most frequent ones stay on the
-        GPU. Equally frequent ones, and all of a layer that is not there, are spread evenly over the expert numbers.
-      placement_file: file that keeps how often experts were selected, so that the next process starts with the hot
-        ones on the GPU; None for no file. One that is missing or not of this model is ignored.
-      layers: for each layer by name, in the order of `plan`, the expert pages of its matrices that are placed.
+      memory: virtual memory of the GPU; None = that of the default device.
+      frequencies: {name of a layer: [E] how often each expert is selected}. The most frequent experts lie on the GPU.
+        Among equally frequent ones, and in a layer that is missing here, the experts on the GPU are spread evenly over
+        the expert numbers.
+      placement_file: file with the frequencies that earlier processes counted, in which `migration` keeps them; None
+        for no file. A file that is missing or invalid is ignored.
+      layers: {name of a layer: expert pages of each of its matrices that is placed}, in the order of `plan`.
     """
 
     device_bytes: int | None = None
@@ -65,12 +68,15 @@ class ExpertMemory:
 
     @property
     def is_planned(self) -> bool:
-        """Whether `plan` has decided."""
+        """Whether `plan` has been called."""
         return self._on_device is not None
 
     @functools.cached_property
     def migration(self) -> ExpertMigration | None:
-        """The object that moves the placed experts between steps; None if all of them lie on the GPU."""
+        """The object that moves experts between GPU and host memory while steps run.
+
+        None if all experts lie on the GPU, or if no memory is left for moving them, which is logged.
+        """
         if self.memory is None or not self.host_bytes:
             return None
         try:
@@ -81,22 +87,26 @@ class ExpertMemory:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of host memory that the placed experts take."""
+        """The bytes of host memory that the experts take for which memory is mapped already."""
         return sum(int(matrix.on_host.sum()) * matrix.nbytes for pages in self.layers.values() for matrix in pages)
 
     def plan(self, layers: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str:
-        """Decides how many experts of each layer stay on the GPU, and returns a sentence about it. Places nothing yet.
-
-        Raises ValueError if the GPU or the host has too little free memory, or the device is no such GPU, see
-        `CudaMemory`.
+        """Decides how many experts of each layer lie on the GPU. No memory is allocated yet.
 
         Args:
-          layers: names of all layers with experts, in the order in which a cache counts them, whatever their stacks.
-          shapes: [E, ...] shapes of the uint8 codes of a layer's matrices.
+          layers: names of all layers with experts, in the order of the rows of `KVCache.expert_counts`.
+          shapes: shape [E, ...] of the uint8 codes of each matrix of a layer. They are the same in all layers.
+
+        Returns:
+          A sentence about the decision, for the log.
+
+        Raises:
+          ValueError: the GPU or the host has too little free memory, or the device cannot map host memory, see
+            `CudaMemory`.
         """
         memory = self._opened_memory()
         experts = shapes[0][0]
-        each = len(layers) * sum(math.prod(shape[1:]) for shape in shapes)  # an expert in every layer
+        each = len(layers) * sum(math.prod(shape[1:]) for shape in shapes)  # bytes of one expert of every layer
         free = memory.free_bytes()
         scales = experts * each // CODES_PER_SCALE
         room = free - scales - self.reserved_bytes if self.device_bytes is None else self.device_bytes
@@ -119,17 +129,21 @@ class ExpertMemory:
         return f"{on_host} of {experts} experts a layer stay in host memory ({_gb(on_host * each)})"
 
     def place_stack(self, layers: Sequence[str], shape: tuple[int, ...]) -> ExpertStack:
-        """Maps memory for the codes of one matrix of all experts of equal layers, without setting its bytes.
+        """Maps memory for the codes of one matrix of all experts of some layers, without setting its bytes.
 
-        Raises ValueError if a layer is not among those of `plan`, the shape is another one or an expert is not a whole
-        number of pages, and MemoryError if the GPU or the host is out of memory.
+        Call `plan` first.
 
         Args:
           layers: names of the layers, in the order of the stack.
-          shape: shape of the codes, [layers, E, ...]; [E, ...] of a single layer that is in no stack.
+          shape: shape of the codes, [layers, E, ...], or [E, ...] for a single layer.
 
         Returns:
-          The stack, whose array has this shape. Each layer is to be written before a program reads it.
+          The stack, whose array has this shape. Write each layer before a program reads it.
+
+        Raises:
+          ValueError: a layer is not among those of `plan`, the shape does not fit layers and experts, or an expert is
+            not a whole number of pages.
+          MemoryError: the GPU or the host is out of memory.
         """
         assert self.memory is not None, "plan comes first"
         if unknown := [layer for layer in layers if layer not in self.layers]:
@@ -146,12 +160,14 @@ class ExpertMemory:
         return stack
 
     def place_on_host(self, x: Array) -> Array:
-        """Returns a copy of an array of the GPU whose bytes lie in host memory, where the GPU reads them.
+        """Returns a copy of a GPU's array whose bytes lie in host memory. Programs on the GPU read them there.
 
-        It is for a weight of which a step reads little, such as the embedding: on the GPU, its place is worth more for
-        experts. The copy must not be donated.
+        It is for a weight of which a step reads little, such as the embedding, to leave more GPU memory to experts. The
+        copy must not be donated.
 
-        Raises ValueError if the device is no such GPU, and MemoryError if the host is out of memory.
+        Raises:
+          ValueError: the device cannot map host memory, see `CudaMemory`.
+          MemoryError: the host is out of memory.
         """
         return copy_to_host(self._opened_memory(), x)
 
@@ -159,14 +175,15 @@ class ExpertMemory:
         """Returns [E] bool, whether each expert of a layer is to lie in host memory."""
         on_host = np.ones(self._experts, bool)
         frequencies = self.frequencies.get(layer, np.zeros(self._experts))
-        # A prompt's tiles run in the order of experts: if those in host memory are spread, the GPU computes with others
-        # while they are read. Multiples of the golden ratio are spread evenly, however many are taken.
+        # A prompt's tiles are computed in the order of experts. If the experts in host memory are spread over this
+        # order, the GPU computes with other experts while it reads them. The fractional parts of multiples of the
+        # golden ratio are spread evenly for any number of experts.
         spread = np.arange(self._experts) * (5**0.5 - 1) / 2 % 1
         on_host[np.lexsort((spread, -frequencies))[: self._on_device]] = False
         return on_host
 
     def _opened_memory(self):
-        """Returns `memory`, by default the first device's."""
+        """Returns `memory`, which is first set to that of JAX's first device if it is None."""
         if self.memory is None:
             self.memory = CudaMemory(jax.devices()[0])
         return self.memory

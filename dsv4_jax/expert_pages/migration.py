@@ -1,4 +1,4 @@
-"""Moves experts between steps: the ones that tokens select most often to the GPU, the others to the host."""
+"""Moves routed experts between GPU and host memory while steps run, so that frequently selected ones lie on the GPU."""
 
 import concurrent.futures
 import dataclasses
@@ -21,25 +21,25 @@ from dsv4_jax.expert_pages.policy import PlacementPolicy
 from dsv4_jax.expert_pages.token_cost import BUS_RATE
 
 
-# A longer time between two steps is one without requests.
+# Of a longer time between two steps, only this much counts as time of steps. The rest is a pause without requests.
 _MAX_STEP_SECONDS = 1.0
 _SECONDS_BETWEEN_SAVES = 60.0
-_HISTORY_HALF_LIFE = float(1 << 16)
+_HISTORY_HALF_LIFE = float(1 << 16)  # in tokens, see `PlacementPolicy.half_life`
 _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
 class ExpertMetrics:
-    """Counters of a model's experts, since it was loaded.
+    """Counters of a model's experts since the model was loaded.
 
     Attributes:
-      hits: number of selections of experts by tokens that found the expert on the GPU.
-      misses: number of selections that found it in host memory.
+      hits: number of selections, of an expert by a token, in which the expert was on the GPU.
+      misses: number of selections in which the expert was in host memory.
       bus_bytes: number of bytes that steps read from host memory.
-      moved_bytes: number of bytes copied between the GPU and the host by moves.
+      moved_bytes: number of bytes that were copied between the GPU and the host to move experts.
       swaps: number of pairs of experts that changed places.
-      remap_seconds: time for which moves kept the GPU idle.
-      seconds: time of steps, without pauses longer than a second.
+      remap_seconds: seconds for which moves kept the GPU idle.
+      seconds: seconds of all steps. The time between two steps counts for at most one second.
     """
 
     hits: int = 0
@@ -52,28 +52,29 @@ class ExpertMetrics:
 
     @property
     def bus_seconds(self) -> float:
-        """The estimated time that steps waited for the bus: `bus_bytes` at the rate that was measured once."""
+        """The estimated seconds that steps took to read `bus_bytes` from host memory, at `token_cost.BUS_RATE`."""
         return self.bus_bytes / BUS_RATE
 
     @property
     def hit_rate(self) -> float:
-        """The fraction of selections that found the expert on the GPU; 0 before the first."""
+        """The fraction of selections in which the expert was on the GPU; 0 before the first selection."""
         return self.hits / max(self.hits + self.misses, 1)
 
 
 class ExpertMigration:
-    """Places the experts of one model by how often tokens select them, while its steps run.
+    """Moves the experts of one model between GPU and host memory, by how often tokens select them, while steps run.
 
-    Steps add to counts on the GPU. Every few steps, a thread reads a copy of them, asks the policy for swaps and
-    copies the experts to spare memory, all beside further steps. When the copies are done and the GPU is idle between
-    two steps, the spare memory is mapped in their places. Placement changes no value, so it is never waited for.
+    Steps count selections on the GPU. Every few steps, a thread reads a copy of the counts, asks the policy for swaps
+    and copies the experts of the swaps to spare memory. Meanwhile further steps run. When the copies are done, the GPU
+    is made idle between two steps, and the spare memory is mapped to the experts' addresses. The placement does not
+    change results, so no step waits for a copy.
 
     Attributes:
       policy: the rule that proposes swaps.
       history: counts that fade slowly, for the placement of the next process.
       metrics: the counters.
-      interval: the least number of steps between two readings of the counts.
-      remap_share: the most time, as a fraction of all, for which moves keep the GPU idle.
+      interval: minimum number of steps between two readings of the counts.
+      remap_share: maximum fraction of the time for which moves keep the GPU idle.
     """
 
     def __init__(
@@ -87,16 +88,18 @@ class ExpertMigration:
         interval: int = 8,
         remap_share: float = 0.01,
     ):
-        """Makes the spare memory for `batch` swaps between two remappings.
-
-        Raises MemoryError if the GPU or the host has no room for the spare memory.
+        """Allocates the spare memory and starts the thread.
 
         Args:
-          memory: the memory of the pages.
-          layers: {name of a layer: matrices of its experts}, in the order of the layers.
+          memory: virtual memory of the GPU, from which the pages come.
+          layers: {name of a layer: expert pages of each of its matrices}, in the order of the layers.
           frequencies: {name of a layer: [E] counts of earlier processes}.
-          file: where the counts are kept for later processes, or None.
-          batch, interval, remap_share: number of swaps, and as the attributes.
+          file: file that keeps the counts for later processes; None for no file.
+          batch: maximum number of swaps between two remappings, which decides the size of the spare memory.
+          interval, remap_share: see the attributes.
+
+        Raises:
+          MemoryError: the GPU or the host has no room for the spare memory.
         """
         self.interval = interval
         self.remap_share = remap_share
@@ -118,7 +121,7 @@ class ExpertMigration:
         if self._on_host.any() and not self._on_host.all():
             self._mover = Mover(memory, matrices, batch)
             close: Any = weakref.finalize(self, self._mover.close)
-            close.atexit = False  # the driver frees everything at the end of the process
+            close.atexit = False  # the driver frees the memory of a process that ends
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "expert-migration")
         self._job: concurrent.futures.Future[None] = self._thread.submit(lambda: None)
         self._debt = 0.0
@@ -129,9 +132,14 @@ class ExpertMigration:
         self._experts_per_token = 1
 
     def start(self, counts: Int[Array, "2 L E"], experts_per_token: int) -> None:
-        """Begins to read the counts of a cache, `KVCache.expert_counts`, which start at zero.
+        """Begins to count selections with a new cache.
 
-        A token selects `experts_per_token` in each layer. Raises ValueError if the counts are of another model.
+        Args:
+          counts: `KVCache.expert_counts` of the cache. They are the starting point: only later increments count.
+          experts_per_token: number of experts that a token selects in a layer.
+
+        Raises:
+          ValueError: the counts have another number of layers or experts than those that were placed.
         """
         if counts.shape != (2, *self._on_host.shape):
             raise ValueError(
@@ -140,7 +148,7 @@ class ExpertMigration:
             )
         self.wait()
         if not self.policy.frequencies.any():
-            # Counts of earlier processes decide only as long as nothing is counted here.
+            # Counts of earlier processes matter only at the beginning, so they are scaled down to about one half-life.
             weight = self.policy.half_life * experts_per_token / np.maximum(self.history.frequencies.sum(1), 1.0)
             self.policy.frequencies += self.history.frequencies * np.minimum(weight, 1.0)[:, None]
         self._experts_per_token = experts_per_token
@@ -150,9 +158,12 @@ class ExpertMigration:
         self._before = np.asarray(_snapshot(counts)).view(np.uint32)
 
     def between_steps(self, counts: Int[Array, "2 L E"]) -> None:
-        """Moves experts, if some are ready and it is time. Call it after each step, before the cache is donated again.
+        """Remaps experts whose copies are done, or starts to read the counts, if it is time for either.
 
-        `counts` are the `KVCache.expert_counts` of the newest cache.
+        Call it after each step is launched, before the cache is donated to the next one.
+
+        Args:
+          counts: `KVCache.expert_counts` of the newest cache.
         """
         now = time.perf_counter()
         passed = min(now - self._last, _MAX_STEP_SECONDS)
@@ -162,7 +173,7 @@ class ExpertMigration:
         self._steps += 1
         if not self._job.done():
             return
-        if (error := self._job.exception()) is not None:  # steps can run on, whatever lies where
+        if (error := self._job.exception()) is not None:  # steps can go on with any placement
             _log.error("experts do not move any longer: %s", error)
             self._mover = None
         if self._mover is not None and self._mover.swaps:
@@ -175,18 +186,22 @@ class ExpertMigration:
         self._job = self._thread.submit(self._work, _snapshot(counts))
 
     def wait(self) -> None:
-        """Waits for the thread, which reads counts or copies experts."""
+        """Waits until the thread has nothing to do. It reads counts and copies experts."""
         concurrent.futures.wait([self._job])
 
     def finish(self, counts: Int[Array, "2 L E"] | None = None) -> None:
-        """Reads the counts, None if the cache is lost, for the last time, and writes the file."""
+        """Reads the counts for the last time, and writes the file.
+
+        Args:
+          counts: `KVCache.expert_counts` of the newest cache; None if the cache is lost.
+        """
         self.wait()
         if counts is not None and not counts.is_deleted():
             self._count(_snapshot(counts))
         self._save()
 
     def _work(self, snapshot):
-        """Counts, chooses experts and copies them, on the thread."""
+        """Runs on the thread: reads a copy of the counts, chooses swaps, and copies their experts to spare memory."""
         self._count(snapshot)
         if self._mover is not None:
             swaps = self.policy.swaps(self._on_host, self._batch)
@@ -196,10 +211,17 @@ class ExpertMigration:
             self._save()
 
     def _count(self, snapshot):
-        """Adds what steps counted since the last snapshot; experts that moved since then did so after these steps."""
+        """Adds the selections since the last snapshot to the metrics and to the policies.
+
+        They count as hits and misses by the placement at the last snapshot, because a remapping comes after the steps
+        that are counted here.
+
+        Args:
+          snapshot: a copy of the counts on the GPU.
+        """
         counts = np.asarray(snapshot).view(np.uint32)
         new = counts - self._before
-        if new.max(initial=0) > np.iinfo(np.int32).max:  # a new cache, which counts from zero
+        if new.max(initial=0) > np.iinfo(np.int32).max:  # a negative difference: the counts are those of a new cache
             new = counts
         self._before = counts
         tokens, reads = new.astype(np.int64)
@@ -211,8 +233,8 @@ class ExpertMigration:
             policy.count(tokens, int(tokens.sum(1).max()) // self._experts_per_token)
 
     def _remap(self, mover, counts):
-        """Maps the experts that were copied, while the GPU is idle."""
-        jax.block_until_ready(counts)  # a step whose launch is on its way is not known to the driver yet
+        """Waits until the GPU is idle, and maps the experts that were copied to their new places."""
+        jax.block_until_ready(counts)  # JAX may not have passed the last step to the driver yet
         self._memory.synchronize()
         swaps = mover.swaps
         begin = time.perf_counter()
@@ -233,7 +255,7 @@ class ExpertMigration:
 
 
 def _snapshot(counts):
-    """Returns a copy that the next step does not overwrite, on its way to the host."""
+    """Returns a copy of the counts that the next step does not overwrite, and starts its transfer to the host."""
     copy = jnp.copy(counts)
     copy.copy_to_host_async()
     return copy

@@ -1,4 +1,8 @@
-"""Experts' matrices of equal layers in one range of GPU addresses, each expert in memory of the GPU or of the host."""
+"""Arrays of experts' matrices in which each expert lies in memory of the GPU or of the host.
+
+The virtual addresses of an array are contiguous addresses of the GPU. Physical memory is mapped to them expert by
+expert, see `CudaMemory`.
+"""
 
 import concurrent.futures
 import ctypes
@@ -16,7 +20,7 @@ from dsv4_jax.expert_pages.cuda_memory import CudaMemory
 from dsv4_jax.expert_pages.dlpack import array_over
 
 
-# One thread clears 2 GB/s of new host memory.
+# Number of threads that allocate and write memory. One thread clears only 2 GB/s of new host memory.
 THREADS = 8
 
 
@@ -27,20 +31,22 @@ class Mapping:
     address: int
     nbytes: int
     handle: Any
-    on_host: bool  # whether it is memory of the host
+    on_host: bool  # whether it is host memory, otherwise GPU memory
     is_mapped: bool = False
     for_cpu: bool = False  # whether the CPU can read and write it
-    is_stale: bool = False  # of spare memory: its addresses still map the memory that took an expert's place
+    # Only for spare memory, see `Mover`: whether `address` still maps memory that has become an expert's, so that it
+    # must be mapped to `handle` before the next use.
+    is_stale: bool = False
 
 
 @dataclasses.dataclass
 class ExpertPages:
-    """One matrix of all experts of one layer of an `ExpertStack`, each expert in memory of the GPU or of the host.
+    """One layer of an `ExpertStack`: one matrix of all experts, each in memory of the GPU or of the host.
 
     Attributes:
-      memory: the memory of the GPU and its host.
-      nbytes: number of bytes of an expert.
-      mappings: the memory of each expert.
+      memory: virtual memory of the GPU.
+      nbytes: number of bytes of an expert's matrix.
+      mappings: the memory of each expert's matrix.
       array: the array of the stack, which keeps the memory mapped.
     """
 
@@ -51,17 +57,22 @@ class ExpertPages:
 
     @property
     def on_host(self) -> Bool[np.ndarray, "E"]:
-        """The experts whose memory is the host's."""
+        """Whether each expert lies in host memory."""
         return np.array([mapping.on_host for mapping in self.mappings])
 
     def write(self, expert: int, data: np.ndarray | int, piece: int = 0, pieces: int = 1) -> None:
-        """Sets the bytes of an expert. No program that reads them may be running.
+        """Writes the bytes of an expert's matrix, or of one of several equal pieces of it.
+
+        No program that reads the matrix may be running.
 
         Args:
           expert: number of the expert.
-          data: contiguous bytes in the host's memory, for instance of a memory-mapped file; or an address on the GPU.
-          piece: number of the piece of the expert that is written.
-          pieces: number of equal pieces of an expert.
+          data: contiguous bytes in host memory, for instance of a memory-mapped file; or an address on the GPU.
+          piece: number of the piece that is written.
+          pieces: number of pieces of the matrix.
+
+        Raises:
+          ValueError: `data` in host memory is not contiguous or has another number of bytes.
         """
         nbytes = self.nbytes // pieces
         mapping = self.mappings[expert]
@@ -71,18 +82,18 @@ class ExpertPages:
         elif data.nbytes != nbytes or not data.flags.c_contiguous:
             raise ValueError(f"data must hold {nbytes} contiguous bytes, got {data.nbytes}")
         elif mapping.for_cpu:
-            ctypes.memmove(target, data.ctypes.data, nbytes)  # the CPU's own copies are six times as fast as the GPU's
+            ctypes.memmove(target, data.ctypes.data, nbytes)  # a copy by the CPU is six times as fast as by the GPU
         else:
             self.memory.copy(target, data.ctypes.data, nbytes)
 
 
 class ExpertStack:
-    """One matrix of all experts of equal layers, in one range of addresses: uint8 [layers, E, ...].
+    """One matrix of all experts of several layers, as an array [layers, E, ...] uint8 of the GPU.
 
-    Each expert of each layer lies in memory of the GPU or of the host. To kernels, XLA and CUDA graphs the stack is an
-    array of the GPU. Moving an expert changes neither an address nor a value, so a program is not compiled again and
-    computes the same bits. The memory is freed when this object, its layers, the array and the programs that read the
-    array are gone.
+    Each expert of each layer lies in memory of the GPU or of the host. To kernels, XLA and CUDA graphs, the array is
+    like any other array of the GPU. Moving an expert changes neither an address nor a value, so programs are not
+    compiled again and compute the same bits. The memory is freed when this object, its layers, the array and the
+    programs that read the array are gone.
 
     Attributes:
       array: [layers, E, ...] uint8 on the device. It must not be donated.
@@ -92,16 +103,17 @@ class ExpertStack:
     def __init__(
         self, memory: CudaMemory, shape: tuple[int, ...], on_host: Bool[np.ndarray, "L E"], device: jax.Device
     ):
-        """Maps memory for the array, without setting its bytes.
-
-        Raises ValueError if an expert is not a whole number of pages, and MemoryError if the GPU or the host is out of
-        memory. Nothing stays behind.
+        """Maps memory for the array, without setting its bytes. If that fails, all memory is freed.
 
         Args:
-          memory: the memory of the GPU and its host.
-          shape: shape of the array, [layers, E, ...]; a single layer may do without the axis of layers.
-          on_host: whether each expert of each layer lies in memory of the host.
+          memory: virtual memory of the GPU.
+          shape: shape of the array, [layers, E, ...], or [E, ...] for a single layer.
+          on_host: whether each expert of each layer lies in host memory.
           device: the GPU.
+
+        Raises:
+          ValueError: an expert is not a whole number of pages.
+          MemoryError: the GPU or the host is out of memory.
         """
         nbytes = math.prod(shape) // on_host.size
         if nbytes % memory.page:
@@ -116,24 +128,26 @@ class ExpertStack:
         self.layers = [ExpertPages(memory, nbytes, mappings[i : i + experts], self.array) for i in starts]
 
     def write(self, layer: int, matrices: Sequence[np.ndarray | int]) -> None:
-        """Sets the bytes of all experts of a layer. No program that reads them may be running.
+        """Writes the matrices of all experts of a layer. No program that reads them may be running.
 
         Args:
           layer: index of the layer in the stack.
-          matrices: the bytes of each expert, contiguous, or their address on the GPU. There may be several equal
-            pieces of each expert, which follow one another.
+          matrices: the contiguous bytes, or an address on the GPU, of each expert's matrix. If a matrix consists of
+            several equal pieces, they are consecutive elements.
         """
         pages = self.layers[layer]
         pieces = len(matrices) // len(pages.mappings)
-        threads = 1 if isinstance(matrices[0], int) else THREADS  # copies on the GPU take less time than to share them
+        threads = 1 if isinstance(matrices[0], int) else THREADS  # copies on the GPU are too short for several threads
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             list(pool.map(lambda i: pages.write(i // pieces, matrices[i], i % pieces, pieces), range(len(matrices))))
 
 
 def copy_to_host(memory: CudaMemory, x: Array) -> Array:
-    """Returns a copy of an array of the GPU whose bytes lie in host memory, where the GPU reads them.
+    """Returns a copy of a GPU's array whose bytes lie in host memory. Programs on the GPU read them there.
 
-    It must not be donated. Raises MemoryError if the host is out of memory. Nothing stays behind.
+    The copy must not be donated.
+
+    Raises MemoryError if the host is out of memory.
     """
     whole_pages = -(-x.nbytes // memory.page) * memory.page
     mappings = _map_pages(memory, whole_pages, [True], for_cpu=True)
@@ -143,10 +157,10 @@ def copy_to_host(memory: CudaMemory, x: Array) -> Array:
 
 
 def _map_pages(memory: CudaMemory, nbytes: int, on_host: Sequence[bool], *, for_cpu: bool) -> list[Mapping]:
-    """Maps new memory, `nbytes` for each of `on_host`, to consecutive addresses. Nothing stays behind if that fails.
+    """Allocates memory for several mappings and maps it to consecutive addresses. If that fails, all memory is freed.
 
     Args:
-      memory: the memory of the GPU and its host.
+      memory: virtual memory of the GPU.
       nbytes: size of each mapping.
       on_host: whether each mapping is of host memory, otherwise of GPU memory.
       for_cpu: whether the CPU may read and write the mappings of host memory.
@@ -173,7 +187,7 @@ def _map_pages(memory: CudaMemory, nbytes: int, on_host: Sequence[bool], *, for_
 
 
 def _array_over_pages(memory, mappings, shape, dtype, device):
-    """Returns an array over consecutive mappings, which frees them in the end. They are freed at once if that fails."""
+    """Returns an array over consecutive mappings. They are freed with the array, or at once if an error is raised."""
     base = mappings[0].address
     free = functools.partial(_free, memory, base, sum(mapping.nbytes for mapping in mappings), list(mappings))
     try:
@@ -184,37 +198,51 @@ def _array_over_pages(memory, mappings, shape, dtype, device):
 
 
 def _free(memory, base, nbytes, mappings):
-    """Unmaps and frees all memory of a range."""
+    """Waits until the GPU is idle; then unmaps and frees the memory of all mappings in a range of addresses.
+
+    Args:
+      memory: virtual memory of the GPU.
+      base: first address of the range.
+      nbytes: size of the range.
+      mappings: all mappings in the range.
+    """
     memory.synchronize()
     for mapping in mappings:
         if mapping.is_mapped:
             memory.unmap(mapping.address, mapping.nbytes)
-    for mapping in mappings:  # an address of spare memory may have mapped what is another mapping's by now
+    for mapping in mappings:  # after all are unmapped: a stale spare address maps the memory of another mapping
         memory.release(mapping.handle)
     memory.unreserve(base, nbytes)
 
 
 class Mover:
-    """Moves experts between the GPU and the host, in two phases: copies beside steps, and remapping between them.
+    """Swaps experts in host memory with experts on the GPU, in two phases: copies and remapping.
 
-    A hot expert in host memory changes places with a cold one of its layer. Their bytes are copied to spare memory
-    while programs read them. Then, while the GPU is idle, the spare memory is mapped in their places, and the memory
-    that they leave becomes the spare one.
+    In a swap, a hot expert in host memory changes places with a cold expert on the GPU of the same layer. First, the
+    bytes of both are copied to spare memory, while steps may read the experts. Then, while the GPU is idle, the spare
+    memory is mapped to the addresses of the experts. The memory that was mapped there becomes spare memory.
 
     Attributes:
-      swaps: the copied swaps (layer, hot expert, cold expert) that wait to be remapped.
+      swaps: (layer, hot expert, cold expert) of each swap that is copied and not yet remapped.
     """
 
     def __init__(self, memory: CudaMemory, layers: Sequence[Sequence[ExpertPages]], batch: int = 4):
-        """Makes the spare memory for `batch` swaps between two remappings. The sizes are the same in all layers.
+        """Allocates the spare memory. If that fails, all of it is freed.
 
-        Raises MemoryError if the GPU or the host is out of memory. Nothing stays behind.
+        Args:
+          memory: virtual memory of the GPU.
+          layers: expert pages of each matrix of each layer. The matrices have the same sizes in all layers.
+          batch: maximum number of swaps between two remappings.
+
+        Raises:
+          MemoryError: the GPU or the host is out of memory.
         """
         self.swaps: list[tuple[int, int, int]] = []
         self._memory = memory
         self._layers = layers
-        self._copies: list[tuple[Mapping, Mapping]] = []  # memory of an expert, and spare memory with a copy of it
-        self._spares: list[list[Mapping]] = []  # of each matrix, for each swap one of the GPU and one of the host
+        self._copies: list[tuple[Mapping, Mapping]] = []  # (memory of an expert, spare memory with a copy of it)
+        # For each matrix of a layer: spare memory for each swap, once on the GPU and once in host memory.
+        self._spares: list[list[Mapping]] = []
         try:
             for pages in layers[0]:
                 self._spares.append(_map_pages(memory, pages.nbytes, [False, True] * batch, for_cpu=False))
@@ -225,11 +253,11 @@ class Mover:
     def copy(self, swaps: Sequence[tuple[int, int, int]]) -> None:
         """Copies the experts of at most `batch` swaps to spare memory.
 
-        Raises ValueError if an expert is not where its swap would move it from, or if earlier swaps wait for `remap`.
-
         Args:
-          swaps: for each, number of the layer among those of the pages, expert in host memory that moves to the GPU,
-            and expert on the GPU that moves to the host.
+          swaps: (index of the layer, hot expert in host memory, cold expert on the GPU) of each swap.
+
+        Raises:
+          ValueError: a hot expert is on the GPU, or a cold one in host memory; or earlier swaps wait for `remap`.
         """
         if self._copies:
             raise ValueError(f"{len(self.swaps)} swaps are copied already: remap them first")
@@ -249,7 +277,7 @@ class Mover:
         self.swaps = list(swaps)
 
     def remap(self) -> None:
-        """Finishes the swaps that are copied. The GPU is idle meanwhile."""
+        """Waits until the GPU is idle, and finishes the swaps that are copied. No step may be launched meanwhile."""
         self._memory.synchronize()
         for mapping, spare in self._copies:
             self._exchange(mapping, spare)
@@ -257,13 +285,13 @@ class Mover:
         self.swaps = []
 
     def close(self) -> None:
-        """Frees the spare memory. Swaps that are copied are dropped."""
+        """Frees the spare memory. Swaps that are copied but not remapped are dropped."""
         for spares in self._spares:
             _free(self._memory, spares[0].address, spares[0].nbytes * len(spares), spares)
         self._spares = []
 
     def _exchange(self, mapping, spare):
-        """Maps the spare memory in place of an expert's, which becomes the spare one. The GPU is idle meanwhile."""
+        """Maps spare memory to an expert's addresses. The memory that was mapped there becomes the spare memory."""
         self._move(mapping, spare.handle)
         mapping.for_cpu = False
         mapping.handle, spare.handle = spare.handle, mapping.handle
@@ -271,14 +299,14 @@ class Mover:
         spare.is_stale = True
 
     def _fill(self, spare, mapping):
-        """Copies an expert to spare memory, which is first mapped to the spare addresses."""
+        """Copies an expert's bytes to spare memory. A stale mapping of the spare memory is renewed first."""
         if spare.is_stale:
             self._move(spare, spare.handle)
             spare.is_stale = False
         self._memory.copy(spare.address, mapping.address, mapping.nbytes)
 
     def _move(self, mapping, handle):
-        """Maps other memory to the addresses of a mapping."""
+        """Maps the physical memory `handle` to the addresses of a mapping, in place of the memory mapped there."""
         self._memory.unmap(mapping.address, mapping.nbytes)
         mapping.is_mapped = False
         self._memory.map(mapping.address, mapping.nbytes, handle)

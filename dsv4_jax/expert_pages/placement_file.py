@@ -1,4 +1,7 @@
-"""The file that keeps how often experts were selected, so that the next process places the hot ones on the GPU."""
+"""The file with the counts of how often experts were selected, by which the next process chooses experts for the GPU.
+
+It is an .npz archive with a float32 array [E] for each layer, named after the layer.
+"""
 
 import logging
 import zipfile
@@ -13,13 +16,19 @@ from pallas_kernels.runtime.atomic_write import atomic_write
 
 
 _log = logging.getLogger(__name__)
-_MAX_HEADER_BYTES = 4096  # of a member of the file: NumPy's headers have 128
+_MAX_HEADER_BYTES = 4096  # maximum size of the header of an array in the file; NumPy writes 128 bytes
 
 
 def read_frequencies(path: Path, num_experts: int) -> dict[str, Float[np.ndarray, "E"]]:
-    """Returns {name of a layer: counts of its `num_experts` experts}.
+    """Reads the file.
 
-    It is {} if there is no file, or, with a warning, if the file is no such one.
+    Args:
+      path: the file.
+      num_experts: number of experts of a layer.
+
+    Returns:
+      {name of a layer: [E] float64 counts}. It is empty if the file does not exist and, with a warning, if the file is
+      damaged or does not hold such counts.
     """
     if path.exists() and not path.is_file():
         return _ignored(path, "it is no regular file")
@@ -32,7 +41,7 @@ def read_frequencies(path: Path, num_experts: int) -> dict[str, Float[np.ndarray
             counts = {name: np.asarray(file[name]) for name in file.files}
     except FileNotFoundError:
         return {}
-    # NumPy and zipfile raise what comes to hand for damaged files: MemoryError, NotImplementedError, TokenError ..
+    # For damaged files, NumPy and zipfile raise all kinds of errors: MemoryError, NotImplementedError, TokenError ..
     except Exception as error:
         return _ignored(path, f"it cannot be read: {type(error).__name__}: {error}")
     for name, row in counts.items():
@@ -47,7 +56,12 @@ def _ignored(path, why):
 
 
 def write_frequencies(path: Path, frequencies: Mapping[str, Float[np.ndarray, "E"]]) -> None:
-    """Writes the file atomically. If that fails, as on a full disk, there is a warning and the old file stays."""
+    """Writes the file atomically. If that fails, as on a full disk, a warning is logged and the old file stays.
+
+    Args:
+      path: the file.
+      frequencies: {name of a layer: [E] counts}.
+    """
     rows = dict[str, Any]((name, row.astype(np.float32)) for name, row in frequencies.items())
     try:
         with atomic_write(path) as file:

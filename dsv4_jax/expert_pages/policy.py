@@ -1,4 +1,4 @@
-"""Which experts should lie on the GPU: those that tokens select most often, by counts that fade."""
+"""The policy that decides which experts lie on the GPU: those that tokens selected most often in the recent past."""
 
 import dataclasses
 import math
@@ -9,16 +9,18 @@ from jaxtyping import Bool, Float, Int
 
 @dataclasses.dataclass
 class PlacementPolicy:
-    """Counts how often each expert is selected, and proposes swaps of hot experts for cold ones.
+    """Counts how often each expert is selected, and proposes swaps of hot experts in host memory for cold ones.
 
-    Frequencies with decay find the experts of a topic that lasts, and forget it when it ends. An expert moves only if
-    it gains more than noise would. A cache that moves every selected expert (LRU) does worse where little fits the GPU.
+    The counts decay exponentially, so that they follow the topic of the requests. An expert is moved only if the
+    difference of counts exceeds the noise. LRU, which would move every selected expert, is slower if few experts fit
+    the GPU.
 
     Attributes:
-      frequencies: [layers, E] faded counts.
+      frequencies: [layers, E] float64 decayed counts.
       half_life: number of tokens after which a selection counts half.
-      margin: number of standard deviations by which a count in host memory must exceed that on the GPU. Counts are
-        Poisson's, so the deviation of a difference is the root of the sum.
+      margin: number of standard deviations by which the count of an expert in host memory must exceed that of an expert
+        on the GPU. Counts are Poisson distributed, so the standard deviation of the difference of two counts is the
+        square root of their sum.
     """
 
     frequencies: Float[np.ndarray, "L E"]
@@ -26,18 +28,29 @@ class PlacementPolicy:
     margin: float = 1.5
 
     def count(self, hits: Int[np.ndarray, "L E"], tokens: int) -> None:
-        """Adds the number of tokens that selected each expert, `hits`, among so many tokens."""
-        # The first of many tokens fade while the others come.
+        """Decays the counts and adds new selections.
+
+        Args:
+          hits: number of new tokens that selected each expert.
+          tokens: number of new tokens.
+        """
+        # The tokens come one after another, so early ones have decayed by the time of the last one.
         fading = math.log(2) * tokens / self.half_life
         self.frequencies *= math.exp(-fading)
         self.frequencies += hits * (-math.expm1(-fading) / fading if fading else 1.0)
 
     def swaps(self, on_host: Bool[np.ndarray, "L E"], limit: int) -> list[tuple[int, int, int]]:
-        """Proposes up to `limit` swaps (layer, hot expert in host memory, cold expert on the GPU), the best ones first.
+        """Proposes swaps of experts between host memory and the GPU, those with the largest gain first.
 
-        `on_host` says for each expert whether it lies in host memory.
+        Args:
+          on_host: whether each expert of each layer lies in host memory.
+          limit: maximum number of swaps.
+
+        Returns:
+          (layer, hot expert in host memory, cold expert on the GPU) of each swap.
         """
-        # The hottest expert of a layer in host memory changes places with the coldest on the GPU, and so on.
+        # In each layer, the hottest expert in host memory is paired with the coldest one on the GPU, the second hottest
+        # with the second coldest, and so on.
         hot = np.argsort(np.where(on_host, -self.frequencies, np.inf), axis=1, kind="stable")
         cold = np.argsort(np.where(on_host, np.inf, self.frequencies), axis=1, kind="stable")
         pairs = min(int(on_host.sum(1).min()), int((~on_host).sum(1).min()))

@@ -1,4 +1,4 @@
-"""An estimate of the time of a decode step whose experts lie partly in host memory, from how tokens select them."""
+"""Estimates the time of a decode step of a model whose experts lie partly in host memory."""
 
 import dataclasses
 
@@ -6,10 +6,9 @@ import numpy as np
 from jaxtyping import Float
 
 
-# Bytes a second that kernels read: of GPU memory, by device, and of host memory through PCIe 5. Measured.
-READ_RATES = {"h100": 3.0e12, "h200": 4.2e12}
-BUS_RATE = 45e9
-# Seconds of a layer in a step of few tokens in which nothing is read: launches and dependent work. Measured.
+READ_RATES = {"h100": 3.0e12, "h200": 4.2e12}  # bytes a second that kernels read from memory of this GPU, measured
+BUS_RATE = 45e9  # bytes a second that kernels read from host memory through PCIe 5, measured
+# Seconds of a layer in a step of few tokens without the time to read weights: launches and dependent work, measured.
 LAYER_SECONDS = 45e-6
 
 
@@ -32,8 +31,8 @@ class TokenCost:
       layers: number of layers with experts.
       experts: number of experts in a layer.
       chosen: number of experts that a token selects in a layer.
-      expert_bytes: bytes of the codes of an expert, all matrices.
-      other_bytes: bytes of the other weights, which every step reads.
+      expert_bytes: bytes of the codes of one expert of a layer, all its matrices together.
+      other_bytes: bytes of the weights that are no routed experts, which every step reads.
       read_rate: bytes a second that kernels read from GPU memory, see `READ_RATES`.
     """
 
@@ -45,17 +44,17 @@ class TokenCost:
     read_rate: float
 
     def misses(self, on_host: int, skew: float, tokens: int = 1) -> float:
-        """Returns the expected number of experts that a step reads in host memory, in all layers.
+        """Returns the expected number of experts, summed over all layers, that a step reads from host memory.
 
         Args:
-          on_host: number of experts of a layer in host memory.
-          skew: see `selection_shares`.
+          on_host: number of experts of each layer in host memory.
+          skew: how unequally tokens select experts, see `selection_shares`.
           tokens: number of tokens of the step.
         """
         return self.layers * float(self._read(skew, tokens)[self.experts - on_host :].sum())
 
     def milliseconds(self, on_host: int, skew: float, tokens: int = 1) -> float:
-        """Returns the expected time of a step.
+        """Returns the expected milliseconds of a step.
 
         Args:
           on_host, skew, tokens: as in `misses`.
@@ -72,16 +71,20 @@ class TokenCost:
 
 
 def selection_shares(experts: int, chosen: int, skew: float) -> Float[np.ndarray, "E"]:
-    """Returns the share of tokens that select each expert, the most frequent one first; they sum to `chosen`.
+    """Returns the share of tokens that select each expert, the most frequent one first.
 
-    A token draws distinct experts one after another with weights `rank ** -skew`. That is a race: the expert of weight
-    w arrives after an exponential time of rate w, and the first `chosen` ones win. The share is computed as if the race
-    always ended at the same time, which is within 2% for V4-Flash.
+    A token draws distinct experts one after another. The expert of rank r, from 1, has the weight r ** -skew. These
+    draws are equivalent to a race in which the expert of weight w arrives after an exponential time of rate w, and the
+    first `chosen` ones win. The shares are computed as if the race always ended at the same time, which changes them by
+    at most 2% for V4-Flash.
 
     Args:
       experts: number of experts of a layer.
-      chosen: number of experts of a token.
+      chosen: number of experts that a token selects.
       skew: 0 for equal weights; 1 for Zipf's law.
+
+    Returns:
+      [experts] float64 shares between 0 and 1, whose sum is `chosen`.
     """
     if chosen >= experts:
         return np.ones(experts)
