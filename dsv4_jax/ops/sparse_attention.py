@@ -103,8 +103,8 @@ def sparse_attention(
     even if its tokens are also in the window.
 
     The kernels take bfloat16 queries, and rows of 448 + 64 dims in the formats "v4" and "per_entry". The prefill kernel
-    also requires a window of a multiple of 64 tokens. Kernels and "xla" differ in how they
-    round the weights of the softmax, so that results differ by about one part in 2 ** 8.
+    also requires a window of a multiple of 64 tokens. Kernels and "xla" differ in how they round the weights of the
+    softmax, so that results differ by about one part in 2 ** 8.
 
     A token's bits depend on T, and on K or else the width of the block table, but never on other tokens.
 

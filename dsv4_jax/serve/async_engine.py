@@ -197,7 +197,7 @@ class AsyncEngine:
                 self.metrics = self.engine.metrics
                 self._deliver()
             self.engine.close()
-        except BaseException as error:  # a defect of this class, or a lost device
+        except BaseException as error:  # such as a bug in this class, or a lost device
             _log.exception("the engine's thread ends")
             self.ready = False
             self._end(None, "error", RuntimeError(f"the engine's thread has ended: {error}"))

@@ -155,7 +155,7 @@ class Chat:
             conversation = _as_in_messages(conversation, body)
         if conversation.tool_choice == "required":
             parsing.starts_in_tool_calls = True
-        if conversation.messages[-1].prefix:  # also without thinking, so that the answer may begin with a new line
+        if conversation.messages[-1].prefix:  # so that the parser keeps a new line at the answer's start
             parsing.thinking_initial_stage = recipe.ThinkingInitialStage.ContentContinuation
         self._check(conversation)
         return Converted(request, conversation, parsing)

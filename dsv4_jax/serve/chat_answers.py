@@ -300,7 +300,7 @@ class MessagesAnswer(ParsedAnswer):
         return min(self._body.max_tokens, max(room, 1))
 
     def _too_long(self, longest: int, limit: int, context: int) -> str:
-        return f"prompt is too long: {longest} tokens > {context} maximum"  # clients look for these words
+        return f"prompt is too long: {longest} tokens > {context} maximum"  # clients recognize the error by these words
 
     def _read(self, response: dict[str, Any]) -> recipe.AssistantMessage:
         texts = {"thinking": "", "text": ""}
