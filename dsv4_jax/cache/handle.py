@@ -27,8 +27,8 @@ class LayerCacheHandle(Summarized):
     Methods that write return a new handle, whose `cache` is the updated cache. A token sees its own window row and the
     compressed entry whose window of tokens it closes, so call the methods that write before `attend`.
 
-    Methods raise ValueError for queries, rows, projections or indices of a wrong shape. Methods that write raise
-    TypeError for rows of a wrong dtype.
+    Methods raise ValueError for queries, rows, projections or indices of a wrong shape, and if they need entries or
+    index keys that the layer lacks. Methods that write raise TypeError for rows of a wrong dtype.
 
     Attributes:
       batch: inputs of the step.

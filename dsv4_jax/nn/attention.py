@@ -22,8 +22,7 @@ from dsv4_jax.quant import round_to
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepCarry:
-    """Values that layers of one step pass on to later layers, besides the residual streams. The cache does not hold
-    them.
+    """Values that layers pass on to later layers of a step, besides the residual streams and the cache.
 
     Attributes:
       selections: {number of a layer with an indexer: [T, index_topk] int32 entries that it selected, -1 at the end}.

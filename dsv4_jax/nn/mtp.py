@@ -41,8 +41,7 @@ class MTPDrafts(DraftLayers):
         self.hc_head = HyperHead(config, rngs=rngs)
 
     def join(self, streams: Float[Array, "T h D"], embedded: Float[Array, "T D"]) -> Float[Array, "T h D"]:
-        """Computes the layer's input: projections of the streams, with that of the next token's embedding added to
-        each.
+        """Computes the layer's input: to each projected stream it adds the projected embedding of the next token.
 
         Args:
           streams: [T, h, hidden] residual streams of the model, or of this layer.

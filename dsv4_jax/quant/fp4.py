@@ -21,8 +21,9 @@ NVFP4_GROUP = 16
 
 
 def encode_e2m1(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
-    """Rounds float32 values to E2M1 codes 0 to 15, whose bit 3 is the sign. Ties go to even codes; 6 is the largest
-    value.
+    """Rounds float32 values to E2M1 codes 0 to 15, whose bit 3 is the sign.
+
+    Ties go to even codes, and values beyond +-6 to +-6.
 
     Values are compared with the midpoints of the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A cast could go through
     another type and round twice on some backends.

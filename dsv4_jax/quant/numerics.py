@@ -53,10 +53,9 @@ def ordered_sum(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
 
 
 def hadamard(x: Float[Array, "*rows N"]) -> Float[Array, "*rows N"]:
-    """Multiplies the last axis by the Sylvester-ordered Hadamard matrix of size N, scaled by N**-0.5 (docs/dsv4.md
-    3.1).
+    """Multiplies the last axis by the Sylvester-ordered Hadamard matrix of size N, scaled by N**-0.5.
 
-    The sums and differences come from butterflies in a fixed order, and are scaled once at the end.
+    The sums and differences come from butterflies in a fixed order, and are scaled once at the end (docs/dsv4.md 3.1).
 
     Args:
       x: [..., N] float32.

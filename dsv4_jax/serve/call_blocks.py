@@ -13,8 +13,7 @@ _MAX_HEAD = 64  # the maximum number of tokens of a head, white space between th
 
 
 class CallBlocks:
-    """Passes the tokens of an answer to deepseek-recipe's parser, with `CALL_TOKEN` as a token only if a call begins
-    there.
+    """Passes the tokens of an answer to deepseek-recipe's parser, with `CALL_TOKEN` only where a call begins.
 
     At `CALL_TOKEN` the parser drops all text until a call follows. So elsewhere this token is passed as text. It is
     held back with the tokens after it, until these show whether a call begins.
