@@ -1,4 +1,4 @@
-"""The cache: its geometry, its pools, the handle of a layer and the inputs of a step."""
+"""The KV cache: its geometry, its arrays, the handle by which a layer reads and writes it, and the inputs of a step."""
 
 import dsv4_jax.cache.serialization  # registers the cache's types with Flax
 from dsv4_jax.cache.batch import Batch

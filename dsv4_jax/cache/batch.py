@@ -1,4 +1,4 @@
-"""The inputs of one step."""
+"""The inputs of one step, a forward pass over a ragged batch of tokens."""
 
 import dataclasses
 from typing import Any
@@ -15,25 +15,27 @@ from pallas_kernels.runtime.pytrees import static_field
 class Batch(Summarized):
     """A ragged batch of tokens in arrays of fixed sizes, made by `KVCacheManager.prepare_forward`.
 
-    Tokens of one request are adjacent and have consecutive ascending positions. -1 is padding everywhere. As an index,
-    -1 means the last row to JAX, even with `mode="drop"` or "clip". Before you index with one of these arrays, raise -1
-    to 0 to read, or replace it by the length of the axis to write nothing. For an example, see
-    `dsv4_jax.decode.last_token_indices`.
+    The tokens of a request are adjacent and have consecutive ascending positions.
 
-    A batch runs once, on the cache that has run the earlier batches of its requests. Steps refuse another one, as long
-    as they know the arrays `positions` of the batch and `lengths` of the cache (see `KVCacheManager.rewind`).
+    In every array -1 marks padding. JAX reads an index of -1 as the last row, even with `mode="drop"` or "clip". Before
+    you index with one of these arrays, replace -1 by 0 to read, or by the length of the axis to write nothing. For an
+    example, see `dsv4_jax.decode.last_token_indices`.
+
+    A batch runs once, on a cache that has run the earlier batches of its requests. Otherwise a step raises ValueError.
+    It can check this only for a batch from a manager and a cache from a manager or from a step of this package, see
+    `dsv4_jax.host.step_order`.
 
     Attributes:
       token_ids: [T] int32, token ids.
-      positions: [T] int32, absolute positions.
+      positions: [T] int32, absolute positions of the tokens.
       slots: [T] int32, slots of the tokens' requests.
-      new_blocks: [N, 3] int32, rows (slot, index in the slot's row of the block table, block id).
+      new_blocks: [N, 3] int32, newly reserved blocks: (slot, index in the slot's row of the block table, block id).
       reset_slots: [max_requests] int32, slots whose new request begins with this step.
-      prefill: whether a request brings more than `max_query_tokens` tokens. Its rows could then overwrite each other in
-        the ring, so attention reads them from the call instead (static).
-      draft_block: number of adjacent tokens that see each other and the whole window before them, as DSpark's blocks
-        do; 0 = each token sees a window that ends with itself (static).
-      schema: geometry of the cache that the batch is for, which is checked at trace time; None = any (static).
+      prefill: whether a request has more than `max_query_tokens` tokens in the batch. Its window rows could then
+        overwrite each other in the ring, so attention takes them from the step's own tokens instead (static).
+      draft_block: number of adjacent tokens that all see each other and the window before them, as in a block of
+        DSpark drafts; 0 = each token sees a window that ends with itself (static).
+      schema: geometry of the cache that the batch is for, which is checked at trace time; None = not checked (static).
     """
 
     token_ids: Any
@@ -46,7 +48,7 @@ class Batch(Summarized):
     schema: CacheSchema | None = static_field(default=None)
 
     def _summary(self) -> Summary:
-        # Under jax.tree.map a leaf can be any object.
+        # Leaves need not be arrays: `jax.tree.map` can return a Batch of any objects.
         fields = vars(self).items()
         rows = {name: str(getattr(x, "aval", x)) for name, x in fields if name not in ("prefill", "schema")}
         tokens = getattr(self.token_ids, "size", "?")

@@ -1,4 +1,4 @@
-"""Counts of the experts that steps read, by which `expert_pages` decides which of them lie on the GPU."""
+"""Counts how often steps use each expert. `expert_pages` uses the counts to choose the experts that lie on the GPU."""
 
 import dataclasses
 from typing import Any
@@ -15,12 +15,12 @@ def counts_experts(cache: Any) -> bool:
 
 @jax.named_scope("router")
 def count_experts(cache: Any, experts: Int[Array, "L T k"], layers: tuple[int, ...]) -> Any:
-    """Returns the cache with a step's experts added to its counts; padding tokens do not count.
+    """Returns the cache with a step's experts added to `expert_counts`, see `KVCache`.
 
     Args:
-      cache: the cache.
-      experts: [layers, T, k] int32 experts of each token, -1 for padding.
-      layers: number of each layer of `experts`, in any order.
+      cache: the cache; it must have `expert_counts`.
+      experts: [L, T, k] int32 experts of each token; -1 = padding, which is not counted.
+      layers: numbers of the L layers on axis 0 of `experts`, in any order.
     """
     counts = cache.expert_counts
     experts = jnp.where(experts >= 0, experts, counts.shape[-1])

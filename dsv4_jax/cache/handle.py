@@ -22,17 +22,19 @@ from pallas_kernels.runtime.pytrees import static_field
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class LayerCacheHandle(Summarized):
-    """Reads and writes one layer for the tokens of one batch; immutable, allocates nothing.
+    """Reads and writes one layer of the cache for the tokens of one batch. A handle is immutable and allocates nothing.
 
-    Methods that write return a new handle; `handle.cache` is the updated cache. A token sees its own window row and the
-    entries that it closes, so write before you attend. All methods raise ValueError for arguments of another shape, and
-    those that write raise TypeError for another dtype.
+    Methods that write return a new handle, whose `cache` is the updated cache. A token sees its own window row and the
+    compressed entry whose window of tokens it closes, so call the methods that write before `attend`.
+
+    Methods raise ValueError for queries, rows, projections or indices of a wrong shape, and if they need entries or
+    index keys that the layer lacks. Methods that write raise TypeError for rows of a wrong dtype.
 
     Attributes:
       batch: inputs of the step.
       pending: [T, head_dim] window rows of a prefill step that are not in the ring yet, or None.
-      spec: spec of the layer (static); with a traced layer, that of some layer of its kind.
-      layer: number of the layer if it is traced, else None.
+      spec: spec of the layer (static). If `layer` is traced, it is the spec of some layer of the same kind.
+      layer: [] int32, number of the layer if it is traced, as in a loop over layers; else None.
     """
 
     _cache: Any
@@ -60,7 +62,7 @@ class LayerCacheHandle(Summarized):
     # --- writes ---
 
     def write_swa(self, kv: Float[Array, "T D"]) -> "LayerCacheHandle":
-        """Stores the tokens' window rows.
+        """Stores the tokens' rows of the sliding window. In a prefill step `attend` or `cache` writes them to the ring.
 
         Args:
           kv: [T, head_dim] in the model's dtype, after norm and RoPE. Padding tokens write nothing.
@@ -79,13 +81,13 @@ class LayerCacheHandle(Summarized):
         *,
         eps: float,
     ) -> tuple[Float[Array, "T H D"], "LayerCacheHandle"]:
-        """Normalizes and rotates queries and window rows (see `ops.norm_rope`), and stores the rows.
+        """Applies RMS norm and RoPE to queries and window rows (see `ops.norm_rope`), and stores the rows.
 
         Args:
           q: [T, heads, head_dim] in the model's dtype, queries of this device's heads.
           kv: [T, head_dim] in the model's dtype, window rows. Padding tokens write nothing.
-          weight: [head_dim] float32, norm weight of the rows.
-          inv_freq: [P] rotation in radians per token.
+          weight: [head_dim] float32, weight of the rows' norm; the queries' norm has none.
+          inv_freq: [P] float32, radians per token, by which the last 2 * P channels are rotated.
           eps: constant that is added to the mean square.
 
         Returns:
@@ -110,16 +112,19 @@ class LayerCacheHandle(Summarized):
         weights: CompressorWeights,
         index: tuple[Float[Array, "T index"], Float[Array, "T index"], CompressorWeights] | None = None,
     ) -> "LayerCacheHandle":
-        """Feeds the tokens to the compressor and stores an entry for each window that closes (see `ops.flush`).
+        """Feeds the tokens to the compressor, and stores an entry for each compression window that they complete.
+
+        The formulas are at `ops.flush`.
 
         Args:
-          kv: [T, head_dim] float32 projections, or [T, 2 * head_dim] if entries overlap.
-          gate: pooling logits without position bias, of kv's shape.
+          kv: [T, head_dim] float32 projections, or [T, 2 * head_dim] if the windows of entries overlap.
+          gate: float32 pooling logits without position bias, with kv's shape.
           weights: the compressor's other parameters.
-          index: (kv, gate, weights) of the keys' compressor, if the layer has one.
+          index: (kv, gate, weights) of the compressor of index keys, with the keys' dim for head_dim. Required if the
+            layer has such a compressor, otherwise None.
 
         Raises:
-          ValueError: the layer stores no entries, or `index` is missing or superfluous.
+          ValueError: the layer stores no entries, `index` is missing or superfluous, or a shape is wrong.
         """
         self._require("stores entries", self.spec.owner)
         if (index is not None) != self.spec.key_compressor:
@@ -153,14 +158,19 @@ class LayerCacheHandle(Summarized):
         *,
         keys: bool = False,
     ) -> tuple[ClosedWindows, "LayerCacheHandle"]:
-        """The first half of `flush`, for models that make index keys from the pooled vectors (see `ops.pool_windows`).
+        """Runs the first half of `flush`: pools each completed window to a vector, and stores the tokens' state rows.
+
+        It is for models that make index keys from the pooled vectors. See `ops.pool_windows`.
 
         Args:
-          kv, gate, weights: as for `flush`; windows of one token need no gate.
-          keys: whether they belong to the keys' compressor.
+          kv, gate, weights: as for `flush`. `gate` is None if a window is a single token.
+          keys: whether the arguments belong to the compressor of index keys.
 
         Returns:
-          (closed windows, normalized and not rotated; new handle).
+          (pooled vectors of the completed windows, after the RMS norm and before RoPE; new handle).
+
+        Raises:
+          ValueError: the layer stores no entries, or a shape is wrong.
         """
         self._require("stores entries", self.spec.owner)
         self._check_windows("", kv, gate, weights, keys=keys)
@@ -171,13 +181,29 @@ class LayerCacheHandle(Summarized):
         return closed, self._with_state(state, keys=keys)
 
     def write_entries(self, closed: ClosedWindows, inv_freq: Float[Array, "P"]) -> "LayerCacheHandle":
-        """The second half of `flush`: rotates and stores entries (see `ops.write_entries`)."""
+        """Runs the second half of `flush`: rotates, quantizes and stores entries (see `ops.write_entries`).
+
+        Args:
+          closed: windows with values [n, head_dim] in the model's dtype, as `pool_windows` returns them.
+          inv_freq: [P] float32, radians per token.
+
+        Raises:
+          ValueError: the layer stores no entries.
+        """
         self._require("stores entries", self.spec.owner)
         self._check_dtype("closed.values", closed.values)
         return self._with_group(entries=ops.write_entries(self.read_classical_view(), closed, inv_freq).rows)
 
     def write_keys(self, closed: ClosedWindows, inv_freq: Float[Array, "P"]) -> "LayerCacheHandle":
-        """Rotates and stores the index keys of closed windows, whose values are [n, index_head_dim]."""
+        """Rotates, quantizes and stores the index keys of completed windows.
+
+        Args:
+          closed: windows with values [n, index_head_dim] in the model's dtype, the keys.
+          inv_freq: [P] float32, radians per token.
+
+        Raises:
+          ValueError: the layer stores no index keys.
+        """
         self._require("stores index keys", self.spec.owner and self.spec.keys)
         self._check_dtype("closed.values", closed.values)
         return self._with_group(keys=ops.write_entries(self.read_indexer_view(), closed, inv_freq).rows)
@@ -185,20 +211,35 @@ class LayerCacheHandle(Summarized):
     # --- reads ---
 
     def gather_swa_kv(self) -> tuple[Float[Array, "T W D"], Bool[Array, "T W"]]:
-        """Reads each token's window, oldest row first: (kv [T, W, head_dim] in the model's dtype, valid [T, W])."""
+        """Reads the W window rows of each token, from the oldest one to the token's own.
+
+        Returns:
+          (kv [T, W, head_dim] in the model's dtype; valid [T, W] bool).
+        """
         return ops.gather_swa_kv(
             self.read_swa_view(), self.batch.slots, self.batch.positions, new_kv=self.pending, dtype=self._dtype
         )
 
     def gather_compressed_kv(self, indices: Int[Array, "T K"]) -> tuple[Float[Array, "T K D"], Bool[Array, "T K"]]:
-        """Reads entries by index, -1 = none: (kv [T, K, head_dim] in the model's dtype, valid [T, K])."""
+        """Reads the compressed entries with the given indices.
+
+        Args:
+          indices: [T, K] int32 entry numbers within each token's request; -1 = none.
+
+        Returns:
+          (kv [T, K, head_dim] in the model's dtype; valid [T, K] bool).
+        """
         view = self.read_classical_view()
         self._check_shape("indices", indices, None)
         rows = ops.gather_compressed_kv(view, indices, self.batch.slots, dtype=self._dtype)
         return self._reduce_rows(rows)
 
     def gather_all_compressed_kv(self) -> tuple[Float[Array, "T E D"], Bool[Array, "T E"]]:
-        """Reads all visible entries of each token: (kv [T, E, head_dim] in the model's dtype, valid [T, E])."""
+        """Reads all compressed entries that each token sees.
+
+        Returns:
+          (kv [T, E, head_dim] in the model's dtype; valid [T, E] bool), E = the largest number of entries of a request.
+        """
         batch = self.batch
         view = self.read_classical_view()
         return self._reduce_rows(ops.gather_all_compressed_kv(view, batch.slots, batch.positions, dtype=self._dtype))
@@ -206,14 +247,16 @@ class LayerCacheHandle(Summarized):
     def indexer_scores(
         self, q: Float[Array, "T H I"], weights: Float[Array, "T H"], inv_freq: Float[Array, "P"] | None = None
     ) -> Float[Array, "T E"]:
-        """Computes the index scores of all entries, [T, E] float32 (see `ops.indexer_scores`).
-
-        With context parallelism, entries of other devices score -inf.
+        """Computes the lightning indexer's score of each visible entry (see `ops.indexer_scores`).
 
         Args:
           q: [T, index heads, index_head_dim] index queries.
           weights: [T, index heads] float32 head weights.
-          inv_freq: [P] rotation of q in radians per token; None if q is rotated already.
+          inv_freq: [P] float32, radians per token, by which q is rotated; None if q is rotated already.
+
+        Returns:
+          [T, E] float32 scores, E = the largest number of entries of a request. With context parallelism, entries that
+          lie on other devices score -inf. Scores behind the visible entries are unspecified.
         """
         view = self.read_indexer_view()
         self._check_shape("q", q, None, view.codec.dim)
@@ -221,7 +264,14 @@ class LayerCacheHandle(Summarized):
         return ops.indexer_scores(view, q, weights, self.batch.slots, self.batch.positions, inv_freq=inv_freq)
 
     def indexer_topk(self, scores: Float[Array, "T E"]) -> Int[Array, "T k"]:
-        """Selects each token's best entries, [T, topk] int32 ascending, then -1 (see `ops.indexer_topk`)."""
+        """Selects the entries with the highest scores for each token (see `ops.indexer_topk`).
+
+        Args:
+          scores: [T, E] float32 result of `indexer_scores`.
+
+        Returns:
+          [T, topk] int32 entry numbers in ascending order, then -1 if fewer than topk entries are visible.
+        """
         topk = topk_of_shards if self._is_sharded else ops.indexer_topk
         return topk(scores, self.valid_lengths(), self._cache.schema.config.topk(self.spec.layer))
 
@@ -237,13 +287,13 @@ class LayerCacheHandle(Summarized):
         indices: Int[Array, "T K"] | None = None,
         inv_freq: Float[Array, "P"] | None = None,
     ) -> tuple[Float[Array, "T H D"], "LayerCacheHandle"]:
-        """Attends to the window and to compressed entries (see `ops.sparse_attention`).
+        """Computes attention over the window and the compressed entries (see `ops.sparse_attention`).
 
         Args:
           q: [T, heads, head_dim] in the model's dtype, queries of this device's heads after norm and RoPE.
           sinks: [heads] float32 sink logits.
-          indices: [T, K] entries of each token, -1 = none; None = all visible entries.
-          inv_freq: [P] inverse rotation of the output in radians per token; None = no rotation.
+          indices: [T, K] int32 entries that each token attends to, -1 = none; None = all visible entries.
+          inv_freq: [P] float32, radians per token, by which the output is rotated back; None = no rotation.
 
         Returns:
           (output [T, heads, head_dim] in q's dtype, new handle).
@@ -256,7 +306,8 @@ class LayerCacheHandle(Summarized):
         positions = self.batch.positions
         block = self.batch.draft_block
         if block:
-            # Every token of a block sees what the last one sees, but is rotated by its own position.
+            # Every token of a block sees the rows that its last token sees, so attention gets the last one's position.
+            # RoPE below rotates by the token's own position.
             offsets = jnp.arange(positions.shape[0], dtype=jnp.int32) % block
             positions = jnp.where(positions >= 0, positions + (block - 1) - offsets, -1)
         out = ops.sparse_attention(
@@ -272,7 +323,7 @@ class LayerCacheHandle(Summarized):
             out = ops.apply_rope(out, jnp.maximum(self.batch.positions, 0), inv_freq, inverse=True)
         if self.pending is None:
             return out, self
-        # Fixes the order of the read above and the commit's write; otherwise XLA copies the rings.
+        # The barrier orders the read above before `_commit`'s write. Otherwise XLA copies the rings.
         out, pending = jax.lax.optimization_barrier((out, self.pending))
         return out, dataclasses.replace(self, pending=pending)._commit()
 
@@ -286,12 +337,12 @@ class LayerCacheHandle(Summarized):
         return SWAView(self._cache.swa, layer, window, schema.window_codec)
 
     def read_classical_view(self) -> ClassicalView:
-        """Returns a view of the layer's entries through the block table."""
+        """Returns a view of the layer's compressed entries through the block table."""
         self._require("attends to entries", self.spec.group is not None)
         return ClassicalView(self._group.entries, *self._paging(), self._group_spec.entry)
 
     def read_indexer_view(self) -> IndexerView:
-        """Returns a view of the entries' index keys through the block table."""
+        """Returns a view of the layer's index keys, one for each entry, through the block table."""
         self._require("has index keys", self.spec.keys)
         return IndexerView(self._group.keys, *self._paging(), self._group_spec.key)
 
@@ -302,7 +353,7 @@ class LayerCacheHandle(Summarized):
         return self._row, table, self.spec.compress_rate
 
     def _reduce_rows(self, rows):
-        """All-reduces (kv, valid): a row is valid if some device holds it."""
+        """Exchanges gathered rows (kv, valid) between devices, so that a row is valid if any device holds it."""
         if not self._is_sharded:
             return rows
         kv, valid = rows
@@ -310,7 +361,7 @@ class LayerCacheHandle(Summarized):
 
     @property
     def _is_sharded(self):
-        """Whether blocks are sharded over devices here."""
+        """Whether this code runs under `jax.shard_map` with the cache's blocks sharded over devices."""
         return self._cache.schema.context_parallel and is_sharded("context")
 
     def _state_view(self, *, keys=False):
@@ -349,13 +400,13 @@ class LayerCacheHandle(Summarized):
             raise ValueError(f"{name} has shape {list(x.shape)}, layer {self.spec.layer} takes [{sizes}] in this step")
 
     def _check_dtype(self, name, x):
-        """Raises TypeError unless x has the dtype of the cache: rows of another one would be rounded otherwise."""
+        """Raises TypeError unless x has the dtype of the cache, because a conversion would round x silently."""
         if x.dtype != self._dtype:
             hint = f", or make the cache with dtype={x.dtype}" if x.dtype in (jnp.float32, jnp.bfloat16) else ""
             raise TypeError(f"{name} has dtype {x.dtype}, the cache takes {self._dtype}: convert the rows{hint}")
 
     def _check_windows(self, prefix, kv, gate, weights, *, keys=False):
-        """Raises ValueError unless the inputs of a compressor have its shapes."""
+        """Raises ValueError unless kv, gate and weights have the shapes that the layer's compressor takes."""
         spec = self._group_spec
         dim = (spec.key if keys else spec.entry).dim
         width = dim * (1 + spec.overlap)
@@ -367,7 +418,7 @@ class LayerCacheHandle(Summarized):
         self._check_shape(f"{prefix}weights.norm_weight", weights.norm_weight, rows=dim)
 
     def _with_state(self, view, *, keys=False):
-        if view.kv is None:  # windows of one token
+        if view.kv is None:  # a compression window is one token, which needs no state
             return self
         return self._with_group(**{"key_state" if keys else "state": CompressorState(view.kv, view.gate)})
 

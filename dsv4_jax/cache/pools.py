@@ -1,6 +1,6 @@
-"""The cache: a handful of stacked arrays in one immutable pytree.
+"""The KV cache of a whole model: an immutable pytree of arrays, each stacked over layers.
 
-Fields that hold arrays are `Any`: jax puts shapes, tracers and specs in their place.
+Fields for arrays have the type `Any`, because JAX transformations also store shapes, tracers and shardings in them.
 """
 
 import dataclasses
@@ -30,20 +30,21 @@ from pallas_kernels.runtime.pytrees import static_field
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class KVCache(Summarized):
-    """The whole cache of a model. Donate it to the step and keep what the step returns.
+    """The KV cache of a model. Donate it to the step, and use the cache that the step returns afterwards.
 
     Attributes:
-      groups: {name: PoolGroup}, as in `CacheSchema.groups`; DeepSeek-V4 has "csa4" and "hca128".
-      swa: Rows [rings, slots, ring, ...], sliding windows; a token's row is `position % ring`.
-      streams: [1, slots, ring, streams * hidden] in the model's dtype, residual streams of the last tokens, from which
-        drafts start; None without drafts.
-      block_table: [slots, max_blocks] int32, block ids, -1 = none; one table for all pools of all layers.
+      groups: {name: PoolGroup} of compressed entries, as in `CacheSchema.groups`. DeepSeek-V4 has "csa4", with an entry
+        for 4 tokens, and "hca128", with an entry for 128.
+      swa: Rows [layers, slots, ring, ...], the sliding windows as ring buffers; a token's row is `position % ring`.
+      streams: [1, slots, ring, hc_mult * hidden] in the model's dtype, residual streams of each request's last tokens,
+        from which MTP drafts start. None if no draft layers need them.
+      block_table: [slots, max_blocks] int32, block ids, -1 = none. All pools of all layers share this table.
       lengths: [slots] int32, number of tokens in each slot.
       schema: geometry of the cache (static).
-      mailboxes: addresses of the buffers for all-reduce between GPUs (see `parallel.mailboxes`), or None. They hold
-        none of the cache's contents.
-      expert_counts: [2, layers, E] int32, how many tokens selected each expert, and how many steps read it, since
-        `with_expert_counts`; None if steps do not count.
+      mailboxes: addresses of the buffers for all-reduce between GPUs (see `parallel.mailboxes`), or None. They are not
+        part of the cache's contents.
+      expert_counts: [2, layers, E] int32, the number of tokens that selected each of E experts, and the number of steps
+        that read it, both since `with_expert_counts`. None if steps do not count.
     """
 
     groups: dict[str, PoolGroup]
@@ -57,7 +58,7 @@ class KVCache(Summarized):
 
     @classmethod
     def abstract(cls, schema: CacheSchema, mesh: Mesh | None = None) -> "KVCache":
-        """Makes a cache with `jax.ShapeDtypeStruct` leaves, which have shardings if a mesh is given."""
+        """Makes a cache with `jax.ShapeDtypeStruct` leaves instead of arrays, with shardings if a mesh is given."""
         groups = {name: schema.group_structs(name) for name in schema.groups}
         cache = cls(groups=groups, **schema.slot_structs(), schema=schema)
         if mesh is None:
@@ -66,29 +67,29 @@ class KVCache(Summarized):
 
     @classmethod
     def zeros(cls, schema: CacheSchema, mesh: Mesh | None = None) -> "KVCache":
-        """Makes an empty cache on the default device or a mesh: zeros, gates at -inf, no block in the table."""
+        """Makes an empty cache on the default device or a mesh: zeros, but -inf in gates and -1 in the block table."""
 
         def full(path, struct):
-            # The dtype is explicit: a weakly typed array would cause a second compilation.
+            # The dtype is explicit, because a step would be compiled once more for weakly typed arrays.
             return jnp.full(struct.shape, _empty_value(path), struct.dtype, device=struct.sharding)
 
         cache = jax.tree.map_with_path(full, cls.abstract(schema, mesh))
         return cache if mesh is None else dataclasses.replace(cache, mailboxes=make_mailboxes(mesh))
 
     def shardings(self, mesh: Mesh) -> "KVCache":
-        """Returns the cache with `NamedSharding` leaves, for `jax.device_put`."""
+        """Returns a cache with a `NamedSharding` in the place of each array, as `jax.device_put` takes them."""
 
         def place(path, x):
             if path[0].name == "mailboxes":
                 return mailbox_sharding(mesh)
-            # Specs have full length, as in the results of a step: a shorter one would cause a second compilation.
+            # A spec names every axis, like those of a step's results. With a shorter one a step is compiled once more.
             axes = self._axes(path)
             return named_sharding((*axes, *[None] * (x.ndim - len(axes))), mesh)
 
         return jax.tree.map_with_path(place, self)
 
     def _axes(self, path):
-        """Returns the logical axes of an array of the cache's contents by its place in the pytree."""
+        """Returns the leading logical axes of the array at `path` in the pytree, see `parallel.axis_rules`."""
         names = [getattr(key, "name", None) for key in path]
         if names[0] in ("block_table", "lengths"):
             return ("slots",)
@@ -107,10 +108,10 @@ class KVCache(Summarized):
         return Summary(self.schema.words() + gone, rows)
 
     def with_expert_counts(self) -> "KVCache":
-        """Returns the cache with `expert_counts` of zero, to which its steps add.
+        """Returns the cache with `expert_counts` set to zeros, so that steps count the experts that they use.
 
         Raises:
-          ValueError: the cache lies on a mesh.
+          ValueError: the cache is sharded over a mesh.
         """
         if isinstance(self.lengths.sharding, NamedSharding):
             raise ValueError("experts are counted on one device; the cache lies on a mesh")
@@ -120,19 +121,19 @@ class KVCache(Summarized):
         return dataclasses.replace(self, expert_counts=jnp.zeros(shape, jnp.int32, device=where))
 
     def with_groups(self, new: dict[str, PoolGroup]) -> "KVCache":
-        """Returns the cache with the group fields that are set in `new` replaced."""
+        """Returns the cache with fields of its groups replaced: those that are not None in `new` {name: PoolGroup}."""
         groups = {name: group.replace(new.get(name, PoolGroup())) for name, group in self.groups.items()}
         return dataclasses.replace(self, groups=groups)
 
     def write_windows(self, rows: Mapping[int, Float[Array, "T D"]], batch: Batch) -> "KVCache":
-        """Stores window rows of several layers in one launch, as `LayerCacheHandle.write_swa` does for each.
+        """Stores window rows of several layers in one launch, like `LayerCacheHandle.write_swa` for each layer.
 
         Args:
-          rows: {layer: [T, head_dim] in the model's dtype, after norm and RoPE}.
-          batch: positions and slots of the T tokens; padding tokens write nothing.
+          rows: {number of the layer: [T, head_dim] rows in the model's dtype, after norm and RoPE}.
+          batch: positions and slots of the T tokens. Padding tokens write nothing.
         """
         num_slots = jax.tree.leaves(self.swa)[0].shape[1]
-        # To `append_swa`, the rings of another layer are those of other slots.
+        # The rings of all layers are reshaped to one layer with more slots, so that one `append_swa` writes them all.
         slots = [jnp.where(batch.slots >= 0, batch.slots + layer * num_slots, -1) for layer in rows]
         merged = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), self.swa)
         view = SWAView(merged, 0, self.schema.max_window, self.schema.window_codec)
@@ -142,16 +143,17 @@ class KVCache(Summarized):
         return dataclasses.replace(self, swa=swa)
 
     def handle(self, layer: int | Int[Array, ""], batch: Batch, *, like: int | None = None) -> LayerCacheHandle:
-        """Returns one layer's view of the cache for one step, after `begin_step`; allocates nothing.
+        """Returns the handle by which a layer reads and writes the cache in one step. Call `begin_step` first.
 
         Args:
-          layer: number of the layer; it may be traced, as in a `jax.lax.scan` over stacked layers of one kind.
+          layer: number of the layer, an int or a traced scalar, as in a `jax.lax.scan` over stacked layers of one kind.
           batch: inputs of the step.
-          like: number of any layer of a traced layer's kind; None if the model has one kind only.
+          like: if `layer` is traced, the number of some layer of the same kind (`LayerSpec.kind`). None if all layers
+            of the model are of one kind.
 
         Raises:
           TypeError: `layer` is not a whole number.
-          ValueError: there is no such layer, the kind of a traced layer is not known, or the batch belongs to another
+          ValueError: there is no such layer, `layer` is traced and its kind unknown, or the batch belongs to another
             cache.
         """
         self._check_batch(batch)
@@ -170,11 +172,11 @@ class KVCache(Summarized):
         return LayerCacheHandle(_cache=self, batch=batch, pending=None, spec=spec, layer=traced)
 
     def begin_step(self, batch: Batch) -> "KVCache":
-        """Applies the host's decisions for this step: new requests, new blocks, new lengths.
+        """Returns the cache with the batch's new requests, new blocks and new lengths in `block_table` and `lengths`.
 
         Raises:
-          ValueError: the batch belongs to another cache, or the cache lies on a mesh and this code is not under
-            `jax.shard_map`.
+          ValueError: the batch belongs to another cache, or the cache is sharded over a mesh and this code does not run
+            under `jax.shard_map`.
         """
         self._check_batch(batch)
         check_within_shard_map("the cache", self.lengths)
@@ -197,9 +199,12 @@ class KVCache(Summarized):
             raise ValueError(f"the batch is of a manager of another cache: {differences}")
 
     def reset_slots(self, slots: Int[Array, "n"]) -> "KVCache":
-        """Resets slots ([n] int32; -1 = none) to no blocks, length 0, and empty rings and states.
+        """Empties slots: no blocks, length 0, and empty rings and compressor states.
 
-        Steps do not need this: rows are addressed by position, so a new request reads only rows that it has written.
+        Steps do not need this. They address rows by position, so a new request reads only rows that it has written.
+
+        Args:
+          slots: [n] int32, the slots to empty; -1 = none.
         """
         slots = jnp.where(slots >= 0, slots, self.block_table.shape[0])
 
@@ -216,7 +221,7 @@ class KVCache(Summarized):
 
 
 def _empty_value(path):
-    """Returns the elements of an array of an empty cache, by its place in the pytree."""
+    """Returns the value of all elements of the array at `path` in an empty cache."""
     return {"gate": -jnp.inf, "block_table": -1}.get(path[-1].name, 0)
 
 

@@ -1,7 +1,7 @@
-"""Jitted functions of fixed shapes that move a request's bytes: to another slot, out of the cache and back.
+"""Jitted functions of fixed shapes that copy a request to another slot, read it out of the cache, and write it back.
 
-A byte is live if a later step can read it. A request of `length` tokens that may be rewound to `min_length` has these
-live rows:
+A row of the cache is live if a later step can read it. A request of `length` tokens that may be rewound to `min_length`
+has these live rows:
 
   * entries up to `length`,
   * window rows from `min_length - window` on,
@@ -10,8 +10,10 @@ live rows:
   * if entries overlap, the first half of the channels of the `rate` compressor rows before these, which the next entry
     pools (docs/dsv4.md, 3.1).
 
-Other bytes are read as zeros, so that no bytes of an earlier owner leave the cache. On a mesh, ids of slots and blocks
-are global; reads are replicated, and each device writes its own shard.
+Other rows are read as zeros, so that no bytes of a slot's earlier request leave the cache.
+
+On a mesh, arguments hold global ids of slots and blocks. Functions that read return replicated arrays. In functions
+that write, each device writes its own shard.
 """
 
 import dataclasses
@@ -32,12 +34,13 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 @pytree_dataclass
 class RequestRows:
-    """The rows of a request's slot in the order of their positions, the newest last.
+    """The rows of a request's slot, in the order of their positions. n differs between fields.
 
     Attributes:
-      swa: Rows [rings, n, ...], window rows.
-      streams: [1, n, width] residual streams, or None.
-      groups: {name: PoolGroup} with only the states set: CompressorState [layers, n, width].
+      swa: Rows [layers, n, ...], window rows of the last n tokens.
+      streams: [1, n, hc_mult * hidden] residual streams of the last n tokens, or None.
+      groups: {name: PoolGroup} with only the states set: CompressorState [layers, n, width] of the last n tokens. With
+        `boundary`, see `read_request`, it is empty if windows do not overlap, and else holds half of the channels.
     """
 
     swa: Rows
@@ -57,12 +60,13 @@ def read_request(
       slot: scalar, slot of the request.
       length: scalar, number of tokens up to which rows are read.
       min_length: scalar, the shortest length that the request may be rewound to.
-      boundary: whether `length` equals `min_length` and is a multiple of every compression rate. Then only a few rows
-        are live and read: the last window, the last streams and, if entries overlap, the first half of the channels of
-        the last `compress_rate` compressor rows (static).
+      boundary: whether `length` equals `min_length` and is a multiple of every compression rate (static). Then only
+        these rows are live and read: the last window, the last token's streams and, if entries overlap, the first half
+        of the channels of the last `compress_rate` compressor rows.
 
     Returns:
-      RequestRows with the rings' number of rows, zeros where not live, or with the few rows of a boundary.
+      RequestRows with as many rows as the rings have, zeros where a row is not live. With `boundary`, it has only the
+      rows listed there.
     """
     schema = cache.schema
     slot = _local_slots(cache, slot)
@@ -83,7 +87,7 @@ def read_request(
         if boundary:
             states = jax.tree.map(lambda x: x[..., : x.shape[-1] // 2], states)
         elif overlap:
-            # The next entry pools only these channels of the window before the open one.
+            # Of the window before the open one, the next entry pools only the first half of the channels.
             states = jax.tree.map(functools.partial(_pooled_again, is_open=positions >= opened), states)
         groups[name] = states
     return all_reduce_bits(RequestRows(rows, streams, groups), "slots")
@@ -103,14 +107,14 @@ def write_request(
     table_row: Int[Array, "blocks"],
     rows: RequestRows | None,
 ) -> KVCache:
-    """Writes rows, blocks and length of a request to a slot.
+    """Writes a request to a slot: its rows, its block ids and its length.
 
     Args:
       cache: the cache; donated.
       slot: scalar, the slot to write.
-      length: scalar, the position after the newest row.
-      table_row: [max_blocks] the slot's row of the block table; -1 = none.
-      rows: result of `read_request`; None leaves the slot's rows as they are.
+      length: scalar, number of tokens of the request; the newest of `rows` has the position `length - 1`.
+      table_row: [max_blocks] int32, block ids for the slot's row of the block table; -1 = none.
+      rows: result of `read_request`. None leaves the slot's rows as they are.
     """
     slots = cache.lengths.shape[0]
     slot = _local_slots(cache, slot)
@@ -128,7 +132,7 @@ def write_request(
         count = new.shape[1]
         width = new.shape[-1]
         index = (length - count + jnp.arange(count, dtype=jnp.int32)) % ring
-        # Both indices are arrays: a slice between them would move the axes.
+        # Axis 0 is indexed by an array, too. As a slice it would be moved behind the axes of the other indices.
         layers = jnp.arange(pool.shape[0], dtype=jnp.int32)
         return pool.at[layers[:, None], slot, index[None, :], :width].set(new, mode="drop")
 
@@ -149,28 +153,29 @@ def copy_request(
     target_blocks: Int[Array, "n"],
     table_rows: Int[Array, "n blocks"],
 ) -> KVCache:
-    """Copies all rows of a slot, and one block, to other slots.
+    """Copies all rows of a slot to other slots, and one block to other blocks.
 
     Args:
       cache: the cache; donated.
       source: scalar, the slot that is copied.
-      source_block: scalar, the block that is copied.
+      source_block: scalar, id of the block that is copied.
       length: scalar, number of tokens in each copy.
-      targets: [n] slots of the same shard, then -1; may include the source, whose block is then replaced by a copy.
-      target_blocks: [n] destination of `source_block` for each target; -1 = none.
-      table_rows: [n, max_blocks] the targets' rows of the block table; -1 = none.
+      targets: [n] the slots to write, followed by -1. They lie in the source's shard of the cache. The source may be
+        among them, to replace its block by a copy.
+      target_blocks: [n] id of the block that receives `source_block` for each target; -1 = none.
+      table_rows: [n, max_blocks] block ids for the targets' rows of the block table; -1 = none.
     """
     count = jnp.sum(targets >= 0, dtype=jnp.int32)
     source = _local_slots(cache, source)
     targets = _local_slots(cache, targets)
     source_block = _local_blocks(cache, source_block)
     target_blocks = _local_blocks(cache, target_blocks)
-    across = "context" if cache.schema.context_parallel else None  # a block and its copy may lie on two devices
+    across = "context" if cache.schema.context_parallel else None  # a block and its copy may lie on different devices
     rings = cache.swa, cache.streams, {name: group.by_slot for name, group in cache.groups.items()}
     pools = {name: group.paged for name, group in cache.groups.items()}
 
     def copy(pool, to, index, across=None):
-        # One copy at a time: a scatter would hold all copies in memory.
+        # Targets are written one after another, because a single scatter would hold the copies for all in memory.
         row = jax.lax.dynamic_index_in_dim(pool, index, axis=1)
         row = all_reduce_bits(jnp.where(index >= 0, row, jnp.zeros((), row.dtype)), across)
         row = jnp.where(to >= 0, row, jax.lax.dynamic_index_in_dim(pool, to, axis=1))
@@ -198,16 +203,16 @@ def copy_request(
 def read_blocks(
     cache: KVCache, blocks: Int[Array, "n"], first: Int[Array, ""], length: Int[Array, ""]
 ) -> dict[str, PoolGroup]:
-    """Reads the entries of consecutive blocks of a request.
+    """Reads the compressed entries, and their index keys, of consecutive blocks of a request.
 
     Args:
       cache: the cache.
-      blocks: [n] block ids; -1 = none.
+      blocks: [n] block ids; -1 = none, which is read as zeros.
       first: scalar, index of the first of these blocks within the request.
-      length: scalar, number of tokens in the request; entries beyond are read as zeros.
+      length: scalar, number of tokens in the request; entries behind it are read as zeros.
 
     Returns:
-      {name: PoolGroup} with only the paged pools set: [layers, n, entries per block, ...].
+      {name of the group: PoolGroup} with only `entries` and `keys` set: [layers, n, entries per block, ...].
     """
     order = first + jnp.arange(blocks.shape[0], dtype=jnp.int32)
     blocks = _local_blocks(cache, blocks)
@@ -228,7 +233,7 @@ def read_blocks(
 @functools.partial(jax.jit, donate_argnames="cache")
 @sharded_update
 def write_blocks(cache: KVCache, blocks: Int[Array, "n"], rows: dict[str, PoolGroup]) -> KVCache:
-    """Writes entries to blocks.
+    """Writes compressed entries, and their index keys, to blocks.
 
     Args:
       cache: the cache; donated.
@@ -255,7 +260,10 @@ def _local_blocks(cache, blocks):
 
 
 def _newest_rows(pools: Any, slot, length, count, first):
-    """Returns (rows [layers, count, ...] of a slot up to `length`, zeros before `first`; their positions [count])."""
+    """Reads the last `count` rows of a slot before position `length`, as zeros before position `first`.
+
+    Returns (rows [layers, count, ...] of each pool in the tree, their positions [count]).
+    """
     positions = length - count + jnp.arange(count, dtype=jnp.int32)
     live = (positions >= jnp.maximum(first, 0)) & (slot >= 0)
     slot = jnp.maximum(slot, 0)
@@ -264,5 +272,5 @@ def _newest_rows(pools: Any, slot, length, count, first):
 
 
 def _keep(x, live):
-    """Zeros x [layers, *live, ...] where not `live`."""
+    """Returns x [layers, *n, ...] with zeros where `live` [*n] is False."""
     return jnp.where(live.reshape(1, *live.shape, *(1,) * (x.ndim - live.ndim - 1)), x, jnp.zeros((), x.dtype))

@@ -1,4 +1,4 @@
-"""The geometry of the cache: the only place that computes shapes and bytes of its arrays."""
+"""The geometry of the KV cache. All shapes and sizes in bytes of its arrays are computed here."""
 
 import dataclasses
 import functools
@@ -23,16 +23,16 @@ MAX_INT32 = 2**31 - 1  # ids, positions and lengths are int32 on the device
 
 @dataclasses.dataclass(frozen=True)
 class GroupSpec:
-    """Stacked pools of all layers whose rows have one shape.
+    """Description of a pool group: the layers whose compressed entries share stacked arrays, since their shapes agree.
 
     Attributes:
       name: name of the group, as in `LayerSpec.group`.
-      layers: numbers of the layers that own its rows, in the order of axis 0.
+      layers: numbers of the layers that store entries in the group, in the order of axis 0 of its arrays.
       compress_rate: number of tokens per entry.
-      overlap: whether an entry pools its own window and the previous one.
+      overlap: whether an entry pools its own window of tokens and the previous one.
       entry: codec of the entries.
-      key: codec of the index keys beside the entries; None = no keys.
-      key_compressor: whether a separate compressor pools the keys.
+      key: codec of the index keys, one for each entry; None = no keys.
+      key_compressor: whether the keys have a compressor of their own.
     """
 
     name: str
@@ -45,17 +45,19 @@ class GroupSpec:
 
     @property
     def pooled_rows(self) -> int:
-        """The number of rows that an entry pools."""
+        """The number of tokens that are pooled to an entry."""
         return self.compress_rate * (1 + self.overlap)
 
 
 @pytree_dataclass
 class CompressorState:
-    """Projections of recent tokens for windows that are still open; row `position % ring`.
+    """A compressor's projections of recent tokens, for entries that are not complete yet.
+
+    They lie in a ring buffer: a token's row is `position % ring`.
 
     Attributes:
-      kv: [layers, slots, ring, width] float32.
-      gate: [layers, slots, ring, width] float32; -inf where never written.
+      kv: [layers, slots, ring, width] float32 values to pool.
+      gate: [layers, slots, ring, width] float32 pooling logits with the position bias; -inf in rows never written.
     """
 
     kv: Any
@@ -64,13 +66,13 @@ class CompressorState:
 
 @pytree_dataclass
 class PoolGroup:
-    """The pools of one `GroupSpec`, layers stacked on axis 0.
+    """The arrays of one `GroupSpec`, with layers stacked on axis 0. A field that is None is absent, or not set.
 
     Attributes:
-      entries: Rows [layers, blocks, entries per block, ...].
-      keys: IndexRows [layers, blocks, entries per block, ...], or None.
-      state: CompressorState of the entries' compressor; None if windows are single tokens.
-      key_state: CompressorState of the keys' compressor, or None.
+      entries: Rows [layers, blocks, entries per block, ...], the compressed entries.
+      keys: IndexRows [layers, blocks, entries per block, ...], the index keys; None if the layers have none.
+      state: CompressorState of the entries' compressor; None if an entry is a single token.
+      key_state: CompressorState of the keys' compressor; None if there is none.
     """
 
     entries: Rows | None = None
@@ -89,33 +91,35 @@ class PoolGroup:
         return PoolGroup(state=self.state, key_state=self.key_state)
 
     def like(self, other: "PoolGroup") -> "PoolGroup":
-        """Returns the group with only the fields that are set in `other`."""
+        """Returns this group with only the fields that are not None in `other`."""
         return PoolGroup(**{name: getattr(self, name) for name, part in vars(other).items() if part is not None})
 
     def replace(self, new: "PoolGroup") -> "PoolGroup":
-        """Returns the group with the fields that are set in `new` replaced."""
+        """Returns this group with the fields that are not None in `new` replaced by those."""
         return dataclasses.replace(self, **{name: part for name, part in vars(new).items() if part is not None})
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheSchema:
-    """The geometry of a cache. Fields are inputs; properties derive everything else.
+    """The geometry of a cache. The fields are inputs, from which properties derive all shapes and sizes.
 
     Attributes:
       config: configuration of the model.
-      num_blocks: number of blocks in each compressed pool; one block id addresses all pools.
-      max_requests: number of slots.
+      num_blocks: number of blocks in each pool of compressed entries. A block id is valid in all pools.
+      max_requests: number of slots, each for one request.
       max_context: largest number of tokens in a request.
       block_tokens: number of tokens per block; a multiple of every compression rate of the model.
-      kv_format: byte format of the cache, a `KVFormat`; the argument may be its name, "v4", "per_entry" or "plain".
-      dtype: dtype of the model, which "plain" rows and all dense results have.
-      max_query_tokens: number of tokens that a request may bring to a decode step. It may rewind one less.
-      context_parallel: whether blocks are sharded over a mesh's axis "model" instead of replicated.
+      kv_format: byte format of the rows, a `KVFormat`. The argument may be its name: "v4", "per_entry" or "plain", see
+        `quant.formats`.
+      dtype: dtype of the model's activations. Rows in the format "plain" and all dequantized rows have it.
+      max_query_tokens: largest number of tokens of a request in a decode step. A request can be rewound by one token
+        less than this.
+      context_parallel: whether blocks are sharded over the mesh axis "model" (context parallelism) or replicated.
 
     Raises:
       TypeError: a size is not a whole number.
-      ValueError: a size is out of range, `block_tokens` is not a multiple of a compression rate, the context is longer
-        than the model's, or the format does not fit the head dims.
+      ValueError: a size is out of range, `block_tokens` is not a multiple of a compression rate, `max_context` exceeds
+        the model's context, or the format does not fit the head dims.
     """
 
     config: DSV4Config
@@ -139,17 +143,17 @@ class CacheSchema:
         for rate in sorted({group.compress_rate for group in self.groups.values()}):
             if self.block_tokens % rate:
                 raise ValueError(f"block_tokens={self.block_tokens} must be a multiple of the compression rate {rate}")
-        _ = self.window_codec  # checks the dims of a model without entries, too
+        _ = self.window_codec  # raises for head dims that do not fit, also in a model without compressed entries
 
     def check_config(self, config: DSV4Config) -> None:
-        """Raises ValueError with the differing fields if a model with `config` cannot use this cache."""
+        """Raises ValueError, which names the fields that differ, if a model with `config` cannot use this cache."""
         if differences := _config_differences(self.config, config, "model"):
             raise ValueError(
                 f"the cache was made for another model: {differences}; make its manager with the model's config"
             )
 
     def differences(self, other: "CacheSchema", name: str) -> str:
-        """Describes how another schema, called `name` in the text, differs from this one; empty if it fits."""
+        """Returns a text that says how `other`, called `name` there, differs from this schema; empty if it does not."""
         if self == other:
             return ""
         fields = [f.name for f in dataclasses.fields(self) if f.name != "config"]
@@ -177,7 +181,7 @@ class CacheSchema:
 
     @functools.cached_property
     def window_codec(self) -> RowCodec:
-        """The codec of sliding-window rows."""
+        """The codec of rows of the sliding window."""
         return self.kv_format.window(self.config.nope_head_dim, self.config.qk_rope_head_dim)
 
     @property
@@ -194,7 +198,7 @@ class CacheSchema:
         """The logical axes of the pools' block dimension, as in `parallel.axis_rules.RULES`."""
         return ("blocks", "context") if self.context_parallel else ("blocks",)
 
-    # --- rings: the rows that a step reads, and max_query_tokens - 1 spare rows to rewind ---
+    # --- sizes of ring buffers: the rows that a step reads, and max_query_tokens - 1 spare rows for rewinding ---
 
     @property
     def num_rings(self) -> int:
@@ -203,24 +207,24 @@ class CacheSchema:
 
     @property
     def max_window(self) -> int:
-        """The number of tokens in the longest window of a layer; all rings are as long as the longest needs."""
+        """The number of tokens in the longest sliding window of a layer. The rings of all layers fit this window."""
         return max(self.config.window(spec.layer) for spec in self.layers)
 
     @property
     def swa_ring(self) -> int:
-        """The number of rows in a sliding window's ring, with room for those of drafts if the model makes them."""
+        """The number of rows in the ring of a sliding window, with the spare rows that draft layers need."""
         drafts = self.config.drafts
         spare = self.max_query_tokens - 1
         return self.max_window + spare + (0 if drafts is None else drafts.spare_rows(spare))
 
     def state_ring(self, group: str) -> int:
-        """Returns the number of rows in the ring of a group's compressor states."""
+        """Returns the number of rows in the ring of a compressor state of the group."""
         return self.groups[group].pooled_rows + self.max_query_tokens - 1
 
     # --- arrays ---
 
     def group_structs(self, group: str) -> PoolGroup:
-        """Returns the pools of a group with `jax.ShapeDtypeStruct` leaves. Windows of one token need no states."""
+        """Returns a group with `jax.ShapeDtypeStruct` leaves. States are None if an entry is a single token."""
         spec = self.groups[group]
         layers = len(spec.layers)
         width = 1 + spec.overlap
@@ -238,7 +242,7 @@ class CacheSchema:
         return PoolGroup(paged(spec.entry), paged(spec.key), state(spec.entry), key_state)
 
     def slot_structs(self) -> dict[str, Any]:
-        """Returns the shapes of the other arrays by field of `KVCache`; `streams` is None unless drafts need it."""
+        """Returns {field of `KVCache`: structs} of arrays outside groups. `streams` is None if no drafts need it."""
         config = self.config
         slots = self.max_requests
         struct = jax.ShapeDtypeStruct
@@ -254,14 +258,14 @@ class CacheSchema:
     # --- bytes ---
 
     def block_bytes_by_pool(self) -> dict[str, int]:
-        """Returns the bytes of each pool that is paged in blocks, by name."""
+        """Returns {name: bytes} of the pools that are paged in blocks."""
         return dict(self._block_bytes)
 
     def slot_bytes_by_pool(self) -> dict[str, int]:
-        """Returns the bytes of each pool with a fixed size per slot, by name."""
+        """Returns {name: bytes} of the arrays that have a fixed size per slot."""
         return dict(self._slot_bytes)
 
-    # An engine asks for them at every step.
+    # These are computed once, because an engine asks for the sizes at every step.
     @functools.cached_property
     def _block_bytes(self):
         return self._group_bytes({"entries": "entries", "keys": "indexer keys"})
@@ -281,7 +285,7 @@ class CacheSchema:
         return _nbytes(pools)
 
     def pool_bytes(self) -> dict[str, int]:
-        """Returns the bytes of each pool by name; their sum is `memory_bytes()`."""
+        """Returns {name: bytes} of all arrays; the sum is `memory_bytes()`."""
         return self.block_bytes_by_pool() | self.slot_bytes_by_pool()
 
     def memory_bytes(self) -> int:
@@ -289,7 +293,7 @@ class CacheSchema:
         return sum(self.pool_bytes().values())
 
     def words(self) -> tuple[str, ...]:
-        """Returns the geometry in a few words, for a repr."""
+        """Returns short descriptions of the geometry, such as "128 slots of 4,096 tokens", for a repr."""
         return (
             f"{len(self.layers)} layers",
             f"{self.max_requests:,} slots of {self.max_context:,} tokens",
@@ -300,39 +304,40 @@ class CacheSchema:
 
     @property
     def block_bytes(self) -> int:
-        """The bytes that one more block takes in all pools."""
+        """The bytes of one block in all pools together."""
         return sum(dataclasses.replace(self, num_blocks=1).block_bytes_by_pool().values())
 
     @property
     def bytes_per_token(self) -> float:
-        """The bytes per token in the compressed pools, amortized over a block."""
+        """The bytes per token in the pools of compressed entries: `block_bytes / block_tokens`."""
         return self.block_bytes / self.block_tokens
 
     @property
     def bytes_per_request(self) -> int:
-        """The fixed bytes of a slot: rings, streams and states, without its row of the block table."""
+        """The fixed bytes of a slot: window rings, residual streams and compressor states, without the block table."""
         pools = dataclasses.replace(self, max_requests=1).slot_bytes_by_pool()
         return sum(pools.values()) - pools["block table and lengths"]
 
     @property
     def dense_bytes_per_token(self) -> int:
-        """The bytes per token of a dense cache with one bfloat16 key-value vector per layer, for comparison."""
+        """The bytes per token of an uncompressed cache with one bfloat16 vector per layer, for comparison."""
         return self.config.num_hidden_layers * self.config.head_dim * 2
 
 
 def compute_block_budget(config: DSV4Config, memory_bytes: int, **sizes) -> int:
-    """Computes the number of blocks that fit into `memory_bytes` beside the fixed bytes of every slot.
+    """Computes the number of blocks for which a cache fits into `memory_bytes`.
 
     Args:
       config: configuration of the model.
-      memory_bytes: bytes for the whole cache.
+      memory_bytes: budget for the whole cache, in bytes.
       **sizes: the other fields of `CacheSchema`, without `num_blocks`.
 
     Returns:
-      The largest `num_blocks` whose schema's `memory_bytes()` does not exceed the budget.
+      The largest `num_blocks` for which `CacheSchema.memory_bytes()` is within the budget. If the model has no
+      compressed entries, blocks take no memory, and it is `max_requests * max_blocks`.
 
     Raises:
-      ValueError: the fixed bytes, or one block beside them, do not fit.
+      ValueError: the fixed bytes of all slots and one block exceed the budget.
     """
     empty = CacheSchema(config, num_blocks=0, **sizes)
     fixed = empty.memory_bytes()
@@ -345,7 +350,7 @@ def compute_block_budget(config: DSV4Config, memory_bytes: int, **sizes) -> int:
     return (memory_bytes - fixed) // block if block else empty.max_requests * empty.max_blocks
 
 
-# The fields of a configuration that the cache depends on.
+# The fields of a DSV4Config, besides `layers`, that must agree between a cache and a model that uses it.
 _CONFIG_FIELDS = (
     "vocab_size", "num_hidden_layers", "head_dim", "qk_rope_head_dim", "sliding_window", "index_head_dim", "index_topk",
 )  # fmt: skip
@@ -369,7 +374,7 @@ def _prepend(struct, *leading):
 
 
 def _nbytes(pools: dict[str, Any]) -> dict[str, int]:
-    """Returns the bytes of each pool by name, without pools that do not exist."""
+    """Returns {name: bytes} of pools; a pool without arrays is left out."""
     return {
         name: sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
         for name, pool in pools.items()

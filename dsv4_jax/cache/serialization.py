@@ -1,4 +1,4 @@
-"""Serialization of a cache by Flax: `flax.serialization.to_bytes(cache)` and `from_bytes(cache, data)`."""
+"""Registers `KVCache` for `flax.serialization.to_bytes(cache)` and `flax.serialization.from_bytes(cache, data)`."""
 
 import dataclasses
 from typing import Any
@@ -10,13 +10,13 @@ from dsv4_jax.cache.pools import KVCache
 
 
 def named_leaves(*trees: Any) -> dict[str, Any]:
-    """Returns {name: array} of some pytrees, with names such as "swa.nope"."""
+    """Returns {name: array} of the leaves of pytrees. A name is a path in its tree, such as "swa.nope"."""
     leaves = jax.tree.leaves_with_path(trees)
     return {jax.tree_util.keystr(path[1:], simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def _contents(cache):
-    """Returns the cache without the arrays that hold none of its contents; these come from the target."""
+    """Returns the cache without `mailboxes` and `expert_counts`, which are neither stored nor restored."""
     return dataclasses.replace(cache, mailboxes=None, expert_counts=None)
 
 

@@ -1,4 +1,4 @@
-"""Storage for the residual streams of each request's last tokens, from which drafts start."""
+"""Storage in the cache for the residual streams of each request's last tokens, from which MTP drafts start."""
 
 import dataclasses
 
@@ -14,19 +14,20 @@ from dsv4_jax.ops.views import put, run_bounds, take
 def advance_streams(
     cache: KVCache, streams: Float[Array, "T h D"], batch: Batch
 ) -> tuple[Float[Array, "T h D"], Batch, KVCache]:
-    """Stores the streams of a step's tokens, and returns for each token the streams of its predecessor.
+    """Stores the streams of a step's tokens, and returns the streams of each token's predecessor in its request.
 
-    The next token can change after a rewind, a fork or a prefix hit. So values that depend on a token and on the
-    previous streams are computed when the token arrives, from streams in the cache.
+    A draft layer's row depends on a token's streams and on the token that follows it. The following token can change
+    after a rewind, a fork or a prefix hit. So the row is computed when the following token arrives, from the streams in
+    the cache.
 
     Args:
       cache: the cache; it must have `streams`.
-      streams: [T, hc_mult, hidden], the model's residual streams at the batch's tokens.
+      streams: [T, hc_mult, hidden] in the model's dtype, the model's residual streams of the batch's tokens.
       batch: inputs of the step.
 
     Returns:
-      (streams [T, hc_mult, hidden] of the predecessors; the batch with the predecessors' positions, -1 without a
-      predecessor; the cache with the new streams).
+      (streams [T, hc_mult, hidden] of the predecessors; the batch with the positions of the predecessors, or position
+      and slot -1 for a token without predecessor; the cache with the new streams).
     """
     tokens = jnp.arange(batch.slots.shape[0], dtype=jnp.int32)
     start, end = run_bounds(batch.slots)
@@ -34,7 +35,7 @@ def advance_streams(
     ring = cache.streams.shape[2]
     (stored,) = take((cache.streams,), jnp.zeros_like(batch.slots), batch.slots, (batch.positions - 1) % ring)
     before = jnp.where((tokens > start)[:, None, None], jnp.roll(streams, 1, axis=0), stored.reshape(streams.shape))
-    # The read precedes the write, or XLA copies the pool.
+    # The barrier orders the read above before the write below. Otherwise XLA copies the pool.
     before, streams = jax.lax.optimization_barrier((before, streams))
     keep = valid & (end - tokens <= ring)
     flat = streams.reshape(streams.shape[0], -1)

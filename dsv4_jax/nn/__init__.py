@@ -1,4 +1,4 @@
-"""DeepSeek-V4 as Flax NNX modules, one idea a file."""
+"""DeepSeek-V4 as Flax NNX modules."""
 
 from dsv4_jax.nn.attention import Attention, StepCarry
 from dsv4_jax.nn.block import RECORDED, SCOPES, DecoderLayer

@@ -1,4 +1,4 @@
-"""Attention with one shared key-value head over the window and the compressed entries."""
+"""Attention over the sliding window and compressed entries, with one key-value head that all query heads share."""
 
 import dataclasses
 from typing import Any
@@ -22,13 +22,13 @@ from dsv4_jax.quant import round_to
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepCarry:
-    """Passes through the layers of one step beside the residual streams; the cache never holds it.
+    """Values that layers pass on to later layers of a step, besides the residual streams and the cache.
 
     Attributes:
-      selections: {layer: [T, index_topk] int32 entries selected for each token, -1 padded}.
-      taps: [n, T, hidden], means of the streams that leave the n layers that drafts are made from; zeros for a layer
-        that has not run. None without such layers.
-      recorded: {name: array} values of the layer that ran last, of those that were asked for.
+      selections: {number of a layer with an indexer: [T, index_topk] int32 entries that it selected, -1 at the end}.
+      taps: [n, T, hidden] inputs of DSpark's draft layers: the means over the residual streams that leave each of the n
+        target layers, zeros if this layer has not run. None if there are no target layers.
+      recorded: {name in `block.RECORDED`: value} of the layer that ran last, for the names that were asked for.
     """
 
     selections: dict[int, Int[Array, "T k"]] = dataclasses.field(default_factory=dict)
@@ -36,29 +36,32 @@ class StepCarry:
     recorded: dict[str, Shaped[Array, "..."]] = dataclasses.field(default_factory=dict)
 
     def with_tap(self, row: Int[Array, ""] | int, streams: Float[Array, "T h D"]) -> "StepCarry":
-        """Returns the carry with the mean of streams [T, h, hidden] in a row of the taps, if there is the row."""
+        """Returns the carry with the mean over streams [T, h, hidden] in a row of the taps, if there is such a row."""
         mean = round_to(jnp.mean(streams.astype(jnp.float32), axis=1), streams.dtype)
         taps = None if self.taps is None else self.taps.at[row].set(mean, mode="drop")
         return dataclasses.replace(self, taps=taps)
 
     def with_selection(self, layer: int, indices: Int[Array, "T k"]) -> "StepCarry":
-        """Returns the carry with a layer's selection added."""
+        """Returns the carry with the entries [T, index_topk] that a layer selected."""
         return dataclasses.replace(self, selections=self.selections | {layer: indices})
 
 
 class Attention(nnx.Module):
-    """The attention of a layer of any kind (dsv4.md 2); `config.layers[layer]` says which of its parts it has.
+    """The attention of a layer of any kind (docs/dsv4.md 2). `config.layers[layer]` says which parts it has.
 
     Attributes:
-      input_projections: FusedLinear of the layer's input: "q_a_proj" to the query latent, "kv_proj" to the one head
-        that is key and value, "indexer_weights_proj" to the weights of the indexer's heads, and for compressors in
-        float32 "compressor_kv_proj", "compressor_gate_proj", "indexer_kv_proj" and "indexer_gate_proj".
-      latent_projections: FusedLinear of the normed latent: "q_b_proj" to heads * head_dim; "indexer_q_b_proj".
-      q_a_norm, kv_norm: RMSNorm of the query latent and of the key.
-      o_a_proj, o_b_proj: output projection: one low-rank map per group of heads, then all groups to hidden.
-      sinks: [heads] float32, a logit per head that takes attention away from every entry.
-      compressor: Compressor of a layer that stores entries, else None.
-      indexer: CSAIndexer of a layer that selects entries itself, else None.
+      input_projections: FusedLinear of the layer's input, with these maps:
+        "q_a_proj" to the query latent; "kv_proj" to the head that is both key and value; in layers with an indexer
+        "indexer_weights_proj" to the weights of its heads; in layers with a compressor "compressor_kv_proj" and
+        "compressor_gate_proj", and for index keys "indexer_kv_proj" and "indexer_gate_proj", all four in float32.
+      latent_projections: FusedLinear of the normed query latent: "q_b_proj" to heads * head_dim, and in layers with an
+        indexer "indexer_q_b_proj" to its queries.
+      q_a_norm, kv_norm: RMSNorm of the query latent, and of the key-value head.
+      o_a_proj, o_b_proj: Linear maps of the output: a low-rank map for each group of heads, then a map of all groups'
+        results to hidden.
+      sinks: [heads] float32, each head's logit in the softmax that belongs to no row.
+      compressor: Compressor if the layer stores compressed entries, else None.
+      indexer: CSAIndexer if the layer selects entries itself, else None.
     """
 
     def __init__(self, config: DSV4Config, layer: int, *, param_dtype: DTypeLike, rngs: AnyRngs):
@@ -99,16 +102,16 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "T D"], handle: CacheHandle, carry: StepCarry
     ) -> tuple[Float[Array, "T D"], StepCarry, Any]:
-        """Stores the tokens in the layer's cache and attends.
+        """Stores the tokens' rows in the layer's cache, and computes attention.
 
         Args:
           x: [T, hidden] normed input in the model's dtype.
-          handle: the layer's cache for this batch; padding tokens write nothing and yield values nobody reads.
-          carry: selections of earlier layers of this step.
+          handle: the layer's cache for this batch. Padding tokens write nothing, and their outputs are unspecified.
+          carry: values of earlier layers of this step.
 
         Returns:
-          (y [T, hidden] in x's dtype, on a mesh this device's partial sum, see `ops.all_reduce`; the carry with this
-          layer's selection; the updated cache).
+          (y [T, hidden] in x's dtype; the carry with this layer's selection; the updated cache). On a mesh, y is this
+          device's term of a sum, see `ops.all_reduce`.
         """
         config = self.config
         spec = self.config.layers[self.layer]
@@ -133,13 +136,14 @@ class Attention(nnx.Module):
             queries = projected_latent["indexer_q_b_proj"], projected_x["indexer_weights_proj"]
             carry = carry.with_selection(self.layer, self.indexer(*queries, handle))
         indices = None if spec.selection is None else carry.selections[spec.selection]
-        # Values carry their own RoPE. The inverse rotation at the query's position leaves the relative one.
+        # Keys are also the values, and are rotated by their own positions. `attend` rotates the output back by the
+        # query's position, so that it depends on relative positions only.
         with jax.named_scope("attention"):
             out, handle = handle.attend(q, self.sinks.get_value(), indices, inv_freq)
         y = self.o_b_proj(self.o_a_proj(out.reshape(x.shape[0], -1)))
         return y, carry, handle.cache
 
     def window_rows(self, x: Float[Array, "T D"], positions: Int[Array, "T"]) -> Float[Array, "T d"]:
-        """Maps inputs [T, hidden] at [T] positions to the rows [T, head_dim] that `__call__` stores in the window."""
+        """Computes the window rows [T, head_dim] that `__call__` stores, from inputs [T, hidden] at positions [T]."""
         kv = self.kv_norm(self.input_projections(x)["kv_proj"])
         return apply_rope(kv, jnp.maximum(positions, 0), jnp.asarray(self.config.inv_freq(self.layer)))

@@ -1,4 +1,4 @@
-"""A decoder layer: attention and experts between hyper-connections."""
+"""A decoder layer: attention and mixture of experts, each within a hyper-connection."""
 
 import dataclasses
 from collections.abc import Collection
@@ -17,31 +17,31 @@ from dsv4_jax.nn.moe import MoE
 from dsv4_jax.ops import all_reduce
 
 
-# The names of `jax.named_scope` around the parts of a step, by which a profile is read. Where scopes are nested, such
-# as "shared_expert/projections", the outermost says which part an operation belongs to.
+# The names of `jax.named_scope` around the parts of a step, which name its operations in a profile. If scopes are
+# nested, such as "shared_expert/projections", the operation belongs to the outermost one.
 SCOPES = (
     "embedding", "hyper_connections", "projections", "norm", "norm_rope", "compressor", "indexer", "topk", "attention",
     "router", "experts", "shared_expert", "lm_head", "sampling",
 )  # fmt: skip
 
-# Values of a layer that a step can record, by name:
+# Names of the values of a layer that a step can record:
 #   streams        [T, hc_mult, hidden] in the model's dtype, residual streams that enter the layer
-#   attention_in   [T, hidden], input of the attention
-#   attention_out  [T, hidden], its output, of all devices
-#   selection      [T, index_topk] int32 entries that the layer selects, of layers that select
+#   attention_in   [T, hidden] in the model's dtype, input of the attention
+#   attention_out  [T, hidden] in the model's dtype, output of the attention, summed over devices
+#   selection      [T, index_topk] int32 entries that the layer's indexer selects; absent in layers without an indexer
 #   experts        [T, num_experts_per_tok] int32 experts of each token; -1 for padding
 RECORDED = ("streams", "attention_in", "attention_out", "selection", "experts")
 
 
 class DecoderLayer(nnx.Module):
-    """Applies attention and MoE, each between a collapse and an expansion of the residual streams.
+    """A layer of two blocks, attention and MoE. A hyper-connection joins each block to the residual streams.
 
     Attributes:
-      layer: number of the layer, or of the first one if parameters of equal layers are stacked (static).
+      layer: number of the layer (static). If the parameters of equal layers are stacked, it is the first one's number.
       self_attn: Attention.
       mlp: MoE.
-      input_layernorm, post_attention_layernorm: RMSNorm of the collapsed streams.
-      attn_hc, ffn_hc: HyperConnection of either block.
+      input_layernorm, post_attention_layernorm: RMSNorm of the collapsed streams, the inputs of attention and of MoE.
+      attn_hc, ffn_hc: HyperConnection of attention and of MoE.
     """
 
     def __init__(self, config: DSV4Config, layer: int, *, param_dtype: DTypeLike, rngs: AnyRngs):
@@ -64,19 +64,23 @@ class DecoderLayer(nnx.Module):
         tap_row: Int[Array, ""] | None = None,
         record: Collection[str] = (),
     ) -> tuple[ResidualStreams, StepCarry, Any]:
-        """Runs the layer; returns the residual, whose last output the next op merges, the carry and the updated cache.
+        """Runs the layer.
 
         Args:
-          residual: residual streams, with the output of the previous block unmerged.
+          residual: residual streams; the output of the previous block is not merged yet.
           cache, batch: cache and inputs of the step.
-          carry: values from earlier layers.
-          number: number of the layer in a loop over equal layers; None = `layer`.
-          tap_row: row of the carry's taps for the streams that leave the layer before; None = they are no tap.
-          record: names of the values that the carry returns as `recorded`, see `RECORDED`.
+          carry: values of earlier layers.
+          number: [] int32 number of the layer in a loop over equal layers; None = `layer`.
+          tap_row: [] int32 row of the carry's taps that gets the streams leaving the previous layer; it is past the end
+            if these are no tap. None = no layer of the loop has a tap.
+          record: names of the values to return in the carry's `recorded`, see `RECORDED`.
+
+        Returns:
+          (residual streams, with the output of the MoE not merged yet; the carry; the updated cache).
         """
         x, residual = self.attn_hc.pre(residual, self.input_layernorm)
         if tap_row is not None:
-            carry = carry.with_tap(tap_row, residual.streams)  # merged only now
+            carry = carry.with_tap(tap_row, residual.streams)  # `pre` merged the previous layer's output
         handle = cache.handle(self.layer if number is None else number, batch, like=self.layer)
         y, carry, cache = self.self_attn(x, handle, carry)
         values = {"streams": residual.streams, "attention_in": x, "attention_out": y}

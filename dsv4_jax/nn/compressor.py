@@ -1,4 +1,4 @@
-"""The parameters of the compressor; `LayerCacheHandle.flush` pools, rounds and stores."""
+"""The parameters of the compressor, which `LayerCacheHandle.flush` applies."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -9,13 +9,16 @@ from dsv4_jax.ops import CompressorWeights
 
 
 class Compressor(nnx.Module):
-    """Pools windows of tokens to entries, or to index keys (dsv4.md 3). `Attention` has its projections.
+    """The compressor, which pools windows of tokens to entries or to index keys (docs/dsv4.md 3).
+
+    Its projections are in `Attention.input_projections`.
 
     Attributes:
-      width: number of channels that are pooled: head_dim, or 2 * head_dim if windows overlap (static).
+      width: number of channels of a projected token: head_dim, or 2 * head_dim if windows overlap (static). For index
+        keys, head_dim stands for index_head_dim.
       position_bias: [compress rate, width] float32, added to the gate by position in the window.
-      kv_norm: RMSNorm of the pooled vector, [head_dim].
-      indexer: None, or the Compressor of the entries' index keys.
+      kv_norm: RMSNorm of the pooled vectors, of head_dim channels.
+      indexer: the Compressor of the entries' index keys, or None.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The layers that draft modules have in common."""
+"""The base class of modules that draft tokens for speculative decoding."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +15,12 @@ from dsv4_jax.nn.hyper_connection import ResidualStreams
 from dsv4_jax.nn.layer_stack import LayerStack
 
 
-# Maps logits [n, vocab] float32, and the positions [n] of the tokens to draw, to tokens [n] int32.
+# A function that draws tokens [n] int32, given logits [n, vocab] float32 and the positions [n] of the tokens to draw.
 Draw = Callable[[Float[Array, "n V"], Int[Array, "n"]], Int[Array, "n"]]
 
 
 class DraftLayers(nnx.Module):
-    """The draft layers of a model: equal decoder layers that have a window only.
+    """The draft layers of a model: decoder layers of one kind, with a sliding window but no compressed entries.
 
     Attributes:
       config: DSV4Config of the model.
@@ -33,10 +33,10 @@ class DraftLayers(nnx.Module):
         self.layers = LayerStack(config, numbers, DecoderLayer, param_dtype=param_dtype, rngs=rngs)
 
     def run_layers(self, streams: Float[Array, "T h D"], cache: StepCache, batch: Batch) -> tuple[ResidualStreams, Any]:
-        """Runs the layers; returns the residual streams and the updated cache.
+        """Runs the draft layers; returns their residual streams and the updated cache.
 
         Args:
-          streams: [T, hc_mult, hidden] input of the first layer.
+          streams: [T, hc_mult, hidden] residual streams that enter the first draft layer.
           cache, batch: cache and inputs of the step.
         """
         residual, _, cache, _ = self.layers(ResidualStreams.begin(streams), cache, batch, StepCarry())

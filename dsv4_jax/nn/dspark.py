@@ -1,4 +1,4 @@
-"""DSpark, the draft layers of V4-Flash-0731 and V4-Pro-0813: a block of tokens in one pass."""
+"""DSpark, the draft layers of V4-Flash-0731 and V4-Pro-0813, which draft a block of tokens in one pass."""
 
 import dataclasses
 from typing import Any
@@ -19,11 +19,11 @@ from dsv4_jax.quant import round_to
 
 
 class MarkovHead(nnx.Module):
-    """Corrects the logits of a draft by the token before it: a matrix [vocab, vocab] of low rank.
+    """A bias on the logits of a draft that depends on the previous token: a low-rank matrix [vocab, vocab].
 
     Attributes:
-      markov_w1: Embedding, vocab to `markov_rank`, of the token before.
-      markov_w2: Linear, `markov_rank` to vocab.
+      markov_w1: Embedding of the previous token, vocab to `markov_rank`.
+      markov_w2: Linear from this embedding to the bias, `markov_rank` to vocab.
     """
 
     def __init__(self, config: DSV4Config, rank: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
@@ -34,30 +34,31 @@ class MarkovHead(nnx.Module):
 
 
 class ConfidenceHead(nnx.Module):
-    """Estimates how likely a draft is to be accepted, as a logit.
+    """Estimates the probability that a draft is accepted, as a logit.
 
     Attributes:
-      proj: Linear, hidden + `markov_rank` to 1.
+      proj: Linear, `hidden + markov_rank` to 1.
     """
 
     def __init__(self, config: DSV4Config, rank: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         self.proj = Linear(config.hidden_size + rank, 1, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(self, hidden: Float[Array, "T D"], embedded: Float[Array, "T r"]) -> Float[Array, "T"]:
-        """Maps hidden states [T, hidden] and embeddings [T, rank] of the tokens before the drafts to [T] float32."""
+        """Maps hidden states [T, hidden] of drafts and embeddings [T, rank] of their previous tokens to [T] float32."""
         x = jnp.concatenate([hidden, embedded], axis=1).astype(jnp.float32)
         return jnp.sum(x * self.proj.weight[...].astype(jnp.float32), axis=1)
 
 
 class DSparkDrafts(DraftLayers):
-    """Drafts a block of tokens in one pass over layers whose rows of earlier tokens come from the model's own layers.
+    """Drafts a block of tokens for each request in one pass over the draft layers.
 
-    A block is each request's newest token, which the model has not run yet, and then `noise_token_id`. Each of its
-    tokens sees the whole block and the window before it. Embedding and head are those of the `model` that methods take.
+    The input of a block is the request's newest token, which the model has not run yet, followed by `noise_token_id`.
+    Each token of a block sees the whole block and the window before it. The window rows of earlier tokens are computed
+    from the streams of the model's target layers, see `write`. Embedding and head are those of the argument `model`.
 
     Attributes:
       layers: LayerStack of DecoderLayers.
-      main_proj, main_norm: Linear, the streams of the target layers to hidden, and its RMSNorm.
+      main_proj, main_norm: Linear from the target layers' mean streams to hidden, and RMSNorm of its result.
       norm: RMSNorm before the head.
       hc_head: HyperHead.
       markov_head: MarkovHead.
@@ -79,10 +80,11 @@ class DSparkDrafts(DraftLayers):
         self.confidence_head = ConfidenceHead(config, rank, param_dtype=param_dtype, rngs=rngs)
 
     def write(self, model: Any, streams: Float[Array, "T n D"], cache: KVCache, batch: Batch) -> KVCache:
-        """Stores the rows that the layers attend to, one per token and layer; returns the updated cache.
+        """Stores the batch's tokens in the windows of the draft layers; returns the updated cache.
 
         Args:
-          model, streams, cache, batch: as in `decode.drafts.Drafts`.
+          model, cache, batch: as in `decode.drafts.Drafts.write`; the model is not used.
+          streams: [T, target layers, hidden] mean streams of the target layers at the batch's tokens.
         """
         x = self.main_norm(self.main_proj(streams.reshape(streams.shape[0], -1)))
         rows = {layer.layer: layer.self_attn.window_rows(x, batch.positions) for layer in self.layers.slices()}
@@ -97,12 +99,15 @@ class DSparkDrafts(DraftLayers):
         draw: Draw,
         count: int,
     ) -> tuple[Int[Array, "n {count}"], Float[Array, "n {count} V"], Float[Array, "n {count}"], KVCache]:
-        """Runs a block, then corrects and draws the drafts one after another; see `decode.drafts.Drafts`.
+        """Runs the draft layers on a block for each request, then corrects logits and draws drafts one after another.
 
-        The block is as wide for fewer drafts.
+        A block has `block_size` tokens, also if fewer drafts are asked for.
 
         Args:
-          model, streams, cache, batch, draw, count: as there; the streams are not used.
+          model, streams, cache, batch, draw, count: as in `decode.drafts.Drafts.draft`; the streams are not used.
+
+        Returns:
+          As `decode.drafts.Drafts.draft` does; the confidences are logits.
         """
         assert isinstance(self.config.drafts, DSparkConfig)
         size = self.config.drafts.block_size
@@ -117,7 +122,7 @@ class DSparkDrafts(DraftLayers):
             slots=jnp.repeat(batch.slots, size),
             draft_block=size,
         )
-        # Without the barrier XLA would dequantize stored weights before a loop that calls this.
+        # Without the barrier, XLA would dequantize weights once before a loop that calls this, and hold the values.
         drafts = jax.lax.optimization_barrier(self)
         x = model.embed(block)
         x = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1]))
@@ -135,23 +140,23 @@ class DSparkDrafts(DraftLayers):
             return tokens, (tokens, logits, confidence)
 
         rows = by_draft(hidden), by_draft(logits), jnp.arange(count, dtype=jnp.int32)
-        # Unrolled: a draft is a few small kernels, beside which a loop's slices would take as long.
+        # The scan is unrolled, because a draft is a few small kernels, and slicing a loop's inputs would take as long.
         _, (tokens, logits, confidence) = jax.lax.scan(draft_one, batch.token_ids, rows, unroll=True)
         return tokens.T, logits.swapaxes(0, 1), confidence.T, cache
 
     def correct(
         self, hidden: Float[Array, "n D"], logits: Float[Array, "n V"], previous: Int[Array, "n"]
     ) -> tuple[Float[Array, "n V"], Float[Array, "n"]]:
-        """Adds to logits of a block's position what the token before the draft says.
+        """Corrects the logits at a position of the block by the previous token, and estimates the draft's confidence.
 
         Args:
-          hidden: [n, hidden] of the position, before the norm.
-          logits: [n, vocab] float32 of the position.
-          previous: [n] int32, the token before the draft.
+          hidden: [n, hidden] hidden states at the position, before the norm.
+          logits: [n, vocab] float32 logits at the position.
+          previous: [n] int32, the previous token: the draft before, or the request's newest token.
 
         Returns:
-          the draft's logits [n, vocab] float32, and the logit [n] float32 of the probability that it is accepted if all
-          drafts before it are.
+          (corrected logits [n, vocab] float32; logit [n] float32 of the probability that the draft is accepted,
+          provided that all drafts before it are).
         """
         embedded = round_to(self.markov_head.markov_w1(previous), hidden.dtype)
         corrected = logits + all_gather(self.markov_head.markov_w2(embedded))

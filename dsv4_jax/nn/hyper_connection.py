@@ -1,8 +1,11 @@
-"""Manifold-constrained hyper-connections (mHC): the residual is `hc_mult` parallel streams.
+"""Manifold-constrained hyper-connections (mHC), whose residual is `hc_mult` parallel streams.
 
-Before a block the streams collapse into one vector, after it they take the block's output back while a doubly
-stochastic matrix mixes them (section 2.2 of the DeepSeek-V4 report). All weights are functions of the streams, and all
-maths is float32. What follows a block and what comes before the next are one op, `ops.hyper_connections`.
+Before a block, attention or MoE, the pre-mapping collapses the streams into one vector. After it, the post-mapping adds
+the block's output to each stream, and mixes the streams by a doubly stochastic matrix. The mixing weights are functions
+of the streams (section 2.2 of the DeepSeek-V4 report). All computations are in float32.
+
+The post-mapping of a block and the pre-mapping of the next one are a single op, `ops.hyper_connections`. So between
+blocks the output of the last one is not merged into the streams yet.
 """
 
 import dataclasses
@@ -21,12 +24,12 @@ from dsv4_jax.ops.hyper_connections import apply_post, apply_pre, mixing_weights
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ResidualStreams:
-    """The residual streams between blocks, and the last block's output that is not merged yet.
+    """The residual streams between blocks, with the last block's output that is not merged into them yet.
 
     Attributes:
-      streams: [T, hc_mult, hidden] as that block read them.
-      y: [T, hidden], what it returned, this device's part of it; None where there is none: the streams are up to date.
-      mixing: [T, (2 + hc_mult) * hc_mult] float32, how y and the streams mix, see `ops.hyper_connections`.
+      streams: [T, hc_mult, hidden] streams before the last block.
+      y: [T, hidden] output of the last block; on a mesh, this device's term of a sum. None: nothing is to be merged.
+      mixing: [T, (2 + hc_mult) * hc_mult] float32 mixing weights to merge y with, see `ops.hyper_connections`; or None.
     """
 
     streams: Float[Array, "T h D"]
@@ -35,9 +38,9 @@ class ResidualStreams:
 
     @classmethod
     def begin(cls, streams: Float[Array, "T h D"]) -> "ResidualStreams":
-        """Returns the residual of a first layer: streams and an output of zeros, which changes none of them.
+        """Returns the residual before the first layer: the streams, and an output of zeros that does not change them.
 
-        So the residuals before and after a layer have one structure, as the carry of a loop must have.
+        With this output the residual is the same pytree as between layers, as the carry of a loop requires.
         """
         tokens, h, hidden = streams.shape
         unmixed = jnp.concatenate([jnp.zeros(2 * h), jnp.eye(h).reshape(-1)])
@@ -45,7 +48,7 @@ class ResidualStreams:
         return cls(streams, jnp.zeros((tokens, hidden), streams.dtype), mixing)
 
     def post(self, y: Float[Array, "T D"]) -> "ResidualStreams":
-        """Returns the residual with the block's output y [T, hidden], to be merged later."""
+        """Returns the residual with the block's output y [T, hidden], which the next `pre` or `merged` merges."""
         return dataclasses.replace(self, y=y)
 
     @jax.named_scope("hyper_connections")
@@ -57,12 +60,12 @@ class ResidualStreams:
 
 
 class HyperConnection(nnx.Module):
-    """The hyper-connection of one block: attention or MoE.
+    """The hyper-connection of one block, attention or MoE. In shapes, h is hc_mult.
 
     Attributes:
-      fn: [(2 + h) * h, h * hidden] float32, projects the streams to the mixing logits; h = hc_mult.
-      base: [(2 + h) * h] float32, their bias: h of `pre`, h of `post`, h * h of `comb`.
-      scale: [3] float32, one factor each for `pre`, `post` and `comb`.
+      fn: [(2 + h) * h, h * hidden] float32 projection of the streams to the logits of the mixing weights.
+      base: [(2 + h) * h] float32 bias of the logits: h for `pre`, h for `post`, and h * h for `comb`.
+      scale: [3] float32 factors of the logits of `pre`, `post` and `comb`.
     """
 
     def __init__(self, config: DSV4Config, *, rngs: AnyRngs):
@@ -74,9 +77,15 @@ class HyperConnection(nnx.Module):
 
     @jax.named_scope("hyper_connections")
     def pre(self, residual: ResidualStreams, norm: RMSNorm) -> tuple[Float[Array, "T D"], ResidualStreams]:
-        """Merges the last block's output; returns this block's normed input [T, hidden], in the streams' dtype.
+        """Merges the last block's output into the streams, and collapses them to this block's input.
 
-        `norm` is that of the collapsed streams. Also returns the residual, whose `post` takes this block's output.
+        Args:
+          residual: the residual between the last block and this one.
+          norm: norm of the collapsed streams.
+
+        Returns:
+          (normed input of this block [T, hidden] in the streams' dtype; the residual, whose `post` takes this block's
+          output).
         """
         args = residual.streams, self._weights(), norm.weight.get_value(), residual.y, residual.mixing
         streams, x, mixing = ops.hyper_connections(*args)
@@ -87,12 +96,12 @@ class HyperConnection(nnx.Module):
 
 
 class HyperHead(nnx.Module):
-    """Collapses the streams after the last layer.
+    """Collapses the h = hc_mult streams after the last layer. It has the mixing weights `pre` only.
 
     Attributes:
-      hc_fn: [h, h * hidden] float32.
-      hc_base: [h] float32.
-      hc_scale: [1] float32.
+      hc_fn: [h, h * hidden] float32 projection of the streams to the logits of `pre`.
+      hc_base: [h] float32 bias of the logits.
+      hc_scale: [1] float32 factor of the logits.
     """
 
     def __init__(self, config: DSV4Config, *, rngs: AnyRngs):
@@ -104,13 +113,16 @@ class HyperHead(nnx.Module):
 
     @jax.named_scope("hyper_connections")
     def pre(self, residual: ResidualStreams, norm: RMSNorm) -> tuple[Float[Array, "T D"], Float[Array, "T h D"]]:
-        """Merges the last block's output; returns the normed input [T, hidden] and the streams [T, h, hidden]."""
+        """Merges the last block's output into the streams, and collapses them.
+
+        Returns (collapsed streams after `norm`, the input of the model's head [T, hidden]; the streams [T, h, hidden]).
+        """
         args = residual.streams, self._weights(), norm.weight.get_value(), residual.y, residual.mixing
         streams, x, _ = ops.hyper_connections(*args)
         return x, streams
 
     def __call__(self, streams: Float[Array, "T h D"]) -> Float[Array, "T D"]:
-        """Collapses [T, h, hidden] streams to [T, hidden] in their dtype, without a norm."""
+        """Collapses streams [T, h, hidden] to [T, hidden] in the same dtype, without a norm."""
         return apply_pre(streams, mixing_weights(streams, self._weights()))
 
     def _weights(self):

@@ -11,10 +11,11 @@ from dsv4_jax.quant import round_to
 
 
 class CSAIndexer(nnx.Module):
-    """Scores index keys and selects entries (dsv4.md 4). `Attention` has its projections, `Compressor` makes the keys.
+    """Scores the index keys of entries, and selects the entries with the highest scores (docs/dsv4.md 4).
 
-    An entry's score is `sum_h w_h * relu(q_h . key)`. The query's RoPE, its rotation and its rounding to the keys'
-    format happen in `LayerCacheHandle.indexer_scores`: the latter belong to the format, not to the model.
+    An entry's score is `sum_h w_h * relu(q_h . key)` over the indexer's heads h. The projections to q and w are in
+    `Attention`, and a `Compressor` makes the keys. `LayerCacheHandle.indexer_scores` applies RoPE to the queries, and
+    rotates and rounds them as the format of the cache does with keys.
     """
 
     def __init__(self, config: DSV4Config, layer: int):
@@ -24,15 +25,16 @@ class CSAIndexer(nnx.Module):
     def __call__(
         self, q: Float[Array, "T Q"], head_weights: Float[Array, "T H"], handle: CacheHandle
     ) -> Int[Array, "T k"]:
-        """Selects the entries of the best scores for each token.
+        """Selects the entries with the highest scores for each token.
 
         Args:
-          q: [T, index_n_heads * index_head_dim], projection of the normed query latent.
-          head_weights: [T, index_n_heads], projection of attention's input.
-          handle: the layer's cache, with this step's keys written.
+          q: [T, index_n_heads * index_head_dim] queries, a projection of the normed query latent.
+          head_weights: [T, index_n_heads] weights of the heads, a projection of attention's input.
+          handle: the layer's cache, in which this step's keys are written already.
 
         Returns:
-          [T, index_topk] int32, ascending, -1 at the end where fewer entries are visible: then all are selected.
+          [T, index_topk] int32 entry numbers in ascending order. If a token sees fewer entries, all of them are
+          selected, and the row ends with -1.
         """
         config = self.config
         q = q.reshape(-1, config.index_n_heads, config.index_head_dim)

@@ -1,4 +1,7 @@
-"""Runs of layers: periods of consecutive layer forms that repeat, which a model computes in one loop each."""
+"""Division of a model's layers into runs. A model computes each run in one loop.
+
+A run repeats a period, a sequence of layers: layers A B A B A B are a run of 3 repeats of the period A B.
+"""
 
 import dataclasses
 import functools
@@ -7,10 +10,10 @@ from collections.abc import Hashable, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class LayerRun:
-    """A period of layers that occurs `repeats` times in a row.
+    """A sequence of layers, the period, that occurs `repeats` times in a row.
 
     Attributes:
-      start: number of the first layer.
+      start: number of the run's first layer.
       period: number of layers in a period.
       repeats: number of periods.
     """
@@ -21,27 +24,27 @@ class LayerRun:
 
     @property
     def stop(self) -> int:
-        """The number of the first layer behind the run."""
+        """The number of the first layer after the run."""
         return self.start + self.period * self.repeats
 
     def layers(self, position: int) -> range:
-        """Returns the numbers of the layers at a position of the period, one for each repeat."""
+        """Returns the numbers of the layers at a position within the period, one for each repeat."""
         return range(self.start + position, self.stop, self.period)
 
 
 def find_runs(forms: Sequence[tuple[Hashable, int | None]], start: int = 0) -> tuple[LayerRun, ...]:
-    """Divides layers into runs with the fewest different layers in all, and among those into the fewest runs.
+    """Divides layers into runs so that the sum of their periods is smallest, and then so that there are fewest runs.
 
     Args:
-      forms: for each layer what equal layers have in common, and the number of the earlier layer whose selection it
-        reads, or None. Layers repeat only if these lie at the same distance within the period, or are one layer before
-        the run.
+      forms: (form, source) of each layer. Equal layers have equal forms. The source is the number of the earlier layer
+        whose selected entries the layer reads, or None. Layers at one position of a period must have equal forms. Their
+        sources must lie at the same distance within the period, or be one and the same layer before the run.
       start: number of the first layer.
     """
     stop = start + len(forms)
 
     def equal(first: int, period: int, layer: int) -> bool:
-        """Whether a layer may be that of its position in a run which begins at `first`."""
+        """Returns whether a layer can repeat the one a period before it, in a run that begins at `first`."""
         form, source = forms[layer - start]
         earlier_form, earlier_source = forms[layer - period - start]
         if form != earlier_form or (source is None) != (earlier_source is None):
@@ -53,7 +56,7 @@ def find_runs(forms: Sequence[tuple[Hashable, int | None]], start: int = 0) -> t
 
     @functools.cache
     def best(first: int) -> tuple[int, int, tuple[LayerRun, ...]]:
-        """Returns the number of different layers and of runs from a layer on, and the runs."""
+        """Returns (sum of periods, number of runs, runs) of the best division of the layers from `first` on."""
         if first == stop:
             return 0, 0, ()
         choices = []
@@ -69,6 +72,6 @@ def find_runs(forms: Sequence[tuple[Hashable, int | None]], start: int = 0) -> t
             results.append((run.period + different, 1 + count, (run, *rest)))
         return min(results, key=lambda result: result[:2])
 
-    for first in reversed(range(start, stop)):  # so that recursion is never deep
+    for first in reversed(range(start, stop)):  # fills the memo from the end, so that recursion is not deep
         best(first)
     return best(start)[2]

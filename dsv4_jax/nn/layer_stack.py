@@ -1,4 +1,4 @@
-"""The layers of a model: equal ones have stacked parameters and run in one loop."""
+"""The layers of a model. Equal layers have stacked parameters and run in one loop, see `layer_runs`."""
 
 import dataclasses
 import itertools
@@ -20,17 +20,17 @@ from dsv4_jax.nn.layers import StackedRngs
 from dsv4_jax.quant import LayerSlice
 
 
-# The values that a step recorded, for each group of equal layers: (indices of the layers, {name in `block.RECORDED`:
-# array [layers, ...]}).
+# The values that a step recorded. An item is for layers with stacked parameters: (numbers of the layers, {name in
+# `block.RECORDED`: array [layers, ...]}).
 Recorded = list[tuple[tuple[int, ...], dict[str, Shaped[Array, "..."]]]]
 
 
 class LayerLoop(nnx.Module):
-    """A run of layers: a period of layers whose parameters are stacked, in a loop over the repeats.
+    """A run of layers, see `LayerRun`, as a loop over its repeats. Each iteration runs the layers of a period.
 
     Attributes:
-      run: the numbers of the layers (static).
-      layers: the period's layers, each with parameters [repeats, ...].
+      run: LayerRun with the numbers of the layers (static).
+      layers: the layers of the period. Their parameters are stacked over the repeats: [repeats, ...].
     """
 
     def __init__(
@@ -53,23 +53,23 @@ class LayerLoop(nnx.Module):
         exports: Collection[int],
         remat: bool,
     ) -> tuple[Any, StepCarry, Any, Recorded]:
-        """Runs the layers, each of which is called as `DecoderLayer` is.
+        """Runs the layers. Each is called with the arguments of `DecoderLayer.__call__`.
 
         Args:
-          x: input of the first layer, a tree of arrays; every layer returns the same types.
+          x: input of the first layer, a tree of arrays. Every layer returns a tree of the same structure and types.
           cache, batch: cache and inputs of the step.
           carry: values of earlier layers.
-          tap_layers: numbers of the layers whose output streams go to the carry's taps.
+          tap_layers: numbers of the model's layers whose output streams go to the carry's taps.
           record: names of the values to return, see `block.RECORDED`.
-          exports: numbers of layers whose selection is read by layers behind this run.
-          remat: whether gradients compute the values of a period again instead of keeping them.
+          exports: numbers of layers whose selected entries are read by layers after this run.
+          remat: whether a backward pass computes the values within a period again, instead of keeping them.
 
         Returns:
-          x, the carry, the cache, and the recorded values.
+          (output of the last layer, the carry, the updated cache, the recorded values).
         """
         run = self.run
         graphs, stacks = zip(*map(nnx.split, self.layers), strict=True)
-        # Without it XLA would dequantize weights of all layers at once, or before a loop that calls this.
+        # Without the barrier, XLA would dequantize the weights of all layers at once, or before a loop that calls this.
         stacks, x = jax.lax.optimization_barrier((stacks, x))
         names = [set(record) | ({"selection"} & _needed(exports, run.layers(p))) for p in range(run.period)]
         tap_rows = [_tap_rows(tap_layers, run.layers(position)) for position in range(run.period)]
@@ -112,22 +112,22 @@ class LayerLoop(nnx.Module):
 
 
 class LayerStack(nnx.Module):
-    """Consecutive layers of a model, in as few loops as their forms allow.
+    """Consecutive layers of a model, in loops over runs of equal layers.
 
-    `stack[i]` is a view of layer i for reading: a module of its own with a copy of the layer's parameters.
-    `nn.parameter_views` also writes them.
+    `stack[i]` is a copy of layer i: a module with its own parameters, for reading. To write parameters of a layer, use
+    `nn.parameters.parameter_views`.
 
     Attributes:
       start: number of the first layer (static).
-      remat: whether gradients keep only what enters each period of layers, and compute its other values again
-        (`jax.checkpoint`); False, and may be set (static).
+      remat: whether a backward pass keeps only the inputs of each period of layers and computes other values again
+        (`jax.checkpoint`). It is False, and can be set to True (static).
       loops: LayerLoop of each run.
     """
 
     def __init__(
         self, config: DSV4Config, layers: range, layer_type: type[Any], *, param_dtype: DTypeLike, rngs: nnx.Rngs
     ):
-        """Makes layers with random parameters, of `layer_type`, which has the arguments of `DecoderLayer`."""
+        """Makes layers with random parameters. `layer_type` is a class with `DecoderLayer`'s arguments."""
         self.config = config
         self.start = layers.start
         self.remat = False
@@ -145,7 +145,7 @@ class LayerStack(nnx.Module):
         tap_layers: Sequence[int] = (),
         record: Collection[str] = (),
     ) -> tuple[Any, StepCarry, Any, Recorded]:
-        """Runs all layers, and counts their experts if steps of the cache do; see `LayerLoop`."""
+        """Runs all layers, see `LayerLoop.__call__`. Counts the experts that they use if the cache has counts."""
         names = {*record, "experts"} if counts_experts(cache) else {*record}
         recorded: Recorded = []
         for loop in self.loops:
@@ -166,7 +166,7 @@ class LayerStack(nnx.Module):
         return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: int) -> Any:
-        """Returns a copy of one layer, with parameters of its own."""
+        """Returns a copy of a layer, with its own parameters. Raises IndexError if there is no such layer."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"layer {index} of {len(self)}")
         number = self.start + index % len(self)
@@ -174,42 +174,42 @@ class LayerStack(nnx.Module):
         return _numbered(nnx.merge(graph, jax.tree.map(lambda x: _row(x, repeat), stack)), number)
 
     def slices(self) -> Iterator[Any]:
-        """Yields each layer as a loop's body has it: its parameters are read in the stacks, and not copied."""
+        """Yields each layer with parameters that are a `LayerSlice`, so that kernels read the stack without a copy."""
         for number in range(self.start, self.start + len(self)):
             graph, stack, repeat = self._place(number)
             values = jax.tree.map(lambda x, repeat=repeat: x[repeat], stack)
             yield _numbered(nnx.merge(graph, _slices(stack, values, jnp.int32(repeat))), number)
 
     def _place(self, number):
-        """Returns the structure and the stacked state of a layer, and its place in the stack."""
+        """Returns (NNX graph of a layer, its stacked state, its index in the stack)."""
         (loop,) = (loop for loop in self.loops if loop.run.start <= number < loop.run.stop)
         repeat, position = divmod(number - loop.run.start, loop.run.period)
         return *nnx.split(loop.layers[position]), repeat
 
     def _exports(self, run):
-        """Returns the layers of a run whose selections are read by layers behind it."""
+        """Returns the numbers of the layers of a run whose selected entries are read by layers after the run."""
         later = self.config.layers[run.stop : self.start + len(self)]
         return {spec.selection for spec in later if spec.selection is not None} & {*range(run.start, run.stop)}
 
 
 def stack_modules[M: nnx.Module](modules: Sequence[M]) -> M:
-    """Returns a module of the structure of equal modules, whose variables are stacked: [modules, ...].
+    """Stacks modules of equal structure: returns such a module whose variables are [modules, ...].
 
-    Such a module can stand in the place of one of ours in a `LayerLoop`, which gives it one layer's values.
+    A user can put it in the place of a submodule of a `LayerLoop`'s layers. The loop calls it with each layer's values.
     """
     graph, _ = nnx.split(modules[0])
     return nnx.merge(graph, jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(nnx.state, modules)))
 
 
 def _row(array, repeat):
-    """Returns a layer's array, or its shape, of a stacked one."""
+    """Returns a layer's array from a stacked array, or its `jax.ShapeDtypeStruct` from a stacked one."""
     if isinstance(array, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
     return array[repeat]
 
 
 def _numbered(layer, number):
-    """Returns a layer whose modules have its number."""
+    """Sets the attribute `layer` of all modules of a layer to its number, and returns the layer."""
     for _, module in nnx.iter_modules(layer):
         if hasattr(module, "layer"):
             setattr(module, "layer", number)  # noqa: B010
@@ -217,7 +217,7 @@ def _numbered(layer, number):
 
 
 def _form(config, layer):
-    """Returns what equal layers have in common, and the layer whose selection this one reads, if it is another."""
+    """Returns (form, source) of a layer, see `find_runs`. The source is None if it reads its own selection or none."""
     spec = config.layers[layer]
     form = dataclasses.replace(spec.kind, selection=None)
     reads_other = spec.selection is not None and not spec.selects
@@ -229,13 +229,22 @@ def _needed(exports, layers):
 
 
 def _tap_rows(tap_layers, layers):
-    """Returns, for each layer, the row of the taps for its input streams, which the layer before it returned."""
+    """Returns the row of the taps that gets the input streams of each layer, which are the output of the layer before.
+
+    The row is past the end for a layer whose input is no tap. Returns None if this is so for all layers.
+    """
     rows = [tap_layers.index(layer - 1) if layer - 1 in tap_layers else len(tap_layers) for layer in layers]
     return None if set(rows) == {len(tap_layers)} else jnp.array(rows, jnp.int32)
 
 
 def _slices(stacks, values, repeat):
-    """Returns a layer's state: slices of our own parameters, which kernels read in the stack, and plain values."""
+    """Returns the state of a layer: `LayerSlice`s of parameters that `layers.parameter` stacked, and other values.
+
+    Args:
+      stacks: state of the stacked layers.
+      values: state of the layer.
+      repeat: index of the layer in the stacks.
+    """
     flat = []
     for (path, stack), (_, value) in zip(nnx.to_flat_state(stacks), nnx.to_flat_state(values), strict=True):
         if stack.get_metadata().get("axes", ())[:1] == ("layers",):
@@ -246,7 +255,7 @@ def _slices(stacks, values, repeat):
 
 
 def _is_other_state(path, variable):
-    """Whether a variable is no parameter, but state that a call may have changed."""
+    """Returns whether a variable is not a parameter but state, which the call of a module may have changed."""
     return (
         isinstance(variable, nnx.Variable)
         and "axes" not in variable.get_metadata()

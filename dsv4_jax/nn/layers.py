@@ -1,4 +1,4 @@
-"""Small modules with parameters: linear maps, RMS norm, embedding."""
+"""Small modules with parameters, linear maps, RMS norm and embedding, and functions that make parameters."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,17 +20,17 @@ Axes = tuple[str | None, ...]
 
 
 class AbstractRngs(nnx.Rngs):
-    """Makes parameters `jax.ShapeDtypeStruct`s, without the time that `nnx.eval_shape` takes to trace."""
+    """An argument `rngs` with which parameters are `jax.ShapeDtypeStruct`s. It is faster than `nnx.eval_shape`."""
 
     def __init__(self):
-        """Makes no random streams."""
+        """Makes an object without random streams."""
 
 
 ABSTRACT = AbstractRngs()
 
 
 class StackedRngs:
-    """Makes parameters of equal layers, stacked: their first axis, "layers", has `layers` entries."""
+    """An argument `rngs` with which parameters are stacked over equal layers: they get a first axis, "layers"."""
 
     def __init__(self, rngs: nnx.Rngs, layers: int):
         self.rngs = rngs
@@ -48,15 +48,15 @@ def parameter(
     draw: Callable[[jax.Array, tuple[int, ...]], jax.Array],
     axes: Axes = (),
 ) -> nnx.Variable:
-    """Returns a variable of the given shape, stacked if `rngs` says so.
+    """Makes a variable of the given shape, with an additional first axis if `rngs` is a StackedRngs.
 
     Args:
       kind: class of the variable.
-      rngs: source of the random key.
-      shape, dtype: shape of one layer's value, and its dtype.
-      draw: function of a random key and the whole shape, which returns the value.
-      axes: names of the logical axes of one layer's value, which `parallel.axis_rules` shards over a mesh; unnamed axes
-        are replicated.
+      rngs: source of the random key. With `ABSTRACT`, the value is a `jax.ShapeDtypeStruct`.
+      shape, dtype: shape and dtype of one layer's value.
+      draw: function of a random key and the shape, with the axis of layers, that returns the value.
+      axes: names of the logical axes of one layer's value. `parallel.axis_rules` says how they are sharded over a mesh.
+        None, or an axis that is left out at the end, is replicated.
     """
     if isinstance(rngs, StackedRngs):
         shape = (rngs.layers, *shape)
@@ -75,7 +75,7 @@ def normal(
     std: float = 0.02,
     axes: Axes = (),
 ) -> Any:
-    """Returns an `nnx.Param` of the given shape and dtype, drawn from a normal distribution; see `parameter`."""
+    """Makes an `nnx.Param` with values from a normal distribution. The arguments are as in `parameter`."""
 
     def draw(key, shape):
         return mean + std * jax.random.normal(key, shape, dtype)
@@ -84,7 +84,7 @@ def normal(
 
 
 class RMSNorm(nnx.Module):
-    """RMS norm in float32, rounded once to the input's dtype (dsv4.md 2).
+    """RMS norm in float32, rounded once to the input's dtype (docs/dsv4.md 2).
 
     Attributes:
       weight: [features] float32.
@@ -96,7 +96,7 @@ class RMSNorm(nnx.Module):
 
     @jax.named_scope("norm")
     def __call__(self, x: Float[Array, "T n"]) -> Float[Array, "T n"]:
-        """Normalizes [T, features] of any floating dtype."""
+        """Normalizes x [T, features], of any floating dtype."""
         return round_to(self.weight[...][None, :] * rms_normalize(x.astype(jnp.float32), self.eps), x.dtype)
 
 
@@ -104,10 +104,11 @@ class RMSNorm(nnx.Module):
 def multiply(
     x: Float[Array, "... n"], weights: tuple[Matrix, ...], spec: LinearSpec, norm: RMSNorm | None = None
 ) -> tuple[Float[Array, "... _"], ...]:
-    """Computes `ops.linear`, after a norm if there is one; on a CPU, float32 outputs come from float32 copies.
+    """Computes `ops.linear(x, weights, spec)`, of x after `norm` if there is one.
 
-    The released code multiplies in float32, and XLA's CPU comes closer to it that way. A GPU's tensor cores add
-    products of bfloat16 in float32.
+    On a CPU, outputs with the dtype float32 are computed from x and weights in float32. This is closer to the released
+    code, which multiplies in float32, than XLA's products of bfloat16 on CPUs. A GPU does not need it, since its tensor
+    cores add products of bfloat16 in float32.
     """
     dtypes = [dtype for _, dtype in spec.outputs(sum(weight.shape[0] for weight in weights))]
     if jnp.float32 not in dtypes:
@@ -126,12 +127,14 @@ def multiply(
 
 
 class Linear(nnx.Module):
-    """A linear map without bias, or one for each group of channels: the low-rank output projection (dsv4.md 2).
+    """A linear map without bias. Channels can be divided into groups that have a matrix each.
+
+    Groups are used in attention's low-rank output projection (docs/dsv4.md 2).
 
     Attributes:
-      weight: [out_features, in_features / num_groups] in `param_dtype`, the groups' matrices one below the other.
+      weight: [out_features, in_features / num_groups] in `param_dtype`, the matrices of the groups one below the other.
       num_groups: number of groups (static).
-      out_dtype: dtype that the product is rounded to, once; None = that of the input (static).
+      out_dtype: dtype that the float32 sums are rounded to; None = the input's dtype (static).
     """
 
     def __init__(
@@ -153,13 +156,13 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... m"]:
         """Maps [..., in_features] to [..., out_features]."""
         weight = self.weight.get_value()
-        groups = 1 if self.num_groups == 1 else x.shape[-1] // weight.shape[1]  # on a mesh, those of this device
+        groups = 1 if self.num_groups == 1 else x.shape[-1] // weight.shape[1]  # on a mesh, the groups on this device
         dtype = x.dtype if self.out_dtype is None else self.out_dtype
         return linear(x, weight, LinearSpec(output_dtype=dtype, num_groups=groups))[0]
 
 
 class Embedding(nnx.Module):
-    """Looks up a row of a table for each token.
+    """The embedding: looks up a row of a table for each token.
 
     Attributes:
       weight: [vocab, features] in `param_dtype`.
@@ -170,7 +173,7 @@ class Embedding(nnx.Module):
 
     @jax.named_scope("embedding")
     def __call__(self, token_ids: Int[Array, "T"]) -> Float[Array, "T n"]:
-        """Maps [T] int32 ids to [T, features]; zeros for padding ids (-1)."""
+        """Maps token ids [T] int32 to [T, features]. The rows of padding ids, -1, are zeros."""
         rows = self.weight[...]
         local = token_ids - model_index() * rows.shape[0]
         here = (local >= 0) & (local < rows.shape[0])

@@ -1,4 +1,7 @@
-"""The DeepSeek-V4 language model on flat ragged tokens; the cache goes in and comes out, no module holds it."""
+"""The DeepSeek-V4 language model. It takes a ragged batch of tokens and the KV cache, and returns the updated cache.
+
+Modules do not hold the cache.
+"""
 
 from collections.abc import Collection
 from typing import Any
@@ -22,18 +25,18 @@ from dsv4_jax.ops import all_gather
 from dsv4_jax.quant import round_to
 
 
-# The modules of each kind of draft layers.
+# {class of `DSV4Config.drafts`: class of the draft layers' module}.
 _DRAFTS: dict[type[Any], type[Any]] = {MTPConfig: MTPDrafts, DSparkConfig: DSparkDrafts}
 
 
 class DeepseekV4Model(nnx.Module):
-    """Embedding, decoder layers and final norm.
+    """The model without its language head: embedding, decoder layers and final norm.
 
     Attributes:
       embed_tokens: Embedding.
-      layers: LayerStack of DecoderLayers; `layers[i]` is a view of one for reading.
-      norm: RMSNorm.
-      hc_head: HyperHead.
+      layers: LayerStack of DecoderLayers; `layers[i]` is a copy of layer i for reading.
+      norm: RMSNorm after the last layer.
+      hc_head: HyperHead, which collapses the residual streams after the last layer.
     """
 
     def __init__(self, config: DSV4Config, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
@@ -55,7 +58,11 @@ class DeepseekV4Model(nnx.Module):
           record: names of the layers' values to return, see `block.RECORDED`.
 
         Returns:
-          hidden states; what drafts are made from (see `forward_streams`); the recorded values; the updated cache.
+          (hidden states [T, hidden] after the final norm; inputs of the draft layers [T, n, hidden], see
+          `DeepseekV4ForCausalLM.forward_streams`; the recorded values; the updated cache).
+
+        Raises:
+          ValueError: the cache was made for another model, or the batch for another cache.
         """
         if isinstance(cache, KVCache):
             cache.schema.check_config(self.config)
@@ -81,16 +88,17 @@ class DeepseekV4Model(nnx.Module):
 
 
 class DeepseekV4ForCausalLM(nnx.Module):
-    """DeepSeek-V4; attribute names follow Hugging Face transformers.
+    """DeepSeek-V4 with its language head. Names of attributes follow Hugging Face transformers.
 
-    Pass it to `jax.jit` as an argument, like any pytree; `nnx.eval_shape` gives its shapes without memory. The weights
-    are random until a checkpoint is loaded.
+    The model is a pytree, to be passed to `jax.jit` as an argument. Its weights are random until a checkpoint is
+    loaded. `nnx.eval_shape` makes a model with shapes only, without memory for the weights.
 
     Attributes:
       config: DSV4Config.
       model: DeepseekV4Model.
       lm_head: Linear, hidden to vocab.
-      drafts: the layers that make drafts, see `decode.drafts.Drafts`: MTPDrafts, DSparkDrafts or None.
+      drafts: MTPDrafts or DSparkDrafts, the draft layers for speculative decoding (see `decode.drafts.Drafts`), or
+        None.
     """
 
     def __init__(
@@ -104,14 +112,14 @@ class DeepseekV4ForCausalLM(nnx.Module):
         """Makes the model.
 
         Args:
-          config: the model's shape.
-          dtype: of activations, bfloat16 or float32.
+          config: configuration of the model.
+          dtype: dtype of activations, bfloat16 or float32.
           rngs: source of the random weights; None = seed 0.
-          param_dtype: of embedding and linear weights, bfloat16 or float32; None = `dtype`. Norms, sinks, position
-            biases, routers and hyper-connections are float32 in any case.
+          param_dtype: dtype of the embedding's and linear maps' weights, bfloat16 or float32; None = `dtype`. Norms,
+            sinks, position biases, routers and hyper-connections are always float32.
 
         Raises:
-          ValueError: `dtype` or `param_dtype` is another one.
+          ValueError: `dtype` or `param_dtype` is neither bfloat16 nor float32.
         """
         param_dtype = dtype if param_dtype is None else param_dtype
         for name, value in {"dtype": dtype, "param_dtype": param_dtype}.items():
@@ -132,13 +140,19 @@ class DeepseekV4ForCausalLM(nnx.Module):
         self.drafts: Any = drafts and _DRAFTS[type(drafts)](config, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(self, cache: StepCache, batch: Batch) -> tuple[Float[Array, "T D"], Any]:
-        """Runs one step of any mix of requests on the cache as the last step left it.
+        """Runs one step: a forward pass over a ragged batch with T tokens of any requests.
 
-        Padding tokens of the ragged batch of T tokens leave the cache alone, and their rows are undefined. Raises
-        ValueError if the cache was made for another model, or the batch for another cache.
+        Padding tokens do not change the cache, and their rows of the result are unspecified.
+
+        Args:
+          cache: the cache that the last step returned.
+          batch: inputs of the step.
 
         Returns:
-          hidden [T, hidden] after the final norm in the model's dtype, and the updated cache.
+          (hidden states [T, hidden] after the final norm in the model's dtype; the updated cache).
+
+        Raises:
+          ValueError: the cache was made for another model, or the batch for another cache.
         """
         hidden, _, _, cache = self.model(cache, batch)
         return hidden, cache
@@ -150,19 +164,19 @@ class DeepseekV4ForCausalLM(nnx.Module):
         names: Collection[str] = RECORDED,
         layers: Collection[int] | None = None,
     ) -> tuple[Float[Array, "T D"], dict[str, dict[int, Shaped[Array, "..."]]], Any]:
-        """Does `__call__` and also returns values of chosen layers.
+        """Runs one step like `__call__`, and also returns intermediate values of layers.
 
         Args:
           cache, batch: as in `__call__`.
-          names: which values, of `nn.RECORDED`; that constant's comment describes them.
-          layers: numbers of the layers; None = all. Layers without a value, such as those that select nothing, are
-            left out.
+          names: names of the values, from `nn.block.RECORDED`, where a comment describes them.
+          layers: numbers of the layers whose values are returned; None = all layers.
 
         Returns:
-          hidden [T, hidden]; {name: {layer: value}}; the updated cache.
+          (hidden states [T, hidden]; {name: {number of the layer: value}}; the updated cache). A layer that lacks a
+          value is left out, such as one that selects no entries.
 
         Raises:
-          ValueError: there is no such value or layer.
+          ValueError: there is no value of a name, or no such layer.
         """
         if unknown := sorted({*names} - {*RECORDED}):
             raise ValueError(f"names={unknown} are not recorded; known: {', '.join(RECORDED)}")
@@ -179,10 +193,12 @@ class DeepseekV4ForCausalLM(nnx.Module):
         return hidden, chosen, cache
 
     def forward_streams(self, cache: StepCache, batch: Batch) -> tuple[Float[Array, "T D"], Float[Array, "T n D"], Any]:
-        """Does `__call__` and also returns what drafts are made from, [T, n, hidden].
+        """Runs one step like `__call__`, and also returns the inputs of the draft layers.
 
-        These are the means of the streams that leave each of the n target layers in `config.drafts`, or, if it has
-        none, the n = hc_mult residual streams before the model's head.
+        Returns:
+          (hidden states [T, hidden]; inputs of the draft layers [T, n, hidden]; the updated cache). If `config.drafts`
+          has target layers, the inputs are the means over the residual streams that leave each of the n target layers.
+          Otherwise they are the n = hc_mult residual streams before the model's head.
         """
         hidden, streams, _, cache = self.model(cache, batch)
         return hidden, streams, cache
@@ -193,5 +209,5 @@ class DeepseekV4ForCausalLM(nnx.Module):
 
     @jax.named_scope("lm_head")
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-        """Maps [..., hidden] of `__call__`, for all or some tokens, to [..., vocab] float32 logits."""
+        """Maps hidden states [..., hidden] of any tokens, from `__call__`, to [..., vocab] float32 logits."""
         return all_gather(self.lm_head(hidden))

@@ -15,16 +15,18 @@ from dsv4_jax.quant import round_to
 
 
 class HashTable(nnx.Variable):
-    """The fixed token-to-expert table: loaded from the checkpoint, not trained."""
+    """The variable for a router's table of experts by token id, which is loaded from a checkpoint and not trained."""
 
 
 class Router(nnx.Module):
-    """Scores the experts and selects some for each token; the scores of these, normalized, are their weights.
+    """Scores the E experts, and selects k of them for each token. Their normalized scores are their weights.
+
+    The experts are those with the largest `score + bias`, or in hash layers those that a table lists for the token id.
 
     Attributes:
-      weight: [E, hidden] float32.
-      e_score_correction_bias: [E] float32; the k best of `score + bias` are selected. It changes no weight.
-      tid2eid: [vocab, k] int32, in hash layers instead of the bias: the experts of each token id.
+      weight: [E, hidden] float32 projection to the logits.
+      e_score_correction_bias: [E] float32 bias for the selection, not in hash layers. It does not enter the weights.
+      tid2eid: [vocab, k] int32 experts of each token id, only in hash layers.
     """
 
     def __init__(self, config: DSV4Config, *, hashed: bool, rngs: AnyRngs):
@@ -47,16 +49,16 @@ class Router(nnx.Module):
     def __call__(
         self, x: Float[Array, "T D"], token_ids: Int[Array, "T"], slots: Int[Array, "T"] | None = None
     ) -> ops.Routing:
-        """Routes each token.
+        """Selects and weights the experts of each token, see `ops.router`.
 
         Args:
-          x: [T, hidden].
-          token_ids: [T] int32.
-          slots: [T] int32; -1 = a padding token, which gets no experts. None = there are none.
+          x: [T, hidden] normed input of the MoE.
+          token_ids: [T] int32 token ids, which hash layers use.
+          slots: [T] int32; -1 = a padding token, which gets no experts. None = no token is padding.
 
         Returns:
-          Its weights are the scores `sqrt(softplus(logit))` of the selected experts, normalized to sum to
-          routed_scaling_factor.
+          Routing, in which the weights of a token's experts are their scores `sqrt(softplus(logit))`, scaled so that
+          their sum is `routed_scaling_factor`.
         """
         bias = None if self.hashed else self.e_score_correction_bias.get_value()
         table = self.tid2eid.get_value() if self.hashed else None
@@ -76,8 +78,8 @@ class MLP(nnx.Module):
     """The shared expert, a gated MLP that every token passes.
 
     Attributes:
-      gate_up_proj: FusedLinear "gate_proj" and "up_proj", hidden to n_shared_experts * moe_intermediate_size.
-      down_proj: Linear, back.
+      gate_up_proj: FusedLinear of "gate_proj" and "up_proj", from hidden to n_shared_experts * moe_intermediate_size.
+      down_proj: Linear, from there to hidden.
     """
 
     def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: AnyRngs):
@@ -91,16 +93,16 @@ class MLP(nnx.Module):
 
     @jax.named_scope("shared_expert")
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Maps [T, hidden] to [T, hidden]."""
+        """Maps x [T, hidden] to [T, hidden] in the dtype of x. On a mesh, the result is this device's term of a sum."""
         if type(self.gate_up_proj) is FusedLinear:
             return self.down_proj(ops.linear_swiglu(x, self.gate_up_proj.fused_matrix, self.limit))
         products = self.gate_up_proj(x)
         return self.down_proj(round_to(ops.swiglu(products["gate_proj"], products["up_proj"], self.limit), x.dtype))
 
     def matrices(self) -> tuple[Matrix, Matrix] | None:
-        """Returns the matrices (gate and up, down) for `ops.experts`.
+        """Returns the matrices (gate and up, down) for the argument `shared` of `ops.experts`.
 
-        None if a user's module stands in the place of one of these maps: then it has to be called.
+        Returns None if a user replaced this module or one of its maps by another class, which then has to be called.
         """
         if type(self) is MLP and type(self.gate_up_proj) is FusedLinear and type(self.down_proj) is Linear:
             return self.gate_up_proj.fused_matrix, self.down_proj.weight.get_value()
@@ -108,10 +110,10 @@ class MLP(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The routed experts.
+    """The E routed experts, each a SwiGLU MLP with I = moe_intermediate_size inner channels.
 
     Attributes:
-      gate_up_proj: [E, 2, I, hidden] in `param_dtype`, the gate first.
+      gate_up_proj: [E, 2, I, hidden] in `param_dtype`, matrices of the gate and of the up projection.
       down_proj: [E, hidden, I] in `param_dtype`.
     """
 
@@ -129,32 +131,33 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Float[Array, "T D"], routing: ops.Routing, shared: tuple[Matrix, Matrix] | None = None
     ) -> Float[Array, "T D"]:
-        """Computes the sum of each token's experts, see `ops.experts`.
+        """Computes the weighted sum of each token's experts, see `ops.experts`.
 
         Args:
-          x: [T, hidden].
-          routing: expert ids in [0, E) and their weights.
-          shared: matrices of an expert that all tokens pass, or None.
+          x: [T, hidden] normed input of the MoE.
+          routing: experts in [0, E), or -1, and their weights.
+          shared: matrices of the shared expert, see `MLP.matrices`, to add its output, too; or None.
 
         Returns:
-          [T, hidden] float32; each linear is rounded to x's dtype, the sum is not, but with a shared expert.
+          [T, hidden] float32 sum; with `shared`, rounded to the dtype of x. On a mesh it is this device's term of a
+          sum.
         """
         gate_up = merged_rows(self.gate_up_proj.get_value())
         down = self.down_proj.get_value()
         experts, weights, permutation = routing
-        if gate_up.shape[0] < self.number:  # this device has some of the experts; ids of others add nothing
+        if gate_up.shape[0] < self.number:  # expert parallelism: experts of other devices get ids out of range
             experts = experts - ops.model_index() * gate_up.shape[0]
             permutation = None
         return ops.experts(x, experts, weights, gate_up, down, permutation, shared, limit=self.limit)
 
 
 class MoE(nnx.Module):
-    """Router, routed experts and shared expert of one layer.
+    """The mixture of experts of one layer.
 
     Attributes:
       gate: Router.
-      experts: Experts.
-      shared_experts: MLP.
+      experts: Experts, the routed experts.
+      shared_experts: MLP, the shared expert.
     """
 
     def __init__(self, config: DSV4Config, layer: int, *, param_dtype: DTypeLike, rngs: AnyRngs):
@@ -163,7 +166,15 @@ class MoE(nnx.Module):
         self.shared_experts = MLP(config, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "T D"], routing: ops.Routing) -> Float[Array, "T D"]:
-        """Maps the normed input and its routing by `gate` to [T, hidden] in x's dtype, or this device's part of it."""
+        """Computes the output of routed and shared experts.
+
+        Args:
+          x: [T, hidden] normed input.
+          routing: result of `gate`.
+
+        Returns:
+          [T, hidden] in x's dtype; on a mesh, this device's term of a sum, see `ops.all_reduce`.
+        """
         shared = self.shared_experts.matrices()
         y = self.experts(x, routing, shared)
         if shared is None:

@@ -1,4 +1,4 @@
-"""Multi-token prediction: a layer that predicts the token after the next one, and so drafts token after token."""
+"""Multi-token prediction (MTP): a draft layer that predicts the token after the next one."""
 
 import dataclasses
 from typing import Any
@@ -19,13 +19,13 @@ from dsv4_jax.quant import round_to
 
 
 class MTPDrafts(DraftLayers):
-    """Drafts with a layer that is fed with the model's last streams and the embedding of the next token.
+    """Drafts token after token with one layer. Its input is the model's last streams and the next token's embedding.
 
-    Embedding and head are those of the `model` that methods take.
+    The embedding and the head are those of the argument `model` of methods.
 
     Attributes:
       layers: LayerStack of one DecoderLayer.
-      e_proj, h_proj: Linear, hidden to hidden, of the normed embedding and of each normed stream.
+      e_proj, h_proj: Linear, hidden to hidden, for the normed embedding and for each normed stream.
       enorm, hnorm: RMSNorm of the embedding and of each stream.
       norm: RMSNorm before the head.
       hc_head: HyperHead.
@@ -41,7 +41,15 @@ class MTPDrafts(DraftLayers):
         self.hc_head = HyperHead(config, rngs=rngs)
 
     def join(self, streams: Float[Array, "T h D"], embedded: Float[Array, "T D"]) -> Float[Array, "T h D"]:
-        """Adds the embedding [T, hidden] of the next token to each of the streams [T, h, hidden]: the layer's input."""
+        """Computes the layer's input: to each projected stream it adds the projected embedding of the next token.
+
+        Args:
+          streams: [T, h, hidden] residual streams of the model, or of this layer.
+          embedded: [T, hidden] embeddings of the next tokens.
+
+        Returns:
+          [T, h, hidden] in the streams' dtype.
+        """
         tokens, h, hidden = streams.shape
         of_streams = self.h_proj(self.hnorm(streams.reshape(-1, hidden))).reshape(tokens, h, hidden)
         of_embedding = self.e_proj(self.enorm(embedded))[:, None, :]
@@ -53,25 +61,28 @@ class MTPDrafts(DraftLayers):
         """Predicts the token after the next one.
 
         Args:
-          model: the model, of which `embed` is called.
-          streams: [T, hc_mult, hidden], the model's at the tokens of `batch.positions`, or, to predict further ahead
-            from a draft, those that this method returned for the position before.
-          cache: the cache; the layer's window is written where `batch` has tokens.
-          batch: T tokens, each the one that *follows* the token at its position.
+          model: the model; its `embed` is called.
+          streams: [T, hc_mult, hidden] residual streams at the positions of the batch. For the first draft they are the
+            model's. For later drafts they are those that this method returned for the position before.
+          cache: the cache; the layer's window rows at the positions of the batch are written.
+          batch: T tokens. Each is the token *after* the token at its position.
 
         Returns:
-          hidden [T, hidden], for the model's `logits`; the layer's own streams [T, hc_mult, hidden]; the updated cache.
+          (hidden states [T, hidden], for the model's `logits`; streams [T, hc_mult, hidden] after the layer; the
+          updated cache).
         """
-        # Without the barrier XLA would dequantize stored weights before a loop that calls this.
+        # Without the barrier, XLA would dequantize weights once before a loop that calls this, and hold the values.
         drafts, streams = jax.lax.optimization_barrier((self, streams))
         residual, cache = drafts.run_layers(drafts.join(streams, model.embed(batch)), cache, batch)
         return *drafts.hc_head.pre(residual, drafts.norm), cache
 
     def write(self, model: Any, streams: Float[Array, "T h D"], cache: KVCache, batch: Batch) -> KVCache:
-        """Stores a window row of each token's predecessor, which needs the token; returns the updated cache.
+        """Stores the window row of each token's predecessor; returns the updated cache.
+
+        The row depends on the token, because the layer's input at a position includes the next token's embedding.
 
         Args:
-          model, streams, cache, batch: as in `decode.drafts.Drafts`.
+          model, streams, cache, batch: as in `decode.drafts.Drafts.write`.
         """
         streams, shifted, cache = advance_streams(cache, streams, batch)
         (layer,) = self.layers.slices()
@@ -89,10 +100,13 @@ class MTPDrafts(DraftLayers):
         draw: Draw,
         count: int,
     ) -> tuple[Int[Array, "n {count}"], Float[Array, "n {count} V"], None, KVCache]:
-        """Drafts one token after another, each from the streams of the pass before; see `decode.drafts.Drafts`.
+        """Drafts one token after another, each from the streams of the pass before.
 
         Args:
-          model, streams, cache, batch, draw, count: as there.
+          model, streams, cache, batch, draw, count: as in `decode.drafts.Drafts.draft`.
+
+        Returns:
+          As `decode.drafts.Drafts.draft` does, without confidences (None).
         """
 
         def draft_one(carry: Any, _: None) -> tuple[Any, Any]:
@@ -103,7 +117,7 @@ class MTPDrafts(DraftLayers):
             positions = jnp.where(batch.positions >= 0, batch.positions + 1, -1)
             return (streams, dataclasses.replace(batch, token_ids=tokens, positions=positions), cache), (tokens, logits)
 
-        # The row at a position predicts the token after the next one.
+        # At a position the layer predicts the token after the next one, so each draft starts one position earlier.
         before = dataclasses.replace(batch, positions=jnp.maximum(batch.positions - 1, -1))
         (*_, cache), (tokens, logits) = jax.lax.scan(draft_one, (streams, before, cache), length=count)
         return tokens.T, logits.swapaxes(0, 1), None, cache

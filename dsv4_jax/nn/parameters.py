@@ -1,4 +1,4 @@
-"""A model's parameters by the names of their layers and maps: views of stacked and fused arrays."""
+"""Views of a model's parameters for each layer and each linear map, in arrays that are stacked and fused."""
 
 import dataclasses
 import functools
@@ -21,11 +21,11 @@ Index = tuple[int | slice, ...]
 
 @dataclasses.dataclass(frozen=True)
 class ParameterView:
-    """A parameter of one layer, or the matrix of one linear map: a part of a variable.
+    """A parameter of one layer, such as the matrix of one linear map, as a part of a variable.
 
     Attributes:
-      variable: the `nnx.Variable`, whose array holds several layers or maps.
-      index: the place in it: numbers on the leading axes, and perhaps a slice of rows.
+      variable: the `nnx.Variable`, whose array can hold the parameters of several layers or maps.
+      index: index of the parameter in this array: ints on leading axes, perhaps followed by a slice of rows.
     """
 
     variable: Any
@@ -43,7 +43,7 @@ class ParameterView:
 
     @property
     def num_layer_axes(self) -> int:
-        """The number of the variable's leading axes on which the parameter has a number."""
+        """The number of the variable's leading axes, of layers or maps, that the parameter lacks."""
         return sum(not isinstance(place, slice) for place in self.index)
 
     def get_value(self) -> Array | QuantizedWeight:
@@ -59,9 +59,9 @@ class ParameterView:
         return self.get_value()[...]
 
     def set_value(self, new: Array | QuantizedWeight) -> None:
-        """Writes the parameter in place, stored as the variable is. The variable's arrays are donated.
+        """Writes the parameter into the variable, whose old arrays are donated.
 
-        Raises ValueError if the new value has another shape or storage.
+        Raises ValueError if the new value has another shape, or only one of it and the variable is quantized.
         """
         if new.shape != self.shape or isinstance(new, QuantizedWeight) != (leaf_names(self.variable) != (None,)):
             raise ValueError(f"the new value must be stored like the old one, with shape {self.shape}; got {new.shape}")
@@ -70,7 +70,7 @@ class ParameterView:
             write_leaf(self.variable, field, leaf, self.leaf_index(field))
 
     def leaf_index(self, field: str | None) -> Index:
-        """Returns the place in an array of the variable, see `leaf_names`."""
+        """Returns the index of the parameter in the array `field` of the variable, see `leaf_names`."""
         value = self.variable.get_value()
         if field != "scale" or value.kind != "FP8":
             return self.index
@@ -78,17 +78,17 @@ class ParameterView:
 
 
 def _of_scales(place):
-    """Returns the place of FP8's scales for rows at a place of the codes."""
+    """Converts an int or a slice of rows of FP8 codes to that of the scales, one for `WEIGHT_BLOCK` rows."""
     if not isinstance(place, slice):
         return place
     return slice(place.start // WEIGHT_BLOCK, math.ceil(place.stop / WEIGHT_BLOCK))
 
 
 def parameter_views(module: nnx.Module) -> dict[str, ParameterView]:
-    """Returns {path with dots: ParameterView} of every parameter, by layer and by linear map.
+    """Returns {path with dots: ParameterView} of all parameters, one for each layer and each linear map.
 
-    Paths have the numbers of layers, as in "model.layers.17.self_attn.o_b_proj.weight", however layers are stacked, and
-    names of maps, as in "model.layers.17.self_attn.input_projections.weights.kv_proj", whichever share a matrix.
+    Paths do not depend on which layers are stacked and which maps share a matrix. Examples are
+    "model.layers.17.self_attn.o_b_proj.weight" and "model.layers.17.self_attn.input_projections.weights.kv_proj".
     """
     stacks = {}
     fused = {}
@@ -109,7 +109,12 @@ def parameter_views(module: nnx.Module) -> dict[str, ParameterView]:
 
 
 def _layer_paths(stacks, path):
-    """Yields the path of each layer's parameter in a stacked one, and its index on the leading axis."""
+    """Yields (path of a layer's parameter, its index on the leading axis) for each layer of the stacked parameter.
+
+    Args:
+      stacks: {path: LayerStack} of all stacks.
+      path: path of the parameter. Yields (path, ()) if it is not in a stack.
+    """
     for length in range(len(path)):
         stack = stacks.get(path[:length])
         if stack is not None and path[length] == "loops":
@@ -121,28 +126,35 @@ def _layer_paths(stacks, path):
 
 
 def indexed_shape(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
-    """Returns the shape of an array's part at an index."""
+    """Returns the shape of the part at `index` of an array with the given shape."""
     rows = [place.stop - place.start for place in index if isinstance(place, slice)]
     return (*rows, *shape[len(index) :])
 
 
 def leaf_names(variable: nnx.Variable) -> tuple[str | None, ...]:
-    """Returns the names of the arrays that a variable holds: ("codes", "scale") if it is quantized, else (None,)."""
+    """Returns the fields of a variable that are arrays: ("codes", "scale") if it is quantized, else (None,)."""
     return ("codes", "scale") if isinstance(variable.get_value(), QuantizedWeight) else (None,)
 
 
 def get_leaf(variable: nnx.Variable, field: str | None) -> Any:
-    """Returns an array of a variable, or its shape."""
+    """Returns the array, or `jax.ShapeDtypeStruct`, in a field of a variable, see `leaf_names`."""
     return variable.get_value() if field is None else getattr(variable.get_value(), field)
 
 
 def set_leaf(variable: nnx.Variable, field: str | None, array: Array) -> None:
-    """Replaces an array of a variable."""
+    """Replaces the array in a field of a variable, see `leaf_names`."""
     variable.set_value(array if field is None else dataclasses.replace(variable.get_value(), **{field: array}))
 
 
 def write_leaf(variable: nnx.Variable, field: str | None, new: Array, index: Index) -> None:
-    """Writes a part of an array of a variable, which is donated; a shape in its place becomes zeros first."""
+    """Writes a part of an array of a variable.
+
+    Args:
+      variable: the variable. A `jax.ShapeDtypeStruct` in the place of the array becomes zeros first.
+      field: field of the variable, see `leaf_names`. Its array is donated.
+      new: the values to write.
+      index: index of the part, as in `ParameterView`.
+    """
     array = get_leaf(variable, field)
     axes = tuple(axis for axis, place in enumerate(index) if not isinstance(place, slice))
     new = jnp.expand_dims(new, axes)
@@ -150,7 +162,8 @@ def write_leaf(variable: nnx.Variable, field: str | None, new: Array, index: Ind
         if new.shape == array.shape:
             set_leaf(variable, field, new)
             return
-        # An array that is committed to its device makes others so, and with them steps compile once more.
+        # The zeros are committed to a device only if the new values are. Steps would be compiled once more for
+        # committed parameters.
         is_placed = not isinstance(new, jax.core.Tracer) and new.committed
         array = jnp.zeros(array.shape, array.dtype, device=new.sharding if is_placed else None)
     starts = [place.start if isinstance(place, slice) else place for place in index]

@@ -1,4 +1,4 @@
-"""Linear maps of one input, which share matrices so that one product computes them all."""
+"""Fused linear maps: maps of the same input share matrices, so that one launch computes them all."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ from dsv4_jax.quant import WEIGHT_BLOCK, LayerSlice, QuantizedWeight
 
 @dataclasses.dataclass(frozen=True)
 class Projection:
-    """One of the linear maps of an input.
+    """Description of a linear map in a FusedLinear.
 
     Attributes:
       size: number of output channels.
-      out_dtype: dtype that the product is rounded to, once; None = that of the input.
-      axes: logical axes of the matrix [size, in_features]; empty = replicated.
+      out_dtype: dtype that the float32 sums are rounded to; None = the input's dtype.
+      axes: logical axes of the matrix [size, in_features], see `parallel.axis_rules`; empty = replicated.
       is_fp8: whether the release stores the matrix in FP8, in blocks of `WEIGHT_BLOCK` rows that share a scale.
     """
 
@@ -32,16 +32,16 @@ class Projection:
 
 
 class FusedLinear(nnx.Module):
-    """Linear maps of one input: one launch, and a matrix for all maps that are stored and sharded in the same way.
+    """Linear maps of one input, computed in one launch. Maps share a matrix if they are stored and sharded alike.
 
-    Maps share a matrix [rows, in_features], one below the other, if the release stores all of them in FP8 or none of
-    them, no mesh shards them, and no block of scales would belong to two of them. Maps that a mesh shards share one of
-    [maps, rows of each, in_features] if they have equally many rows.
+    Maps that are replicated share a matrix [sum of sizes, in_features] if the release stores all of them in FP8, or
+    none of them. In FP8, no block of 128 rows with one scale may belong to two maps. Maps that are sharded share a
+    matrix [maps, size, in_features] if their sizes are equal, too.
 
     Attributes:
       projections: {name: Projection} (static).
-      groups: names of the maps of each matrix (static).
-      weights: the matrices, by the names of their maps with "+" between.
+      groups: for each matrix, the names of its maps (static).
+      weights: {names of the maps of a matrix, joined by "+": the matrix}.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class FusedLinear(nnx.Module):
             self.weights["+".join(names)] = normal(rngs, shape, param_dtype, axes=axes)
 
     def __call__(self, x: Float[Array, "... n"], norm: RMSNorm | None = None) -> dict[str, Float[Array, "... _"]]:
-        """Maps [..., in_features], normalized first if there is a norm, to {name: [..., output size]}."""
+        """Maps x [..., in_features], after `norm` if it is given, to {name of the map: [..., size on this device]}."""
         sizes = {}
         matrices = []
         for names in self.groups:
@@ -76,7 +76,7 @@ class FusedLinear(nnx.Module):
 
     @property
     def fused_matrix(self) -> Matrix:
-        """The matrix of all maps, which share one."""
+        """The matrix that all maps share, [rows, in_features]. There must be only one."""
         (names,) = self.groups
         return merged_rows(self.weights["+".join(names)].get_value())
 
@@ -86,7 +86,7 @@ class FusedLinear(nnx.Module):
         return self.weights[key][...][rows]
 
     def rows_of(self, name: str) -> tuple[str, tuple[int | slice, ...]]:
-        """Returns the key in `weights` of a map's matrix, and the index of the map's rows in it."""
+        """Returns (key of a map's matrix in `weights`, index of the map's rows in it). Raises KeyError for others."""
         for names in self.groups:
             if name in names:
                 position = names.index(name)
@@ -98,7 +98,7 @@ class FusedLinear(nnx.Module):
 
 
 def merged_rows(weight: Any) -> Any:
-    """Returns matrices [..., maps, rows, columns] as [..., maps * rows, columns]; returns one matrix unchanged."""
+    """Reshapes matrices [..., maps, rows, columns] to [..., maps * rows, columns]; returns one matrix unchanged."""
     if len(weight.shape) == 2:
         return weight
     if isinstance(weight, LayerSlice):
@@ -107,7 +107,7 @@ def merged_rows(weight: Any) -> Any:
             return value
         return LayerSlice(value, _merge(weight.stack), weight.layer)
     if isinstance(weight, QuantizedWeight) and weight.kind == "FP8" and weight.shape[-2] % WEIGHT_BLOCK:
-        # Dequantizes: a block of 128 rows with one scale would hold rows of two maps.
+        # The weight is dequantized, because a block of 128 rows with one scale would hold rows of two maps.
         return merged_rows(weight[...])
     return _merge(weight)
 

@@ -11,17 +11,20 @@ from dsv4_jax.quant.fp4 import MXFP4_BLOCK
 
 
 def shardings[M: nnx.Module](module: M, mesh: Mesh, *, expert_parallel: bool = False) -> M:
-    """The module with a `NamedSharding` for each array, as `jax.device_put` takes them.
+    """Returns the module with a `NamedSharding` in the place of each array, as `jax.device_put` takes it.
 
-    `parallel.axis_rules` maps each parameter's `axes` to the mesh; codes and scales of a `QuantizedWeight` share one.
+    `parallel.axis_rules` maps the logical axes of each parameter to axes of the mesh. Codes and scales of a
+    `QuantizedWeight` have the same sharding.
 
     Args:
-      module: a module, with arrays or instances of `jax.ShapeDtypeStruct`.
-      mesh: the devices.
-      expert_parallel: whether each device along "model" gets some of the experts whole, instead of a shard of each.
+      module: a module with arrays or `jax.ShapeDtypeStruct`s.
+      mesh: the mesh of devices.
+      expert_parallel: whether each device along the mesh axis "model" gets some of the experts, instead of a shard of
+        each expert.
 
     Raises:
-      ValueError: the mesh has unknown axes, does not divide a parameter, or would split blocks that share a scale.
+      ValueError: the mesh has unknown axes, an axis of a parameter is not divisible by the number of its shards, or a
+        shard would end within a block of values that share a scale.
     """
     check_mesh(mesh)
     graph, state = nnx.split(module)
@@ -38,7 +41,7 @@ def shardings[M: nnx.Module](module: M, mesh: Mesh, *, expert_parallel: bool = F
 
 
 def sharded_structs[M: nnx.Module](module: M, mesh: Mesh | None, *, expert_parallel: bool = False) -> M:
-    """Returns a copy of a module of `jax.ShapeDtypeStruct`s, which have shardings if there is a mesh.
+    """Returns a copy of a module of `jax.ShapeDtypeStruct`s. With a mesh, the structs get shardings.
 
     The arguments and errors are those of `shardings`.
     """
@@ -57,7 +60,11 @@ def parameter_sharding(parameter: nnx.Variable, mesh: Mesh, expert_parallel: boo
 def check_blocks(name: str, shape: tuple[int, ...], kind: str, where: NamedSharding) -> None:
     """Raises ValueError if a sharding would split a block of values that share a scale.
 
-    The weight at the path `name` has values [..., out, in] and is stored as "FP8" or "FP4".
+    Args:
+      name: path of the weight, for the message.
+      shape: shape [..., out, in] of its values.
+      kind: its storage, "FP8" or "FP4".
+      where: its sharding.
     """
     blocks = {"FP8": (WEIGHT_BLOCK, WEIGHT_BLOCK), "FP4": (1, MXFP4_BLOCK)}[kind]
     both = zip(("rows", "columns"), shape[-2:], where.shard_shape(shape)[-2:], blocks, strict=True)

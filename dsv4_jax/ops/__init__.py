@@ -1,7 +1,8 @@
-"""Operations of the cache and what feeds it: public functions, their jnp references, the choice of implementation.
+"""The ops of the model and its KV cache: public functions with a jnp reference and mostly a GPU kernel each.
 
 Examples:
-  An op takes the best implementation for its device and arguments, the one that is asked for, or that of a block:
+  An op runs the best implementation for its device and arguments. The argument `implementation` chooses one for a call,
+  and `use_implementation` one for a block of code:
 
   >>> import jax.numpy as jnp
   >>> from dsv4_jax import ops

@@ -1,4 +1,4 @@
-"""Collectives over the devices that a model is sharded over."""
+"""Collectives over the mesh axis "model", the devices that a model is sharded over."""
 
 import contextlib
 import contextvars
@@ -14,19 +14,20 @@ from dsv4_jax.quant import round_to
 from pallas_kernels.all_reduce import MAX_VALUES, all_reduce as all_reduce_kernel
 
 
-# The table of addresses that `with_mailboxes` gathered, while a program is traced.
+# The table of mailbox addresses that holds where a program is traced, see `with_mailboxes`.
 _mailboxes: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("mailboxes", default=None)
 
 
 def all_reduce(x: Float[Array, "..."], *, implementation: str | None = None) -> Float[Array, "..."]:
-    """Returns the sum of x over the "model" axis: in float32, rounded once to x's dtype, the same bits on all devices.
+    """Returns the sum of x over the mesh axis "model", with the same bits on all devices.
 
-    Outside of `jax.shard_map` over a mesh with that axis it returns x.
+    The sum is taken in float32 and rounded once to the dtype of x. Outside of `jax.shard_map` over a mesh with this
+    axis the result is x itself.
 
     Args:
-      x: [...] of each device, any floating dtype.
-      implementation: None, "xla" (`jax.lax.psum`) or "mosaic_gpu", which adds up in the order of the devices (up to
-        524,288 values in bfloat16, on the GPUs of one process, within `with_mailboxes`).
+      x: [...] this device's term of the sum, in any floating dtype.
+      implementation: None, "xla" (`jax.lax.psum`) or "mosaic_gpu", a kernel that adds up in the order of the devices.
+        The kernel takes up to 524,288 values in bfloat16, on the GPUs of one process, within `with_mailboxes`.
     """
     if not _is_sharded():
         return x
@@ -35,11 +36,14 @@ def all_reduce(x: Float[Array, "..."], *, implementation: str | None = None) -> 
 
 @contextlib.contextmanager
 def with_mailboxes(row: UInt32[Array, "..."] | None) -> Iterator[None]:
-    """Lets the program that is traced within it exchange values through mailboxes, see `pallas_kernels.mgpu.mailbox`.
+    """Lets kernels in a program that is traced within this context exchange values through mailboxes.
 
-    `row` is this device's row of `parallel.mailboxes.make_mailboxes`; None: XLA adds up. The devices gather each
-    other's addresses, also because they have to meet before the first sum: CUDA cannot load a program's kernels on a
-    device that waits in one for another device.
+    A mailbox is a buffer on each GPU that the other GPUs can write, see `pallas_kernels.mgpu.mailbox`. The program
+    gathers the addresses of all mailboxes first. This also synchronizes the devices before the first sum, which is
+    necessary: CUDA cannot load a program's kernels on a device on which a kernel waits for another device.
+
+    Args:
+      row: this device's row of `parallel.mailboxes.make_mailboxes`. None: XLA computes the sums.
     """
     with use_mailboxes(None if row is None else _table(row.reshape(2, 2))):
         yield
@@ -47,9 +51,10 @@ def with_mailboxes(row: UInt32[Array, "..."] | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def use_mailboxes(table: UInt32[Array, "n"] | None) -> Iterator[None]:
-    """Has sums within it use a table that `mailboxes` returned outside.
+    """Makes sums that are traced within this context use the given table of mailboxes.
 
-    A function whose trace is kept takes the table as an argument: without this it would keep the one of its first call.
+    A function whose trace is reused takes the result of `mailboxes` as an argument and traces its body within this
+    context. Otherwise its trace would hold the table of the program that called it first.
     """
     token = _mailboxes.set(table)
     try:
@@ -59,17 +64,17 @@ def use_mailboxes(table: UInt32[Array, "n"] | None) -> Iterator[None]:
 
 
 def mailboxes() -> UInt32[Array, "n"] | None:
-    """Returns the table with which a kernel adds up by itself, or None if XLA has to."""
+    """Returns the table of mailboxes with which a kernel can sum over devices; None if XLA has to compute the sum."""
     return _mailboxes.get() if _is_sharded() else None
 
 
 def all_gather(x: Float[Array, "... n"]) -> Float[Array, "... m"]:
-    """Concatenates x over the "model" axis on its last axis; returns x if there is no such axis."""
+    """Concatenates x of all devices on the mesh axis "model" along the last axis. Returns x without such an axis."""
     return jax.lax.all_gather(x, MODEL_AXIS, axis=x.ndim - 1, tiled=True) if _is_sharded() else x
 
 
 def model_index() -> jax.Array | int:
-    """Returns this device's index on the "model" axis; 0 if there is no such axis."""
+    """Returns this device's index on the mesh axis "model"; 0 if there is no such axis."""
     return jax.lax.axis_index(MODEL_AXIS) if _is_sharded() else 0
 
 

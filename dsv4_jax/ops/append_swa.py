@@ -1,4 +1,4 @@
-"""Quantized append into the sliding-window rings."""
+"""The op that quantizes window rows and stores them in the ring buffers of the sliding window."""
 
 import dataclasses
 
@@ -26,16 +26,20 @@ def append_swa(
     *,
     implementation: str | None = None,
 ) -> SWAView:
-    """Stores the window rows of this call's tokens at row `position % ring` of their slot; returns the updated view.
+    """Quantizes window rows and stores each at row `position % ring` of its slot's ring; returns the updated view.
 
-    Rows are addressed by position, so that the result does not depend on how tokens are split into calls. If a request
-    brings more tokens than the ring holds, only the last ring-full is written.
+    The position alone decides where a row lies, so the result does not depend on how tokens are split into calls. If a
+    request has more tokens in the call than the ring has rows, only its last `ring` tokens are written.
 
     Args:
       view: the layer's rings.
-      kv: [T, D] rows after norm and RoPE, in the model's dtype; quantized here.
-      slots, positions: [T] request slots and absolute positions; -1 = padding, which writes nothing.
-      implementation: None, "xla", "mosaic_gpu" or "interpret" (bfloat16, 448 + 64 dims, "v4" or "per_entry").
+      kv: [T, D] bfloat16 or float32 rows after norm and RoPE.
+      slots, positions: [T] int32 request slots and absolute positions; -1 = padding, which writes nothing.
+      implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take rows of 448 + 64 dims in bfloat16 and
+        the formats "v4" and "per_entry".
+
+    Raises:
+      TypeError: `kv` has another dtype.
     """
     check_dtype("kv", kv, "bfloat16", "float32")
     tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)

@@ -1,6 +1,7 @@
-"""Top-k selection and attention with the entries of a request sharded over the "model" axis (context parallelism).
+"""Top-k selection and attention with the entries of a request sharded over the mesh axis "model": context parallelism.
 
-A device's block table has -1 for the blocks of other devices, so that it finds entries only in its own blocks.
+The functions run under `jax.shard_map`. A device's block table has -1 for the blocks of other devices, so a device
+reads only the entries in its own blocks.
 """
 
 from collections.abc import Callable
@@ -16,13 +17,22 @@ from dsv4_jax.quant import round_to
 
 
 def topk_of_shards(scores: Float[Array, "T E"], lengths: Int[Array, "T"], k: int) -> Int[Array, "T k"]:
-    """Selects the entries that `indexer_topk` of the scores of all devices selects; those of others have -inf here.
+    """Selects the k entries with the highest scores among the entries of all devices, as `indexer_topk` does for one.
 
-    Each device offers its best k entries, and all devices choose from what is offered.
+    Each device selects its k best entries. Then all devices gather these and select the k best of them.
+
+    Args:
+      scores: [T, E] float32 scores of all entries; -inf for entries that lie on other devices.
+      lengths: [T] int32 number of entries that count in each row.
+      k: number of entries to select.
+
+    Returns:
+      [T, k] int32 indices in ascending order, then -1; the same on all devices.
     """
     local = indexer_topk(scores, lengths, k)
     local_scores = jnp.take_along_axis(scores, jnp.maximum(local, 0), axis=1)
-    # Sorted by entry, because of equal scores the lower entry is taken. Missing entries come last.
+    # The gathered entries are sorted by number, because `indexer_topk` prefers the first of equal scores. Missing
+    # entries come last.
     last = jnp.iinfo(jnp.int32).max
     pairs = jnp.where(local >= 0, local, last), jnp.where(local >= 0, local_scores, -jnp.inf)
     entries, offered = (jax.lax.all_gather(x, MODEL_AXIS, axis=1, tiled=True) for x in pairs)
@@ -38,11 +48,18 @@ def attend_to_shards(
 ) -> Float[Array, "T H D"]:
     """Computes attention of this device's heads over the entries of all devices.
 
-    Each device attends with all heads to its own entries, the first device also to the window. The weighted sums go to
-    the devices that own the heads, which combine them and add the sink.
+    Each device attends with all heads to its own entries, the first device also to the window. Then each device gets
+    the partial results of its own heads from all devices, combines them and adds the sink.
 
-    `attend` is a function of all heads' queries, and of whether the window counts. It returns float32 weighted sums
-    [T, A, D]; the largest scores [T, A], finite also without rows; sums of weights `exp(score - largest)` [T, A].
+    Args:
+      attend: function of the queries [T, A, D] of all A heads, and of a bool scalar that says whether the window
+        counts. It returns three float32 arrays: sums [T, A, D] of rows weighted by `exp(score - largest)`; the largest
+        scores [T, A], finite also if there are no rows; the sums [T, A] of the weights.
+      q: [T, H, D] queries of this device's heads.
+      sinks: [H] float32 sink logits of this device's heads.
+
+    Returns:
+      [T, H, D] output of this device's heads in q's dtype.
     """
     tokens, heads, _ = q.shape
     all_heads = jax.lax.all_gather(q, MODEL_AXIS, axis=1, tiled=True)

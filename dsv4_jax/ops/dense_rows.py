@@ -1,4 +1,8 @@
-"""The rows of a prefill call: its new window rows, a window of cached rows before each request, and its entries."""
+"""The rows that a prefill call attends to, laid out for kernels.
+
+These are the call's own window rows, the window of cached rows before each request's first token, and the requests'
+compressed entries.
+"""
 
 import dataclasses
 import functools
@@ -16,20 +20,23 @@ from pallas_kernels.sparse_attention import DenseRows
 
 @dataclasses.dataclass(frozen=True)
 class _Runs:
-    """The runs of a call: consecutive tokens of one request. There are R = `max_runs`; absent ones have slot -1."""
+    """The runs of a call. A run is the consecutive tokens of one request.
+
+    Arrays have a row for each of R = `max_runs` runs. Rows behind the call's actual runs have slot -1.
+    """
 
     real: Array  # [T] bool, False for padding
-    begin: Array  # [T] first token of each token's run
-    end: Array  # [T] one-past-last token of each token's run
-    index: Array  # [T] number of each token's run
-    first_token: Array  # [R]
-    slot: Array  # [R]
-    past: Array  # [R, window - 1] positions before the first token; negative = none
+    begin: Array  # [T] index of the first token of each token's run
+    end: Array  # [T] one more than the index of the last token of each token's run
+    index: Array  # [T] number of each token's run, from 0
+    first_token: Array  # [R] index of the run's first token
+    slot: Array  # [R] slot of the run's request
+    past: Array  # [R, window - 1] positions before the run's first token; negative = none
     past_rows: Rows  # cached rows at these positions
 
 
 def max_runs(window: SWAView, tokens: int) -> int:
-    """The maximum number of requests in a call."""
+    """Returns the maximum number of requests in a call of so many tokens: at most one per token and one per slot."""
     return min(tokens, jax.tree.leaves(window.rows)[0].shape[1])
 
 
@@ -50,10 +57,16 @@ def _find_runs(window, slots, positions):
 def dense_rows(
     kv: AttentionKV, slots: Int[Array, "T"], positions: Int[Array, "T"], *, implementation: str | None = None
 ) -> DenseRows:
-    """Dequantizes the rows that a prefill call attends to, with `new_kv`, for the kernel `prefill_attention`.
+    """Dequantizes the rows that a prefill call attends to, for the kernel `prefill_attention`.
 
-    The arrays hold the call's T rows, a window of rows for each of `max_runs` requests, and for each of them as many
-    entries as a request may have, of which only visible ones are written.
+    Args:
+      kv: the rows to attend to, with `new_kv`.
+      slots, positions: [T] int32 request slots and absolute positions; -1 = padding.
+      implementation: implementation of `gather_all_compressed_kv`.
+
+    Returns:
+      Arrays with the call's T rows, and for each of `max_runs` requests a window of rows and as many entries as a
+      request may have. Entries that no token sees are unspecified.
     """
     tokens = slots.shape[0]
     window = kv.window
@@ -86,7 +99,18 @@ def dense_rows(
 def ring_of_call(
     window: SWAView, new_kv: Float[Array, "T D"], slots: Int[Array, "T"], positions: Int[Array, "T"]
 ) -> Rings:
-    """Returns one ring that holds, request by request, the window before its first token and then its new rows."""
+    """Makes a ring with the quantized rows that a call sees, for kernels that read windows from rings.
+
+    For each request it holds the window before the request's first token and then the request's rows of this call.
+
+    Args:
+      window: the layer's rings.
+      new_kv: [T, D] window rows of the call's tokens.
+      slots, positions: [T] int32 request slots and absolute positions; -1 = padding.
+
+    Returns:
+      Rings with one layer and one slot, whose `own_rows` [T] is the row of each token.
+    """
     tokens = slots.shape[0]
     before = window.window - 1
     runs = _find_runs(window, slots, positions)

@@ -1,8 +1,8 @@
 """The choice between the implementations of an op.
 
-"xla"         the jnp reference; runs everywhere.
+"xla"         the reference, a jnp function; runs everywhere.
 "mosaic_gpu"  the kernel in `pallas_kernels`; runs on GPUs of compute capability 9.x (Hopper).
-"interpret"   the same kernel body, interpreted; runs everywhere, slowly; for tests.
+"interpret"   the same kernel in Pallas's interpreter, for tests; runs everywhere, but slowly.
 """
 
 import contextlib
@@ -25,21 +25,27 @@ from pallas_kernels.runtime.hardware import why_no_mosaic_gpu
 KNOWN = ("xla", "mosaic_gpu", "interpret")
 REQUIRE_KERNELS = "DSV4_JAX_REQUIRE_KERNELS"
 logger = logging.getLogger("dsv4_jax.ops")
-# Part of the key of each of JAX's caches: a function traced for one implementation is traced again for another.
+# The name that `use_implementation` set. As a JAX user context it is part of the key by which jit finds a trace, so a
+# function that was traced for one implementation is traced again for another.
 _default = jax.make_user_context(default_value=None)
 
 
 class PreferXla(NotImplementedError):
-    """Raised by a kernel for arguments with which XLA is faster; the fallback is not reported."""
+    """Raised by a kernel for arguments with which XLA is faster. `dispatch` then runs "xla" without reporting it."""
 
 
 @contextlib.contextmanager
 def use_implementation(name: str | None) -> Iterator[None]:
-    """Makes `name` the implementation of ops that are called with `implementation=None` and whose arguments it takes.
+    """Chooses the implementation of ops that are called with `implementation=None` within this context.
 
-    It is "xla", "mosaic_gpu", "interpret", or None for the best one that the device and the arguments allow; another
-    name raises ValueError. The choice is part of the key of jit's cache: a jitted function that was traced outside is
-    traced again inside. It holds for the current thread.
+    An op whose arguments this implementation does not take runs as "xla". The choice holds for the current thread. A
+    jitted function that was traced outside of the context is traced again inside.
+
+    Args:
+      name: "xla", "mosaic_gpu", "interpret", or None for the best one that the device and the arguments allow.
+
+    Raises:
+      ValueError: the name is unknown.
     """
     _check(name)
     with _default(name):
@@ -47,7 +53,7 @@ def use_implementation(name: str | None) -> Iterator[None]:
 
 
 def default_implementation() -> str | None:
-    """Returns the name that `use_implementation` chose here, or None."""
+    """Returns the name that the innermost `use_implementation` context chose, or None."""
     return _default.value
 
 
@@ -56,32 +62,36 @@ def dispatch(
 ) -> Any:
     """Calls an op's reference or its kernel, as `xla(*args, **options)` or `kernel(*args, interpret=.., **options)`.
 
-    The gradient is the reference's, whichever computes the values. With `implementation=None` an op whose kernel
-    refuses the device or the arguments runs as "xla". The logger "dsv4_jax.ops" reports it once for each reason: at
-    level INFO, or DEBUG where the device runs no kernels at all. The environment variable DSV4_JAX_REQUIRE_KERNELS=1
-    turns such a fallback into an error.
+    The gradient is always that of the reference. With `implementation=None`, an op runs as "xla" if its kernel does not
+    take the device or the arguments. The logger "dsv4_jax.ops" reports such a fallback once for each reason, at level
+    INFO, or at level DEBUG if the device runs no kernels at all. If the environment variable
+    DSV4_JAX_REQUIRE_KERNELS=1 is set, a fallback is an error. A fallback because of PreferXla is neither reported nor
+    an error.
 
     Args:
       op: the op's public name, for messages.
-      implementation: None for the best one that takes the device and the arguments, or the name of exactly one.
+      implementation: None for the best implementation that takes the device and the arguments, or the name of the one
+        to run.
       args: pytrees of arrays, in which a weight may be a `LayerSlice`. A kernel takes arrays of one device only, see
         `why_not_local`.
-      xla: the reference, which gets the values of each `LayerSlice`.
-      kernel: the kernel, with the additional argument `interpret`. Before anything is launched it raises
-        NotImplementedError for what it does not take, and PreferXla where XLA is the better choice. A result that the
-        reference returns as None has no gradient.
-      options: static arguments of both.
+      xla: the reference. It gets `LayerSlice.value` in the place of each `LayerSlice`.
+      kernel: the kernel, with the additional argument `interpret`. Before it launches anything, it raises
+        NotImplementedError for arguments that it does not take, and PreferXla for arguments with which XLA is faster. A
+        result that is None in the reference has no gradient.
+      options: static arguments of both functions.
 
     Raises:
       ValueError: the name is unknown.
-      NotImplementedError: the named implementation does not take the device or the arguments.
+      NotImplementedError: the implementation that `implementation` names does not take the device or the arguments, or
+        a fallback is an error.
     """
     _check(implementation)
     default = _default.value
     name = implementation or default or "mosaic_gpu"
     if name == "xla":
         return xla(*layer_value(args), **options)
-    # Within use_implementation("mosaic_gpu") a program may be compiled for a GPU that is not here.
+    # Within use_implementation("mosaic_gpu") the device is not checked, because a program may be compiled for a GPU on
+    # a machine that has none.
     ask = name == "mosaic_gpu" and (implementation is not None or default is None)
     unsupported = why_no_mosaic_gpu() if ask else None
     try:
@@ -100,10 +110,14 @@ def dispatch(
 
 
 def with_kernel[**P, R](kernel: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates an op: its body is the reference, and its argument `implementation` chooses, see `dispatch`.
+    """Decorates a reference to make it an op, whose argument `implementation` chooses the reference or the kernel.
 
-    Arguments that hold arrays are the `args` of `dispatch`, and all others its options. Both functions get them by
-    name. The body is called with `implementation="xla"`, which it passes on to other ops.
+    Calls go through `dispatch`. Arguments that hold arrays are passed as its `args`, and all others as its options. The
+    reference and the kernel get all arguments by name. The reference is called with `implementation="xla"`, which it
+    passes on to the ops that it calls.
+
+    Args:
+      kernel: function with the reference's arguments, but with `interpret` in the place of `implementation`.
     """
 
     def decorate(reference):
@@ -134,7 +148,7 @@ def _holds_arrays(tree):
 
 
 def _with_gradient_of(reference: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function with the values of `kernel` and the gradient of `reference`, both of the same pytrees."""
+    """Returns a function with the values of `kernel` and the gradient of `reference`, which take the same arguments."""
 
     @jax.custom_vjp
     def call(*args):
@@ -144,7 +158,7 @@ def _with_gradient_of(reference: Callable[..., Any], kernel: Callable[..., Any])
         values, pull = jax.vjp(reference, *layer_value(args))
         present = functools.partial(jax.tree.map, is_leaf=lambda value: value is None)
         pulled = pull(present(lambda value, cotangent: None if value is None else cotangent, values, cotangents))
-        # A stack has no gradient: that of its layer is the gradient of the slice's value.
+        # The cotangent of a LayerSlice is that of its `value`. Its `stack` and `layer` have none.
         return jax.tree.map(
             lambda arg, cotangent: LayerSlice(cotangent, None, None) if isinstance(arg, LayerSlice) else cotangent,
             args,
@@ -157,11 +171,13 @@ def _with_gradient_of(reference: Callable[..., Any], kernel: Callable[..., Any])
 
 
 def why_not_local(args: Any) -> str | None:
-    """Returns None if all arrays lie on one device or are shards within `jax.shard_map`; else the reason why not.
+    """Returns the reason why a kernel cannot take arrays; None if they lie on one device or are local shards.
 
-    XLA cannot partition a kernel: in a program over several devices each would gather and compute everything. While a
-    function is traced, an array's type has the mesh of the arguments that it is computed from. It lacks the
-    `in_shardings` of `jit`: put the arguments on the mesh before the call.
+    Local shards are the arrays of a function under `jax.shard_map`. In any other program over several devices, each
+    device would gather all arrays and compute everything, because XLA cannot partition a kernel.
+
+    While a function is traced, the mesh of an array is known from the arguments of `jit` that it is computed from. The
+    option `in_shardings` of `jit` is not seen, so put the arguments on the mesh before the call.
     """
     context = jax.sharding.get_abstract_mesh()
     if context.axis_types and all(kind == AxisType.Manual for kind in context.axis_types):
@@ -175,7 +191,7 @@ def why_not_local(args: Any) -> str | None:
 
 
 def _partitioned(mesh):
-    """The number of devices over which XLA partitions a program on a mesh: the product of the axes not manual."""
+    """Returns the number of devices over which XLA partitions a program: the product of the mesh axes not manual."""
     sizes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     return math.prod(size for size, kind in sizes if kind != AxisType.Manual)
 

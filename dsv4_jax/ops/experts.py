@@ -1,4 +1,4 @@
-"""The routed experts of a layer."""
+"""The routed experts of a mixture-of-experts layer, with the shared expert if one launch can do both."""
 
 import functools
 
@@ -32,23 +32,28 @@ def experts(
 ) -> Float[Array, "T D"]:
     """Returns the sum of `down_e(w * swiglu(gate_up_e(x)))` over each token's experts e, with routing weights w.
 
-    As in the release, the routing weight enters before the last linear map, which decides where bfloat16 rounds. The
-    sum over a token's experts runs in routing order, whatever else is in the batch. The gradient is that of "xla".
+    The routing weight is multiplied before the last linear map, as in the release. So the product is rounded to
+    bfloat16 at the same point. A token's experts are added up in the order of `selected`, so a token's bits do not
+    depend on other tokens. The gradient is that of "xla".
 
     Args:
       x: [T, D] activations.
-      selected: [T, k] int32 experts; those outside of [0, E), as on another device, add nothing.
+      selected: [T, k] int32 experts of each token. Numbers outside of [0, E) add nothing, such as experts that lie on
+        other devices.
       weights: [T, k] float32 routing weights.
-      gate_up: [E, 2 * I, D] matrices, the gate's rows first; may be quantized, and a `LayerSlice`.
-      down: [E, D, I] matrices; may be quantized, and a `LayerSlice`.
+      gate_up: [E, 2 * I, D] matrices, each with the gate's rows first; an array, a `QuantizedWeight`, or a `LayerSlice`
+        of either.
+      down: [E, D, I] matrices, of the same types.
       permutation: `Routing.permutation` of these experts, or None.
-      shared: matrices [2 * S, D] and [D, S] of an expert that all tokens have, without a weight; or None.
-      limit: clipping limit of SwiGLU.
-      implementation: None, "xla", "mosaic_gpu" or "interpret" (x in bfloat16, weights in FP4 or bfloat16).
+      shared: (gate and up [2 * S, D], down [D, S]) matrices of the shared expert, which every token passes with weight
+        1; None = no shared expert.
+      limit: clipping limit of SwiGLU, see `ops.swiglu`.
+      implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take x in bfloat16, and weights in FP4 or
+        bfloat16.
 
     Returns:
-      [T, D] float32 sum of terms that are rounded to x's dtype. With a shared expert, whose term comes last, the sum
-      is rounded to x's dtype, too.
+      [T, D] float32, the sum of the experts' outputs, each rounded to x's dtype. With a shared expert, its output is
+      added last and the sum is rounded to x's dtype.
     """
     if shared is not None and not _take_one_launch(x, gate_up, down, *shared):
         arrays = x, selected, weights, gate_up, down, permutation
@@ -71,7 +76,7 @@ def _experts_kernel(x, selected, weights, gate_up, down, permutation, *shared, l
 
 
 def _for_kernel(weight):
-    """Returns (codes, scales) of FP4, or the array itself; the kernel refuses other dtypes than bfloat16."""
+    """Returns (codes, scales) of an FP4 weight, or an array as it is. Raises NotImplementedError for an FP8 weight."""
     if not isinstance(weight, QuantizedWeight):
         return weight
     if weight.kind != "FP4":
@@ -80,7 +85,11 @@ def _for_kernel(weight):
 
 
 def _take_one_launch(x, *matrices):
-    """Returns whether one launch takes the shared expert, the last two matrices: for few tokens, stored as released."""
+    """Returns whether one kernel launch can compute routed and shared experts.
+
+    It takes few tokens, and weights in the release's storage: `matrices` are gate_up and down of the routed experts in
+    FP4, then gate_up and down of the shared expert in FP8.
+    """
     kinds = [weight.kind if isinstance(weight, QuantizedWeight) else None for weight in layer_value(matrices)]
     inner = matrices[1].shape[2]
     shared = matrices[3].shape[1]
@@ -101,14 +110,15 @@ def _experts_xla(x, selected, weights, gate_up, down, permutation, *shared, limi
     has_expert = (selected >= 0) & (selected < number)
     by_expert = jnp.where(has_expert, selected, number).reshape(-1)
     if by_expert.size < number:
-        # Decoding: fewer pairs than experts. Only the matrices of the selected experts are read and dequantized.
+        # There are fewer pairs of a token and an expert than experts, as in decoding. Each pair gathers its own matrix,
+        # so that only matrices of selected experts are read and dequantized.
         order = jnp.arange(by_expert.size, dtype=jnp.int32)
 
         def multiply(x, weight):
             return _paired_linear(x, weight[jnp.minimum(by_expert, number - 1)])
 
     else:
-        # Pairs are sorted by expert: each expert is a group of a ragged matmul.
+        # Pairs of a token and an expert are sorted by expert, so that each expert is a group of a ragged matmul.
         order = jnp.argsort(by_expert)
         sizes = jnp.bincount(by_expert, length=number)
 
@@ -126,13 +136,13 @@ def _experts_xla(x, selected, weights, gate_up, down, permutation, *shared, limi
 
 
 def _paired_linear(x, weight):
-    """Multiplies each row of x [rows, n] with its own matrix of [rows, m, n]: [rows, m] in x's dtype."""
+    """Multiplies row i of x [rows, n] by matrix i of [rows, m, n]; returns [rows, m] in x's dtype."""
     y = jnp.einsum("pn,pmn->pm", *same_dtype(x, weight), precision="highest", preferred_element_type=jnp.float32)
     return round_to(y, x.dtype)
 
 
 def _ragged_linear(x, weight, sizes):
-    """Multiplies consecutive groups of rows of x [rows, n] with a matrix each of [groups, m, n]: [rows, m]."""
+    """Multiplies the g-th group of `sizes[g]` rows of x [rows, n] by matrix g of [groups, m, n]; returns [rows, m]."""
     numbers = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
     )

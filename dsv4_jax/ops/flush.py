@@ -1,7 +1,8 @@
-"""Compression of tokens: stores their state rows, and one pooled, quantized entry for every window that closes.
+"""Compression of tokens to entries: every window of `rate` tokens is pooled to one quantized entry when it is complete.
 
-`flush` does both halves, on a GPU in one launch. As ops of their own, `pool_windows` pools and norms the windows that
-close, and `write_entries` rotates, quantizes and stores the results.
+`flush` also stores the tokens' projections as state rows, for windows that a later call completes. It consists of two
+halves, which a GPU runs in one launch. `pool_windows` stores state rows, and pools and norms complete windows.
+`write_entries` rotates, quantizes and stores the pooled vectors.
 """
 
 import dataclasses
@@ -27,11 +28,12 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 @pytree_dataclass
 class CompressorWeights:
-    """The compressor's parameters that act after its projections; position_bias and norm_weight may be a `LayerSlice`.
+    """The parameters of a compressor, besides its projections.
 
     Attributes:
-      position_bias: [rate, width] float32, added to the gate by position in the window (`ape`), or None.
-      norm_weight: [D] float32 weight of the RMS norm.
+      position_bias: [rate, width] float32, added to the gate by position in the window (`ape` in the release), or None;
+        an array or a `LayerSlice`.
+      norm_weight: [D] float32 weight of the RMS norm; an array or a `LayerSlice`.
       inv_freq: [rope dims / 2] float32, radians per token.
       eps: epsilon of the RMS norm.
     """
@@ -44,12 +46,12 @@ class CompressorWeights:
 
 @pytree_dataclass
 class ClosedWindows:
-    """The windows that a call closes, each pooled to one vector.
+    """The windows that the tokens of a call complete, each pooled to one vector.
 
     Attributes:
       values: [n, D] vectors in the model's dtype, after the RMS norm and before RoPE.
       slots: [n] int32 request slots.
-      entries: [n] int32 entry numbers; -1 = none.
+      entries: [n] int32 entry numbers within the request; -1 = none, a row to be ignored.
     """
 
     values: Any
@@ -58,11 +60,11 @@ class ClosedWindows:
 
 
 class CompressorInputs(NamedTuple):
-    """A compressor and what it does with the tokens of a call.
+    """The inputs of one compressor in a call: its parameters, its pools, and projections of the tokens.
 
     Attributes:
-      state: the layer's compressor state, a ring addressed by position.
-      pool: destination, either KV entries or indexer keys.
+      state: the layer's compressor state, a ring buffer addressed by position.
+      pool: pool that gets the entries, which are KV entries or indexer keys.
       kv: [T, width] float32 projections, width = D or 2 * D with overlap.
       gate: [T, width] float32 pooling logits, without position bias; None if a window is a single token.
       weights: the compressor's parameters.
@@ -110,21 +112,31 @@ def flush(
     max_query_tokens: int | None = None,
     implementation: str | None = None,
 ) -> list[tuple[StateView, ClassicalView | IndexerView]]:
-    """Feeds tokens to compressors and stores the entries of the windows that they close; returns the updated views.
+    """Feeds tokens to compressors, and stores an entry for each window that they complete.
 
-    A token closes a window if `(position + 1) % rate == 0`. A softmax over the window's rows, per channel and in
-    float32, pools them to one vector. It is rounded to `dtype`, RMS-normed, rotated at the window's first position,
-    quantized and stored as entry `position // rate` (dsv4.md 3). With overlap (CSA) an entry also pools the previous
-    window, if there is one: the first half of its channels with the second half of the own window's. The bytes do not
-    depend on how tokens are split into calls.
+    A token completes a window if `(position + 1) % rate == 0`. The window's rows are pooled to one vector by a softmax
+    over the rows, for each channel and in float32. The vector is rounded to `dtype`, RMS-normed, rotated by the
+    window's first position, quantized and stored as entry `position // rate` (docs/dsv4.md 3).
+
+    With overlap (in CSA layers), rows have 2 * D channels. An entry then pools the second D channels of its own
+    window's rows, and the first D channels of the previous window's rows if there is such a window.
+
+    The stored bytes do not depend on how tokens are split into calls.
 
     Args:
-      compressors: one or several that see the same tokens, such as the two of a CSA layer, which share a launch.
-      slots: [T] request slots; -1 = padding, for which nothing is written.
-      positions: [T] absolute positions; -1 = padding.
-      dtype: the model's dtype, to which pooled, normed and rotated vectors are rounded.
-      max_query_tokens: maximum number of tokens per request, or None. It saves a launch and changes no byte.
+      compressors: compressors that see the same tokens and share a launch, such as the two of a CSA layer.
+      slots: [T] int32 request slots; -1 = padding, for which nothing is written.
+      positions: [T] int32 absolute positions; -1 = padding.
+      dtype: the model's dtype, to which vectors are rounded after pooling, norm and rotation.
+      max_query_tokens: maximum number of tokens of a request in the call, or None if it is not known. A known maximum
+        can save a launch, and changes no byte.
       implementation: None for the best one available, or "xla", "mosaic_gpu", "interpret".
+
+    Returns:
+      (updated state, updated pool) of each compressor.
+
+    Raises:
+      TypeError: `kv` or `gate` is not float32.
     """
     for _, _, kv, gate, _ in compressors:
         _check_inputs(kv, gate)
@@ -145,14 +157,17 @@ def pool_windows(
     *,
     dtype=jnp.bfloat16,
 ) -> tuple[ClosedWindows, StateView]:
-    """Runs the first half of `flush`: pools and norms the windows that close, and stores the tokens' state rows.
+    """Runs the first half of `flush`: pools and norms complete windows, and stores the tokens' state rows.
 
-    Returns the windows, at most `T // rate` and one more per slot, and the updated state. If the state has no arrays, a
-    window is a single token: nothing is pooled or stored, and no gate is needed.
+    If the state has no arrays, a window is a single token. Then nothing is pooled or stored, and the gate is not used.
 
     Args:
       state, kv, gate, weights: as in `CompressorInputs`.
       slots, positions, dtype: as in `flush`.
+
+    Returns:
+      (complete windows, updated state). There are rows for `T // rate` windows and one more for each slot, but for at
+      most T; rows without a window have entry -1.
     """
     _check_inputs(kv, gate)
     rate = state.compress_rate
@@ -166,12 +181,12 @@ def pool_windows(
     start, end = run_bounds(slots)
     real = (slots >= 0) & (positions >= 0)
 
-    # A request closes at most one window more than its tokens fill.
+    # A request with n tokens completes at most n // rate + 1 windows.
     size = min(tokens.shape[0], tokens.shape[0] // rate + state.kv.shape[1])
     closing = jnp.nonzero(real & ((positions + 1) % rate == 0), size=size, fill_value=-1)[0].astype(jnp.int32)
     slot, position, run_start = (take(x, closing) for x in (slots, positions, start))
     pooled = _pool_windows(state, kv, gate, closing, slot, position, run_start)
-    # Orders the reads of the rings above before the writes below; otherwise XLA copies the rings.
+    # The barrier orders the reads of the rings above before the writes below. Otherwise XLA copies the rings.
     kv, gate, pooled = jax.lax.optimization_barrier((kv, gate, pooled))
     closed = ClosedWindows(_norm(pooled, weights, dtype), slot, jnp.where(closing >= 0, position // rate, -1))
     keep = real & (end - tokens <= state.ring)
@@ -183,12 +198,15 @@ def pool_windows(
 def write_entries(
     pool: ClassicalView | IndexerView, closed: ClosedWindows, inv_freq: Float[Array, "P"]
 ) -> ClassicalView | IndexerView:
-    """Runs the second half of `flush`: rotates, quantizes and stores vectors; returns the pool with updated rows.
+    """Runs the second half of `flush`: rotates, quantizes and stores pooled vectors. Returns the updated pool.
 
     Args:
-      pool: destination.
+      pool: pool that gets the entries.
       closed: the result of `pool_windows`, or other vectors for the same windows.
-      inv_freq: [P] radians per token; rotates the last 2 * P channels by each window's first position.
+      inv_freq: [P] float32, radians per token. The last 2 * P channels are rotated by the window's first position.
+
+    Raises:
+      TypeError: `closed.values` is neither bfloat16 nor float32.
     """
     check_dtype("closed.values", closed.values, "bfloat16", "float32")
     window_starts = jnp.maximum(closed.entries, 0) * pool.compress_rate
@@ -203,7 +221,16 @@ def _check_inputs(kv, gate):
 
 
 def _pool_windows(state, kv, gate, closing, slot, position, run_start):
-    """Pools the windows that end at `position`, with rows from the call or the ring, to vectors [n, D]."""
+    """Pools the windows of `rate` tokens that end at `position` to vectors [n, D].
+
+    A row of a token of this call comes from `kv` and `gate`, that of an earlier token from the state's ring.
+
+    Args:
+      state, kv, gate: as in `CompressorInputs`, `gate` with the position bias.
+      closing: [n] index of the last token of each window in the call; -1 = none.
+      slot, position: [n] slot and position of this token.
+      run_start: [n] index of its request's first token in the call.
+    """
     rate = state.compress_rate
     rows = 2 * rate if state.overlap else rate
     back = jnp.arange(rows - 1, -1, -1, dtype=jnp.int32)[None, :]
@@ -223,20 +250,21 @@ def _pool_windows(state, kv, gate, closing, slot, position, run_start):
 
     before_start = (source < 0)[..., None]
     logits = jnp.where(before_start, -jnp.inf, half(gate, state.gate))
-    # Rows without a window may find -inf alone, where derivatives are NaN. A later mask would not remove them.
+    # Where there is no window, all logits may be -inf. The softmax then has derivatives NaN, which no later mask
+    # removes.
     logits = jnp.where((closing >= 0)[:, None, None], logits, 0.0)
     values = jnp.where(before_start, 0.0, half(kv, state.kv))
     return _softmax_pool(logits, values)
 
 
 def _softmax_pool(logits, values):
-    """Pools [n, rows, D] to [n, D] in the kernel's order: the rows of each chunk, then the chunks."""
+    """Pools [n, rows, D] to [n, D]. Like the kernel, it sums over the rows of each chunk, then over chunks."""
     n, rows, dim = logits.shape
     chunks = exact_math.CHUNKS if rows > exact_math.MAX_SHORT else 1
     padding = [(0, 0), (0, -rows % chunks), (0, 0)]
     logits = jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(n, chunks, -1, dim)
     values = jnp.pad(values, padding).reshape(n, chunks, -1, dim)
-    # The peak of a chunk of padding is finite, so that no infinities are subtracted.
+    # The maximum of a chunk that is all padding is made finite, because -inf - (-inf) below would be NaN.
     peak = jnp.maximum(jnp.max(logits, axis=2), exact_math.LOWEST)
     weight = exact_math.exp_negative(logits - peak[:, :, None])
     total = ordered_sum(product(weight, values), axis=2)
@@ -249,7 +277,7 @@ def _softmax_pool(logits, values):
 
 
 def _norm(pooled, weights, dtype):
-    """Applies the RMS norm with the released model's roundings (dsv4.md 7.3)."""
+    """Applies the RMS norm, and rounds where the released model does (docs/dsv4.md 7.3)."""
     pooled = round_to(pooled, dtype).astype(jnp.float32)
     mean_square = product(_sum_channels(product(pooled, pooled)), jnp.float32(1 / pooled.shape[1]))
     normed = weights.norm_weight[None, :] * (pooled * exact_math.inverse_sqrt(mean_square + weights.eps)[:, None])
@@ -257,6 +285,6 @@ def _norm(pooled, weights, dtype):
 
 
 def _sum_channels(x):
-    """Sums [n, D] to [n]: the channels of each slice, then the slices."""
+    """Sums [n, D] to [n] in the kernel's order: over the channels of each slice, then over slices."""
     slices = x.shape[1] // exact_math.SLICE if x.shape[1] % exact_math.SLICE == 0 else 1
     return ordered_sum(ordered_sum(x.reshape(x.shape[0], slices, -1), axis=2), axis=1)

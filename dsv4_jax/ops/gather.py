@@ -1,4 +1,4 @@
-"""The three gathers: they turn cached rows into dense values and a mask of valid rows."""
+"""Gathers: ops that read rows of the KV cache as dequantized values, with a mask of valid rows."""
 
 import functools
 
@@ -42,17 +42,18 @@ def gather_compressed_kv(
     dtype=jnp.bfloat16,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T K D"], Bool[Array, "T K"]]:
-    """Gathers compressed entries by index list and dequantizes them.
+    """Reads the compressed entries with given indices, and dequantizes them.
 
     Args:
       view: the layer's entries.
-      indices: [T, K] entry numbers of each token's own request; -1 = none.
-      slots: [T] each token's request slot; -1 = padding.
+      indices: [T, K] int32 entry numbers within each token's request; -1 = none.
+      slots: [T] int32, slot of each token's request; -1 = padding.
       dtype: dtype of the result.
-      implementation: None, "xla", "mosaic_gpu" or "interpret" (448 + 64 dims of "v4" or "per_entry" to bfloat16).
+      implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take rows of 448 + 64 dims in the formats
+        "v4" and "per_entry", and write bfloat16.
 
     Returns:
-      (kv, valid): kv [T, K, D], zeros where not valid; valid [T, K] bool. Keys and values are the same vectors.
+      (kv [T, K, D], zeros where not valid; valid [T, K] bool). A row of kv is both key and value.
     """
     rows, valid = view.read(jnp.broadcast_to(slots[:, None], indices.shape), indices)
     return _mask(view.codec.decode(rows, dtype), valid)
@@ -68,16 +69,17 @@ def gather_all_compressed_kv(
     only_visible: bool = False,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T E D"], Bool[Array, "T E"]]:
-    """Gathers all entries visible to each token: entries `0 .. (position + 1) // rate - 1` of its request.
-
-    Returns (kv, valid) as `gather_compressed_kv` does, for E = max_blocks * entries per block.
+    """Reads all compressed entries that each token sees: entries `0 .. (position + 1) // rate - 1` of its request.
 
     Args:
       view: the layer's entries.
-      slots, positions: [T] request slots and absolute positions; -1 = padding.
+      slots, positions: [T] int32 request slots and absolute positions; -1 = padding.
       dtype: dtype of the result.
-      only_visible: leave the result, `valid` included, unspecified where an entry is not visible, which saves time.
+      only_visible: whether kv and `valid` may be left unspecified where an entry is not visible, which saves time.
       implementation: as in `gather_compressed_kv`.
+
+    Returns:
+      (kv [T, E, D], zeros where not valid; valid [T, E] bool), E = max_blocks * entries per block.
     """
     entries = jnp.arange(view.max_entries, dtype=jnp.int32)[None, :]
     visible = entries < valid_lengths(positions, view.compress_rate)[:, None]
@@ -95,16 +97,18 @@ def gather_swa_kv(
     dtype=jnp.bfloat16,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T W D"], Bool[Array, "T W"]]:
-    """Gathers the sliding window of each token, oldest row first, the token itself last.
-
-    Returns (kv, valid) as `gather_compressed_kv` does.
+    """Reads the sliding window of each token, from the oldest row to the token's own.
 
     Args:
       view: the layer's rings.
-      slots, positions: [T] request slots and absolute positions; -1 = padding.
-      new_kv: [T, D] the call's own rows, if the rings do not hold them yet (prefill); rounded as the format would.
+      slots, positions: [T] int32 request slots and absolute positions; -1 = padding.
+      new_kv: [T, D] window rows of the call's tokens, if the rings do not hold them yet, as in a prefill. They are
+        rounded as if they had been stored in the format and read. None: all rows come from the rings.
       dtype: dtype of the result.
-      implementation: as in `gather_compressed_kv`; the kernel does not take `new_kv`.
+      implementation: as in `gather_compressed_kv`. The kernel does not take `new_kv`.
+
+    Returns:
+      (kv [T, W, D], zeros where not valid; valid [T, W] bool), W = `view.window`. Rows before position 0 are not valid.
     """
     tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
     if new_kv is not None:
@@ -113,9 +117,14 @@ def gather_swa_kv(
 
 
 def window_rows(view, slots, positions, tokens, starts, new_kv, dtype):
-    """Gathers the windows of some of a call's tokens, as `gather_swa_kv` does; `new_kv` are dequantized rows of all.
+    """Reads the sliding windows of n of a call's T tokens, like `gather_swa_kv`.
 
-    `tokens` and `starts` are the numbers in the call of each of these tokens and of the first token of its request.
+    Args:
+      view, dtype: as in `gather_swa_kv`.
+      slots, positions: [n] slots and positions of the n tokens.
+      tokens: [n] index of each of them in the call.
+      starts: [n] index of the first token of its request in the call.
+      new_kv: [T, D] dequantized window rows of all T tokens, or None.
     """
     distance = jnp.arange(view.window - 1, -1, -1, dtype=jnp.int32)[None, :]
     position = positions[:, None] - distance
@@ -129,5 +138,5 @@ def window_rows(view, slots, positions, tokens, starts, new_kv, dtype):
 
 
 def _mask(kv, valid):
-    # Selected, not multiplied: rows that were never written may hold NaN.
+    # `where` instead of a product with the mask, because rows that were never written may hold NaN.
     return jnp.where(valid[..., None], kv, jnp.zeros((), kv.dtype)), valid

@@ -1,4 +1,8 @@
-"""Hyper-connections: residual streams take a block's output (post) and collapse to the next block's input (pre)."""
+"""Hyper-connections (mHC), the residual connections of DeepSeek-V4, whose residual is h parallel streams.
+
+The post-mapping adds a block's output to the streams and mixes them. The pre-mapping collapses the streams to the next
+block's input. A block is attention or MoE.
+"""
 
 from typing import Any
 
@@ -18,15 +22,18 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 @pytree_dataclass
 class HyperConnectionWeights:
-    """The parameters with which the streams are mixed; all arrays are float32, or each a `LayerSlice` of such ones.
+    """The parameters of a hyper-connection. Arrays are float32, or each is a `LayerSlice` of a float32 array.
+
+    The mixing weights of a token are `pre` [h], `post` [h] and `comb` [h, h]. They are functions of its h streams of D
+    channels. The model's head has `pre` only.
 
     Attributes:
-      fn: [m, h * D] projection to the logits of `pre`, `post` and `comb`, m = (2 + h) * h; or m = h: only `pre`.
+      fn: [m, h * D] projection of the streams to the m logits of the mixing weights; m = (2 + h) * h, or h in the head.
       base: [m] bias of the logits.
-      scale: [3] factors of the logits of `pre`, `post` and `comb`; [1] for `pre` alone, as in the model's head.
-      norm_eps: constant added to the mean squares of all streams and of the collapsed ones.
-      hc_eps: constant added to `pre`, to the softmax of `comb` and to the sums that divide it.
-      iterations: number of Sinkhorn iterations, at least 1.
+      scale: [3] factors of the logits of `pre`, `post` and `comb`; [1] in the head.
+      norm_eps: constant added to mean squares, in the norm of the streams and in that of the collapsed streams.
+      hc_eps: constant added to `pre`, to the softmax of `comb`, and to the sums by which Sinkhorn iterations divide.
+      iterations: number of Sinkhorn iterations that make `comb` doubly stochastic, at least 1.
     """
 
     fn: Any
@@ -46,24 +53,26 @@ def hyper_connections(
     *,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T h D"], Float[Array, "T D"], Float[Array, "T m"] | None]:
-    """Applies the post-mapping of one block, then the pre-mapping and the norm of the next.
+    """Applies the post-mapping of one block, then the pre-mapping and the norm of the next block.
 
-    That is `apply_post`, `mixing_weights`, `apply_pre` and an RMSNorm, with the formulas of section 2.2 of the
-    DeepSeek-V4 report. The new streams and the collapsed ones are rounded before they are used. The gradient is that of
-    "xla".
+    The steps are `apply_post`, `mixing_weights`, `apply_pre` and an RMS norm. Section 2.2 of the DeepSeek-V4 report has
+    the formulas. The new streams and the collapsed streams are rounded to the streams' dtype before they are used. The
+    gradient is that of "xla".
 
     Args:
-      streams: [T, h, D] residual streams from before the block.
-      weights: parameters of the next block's pre-mapping.
-      norm_weight: [D] float32 weight of the norm. It and the parameters may be those of a layer in a stack.
-      y: [T, D] output of the block, this device's term of a sum over the "model" axis. None: the streams stay.
+      streams: [T, h, D] residual streams before the block.
+      weights: parameters of the next block's hyper-connection, or of the head.
+      norm_weight: [D] float32 weight of the norm; an array or a `LayerSlice`.
+      y: [T, D] output of the block. On a mesh, it is this device's term of a sum over the axis "model". None: there is
+        no block before, and the streams do not change.
       mixing: [T, (2 + h) * h] float32 mixing weights that the call before the block returned; required with y.
-      implementation: None, "xla", "mosaic_gpu" or "interpret" (bfloat16, h = 4, D a multiple of 1024 up to 7168).
+      implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take streams in bfloat16, with h = 4 and D
+        a multiple of 1024 up to 7168.
 
     Returns:
       streams: [T, h, D] streams after the block.
       x: [T, D] normed input of the next block, in the streams' dtype.
-      mixing: [T, (2 + h) * h] float32 rows of `pre`, `post` and `comb`; None for the head.
+      mixing: [T, (2 + h) * h] float32 mixing weights `pre`, `post` and `comb` of the next block; None for the head.
 
     Raises:
       ValueError: y comes without mixing, or mixing without y.
@@ -77,7 +86,11 @@ def hyper_connections(
 
 
 def mixing_weights(streams: Float[Array, "T h D"], weights: HyperConnectionWeights) -> Float[Array, "T m"]:
-    """Returns [T, m] float32 rows of `pre` [h], `post` [h] and `comb` [h, h]; only `pre` if fn has h rows."""
+    """Computes the mixing weights of each token from its streams.
+
+    Returns [T, m] float32, whose rows are `pre` [h], `post` [h] and the flattened `comb` [h, h]; only `pre` if
+    `weights.fn` has h rows.
+    """
     tokens, h, _ = streams.shape
     flat = streams.astype(jnp.float32).reshape(tokens, -1)
     logits = linear(rms_normalize(flat, weights.norm_eps), weights.fn)[0]
@@ -94,7 +107,7 @@ def mixing_weights(streams: Float[Array, "T h D"], weights: HyperConnectionWeigh
 
 
 def apply_pre(streams: Float[Array, "T h D"], mixing: Float[Array, "T m"]) -> Float[Array, "T D"]:
-    """Returns `sum_j pre[j] * streams[j]`, [T, D], summed in float32 and rounded once to the streams' dtype."""
+    """Returns the collapsed streams `sum_j pre[j] * streams[j]` [T, D], summed in float32, in the streams' dtype."""
     pre = mixing[:, : streams.shape[1], None]
     return round_to(jnp.sum(pre * streams.astype(jnp.float32), axis=1), streams.dtype)
 
@@ -104,19 +117,21 @@ def apply_post(
 ) -> Float[Array, "T h D"]:
     """Returns the streams after a block, `new[k] = post[k] * y + sum_j comb[j, k] * streams[j]`.
 
-    The sum runs over comb's first axis, which matters: a doubly stochastic matrix need not be symmetric. It is taken in
-    float32 and rounded once to the streams' dtype.
+    The sum runs over the first axis of `comb`, which is not symmetric in general. It is taken in float32 and rounded
+    once to the streams' dtype.
 
     Args:
-      streams, y: [T, h, D] streams before the block, and [T, D] output of the block.
-      post, comb: [T, h] and [T, h, h] float32 mixing weights.
+      streams: [T, h, D] streams before the block.
+      y: [T, D] output of the block.
+      post: [T, h] float32 mixing weights of the output.
+      comb: [T, h, h] float32 mixing weights of the streams.
     """
     mixed = jnp.einsum("tjk,tjd->tkd", comb, streams.astype(jnp.float32), precision="highest")
     return round_to(post[:, :, None] * y.astype(jnp.float32)[:, None, :] + mixed, streams.dtype)
 
 
 def split_mixing(mixing: Float[Array, "T _"], h: int) -> tuple[Float[Array, "T h"], Float[Array, "T h h"]]:
-    """Returns post [T, h] and comb [T, h, h] of mixing weights [T, (2 + h) * h]."""
+    """Returns (`post` [T, h], `comb` [T, h, h]) from mixing weights [T, (2 + h) * h]."""
     _, post, comb = jnp.split(mixing, [h, 2 * h], axis=1)
     return post, comb.reshape(-1, h, h)
 

@@ -1,4 +1,4 @@
-"""The lightning indexer's scores of all visible entries."""
+"""The op that computes the lightning indexer's scores, by which a token selects the compressed entries to attend to."""
 
 import dataclasses
 
@@ -16,12 +16,12 @@ from pallas_kernels.indexer_scores.key_tiles import TOP, permute_dims
 from pallas_kernels.indexer_scores.round_index_query import round_index_query
 
 
-# Tokens that XLA scores at a time; each gathers a copy of its request's keys.
+# The number of tokens that XLA scores at a time. It bounds memory, because each token gathers a copy of all its keys.
 QUERY_BLOCK = 16
 
 
 def scores_kernel(view, q, weights, slots, positions, inv_freq, *, interpret, config=None):
-    """`indexer_scores` by the kernels; `config` is the one of `pallas_kernels.indexer_scores`."""
+    """Computes `indexer_scores` with kernels. `config` is the argument of `pallas_kernels.indexer_scores`."""
     q, weights = round_index_query(q, weights, positions, inv_freq, quantized(view.layout), interpret=interpret)
     return score_rounded_kernel(view, q, weights, slots, positions, config=config, interpret=interpret)
 
@@ -37,33 +37,38 @@ def indexer_scores(
     inv_freq: Float[Array, "P"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "T E"]:
-    """Computes `score[t, s] = sum_h weights[t, h] * relu(q[t, h] . key[s])` over visible entries (dsv4.md 4).
+    """Computes `score[t, s] = sum_h weights[t, h] * relu(q[t, h] . key[s])` of each entry s that token t sees.
+
+    docs/dsv4.md, section 4, describes the lightning indexer.
 
     Args:
       view: the layer's indexer keys.
-      q: [T, H, D] queries in the model's dtype, which are rotated and rounded here as the keys were.
-      weights: [T, H] float32 head weights, both scale factors included.
-      slots, positions: [T] request slots and absolute positions; -1 = padding.
-      inv_freq: [P] radians per token, by which the last 2 * P channels of q are rotated (dsv4.md 2.2), or None.
-      implementation: None, "xla", "mosaic_gpu" or "interpret" (64 heads of 128 dims, bfloat16, "v4" or "per_entry").
+      q: [T, H, D] queries in the model's dtype. The op rotates them and rounds them to the keys' format.
+      weights: [T, H] float32 weights of the heads, which include the factors D ** -0.5 and H ** -0.5.
+      slots, positions: [T] int32 request slots and absolute positions; -1 = padding.
+      inv_freq: [P] float32, radians per token, by which RoPE rotates the last 2 * P channels of q (docs/dsv4.md 2.2);
+        None = q is rotated already.
+      implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take 64 heads of 128 dims in bfloat16, and
+        keys in the formats "v4" and "per_entry".
 
     Returns:
-      [T, E] float32 scores, E = max_blocks * entries per block. Row t has `valid_lengths(positions[t])` scores, -inf
-      for an entry without a block. Other values are unspecified: "xla" writes -inf there, a kernel writes nothing.
+      [T, E] float32 scores, E = max_blocks * entries per block. The first `valid_lengths(positions[t])` values of row t
+      are scores, or -inf for an entry without a block. Other values are unspecified: "xla" writes -inf, and a kernel
+      leaves the memory as it is.
     """
     q = round_index_query_xla(view.codec, q, positions, inv_freq)
     return score_rounded_xla(view, q, weights, slots, positions)
 
 
 def round_index_query_xla(codec, q, positions, inv_freq):
-    """Rotates queries by RoPE and rounds them as `codec` rounds keys."""
+    """Rotates index queries by RoPE and rounds them as `codec` rounds keys. Returns them in their dtype."""
     if inv_freq is not None:
         q = apply_rope_deterministic(q, jnp.maximum(positions, 0), inv_freq)
     return codec.round_query(q)
 
 
 def round_index_query_operands(codec, q, weights, positions, inv_freq):
-    """Computes the results of `pallas_kernels.round_index_query` with XLA."""
+    """Computes with XLA the same results as `pallas_kernels.indexer_scores.round_index_query`."""
     if codec.layout.scale != "e8m0":
         return permute_dims(round_index_query_xla(codec, q, positions, inv_freq), jnp.bfloat16), weights
     if inv_freq is not None:
@@ -77,7 +82,7 @@ def round_index_query_operands(codec, q, weights, positions, inv_freq):
 
 
 def score_rounded_xla(view, q, weights, slots, positions):
-    """Computes `indexer_scores` of rotated and rounded queries with XLA."""
+    """Computes `indexer_scores` with XLA, from queries that are already rotated and rounded."""
     q = q.astype(jnp.float32)
     entries = jnp.arange(view.max_entries, dtype=jnp.int32)
 
@@ -93,7 +98,7 @@ def score_rounded_xla(view, q, weights, slots, positions):
 
 
 def score_rounded_kernel(view, q, weights, slots, positions, *, config=None, interpret=False):
-    """Computes `indexer_scores` of queries and weights from `pallas_kernels.round_index_query` with the kernel."""
+    """Computes `indexer_scores` with the kernel, from queries and weights that `round_index_query` returned."""
     keys = IndexerKeys(
         jnp.asarray(view.layer, jnp.int32),
         view.block_table,

@@ -12,21 +12,23 @@ from pallas_kernels.indexer_topk import indexer_topk as kernel
 def indexer_topk(
     scores: Float[Array, "T E"], lengths: Int[Array, "T"], k: int, *, implementation: str | None = None
 ) -> Int[Array, "T k"]:
-    """Selects the k largest of the first lengths[t] scores of each row; returns their indices in ascending order.
+    """Selects the k largest of the first `lengths[t]` scores of each row t.
 
-    Ascending order does not depend on how the set was found, and gathers read neighboring entries one after another.
-
-    Scores are ordered as numbers: 0 and -0 are equal, and subnormal numbers differ from them on every device. Of equal
-    scores the lower index is selected first.
+    Scores are compared as numbers: 0 and -0 are equal, and subnormal numbers are not flushed to 0 on any device. Of
+      equal
+    scores, those with the lowest indices are selected.
 
     Args:
-      scores: [T, E] float32 scores without NaN. -inf is never selected. Scores from lengths[t] on are not read.
-      lengths: [T] int32 number of scores that count in each row, 0 .. E; 0 for padding.
+      scores: [T, E] float32 scores without NaN. A score of -inf is never selected. Scores from `lengths[t]` on are
+        ignored.
+      lengths: [T] int32 number of scores that count in each row, 0 to E; 0 for padding.
       k: number of entries to select, at least 1.
-      implementation: None, "xla" or "mosaic_gpu" (k up to 2048, E a multiple of 4; PTX, so there is no "interpret").
+      implementation: None, "xla" or "mosaic_gpu", which takes k up to 2048 and E a multiple of 4. The kernel is written
+        in PTX, so there is no "interpret".
 
     Returns:
-      [T, k] int32 indices; -1 at the end of rows with fewer than k selectable scores.
+      [T, k] int32 indices in ascending order, so that gathers read memory in order. A row with fewer than k scores to
+      select ends with -1.
     """
     entries = scores.shape[1]
     inside = jnp.arange(entries, dtype=jnp.int32)[None, :] < lengths[:, None]
@@ -40,7 +42,7 @@ def indexer_topk(
 
 
 def _order(scores):
-    """Returns int32 keys in the order of the scores; some devices compare subnormal floats as zeros."""
+    """Returns int32 keys that sort like float32 scores. Some devices compare subnormal floats as if they were 0."""
     bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
     bits = jnp.where(bits == jnp.iinfo(jnp.int32).min, 0, bits)  # -0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -16,7 +16,8 @@ from pallas_kernels.linear import LinearSpec as LinearSpec
 
 
 Matrix = Float[Array, "_ _"] | QuantizedWeight | LayerSlice
-# XLA is faster with fewer rows: it multiplies several weights of one input at once.
+# The minimum number of rows of a bfloat16 weight for the kernel. With fewer rows XLA is faster, because it multiplies
+# several weights of one input at once.
 MIN_ROWS = 1536
 
 
@@ -28,22 +29,22 @@ def linear(
     norm: tuple[Float[Array, "k"] | LayerSlice, float] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "... _"], ...]:
-    """Computes `x @ weight.T` with exact products and float32 sums, and splits it into the spec's outputs.
+    """Computes `x @ weight.T` with exact products and float32 sums, and splits it into the outputs of `spec`.
 
     The gradient is that of "xla", whichever implementation computes the values.
 
     Args:
       x: [..., num_groups * k] activations.
-      weight: [m, k] matrix in the checkpoint's [out, in] order, or a `QuantizedWeight` of that shape. A tuple stands
-        for several, one below the other; then each output has rows of one of them. Each may be a `LayerSlice`.
-      spec: how the rows of the result are grouped, split and rounded.
-      norm: the weight [k] float32 and the epsilon of an RMS norm of `x`, rounded before the product, in which
-        `num_groups` must be 1; or None.
-      implementation: None, "xla", "mosaic_gpu" or "interpret" (bfloat16 x [T, k] with FP8 weights, or with bfloat16
-        weights if T is small).
+      weight: [m, k] matrix in the checkpoint's [out, in] order: an array, a `QuantizedWeight`, or a `LayerSlice` of
+        either. A tuple of matrices stands for their concatenation along m, where no output has rows of two matrices.
+      spec: how the rows of the weight are grouped, and how the product is split and rounded, see `LinearSpec`.
+      norm: (weight [k] float32, epsilon) of an RMS norm, whose result is rounded to the dtype of x before the product.
+        It requires `num_groups` of 1. None = no norm.
+      implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take x [T, k] in bfloat16, with FP8
+        weights, or with bfloat16 weights if T is small.
 
     Returns:
-      One array [..., size] for each of the spec's outputs.
+      One array [..., size] for each output of the spec.
 
     Raises:
       ValueError: the shapes of `x`, `weight`, `spec` and `norm` do not agree.
@@ -61,16 +62,19 @@ def linear(
 def linear_swiglu(
     x: Float[Array, "... k"], gate_up: Matrix, limit: float, *, implementation: str | None = None
 ) -> Float[Array, "... n"]:
-    """Computes the SwiGLU of the two halves of `x @ gate_up.T`, all rounded to the dtype of x.
+    """Computes the SwiGLU of the two halves of `x @ gate_up.T`. Products and result are rounded to the dtype of x.
 
     The gradient is that of "xla", whichever implementation computes the values.
 
     Args:
       x: [..., k] activations.
-      gate_up: [2 * n, k] matrix or a `QuantizedWeight` of that shape, or a `LayerSlice`; the first n rows are the
-        gate's.
-      limit: bound on the gate's and the up projection's values, see `ops.swiglu`.
+      gate_up: [2 * n, k] matrix, of the types that `linear` takes. The first n rows are the gate's, the others those of
+        the up projection.
+      limit: bound on the values of gate and up projection, see `ops.swiglu`.
       implementation: as in `linear`.
+
+    Returns:
+      [..., n] in the dtype of x.
 
     Raises:
       ValueError: the weight has an odd number of rows, or not as many columns as `x` has channels.
@@ -89,7 +93,7 @@ def swiglu(gate: Float[Array, "T n"], up: Float[Array, "T n"], limit: float) -> 
     """Computes `silu(min(gate, limit)) * clip(up, -limit, limit)` in float32, without rounding.
 
     Args:
-      gate, up: [T, n] products with the two matrices.
+      gate, up: [T, n] products of the input with the matrices of the gate and of the up projection.
       limit: largest value of gate, and of up's absolute value.
     """
     clamped = jnp.minimum(gate.astype(jnp.float32), limit)
@@ -97,7 +101,7 @@ def swiglu(gate: Float[Array, "T n"], up: Float[Array, "T n"], limit: float) -> 
 
 
 def same_dtype(x: Float[Array, "..."], weight: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Casts both arrays to the wider of their dtypes: float32 weights may meet bfloat16 activations, and vice versa."""
+    """Casts both arrays to the wider of their dtypes, for float32 weights with bfloat16 activations or vice versa."""
     dtype = max(x.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
     return x.astype(dtype), weight.astype(dtype)
 
@@ -115,7 +119,7 @@ def _check(x, weights, spec, norm):
 
 
 def _fit_one_launch(x, weights):
-    """Returns whether one kernel can read all weights."""
+    """Returns whether one kernel launch can multiply x by all weights: FP8 and perhaps bfloat16, and few tokens."""
     kinds = {weight.kind if isinstance(weight, QuantizedWeight) else weight.dtype for weight in layer_value(weights)}
     return (
         kinds <= {"FP8", jnp.dtype(jnp.bfloat16)}
@@ -125,7 +129,7 @@ def _fit_one_launch(x, weights):
 
 
 def _split_spec(spec, weights) -> Iterator[tuple[Matrix, LinearSpec]]:
-    """Yields each weight and the spec of its own outputs."""
+    """Yields each weight with the spec of its own outputs. Raises ValueError if an output has rows of two weights."""
     remaining = list(spec.outputs(sum(weight.shape[0] for weight in weights)))
     for weight in weights:
         outputs = []
@@ -145,7 +149,7 @@ def _linear_xla(x, weights, norm_weight, *, spec, eps, swiglu_limit=None):
 
 
 def _activate(outputs, swiglu_limit):
-    """Returns the outputs, or with a limit the SwiGLU of the two, rounded to their dtype."""
+    """Returns the outputs. With a limit, returns the SwiGLU of the two outputs, rounded to the gate's dtype."""
     if swiglu_limit is None:
         return outputs
     gate, up = outputs
@@ -190,7 +194,7 @@ def _linear_kernel(x, weights, norm_weight, *, spec, eps, interpret, swiglu_limi
 
 
 def _quantized_kernel(x, weights, norm_weight, *, eps, **options):
-    """Runs the kernel for few tokens or that for many; `options` are those of both."""
+    """Runs `quantized_linear`, the kernel for few tokens, or `quantized_matmul`, the kernel for many."""
     if x.shape[0] > kernels.MAX_NORMED_TOKENS:
         x = _rms_norm(x, layer_value(norm_weight), eps)
         norm_weight = None

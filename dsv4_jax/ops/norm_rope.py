@@ -1,4 +1,4 @@
-"""RMS norm and RoPE of queries and key-value rows, alone or fused with the quantized append of the rows."""
+"""RMS norm and RoPE of queries and key-value rows, alone or fused with `append_swa` of the rows."""
 
 import dataclasses
 
@@ -31,19 +31,24 @@ def norm_rope(
     eps: float,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "T D"]]:
-    """Normalizes and rotates the queries, head by head and without a weight, and the key-value rows (dsv4.md 2).
+    """Applies RMS norm and RoPE to queries and to key-value rows (docs/dsv4.md 2).
 
-    Results (q, kv) are rounded to their dtypes after the norm and after the rotation. Implementations add in different
-    orders and differ by a unit in the last place. The gradient is always that of "xla".
+    Each head of a query is normalized by itself, without a weight. Values are rounded after the norm and again after
+    the rotation. Implementations add in different orders, so that results differ by a unit in the last place. The
+    gradient is always that of "xla".
 
     Args:
       q: [T, H, D] queries.
       kv: [T, D] key-value rows.
-      weight: [D] float32 weight of the rows' norm, which may be that of a layer in a stack.
-      positions: [T] absolute positions in tokens, not negative.
-      inv_freq: [P] radians per token; the last 2 * P channels are rotated.
-      eps: added to the mean square.
-      implementation: None (best available), "xla", "mosaic_gpu" or "interpret" (bfloat16, D = 512).
+      weight: [D] float32 weight of the rows' norm; an array or a `LayerSlice`.
+      positions: [T] int32 absolute positions in tokens, not negative.
+      inv_freq: [P] float32, radians per token; the last 2 * P channels are rotated.
+      eps: constant added to the mean square.
+      implementation: None for the best one available, "xla", "mosaic_gpu" or "interpret". The last two take bfloat16
+        and D = 512.
+
+    Returns:
+      (queries [T, H, D], rows [T, D]) in the dtypes of q and kv.
     """
     normed = round_to(rms_normalize(q.astype(jnp.float32), eps), q.dtype)
     row = round_to(weight[None, :] * rms_normalize(kv.astype(jnp.float32), eps), kv.dtype)
@@ -70,15 +75,21 @@ def norm_rope_append(
     eps: float,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T H D"], SWAView]:
-    """Fuses `norm_rope` and the `append_swa` of its key-value rows: one launch, and rows are written once.
+    """Applies `norm_rope` to queries and key-value rows, and stores the rows with `append_swa`, in one launch.
 
-    Every implementation stores the bytes that its `norm_rope` and `append_swa` store. Returns the queries, in their
-    dtype, and the view with updated rows.
+    An implementation stores the same bytes as its `norm_rope` followed by its `append_swa`.
 
     Args:
-      view, slots, positions: as in `append_swa`; negative positions rotate like 0.
+      view, slots, positions: as in `append_swa`. Negative positions, of padding, rotate like position 0.
       q, kv, weight, inv_freq, eps: as in `norm_rope`.
-      implementation: None (best available), "xla", "mosaic_gpu" or "interpret" (what both ops' kernels take).
+      implementation: None for the best one available, "xla", "mosaic_gpu" or "interpret". The last two take arguments
+        that the kernels of both ops take.
+
+    Returns:
+      (queries [T, H, D] in their dtype, view with the updated rows).
+
+    Raises:
+      TypeError: `kv` is neither bfloat16 nor float32.
     """
     check_dtype("kv", kv, "bfloat16", "float32")
     arrays = q, kv, weight, jnp.maximum(positions, 0), inv_freq
@@ -87,5 +98,5 @@ def norm_rope_append(
 
 
 def rms_normalize(x: Float[Array, "... n"], eps: float) -> Float[Array, "... n"]:
-    """`x / sqrt(mean(x**2) + eps)` over the last axis; float32 in and out."""
+    """Returns `x / sqrt(mean(x**2) + eps)` over the last axis, in float32 for float32 x."""
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)

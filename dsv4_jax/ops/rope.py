@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE) of the last channels, in interleaved pairs."""
+"""Rotary position embedding (RoPE) of a row's last channels, in interleaved pairs."""
 
 import operator
 
@@ -12,16 +12,18 @@ from pallas_kernels.formats.exact_math import cos_sin, product
 def apply_rope(
     x: Float[Array, "T ... D"], positions: Int[Array, "T"], inv_freq: Float[Array, "P"], *, inverse: bool = False
 ) -> Float[Array, "T ... D"]:
-    """Rotates the last `2 * P` channels of `x` by `position * inv_freq`.
+    """Rotates pairs of adjacent channels, the last `2 * P` channels of `x`, by the angles `position * inv_freq`.
 
-    Follows the released model (dsv4.md 2.2): pairs are `(x[2i], x[2i+1])`, the computation is in float32, and results
-    are rounded once, to x's dtype.
+    The rotation is computed in float32 and rounded once, as in the released model (docs/dsv4.md 2.2).
 
     Args:
-      x: [T, ..., D] rows, D >= 2 * P; channels before the last 2 * P pass through unchanged.
-      positions: [T] absolute positions in tokens, not negative.
-      inv_freq: [P] radians per token.
-      inverse: rotate by the negative angle, which undoes a rotation at the same position.
+      x: [T, ..., D] rows, D >= 2 * P. Channels before the last 2 * P are returned unchanged.
+      positions: [T] int32 absolute positions in tokens, not negative.
+      inv_freq: [P] float32, radians per token; one for each pair of channels.
+      inverse: whether to rotate by the negative angles, which undoes a rotation at the same position.
+
+    Returns:
+      [T, ..., D] in the dtype of x.
     """
     angle = _angles(x, positions, inv_freq)
     cos = jnp.cos(angle)
@@ -32,7 +34,7 @@ def apply_rope(
 def apply_rope_deterministic(
     x: Float[Array, "T ... D"], positions: Int[Array, "T"], inv_freq: Float[Array, "P"]
 ) -> Float[Array, "T ... D"]:
-    """Computes `apply_rope` with the same bits on every backend, whose cos and sin differ."""
+    """Computes `apply_rope` with the same bits on every backend, whose own cos and sin differ."""
     cos, sin = cos_sin(_angles(x, positions, inv_freq))
     return _rotate(x, cos, sin, product)
 

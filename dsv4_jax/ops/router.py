@@ -1,4 +1,4 @@
-"""The router of a mixture of experts."""
+"""The router of a mixture-of-experts layer: it selects experts for each token and weights them."""
 
 from typing import NamedTuple
 
@@ -13,12 +13,13 @@ from pallas_kernels.router import MAX_TOKENS, router as router_kernel
 
 
 class Routing(NamedTuple):
-    """The experts of each token.
+    """The experts that each token is routed to.
 
     Attributes:
-      experts: [T, k] int32.
-      weights: [T, k] float32.
-      permutation: the pairs of a token and an expert, grouped by expert for `ops.experts`; None if it has to do so.
+      experts: [T, k] int32 experts of each token; -1 for padding tokens.
+      weights: [T, k] float32 weights of these experts.
+      permutation: arrays of the router's kernel that group the pairs of a token and an expert by expert, for
+        `ops.experts`. None: `ops.experts` groups them itself.
     """
 
     experts: Int[Array, "T k"]
@@ -33,9 +34,10 @@ def _score(logits):
 
 @_score.defjvp
 def _(primals, tangents):
-    """The slope is `sigmoid(x) / (2 * score)`. Below -20 it is half the score: there the score is `exp(x / 2)`.
+    """Computes the tangent: the derivative of the score is `sigmoid(logit) / (2 * score)`.
 
-    That quotient would be 0 / 0 where the score underflows, and its derivatives overflow before.
+    For logits below -20, the score is `exp(logit / 2)` to float32 precision, and its derivative half the score. The
+    quotient is not used there, because it becomes 0 / 0 where the score underflows, and its derivatives overflow.
     """
     (logits,) = primals
     (tangent,) = tangents
@@ -73,26 +75,33 @@ def router(
     scaling_factor: float,
     implementation: str | None = None,
 ) -> Routing:
-    """Selects experts for each token and weights them with the scores `sqrt(softplus(x @ weight.T))`.
+    """Selects experts for each token and weights them by their scores, `sqrt(softplus(x @ weight.T))`.
 
-    Implementations add up products in different orders, so they may select different experts where two scores differ
-    by float32 rounding. The gradient is that of "xla".
+    Either a bias or a table selects the experts. Their weights are their scores, scaled to the sum `scaling_factor`.
+
+    Implementations add up products in different orders. They may select different experts if two scores are equal up to
+    float32 rounding. The gradient is that of "xla".
 
     Args:
       x: [T, D] activations.
-      weight: [E, D] float32. Weight, bias and table may be those of a layer in a stack, all of the same one.
-      bias: [E] float32, added to the scores to select the `top_k` best, of equals the first. It never changes a weight.
-      table: [V, k] int32 experts of each token id; used without a bias.
-      token_ids: [T] int32, clipped to [0, V); required with a table.
-      slots: [T] int32; -1 = a padding token, which gets experts -1 of weight 0, so that `ops.experts` reads none for
-        it. None = there are none.
-      top_k: number of experts of a token.
+      weight: [E, D] float32 projection to the logits. It, `bias` and `table` may be a `LayerSlice` each, all of the
+        same layer.
+      bias: [E] float32. The experts with the `top_k` largest values of `score + bias` are selected, the first ones of
+        equal values. The bias does not enter the weights.
+      table: [V, k] int32 experts of each token id, in hash layers; the alternative to `bias`.
+      token_ids: [T] int32 token ids, clipped to [0, V); required with a table, otherwise None.
+      slots: [T] int32; -1 = a padding token, which gets experts -1 with weight 0, so that `ops.experts` reads no expert
+        for it. None = no token is padding.
+      top_k: number of experts per token.
       scaling_factor: sum of a token's weights.
-      implementation: None, "xla", "mosaic_gpu" or "interpret" (up to 256 tokens in bfloat16, D a multiple of 512 and E
-        of 128).
+      implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take up to 256 tokens in bfloat16, D a
+        multiple of 512, and E a multiple of 128.
+
+    Returns:
+      Routing with the experts and weights of each token.
 
     Raises:
-      ValueError: neither or both of bias and table are given, or a table without token ids.
+      ValueError: neither or both of bias and table are given, or only one of table and token ids.
     """
     _check(bias, table, token_ids)
     scores = _score(linear(x.astype(jnp.float32), weight)[0])

@@ -1,4 +1,4 @@
-"""Attention over the sliding window and compressed entries: one softmax with a sink."""
+"""Attention over the sliding window and selected compressed entries, in one softmax with a sink."""
 
 import dataclasses
 import functools
@@ -25,24 +25,28 @@ from pallas_kernels.sparse_attention import (
 )
 
 
-# Query tokens attended at a time by XLA; bounds the dense rows gathered for them.
+# The number of query tokens that XLA computes at a time. It bounds the memory of the rows that are gathered for them.
 QUERY_BLOCK = 32
-# Finite and below every score, so that differences of two maxima are not NaN.
+# The largest score of a token that sees no row. It is finite, so that the difference of two such values is not NaN.
 LOWEST = -1e30
 
 
 @dataclasses.dataclass(frozen=True)
 class PrefillConfig:
-    """Says which calls use the prefill kernel, which dequantizes a call's rows once instead of once per token."""
+    """Heuristics that decide which calls use the prefill kernel.
+
+    The prefill kernel dequantizes the rows that a call reads once, and not for each token that reads them. It then
+    holds the dequantized rows of all requests in memory.
+    """
 
     min_tokens: int = 128  # minimum number of tokens
-    # Maximum number of dequantized rows, by default 272 MB; there may be as many as all requests can have.
+    # Maximum number of dequantized entries, by default 272 MB. There are as many as all requests of a call could have.
     max_rows: int = (1 << 18) + (1 << 12)
-    # Maximum number of rows for each token; beyond it, writing them takes longer than they save.
+    # Maximum number of dequantized entries per token of the call. With more, writing them takes longer than it saves.
     max_rows_per_token: int = 512
 
     def takes(self, kv: AttentionKV, tokens: int) -> bool:
-        """Whether a call uses the prefill kernel."""
+        """Returns whether a call with so many tokens uses the prefill kernel."""
         if kv.new_kv is None or tokens < self.min_tokens:
             return False
         max_rows = min(self.max_rows, self.max_rows_per_token * tokens)
@@ -51,14 +55,14 @@ class PrefillConfig:
 
 def _sparse_attention_kernel(q, sinks, kv, slots, positions, inv_freq, *, context_parallel, prefill, interpret):
     tokens, heads, _ = q.shape
-    # Kernels rotate back what lies in one warpgroup; XLA does the rest.
+    # A kernel can rotate the output back if all rotated channels lie in one warpgroup. Otherwise XLA rotates.
     in_kernel = inv_freq is not None and len(inv_freq) <= MAX_PAIRS and len(inv_freq) % 4 == 0
     kernel_freq, xla_freq = (inv_freq, None) if in_kernel else (None, inv_freq)
     stack, layer = layer_stacks(sinks)
     if prefill.takes(kv, tokens):
         rows = dense_rows(kv, slots, positions, implementation="interpret" if interpret else "mosaic_gpu")
         if context_parallel:
-            # Each device has zeros for the entries of others.
+            # A device has zeros for the entries that lie on other devices, so the sum gathers all entries.
             rows = dataclasses.replace(rows, entries=jax.lax.psum(rows.entries, MODEL_AXIS))
         padded = _pad_heads(q, HEADS), _pad_heads(stack, HEADS, axis=-1)
         out = prefill_attention(*padded, rows, kernel_freq, layer=layer, interpret=interpret)
@@ -93,29 +97,31 @@ def sparse_attention(
     prefill: PrefillConfig = PrefillConfig(),
     implementation: str | None = None,
 ) -> Float[Array, "T H D"]:
-    """Attends to each token's window and compressed entries (dsv4.md 2, 5).
+    """Computes attention of each token over its sliding window and its compressed entries (docs/dsv4.md 2, 5).
 
-    Scores are scaled by `D ** -0.5`; the sink is one more logit of the softmax, with no value. Entries whose tokens are
-    also in the window are not excluded.
+    Scores are scaled by `D ** -0.5`. The sink is an additional logit of the softmax, without a value. An entry counts
+    even if its tokens are also in the window.
 
-    The kernels take bfloat16 queries and rows of 448 + 64 dims in formats "v4" and "per_entry"; the one for prefills
-    takes windows of a multiple of 64 tokens. They round weights before dividing by their sum, so that results differ
-    from "xla" by about one part in 2 ** 8. A token's bits depend on T and K (or the block table's width), never on
-    other tokens.
+    The kernels take bfloat16 queries, and rows of 448 + 64 dims in the formats "v4" and "per_entry". The prefill kernel
+    also requires a window of a multiple of 64 tokens. Kernels and "xla" differ in how they round the weights of the
+    softmax, so that results differ by about one part in 2 ** 8.
+
+    A token's bits depend on T, and on K or else the width of the block table, but never on other tokens.
 
     Args:
       q: [T, H, D] queries after norm and RoPE, in the model's dtype.
-      sinks: [H] float32 sink logits, which may be those of a layer in a stack.
+      sinks: [H] float32 sink logits; an array or a `LayerSlice`.
       kv: the rows to attend to.
-      slots, positions: [T] request slots and absolute positions; -1 = padding.
-      inv_freq: [P] radians per token: the last 2 * P channels of results are rounded, rotated back by the token's
-        position and rounded again (dsv4.md 2.2). None: no rotation.
-      context_parallel: whether the entries are sharded over the axis "model"; q and sinks are then this device's heads.
-      prefill: which calls use the prefill kernel.
+      slots, positions: [T] int32 request slots and absolute positions; -1 = padding.
+      inv_freq: [P] float32, radians per token. The last 2 * P channels of the result are rotated back by the token's
+        position, and rounded before and after (docs/dsv4.md 2.2). None: no rotation.
+      context_parallel: whether the entries are sharded over the mesh axis "model". q and sinks are then those of this
+        device's heads.
+      prefill: heuristics that decide whether to use the prefill kernel.
       implementation: None, "xla", "mosaic_gpu" or "interpret".
 
     Returns:
-      [T, H, D] in `q.dtype`; zeros for padding tokens.
+      [T, H, D] in the dtype of q; zeros for padding tokens.
     """
     if context_parallel:
 
@@ -133,7 +139,7 @@ def _inverse_rope(out, positions, inv_freq):
 
 
 def _by_token(attend_dense, q, kv, slots, positions, with_window):
-    """Applies `attend_dense(q [H, D], rows [N, D], valid [N])` to each token and the rows that it sees."""
+    """Maps `attend_dense(q [H, D], rows [N, D], valid [N])` over the tokens, each with the rows that it sees."""
     window = kv.window
     compressed = kv.compressed
     new_kv = kv.new_kv
@@ -158,14 +164,18 @@ def _by_token(attend_dense, q, kv, slots, positions, with_window):
 
 
 def _attend_dense(q, rows, valid, sinks):
-    """Attention of one token; weights are rounded to q's dtype before the product, as in the released model."""
-    # The sink is part of the maximum, so that a token that sees no row divides 0 by 1, whatever the sink's value.
+    """Computes one token's attention. As in the released model, weights are rounded to q's dtype before the product."""
+    # The maximum includes the sink. So a token that sees no row divides 0 by exp(0) = 1, whatever its sink is.
     out, largest, total = _softmax_sums(q, rows, valid, sinks)
     return round_to(out / (total + jnp.exp(sinks - largest))[:, None], q.dtype)
 
 
 def _softmax_sums(q, rows, valid, least=LOWEST):
-    """Returns (weighted sums [H, D], largest scores [H] but at least `least`, sums of weights [H]) of one token."""
+    """Computes the softmax of one token without the division by the sum of weights.
+
+    Returns (rows weighted by `exp(score - largest)` and summed [H, D], `largest` score but at least `least` [H], sums
+    of weights [H]).
+    """
     rows = rows.astype(jnp.float32)
     scores = jnp.einsum("hd,nd->hn", q.astype(jnp.float32), rows, precision="highest") * q.shape[-1] ** -0.5
     scores = jnp.where(valid[None, :], scores, -jnp.inf)
@@ -176,7 +186,7 @@ def _softmax_sums(q, rows, valid, least=LOWEST):
 
 
 def _merge_splits(sums, stats):
-    """Turns the KV splits of `attention_sums` into what `_softmax_sums` returns, for each token."""
+    """Combines the KV splits of `attention_sums`. Returns the arrays of `_softmax_sums` with an axis of tokens."""
     largest = stats[:, :, 0]
     totals = stats[:, :, 1]
     overall = jnp.max(largest, axis=1)
@@ -185,8 +195,8 @@ def _merge_splits(sums, stats):
 
 
 def _pad_heads(x, multiple=None, axis=1):
-    """Pads the heads to a multiple, by default to what the decode kernel takes."""
-    # A device that shares a layer with others may have few heads.
+    """Pads the axis of heads to a multiple, by default to the number of heads that the decode kernel takes."""
+    # With tensor parallelism a device may have few heads, for which the decode kernel takes multiples of 8.
     heads = x.shape[axis]
     padding = [(0, 0)] * x.ndim
     padding[axis] = 0, -heads % (multiple or (8 if heads < HEADS else HEADS))

@@ -1,7 +1,7 @@
-"""Typed views: the pools of one layer as the ops see them.
+"""Typed views of the arrays of the KV cache that belong to one layer, as ops take them.
 
-A view holds the stacked arrays of all layers of its kind and the layer's index on axis 0. An op reads and writes rows
-of the stack; slicing a layer out of it would copy a pool.
+A view holds the arrays of all layers of a kind, stacked on axis 0, and the layer's index on this axis. Ops read and
+write single rows of the stack, because slicing the layer out of it would copy a whole pool.
 """
 
 import dataclasses
@@ -19,16 +19,23 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
 def take(tree, *index):
-    """Reads rows of every array of `tree`. Indices out of range read some row: mask the result."""
+    """Reads rows of every array in a tree at `index`. Indices out of range are clipped, so mask their rows."""
     return jax.tree.map(lambda pool: pool.at[tuple(jnp.maximum(i, 0) for i in index)].get(mode="clip"), tree)
 
 
 def put(tree, values, keep: Bool[Array, "..."], *index):
-    """Writes `values` where `keep`, in every array of `tree`. Indices outside the pool write nothing."""
+    """Writes rows to every array in a tree and returns the new tree.
+
+    Args:
+      tree: pools, arrays [layers, slots or blocks, rows, ...].
+      values: the rows to write, a tree of the same structure.
+      keep: whether to write each row.
+      *index: places of the rows on axes 0, 1 and 2. Rows with an index out of range are not written.
+    """
 
     def scatter(pool, value):
         layer, row, *columns = index
-        # A negative index would wrap around: send rows that must not be written past the end of the pool.
+        # A negative index would count from the end. Rows that must not be written get an index past the end instead.
         row = jnp.where(keep & (row >= 0), row, pool.shape[1])
         return pool.at[(layer, row, *columns)].set(value.astype(pool.dtype), mode="drop")
 
@@ -37,10 +44,10 @@ def put(tree, values, keep: Bool[Array, "..."], *index):
 
 @pytree_dataclass
 class SWAView:
-    """The sliding-window rings of one layer: row `position % ring` of each slot.
+    """The sliding windows of one layer, a ring buffer for each slot: a token's row is `position % ring`.
 
     Attributes:
-      rows: Rows [rings, slots, ring, ...].
+      rows: Rows [layers, slots, ring, ...].
       layer: index on axis 0.
       window: number of tokens that a query sees, itself included.
       codec: format of a row.
@@ -56,7 +63,7 @@ class SWAView:
         return jax.tree.leaves(self.rows)[0].shape[2]
 
     def for_kernels(self) -> Rings:
-        """The view as kernels take it; raises NotImplementedError for formats that they do not take."""
+        """Returns the arguments of kernels. Raises NotImplementedError if kernels do not take the rows' format."""
         return Rings(*_layer_and_pools(self), self.window, quantized(self.codec.layout))
 
 
@@ -66,10 +73,10 @@ def _layer_and_pools(view):
 
 @pytree_dataclass
 class _PagedView:
-    """Rows of one layer behind the block table.
+    """Rows of one layer that are paged: the block table of a request says which blocks hold its rows.
 
     Attributes:
-      rows: [layers, blocks, entries per block, ...].
+      rows: Rows or IndexRows [layers, blocks, entries per block, ...].
       layer: index on axis 0.
       block_table: [slots, max_blocks] int32 block ids; -1 = none.
       compress_rate: number of tokens per entry.
@@ -84,7 +91,7 @@ class _PagedView:
 
     @property
     def layout(self) -> RowLayout | KeyLayout | None:
-        """The byte layout of a row for kernels; None for formats that kernels do not take."""
+        """The byte layout of a row for kernels; None if kernels do not take the format."""
         return self.codec.layout
 
     @property
@@ -97,7 +104,15 @@ class _PagedView:
         return self.block_table.shape[1] * self.entries_per_block
 
     def address(self, slots: Int[Array, "*n"], entries: Int[Array, "*n"]) -> tuple[Array, Array, Array]:
-        """Returns (block, row in the block, valid); an entry without a slot or an allocated block is not valid."""
+        """Looks up entries in the block table.
+
+        Args:
+          slots: slot of each entry; -1 = none.
+          entries: number of each entry within its request; -1 = none.
+
+        Returns:
+          (block id or -1, row in the block, valid). An entry without a slot or an allocated block is not valid.
+        """
         logical = entries // self.entries_per_block
         in_table = (slots >= 0) & (entries >= 0) & (logical < self.block_table.shape[1])
         block = take(self.block_table, slots, logical)
@@ -105,14 +120,14 @@ class _PagedView:
         return jnp.where(valid, block, -1), entries % self.entries_per_block, valid
 
     def read(self, slots: Int[Array, "*n"], entries: Int[Array, "*n"]):
-        """Returns (rows, valid) of entries; rows that are not valid hold arbitrary bytes."""
+        """Returns (rows, valid) of entries, see `address`. Rows that are not valid hold arbitrary bytes."""
         block, row, valid = self.address(slots, entries)
         return take(self.rows, self.layer, block, row), valid
 
     def write(
         self, slots: Int[Array, "n"], entries: Int[Array, "n"], keep: Bool[Array, "n"], values: Float[Array, "n D"]
     ) -> Any:
-        """Stores dense `values` as entries and returns the updated view. Invalid entries write nothing."""
+        """Encodes and stores `values` as entries where `keep`, except invalid ones. Returns the updated view."""
         block, row, valid = self.address(slots, entries)
         rows = put(self.rows, self.codec.encode(values), keep & valid, self.layer, block, row)
         return dataclasses.replace(self, rows=rows)
@@ -120,23 +135,26 @@ class _PagedView:
 
 @pytree_dataclass
 class ClassicalView(_PagedView):
-    """Compressed KV entries of one layer: `rows` are Rows, `codec` is a RowCodec."""
+    """The compressed KV entries of one layer: `rows` are Rows, and `codec` is a RowCodec."""
 
     def for_kernels(self, indices: Int[Array, "T K"] | None = None) -> Paged:
-        """The view as kernels take it, with the entries of each token; None for all visible ones."""
+        """Returns the arguments of kernels that read `indices` of each token; None = all visible entries.
+
+        Raises NotImplementedError if kernels do not take the entries' format.
+        """
         layer, pools = _layer_and_pools(self)
         return Paged(layer, self.block_table, pools, indices, self.compress_rate, quantized(self.codec.layout))
 
 
 @pytree_dataclass
 class AttentionKV:
-    """The rows that a call attends to. A row is both key and value of all heads.
+    """The rows that the T tokens of a call attend to. A row is key and value of all heads.
 
     Attributes:
-      window: the layer's rings.
-      compressed: the layer's entries, or None for a layer with a sliding window only.
-      indices: [T, K] int32 entries of each token, -1 = none; None for every visible entry.
-      new_kv: [T, D] the call's own window rows, if the rings do not hold them yet (prefill).
+      window: the sliding windows of the layer.
+      compressed: the layer's compressed entries; None for a layer that has a sliding window only.
+      indices: [T, K] int32 entries that each token attends to, -1 = none; None = every visible entry.
+      new_kv: [T, D] window rows of the call's tokens, if the rings do not hold them yet, as in a prefill; else None.
     """
 
     window: SWAView
@@ -147,18 +165,20 @@ class AttentionKV:
 
 @pytree_dataclass
 class IndexerView(_PagedView):
-    """Indexer keys of one layer: `rows` are IndexRows, `codec` is a KeyCodec."""
+    """The indexer keys of one layer, one for each entry: `rows` are IndexRows, and `codec` is a KeyCodec."""
 
 
 @pytree_dataclass
 class StateView:
-    """Compressor state of one layer: the contribution of each recent token to the windows that it belongs to.
+    """The compressor state of one layer: projections of recent tokens, for entries that are not complete yet.
+
+    It is a ring buffer for each slot: a token's row is `position % ring`.
 
     Attributes:
-      kv: [layers, slots, ring, width] float32; row `position % ring`.
+      kv: [layers, slots, ring, width] float32 values to pool; None if a window is a single token.
       gate: [layers, slots, ring, width] float32 pooling logits with the position bias; -inf where never written.
       layer: index on axis 0.
-      compress_rate: number of tokens in a window.
+      compress_rate: number of tokens in a compression window.
       overlap: whether an entry pools its own window and the one before it.
     """
 
@@ -174,5 +194,5 @@ class StateView:
 
 
 def valid_lengths(positions: Int[Array, "*n"], compress_rate: int) -> Int[Array, "*n"]:
-    """The number of entries visible at each position: `(position + 1) // rate`, 0 for padding (dsv4.md 5)."""
+    """Returns the number of entries that a token at each position sees, `(position + 1) // rate`; 0 for padding."""
     return (positions + 1) // compress_rate

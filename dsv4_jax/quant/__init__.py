@@ -1,4 +1,4 @@
-"""The formats of the cache's bytes and of quantized weights, in plain jnp, and FlashMLA's page layout."""
+"""Quantization formats of the KV cache and of weights, as jnp functions, and FlashMLA's page layout."""
 
 from dsv4_jax.quant.codecs import (
     FakeQuantKeys,

@@ -1,8 +1,9 @@
-"""Codecs: they encode window rows, compressed entries and indexer keys as bytes, and decode them.
+"""Codecs: objects that encode window rows, compressed entries and indexer keys for the KV cache, and decode them.
 
-A codec knows its widths: pools are made of its structs, views carry it, and kernels take its `layout`. Codes and scales
-are stored as uint8 bits, because XLA on CPU upcasts a whole pool of fp8 around a scatter. RoPE dims are never quantized
-below bfloat16 (dsv4.md 7.3).
+A codec has the widths of its rows. The pools of the cache are allocated by its `struct`, and kernels take its `layout`.
+
+FP8 and FP4 codes and 8-bit scales are stored as uint8 bits, because XLA on CPU would upcast a whole pool of FP8 around
+a scatter. The dims of a row that RoPE rotates are not quantized below bfloat16 (docs/dsv4.md 7.3).
 """
 
 import abc
@@ -22,15 +23,16 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 @pytree_dataclass
 class Rows:
-    """Stored KV rows, one for each leading index, in the cache format "v4", "per_entry" or "plain" (unquantized).
+    """Stored KV rows, one for each leading index, in one of the formats "v4", "per_entry" and "plain".
 
-    `pallas_kernels.formats.layouts.RowLayout` describes the quantized rows.
+    The formats are described in `quant.formats`, and the layout of quantized rows at
+    `pallas_kernels.formats.layouts.RowLayout`.
 
     Attributes:
-      nope: [..., N] dims without RoPE. E4M3 bits in uint8; unquantized values in the format "plain".
-      rope: [..., R] RoPE dims in bfloat16; in the format's dtype in "plain".
-      scale: [..., S] scales. "v4": E8M0 bits in uint8, one for 64 dims, zero-padded to a multiple of 8.
-        "per_entry": one float32 inverse scale. "plain": None.
+      nope: [..., N] the dims without RoPE: E4M3 bits in uint8, or values in the format's dtype in "plain".
+      rope: [..., R] the dims with RoPE: bfloat16, or the format's dtype in "plain".
+      scale: [..., S] the scales of `nope`. "v4": E8M0 bits in uint8, a scale for 64 dims, zero-padded to a multiple of
+        8 scales. "per_entry": one float32 inverse scale. "plain": None.
     """
 
     nope: Any
@@ -40,11 +42,13 @@ class Rows:
 
 @pytree_dataclass
 class IndexRows:
-    """Stored indexer keys, one per leading index.
+    """Stored indexer keys, one for each leading index, in one of the formats of `quant.formats`.
 
     Attributes:
-      codes: [..., Di // 2] packed E2M1 (uint8, low nibble = even index), or [..., Di] values in "plain".
-      scale: [..., G] "v4": E8M0 bits per 32 dims; "per_entry": E4M3 bits per 16 dims; "plain": None.
+      codes: [..., Di // 2] uint8, two E2M1 codes in a byte, the low nibble of the even dim; [..., Di] values in
+        "plain".
+      scale: [..., G] uint8 scales. "v4": E8M0 bits, one for 32 dims. "per_entry": E4M3 bits, one for 16 dims. "plain":
+        None.
     """
 
     codes: Any
@@ -60,13 +64,13 @@ def _structs(layout):
 
 @dataclasses.dataclass(frozen=True)
 class RowCodec(abc.ABC):
-    """Encodes KV rows of one width. Hashable, so that it can be a static argument of jitted functions.
+    """The interface of codecs of KV rows with given widths. Codecs are hashable, for use as static arguments of `jit`.
 
-    Every method takes any leading shape and gives a row the same bits in all of them.
+    Methods take rows with any leading shape. The bits of a row do not depend on this shape.
 
     Attributes:
-      nope_dim: head_dim - qk_rope_head_dim.
-      rope_dim: qk_rope_head_dim; the last dims of a row.
+      nope_dim: number of dims without RoPE, head_dim - qk_rope_head_dim.
+      rope_dim: number of dims with RoPE, qk_rope_head_dim; they are the last ones of a row.
     """
 
     nope_dim: int
@@ -74,7 +78,7 @@ class RowCodec(abc.ABC):
 
     @property
     def layout(self) -> RowLayout | None:
-        """The layout of a row for kernels; None if they do not take it."""
+        """The byte layout of a row for kernels; None if kernels do not take these rows."""
         return None
 
     @property
@@ -84,19 +88,19 @@ class RowCodec(abc.ABC):
 
     @property
     def struct(self) -> Rows:
-        """The shapes and dtypes of one row, as Rows of jax.ShapeDtypeStruct; by default those of the layout."""
+        """The shapes and dtypes of one stored row, as Rows of `jax.ShapeDtypeStruct`; by default those of `layout`."""
         return Rows(*_structs(self.layout))
 
     @abc.abstractmethod
     def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
-        """Quantizes rows [..., D] (float32 or bfloat16, finite, after norm and RoPE)."""
+        """Encodes rows [..., D], which are finite, in float32 or bfloat16, after norm and RoPE."""
 
     @abc.abstractmethod
     def decode(self, rows: Rows, dtype: Any) -> Float[Array, "*rows D"]:
-        """Dequantizes rows to [..., D] of `dtype`; each value is an exact float32 product, rounded once."""
+        """Decodes rows to [..., D] of `dtype`. Values are float32 products of code and scale, rounded once."""
 
     def fake_quantize(self, kv: Float[Array, "*rows D"], dtype: Any) -> Float[Array, "*rows D"]:
-        """Encodes and decodes rows, as storing and reading them would, with the gradient of unquantized rows."""
+        """Returns rows as storing and reading them would round them. The gradient is that of unquantized rows."""
         return straight_through(self.decode(self.encode(kv), dtype), kv)
 
     def _split(self, kv):
@@ -109,12 +113,15 @@ class RowCodec(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class FP8Rows(RowCodec):
-    """The codec of E4M3 rows: 584 bytes for DeepSeek-V4's 448 + 64 dims, 580 for the seeds' one scale per row.
+    """The codec of rows in E4M3, with a scale for each block of dims ("v4") or for the row ("per_entry").
 
-    Raises ValueError if `nope_dim` is 0, or not a multiple of the block.
+    A row of DeepSeek-V4's 448 + 64 dims takes 584 bytes with scales of 64 dims, and 580 bytes with one scale.
 
     Attributes:
       scale_block: number of dims that share an E8M0 scale, 64 in "v4"; None = one float32 inverse scale for the row.
+
+    Raises:
+      ValueError: `nope_dim` is not a positive multiple of `scale_block`, or of 1 without one.
     """
 
     scale_block: int | None
@@ -133,7 +140,7 @@ class FP8Rows(RowCodec):
             codes, scale = encode_fp8_entry(nope)
         else:
             codes, scale = encode_fp8_block(nope, self.scale_block)
-            # Padded to a multiple of 8 as in FlashMLA's rows of 584 bytes (dsv4.md 6.3).
+            # Scales are padded to a multiple of 8 bytes, as in FlashMLA's rows of 584 bytes (docs/dsv4.md 6.3).
             padding = [(0, 0)] * (scale.ndim - 1) + [(0, self.layout.scale_width - scale.shape[-1])]
             scale = jnp.pad(scale, padding)
         return Rows(codes, round_to(rope, jnp.bfloat16), scale)
@@ -151,7 +158,7 @@ class PlainRows(RowCodec):
     """The codec of unquantized rows.
 
     Attributes:
-      dtype: dtype that values are rounded to, float32 or bfloat16.
+      dtype: dtype of the stored values, float32 or bfloat16.
     """
 
     dtype: Any
@@ -174,57 +181,63 @@ class PlainRows(RowCodec):
 
 @dataclasses.dataclass(frozen=True)
 class KeyCodec(abc.ABC):
-    """Encodes indexer keys of one width, and rounds queries as it rounds keys. Hashable, like `RowCodec`.
+    """The interface of codecs of indexer keys with a given width, which also round queries like keys.
+
+    Codecs are hashable, for use as static arguments of `jit`.
 
     Attributes:
-      dim: index_head_dim.
+      dim: number of dims of a key, index_head_dim.
     """
 
     dim: int
 
     @property
     def layout(self) -> KeyLayout | None:
-        """The layout of a key for kernels; None if they do not take it."""
+        """The byte layout of a key for kernels; None if kernels do not take these keys."""
         return None
 
     @property
     def struct(self) -> IndexRows:
-        """The shapes and dtypes of one key, as IndexRows of jax.ShapeDtypeStruct; by default those of the layout."""
+        """The shapes and dtypes of one stored key, as IndexRows of `jax.ShapeDtypeStruct`; by default `layout`'s."""
         return IndexRows(*_structs(self.layout))
 
     @abc.abstractmethod
     def encode(self, keys: Float[Array, "*rows Di"]) -> IndexRows:
-        """Quantizes keys [..., Di] (float32 or bfloat16, finite, after RoPE)."""
+        """Encodes keys [..., Di], which are finite, in float32 or bfloat16, after RoPE."""
 
     @abc.abstractmethod
     def decode(self, rows: IndexRows) -> Float[Array, "*rows Di"]:
-        """Dequantizes keys to [..., Di] float32, in the rotated basis if the codec rotates."""
+        """Decodes keys to [..., Di] float32. If `encode` rotates keys (by a Hadamard matrix), they remain rotated."""
 
     def round_query(self, q: Float[Array, "*rows Di"]) -> Float[Array, "*rows Di"]:
-        """Rotates and rounds queries [..., Di] as keys are, and returns them in q's dtype (dsv4.md 4).
+        """Encodes and decodes queries [..., Di] like keys, and returns them in their dtype (docs/dsv4.md 4).
 
-        The gradient is that of the rotation.
+        The gradient is that of the codec's rotation, without the rounding.
         """
         return straight_through(round_to(self.decode(self.encode(q)), q.dtype), self._rotate(q.astype(jnp.float32)))
 
     def fake_quantize(self, keys: Float[Array, "*rows Di"]) -> Float[Array, "*rows Di"]:
-        """Encodes and decodes keys, to float32; the gradient is that of the rotation."""
+        """Returns keys as if they were stored and read, in float32. The gradient is that of the rotation alone."""
         return straight_through(self.decode(self.encode(keys)), self._rotate(keys.astype(jnp.float32)))
 
     def _rotate(self, keys):
-        """Changes the basis to that of `decode`."""
+        """Rotates keys as `encode` does before it quantizes; by default not at all."""
         return keys
 
 
 @dataclasses.dataclass(frozen=True)
 class FP4Keys(KeyCodec):
-    """The codec of E2M1 keys: DeepSeek-V4's MXFP4 (68 bytes for 128 dims) or the seeds' NVFP4 (72 bytes).
+    """The codec of keys in E2M1: MXFP4 ("v4") or NVFP4 ("per_entry").
 
-    MXFP4 keys have an E8M0 scale per 32 dims, and are rotated by a Hadamard matrix first; `dim` is a power of two then.
-    NVFP4 keys have an E4M3 scale per 16 dims. Raises ValueError if `dim` does not fit.
+    An MXFP4 key is rotated by a Hadamard matrix, and has an E8M0 scale for each 32 dims: 68 bytes for 128 dims. An
+      NVFP4
+    key has an E4M3 scale for each 16 dims, and a scale that all keys share: 72 bytes.
 
     Attributes:
-      global_scale: second-level scale of all NVFP4 keys and queries; None = MXFP4.
+      global_scale: the scale that all NVFP4 keys and queries share; None = MXFP4.
+
+    Raises:
+      ValueError: `dim` is not a positive multiple of the dims that share a scale, or for MXFP4 not a power of two.
     """
 
     global_scale: float | None
@@ -261,7 +274,7 @@ class PlainKeys(KeyCodec):
     """The codec of unquantized keys.
 
     Attributes:
-      dtype: dtype that values are rounded to, float32 or bfloat16.
+      dtype: dtype of the stored values, float32 or bfloat16.
     """
 
     dtype: Any
@@ -282,10 +295,10 @@ class PlainKeys(KeyCodec):
 
 @dataclasses.dataclass(frozen=True)
 class FakeQuantRows(PlainRows):
-    """Rows with the values of another codec, stored as numbers through which gradients pass.
+    """The codec that stores the quantized values of another codec in `dtype`, so that gradients pass through the rows.
 
     Attributes:
-      codec: the codec whose values they are.
+      codec: the codec that quantizes the values.
     """
 
     codec: RowCodec
@@ -296,10 +309,10 @@ class FakeQuantRows(PlainRows):
 
 @dataclasses.dataclass(frozen=True)
 class FakeQuantKeys(PlainKeys):
-    """Keys with the values of another codec, stored as numbers through which gradients pass.
+    """The codec that stores the quantized values of another codec in `dtype`, so that gradients pass through the keys.
 
     Attributes:
-      codec: the codec whose values they are.
+      codec: the codec that quantizes the values.
     """
 
     codec: KeyCodec

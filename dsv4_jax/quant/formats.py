@@ -1,8 +1,9 @@
-"""Formats of the cache: the codecs of its window rows, entries and indexer keys.
+"""Formats of the KV cache. A format chooses the codecs of window rows, compressed entries and indexer keys.
 
-"v4"         DeepSeek-V4's: E4M3 with a power-of-two scale per 64 dims; indexer keys MXFP4 after a Hadamard rotation.
-"per_entry"  the seeds': E4M3 with a float32 inverse scale per entry; indexer keys NVFP4.
-"plain"      unquantized, in the model's dtype, for parity with reference implementations.
+"v4"         DeepSeek-V4's format: rows in E4M3 with a power-of-two scale per 64 dims; keys in MXFP4, rotated by a
+             Hadamard matrix.
+"per_entry"  rows in E4M3 with one float32 inverse scale per row; keys in NVFP4.
+"plain"      unquantized rows and keys in the model's dtype, to compare with reference implementations.
 """
 
 import abc
@@ -20,7 +21,7 @@ from dsv4_jax.quant.fp8 import FP8_BLOCK
 
 @dataclasses.dataclass(frozen=True)
 class KVFormat(abc.ABC):
-    """The codecs of a cache, for a model of any widths. Hashable."""
+    """The interface of formats, whose methods return codecs for the widths of a model. Formats are hashable."""
 
     name: ClassVar[str]
 
@@ -39,7 +40,7 @@ class KVFormat(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class V4Format(KVFormat):
-    """DeepSeek-V4's own format: E4M3 rows with a scale per block, and MXFP4 keys."""
+    """DeepSeek-V4's own format: rows in E4M3 with a scale per 64 dims, and keys in MXFP4."""
 
     name: ClassVar[str] = "v4"
 
@@ -52,10 +53,13 @@ class V4Format(KVFormat):
 
 @dataclasses.dataclass(frozen=True)
 class PerEntryFormat(KVFormat):
-    """The seeds' format: E4M3 rows with one scale each, and NVFP4 keys.
+    """The format "per_entry": rows in E4M3 with one scale each, and keys in NVFP4.
 
     Attributes:
-      index_global_scale: second-level NVFP4 scale of all indexer keys and queries.
+      index_global_scale: NVFP4's second-level scale, which all indexer keys and queries share.
+
+    Raises:
+      ValueError: `index_global_scale` is not positive and finite.
     """
 
     name: ClassVar[str] = "per_entry"
@@ -78,6 +82,9 @@ class PlainFormat(KVFormat):
 
     Attributes:
       dtype: dtype of the stored values, float32 or bfloat16.
+
+    Raises:
+      ValueError: `dtype` is another one.
     """
 
     name: ClassVar[str] = "plain"
@@ -87,7 +94,7 @@ class PlainFormat(KVFormat):
         dtype = np.dtype(self.dtype)
         if dtype not in (jnp.float32, jnp.bfloat16):
             raise ValueError(f'format "plain" stores float32 or bfloat16, got dtype={dtype.name}')
-        object.__setattr__(self, "dtype", dtype)  # normalized, so that equal formats hash equal
+        object.__setattr__(self, "dtype", dtype)  # as np.dtype, so that equal formats have equal hashes
 
     def entries(self, nope_dim: int, rope_dim: int) -> RowCodec:
         return codecs.PlainRows(nope_dim, rope_dim, self.dtype)
@@ -98,10 +105,10 @@ class PlainFormat(KVFormat):
 
 @dataclasses.dataclass(frozen=True)
 class FakeQuantFormat(KVFormat):
-    """The values of a quantized format, stored as float32, with straight-through gradients: for training.
+    """A format for training, which stores the values of a quantized format as float32 and lets gradients pass through.
 
     Attributes:
-      format: the quantized format.
+      format: the format that quantizes the values.
     """
 
     name: ClassVar[str] = "fake_quant"
@@ -121,10 +128,15 @@ FORMATS = {cls.name: cls for cls in (V4Format, PerEntryFormat, PlainFormat)}
 
 
 def kv_format(name: str | KVFormat, dtype: Any = None) -> KVFormat:
-    """Returns the format with a name, "v4", "per_entry" or "plain". A KVFormat is returned as it is.
+    """Returns the format with the given name.
 
-    "plain" stores `dtype`, float32 or bfloat16 (None: bfloat16); other formats ignore it. Raises ValueError if the name
-    is unknown or "plain" does not store the dtype, and TypeError if `name` is neither a string nor a KVFormat.
+    Args:
+      name: "v4", "per_entry" or "plain". A KVFormat is returned as it is.
+      dtype: dtype that "plain" stores, float32 or bfloat16; None = bfloat16. Other formats ignore it.
+
+    Raises:
+      TypeError: `name` is neither a string nor a KVFormat.
+      ValueError: the name is unknown, or "plain" cannot store the dtype.
     """
     if isinstance(name, KVFormat):
         return name

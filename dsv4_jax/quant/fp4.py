@@ -1,7 +1,9 @@
-"""E2M1 codes, two per byte: MXFP4 (power-of-two scale per 32 values) and NVFP4 (E4M3 scale per 16, global scale).
+"""The FP4 formats MXFP4 and NVFP4, which store E2M1 codes, two in a byte, with scales.
 
-The low nibble holds the even index. Inputs must be finite. Subnormal inputs follow the backend's float32 arithmetic:
-XLA on CPU flushes them to zero.
+MXFP4 has a power-of-two scale for each 32 values. NVFP4 has an E4M3 scale for each 16 values and a global scale.
+
+The low nibble of a byte holds the value with the even index. Inputs must be finite. Subnormal inputs follow the
+backend's float32 arithmetic: XLA on CPU flushes them to zero.
 """
 
 import jax.numpy as jnp
@@ -19,10 +21,12 @@ NVFP4_GROUP = 16
 
 
 def encode_e2m1(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
-    """Rounds float32 to E2M1 codes 0 to 15 (sign in bit 3), ties to even codes, saturating at +-6.
+    """Rounds float32 values to E2M1 codes 0 to 15, whose bit 3 is the sign.
 
-    Compares with the midpoints of {0, .5, 1, 1.5, 2, 3, 4, 6}, so that no backend can convert through a third type and
-    round twice.
+    Ties go to even codes, and values beyond +-6 to +-6.
+
+    Values are compared with the midpoints of the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A cast could go through
+    another type and round twice on some backends.
     """
     return e2m1_codes(x).astype(jnp.uint8)
 
@@ -43,10 +47,17 @@ def unpack_fp4(packed: UInt8[Array, "*rows half"]) -> UInt8[Array, "*rows N"]:
 
 
 def encode_mxfp4(x: Float[Array, "*rows N"]) -> tuple[UInt8[Array, "*rows half"], UInt8[Array, "*rows G"]]:
-    """Encodes MXFP4, with a power-of-two scale per 32 values (dsv4.md 7.2).
+    """Encodes values as MXFP4, with a power-of-two scale for each block of 32 values (docs/dsv4.md 7.2).
 
-    amax = max(max|x|, 6 * 2**-126); scale = 2**ceil(log2(amax * fp32(1/6))); code = e2m1(x / scale). Takes x [..., N]
-    float32, N a multiple of 32, and returns (packed codes [..., N // 2], scales [..., N // 32] E8M0 bits).
+        amax = max(max|x| of the block, 6 * 2**-126)
+        scale = 2**ceil(log2(amax * fp32(1/6)))
+        code = e2m1(x / scale)
+
+    Args:
+      x: [..., N] float32, N a multiple of 32.
+
+    Returns:
+      (packed codes [..., N // 2] uint8, scales [..., N // 32] uint8 E8M0 bits).
     """
     blocks = in_blocks(x, MXFP4_BLOCK)
     amax = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1), E2M1_MAX * 2.0**-126)
@@ -56,18 +67,28 @@ def encode_mxfp4(x: Float[Array, "*rows N"]) -> tuple[UInt8[Array, "*rows half"]
 
 
 def decode_mxfp4(packed: UInt8[Array, "*rows half"], scale: UInt8[Array, "*rows G"]) -> Float[Array, "*rows N"]:
-    """Decodes `encode_mxfp4` to [..., N] float32: code * scale, exact unless it overflows to infinity."""
+    """Decodes results of `encode_mxfp4` to [..., N] float32: code * scale, exact unless it overflows to infinity."""
     return _decode(packed, e8m0_value(scale), MXFP4_BLOCK)
 
 
 def encode_nvfp4(
     x: Float[Array, "*rows N"], global_scale: float = 1.0
 ) -> tuple[UInt8[Array, "*rows half"], UInt8[Array, "*rows G"]]:
-    """Encodes NVFP4, with an E4M3 scale per 16 values and a global scale, for the seeds' indexer keys.
+    """Encodes values as NVFP4, with an E4M3 scale for each group of 16 values and a global scale.
 
-    scale = e4m3(amax / (6 * global)), saturating; step = scale * global; code = e2m1(x / step), a signed zero where
-    step is 0. Divisions are products with a reciprocal, for the reason given at `encode_fp8_entry`. Takes x [..., N]
-    float32, N a multiple of 16, and returns (packed codes [..., N // 2], scales [..., N // 16] E4M3 bits).
+        amax = max|x| of the group
+        scale = e4m3(amax / (6 * global_scale)), saturating
+        step = scale * global_scale
+        code = e2m1(x / step), a signed zero where step is 0
+
+    Divisions are computed as products with a reciprocal, for the reason given at `fp8.encode_fp8_entry`.
+
+    Args:
+      x: [..., N] float32, N a multiple of 16.
+      global_scale: scale of all values, positive.
+
+    Returns:
+      (packed codes [..., N // 2] uint8, scales [..., N // 16] uint8 E4M3 bits).
     """
     groups = in_blocks(x, NVFP4_GROUP)
     amax = jnp.max(jnp.abs(groups), axis=-1)

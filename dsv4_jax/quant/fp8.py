@@ -1,4 +1,4 @@
-"""E4M3 codes with two kinds of scale: a power of two per block (DeepSeek-V4's) or one float32 per entry (the seeds').
+"""FP8: E4M3 codes with a power-of-two scale per block of values, as in DeepSeek-V4, or a float32 scale per row.
 
 All codes are uint8 bits. Inputs must be finite.
 """
@@ -11,11 +11,11 @@ from dsv4_jax.quant.numerics import e8m0_ceil, e8m0_reciprocal, e8m0_value, in_b
 
 
 E4M3_MAX = 448.0
-FP8_BLOCK = 64  # channels of a cached row that share a scale; weights have blocks of WEIGHT_BLOCK rows and columns
+FP8_BLOCK = 64  # channels of a cached row that share a scale; for weights see quantized_weight.WEIGHT_BLOCK
 
 
 def encode_e4m3(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
-    """Rounds float32 to E4M3 bits, ties to even, saturating at +-448 (the cast alone overflows to NaN)."""
+    """Rounds float32 values to E4M3 bits, ties to even. Values are clipped to +-448, which a cast would turn to NaN."""
     codes = jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
     return lax.bitcast_convert_type(codes, jnp.uint8)
 
@@ -23,11 +23,12 @@ def encode_e4m3(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
 def decode_e4m3(bits: UInt8[Array, "..."]) -> Float[Array, "..."]:
     """Converts E4M3 bits to float32, exactly; 0x7F and 0xFF are NaN.
 
-    Uses integers, because XLA on GPU deletes a pair of casts f32 -> e4m3 -> f32, and its rounding, when a value is
-    quantized and read back in one program.
+    The conversion uses integer operations. If a program quantized a value and read it back by casts f32 -> e4m3 -> f32,
+    XLA on GPU would delete both casts, and the rounding with them.
     """
     size = (bits & 0x7F).astype(jnp.uint32)
-    # Codes below 8 are subnormal. In the others exponent and mantissa are 20 bits lower than in float32; add its bias.
+    # Codes below 8 are subnormal. In other codes exponent and mantissa lie 20 bits lower than in float32, and the
+    # exponent's bias is smaller by 120.
     normal = lax.bitcast_convert_type((size << 20) + (120 << 23), jnp.float32)
     value = jnp.where(size < 8, size.astype(jnp.float32) * 2.0**-9, normal)
     value = jnp.where(size == 0x7F, jnp.nan, value)
@@ -37,10 +38,18 @@ def decode_e4m3(bits: UInt8[Array, "..."]) -> Float[Array, "..."]:
 def encode_fp8_block(
     x: Float[Array, "*rows N"], block: int = FP8_BLOCK
 ) -> tuple[UInt8[Array, "*rows N"], UInt8[Array, "*rows G"]]:
-    """Encodes E4M3 with a power-of-two scale per block of the last axis (dsv4.md 7.1).
+    """Encodes values as E4M3 with a power-of-two scale for each block of the last axis (docs/dsv4.md 7.1).
 
-    amax = max(max|x|, 1e-4); scale = 2**ceil(log2(amax * fp32(1/448))); code = e4m3(x / scale). Takes x [..., N]
-    float32, N a multiple of `block`, and returns (codes [..., N] E4M3 bits, scales [..., N // block] E8M0 bits).
+        amax = max(max|x| of the block, 1e-4)
+        scale = 2**ceil(log2(amax * fp32(1/448)))
+        code = e4m3(x / scale)
+
+    Args:
+      x: [..., N] float32, N a multiple of `block`.
+      block: number of values that share a scale.
+
+    Returns:
+      (codes [..., N] uint8 E4M3 bits, scales [..., N // block] uint8 E8M0 bits).
     """
     blocks = in_blocks(x, block)
     amax = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1), 1e-4)
@@ -50,19 +59,26 @@ def encode_fp8_block(
 
 
 def decode_fp8_block(codes: UInt8[Array, "*rows N"], scale: UInt8[Array, "*rows G"]) -> Float[Array, "*rows N"]:
-    """Decodes `encode_fp8_block` to [..., N] float32: code * scale, exact unless it overflows to infinity."""
+    """Decodes results of `encode_fp8_block` to [..., N] float32: code * scale, exact unless it overflows."""
     blocks = decode_e4m3(codes).reshape(*scale.shape, codes.shape[-1] // scale.shape[-1])
     return (blocks * e8m0_value(scale)[..., None]).reshape(codes.shape)
 
 
 def encode_fp8_entry(x: Float[Array, "*rows N"]) -> tuple[UInt8[Array, "*rows N"], Float[Array, "*rows 1"]]:
-    """Encodes E4M3 with a float32 inverse scale per entry, the seeds' format.
+    """Encodes rows as E4M3 with one float32 inverse scale per row, as in the format "per_entry".
 
-    inverse scale = max(amax * fp32(1/448), 1e-12); code = e4m3(x * (1 / inverse scale)).
+        amax = max|x| of the row
+        inv_scale = max(amax * fp32(1/448), 1e-12)
+        code = e4m3(x * (1 / inv_scale))
 
-    Both divisions of the seeds' formula are products here, so that the bytes are the same everywhere. XLA rewrites a
-    division by a scalar to a product in some programs and not in others. Returns (codes [..., N] E4M3 bits, inverse
-    scales [..., 1] float32) of x [..., N] float32.
+    The formulas have products with reciprocals in the place of divisions, so that every program stores the same bytes.
+    XLA rewrites a division by a scalar to a product in some programs and not in others.
+
+    Args:
+      x: [..., N] float32.
+
+    Returns:
+      (codes [..., N] uint8 E4M3 bits, inverse scales [..., 1] float32).
     """
     amax = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     inv_scale = jnp.maximum(amax * jnp.float32(1 / E4M3_MAX), 1e-12)
@@ -70,5 +86,5 @@ def encode_fp8_entry(x: Float[Array, "*rows N"]) -> tuple[UInt8[Array, "*rows N"
 
 
 def decode_fp8_entry(codes: UInt8[Array, "*rows N"], inv_scale: Float[Array, "*rows 1"]) -> Float[Array, "*rows N"]:
-    """Decodes `encode_fp8_entry` to [..., N] float32: code * inverse scale, rounded once."""
+    """Decodes results of `encode_fp8_entry` to [..., N] float32: code * inverse scale, rounded once."""
     return decode_e4m3(codes) * inv_scale

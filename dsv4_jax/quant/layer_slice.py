@@ -1,4 +1,4 @@
-"""One layer's weights within weights that are stacked over equal layers."""
+"""The weight of one layer, held together with the stack of this weight over all equal layers."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 @pytree_dataclass
 class LayerSlice:
-    """The weight of one layer in a loop over equal layers, for references and for kernels.
+    """The weight of one layer in a loop over equal layers, in two forms.
 
-    A reference reads `value`. A kernel reads `stack` at `layer`, because a slice would be copied before each launch.
-    XLA computes neither `value` nor its copy in a program that does not read it.
+    The reference of an op reads `value`. A kernel reads `stack` at the index `layer`, because XLA would copy `value`
+    out of the stack before each launch. XLA does not compute a `value` that the program does not read.
 
     Attributes:
-      value: array or `QuantizedWeight` of the layer. Gradients belong to it.
-      stack: the same with a leading axis of layers.
+      value: array or `QuantizedWeight`, the layer's weight. Gradients are those of `value`.
+      stack: array or `QuantizedWeight` with a leading axis of layers.
       layer: [] int32, the layer's index on that axis.
     """
 
@@ -46,15 +46,19 @@ class LayerSlice:
 
 
 def layer_value(tree: Any) -> Any:
-    """Returns a tree with the `value` of each `LayerSlice` in its place."""
+    """Returns the tree with each `LayerSlice` replaced by its `value`."""
     return jax.tree.map(lambda x: x.value if isinstance(x, LayerSlice) else x, tree, is_leaf=_is_slice)
 
 
 def layer_stacks(tree: Any) -> tuple[Any, Int[Array, ""] | None]:
-    """Returns the weights of one kernel call as the kernel takes them, and its `layer` argument.
+    """Converts the weights of one kernel call to the form that the kernel takes.
 
-    If every array of the tree belongs to a `LayerSlice`, of one and the same layer, these are the stacks and the
-    layer's index. Otherwise they are the values of the layer, and None.
+    Args:
+      tree: arrays, `QuantizedWeight`s and `LayerSlice`s. All `LayerSlice`s must be of the same layer.
+
+    Returns:
+      (tree with the `stack` of each weight, the layer's index) if every weight is a `LayerSlice`. Otherwise (tree with
+      the `value` of each `LayerSlice`, None).
     """
     weights = jax.tree.leaves(tree, is_leaf=_is_slice)
     slices = [weight for weight in weights if isinstance(weight, LayerSlice)]

@@ -1,6 +1,10 @@
-"""FlashMLA's page layout of "v4" rows, to exchange a cache with CUDA kernels; 584 bytes per entry (dsv4.md 6.3).
+"""Conversion of "v4" rows to and from FlashMLA's page layout, to exchange a cache with CUDA kernels (docs/dsv4.md 6.3).
 
-[entries] x (448 E4M3 codes | 64 bfloat16 RoPE dims)  then  [entries] x (7 E8M0 scales | 1 unused)  then padding
+A page holds a block of entries, 584 bytes for each, in three parts:
+
+    for each entry: 448 E4M3 codes, then 64 RoPE dims in bfloat16
+    for each entry: 7 E8M0 scales, then 1 unused byte
+    padding to a multiple of 576 bytes
 """
 
 import jax.numpy as jnp
@@ -21,15 +25,21 @@ PAGE_ALIGNMENT = 576
 
 
 def flashmla_page_bytes(entries: int) -> int:
-    """The bytes of a page: 584 per entry, rounded up to a multiple of 576 (the kernels' stride)."""
+    """Returns the bytes of a page: 584 per entry, rounded up to a multiple of 576, as FlashMLA's kernels require."""
     return -(-entries * (DATA_BYTES + SCALE_BYTES) // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
 
 
 def to_flashmla_pages(rows: Rows) -> UInt8[Array, "blocks page_bytes"]:
-    """Lays out one layer's pool, "v4" rows [blocks, entries, ..] of 448 + 64 dims, as FlashMLA pages.
+    """Converts the entries of one layer to FlashMLA pages.
 
-    Returns [blocks, `flashmla_page_bytes(entries)`] uint8, in which unused scale bytes and padding are 0. Raises
-    ValueError for rows of another format or width.
+    Args:
+      rows: "v4" rows [blocks, entries per block, ...] of 448 + 64 dims.
+
+    Returns:
+      [blocks, `flashmla_page_bytes(entries per block)`] uint8. Unused scale bytes and padding are 0.
+
+    Raises:
+      ValueError: the rows are of another format, width or number of axes.
     """
     _check_rows(rows)
     blocks, entries, _ = rows.nope.shape
@@ -41,9 +51,18 @@ def to_flashmla_pages(rows: Rows) -> UInt8[Array, "blocks page_bytes"]:
 
 
 def from_flashmla_pages(pages: UInt8[Array, "blocks page_bytes"], entries: int) -> Rows:
-    """Reads FlashMLA pages of so many rows back into "v4" rows; the undefined eighth scale byte becomes 0.
+    """Converts FlashMLA pages to "v4" rows.
 
-    Raises ValueError if the pages [blocks, bytes] uint8 are not `flashmla_page_bytes(entries)` long.
+    Args:
+      pages: [blocks, bytes] uint8.
+      entries: number of entries in a page.
+
+    Returns:
+      Rows [blocks, entries, ...] of 448 + 64 dims. The eighth scale byte of a row, which FlashMLA leaves undefined, is
+      0.
+
+    Raises:
+      ValueError: `entries` is less than 1, or a page does not have `flashmla_page_bytes(entries)` bytes.
     """
     blocks, page_bytes = pages.shape
     if entries < 1 or page_bytes != flashmla_page_bytes(entries):

@@ -1,4 +1,4 @@
-"""Weights that stay quantized in memory, in the release's storage format."""
+"""Weights that stay quantized in memory, in the storage format of DeepSeek's releases."""
 
 import math
 from typing import Any, Literal
@@ -20,18 +20,19 @@ type QuantizedKind = Literal["FP8", "FP4"]
 
 @pytree_dataclass
 class QuantizedWeight:
-    """Quantized matrices, which a parameter may hold in place of an array: `nnx.Param(QuantizedWeight(...))`.
+    """Quantized matrices, which a parameter may hold in the place of an array: `nnx.Param(QuantizedWeight(...))`.
 
-    Kernels read the codes. Other code reads `parameter[...]`, or `parameter[i]` for some matrices of a stack, which
-    dequantizes them exactly within the program that uses them.
+    Kernels read the codes and scales. Other code reads `parameter[...]`, or `parameter[i]` for matrices of a stack.
+    Both dequantize exactly, within the program that reads them.
 
     Attributes:
-      codes: uint8 codes. "FP8": [..., out, in] E4M3 bits. "FP4": [..., out, in / 2] pairs of E2M1 codes, the even
-        input's in the low nibble.
-      scale: uint8 E8M0 bits, 42 to 160, with which kernels hold values exactly. "FP8": [..., ceil(out / 128),
-        ceil(in / 128)], one per block of 128 x 128. "FP4": [..., out, in / 32], one per 32 inputs.
+      codes: uint8 codes. "FP8": [..., out, in] E4M3 bits. "FP4": [..., out, in / 2] pairs of E2M1 codes, with the even
+        input channel in the low nibble.
+      scale: uint8 E8M0 bits. "FP8": [..., ceil(out / 128), ceil(in / 128)], a scale for each block of 128 x 128 values.
+        "FP4": [..., out, in / 32], a scale for 32 values of a row. Bits are 42 to 160, so that kernels represent all
+        values exactly.
       kind: "FP8" or "FP4" (static).
-      dtype: dtype of the values (static): float32 or bfloat16, which both hold them exactly.
+      dtype: dtype of the dequantized values (static): float32 or bfloat16, either of which represents them exactly.
     """
 
     codes: Any
@@ -41,12 +42,12 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape [..., out, in] of the values."""
+        """The shape [..., out, in] of the dequantized values."""
         *leading, columns = self.codes.shape
         return (*leading, 2 * columns if self.kind == "FP4" else columns)
 
     def __getitem__(self, index: Any) -> Float[Array, "..."]:
-        """Dequantizes all matrices (`...`), or those at an index of the leading axes."""
+        """Dequantizes all matrices for the index `...`, or the matrices at an index of the leading axes."""
         codes, scale = (self.codes, self.scale) if index is ... else (self.codes[index], self.scale[index])
         if self.kind == "FP4":
             return round_to(decode_mxfp4(codes, scale), self.dtype)
@@ -56,7 +57,7 @@ class QuantizedWeight:
 
 
 def quantized_shapes(kind: QuantizedKind, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the shapes of the codes and of the scales that store values [..., out, in]."""
+    """Returns (shape of the codes, shape of the scales) that store values of the shape [..., out, in]."""
     *leading, rows, columns = shape
     if kind == "FP8":
         return shape, (*leading, math.ceil(rows / WEIGHT_BLOCK), math.ceil(columns / WEIGHT_BLOCK))
@@ -64,6 +65,6 @@ def quantized_shapes(kind: QuantizedKind, shape: tuple[int, ...]) -> tuple[tuple
 
 
 def quantized_struct(kind: QuantizedKind, values: jax.ShapeDtypeStruct) -> QuantizedWeight:
-    """Returns the shapes of values [..., out, in] that are stored quantized."""
+    """Returns a QuantizedWeight of `jax.ShapeDtypeStruct`s that stores values [..., out, in] of the given struct."""
     codes, scale = (jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in quantized_shapes(kind, values.shape))
     return QuantizedWeight(codes, scale, kind, values.dtype)

@@ -1,4 +1,4 @@
-"""A server with OpenAI's API: an engine in its own thread behind an ASGI application."""
+"""An HTTP server with OpenAI's and Anthropic's APIs: an ASGI application, and an engine in its own thread."""
 
 from dsv4_jax.serve.app import create_app
 from dsv4_jax.serve.async_engine import AsyncEngine, Generation, QueueFullError, Update

@@ -1,4 +1,4 @@
-"""Answers to completions and chat completions: turns a body into requests, and their tokens into text."""
+"""Answers to HTTP requests: they turn a body into requests to the engine, and the tokens of these into text."""
 
 import asyncio
 import dataclasses
@@ -27,14 +27,14 @@ from dsv4_jax.serve.service import Service
 
 
 _log = logging.getLogger("dsv4_jax.serve")
-# Maximum of an answer, which keeps some hundred bytes for each until it is sent.
+# The maximum number of log-probabilities in an answer. Each takes some hundred bytes of memory until it is sent.
 _MAX_LOGPROBS = 2**21
 _SAMPLING_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
-_KEEP_ALIVE_SECONDS = 10.0  # proxies cut a stream off after a minute without a byte, or less
+_KEEP_ALIVE_SECONDS = 10.0  # a stream sends something at least this often, because proxies close silent connections
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of an answer. Cancels its requests if the client disconnects."""
+    """A response that sends an answer as server-sent events. Cancels its requests if the client disconnects."""
 
     def __init__(self, answer: "Answer"):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -49,16 +49,25 @@ class EventStream(StreamingResponse):
 
 
 class Answer:
-    """The answer to one HTTP request: its prompts, its requests to the engine, and their texts."""
+    """The answer to one HTTP request, the base class of answers in all protocols.
+
+    It encodes the prompts of the body, submits `n` requests to the engine for each prompt, and collects their texts.
+    """
 
     body_type: ClassVar[type[GenerationBody]]
     id_prefix: ClassVar[str]
-    _keep_alive: ClassVar[bytes] = b": keep-alive\n\n"  # a comment
+    _keep_alive: ClassVar[bytes] = b": keep-alive\n\n"  # a comment in a stream of events, which clients skip
 
     def __init__(self, service: Service, body: Any, start: float):
-        """Encodes the prompts of a body that came at `start` by `time.monotonic`. Takes too long for the event loop.
+        """Encodes the prompts of a body. Call it outside of the event loop's thread, because it can take long.
 
-        Raises APIError if the prompts are too long, or need a feature that the server lacks.
+        Args:
+          service: state that all requests share.
+          body: the parsed body of the request, a `body_type`.
+          start: time when the request came, by `time.monotonic`.
+
+        Raises:
+          APIError: the prompts are too long, or need a feature that the server lacks.
         """
         self._service = service
         self._body = body
@@ -68,7 +77,7 @@ class Answer:
         if body.stop and service.tokenizer is None:
             raise APIError(400, "the checkpoint has no tokenizer.json: use stop_token_ids", param="stop")
         self._grammar: Grammar | None = None
-        self._release_sampling: dict[str, float] = {}  # the release's defaults that hold for this body
+        self._release_sampling: dict[str, float] = {}  # the release's values where the client gives none
         self._check(body.stop_token_ids or [0], "stop_token_ids")
         self._prompts = [self._check(ids, "prompt") for ids in self._encode()]
         self._limit = self._check_limit()
@@ -84,19 +93,19 @@ class Answer:
         raise NotImplementedError
 
     def _max_tokens(self, room: int) -> int:
-        """Returns the maximum number of new tokens, given room for `room` tokens."""
+        """Returns the maximum number of new tokens of a request, for which the context has room for `room` tokens."""
         raise NotImplementedError
 
     def _new_choice(self, index: int, prompt: np.ndarray) -> Choice:
-        """Returns an empty choice of request `index`, an answer to a prompt."""
+        """Returns an empty choice, which collects the text of request number `index` to the given prompt."""
         raise NotImplementedError
 
     def _events(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[bytes]:
-        """Returns the server-sent events of a choice's new text and tokens."""
+        """Returns the server-sent events for the new text and new tokens of a choice."""
         raise NotImplementedError
 
     def _last_events(self) -> list[bytes]:
-        """Returns the server-sent events after all choices are complete."""
+        """Returns the server-sent events that follow when all choices are complete."""
         return []
 
     def _error_event(self, error: APIError) -> bytes:
@@ -113,7 +122,7 @@ class Answer:
         return {}
 
     def submit(self) -> None:
-        """Submits the requests to the engine; raises APIError if the queue is full."""
+        """Submits the requests to the engine. Raises APIError if the queue is full or the engine rejects a request."""
         body = self._body
         service = self._service
         if not self._limit and not self._scores_prompts:
@@ -164,7 +173,10 @@ class Answer:
             yield self._error_event(error)
 
     async def _updates(self) -> AsyncIterator[tuple[Choice, str, list[ScoredToken]] | None]:
-        """Yields (choice, new text, new tokens) until all choices are complete; None where nothing came for long."""
+        """Yields (choice, new text, new tokens) until all choices are complete.
+
+        Yields None if no update came for `_KEEP_ALIVE_SECONDS`. Raises APIError if a request fails or the time is over.
+        """
         if self._generation is None:
             for choice in self.choices:
                 yield choice, *choice.take(Update(choice.index, finish_reason="length"))
@@ -184,7 +196,7 @@ class Answer:
                 continue
             if update.finish_reason in ("error", "cancelled"):
                 raise _as_api_error(update.error)
-            if not self._limit:  # the request ran for its prompt only
+            if not self._limit:  # the request ran only to score its prompt
                 update = dataclasses.replace(update, num_generated=0, finish_reason="length")
             now = time.monotonic()
             num_new = update.num_generated - choice.num_generated
@@ -206,7 +218,7 @@ class Answer:
             raise APIError(400, str(error), param=name) from None
 
     def _check_size(self) -> None:
-        """Raises APIError if the answer is more than the server makes or keeps at once."""
+        """Raises APIError if the answer has too many requests or log-probabilities, or samples that would be equal."""
         engine = self._service.engine
         count = len(self._prompts) * self._samples
         if self._samples > 1 and self._body.temperature == 0:
@@ -225,11 +237,11 @@ class Answer:
             raise APIError(400, f"{message}: ask for fewer tokens", param="logprobs")
 
     def _check_limit(self) -> int:
-        """Returns the maximum number of new tokens of each request."""
+        """Returns the maximum number of new tokens of each request. Raises APIError if there is no room for them."""
         manager = self._service.engine.engine.manager
         longest = max(map(len, self._prompts))
         context = min(manager.schema.max_context, manager.capacity)
-        # The last token is sampled, but never stored.
+        # The context has room for one more token than the cache, because the last token is sampled but never stored.
         room = context + 1 - longest
         limit = self._max_tokens(room)
         if limit > room or longest > context:
@@ -238,22 +250,22 @@ class Answer:
         return limit
 
     def _too_long(self, longest: int, limit: int, context: int) -> str:
-        """Returns the error of a prompt that does not fit the context together with the new tokens."""
+        """Returns the message for a prompt that does not fit into the context together with the new tokens."""
         return f"a prompt of {longest} tokens and {limit} new ones are more than the context of {context} tokens"
 
 
 class OpenAIAnswer(Answer):
-    """An answer in the format that completions and chat completions share."""
+    """The base class of answers in the format that completions and chat completions share."""
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
 
     def _json(self, choice: Any) -> dict[str, Any]:
-        """Returns a choice of a complete answer as JSON, but for its index."""
+        """Returns the JSON of a choice in a complete answer, without its index."""
         raise NotImplementedError
 
     def _chunks(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[dict[str, Any]]:
-        """Returns the choices of events as JSON, but for their index."""
+        """Returns the JSON of a choice in each new event of a stream, without its index."""
         raise NotImplementedError
 
     def _response(self) -> Response:
@@ -284,7 +296,7 @@ class OpenAIAnswer(Answer):
     def _usage(self) -> dict[str, Any]:
         prompt_tokens = sum(map(len, self._prompts))
         completion_tokens = sum(choice.num_generated for choice in self.choices)
-        # Only the first sample of a prompt counts: it read the prompt that the others find in the cache.
+        # Only the first sample of each prompt counts. Later samples find the prompt in the cache because it ran first.
         cached_tokens = sum(choice.cached_tokens for choice in self.choices[:: self._samples])
         return {
             "prompt_tokens": prompt_tokens,  # the cached ones, too
@@ -338,24 +350,24 @@ class CompletionAnswer(OpenAIAnswer):
 
 
 def _score(choice: Any) -> float:
-    """Returns the score by which the best choices are found, like `n_best`."""
+    """Returns the score by which `best_of` selects choices, as in `engine.search.n_best`."""
     tokens = choice.generated
     return Candidate([t.token for t in tokens], sum(t.logprob or 0.0 for t in tokens)).score()
 
 
 async def run_off_loop[**P, T](tokens: int, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """Calls a function, in another thread if it has so many tokens that it would block the event loop."""
+    """Calls a function that handles `tokens` tokens, in another thread if these are too many for the event loop."""
     return await asyncio.to_thread(function, *args, **options) if tokens > 100 else function(*args, **options)
 
 
 def sse(content: dict[str, Any] | str, name: str | None = None) -> bytes:
-    """Returns JSON, or its text, as a server-sent event."""
+    """Returns a server-sent event. Its content is JSON, given as an object or as text; `name` is the event's name."""
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     return f"{'' if name is None else f'event: {name}\n'}data: {text}\n\n".encode()
 
 
 def _as_api_error(error: Exception | None) -> APIError:
-    """Returns the error that a client sees for a failed request, and logs the cause."""
+    """Returns the error to send to the client for a failed request to the engine, and logs the cause."""
     if isinstance(error, APIError):
         return error
     if error is None:

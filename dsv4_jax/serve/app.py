@@ -1,4 +1,4 @@
-"""The ASGI application: paths, request limits and API keys."""
+"""The ASGI application: endpoints, limits on requests, and API keys."""
 
 import asyncio
 import contextlib
@@ -30,11 +30,11 @@ _BODY_SECONDS = 30.0  # time limit for receiving a body
 
 
 def create_app(engine: AsyncEngine, tokenizer: Tokenizer | None, options: ServerOptions) -> Starlette:
-    """Makes the application, which starts the engine's thread at its startup and stops it at its shutdown.
+    """Makes the ASGI application. Its startup starts the engine's thread, and its shutdown stops it.
 
     Args:
       engine: an engine that no other application uses.
-      tokenizer: tokenizer from `read_tokenizer`; None serves token ids only.
+      tokenizer: tokenizer from `read_tokenizer`. None: the server takes and returns token ids only.
       options: the server's options.
     """
     service = Service(engine, tokenizer, options)
@@ -82,7 +82,7 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer | None, options: Server
 
 
 class AuthMiddleware:
-    """Refuses requests without the API key or for another host, and counts responses by path and status."""
+    """Middleware that rejects requests without the API key or for an unknown host, and counts responses."""
 
     def __init__(self, app: ASGIApp, service: Service):
         self._app = app
@@ -104,7 +104,7 @@ class AuthMiddleware:
         await app(scope, receive, count)
 
     def _refuse(self, path: str, headers: dict[bytes, bytes]) -> APIError | None:
-        """Returns the error of a request that may not be answered."""
+        """Returns the error for a request that is not authorized, or None."""
         hosts = self._service.options.allowed_hosts
         for name in (b"host", b"origin"):
             if hosts is not None and name in headers and (host := _host_of(headers[name])) not in hosts:
@@ -123,7 +123,7 @@ class AuthMiddleware:
 
 
 def _host_of(header: bytes) -> str:
-    """Returns the name in a Host or an Origin, without scheme and port."""
+    """Returns the host's name in a header Host or Origin, without scheme and port."""
     _, _, address = header.decode("latin-1").rpartition("//")
     try:
         return urlsplit(f"//{address}").hostname or address
@@ -188,7 +188,7 @@ def _answer(kind: type[Answer]) -> Callable[[Request], Awaitable[Response]]:
             raise APIError(500, "the engine's thread has ended; the server's log says more")
         content = await _read(request, service.max_body_bytes)
 
-        # Other requests go on meanwhile, however long the body is.
+        # A long body is parsed in another thread, so that the event loop can serve other requests meanwhile.
         body = await asyncio.to_thread(parse, kind.body_type, content)
         _check_model(service, body.model)
         answer = await asyncio.to_thread(kind, service, body, start)
@@ -201,9 +201,12 @@ def _answer(kind: type[Answer]) -> Callable[[Request], Awaitable[Response]]:
 
 
 async def _read(request: Request, limit: int) -> bytes:
-    """Returns the body of a request.
+    """Receives the body of a request, of at most `limit` bytes.
 
-    The content type must be one that a page of another site cannot send through a browser.
+    The content type must be application/json. Browsers let pages of other sites send simpler types without asking.
+
+    Raises:
+      APIError: the body has another type, is too long, does not arrive in time or is incomplete.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -227,7 +230,7 @@ async def _read(request: Request, limit: int) -> bytes:
 
 
 async def _complete_or_cancel(request: Request, answer: Answer) -> Response:
-    """Returns the complete answer, or cancels its requests if the client disconnects."""
+    """Waits for the complete answer and returns it. If the client disconnects first, cancels its requests."""
 
     async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":

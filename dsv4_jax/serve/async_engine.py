@@ -1,4 +1,4 @@
-"""An engine in its own thread, for callers in an event loop."""
+"""An engine that runs in its own thread, for callers in an event loop."""
 
 import asyncio
 import collections
@@ -18,27 +18,28 @@ from dsv4_jax.engine.requests import FinishReason
 
 
 _log = logging.getLogger("dsv4_jax.serve")
-# Sending an event takes 0.06 ms of a CPU core, and the engine needs Python's lock for half of a short step. So 2.5
-# events a millisecond are sent, and tokens that come meanwhile are sent together: with 32 fast streams, those of 13 ms.
+# The limit on events that are sent to clients: 4 at once, and 2.5 per millisecond. Sending an event takes 0.06 ms of a
+# CPU core with Python's lock, which the engine needs for half of a short step. Tokens that a stream gets while it waits
+# are sent in one event: with 32 fast streams, the tokens of 13 ms.
 _EVENTS_AT_ONCE = 4
 _SECONDS_PER_EVENT = 4e-4
 
 
 class QueueFullError(RuntimeError):
-    """Raised if the maximum number of requests is running or waiting. Nothing was changed."""
+    """Raised if requests would exceed the maximum of running and waiting ones. None of them was submitted."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """The state of one request of a `Generation`.
+    """The state of one request of a `Generation` at some time.
 
     Attributes:
-      index: index of the request: number of its prompt * n + number of its sample.
-      request: the request. The engine's thread goes on with it, but changes nothing about the tokens it has. None if
-        it failed, was cancelled, or has nothing to run.
-      num_generated: number of new tokens that it had.
+      index: index of the request in the Generation: number of its prompt * n + number of its sample.
+      request: the request. The engine's thread adds tokens to it meanwhile, but does not change those it has. None if
+        the request could not be added, was cancelled, or failed together with others, or if there is nothing to run.
+      num_generated: number of new tokens that the request had at that time.
       finish_reason: "stop", "length", "cancelled" or "error" in the last update, else None.
-      error: the error that ended the request.
+      error: the error that ended the request, or None.
     """
 
     index: int
@@ -48,14 +49,20 @@ class Update:
     error: Exception | None = None
 
 
-type _Key = tuple["Generation", int]  # a request by its generation and its index in that
+type _Key = tuple["Generation", int]  # identifies a request: its Generation, and its index in it
 
 
 class Generation:
     """Requests that were submitted together, and a queue of their updates."""
 
     def __init__(self, engine: "AsyncEngine", adds: Sequence[Callable[[], Request]], n: int):
-        """Made by `AsyncEngine.submit`. `adds` has a function for each request that adds it to the engine."""
+        """Makes a Generation; called by `AsyncEngine.submit`.
+
+        Args:
+          engine: the engine that runs the requests.
+          adds: for each request, a function that adds it to the engine and returns it.
+          n: number of samples of each prompt.
+        """
         self._engine = engine
         self._adds = adds
         self._n = n
@@ -63,12 +70,12 @@ class Generation:
         self._has_news = asyncio.Event()
 
     async def next_update(self, seconds: float) -> Update | None:
-        """Waits up to `seconds` for the next update of any request; returns None if none came.
+        """Waits up to `seconds` for the next update of any request. Returns None if there was none.
 
-        Of updates of one request that have come since the last call, only the newest is returned, so that slow callers
-        do not delay the engine. The last update of a request has a `finish_reason`.
+        If a request has had several updates since the last call, only the newest is returned. So a slow caller does not
+        delay the engine. The last update of a request has a `finish_reason`.
         """
-        # Cheaper than `asyncio.wait_for`, which is called for each event.
+        # A timer is cheaper than `asyncio.wait_for`, which matters because this runs for each event.
         timer = asyncio.get_running_loop().call_later(seconds, self._has_news.set)
         try:
             await self._has_news.wait()
@@ -80,7 +87,7 @@ class Generation:
         return update
 
     def _put(self, update: Update) -> None:
-        """Adds an update in place of one of the same request that waits. A failure comes after it."""
+        """Queues an update. It replaces an update of the same request that waits, unless the new one is a failure."""
         self._has_news.set()
         for i, earlier in enumerate(self._updates):
             if earlier.index == update.index and update.finish_reason not in ("cancelled", "error"):
@@ -89,16 +96,16 @@ class Generation:
         self._updates.append(update)
 
     def cancel(self, *indices: int) -> None:
-        """Cancels some requests, by default all, and returns at once. Finished requests are unchanged."""
+        """Cancels the requests with the given indices, by default all, without waiting. Finished ones do not change."""
         keys = {(self, index) for index in indices or range(len(self._adds))}
         self._engine._send(self._engine._end, keys, "cancelled")
 
 
 class AsyncEngine:
-    """Runs an engine's steps in a thread, the only one that uses the engine and the device.
+    """Runs the steps of an engine in a thread of its own. Only this thread uses the engine and the device.
 
-    The methods are for the event loop's thread, and none of them waits for the device. If a step raises, its requests
-    end with the error, and the others continue.
+    Methods are called in the event loop's thread, and do not wait for the device. If a step raises an exception, the
+    requests of this step end with it as their error, and other requests continue.
 
     Attributes:
       engine: the engine; after `start` only its thread may call it.
@@ -110,7 +117,7 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine, *, max_waiting: int):
-        """Wraps an engine; `max_waiting` requests may wait while all slots are taken."""
+        """Wraps an engine. Up to `max_waiting` requests can wait while all slots are taken."""
         self.engine = engine
         self.metrics = engine.metrics
         self.capacity = engine.manager.schema.max_requests + max_waiting
@@ -119,11 +126,12 @@ class AsyncEngine:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._running: dict[Request, _Key] = {}
-        # Requests that wait until the first one with the same prompt has read it, by that first one.
+        # {first sample of a prompt: the other samples, which wait until the first one has read the prompt}.
         self._followers: dict[_Key, list[_Key]] = {}
         self._updates: list[tuple[_Key, Update]] = []
         self._stopping = False
-        # The event loop's: updates of each request that wait, and the timer that hands the first ones over.
+        # Used by the event loop's thread: updates of each request that wait to be handed over to Generations, the time
+        # of the next handover, and its timer.
         self._delivered: dict[_Key, list[Update]] = {}
         self._next_handover = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -134,7 +142,7 @@ class AsyncEngine:
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Starts the thread, which first compiles all programs. Call it in the event loop that submits requests."""
+        """Starts the thread, which compiles all programs first. Call it in the event loop that will submit requests."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -144,19 +152,19 @@ class AsyncEngine:
         await asyncio.to_thread(self._thread.join)
 
     def submit(self, prompts: Sequence[np.ndarray], *, n: int = 1, seed: int, **params: Any) -> Generation:
-        """Queues `n` requests for each prompt. Sample k of a prompt uses seed + k, as in `n_best`.
+        """Queues `n` requests for each prompt. Sample k of a prompt uses `seed + k`, as in `engine.search.n_best`.
 
         With a prefix cache, the first sample reads the prompt before the others start, so that its full blocks are
         computed once.
 
         Args:
-          prompts: [n] token ids each, already checked with `check_request`.
+          prompts: arrays of token ids, which were checked already.
           n: number of samples of each prompt.
           seed: seed of the first sample.
           params: further fields of `RequestParams`.
 
         Raises:
-          QueueFullError: there are more requests than the server can take now.
+          QueueFullError: there would be more running and waiting requests than `capacity`.
         """
         count = len(prompts) * n
         if count + self.unfinished > self.capacity:
@@ -189,7 +197,7 @@ class AsyncEngine:
                 self.metrics = self.engine.metrics
                 self._deliver()
             self.engine.close()
-        except BaseException as error:  # a defect of this class, or a lost device
+        except BaseException as error:  # such as a bug in this class, or a lost device
             _log.exception("the engine's thread ends")
             self.ready = False
             self._end(None, "error", RuntimeError(f"the engine's thread has ended: {error}"))
@@ -199,14 +207,14 @@ class AsyncEngine:
             self._deliver()
 
     def _run_commands(self):
-        """Runs the queued commands; waits for one if the engine is idle."""
+        """Runs the queued commands. If the engine is idle, waits for the next command first."""
         wait = not self.engine.busy
         while wait or not self._commands.empty():
             self._commands.get()()
             wait = False
 
     def _begin(self, generation):
-        """Adds the requests; with a prefix cache, samples of one prompt wait until the first one has read it."""
+        """Adds requests to the engine. With a prefix cache, samples of a prompt wait until the first has read it."""
         keys = [(generation, index) for index in range(len(generation._adds))]
         for samples in itertools.batched(keys, generation._n):
             leader, *followers = samples
@@ -261,7 +269,7 @@ class AsyncEngine:
         _, index = key
         num_generated = 0 if request is None else request.num_generated
         self._updates.append((key, Update(index, request, num_generated, finish_reason, error)))
-        # The first update comes when the prompt has been read, or will not be.
+        # The first update of a request means that it has read its prompt, or never will. So its followers can start.
         for follower in self._followers.pop(key, ()):
             self._add(follower)
 
@@ -274,20 +282,20 @@ class AsyncEngine:
     # --- The methods below run in the event loop's thread. ---
 
     def _schedule_handover(self, updates):
-        """Keeps updates until it is their turn."""
+        """Adds updates to those that wait, and starts the timer of the handover if it is not running."""
         for key, update in updates:
             self._delivered.setdefault(key, []).append(update)
         if self._timer is None:
             self._timer = self._loop.call_at(self._next_handover, self._hand_over)
 
     def _hand_over(self):
-        """Queues all updates of the requests that have waited for longest."""
+        """Hands the updates of the requests that have waited longest over to their Generations."""
         keys = list(itertools.islice(self._delivered, _EVENTS_AT_ONCE))
         for key in keys:
             generation, _ = key
             for update in self._delivered.pop(key):
                 self.unfinished -= update.finish_reason is not None
                 generation._put(update)
-        # Timers are up to a millisecond late, which the next one makes up for.
+        # The next time counts from the planned time of this call, because timers are up to a millisecond late.
         self._next_handover = max(self._next_handover + len(keys) * _SECONDS_PER_EVENT, self._loop.time())
         self._timer = self._loop.call_at(self._next_handover, self._hand_over) if self._delivered else None

@@ -1,4 +1,4 @@
-"""Tells blocks of tool calls from text that only names their token."""
+"""Distinguishes blocks of tool calls in an answer from text that only mentions the token of calls."""
 
 import re
 
@@ -7,22 +7,28 @@ from tokenizers import Tokenizer
 
 
 CALL_TOKEN = "｜DSML｜"
-# A block with a call goes on so behind its `<`. Its own tag may be missing.
+# How a block with a call continues after its first character `<`. The block's own tag `tool_calls` may be missing.
 _HEADS = (f'{CALL_TOKEN}tool_calls><{CALL_TOKEN}invoke name="', f'{CALL_TOKEN}invoke name="')
-_MAX_HEAD = 64  # tokens, white space between the two tags included
+_MAX_HEAD = 64  # the maximum number of tokens of a head, white space between the two tags included
 
 
 class CallBlocks:
-    """Passes an answer's tokens to deepseek-recipe's parser, and the token of calls only where a call begins.
+    """Passes the tokens of an answer to deepseek-recipe's parser, with `CALL_TOKEN` only where a call begins.
 
-    The parser drops all text from this token on until a call follows. Where none does, the token is passed as text. It
-    waits until what follows decides.
+    At `CALL_TOKEN` the parser drops all text until a call follows. So elsewhere this token is passed as text. It is
+    held back with the tokens after it, until these show whether a call begins.
     """
 
-    stopped = False  # it looks for no stop strings
+    stopped = False  # as in `AnswerText`; this class does not look for stop strings
 
     def __init__(self, tokenizer: Tokenizer, *, has_calls: bool, has_begun: bool):
-        """Says whether there are tools to call, and whether the prompt ends within a block of calls."""
+        """Makes the state for an answer.
+
+        Args:
+          tokenizer: the tokenizer.
+          has_calls: whether the answer can have tool calls.
+          has_begun: whether the prompt ends within a block of calls.
+        """
         self._tokenizer = tokenizer
         self._token = tokenizer.token_to_id(CALL_TOKEN)
         self._heads = _HEADS if has_calls else ()
@@ -31,7 +37,7 @@ class CallBlocks:
         self._previous: list[int] = []
 
     def add(self, token: int) -> list[recipe.InferenceChunk]:
-        """Returns what the parser gets after a token."""
+        """Adds a token; returns the chunks to pass to the parser, none while tokens are held back."""
         if self._has_begun or not (self._held or token == self._token):
             self._previous = [token]
             return [recipe.InferenceChunk.tokens([token])]
@@ -49,14 +55,14 @@ class CallBlocks:
         return self._release()
 
     def finish(self) -> list[recipe.InferenceChunk]:
-        """Returns what was held back, after the last token."""
+        """Returns the chunks of tokens that are still held back. Call it after the last token."""
         chunks = []
         while self._held:
             chunks += self._release()
         return chunks
 
     def _release(self) -> list[recipe.InferenceChunk]:
-        """Passes the first token that was held back as text. A block may begin behind it."""
+        """Returns the first held token as text, then adds the others again, since a block may begin among them."""
         _, *tokens = self._held
         self._held = []
         self._previous = []

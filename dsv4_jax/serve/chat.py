@@ -1,4 +1,4 @@
-"""Encodes conversations as token ids, and says how their answers are parsed."""
+"""Encodes conversations as prompts, arrays of token ids, and makes the parsers of their answers."""
 
 import collections
 import dataclasses
@@ -23,8 +23,9 @@ _END = "<｜end▁of▁sentence｜>"
 _ASSISTANT = "<｜Assistant｜>"
 _THINK = "<think>"
 _RELEASE_TOKENS = ("<｜begin▁of▁sentence｜>", _END, "<｜User｜>", _ASSISTANT, _THINK, "</think>", CALL_TOKEN)
-_PARSED_CALL_TOKEN = "\0" + CALL_TOKEN  # its name for the parser, which finds the other one in any text
-# April's release knows the first two of 0731's three prompts for reasoning effort, by other names.
+_PARSED_CALL_TOKEN = "\0" + CALL_TOKEN  # the parser's name of the token, which, unlike CALL_TOKEN, no text contains
+# {reasoning effort of a request: the encoding's name of the prompt for it in April's release}. The encoding has the
+# names of release 0731. April's release has the first two of 0731's three prompts, under other names.
 _APRIL_EFFORTS: Mapping[str | None, Any] = {"low": "low", "high": "low", "xhigh": "high", "max": "high"}
 _MAX_PAST_TOKENS = 2**22  # 16 MiB of token ids
 
@@ -33,12 +34,12 @@ EffortPrompts = Literal["april", "0731"]
 
 @dataclasses.dataclass(frozen=True)
 class PastAnswer:
-    """An answer with tool calls, as its client saw it and as the model wrote it.
+    """An answer with tool calls, both as the client saw it and as the model wrote it.
 
     Attributes:
-      message: the answer as its client saw it.
-      thinks: whether the prompt ended in `<think>`.
-      tokens: [n] int32 ids that follow the prompt, without the token that ended the answer.
+      message: the answer as the client saw it.
+      thinks: whether the prompt ended in `<think>`, so that the answer begins with reasoning.
+      tokens: [n] int32 token ids that the model wrote, without the token that ended the answer.
     """
 
     message: recipe.AssistantMessage
@@ -46,7 +47,7 @@ class PastAnswer:
     tokens: np.ndarray
 
     def is_shown_by(self, message: recipe.Message) -> bool:
-        """Whether a client's message is this answer. Clients may leave out its reasoning."""
+        """Returns whether a client's message repeats this answer, with or without its reasoning."""
         calls = message.tool_calls or []
         past_calls = self.message.tool_calls or []
         return (
@@ -58,7 +59,10 @@ class PastAnswer:
 
 
 class PastAnswers:
-    """Answers with tool calls, by the id of their first call. The oldest are dropped beyond 4 million tokens."""
+    """A store of answers with tool calls, by the id of their first call.
+
+    It holds up to `_MAX_PAST_TOKENS` tokens. Beyond that, the answers that were not used for longest are dropped.
+    """
 
     def __init__(self):
         self._answers: collections.OrderedDict[str, PastAnswer] = collections.OrderedDict()
@@ -66,7 +70,7 @@ class PastAnswers:
         self._lock = threading.Lock()
 
     def add(self, id: str, answer: PastAnswer) -> None:
-        """Adds an answer by the id of its first call, which is new."""
+        """Adds an answer. `id` is the id of its first call, which the store must not have yet."""
         with self._lock:
             self._answers[id] = answer
             self._size += len(answer.tokens)
@@ -88,7 +92,7 @@ class PastAnswers:
 
 @dataclasses.dataclass(frozen=True)
 class Converted:
-    """A request's body, converted to a conversation that can be encoded for the model.
+    """The body of a request, converted to a conversation that can be encoded for the model.
 
     Attributes:
       request: the body as deepseek-recipe converts it.
@@ -102,14 +106,14 @@ class Converted:
 
 
 class Chat:
-    """Conversations in plain text, for tokenizers without the release's tokens.
+    """The encoding of conversations as plain text, for tokenizers that lack the special tokens of DeepSeek-V4.
 
-    A message is a paragraph, `System: ..`, `User: ..` or `Assistant: ..`, and the answer ends where the model writes
-    `User:`. There are no tools and no thinking.
+    A message is a paragraph, `System: ..`, `User: ..` or `Assistant: ..`. The answer ends where the model writes
+    `User:`. Tools and thinking are not supported.
 
     Attributes:
-      stops: strings that end the answer, in addition to the client's.
-      ids: the ids of the release's tokens by name, if the tokenizer has them.
+      stops: strings that end the answer, in addition to those of the client.
+      ids: {name: id} of the special tokens that the tokenizer has.
     """
 
     stops: tuple[str, ...] = ("\n\nUser:",)
@@ -128,11 +132,12 @@ class Chat:
         """Converts a body to a conversation.
 
         Args:
-          kind: `ChatCompletionRequest`, `ResponsesRequest` or `MessagesRequest` of deepseek-recipe.
-          body: JSON in that protocol.
+          kind: class of the protocol in deepseek-recipe: `ChatCompletionRequest`, `ResponsesRequest` or
+            `MessagesRequest`.
+          body: the body, JSON in this protocol.
 
         Raises:
-          APIError: the body is wrong, or the encoding has no form for it.
+          APIError: the body is wrong, or this encoding does not support a feature that it uses.
         """
         try:
             request = kind(body).convert(self._options)
@@ -140,7 +145,7 @@ class Chat:
             message = json.loads(error.body)["error"]["message"]
             fields = (word for word in re.findall(r"\w+", message) if word in body.keys() - {"model"})
             raise APIError(error.status_code, message, param=next(fields, None)) from None
-        except (ValueError, OverflowError, RecursionError) as error:  # also numbers beyond JSON's, and deep nesting
+        except (ValueError, OverflowError, RecursionError) as error:  # the last two: huge numbers, deep nesting
             place = _find_place(kind, body, str(error))
             message = str(error).replace("invalid request body", place or "invalid request body")
             raise APIError(400, message, param=place and place.partition("[")[0]) from None
@@ -150,13 +155,13 @@ class Chat:
             conversation = _as_in_messages(conversation, body)
         if conversation.tool_choice == "required":
             parsing.starts_in_tool_calls = True
-        if conversation.messages[-1].prefix:  # also without thinking, so that the answer may begin with a new line
+        if conversation.messages[-1].prefix:  # so that the parser keeps a new line at the answer's start
             parsing.thinking_initial_stage = recipe.ThinkingInitialStage.ContentContinuation
         self._check(conversation)
         return Converted(request, conversation, parsing)
 
     def namespace_tools(self, body: dict[str, Any]) -> dict[str, tuple[str, str]]:
-        """Returns (namespace, name) of the tools in namespaces of a body in Responses, by the names in the prompt."""
+        """Returns {name in the prompt: (namespace, name)} of the tools that a Responses body has in namespaces."""
         return recipe.ResponsesRequest(body).namespace_tool_map(self._options)
 
     def _check(self, conversation: recipe.Conversation) -> None:
@@ -177,16 +182,24 @@ class Chat:
         return encode(self._tokenizer, "".join([*paragraphs, "Assistant:"]))
 
     def remember(self, prompt: Sequence[int], message: recipe.AssistantMessage, tokens: list[int]) -> None:
-        """Keeps a complete answer, so that a later prompt repeats its tokens.
+        """Stores a complete answer, so that a later prompt that includes it has the same tokens; here it does nothing.
 
         Args:
-          prompt: the prompt's tokens.
-          message: the answer as its client sees it.
-          tokens: the answer as the model wrote it, without the token that ended it.
+          prompt: token ids of the prompt.
+          message: the answer as the client sees it.
+          tokens: token ids of the answer as the model wrote it, without the token that ended it.
         """
 
     def parser(self, converted: Converted, generator: Any) -> tuple[recipe.StreamProcessor, CallBlocks | None]:
-        """Returns the parser of an answer, and what passes token ids to it; None if it takes text."""
+        """Makes the parser of an answer.
+
+        Args:
+          converted: result of `convert`.
+          generator: deepseek-recipe's generator of the protocol's events.
+
+        Returns:
+          (the parser; the `CallBlocks` that turns tokens into its input, or None if its input is the answer's text).
+        """
         no_tokens = recipe.SpecialTokens(thinking_start="\0", thinking_end="\0")
         stage = recipe.ThinkingInitialStage.ContentContinuation
         plain = recipe.ParsingOptions(parse_tool_calls=False, thinking_initial_stage=stage, special_tokens=no_tokens)
@@ -194,10 +207,10 @@ class Chat:
 
 
 class ReleaseChat(Chat):
-    """Conversations in the release's encoding: thinking, reasoning effort, tools and reminders.
+    """The encoding of conversations of DeepSeek-V4's releases, with thinking, reasoning effort, tools and reminders.
 
-    The release's tokens are written by the encoding alone: in a client's text their names are text. An answer with
-    tool calls that a client sends back is encoded as the tokens that the model wrote.
+    Names of special tokens within a client's text are encoded as text. If a client sends back an answer with tool
+    calls, it is encoded as the tokens that the model wrote.
     """
 
     stops = ()
@@ -227,20 +240,21 @@ class ReleaseChat(Chat):
         answers = [self._past.find(message) for message in written]
         if not any(answers):
             return ids
-        # Each assistant's message ends in the end token, which is nowhere else.
+        # Every message of the assistant ends with the end token, which occurs nowhere else.
         ends = [i for i, token in enumerate(ids) if token == self.ids[_END]]
         for answer, end in reversed(list(zip(answers, ends, strict=True))):
             if answer is None:
                 continue
             begin = next(i for i in range(end, -1, -1) if ids[i] == self.ids[_ASSISTANT]) + 2
-            # Earlier reasoning is left out of conversations without tools.
+            # The stored tokens fit only if the prompt has the reasoning of this answer just like them. In conversations
+            # without tools, the encoding leaves out earlier reasoning.
             if (ids[begin - 1] == self.ids[_THINK]) == answer.thinks:
                 ids[begin:end] = answer.tokens.tolist()
         return ids
 
     def remember(self, prompt: Sequence[int], message: recipe.AssistantMessage, tokens: list[int]) -> None:
-        # The prompt ends in the token for or against thinking, behind which it may begin the call that must come. One
-        # that ends otherwise continues a message, of which this answer is a part.
+        # The prompt ends with `<think>` or `</think>`, perhaps followed by the beginning of a required tool call. After
+        # any other end, the answer continues a message that the prompt begins, and is not stored.
         starts = [i for i, token in enumerate(prompt) if token in (self.ids[_THINK], self.ids["</think>"])]
         begin = 1 + starts[-1]
         if message.tool_calls and list(prompt[begin:]) in ([], self._call_begin):
@@ -256,23 +270,26 @@ class ReleaseChat(Chat):
 
 
 def make_chat(tokenizer: Tokenizer, model_name: str, effort_prompts: EffortPrompts) -> Chat:
-    """Makes the encoding of conversations that suits a tokenizer."""
+    """Makes the encoding of conversations: a ReleaseChat if the tokenizer has all special tokens, else a Chat."""
     if any(tokenizer.token_to_id(name) is None for name in _RELEASE_TOKENS):
         return Chat(tokenizer, model_name)
     return ReleaseChat(tokenizer, model_name, effort_prompts)
 
 
 def find_effort_prompts(folder: Path) -> EffortPrompts:
-    """Returns the release whose prompts for reasoning effort a checkpoint knows, by its config.json.
+    """Returns the release whose prompts for reasoning effort a checkpoint was trained with.
 
-    Releases since 0731 have DSpark's draft layers.
+    The config.json in `folder` decides: releases since 0731 have DSpark draft layers. Without the file it is "0731".
     """
     config = folder / "config.json"
     return "april" if config.exists() and "dspark_block_size" not in json.loads(config.read_text()) else "0731"
 
 
 def _find_place(kind: type, body: dict[str, Any], message: str) -> str | None:
-    """Returns the field, or its item, that deepseek-recipe cannot read alone either; None if it is none of them."""
+    """Finds the field of a body, or the item of a field, that causes an error of deepseek-recipe.
+
+    Returns its place, such as "messages[3]", if this part alone causes the same error message; None if no part does.
+    """
     for name, value in body.items():
         places = [(f"{name}[{i}]", [item]) for i, item in enumerate(value)] if isinstance(value, list) else []
         for place, part in [*places, (name, value)]:
@@ -285,9 +302,9 @@ def _find_place(kind: type, body: dict[str, Any], message: str) -> str | None:
 
 
 def _as_in_messages(conversation: recipe.Conversation, body: dict[str, Any]) -> recipe.Conversation:
-    """Returns a conversation with what deepseek-recipe leaves out of Messages.
+    """Returns a conversation with the features of Anthropic's Messages that deepseek-recipe does not convert.
 
-    A last answer is continued, some tool has to be called, and the answer has a form.
+    These are the continuation of a last message by the assistant, the tool choice "any", and the schema of the answer.
     """
     *earlier, last = conversation.messages
     changes: dict[str, Any] = {}
@@ -302,10 +319,10 @@ def _as_in_messages(conversation: recipe.Conversation, body: dict[str, Any]) -> 
 
 
 def _in_place(messages: Sequence[recipe.Message]) -> Iterator[recipe.Message]:
-    """Yields messages that the encoding leaves in their places.
+    """Yields messages that the encoding leaves in their places, whereas it would move system messages to the front.
 
-    It moves a system's message to the front. One behind the first other message becomes a reminder in a user's, as
-    deepseek-recipe writes it for Messages.
+    A system message after the first message of another role becomes a reminder in a user message, in the form that
+    deepseek-recipe has for Anthropic's Messages.
     """
     is_opening = True
     for message in messages:
@@ -316,7 +333,7 @@ def _in_place(messages: Sequence[recipe.Message]) -> Iterator[recipe.Message]:
 
 
 def _changed(conversation: recipe.Conversation, **changes: Any) -> recipe.Conversation:
-    """Returns a conversation with other fields."""
+    """Returns a copy of a conversation in which the given fields are replaced."""
     names = (
         "messages",
         "thinking_mode",

@@ -1,4 +1,4 @@
-"""Answers to chats, whose tokens deepseek-recipe parses into reasoning, text and tool calls."""
+"""Answers to conversations. Their tokens are parsed by deepseek-recipe into reasoning, text and tool calls."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ from dsv4_jax.serve.protocol import ChatBody, CountBody, MessagesBody, Responses
 
 
 class ParsedChoice(Choice):
-    """A choice whose tokens deepseek-recipe parses into a protocol's events and its complete answer."""
+    """A choice whose tokens deepseek-recipe parses into events of a protocol, and into the complete answer."""
 
     def __init__(
         self,
@@ -37,13 +37,14 @@ class ParsedChoice(Choice):
         """Makes an empty choice.
 
         Args:
-          index: as for `Choice`.
-          source: turns tokens into text or chunks for the parser.
+          index: index of the request in the `Generation`.
+          source: object that turns tokens into the parser's input, text or chunks.
           processor: the parser.
-          response: the protocol's empty answer, which takes the events.
+          response: empty answer of the protocol, which accumulates the events.
           prompt_tokens: number of tokens in the prompt.
-          keeps_events: whether somebody calls `take_events`.
-          remember: takes the answer as JSON and the tokens before the one that ended it, if the model ended it.
+          keeps_events: whether to keep events for `take_events`, as a stream needs.
+          remember: function of the answer as JSON and its tokens, without the token that ended it. It is called if the
+            model ended the answer, and not a limit or a stop string. None: nothing is called.
         """
         super().__init__(index, source)
         self._processor = processor
@@ -74,7 +75,7 @@ class ParsedChoice(Choice):
         return text_and_tokens
 
     def take_events(self) -> list[tuple[str | None, dict[str, Any]]]:
-        """Returns the new events: their names, if the protocol has such, and their JSON."""
+        """Returns (name, JSON) of the events since the last call. The name is None if the protocol has no names."""
         events = self._events
         self._events = []
         return events
@@ -90,7 +91,7 @@ class ParsedChoice(Choice):
         return self._processor.finished or self._source.stopped
 
     def _push(self, new: str | list[recipe.InferenceChunk], num_tokens: int = 0) -> str:
-        """Parses text, or chunks; returns no text, since it is in the events."""
+        """Passes text or chunks to the parser. Returns "" in the place of new text, because the events hold it."""
         for chunk in [recipe.InferenceChunk.text(new, num_tokens)] if isinstance(new, str) else new:
             if self._processor.finished:
                 break
@@ -102,7 +103,7 @@ class ParsedChoice(Choice):
 
 
 class ParsedAnswer(Answer):
-    """An answer in one of deepseek-recipe's protocols, whose events it writes: by default, all that is sent."""
+    """The base class of answers whose JSON and events deepseek-recipe makes."""
 
     request_type: ClassVar[Any]
     response_type: ClassVar[Any]
@@ -111,15 +112,15 @@ class ParsedAnswer(Answer):
     _converted: Converted
 
     def _read(self, response: dict[str, Any]) -> recipe.AssistantMessage:
-        """Returns the message that a client sends back to repeat a complete answer."""
+        """Returns a complete answer as the message with which a client repeats it in later requests."""
         raise NotImplementedError
 
     def _as_sent(self, part: dict[str, Any]) -> dict[str, Any]:
-        """Returns an event or a whole answer of deepseek-recipe as the protocol's clients know it."""
+        """Completes an event or an answer of deepseek-recipe to the form that clients of the protocol expect."""
         return part
 
     def _make_generator(self) -> Any:
-        """Returns deepseek-recipe's source of the protocol's events."""
+        """Returns deepseek-recipe's generator of the protocol's events."""
         return self.request_type.chunk_generator(self._converted.request, self._id, self._body.model)
 
     def _encode(self) -> Sequence[Sequence[int]]:
@@ -270,7 +271,7 @@ class MessagesAnswer(ParsedAnswer):
     response_type = recipe.MessagesResponse
     _keep_alive = sse({"type": "ping"}, "ping")
     _body: MessagesBody
-    # Fields that the protocol requires and deepseek-recipe leaves out.
+    # Fields that the protocol requires and deepseek-recipe leaves out, with their values.
     _block_fields: ClassVar[dict[str, Any]] = {"text": {"citations": None}, "tool_use": {"caller": {"type": "direct"}}}
     _usage_fields: ClassVar[dict[str, Any]] = dict.fromkeys(
         ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use")
@@ -278,7 +279,7 @@ class MessagesAnswer(ParsedAnswer):
     _stop_fields: ClassVar[dict[str, Any]] = dict.fromkeys(("container", "stop_details"))
 
     def _make_generator(self) -> Any:
-        # Otherwise each answer would begin with a block of thinking, which may stay empty.
+        # With `thinking_mode=True` each answer would begin with a block of thinking, even if it is empty.
         return recipe.MessagesChunkGenerator(self._id, self._body.model, thinking_mode=False)
 
     def _as_sent(self, part: dict[str, Any]) -> dict[str, Any]:
@@ -299,7 +300,7 @@ class MessagesAnswer(ParsedAnswer):
         return min(self._body.max_tokens, max(room, 1))
 
     def _too_long(self, longest: int, limit: int, context: int) -> str:
-        return f"prompt is too long: {longest} tokens > {context} maximum"  # clients look for these words
+        return f"prompt is too long: {longest} tokens > {context} maximum"  # clients recognize the error by these words
 
     def _read(self, response: dict[str, Any]) -> recipe.AssistantMessage:
         texts = {"thinking": "", "text": ""}
@@ -316,7 +317,7 @@ class MessagesAnswer(ParsedAnswer):
 
 
 class TokenCount(MessagesAnswer):
-    """The answer to POST /v1/messages/count_tokens, for which nothing runs."""
+    """The answer to POST /v1/messages/count_tokens. It counts the tokens of the prompt, and submits no request."""
 
     body_type = CountBody
 

@@ -1,4 +1,4 @@
-"""One text of an answer as it grows, and log-probabilities in OpenAI's formats."""
+"""The texts of an answer, which grow token by token, and log-probabilities in OpenAI's formats."""
 
 import functools
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from dsv4_jax.decode import TopLogprobs
 from dsv4_jax.serve.async_engine import Update
 
 
-# JSON has no infinity; vLLM sends this number for impossible tokens.
+# The value in the place of -inf, which JSON lacks. vLLM sends the same number.
 _MIN_LOGPROB = -9999.0
 
 
@@ -22,9 +22,9 @@ class ScoredToken(NamedTuple):
     Attributes:
       token: id of the token.
       logprob: log-probability of the token; None for the first token of a prompt.
-      top: (id, log-probability) of the likeliest tokens in its place.
-      offset: number of characters of the text before the token. Text of earlier tokens that is still held back does not
-        count.
+      top: (id, log-probability) pairs of the most likely tokens at this position.
+      offset: number of characters of the text before the token, without those of earlier tokens that are still held
+        back.
     """
 
     token: int
@@ -34,21 +34,26 @@ class ScoredToken(NamedTuple):
 
 
 class Choice:
-    """One text of an answer, as it grows.
+    """One text of an answer, which grows as tokens come.
 
     Attributes:
       index: index of the request in the `Generation`.
-      prompt: (id, offset) of the prompt's tokens, if their log-probabilities are shown.
-      scored: tokens of the text, preceded by the prompt's tokens if their log-probabilities are shown.
-      text: the text that was shown so far.
-      finish_reason: "stop" or "length" once the choice is complete.
-      cached_tokens: number of prompt tokens that the prefix cache held.
+      prompt: (id, offset in the text) pairs of the prompt's tokens if their log-probabilities are shown, else empty.
+      scored: tokens of the text so far, after those of `prompt`.
+      text: the text that `take` has returned so far.
+      finish_reason: "stop" or "length" if the choice is complete, else None.
+      cached_tokens: number of prompt tokens that were found in the prefix cache.
+      last_seconds: time of the last update by `time.monotonic`, set by the answer.
     """
 
     def __init__(self, index: int, source: Any, echo: str = "", prompt_offsets: Sequence[tuple[int, int]] = ()):
-        """Starts a choice with the text `echo` and with the prompt's tokens, given as (id, offset).
+        """Makes a choice without new tokens.
 
-        `source` turns tokens into text, such as an `AnswerText`.
+        Args:
+          index: index of the request in the `Generation`.
+          source: object that turns tokens into text, such as an `AnswerText`.
+          echo: text with which the choice begins.
+          prompt_offsets: the attribute `prompt`.
         """
         self.index = index
         self._source = source
@@ -62,16 +67,16 @@ class Choice:
 
     @property
     def generated(self) -> list[ScoredToken]:
-        """The new tokens so far: all that were drawn, one that ended the request included."""
+        """The generated tokens so far, including the one that ended the request."""
         return self.scored[len(self.prompt) :]
 
     @property
     def num_generated(self) -> int:
-        """The number of new tokens so far."""
+        """The number of generated tokens so far."""
         return max(len(self.scored) - len(self.prompt), 0)
 
     def take(self, update: Update) -> tuple[str, list[ScoredToken]]:
-        """Adds an update, and returns the new text and tokens."""
+        """Adds the tokens of an update. Returns (text to show that is new, tokens that are new)."""
         request = update.request
         new = self._unshown
         self._unshown = ""
@@ -84,7 +89,7 @@ class Choice:
                 tops = [(), *_pairs(request.prompt_top_logprobs)]
                 for (token, offset), logprob, top in zip(self.prompt, logprobs, tops, strict=True):
                     self.scored.append(ScoredToken(token, logprob, top, offset))
-            # The request may have more tokens by now.
+            # The update has `num_generated` tokens, but the engine may have added more to the request since.
             count = update.num_generated - self.num_generated
             begin = request.prompt_length + self.num_generated
             tokens = request.tokens_from(begin)[:count]
@@ -92,7 +97,7 @@ class Choice:
             drawn = list(zip(tokens, request.logprobs_from(begin)[:count], tops, strict=True))
         for i, (token, logprob, top) in enumerate(drawn):
             self.scored.append(ScoredToken(token, logprob, top, len(self.text) + len(new)))
-            # The token that ends a request is no part of its text.
+            # A token that ends the request is not part of the text.
             if update.finish_reason != "stop" or i + 1 < len(drawn):
                 new += self._add(token)
             if self._is_stopped:
@@ -105,35 +110,35 @@ class Choice:
         return new, self.scored[num_earlier:]
 
     def _add(self, token: int) -> str:
-        """Adds a token and returns the text that can be shown."""
+        """Adds a token to the text. Returns the text that can be shown now."""
         return self._source.add(token)
 
     def _finish(self) -> str:
-        """Returns the text that was held back, after the last token."""
+        """Returns the text that is still held back. It is called after the last token."""
         return self._source.finish()
 
     @property
     def _is_stopped(self) -> bool:
-        """Whether a stop string was found, after which no text follows."""
+        """Whether a stop string was found, which ends the text."""
         return self._source.stopped
 
 
 def _pairs(top: TopLogprobs) -> list[list[tuple[int, float]]]:
-    """Returns the (id, log-probability) pairs of each token."""
+    """Returns a list of (id, log-probability) pairs for each position."""
     logprobs = np.maximum(top.logprobs, _MIN_LOGPROB).tolist()
     return [list(zip(ids, row, strict=True)) for ids, row in zip(top.ids.tolist(), logprobs, strict=True)]
 
 
 class TokenNames:
-    """Formats tokens for OpenAI's two kinds of log-probabilities."""
+    """Formats log-probabilities as OpenAI does, for completions and for chat completions."""
 
     def __init__(self, tokenizer: Tokenizer | None):
-        """Without a tokenizer, a token is shown as its id."""
+        """Makes the formatter. Without a tokenizer, it shows a token as its id."""
         self._bytes = None if tokenizer is None else TokenBytes(tokenizer)
         self.name = functools.cache(self._name)
 
     def _name(self, token: int) -> tuple[str, list[int] | None]:
-        """Returns a token as text and its bytes. A part of a character is shown as `bytes:\\xe2\\x82`, as by OpenAI."""
+        """Returns (text, bytes) of a token. As OpenAI does, shows a part of a character as `bytes:\\xe2\\x82`."""
         content = str(token).encode() if self._bytes is None else self._bytes[token]
         if content is None:
             return "\ufffd", None
@@ -159,7 +164,7 @@ class TokenNames:
         return {"content": content, "refusal": None}
 
     def _by_name(self, scored):
-        """Returns {name: log-probability} of the likeliest tokens and this one; None for a prompt's first token."""
+        """Returns {text: log-probability} of the most likely tokens and this one; None for a prompt's first token."""
         if scored.logprob is None:
             return None
         by_name: dict[str, float] = {}

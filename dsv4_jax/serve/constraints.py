@@ -1,4 +1,4 @@
-"""Grammars of answers whose form a client asks for: JSON, a regular expression, or tool calls."""
+"""Grammars that constrain answers to the form that a client asks for: JSON, a regular expression, or tool calls."""
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -10,19 +10,21 @@ from llguidance import regex_to_lark
 from dsv4_jax.engine.grammar import Grammar, json_fault, json_rule
 
 
-# A JSON schema, true or false; or what a client sends in its place.
+# A JSON schema: a dict or a bool. Not yet validated, it may be any other JSON that a client sends in its place.
 Schema = Any
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 _ANNOTATIONS |= {"$schema", "$id", "$comment", "$defs", "definitions"}
-# Keywords of a tool's parameters that its grammar follows.
+# The keywords at the top of a tool's schema that the grammar of its calls takes into account.
 _CALL_KEYWORDS = _ANNOTATIONS | {"type", "properties", "required", "additionalProperties"}
-# Keywords whose values are schemas, or have schemas as their items; definitions come first.
+# Keywords of a JSON schema whose values are schemas, or lists or dicts of schemas. Definitions come first.
 _WITH_PARTS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas", "prefixItems", "items")
 _WITH_PARTS += ("anyOf", "oneOf", "allOf", "additionalProperties", "additionalItems", "contains", "propertyNames")
 _WITH_PARTS += ("not", "if", "then", "else", "unevaluatedItems", "unevaluatedProperties")
 _PARTS_BY_NAME = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
 
-_Enforce = Callable[[Schema, Schema, str | None], Schema]  # (a schema, the whole one, the name of its strict tool)
+# A function that replaces a schema by one that a grammar can enforce. Its arguments are the schema, the whole schema
+# that it is a part of, and the name of its tool: None if the tool is not strict, "" for the schema of the answer.
+_Enforce = Callable[[Schema, Schema, str | None], Schema]
 
 
 def compile_form(
@@ -32,22 +34,23 @@ def compile_form(
     strict: Collection[str],
     compile_lark: Callable[[str], Grammar],
 ) -> Grammar | None:
-    """Compiles the grammar of an answer.
+    """Compiles the grammar that constrains an answer.
 
     Args:
       conversation: the conversation, with the form of the answer and the tools.
-      prompt: its tokens. The answer begins with reasoning, which may be any text, if the last one is `<think>`.
-      ids: the ids of the release's tokens by name.
-      strict: names of the tools that are strict: a call of them follows its schema in all.
-      compile_lark: compiles a grammar in Lark; raises ValueError if it cannot.
+      prompt: token ids of the conversation. If the last one is `<think>`, the answer begins with reasoning, which is
+        not constrained.
+      ids: {name: id} of the release's special tokens.
+      strict: names of the strict tools, whose calls must follow their schemas in full. In calls of other tools, a value
+        may be anything if its schema cannot be enforced.
+      compile_lark: function that compiles a grammar in Lark's syntax; it raises ValueError if it cannot.
 
     Returns:
-      The grammar; None if any text will do, as with tools that the model may call and that are not strict.
+      The grammar. None if any text is allowed: no form is asked for, no tool call is required, and no tool is strict.
 
     Raises:
-      ValueError: the form cannot be enforced; names the place in the schema. In tools that are not strict, a value
-        that cannot be enforced may be any. Or the answer continues a message, of which a grammar could not know the
-        rest.
+      ValueError: the form cannot be enforced; the message names the place in the schema. Or the answer continues a
+        message that the prompt begins, to which no form can apply.
     """
     tools = conversation.tools
     kind = conversation.response_format
@@ -81,12 +84,15 @@ def compile_form(
 
     try:
         return compile_lark(lark(lambda schema, whole, name: schema))
-    except ValueError:  # now each schema is compiled alone
+    except ValueError:  # compiles each schema by itself, to relax or name those that cannot be enforced
         return compile_lark(lark(_enforced))
 
 
 def _enforced(schema: Schema, whole: Schema, strict_tool: str | None) -> Schema:
-    """Returns a schema, or one for any value if it cannot be enforced; raises ValueError if it has to be."""
+    """Returns a schema if a grammar can enforce it. The arguments are those of `_Enforce`.
+
+    Otherwise returns a schema that allows any value, for a tool that is not strict, or raises ValueError.
+    """
     is_lenient = strict_tool is None
     if not (fault := json_fault(schema, is_lenient)):
         return schema
@@ -99,7 +105,10 @@ def _enforced(schema: Schema, whole: Schema, strict_tool: str | None) -> Schema:
 
 
 def _deepest_fault(schema: Schema, whole: Schema) -> tuple[tuple[str, ...], str] | None:
-    """Returns the path of the first part that cannot be enforced though its own parts can, and why."""
+    """Returns (path, reason) of the first part of a schema that cannot be enforced, although its own parts can.
+
+    Returns None if the schema can be enforced. `whole` is the schema, see `_moved`, in which references are looked up.
+    """
     if isinstance(schema, bool):
         return None
     for path, part in _parts(schema):
@@ -110,7 +119,7 @@ def _deepest_fault(schema: Schema, whole: Schema) -> tuple[tuple[str, ...], str]
 
 
 def _parts(schema: Schema) -> Iterator[tuple[tuple[str, ...], Schema]]:
-    """Yields (path, part) of the schemas directly within a schema."""
+    """Yields (path, schema) of the schemas that are direct parts of a schema."""
     for key in _WITH_PARTS if isinstance(schema, dict) else ():
         value = schema.get(key)
         if isinstance(value, list):
@@ -122,21 +131,21 @@ def _parts(schema: Schema) -> Iterator[tuple[tuple[str, ...], Schema]]:
 
 
 def _moved(schema: Schema) -> Schema:
-    """Returns a schema whose references hold where the schema is the definition `_`."""
+    """Returns a schema whose references are valid within a schema that has the original as its definition `_`."""
     return json.loads(json.dumps(schema).replace('"$ref": "#', '"$ref": "#/$defs/_'))
 
 
 def _alone(part: Schema, moved: Schema) -> Schema:
-    """Returns a part of a moved schema with all that it refers to."""
+    """Returns a part of a schema, together with the definitions that its references need, see `_moved`."""
     has_references = isinstance(part, dict) and '"$ref"' in json.dumps(part)
     return part | {"$defs": {"_": moved}} if has_references else part
 
 
 def _call_rules(tools: Sequence[recipe.ToolDefinition], strict: Collection[str], enforce: _Enforce) -> list[str]:
-    """Returns the rules of tool calls, behind the tag that opens their block."""
+    """Returns the grammar's rules for a block of tool calls, from the end of its opening tag on."""
     rules = [
         rf'calls: call ("\n" call)* "\n" {_close("tool_calls")}',
-        r'string: /(.|\n)*<\// dsml "parameter>"',  # the text with the `</` behind it
+        r'string: /(.|\n)*<\// dsml "parameter>"',  # a text with the closing tag
         r'NAME: /[^"\\<>\x00-\x1f]+/',
         "call: " + " | ".join(f"call_{i}" for i in range(len(tools))),
     ]
@@ -153,7 +162,11 @@ def _call_rules(tools: Sequence[recipe.ToolDefinition], strict: Collection[str],
 
 
 def _parameters(schema: Schema, strict_tool: str | None) -> Iterator[tuple[str | None, Schema, bool]]:
-    """Yields (name, schema, whether it is needed) of a tool's parameters; None is any name, any number of times."""
+    """Yields (name, schema, whether it is required) of each parameter of a tool.
+
+    The name None stands for parameters of any name, any number of times. Raises ValueError if a strict tool's schema
+    has a keyword that is not supported at the top.
+    """
     schema = schema if isinstance(schema, dict) else {}
     unknown = sorted(schema.keys() - _CALL_KEYWORDS)
     if strict_tool is not None and unknown:
@@ -173,7 +186,7 @@ def _parameters(schema: Schema, strict_tool: str | None) -> Iterator[tuple[str |
 
 
 def _values(name: str | None, schema: Schema, is_strict: bool) -> list[str]:
-    """Returns the ways to write a parameter: a string as it is, everything else as JSON."""
+    """Returns the alternatives of the grammar for a parameter. Strings stand as they are, other values as JSON."""
     schema = {} if schema is True else schema
     strings, json_schema = _split(schema, is_strict) if isinstance(schema, dict) else ([], schema)
     values = [_parameter(name, True, string) for string in strings]
@@ -183,9 +196,13 @@ def _values(name: str | None, schema: Schema, is_strict: bool) -> list[str]:
 
 
 def _split(schema: dict[str, Any], is_strict: bool) -> tuple[list[str], Schema | None]:
-    """Returns the strings of a schema that are written as they are, as Lark, and the schema of what is JSON.
+    """Divides a schema into strings, which calls write as they are, and values that calls write as JSON.
 
-    A string of a strict tool is JSON, too, if its schema has keywords that this has no form for.
+    Strings of a strict tool are written as JSON, too, if the schema has keywords that rules for plain strings cannot
+    express.
+
+    Returns:
+      (alternatives of the grammar for plain strings; schema of the values in JSON, or None if there are none).
     """
     keys = schema.keys() - _ANNOTATIONS
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)

@@ -1,4 +1,4 @@
-"""Errors in the format of OpenAI's API."""
+"""Errors that are sent to clients, in the formats of OpenAI's and Anthropic's APIs."""
 
 import dataclasses
 from typing import Any
@@ -14,12 +14,12 @@ class APIError(Exception):
     """An error that is sent to the client.
 
     Attributes:
-      status: status of the HTTP response.
-      message: message for people.
-      param: field of the body that is wrong, or None.
-      code: code for programs, such as "context_length_exceeded", or None.
-      headers: additional headers of the response.
-      details: what programs read in Anthropic's format, or None.
+      status: HTTP status of the response.
+      message: description of the error for people.
+      param: name of the wrong field in the body, or None.
+      code: identifier of the error for programs, such as "context_length_exceeded", or None.
+      headers: additional headers of the response, or None.
+      details: additional data for programs, sent in Anthropic's format only; or None.
     """
 
     status: int
@@ -34,7 +34,7 @@ class APIError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The response's JSON: {"error": {"message", "type", "param", "code"}}."""
+        """The response's JSON in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
         kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
@@ -47,12 +47,12 @@ class APIError(Exception):
         return {"type": "error", "error": {"type": kind, "message": self.message} | details}
 
     def response(self, path: str = "") -> JSONResponse:
-        """Returns the response to a request of a path."""
+        """Returns the response to a request for `path`, which decides between OpenAI's and Anthropic's format."""
         return JSONResponse(
             self.anthropic_body if path.startswith(MESSAGES_PATH) else self.body, self.status, self.headers
         )
 
 
 def unavailable(message: str) -> APIError:
-    """Returns the error of a server that does not take requests now."""
+    """Returns an error with status 503, for a server that takes no requests at the moment."""
     return APIError(503, message, code="unavailable", headers={"Retry-After": "1"})

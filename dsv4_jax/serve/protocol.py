@@ -1,4 +1,4 @@
-"""Bodies of the protocols' requests."""
+"""The bodies of requests in OpenAI's and Anthropic's protocols, as pydantic models."""
 
 import itertools
 import re
@@ -22,11 +22,11 @@ from dsv4_jax.common.arguments import check_temperature, check_top_p
 from dsv4_jax.serve.errors import APIError
 
 
-# Fields of requests that change no answer here, so that any value is accepted.
+# Fields of requests with any value that is ignored, because it would not change the answer.
 UNUSED = ("metadata", "client_metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier")
 UNUSED += ("cache_control", "service_tier", "speed", "inference_geo", "store", "prediction", "max_tool_calls")
 UNUSED += ("parallel_tool_calls",)
-# Fields that would change an answer, and are not supported but for these values, which have no effect.
+# {field that is not supported: its values that are accepted, because they do not change the answer}.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -53,15 +53,15 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-_MAX_ERRORS = 8  # that an answer lists
-_MAX_ITEMS = 2**16  # of a list of messages, parts or tools; millions take seconds to convert
-_MAX_NAME = 100  # characters of a field's name that an error repeats
-# vLLM's limit. OpenAI allows 5 for completions and 20 for chats.
+_MAX_ERRORS = 8  # the maximum number of errors that a response lists
+_MAX_ITEMS = 2**16  # the maximum length of a list of messages, parts or tools; millions would take seconds to convert
+_MAX_NAME = 100  # the maximum number of characters of a field's name that an error repeats
+# The maximum number of log-probabilities per token, as in vLLM. OpenAI allows 5 for completions and 20 for chats.
 MAX_LOGPROBS = 20
 
 
 class _Body(BaseModel):
-    """An object of a request. A null field counts as absent."""
+    """The base class of JSON objects in requests. A null field counts as absent, an unsupported one is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
     _unused: ClassVar[tuple[str, ...]] = ()  # names of fields that have no effect
@@ -82,11 +82,11 @@ class _Body(BaseModel):
         return {name: body[name] for name in body if name in refused or (name in fields and body[name] is not None)}
 
 
-# One error is enough of a list: a body of a megabyte may have a million wrong items.
+# Validation of a list stops at its first error, because a body of a megabyte may have a million wrong items.
 type _List[T] = Annotated[list[T], FailFast(), Field(max_length=_MAX_ITEMS)]
 type _Stops = Annotated[_List[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
 type _Ids = Annotated[list[int], FailFast()]
-# The names in brackets are no part of an error's place.
+# `_explain` leaves the tags in angle brackets out of the place that an error names.
 type _TextOr[T] = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[T, Tag("<other>")],
     Discriminator(lambda value: "<text>" if isinstance(value, str) else "<other>"),
@@ -94,7 +94,12 @@ type _TextOr[T] = Annotated[
 
 
 class StreamOptions(_Body):
-    """Options of a stream. `include_usage`: send a last event with the usage. Events are not padded."""
+    """Options of a stream of events.
+
+    Attributes:
+      include_usage: whether a last event with the usage is sent.
+      include_obfuscation: whether events are padded to hide their length, which is not supported.
+    """
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
@@ -109,7 +114,7 @@ def _greedy_if_tiny(temperature: Any) -> Any:
 
 
 class GenerationBody(_Body):
-    """Fields that all requests share."""
+    """The fields that all requests for answers share."""
 
     model: str
     stream: bool = False
@@ -117,13 +122,13 @@ class GenerationBody(_Body):
     n: int = Field(1, ge=1, le=128)
     temperature: Annotated[float, BeforeValidator(_greedy_if_tiny), AfterValidator(check_temperature)] = 1.0
     top_p: Annotated[float, AfterValidator(check_top_p)] = 1.0
-    # 0 and -1 take all tokens, as in vLLM.
+    # 0 and -1 mean all tokens, as in vLLM.
     top_k: Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda top_k: max(top_k, 0))] = 0
     seed: int | None = None
     stop: Annotated[_Stops, BeforeValidator(_listed)] = []
     stop_token_ids: _List[int] = Field([], max_length=1024)
     ignore_eos: bool = False
-    cache_salt: str = Field("", min_length=1)  # vLLM's field
+    cache_salt: str = Field("", min_length=1)  # vLLM's field: requests share prefixes only with the same salt
     user: str | None = None  # OpenAI's id of the end user; not used
     _unused = UNUSED
 
@@ -169,7 +174,7 @@ class TextPart(_Body):
 
 
 class Thought(_Body):
-    """A part of an answer's reasoning, as in Messages."""
+    """A part of an answer's reasoning, as in Anthropic's Messages."""
 
     type: Literal["thinking", "redacted_thinking"]
     thinking: str = ""
@@ -178,7 +183,11 @@ class Thought(_Body):
 
 
 class Message(_Body):
-    """A message of a chat. `name` is not used. Clients write reasoning in one of three fields."""
+    """A message of a chat.
+
+    Clients write an answer's reasoning in one of the fields `reasoning_content`, `reasoning` and `thinking_blocks`. The
+    field `name` is not used.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool", "latest_reminder"]
     content: _TextOr[_List[TextPart]] | None = None
@@ -198,7 +207,7 @@ class Message(_Body):
         return self
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the message as deepseek-recipe takes it, which calls a developer the system."""
+        """Returns the message in the form that deepseek-recipe takes. The role "developer" becomes "system" there."""
         role = "system" if self.role == "developer" else self.role
         message = self.model_dump(exclude_unset=True, exclude={"reasoning", "thinking_blocks"})
         if not self.tool_calls:
@@ -210,12 +219,12 @@ class Message(_Body):
 
 
 class _ChatBody(GenerationBody):
-    """Fields that chats share in all protocols."""
+    """The fields that chats share in all protocols."""
 
     tools: _List[dict[str, Any]] = []
     tool_choice: Any = "auto"
     _no_thinking: ClassVar[dict[str, Any]]  # fields that turn reasoning off
-    _form: ClassVar[tuple[str, str]]  # path to what has the schema of an answer
+    _form: ClassVar[tuple[str, str]]  # path of the field that holds the schema of the answer
 
     def asked(self) -> dict[str, Any]:
         """Returns the part of the body that deepseek-recipe converts, as the client wrote it."""
@@ -224,10 +233,13 @@ class _ChatBody(GenerationBody):
         )
 
     def conversation(self) -> tuple[dict[str, Any], set[str]]:
-        """Returns the part of the body that deepseek-recipe converts, and the names of the tools that are strict.
+        """Returns (the part of the body that deepseek-recipe converts, names of the strict tools).
 
-        Nothing is strict in it, because deepseek-recipe would reduce the schema. A call that must come, comes without
-        reasoning, unless the client says how to think. Raises APIError if there is no tool to call.
+        The fields `strict` are removed from this part, because deepseek-recipe would reduce schemas of strict tools. If
+        a tool call is required, reasoning is turned off, unless the client sets an option of reasoning.
+
+        Raises:
+          APIError: a tool call is required, but there are no tools.
         """
         asked = self.asked()
         choice = asked.get("tool_choice", "auto")
@@ -245,7 +257,7 @@ class _ChatBody(GenerationBody):
 
 
 def _take_strict(tools: list[Any], namespace: str = "") -> Iterator[str]:
-    """Removes `strict` from tools; yields the names of those that had it, as deepseek-recipe writes them."""
+    """Removes the field `strict` from tools. Yields the names of strict tools, as deepseek-recipe writes them."""
     for tool in tools:
         if not isinstance(tool, dict):
             continue
@@ -291,11 +303,11 @@ class ChatBody(_ChatBody):
 
 
 class _OneAnswerBody(_ChatBody):
-    """Fields that Responses and Messages share: one answer, and tools."""
+    """The fields that OpenAI's Responses and Anthropic's Messages share. A request has one answer."""
 
     n: int = Field(1, ge=1, le=1)
     stop: _List[str] = Field([], max_length=0)
-    # Types of items and parts, and of tools, that deepseek-recipe converts; it drops others without a word.
+    # Types of items and parts, and types of tools, that deepseek-recipe converts. It would drop others silently.
     _types: ClassVar[tuple[str, ...]]
     _tool_types: ClassVar[tuple[str, ...]]
 
@@ -320,13 +332,16 @@ class _OneAnswerBody(_ChatBody):
 
 
 class TextOptions(_Body):
-    """The form of an answer in Responses."""
+    """Options of an answer's text in Responses: its form."""
 
     format: dict[str, Any] = {}
 
 
 class ReasoningOptions(_Body):
-    """Options of reasoning in Responses. `summary` is only repeated: an answer always has its whole reasoning."""
+    """Options of reasoning in Responses.
+
+    `summary` has no effect except that the response repeats it, because an answer always has its whole reasoning.
+    """
 
     effort: str | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -334,7 +349,7 @@ class ReasoningOptions(_Body):
 
 
 class ResponsesBody(_OneAnswerBody):
-    """The body of POST /v1/responses. Nothing is stored."""
+    """The body of POST /v1/responses. The server does not store responses."""
 
     input: _TextOr[_List[dict[str, Any]]]
     instructions: str | None = None
@@ -351,7 +366,7 @@ class ResponsesBody(_OneAnswerBody):
 
     @property
     def left_out(self) -> dict[int, str]:
-        """Types of the tools that a client expects the server to run, by their place."""
+        """{index in `tools`: type} of the tools that the server would have to run, which are left out of the prompt."""
         kinds = ((i, tool.get("type")) for i, tool in enumerate(self.tools))
         return {i: kind for i, kind in kinds if isinstance(kind, str) and kind not in self._tool_types}
 
@@ -362,7 +377,7 @@ class ResponsesBody(_OneAnswerBody):
 
 
 class ToolChoice(_Body):
-    """Anthropic's choice of tools."""
+    """The choice of tools in Messages."""
 
     type: Literal["none", "auto", "any", "tool"]
     name: str | None = None
@@ -370,7 +385,7 @@ class ToolChoice(_Body):
 
 
 class OutputOptions(_Body):
-    """Effort and form of an answer in Messages."""
+    """Options of an answer in Messages: reasoning effort and form."""
 
     effort: str | None = None
     format: dict[str, Any] = {}
@@ -386,7 +401,7 @@ class MessagesBody(_OneAnswerBody):
     thinking: dict[str, Any] = {}
     output_config: OutputOptions = OutputOptions()
     tool_choice: ToolChoice = ToolChoice(type="auto")
-    thread: dict[str, Any] | None = None  # a conversation that the server would keep
+    thread: dict[str, Any] | None = None  # a conversation stored on the server, which is not supported
     _no_thinking = {"thinking": {"type": "disabled"}}
     _form = ("output_config", "format")
     _types = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
@@ -403,9 +418,9 @@ class MessagesBody(_OneAnswerBody):
         return self
 
     def conversation(self) -> tuple[dict[str, Any], set[str]]:
-        """Leaves out reasoning that cannot be read.
+        """Returns the same as the base class, without redacted reasoning in messages.
 
-        Raises APIError for a thread, in the form on which Anthropic's package sends all messages instead.
+        Raises APIError if `thread` is set. The error makes Anthropic's client package send all messages instead.
         """
         if self.thread is not None:
             details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
@@ -429,7 +444,7 @@ class CountBody(MessagesBody):
 
 
 def parse[Body: _Body](kind: type[Body], content: bytes) -> Body:
-    """Parses the body of a request; raises APIError 400, naming the fields that are wrong."""
+    """Parses the body of a request. Raises APIError with status 400, whose message names the wrong fields."""
     try:
         return kind.model_validate_json(content)
     except ValidationError as error:
@@ -438,7 +453,8 @@ def parse[Body: _Body](kind: type[Body], content: bytes) -> Body:
         raise APIError(400, "the body is nested too deeply") from None
     shown = "; ".join(map(_explain, wrong[:_MAX_ERRORS]))
     more = f"; and {len(wrong) - _MAX_ERRORS} more" if len(wrong) > _MAX_ERRORS else ""
-    # An error that concerns several fields begins with their place, or with the value of one: "best_of=2 must be ..".
+    # The message of an error that concerns several fields begins with a field's name or place, as "best_of=2 must be
+    # ..".
     location = wrong[0]["loc"] or re.findall(r"(\w+)(?==|[.\[:])", wrong[0]["msg"].removeprefix("Value error, "))
     raise APIError(400, shown + more, param=str(location[0])[:_MAX_NAME] if location else None)
 

@@ -1,4 +1,4 @@
-"""Runs the application with uvicorn, with a graceful shutdown."""
+"""The HTTP server: uvicorn with limits on connections and a graceful shutdown."""
 
 import asyncio
 import operator
@@ -17,13 +17,17 @@ from dsv4_jax.serve.errors import APIError, unavailable
 from dsv4_jax.serve.service import Service
 
 
-_HEAD_SECONDS = 30.0  # time limit for the head of a request, of which a silent connection has sent nothing
-# Descriptors that stay free for files and for connections that are being refused.
+_HEAD_SECONDS = 30.0  # time limit for receiving the head of a request; silent connections are closed after it
+# The number of file descriptors that connections leave free, for files and for connections that are being refused.
 _SPARE_DESCRIPTORS = 64
 
 
 class _Protocol(H11Protocol):
-    """HTTP with limits on the time of a request's head and on connections, and with errors in the API's format."""
+    """uvicorn's HTTP protocol with errors in the API's format, and with two limits.
+
+    A request's head must arrive in time. If there are too many connections, the one that has waited longest for a head
+    is closed.
+    """
 
     _head_timer: asyncio.TimerHandle | None = None
 
@@ -47,11 +51,11 @@ class _Protocol(H11Protocol):
         self._watch_head()
 
     def send_400_response(self, msg: str) -> None:
-        """Overrides uvicorn's answer in plain text."""
+        """Overrides uvicorn's answer, which is plain text, by an error in the API's format."""
         self._refuse(APIError(400, msg))
 
     def _watch_head(self) -> None:
-        """Limits the time until the head is complete, from its first byte or the connection's start on."""
+        """Starts the timer for a request's head if a head is expected and no timer runs; stops it if it is complete."""
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
             self._stop_watching()
         elif self._head_timer is None:
@@ -64,7 +68,7 @@ class _Protocol(H11Protocol):
             self._head_timer = None
 
     def _refuse(self, error: APIError) -> None:
-        """Answers with an error, unless an answer has begun, and closes the connection."""
+        """Sends an error, unless a response has begun already, and closes the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
             response = error.response()
             headers = [*response.raw_headers, (b"connection", b"close")]
@@ -75,15 +79,21 @@ class _Protocol(H11Protocol):
 
 
 class HTTPServer(uvicorn.Server):
-    """A uvicorn server that lets running requests finish when it is told to stop.
+    """A uvicorn server that lets running requests finish before it stops.
 
-    After SIGTERM or SIGINT it takes no new requests. Requests that still run after `grace_seconds`, or at a second
+    After SIGTERM or SIGINT it refuses new requests. Requests that still run after `grace_seconds`, or at a second
     SIGINT, end with an error.
     """
 
     def __init__(self, app: Starlette, *, grace_seconds: float, access_log: bool = True):
-        """Makes a server of an application from `create_app`. `run(sockets=[..])` runs it."""
-        # Five more seconds to send the errors to clients.
+        """Makes a server, to be run by `run(sockets=[..])`.
+
+        Args:
+          app: application from `create_app`.
+          grace_seconds: time that running requests have to finish.
+          access_log: whether to log each request.
+        """
+        # After the grace period, five more seconds remain to send errors to the clients.
         limit = int(grace_seconds) + 5
         config = uvicorn.Config(
             app, http=_Protocol, ws="none", lifespan="on", access_log=access_log, timeout_graceful_shutdown=limit
@@ -93,13 +103,13 @@ class HTTPServer(uvicorn.Server):
         self._grace_seconds = grace_seconds
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Overrides uvicorn's handler, which would raise the signal again after a graceful shutdown."""
+        """Overrides uvicorn's handler of signals, which would raise the signal again after a graceful shutdown."""
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Refuses new requests, then shuts down like uvicorn."""
+        """Refuses new requests, waits for running ones up to `grace_seconds`, and shuts down as uvicorn does."""
         self._service.stopping = True
         error = unavailable("the server is stopping, and this request took too long")
         asyncio.get_running_loop().call_later(self._grace_seconds, self._service.engine.fail_all, error)

@@ -1,4 +1,4 @@
-"""Metrics in the text format of Prometheus."""
+"""The server's metrics, in the text format of Prometheus."""
 
 from collections.abc import Iterator, Mapping
 
@@ -9,7 +9,8 @@ from dsv4_jax.serve.async_engine import AsyncEngine
 
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-# {prefix of the names: {field of the engine's, the prefix cache's, its files' or the experts' metrics: description}}.
+# {prefix of the metrics' names: {field: description}}. The fields are those of the metrics of the engine, of the prefix
+# cache, of the prefix cache's files, and of paged experts, in this order.
 _COUNTERS: Mapping[str, Mapping[str, str]] = {
     "": {
         "steps": "steps that ran tokens",
@@ -58,12 +59,13 @@ _GAUGES: Mapping[str, Mapping[str, str]] = {
 
 
 class ServerMetrics:
-    """Metrics of the server, the engine's counters and the process's memory.
+    """The metrics of the server, its engine and its process.
 
     Attributes:
-      responses: number of responses by path and status.
-      first_token_seconds: time from a request's arrival to its first token.
-      token_seconds: time between the updates of a request, divided by the update's tokens.
+      responses: counter of responses by path and status.
+      first_token_seconds: histogram of the seconds from a request's arrival to its first token.
+      token_seconds: histogram of the seconds per token after the first: the time between two updates of a request,
+        divided by the number of tokens in the second one.
     """
 
     def __init__(self, engine: AsyncEngine):
@@ -85,7 +87,7 @@ class ServerMetrics:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the engine's metrics. The registry calls it."""
+        """Yields the metrics of the engine. Prometheus's registry calls it for `text`."""
         metrics = self._engine.metrics
         schema = self._engine.engine.manager.schema
         yield GaugeMetricFamily("dsv4_jax_running_requests", "requests that hold a slot", value=metrics.running)

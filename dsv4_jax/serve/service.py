@@ -1,4 +1,4 @@
-"""The state that all requests to the server share."""
+"""The state that all HTTP requests to the server share."""
 
 import dataclasses
 import functools
@@ -15,16 +15,17 @@ from dsv4_jax.serve.server_metrics import ServerMetrics
 
 @dataclasses.dataclass(frozen=True)
 class ServerOptions:
-    """Options of a server, besides its engine.
+    """Options of a server that do not concern the engine.
 
     Attributes:
       model_name: name of the model in the API.
       end_tokens: ids that end an answer, unless the client sends `ignore_eos`.
-      api_key: key that clients must send as `Authorization: Bearer KEY`; None for no key.
-      allowed_hosts: names and addresses that clients may call the server by; None for any, with which a page of
-        another site could reach a server without a key, by a name of its own that leads here.
-      request_seconds: time limit of a request, waiting included.
-      effort_prompts: release whose prompts for reasoning effort the model knows: April's, or 0731's and later ones'.
+      api_key: key that clients must send as `Authorization: Bearer KEY` or `x-api-key: KEY`; None = no key is needed.
+      allowed_hosts: names and addresses of the server that the headers Host and Origin may have; None = any. With None
+        and no API key, a web page could reach the server from a visitor's browser by DNS rebinding.
+      request_seconds: time limit of a request in seconds, including the time that it waits.
+      effort_prompts: release whose prompts for reasoning effort the model was trained with: "april", or "0731" for this
+        and later ones.
     """
 
     model_name: str
@@ -36,17 +37,17 @@ class ServerOptions:
 
 
 class Service:
-    """The engine, the tokenizer and everything else that endpoints use.
+    """The objects that endpoints of the application use, such as the engine and the tokenizer.
 
     Attributes:
       engine, tokenizer, options: arguments of `create_app`.
-      chat: encodes conversations as prompts; None without a tokenizer.
-      names: names of tokens in log-probabilities.
+      chat: Chat, which encodes conversations as prompts; None without a tokenizer.
+      names: TokenNames, which formats tokens in log-probabilities.
       metrics: metrics of the server.
-      max_body_bytes: maximum size of a body.
+      max_body_bytes: maximum size of a request's body in bytes.
       created: time when the server was made, in seconds since 1970.
-      stopping: whether new requests are refused because the server is shutting down.
-      compile: compiles a grammar as `Vocabulary.compile` does, or finds one of the last 64.
+      stopping: whether the server is shutting down and refuses new requests.
+      compile: function like `Vocabulary.compile`, which reuses the last 64 grammars.
     """
 
     def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer | None, options: ServerOptions):
@@ -56,7 +57,7 @@ class Service:
         self.chat = None if tokenizer is None else make_chat(tokenizer, options.model_name, options.effort_prompts)
         self.names = TokenNames(tokenizer)
         self.metrics = ServerMetrics(engine)
-        # Room for a prompt of the longest context, even if each token is several escaped characters.
+        # A body has room for a prompt as long as the context, even if each token is several escaped characters.
         self.max_body_bytes = 2**20 + 64 * engine.engine.manager.schema.max_context
         self.created = int(time.time())
         self.stopping = False
@@ -64,7 +65,7 @@ class Service:
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
-        """The model's tokens, as grammars see them. Reading them takes a second."""
+        """The model's vocabulary for grammars, made at first use. Raises ValueError without a tokenizer."""
         if self.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer.json")
         size = self.engine.engine.manager.schema.config.vocab_size
