@@ -76,10 +76,9 @@ def router(
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      experts: [T, top_k] int32.
-      weights: [T, top_k] float32, the experts' scores without the bias, scaled so that they sum to `scaling_factor`.
-      permutation: (table, counts) of the groups of (token, expert) pairs, see `matmul.routing.group_pairs`; None for
-        more than 8 tokens.
+      (experts [T, top_k] int32; weights [T, top_k] float32, the experts' scores without the bias, scaled so that they
+      sum to `scaling_factor`; permutation, the table and counts of the groups of (token, expert) pairs, see
+      `matmul.routing.group_pairs`, or None for more than 8 tokens).
 
     Raises:
       NotImplementedError: the kernel does not take these shapes or dtypes.

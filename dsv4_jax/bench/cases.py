@@ -36,7 +36,7 @@ class Case:
       call: function of (state, *weights, *inputs, implementation=...) that runs the op and returns its result.
       inputs: the arrays of one call, each an array or a `Draw`.
       weights: the arrays of one layer that a call reads only, each an array or a `Draw`.
-      state: pytree of arrays and `Draw`s that belong to one layer, such as views of its pools.
+      state: pytree of arrays and `Draw` objects that belong to one layer, such as views of its pools.
       updates: whether the result is the next state of the layer; the state is then donated.
       flops: number of floating-point operations of a call on the tensor cores.
       reads: whether nearly all of `nbytes` are read. The bound is then the bandwidth of reading, otherwise of copying.
@@ -127,7 +127,7 @@ def close(relative: float, absolute: float) -> Callable[[Array, Array], Array]:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Returns the number of bytes that one device holds of a pytree of arrays or `jax.ShapeDtypeStruct`s."""
+    """Returns the number of bytes that one device holds of a pytree of arrays or `jax.ShapeDtypeStruct` objects."""
 
     def size(leaf):
         sharding = getattr(leaf, "sharding", None)

@@ -1,6 +1,6 @@
 """Classifies a program's kernels by the part of the model that they belong to, and lists the longest ones.
 
-In XLA's text of a compiled program, the `op_name` of each instruction is the path of its `jax.named_scope`s. The kernel
+In XLA's text of a compiled program, the `op_name` of each instruction is the path of its named scopes. The kernel
 of a fusion has the name of the instruction. The name of a Pallas kernel is the last but one element of the path.
 """
 

@@ -22,7 +22,7 @@ def kernel_is_right(case: Case, layer: tuple, inputs: tuple) -> bool:
 
     Args:
       case: the case.
-      layer: arrays of a layer, (state, *weights).
+      layer: arrays of a layer, the state and the weights.
       inputs: inputs of a call.
 
     Raises:
@@ -49,8 +49,8 @@ def median_seconds(case: Case, implementation: str, layers: list[tuple], inputs:
     Args:
       case: the case.
       implementation: "xla" or "mosaic_gpu".
-      layers: (state, *weights) of each layer. If the case updates states, the new ones replace the old ones, which are
-        donated.
+      layers: the state and the weights of each layer. If the case updates states, the new ones replace the old ones,
+        which are donated.
       inputs: inputs of each call.
     """
     function = _jitted(case, implementation)

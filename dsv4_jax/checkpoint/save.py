@@ -35,7 +35,7 @@ def save_release(
 ) -> None:
     """Writes the weights of a model, and config.json with the names of fields that the release uses, to a folder.
 
-    The storage of a parameter depends on `weights`:
+    The storage of a parameter depends on `weights`::
 
         parameters                                      "quantized"   "bfloat16"   "float32"
         linear maps, except the small ones below        FP8           bfloat16     float32

@@ -64,7 +64,7 @@ class CompiledModel:
         """Returns a model with the compiled programs of this model and the arrays of another. Compiles nothing.
 
         An array of the other model is not copied if it has the sharding of this model's array; otherwise it is moved.
-        This model may have `jax.ShapeDtypeStruct`s in place of arrays, since programs can be compiled while weights are
+        This model may have `jax.ShapeDtypeStruct` in place of arrays, since programs can be compiled while weights are
         still being read.
 
         Args:

@@ -132,7 +132,7 @@ class Engine(Summarized):
         `warm_up` waits until they are compiled.
 
         Args:
-          outline: the model with `jax.ShapeDtypeStruct`s in place of its arrays and with its `expert_memory`, which
+          outline: the model with `jax.ShapeDtypeStruct` in place of its arrays and with its `expert_memory`, which
             `load_checkpoint` passes to its argument `on_outline`.
           manager, drafter, options: as for the engine. The manager must hold no request.
 

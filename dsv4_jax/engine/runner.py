@@ -273,7 +273,7 @@ class StepRunner:
         """Begins to compile the programs of all steps, each in its own thread, and returns the threads' Futures.
 
         Tracing holds the GIL, so threads trace in turn. Lowering of kernels by worker processes and compiling do not
-        hold it. The arrays of the cache and the model may be `jax.ShapeDtypeStruct`s.
+        hold it. The arrays of the cache and the model may be `jax.ShapeDtypeStruct` objects.
         """
         steps = []
         for count, has_grammars in self._kinds_of_steps():

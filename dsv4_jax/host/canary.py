@@ -41,7 +41,7 @@ def check_blocks(devices: CacheDevices, cache: KVCache, nodes: Iterable[Any], re
     Args:
       devices: transfers from the devices that hold the cache.
       cache: the cache; only read.
-      nodes: the `CachedBlock`s to check. Evicted blocks and blocks without checksums are skipped.
+      nodes: the `CachedBlock` objects to check. Evicted blocks and blocks without checksums are skipped.
       reader: name of who is about to read the blocks, such as "slot 3"; the error's message begins with it.
 
     Raises:

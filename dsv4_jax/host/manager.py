@@ -380,11 +380,9 @@ class KVCacheManager(Summarized):
         `Batch.new_blocks` follows from T and `reserve`. On a mesh with an axis "data" every size here is that of one
         shard, and the arrays hold the shards one after another.
 
-        | step | T with `prefill_size` | T without |
-        |---|---|---|
-        | at most `decode_size` tokens, at most `max_query_tokens` of a request | `decode_size` | `decode_size` |
-        | at most `decode_size` tokens, more of a request | `prefill_size` | `decode_size` |
-        | more tokens | `prefill_size` | the next power of two |
+        * A step of at most `decode_size` tokens, at most `max_query_tokens` of each request: T is `decode_size`.
+        * A step of at most `decode_size` tokens, more of a request: T is `prefill_size`, or without it `decode_size`.
+        * A step of more tokens: T is `prefill_size`, or without it the next power of two.
 
         Batches run in the order in which they were prepared. If a batch is dropped, steps refuse the later batches of
         its requests; take the tokens of all these batches back with `rewind` then.
@@ -393,7 +391,7 @@ class KVCacheManager(Summarized):
           tokens: {slot: [n] token ids that follow the request's tokens}.
           reserve: number of further tokens per slot that the device will decode without the host. Their blocks are in
             the batch too. Report the decoded tokens with `advance`.
-          prefill_size: T of all steps but decode steps, the first row of the table. With it two programs are enough.
+          prefill_size: T of all steps but decode steps, the first case above. With it two programs are enough.
           decode_size: T of decode steps; None = the number of slots, `max_requests`. A larger size makes room for draft
             tokens. 0 gives every step the size `prefill_size`.
 

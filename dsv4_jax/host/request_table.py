@@ -32,7 +32,7 @@ class RequestState:
       blocks: ids of the reserved blocks in order, all from the slot's shard.
       published_blocks: number of these blocks that the device's block table holds.
       is_new: whether the request has not been in a batch yet. Its slot then still holds rows of the previous request.
-      cached_blocks: the `CachedBlock`s that stand for its first full blocks in a `PrefixCache`, in order.
+      cached_blocks: the `CachedBlock` objects that stand for its first full blocks in a `PrefixCache`, in order.
       admitted: time of its admission, by the table's clock, see `RequestTable.tick`.
       changed: time of the last batch or copy that wrote its rows; see `host.step_order`.
       weights: version of the weights that computed its first rows, see `RequestTable.weights`.

@@ -238,7 +238,7 @@ def _tap_rows(tap_layers, layers):
 
 
 def _slices(stacks, values, repeat):
-    """Returns the state of a layer: `LayerSlice`s of parameters that `layers.parameter` stacked, and other values.
+    """Returns the state of a layer: a `LayerSlice` for parameters that `layers.parameter` stacked, and other values.
 
     Args:
       stacks: state of the stacked layers.

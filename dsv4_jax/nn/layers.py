@@ -20,7 +20,7 @@ Axes = tuple[str | None, ...]
 
 
 class AbstractRngs(nnx.Rngs):
-    """An argument `rngs` with which parameters are `jax.ShapeDtypeStruct`s. It is faster than `nnx.eval_shape`."""
+    """An argument `rngs` with which parameters are structs without arrays. It is faster than `nnx.eval_shape`."""
 
     def __init__(self):
         """Makes an object without random streams."""

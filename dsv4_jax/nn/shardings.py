@@ -17,7 +17,7 @@ def shardings[M: nnx.Module](module: M, mesh: Mesh, *, expert_parallel: bool = F
     `QuantizedWeight` have the same sharding.
 
     Args:
-      module: a module with arrays or `jax.ShapeDtypeStruct`s.
+      module: a module with arrays or `jax.ShapeDtypeStruct` objects.
       mesh: the mesh of devices.
       expert_parallel: whether each device along the mesh axis "model" gets some of the experts, instead of a shard of
         each expert.
@@ -41,7 +41,7 @@ def shardings[M: nnx.Module](module: M, mesh: Mesh, *, expert_parallel: bool = F
 
 
 def sharded_structs[M: nnx.Module](module: M, mesh: Mesh | None, *, expert_parallel: bool = False) -> M:
-    """Returns a copy of a module of `jax.ShapeDtypeStruct`s. With a mesh, the structs get shardings.
+    """Returns a copy of a module of `jax.ShapeDtypeStruct` objects. With a mesh, the structs get shardings.
 
     The arguments and errors are those of `shardings`.
     """

@@ -15,8 +15,7 @@ def indexer_topk(
     """Selects the k largest of the first `lengths[t]` scores of each row t.
 
     Scores are compared as numbers: 0 and -0 are equal, and subnormal numbers are not flushed to 0 on any device. Of
-      equal
-    scores, those with the lowest indices are selected.
+    equal scores, those with the lowest indices are selected.
 
     Args:
       scores: [T, E] float32 scores without NaN. A score of -inf is never selected. Scores from `lengths[t]` on are

@@ -230,8 +230,7 @@ class FP4Keys(KeyCodec):
     """The codec of keys in E2M1: MXFP4 ("v4") or NVFP4 ("per_entry").
 
     An MXFP4 key is rotated by a Hadamard matrix, and has an E8M0 scale for each 32 dims: 68 bytes for 128 dims. An
-      NVFP4
-    key has an E4M3 scale for each 16 dims, and a scale that all keys share: 72 bytes.
+    NVFP4 key has an E4M3 scale for each 16 dims, and a scale that all keys share: 72 bytes.
 
     Attributes:
       global_scale: the scale that all NVFP4 keys and queries share; None = MXFP4.

@@ -54,7 +54,7 @@ def layer_stacks(tree: Any) -> tuple[Any, Int[Array, ""] | None]:
     """Converts the weights of one kernel call to the form that the kernel takes.
 
     Args:
-      tree: arrays, `QuantizedWeight`s and `LayerSlice`s. All `LayerSlice`s must be of the same layer.
+      tree: arrays, `QuantizedWeight` objects and `LayerSlice` objects. All slices must be of one layer.
 
     Returns:
       (tree with the `stack` of each weight, the layer's index) if every weight is a `LayerSlice`. Otherwise (tree with

@@ -65,6 +65,6 @@ def quantized_shapes(kind: QuantizedKind, shape: tuple[int, ...]) -> tuple[tuple
 
 
 def quantized_struct(kind: QuantizedKind, values: jax.ShapeDtypeStruct) -> QuantizedWeight:
-    """Returns a QuantizedWeight of `jax.ShapeDtypeStruct`s that stores values [..., out, in] of the given struct."""
+    """Returns a QuantizedWeight of structs, without arrays, that stores values [..., out, in] of the given struct."""
     codes, scale = (jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in quantized_shapes(kind, values.shape))
     return QuantizedWeight(codes, scale, kind, values.dtype)
