@@ -38,7 +38,7 @@ SHARING = ("tests/decode/", "tests/engine/")  # folders whose files share a mode
 
 def pytest_report_header(config):
     if config.option.markexpr == "not gpu and not slow and not aot":
-        return "about seven minutes on two cores; -m full runs every test that needs no GPU"
+        return "about fifteen minutes on two cores; -m full runs every test that needs no GPU"
 
 
 @pytest.hookimpl(tryfirst=True)
