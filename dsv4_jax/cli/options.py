@@ -149,7 +149,7 @@ class ModelOptions:
         progress: bool = False,
         begin_programs: "Callable[[CompiledModel], None] | None" = None,
     ) -> "CompiledModel":
-        """Loads a checkpoint. Unless it is the packaged one, the package's log is shown meanwhile.
+        """Loads the model. Unless it is the packaged one, the package's log is shown meanwhile.
 
         Without --weights, quantized weights stay quantized on a GPU and are converted to --dtype elsewhere.
 
@@ -161,19 +161,35 @@ class ModelOptions:
           begin_programs: function that is called before the weights are read, with the model without weights, to start
             compiling its programs; see `Engine.begin_programs`. None = no call.
         """
+        from dsv4_jax.decode import CompiledModel
+
+        experts = self._expert_memory(schema, step_tokens)
+        load = self._loader(checkpoint, schema.config, experts, progress)
+        if begin_programs is None:
+            return CompiledModel(load(), experts)
+        outlines = []
+
+        def on_outline(module):
+            outlines.append(CompiledModel(module, experts))
+            begin_programs(outlines[0])
+
+        model = CompiledModel(load(on_outline=on_outline), experts)
+        return outlines[0].with_weights(model)
+
+    def _loader(self, checkpoint: Path, config: DSV4Config, experts: "ExpertMemory | None", progress: bool) -> Any:
+        """Returns a function that loads the model; it takes `on_outline` as `load_checkpoint` does."""
         import jax
         import jax.numpy as jnp
 
         from dsv4_jax.checkpoint import load_checkpoint
 
-        experts = self._expert_memory(schema, step_tokens)
         stay = experts is not None or (self.weights is None and jax.default_backend() == "gpu")
         if checkpoint != packaged_checkpoint():
             show_log()
-        load = functools.partial(
+        return functools.partial(
             load_checkpoint,
             checkpoint,
-            schema.config,
+            config,
             dtype=jnp.dtype(self.dtype),
             weights="quantized" if stay else self.weights,
             mesh=self.devices,
@@ -181,7 +197,6 @@ class ModelOptions:
             expert_memory=experts,
             progress=progress,
         )
-        return _load(load, experts, begin_programs)
 
     def _expert_memory(self, schema: "CacheSchema", step_tokens: int) -> "ExpertMemory | None":
         if (size := expert_bytes(self.expert_memory, self.mesh)) is None:
@@ -279,39 +294,23 @@ class RandomModelOptions(ModelOptions):
         folder = packaged_checkpoint().parent / "none" if self.random_weights in PRESETS else Path()
         return folder / self.random_weights, config
 
-    def load_model(
-        self,
-        checkpoint: Path,
-        schema: "CacheSchema",
-        *,
-        step_tokens: int = 8192,
-        progress: bool = False,
-        begin_programs: "Callable[[CompiledModel], None] | None" = None,
-    ) -> "CompiledModel":
-        """Loads the checkpoint or, with --random-weights, makes a model with random weights.
-
-        The arguments are those of `ModelOptions.load_model`.
-        """
+    def _loader(self, checkpoint: Path, config: DSV4Config, experts: "ExpertMemory | None", progress: bool) -> Any:
         if self.random_weights is None:
-            return super().load_model(
-                checkpoint, schema, step_tokens=step_tokens, progress=progress, begin_programs=begin_programs
-            )
+            return super()._loader(checkpoint, config, experts, progress)
         import jax.numpy as jnp
 
         from dsv4_jax.checkpoint.random_weights import random_model
 
         show_log()
-        experts = self._expert_memory(schema, step_tokens)
-        load = functools.partial(
+        return functools.partial(
             random_model,
-            schema.config,
+            config,
             self.devices,
             dtype=jnp.dtype(self.dtype),
             expert_parallel=self.expert_parallel,
             expert_memory=experts,
             skew=self.skew,
         )
-        return _load(load, experts, begin_programs)
 
     def weights_key(self, checkpoint: Path) -> str:
         """Returns a text that identifies the model's weights and the way of running them.
@@ -326,32 +325,6 @@ class RandomModelOptions(ModelOptions):
         is_random = self.random_weights is not None
         weights = f"random, skew={self.skew}" if is_random else weights_fingerprint(checkpoint)
         return f"{weights}, weights={self.weights}, {jax.default_backend()}"
-
-
-def _load(load, experts, begin_programs):
-    """Loads a model, while its programs are compiled.
-
-    Args:
-      load: function that returns the model. It calls its argument `on_outline`, if given, with the model without
-        weights.
-      experts: memory of the experts; None if all lie on the devices.
-      begin_programs: function that starts compiling the programs of a model without weights; None to compile later.
-
-    Returns:
-      The model as `CompiledModel`, with these programs.
-    """
-    from dsv4_jax.decode import CompiledModel
-
-    if begin_programs is None:
-        return CompiledModel(load(), experts)
-    outlines = []
-
-    def on_outline(module):
-        outlines.append(CompiledModel(module, experts))
-        begin_programs(outlines[0])
-
-    model = CompiledModel(load(on_outline=on_outline), experts)
-    return outlines[0].with_weights(model)
 
 
 def named_config(name: str, option: str, *, mtp: bool = False) -> DSV4Config:

@@ -105,7 +105,7 @@ class ProgramTable:
         """
         if not os.environ.get(FOLDER):
             return None, args
-        if not options.keys() <= set(static_names(function)):
+        if not options.keys() <= static_names(function):
             bound = inspect.signature(function).bind(*args, **options)
             args = bound.args
             options = bound.kwargs

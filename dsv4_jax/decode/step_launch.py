@@ -24,7 +24,7 @@ def compiled_step(step: Callable[..., Any]) -> Any:
       undecorated step as attribute `body`, for use within another traced function.
     """
     sharded = sharded_step(step)
-    program: Any = jax.jit(sharded, donate_argnames="cache", static_argnames=static_names(step))
+    program: Any = jax.jit(sharded, donate_argnames="cache", static_argnames=tuple(static_names(step)))
 
     @functools.wraps(sharded)
     def call(model: Any, cache: Any, batch: Any, *args: Any, **options: Any) -> Any:
@@ -36,10 +36,10 @@ def compiled_step(step: Callable[..., Any]) -> Any:
 
 
 @functools.cache
-def static_names(function: Callable[..., Any]) -> tuple[str, ...]:
+def static_names(function: Callable[..., Any]) -> frozenset[str]:
     """Returns the names of a function's keyword-only arguments."""
     parameters = inspect.signature(function).parameters.values()
-    return tuple(parameter.name for parameter in parameters if parameter.kind == parameter.KEYWORD_ONLY)
+    return frozenset(parameter.name for parameter in parameters if parameter.kind == parameter.KEYWORD_ONLY)
 
 
 def launch(program: Callable[..., Any], model: Any, cache: Any, batch: Any, *args: Any, **options: Any) -> Any:

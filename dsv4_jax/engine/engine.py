@@ -107,8 +107,9 @@ class Engine(Summarized):
         self._metrics = EngineMetrics()
         cache = manager.init_cache() if cache is None else cache
         self._experts = None if model.expert_memory is None else model.expert_memory.migration
-        if self._experts is not None:
+        if model.expert_memory is not None:  # as in `begin_programs`, which does not know yet whether experts will move
             cache = cache.with_expert_counts()
+        if self._experts is not None:
             self._experts.start(cache.expert_counts, manager.schema.config.num_experts_per_tok)
         on_host = None if isinstance(drafter, str) else drafter
         scheduler = Scheduler(manager, cache, self._metrics, config, drafter=on_host, prefix=prefix)

@@ -69,14 +69,17 @@ def generate(
     prompts: Sequence[Sequence[int]] | np.ndarray,
     *,
     max_new_tokens: int,
-    **options: Any,
+    sampling: SamplingParams = GREEDY,
+    seed: int = 0,
+    stop_tokens: Sequence[int] = (),
+    chunk: int = 256,
+    drafts: int | DraftOptions = 0,
 ) -> list[list[int]]:
     """Generates the tokens that `stream` yields. After the prompts have run, all steps run in one loop on the device.
 
     Args:
-      model, manager, max_new_tokens: as for `stream`.
+      model, manager, max_new_tokens, sampling, seed, stop_tokens, chunk, drafts: as for `stream`.
       prompts: as for `stream`; all prompts must fit the manager's slots and blocks at once.
-      options: `sampling`, `seed`, `stop_tokens`, `chunk` and `drafts`, as for `stream`.
 
     Returns:
       The new tokens of each prompt.
@@ -85,23 +88,6 @@ def generate(
       TypeError, ValueError: as for `stream`.
       CacheFullError: the slots and blocks do not suffice for all prompts at once.
     """
-    results = generate_on_device(model, manager, prompts, max_new_tokens=max_new_tokens, **options)
-    return [tokens for tokens, _ in results]
-
-
-def generate_on_device(
-    model: Model,
-    manager: KVCacheManager,
-    prompts: Any,
-    *,
-    max_new_tokens: int,
-    sampling: SamplingParams = GREEDY,
-    seed: int = 0,
-    stop_tokens: Sequence[int] = (),
-    chunk: int = 256,
-    drafts: int | DraftOptions = 0,
-) -> list[tuple[list[int], list[int]]]:
-    """Returns for each prompt (its new tokens, the number of accepted drafts in each step); see `generate`."""
     stop_tokens = check_stop_tokens(stop_tokens)
     model = CompiledModel.of(model)
     with engine_for_prompts(model, manager, prompts, max_new_tokens, chunk, drafts) as engine:
@@ -128,13 +114,11 @@ def generate_on_device(
             stop_tokens=stop_tokens,
             drafts=drafts,
         )
-        output = manager.devices.get(output)
+        tokens = manager.devices.get(output.tokens)
         if model.expert_memory is not None and (migration := model.expert_memory.migration) is not None:
             migration.finish(cache.expert_counts)
-        tokens = output.tokens
-        accepted = output.accepted if DraftOptions.of(drafts).count else np.where(tokens >= 0, 0, -1)
-        rows = [(tokens[request.slot], accepted[request.slot]) for request in requests]
-        return [(ids[ids >= 0].tolist(), counts[counts >= 0].tolist()) for ids, counts in rows]
+        rows = [tokens[request.slot] for request in requests]
+        return [ids[ids >= 0].tolist() for ids in rows]
 
 
 def engine_for_prompts(model, manager: KVCacheManager, prompts, max_new_tokens: int, chunk: int, drafts: Any = 0):
