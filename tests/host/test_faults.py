@@ -79,7 +79,7 @@ def test_a_fault_anywhere_loses_nothing(name, opcodes, tmp_path):
     undone = 0
     # Every line is tested, and of the opcodes within lines some. Most of those around a file read or write it, and
     # change nothing else; those of a load end with a resume's.
-    every = {"save": 11, "load": 47}.get(name, 7) if opcodes else 1
+    every = {"save": 5, "load": 23}.get(name, 3) if opcodes else 1
     before = world.state()
     OPERATIONS[name](world)
     after = world.state()
