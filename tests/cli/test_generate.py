@@ -236,7 +236,10 @@ def test_on_a_gpu_weights_stay_as_they_are_stored(monkeypatch, weights, on_gpu):
     monkeypatch.setattr("dsv4_jax.checkpoint.load_checkpoint", lambda *args, weights, **options: weights)
     for backend, expected in dict(cpu=weights, gpu=on_gpu).items():
         monkeypatch.setattr("jax.default_backend", lambda: backend)  # noqa: B023
-        assert ModelOptions(weights=weights).load_model(TINY, mock.Mock(config=None)).module == expected
+        assert (
+            ModelOptions(weights=weights).load_model(TINY, mock.Mock(config=DSV4Config.from_hf(TINY))).module
+            == expected
+        )
 
 
 def test_mistakes_about_text_are_explained(refused, with_text, tmp_path):
