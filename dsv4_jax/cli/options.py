@@ -262,8 +262,9 @@ class RandomModelOptions(ModelOptions):
     """The options of commands that can also run a model with random weights.
 
     Attributes:
-      random_weights: run a model with random weights in place of a checkpoint, to measure its speed: a released model's
-        configuration, or a folder's config.json. Prompts are token ids, unless the folder has a tokenizer.json.
+      random_weights: run a model with random weights in place of a checkpoint, to measure its speed. The value says
+        which configuration the model has: that of a released model, or config.json of a folder. Prompts are token ids,
+        unless the folder has a tokenizer.json.
     """
 
     random_weights: Annotated[str | None, optional("|".join((*PRESETS, "DIR")))] = None

@@ -133,8 +133,8 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     is_active = state.last_tokens.slots >= 0
     drafts = draft_options.count
     offsets = jnp.arange(1 + drafts, dtype=jnp.int32)[None, :]
-    # A request runs at most as many drafts as it can still get tokens after the next one, and none in its first step,
-    # since no drafts were made for this.
+    # A request gets at most `steps` tokens. A step gives it the accepted drafts and one token more, so it can use at
+    # most `steps - num_tokens - 1` drafts. No drafts were made for a request's first step.
     num_made = jnp.sum(state.draft_tokens >= 0, axis=1, dtype=jnp.int32) if drafts else 0
     num_drafts = jnp.minimum(num_made, steps - state.num_tokens - 1)
     num_drafts = jnp.where(is_active & (state.num_tokens > 0), num_drafts, 0)

@@ -348,12 +348,12 @@ def last_accepted(
     slots = jnp.where(logits_indices >= 0, batch.slots[tokens_index], -1)
     is_draft = (slots == jnp.roll(slots, 1)) & (index > 0)
     is_rejected = is_draft & (batch.token_ids[tokens_index] != jnp.roll(tokens, 1))
-    # A token is accepted if neither it nor an earlier draft of its request is rejected. The last rejected entry up to
-    # the token's then lies before the request's first entry.
     last_rejected = jax.lax.cummax(jnp.where(is_rejected, index, -1))
-    is_accepted = last_rejected < jax.lax.cummax(jnp.where(is_draft, 0, index))
-    to = jnp.where(is_accepted & (slots >= 0), slots, num_slots)
-    return jnp.full((num_slots,), -1, jnp.int32).at[to].max(index, mode="drop")
+    first_of_request = jax.lax.cummax(jnp.where(is_draft, 0, index))
+    # An entry is accepted if no entry of its request is rejected from the request's first entry up to this entry.
+    is_accepted = last_rejected < first_of_request
+    accepted_slots = jnp.where(is_accepted & (slots >= 0), slots, num_slots)  # `num_slots` is dropped below
+    return jnp.full((num_slots,), -1, jnp.int32).at[accepted_slots].max(index, mode="drop")
 
 
 def run_model(model: Any, cache: KVCache, batch: Batch) -> tuple[Float[Array, "T D"], KVCache]:

@@ -339,9 +339,9 @@ class Scheduler:
         """Schedules unread tokens of requests, within the token budget of the step.
 
         Args:
-          readers: requests with more than one unread token, or with one that is not to be decoded.
+          readers: requests with more than one unread token.
           schedule: the decode tokens of the same step, which count towards the budget.
-          decode: whether the last known token of a request may run, after which a token is drawn.
+          decode: whether the last known token of a request may run. If it runs, a new token is drawn after it.
         """
         shards = self.manager.shards
         # For each shard, the number of tokens left in the budget, and the number of output rows left after one row is

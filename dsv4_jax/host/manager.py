@@ -196,9 +196,9 @@ class KVCacheManager(Summarized):
         return step_order.device_state(self.requests, slot).min_length
 
     def init_cache(self) -> KVCache:
-        """Makes an empty cache on the devices. Steps refuse to run on it batches of requests that ran on another cache.
+        """Makes an empty cache on the devices, which becomes the manager's newest cache (see `rewind`).
 
-        The manager takes it for the newest cache, see `rewind`.
+        A step on this cache raises ValueError for a batch of a request whose earlier tokens ran on another cache.
         """
         cache = KVCache.zeros(self.schema, self.mesh)
         step_order.record_empty(cache, self.requests)
@@ -538,9 +538,9 @@ class KVCacheManager(Summarized):
         Args:
           slot: slot of the request.
           num_tokens: number of tokens to forget.
-          is_followed: whether the forgotten tokens are rejected drafts of the last batch but one. The newest batch was
-            launched before the rejection was known, and the device wrote its tokens at the places of the rejected ones
-            (see `EarlierTokens.fill`).
+          is_followed: whether the forgotten tokens are rejected drafts of the last batch but one, and the newest batch
+            was launched before the host knew of the rejection. The device has then written the newest batch's tokens
+            at the positions of the rejected drafts (see `EarlierTokens.fill`).
 
         Raises:
           ValueError: the slot is not admitted, the number is negative, the rings do not reach back so far, or a block

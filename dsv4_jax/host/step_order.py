@@ -191,8 +191,8 @@ def check_order(cache: KVCache, batch: Batch) -> None:
 def device_state(table: RequestTable, slot: int) -> RequestState:
     """Returns the state of a request without the tokens of batches that have certainly not run.
 
-    A batch has certainly not run if it is missing in the record of the manager's newest cache and this cache still
-    exists, since a step would have donated it. Otherwise all of the request's batches count as run.
+    A step donates its cache. So if the manager's newest cache still exists, the batches that are missing in its record
+    have not run. If that cache was donated or freed, all of the request's batches count as run.
     """
     state = table.state(slot)
     contents = _newest(table)

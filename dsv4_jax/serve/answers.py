@@ -296,7 +296,7 @@ class OpenAIAnswer(Answer):
     def _usage(self) -> dict[str, Any]:
         prompt_tokens = sum(map(len, self._prompts))
         completion_tokens = sum(choice.num_generated for choice in self.choices)
-        # Only the first sample of each prompt counts. Later samples find the prompt in the cache because it ran first.
+        # Only the first sample of each prompt counts. Later samples find the prompt's tokens that the first one cached.
         cached_tokens = sum(choice.cached_tokens for choice in self.choices[:: self._samples])
         return {
             "prompt_tokens": prompt_tokens,  # the cached ones, too

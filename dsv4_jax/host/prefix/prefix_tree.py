@@ -27,7 +27,7 @@ class CachedBlock:
       snapshot_sums: checksums of the snapshot in the same way.
       alive: whether the node is still in the tree.
       in_use: whether a request holds the block too.
-      num_next: number of child nodes that were ever added, that is of different blocks that follow this one.
+      num_next: number of child nodes that were ever added. A child that was evicted and added again counts twice.
     """
 
     digest: bytes
