@@ -107,8 +107,9 @@ class ProgramTable:
             return None, args
         if not options.keys() <= static_names(function):
             bound = inspect.signature(function).bind(*args, **options)
+            bound.apply_defaults()  # otherwise `bound.args` would end before the first argument that is not given
             args = bound.args
-            options = bound.kwargs
+            options = {name: value for name, value in bound.kwargs.items() if name in options}
         leaves, structure = jax.tree.flatten(args[1:])
         types = tuple([(np.shape(x), getattr(x, "dtype", type(x)), _sharding(x)) for x in leaves])
         key = function, structure, types, tuple(options.items()), default_implementation()
