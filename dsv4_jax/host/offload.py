@@ -43,7 +43,7 @@ class OffloadedRequest(Summarized):
       min_length: the shortest length that the request can be rewound to.
       rows: rows of the request's slot, as NumPy arrays.
       blocks: {name of a pool group: entries and keys [layers, blocks, entries per block, ...]}, as NumPy arrays.
-      identity: properties in which a cache must agree to take the request, see the function `identity`.
+      identity: properties that a cache must share to take the request, see the function `identity`.
       weights: version of the weights that computed the request's first rows, see `RequestTable.weights`.
     """
 
@@ -77,7 +77,7 @@ def capture(
       length: number of tokens of the copy: all (None), or one less.
 
     Raises:
-      ValueError: as for `offload`, or `length` is another number.
+      ValueError: as for `offload`, or `length` is neither the request's length nor one less.
       CacheCorruptionError: as for `offload`.
     """
     manager.check_cache(cache, slot)
@@ -107,7 +107,7 @@ def offload(manager: KVCacheManager, cache: KVCache, slot: int) -> tuple[Offload
       RuntimeError: the cache was donated.
       ValueError: the slot is not admitted, its request holds no tokens yet, or the cache belongs to another manager or
         lacks tokens of the request.
-      CacheCorruptionError: blocks have changed that a `PrefixCache` with `debug` has checksums of.
+      CacheCorruptionError: a `PrefixCache` with `debug` has checksums of the request's blocks, and a block has changed.
     """
     offloaded = capture(manager, cache, slot)
     manager.release(slot)
@@ -157,7 +157,7 @@ def resume(
         blocks = acquired[slot]
         rows = jax.tree.map(_fit, offloaded.rows, rows_struct(schema))
         new = devices.write_request(cache, slot, length, blocks, devices.put(rows), blocks, offloaded.blocks)
-        # The rings of this cache may have fewer spare rows than those that the request comes from.
+        # This cache's rings may have fewer spare rows than the rings of the cache that the request comes from.
         min_length = max(offloaded.min_length, length - (schema.max_query_tokens - 1))
         state = RequestState(length, min_length, blocks, len(blocks), is_new=False, weights=offloaded.weights)
         record_write(table, cache, new, {slot: state})
@@ -249,8 +249,8 @@ def load_request(
 
     Args:
       path: path of the file.
-      manager: manager of the cache. Its numbers of blocks and slots, `max_context` and `max_query_tokens` may differ
-        from those of the cache that was saved from.
+      manager: manager of the cache. The request may come from a cache with other numbers of blocks and slots, another
+        `max_context` and another `max_query_tokens`.
       cache: the cache; donated.
       key: name of the model's weights, as for `save_request`.
 
@@ -308,8 +308,8 @@ def _parse(path, manager, key):
 def _read_tensors(schema, num_blocks, tensors):
     """Returns (`OffloadedRequest.rows`, `OffloadedRequest.blocks`, number of spare rows in each ring of the file).
 
-    A ring holds the rows that a step reads, and spare rows. The file's rings may have another number of spare rows
-    than this cache's (axis 1). `tensors` is {name: array}.
+    A ring's axis 1 has the rows that a step reads, and spare rows. The file's rings may have more or fewer spare rows
+    than the rings of this cache. `tensors` is {name: array}.
 
     Raises:
       ValueError: a name, shape or dtype does not fit this cache, or the rings' numbers of spare rows differ.

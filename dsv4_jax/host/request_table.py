@@ -62,8 +62,8 @@ class RequestState:
     def shortened(self, length: int | None, slot: int) -> "RequestState":
         """Returns the state of a copy of the request with all its tokens, or without the last one.
 
-        The copy can always run the last token again: the token writes the bytes that are there, and its own row is the
-        only one that it has overwritten.
+        The copy can always run the last token again. The token has overwritten no row but its own, and it writes the
+        same bytes there again.
 
         Args:
           length: number of tokens of the copy; None = all.
@@ -79,9 +79,9 @@ class RequestState:
         return dataclasses.replace(self, length=length, min_length=min(self.min_length, length))
 
 
-# The numbers of a `RequestState`, as the fields of a structured dtype. One array of it has the numbers of all slots, so
-# that a step changes all its requests at once. The lengths are kept nowhere else: the records of batches and caches in
-# `host.step_order` are earlier versions of this array.
+# The numbers of a `RequestState`, as the fields of a structured dtype. One array of this dtype has the numbers of all
+# slots, so that a step changes all its requests at once. The records of batches and caches in `host.step_order` are
+# earlier versions of the array.
 _NAMES = ("length", "min_length", "num_blocks", "published_blocks", "admitted", "changed", "weights", "is_new")
 NUMBERS = np.dtype([(name, np.bool_ if name == "is_new" else np.int64) for name in _NAMES])
 

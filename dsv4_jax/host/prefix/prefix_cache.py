@@ -87,7 +87,8 @@ class PrefixCache(Summarized):
       debug: whether checksums of blocks and snapshots are kept, and checked when a request begins to read them. This
         copies the bytes to the host.
       files: the files of evicted blocks and snapshots; None = evicted blocks are lost.
-      get_cache: function () -> the cache that holds all cached blocks, which an `Engine` sets; None = not known.
+      get_cache: function without arguments that returns the cache with all cached blocks; None = not known. An `Engine`
+        sets it.
     """
 
     def __init__(
@@ -447,9 +448,9 @@ class PrefixCache(Summarized):
         return len(self._tree.idle[shard])
 
     def reclaim(self, n_blocks: int, shards: Iterable[int]) -> None:
-        """Evicts the `n_blocks` least recently used blocks of some shards that no request holds.
+        """Evicts `n_blocks` blocks of some shards that no request holds, the least recently used ones.
 
-        There must be that many. With `files` and `get_cache`, they are queued to be written.
+        The shards must have that many. With `files` and `get_cache`, the evicted blocks are queued to be written.
         """
         nodes = []
         with self._table.transaction():
@@ -500,9 +501,9 @@ class PrefixCache(Summarized):
             raise ValueError("another PrefixCache of the manager has taken the place of this one: use that one")
 
     def _salted_root(self, salt):
-        """Returns the 32-byte digest that the digest of a first block with this salt begins from.
+        """Returns the 32-byte digest that precedes a prompt's first block, as a block's digest precedes the next block.
 
-        It is hashed in another way than blocks are, so it is not the digest of any block.
+        With a salt it is hashed in another way than blocks are, so it is not the digest of any block.
         """
         data = salt.encode("utf-8", "surrogatepass")
         return hashlib.blake2b(data, key=self._root, person=b"salt", digest_size=32).digest() if salt else self._root
@@ -613,9 +614,9 @@ class PrefixCache(Summarized):
         node.snapshot_sums = sums
         self._snapshots.add(node)
         if self.every is None:
-            last = next((n for n in before if n.snapshot is not None), None)
-            if last is not None and not last.hits and last.num_next < 2:
-                self._drop_snapshot(last)
+            previous = next((n for n in before if n.snapshot is not None), None)
+            if previous is not None and not previous.hits and previous.num_next < 2:
+                self._drop_snapshot(previous)
 
     def _drop_snapshot(self, node):
         if self._stored is not None:

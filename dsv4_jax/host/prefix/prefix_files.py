@@ -1,8 +1,8 @@
 """Files of a prefix cache: one for each block and each snapshot, written by a thread while steps go on.
 
-A file is a safetensors file with a constant header, the arrays, and a SHA-256 of its digest and its other bytes. The
-digest, the `CachedBlock`'s, is its name. A file gets its name when all bytes are on disk, so a process that is killed
-leaves no incomplete file under such a name.
+The name of a file is the digest of its `CachedBlock`, with an extension. It is a safetensors file with a constant
+header, the arrays, and a SHA-256 of the digest and of the file's other bytes. A file gets its name when all bytes are on
+disk, so a process that is killed leaves no incomplete file under such a name.
 """
 
 import concurrent.futures
@@ -54,7 +54,7 @@ class PrefixFileMetrics:
     """Counters of a `PrefixFiles` since it was opened.
 
     Attributes:
-      blocks: number of blocks on disk. It includes the files of other processes at the time of the last listing.
+      blocks: number of blocks on disk. Blocks of other processes count if they were there at the last listing.
       bytes: size of all files in bytes, counted in the same way.
       hit_tokens: number of prompt tokens whose blocks were read from disk.
       read_bytes, written_bytes: number of bytes read and written.
@@ -97,7 +97,7 @@ class FileLayout:
         self.nbytes = len(self.header) + self._offsets[-1] + _SUM_BYTES
 
     def name(self, digest: bytes) -> str:
-        """Returns the name of the file of a 32-byte digest."""
+        """Returns the name of the file that belongs to a 32-byte digest."""
         return f"{digest.hex()}.{self.kind}"
 
     def pack(self, digests: Sequence[bytes], tree: Any) -> list[bytes]:
@@ -186,7 +186,7 @@ class PrefixFiles(Summarized):
         return Summary(words, {"folder": str(self.directory), "at most": readable_bytes(self.max_bytes)})
 
     def exists(self, layout: FileLayout, digest: bytes) -> bool:
-        """Whether there is a file of a digest."""
+        """Whether a file of this layout exists for a digest."""
         return os.path.exists(self._path(layout, digest))
 
     def save(
@@ -245,7 +245,7 @@ class PrefixFiles(Summarized):
         return count, layout.unpack(contents[:count]) if count else None
 
     def touch(self, layout: FileLayout, digests: Sequence[bytes], *, used: int) -> None:
-        """Queues a change of the time of last use of files, which is the files' modification time.
+        """Queues a change of files' modification times, which stand for the times of their last use.
 
         Args:
           layout, digests, used: as in `save`.
@@ -347,7 +347,7 @@ class PrefixFiles(Summarized):
         if self.metrics.bytes + nbytes <= self.max_bytes:
             return
         for _, size, name in sorted(files):
-            # Frees 1/32 of the limit more than needed, so that the next listing comes later: one of a large folder
+            # Frees 1/32 of the limit more than needed, so that the next listing comes later. To list a large folder
             # takes a second.
             if self.metrics.bytes + nbytes <= self.max_bytes - self.max_bytes // 32:
                 break
@@ -443,7 +443,7 @@ class StoredPrefixes:
     def save_blocks(
         self, nodes: Sequence[CachedBlock], get_cache: Callable[[], KVCache], *, wait: bool = False
     ) -> None:
-        """Queues those blocks to be written that are not on disk. Launches their copies to the host without waiting.
+        """Queues blocks to be written unless they are on disk. Launches their copies to the host without waiting.
 
         Args:
           nodes: nodes of the blocks, in the order of last use, the most recently used first.
@@ -507,12 +507,12 @@ class StoredPrefixes:
 
         Args:
           digests: digests of the prompt's blocks that may be used, in order.
-          nodes: nodes of the first of these blocks, those that are in the cache.
+          nodes: nodes of those first blocks of the prompt that are in the cache.
           min_blocks: number of blocks of the longest prefix that can be used without files.
           room: maximum number of blocks of the prefix.
 
         Returns:
-          The prefix; None if none has more than `min_blocks` blocks.
+          The prefix; None if no such prefix has more than `min_blocks` blocks.
         """
         path: list[bytes] = []
         for digest in itertools.islice(digests, room):
