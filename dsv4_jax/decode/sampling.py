@@ -22,8 +22,8 @@ class SamplingParams:
       temperature: divisor of the logits, from 1e-5 to 1e5. 0 = greedy: the token with the largest logit, the lowest id
         among equal ones.
       top_k: number of largest logits to keep, and any equal to the last of these; 0 = keep all.
-      top_p: of the tokens that `top_k` keeps, the smallest set of most probable tokens is kept whose probability
-        reaches this; 1 = keep all.
+      top_p: probability that the kept tokens must reach together. Of the tokens that `top_k` keeps, the most probable
+        ones are kept, and no more than are needed to reach it; 1 = keep all.
 
     Raises:
       TypeError: a parameter is not a number, or `top_k` is not an integer.
@@ -132,7 +132,7 @@ def sample(
       [n] int32 token ids.
     """
     if token_mask is not None:
-        bits = token_mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :] & jnp.uint32(1)
+        bits = (token_mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :]) & jnp.uint32(1)
         logits = jnp.where(bits.reshape(len(logits), -1)[:, : logits.shape[1]] == 1, logits, -jnp.inf)
     if isinstance(sampling, SamplingParams):
         # These arrays are constants of the program, so the compiler removes branches that are never taken.
@@ -171,18 +171,18 @@ def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], optio
             last = jnp.take_along_axis(logits, id, axis=-1), id
             return last, last
 
-        # Tokens are found one at a time and not by a sort, and the scan is unrolled, for the reason that `_keep_best`
-        # gives: a CUDA graph can hold neither.
+        # Tokens are found one at a time, by an unrolled scan. A CUDA graph can hold neither a sort nor a loop, and
+        # `_keep_best` says why this function should be in one.
         ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
-        start = (logits.shape[0], 1)
-        none = jnp.full(start, jnp.inf, logits.dtype), jnp.full(start, -1, jnp.int32)
+        shape = (logits.shape[0], 1)
+        none = jnp.full(shape, jnp.inf, logits.dtype), jnp.full(shape, -1, jnp.int32)
         _, tokens = jax.lax.scan(find_next, none, length=options.num_top, unroll=options.num_top <= MAX_UNROLLED)
         best, chosen = (x[:, :, 0].T for x in tokens)
         return TopLogprobs(chosen, best - norm[:, None])
 
     if options.wants_top is None:
         return find()
-    # Skipped when no row asks for log-probabilities.
+    # The search is skipped when no row asks for its likeliest tokens.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(find))
     return jax.lax.cond(options.wants_top, find, lambda: zeros)
 

@@ -371,12 +371,12 @@ class Engine(Summarized):
             raise
 
     def warm_up(self) -> dict[str, int]:
-        """Compiles all programs, those that move requests included, by running each once.
+        """Compiles all programs, including those that move requests, by running each of them once.
 
         Later steps compile nothing, unless they have grammars and `structured_output` is not set.
 
         Returns:
-          {"mixed" or "decode", the two programs of steps: its number of tokens}.
+          {name of a step's program, "mixed" or "decode": number of tokens in its batches}.
 
         Raises:
           ValueError: requests are running.
@@ -395,8 +395,8 @@ class Engine(Summarized):
     def _run_step(self, decode):
         """Runs one step and gives requests its tokens.
 
-        The step is the one that the previous call launched early, or else a new one. With `overlap`, the step after it
-        is launched before its tokens are read.
+        The step is the one that the previous call launched early, or else a new one. With `overlap`, the next step is
+        launched before the tokens of this step are read.
         """
         scheduler = self._scheduler
         with self._restart_on_error(), lost_process_named():
@@ -409,7 +409,7 @@ class Engine(Summarized):
                 if self.config.overlap:
                     self._launched = self._launch(decode, launched)
                 self._read(launched)
-                if self._launched is not None:
+                if self._launched is not None:  # the host now knows the tokens that this next step begins with
                     self._launched = self._runner.draw(self._launched).with_known_tokens()
         if self._experts is not None:
             self._experts.between_steps(scheduler.cache.expert_counts)

@@ -33,7 +33,7 @@ class RequestParams:
       draft_tokens: maximum number of the request's drafts that a step verifies; None = the engine's `draft_tokens`.
       top_logprobs: number of likeliest tokens to keep, with their log-probabilities, for each generated token.
       prompt_logprobs: whether to compute log-probabilities of the prompt's tokens too. The whole prompt runs then, even
-        if the prefix cache holds a part, and a step runs no more of its tokens than a decode step has.
+        if the prefix cache holds a part. Each step runs at most as many of its tokens as a decode step can have.
       grammar: a `dsv4_jax.engine.grammar.Grammar` that the new tokens follow; None = any tokens. One of the grammar's
         end tokens must be among `stop_tokens`.
       logits_state: the request's state for the engine's `logits_processor` before its first new token; None = the
@@ -85,7 +85,7 @@ class Request(Summarized):
       prompt_length: number of tokens in its prompt.
       num_tokens: number of tokens that the host knows, prompt included.
       max_tokens: maximum number of tokens, prompt included.
-      accepted: for each step that gave it tokens, the number of accepted drafts, which is one less than these tokens.
+      accepted: for each step that gave it tokens, the number of accepted drafts: one less than the number of tokens.
       finish_reason: None while it runs or waits; then "length", "stop", "cancelled" or "error".
       error: the exception that ended it if `finish_reason` is "error", else None.
       cached_tokens: number of prompt tokens that the prefix cache held.

@@ -35,8 +35,8 @@ class Scheduler:
       waiting: requests without a slot, in the order in which they are served.
       pending_outputs: {request: number of tokens that it had when `Engine.step` last returned}, for requests that may
         have got tokens or failed since.
-      current: the requests that the current step may fail on: the one being admitted, then all that may run, then those
-        that run.
+      current: the requests that can be at fault if the current step fails. First the request that is being admitted,
+        then all running requests, then the requests that the step runs.
     """
 
     def __init__(
@@ -95,8 +95,10 @@ class Scheduler:
         offloaded = request.offloaded
         slots = []
         slot = request.slot
-        length = 0 if slot < 0 else min(self.manager.length(slot), len(request.tokens) - 1)
-        if length and not (self.config.draft_tokens and self.manager.length(slot) > length):
+        num_launched = 0 if slot < 0 else self.manager.length(slot)  # includes the tokens of a step in flight
+        length = min(num_launched, len(request.tokens) - 1)
+        is_overwritten = self.config.draft_tokens and num_launched > length
+        if length and not is_overwritten:
             room = min(len(children), self.manager.free_slots_beside(slot))
             try:
                 if room:
@@ -189,8 +191,8 @@ class Scheduler:
     def take_snapshots(self, launched: LaunchedStep) -> None:
         """Reads a snapshot of each request that reaches a block boundary in a launched step, for the prefix cache.
 
-        Call it before the next step is launched, which may overwrite these rows. `update` passes the snapshots to the
-        prefix cache after the step's output is read.
+        Call it before the next step is launched, which may overwrite the rows of a snapshot. `update` passes the
+        snapshots to the prefix cache after the step's output is read.
         """
         if self.prefix is None:
             return
@@ -232,6 +234,7 @@ class Scheduler:
         schedule = self._schedule_decode(
             [*itertools.compress(running, decodes.tolist())], sources[decodes], room[decodes], in_flight is not None
         )
+        # `_schedule_decode` may have preempted requests, which then have no slot.
         readers = [running[i] for i in np.flatnonzero(unread > 1).tolist() if running[i].slot >= 0]
         if readers:
             schedule += self._schedule_prefill(readers, schedule, decode)
@@ -286,7 +289,7 @@ class Scheduler:
         self.metrics.prompt_tokens += int(num_read[numbers["is_prefill"]].sum())
 
     def _forget_rejected(self, schedule, follower):
-        """Rewinds requests by their rejected drafts. Returns the [n] number of tokens that the cache holds of each."""
+        """Rewinds requests by their rejected drafts. Returns the [n] numbers of tokens that the cache then holds."""
         lengths = schedule.ends
         drafted = np.flatnonzero(schedule.numbers["num_drafts"]).tolist()
         followed = set()
@@ -305,7 +308,7 @@ class Scheduler:
         return lengths
 
     def _observe(self, schedule, lengths, snapshots):
-        """Passes requests that have filled blocks, up to `lengths` [n], to the prefix cache with their snapshots."""
+        """Passes the requests that have filled blocks to the prefix cache, with their snapshots and `lengths` [n]."""
         if self.prefix is None:
             return
         block_tokens = self.manager.schema.block_tokens
@@ -358,17 +361,20 @@ class Scheduler:
             known = request.num_tokens
             shard = shards.of(request.slot)
             limit = min(budget[shard], rows[shard] + 1) if request.scores_prompt else budget[shard]
-            end = int(min(start + limit, known - (not decode)))
+            max_end = known if decode else known - 1
+            end = int(min(start + limit, max_end))
             if end > start:
                 if self.prefix is not None:
                     salt = request.params.cache_salt
                     end = self.prefix.chunk_end(request.slot, request.tokens, end, salt=salt)
                 samples = end == known
                 num_scored = end - start - samples if request.scores_prompt else 0
-                rows[shard] -= max(num_scored + samples - 1, 0)
+                rows[shard] -= max(num_scored + samples - 1, 0)  # one row is set aside already
                 budget[shard] -= end - start
                 chunks.append((request, request.tokens[start:end], start, num_scored, samples))
-        requests, tokens, starts, num_scored, samples = zip(*chunks, strict=True) if chunks else ((),) * 5
+        if not chunks:
+            return Schedule.of((), ())
+        requests, tokens, starts, num_scored, samples = zip(*chunks, strict=True)
         return Schedule.of(requests, tokens, start=starts, num_scored=num_scored, samples=samples, is_prefill=True)
 
     def _fits(self, request, num_tokens):

@@ -33,8 +33,8 @@ class Schedule:
         start: position of the first of these tokens.
         num_tokens: number of these tokens.
         num_drafts: number of drafts among these tokens, at their end.
-        num_scored: number of its known tokens, such as those of a prompt, whose log-probabilities the step computes.
-          Their output rows come before those of the drawn tokens.
+        num_scored: number of known tokens, such as a prompt's, whose log-probabilities the step computes. Their output
+          rows come before the rows of drawn tokens.
         source: index in `LaunchedStep.tokens` of the previous step at which these tokens begin, if the host does not
           know them yet; else -1. If not -1, `start` is the largest possible position, as if all drafts were accepted.
         samples: whether a token is drawn after the last of these tokens.
@@ -117,7 +117,7 @@ class LaunchedStep:
     snapshots: dict[Request, Any] = dataclasses.field(default_factory=dict)
 
     def with_known_tokens(self) -> "LaunchedStep":
-        """Returns the step with the tokens and starts in its schedule that the host did not know at its launch.
+        """Fills the tokens and starts that the host did not know at the step's launch into the step's schedule.
 
         Call it after the previous step was read. Only steps with drafts on the device are changed.
         """
@@ -146,8 +146,9 @@ class LaunchedStep:
           device_drafts: number of drafts that the step makes for each slot on the device.
 
         Returns:
-          ([num_slots] index in `tokens` of the request's newest token, -1 = the slot draws none; [num_slots] maximum
-          number of tokens that the request gets, if all its drafts are accepted).
+          (newest, counts), two arrays [num_slots]. `newest` is the index in `tokens` of the request's newest token, or
+          -1 if the slot draws none. `counts` is the number of tokens that the request gets if all its drafts are
+          accepted.
         """
         schedule = self.schedule
         newest = np.full((num_slots,), -1)

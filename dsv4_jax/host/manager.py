@@ -464,8 +464,8 @@ class KVCacheManager(Summarized):
         after["num_blocks"] += missing
         after["changed"] = time
         after["is_new"] = False
-        # A block is published when the device's block table gets it. To bound the size of `new_blocks`, only blocks that
-        # this step can reach are published.
+        # A block is published when the device's block table gets it. Only blocks that this step can reach are
+        # published, which bounds the size of `new_blocks`.
         after["published_blocks"] = np.maximum(now["published_blocks"], -(-(after["length"] + reserve) // block_tokens))
         # The maximum number of new blocks in a shard. Each slot can have the blocks of `reserve`, and one more because
         # the number of blocks of each request is rounded up. The step's tokens need the blocks that one request of so

@@ -1,8 +1,8 @@
 """Files of a prefix cache: one for each block and each snapshot, written by a thread while steps go on.
 
 The name of a file is the digest of its `CachedBlock`, with an extension. It is a safetensors file with a constant
-header, the arrays, and a SHA-256 of the digest and of the file's other bytes. A file gets its name when all bytes are on
-disk, so a process that is killed leaves no incomplete file under such a name.
+header, the arrays, and a SHA-256 of the digest and of the file's other bytes. A file gets its name when all bytes are
+on disk, so a process that is killed leaves no incomplete file under such a name.
 """
 
 import concurrent.futures
