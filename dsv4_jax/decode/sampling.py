@@ -171,8 +171,8 @@ def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], optio
             last = jnp.take_along_axis(logits, id, axis=-1), id
             return last, last
 
-        # Tokens are found one at a time, by an unrolled scan. A CUDA graph can hold neither a sort nor a loop, and
-        # `_keep_best` says why this function should be in one.
+        # Tokens are found one at a time, by an unrolled scan, so that a CUDA graph can hold this branch. It could hold
+        # neither a sort nor a loop, see `_keep_best`.
         ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
         shape = (logits.shape[0], 1)
         none = jnp.full(shape, jnp.inf, logits.dtype), jnp.full(shape, -1, jnp.int32)

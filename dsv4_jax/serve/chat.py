@@ -75,7 +75,8 @@ class PastAnswers:
             self._answers[id] = answer
             self._size += len(answer.tokens)
             while self._size > _MAX_PAST_TOKENS:
-                self._size -= len(self._answers.popitem(last=False)[1].tokens)
+                _, oldest = self._answers.popitem(last=False)
+                self._size -= len(oldest.tokens)
 
     def find(self, message: recipe.Message) -> PastAnswer | None:
         """Returns the answer that a client's message repeats, or None."""
@@ -245,9 +246,10 @@ class ReleaseChat(Chat):
         for answer, end in reversed(list(zip(answers, ends, strict=True))):
             if answer is None:
                 continue
+            # `<think>` or `</think>` follows the token that begins a message of the assistant.
             begin = next(i for i in range(end, -1, -1) if ids[i] == self.ids[_ASSISTANT]) + 2
-            # The stored tokens fit only if the prompt has the reasoning of this answer just like them. In conversations
-            # without tools, the encoding leaves out earlier reasoning.
+            # The stored tokens fit only if both they and the prompt have the answer's reasoning, or both lack it. In
+            # conversations without tools, the encoding leaves out earlier reasoning.
             if (ids[begin - 1] == self.ids[_THINK]) == answer.thinks:
                 ids[begin:end] = answer.tokens.tolist()
         return ids

@@ -164,7 +164,7 @@ class TokenNames:
         return {"content": content, "refusal": None}
 
     def _by_name(self, scored):
-        """Returns {text: log-probability} of the most likely tokens and this one; None for a prompt's first token."""
+        """Returns {text: log-probability} of the likeliest tokens and this token; None for a prompt's first token."""
         if scored.logprob is None:
             return None
         by_name: dict[str, float] = {}
