@@ -41,7 +41,7 @@ class PlanCommand:
         has that much.
       context: maximum number of tokens in a request.
       max_requests: maximum number of requests; also report the longest context that so many requests can have.
-      dtype: dtype of the model, which is that of plain rows.
+      dtype: dtype of the model and of plain rows.
       block_tokens: number of tokens in a block. Default: 128, or the next multiple of the model's compression rates.
       max_query_tokens: maximum number of tokens of a request in a decode step (speculative decoding: more than 1).
       drafts: plan for K drafts of the model's multi-token-prediction block: its window, the residual streams that it
@@ -200,6 +200,7 @@ class _Device:
         return bisect.bisect_right(range(1, self.memory + 1), self.memory, key=self._bytes_by_requests(one))
 
     def _bytes_by_requests(self, one):
+        """Returns the function (number of full requests in a shard) -> bytes that they take on the device."""
         # Every array of the cache has an axis of slots or of blocks, so its size is proportional to their number.
         blocks = one.max_blocks
         block = one.block_bytes

@@ -75,8 +75,8 @@ def score_step(
 def _score_drafts(model, cache, batch, streams, next_tokens, count, per_row):
     """Drafts `count` tokens greedily after each token of a step and its next token.
 
-    A scan runs over the tokens of each request, one of every request at a time, because the draft layers read the
-    window rows of the tokens before.
+    A scan over the step's positions runs one token of every request at a time, because the draft layers read the window
+    rows of earlier tokens.
 
     Args:
       model: the model, with draft layers.
@@ -94,7 +94,7 @@ def _score_drafts(model, cache, batch, streams, next_tokens, count, per_row):
     slots = cache.lengths.shape[0]
     seeds = jnp.zeros((slots,), jnp.uint32)
 
-    def score_one(cache, i):
+    def score_position(cache, i):
         rows = jnp.arange(slots, dtype=jnp.int32) * per_row + i
         positions = batch.positions[rows]
         cache = model.drafts.write(model, streams[rows], cache, one_token_batch(batch.token_ids[rows], positions))
@@ -103,7 +103,7 @@ def _score_drafts(model, cache, batch, streams, next_tokens, count, per_row):
         results = {"draft_tokens": tokens, "draft_logits": logits}
         return cache, results if confidence is None else results | {"confidence": confidence}
 
-    cache, results = jax.lax.scan(score_one, cache, jnp.arange(per_row, dtype=jnp.int32))
+    cache, results = jax.lax.scan(score_position, cache, jnp.arange(per_row, dtype=jnp.int32))
     return {name: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for name, x in results.items()}, cache
 
 
@@ -129,8 +129,8 @@ def score_ids(
       window_only: whether all layers attend to the sliding window only.
 
     Yields:
-      For each step of n tokens, the arrays of `score_step`, {name: [B, n, ...]}. The last token of a row counts as
-      followed by token 0.
+      For each step of n tokens, the arrays of `score_step`, {name: [B, n, ...]}. Token 0 stands for the token after the
+      last token of a row.
     """
     slots = [manager.admit(row) for row in ids]
     compiled = CompiledModel.of(model)
@@ -143,7 +143,7 @@ def score_ids(
         stop = start + n
         tokens = manager.check_ids(ids[:, start:stop].reshape(-1))
         batch, begins = manager.prepare_arrays(np.array(slots), np.full((len(slots),), n), tokens)
-        places = begins[:, None] + np.arange(n)
+        places = begins[:, None] + np.arange(n)  # [B, n] indices of the tokens in the batch
         next_tokens = np.zeros(batch.token_ids.shape, np.int32)
         next_tokens[places] = followers[:, start:stop]
         results, cache = compiled.run(
@@ -179,7 +179,7 @@ def read_ids(path: Path) -> np.ndarray:
 
 
 def text_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
-    """Returns the number of UTF-8 bytes of each row's text, without that of the row's first token.
+    """Returns the number of UTF-8 bytes of each row's text, not counting the text of the row's first token.
 
     The result is [] if the tokenizer would not turn the text of a row into the same tokens, or a text has no bytes.
     """

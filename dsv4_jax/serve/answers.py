@@ -356,7 +356,7 @@ def _score(choice: Any) -> float:
 
 
 async def run_off_loop[**P, T](tokens: int, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """Calls a function that handles `tokens` tokens. If there are many, the call runs outside the event loop's thread."""
+    """Calls a function that handles `tokens` tokens. With many tokens it runs outside the event loop's thread."""
     return await asyncio.to_thread(function, *args, **options) if tokens > 100 else function(*args, **options)
 
 
