@@ -56,7 +56,7 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
     slice_bytes = len(config.layers) * expert_bytes  # one expert of every layer
     codes = experts * slice_bytes
     embedding = tree_bytes(nnx.state(model.model.embed_tokens))  # lies in host memory, as some experts do
-    whole = tree_bytes(nnx.state(model)) - embedding
+    whole = tree_bytes(nnx.state(model)) - embedding  # all weights, with all experts on the GPU
     programs = program_bytes(STEP_TOKENS, config)
     room = memory - (whole - codes) - programs - cache_bytes
     room = room if expert_memory == "auto" else parse_bytes(expert_memory, "expert_memory")

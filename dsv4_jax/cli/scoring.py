@@ -63,9 +63,10 @@ def score_step(
     results = {"log_likelihoods": next_logits - jax.nn.logsumexp(logits, axis=1)}
     if keep_logits:
         results["logits"] = logits
-    for numbers, values in recorded:
+    for layer_numbers, values in recorded:
         for name, stacked in values.items():
-            results |= {f"{names[name]}_{i}": x.astype(jnp.float32) for i, x in zip(numbers, stacked, strict=True)}
+            for layer, x in zip(layer_numbers, stacked, strict=True):
+                results[f"{names[name]}_{layer}"] = x.astype(jnp.float32)
     if drafts:
         drafted, cache = _score_drafts(model, cache, batch, streams, next_tokens, drafts, per_row)
         results |= drafted

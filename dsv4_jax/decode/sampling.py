@@ -165,11 +165,11 @@ def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], optio
 
     def find():
         def find_next(last, _):
-            best, id = last
-            worse = jnp.where((logits < best) | ((logits == best) & (ids > id)), logits, -jnp.inf)
-            id = jnp.argmax(worse, axis=-1, keepdims=True).astype(jnp.int32)
-            last = jnp.take_along_axis(logits, id, axis=-1), id
-            return last, last
+            last_logit, last_id = last
+            is_later = (logits < last_logit) | ((logits == last_logit) & (ids > last_id))
+            id = jnp.argmax(jnp.where(is_later, logits, -jnp.inf), axis=-1, keepdims=True).astype(jnp.int32)
+            token = jnp.take_along_axis(logits, id, axis=-1), id
+            return token, token
 
         # Tokens are found one at a time, by an unrolled scan, so that a CUDA graph can hold this branch. It could hold
         # neither a sort nor a loop, see `_keep_best`.

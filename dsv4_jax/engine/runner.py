@@ -56,6 +56,7 @@ class StepRunner:
         self._compilations_before = model.compilations
         slots = manager.schema.max_requests
         count = device_drafts.count
+        # Takes the place of `LaunchedStep.tokens` if there is no previous step.
         rows = np.zeros((manager.shards.count * self.decode_size,), np.int32)
         none = (rows[:slots], np.zeros((slots, count), np.int32)) if count else rows
         self._no_tokens = manager.devices.put(none, "tokens")

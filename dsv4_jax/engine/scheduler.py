@@ -226,14 +226,13 @@ class Scheduler:
             newest, drawn = in_flight.newest_tokens(self.manager.schema.max_requests, self.config.draft_tokens or 0)
             sources = newest[slots]
             certain = known + (sources >= 0)
-            known = known + drawn[slots]
+            known = known + drawn[slots]  # as if all drafts were accepted
         # Maximum number of drafts that a request may need. Drafts behind its end are never counted as accepted.
         room = np.minimum(limits - certain - 1, self.manager.schema.max_context - known)
         unread = known - self.manager.lengths[slots]
-        decodes = (unread == 1) & (known < limits) & decode
-        schedule = self._schedule_decode(
-            [*itertools.compress(running, decodes.tolist())], sources[decodes], room[decodes], in_flight is not None
-        )
+        can_decode = (unread == 1) & (known < limits) & decode
+        decoding = list(itertools.compress(running, can_decode.tolist()))
+        schedule = self._schedule_decode(decoding, sources[can_decode], room[can_decode], in_flight is not None)
         # `_schedule_decode` may have preempted requests, which then have no slot.
         readers = [running[i] for i in np.flatnonzero(unread > 1).tolist() if running[i].slot >= 0]
         if readers:

@@ -145,6 +145,7 @@ def _search(model, manager, prompt, beams, max_new_tokens, stop_tokens, chunk):
     ended = []
     for length in range(1, max_new_tokens + 1):
         top = manager.devices.get(top)
+        # Each unfinished answer with each of its likeliest next tokens, as (index of the answer, continued answer).
         children = [
             (parent, Candidate([*beam.tokens, int(token)], beam.logprob + float(logprob)))
             for parent, (slot, beam) in enumerate(zip(slots, alive, strict=True))

@@ -99,20 +99,22 @@ class KVCacheManager(Summarized):
         check_whole("max_requests", max_requests, 1)
         if num_blocks is not None:
             check_whole("num_blocks", num_blocks, 1)
-        shards = count_shards(mesh)
+        num_shards = count_shards(mesh)
         shape = {} if mesh is None else mesh.shape
         if mesh is not None:
             check_mesh(mesh)
             check_shardable(config, shape)
             check_divisible(shape, max_requests=max_requests, num_blocks=num_blocks or 0)
-        holders = check_context_parallel(shape, context_parallel, num_blocks or 0)
+        devices_per_shard = check_context_parallel(shape, context_parallel, num_blocks or 0)
         if num_blocks is None and memory is not None:
-            slots = max_requests // shards
+            slots = max_requests // num_shards
             budget = compute_block_budget(
                 config, parse_bytes(memory), max_requests=slots, context_parallel=context_parallel, **sizes
             )
             shard = CacheSchema(config, 0, max_requests=slots, context_parallel=context_parallel, **sizes)
-            num_blocks = shards * holders * min(budget, -(-slots * shard.max_blocks // holders))
+            # The number of blocks on a device if the requests in all slots have the maximum length.
+            full = -(-slots * shard.max_blocks // devices_per_shard)
+            num_blocks = num_shards * devices_per_shard * min(budget, full)
         elif num_blocks is None or memory is not None:
             raise ValueError(f"give exactly one of memory and num_blocks; got {memory=} and {num_blocks=}")
         self.schema = CacheSchema(
@@ -476,8 +478,9 @@ class KVCacheManager(Summarized):
         token_ids[layout.indices] = ids
         positions = np.full((num_tokens,), -1, np.int32)
         positions[layout.indices] = consecutive(now["length"], counts)
-        growing = np.flatnonzero(missing)
-        with table.transaction(dict(zip(slots[growing].tolist(), missing[growing].tolist(), strict=True))) as acquired:
+        growing = missing > 0
+        needed = dict(zip(slots[growing].tolist(), missing[growing].tolist(), strict=True))
+        with table.transaction(needed) as acquired:
             states = states.replaced(slots, after, acquired)
             arrays = {"token_ids": token_ids, "slots": layout.slots}
             arrays |= find_new_rows(self.shards, slots, now, states, max_blocks)
@@ -619,9 +622,10 @@ class KVCacheManager(Summarized):
                     cached_blocks=cached_blocks,
                     admitted=0,
                 )
-            new = self._copy_request(cache, slot, states, parent.blocks[full] if partial else -1, copies)
-            step_order.record_write(table, cache, new, states)
-        return slots, new
+            partial_block = parent.blocks[full] if partial else -1
+            new_cache = self._copy_request(cache, slot, states, partial_block, copies)
+            step_order.record_write(table, cache, new_cache, states)
+        return slots, new_cache
 
     def truncate(self, cache: KVCache, slot: int, length: int) -> tuple[int, KVCache]:
         """Truncates a request to any length.
@@ -679,11 +683,11 @@ class KVCacheManager(Summarized):
                 cached_blocks=state.cached_blocks[:full],
             )
             if copies:
-                new = self._copy_request(cache, slot, {slot: state}, written[0], copies)
+                new_cache = self._copy_request(cache, slot, {slot: state}, written[0], copies)
             else:
-                new = self.devices.write_request(cache, slot, start, blocks, snapshot)
-            step_order.record_write(table, cache, new, {slot: state})
-        return start, new
+                new_cache = self.devices.write_request(cache, slot, start, blocks, snapshot)
+            step_order.record_write(table, cache, new_cache, {slot: state})
+        return start, new_cache
 
     def _copy_request(self, cache, source: int, states: Mapping[int, RequestState], block: int, copies):
         """Copies the rows of slot `source` to the slots of `states`, and `block` (-1 = none) to the blocks of `copies`.

@@ -289,7 +289,10 @@ def _parse(path, manager, key):
     schema = manager.schema
     check_identity(schema, key, metadata)
     content = np.frombuffer(blob, np.uint8)
-    tensors = {name: content[place].view(DTYPES[x.dtype]).reshape(x.shape) for name, (x, place) in stored.items()}
+    tensors = {
+        name: content[place].view(DTYPES[header.dtype]).reshape(header.shape)
+        for name, (header, place) in stored.items()
+    }
     try:
         tokens = manager.check_ids(tensors.pop("tokens", np.zeros((), np.int32)), "tokens")
     except TypeError as error:

@@ -64,14 +64,14 @@ def attend_to_shards(
     """
     tokens, heads, _ = q.shape
     all_heads = jax.lax.all_gather(q, MODEL_AXIS, axis=1, tiled=True)
-    shard = attend(all_heads, jnp.asarray(model_index() == 0))
+    partial_results = attend(all_heads, jnp.asarray(model_index() == 0))
 
     def to_owners(x):
         """Exchanges this device's results [T, A, ...] for all devices' results [devices, T, H, ...] of its heads."""
         x = x.reshape(tokens, -1, heads, *x.shape[2:])
         return jax.lax.all_to_all(x, MODEL_AXIS, split_axis=1, concat_axis=0)
 
-    sums, largest, totals = map(to_owners, shard)
+    sums, largest, totals = map(to_owners, partial_results)
     sink = sinks[None, :]
     overall = jnp.maximum(jnp.max(largest, axis=0), sink)
     factor = jnp.exp(largest - overall[None])

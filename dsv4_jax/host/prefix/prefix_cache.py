@@ -297,6 +297,7 @@ class PrefixCache(Summarized):
         with self._table.transaction():
             path = state.cached_blocks
             if len(path) < full or not path[-1].alive:
+                # Keeps the nodes that are still in the tree, and appends a node for each later block.
                 path = list(itertools.takewhile(lambda node: node.alive, path))
                 if (num_known := len(path)) < full:
                     ids = self.manager.check_ids(tokens[num_known * block_tokens : full * block_tokens], "tokens")
@@ -562,9 +563,12 @@ class PrefixCache(Summarized):
         if prefix.snapshot is None:
             check_snapshot(self.manager.schema, path[-1], reader)
         with table.transaction():
-            table.allocator.share(blocks := [node.block for node in path])
+            # The blocks in memory are shared first, so that the blocks for the others are not taken from them.
+            blocks = [node.block for node in path]
+            table.allocator.share(blocks)
             with table.transaction({slot: len(prefix.digests)}) as acquired:
-                blocks += (restored := acquired[slot])
+                restored = acquired[slot]
+                blocks += restored
                 hit = len(blocks) * self.manager.schema.block_tokens
                 snapshot = devices.put(prefix.snapshot)  # None stays None
                 rows = path[-1].snapshot if snapshot is None else snapshot

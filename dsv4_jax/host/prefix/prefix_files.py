@@ -529,7 +529,7 @@ class StoredPrefixes:
             if count == len(on_disk):
                 self._count(path, count)
                 return FoundBlocks(nodes[: len(path)], on_disk, blocks, snapshot)
-            del path[len(nodes) + count :]
+            del path[len(nodes) + count :]  # the blocks behind a damaged or missing file are of no use
         return None
 
     def warm_up(self, cache: KVCache) -> None:
