@@ -276,7 +276,7 @@ class RandomModelOptions(ModelOptions):
         The folder does not exist if --random-weights names a released model.
 
         Args:
-          checkpoint: value of --checkpoint; None = the packaged one, without --random-weights.
+          checkpoint: value of --checkpoint; None = the packaged checkpoint, unless --random-weights is given.
           mtp: whether to include the draft layers.
 
         Raises:
@@ -365,7 +365,7 @@ def open_checkpoint(path: Path | None, *, mtp: bool = False) -> tuple[Path, DSV4
 def whole_blocks(config: DSV4Config, tokens: int) -> int:
     """Returns the number of tokens rounded up to whole blocks, but at most the model's context.
 
-    With it as the cache's context, prompts of similar lengths share a compiled program.
+    If this number is the cache's context, prompts of similar lengths share a compiled program.
     """
     return min(tokens + -tokens % block_tokens(config), config.max_position_embeddings)
 

@@ -28,7 +28,7 @@ class PlanCommand:
     """Computes how many requests of a given context fit a memory, exact to the byte.
 
     A request takes a fixed number of bytes (sliding windows, compressor states, a row of the block table) and, for each
-    --block-tokens tokens, a block in each compressed pool. The sums are those of the arrays that the cache allocates.
+    --block-tokens tokens, a block in each compressed pool. The sums count the arrays that the cache allocates.
 
     For example:
       dsv4-jax plan --config v4_flash --memory 80GiB --context 1048576

@@ -67,7 +67,7 @@ class Drafts(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class DraftOptions:
-    """The number of tokens that the model's draft layers draft for each request in a step.
+    """Options of the drafts that the model's draft layers make for each request in a step.
 
     Attributes:
       count: maximum number of drafts per request; 0 = no drafts.

@@ -53,7 +53,8 @@ logger = logging.getLogger(__name__)
 TRACE = threading.Lock()
 # Held while JAX's setting `jax_enable_compilation_cache`, which belongs to the whole process, is changed.
 _JAX_CACHE = threading.Lock()
-# Packages that the hash covers by their sources or versions. The classes of a user's own model are in another package.
+# Packages that the hash covers by their sources or versions. A user's own model has classes of another package, so its
+# programs are not stored.
 _KNOWN = {"builtins", "dsv4_jax", "flax", "jax", "jaxlib", "ml_dtypes", "numpy", "pallas_kernels"}
 
 

@@ -21,7 +21,7 @@ class SamplingParams:
     Attributes:
       temperature: divisor of the logits, from 1e-5 to 1e5. 0 = greedy: the token with the largest logit, the lowest id
         among equal ones.
-      top_k: number of largest logits to keep, and any equal to the last of these; 0 = keep all.
+      top_k: number of largest logits to keep. Logits that equal the smallest of these are kept, too. 0 = keep all.
       top_p: probability that the kept tokens must reach together. Of the tokens that `top_k` keeps, the most probable
         ones are kept, and no more than are needed to reach it; 1 = keep all.
 
@@ -171,8 +171,8 @@ def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], optio
             token = jnp.take_along_axis(logits, id, axis=-1), id
             return token, token
 
-        # Tokens are found one at a time, by an unrolled scan, so that a CUDA graph can hold this branch. It could hold
-        # neither a sort nor a loop, see `_keep_best`.
+        # Tokens are found one at a time, by an unrolled scan, so that this code can be in a CUDA graph. A sort or a
+        # loop could not, see `_keep_best`.
         ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
         shape = (logits.shape[0], 1)
         none = jnp.full(shape, jnp.inf, logits.dtype), jnp.full(shape, -1, jnp.int32)

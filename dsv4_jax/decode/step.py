@@ -87,8 +87,8 @@ class StepOutput:
     """The tokens that a step drew.
 
     Attributes:
-      tokens: [n] int32, the token drawn after the token of each entry of `logits_indices`; undefined where the entry
-        is -1.
+      tokens: [n] int32, for each index in `logits_indices` the token drawn after the batch's token at this index;
+        undefined where the index is -1.
       logprobs: [n] float32, log-probabilities of `tokens` under the model, before temperature and `top_p`.
       top_logprobs: TopLogprobs [n, k], the likeliest tokens in place of each of `tokens`; None if not asked for.
       draft_tokens: [slots, drafts] int32, drafts of the tokens after `last_tokens`, -1 behind them; undefined for slots
@@ -325,8 +325,8 @@ def accepted_lengths(
     Args:
       lengths: [slots] lengths that count all tokens of the batch.
       batch: the batch of the step.
-      logits_indices: [n] indices of the batch's tokens that a token is drawn after, side by side for each request: its
-        newest token, then its drafts; -1 = none.
+      logits_indices: [n] indices of the batch's tokens after which a token is drawn; -1 = none. The indices of one
+        request stand side by side: its newest token first, then its drafts.
       tokens: [n] the drawn tokens.
     """
     last = last_accepted(batch, logits_indices, tokens, lengths.shape[0])

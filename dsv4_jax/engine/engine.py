@@ -39,7 +39,7 @@ class Engine(Summarized):
       not in it. If a request turns out to have ended by a stop token, its tokens in this step are discarded. The next
       step is not launched early if it has to preempt a request, or if it verifies drafts under a grammar, since the
       host has to know the tokens first.
-    * Errors: if a step raises, the engine stays usable. The requests that ran are queued again and continue from the
+    * Errors: if a step raises, the engine stays usable. All running requests are queued again and continue from the
       tokens that they have.
 
     The engine is not thread-safe.
@@ -107,7 +107,7 @@ class Engine(Summarized):
         self._metrics = EngineMetrics()
         cache = manager.init_cache() if cache is None else cache
         self._experts = None if model.expert_memory is None else model.expert_memory.migration
-        if model.expert_memory is not None:  # as in `begin_programs`, which does not know yet whether experts will move
+        if model.expert_memory is not None:  # even if no experts move: `begin_programs` compiled for such a cache
             cache = cache.with_expert_counts()
         if self._experts is not None:
             self._experts.start(cache.expert_counts, manager.schema.config.num_experts_per_tok)

@@ -113,7 +113,8 @@ class Request(Summarized):
         self._ids = np.concatenate([prompt, np.zeros((params.max_new_tokens,), np.int32)])
         self.prompt_length = self.num_tokens = len(prompt)
         self.max_tokens = len(self._ids)
-        # These arrays are indexed by position, as the ids are. Pages of zeros take no memory until they are written.
+        # Log-probabilities are indexed by position, as the ids are. Pages of zeros take no memory until they are
+        # written.
         self._logprobs = np.zeros((self.max_tokens,))
         shape = self.max_tokens, params.top_logprobs
         self._top = TopLogprobs(np.zeros(shape, np.int32), np.zeros(shape, np.float32))

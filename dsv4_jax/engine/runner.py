@@ -62,7 +62,7 @@ class StepRunner:
         self._no_tokens = manager.devices.put(none, "tokens")
         self._processor: LogitsProcessor | None = None  # with the states of all slots
         self.forget_logits_states()
-        # (parameters of the last step's requests by slot, the result of `_sampling` for them).
+        # The parameters of the last step's requests by slot, and the result of `_sampling` for them.
         self._last_sampling: tuple[list[RequestParams | None], Any] = [], None
 
     @property

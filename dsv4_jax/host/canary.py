@@ -58,7 +58,7 @@ def check_blocks(devices: CacheDevices, cache: KVCache, nodes: Iterable[Any], re
 
 
 def check_snapshot(schema: CacheSchema, node: Any, reader: str) -> None:
-    """Compares the snapshot of a `CachedBlock` with its checksums. Does nothing if the node lacks one or the other.
+    """Compares the snapshot of a `CachedBlock` with its checksums. Does nothing if the node has no snapshot or no sums.
 
     `reader` and the error CacheCorruptionError are as for `check_blocks`.
     """

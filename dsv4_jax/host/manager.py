@@ -380,7 +380,7 @@ class KVCacheManager(Summarized):
         """Builds a step's inputs, reserves the blocks that it needs, and adds its tokens to the requests' lengths.
 
         The number T of tokens in the batch's arrays is padded so that few programs are compiled. The size of
-        `Batch.new_blocks` follows from T and `reserve`. On a mesh with an axis "data" every size here is that of one
+        `Batch.new_blocks` follows from T and `reserve`. On a mesh with an axis "data" every size here is for one
         shard, and the arrays hold the shards one after another.
 
         * A step of at most `decode_size` tokens, with at most `max_query_tokens` of each request: T is `decode_size`.

@@ -216,8 +216,8 @@ class RequestTable:
         """Guards an operation that acquires or releases blocks: if it fails, all reference counts are rebuilt.
 
         The operation, the body of the `with` statement, transfers its arrays, then launches the one program that
-        donates the cache, and then commits the new states. The counts are rebuilt from the states (`recount`). If the
-        operation fails before `commit`, no state lists the acquired blocks, so they are free again.
+        donates the cache, and then commits the new states. If it fails before `commit`, no state lists the acquired
+        blocks, so `recount` frees them again.
 
         Args:
           blocks: {slot: number of blocks to acquire for it}; None = no blocks.
@@ -291,7 +291,8 @@ class RequestTable:
             prefix = prefixes[shard] if prefixes else NOTHING
             return free > 0, self.fits(shard, num_tokens, prefix), prefix.blocks, free, self.room(shard)
 
-        (slot,) = self.find_slots(1, max(range(self.shards.count), key=rank))  # the first of equally good shards
+        best_shard = max(range(self.shards.count), key=rank)  # the first one if several are equally good
+        (slot,) = self.find_slots(1, best_shard)
         return slot
 
     def fits(self, shard: int, num_tokens: int, prefix: FoundPrefix = NOTHING) -> bool:

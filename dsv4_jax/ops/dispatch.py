@@ -62,7 +62,7 @@ def dispatch(
 ) -> Any:
     """Calls an op's reference or its kernel, as `xla(*args, **options)` or `kernel(*args, interpret=.., **options)`.
 
-    The gradient is always that of the reference. With `implementation=None`, an op runs as "xla" if its kernel does not
+    Gradients always come from the reference. With `implementation=None`, an op runs as "xla" if its kernel does not
     take the device or the arguments. The logger "dsv4_jax.ops" reports such a fallback once for each reason, at level
     INFO, or at level DEBUG if the device runs no kernels at all. If the environment variable
     DSV4_JAX_REQUIRE_KERNELS=1 is set, a fallback is an error. A fallback because of PreferXla is neither reported nor

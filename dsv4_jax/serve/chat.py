@@ -321,9 +321,9 @@ def _as_in_messages(conversation: recipe.Conversation, body: dict[str, Any]) -> 
 
 
 def _in_place(messages: Sequence[recipe.Message]) -> Iterator[recipe.Message]:
-    """Yields messages that the encoding leaves in their places, whereas it would move system messages to the front.
+    """Yields messages that stand for the given ones and keep their places when they are encoded.
 
-    A system message after the first message of another role becomes a reminder in a user message, in the form that
+    The encoding would move system messages to the front. So a system message after the first message of another role becomes a reminder in a user message, in the form that
     deepseek-recipe has for Anthropic's Messages.
     """
     is_opening = True

@@ -139,7 +139,7 @@ def _moved(schema: Schema) -> Schema:
 
 
 def _alone(part: Schema, moved: Schema) -> Schema:
-    """Returns a part of a schema, together with the definitions that its references need, see `_moved`."""
+    """Returns a part of a schema. If it has references, adds the schema `moved` that they refer to, see `_moved`."""
     has_references = isinstance(part, dict) and '"$ref"' in json.dumps(part)
     return part | {"$defs": {"_": moved}} if has_references else part
 

@@ -597,8 +597,8 @@ class PrefixCache(Summarized):
     def _read_snapshot(self, cache, state, slot, full):
         """Returns the rows of a slot at the end of a request's first `full` blocks, or None, see `snapshot`."""
         length = full * self.manager.schema.block_tokens
-        # The rings hold the rows at the boundary as long as the request can be rewound to the boundary.
         is_stale = state.weights != self._table.weights
+        # The rings hold the rows at the boundary as long as the request can be rewound to the boundary.
         if not full or is_stale or state.min_length > length or full % (self.every or 1):
             return None
         on_device, end = self._devices.put((np.int32(slot), np.int32(length)))

@@ -501,7 +501,7 @@ class StoredPrefixes:
     def find(
         self, digests: Iterable[bytes], nodes: list[CachedBlock], min_blocks: int, room: int
     ) -> FoundBlocks | None:
-        """Finds the longest prefix of a prompt whose last block has a snapshot on disk, and reads it.
+        """Finds the longest prefix of a prompt whose last block has a snapshot on disk, and reads its files.
 
         Each of the prefix's blocks is in the cache or on disk.
 
