@@ -28,7 +28,7 @@ class Candidate:
     logprob: float
 
     def score(self, length_penalty: float = 1.0) -> float:
-        """Returns `logprob / len(tokens) ** length_penalty`: with 1 the mean over tokens, with 0 their sum."""
+        """Returns `logprob / len(tokens) ** length_penalty`. 1 gives the mean over tokens, and 0 the sum."""
         return self.logprob / len(self.tokens) ** length_penalty
 
 

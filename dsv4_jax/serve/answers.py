@@ -241,7 +241,7 @@ class Answer:
         manager = self._service.engine.engine.manager
         longest = max(map(len, self._prompts))
         context = min(manager.schema.max_context, manager.capacity)
-        # The context has room for one more token than the cache, because the last token is sampled but never stored.
+        # A request can have one token more than the cache stores, because the last token is sampled but never runs.
         room = context + 1 - longest
         limit = self._max_tokens(room)
         if limit > room or longest > context:

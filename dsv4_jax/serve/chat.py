@@ -24,8 +24,8 @@ _ASSISTANT = "<｜Assistant｜>"
 _THINK = "<think>"
 _RELEASE_TOKENS = ("<｜begin▁of▁sentence｜>", _END, "<｜User｜>", _ASSISTANT, _THINK, "</think>", CALL_TOKEN)
 _PARSED_CALL_TOKEN = "\0" + CALL_TOKEN  # the parser's name of the token, which, unlike CALL_TOKEN, no text contains
-# {reasoning effort of a request: the encoding's name of the prompt for it in April's release}. The encoding has the
-# names of release 0731. April's release has the first two of 0731's three prompts, under other names.
+# {reasoning effort of a request: name under which the encoding has April's prompt for it}. The encoding uses the names
+# of release 0731. April's release has the first two of 0731's three prompts, under other names.
 _APRIL_EFFORTS: Mapping[str | None, Any] = {"low": "low", "high": "low", "xhigh": "high", "max": "high"}
 _MAX_PAST_TOKENS = 2**22  # 16 MiB of token ids
 
@@ -323,8 +323,8 @@ def _as_in_messages(conversation: recipe.Conversation, body: dict[str, Any]) -> 
 def _in_place(messages: Sequence[recipe.Message]) -> Iterator[recipe.Message]:
     """Yields messages that stand for the given ones and keep their places when they are encoded.
 
-    The encoding would move system messages to the front. So a system message after the first message of another role becomes a reminder in a user message, in the form that
-    deepseek-recipe has for Anthropic's Messages.
+    The encoding would move system messages to the front. So a system message after the first message of another role
+    becomes a reminder in a user message, in the form that deepseek-recipe has for Anthropic's Messages.
     """
     is_opening = True
     for message in messages:
