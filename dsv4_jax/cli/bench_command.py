@@ -32,8 +32,8 @@ class OpsBench(ModelBenchmark):
     """Times single operations on this device, beside XLA's version of each.
 
     On a GPU, the time of a call is the sum of its kernels' times, from the profiler; the median over calls is reported.
-    Every call has its own inputs, none of which is in the L2 cache. Each result is first compared with XLA's. On a CPU,
-    a time is the wall-clock time of XLA's version at small shapes.
+    Every call has its own inputs, none of which is in the L2 cache. Each result is first compared with XLA's result. On
+    a CPU, a time is the wall-clock time of XLA's version at small shapes.
 
     The roofline is the larger of two times: to move the call's bytes at the rate of a copy or read, and to compute its
     operations at the rate of a large bfloat16 matrix product. These rates are measured in the same run.
@@ -242,7 +242,7 @@ class ServeBench(Benchmark):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllReduceBench(Benchmark):
-    """Times sums over the devices of a mesh (all-reduces) in a loop on the devices, beside XLA's.
+    """Times sums over the devices of a mesh (all-reduces) in a loop on the devices, beside XLA's sums.
 
     For example:
       dsv4-jax bench all_reduce --mesh model=4

@@ -163,9 +163,10 @@ class PlanCommand:
 
 
 def _pools(one: "CacheSchema") -> dict[str, dict[str, int]]:
-    """Returns sizes in bytes by name of the pool: of a block, of a request without blocks, and of a full request.
+    """Returns {name of a pool: {"per_block", "per_request", "full": size in bytes}}.
 
-    `one` is the schema of a cache for one request with the whole context.
+    The sizes are of a block, of a request without its blocks, and of a request with the whole context. `one` is the
+    schema of a cache for one such request.
     """
     per_block = dataclasses.replace(one, num_blocks=1).block_bytes_by_pool()
     per_request = one.slot_bytes_by_pool()
@@ -179,7 +180,7 @@ def _pools(one: "CacheSchema") -> dict[str, dict[str, int]]:
 class _Device:
     """The memory of a device for the cache, and the numbers of devices that share requests and blocks.
 
-    In the methods, a full request is one with the whole context, and `one` is the schema of a cache for one of them.
+    In the methods, a full request has the whole context, and `one` is the schema of a cache for one full request.
 
     Attributes:
       memory: bytes of the device for the cache.

@@ -53,7 +53,7 @@ def score_step(
         * "log_likelihoods" [T]: log-likelihoods of `next_tokens`.
         * "logits" [T, vocab], with `keep_logits`.
         * "attn_in_L" and "attn_out_L" [T, hidden], with `layers`: input and output of attention in each layer L.
-        * With `drafts`, also the arrays of `_score_drafts`, of which "draft_tokens" is int32.
+        * With `drafts`, also the arrays of `_score_drafts`. The array "draft_tokens" is int32.
     """
     model = compiled.module
     names = {"attention_in": "attn_in", "attention_out": "attn_out"} if layers else {}

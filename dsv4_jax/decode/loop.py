@@ -55,7 +55,7 @@ def decode_loop(
     """Runs decode steps in one `lax.while_loop` until each request has `steps` new tokens or a stop token.
 
     With `drafts`, each step also verifies the tokens that the model's draft layers drafted in the step before. Requests
-    get the same tokens as without drafts. The manager learns of the new tokens by `KVCacheManager.advance`.
+    get the same tokens as without drafts. Report the new tokens to the manager with `KVCacheManager.advance`.
 
     Args:
       model: the model, or a `CompiledModel` if many steps run.

@@ -218,7 +218,7 @@ def compile_program(
 
 
 class _UnknownObjectError(Exception):
-    """A call depends on an object of which the name of the program's file can hold no description."""
+    """A call depends on an object that the name of the program's file cannot describe."""
 
 
 def _describe(value: Any) -> Any:

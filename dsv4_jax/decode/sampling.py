@@ -76,11 +76,11 @@ class BatchedSamplingParams:
 
 @pytree_dataclass
 class LogprobOptions:
-    """The log-probabilities that a step computes besides those of the tokens that it draws.
+    """Options for log-probabilities that a step computes in addition to the drawn tokens' own.
 
     Attributes:
-      forced_tokens: [n] int32, a known token for each row, such as the next token of a prompt, which replaces the drawn
-        token so that its log-probability is computed; -1 = keep the drawn token. None = -1 for all rows.
+      forced_tokens: [n] int32, a known token for each row, such as the next token of a prompt. It replaces the drawn
+        token, so that its log-probability is computed; -1 = keep the drawn token. None = -1 for all rows.
       wants_top: [] bool, whether any row asks for its likeliest tokens. If not, they are not computed, and TopLogprobs
         of zeros are returned. None = True.
       num_top: number of likeliest tokens to find per row (static).
@@ -93,7 +93,7 @@ class LogprobOptions:
 
 @pytree_dataclass
 class TopLogprobs:
-    """The k likeliest tokens for each row of logits, the likeliest first; of equally likely ones the lowest id first.
+    """The k likeliest tokens for each row of logits, the likeliest first. Equally likely tokens are ordered by id.
 
     Attributes:
       ids: [..., k] int32 token ids.
@@ -233,7 +233,7 @@ def _largest_threshold(is_enough, logits):
 def _float_at(rank):
     """Returns the float32 with a given rank, uint32, among all float32 in ascending order.
 
-    Ranks below that of -inf give -inf, and ranks above that of inf give NaN.
+    Ranks below the rank of -inf give -inf, and ranks above the rank of inf give NaN.
     """
     sign = np.uint32(1 << 31)
     rank = jnp.maximum(rank, np.uint32(0x007FFFFF))

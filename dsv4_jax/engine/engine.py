@@ -133,8 +133,8 @@ class Engine(Summarized):
         `warm_up` waits until they are compiled.
 
         Args:
-          outline: the model with `jax.ShapeDtypeStruct` in place of its arrays and with its `expert_memory`, which
-            `load_checkpoint` passes to its argument `on_outline`.
+          outline: CompiledModel of the module that `load_checkpoint` passes to its argument `on_outline`, with
+            `jax.ShapeDtypeStruct` in place of arrays; and with the model's `expert_memory`, if there is one.
           manager, drafter, options: as for the engine. The manager must hold no request.
 
         Raises:

@@ -309,7 +309,7 @@ def check_no_requests(manager: KVCacheManager) -> None:
 
 
 def check_request(manager: KVCacheManager, prompt: Sequence[int] | np.ndarray, max_new_tokens: int) -> np.ndarray:
-    """Returns the prompt's ids [n] int32.
+    """Checks the arguments of a request, and returns the prompt's ids [n] int32.
 
     Raises:
       TypeError, ValueError: the ids or `max_new_tokens` are invalid, or the request does not fit an empty cache.

@@ -71,7 +71,7 @@ class StepRunner:
         return self.model.compilations - self._compilations_before
 
     def forget_logits_states(self) -> None:
-        """Drops the logits processor's states, as after an error that may have lost them; the next step makes new."""
+        """Drops the logits processor's states, as after an error that may have lost them. The next step makes new states."""
         self._processor = None
         self._begun = np.zeros((self._manager.schema.max_requests,), int)  # admission time of each slot's request
 
@@ -297,7 +297,7 @@ class StepRunner:
             threads.shutdown(wait=False)
 
     def _compile(self, cache, launched, masks, function, args, options):
-        """Compiles the program of a step. Without a mesh it also runs `draw_step`, if tokens are drawn by it."""
+        """Compiles the program of a step. Without a mesh it also runs `draw_step`, if the step draws by it."""
         self.model.prepare(function, cache, *args, **options)
         if masks is not None and self._manager.devices.mesh is None:
             logits = np.zeros((len(masks), self._manager.schema.config.vocab_size), np.float32)

@@ -136,7 +136,7 @@ class Scheduler:
             self.metrics.finished += 1
 
     def restart(self) -> None:
-        """Frees all slots and queues all unfinished requests, as after an error. Makes a new cache if it was lost.
+        """Frees all slots and queues all unfinished requests, as after an error. Makes a new cache if the cache was lost.
 
         Requests run their tokens again, except those that wait with their bytes in host memory.
         """
@@ -382,7 +382,7 @@ class Scheduler:
         return self.manager.fits(num_tokens)
 
     def _admit(self, request, num_tokens):
-        """Admits a request and returns its slot, with the tokens that host memory or the prefix cache holds of it."""
+        """Admits a request with the tokens that host memory or the prefix cache holds of it. Returns its slot."""
         if request.offloaded is not None:
             slot, self.cache = resume(self.manager, self.cache, request.offloaded, num_tokens=num_tokens)
         elif self.prefix is not None and not request.scores_prompt:  # scored tokens must run

@@ -163,7 +163,7 @@ def _search(model, manager, prompt, beams, max_new_tokens, stop_tokens, chunk):
 
 
 def _follow_parents(manager, cache, slots, parents):
-    """Gives each new unfinished answer the slot of the answer that it continues, its parent, or a fork of it.
+    """Gives each new unfinished answer the slot of its parent, the answer that it continues, or of the parent's fork.
 
     Parents that no answer continues are released first.
 

@@ -53,7 +53,7 @@ class Schedule:
           requests: n requests.
           tokens: for each request the ids of the tokens to run.
           fields: values [n] of fields of `numbers`. Without "slot", both `slot` and `num_tokens` are set from the
-            requests and tokens. Defaults of the other fields are -1 for `source`, True for `samples`, and 0.
+            requests and tokens. The default is -1 for `source`, True for `samples`, and 0 for other fields.
         """
         if "slot" not in fields:
             fields["slot"] = [request.slot for request in requests]
@@ -101,7 +101,7 @@ class LaunchedStep:
       logits: [rows, vocab] logits on the device if `draw_step` has to draw the tokens and was not launched yet; else
         None.
       output: StepOutput whose copy to the host was started; None until the drawing is launched.
-      tokens: the drawn tokens on the device, as in `EarlierTokens.tokens`, for the next step; None until then.
+      tokens: the drawn tokens on the device for the next step, as in `EarlierTokens.tokens`; None as long as `output`.
       snapshots: {request: rows of its slot at a block boundary, for the prefix cache}, read before a later step was
         launched.
     """
@@ -117,7 +117,7 @@ class LaunchedStep:
     snapshots: dict[Request, Any] = dataclasses.field(default_factory=dict)
 
     def with_known_tokens(self) -> "LaunchedStep":
-        """Fills the tokens and starts that the host did not know at the step's launch into the step's schedule.
+        """Returns the step with a complete schedule: with tokens and starts that the host did not know at its launch.
 
         Call it after the previous step was read. Only steps with drafts on the device are changed.
         """
