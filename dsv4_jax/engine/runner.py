@@ -71,7 +71,7 @@ class StepRunner:
         return self.model.compilations - self._compilations_before
 
     def forget_logits_states(self) -> None:
-        """Drops the logits processor's states, as after an error that may have lost them. The next step makes new states."""
+        """Drops the logits processor's states, which an error may have lost. The next step makes new states."""
         self._processor = None
         self._begun = np.zeros((self._manager.schema.max_requests,), int)  # admission time of each slot's request
 

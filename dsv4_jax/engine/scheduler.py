@@ -136,9 +136,10 @@ class Scheduler:
             self.metrics.finished += 1
 
     def restart(self) -> None:
-        """Frees all slots and queues all unfinished requests, as after an error. Makes a new cache if the cache was lost.
+        """Frees all slots and queues all unfinished requests, as after an error.
 
-        Requests run their tokens again, except those that wait with their bytes in host memory.
+        Requests run their tokens again, except those that wait with their bytes in host memory. If the cache was lost,
+        makes a new one.
         """
         self.manager.release_all()
         for request in self.requests.values():

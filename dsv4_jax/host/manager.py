@@ -178,7 +178,7 @@ class KVCacheManager(Summarized):
     def block_table(self) -> np.ndarray:
         """A copy of the device's block table for admitted slots, [max_requests, max_blocks] int32; -1 = none.
 
-        On a mesh with an axis "data" the ids are local: those of each shard begin at 0.
+        On a mesh with an axis "data" the ids are local: they begin at 0 in each shard.
         """
         table = np.full((self.schema.max_requests, self.schema.max_blocks), -1, np.int32)
         for slot, state in self.requests.states.items():
@@ -692,7 +692,7 @@ class KVCacheManager(Summarized):
     def _copy_request(self, cache, source: int, states: Mapping[int, RequestState], block: int, copies):
         """Copies the rows of slot `source` to the slots of `states`, and `block` (-1 = none) to the blocks of `copies`.
 
-        `states` {slot: state} and `copies` {slot: acquired blocks} are those of the targets, whose lengths are equal.
+        `states` {slot: state} and `copies` {slot: acquired blocks} describe the targets, which have equal lengths.
         Donates the cache and returns the updated one.
         """
         max_requests = self.schema.max_requests

@@ -133,7 +133,7 @@ def resume(
       offloaded: result of `offload` or `capture`; it stays valid.
       key: name of the model's weights, as for `capture`.
       num_tokens: number of tokens that the request will hold in the end, by which a shard with room is chosen; None =
-        its length.
+        the request's length.
 
     Returns:
       (the slot, the cache).
@@ -183,7 +183,7 @@ def identity(schema: CacheSchema, key: str) -> dict[str, str]:
 
 
 def check_identity(schema: CacheSchema, key: str, have: Mapping[str, str]) -> None:
-    """Raises ValueError unless `have`, the `identity` of a request, has the values of this cache's identity."""
+    """Raises ValueError if `have`, the `identity` of a request, differs from the identity of this cache."""
     for name, want in identity(schema, key).items():
         if have.get(name) != want:
             raise ValueError(f"the request was made with {name}={have.get(name)!r}, this cache has {name}={want!r}")
@@ -202,7 +202,7 @@ def blocks_struct(schema: CacheSchema, n: int) -> dict[str, PoolGroup]:
 
 
 def _fit(x, struct):
-    """Returns x [layers, n, width] with as many rows as `struct`: without the oldest ones, or after rows of zeros."""
+    """Returns x [layers, n, width] with as many rows as `struct`. Drops the first rows, or puts zeros before them."""
     x = x[:, max(0, x.shape[1] - struct.shape[1]) :]
     return np.pad(x, [(0, 0), (struct.shape[1] - x.shape[1], 0), (0, 0)])
 
@@ -245,7 +245,7 @@ def save_request(
 def load_request(
     path: str | Path, manager: KVCacheManager, cache: KVCache, *, key: str = ""
 ) -> tuple[int, np.ndarray, KVCache]:
-    """Reads a request that `save_request` wrote into a free slot and free blocks.
+    """Reads a request from a file of `save_request` into a free slot and free blocks.
 
     Args:
       path: path of the file.

@@ -199,7 +199,7 @@ class RequestTable:
         return self.states[slot]
 
     def commit(self, states: Mapping[int, RequestState | None]) -> None:
-        """Replaces the states {slot: state}; None ends the request. Call it in a `transaction` if blocks change."""
+        """Replaces the states {slot: state}; a state None ends the request. Needs a `transaction` if blocks change."""
         self.states = self.states.updated(states)
 
     def tick(self) -> int:

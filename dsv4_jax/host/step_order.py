@@ -6,8 +6,8 @@ host keeps a record of each batch and of each cache to check this. A record is a
 and a record vanishes with its array.
 
 `decode.step_launch` records the caches that the steps of this package return. An array that a user's own program
-returned carries no record, so its batch or cache is not checked. A cache that a step returns for such a batch has no
-record either. The record of a cache that a step returns for such a cache covers only the requests of the step.
+returned carries no record, so its batch or cache is not checked. If a step runs such a batch, the cache that it returns
+has no record either. If a step runs on such a cache, the record of the returned cache covers only the step's requests.
 """
 
 import dataclasses

@@ -17,7 +17,7 @@ from dsv4_jax.quant import round_to
 
 
 def topk_of_shards(scores: Float[Array, "T E"], lengths: Int[Array, "T"], k: int) -> Int[Array, "T k"]:
-    """Selects the k entries with the highest scores among the entries of all devices, as `indexer_topk` does for one.
+    """Selects the k entries with the highest scores among all devices' entries, as `indexer_topk` does on one device.
 
     Each device selects its own k best entries. Then each device gathers the selected entries of all devices, and
     selects the k best of these.

@@ -195,7 +195,7 @@ def why_not_local(args: Any) -> str | None:
 
 
 def _partitioned(mesh):
-    """Returns the number of devices over which XLA partitions a program: the product of the axes but manual ones."""
+    """Returns the number of devices over which XLA partitions a program: the size of all mesh axes but manual ones."""
     sizes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     return math.prod(size for size, kind in sizes if kind != AxisType.Manual)
 

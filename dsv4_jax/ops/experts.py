@@ -34,7 +34,7 @@ def experts(
 
     The routing weight is multiplied before the last linear map, as in the release. So the product is rounded to
     bfloat16 at the same point. A token's experts are added up in the order of `selected`, so a token's bits do not
-    depend on other tokens. The gradient is that of "xla".
+    depend on other tokens. Gradients come from "xla".
 
     Args:
       x: [T, D] activations.

@@ -35,8 +35,8 @@ LOWEST = -1e30
 class PrefillConfig:
     """Heuristics that decide which calls use the prefill kernel.
 
-    The prefill kernel dequantizes the rows that a call reads once, and not for each token that reads them. It then
-    holds the dequantized rows of all requests in memory.
+    The prefill kernel dequantizes each row of a call once, and not again for each token that reads it. It then holds
+    the dequantized rows of all requests in memory.
     """
 
     min_tokens: int = 128  # minimum number of tokens

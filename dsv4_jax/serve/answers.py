@@ -93,7 +93,7 @@ class Answer:
         raise NotImplementedError
 
     def _max_tokens(self, room: int) -> int:
-        """Returns the maximum number of new tokens of a request, for which the context has room for `room` tokens."""
+        """Returns the maximum number of new tokens of a request. The context has room for `room` new tokens."""
         raise NotImplementedError
 
     def _new_choice(self, index: int, prompt: np.ndarray) -> Choice:

@@ -23,8 +23,7 @@ class ScoredToken(NamedTuple):
       token: id of the token.
       logprob: log-probability of the token; None for the first token of a prompt.
       top: (id, log-probability) pairs of the most likely tokens at this position.
-      offset: number of characters of the text before the token, without those of earlier tokens that are still held
-        back.
+      offset: number of characters of the text before the token, not counting text that is still held back.
     """
 
     token: int

@@ -394,7 +394,7 @@ class PrefixCache(Summarized):
         keep their blocks, but these are not cached again.
 
         Args:
-          key: name of the new weights. With `files` it is required, and prefixes that earlier processes computed with
+          key: name of the new weights. It is required with `files`: prefixes that earlier processes computed with
             these weights are found by it. None = a name that no other weights had.
 
         Raises:
@@ -521,7 +521,7 @@ class PrefixCache(Summarized):
         """Finds in each shard the longest prefix in memory that ends in a snapshot and leaves a token of `ids` to run.
 
         Returns:
-          ([nodes of the prefix] for each shard, `FoundPrefix` for each shard).
+          (paths, prefixes): for each shard, the list of the prefix's nodes, and its `FoundPrefix`.
         """
         paths = [self._nodes(ids[:-1], salt, shard) for shard in range(self.manager.shards.count)]
         for path in paths:
@@ -530,7 +530,7 @@ class PrefixCache(Summarized):
         return paths, [FoundPrefix(len(path), sum(not node.in_use for node in path)) for path in paths]
 
     def _nodes(self, ids, salt, shard, path=()):
-        """Returns the nodes of the longest prefix of `ids` that is in memory in a shard; `path` are its first nodes."""
+        """Returns the nodes of the longest prefix of `ids` that is in memory in a shard; `path` has its first ones."""
         nodes = list(path)
         for digest in self._digests(ids[len(path) * self.manager.schema.block_tokens :], salt, path):
             if (node := self._tree.nodes.get((shard, digest))) is None:
@@ -539,7 +539,7 @@ class PrefixCache(Summarized):
         return nodes
 
     def _find_stored(self, ids, salt, shard, min_blocks):
-        """Finds the longest usable prefix of a prompt and reads those of its blocks from disk that the cache lacks.
+        """Finds the longest usable prefix of a prompt, and reads the blocks that the cache lacks from disk.
 
         Returns FoundBlocks, or None if there are no files or no usable prefix has more than `min_blocks` blocks.
         """

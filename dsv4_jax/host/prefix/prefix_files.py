@@ -484,7 +484,7 @@ class StoredPrefixes:
         chosen = []
 
         def order(node):
-            """Blocks of running requests come first, and the earlier blocks of a prefix before its later ones."""
+            """Returns a sort key: blocks of running requests first, and a prefix's earlier blocks before later ones."""
             return not node.in_use, node.length if node.in_use else -node.last_used
 
         for node in sorted(nodes, key=order):
@@ -537,7 +537,8 @@ class StoredPrefixes:
         self._read(lambda: cache, np.array([-1], np.int32))
 
     def _chunks(self, blocks):
-        """Splits ids as `CacheDevices.block_chunks` does, but yields up to `_FEW_BLOCKS` one by one, unpadded."""
+        """Splits block ids as `CacheDevices.block_chunks` does. Up to `_FEW_BLOCKS` blocks get a chunk each,
+        unpadded."""
         if len(blocks) > _FEW_BLOCKS:
             return self._devices.block_chunks(blocks)
         return ((i, np.array([block], np.int32)) for i, block in enumerate(blocks))
