@@ -138,7 +138,7 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     num_made = jnp.sum(state.draft_tokens >= 0, axis=1, dtype=jnp.int32) if drafts else 0
     num_drafts = jnp.minimum(num_made, steps - state.num_tokens - 1)
     num_drafts = jnp.where(is_active & (state.num_tokens > 0), num_drafts, 0)
-    is_live = is_active[:, None] & (offsets <= num_drafts[:, None])
+    is_live = is_active[:, None] & (offsets <= num_drafts[:, None])  # [slots, 1 + drafts], the tokens that run
     indices = jnp.where(is_live, jnp.arange(is_live.size, dtype=jnp.int32).reshape(is_live.shape), -1).reshape(-1)
     batch = _with_drafts(state.last_tokens, state.draft_tokens, is_live)
     options = None

@@ -23,7 +23,7 @@ _END = "<｜end▁of▁sentence｜>"
 _ASSISTANT = "<｜Assistant｜>"
 _THINK = "<think>"
 _RELEASE_TOKENS = ("<｜begin▁of▁sentence｜>", _END, "<｜User｜>", _ASSISTANT, _THINK, "</think>", CALL_TOKEN)
-_PARSED_CALL_TOKEN = "\0" + CALL_TOKEN  # the parser's name of the token, which, unlike CALL_TOKEN, no text contains
+_PARSED_CALL_TOKEN = "\0" + CALL_TOKEN  # the parser's name of CALL_TOKEN; no text contains this name
 # {reasoning effort of a request: name under which the encoding has April's prompt for it}. The encoding uses the names
 # of release 0731. April's release has the first two of 0731's three prompts, under other names.
 _APRIL_EFFORTS: Mapping[str | None, Any] = {"low": "low", "high": "low", "xhigh": "high", "max": "high"}

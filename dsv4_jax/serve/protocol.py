@@ -22,7 +22,7 @@ from dsv4_jax.common.arguments import check_temperature, check_top_p
 from dsv4_jax.serve.errors import APIError
 
 
-# Fields of requests with any value that is ignored, because it would not change the answer.
+# Fields of requests whose values are ignored, because they would not change the answer.
 UNUSED = ("metadata", "client_metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier")
 UNUSED += ("cache_control", "service_tier", "speed", "inference_geo", "store", "prediction", "max_tool_calls")
 UNUSED += ("parallel_tool_calls",)

@@ -563,7 +563,7 @@ class PrefixCache(Summarized):
         if prefix.snapshot is None:
             check_snapshot(self.manager.schema, path[-1], reader)
         with table.transaction():
-            # The blocks in memory are shared first, so that the blocks for the others are not taken from them.
+            # The blocks in memory are shared first. Otherwise the inner transaction could evict them to acquire blocks.
             blocks = [node.block for node in path]
             table.allocator.share(blocks)
             with table.transaction({slot: len(prefix.digests)}) as acquired:
