@@ -58,9 +58,9 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
     embedding = tree_bytes(nnx.state(model.model.embed_tokens))  # lies in host memory, as some experts do
     whole = tree_bytes(nnx.state(model)) - embedding  # all weights, with all experts on the GPU
     programs = program_bytes(STEP_TOKENS, config)
-    room = memory - (whole - codes) - programs - cache_bytes
-    room = room if expert_memory == "auto" else parse_bytes(expert_memory, "expert_memory")
-    on_device = min(experts, max(room, 0) // slice_bytes)
+    free = memory - (whole - codes) - programs - cache_bytes
+    budget = free if expert_memory == "auto" else parse_bytes(expert_memory, "expert_memory")
+    on_device = min(experts, max(budget, 0) // slice_bytes)
     needed = whole - codes + on_device * slice_bytes + programs
     if needed > memory:
         raise ValueError(

@@ -167,7 +167,7 @@ class ModelOptions:
         load = self._loader(checkpoint, schema.config, experts, progress)
         if begin_programs is None:
             return CompiledModel(load(), experts)
-        outlines = []
+        outlines = []  # the model without weights, whose programs are compiled while the weights are read
 
         def on_outline(module):
             outlines.append(CompiledModel(module, experts))
@@ -239,10 +239,11 @@ class ModelOptions:
         devices = 1 if mesh is None else mesh.size
         requests += -requests % groups
         blocks = requests * -(-context // tokens)
+        blocks += -blocks % devices
         manager = KVCacheManager(
             config,
             memory=memory,
-            num_blocks=blocks + -blocks % devices if memory is None else None,
+            num_blocks=blocks if memory is None else None,
             max_requests=requests,
             max_context=context,
             max_query_tokens=1 + drafts,

@@ -102,7 +102,9 @@ def _score_drafts(model, cache, batch, streams, next_tokens, count, per_row):
         newest = one_token_batch(next_tokens[rows], jnp.where(positions >= 0, positions + 1, -1))
         tokens, logits, confidence, cache = draft(model, cache, streams[rows], newest, GREEDY, seeds, drafts=count)
         results = {"draft_tokens": tokens, "draft_logits": logits}
-        return cache, results if confidence is None else results | {"confidence": confidence}
+        if confidence is not None:
+            results["confidence"] = confidence
+        return cache, results
 
     cache, results = jax.lax.scan(score_position, cache, jnp.arange(per_row, dtype=jnp.int32))
     return {name: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for name, x in results.items()}, cache

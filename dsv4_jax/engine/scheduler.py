@@ -229,11 +229,11 @@ class Scheduler:
             certain = known + (sources >= 0)
             known = known + drawn[slots]  # as if all drafts were accepted
         # Maximum number of drafts that a request may need. Drafts behind its end are never counted as accepted.
-        room = np.minimum(limits - certain - 1, self.manager.schema.max_context - known)
+        max_drafts = np.minimum(limits - certain - 1, self.manager.schema.max_context - known)
         unread = known - self.manager.lengths[slots]
         can_decode = (unread == 1) & (known < limits) & decode
         decoding = list(itertools.compress(running, can_decode.tolist()))
-        schedule = self._schedule_decode(decoding, sources[can_decode], room[can_decode], in_flight is not None)
+        schedule = self._schedule_decode(decoding, sources[can_decode], max_drafts[can_decode], in_flight is not None)
         # `_schedule_decode` may have preempted requests, which then have no slot.
         readers = [running[i] for i in np.flatnonzero(unread > 1).tolist() if running[i].slot >= 0]
         if readers:
@@ -396,20 +396,24 @@ class Scheduler:
             slot = self.manager.admit(request.tokens, num_tokens=num_tokens)
         return slot
 
-    def _schedule_decode(self, requests, sources, room, is_in_flight):
+    def _schedule_decode(self, requests, sources, max_drafts, is_in_flight):
         """Schedules the newest token of each request, followed by its drafts.
 
         `sources` [n] is -1 if the host knows a request's newest token. Otherwise the step in flight draws this token,
-        and the source is its index among that step's tokens, see `LaunchedStep.newest_tokens`. `room` [n] is the
-        maximum number of drafts of each request. Raises CacheFullError if blocks are missing while a step is in flight,
-        because no request can be preempted then.
+        and the source is its index among that step's tokens, see `LaunchedStep.newest_tokens`. `max_drafts` [n] is
+        the maximum number of drafts of each request.
+
+        Raises CacheFullError if blocks are missing while a step is in flight, because no request can be preempted then.
         """
         slots = np.array([request.slot for request in requests], int)
         starts = self.manager.lengths[slots]
         counts = np.ones((len(requests),), int)
         drafts = []
         if self.config.draft_tokens:
-            drafts = [self._draft(*args) for args in zip(requests, room.tolist(), (sources >= 0).tolist(), strict=True)]
+            drafts = [
+                self._draft(request, count, source >= 0)
+                for request, count, source in zip(requests, max_drafts.tolist(), sources.tolist(), strict=True)
+            ]
             counts += np.array([len(ids) for ids in drafts], int)
         for i in np.flatnonzero(self.manager.missing_blocks(slots, counts)):
             counts[i] = self._reserve(requests[i], int(counts[i]), can_preempt=not is_in_flight)
@@ -458,12 +462,12 @@ class Scheduler:
                     self._preempt([r for r in self.running if shard(r.slot) == shard(request.slot)][-1])
         return 0
 
-    def _draft(self, request, room, is_in_flight):
-        """Returns up to `room` drafts of a request, [n] int32; zeros if they are still on the device.
+    def _draft(self, request, max_drafts, is_in_flight):
+        """Returns up to `max_drafts` drafts of a request, [n] int32; zeros if they are still on the device.
 
         If the drafter on the host fails, ends the request and returns no drafts.
         """
-        count = min(request.params.draft_tokens or 0, room)
+        count = min(request.params.draft_tokens or 0, max_drafts)
         if self.drafter is None or not count:
             return np.zeros((count,), np.int32) if is_in_flight else request.device_drafts[:count]
         try:

@@ -290,22 +290,22 @@ def _parse(path, manager, key):
     check_identity(schema, key, metadata)
     content = np.frombuffer(blob, np.uint8)
     tensors = {
-        name: content[place].view(DTYPES[header.dtype]).reshape(header.shape)
-        for name, (header, place) in stored.items()
+        name: content[byte_range].view(DTYPES[header.dtype]).reshape(header.shape)
+        for name, (header, byte_range) in stored.items()
     }
     try:
         tokens = manager.check_ids(tensors.pop("tokens", np.zeros((), np.int32)), "tokens")
     except TypeError as error:
         raise ValueError(f"the file's {error}") from None
     rows, blocks, spare = _read_tensors(schema, manager.requests.blocks_for(len(tokens)), tensors)
-    text = str(metadata.get("min_length"))
+    min_length = str(metadata.get("min_length"))
     lowest = max(0, len(tokens) - spare)
-    if not re.fullmatch("[0-9]{1,10}", text) or not lowest <= int(text) <= len(tokens):
+    if not re.fullmatch("[0-9]{1,10}", min_length) or not lowest <= int(min_length) <= len(tokens):
         raise ValueError(
-            f"min_length is {text!r}, it must be from {lowest} to {len(tokens)}: its rings reach no further"
+            f"min_length is {min_length!r}, it must be from {lowest} to {len(tokens)}: its rings reach no further"
         )
     properties = identity(schema, key)
-    return tokens, OffloadedRequest(len(tokens), int(text), rows, blocks, properties, manager.requests.weights)
+    return tokens, OffloadedRequest(len(tokens), int(min_length), rows, blocks, properties, manager.requests.weights)
 
 
 def _read_tensors(schema, num_blocks, tensors):

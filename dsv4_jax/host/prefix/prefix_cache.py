@@ -201,22 +201,22 @@ class PrefixCache(Summarized):
         shard = self.manager.shards.of(slot)
         path = paths[shard]
         prefix = self._find_stored(ids, salt, shard, len(path)) or FoundBlocks(path)
-        new = cache
+        new_cache = cache
         if prefix.num_blocks:
-            path, new = self._restore(cache, slot, prefix)
+            path, new_cache = self._restore(cache, slot, prefix)
         else:
             with self._table.transaction():
                 self._table.admit(slot)
-        hit = path[-1].length if path else 0
+        hit_tokens = path[-1].length if path else 0
         metrics = self._metrics
         metrics.requests += 1
         metrics.prompt_tokens += len(ids)
         if path:
             metrics.hits += 1
-            metrics.hit_tokens += hit
+            metrics.hit_tokens += hit_tokens
             path[-1].hits += 1
             self._tree.touch(path[-1:])
-        return slot, hit, new
+        return slot, hit_tokens, new_cache
 
     def chunk_end(self, slot: int, tokens: np.ndarray, end: int, *, salt: str = "") -> int:
         """Returns the position at which the next chunk of a prompt should end, so that later prompts can hit there.
@@ -289,30 +289,31 @@ class PrefixCache(Summarized):
         self.manager.check_cache(cache, slot)
         state = self._table.state(slot)
         block_tokens = self.manager.schema.block_tokens
-        full = (state.length if length is None else min(length, state.length)) // block_tokens
-        if len(tokens) < full * block_tokens:
-            raise ValueError(f"slot {slot} holds {full} full blocks of {block_tokens} tokens, {len(tokens)=}")
-        if not full or state.weights != self._table.weights:
+        num_full = (state.length if length is None else min(length, state.length)) // block_tokens
+        if len(tokens) < num_full * block_tokens:
+            raise ValueError(f"slot {slot} holds {num_full} full blocks of {block_tokens} tokens, {len(tokens)=}")
+        if not num_full or state.weights != self._table.weights:
             return
         with self._table.transaction():
             path = state.cached_blocks
-            if len(path) < full or not path[-1].alive:
+            if len(path) < num_full or not path[-1].alive:
                 # Keeps the nodes that are still in the tree, and appends a node for each later block.
                 path = list(itertools.takewhile(lambda node: node.alive, path))
-                if (num_known := len(path)) < full:
-                    ids = self.manager.check_ids(tokens[num_known * block_tokens : full * block_tokens], "tokens")
+                if (num_known := len(path)) < num_full:
+                    ids = self.manager.check_ids(tokens[num_known * block_tokens : num_full * block_tokens], "tokens")
                     digests = list(self._digests(ids, salt, path))
-                    for digest, block in zip(digests, state.blocks[num_known:full], strict=True):
+                    for digest, block in zip(digests, state.blocks[num_known:num_full], strict=True):
                         self._append_block(path, digest, block)
                     self._tree.touch(path[num_known:])
                 self._table.commit({slot: dataclasses.replace(state, cached_blocks=path)})
-            if self.debug and (new := [node for node in path if node.sums is None]):
-                for node, sums in zip(new, block_sums(self._devices, cache, [n.block for n in new]), strict=True):
+            if self.debug and (new_nodes := [node for node in path if node.sums is None]):
+                all_sums = block_sums(self._devices, cache, [node.block for node in new_nodes])
+                for node, sums in zip(new_nodes, all_sums, strict=True):
                     node.sums = sums
-            if path[full - 1].snapshot is None:
-                snapshot = self._read_snapshot(cache, state, slot, full) if snapshot is None else snapshot
+            if path[num_full - 1].snapshot is None:
+                snapshot = self._read_snapshot(cache, state, slot, num_full) if snapshot is None else snapshot
                 if snapshot is not None:
-                    self._keep_snapshot(snapshot, path[:full])
+                    self._keep_snapshot(snapshot, path[:num_full])
 
     def snapshot(self, cache: KVCache, slot: int) -> RequestRows | None:
         """Reads the rows of a request's slot at its last block boundary, for a later call of `observe`.
@@ -569,19 +570,25 @@ class PrefixCache(Summarized):
             with table.transaction({slot: len(prefix.digests)}) as acquired:
                 restored = acquired[slot]
                 blocks += restored
-                hit = len(blocks) * self.manager.schema.block_tokens
+                length = len(blocks) * self.manager.schema.block_tokens
                 snapshot = devices.put(prefix.snapshot)  # None stays None
                 rows = path[-1].snapshot if snapshot is None else snapshot
-                new = devices.write_request(cache, slot, hit, blocks, rows, restored, prefix.blocks)
+                new_cache = devices.write_request(cache, slot, length, blocks, rows, restored, prefix.blocks)
                 for digest, block in zip(prefix.digests, restored, strict=True):
                     self._append_block(path, digest, block)
                 if snapshot is not None:
                     self._keep_snapshot(snapshot, path)
                 state = RequestState(
-                    hit, hit, blocks, len(blocks), is_new=False, cached_blocks=path, weights=table.weights
+                    length=length,
+                    min_length=length,
+                    blocks=blocks,
+                    published_blocks=len(blocks),
+                    is_new=False,
+                    cached_blocks=path,
+                    weights=table.weights,
                 )
-                record_write(table, cache, new, {slot: state})
-        return path, new
+                record_write(table, cache, new_cache, {slot: state})
+        return path, new_cache
 
     def _append_block(self, path, digest, block):
         """Appends the tree's node with this digest to `path`. If there is none, adds one for `block` to the tree."""
