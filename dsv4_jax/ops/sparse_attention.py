@@ -78,6 +78,7 @@ def _sparse_attention_kernel(q, sinks, kv, slots, positions, inv_freq, *, contex
         return _inverse_rope(out[:, :heads], positions, xla_freq)
 
     def attend(q, with_window):
+        # With layer -1, the kernel reads no window rows.
         visible = dataclasses.replace(rings, layer=jnp.where(with_window, rings.layer, -1))
         splits = attention_sums(_pad_heads(q), slots, positions, visible, entries, interpret=interpret)
         return jax.tree.map(lambda x: x[:, : q.shape[1]], _merge_splits(*splits))
