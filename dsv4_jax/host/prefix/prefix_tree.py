@@ -46,7 +46,7 @@ class CachedBlock:
 class PrefixTree:
     """Cached blocks by shard and digest, and for each shard an LRU queue of the blocks that no request holds.
 
-    A node has no links to its parent and children: the digest of a block depends on those of the blocks before it.
+    A node has no links to its parent and children: a block's digest depends on the digests of all blocks before it.
 
     A request releases its last block first, so as a rule a block is evicted before its parent, the block that it
     follows. The parent can be evicted first only if several requests computed the same tokens at the same time. The
