@@ -1,4 +1,4 @@
-"""Pytrees: frozen dataclasses of arrays, such as the operands of a kernel, and functions of the leaves of arguments."""
+"""Frozen dataclasses that are pytrees, such as the operands of a kernel, and functions of some leaves of arguments."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
