@@ -86,7 +86,7 @@ def _emit_add_up_terms(
     words_per_tile = ROWS // 2  # words of one token
     words_per_block = -(-tokens * width // (2 * workers))
     first_word = worker * words_per_block
-    num_terms = ops.load_global(counts_gmem, 0) + 1  # of a tile: one for each group, and the shared expert's
+    num_terms = ops.load_global(counts_gmem, 0) + 1  # every group and the shared expert write a term of each tile
 
     def address(ref, row, column):
         offset = mlir.multiply_add(mlir.to_i64(row), width, mlir.to_i64(column))
@@ -97,8 +97,8 @@ def _emit_add_up_terms(
 
     def store_sum(word):
         tile = word // (tokens * words_per_tile)  # a block has words of few tiles, so it waits for few counters
-        token = word // words_per_tile % tokens
-        column = tile * ROWS + (word % words_per_tile << 1)
+        token = (word // words_per_tile) % tokens
+        column = tile * ROWS + ((word % words_per_tile) << 1)
         pairs = [token * top_k + j for j in range(top_k)]
         has_expert = [ops.load_global(selected_gmem, pair) < experts for pair in pairs]
         mlir.ptx(_WAIT, mlir.element(counts_gmem, tile + (1 + counter)), num_terms)

@@ -150,7 +150,7 @@ class Config:
     # Number of warpgroups per block for long windows, if a call has fewer tokens of a request than a window. More
     # warpgroups take longer to start.
     decode_warpgroups: int = 2
-    prefill_warpgroups: int = 4  # number of these warpgroups, if a call may have a whole window of a request
+    prefill_warpgroups: int = 4  # the same number if a call may have a whole window of a request
     stages: int = 2  # number of chunks of a long window that a block copies at once, if shared memory has room for them
     # Maximum number of warpgroups for short windows: a little less than the number that runs at once, and odd, see
     # `short_windows._workers`.

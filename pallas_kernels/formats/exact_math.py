@@ -163,9 +163,11 @@ def cos_sin(angle: jax.Array, product: Callable) -> tuple[jax.Array, jax.Array]:
     cos = (1.0 - square * 0.5) + product(product(square, square), _polynomial(-square, _COS, product))
     quadrant = _bits(rounded) & 3
     odd = (quadrant & 1) == 1
-    sign = _float(((quadrant & 2) << 30) | 0x3F800000)
-    turned = _float((((quadrant + 1) & 2) << 30) | 0x3F800000)
-    return jnp.where(odd, sin, cos) * turned, jnp.where(odd, cos, sin) * sign
+    # 1 or -1: 0x3F800000 has the bits of 1.0, and bit 1 of an integer becomes the sign bit. The sine is negative in
+    # quadrants 2 and 3, the cosine in quadrants 1 and 2.
+    sin_sign = _float(((quadrant & 2) << 30) | 0x3F800000)
+    cos_sign = _float((((quadrant + 1) & 2) << 30) | 0x3F800000)
+    return jnp.where(odd, sin, cos) * cos_sign, jnp.where(odd, cos, sin) * sin_sign
 
 
 def hadamard(x: jax.Array) -> jax.Array:

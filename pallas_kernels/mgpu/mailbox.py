@@ -158,7 +158,7 @@ def _receive(address, call, ranks, rank_stride):
     Returns:
       The four words of the unit of each rank.
     """
-    count = 2 * SLOTS_PER_UNIT * ranks
+    count = 2 * SLOTS_PER_UNIT * ranks  # number of words, the results. Operands are $count, the address, then the call.
     loads = []
     checks = []
     for i in range(SLOTS_PER_UNIT * ranks):
@@ -166,6 +166,7 @@ def _receive(address, call, ranks, rank_stride):
         offset = rank * rank_stride + slot * THREADS * SLOT_BYTES
         loads.append(f"ld.relaxed.sys.global.v2.b64 {{a{i}, b{i}}}, [${count} + {offset}];")
         for j, name in enumerate("ab"):
+            # The lower half of 8 bytes is a word of values, and the upper half the number of the call that sent it.
             checks.append(f"mov.b64 {{${2 * i + j}, f}}, {name}{i}; setp.eq.and.u32 p, f, ${count + 1}, p;")
     code = f"""{{ .reg .b64 a<{count}>, b<{count}>; .reg .b32 f, n; .reg .pred p, q;
         mov.u32 n, 0;
