@@ -80,7 +80,10 @@ class LongWindowPlan:
 
     @property
     def bias_rows(self) -> int:
-        """The maximum number of a chunk's rows that can be in the call, its last rows, rounded up to a multiple of 4."""
+        """The maximum number of a chunk's rows that can be in the call, rounded up to a multiple of 4.
+
+        They are the chunk's last rows.
+        """
         return min(self.chunk_rows, -(-self.max_in_call // 4) * 4)
 
     @property

@@ -153,9 +153,9 @@ def _emit_store_rows(ref, rows, values, *, first_group=0):
 def _positions(layout, shape, rows):
     """Yields (register, row, group, column) for each of this thread's registers.
 
-    `register` is the index of the register. `row`, `group` and `column` are MLIR index values: the row of the register's
-    first value, its group, and its column in the group. Axes that `shape` lacks have index 0. `rows` has the row
-    numbers in layout PER_ROW.
+    `register` is the index of the register. `row`, `group` and `column` are MLIR index values: the row of the
+    register's first value, its group, and its column in the group. Axes that `shape` lacks have index 0. `rows` has the
+    row numbers in layout PER_ROW.
     """
     rows = [arith.index_cast(ir.IndexType.get(), mlir.scalar(row)) for row in rows.registers.flat]
     registers = np.ndindex(layout.registers_shape(shape))

@@ -31,8 +31,8 @@ def block_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
       amax: float32, the largest magnitude of each block.
 
     Returns:
-      (bits, factor). `bits` are the E8M0 bits of the scale, int32. Values are multiplied by `factor`, which is 1 / scale
-      in float32.
+      (bits, factor). `bits` are the E8M0 bits of the scale, int32. Values are multiplied by `factor`, float32, which is
+      1 / scale.
     """
     bits = _e8m0_ceil(jnp.maximum(amax, 1e-4) * jnp.float32(1 / E4M3_MAX))
     return bits, _power_of_two(254 - bits)
