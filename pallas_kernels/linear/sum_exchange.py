@@ -55,8 +55,8 @@ class SumExchange:
           interpret: whether the kernel is interpreted.
 
         Returns:
-          (types of additional last outputs of the kernel, scratch types of the (barrier, inbox)). Without splits there
-          are no outputs, and the scratch types are None.
+          (out_types, scratch). `out_types` are the types of further outputs of the kernel, after its own. `scratch` is
+          the scratch types (barrier, inbox). Without splits there are no further outputs, and `scratch` is None.
         """
         if self.splits == 1:
             return [], None
