@@ -16,9 +16,9 @@ def step_work(steps: RandomSteps, context: int) -> tuple[int, int, int]:
       context: number of tokens that each request holds after the step.
 
     Returns:
-      (operations, bytes, head bytes). Operations are the floating-point operations of the layers' matrix products,
-      without those of draft layers. Bytes are the weights, attended rows and scored keys, each read once. Head bytes
-      are the part of the bytes that belongs to the head's weights.
+      (operations, bytes, head bytes). Operations are the floating-point operations of the layers' matrix products; the
+      products of draft layers do not count. Bytes are the weights, attended rows and scored keys, each read once. Head
+      bytes are the part of the bytes that belongs to the head's weights.
     """
     model = steps.model.module
     requests = steps.shard_requests
@@ -62,7 +62,7 @@ def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: in
 
 
 def cache_work(steps: RandomSteps, context: int) -> tuple[int, int]:
-    """Returns the operations of attention and indexers for one request in a step, and the bytes of rows they read.
+    """Returns the operations of attention and indexers for a request in a step, and the bytes of the rows they read.
 
     Args:
       steps: runs the step.

@@ -41,8 +41,9 @@ def check_operands(
     inner = layout.columns(columns * layout.dtype.itemsize)
 
     def check_map(name, weight, parts, rows, columns) -> tuple[Any, Any]:
-        """Returns (codes, scales) of a map, whose rows are `parts` matrices one below the other."""
-        codes, scales = weight if isinstance(weight, tuple) else (weight, None)
+        """Returns (codes, scales) of a map whose rows are divided into `parts` matrices."""
+        pair: tuple[Any, Any] = weight if isinstance(weight, tuple) else (weight, None)
+        codes, scales = pair
         check_weight(name, codes, layer, layout.dtype, number, rows, layout.elements(columns))
         total = parts * math.prod(codes.shape[:-2])
         if layout == FP4:
