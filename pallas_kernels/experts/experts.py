@@ -299,7 +299,8 @@ def _body(p, routing, inputs, weights, layer_gmem, *outs, tables_smem, factors_s
     for i in p.maps:
         begin, shared_begin = p.first_tiles(groups, i, worker, workers)
         end, shared_end = p.first_tiles(groups, i, worker + 1, workers)
-        routed_tiles.append((begin, end - begin, lax.div(begin, p.tiles[i])))
+        first_group = lax.div(begin, p.tiles[i])
+        routed_tiles.append((begin, end - begin, first_group))
         shared_tiles.append((shared_begin, shared_end - shared_begin))
 
     @pl.when(warpgroup == EPILOGUE)

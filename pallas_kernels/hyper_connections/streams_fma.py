@@ -129,8 +129,8 @@ class _Thread:
     def load_y(self, token):
         if self.total is None:
             return self.load_bf16(mlir.element(self.refs.y, token * self.width + self.column))
-        number = (token * CHANNELS + self.lane) >> 1  # of the word that has this lane's channel and its neighbour's
-        word = thread_ops.load(thread_ops.shared(self.total) + (number << 2))
+        # A word has two channels, this lane's and its neighbour's.
+        word = thread_ops.load(thread_ops.shared(self.total) + (((token * CHANNELS + self.lane) >> 1) << 2))
         return thread_ops.as_float((self.lane & 1).equals(0).where(word << 16, word & 0xFFFF0000))
 
     def update_stream(self, token, values, factors, term):
@@ -151,9 +151,9 @@ class _Thread:
 
         `inbox` is the address of the partial sums in shared memory.
         """
-        numbers = [((self.warp * STREAMS + j) << 5) + self.lane for j in range(STREAMS)]
+        numbers = (((self.warp * STREAMS + j) << 5) + self.lane for j in range(STREAMS))
         sums = [thread_ops.load(inbox + (number << 2)) for number in numbers]
-        first, second, third, fourth = map(thread_ops.as_float, sums)
-        total = arith.addf(arith.addf(first, second), arith.addf(third, fourth))
+        low = arith.addf(thread_ops.as_float(sums[0]), thread_ops.as_float(sums[1]))
+        high = arith.addf(thread_ops.as_float(sums[2]), thread_ops.as_float(sums[3]))
         index = (self.warp * (self.width // CHANNELS) + self.index) * SUMS + self.lane
-        llvm.store(total, mlir.element(self.refs.partials, index), alignment=4)
+        llvm.store(arith.addf(low, high), mlir.element(self.refs.partials, index), alignment=4)

@@ -200,11 +200,10 @@ class ChunkScorer:
         else:
             keys = key_tiles.unpack_nvfp4(tile)
 
-        # The sign bit says whether the block of this tile is missing: the copies are `stages - 1` tiles ahead.
-        signs = missing << (32 - stages)
-
         def score_token(j, _):
-            score(keys, token=j, row=self.token + j, **self._operands(i, signs))
+            row = self.token + j
+            # The copies are `stages - 1` tiles ahead. The shift makes the bit of this tile the sign bit.
+            score(keys, token=j, row=row, **self._operands(i, missing << (32 - stages)))
 
         lax.fori_loop(0, self.count, score_token, None)
         return next_block_ids, missing, far

@@ -74,7 +74,7 @@ class Chunks:
           run: int32 scalar, start of the run that token `first - 1` is in, see `run_bounds`; ignored if `first` is 0.
 
         Returns:
-          (costs, run). `costs` are those of the tokens first .. first + 31, [32] int32 in layout LANES. `run` is the
+          (costs, run). `costs` [32] int32 in layout LANES has the costs of the tokens first .. first + 31. `run` is the
           start of the run that token `first + 31` is in, the argument for the next 32 tokens.
         """
         tokens = self.slots.shape[0]

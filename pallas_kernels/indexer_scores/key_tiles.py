@@ -342,8 +342,9 @@ def _emit_unpack_mxfp4(tile, far):
     words, scales = map(mlir.values, tile)
     largest = largest_scales(scales)
     below = [(top - U32(scale)).minimum(NEAR + 1) for top, scale in zip(largest, scales, strict=True)]
+    earlier_flags = U32(mlir.scalar(far)) << 1
     is_far = (U32(NEAR) - below[0].maximum(below[1])) >> 31  # the sign bit of the difference
-    flags = (U32(mlir.scalar(far)) << 1) | is_far
+    flags = earlier_flags | is_far
     return e4m3_keys(words, below), largest, [flags]
 
 

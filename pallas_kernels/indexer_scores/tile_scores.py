@@ -158,7 +158,7 @@ def _far_sums(keys, queries, weights, token):
         for word in range(4):
             # The 128-byte swizzle of the queries XORs the number of 16 bytes with the head's number.
             places = [first_query + i * (8 * DIM) + ((head ^ (2 * word + half)) << 4) for half in range(2)]
-            first, second = map(thread_ops.load, places)
+            first, second = (thread_ops.ptx("ld.shared.b32 $0, [$1];", place) for place in places)
             # Pairs of values i and i + 4 of 8, as `e2m1_pairs` orders the keys. `e4m3_pairs` returns values times
             # 2**-120.
             q = [multiply(x, 0x7B807B80) for high in range(2) for x in e4m3_pairs(halves(first, second, high))]

@@ -149,7 +149,7 @@ def _(acc):
 
 
 def _wait(values, pending):
-    """Waits for all products except those of the last `pending` chunks of 64 columns, and returns the sums `values`.
+    """Waits for all products except the last `pending` chunks of 64 columns, and returns the sums `values`.
 
     Code that uses the returned values cannot be moved before the wait.
     """

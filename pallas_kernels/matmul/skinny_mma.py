@@ -200,11 +200,11 @@ def _factors_fp4(scales, thread, step, segments, gated):
     inner = thread & 3
     row = (thread >> 5) * (8 if gated else 16) + line
     size = scales.type.shape[0] * quantized_weights.SCALE_BYTES // ROWS  # scales of a row
-    place = thread_ops.shared(scales) + row * size + inner + ((step * (4 * segments)) & (size - 1))
+    first_place = thread_ops.shared(scales) + row * size + inner + ((step * (4 * segments)) & (size - 1))
     code = "{ .reg .u16 s; ld.shared.u8 s, [$1]; cvt.u32.u16 $0, s; }"
 
     def factors(segment):
-        places = (place + (segment << 2) + half * size * (HALF if gated else 8) for half in range(2))
+        places = (first_place + (segment << 2) + half * size * (HALF if gated else 8) for half in range(2))
         return [power_pair(thread_ops.ptx(code, place) + (126 - SHIFT)) for place in places]
 
     return factors

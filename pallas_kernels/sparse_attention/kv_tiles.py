@@ -205,8 +205,7 @@ def unit_offsets(tile, columns: int) -> tuple[U32, Any, U32]:
     chunk = lane % 8
     row = warp * 4 + lane // 8
     line = row % 8
-    swizzled_chunk = chunk ^ line
-    offset = (row // 8) * (2 * 8 * columns) + line * (2 * GROUP) + swizzled_chunk * 16
+    offset = (row // 8) * (2 * 8 * columns) + line * (2 * GROUP) + (chunk ^ line) * 16  # swizzled
     return chunk, mlir.at(mlir.shared_pointer(tile), offset), row
 
 
