@@ -107,7 +107,7 @@ def norm_rope_append(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Computes `norm_rope`, and appends the key-value rows to the rings as `append_swa` does, in one launch.
 
-    The results have the same bits as those of the two launches.
+    The results have the same bits as the results of the two functions.
 
     Args:
       q, kv, weight, inv_freq, layer, eps, interpret: as in `norm_rope`.

@@ -79,7 +79,8 @@ def _norm_rope_case(schema, tokens, heads):
     kv, slots, positions = append.inputs
 
     def call(state, *arrays, implementation):
-        return ops.norm_rope_append(state[1], *arrays, eps=config.rms_norm_eps, implementation=implementation)
+        _, window_rows = state
+        return ops.norm_rope_append(window_rows, *arrays, eps=config.rms_norm_eps, implementation=implementation)
 
     def agree(result, expected):
         """Allows rounding differences in up to 2% of an array's values, or of the stored bytes."""

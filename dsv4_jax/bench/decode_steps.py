@@ -70,7 +70,7 @@ DRAFT_COLUMNS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Options of a measurement, mostly those of `dsv4-jax bench model`.
+    """Options of a measurement, mostly the options of `dsv4-jax bench model`.
 
     Attributes:
       batches: batch sizes to measure, in requests.
@@ -219,7 +219,7 @@ class StepCase:
 
         The result has the floor, a lower bound of the time of a step. For a decode step, this is the time to read the
         step's bytes at the report's bandwidth of a copy. For a chunk of a prompt, it is the time to read the bytes
-        without those of the head, or the time of the layers' matrix products, whichever is longer.
+        except the head's weights, or the time of the layers' matrix products, whichever is longer.
 
         Args:
           times: the result of `time`.

@@ -42,7 +42,7 @@ COLUMNS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options of a measurement, mostly those of `dsv4-jax bench serve --config`.
+    """Options of a measurement, mostly the options of `dsv4-jax bench serve --config`.
 
     Attributes:
       requests: numbers of requests to measure decode steps with.

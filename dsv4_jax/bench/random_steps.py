@@ -84,7 +84,7 @@ class RandomSteps:
     def batch(self, reserve: int = 0) -> Batch:
         """Returns the batch of the next step, with `tokens` tokens of every request.
 
-        Of a decode step's tokens of a request, the first one counts as accepted: the manager is rewound by the others.
+        The first of a decode step's tokens of a request counts as accepted: the manager is rewound by the other tokens.
         Steps that read a chunk of a prompt all have the same batch, which is made once.
 
         Args:

@@ -43,7 +43,7 @@ def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: in
       drafts: number of tokens that the step drafts for each request.
 
     Returns:
-      (operations, bytes). Operations are those of the layers without draft layers.
+      (operations, bytes). The operations of draft layers do not count.
     """
     passes = draft_passes(config, drafts)
     reads = {"embed_tokens": 0, "markov_w1": 0, "tid2eid": 0, "markov_w2": drafts, "lm_head": 1 + passes}

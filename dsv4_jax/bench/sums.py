@@ -1,4 +1,4 @@
-"""`dsv4-jax bench all_reduce`: times of sums over the devices of a mesh, compared with those of XLA's all-reduce."""
+"""`dsv4-jax bench all_reduce`: times of sums over the devices of a mesh, compared with XLA's all-reduce."""
 
 import functools
 import statistics

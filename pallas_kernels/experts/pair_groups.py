@@ -1,7 +1,7 @@
 """Groups of up to 8 (token, expert) pairs of one expert.
 
-The module has a kernel that writes the table of groups (`matmul.routing.group_pairs`), and functions by which the
-blocks of `experts` copy parts of the table to shared memory.
+The module has a kernel that writes the table of groups (`matmul.routing.group_pairs`), and functions that copy parts of
+the table to shared memory for the blocks of `experts`.
 """
 
 import functools

@@ -104,8 +104,9 @@ def store_entry(
       target: result of `find_target`.
       rotation: result of the function `rotation`.
       x: [channels] float32, the warpgroup's channels of the pooled entry.
-      across: function (combine, x) that reduces x over all slices of 64 channels of the entry, also those of other
-        warpgroups, by a function such as `jnp.maximum`. All channels of a slice have the same value in x.
+      across: function (combine, x) that reduces x by a function `combine`, such as `jnp.maximum`, over all slices of 64
+        channels of the entry, including the slices of other warpgroups. All channels of a slice have the same value in
+        x.
     """
 
     def over_channels(combine, x):

@@ -12,7 +12,7 @@ channels, from the copies to the entry.
     all      _pool_chunk    pools chunks b, b + n, .. for block b                  own copies    chunks_full
     first    _finish_entry  adds up the chunks, stores the entry                   chunks_full   arrive (cluster)
 
-With `arrive`, the first block tells the others that it has read the results of a window's chunks.
+With `arrive`, the first block tells the other blocks that it has read the results of a window's chunks.
 """
 
 import dataclasses
@@ -144,8 +144,8 @@ class LongWindowWorker(FlushContext):
         row is the warpgroup's channels.
         """
         p = self.plan
-        start = lax.rem(k, p.stages) * p.stage_size + begin * p.channels
-        return self.stages_smem.at[pl.ds(start, rows * p.channels)]
+        first_value = lax.rem(k, p.stages) * p.stage_size + begin * p.channels
+        return self.stages_smem.at[pl.ds(first_value, rows * p.channels)]
 
     def place(self, i: int, chunk):
         """Returns the slice of the partials for a chunk's result i, in the warpgroup's channels.
@@ -450,7 +450,7 @@ def _send(worker, k, i, x):
 
 
 def _across(worker, count, uses, combine, x):
-    """Combines x over all slices of 64 channels of an entry, also those of other warpgroups.
+    """Combines x over all slices of 64 channels of an entry, including the slices of other warpgroups.
 
     Args:
       worker: the warpgroup's view of its cluster.
@@ -461,8 +461,8 @@ def _across(worker, count, uses, combine, x):
     """
     p = worker.plan
     dim = worker.c.dim
-    # A warpgroup is at most one entry ahead of the others. So two places in the buffer, used in turn, suffice for each
-    # call.
+    # A warpgroup is at most one entry ahead of the other warpgroups. So two places in the buffer, used in turn, suffice
+    # for each call.
     base = (lax.rem(count, 2) * 2 + next(uses)) * dim
     worker.sums_smem.at[pl.ds(base + worker.first, p.channels)][...] = x
     barriers.sync_block(worker.block_barrier)

@@ -36,7 +36,7 @@ class CompressorOperands:
       state_gate: [layers, slots, ring, width] float32, `gate` plus position bias of earlier tokens.
       pools: arrays [layers, blocks, entries per block, ..], as the layout describes them: (nope, rope, scale) or
         (codes, scale).
-      layout: format in which entries are stored, that of KV rows or of indexer keys.
+      layout: format in which entries are stored, a `RowLayout` for KV rows or a `KeyLayout` for indexer keys.
       eps: epsilon of the RMS norm.
       overlap: whether an entry also pools the `rate` rows before its own `rate` rows.
       num_slots, ring: number of slots, and of rows in a ring; set by `in_place`, which merges these axes.

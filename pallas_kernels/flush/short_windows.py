@@ -92,7 +92,7 @@ def _start_scan(ctx, first, step, number):
 def _store_windows(ctx, first, step, number, share, bits, rows_in_call):
     """Stores the entries of the windows that scan `number` found.
 
-    `bits` and `rows_in_call` are the results of `_start_scan`. The other arguments are those of `_run`.
+    `bits` and `rows_in_call` are the results of `_start_scan`. The other arguments are as in `_run`.
     """
 
     def store_one(carry):
@@ -163,7 +163,7 @@ def _start_biases(ctx: FlushContext) -> None:
 def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
     """Starts to copy the values and logits of a window's rows to `stage_smem`.
 
-    The window closes at `token`. Its last `rows_in_call` rows are in the call, the others in the ring.
+    The window closes at `token`. Its last `rows_in_call` rows are in the call, and its other rows in the ring.
     """
     c = ctx.c
     slot = ctx.slots_gmem[token]

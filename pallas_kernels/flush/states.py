@@ -4,7 +4,7 @@ The main functions are:
 
   * `scan` finds tokens that have state rows, 32 at a time.
   * `row_writer` stores state rows from within a kernel that stores entries.
-  * `run_workers` launches a kernel of independent warpgroups, each of which takes every n-th token.
+  * `run_workers` launches a kernel of n independent warpgroups. A warpgroup takes every n-th token.
   * `store_state_rows` is a kernel of its own that stores all state rows of a call.
 """
 

@@ -82,7 +82,7 @@ vector_product = product_in(lambda shape: vectors.layout(*shape))
 def _differentiable(derivative: Callable[[jax.Array, Any], Any]) -> Callable[[Callable], Callable]:
     """Returns a decorator that gives a function (x, product) a derivative, and makes `product` optional.
 
-    If the caller passes no `product`, the function uses that of this module and has the derivative
+    If the caller passes no `product`, the function uses `exact_math.product` and has the derivative
     `derivative(x, result)`. Otherwise it has none.
     """
 

@@ -114,8 +114,8 @@ def encode_row(x: jax.Array, pools, layout: RowLayout, largest: Callable, first,
       x: [size] float32 vector over the warpgroup, consecutive channels of the row.
       pools: references to the row's codes, RoPE values and scales in the pools.
       layout: layout of the row.
-      largest: function of a [size] float32 vector that returns its maximum over all channels of the row, also those of
-        other warpgroups. Only called if the row has a single scale.
+      largest: function of a [size] float32 vector that returns its maximum over all channels of the row, including the
+        channels of other warpgroups. It is only called if the row has a single scale.
       first: number of the first channel in `x`, a multiple of 64.
       keep: bool scalar, whether to store anything.
       scratch: scratch memory of `vectors.exchange`.

@@ -4,7 +4,7 @@ The grid has a block of one warpgroup for each 32 channels and 32 tokens. A bloc
 
   1. Each thread computes 8 channels of all new streams of a token, and writes them to global and to shared memory.
   2. Each warp multiplies one of the 4 streams with its columns of `fn` [R, 4 * D], the weights of the logits, by `mma`.
-     float32 weights are split into sums of three bfloat16, so that products are as exact as those of float32.
+     float32 weights are split into sums of three bfloat16, so that products are as exact as float32 products.
   3. The sums of the four warps are added up in shared memory and stored.
 """
 
@@ -94,7 +94,7 @@ def _emit_update_slice(index, tile, refs, values_smem, sums_smem):
     # Each warp stores its sums, four of each lane for an `mma`. Then `store_sums` adds up the sums of the four warps.
     count = HALVES * groups
     for (half, group), acc in _multiply(values, warp, weights, groups).items():
-        number = (warp * count + half * groups + group) * WARP + lane
+        number = (warp * count + half * groups + group) * WARP + lane  # of this lane's four sums
         thread_ops.store_vector(sums + (number << 4), [thread_ops.bits(x) for x in acc])
     mgpu.utils.warpgroup_barrier()
 

@@ -4,7 +4,7 @@ The grid has two axes: slices of 128 channels, and groups of tiles of 64 tokens.
 take the tiles of its group in turns:
 
   1. All three split the slice's columns of `fn` [R, 4 * D], the weights of the logits, into sums of three bfloat16 in
-     shared memory. So products with bfloat16 streams are as exact as those of float32. They synchronize at
+     shared memory. So products with bfloat16 streams are as exact as float32 products. The warpgroups synchronize at
      `weights_ready`.
   2. For each tile and each chunk of 64 channels, a warpgroup computes the new streams and writes them to global and to
      shared memory (`mix_chunk`). Then it multiplies them with the chunk's weights by `wgmma` (`multiply_add`). It loads
@@ -40,7 +40,7 @@ CHUNK = 64  # channels that are multiplied at a time
 CHUNKS = CHANNELS // CHUNK
 TOKENS = 64  # tokens of a tile
 WARPGROUPS = 3
-ROWS = 4  # rows (tokens) of a tile of which a thread computes 8 channels
+ROWS = 4  # number of a tile's rows (tokens) for each thread, which computes 8 channels of them
 AHEAD = 2  # number of rows that a thread loads ahead
 
 

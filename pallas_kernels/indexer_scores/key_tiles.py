@@ -11,9 +11,9 @@ these units, but sums of products may not be:
 
   * The tensor core aligns 32 products and the running sum to the largest of them, and drops bits below 2**-13 of it (a
     gpu test shows this).
-  * Products of two codes are 0.25 to 36. If the scales of a key, and those of a query, are within NEAR binades (factors
-    of 2) of their largest, products are multiples of 2**-6. Sums below 2**8 are then exact. Sums of independent keys
-    and queries are about 55.
+  * Products of two codes are 0.25 to 36. If all scales of a key and all scales of a query are within NEAR binades
+    (factors of 2) of the largest one, products are multiples of 2**-6. Sums below 2**8 are then exact. Sums of
+    independent keys and queries are about 55.
   * If one of a warp's 16 keys has scales farther apart, the warp scores all 16 again as bfloat16 with float32 sums.
     This is rare: values are about normal after the Hadamard rotation, and 1 of 4 million keys of normal values had such
     scales.

@@ -242,12 +242,12 @@ def _emit_mxfp4_words(x, layout):
     codes_of_pairs = []
     for word in words:
         value = multiply(word, factor)
-        # Rounds as `_emit_round_e2m1` does, in bfloat16, whose mantissa is 16 bits shorter than that of float32.
+        # Rounds as `_emit_round_e2m1` does, but in bfloat16, whose mantissa has 16 bits less.
         power = pair("max.u16x2", value & 0x7F807F80, U32(0x3F803F80))
         large = power + ((6 << 7) | (1 << 6)) * 0x00010001
         rounded = pair("sub.rn.bf16x2", pair("add.rn.bf16x2", value, large), large)
-        # The exponent and mantissa of the bfloat16 value * 2**(TOP - 120), shifted by 4 bits, are those of the E4M3
-        # value * 2**TOP, also if that is subnormal.
+        # The bits of the bfloat16 value * 2**(TOP - 120), shifted by 4, are the exponent and mantissa of the E4M3
+        # value * 2**TOP, even of a subnormal one. The sign bit is shifted by 8.
         value = multiply(multiply(rounded | (value & 0x80008000), step), (127 + TOP - 120) * 0x00800080)
         codes_of_pairs.append(((value >> 4) & 0x007F007F) | ((value >> 8) & 0x00800080))
     codes_of_fours = []

@@ -17,8 +17,8 @@ from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import primitive
 
 
-# The number of binades (factors of 2) by which a scale is smaller than the key's largest scale is clamped to this
-# maximum, so that 2**-number is a normal float32.
+# The maximum number of binades (factors of 2) from a scale to the key's largest scale. A scale that is farther away
+# counts as this far, so that the quotient of both is a normal float32.
 MAX_BELOW = 126
 
 
@@ -204,8 +204,8 @@ def _add_up(dots, weights, head, sums):
 def _store(sums, largest, out, row, first, block, factor):
     """Emits the sum over the four lanes that share two keys, times `factor / 2`, and the store of the scores.
 
-    `sums` are from `_add_up`. `largest` has the E8M0 bits of the scales of the thread's two keys, by which their scores
-    are also multiplied, or is None. The other arguments are those of `score`.
+    `sums` are from `_add_up`. If `largest` is not None, the scores of the thread's two keys are also multiplied by the
+    two scales whose E8M0 bits it has. The other arguments are as in `score`.
     """
     lane = thread_ops.lane()
     total = arith.mulf(_add_quads(sums, lane), mlir.f32(0.5 * factor))

@@ -106,8 +106,8 @@ class RadixPlan:
             "scratch": 32,  # a word for each warp
             "shared_candidates": self.blocks * self.max_shared if cluster else 0,  # keys of each block's candidates
         }
-        starts = itertools.accumulate(sizes.values(), initial=0)
-        return types.SimpleNamespace(**dict(zip((*sizes, "end"), starts, strict=True)))
+        first_words = itertools.accumulate(sizes.values(), initial=0)
+        return types.SimpleNamespace(**dict(zip((*sizes, "end"), first_words, strict=True)))
 
     def counts(self, number: int) -> int:
         """Returns the number of the first word of this block's histogram of pass `number`."""

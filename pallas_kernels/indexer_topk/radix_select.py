@@ -4,9 +4,9 @@ A key is an unsigned integer of 32 bits that rises with the score; zeros of both
 for the k-th largest key takes three passes, for digits of 11, 11 and 10 bits. Each pass counts the keys of an interval
 by their next digit. The keys with the digit of the k-th largest key are the interval of the next pass.
 
-After the first pass, the scores whose first digit is that of the k-th largest key, or larger, are candidates. They are
-few unless many scores are equal. Each thread lists its candidates in shared memory. If no block has many, all blocks
-send their lists to each other, and need not wait for each other in the later passes.
+After the first pass, scores are candidates if their first digit is at least the first digit of the k-th largest key.
+Candidates are few unless many scores are equal. Each thread lists its candidates in shared memory. If no block has
+many, all blocks send their lists to each other, and need not wait for each other in the later passes.
 
 A bitmap marks the selected entries. A thread counts the marks before its own to find where to write its entries.
 """
@@ -102,7 +102,7 @@ class RadixSelect:
 
     @staticmethod
     def out_types(plan: RadixPlan, tokens: int) -> list[jax.ShapeDtypeStruct]:
-        """Returns the types of the kernel's outputs, of which the first is the selection."""
+        """Returns the types of the kernel's outputs. The first output is the selection."""
         return [jax.ShapeDtypeStruct((tokens, plan.k), jnp.int32)]
 
     def _word(self, number):

@@ -222,7 +222,7 @@ class QuantizedLinearProblem:
 
     @property
     def other_bytes(self) -> int:
-        """The number of bytes of shared memory that a block needs beside those of its `gemm`."""
+        """The number of bytes of shared memory that a block needs beside the memory of its `gemm`."""
         return OTHER_BYTES + self.exchange.num_bytes
 
     def first_tile(self, worker):

@@ -1,4 +1,4 @@
-"""The static description of a linear map, and functions by which kernels check it and store tiles to its outputs."""
+"""The static description of a linear map, and functions of kernels that check it and store tiles to its outputs."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

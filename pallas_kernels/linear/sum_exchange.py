@@ -1,4 +1,4 @@
-"""The addition of the partial sums of a cluster's blocks, each of which multiplies some columns of a tile (split-K).
+"""The addition of the partial sums of a cluster's blocks. Each block multiplies some columns of a tile (split-K).
 
 The tiles of a cluster are owned by its `splits` blocks in turns. Each block sends its partial sums of a tile to the
 owner. Once all have come, one warpgroup of the owner adds them up, in the order of blocks. Interpreted blocks exchange

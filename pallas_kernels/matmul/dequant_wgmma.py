@@ -70,11 +70,12 @@ def multiply_tile(
         `complete_sums` has to follow the last tile.
     """
     rows = codes_smem.shape[0] * codes_smem.shape[1]
-    starts = (HALF * warpgroup, rows // 2 + HALF * warpgroup) if gated else (ROWS * warpgroup, ROWS * warpgroup + HALF)
+    first_row = HALF * warpgroup if gated else ROWS * warpgroup
+    halves = first_row, first_row + (rows // 2 if gated else HALF)
 
     def own_rows(array):
         array = array.reshape(rows, -1)
-        return jnp.concatenate([lax.dynamic_slice_in_dim(array, start, HALF) for start in starts])
+        return jnp.concatenate([lax.dynamic_slice_in_dim(array, row, HALF) for row in halves])
 
     values = quantized_weights.decode(own_rows(codes_smem[...]), layout)
     columns = inputs_smem.shape[1]

@@ -80,8 +80,8 @@ class SkinnyScratch(NamedTuple):
     scales_smem: Any  # [stages, 64, 16] uint8 scales of FP4; None if no matrix is FP4
     sums_smem: Any  # float32 sums: slots (tiles), places (partial sums of a tile), then 64 * tokens values
     sums_empty: Any  # a barrier for each slot of `sums_smem`
-    # Barriers by which warpgroups w = 0 .. 2 let warpgroup w + 1 add to a slot's only place, three for each slot. None
-    # if each warpgroup has a place of its own.
+    # Three barriers for each slot. At the w-th, warpgroup w lets warpgroup w + 1 add its sums to the slot's only place.
+    # None if each warpgroup has a place of its own.
     turns: Any
 
     def codes(self, layout: WeightLayout):

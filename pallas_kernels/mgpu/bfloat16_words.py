@@ -72,7 +72,7 @@ def multiply_add(acc: Sequence[Any], a: Sequence[U32], b: Sequence[U32], *, pure
     Each lane holds four of the 16 columns of a row of a, and the same four rows of a column of b. Any four will do.
 
     Args:
-      acc: [16, 8] float32. Lane 4 * i + j holds columns 2 * j and 2 * j + 1 of row i, then those of row i + 8.
+      acc: [16, 8] float32. Lane 4 * i + j holds columns 2 * j and 2 * j + 1 of row i, then of row i + 8.
       a: [16, 16] bfloat16. Lane 4 * i + j holds four words: two columns of row i, the same two columns of row i + 8,
         then two other columns of row i and of row i + 8.
       b: [16, 8] bfloat16. Lane 4 * i + j holds two words of column i, whose rows are the columns that it holds of a.

@@ -37,7 +37,8 @@ SLOTS_PER_UNIT = 2
 # Indices of entries of the table, see `check_table`.
 OWN = 1  # the address of this GPU's mailbox
 PEERS = 2  # the address of the mailbox of rank 0, which the other ranks' follow
-MAX_POLLS = 1 << 25  # polls, about half a minute, after which a thread assumes that another GPU has failed and traps
+# A thread traps after this number of polls, about half a minute, because another GPU has probably failed.
+MAX_POLLS = 1 << 25
 
 
 class Unit(NamedTuple):

@@ -271,7 +271,7 @@ def values(x) -> list[Any]:
 
 
 def scalar(x):
-    """Returns the MLIR scalar of x, of which this thread must hold exactly one value, see `values`."""
+    """Returns the MLIR scalar of x, if this thread holds exactly one value of x, see `values`."""
     (value,) = values(x)
     return value
 
