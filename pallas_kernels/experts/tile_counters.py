@@ -105,7 +105,8 @@ def _emit_add_up_terms(
         terms = [load(terms_gmem, pair, column) for pair in pairs]
         terms = [exists.where(term, 0) for exists, term in zip(has_expert, terms, strict=True)]
         values = map(words.unpack, [*terms, load(last_gmem, token, column)])
-        rounded = words.pack(*(functools.reduce(arith.addf, half) for half in zip(*values, strict=True)))
+        low, high = (functools.reduce(arith.addf, channel) for channel in zip(*values, strict=True))
+        rounded = words.pack(low, high)
         mlir.ptx("st.global.u32 [$0], $1;", address(total_gmem, token, column), rounded)
 
     def visit(i):

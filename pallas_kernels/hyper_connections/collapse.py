@@ -133,6 +133,10 @@ def _body(p, streams_gmem, partials_gmem, weights_gmem, layer_gmem, x_gmem, mixi
 
 
 def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, scratch):
+    """Collapses and norms a warpgroup's channels of all groups of tokens of the block.
+
+    `groups` is (number of the block, number of blocks, number of the block's groups).
+    """
     block, blocks, count = groups
     own_channels = pl.ds(warpgroup * CHANNELS, CHANNELS)
     layout = plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=8)
@@ -153,8 +157,8 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, s
 
     def collapse_token(stage, parity, turn, n, streams):
         """Returns a token's collapsed channels. Writes each warp's sum of their squares to `norms_smem`."""
-        lane = (turn * p.step + n) * WARP
-        terms = [row.astype(jnp.float32) * scratch.pre_smem[stage, lane + j] for j, row in enumerate(streams)]
+        first_lane = (turn * p.step + n) * WARP  # of the warp that has computed the token's weights
+        terms = [row.astype(jnp.float32) * scratch.pre_smem[stage, first_lane + j] for j, row in enumerate(streams)]
         value = round_bfloat16(functools.reduce(jnp.add, terms))
         warp_sums(value * value, scratch.norms_smem.at[parity, n, pl.ds(warpgroup * WARPS, WARPS)])
         return value
@@ -167,7 +171,8 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, s
         stage = lax.rem(i, STAGES)
         plgpu.barrier_wait(scratch.pre_full.at[stage])
         for turn in range(turns):
-            parity = lax.rem(i * turns + turn, 2)  # buffers take turns: others may still read the previous one
+            # The buffers of `norms_smem` take turns, because other warpgroups may still read the previous one.
+            parity = lax.rem(i * turns + turn, 2)
             values = [collapse_token(stage, parity, turn, n, streams) for n, streams in enumerate(ahead)]
             if turn + 1 < turns:
                 ahead = load_streams(i, turn + 1)
@@ -192,6 +197,7 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, s
 
 
 def _compute_weights(p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gmem, scratch):
+    """Computes the mixing weights of all groups of tokens of the block; `groups` is as in `_collapse_streams`."""
     # Lane r of a warp computes logit r of the warp's token.
     block, blocks, count = groups
     lane = vectors.thread() & (WARP - 1)

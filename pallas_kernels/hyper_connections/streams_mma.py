@@ -65,7 +65,7 @@ def _emit_update_slice(index, tile, refs, values_smem, sums_smem):
     tokens, _, width = refs.streams.type.shape
     rows = refs.fn.type.shape[0]
     slices = width // CHANNELS
-    groups = -(-rows // 8)
+    groups = -(-rows // 8)  # of 8 rows of fn, which an `mma` multiplies
     thread = mlir.thread()
     first_token = tile * TOKENS
     warp = thread >> 5
@@ -92,14 +92,14 @@ def _emit_update_slice(index, tile, refs, values_smem, sums_smem):
     mgpu.utils.warpgroup_barrier()
 
     # Each warp stores its sums, four of each lane for an `mma`. Then `store_sums` adds up the sums of the four warps.
-    count = HALVES * groups
+    num_products = HALVES * groups
     for (half, group), acc in _multiply(values, warp, weights, groups).items():
-        number = (warp * count + half * groups + group) * WARP + lane  # of this lane's four sums
+        number = (warp * num_products + half * groups + group) * WARP + lane  # of this lane's four sums
         thread_ops.store_vector(sums + (number << 4), [thread_ops.bits(x) for x in acc])
     mgpu.utils.warpgroup_barrier()
 
     def store_sums(number):
-        terms = [thread_ops.load_vector(sums + ((number + j * count * WARP) << 4)) for j in range(STREAMS)]
+        terms = [thread_ops.load_vector(sums + ((number + j * num_products * WARP) << 4)) for j in range(STREAMS)]
         totals = [_sum_four(*map(thread_ops.as_float, four)) for four in zip(*terms, strict=True)]
         lane = number & 31
         product = number >> 5  # number of the `mma`, by half of the tile, then by group of rows
@@ -110,7 +110,7 @@ def _emit_update_slice(index, tile, refs, values_smem, sums_smem):
                 place = mlir.element(refs.partials, ((token + 8 * i) * slices + index) * SUMS + logit, 4)
                 llvm.store(mlir.pack(totals[2 * i : 2 * i + 2]), place, alignment=8)
 
-    thread_ops.for_each(count * WARP, store_sums)
+    thread_ops.for_each(num_products * WARP, store_sums)
 
 
 def _load_fn(fn, column, rows, width):

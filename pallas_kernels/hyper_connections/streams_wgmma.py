@@ -163,23 +163,23 @@ def _emit_split_weight(target, fn, index, warpgroup):
     width = columns // STREAMS
     padded = -(-rows // 8) * 8
     eights = CHANNELS // 8  # pieces of 8 channels of a row and stream
-    units = padded * STREAMS * eights
+    units = padded * STREAMS * eights  # a thread splits such a piece at a time
     thread = mlir.thread() + warpgroup * THREADS
     base = thread_ops.shared(target)
     column = index * CHANNELS
 
     def visit(unit):
         row = unit // (STREAMS * eights)
-        j = (unit // eights) % STREAMS
+        stream = (unit // eights) % STREAMS
         eight = unit % eights
         clamped_row = row.minimum(rows - 1)
-        pointer = mlir.element(fn, clamped_row * (STREAMS * width) + j * width + column + eight * 8, 4)
+        pointer = mlir.element(fn, clamped_row * (STREAMS * width) + stream * width + column + eight * 8, 4)
         values = [(row < rows).where(x, 0) for i in range(2) for x in words.load_four(mlir.at(pointer, 16 * i))]
         chunk = eight // (CHUNK // 8)
         inner = eight % (CHUNK // 8)
         halves = [words.split(values[n : n + 4]) for n in (0, 4)]
         for i, (low, high) in enumerate(zip(*halves, strict=True)):
-            line = (chunk * STREAMS + j) * (PARTS * padded) + row + i * padded
+            line = (chunk * STREAMS + stream) * (PARTS * padded) + row + i * padded
             thread_ops.store_vector(_swizzled(base, line, inner), [*low, *high])
 
     share = WARPGROUPS * THREADS

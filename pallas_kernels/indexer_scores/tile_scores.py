@@ -253,6 +253,7 @@ def _dots(registers, queries, token, kind):
     sums = ", ".join(f"${i}" for i in range(count))
     # Upper half of the descriptor: the stride between groups of 8 heads, and the 128-byte swizzle.
     high = (1 << 30) | ((1024 * size) >> 4)
+    # The predicate p says whether a product is added to the sums. The first product replaces them.
     lines = ["{ .reg .pred p; .reg .b32 l; .reg .b64 d; setp.ne.b32 p, 0, 0; wgmma.fence.sync.aligned;"]
     for step in range(steps):
         a = ", ".join(f"${count + 4 * step + i}" for i in range(4))

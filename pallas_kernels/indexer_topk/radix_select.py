@@ -430,14 +430,14 @@ class RadixSelect:
     def _search(self, number, rank, source):
         """Searches a histogram for the digit of the `rank`-th largest key and stores the result of `find`.
 
-        One warp does it, since sharing the work among warps takes more time than it saves. `source` is the address of
-        the histogram of pass `number`.
+        One warp searches, because sharing the work among warps takes more time than it saves. It first finds a chunk of
+        128 bins, four for each lane, then the bin. `source` is the address of the histogram of pass `number`.
         """
         chunk_bins = 32 * VECTOR
         chunks = BINS // chunk_bins
-        above = U32(0)
-        chunk = U32(chunks)
-        before = U32(0)
+        above = U32(0)  # number of keys in the chunks so far
+        chunk = U32(chunks)  # the chunk with the key of this rank, or `chunks` if there is none
+        before = U32(0)  # number of keys in the chunks before it
         for i in range(chunks):  # from the largest digits on
             first_bin = lowest_digit = BINS - (i + 1) * chunk_bins
             if number == 0:  # as in `_bin`

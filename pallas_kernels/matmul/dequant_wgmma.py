@@ -109,7 +109,7 @@ def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, w
             row = (lane & 7) + ((lane >> 3) & 1) * row_distance
             part = (lane >> 4) << 4
         line = (thread >> 5) * (8 if gated else 16) + row
-        line = line + warpgroup * (HALF if gated else ROWS)
+        line = line + warpgroup * (HALF if gated else ROWS)  # number of the thread's first row in the tile
         # The swizzle permutes the 16-byte pieces of a row: their number is XORed with the number of the 128-byte line.
         swizzle = ((line * row_bytes) >> 7) & (row_bytes // 16 - 1)
         if layout.columns(row_bytes) > chunks * CHUNK:

@@ -62,24 +62,26 @@ def _emit_store_few(out_gmem, sums, tile, *, limit=None, rows_smem=None, weights
     count, width = out_gmem.type.shape
     values = mlir.values(sums)
 
-    def finished(gate, up, column):
+    def finished(gate, up, number):
+        """Yields the values to store of an input's two sums: both products, or one value of SwiGLU."""
         if not gated:
             yield from (arith.mulf(x, mlir.f32(2.0**SHIFT)) for x in (gate, up))
             return
         value = _emit_swiglu(gate, up, limit)
         if weights_smem is not None:
-            weight = ops.load(ops.shared(weights_smem) + (column << 2))
+            weight = ops.load(ops.shared(weights_smem) + (number << 2))
             value = arith.mulf(value, ops.as_float(weight))
         yield value
 
+    # A thread has sums of two weight rows: of every 8 inputs two of the first row, then two of the second row.
     for n in range(0, len(values), 4):
         for i in range(2):
-            column = ((thread & 3) << 1) + (2 * n + i)
-            row = column if rows_smem is None else ops.load(ops.shared(rows_smem) + (column << 2))
+            number = ((thread & 3) << 1) + (2 * n + i)  # of the input
+            row = number if rows_smem is None else ops.load(ops.shared(rows_smem) + (number << 2))
             with ops.when(row < count):
                 offset = mlir.multiply_add(mlir.to_i64(row), width, mlir.to_i64(channel + line))
                 place = mlir.at(mlir.global_pointer(out_gmem), offset, ir.BF16Type.get())
-                for half, value in enumerate(finished(values[n + i], values[n + 2 + i], column)):
+                for half, value in enumerate(finished(values[n + i], values[n + 2 + i], number)):
                     value = arith.truncf(ir.BF16Type.get(), value)
                     llvm.store(value, mlir.at(place, 2 * 8 * half), alignment=2)
 
@@ -159,13 +161,13 @@ def _put_swiglu(sums, limit, inputs, weights, permuted, start, place):
     position = ((row >> 1) & 1) * 16 + (row & 1) * 8 + warp * 2 + (row >> 2) if permuted else in_order
     for n in range(start, min(start + COLUMNS, 2 * len(sums)), 8):
         for i in range(2):
-            inner = (thread & 3) * 2 + (n + i)
+            number = (thread & 3) * 2 + (n + i)  # of the input in the tile
             value = _emit_swiglu(sums[n // 2 + i], sums[n // 2 + 2 + i], limit)
             if weights is not None:
                 # Inputs past the end, which are not stored, read the weight of the last input.
-                weight = llvm.load(f32, _element(weights, (first_input + inner).minimum(end - 1), f32))
+                weight = llvm.load(f32, _element(weights, (first_input + number).minimum(end - 1), f32))
                 value = arith.mulf(value, weight)
-            address = place + (inner - start) * LINE_BYTES + position * 2
+            address = place + (number - start) * LINE_BYTES + position * 2
             code = "{ .reg .b16 s, t; mov.b32 {s, t}, $1; st.shared.b16 [$0], s; }"
             mlir.ptx(code, address, words.pack(value, value))
 

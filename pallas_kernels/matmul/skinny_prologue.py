@@ -111,7 +111,7 @@ def load_inputs(
 @mlir.emits(load_inputs)
 def _emit_load_inputs(inputs_smem, source_gmem, rows, divisor, column, columns, warpgroup, layout, norm=()):
     tiles, units, _, _ = inputs_smem.type.shape
-    eights = columns // 8
+    eights = columns // 8  # pieces of 8 columns, 16 bytes, of an input
     threads = MULTIPLIERS * mlir.THREADS
     # The threads copy `lines` rows at once. A thread loads its 8 columns of `rows_at_once` rows before it stores them;
     # with a norm, which takes registers, of fewer rows.
