@@ -195,8 +195,8 @@ def _emit_multiply_slice(part, group, tile, x_gmem, weight_gmem, out_gmem):
     thread = mlir.thread()
     lane = thread & 31
     first_token = tile * BLOCK_TOKENS
-    # Of each step, a lane loads four adjacent channels of one expert, and of tokens `row`, `row + 8` ... `mma` adds up
-    # the channels in any order, as long as both operands have them in the same order.
+    # In each step, a lane loads four adjacent channels of an expert and of several tokens. `mma` expects other channels
+    # in this lane. But their order does not matter to a sum, if it is the same in both operands.
     row = lane >> 2
     column = part * SLICE + ((lane & 3) << 2)
     first_expert = group * BLOCK_EXPERTS + (thread >> 5) * WARP_EXPERTS

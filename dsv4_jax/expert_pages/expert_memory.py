@@ -165,8 +165,8 @@ class ExpertMemory:
     def place_on_host(self, x: Array) -> Array:
         """Copies a GPU's array to host memory, where programs on the GPU read it. Returns the copy.
 
-        If a step reads little of a weight, such as the embedding, this leaves more GPU memory to experts. The copy must
-        not be donated.
+        For a weight such as the embedding, of which a step reads only a small part, this leaves more GPU memory to
+        experts. The copy must not be donated.
 
         Raises:
           ValueError: the device cannot map host memory, see `CudaMemory`.

@@ -187,7 +187,7 @@ def _map_pages(memory: CudaMemory, nbytes: int, on_host: Sequence[bool], *, for_
 
 
 def _array_over_pages(memory, mappings, shape, dtype, device):
-    """Returns an array over consecutive mappings. They are freed with the array, or at once if an error is raised."""
+    """Returns an array over consecutive mappings. It frees the mappings when it is deleted, or at once on an error."""
     base = mappings[0].address
     free = functools.partial(_free, memory, base, sum(mapping.nbytes for mapping in mappings), list(mappings))
     try:

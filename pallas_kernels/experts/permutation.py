@@ -32,7 +32,7 @@ def sort_by_expert(
     """Sorts pairs by expert and divides the pairs of each expert into tiles.
 
     Args:
-      selected: [P] int32, the expert of each pair. Pairs with none in [0, number) are left out.
+      selected: [P] int32, the expert of each pair. A pair whose expert is not in [0, number) is left out.
       number: number of experts, at most 1024.
       size: maximum number of pairs of a tile.
       interpret: run on the CPU, interpreted, with the race detector on.

@@ -65,7 +65,7 @@ def add_up_terms(
       total_gmem: [T, D] bfloat16 sums to write.
       terms_gmem: [P, D] bfloat16 outputs of the pairs.
       last_gmem: [T, D] bfloat16 outputs of the shared expert.
-      selected_gmem: [P] int32 experts of the pairs. Pairs with none in [0, experts) are left out.
+      selected_gmem: [P] int32 experts of the pairs. A pair whose expert is not in [0, experts) is left out.
       counts_gmem: counters, see the module.
       counter: number of the first counter of terms, which is `counts_gmem[1 + counter]`.
       worker: number of this block.

@@ -2,7 +2,7 @@
 
     entry = rope(norm(sum_r softmax_r(gate[r] + bias[r]) * kv[r])) over the rows r of the window, for each channel
 
-A window is `rate` consecutive tokens of a request. If windows overlap, the `rate` tokens before them belong to it, too.
+A window is `rate` consecutive tokens of a request. If windows overlap, it also has the `rate` tokens before these.
 It closes at its last token. A token's row, its kv and gate, comes from the call, or from the request's ring of state
 rows if an earlier call had the token. Entries are stored by one of two kernels:
 

@@ -338,7 +338,7 @@ class RadixSelect:
         self._each_shared_candidate(self._key_counter(number, low, width))
 
     def _key_counter(self, number, low, width):
-        """Returns a function of a key that counts it by its digit if it is in low .. low + width - 1."""
+        """Returns a function that counts a key by its digit, if the key is in low .. low + width - 1."""
         histogram = self._word(self.plan.counts(number))
 
         def count_key(key):

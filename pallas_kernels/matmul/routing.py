@@ -45,7 +45,7 @@ def rank_pairs(chosen: jax.Array, experts: int) -> tuple[jax.Array, ...]:
     """Ranks each pair among the pairs of the same expert; for interpreted kernels.
 
     Args:
-      chosen: [P] int32, the expert of each pair. A pair with none in 0 .. experts - 1 has no expert.
+      chosen: [P] int32, the expert of each pair. A number outside of 0 .. experts - 1 stands for no expert.
       experts: number of experts.
 
     Returns:
@@ -64,7 +64,7 @@ def group_pairs(selected_gmem, table_gmem, counts_gmem, experts: int, scratch_sm
     """Groups pairs by expert, in ascending order of experts and pairs. Threads 0 .. 127 of a block run it.
 
     Args:
-      selected_gmem: [P] int32, the expert of each pair. Pairs with none in 0 .. experts - 1 get no group.
+      selected_gmem: [P] int32, the expert of each pair. A pair whose expert is not in 0 .. experts - 1 gets no group.
       table_gmem: [groups * 16] int32 to write. Word 0 of a group is its expert, words 8 .. 15 are its pairs, -1 after
         the last pair. Words after the last group are unspecified.
       counts_gmem: [N] int32 to write: the number of groups, then zeros.

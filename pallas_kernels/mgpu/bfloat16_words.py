@@ -69,7 +69,7 @@ def split(four: Sequence[U32]) -> Iterator[list[U32]]:
 def multiply_add(acc: Sequence[Any], a: Sequence[U32], b: Sequence[U32], *, pure: bool = False) -> list[Any]:
     """Returns acc + a @ b, computed by a warp with `mma.m16n8k16`.
 
-    Each lane holds four of the 16 columns of a row of a, and the same four rows of a column of b. Any four will do.
+    The 16 terms of a sum are spread over four lanes. Their order does not matter, if it is the same in a and b.
 
     Args:
       acc: [16, 8] float32. Lane 4 * i + j holds columns 2 * j and 2 * j + 1 of row i, then of row i + 8.
