@@ -153,8 +153,8 @@ def random_cache(schema: CacheSchema, mesh: Mesh | None = None) -> KVCache:
     make_cache = jax.jit(functools.partial(_random_cache, schema))
     if mesh is None:
         return make_cache()
-    # The jitted function returns the leaves only. As `out_shardings`, a KVCache of shardings cannot be built if a group
-    # lacks a pool.
+    # The jitted function returns the leaves only. For a KVCache, `out_shardings` would be a KVCache of shardings, which
+    # cannot be built if a group lacks a pool.
     shardings, structure = jax.tree.flatten(KVCache.abstract(schema).shardings(mesh))
     leaves = jax.jit(lambda: jax.tree.leaves(make_cache()), out_shardings=shardings)()
     return dataclasses.replace(jax.tree.unflatten(structure, leaves), mailboxes=make_mailboxes(mesh))

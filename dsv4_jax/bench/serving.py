@@ -41,7 +41,7 @@ COLUMNS = {
     "compilations": "{compilations} + {compilations_later}",
     "same tokens": "{same_tokens}",
 }
-# For each turn of each conversation: (new tokens of the prompt, number of tokens of the reply).
+# The type of conversations, each a list of turns: (new tokens of the prompt, number of tokens of the reply).
 Script = list[list[tuple[list[int], int]]]
 # Jitted functions that read, write or copy the bytes of requests in the cache. Their compilations are counted, too.
 MOVES: Any = moves.read_request, moves.write_request, moves.copy_request, moves.read_blocks, moves.write_blocks

@@ -94,7 +94,7 @@ def selection_shares(experts: int, chosen: int, skew: float) -> Float[np.ndarray
         """Returns the probability that each expert has arrived."""
         return -np.expm1(-seconds * weights)
 
-    # The end of the race, at which `chosen` experts are expected to have arrived, is found by bisection.
+    # Bisection finds the end of the race: the time when `chosen` experts are expected to have arrived.
     shortest = 0.0
     longest = 1.0
     while arrived(longest).sum() < chosen:

@@ -156,7 +156,7 @@ def _put_swiglu(sums, limit, inputs, weights, permuted, start, place):
     thread = mlir.thread()
     warp = thread >> 5
     row = (thread % 32) >> 2
-    # Position of channel 8 * warp + row in the line.
+    # Position of channel 8 * warp + row in the line, see `permute_columns`.
     in_order = warp * 8 + row
     position = ((row >> 1) & 1) * 16 + (row & 1) * 8 + warp * 2 + (row >> 2) if permuted else in_order
     for n in range(start, min(start + COLUMNS, 2 * len(sums)), 8):

@@ -44,8 +44,8 @@ from pallas_kernels.sparse_attention.row_addresses import TILE, UNITS, Attention
 
 STAGES = 2  # number of tiles of rows in shared memory
 SCORE, ADD, LOAD = range(3)
-# Registers per thread of `load`, and of each of `score` and `add`. The three warpgroups start with 168 per thread each,
-# and may not have more than that on average.
+# Number of registers of a thread of `load`, and of a thread of `score` or `add`. All threads start with 168 registers,
+# and may not have more than 168 on average.
 LOAD_REGISTERS = 120
 MULTIPLY_REGISTERS = 192
 

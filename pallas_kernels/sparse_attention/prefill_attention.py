@@ -51,8 +51,8 @@ CHUNK_STAGES = 9  # number of chunks of rows in shared memory
 # Maximum number of pairs of columns to rotate back, so that all of them are in the last chunk.
 MAX_PAIRS = CHUNK // 2
 SCORE, ADD_LOW, ADD_HIGH, COPY = range(4)
-# Registers per thread of each role; both add roles have the same number. The four warpgroups start with 128 per thread
-# each, and may not have more than that on average.
+# Number of registers of a thread of each role; both add roles have the same number. All threads start with 128
+# registers, and may not have more than 128 on average.
 SCORE_REGISTERS = 112
 ADD_REGISTERS = 176
 COPY_REGISTERS = 48
