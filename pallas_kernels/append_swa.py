@@ -1,7 +1,7 @@
 """The kernel that quantizes the KV rows of a call's tokens and stores them in the rings of sliding windows.
 
-A token's row is `position % ring` of its slot's ring. The grid is one block of one warpgroup for four tokens; each warp
-loads, quantizes and stores the row of a token.
+A token's row is `position % ring` of its slot's ring. The grid has a block of one warpgroup for every four tokens. Each
+warp loads, quantizes and stores the row of one token.
 """
 
 import jax

@@ -1,8 +1,8 @@
 """Gathers of quantized KV rows: dequantizes rows of the pools to dense bfloat16 arrays, with a mask of valid rows.
 
 Three public functions gather compressed entries by index, all visible compressed entries, and window rows. They share
-the kernel of `_gather`. Its grid is one block of one warpgroup for eight rows; each warp loads, dequantizes and stores
-two rows.
+the kernel of `_gather`. Its grid has a block of one warpgroup for every eight rows. Each warp loads, dequantizes and
+stores two rows.
 """
 
 from collections.abc import Callable
@@ -87,11 +87,11 @@ def gather_all_compressed_kv(
         entry = jnp.where(entry < lax.div(position + 1, rate), entry, -1)
         return _through_table(slot, entry, layer, table_gmem, entries)
 
-    def any_visible(first, slots_gmem, positions_gmem, _):
-        token = lax.div(first, count)
-        entry = lax.rem(first, count)
+    def any_visible(first_item, slots_gmem, positions_gmem, _):
+        token = lax.div(first_item, count)
+        entry = lax.rem(first_item, count)
         visible = (slots_gmem[token] >= 0) & (entry < lax.div(positions_gmem[token] + 1, rate))
-        return visible | (entry + BLOCK_ROWS > count)  # a block with entries of the next token is always wanted
+        return visible | (entry + BLOCK_ROWS > count)  # a block that reaches into the next token's entries is kept
 
     operands = [slots, positions, entries.block_table.reshape(-1)]
     is_wanted = any_visible if only_visible else None

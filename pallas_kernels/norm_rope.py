@@ -4,8 +4,8 @@
 
 The queries are stored. The key-value rows are stored (`norm_rope`) or appended to the rings of window rows of the KV
 cache (`norm_rope_append`). A warp computes a row of 512 channels at a time. The first blocks compute four key-value
-rows each; each other block computes heads of one token. All load their first rows before they compute the rotation's
-cosines and sines, which hides the latency of the loads.
+rows each; each other block computes heads of one token. Every block loads its first rows before it computes the
+rotation's cosines and sines, which hides the latency of the loads.
 """
 
 import dataclasses
@@ -107,7 +107,7 @@ def norm_rope_append(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Computes `norm_rope`, and appends the key-value rows to the rings as `append_swa` does, in one launch.
 
-    The results have the same bits as those of the two launches.
+    The results have the same bits as the results of the two functions.
 
     Args:
       q, kv, weight, inv_freq, layer, eps, interpret: as in `norm_rope`.
@@ -195,7 +195,8 @@ def _norm_rope_kernel(config, heads, eps, rings, arrays_gmem, destination_gmem, 
         else:
             row = kv_rows.ring_rows(row_number, *destination_gmem[:3], shape=rings.pools[0].shape)
         layer = 0 if layer_gmem is None else layer_gmem[0]
-        weight = kv_rows.load_rows(weight_gmem, jnp.minimum(row_number, 0) + layer, shape)
+        weight_row = jnp.minimum(row_number, 0) + layer  # the layer's number, for each warp
+        weight = kv_rows.load_rows(weight_gmem, weight_row, shape)
         rotated = norm_and_rotate(x, weight, *rotation(token))
         if rings is None:
             kv_rows.store_rows(kv_out_gmem, row, rotated)
@@ -223,17 +224,19 @@ def _norm_rope_kernel(config, heads, eps, rings, arrays_gmem, destination_gmem, 
 
         first_step = part * steps_per_block
         loaded = load_heads(first_step)
-        angles = rotation(jnp.where(warp >= 0, token, 0))
+        angles = rotation(jnp.where(warp >= 0, token, 0))  # of the same token for each warp
         store_heads(loaded, angles)
         end = jnp.minimum((part + 1) * steps_per_block, steps)
         pl.loop(first_step + 1, end)(lambda step: store_heads(load_heads(step), angles))
 
 
 def _rotation(positions, inv_freq_gmem, pair):
-    """Returns (cos, sin) of the angles of four rows' channels, each [4, 8, 64] float32.
+    """Returns the cosines and sines of the angles of four rows' channels, (cos, sin), each [4, 8, 64] float32.
 
-    `positions` [4] int32 are those of the rows, and `pair` [4, 8, 64] int32 is the number of a channel's pair, negative
-    before the rotated channels.
+    Args:
+      positions: [4] int32 position of each row.
+      inv_freq_gmem: [P] float32 inverse frequencies.
+      pair: [4, 8, 64] int32 number of the pair that a channel belongs to, negative before the rotated channels.
     """
     positions = jnp.maximum(positions, 0).astype(jnp.float32)
     # For channels before the rotated ones, `_take` returns frequency 0. A rotation by an angle of 0 changes nothing.
@@ -273,11 +276,11 @@ def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, first: int) -> jax.Arr
 )
 def _emit_rotate(x, cos, sin, first):
     kind = mlir.vector_type(8, ir.BF16Type.get())
-    for number, registers in enumerate(zip(x.registers.flat, cos.registers.flat, sin.registers.flat, strict=True)):
-        values, cosines, sines = map(mlir.values, registers)
+    for register, vectors_of_8 in enumerate(zip(x.registers.flat, cos.registers.flat, sin.registers.flat, strict=True)):
+        values, cosines, sines = map(mlir.values, vectors_of_8)
         words = [bfloat16_words.pack(*values[i : i + 2]) for i in range(0, 8, 2)]
-        # The lanes of a warp hold four consecutive groups of 64 channels in a register.
-        last_group = 4 * (number % (GROUPS // 4)) + 3
+        # A register of 8 values holds, over the 32 lanes of a warp, four consecutive groups of 64 channels.
+        last_group = 4 * (register % (GROUPS // 4)) + 3
         if last_group >= first // GROUP:
             words = [bfloat16_words.rotate(*args) for args in zip(words, cosines[::2], sines[::2], strict=True)]
         yield vector.bitcast(kind, mlir.pack(word.value for word in words))

@@ -76,9 +76,9 @@ def router(
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      (experts [T, top_k] int32; weights [T, top_k] float32, the experts' scores without the bias, scaled so that they
-      sum to `scaling_factor`; permutation, the table and counts of the groups of (token, expert) pairs, see
-      `matmul.routing.group_pairs`, or None for more than 8 tokens).
+      (experts, weights, permutation). `experts` is [T, top_k] int32. `weights` [T, top_k] float32 are the scores of
+      these experts without the bias, scaled to the sum `scaling_factor`. `permutation` is the table and the counts of
+      the groups of (token, expert) pairs, see `matmul.routing.group_pairs`, or None for more than 8 tokens.
 
     Raises:
       NotImplementedError: the kernel does not take these shapes or dtypes.
@@ -194,27 +194,30 @@ def _emit_multiply_slice(part, group, tile, x_gmem, weight_gmem, out_gmem):
     steps = range(SLICE // STEP)
     thread = mlir.thread()
     lane = thread & 31
-    tile = tile * BLOCK_TOKENS
+    first_token = tile * BLOCK_TOKENS
+    # In each step, a lane loads four adjacent channels of an expert and of several tokens. `mma` expects other channels
+    # in this lane. But their order does not matter to a sum, if it is the same in both operands.
     row = lane >> 2
     column = part * SLICE + ((lane & 3) << 2)
     first_expert = group * BLOCK_EXPERTS + (thread >> 5) * WARP_EXPERTS
-    start = mlir.element(weight_gmem, (first_expert + row) * depth + column, 4)
-    weights = [words.load_four(mlir.at(start, 4 * STEP * step)) for step in steps]
+    weight_address = mlir.element(weight_gmem, (first_expert + row) * depth + column, 4)
+    weights = [words.load_four(mlir.at(weight_address, 4 * STEP * step)) for step in steps]
     # Token numbers past the end are clamped. Their sums are not stored.
-    numbers = [(tile + row + 8 * i).minimum(tokens - 1) for i in range(2 * halves)]
-    starts = [mlir.element(x_gmem, token * depth + column, 2) for token in numbers]
-    inputs = [[words.load_pair(mlir.at(start, 2 * STEP * step)) for start in starts] for step in steps]
+    clamped = [(first_token + row + 8 * i).minimum(tokens - 1) for i in range(2 * halves)]
+    x_addresses = [mlir.element(x_gmem, token * depth + column, 2) for token in clamped]
+    inputs = [[words.load_pair(mlir.at(address, 2 * STEP * step)) for address in x_addresses] for step in steps]
     # The high, middle and low terms of the weights have separate sums, so their products do not wait for each other.
     sums = [[[mlir.f32(0.0)] * 4 for _ in range(words.PARTS)] for _ in range(halves)]
-    for four, pairs in zip(weights, inputs, strict=True):
-        for i, piece in enumerate(words.split(four)):
-            for half, chains in enumerate(sums):
-                low, high = pairs[2 * half : 2 * half + 2]
-                chains[i] = words.multiply_add(chains[i], [low[0], high[0], low[1], high[1]], piece)
-    for half, (high, middle, low) in enumerate(sums):
-        totals = [arith.addf(arith.addf(c, b), a) for a, b, c in zip(high, middle, low, strict=True)]
+    for step_weights, step_inputs in zip(weights, inputs, strict=True):
+        for i, term in enumerate(words.split(step_weights)):
+            for half, term_sums in enumerate(sums):
+                upper, lower = step_inputs[2 * half : 2 * half + 2]
+                fragment = [upper[0], lower[0], upper[1], lower[1]]
+                term_sums[i] = words.multiply_add(term_sums[i], fragment, term)
+    for half, term_sums in enumerate(sums):
+        totals = [arith.addf(arith.addf(low, middle), high) for high, middle, low in zip(*term_sums, strict=True)]
         for i in range(2):
-            token = tile + row + (16 * half + 8 * i)
+            token = first_token + row + (16 * half + 8 * i)
             with thread_ops.when(token < tokens):
                 index = (part * tokens + token) * experts + first_expert + ((lane & 3) << 1)
                 pair = mlir.pack(totals[2 * i : 2 * i + 2])
@@ -315,7 +318,7 @@ def select(
       token: int32 scalar, number of the token.
       scores_smem: [E] float32 scores.
       biased_smem: [E] float32 scores plus bias, if there is one.
-      selection: {name: reference} of those of "bias", "table", "token_ids" and "slots" that are given.
+      selection: {name: reference} of the arrays "bias", "table", "token_ids" and "slots", without those that are None.
       top_k, scaling_factor: as in `router`.
     """
     if "bias" in selection:
@@ -361,28 +364,29 @@ def _emit_select(experts_gmem, weights_gmem, token, scores_smem, biased_smem, se
             thread_ops.store_global(weights_gmem, place, thread_ops.bits(weight))
 
 
-def _top_k(values, lane, number, top_k):
+def _top_k(values, lane, num_values, top_k):
     """Returns in lane i < top_k the index of the i-th largest value; of equal values, the first comes first.
 
     All lanes of a warp call it.
 
     Args:
-      values: address of `number` float32 values in shared memory.
+      values: address of `num_values` float32 values in shared memory.
       lane: number of the thread in its warp.
-      number: number of values, a multiple of 32.
+      num_values: number of values, a multiple of 32.
       top_k: number of indices to find, at most 32.
     """
-    indices = [lane + start for start in range(0, number, WARP)]
+    indices = [lane + start for start in range(0, num_values, WARP)]
     keys = []
     for index in indices:
-        # The key is an unsigned integer; keys have the same order as the floats.
+        # The keys are unsigned integers in the order of the floats: all bits of a negative float are flipped, and only
+        # the sign bit of any other.
         value = thread_ops.load(values + (index << 2))
-        negative = U32(arith.shrsi(value.value, mlir.i32(31)))
-        keys.append(value ^ (negative | 0x80000000))
+        is_negative = U32(arith.shrsi(value.value, mlir.i32(31)))  # all bits set, or none
+        keys.append(value ^ (is_negative | 0x80000000))
     selected = U32(0)
     for i in range(top_k):
         top = thread_ops.warp_max(functools.reduce(U32.maximum, keys))
-        candidates = [key.equals(top).where(index, number - 1) for key, index in zip(keys, indices, strict=True)]
+        candidates = [key.equals(top).where(index, num_values - 1) for key, index in zip(keys, indices, strict=True)]
         best = thread_ops.warp_min(functools.reduce(U32.minimum, candidates))
         selected = lane.equals(i).where(best, selected)
         keys = [index.equals(best).where(0, key) for key, index in zip(keys, indices, strict=True)]

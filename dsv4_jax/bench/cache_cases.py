@@ -36,7 +36,8 @@ _ATTENTION_AGREES = close(relative=2**-6, absolute=2**-6)
 def append_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of `append_swa`, and of `norm_rope_append`, which corresponds to a fused kernel of other projects.
 
-    T tokens belong to T requests. T=8192 is a prefill: of each request, as many tokens as a window holds.
+    T tokens belong to T requests. T=8192 is an exception, a prefill with as many tokens of each request as a window
+    holds.
     """
     for tokens in (1, 8, 64, 256, 8192):
         yield _append_case(schema, tokens)
@@ -56,8 +57,8 @@ def _append_case(schema, tokens):
         return rng.permutation(slots)[: tokens // request_tokens].repeat(request_tokens)
 
     def positions(rng):
-        starts = rng.integers(0, config.max_position_embeddings - request_tokens, tokens // request_tokens)
-        return (starts[:, None] + np.arange(request_tokens)).reshape(-1)
+        first = rng.integers(0, config.max_position_embeddings - request_tokens, tokens // request_tokens)
+        return (first[:, None] + np.arange(request_tokens)).reshape(-1)
 
     return Case(
         op="append_swa",
@@ -78,7 +79,8 @@ def _norm_rope_case(schema, tokens, heads):
     kv, slots, positions = append.inputs
 
     def call(state, *arrays, implementation):
-        return ops.norm_rope_append(state[1], *arrays, eps=config.rms_norm_eps, implementation=implementation)
+        _, window_rows = state
+        return ops.norm_rope_append(window_rows, *arrays, eps=config.rms_norm_eps, implementation=implementation)
 
     def agree(result, expected):
         """Allows rounding differences in up to 2% of an array's values, or of the stored bytes."""
@@ -120,11 +122,12 @@ def _gather_case(op, codec, tokens, rows, view, inputs):
     """Returns a case in which each token gathers `rows` rows of `view`, stored by `codec`."""
     # For each row, the encoded row is read, and a bfloat16 row and a flag of one byte are written. The int32 inputs of
     # a token are its slot, and its position or the index of each row.
-    numbers = rows if op is ops.gather_compressed_kv else 1
+    row_bytes = tree_bytes(codec.struct) + 2 * codec.dim + 1
+    token_inputs = 1 + (rows if op is ops.gather_compressed_kv else 1)
     return Case(
         op=op.__name__,
         shape=f"{tokens} x {rows}",
-        nbytes=tokens * (rows * (tree_bytes(codec.struct) + 2 * codec.dim + 1) + 4 * (1 + numbers)),
+        nbytes=tokens * (rows * row_bytes + 4 * token_inputs),
         call=op,
         state=view,
         inputs=inputs,
@@ -135,9 +138,9 @@ def attention_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of `sparse_attention`, with one token per request.
 
     A token attends to its window and to compressed entries. In a group without an indexer these are all 8,192 entries
-    of the request. In a group with one, they are the top k. Such a request has 4 * k entries of its own. In further
-    cases it has 2**18 entries, and all requests share a pool of 2**20 entries, so that selected rows are rarely
-    adjacent.
+    of the request. In a group with an indexer, they are k entries that it selects. A request then has 4 * k entries of
+    its own. In further cases a request has 2**18 entries of a pool of 2**20 entries that all requests share, so that
+    selected rows are rarely adjacent.
     """
     topk = schema.config.index_topk
     for group in schema.groups.values():
@@ -188,7 +191,8 @@ def _attention_case(schema, group, tokens, attended, entries, shared=0):
 def flush_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of `flush`, for entries and, if a group has them, index keys.
 
-    They are decode steps in which every or no request completes a compression window, and a prefill.
+    There are decode steps in which every request completes a compression window, decode steps in which none does, and a
+    prefill.
     """
     for group in schema.groups.values():
         for shape in _FLUSH_SHAPES:
@@ -249,10 +253,10 @@ def _flush_bytes(group, codec, tokens, closes):
     entry, it writes a row. Only a decode step reads the other rows of the ring to make the entry.
     """
     ring = group.pooled_rows
-    width = codec.dim * (1 + group.overlap)
+    row_bytes = 8 * codec.dim * (1 + group.overlap)  # float32 values and logits
     entries = tokens // group.compress_rate
-    read = 0
+    ring_bytes = 0  # bytes read to make the entry
     if tokens == 1:
         entries = int(closes)
-        read = closes * (ring - 1) * codec.dim * 8
-    return (tokens + min(tokens, ring)) * width * 8 + read + entries * tree_bytes(codec.struct)
+        ring_bytes = closes * (ring - 1) * codec.dim * 8
+    return (tokens + min(tokens, ring)) * row_bytes + ring_bytes + entries * tree_bytes(codec.struct)

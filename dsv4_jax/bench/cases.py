@@ -40,9 +40,9 @@ class Case:
       updates: whether the result is the next state of the layer; the state is then donated.
       flops: number of floating-point operations of a call on the tensor cores.
       reads: whether nearly all of `nbytes` are read. The bound is then the bandwidth of reading, otherwise of copying.
-      agree: function of (the kernel's array, XLA's array), called for each array of a result, that returns a bool
-        scalar, whether they agree. None compares bit for bit.
-      xla_calls: number of timed calls of XLA's version; None for as many as of the kernel.
+      agree: function of (the kernel's array, XLA's array) that returns whether the two agree, a bool scalar. It is
+        called for each array of a result. None compares bit for bit.
+      xla_calls: number of timed calls of XLA's version; None for the number of calls of the kernel.
     """
 
     op: str
@@ -98,7 +98,7 @@ def _int32(values):
 
 
 def measured_config(config: DSV4Config, report: dict[str, Any], field: str = "shapes") -> DSV4Config:
-    """Returns the configuration to measure: `config` on a GPU, and elsewhere that of the small packaged model.
+    """Returns the configuration to measure: `config` on a GPU, elsewhere the configuration of the small packaged model.
 
     The packaged model gets draft layers of the kind that `config` has.
 
@@ -191,11 +191,12 @@ def paged_view(
     view = IndexerView if isinstance(codec, KeyCodec) else ClassicalView
 
     def make(rng):
+        if shared:
+            block_ids = np.concatenate([rng.permutation(shared // rows)[:count] for count in blocks])
+        else:
+            block_ids = rng.permutation(blocks.sum())
         table = np.full((len(blocks), blocks.max()), -1)
-        pools = (
-            [rng.permutation(shared // rows)[:count] for count in blocks] if shared else rng.permutation(blocks.sum())
-        )
-        table[np.arange(blocks.max()) < blocks[:, None]] = np.concatenate(pools) if shared else pools
+        table[np.arange(blocks.max()) < blocks[:, None]] = block_ids
         pool = _random_rows(codec, rng, shared // rows or int(blocks.sum()), rows)
         return view(pool, _int32(0), _int32(table), group.compress_rate, codec)
 

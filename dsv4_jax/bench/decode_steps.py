@@ -59,7 +59,7 @@ COLUMNS = {
     "gaps": "{gaps:.1f}",
     "launches": "{launches:.0f}",
 }
-# More columns if there are drafts: the time of a step relative to one with one token a request, the time to make the
+# More columns if there are drafts: the time of a step relative to a step with one token a request, the time to make the
 # drafts, and the tokens a second at several acceptance rates.
 DRAFT_COLUMNS = {
     "x one token": "{times_one_token:.2f}",
@@ -70,7 +70,7 @@ DRAFT_COLUMNS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Options of a measurement, mostly those of `dsv4-jax bench model`.
+    """Options of a measurement, mostly the options of `dsv4-jax bench model`.
 
     Attributes:
       batches: batch sizes to measure, in requests.
@@ -161,7 +161,7 @@ def check_numbers(option: str, numbers: Sequence[int], minimum: int, maximum: in
 
 
 def default_sizes(mesh: Mesh | None = None) -> dict[str, tuple[int, ...]]:
-    """Returns the default `batches`, without those that the mesh's axis "data" does not divide, and `contexts`."""
+    """Returns the default `batches` and `contexts`. The mesh's axis "data" divides every batch."""
     gpu = jax.default_backend() == "gpu"
     shards = 1 if mesh is None else mesh.shape.get("data", 1)
     batches = (1, 8, 32, 128) if gpu else (1, 4)
@@ -219,7 +219,7 @@ class StepCase:
 
         The result has the floor, a lower bound of the time of a step. For a decode step, this is the time to read the
         step's bytes at the report's bandwidth of a copy. For a chunk of a prompt, it is the time to read the bytes
-        without those of the head, or the time of the layers' matrix products, whichever is longer.
+        except the head's weights, or the time of the layers' matrix products, whichever is longer.
 
         Args:
           times: the result of `time`.
@@ -258,9 +258,9 @@ class StepCase:
 def run(config: DSV4Config, options: StepOptions, report: Row, *, each_kind: bool = False) -> Iterator[Row]:
     """Measures every batch size at every context that fits the device; prints and yields the results.
 
-    All cases are timed first, then their kernels are profiled. With drafts, there are three kinds of steps: with one
-    token a request; with 1 + drafts tokens a request, which verifies drafts; and the latter with new drafts. Without a
-    GPU, the packaged model replaces `config`.
+    All cases are timed first, then their kernels are profiled. With drafts, there are three kinds of steps. The first
+    has one token a request. The second has 1 + drafts tokens a request, as to verify drafts. The third also makes new
+    drafts. Without a GPU, the packaged model replaces `config`.
 
     Args:
       config: configuration of the model.
@@ -294,18 +294,20 @@ def _run(config, options, report, *, loop=True):
 
 
 def _compare_with_one_token(results):
-    """Yields results, and adds the fields of `DRAFT_COLUMNS` to those of steps that verify or make drafts.
+    """Yields results. Adds the fields of `DRAFT_COLUMNS` to the results of steps that verify or make drafts.
 
-    A result is compared with those of the same batch size, context and skew that come before it.
+    A result is compared with the earlier results of the same batch size, context and skew.
     """
     rows_by_place: dict[tuple[Any, ...], list[Row]] = {}
     for row in results:
         rows = rows_by_place.setdefault((row["requests"], row["context"], row["skew"]), [])
-        rows.append(row)
+        rows.append(row)  # in the order of `StepOptions.step_sizes`
         if row["tokens"] > 1:
-            row["times_one_token"] = row["milliseconds"] / rows[0]["milliseconds"]
+            one_token = rows[0]
+            row["times_one_token"] = row["milliseconds"] / one_token["milliseconds"]
         if row["drafts"]:
-            row["draft_milliseconds"] = row["milliseconds"] - rows[1]["milliseconds"]
+            only_verifies = rows[1]
+            row["draft_milliseconds"] = row["milliseconds"] - only_verifies["milliseconds"]
             row["tokens_per_second"] = tokens_per_second(row)
         yield row
 
@@ -374,7 +376,9 @@ def _cases(config, model, options, skew):
                 fitting.append(context)
             else:
                 print(f"{requests} requests of {context} tokens do not fit this device's memory")
-        for tokens, drafts in options.step_sizes if fitting else ():
+        if not fitting:
+            continue
+        for tokens, drafts in options.step_sizes:
             manager = KVCacheManager(config, mesh=options.mesh, **sizes[max(fitting)])
             steps = RandomSteps(model, manager, requests, tokens, drafts)
             cases += [StepCase(steps, context, skew) for context in fitting]
@@ -382,7 +386,7 @@ def _cases(config, model, options, skew):
 
 
 def _start(case):
-    """Compiles and runs a step. Returns the seconds since the process started, and those to make the step's program."""
+    """Compiles and runs a step. Returns the seconds since the process started, and the seconds to make the program."""
     case.begin(1)
     return {"process": timing.process_seconds()} | case.steps.program.seconds
 
@@ -419,7 +423,8 @@ def _steps_in_a_row(steps, count):
     The clock starts when a step ends and the next one is already launched. It does not start at a launch, because a
     launch on an idle device can take longer than a step.
     """
-    output, next_output = (steps.step(steps.batch()) for _ in range(2))
+    output = steps.step(steps.batch())
+    next_output = steps.step(steps.batch())
     jax.block_until_ready(output)
     begin = time.perf_counter()
     for _ in range(count - 1):

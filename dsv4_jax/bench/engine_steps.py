@@ -42,7 +42,7 @@ COLUMNS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options of a measurement, mostly those of `dsv4-jax bench serve --config`.
+    """Options of a measurement, mostly the options of `dsv4-jax bench serve --config`.
 
     Attributes:
       requests: numbers of requests to measure decode steps with.
@@ -103,7 +103,7 @@ def run(config: DSV4Config, options: EngineOptions, report: Row) -> Iterator[Row
 
     A result whose "measurement" is "prompt" has the time until the first token of a prompt that runs alone. A "decode"
     result has the mean time of `Engine.step` while all requests decode. Without drafts, it also has the time of a step
-    of the on-device loop, which is that of the model without the engine's work on the host.
+    of the on-device loop, which does the same without the engine's work on the host.
 
     Args:
       config: configuration of the model.
@@ -142,11 +142,11 @@ def _measure(model, config, options):
         case = _Case(model, config, options, requests)
         yield from map(case.prompt, prompts)
         yield case.decode()
-        prompts = ()
+        prompts = ()  # are measured with the first number of requests only
 
 
 class _Case:
-    """An engine for a number of requests, with its programs compiled, and the measurements of it."""
+    """An engine for a number of requests, with its programs compiled. The methods measure it."""
 
     def __init__(self, model, config, options, requests):
         self.model = model

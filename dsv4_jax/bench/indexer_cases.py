@@ -110,7 +110,7 @@ def _scores_case(schema, label, lengths, tokens, topk=0):
             return scores
         return ops.indexer_topk(scores, ops.valid_lengths(positions, rate), topk, implementation=implementation)
 
-    scored = sum((rate * n - i) // rate for n in lengths for i in range(tokens))
+    scored = sum((rate * n - i) // rate for n in lengths for i in range(tokens))  # scores of visible keys
     query_bytes = 1 if key.layout.scale == "e8m0" else 2
     input_bytes = sum(lengths) * tree_bytes(key.struct) + rows * (query_bytes * heads * dim + 4 * heads + 8)
     return Case(

@@ -73,8 +73,8 @@ def kinds_by_name(text: str) -> dict[str, list[str]]:
     """Returns {name of a kernel: kind of each of its launches in a call of the program, in order}.
 
     Args:
-      text: XLA's text of the program. The launches in a loop with a known trip count are repeated as often; those in
-        another loop count once.
+      text: XLA's text of the program. The launches in a loop are repeated as often as the loop, if its trip count is
+        known. Otherwise they count once.
     """
     computations: dict[str, list[str]] = {}
     entry: list[str] = []
@@ -95,7 +95,8 @@ def kinds_by_name(text: str) -> dict[str, list[str]]:
                 kinds.setdefault(name, []).append(_kind(scopes))
             elif called := _CALLED.findall(line):
                 trips = _TRIP_COUNT.search(line)
-                for name in int(trips[1] if trips else 1) * re.findall(r"%([\w.-]+)", " ".join(called)):
+                names = re.findall(r"%([\w.-]+)", " ".join(called))
+                for name in names * int(trips[1] if trips else 1):
                     visit(computations[name])
 
     visit(entry)

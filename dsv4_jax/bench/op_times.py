@@ -1,4 +1,4 @@
-"""`dsv4-jax bench ops`: times of single ops, compared with those of their XLA versions."""
+"""`dsv4-jax bench ops`: times of single ops, compared with their XLA versions."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -18,14 +18,14 @@ def plot_layers(report: Row, path: Path) -> None:
     title = f"Layers of {MODELS[report['shapes']]}, {report['device']}"
     with _axes(path, (10.0, 3.0 + 0.3 * len(rows)), title=title, xlabel="microseconds a layer") as axes:
         labels = [_layer_label(row) for row in rows]
-        starts = np.zeros(len(rows))
+        bar_ends = np.zeros(len(rows))
         for kind in LAYER_KINDS:
             widths = np.array([row["kinds"].get(kind, 0.0) for row in rows])
             if widths.any():
-                axes.barh(labels, widths, left=starts, label=kind)
-                starts = starts + widths
-        gaps = np.array([row["layer"] for row in rows]) - starts
-        axes.barh(labels, gaps.clip(0), left=starts, color="lightgray", label="gaps" if starts.any() else "step")
+                axes.barh(labels, widths, left=bar_ends, label=kind)
+                bar_ends = bar_ends + widths
+        gaps = np.array([row["layer"] for row in rows]) - bar_ends
+        axes.barh(labels, gaps.clip(0), left=bar_ends, color="lightgray", label="gaps" if bar_ends.any() else "step")
         floors = [row["layer_floor"] for row in rows]
         places = np.arange(len(rows))
         axes.vlines(floors, places - 0.4, places + 0.4, "k", label="floor: bytes read once")

@@ -41,7 +41,7 @@ def run(config: DSV4Config, options: StepOptions, report: Row) -> Iterator[Row]:
     kind of layer and size of a chunk.
 
     On a GPU, a time is the sum of the kernels' times, without the embedding, the head and sampling. Without a GPU, the
-    packaged model replaces `config`, and a time is that of the whole step.
+    packaged model replaces `config`, and a time is the time of the whole step.
 
     Args:
       config: configuration of the model.

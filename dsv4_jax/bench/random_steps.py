@@ -84,7 +84,7 @@ class RandomSteps:
     def batch(self, reserve: int = 0) -> Batch:
         """Returns the batch of the next step, with `tokens` tokens of every request.
 
-        Of a decode step's tokens of a request, the first one counts as accepted: the manager is rewound by the others.
+        The first of a decode step's tokens of a request counts as accepted: the manager is rewound by the other tokens.
         Steps that read a chunk of a prompt all have the same batch, which is made once.
 
         Args:
@@ -150,13 +150,13 @@ def random_cache(schema: CacheSchema, mesh: Mesh | None = None) -> KVCache:
 
     At most 1,024 different blocks are drawn. They are repeated in a pool, and are the same in every layer.
     """
-    cache = jax.jit(functools.partial(_random_cache, schema))
+    make_cache = jax.jit(functools.partial(_random_cache, schema))
     if mesh is None:
-        return cache()
-    # The jitted function returns the leaves only. As `out_shardings`, a KVCache of shardings cannot be built if a group
-    # lacks a pool.
+        return make_cache()
+    # The jitted function returns the leaves only. For a KVCache, `out_shardings` would be a KVCache of shardings, which
+    # cannot be built if a group lacks a pool.
     shardings, structure = jax.tree.flatten(KVCache.abstract(schema).shardings(mesh))
-    leaves = jax.jit(lambda: jax.tree.leaves(cache()), out_shardings=shardings)()
+    leaves = jax.jit(lambda: jax.tree.leaves(make_cache()), out_shardings=shardings)()
     return dataclasses.replace(jax.tree.unflatten(structure, leaves), mailboxes=make_mailboxes(mesh))
 
 
@@ -164,8 +164,8 @@ def expert_memory(given: int | Literal["auto"] | None, schema: CacheSchema, toke
     """Returns the memory of experts that lie partly in host memory; None if all experts lie on the devices.
 
     Args:
-      given: bytes of the GPU that experts may take. "auto" is the memory that is left beside a cache and programs. None
-        stands for no expert in host memory.
+      given: bytes of the GPU that experts may take. "auto" stands for the memory that is left beside a cache and
+        programs, and None for no experts in host memory.
       schema: schema of the cache, for "auto".
       tokens: number of tokens of the largest step, for "auto".
     """

@@ -41,7 +41,7 @@ COLUMNS = {
     "compilations": "{compilations} + {compilations_later}",
     "same tokens": "{same_tokens}",
 }
-# For each turn of each conversation: (new tokens of the prompt, number of tokens of the reply).
+# The type of conversations, each a list of turns: (new tokens of the prompt, number of tokens of the reply).
 Script = list[list[tuple[list[int], int]]]
 # Jitted functions that read, write or copy the bytes of requests in the cache. Their compilations are counted, too.
 MOVES: Any = moves.read_request, moves.write_request, moves.copy_request, moves.read_blocks, moves.write_blocks
@@ -83,7 +83,8 @@ class Workload:
         script = []
         for number in range(self.conversations):
             turns = [(ids(*MESSAGE_TOKENS), int(rng.integers(*REPLY_TOKENS))) for _ in range(self.turns)]
-            turns[0] = systems[number % SYSTEM_PROMPTS] + turns[0][0], turns[0][1]
+            message, reply_length = turns[0]
+            turns[0] = systems[number % SYSTEM_PROMPTS] + message, reply_length
             script.append(turns)
         return script
 
@@ -149,7 +150,7 @@ def _engine(model, config, workload, cached, mesh):
 
 
 def _serve(engine, script):
-    """Serves all conversations. Each one sends its next turn as soon as it has the reply to the last one.
+    """Serves all conversations. A conversation sends its next turn as soon as it has the reply to the last turn.
 
     Returns:
       (measurements, {(conversation, turn): tokens of the reply}).

@@ -16,9 +16,9 @@ def step_work(steps: RandomSteps, context: int) -> tuple[int, int, int]:
       context: number of tokens that each request holds after the step.
 
     Returns:
-      (operations, bytes, head bytes). Operations are the floating-point operations of the layers' matrix products,
-      without those of draft layers. Bytes are the weights, attended rows and scored keys, each read once. Head bytes
-      are the part of the bytes that belongs to the head's weights.
+      (operations, bytes, head bytes). Operations are the floating-point operations of the layers' matrix products; the
+      products of draft layers do not count. Bytes are the weights, attended rows and scored keys, each read once. Head
+      bytes are the part of the bytes that belongs to the head's weights.
     """
     model = steps.model.module
     requests = steps.shard_requests
@@ -43,7 +43,7 @@ def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: in
       drafts: number of tokens that the step drafts for each request.
 
     Returns:
-      (operations, bytes). Operations are those of the layers without draft layers.
+      (operations, bytes). The operations of draft layers do not count.
     """
     passes = draft_passes(config, drafts)
     reads = {"embed_tokens": 0, "markov_w1": 0, "tid2eid": 0, "markov_w2": drafts, "lm_head": 1 + passes}
@@ -62,7 +62,7 @@ def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: in
 
 
 def cache_work(steps: RandomSteps, context: int) -> tuple[int, int]:
-    """Returns the operations of attention and indexers for one request in a step, and the bytes of rows they read.
+    """Returns the operations of attention and indexers for a request in a step, and the bytes of the rows they read.
 
     Args:
       steps: runs the step.

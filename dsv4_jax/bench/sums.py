@@ -1,4 +1,4 @@
-"""`dsv4-jax bench all_reduce`: times of sums over the devices of a mesh, compared with those of XLA's all-reduce."""
+"""`dsv4-jax bench all_reduce`: times of sums over the devices of a mesh, compared with XLA's all-reduce."""
 
 import functools
 import statistics
@@ -35,8 +35,9 @@ def run(width: int, mesh: Mesh, report: Row) -> Iterator[Row]:
     """Times all-reduces of [T, width] bfloat16; prints and yields a result for each T of `TOKENS`.
 
     First the results are checked. They must have the same bits on all devices. The kernel's result must be the sum in
-    the order of the devices; XLA's may differ from it by rounding. Then a loop on the devices is timed, in which each
-    all-reduce adds up the result of the one before. The time of the same loop without all-reduces is subtracted.
+    the order of the devices; XLA's result may differ from this sum by rounding. Then a loop on the devices is timed, in
+    which each all-reduce adds up the result of the previous one. The time of the same loop without all-reduces is
+    subtracted.
 
     Args:
       width: number of values of a token.

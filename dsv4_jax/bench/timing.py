@@ -114,20 +114,20 @@ def kernels(calls: Callable[[], Any]) -> list[tuple[str, float]]:
     for events in devices:
         spans = [(x.start_ns, x.start_ns + x.duration_ns, x.name) for x in events if not x.name.startswith("Mem")]
         launches += without_overlaps(sorted(spans))
-    return launches[1:]
+    return launches[1:]  # without the kernel of `evict`
 
 
 def without_overlaps(spans: list[tuple[float, float, str]]) -> list[tuple[str, float]]:
-    """Returns (name, milliseconds) of each kernel, in which the time that overlaps an earlier kernel does not count.
+    """Returns (name, milliseconds) of each kernel. The time in which it overlaps an earlier kernel does not count.
 
     Args:
       spans: (start, end, name) of each kernel, in nanoseconds, sorted by start.
     """
     launches = []
-    last = 0.0
+    last_end = 0.0
     for start, end, name in spans:
-        launches.append((name, max(end - max(start, last), 0.0) / 1e6))
-        last = max(last, end)
+        launches.append((name, max(end - max(start, last_end), 0.0) / 1e6))
+        last_end = max(last_end, end)
     return launches
 
 
@@ -143,10 +143,10 @@ def _median_of(function, x):
 
 
 def _seconds(call, count):
-    """Measures the seconds of each call of `call(i)` for i < count.
+    """Measures the seconds of each of the calls `call(0)` .. `call(count - 1)`.
 
-    They are the sum of the kernels' times on a GPU, and wall-clock time elsewhere. Raises RuntimeError if the calls
-    cannot have run equal numbers of kernels.
+    On a GPU this is the sum of the times of a call's kernels, elsewhere wall-clock time. Raises RuntimeError if the
+    calls cannot have run equal numbers of kernels.
     """
     wall = []
 
@@ -162,13 +162,13 @@ def _seconds(call, count):
     times = [milliseconds / 1e3 for _, milliseconds in kernels(calls)]
     if len(times) % count:
         raise RuntimeError(f"{len(times)} kernels in {count} equal calls")
-    size = len(times) // count
-    return [sum(times[i * size : (i + 1) * size]) for i in range(count)]
+    per_call = len(times) // count
+    return [sum(times[i * per_call : (i + 1) * per_call]) for i in range(count)]
 
 
 @functools.cache
 def _evict():
-    """Returns a function that evicts all data from the L2 cache, by one kernel that reads and writes 128 MiB each."""
+    """Returns a function that evicts all data from the L2 cache: one kernel reads 128 MiB and writes 128 MiB."""
     x = jnp.zeros((1 << 25,), jnp.float32)
     negative = jax.jit(jnp.negative)
     return lambda: negative(x).block_until_ready()

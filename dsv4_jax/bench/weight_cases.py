@@ -22,7 +22,7 @@ _LINEAR_AGREES = close(relative=2**-7, absolute=1e-3)
 _DISJOINT = 8  # in cases of up to this many tokens, no two tokens select the same expert
 _MAX_XLA = 2048  # maximum number of tokens that XLA's version computes at a time; 8,192 would take 96 GiB
 # An expert's products and the values between them are rounded to bfloat16. Kernel and XLA add in different orders, so a
-# few values in a thousand are rounded the other way, by up to 2**-8 of values up to about 2**7. Then the results of the
+# few values in a thousand are rounded the other way. The error is up to 2**-8 of values up to about 2**7. Errors of the
 # experts of a token are added up.
 _EXPERTS_AGREE = close(relative=2**-6, absolute=0.5)
 
@@ -98,29 +98,29 @@ def experts_cases(schema: CacheSchema) -> Iterator[Case]:
 
 
 def _experts_case(config, kind, tokens):
-    number = config.n_routed_experts
+    num_experts = config.n_routed_experts
     top_k = config.num_experts_per_tok
     hidden = config.hidden_size
     inner = config.moe_intermediate_size
     pairs = tokens * top_k
-    is_disjoint = tokens <= _DISJOINT and pairs <= number
+    is_disjoint = tokens <= _DISJOINT and pairs <= num_experts
 
     def weight(rows, columns):
         if kind == "bfloat16":
-            return normal(number, rows, columns, scale=2.0**-5)
+            return normal(num_experts, rows, columns, scale=2.0**-5)
 
         def codes(rng):
-            return jax.random.bits(random_key(rng), (number, rows, columns // 2), jnp.uint8)
+            return jax.random.bits(random_key(rng), (num_experts, rows, columns // 2), jnp.uint8)
 
         def scale(rng):
-            return jax.random.randint(random_key(rng), (number, rows, columns // 32), 118, 123, jnp.uint8)
+            return jax.random.randint(random_key(rng), (num_experts, rows, columns // 32), 118, 123, jnp.uint8)
 
         return QuantizedWeight(codes, scale, "FP4", jnp.dtype(jnp.bfloat16))
 
     def selected(rng):
         if is_disjoint:
-            return rng.permutation(number)[:pairs].reshape(tokens, top_k)
-        return np.argsort(rng.random((tokens, number)), axis=1)[:, :top_k]
+            return rng.permutation(num_experts)[:pairs].reshape(tokens, top_k)
+        return np.argsort(rng.random((tokens, num_experts)), axis=1)[:, :top_k]
 
     def call(_, gate_up, down, x, experts, weights, *, implementation):
         def run(arrays):
@@ -133,13 +133,13 @@ def _experts_case(config, kind, tokens):
             return run(arrays)
         return jax.lax.map(run, [array.reshape(-1, _MAX_XLA, array.shape[1]) for array in arrays]).reshape(x.shape)
 
-    # The number of experts that are read, each once: the expected one if tokens select at random.
-    hit = pairs if is_disjoint else number * (1 - (1 - top_k / number) ** tokens)
+    # The number of experts that are read, each once. If tokens select at random, it is the expected number.
+    num_read = pairs if is_disjoint else num_experts * (1 - (1 - top_k / num_experts) ** tokens)
     expert_bytes = 3 * hidden * inner * (2 if kind == "bfloat16" else 17 / 32)
     return Case(
         op="experts",
         shape=f"{kind}, T={tokens}",
-        nbytes=int(hit * expert_bytes) + tokens * hidden * 6,
+        nbytes=int(num_read * expert_bytes) + tokens * hidden * 6,
         call=call,
         weights=(weight(2 * inner, hidden), weight(hidden, inner)),
         inputs=(normal(tokens, hidden), selected, normal_float32(tokens, top_k)),
@@ -179,7 +179,7 @@ def _hyper_connections_case(config, tokens):
         return ops.hyper_connections(streams, mixing, norm, *others, implementation=implementation)
 
     def agree(result, expected):
-        """Allows that values up to 8 are rounded to the next bfloat16, and the effect on the float32 coefficients."""
+        """Allows values up to 8 to be rounded to the next bfloat16, with the effect on the float32 coefficients."""
         if result.dtype == jnp.float32:
             return close(1e-3, 1e-4)(result, expected)
         return close(2**-7, 2**-4)(result, expected)
@@ -223,7 +223,7 @@ def _router_case(config, tokens, *, hashed):
         return ops.router(*arrays, top_k=top_k, scaling_factor=factor, implementation=implementation)[:2]
 
     def agree(result, expected):
-        """Allows 1% of different selections, of experts whose scores differ by rounding, and rounding of weights."""
+        """Allows 1% of different selections, because scores differ by rounding, and allows rounding of weights."""
         if result.dtype == jnp.int32:
             return jnp.mean((result == expected).astype(jnp.float32)) >= 0.99
         return close(1e-4, 0.0)(result, expected)

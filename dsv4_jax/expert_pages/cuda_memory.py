@@ -45,20 +45,21 @@ class CudaMemory:
         access = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         attribute = driver.CUdevice_attribute
         numa = self._call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, self._device)
-        places = {
+        # {whether it is host memory: (type of the location, its number)}
+        locations = {
             False: (kinds.CU_MEM_LOCATION_TYPE_DEVICE, int(self._device)),
             True: (kinds.CU_MEM_LOCATION_TYPE_HOST_NUMA, max(int(numa), 0)),
         }
         self._properties = {}
         self._access = {}
-        for on_host, (kind, number) in places.items():
+        for on_host, (location_type, location_id) in locations.items():
             properties = driver.CUmemAllocationProp()
             rights = driver.CUmemAccessDesc()
             properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-            properties.location.type = kind
-            properties.location.id = number
-            rights.location.type = kind
-            rights.location.id = number
+            properties.location.type = location_type
+            properties.location.id = location_id
+            rights.location.type = location_type
+            rights.location.id = location_id
             rights.flags = access
             self._properties[on_host] = properties
             self._access[on_host] = rights
@@ -150,7 +151,7 @@ class CudaMemory:
             self._call("cuCtxPopCurrent")
 
     def _call(self, name: str, *args: Any) -> Any:
-        """Calls a function of the driver. Returns its result, or a list of them unless there is exactly one.
+        """Calls a function of the driver. Returns its result, or a list if it has several results or none.
 
         Raises MemoryError if memory is missing, otherwise RuntimeError. The message has the driver's name of the error.
         """

@@ -78,7 +78,7 @@ def array_over(
 ) -> Array:
     """Returns an array over memory whose contiguous bytes begin at `address`.
 
-    As most arrays, it is not committed to its device.
+    Like most arrays, it is not committed to its device.
 
     Args:
       address: address of the first byte.
@@ -91,9 +91,10 @@ def array_over(
     dtype = jnp.dtype(dtype)
     sizes = (ctypes.c_int64 * len(shape))(*shape)
     strides = (ctypes.c_int64 * len(shape))(*(math.prod(shape[i + 1 :]) for i in range(len(shape))))
-    kind, number = (_CUDA, device.local_hardware_id) if device.platform == "gpu" else (_CPU, 0)
-    types = _KINDS[dtype.name], 8 * dtype.itemsize, 1
-    tensor = _Tensor(address, kind, number, len(shape), *types, sizes, strides, 0, None, _delete_pointer)
+    device_type, device_id = (_CUDA, device.local_hardware_id) if device.platform == "gpu" else (_CPU, 0)
+    dtype_fields = _KINDS[dtype.name], 8 * dtype.itemsize, 1
+    location = address, device_type, device_id
+    tensor = _Tensor(*location, len(shape), *dtype_fields, sizes, strides, 0, None, _delete_pointer)
     _owned[ctypes.addressof(tensor)] = tensor, sizes, strides, free
     try:
         array = jax.dlpack.from_dlpack(_Exporter(tensor))

@@ -87,7 +87,7 @@ class ExpertMemory:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of host memory that the experts take for which memory is mapped already."""
+        """The bytes of host memory that experts take. Only experts count for which memory is mapped already."""
         return sum(int(matrix.on_host.sum()) * matrix.nbytes for pages in self.layers.values() for matrix in pages)
 
     def plan(self, layers: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str:
@@ -106,17 +106,20 @@ class ExpertMemory:
         """
         memory = self._opened_memory()
         experts = shapes[0][0]
-        each = len(layers) * sum(math.prod(shape[1:]) for shape in shapes)  # bytes of one expert of every layer
+        # Number of bytes of one expert in all layers together.
+        expert_bytes = len(layers) * sum(math.prod(shape[1:]) for shape in shapes)
+        total_bytes = experts * expert_bytes
         free = memory.free_bytes()
-        scales = experts * each // CODES_PER_SCALE
+        scales = total_bytes // CODES_PER_SCALE
         room = free - scales - self.reserved_bytes if self.device_bytes is None else self.device_bytes
-        if self.device_bytes is not None and min(room, experts * each) > free:
+        if self.device_bytes is not None and min(room, total_bytes) > free:
             raise ValueError(f"experts may take {_gb(room)} of the GPU, of which {_gb(free)} are free. {_PREALLOCATED}")
-        on_device = min(experts, max(room, 0) // each)
+        on_device = min(experts, max(room, 0) // expert_bytes)
         on_host = experts - on_device
-        if on_host * each > (available := memory.free_host_bytes()):
+        host_bytes = on_host * expert_bytes
+        if host_bytes > (available := memory.free_host_bytes()):
             raise ValueError(
-                f"{on_host} of {experts} experts a layer ({_gb(on_host * each)}) would have to lie in host memory, of "
+                f"{on_host} of {experts} experts a layer ({_gb(host_bytes)}) would have to lie in host memory, of "
                 f"which {_gb(available)} are free; the GPU has {_gb(max(room, 0))} for the others. {_PREALLOCATED}"
             )
         self._experts = experts
@@ -125,8 +128,8 @@ class ExpertMemory:
         if self.placement_file is not None:
             self.frequencies |= read_frequencies(self.placement_file, experts)
         if not on_host:
-            return f"all {experts} experts a layer fit the GPU ({_gb(experts * each)})"
-        return f"{on_host} of {experts} experts a layer stay in host memory ({_gb(on_host * each)})"
+            return f"all {experts} experts a layer fit the GPU ({_gb(total_bytes)})"
+        return f"{on_host} of {experts} experts a layer stay in host memory ({_gb(host_bytes)})"
 
     def place_stack(self, layers: Sequence[str], shape: tuple[int, ...]) -> ExpertStack:
         """Maps memory for the codes of one matrix of all experts of some layers, without setting its bytes.
@@ -160,10 +163,10 @@ class ExpertMemory:
         return stack
 
     def place_on_host(self, x: Array) -> Array:
-        """Returns a copy of a GPU's array whose bytes lie in host memory. Programs on the GPU read them there.
+        """Copies a GPU's array to host memory, where programs on the GPU read it. Returns the copy.
 
-        It is for a weight of which a step reads little, such as the embedding, to leave more GPU memory to experts. The
-        copy must not be donated.
+        For a weight such as the embedding, of which a step reads only a small part, this leaves more GPU memory to
+        experts. The copy must not be donated.
 
         Raises:
           ValueError: the device cannot map host memory, see `CudaMemory`.
@@ -183,7 +186,7 @@ class ExpertMemory:
         return on_host
 
     def _opened_memory(self):
-        """Returns `memory`, which is first set to that of JAX's first device if it is None."""
+        """Returns `memory`. If it is None, it is first set to the memory of JAX's first device."""
         if self.memory is None:
             self.memory = CudaMemory(jax.devices()[0])
         return self.memory

@@ -21,7 +21,7 @@ from dsv4_jax.expert_pages.policy import PlacementPolicy
 from dsv4_jax.expert_pages.token_cost import BUS_RATE
 
 
-# Of a longer time between two steps, only this much counts as time of steps. The rest is a pause without requests.
+# The maximum time between two steps that counts as time of steps. What exceeds it is a pause without requests.
 _MAX_STEP_SECONDS = 1.0
 _SECONDS_BETWEEN_SAVES = 60.0
 _HISTORY_HALF_LIFE = float(1 << 16)  # in tokens, see `PlacementPolicy.half_life`
@@ -124,7 +124,7 @@ class ExpertMigration:
             close.atexit = False  # the driver frees the memory of a process that ends
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "expert-migration")
         self._job: concurrent.futures.Future[None] = self._thread.submit(lambda: None)
-        self._debt = 0.0
+        self._debt = 0.0  # seconds of moves that are not yet made up for by steps, see `remap_share`
         self._last = time.perf_counter()
         self._saved = time.perf_counter()
         self._steps = 0
@@ -139,7 +139,7 @@ class ExpertMigration:
           experts_per_token: number of experts that a token selects in a layer.
 
         Raises:
-          ValueError: the counts have another number of layers or experts than those that were placed.
+          ValueError: the number of layers or experts is not the number that was placed.
         """
         if counts.shape != (2, *self._on_host.shape):
             raise ValueError(
@@ -186,7 +186,7 @@ class ExpertMigration:
         self._job = self._thread.submit(self._work, _snapshot(counts))
 
     def wait(self) -> None:
-        """Waits until the thread has nothing to do. It reads counts and copies experts."""
+        """Waits until the thread, which reads counts and copies experts, has nothing to do."""
         concurrent.futures.wait([self._job])
 
     def finish(self, counts: Int[Array, "2 L E"] | None = None) -> None:
@@ -220,11 +220,11 @@ class ExpertMigration:
           snapshot: a copy of the counts on the GPU.
         """
         counts = np.asarray(snapshot).view(np.uint32)
-        new = counts - self._before
-        if new.max(initial=0) > np.iinfo(np.int32).max:  # a negative difference: the counts are those of a new cache
-            new = counts
+        added = counts - self._before
+        if added.max(initial=0) > np.iinfo(np.int32).max:  # a negative difference: the counts are of a new cache
+            added = counts
         self._before = counts
-        tokens, reads = new.astype(np.int64)
+        tokens, reads = added.astype(np.int64)
         self.metrics.misses += int(tokens[self._was_on_host].sum())
         self.metrics.hits += int(tokens[~self._was_on_host].sum())
         self.metrics.bus_bytes += int(reads[self._was_on_host].sum()) * self._expert_bytes

@@ -124,8 +124,8 @@ class ExpertStack:
         mappings = _map_pages(memory, nbytes, on_host.ravel().tolist(), for_cpu=True)
         self.array = _array_over_pages(memory, mappings, shape, np.uint8, device)
         experts = on_host.shape[1]
-        starts = range(0, on_host.size, experts)
-        self.layers = [ExpertPages(memory, nbytes, mappings[i : i + experts], self.array) for i in starts]
+        first_mappings = range(0, on_host.size, experts)
+        self.layers = [ExpertPages(memory, nbytes, mappings[i : i + experts], self.array) for i in first_mappings]
 
     def write(self, layer: int, matrices: Sequence[np.ndarray | int]) -> None:
         """Writes the matrices of all experts of a layer. No program that reads them may be running.
@@ -143,7 +143,7 @@ class ExpertStack:
 
 
 def copy_to_host(memory: CudaMemory, x: Array) -> Array:
-    """Returns a copy of a GPU's array whose bytes lie in host memory. Programs on the GPU read them there.
+    """Copies a GPU's array to host memory, where programs on the GPU read it. Returns the copy.
 
     The copy must not be donated.
 
@@ -187,7 +187,7 @@ def _map_pages(memory: CudaMemory, nbytes: int, on_host: Sequence[bool], *, for_
 
 
 def _array_over_pages(memory, mappings, shape, dtype, device):
-    """Returns an array over consecutive mappings. They are freed with the array, or at once if an error is raised."""
+    """Returns an array over consecutive mappings. It frees the mappings when it is deleted, or at once on an error."""
     base = mappings[0].address
     free = functools.partial(_free, memory, base, sum(mapping.nbytes for mapping in mappings), list(mappings))
     try:

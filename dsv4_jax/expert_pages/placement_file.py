@@ -1,4 +1,4 @@
-"""The file with the counts of how often experts were selected, by which the next process chooses experts for the GPU.
+"""The file that keeps how often experts were selected, so that the next process can choose experts for the GPU.
 
 It is an .npz archive with a float32 array [E] for each layer, named after the layer.
 """

@@ -1,4 +1,4 @@
-"""The policy that decides which experts lie on the GPU: those that tokens selected most often in the recent past."""
+"""The policy that decides which experts lie on the GPU: the experts that tokens selected most often recently."""
 
 import dataclasses
 import math
@@ -18,9 +18,9 @@ class PlacementPolicy:
     Attributes:
       frequencies: [layers, E] float64 decayed counts.
       half_life: number of tokens after which a selection counts half.
-      margin: number of standard deviations by which the count of an expert in host memory must exceed that of an expert
-        on the GPU. Counts are Poisson distributed, so the standard deviation of the difference of two counts is the
-        square root of their sum.
+      margin: number of standard deviations by which the count of an expert in host memory must exceed the count of an
+        expert on the GPU. Counts are Poisson distributed, so the standard deviation of the difference of two counts is
+        the square root of their sum.
     """
 
     frequencies: Float[np.ndarray, "L E"]
@@ -56,7 +56,8 @@ class PlacementPolicy:
         pairs = min(int(on_host.sum(1).min()), int((~on_host).sum(1).min()))
         hot = hot[:, :pairs]
         cold = cold[:, :pairs]
-        gains, losses = (np.take_along_axis(self.frequencies, experts, axis=1) for experts in (hot, cold))
+        gains = np.take_along_axis(self.frequencies, hot, axis=1)
+        losses = np.take_along_axis(self.frequencies, cold, axis=1)
         saved = gains - losses - self.margin * np.sqrt(gains + losses)
         layers, ranks = np.nonzero(saved > 0)
         best = np.argsort(-saved[layers, ranks], kind="stable")[:limit]

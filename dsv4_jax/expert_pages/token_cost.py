@@ -89,11 +89,20 @@ def selection_shares(experts: int, chosen: int, skew: float) -> Float[np.ndarray
     if chosen >= experts:
         return np.ones(experts)
     weights = np.arange(1, experts + 1.0) ** -skew
+
+    def arrived(seconds):
+        """Returns the probability that each expert has arrived."""
+        return -np.expm1(-seconds * weights)
+
+    # Bisection finds the end of the race: the time when `chosen` experts are expected to have arrived.
     shortest = 0.0
     longest = 1.0
-    while -np.expm1(-longest * weights).sum() < chosen:
+    while arrived(longest).sum() < chosen:
         longest *= 2
     for _ in range(60):
-        end = (shortest + longest) / 2
-        shortest, longest = (end, longest) if -np.expm1(-end * weights).sum() < chosen else (shortest, end)
-    return -np.expm1(-longest * weights)
+        middle = (shortest + longest) / 2
+        if arrived(middle).sum() < chosen:
+            shortest = middle
+        else:
+            longest = middle
+    return arrived(longest)

@@ -22,8 +22,8 @@ RULES = {
 }
 
 
-# The logical axis of a dimension. None = replicated. A tuple of logical axes is sharded over the mesh axes of all of
-# them, those of the first one outermost.
+# The logical axis of a dimension. None = replicated. A dimension with a tuple of logical axes is sharded over the mesh
+# axes of all of them. The mesh axes of the first logical axis are the outermost.
 LogicalAxis = str | tuple[str, ...] | None
 
 

@@ -53,10 +53,10 @@ def all_reduce_bits(tree: Any, axis: LogicalAxis) -> Any:
 
 
 def is_sharded(axis: LogicalAxis) -> bool:
-    """Whether a logical axis is sharded over devices by the `jax.shard_map` that is being traced."""
+    """Returns whether a logical axis is sharded over devices by the `jax.shard_map` that is being traced."""
     return bool(_manual(axis))
 
 
 def _manual(axis):
-    """Returns the mesh axes that shard a logical axis and are manual, that is mapped by `jax.shard_map`."""
+    """Returns the mesh axes that shard a logical axis and over which `jax.shard_map` maps ("manual" axes)."""
     return mesh_axes(axis, jax.sharding.get_abstract_mesh().manual_axes)

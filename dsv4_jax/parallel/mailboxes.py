@@ -75,6 +75,7 @@ _mailboxes = {}  # {tuple of GPUs: their mailboxes}, which keeps the arrays aliv
 
 
 def _reaches(device, peer):
+    """Returns whether a GPU can access the memory of another GPU."""
     answer = ctypes.c_int(0)
     cuda = ctypes.CDLL("libcuda.so.1")
     error = cuda.cuDeviceCanAccessPeer(ctypes.byref(answer), device.local_hardware_id, peer.local_hardware_id)

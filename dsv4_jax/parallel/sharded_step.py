@@ -51,7 +51,7 @@ def sharded_step(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_within_shard_map(what: str, tree: Any) -> None:
-    """Raises ValueError if arrays lie on a mesh with Explicit axes, since code under `jax.shard_map` sees no such mesh.
+    """Raises ValueError if arrays lie on a mesh with Explicit axes. Code under `jax.shard_map` sees no such mesh.
 
     Args:
       what: name of the arrays, for the message.
@@ -87,8 +87,8 @@ def sharded_read(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a function that reads the cache, so that each device runs it on its shard of the cache.
 
     Args:
-      function: function of `(cache, *args, **options)`, of which `options` are static. `args` are replicated, and the
-        function must return the same result on all devices.
+      function: function of `(cache, *args, **options)`. `args` are replicated, and `options` are static. The function
+        must return the same result on all devices.
     """
     return _on_shards(function, lambda cache: PartitionSpec())
 

@@ -25,8 +25,8 @@ def check_operands(
       number: number of experts of a layer.
       inner: number of hidden channels, between the two maps of an expert.
       matrices: (codes or weights, scales or None) of gate_up and of down. Codes of gate_up are [layers * 2 * number,
-        inner, ..], those of down [layers * number, D, ..]. Scales are [.., rows, columns / 32], or if a row has fewer
-        than 16 scales, [.., .., 16].
+        inner, ..], and codes of down [layers * number, D, ..]. Scales are [.., rows, columns / 32], or if a row has
+        fewer than 16 scales, [.., .., 16].
 
     Raises:
       NotImplementedError: a shape or dtype is not one that `experts` documents.
@@ -36,19 +36,23 @@ def check_operands(
     check_array("selected", selected, jnp.int32, tokens, None)
     check_array("weights", weights, jnp.float32, *selected.shape)
     layout = FP4 if isinstance(gate_up, tuple) else BF16
-    pairs: list[tuple[Any, Any]] = [w if isinstance(w, tuple) else (w, None) for w in (gate_up, down)]
-    number, _, columns = pairs[1][0].shape[-3:]
+    down_codes = down[0] if isinstance(down, tuple) else down
+    number, _, columns = down_codes.shape[-3:]
     inner = layout.columns(columns * layout.dtype.itemsize)
-    matrices = []
-    shapes = (2 * inner, depth), (depth, inner)
-    for name, (codes, scales), parts, (rows, columns) in zip(("gate_up", "down"), pairs, (2, 1), shapes, strict=True):
+
+    def check_map(name, weight, parts, rows, columns) -> tuple[Any, Any]:
+        """Returns (codes, scales) of a map whose rows are divided into `parts` matrices."""
+        pair: tuple[Any, Any] = weight if isinstance(weight, tuple) else (weight, None)
+        codes, scales = pair
         check_weight(name, codes, layer, layout.dtype, number, rows, layout.elements(columns))
         total = parts * math.prod(codes.shape[:-2])
         if layout == FP4:
             check_weight(f"{name}'s scales", scales, layer, jnp.uint8, number, rows, columns // 32)
-            # A bulk copy takes at least 16 bytes. If a row has 8 scales, those of two rows form a row of 16.
+            # A bulk copy takes at least 16 bytes. If a row has 8 scales, the scales of two rows form a row of 16.
             scales = scales.reshape(total, -1, max(columns // 32, SCALE_BYTES))
-        matrices.append((codes.reshape(total, -1, codes.shape[-1]), scales))
+        return codes.reshape(total, -1, codes.shape[-1]), scales
+
+    matrices = [check_map("gate_up", gate_up, 2, 2 * inner, depth), check_map("down", down, 1, depth, inner)]
     multiple = 512 if layout == FP4 else 256
     rule = f"256 channels of an expert, or multiples of {multiple}, got {inner}"
     valid_inner = inner == 256 or inner % multiple == 0

@@ -91,7 +91,7 @@ def experts(
       NotImplementedError: the kernel does not take these shapes or dtypes.
     """
     tokens, depth = x.shape
-    layout, number, inner, matrices = check_operands(x, selected, weights, gate_up, down, layer)
+    layout, num_experts, inner, matrices = check_operands(x, selected, weights, gate_up, down, layer)
     pairs = selected.size
     check_rules({f"1 to {MAX_PAIRS} pairs of a token and an expert, got {pairs}": 0 < pairs <= MAX_PAIRS})
     selected = selected.reshape(-1)
@@ -99,12 +99,12 @@ def experts(
     if shared is not None:
         check_shared(tokens, depth, inner, layout, *shared, layer)
     shared_inner = 0 if shared is None else shared[1][0].shape[-1]
-    p = ExpertsProblem(layout, pairs, pairs // tokens, number, depth, inner, shared_inner, limit)
-    groups, counts = permutation or pair_groups.group_by_expert(selected, number, depth, interpret=interpret)
+    p = ExpertsProblem(layout, pairs, pairs // tokens, num_experts, depth, inner, shared_inner, limit)
+    groups, counts = permutation or pair_groups.group_by_expert(selected, num_experts, depth, interpret=interpret)
     check_array("groups of pairs", groups, jnp.int32, p.groups * GROUP_WORDS)
     check_array("counts of groups", counts, jnp.int32, counts_size(p.groups, depth))
     routing = RoutedPairs(selected, groups, jax.new_ref(counts), weights)
-    layers = () if layer is None else (matrices[DOWN][0].shape[0] // number,)
+    layers = () if layer is None else (matrices[DOWN][0].shape[0] // num_experts,)
     flat = jax.tree.map(lambda array: array.reshape(*layers, -1, array.shape[-1]), matrices)
     operands = (flat, shared or ()), layer_operand(layer)
     y = _run_maps(p, x, routing, operands, interpret)
@@ -112,8 +112,8 @@ def experts(
         return y[0].reshape(tokens, -1, depth)
     if len(y) > 2:
         return y[2]
-    # This sum has the same bits as that of `tile_counters.add_up_terms`.
-    total = sum_of_experts(y[0].reshape(tokens, -1, depth), selected.reshape(tokens, -1), number)
+    # This sum has the same bits as the sum of `tile_counters.add_up_terms`.
+    total = sum_of_experts(y[0].reshape(tokens, -1, depth), selected.reshape(tokens, -1), num_experts)
     return (total + y[1].astype(jnp.float32)).astype(jnp.bfloat16)
 
 
@@ -121,14 +121,16 @@ def _run_maps(p, x, routing, operands, interpret):
     """Runs both linear maps, in one launch if all blocks run at once, otherwise in two.
 
     Returns:
-      Outputs of down, bfloat16: [P, D] of the pairs; with a shared expert, also its [T, D] and, from a single launch,
-      [T, D] sums over the pairs and the shared expert.
+      List of bfloat16 outputs of down: [P, D] of the pairs; with a shared expert, also [T, D] of this expert; with a
+      shared expert and a single launch, also the [T, D] sums over each token's pairs and the shared expert.
     """
     rows = (p.pairs, p.tokens) if p.shared else (p.pairs,)
-    hidden, y = (
-        [jax.ShapeDtypeStruct((count, width), jnp.bfloat16) for count, width in zip(rows, widths, strict=False)]
-        for widths in ((p.inner, p.shared), (p.depth, p.depth))
-    )
+
+    def output_types(widths):
+        return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in zip(rows, widths, strict=False)]
+
+    hidden = output_types((p.inner, p.shared))
+    y = output_types((p.depth, p.depth))
     inputs = [x] * len(rows)
     if not interpret and runs_all_blocks_at_once():
         if p.shared:
@@ -232,18 +234,19 @@ class ExpertsProblem:
         workers = jnp.int32(workers)
         tiles = groups * self.tiles[i]
         shared = self.shared_tiles[i]
-        evenly = lax.div(worker * tiles, workers)
+        even_first = lax.div(worker * tiles, workers)
         if not shared:
-            return evenly, jnp.int32(0)
+            return even_first, jnp.int32(0)
+        # Number of bits per weight, which stands for the size of a tile.
         bits = self.layout.bits
-        larger = FP8.bits
-        shared_start = lax.div(worker * shared, workers)
-        total = bits * tiles + larger * shared
-        routed_bits = lax.div(worker * total, workers) - larger * shared_start + bits // 2
+        shared_bits = FP8.bits
+        shared_first = lax.div(worker * shared, workers)
+        total = bits * tiles + shared_bits * shared
+        routed_size = lax.div(worker * total, workers) - shared_bits * shared_first + bits // 2
         # Balance bytes only if every block has at least the work of one shared tile. Otherwise some blocks would need a
-        # negative number of other tiles.
-        balanced = total >= larger * workers
-        return jnp.where(balanced, jnp.clip(lax.div(routed_bits, bits), 0, tiles), evenly), shared_start
+        # negative number of tiles of groups.
+        balanced = total >= shared_bits * workers
+        return jnp.where(balanced, jnp.clip(lax.div(routed_size, bits), 0, tiles), even_first), shared_first
 
     def max_groups(self, i: int, workers: int) -> int:
         """Returns the largest number of groups whose tiles of map `i` one of `workers` blocks multiplies."""
@@ -258,8 +261,8 @@ def _launch(p, out_type, inputs, routing, operands, interpret):
 
     Args:
       p: description of the launch.
-      out_type: types of the outputs of each map: the routed experts', then the shared expert's.
-      inputs: inputs of the first map: the routed experts', then the shared expert's.
+      out_type: for each map, the types of its outputs: of the routed experts, then of the shared expert.
+      inputs: inputs of the first map: of the routed experts, then of the shared expert.
       routing: the pairs.
       operands: (matrices of the routed and of the shared experts, number of the layer).
       interpret: whether to interpret the kernel.
@@ -291,15 +294,18 @@ def _body(p, routing, inputs, weights, layer_gmem, *outs, tables_smem, factors_s
     worker, warpgroup = axis_indices("worker", "warpgroup")
     workers = lax.axis_size("worker")
     groups = routing.counts[0]
-    ranges = []
+    routed_tiles = []  # for each map, the block's (first tile, number of tiles, first group)
+    shared_tiles = []  # for each map, the block's (first tile, number of tiles) of the shared expert
     for i in p.maps:
-        (begin, shared_first), (end, shared_end) = (p.first_tiles(groups, i, worker + n, workers) for n in range(2))
+        begin, shared_begin = p.first_tiles(groups, i, worker, workers)
+        end, shared_end = p.first_tiles(groups, i, worker + 1, workers)
         first_group = lax.div(begin, p.tiles[i])
-        ranges.append(((begin, end - begin, first_group), (shared_first, shared_end - shared_first)))
+        routed_tiles.append((begin, end - begin, first_group))
+        shared_tiles.append((shared_begin, shared_end - shared_begin))
 
     @pl.when(warpgroup == EPILOGUE)
     def _():
-        for ((_, _, first_group), _), table_smem in zip(ranges, tables_smem, strict=True):
+        for (_, _, first_group), table_smem in zip(routed_tiles, tables_smem, strict=True):
             pair_groups.load_groups(routing.groups, first_group, table_smem)
 
     barriers.sync_block(groups_ready)
@@ -308,13 +314,13 @@ def _body(p, routing, inputs, weights, layer_gmem, *outs, tables_smem, factors_s
         pl.when(warpgroup == EPILOGUE)(load_weights)
 
     products = []
-    for n, (i, (tiles, shared_tiles)) in enumerate(zip(p.maps, ranges, strict=True)):
+    for n, i in enumerate(p.maps):
         sources = inputs if n == 0 else outs[0]
         tables = tables_smem[n], factors_smem, routing.counts
-        products.append(_routed_product(p, i, tiles, tables, sources[0], outs[n][0], matrices[i]))
+        products.append(_routed_product(p, i, routed_tiles[n], tables, sources[0], outs[n][0], matrices[i]))
         if p.shared:
             arrays = routing.counts, sources[1], outs[n][1], shared_matrices[i]
-            products.append(_shared_product(p, i, shared_tiles, *arrays))
+            products.append(_shared_product(p, i, shared_tiles[n], *arrays))
     p.gemm.run(warpgroup, products, skinny)
 
     if len(outs[-1]) > 2:
@@ -363,6 +369,7 @@ def _routed_product(p, i, block_tiles, tables, source_gmem, out_gmem, matrix):
         return tables_smem.at[pl.ds(group_of(n) * GROUP_WORDS + FIRST_PAIR, COLUMNS)]
 
     def rows_of(n):
+        """Returns the first weight rows of the two halves of the block's n-th tile."""
         expert = tables_smem[group_of(n) * GROUP_WORDS]
         tile = lax.rem(begin + n, tiles)
         if gated:

@@ -66,9 +66,10 @@ def _emit_copy_row(y_gmem, x_gmem, row, pairs_gmem, divisor, permuted):
 
 
 def _permute(four):
-    """Permutes 32 columns, of which each of four consecutive threads (a quad) has eight, as `permute_columns` does.
+    """Permutes 32 columns as `permute_columns` does. Four consecutive threads, a quad, have eight columns each.
 
-    `four` has a thread's columns as words of two bfloat16. Each thread ends with two columns of each thread there.
+    `four` are this thread's columns, as words of two bfloat16. Each word of the result comes from another thread of the
+    quad.
     """
     a, b, c, d = four
     # First, columns i and i + 4 of a thread form a word.

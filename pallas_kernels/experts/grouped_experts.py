@@ -50,8 +50,8 @@ class Config:
     def heuristic(cls, pairs: int, experts: int) -> "Config":
         """Chooses the tile size for `pairs` pairs of `experts` experts.
 
-        With uniform routing, nearly all experts have at most twice the standard deviation more pairs than the mean.
-        Their pairs fill as few tiles as possible.
+        With uniform routing, nearly every expert has at most `mean + 2 * sqrt(mean)` pairs, the mean plus twice the
+        standard deviation. The tiles are as small as they can be if so many pairs are to fill as few tiles as possible.
         """
         mean = pairs / experts
         likely = int(mean + 2 * math.sqrt(mean))
@@ -95,17 +95,18 @@ def grouped_experts(
       NotImplementedError: the kernel does not take these shapes or dtypes.
     """
     tokens, depth = x.shape
-    layout, number, inner, matrices = check_operands(x, selected, weights, gate_up, down, layer)
-    rule = f"up to {MAX_EXPERTS} experts, got {number}"
-    check_rules({"at least one token": tokens > 0, rule: number <= MAX_EXPERTS})
-    config = config or Config.heuristic(selected.size, number)
-    order, *tiles = sort_by_expert(selected.reshape(-1), number, config.tile_pairs, interpret=interpret)
+    layout, num_experts, inner, matrices = check_operands(x, selected, weights, gate_up, down, layer)
+    rule = f"up to {MAX_EXPERTS} experts, got {num_experts}"
+    check_rules({"at least one token": tokens > 0, rule: num_experts <= MAX_EXPERTS})
+    config = config or Config.heuristic(selected.size, num_experts)
+    order, *tiles = sort_by_expert(selected.reshape(-1), num_experts, config.tile_pairs, interpret=interpret)
     x = gather_inputs(x, order, selected.shape[1], layout == FP4, interpret=interpret)
     launch = functools.partial(_launch, tiles=tiles, layer=layer_operand(layer), interpret=interpret)
     gemm = DequantGemm(layout, depth, config.tile_pairs, config.warpgroups, gated=True)
-    hidden = launch(GroupedGemm(gemm, number, order.size, inner, limit), weights.reshape(-1)[order], x, matrices[0])
+    gate_up_gemm = GroupedGemm(gemm, num_experts, order.size, inner, limit)
+    hidden = launch(gate_up_gemm, weights.reshape(-1)[order], x, matrices[0])
     gemm = dataclasses.replace(gemm, depth=inner, gated=False)
-    y = launch(GroupedGemm(gemm, number, selected.size, depth, limit), order, hidden, matrices[1])
+    y = launch(GroupedGemm(gemm, num_experts, selected.size, depth, limit), order, hidden, matrices[1])
     return y.reshape(*selected.shape, depth)
 
 

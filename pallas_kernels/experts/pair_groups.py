@@ -1,7 +1,7 @@
 """Groups of up to 8 (token, expert) pairs of one expert.
 
-The module has a kernel that writes the table of groups (`matmul.routing.group_pairs`), and functions by which the
-blocks of `experts` copy parts of the table to shared memory.
+The module has a kernel that writes the table of groups (`matmul.routing.group_pairs`), and functions that copy parts of
+the table to shared memory for the blocks of `experts`.
 """
 
 import functools
@@ -89,10 +89,10 @@ def _emit_load_weights(weights_gmem, groups_smem, weights_smem):
     source = ops.shared(groups_smem)
     target = ops.shared(weights_smem)
     mgpu.utils.warpgroup_barrier()
-    for start in range(0, size, mlir.THREADS):
-        at = thread + start
-        with ops.when(at < size):
-            word = (at >> 3) * GROUP_WORDS + (at & GROUP_SIZE - 1) + FIRST_PAIR
+    for begin in range(0, size, mlir.THREADS):
+        place = thread + begin
+        with ops.when(place < size):
+            word = (place >> 3) * GROUP_WORDS + (place & (GROUP_SIZE - 1)) + FIRST_PAIR
             pair = ops.load(source + (word << 2)).minimum(last)
-            ops.store(target + (at << 2), ops.load_global(weights_gmem, pair))
+            ops.store(target + (place << 2), ops.load_global(weights_gmem, pair))
     mgpu.utils.warpgroup_barrier()

@@ -32,7 +32,7 @@ def sort_by_expert(
     """Sorts pairs by expert and divides the pairs of each expert into tiles.
 
     Args:
-      selected: [P] int32, the expert of each pair. Pairs with none in [0, number) are left out.
+      selected: [P] int32, the expert of each pair. A pair whose expert is not in [0, number) is left out.
       number: number of experts, at most 1024.
       size: maximum number of pairs of a tile.
       interpret: run on the CPU, interpreted, with the race detector on.
@@ -68,15 +68,16 @@ def sort_pairs(selected, order, count, tiles, number: int, size: int, scratch) -
     chosen = selected[...]
     pairs, has_expert, rank, sizes = rank_pairs(chosen, number)
     room = (sizes + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
-    starts = jnp.cumsum(room) - room
-    places = jnp.where(has_expert, starts[jnp.where(has_expert, chosen, 0)] + rank, order.shape[0])
+    first_place = jnp.cumsum(room) - room
+    places = jnp.where(has_expert, first_place[jnp.where(has_expert, chosen, 0)] + rank, order.shape[0])
     order[...] = jnp.zeros(order.shape, jnp.int32).at[places].set(pairs, mode="drop")
-    end_tile = jnp.cumsum((sizes + (size - 1)) // size)
+    num_tiles = (sizes + (size - 1)) // size
+    end_tile = jnp.cumsum(num_tiles)
     tile = lax.iota(jnp.int32, tiles.shape[1])
     expert = jnp.minimum(jnp.sum(tile[:, None] >= end_tile[None, :], axis=1), number - 1).astype(jnp.int32)
-    before = end_tile - (sizes + (size - 1)) // size
+    first_tile = end_tile - num_tiles
     count[...] = end_tile[-1:].astype(jnp.int32)
-    table = expert, starts[expert] + (tile - before[expert]) * size, (starts + sizes)[expert]
+    table = expert, first_place[expert] + (tile - first_tile[expert]) * size, (first_place + sizes)[expert]
     tiles[...] = jnp.stack(table).astype(jnp.int32)
 
 
@@ -90,15 +91,17 @@ def _emit_sort_pairs(selected, order, count, tiles, number, size, scratch):
     sizes = ops.shared(scratch)
     sums = sizes + 4 * MAX_EXPERTS
 
-    def each_pair(visit: Callable[[U32, U32], None]):
-        def visit_some(i):
-            numbers = [thread + (i * _UNROLL + j) * MAX_EXPERTS for j in range(_UNROLL)]
-            experts = [ops.load_global(selected, pair.minimum(pairs - 1)) for pair in numbers]
-            for pair, expert in zip(numbers, experts, strict=True):
+    def for_each_pair(visit: Callable[[U32, U32], None]):
+        """Calls `visit(pair, expert)` for each of this thread's pairs that has an expert."""
+
+        def visit_pairs(i):
+            loaded_pairs = [thread + (i * _UNROLL + j) * MAX_EXPERTS for j in range(_UNROLL)]
+            experts = [ops.load_global(selected, pair.minimum(pairs - 1)) for pair in loaded_pairs]
+            for pair, expert in zip(loaded_pairs, experts, strict=True):
                 with ops.when((pair < pairs) & (expert < number)):
                     visit(pair, expert)
 
-        ops.loop(-(-pairs // (_UNROLL * MAX_EXPERTS)), visit_some)
+        ops.loop(-(-pairs // (_UNROLL * MAX_EXPERTS)), visit_pairs)
 
     def clear(i):
         place = thread + i * MAX_EXPERTS
@@ -109,21 +112,26 @@ def _emit_sort_pairs(selected, order, count, tiles, number, size, scratch):
     ops.store(own_size, 0)
     ops.loop(-(-places // MAX_EXPERTS), clear)
     ops.sync()
-    each_pair(lambda pair, expert: ops.add(sizes + (expert << 2), 1))
+    for_each_pair(lambda pair, expert: ops.add(sizes + (expert << 2), 1))
     ops.sync()
     # From here on, each thread stands for the expert that has its number.
     expert_pairs = ops.load(own_size)
-    start, _ = ops.block_prefix_sum((expert_pairs + (ALIGNMENT - 1)) & (1 << 32) - ALIGNMENT, sums, warps)
+    expert_places = (expert_pairs + (ALIGNMENT - 1)) & ((1 << 32) - ALIGNMENT)
+    first_place, _ = ops.block_prefix_sum(expert_places, sums, warps)
     expert_tiles = (expert_pairs + (size - 1)) // size
-    before, total = ops.block_prefix_sum(expert_tiles, sums + 4 * warps, warps)
-    ops.store(own_size, start)
+    first_tile, total = ops.block_prefix_sum(expert_tiles, sums + 4 * warps, warps)
+    ops.store(own_size, first_place)
     with ops.when(thread.equals(0)):
         ops.store_global(count, 0, total)
 
     def write_tile(i):
-        for j, value in enumerate((thread, start + i * size, start + expert_pairs)):
-            ops.store_global(tiles, before + i + j * max_tiles, value)
+        for j, value in enumerate((thread, first_place + i * size, first_place + expert_pairs)):
+            ops.store_global(tiles, first_tile + i + j * max_tiles, value)
+
+    def write_pair(pair, expert):
+        place = ops.fetch_add(sizes + (expert << 2), 1)  # holds the place of the expert's next pair from here on
+        ops.store_global(order, place, pair)
 
     ops.loop(expert_tiles, write_tile)
     ops.sync()
-    each_pair(lambda pair, expert: ops.store_global(order, ops.fetch_add(sizes + (expert << 2), 1), pair))
+    for_each_pair(write_pair)

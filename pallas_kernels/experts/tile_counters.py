@@ -65,7 +65,7 @@ def add_up_terms(
       total_gmem: [T, D] bfloat16 sums to write.
       terms_gmem: [P, D] bfloat16 outputs of the pairs.
       last_gmem: [T, D] bfloat16 outputs of the shared expert.
-      selected_gmem: [P] int32 experts of the pairs. Pairs with none in [0, experts) are left out.
+      selected_gmem: [P] int32 experts of the pairs. A pair whose expert is not in [0, experts) is left out.
       counts_gmem: counters, see the module.
       counter: number of the first counter of terms, which is `counts_gmem[1 + counter]`.
       worker: number of this block.
@@ -86,7 +86,7 @@ def _emit_add_up_terms(
     words_per_tile = ROWS // 2  # words of one token
     words_per_block = -(-tokens * width // (2 * workers))
     first_word = worker * words_per_block
-    num_terms = ops.load_global(counts_gmem, 0) + 1  # of a tile: one for each group, and the shared expert's
+    num_terms = ops.load_global(counts_gmem, 0) + 1  # every group and the shared expert write a term of each tile
 
     def address(ref, row, column):
         offset = mlir.multiply_add(mlir.to_i64(row), width, mlir.to_i64(column))
@@ -97,15 +97,16 @@ def _emit_add_up_terms(
 
     def store_sum(word):
         tile = word // (tokens * words_per_tile)  # a block has words of few tiles, so it waits for few counters
-        token = word // words_per_tile % tokens
-        column = tile * ROWS + (word % words_per_tile << 1)
+        token = (word // words_per_tile) % tokens
+        column = tile * ROWS + ((word % words_per_tile) << 1)
         pairs = [token * top_k + j for j in range(top_k)]
         has_expert = [ops.load_global(selected_gmem, pair) < experts for pair in pairs]
         mlir.ptx(_WAIT, mlir.element(counts_gmem, tile + (1 + counter)), num_terms)
         terms = [load(terms_gmem, pair, column) for pair in pairs]
         terms = [exists.where(term, 0) for exists, term in zip(has_expert, terms, strict=True)]
         values = map(words.unpack, [*terms, load(last_gmem, token, column)])
-        rounded = words.pack(*(functools.reduce(arith.addf, half) for half in zip(*values, strict=True)))
+        low, high = (functools.reduce(arith.addf, channel) for channel in zip(*values, strict=True))
+        rounded = words.pack(low, high)
         mlir.ptx("st.global.u32 [$0], $1;", address(total_gmem, token, column), rounded)
 
     def visit(i):

@@ -25,7 +25,7 @@ class FlushContext:
     c: CompressorOperands  # references to the compressor's operands and its static options
     slots_gmem: Any  # [T] int32
     positions_gmem: Any  # [T] int32
-    max_in_call: int  # maximum number of tokens of a slot in the call; rows of other tokens are in the ring
+    max_in_call: int  # maximum number of tokens of a slot in the call; rows of earlier tokens are in the ring
     first: Any = 0  # first channel of the warpgroup
     scratch_smem: Any = None  # [channels of the warpgroup] float32, scratch for `vectors.exchange`
     stage_smem: Any = None  # [2 * rows * D] float32, values, then logits of a short window
@@ -43,13 +43,13 @@ class FlushContext:
 
 
 def rows_in_call(ctx: FlushContext, token) -> Any:
-    """Returns the number of rows in the call of the window that closes at `token`, as an int32 scalar."""
+    """Returns how many rows of the window that closes at `token` are in the call, as an int32 scalar."""
     limit = min(ctx.max_in_call, ctx.c.rows)
     if limit == 1:
         return jnp.int32(1)
-    back = vectors.thread()
+    back = vectors.thread()  # thread i looks at the token that is i tokens before
     slots = vectors.take(ctx.slots_gmem, token - back)
-    # The tokens of a slot are adjacent, so that all tokens from a row of the window to `token` have the same slot.
+    # The tokens of a slot are adjacent, so the window's rows are the tokens nearby that have the same slot.
     is_row = (slots == ctx.slots_gmem[token]) & (back <= token) & (back < limit)
     return vectors.count(jnp.where(is_row, 1, 0))
 
@@ -104,8 +104,9 @@ def store_entry(
       target: result of `find_target`.
       rotation: result of the function `rotation`.
       x: [channels] float32, the warpgroup's channels of the pooled entry.
-      across: function (combine, x) that reduces x over all slices of 64 channels of the entry, also those of other
-        warpgroups, by a function such as `jnp.maximum`. All channels of a slice have the same value in x.
+      across: function (combine, x) that reduces x by a function `combine`, such as `jnp.maximum`, over all slices of 64
+        channels of the entry, including the slices of other warpgroups. All channels of a slice have the same value in
+        x.
     """
 
     def over_channels(combine, x):

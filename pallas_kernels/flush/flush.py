@@ -2,15 +2,15 @@
 
     entry = rope(norm(sum_r softmax_r(gate[r] + bias[r]) * kv[r])) over the rows r of the window, for each channel
 
-A window is `rate` consecutive tokens of a request, with overlap also the `rate` tokens before them. It closes at its
-last token. A token's row, its kv and gate, comes from the call, or from the request's ring of state rows if an earlier
-call had the token. Entries are stored by one of two kernels:
+A window is `rate` consecutive tokens of a request. If windows overlap, it also has the `rate` tokens before these.
+It closes at its last token. A token's row, its kv and gate, comes from the call, or from the request's ring of state
+rows if an earlier call had the token. Entries are stored by one of two kernels:
 
   * `short_windows`, at most 16 rows: each warpgroup pools whole windows.
   * `long_windows`, more than 16 rows: the blocks of a cluster pool chunks of a window.
 
-This kernel also stores the state rows, if no token of the call overwrites a row of a ring that it reads. Otherwise a
-second launch stores them, see `states`.
+The same kernel also stores the state rows, if no token of the call overwrites a row of a ring that the kernel reads.
+Otherwise a second launch stores them, see `states`.
 """
 
 import jax

@@ -12,7 +12,7 @@ channels, from the copies to the entry.
     all      _pool_chunk    pools chunks b, b + n, .. for block b                  own copies    chunks_full
     first    _finish_entry  adds up the chunks, stores the entry                   chunks_full   arrive (cluster)
 
-With `arrive`, the first block tells the others that it has read the results of a window's chunks.
+With `arrive`, the first block tells the other blocks that it has read the results of a window's chunks.
 """
 
 import dataclasses
@@ -80,7 +80,10 @@ class LongWindowPlan:
 
     @property
     def bias_rows(self) -> int:
-        """The maximum number of a chunk's rows that are in the call, its last ones, rounded up to a multiple of 4."""
+        """The maximum number of a chunk's rows that can be in the call, rounded up to a multiple of 4.
+
+        They are the chunk's last rows.
+        """
         return min(self.chunk_rows, -(-self.max_in_call // 4) * 4)
 
     @property
@@ -121,8 +124,8 @@ class LongWindowWorker(FlushContext):
     block: Any  # int32 scalar, number of the block in the cluster
     stages_smem: Any  # [stages * stage_size] float32, the warpgroup's stages
     sums_smem: Any  # [4 * D] float32, the block's buffer for sums over channels
-    # [3 * CHUNKS * D] float32, results of a window's chunks; those in the first block are complete. If interpreted with
-    # several blocks, they are in global memory.
+    # [3 * CHUNKS * D] float32, results of a window's chunks. The first block receives the results of all chunks. If
+    # interpreted with several blocks, the partials are in global memory.
     partials_smem: Any
     # [warpgroups, 2] int32, a barrier of `transaction_barriers` for each warpgroup's channels of the partials. None for
     # clusters of one block, and if interpreted.
@@ -131,7 +134,7 @@ class LongWindowWorker(FlushContext):
     cluster_barrier: Any = None  # barrier of the cluster's warpgroups, if interpreted
 
     def row(self, k):
-        """Returns the number in the window of the first row of this block's chunk k."""
+        """Returns the number of the first row of this block's chunk k, counted from the window's first row."""
         return (self.block + self.plan.blocks * k) * self.plan.chunk_rows
 
     def staged(self, k, begin: int, rows: int):
@@ -141,8 +144,8 @@ class LongWindowWorker(FlushContext):
         row is the warpgroup's channels.
         """
         p = self.plan
-        start = lax.rem(k, p.stages) * p.stage_size + begin * p.channels
-        return self.stages_smem.at[pl.ds(start, rows * p.channels)]
+        first_value = lax.rem(k, p.stages) * p.stage_size + begin * p.channels
+        return self.stages_smem.at[pl.ds(first_value, rows * p.channels)]
 
     def place(self, i: int, chunk):
         """Returns the slice of the partials for a chunk's result i, in the warpgroup's channels.
@@ -188,28 +191,28 @@ def store_entries(call: FlushCall) -> None:
             shared |= {"cluster_barrier": plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=p.warpgroups)}
 
     def store_windows(slots_gmem, positions_gmem, layer_gmem, c, *partials_gmem, stages_smem, scratch_smem, **shared):
-        number, warpgroup, block = axis_indices("worker", "warpgroup", "block")
+        cluster, warpgroup, block = axis_indices("worker", "warpgroup", "block")
 
-        def mine(ref):
+        def own_part(ref):
             size = ref.shape[0] // p.warpgroups
             return ref.at[pl.ds(warpgroup * size, size)]
 
         if partials_gmem:
-            shared |= {"partials_smem": partials_gmem[0].at[number]}
+            shared |= {"partials_smem": partials_gmem[0].at[cluster]}
         worker = LongWindowWorker(
             c.of_layer(layer_gmem),
             slots_gmem,
             positions_gmem,
             call.max_tokens,
             first=warpgroup * p.channels,
-            scratch_smem=mine(scratch_smem),
+            scratch_smem=own_part(scratch_smem),
             plan=p,
             block=block,
-            stages_smem=mine(stages_smem),
+            stages_smem=own_part(stages_smem),
             **shared,
         )
         writer = block * p.warpgroups + warpgroup
-        _run(worker, number * p.share, writer, call.with_states)
+        _run(worker, cluster * p.share, writer, call.with_states)
 
     launch = kernel(
         store_windows,
@@ -228,6 +231,10 @@ def store_entries(call: FlushCall) -> None:
 
 
 def _run(worker, first, writer, with_states):
+    """Stores the entries of the windows that close at the cluster's tokens, and its state rows if `with_states`.
+
+    `first` is the first token, and `writer` the number of this warpgroup among the warpgroups of the cluster.
+    """
     p = worker.plan
     end = jnp.minimum(first + p.share, worker.slots_gmem.shape[0])
     writers = p.blocks * p.warpgroups
@@ -244,14 +251,18 @@ def _run(worker, first, writer, with_states):
                 copies.commit_copies()
 
     if store:
-        # If it is a single row, it was loaded before the copies started. It is stored while they are in flight.
+        # If there is a single row, it was loaded before the copies started. It is stored while they are in flight.
         store()
     if worker.chunks_full is not None:
         pl.when(window.token < end)(lambda: barriers.wait_cluster(None))
     if p.share == 1:
-        none = window._replace(token=end)
-        pl.when(window.token < end)(functools.partial(_store_window, worker, window, none, end, jnp.int32(0)))
+        no_window = window._replace(token=end)
+        pl.when(window.token < end)(functools.partial(_store_window, worker, window, no_window, end, jnp.int32(0)))
         return
+
+    def exists(carry):
+        _, window = carry
+        return window.token < end
 
     def store_next(carry):
         count, window = carry
@@ -259,7 +270,7 @@ def _run(worker, first, writer, with_states):
         _store_window(worker, window, following, end, count)
         return count + 1, following
 
-    count, _ = lax.while_loop(lambda carry: carry[1].token < end, store_next, (jnp.int32(0), window))
+    count, _ = lax.while_loop(exists, store_next, (jnp.int32(0), window))
     pl.when(count > 0)(worker.wait)
 
 
@@ -317,17 +328,19 @@ def _start_rows(worker, window, k, i):
     p = worker.plan
     c = worker.c
     row = worker.row(k)
-    call, state = ((c.gate, c.state_gate), (c.kv, c.state_kv))[i]
-    pieces = [(state, window.ring + row, jnp.int32(0))]
+    new, old = ((c.gate, c.state_gate), (c.kv, c.state_kv))[i]
+    # The chunk's rows come from the ring, from the beginning of the ring where the window wraps around, and from the
+    # call, see `copies.start_rows`.
+    pieces = [(old, window.ring + row, jnp.int32(0))]
     if c.ring % c.rows:
-        pieces.append((state, window.ring + row - c.ring, window.wrap - row))
-    pieces.append((call, window.token - (c.rows - 1) + row, window.new - row))
-    start = functools.partial(copies.start_rows, column=worker.first, size=p.channels)
-    start(worker.staged(k, i * (p.chunk_rows + p.bias_rows), p.chunk_rows), pieces)
+        pieces.append((old, window.ring + row - c.ring, window.wrap - row))
+    pieces.append((new, window.token - (c.rows - 1) + row, window.new - row))
+    start_copies = functools.partial(copies.start_rows, column=worker.first, size=p.channels)
+    start_copies(worker.staged(k, i * (p.chunk_rows + p.bias_rows), p.chunk_rows), pieces)
     if i == 0:
         target = worker.staged(k, p.chunk_rows, p.bias_rows)
         biases = [(c.position_bias, row + p.chunk_rows - p.bias_rows, jnp.int32(0))]
-        pl.when(window.new < row + p.chunk_rows)(functools.partial(start, target, biases))
+        pl.when(window.new < row + p.chunk_rows)(functools.partial(start_copies, target, biases))
 
 
 def _store_window(worker, window, following, end, count):
@@ -350,14 +363,16 @@ def _store_window(worker, window, following, end, count):
         pl.when(count > 0)(worker.wait)
 
     def pool_chunk(k, _):
-        same = k + p.stages < p.chunks
-        coming = WindowLocation(*(jnp.where(same, a, b) for a, b in zip(window, following, strict=True)))
-        chunk = jnp.where(same, k + p.stages, k + p.stages - p.chunks)
+        # The chunk that is copied to this chunk's stage is of the same window, or of the following one.
+        same_window = k + p.stages < p.chunks
+        next_window = jax.tree.map(functools.partial(jnp.where, same_window), window, following)
+        next_chunk = jnp.where(same_window, k + p.stages, k + p.stages - p.chunks)
 
         def refill(i):
             # The copies overwrite rows that were just read. Wait until all threads of the warp have read them.
             copies.sync_warp()
-            pl.when(coming.token < end)(functools.partial(_start_rows, worker, coming, chunk, i))
+            start_rows = functools.partial(_start_rows, worker, next_window, next_chunk, i)
+            pl.when(next_window.token < end)(start_rows)
             copies.commit_copies()
 
         _pool_chunk(worker, window, k, refill)
@@ -381,7 +396,8 @@ def _finish_entry(worker, target, rotation, count):
         transaction_barriers.wait(worker.barrier(), count & 1)
     peaks = worker.received(0)
     scales = entry.softmax_weights(peaks, functools.reduce(jnp.maximum, peaks))
-    weight, total = [entry.weighted_sum(scales, worker.received(i)) for i in (1, 2)]
+    weight = entry.weighted_sum(scales, worker.received(1))
+    total = entry.weighted_sum(scales, worker.received(2))
     if p.share > 1:
         worker.arrive()
     across = functools.partial(_across, worker, count, iter(range(2)))
@@ -405,10 +421,10 @@ def _pool_chunk(worker, window, k, refill):
 
     def logit(j):
         x = vectors.load(worker.staged(k, j, 1))
-        number = j - (p.chunk_rows - p.bias_rows)
-        if number < 0:
+        bias_row = j - (p.chunk_rows - p.bias_rows)
+        if bias_row < 0:
             return x
-        bias = vectors.load(worker.staged(k, p.chunk_rows + number, 1))
+        bias = vectors.load(worker.staged(k, p.chunk_rows + bias_row, 1))
         return x + jnp.where(jnp.broadcast_to(worker.row(k) + j >= window.new, x.shape), bias, 0.0)
 
     arrive()
@@ -434,7 +450,7 @@ def _send(worker, k, i, x):
 
 
 def _across(worker, count, uses, combine, x):
-    """Combines x over all slices of 64 channels of an entry, also those of other warpgroups.
+    """Combines x over all slices of 64 channels of an entry, including the slices of other warpgroups.
 
     Args:
       worker: the warpgroup's view of its cluster.
@@ -445,8 +461,8 @@ def _across(worker, count, uses, combine, x):
     """
     p = worker.plan
     dim = worker.c.dim
-    # A warpgroup is at most one entry ahead of the others. So two places in the buffer, used in turn, suffice for each
-    # call.
+    # A warpgroup is at most one entry ahead of the other warpgroups. So two places in the buffer, used in turn, suffice
+    # for each call.
     base = (lax.rem(count, 2) * 2 + next(uses)) * dim
     worker.sums_smem.at[pl.ds(base + worker.first, p.channels)][...] = x
     barriers.sync_block(worker.block_barrier)

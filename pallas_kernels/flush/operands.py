@@ -36,7 +36,7 @@ class CompressorOperands:
       state_gate: [layers, slots, ring, width] float32, `gate` plus position bias of earlier tokens.
       pools: arrays [layers, blocks, entries per block, ..], as the layout describes them: (nope, rope, scale) or
         (codes, scale).
-      layout: format in which entries are stored, that of KV rows or of indexer keys.
+      layout: format in which entries are stored, a `RowLayout` for KV rows or a `KeyLayout` for indexer keys.
       eps: epsilon of the RMS norm.
       overlap: whether an entry also pools the `rate` rows before its own `rate` rows.
       num_slots, ring: number of slots, and of rows in a ring; set by `in_place`, which merges these axes.
@@ -150,7 +150,7 @@ class Config:
     # Number of warpgroups per block for long windows, if a call has fewer tokens of a request than a window. More
     # warpgroups take longer to start.
     decode_warpgroups: int = 2
-    prefill_warpgroups: int = 4  # number of these warpgroups, if a call may have a whole window of a request
+    prefill_warpgroups: int = 4  # the same number if a call may have a whole window of a request
     stages: int = 2  # number of chunks of a long window that a block copies at once, if shared memory has room for them
     # Maximum number of warpgroups for short windows: a little less than the number that runs at once, and odd, see
     # `short_windows._workers`.

@@ -36,19 +36,21 @@ def store_entries(call: FlushCall) -> None:
     run_workers("flush_short", work, workers, call, sizes)
 
 
-def _workers(tokens, most, limit):
+def _workers(tokens, max_tokens, limit):
     """Returns (number of warpgroups, maximum number of tokens of each).
 
     Args:
       tokens: number of tokens in the call.
-      most: maximum number of tokens of a slot.
+      max_tokens: maximum number of tokens of a slot.
       limit: maximum number of warpgroups, an odd number.
     """
     share = -(-tokens // limit)
     workers = -(-tokens // share)
-    # In a request with many tokens, every `rate`-th one, such as every 4th, closes a window. With an odd number of
+    # In a request with many tokens, every `rate`-th token, such as every 4th, closes a window. With an odd number of
     # warpgroups, all of them get such tokens.
-    return workers + (most > 1 and share > 1 and workers % 2 == 0), share
+    if max_tokens > 1 and share > 1 and workers % 2 == 0:
+        workers += 1
+    return workers, share
 
 
 def _run(ctx, first, step, share, with_states):
@@ -77,8 +79,8 @@ def _start_scan(ctx, first, step, number):
       number: number of the scan; it examines the warpgroup's tokens number 32 * number + i, i = 0 .. 31.
 
     Returns:
-      (int32 word whose bit i says whether token i of the scan closes a window; number of rows of the first such
-      window that are in the call).
+      (bits, rows_in_call), int32 scalars. Bit i of `bits` says whether token i of the scan closes a window.
+      `rows_in_call` is the number of the first such window's rows that are in the call.
     """
     _, exists, _, position = scan(ctx, first, step, number * SCAN, ctx.slots_gmem.shape[0])
     bits = vectors.ballot(jnp.where(exists & is_last(ctx, position), 1, 0))
@@ -90,7 +92,7 @@ def _start_scan(ctx, first, step, number):
 def _store_windows(ctx, first, step, number, share, bits, rows_in_call):
     """Stores the entries of the windows that scan `number` found.
 
-    `bits` and `rows_in_call` are the results of `_start_scan`. The other arguments are those of `_run`.
+    `bits` and `rows_in_call` are the results of `_start_scan`. The other arguments are as in `_run`.
     """
 
     def store_one(carry):
@@ -104,7 +106,7 @@ def _store_windows(ctx, first, step, number, share, bits, rows_in_call):
         weights = entry.softmax_weights(logits, peak)
         values = [_where_exists(ctx, exists, j, 0, 0.0) for j in range(ctx.c.rows)]
         x = entry.normalize(tree_sum(weights), entry.weighted_sum(weights, values))
-        bits &= bits - 1
+        bits &= bits - 1  # clears the bit of this window
         if share > 1:
             # The next copies overwrite the window's rows, which now all threads of the warp have read.
             copies.sync_warp()
@@ -113,7 +115,11 @@ def _store_windows(ctx, first, step, number, share, bits, rows_in_call):
         entry.store_entry(ctx, target, entry.rotation(ctx, target), x, functools.partial(_across, ctx))
         return bits, rows_in_call
 
-    lax.while_loop(lambda carry: carry[0] != 0, store_one, (bits, rows_in_call))
+    def is_left(carry):
+        bits, _ = carry
+        return bits != 0
+
+    lax.while_loop(is_left, store_one, (bits, rows_in_call))
 
 
 def _across(ctx, combine, x):
@@ -122,9 +128,10 @@ def _across(ctx, combine, x):
 
 
 def _start_window(ctx, token, bits, also=lambda ctx: None):
-    """Starts to copy the rows of the window that closes at `token`, unless `bits` is 0 and there is none.
+    """Starts to copy the rows of the window that closes at `token`. If `bits` is 0, there is no window.
 
-    `also(ctx)` is called before. Returns the number of the window's rows that are in the call; 1 if there is no window.
+    `also(ctx)` is called before the copies start. Returns the number of the window's rows that are in the call, or 1 if
+    there is no window.
     """
 
     def start():
@@ -137,16 +144,16 @@ def _start_window(ctx, token, bits, also=lambda ctx: None):
 
 
 def _start_biases(ctx: FlushContext) -> None:
-    """Starts to copy the position biases of those rows of a window that can be in the call.
+    """Starts to copy the position biases of the rows of a window that can be in the call.
 
-    They are the same for every window. Rows in the ring already include their biases.
+    The biases are the same for every window. Rows in the ring already include their biases.
     """
     c = ctx.c
-    locate = _place(ctx)
+    column_of = _first_column(ctx)
 
-    def start_bias(j, _):
-        row, column = locate(j)
-        target = ctx.biases_smem.at[pl.ds((j - ctx.first_in_call) * c.dim, c.dim)]
+    def start_bias(row, _):
+        column = column_of(row)
+        target = ctx.biases_smem.at[pl.ds((row - ctx.first_in_call) * c.dim, c.dim)]
         copies.start_copy(target, c.position_bias, lax.rem(row, c.rate), column)
 
     lax.fori_loop(ctx.first_in_call, c.rows, start_bias, None)
@@ -156,7 +163,7 @@ def _start_biases(ctx: FlushContext) -> None:
 def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
     """Starts to copy the values and logits of a window's rows to `stage_smem`.
 
-    The window closes at `token`. Its last `rows_in_call` rows are in the call, the others in the ring.
+    The window closes at `token`. Its last `rows_in_call` rows are in the call, and its other rows in the ring.
     """
     c = ctx.c
     slot = ctx.slots_gmem[token]
@@ -164,18 +171,19 @@ def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
     ring = jnp.int32(c.ring)
     last = ctx.state_row(slot, position)
     first_of_ring = last - lax.rem(position, ring)
-    oldest = lax.rem(position - (c.rows - 1) + ring, ring)
-    locate = _place(ctx)
+    oldest = lax.rem(position - (c.rows - 1) + ring, ring)  # place of row 0 of the window in the ring
+    column_of = _first_column(ctx)
 
     def in_ring(row):
         ring_row = oldest + row
         return first_of_ring + jnp.where(ring_row >= ring, ring_row - ring, ring_row)
 
-    def start_row(j, _=None):
-        row, column = locate(j)
-        number = jnp.where(row >= c.rows - rows_in_call, token - (c.rows - 1) + row, -1 - in_ring(row))
+    def start_row(row, _=None):
+        column = column_of(row)
+        # A negative number stands for a row of the ring, see `start_copy`.
+        source = jnp.where(row >= c.rows - rows_in_call, token - (c.rows - 1) + row, -1 - in_ring(row))
         for i, (new, old) in enumerate([(c.kv, c.state_kv), (c.gate, c.state_gate)]):
-            copies.start_copy(_staged(ctx, i, j), new, number, column, other=old)
+            copies.start_copy(_staged(ctx, i, row), new, source, column, other=old)
 
     if ctx.max_in_call >= c.rows:
         # Each row may come from the call or from the ring. Without a loop, the addresses take too many registers.
@@ -188,7 +196,8 @@ def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
         # If the ring's length is a multiple of `rate`, each group of `rate` rows is contiguous in the ring. All rows of
         # a group are then copied from one address and offsets.
         below = j % c.rate if c.ring % c.rate == 0 else 0
-        row, column = locate(jnp.int32(j - below))
+        row = jnp.int32(j - below)
+        column = column_of(row)
         for i, array in enumerate((c.state_kv, c.state_gate)):
             copies.start_copy(_staged(ctx, i, j), array, in_ring(row), column, below=below)
 
@@ -222,17 +231,16 @@ def _where_exists(ctx, exists, j, i, other):
     return jnp.where(jnp.broadcast_to(exists, x.shape), x, other)
 
 
-def _place(ctx):
-    """Returns a function of the number j of a row in the window, which returns (j, column).
+def _first_column(ctx):
+    """Returns a function from the number of a window's row to this thread's first column of it in kv, gate and states.
 
-    The column is this thread's first one in kv, gate and states, where with overlap the entry's own rows use the second
-    D channels.
+    With overlap, these arrays have 2 * D columns. The entry's own rows, the last `rate`, use the second D columns.
     """
     c = ctx.c
     thread = vectors.thread()
     per_thread = c.dim // vectors.THREADS
-    second = c.rate if c.overlap else c.rows
-    return lambda j: (j, thread * per_thread + jnp.where(j >= second, c.dim, 0))
+    second = c.rate if c.overlap else c.rows  # the first row that uses the second D columns
+    return lambda row: thread * per_thread + jnp.where(row >= second, c.dim, 0)
 
 
 def _staged(ctx, i, j):

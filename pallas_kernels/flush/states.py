@@ -4,7 +4,7 @@ The main functions are:
 
   * `scan` finds tokens that have state rows, 32 at a time.
   * `row_writer` stores state rows from within a kernel that stores entries.
-  * `run_workers` launches a kernel of independent warpgroups, each of which takes every n-th token.
+  * `run_workers` launches a kernel of n independent warpgroups. A warpgroup takes every n-th token.
   * `store_state_rows` is a kernel of its own that stores all state rows of a call.
 """
 
@@ -39,12 +39,13 @@ def scan(ctx: FlushContext, first, step: int, number, end) -> tuple[jax.Array, j
       end: int32 scalar, end of the tokens.
 
     Returns:
-      (token, whether it is below `end` and has a state row, slot, position), [128] each. Lane i of every warp has
-      token i; all warps have the same.
+      (token, exists, slot, position), [128] each. Lane i of every warp has the i-th of the 32 tokens. `exists` says
+      whether the token is below `end` and has a state row.
     """
     token = first + (number + (vectors.thread() & (SCAN - 1))) * step
     clipped = jnp.where(token < end, token, -1)
-    slot, position = (vectors.take(x, clipped) for x in (ctx.slots_gmem, ctx.positions_gmem))
+    slot = vectors.take(ctx.slots_gmem, clipped)
+    position = vectors.take(ctx.positions_gmem, clipped)
     return token, (clipped >= 0) & has_state(ctx, slot, position), slot, position
 
 
@@ -109,8 +110,8 @@ def run_workers(name: str, work: Callable, workers: int, call: FlushCall, sizes:
         run_compressors,
         out_type=(),
         kernel_name=name,
-        # Blocks start in order of their index, whose last axis runs fastest. So those of the first compressor, which
-        # takes longest, start first.
+        # Blocks start in order of their index, whose last axis runs fastest. So the blocks of the first compressor,
+        # which take longest, start first.
         grid={"compressor": len(call.compressors), "block": -(-workers // WARPGROUPS)},
         num_threads=WARPGROUPS,
         scratch_types={buffer: plgpu.SMEM((WARPGROUPS * size,), jnp.float32) for buffer, size in strides.items()},
@@ -127,16 +128,17 @@ def _store_rows(ctx, first, step, share):
     ring = ctx.c.ring
 
     def store_rows(number, _):
-        token, mine, slot, _ = scan(ctx, first, step, number * SCAN, tokens)
+        token, is_stored, slot, _ = scan(ctx, first, step, number * SCAN, tokens)
         if ctx.max_in_call > ring:
-            later = vectors.take(ctx.slots_gmem, jnp.where(token + ring < tokens, token + ring, -1))
-            mine &= (token + ring >= tokens) | (later != slot)
+            # Skips a token if a later token of the call has the same row of the ring.
+            later_slot = vectors.take(ctx.slots_gmem, jnp.where(token + ring < tokens, token + ring, -1))
+            is_stored &= (token + ring >= tokens) | (later_slot != slot)
 
         def store(bits):
             _read_row(ctx, first + (number * SCAN + vectors.lowest_bit(bits)) * step, tokens)()
             return bits & (bits - 1)
 
-        bits = vectors.ballot(jnp.where(mine, 1, 0))
+        bits = vectors.ballot(jnp.where(is_stored, 1, 0))
         lax.while_loop(lambda bits: bits != 0, store, bits)
 
     lax.fori_loop(0, -(-share // SCAN), store_rows, None)
@@ -151,10 +153,10 @@ def _read_row(ctx, token, end):
     later = jnp.minimum(token + ring, tokens - 1)
     slot = ctx.slots_gmem[safe]
     position = ctx.positions_gmem[safe]
-    mine = (token < end) & has_state(ctx, slot, position)
+    is_stored = (token < end) & has_state(ctx, slot, position)
     if ctx.max_in_call > ring:
         # Skips a token if a later token of the call has the same row of the ring.
-        mine &= (token + ring >= tokens) | (ctx.slots_gmem[later] != slot)
+        is_stored &= (token + ring >= tokens) | (ctx.slots_gmem[later] != slot)
     phase = lax.rem(jnp.maximum(position, 0), c.rate)
     halves = [pl.ds(half * c.dim, c.dim) for half in range(1 + c.overlap)]
     rows = (c.kv, safe), (c.gate, safe), (c.position_bias, phase)
@@ -167,4 +169,4 @@ def _read_row(ctx, token, end):
             c.state_kv[row, half] = value
             c.state_gate[row, half] = logit + bias
 
-    return lambda: pl.when(mine)(store)
+    return lambda: pl.when(is_stored)(store)

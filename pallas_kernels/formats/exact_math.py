@@ -82,7 +82,7 @@ vector_product = product_in(lambda shape: vectors.layout(*shape))
 def _differentiable(derivative: Callable[[jax.Array, Any], Any]) -> Callable[[Callable], Callable]:
     """Returns a decorator that gives a function (x, product) a derivative, and makes `product` optional.
 
-    If the caller passes no `product`, the function uses that of this module and has the derivative
+    If the caller passes no `product`, the function uses `exact_math.product` and has the derivative
     `derivative(x, result)`. Otherwise it has none.
     """
 
@@ -163,9 +163,11 @@ def cos_sin(angle: jax.Array, product: Callable) -> tuple[jax.Array, jax.Array]:
     cos = (1.0 - square * 0.5) + product(product(square, square), _polynomial(-square, _COS, product))
     quadrant = _bits(rounded) & 3
     odd = (quadrant & 1) == 1
-    sign = _float(((quadrant & 2) << 30) | 0x3F800000)
-    turned = _float((((quadrant + 1) & 2) << 30) | 0x3F800000)
-    return jnp.where(odd, sin, cos) * turned, jnp.where(odd, cos, sin) * sign
+    # 1 or -1: 0x3F800000 has the bits of 1.0, and bit 1 of an integer becomes the sign bit. The sine is negative in
+    # quadrants 2 and 3, the cosine in quadrants 1 and 2.
+    sin_sign = _float(((quadrant & 2) << 30) | 0x3F800000)
+    cos_sign = _float((((quadrant + 1) & 2) << 30) | 0x3F800000)
+    return jnp.where(odd, sin, cos) * cos_sign, jnp.where(odd, cos, sin) * sin_sign
 
 
 def hadamard(x: jax.Array) -> jax.Array:

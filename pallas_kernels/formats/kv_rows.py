@@ -50,9 +50,9 @@ def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
 
 
 def ring_rows(token: jax.Array, slots, positions, layer, shape: tuple[int, ...]) -> jax.Array:
-    """Returns the row in the rings of each token, with leading axes merged, to which a call stores it.
+    """Returns the number of the row to which a call stores each token, `position % ring` of its slot's ring.
 
-    A token's row is `position % ring` of its slot's ring.
+    Rows are numbered through the pools with leading axes merged.
 
     Args:
       token: [n] int32 in layout PER_ROW, indices of tokens, at least 0.
@@ -95,8 +95,8 @@ def load_rows(ref, rows: jax.Array, shape: tuple[int, ...], *, first_group: int 
     values = ref[...].reshape(-1, _width(ref))[rows]
     if len(shape) == 3:
         groups = _width(ref) // GROUP
-        which = jnp.clip(lax.iota(jnp.int32, GROUPS) - first_group, 0, groups - 1)
-        return values.reshape(-1, groups, GROUP)[:, which]
+        group = jnp.clip(lax.iota(jnp.int32, GROUPS) - first_group, 0, groups - 1)
+        return values.reshape(-1, groups, GROUP)[:, group]
     return values[:, 0] if len(shape) == 1 else values
 
 
@@ -107,13 +107,13 @@ def _emit_load_rows(ref, rows, shape, *, first_group=0):
     layout: Any = _layout(shape).to_mgpu()
     bits = mlir.vector_type(layout.vector_length, _bits_type(ref))
     kind = mlir.vector_type(layout.vector_length, ref.type.element_type)
-    for _, row, group, lane in _positions(layout, shape, rows):
+    for _, row, group, column in _positions(layout, shape, rows):
         if len(shape) == 3:
             # The numbers are clipped as unsigned ones: a group before the first is a large number, which becomes the
             # last group.
             group = arith.subi(group, mlir.index(first_group))
             group = arith.minui(group, mlir.index(_width(ref) // GROUP - 1))
-        loaded = llvm.load(bits, _pointer(ref, row, group, lane), alignment=_bytes(bits))
+        loaded = llvm.load(bits, _pointer(ref, row, group, column), alignment=_bytes(bits))
         yield vector.bitcast(kind, loaded)
 
 
@@ -137,7 +137,7 @@ def store_rows(ref, rows: jax.Array, values: jax.Array, *, first_group: int = 0)
 
 @mlir.emits(store_rows, layout=_layout)
 def _emit_store_rows(ref, rows, values, *, first_group=0):
-    for register, row, group, lane in _positions(values.layout, values.shape, rows):
+    for register, row, group, column in _positions(values.layout, values.shape, rows):
         inside = arith.cmpi(arith.CmpIPredicate.sge, row, mlir.index(0))
         if len(values.shape) == 3:
             # The numbers are compared as unsigned ones. A group before the first is then past the end.
@@ -147,27 +147,29 @@ def _emit_store_rows(ref, rows, values, *, first_group=0):
         with mgpu.utils.when(inside):
             bits = mlir.vector_type(values.layout.vector_length, _bits_type(ref))
             value = vector.bitcast(bits, values.registers[register])
-            llvm.store(value, _pointer(ref, row, group, lane), alignment=_bytes(bits))
+            llvm.store(value, _pointer(ref, row, group, column), alignment=_bytes(bits))
 
 
 def _positions(layout, shape, rows):
-    """Yields (index of the register, row, group, first value in the group) for each of this thread's registers.
+    """Yields (register, row, group, column) for each of this thread's registers.
 
-    The last three are MLIR index values. `rows` has the row numbers in layout PER_ROW.
+    `register` is the index of the register. `row`, `group` and `column` are MLIR index values: the row of the
+    register's first value, its group, and its column in the group. Axes that `shape` lacks have index 0. `rows` has the
+    row numbers in layout PER_ROW.
     """
     rows = [arith.index_cast(ir.IndexType.get(), mlir.scalar(row)) for row in rows.registers.flat]
     registers = np.ndindex(layout.registers_shape(shape))
-    for at, position in zip(registers, layout.thread_idxs(shape), strict=True):
-        group, lane = (*position[1:], mlir.index(0), mlir.index(0))[:2]
-        yield at, rows[at[0]], group, lane
+    for register, position in zip(registers, layout.thread_idxs(shape), strict=True):
+        group, column = (*position[1:], mlir.index(0), mlir.index(0))[:2]
+        yield register, rows[register[0]], group, column
 
 
-def _pointer(ref, row, group, lane):
-    """Returns the address of a row's column `64 * group + lane`, or of column `group` for rows of a value per group."""
-    column = group
+def _pointer(ref, row, group, column):
+    """Returns the address of a row's value `64 * group + column`, or of value `group` if a group has one value."""
+    value = group
     if _width(ref) >= GROUP:
-        column = mlir.multiply_add(group, GROUP, lane)
-    offset = mlir.multiply_add(row, _width(ref), column)
+        value = mlir.multiply_add(group, GROUP, column)
+    offset = mlir.multiply_add(row, _width(ref), value)
     return mlir.at(mlir.global_pointer(ref), mlir.to_i64(offset), _bits_type(ref))
 
 

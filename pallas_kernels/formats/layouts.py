@@ -44,7 +44,7 @@ class RowLayout:
 class KeyLayout:
     """The layout of a quantized indexer key: E2M1 codes and their scales.
 
-    A byte has two codes, that of the even dim in the lower 4 bits.
+    A byte has the codes of two dims, with the even dim in the lower 4 bits.
     """
 
     dim: int  # number of dims of a key

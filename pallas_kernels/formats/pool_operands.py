@@ -26,9 +26,9 @@ class Rings:
       window: number of rows that a token sees, its own included; at most the ring.
       layout: layout of a row. It has 512 values, such as 448 codes and 64 RoPE values, and a scale for 64 codes or for
         the row.
-      own_rows: [T] int32, or None. None: a token's row is that of its position in its slot's ring. Otherwise it is this
-        row in the ring of slot 0, and the other rows of its window are those before it. Only `sparse_attention` reads
-        it, for calls with more tokens of a request than a ring has rows.
+      own_rows: [T] int32, or None. If None, a token's position gives its row in its slot's ring. Otherwise token t has
+        row `own_rows[t]` of the ring of slot 0, and its window ends with this row. Only `sparse_attention` reads
+        `own_rows`, for calls with more tokens of a request than a ring has rows.
     """
 
     layer: Any

@@ -1,7 +1,7 @@
 """Quantization of KV rows and indexer keys within kernels, with the same bits as `dsv4_jax.quant`.
 
-Functions that return scales and codes take arrays in any register layout. `store_quantized` takes rows of which each is
-held by a warp (see `kv_rows`). `encode_row` and `encode_key` take a vector over a warpgroup (see `mgpu.vectors`).
+Functions that return scales and codes take arrays in any register layout. `store_quantized` takes rows, each held by
+one warp (see `kv_rows`). `encode_row` and `encode_key` take a vector over a warpgroup (see `mgpu.vectors`).
 """
 
 from collections.abc import Callable
@@ -31,7 +31,8 @@ def block_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
       amax: float32, the largest magnitude of each block.
 
     Returns:
-      (E8M0 bits of the scale, int32; 1 / scale, float32, by which values are multiplied).
+      (bits, factor). `bits` are the E8M0 bits of the scale, int32. Values are multiplied by `factor`, float32, which is
+      1 / scale.
     """
     bits = _e8m0_ceil(jnp.maximum(amax, 1e-4) * jnp.float32(1 / E4M3_MAX))
     return bits, _power_of_two(254 - bits)
@@ -45,7 +46,7 @@ def row_scale(amax: jax.Array, layout) -> tuple[jax.Array, jax.Array]:
       layout: register layout of `amax`.
 
     Returns:
-      (number to store, by which codes are multiplied; 1 / this number, by which values are multiplied), float32.
+      (stored, factor), both float32. Codes are multiplied by `stored`, and values by `factor`, which is 1 / stored.
     """
     inverse_scale = jnp.maximum(amax * jnp.float32(1 / E4M3_MAX), 1e-12)
     return inverse_scale, divide_one(inverse_scale, layout)
@@ -113,23 +114,23 @@ def encode_row(x: jax.Array, pools, layout: RowLayout, largest: Callable, first,
       x: [size] float32 vector over the warpgroup, consecutive channels of the row.
       pools: references to the row's codes, RoPE values and scales in the pools.
       layout: layout of the row.
-      largest: function of a [size] float32 vector that returns its maximum over all channels of the row, also those of
-        other warpgroups. Only called if the row has a single scale.
+      largest: function of a [size] float32 vector that returns its maximum over all channels of the row, including the
+        channels of other warpgroups. It is only called if the row has a single scale.
       first: number of the first channel in `x`, a multiple of 64.
       keep: bool scalar, whether to store anything.
       scratch: scratch memory of `vectors.exchange`.
     """
     nope, rope, scale = pools
-    size = jnp.abs(x)
+    magnitude = jnp.abs(x)
     channel = vectors.channels(x.shape[0]) + first
-    real = channel < layout.nope_dim
+    has_code = channel < layout.nope_dim
     if layout.scale_block is None:
-        every = layout.dim
-        stored, factor = row_scale(largest(jnp.where(real, size, 0.0)), vectors.layout(x.shape[0]))
+        every = layout.dim  # number of channels per scale
+        stored, factor = row_scale(largest(jnp.where(has_code, magnitude, 0.0)), vectors.layout(x.shape[0]))
     else:
         every = layout.scale_block
-        bits, factor = block_scale(vectors.butterfly(jnp.maximum, size, every // 2, 1, scratch))
-        stored = jnp.where(real, bits, 0).astype(jnp.uint8)
+        bits, factor = block_scale(vectors.butterfly(jnp.maximum, magnitude, every // 2, 1, scratch))
+        stored = jnp.where(has_code, bits, 0).astype(jnp.uint8)
     codes = e4m3_codes(x * factor)
     rounded = x.astype(jnp.bfloat16)
 
@@ -174,16 +175,17 @@ def key_scales(amax: jax.Array, layout: KeyLayout, registers) -> tuple[jax.Array
       registers: register layout of `amax`.
 
     Returns:
-      (bits of the scale, uint8; the scale with `global_scale`, float32, by which codes are multiplied; 1 / this scale,
-      float32, by which values are multiplied, or 0 if the scale is 0).
+      (stored, scale, factor). `stored` are the bits of the scale, uint8. Codes are multiplied by `scale`, float32,
+      which includes `global_scale`. Values are multiplied by `factor`, float32, which is 1 / scale, or 0 if the scale
+      is 0.
     """
     if layout.scale == "e8m0":
         bits = _e8m0_ceil(jnp.maximum(amax, E2M1_MAX * 2.0**-126) * (1 / E2M1_MAX))
         return bits.astype(jnp.uint8), _power_of_two(bits), _power_of_two(254 - bits)
     stored = e4m3_codes(amax * (1 / (E2M1_MAX * layout.global_scale)))
-    step = _e4m3_value(stored) * layout.global_scale
-    inverse = divide_one(jnp.where(step > 0, step, 1.0), registers)
-    return stored, step, jnp.where(step > 0, inverse, 0.0)
+    scale = _e4m3_value(stored) * layout.global_scale
+    inverse = divide_one(jnp.where(scale > 0, scale, 1.0), registers)
+    return stored, scale, jnp.where(scale > 0, inverse, 0.0)
 
 
 def _hadamard(x, dim, scratch):

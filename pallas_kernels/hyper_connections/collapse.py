@@ -133,6 +133,10 @@ def _body(p, streams_gmem, partials_gmem, weights_gmem, layer_gmem, x_gmem, mixi
 
 
 def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, scratch):
+    """Collapses and norms a warpgroup's channels of all groups of tokens of the block.
+
+    `groups` is (number of the block, number of blocks, number of the block's groups).
+    """
     block, blocks, count = groups
     own_channels = pl.ds(warpgroup * CHANNELS, CHANNELS)
     layout = plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=8)
@@ -153,8 +157,8 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, s
 
     def collapse_token(stage, parity, turn, n, streams):
         """Returns a token's collapsed channels. Writes each warp's sum of their squares to `norms_smem`."""
-        lane = (turn * p.step + n) * WARP
-        terms = [row.astype(jnp.float32) * scratch.pre_smem[stage, lane + j] for j, row in enumerate(streams)]
+        first_lane = (turn * p.step + n) * WARP  # of the warp that has computed the token's weights
+        terms = [row.astype(jnp.float32) * scratch.pre_smem[stage, first_lane + j] for j, row in enumerate(streams)]
         value = round_bfloat16(functools.reduce(jnp.add, terms))
         warp_sums(value * value, scratch.norms_smem.at[parity, n, pl.ds(warpgroup * WARPS, WARPS)])
         return value
@@ -167,7 +171,8 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, s
         stage = lax.rem(i, STAGES)
         plgpu.barrier_wait(scratch.pre_full.at[stage])
         for turn in range(turns):
-            parity = lax.rem(i * turns + turn, 2)  # buffers take turns: others may still read the previous one
+            # The buffers of `norms_smem` take turns, because other warpgroups may still read the previous one.
+            parity = lax.rem(i * turns + turn, 2)
             values = [collapse_token(stage, parity, turn, n, streams) for n, streams in enumerate(ahead)]
             if turn + 1 < turns:
                 ahead = load_streams(i, turn + 1)
@@ -192,6 +197,7 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, s
 
 
 def _compute_weights(p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gmem, scratch):
+    """Computes the mixing weights of all groups of tokens of the block; `groups` is as in `_collapse_streams`."""
     # Lane r of a warp computes logit r of the warp's token.
     block, blocks, count = groups
     lane = vectors.thread() & (WARP - 1)
@@ -199,14 +205,15 @@ def _compute_weights(p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gme
     factors = vectors.take(scale_gmem, jnp.minimum(lane >> 2, scale_gmem.shape[0] - 1))
 
     def add_slices(group):
-        parts = []
+        """Adds up the partial sums of a group, in chunks of 128, the sums of a slice in each warp."""
+        totals = []
         chunks = range(p.slices * p.tokens_each // WARPS)
         for begin in chunks[::MAX_LOADS]:
-            some = chunks[begin : begin + MAX_LOADS]
-            places = [(group, chunk) if p.tokens_each == 1 else (chunk, group) for chunk in some]
+            loads = chunks[begin : begin + MAX_LOADS]
+            places = [(group, chunk) if p.tokens_each == 1 else (chunk, group) for chunk in loads]
             loaded = [vectors.load(partials_gmem.at[row, pl.ds(i * THREADS, THREADS)]) for row, i in places]
-            parts.append(_pairwise_sum(loaded))
-        sums = _pairwise_sum(parts)
+            totals.append(_pairwise_sum(loaded))
+        sums = _pairwise_sum(totals)
         if p.tokens_each == 1:
             sums = vectors.butterfly(jnp.add, sums, 2 * WARP, WARP, scratch.exchange_smem)
         return sums
@@ -232,6 +239,7 @@ def _compute_weights(p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gme
 
 
 def _pairwise_sum(terms, add=jnp.add):
+    """Adds neighbours, and neighbouring sums, until a single sum is left."""
     while len(terms) > 1:
         terms = [*map(add, terms[::2], terms[1::2]), *terms[len(terms) & ~1 :]]
     return terms[0]
@@ -257,37 +265,38 @@ def mixing_matrix(logits: jax.Array, *, iterations: int, eps: float) -> jax.Arra
 
 @mlir.emits(mixing_matrix, _LANES.layout, returns=_LANES)
 def _emit_mixing_matrix(logits, iterations, eps):
-    places = range(STREAMS)
+    # Every lane computes the whole matrix, and keeps one entry at the end.
+    indices = range(STREAMS)
 
-    def total(terms, combine=arith.addf):
+    def reduce_four(terms, combine=arith.addf):
         return combine(combine(*terms[:2]), combine(*terms[2:]))
 
     def softmax(row):
-        top = total(row, arith.maximumf)
+        top = reduce_four(row, arith.maximumf)
         scaled = [arith.mulf(arith.subf(x, top), mlir.f32(math.log2(math.e))) for x in row]
         powers = [_approximate("ex2.approx.ftz.f32 $0, $1;", x) for x in scaled]
-        share = _approximate(_RECIPROCAL, total(powers))
-        return [thread_ops.fma(x, share, mlir.f32(eps)) for x in powers]
+        factor = _approximate(_RECIPROCAL, reduce_four(powers))
+        return [thread_ops.fma(x, factor, mlir.f32(eps)) for x in powers]
 
-    def rows(comb):
-        factors = [_approximate(_RECIPROCAL, arith.addf(total(row), mlir.f32(eps))) for row in comb]
+    def normalize_rows(comb):
+        factors = [_approximate(_RECIPROCAL, arith.addf(reduce_four(row), mlir.f32(eps))) for row in comb]
         return [[arith.mulf(x, factor) for x in row] for row, factor in zip(comb, factors, strict=True)]
 
-    def columns(comb):
-        return list(zip(*rows([*zip(*comb, strict=True)]), strict=True))
+    def normalize_columns(comb):
+        return list(zip(*normalize_rows([*zip(*comb, strict=True)]), strict=True))
 
-    def iterate(_, *flat):
-        flat = [thread_ops.as_float(x) for x in flat]
-        comb = columns(rows([flat[STREAMS * j : STREAMS * (j + 1)] for j in places]))
+    def iterate(_, *entries):
+        entries = [thread_ops.as_float(x) for x in entries]
+        comb = normalize_columns(normalize_rows([entries[STREAMS * j : STREAMS * (j + 1)] for j in indices]))
         return [thread_ops.bits(x) for row in comb for x in row]
 
-    comb = [softmax([_emit_from_lane(logits, (2 + j) * STREAMS + k)[0] for k in places]) for j in places]
-    flat = [thread_ops.bits(x) for row in columns(comb) for x in row]
-    entry = flat[0]
+    comb = [softmax([_emit_from_lane(logits, (2 + j) * STREAMS + k)[0] for k in indices]) for j in indices]
+    entries = [thread_ops.bits(x) for row in normalize_columns(comb) for x in row]
+    own_entry = entries[0]
     lane = thread_ops.lane()
-    for number, x in enumerate(thread_ops.loop(iterations - 1, iterate, *flat), 2 * STREAMS):
-        entry = lane.equals(number).where(x, entry)
-    return [thread_ops.as_float(entry)]
+    for entry_lane, x in enumerate(thread_ops.loop(iterations - 1, iterate, *entries), 2 * STREAMS):
+        own_entry = lane.equals(entry_lane).where(x, own_entry)
+    return [thread_ops.as_float(own_entry)]
 
 
 @primitive
@@ -328,7 +337,7 @@ def _emit_warp_sums(x, target):
     total = thread_ops.sum_lanes(_pairwise_sum(mlir.values(x), arith.addf))
     thread = mlir.thread()
     with thread_ops.when((thread & (WARP - 1)).equals(0)):
-        thread_ops.store(thread_ops.shared(target) + (thread >> 5 << 2), thread_ops.bits(total))
+        thread_ops.store(thread_ops.shared(target) + ((thread >> 5) << 2), thread_ops.bits(total))
 
 
 @primitive

@@ -66,7 +66,7 @@ def hyper_connections(
       table: table of mailboxes, see `mailbox.check_table`. If given, this GPU's y is a term of a sum over GPUs, which
         is computed as by `all_reduce`; at most 4 tokens and 4096 channels. None: y is complete.
       layer: [] int32 index on a leading axis of layers of fn, base, scale and weight. None: they have no such axis.
-      norm_eps: constant added to the mean square of the streams, and to that of the collapsed stream.
+      norm_eps: constant added to the mean square of the streams, and to the mean square of the collapsed stream.
       hc_eps: constant added to `pre`, to the softmax of `comb`, and to each sum of a Sinkhorn iteration.
       iterations: number of Sinkhorn iterations, at least 1.
       interpret: run on the CPU, interpreted, with the race detector on.

@@ -124,7 +124,8 @@ def mix(streams_and_y: Sequence[Sequence[U32]], factors: Sequence[Sequence[Any]]
 
     `streams_and_y` has words of two bfloat16 of each old stream, then of y; `factors` is the result of `load_factors`.
     """
-    return list(zip(*(_mix_word(words, factors) for words in zip(*streams_and_y, strict=True)), strict=True))
+    new_words = [_mix_word(old_words, factors) for old_words in zip(*streams_and_y, strict=True)]
+    return list(zip(*new_words, strict=True))
 
 
 def _mix_word(streams_and_y, factors):

@@ -69,8 +69,8 @@ def _emit_update_slice(index, tile, refs, inbox_smem, total_smem=None):
         value = values[0] if term is None else thread.update_stream(U32(token), values, factors, term)
         products = [arith.mulf(value, weight) for weight in fn_column]
         products += [None] * (SQUARES - len(products)) + [arith.mulf(value, value)]
-        address = inbox + (((U32(token) * STREAMS + thread.warp) << 5) + thread.lane << 2)
-        thread_ops.store(address, thread_ops.lane_sums(products))
+        number = ((U32(token) * STREAMS + thread.warp) << 5) + thread.lane  # of the sum in the inbox
+        thread_ops.store(inbox + (number << 2), thread_ops.lane_sums(products))
     mgpu.utils.warpgroup_barrier()
     with thread_ops.when(thread.warp < tokens):
         thread.store_partials(inbox)
@@ -103,21 +103,21 @@ class _Thread:
         """Loads a token's values of this thread's channel, as MLIR float32.
 
         Returns:
-          (values of all streams, factors of y and of these streams in the new stream), or without y, (the value of this
-          thread's stream alone, no factors).
+          (values, factors). `values` are the values of all streams, and `factors` the factors of y and of these streams
+          in the new stream. Without y, `values` has only the value of this thread's stream, and `factors` is empty.
         """
         index = token * (STREAMS * self.width) + self.column
         if self.refs.y is None:
             return [self.load_bf16(mlir.element(self.refs.streams, index + self.warp * self.width))], []
-        start = mlir.element(self.refs.streams, index)
-        values = [self.load_bf16(mlir.at(start, 2 * self.width * j)) for j in range(STREAMS)]
+        first_stream = mlir.element(self.refs.streams, index)
+        values = [self.load_bf16(mlir.at(first_stream, 2 * self.width * j)) for j in range(STREAMS)]
         factors = mlir.element(self.refs.mixing, token * MIXING + self.warp)
         return values, [llvm.load(self.f32, mlir.at(factors, 4 * STREAMS * (1 + j))) for j in range(1 + STREAMS)]
 
     def sum_over_gpus(self, tokens):
         """Writes the sum of this block's channels of y over the GPUs to shared memory."""
         units = CHANNELS // UNIT
-        index = self.thread // units * self.width + self.index * CHANNELS + self.thread % units * UNIT
+        index = (self.thread // units) * self.width + self.index * CHANNELS + (self.thread % units) * UNIT
         unit = mailbox.Unit(
             active=self.thread < tokens * units,
             load=lambda: words.load_four(mlir.element(self.refs.y, index)),
@@ -129,7 +129,8 @@ class _Thread:
     def load_y(self, token):
         if self.total is None:
             return self.load_bf16(mlir.element(self.refs.y, token * self.width + self.column))
-        word = thread_ops.load(thread_ops.shared(self.total) + ((token * CHANNELS + self.lane) >> 1 << 2))
+        # A word has two channels, this lane's and its neighbour's.
+        word = thread_ops.load(thread_ops.shared(self.total) + (((token * CHANNELS + self.lane) >> 1) << 2))
         return thread_ops.as_float((self.lane & 1).equals(0).where(word << 16, word & 0xFFFF0000))
 
     def update_stream(self, token, values, factors, term):
@@ -150,7 +151,9 @@ class _Thread:
 
         `inbox` is the address of the partial sums in shared memory.
         """
-        sums = [thread_ops.load(inbox + (((self.warp * STREAMS + j) << 5) + self.lane << 2)) for j in range(STREAMS)]
-        low, high = (arith.addf(*map(thread_ops.as_float, pair)) for pair in (sums[:2], sums[2:]))
+        numbers = (((self.warp * STREAMS + j) << 5) + self.lane for j in range(STREAMS))
+        sums = [thread_ops.load(inbox + (number << 2)) for number in numbers]
+        low = arith.addf(thread_ops.as_float(sums[0]), thread_ops.as_float(sums[1]))
+        high = arith.addf(thread_ops.as_float(sums[2]), thread_ops.as_float(sums[3]))
         index = (self.warp * (self.width // CHANNELS) + self.index) * SUMS + self.lane
         llvm.store(arith.addf(low, high), mlir.element(self.refs.partials, index), alignment=4)

@@ -4,7 +4,7 @@ The grid has a block of one warpgroup for each 32 channels and 32 tokens. A bloc
 
   1. Each thread computes 8 channels of all new streams of a token, and writes them to global and to shared memory.
   2. Each warp multiplies one of the 4 streams with its columns of `fn` [R, 4 * D], the weights of the logits, by `mma`.
-     float32 weights are split into sums of three bfloat16, so that products are as exact as those of float32.
+     float32 weights are split into sums of three bfloat16, so that products are as exact as float32 products.
   3. The sums of the four warps are added up in shared memory and stored.
 """
 
@@ -65,17 +65,17 @@ def _emit_update_slice(index, tile, refs, values_smem, sums_smem):
     tokens, _, width = refs.streams.type.shape
     rows = refs.fn.type.shape[0]
     slices = width // CHANNELS
-    groups = -(-rows // 8)
+    groups = -(-rows // 8)  # of 8 rows of fn, which an `mma` multiplies
     thread = mlir.thread()
-    tile = tile * TOKENS
+    first_token = tile * TOKENS
     warp = thread >> 5
     lane = thread & 31
     values = thread_ops.shared(values_smem)
     sums = thread_ops.shared(sums_smem)
     # Token numbers past the end are clamped, so the last token may be written several times, with the same values.
     row = thread >> 2
-    eight = thread & 3
-    token = (tile + row).minimum(tokens - 1)
+    eight = thread & 3  # number of the thread's 8 channels in the slice
+    token = (first_token + row).minimum(tokens - 1)
     channel = index * CHANNELS + eight * 8
     loaded = mixing.load_streams(refs.streams, refs.y, token, channel)
     factors = []
@@ -91,26 +91,26 @@ def _emit_update_slice(index, tile, refs, values_smem, sums_smem):
         llvm.store(squares, mlir.element(refs.partials, (token * slices + index) * SUMS + SQUARES, 4), alignment=4)
     mgpu.utils.warpgroup_barrier()
 
-    # Each warp stores its sums, four of each lane for an `mma`. Then `store_sums` adds those of the four warps.
-    count = HALVES * groups
+    # Each warp stores its sums, four of each lane for an `mma`. Then `store_sums` adds up the sums of the four warps.
+    num_products = HALVES * groups
     for (half, group), acc in _multiply(values, warp, weights, groups).items():
-        number = (warp * count + half * groups + group) * WARP + lane
+        number = (warp * num_products + half * groups + group) * WARP + lane  # of this lane's four sums
         thread_ops.store_vector(sums + (number << 4), [thread_ops.bits(x) for x in acc])
     mgpu.utils.warpgroup_barrier()
 
     def store_sums(number):
-        terms = [thread_ops.load_vector(sums + ((number + j * count * WARP) << 4)) for j in range(STREAMS)]
+        terms = [thread_ops.load_vector(sums + ((number + j * num_products * WARP) << 4)) for j in range(STREAMS)]
         totals = [_sum_four(*map(thread_ops.as_float, four)) for four in zip(*terms, strict=True)]
         lane = number & 31
-        part = number >> 5
-        token = tile + (part // groups) * 16 + (lane >> 2)
-        logit = (part % groups) * 8 + (lane & 3) * 2
+        product = number >> 5  # number of the `mma`, by half of the tile, then by group of rows
+        token = first_token + (product // groups) * 16 + (lane >> 2)
+        logit = (product % groups) * 8 + (lane & 3) * 2
         for i in range(2):
             with thread_ops.when(token + 8 * i < tokens):
-                there = mlir.element(refs.partials, ((token + 8 * i) * slices + index) * SUMS + logit, 4)
-                llvm.store(mlir.pack(totals[2 * i : 2 * i + 2]), there, alignment=8)
+                place = mlir.element(refs.partials, ((token + 8 * i) * slices + index) * SUMS + logit, 4)
+                llvm.store(mlir.pack(totals[2 * i : 2 * i + 2]), place, alignment=8)
 
-    thread_ops.for_each(count * WARP, store_sums)
+    thread_ops.for_each(num_products * WARP, store_sums)
 
 
 def _load_fn(fn, column, rows, width):
@@ -141,13 +141,14 @@ def _multiply(values, warp, weights, groups):
             pairs = []
             for line in (16 * half, 16 * half + 8):
                 inner = lane & 3
-                there = _address(values, warp, (lane >> 2) + line, (inner >> 1) + 2 * step) + ((inner & 1) << 3)
-                pairs.append(thread_ops.ptx_words(2, "ld.shared.v2.b32 {$0, $1}, [$2];", there))
+                eight = _address(values, warp, (lane >> 2) + line, (inner >> 1) + 2 * step)
+                address = eight + ((inner & 1) << 3)  # of four adjacent channels
+                pairs.append(thread_ops.ptx_words(2, "ld.shared.v2.b32 {$0, $1}, [$2];", address))
             operand = [pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]]
             for group in range(groups):
                 acc = products.get((half, group), [mlir.f32(0.0)] * 4)
-                for piece in words.split(weights[group, step]):
-                    acc = words.multiply_add(acc, operand, piece)
+                for term in words.split(weights[group, step]):
+                    acc = words.multiply_add(acc, operand, term)
                 products[half, group] = acc
     return products
 

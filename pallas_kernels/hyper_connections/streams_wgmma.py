@@ -4,7 +4,7 @@ The grid has two axes: slices of 128 channels, and groups of tiles of 64 tokens.
 take the tiles of its group in turns:
 
   1. All three split the slice's columns of `fn` [R, 4 * D], the weights of the logits, into sums of three bfloat16 in
-     shared memory. So products with bfloat16 streams are as exact as those of float32. They synchronize at
+     shared memory. So products with bfloat16 streams are as exact as float32 products. The warpgroups synchronize at
      `weights_ready`.
   2. For each tile and each chunk of 64 channels, a warpgroup computes the new streams and writes them to global and to
      shared memory (`mix_chunk`). Then it multiplies them with the chunk's weights by `wgmma` (`multiply_add`). It loads
@@ -40,7 +40,7 @@ CHUNK = 64  # channels that are multiplied at a time
 CHUNKS = CHANNELS // CHUNK
 TOKENS = 64  # tokens of a tile
 WARPGROUPS = 3
-ROWS = 4  # rows (tokens) of a tile of which a thread computes 8 channels
+ROWS = 4  # number of a tile's rows (tokens) for each thread, which computes 8 channels of them
 AHEAD = 2  # number of rows that a thread loads ahead
 
 
@@ -109,8 +109,8 @@ def _body(index, group, warpgroup, refs, operand_smem, weights_smem, weights_rea
         i = i + lax.div(chunk, CHUNKS)
         chunk = lax.rem(chunk, CHUNKS)
         # The last tile ends with the last token. It may overlap the previous tile; both write the same values.
-        start = jnp.minimum((first_tile + i * share) * TOKENS, tokens - TOKENS)
-        return start, index * CHANNELS + chunk * CHUNK
+        first_token = jnp.minimum((first_tile + i * share) * TOKENS, tokens - TOKENS)
+        return first_token, index * CHANNELS + chunk * CHUNK
 
     def visit_tile(i, ahead):
         def visit_chunk(chunk, carry):
@@ -163,23 +163,23 @@ def _emit_split_weight(target, fn, index, warpgroup):
     width = columns // STREAMS
     padded = -(-rows // 8) * 8
     eights = CHANNELS // 8  # pieces of 8 channels of a row and stream
-    units = padded * STREAMS * eights
+    units = padded * STREAMS * eights  # a thread splits such a piece at a time
     thread = mlir.thread() + warpgroup * THREADS
     base = thread_ops.shared(target)
     column = index * CHANNELS
 
     def visit(unit):
         row = unit // (STREAMS * eights)
-        j = (unit // eights) % STREAMS
+        stream = (unit // eights) % STREAMS
         eight = unit % eights
         clamped_row = row.minimum(rows - 1)
-        start = mlir.element(fn, clamped_row * (STREAMS * width) + j * width + column + eight * 8, 4)
-        values = [(row < rows).where(x, 0) for i in range(2) for x in words.load_four(mlir.at(start, 16 * i))]
+        pointer = mlir.element(fn, clamped_row * (STREAMS * width) + stream * width + column + eight * 8, 4)
+        values = [(row < rows).where(x, 0) for i in range(2) for x in words.load_four(mlir.at(pointer, 16 * i))]
         chunk = eight // (CHUNK // 8)
         inner = eight % (CHUNK // 8)
         halves = [words.split(values[n : n + 4]) for n in (0, 4)]
         for i, (low, high) in enumerate(zip(*halves, strict=True)):
-            line = (chunk * STREAMS + j) * (PARTS * padded) + row + i * padded
+            line = (chunk * STREAMS + stream) * (PARTS * padded) + row + i * padded
             thread_ops.store_vector(_swizzled(base, line, inner), [*low, *high])
 
     share = WARPGROUPS * THREADS
@@ -225,8 +225,8 @@ def mix_chunk(operand, ahead: jax.Array, here, following, refs: StreamRefs) -> t
       refs: references of the launch.
 
     Returns:
-      ([128] float32 sums of squares of each token over the chunk's channels, in the order of `store_sums`; first rows
-      of the next chunk).
+      (squares, ahead). `squares` [128] float32 are the sums of squares of each token over the chunk's channels, in the
+      order of `store_sums`. `ahead` are the first rows of the next chunk.
     """
     tokens = pl.ds(here[0], TOKENS)
     columns = pl.ds(here[1], CHUNK)
@@ -251,23 +251,24 @@ def _emit_mix_chunk(operand, ahead, here, following, refs):
     # Each warp has waited for the `wgmma` that last read `operand`. After the barrier it can be overwritten.
     mgpu.utils.warpgroup_barrier()
 
-    def mix_row(i, squares, *loaded):
+    def mix_row(i, squares, *rows_ahead):
         token = start + _row_of(i)
         factors = None
         if refs.y is not None:
             factors = mixing.load_factors(mlir.element(refs.mixing, token * MIXING, 4))
-        inside = i < ROWS - AHEAD
-        next_token, next_column = (inside.where(*pair) for pair in zip(here, following, strict=True))
-        last = _load(next_token + _row_of((i + AHEAD) & (ROWS - 1)), next_column, refs)
-        later = loaded[len(last) :]
-        loaded = loaded[: len(last)]
-        out = [list(loaded[4 * j : 4 * j + 4]) for j in range(len(loaded) // 4)]
+        is_here = i < ROWS - AHEAD  # whether row i + AHEAD is in this chunk
+        next_token = is_here.where(here[0], following[0])
+        next_column = is_here.where(here[1], following[1])
+        loaded = _load(next_token + _row_of((i + AHEAD) & (ROWS - 1)), next_column, refs)
+        row = rows_ahead[: len(loaded)]
+        rows_ahead = rows_ahead[len(loaded) :]
+        fours = [list(row[4 * j : 4 * j + 4]) for j in range(len(row) // 4)]
         if factors is not None:
-            out = mixing.mix(out, factors)
-            mixing.store_streams(refs.new, token, column + eight * 8, out)
+            fours = mixing.mix(fours, factors)
+            mixing.store_streams(refs.new, token, column + eight * 8, fours)
         addresses = (_swizzled(base, _row_of(i) + k * TOKENS, eight) for k in range(STREAMS))
-        total = thread_ops.sum_lanes(mixing.store_and_square(out, addresses), 8)
-        return [eight.equals(i).where(thread_ops.bits(total), squares), *later, *last]
+        total = thread_ops.sum_lanes(mixing.store_and_square(fours, addresses), 8)
+        return [eight.equals(i).where(thread_ops.bits(total), squares), *rows_ahead, *loaded]
 
     squares, *rows = thread_ops.loop(ROWS, mix_row, U32(0), *map(U32, mlir.values(ahead)))
     mlir.ptx("fence.proxy.async.shared::cta;")
@@ -302,9 +303,9 @@ def multiply_add(acc: jax.Array, operand, weights, chunk: jax.Array) -> jax.Arra
       chunk: int32 scalar, number of the chunk in the slice.
     """
     for j in range(STREAMS):
-        pair = operand[j], weights[chunk * STREAMS + j]
-        a, b = (x.astype(jnp.float32) for x in pair)
-        acc = acc + jnp.dot(a, b.T, precision="highest")
+        stream = operand[j].astype(jnp.float32)
+        terms = weights[chunk * STREAMS + j].astype(jnp.float32)
+        acc = acc + jnp.dot(stream, terms.T, precision="highest")
     return acc
 
 

@@ -70,7 +70,7 @@ class Scratch:
 class ChunkScorer:
     """A warpgroup's view of a chunk and of the block's share of the chunk's tiles.
 
-    In all methods, `i` is the number of a tile among those of this warpgroup in the share.
+    In all methods, `i` is the number of a tile among this warpgroup's tiles of the share.
     """
 
     token: Any  # int32 scalar, the chunk's first token
@@ -92,11 +92,11 @@ class ChunkScorer:
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.scratch.queries_empty)
         pl.when(self.warpgroup == 0)(jax.named_scope("load_queries")(self._load_queries))
-        *started, block_ids = (self._load_block_ids(jnp.int32(i)) for i in range(self.config.stages))
+        *copied_ids, next_ids = (self._load_block_ids(jnp.int32(i)) for i in range(self.config.stages))
         missing = plgpu.layout_cast(jnp.zeros((4,), jnp.int32), PER_WARP)
-        for i, ids in enumerate(started):
-            self._start_copy(jnp.int32(i), ids)
-            missing = _push_sign(missing, ids)
+        for i, block_ids in enumerate(copied_ids):
+            self._start_copy(jnp.int32(i), block_ids)
+            missing = _push_sign(missing, block_ids)
         for i in range(self.config.chunk_tokens):
             pl.when(i < self.count)(lambda i=i: plgpu.barrier_wait(self.scratch.queries_full.at[i]))
         tiles = self.end_tile - self.first_tile
@@ -104,7 +104,7 @@ class ChunkScorer:
         own_tiles = lax.div(jnp.maximum(tiles - self.warpgroup, 0) + (warpgroups - 1), warpgroups)
         with jax.named_scope("score_tiles"):
             runs = lax.div(own_tiles + (FLAGS - 1), FLAGS)
-            lax.fori_loop(0, runs, functools.partial(self._score_run, own_tiles), (block_ids, missing))
+            lax.fori_loop(0, runs, functools.partial(self._score_run, own_tiles), (next_ids, missing))
         wait_copies(0)
 
     def _load_queries(self):
@@ -158,19 +158,20 @@ class ChunkScorer:
 
     # --- scores ---
 
-    def _score_run(self, own, number, carry):
-        """Scores a run of up to 32 tiles. Afterwards it scores those tiles again whose keys have scales far apart.
+    def _score_run(self, own_tiles, run, carry):
+        """Scores a run of up to 32 tiles. Afterwards it scores a tile again if its keys have scales far apart.
 
         Args:
-          own: int32 scalar, number of tiles of this warpgroup.
-          number: int32 scalar, number of the run.
-          carry: (block ids of the next tile to copy; bits that say which block ids were missing, see `_push_sign`).
+          own_tiles: int32 scalar, number of tiles of this warpgroup.
+          run: int32 scalar, number of the run.
+          carry: (block_ids, missing). `block_ids` are the block ids of the next tile to copy. The bits of `missing` say
+            which block ids were missing, see `_push_sign`.
 
         Returns:
           The new carry.
         """
-        begin = number * FLAGS
-        end = jnp.minimum((number + 1) * FLAGS, own)
+        begin = run * FLAGS
+        end = jnp.minimum((run + 1) * FLAGS, own_tiles)
         far = None
         if self.keys.is_mxfp4:
             far = plgpu.layout_cast(jnp.zeros(PER_THREAD.shape, jnp.int32), PER_THREAD.layout)
@@ -200,7 +201,9 @@ class ChunkScorer:
             keys = key_tiles.unpack_nvfp4(tile)
 
         def score_token(j, _):
-            score(keys, token=j, row=self.token + j, **self._operands(i, missing << (32 - stages)))
+            row = self.token + j
+            # The copies are `stages - 1` tiles ahead. The shift makes the bit of this tile the sign bit.
+            score(keys, token=j, row=row, **self._operands(i, missing << (32 - stages)))
 
         lax.fori_loop(0, self.count, score_token, None)
         return next_block_ids, missing, far
@@ -225,4 +228,4 @@ class ChunkScorer:
 
 def _push_sign(words, block_ids):
     """Shifts the sign of each block id into the lowest bit of its word: 1 if the block is missing (id -1)."""
-    return words << 1 | lax.shift_right_logical(block_ids, jnp.int32(31))
+    return (words << 1) | lax.shift_right_logical(block_ids, jnp.int32(31))

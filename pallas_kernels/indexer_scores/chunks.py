@@ -74,8 +74,8 @@ class Chunks:
           run: int32 scalar, start of the run that token `first - 1` is in, see `run_bounds`; ignored if `first` is 0.
 
         Returns:
-          (costs of the tokens first .. first + 31, [32] int32 in layout LANES; start of the run that token `first + 31`
-          is in, the argument `run` for the next 32 tokens).
+          (costs, run). `costs` [32] int32 in layout LANES has the costs of the tokens first .. first + 31. `run` is the
+          start of the run that token `first + 31` is in, the argument for the next 32 tokens.
         """
         tokens = self.slots.shape[0]
 
@@ -86,23 +86,23 @@ class Chunks:
         slot = load(self.slots, token)
         is_first = (token == 0) | (slot != load(self.slots, token - 1))
         start, run = latest_start(jnp.where(is_first, token, -1), run)
-        starts = (token < tokens) & (slot >= 0) & (lax.rem(token - start, self.size) == 0)
+        starts_chunk = (token < tokens) & (slot >= 0) & (lax.rem(token - start, self.size) == 0)
         count = jnp.ones_like(token)
-        same = starts
+        same_slot = starts_chunk
         for i in range(1, self.size):
-            same = same & (token + i < tokens) & (load(self.slots, token + i) == slot)
-            count = jnp.where(same, i + 1, count)
-        return jnp.where(starts, count * self.num_tiles(load(self.positions, token + count - 1)), 0), run
+            same_slot = same_slot & (token + i < tokens) & (load(self.slots, token + i) == slot)
+            count = jnp.where(same_slot, i + 1, count)
+        return jnp.where(starts_chunk, count * self.num_tiles(load(self.positions, token + count - 1)), 0), run
 
     def at(self, token: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns (slot, number of tokens, number of tiles) of the chunk that starts at a token, as int32 scalars."""
         tokens = self.slots.shape[0]
         slot = self.slots[token]
         count = jnp.int32(1)
-        same = True
+        same_slot = True
         for i in range(1, self.size):
-            same &= (token + i < tokens) & (self.slots[jnp.minimum(token + i, tokens - 1)] == slot)
-            count = jnp.where(same, i + 1, count)
+            same_slot &= (token + i < tokens) & (self.slots[jnp.minimum(token + i, tokens - 1)] == slot)
+            count = jnp.where(same_slot, i + 1, count)
         return slot, count, jnp.where(slot >= 0, self.num_tiles(self.positions[token + count - 1]), 0)
 
     def share(self, number: jax.Array, num_shares: int) -> tuple[jax.Array, ...]:
@@ -116,8 +116,8 @@ class Chunks:
           num_shares: number of shares.
 
         Returns:
-          int32 scalars: the first unit of the share, the end of its units, the first token of the chunk that the first
-          unit belongs to, and the sum of the costs before that chunk.
+          (begin, end, token, before), int32 scalars. The share has the units begin .. end - 1. `token` is the first
+          token of the chunk that unit `begin` belongs to, and `before` the sum of the costs before that chunk.
         """
         tokens = self.slots.shape[0]
         zero = jnp.int32(0)
@@ -133,14 +133,15 @@ class Chunks:
         begin = number * units + jnp.minimum(number, extra)
 
         def search(carry):
-            token, _, before, run = carry
-            costs, run = self.costs_of_lanes(token, run)
+            next_token, _, before, run = carry
+            costs, run = self.costs_of_lanes(next_token, run)
             lane, before = find_share(costs, begin - before, before)
-            return token + 32, token + lane, before, run
+            return next_token + 32, next_token + lane, before, run
 
         def is_unfinished(carry):
-            # `find_share` returned lane 32 if the unit is in none of the last 32 tokens' chunks. Then both are equal.
-            return (carry[0] < tokens) & (carry[0] == carry[1])
+            # `find_share` returned lane 32 if the unit is in none of the last 32 tokens' chunks.
+            next_token, token, _, _ = carry
+            return (next_token < tokens) & (next_token == token)
 
         _, token, before, _ = lax.while_loop(is_unfinished, search, (zero, zero, zero, zero))
         return begin, begin + units + (number < extra).astype(jnp.int32), token, before
@@ -186,7 +187,8 @@ def latest_start(starts: jax.Array, earlier: jax.Array) -> tuple[jax.Array, jax.
       earlier: int32 scalar, start of the run that the token before lane 0 is in.
 
     Returns:
-      (starts of the runs, [32] int32 in layout LANES; the value of lane 31, an int32 scalar).
+      (start, last). `start` [32] int32 in layout LANES is the start of each lane's run. `last` is its value in lane 31,
+      an int32 scalar.
     """
     lane = lax.iota(jnp.int32, 32)
     start = jnp.max(jnp.where(lane[None, :] <= lane[:, None], starts[None, :], -1), axis=1)
@@ -196,6 +198,7 @@ def latest_start(starts: jax.Array, earlier: jax.Array) -> tuple[jax.Array, jax.
 
 @mlir.emits(latest_start, LANES, returns=(plgpu.ShapeDtypeStruct((32,), jnp.int32, LANES), _SCALAR))
 def _emit_latest_start(starts, earlier):
+    # A mask has a bit for each lane in which a run starts. The highest bit up to this lane is the lane of the start.
     lines = [
         "{ .reg .pred p; .reg .b32 m, v; setp.ge.s32 p, $2, 0; vote.sync.ballot.b32 m, p, 0xffffffff;",
         "mov.u32 v, %lanemask_le; and.b32 m, m, v; bfind.u32 v, m;",
@@ -217,8 +220,8 @@ def find_share(x: jax.Array, begin: jax.Array, base: jax.Array) -> tuple[jax.Arr
       base: int32 scalar, number of units before lane 0.
 
     Returns:
-      (the lane, or 32 if `begin` is past the units of all lanes; `base` plus the number of units before this lane), as
-      int32 scalars.
+      (lane, before), int32 scalars. `lane` is 32 if `begin` is past the units of all lanes. `before` is `base` plus the
+      number of units before this lane.
     """
     lane = lax.iota(jnp.int32, 32)
     # No `cumsum`, in which the interpreter's threads can block each other.
@@ -229,6 +232,7 @@ def find_share(x: jax.Array, begin: jax.Array, base: jax.Array) -> tuple[jax.Arr
 
 @mlir.emits(find_share, LANES, returns=(_SCALAR, _SCALAR))
 def _emit_find_share(x, begin, base):
+    # A prefix sum gives the end of each lane's units. The lanes that end up to `begin` are counted.
     lines = ["{ .reg .pred p; .reg .s32 n, other; .reg .b32 votes; mov.s32 n, $2;"]
     for distance in (1, 2, 4, 8, 16):
         lines.append(f"shfl.sync.up.b32 other|p, n, {distance}, 0, 0xffffffff; @p add.s32 n, n, other;")

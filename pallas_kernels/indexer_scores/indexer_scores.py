@@ -79,7 +79,11 @@ def indexer_scores(
         if shares_gmem is None:
             begin, end, token, base = chunks.share(block, config.blocks)
         else:
-            begin, end, token, base = (shares_gmem[4 * block + i] for i in range(4))
+            begin, end, token, base = (shares_gmem[4 * block + i] for i in range(4))  # as `chunks.share` returns them
+
+        def is_left(state):
+            token, base = state
+            return (token < tokens) & (base < end)
 
         def score_next_chunk(state):
             """Scores this block's share of a chunk, and returns the state for the next chunk.
@@ -89,11 +93,12 @@ def indexer_scores(
             token, base = state
             slot, count, tiles = chunks.at(token)
 
-            def up_to(share):
-                return jnp.minimum(lax.div(jnp.maximum(share - base, 0) + (count - 1), count), tiles)
+            def first_tile_from(unit):
+                """Returns the number of the chunk's first tile whose units are all at or after `unit`."""
+                return jnp.minimum(lax.div(jnp.maximum(unit - base, 0) + (count - 1), count), tiles)
 
-            first_tile = up_to(begin)
-            end_tile = up_to(end)
+            first_tile = first_tile_from(begin)
+            end_tile = first_tile_from(end)
 
             @pl.when(end_tile > first_tile)
             def _():
@@ -103,7 +108,7 @@ def indexer_scores(
 
             return token + count, base + count * tiles
 
-        lax.while_loop(lambda state: (state[0] < tokens) & (state[1] < end), score_next_chunk, (token, base))
+        lax.while_loop(is_left, score_next_chunk, (token, base))
 
     launch = kernel(
         body,

@@ -11,9 +11,9 @@ these units, but sums of products may not be:
 
   * The tensor core aligns 32 products and the running sum to the largest of them, and drops bits below 2**-13 of it (a
     gpu test shows this).
-  * Products of two codes are 0.25 to 36. If the scales of a key, and those of a query, are within NEAR binades (factors
-    of 2) of their largest, products are multiples of 2**-6. Sums below 2**8 are then exact. Sums of independent keys
-    and queries are about 55.
+  * Products of two codes are 0.25 to 36. If all scales of a key and all scales of a query are within NEAR binades
+    (factors of 2) of the largest one, products are multiples of 2**-6. Sums below 2**8 are then exact. Sums of
+    independent keys and queries are about 55.
   * If one of a warp's 16 keys has scales farther apart, the warp scores all 16 again as bfloat16 with float32 sums.
     This is rare: values are about normal after the Hadamard rotation, and 1 of 4 million keys of normal values had such
     scales.
@@ -120,11 +120,11 @@ def permute_dims[A: (jax.Array, np.ndarray)](x: A, dtype: Any) -> A:
 
     `dtype` is the dtype of the multiplied keys and queries, float8_e4m3fn or bfloat16.
     """
-    sizes = (4, 4, 2, 2, 2)
-    order = (1, 3, 4, 0, 2)
     # The digits of a dim's number, and their order in the result. A k step is the 16 (bfloat16) or 32 (E4M3) dims of
     # one `wgmma`; "nibble" numbers the FP4 codes in a half word.
     # dim = (lane's 32, word's 8, half word, k step's half, nibble) -> (k step, nibble, lane, half word)
+    sizes = (4, 4, 2, 2, 2)
+    order = (1, 3, 4, 0, 2)
     if dtype == jnp.float8_e4m3fn:
         # dim = (lane's 32, word's 8, half word, nibble) -> (k step, half word, lane, nibble)
         sizes = (4, 4, 2, 4)
@@ -180,16 +180,21 @@ def _emit_start_tile(tiles_smem, stage, pools, rows, is_wanted):
     key = stage * KEYS + key
     code = []
     operands = []
-    width = pools[1].type.shape[-1]
-    for target, source, size, offset in zip(tiles_smem, pools, (DIM // 2, width), (dims * 16, U32(0)), strict=True):
-        addresses = f"${len(operands)}", f"${len(operands) + 1}"
+
+    def add_copies(target, source, size, offset):
+        """Adds copies of bytes of the thread's two keys, from byte `offset` of a key's `size` bytes on."""
+        number = len(operands)
         operands.append(mlir.at(mlir.shared_pointer(target), key * size + offset))
         operands.append(mlir.at(mlir.global_pointer(source), mlir.multiply_add(row, size, mlir.to_i64(offset))))
         per_copy = min(size, 16)
         copy = f"@p cp.async.{'cg' if per_copy == 16 else 'ca'}.shared.global"
-        code += [
-            f"{copy} [{addresses[0]} + {below}], [{addresses[1]} + {below}], {per_copy};" for below in (0, 8 * size)
-        ]
+        for below in (0, 8 * size):  # the second key is 8 rows after the first
+            code.append(f"{copy} [${number} + {below}], [${number + 1} + {below}], {per_copy};")
+
+    codes_smem, scales_smem = tiles_smem
+    codes_gmem, scales_gmem = pools
+    add_copies(codes_smem, codes_gmem, DIM // 2, dims * 16)
+    add_copies(scales_smem, scales_gmem, scales_gmem.type.shape[-1], U32(0))
     is_wanted = arith.extui(mlir.int_type(), is_wanted.value)
     mlir.ptx(f"{{ .reg .pred p; setp.ne.b32 p, $4, 0; {' '.join(code)} }}", *operands, is_wanted)
 
@@ -262,7 +267,7 @@ def _words(codes, scales, row, width):
 def _own_key():
     """Returns (number of this thread's first key in a tile, c), where 32c .. 32c + 31 are the thread's dims."""
     thread = thread_ops.thread() % mlir.THREADS
-    return (thread >> 5) * WARP_KEYS + (thread >> 2 & 7), thread & 3
+    return (thread >> 5) * WARP_KEYS + ((thread >> 2) & 7), thread & 3
 
 
 def _own_row(rows):
@@ -294,7 +299,7 @@ def _emit_unpack_nvfp4(tile):
     for row, (quad, scale) in enumerate(zip(words.registers.flat, mlir.values(scales), strict=True)):
         # The bits of an E4M3 scale, shifted, are a bfloat16 of the scale times 2**-120. `e2m1_pairs` returns values
         # times 2**-126. The constants undo both factors.
-        exact = [multiply((U32(scale) >> 8 * i & 0x7F) * 0x00100010, 0x7B807B80) for i in range(2)]
+        exact = [multiply(((U32(scale) >> (8 * i)) & 0x7F) * 0x00100010, 0x7B807B80) for i in range(2)]
         factors = [multiply(x, (127 + 126 - SHIFT) * 0x00800080) for x in exact]
         for i, word in enumerate(mlir.values(quad)):
             for pair, bits in enumerate(e2m1_pairs(U32(word))):
@@ -328,8 +333,8 @@ def unpack_mxfp4(tile: tuple[jax.Array, jax.Array], far: jax.Array) -> tuple[jax
     factor = lax.bitcast_convert_type((127 + TOP - jnp.minimum(below, NEAR)) << 23, jnp.float32)
     values = (code_values(words) * factor[:, :, None]).reshape(KEYS, DIM)
     values = permute_dims(values.astype(jnp.float8_e4m3fn), jnp.float8_e4m3fn).reshape(E4M3_KEYS.shape + (4,))
-    one = jnp.any((below > NEAR).reshape(WARPS, 2, 8, 4), axis=1).reshape(-1)
-    return lax.bitcast_convert_type(values, jnp.int32), largest, (far << 1) | one.astype(jnp.int32)
+    is_far = jnp.any((below > NEAR).reshape(WARPS, 2, 8, 4), axis=1).reshape(-1)
+    return lax.bitcast_convert_type(values, jnp.int32), largest, (far << 1) | is_far.astype(jnp.int32)
 
 
 @mlir.emits(unpack_mxfp4, CODES.layout, SCALES.layout, PER_THREAD.layout, returns=(E4M3_KEYS, SCALES, PER_THREAD))
@@ -337,8 +342,10 @@ def _emit_unpack_mxfp4(tile, far):
     words, scales = map(mlir.values, tile)
     largest = largest_scales(scales)
     below = [(top - U32(scale)).minimum(NEAR + 1) for top, scale in zip(largest, scales, strict=True)]
-    more = (U32(mlir.scalar(far)) << 1) | ((U32(NEAR) - below[0].maximum(below[1])) >> 31)
-    return e4m3_keys(words, below), largest, [more]
+    earlier_flags = U32(mlir.scalar(far)) << 1
+    is_far = (U32(NEAR) - below[0].maximum(below[1])) >> 31  # the sign bit of the difference
+    flags = earlier_flags | is_far
+    return e4m3_keys(words, below), largest, [flags]
 
 
 @primitive
@@ -370,7 +377,7 @@ def largest_scales(scales):
     `scales` are the two words with the scale of the thread's own 32 dims of each key.
     """
     scale, other_scale = map(U32, scales)
-    both = scale | other_scale << 16
+    both = scale | (other_scale << 16)
     for distance in (1, 2):
         exchanged = U32(mgpu.utils.shfl_bfly(both.value, distance))
         both = thread_ops.pure("max.u16x2 $0, $1, $2;", both, exchanged)
@@ -394,6 +401,7 @@ def e4m3_keys(words, below):
         low = U32(0x6C686000) - below[row] * 0x08080800
         high = U32(0x7C787470) - below[row] * 0x08080808
         sizes = word & 0x77777777
+        # The highest bits of byte j of `shifted` and of `word` are the signs of codes 2 * j and 2 * j + 1.
         shifted = word << 4
         for half, (selector, order) in enumerate(((sizes, 0x5140), (sizes >> 16, 0x7362))):
             size = thread_ops.pure("prmt.b32 $0, $1, $2, $3;", low, high, selector)

@@ -57,8 +57,8 @@ def load_heads(ref, head: jax.Array) -> jax.Array:
 
 @mlir.emits(load_heads, returns=_TILE)
 def _emit_load_heads(ref, head):
-    start = head * LANES + thread_ops.thread() % mlir.THREADS
-    pointer = mlir.element(ref, start, 2 * HELD)
+    part = head * LANES + thread_ops.thread() % mlir.THREADS  # number of the thread's 32 dims, a quarter of a row
+    pointer = mlir.element(ref, part, 2 * HELD)
     for i in range(HELD // 8):
         words = llvm.load(mlir.vector_type(4, mlir.int_type()), mlir.at(pointer, 16 * i), alignment=16)
         for word in mlir.values(words):
@@ -170,7 +170,7 @@ def _emit_round_e2m1(x):
         # The step between values of E2M1 is half of the value's power of two (exponent without mantissa), and 0.5 below
         # 1. Adding 1.5 * 2**22 times this power, and subtracting it again, rounds to a multiple of the step.
         power = (bits & 0x7F800000).maximum(0x3F800000)
-        large = thread_ops.as_float(power + (22 << 23 | 1 << 22))
+        large = thread_ops.as_float(power + ((22 << 23) | (1 << 22)))
         whole = thread_ops.bits(arith.subf(arith.addf(value, large), large))
         # Values that round to zero keep their sign.
         return thread_ops.as_float(whole | (bits & 0x80000000))
@@ -185,7 +185,9 @@ def pack_words(x: jax.Array) -> jax.Array:
     Word `4 * w + i` of a thread has its dims `8 * w + i`, in the lower half, and `8 * w + i + 4`; i is 0 .. 3.
     """
     bits = lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16).astype(jnp.int32)
-    low, high = (bits.reshape(HEADS, LANES, -1, 2, 4)[:, :, :, i] for i in range(2))
+    halves_of_eight = bits.reshape(HEADS, LANES, -1, 2, 4)
+    low = halves_of_eight[:, :, :, 0]
+    high = halves_of_eight[:, :, :, 1]
     return (low | (high << 16)).reshape(_WORDS.shape)
 
 
@@ -227,26 +229,32 @@ def _emit_mxfp4_words(x, layout):
         largest = [pair("max.u16x2", *largest[i : i + 2]) for i in range(0, len(largest), 2)]
     amax = (largest[0] & 0xFFFF).maximum(largest[0] >> 16) << 16
     amax = arith.maxnumf(thread_ops.as_float(amax), mlir.f32(6 * 2.0**-126))
-    top = bits = thread_ops.bits(arith.mulf(amax, mlir.f32(1 / 6))) + 0x7FFFFF >> 23
+    bits = (thread_ops.bits(arith.mulf(amax, mlir.f32(1 / 6))) + 0x7FFFFF) >> 23  # E8M0, rounded up
+    top = bits
     for distance in (1, 2):
         top = top.maximum(U32(mgpu.utils.shfl_bfly(top.value, distance)))
-    # Pairs of equal bfloat16: 1 over the block's scale, and the block's scale over the head's largest scale.
-    factor, step = ((x << 7) * 0x00010001 for x in (U32(254) - bits, U32(127) - (top - bits).minimum(30)))
+    # Biased exponents of 1 over the block's scale, and of the block's scale over the head's largest scale. Then pairs
+    # of equal bfloat16 with these exponents.
+    factor_exponent = U32(254) - bits
+    step_exponent = U32(127) - (top - bits).minimum(30)
+    factor = (factor_exponent << 7) * 0x00010001
+    step = (step_exponent << 7) * 0x00010001
     codes_of_pairs = []
     for word in words:
         value = multiply(word, factor)
-        # Rounds as `_emit_round_e2m1` does, in bfloat16, whose mantissa is 16 bits shorter than that of float32.
+        # Rounds as `_emit_round_e2m1` does, but in bfloat16, whose mantissa has 16 bits less.
         power = pair("max.u16x2", value & 0x7F807F80, U32(0x3F803F80))
-        large = power + (6 << 7 | 1 << 6) * 0x00010001
+        large = power + ((6 << 7) | (1 << 6)) * 0x00010001
         rounded = pair("sub.rn.bf16x2", pair("add.rn.bf16x2", value, large), large)
-        # The exponent and mantissa of the bfloat16 value * 2**(TOP - 120), shifted by 4 bits, are those of the E4M3
-        # value * 2**TOP, also if that is subnormal.
-        value = multiply(multiply(rounded | value & 0x80008000, step), (127 + TOP - 120) * 0x00800080)
-        codes_of_pairs.append(value >> 4 & 0x007F007F | value >> 8 & 0x00800080)
+        # The bits of the bfloat16 value * 2**(TOP - 120), shifted by 4, are the exponent and mantissa of the E4M3
+        # value * 2**TOP, even of a subnormal one. The sign bit is shifted by 8.
+        value = multiply(multiply(rounded | (value & 0x80008000), step), (127 + TOP - 120) * 0x00800080)
+        codes_of_pairs.append(((value >> 4) & 0x007F007F) | ((value >> 8) & 0x00800080))
     codes_of_fours = []
-    for start in range(0, len(codes_of_pairs), 4):
+    for first in range(0, len(codes_of_pairs), 4):
         # Turns words with pairs of dims i and i + 4 into words of dims 0 .. 3 and of dims 4 .. 7.
-        low, high = (codes_of_pairs[start + i] | codes_of_pairs[start + i + 1] << 8 for i in (0, 2))
+        low = codes_of_pairs[first] | (codes_of_pairs[first + 1] << 8)
+        high = codes_of_pairs[first + 2] | (codes_of_pairs[first + 3] << 8)
         codes_of_fours += [halves(low, high, i) for i in range(2)]
     return codes_of_fours, [top]
 
@@ -279,7 +287,7 @@ def _emit_store_weights(ref, head, weights, scale):
 
 
 def _own_head(head):
-    return head + (thread_ops.thread() % mlir.THREADS >> 2)
+    return head + ((thread_ops.thread() % mlir.THREADS) >> 2)
 
 
 @primitive
@@ -295,7 +303,8 @@ def store_words(ref, head: jax.Array, words: jax.Array) -> None:
         values = lax.bitcast_convert_type(words, jnp.float8_e4m3fn).reshape(HEADS, DIM)
         ref[pl.ds(head, HEADS)] = permute_dims(values, ref.dtype)
         return
-    low, high = ((words >> shift).astype(jnp.uint16) for shift in (0, 16))
+    low = words.astype(jnp.uint16)
+    high = (words >> 16).astype(jnp.uint16)
     bits = jnp.stack([low, high], axis=-1).transpose(0, 2, 1, 3).reshape(HEADS, DIM)
     ref[pl.ds(head, HEADS)] = lax.bitcast_convert_type(bits, jnp.bfloat16)
 

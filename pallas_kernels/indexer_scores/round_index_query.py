@@ -35,7 +35,7 @@ def round_index_query(
 
     MXFP4 queries are returned in units of the largest scale of their head, and the weight of the head is multiplied by
     this scale instead. Values of scale blocks whose scale is up to 14 binades (factors of 2) smaller than the largest
-    are exact. Those of smaller scales lose up to 2**-15 of the largest scale.
+    are exact. Values of blocks with smaller scales lose up to 2**-15 of the largest scale.
 
     Args:
       q: [T, H, 128] bfloat16 queries, H a multiple of 32.

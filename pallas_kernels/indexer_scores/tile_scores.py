@@ -17,8 +17,8 @@ from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import primitive
 
 
-# The number of binades (factors of 2) by which a scale is smaller than the key's largest scale is clamped to this
-# maximum, so that 2**-number is a normal float32.
+# The maximum number of binades (factors of 2) from a scale to the key's largest scale. A scale that is farther away
+# counts as this far, so that the quotient of both is a normal float32.
 MAX_BELOW = 126
 
 
@@ -50,11 +50,11 @@ def _score_mosaic(keys, *, queries, weights, token, out, row, first, block, fact
     mxfp4 = queries.dtype == jnp.float8_e4m3fn
     layouts = (key_tiles.E4M3_KEYS, key_tiles.SCALES) if mxfp4 else (key_tiles.BF16_KEYS, key_tiles.BF16_KEYS)
 
-    def emit(one, other, queries, weights, token, out, row, first, block):
-        registers = mlir.values(one) if mxfp4 else [*one.registers.flat, *other.registers.flat]
+    def emit(keys, scales_or_keys, queries, weights, token, out, row, first, block):
+        registers = mlir.values(keys) if mxfp4 else [*keys.registers.flat, *scales_or_keys.registers.flat]
         dots = _dots(registers, queries, token, "e4m3" if mxfp4 else "bf16")
         sums = _add_up(dots, weights, token * HEADS, [mlir.f32(0.0)] * 2)
-        _store(sums, mlir.values(other) if mxfp4 else None, out, row, first, block, factor)
+        _store(sums, mlir.values(scales_or_keys) if mxfp4 else None, out, row, first, block, factor)
 
     pairs = ((x, kind.layout) for x, kind in zip(keys, layouts, strict=True))
     queries = queries, plgpu.RefType(transforms(queries.dtype))
@@ -99,7 +99,7 @@ def _emit_score_far(tile, *, queries, weights, tokens, out, row, first, block, f
     code = "{ .reg .pred p; setp.gt.u32 p, $1, $2; vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
     far = thread_ops.ptx(code, below[0].maximum(below[1]), NEAR)
 
-    def again(j):
+    def score_token(j):
         sums = _far_sums(keys, queries, weights, j)
         _store(sums, largest, out, row + j, first, block, factor * 2.0**TOP)
 
@@ -107,7 +107,7 @@ def _emit_score_far(tile, *, queries, weights, tokens, out, row, first, block, f
         # `e2m1_pairs` returns the codes' values times 2**-126. The factor includes 2**126.
         factors = [(U32(127 + 126) - x) * 0x00800080 for x in below]
         keys = [[multiply(x, factors[i // 4]) for x in e2m1_pairs(U32(word))] for i, word in enumerate(words)]
-        thread_ops.loop(tokens, again)
+        thread_ops.loop(tokens, score_token)
 
 
 def _totals(tile, largest, queries, weights, token):
@@ -151,13 +151,14 @@ def _far_sums(keys, queries, weights, token):
     lane = thread_ops.lane()
     zero = U32(mlir.f32(0.0))
     head = lane >> 2
-    start = thread_ops.shared(queries) + token * (HEADS * DIM) + head * DIM + ((lane & 3) << 2)
+    first_query = thread_ops.shared(queries) + token * (HEADS * DIM) + head * DIM + ((lane & 3) << 2)
 
     def add_heads(i, *sums):
         dots = [zero.value] * 4
         for word in range(4):
-            lines = [start + i * (8 * DIM) + ((head ^ 2 * word + half) << 4) for half in range(2)]
-            first, second = (thread_ops.ptx("ld.shared.b32 $0, [$1];", line) for line in lines)
+            # The 128-byte swizzle of the queries XORs the number of 16 bytes with the head's number.
+            places = [first_query + i * (8 * DIM) + ((head ^ (2 * word + half)) << 4) for half in range(2)]
+            first, second = (thread_ops.ptx("ld.shared.b32 $0, [$1];", place) for place in places)
             # Pairs of values i and i + 4 of 8, as `e2m1_pairs` orders the keys. `e4m3_pairs` returns values times
             # 2**-120.
             q = [multiply(x, 0x7B807B80) for high in range(2) for x in e4m3_pairs(halves(first, second, high))]
@@ -203,8 +204,8 @@ def _add_up(dots, weights, head, sums):
 def _store(sums, largest, out, row, first, block, factor):
     """Emits the sum over the four lanes that share two keys, times `factor / 2`, and the store of the scores.
 
-    `sums` are from `_add_up`. `largest` has the E8M0 bits of the scales of the thread's two keys, by which their scores
-    are also multiplied, or is None. The other arguments are those of `score`.
+    `sums` are from `_add_up`. If `largest` is not None, the scores of the thread's two keys are also multiplied by the
+    two scales whose E8M0 bits it has. The other arguments are as in `score`.
     """
     lane = thread_ops.lane()
     total = arith.mulf(_add_quads(sums, lane), mlir.f32(0.5 * factor))
@@ -214,17 +215,22 @@ def _store(sums, largest, out, row, first, block, factor):
         total = arith.mulf(total, thread_ops.as_float(scale))
     missing = U32(mlir.scalar(block)).is_below(0)
     total = arith.select(missing.value, mlir.f32(-np.inf), total)
-    first = (thread_ops.thread() % mlir.THREADS >> 5) * WARP_KEYS + first
-    with thread_ops.when(first.is_below(out.type.shape[1]) & (lane & 2).equals(0)):
+    warp_column = ((thread_ops.thread() % mlir.THREADS) >> 5) * WARP_KEYS + first
+    with thread_ops.when(warp_column.is_below(out.type.shape[1]) & (lane & 2).equals(0)):
         key = (lane & 1) * 8 + (lane >> 2)
-        offset = mlir.multiply_add(mlir.to_i64(row), out.type.shape[1], mlir.to_i64(first + key))
+        offset = mlir.multiply_add(mlir.to_i64(row), out.type.shape[1], mlir.to_i64(warp_column + key))
         llvm.store(total, mlir.at(mlir.global_pointer(out), offset, mlir.f32_type()))
 
 
 def _add_quads(sums, lane):
-    """Emits the sums over the four lanes that share two keys: the first key's in even lanes, the second's in odd."""
+    """Emits the sums over the four lanes that share two keys. Even lanes get the first key's sum, odd lanes the other.
+
+    `sums` are this lane's sums of the first and of the second key.
+    """
     odd = (lane & 1) > 0
-    kept, sent = (arith.select(odd.value, x, y) for x, y in ((sums[1], sums[0]), sums))
+    first, second = sums
+    kept = arith.select(odd.value, second, first)
+    sent = arith.select(odd.value, first, second)
     total = arith.addf(kept, mgpu.utils.shfl_bfly(sent, 1))
     return arith.addf(total, mgpu.utils.shfl_bfly(total, 2))
 
@@ -240,17 +246,19 @@ def _dots(registers, queries, token, kind):
     """
     size = {"e4m3": 1, "bf16": 2}[kind]
     registers = [mgpu.utils.bitcast(register, mlir.int_type()) for register in registers]
-    start = ((thread_ops.shared(queries) & 0x3FFFF) >> 4 | 1 << 16) + token * (HEADS * DIM * size >> 4)
+    # Lower half of the queries' matrix descriptor: their address in units of 16 bytes, and bit 16.
+    low = (((thread_ops.shared(queries) & 0x3FFFF) >> 4) | (1 << 16)) + token * ((HEADS * DIM * size) >> 4)
     count = HEADS // 2
     steps = len(registers) // 4
     sums = ", ".join(f"${i}" for i in range(count))
-    # Upper half of the queries' matrix descriptor: the stride between groups of 8 heads, and the 128-byte swizzle.
-    high = 1 << 30 | 1024 * size >> 4
+    # Upper half of the descriptor: the stride between groups of 8 heads, and the 128-byte swizzle.
+    high = (1 << 30) | ((1024 * size) >> 4)
+    # The predicate p says whether a product is added to the sums. The first product replaces them.
     lines = ["{ .reg .pred p; .reg .b32 l; .reg .b64 d; setp.ne.b32 p, 0, 0; wgmma.fence.sync.aligned;"]
     for step in range(steps):
         a = ", ".join(f"${count + 4 * step + i}" for i in range(4))
         # A step reads 32 bytes of each head. After 4 steps, the next 128 bytes of the 8 heads in a tile begin.
-        offset = step // 4 * 1024 + step % 4 * 32
+        offset = (step // 4) * 1024 + (step % 4) * 32
         lines += [
             f"add.u32 l, ${count + 4 * steps}, {offset >> 4}; mov.b64 d, {{l, {high}}};",
             f"wgmma.mma_async.sync.aligned.m64n{HEADS}k{32 // size}.f32.{kind}.{kind} {{{sums}}}, {{{a}}}, d, p, 1, 1"
@@ -259,4 +267,4 @@ def _dots(registers, queries, token, kind):
         if step == 0:
             lines.append("setp.eq.b32 p, 0, 0;")
     lines.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }")
-    return mlir.ptx("\n".join(lines), *registers, start, results=[mlir.f32_type()] * count)
+    return mlir.ptx("\n".join(lines), *registers, low, results=[mlir.f32_type()] * count)

@@ -125,8 +125,12 @@ def _select_row(radix: RadixSelect) -> None:
         """
         pl.when(~overflowed)(lambda: visit(listed))
         if radix.plan.chunks > 1:
-            again = pl.loop(0, chunks)
-            pl.when(overflowed)(lambda: again(lambda chunk: visit(radix.collect(radix.load(chunk), low, chunk))))
+            for_each_chunk = pl.loop(0, chunks)
+
+            def visit_chunk(chunk):
+                visit(radix.collect(radix.load(chunk), low, chunk))
+
+            pl.when(overflowed)(lambda: for_each_chunk(visit_chunk))
 
     shared = jnp.bool(False)
     if radix.plan.blocks > 1:
@@ -163,8 +167,8 @@ def _count_scores(radix, chunks):
         radix.wait()
     else:
         radix.wait()
-        # The last chunk is counted first. `_list_candidates` reads chunks in ascending order, and so begins with those
-        # that were read last and may still be in L2.
+        # The last chunk is counted first. `_list_candidates` reads chunks in ascending order, and so begins with the
+        # chunks that were read last and may still be in L2.
         pl.loop(1, chunks)(lambda i: radix.count(radix.load(chunks - i), chunks - i))
         scores = radix.load(first_chunk)
     is_long = radix.length > plan.k
@@ -180,8 +184,15 @@ def _count_scores(radix, chunks):
 def _list_candidates(radix, scores, low, chunks):
     """Lists the scores of the row with keys of at least `low`.
 
-    `scores` are those of chunk 0, and `chunks` is the number of chunks. Returns (list, whether it overflowed, because a
-    thread has more candidates than slots).
+    Args:
+      radix: the steps of the row's selection.
+      scores: scores of chunk 0.
+      low: int32 scalar, smallest key to list.
+      chunks: int32 scalar, number of chunks.
+
+    Returns:
+      (candidates, overflowed). `candidates` is the list. `overflowed` says whether it is incomplete, because a thread
+      has more candidates than slots.
     """
     first_chunk = jnp.int32(0)
     if radix.plan.chunks == 1:

@@ -18,8 +18,8 @@ STEP = 32 * VECTOR  # number of scores that a warp loads at a time
 RESULT = 4  # number of words that hold the result of one pass
 MAX_BLOCKS = 8  # maximum number of blocks in a cluster
 # {number of blocks in a cluster: number of clusters, one for each row, that run at once}. A block fills an SM. Fewer
-# than 132 / blocks clusters run at once, because all SMs of a cluster are in the same group of up to 18 SMs. Tests with
-# 16 clusters of 8 blocks and with 32 of 4 blocks did not run at once.
+# than 132 / blocks clusters run at once, because all SMs of a cluster are in the same group of up to 18 SMs. In tests,
+# neither 16 clusters of 8 blocks nor 32 clusters of 4 blocks ran at once.
 _ROWS_AT_ONCE = {8: 14, 4: 30, 3: 40, 2: 66}
 
 
@@ -55,10 +55,10 @@ class RadixPlan:
             blocks = min(max_blocks, -(-entries // 32768))
             warpgroups = 8
         while True:
-            share = -(-entries // (blocks * warpgroups * 128))
-            plan = cls(k, blocks, warpgroups, -(-share // 4) * 4)
-            if share > 32:
-                plan = cls(k, blocks, warpgroups, 24, -(-share // 24))
+            per_thread = -(-entries // (blocks * warpgroups * 128))
+            plan = cls(k, blocks, warpgroups, -(-per_thread // 4) * 4)
+            if per_thread > 32:
+                plan = cls(k, blocks, warpgroups, 24, -(-per_thread // 24))
             if plan.shared_bytes <= SHARED_BYTES or blocks == 8:
                 return plan
             blocks += 1
@@ -91,7 +91,7 @@ class RadixPlan:
 
     @functools.cached_property
     def offsets(self) -> types.SimpleNamespace:
-        """The number of the first word of each area of a block's shared memory, by name; `end` is their total."""
+        """The number of the first word of each area of a block's shared memory, by name; `end` counts all words."""
         cluster = self.blocks > 1
         sizes = {
             "counts": len(SHIFTS) * BINS,  # this block's histogram of each pass
@@ -106,8 +106,8 @@ class RadixPlan:
             "scratch": 32,  # a word for each warp
             "shared_candidates": self.blocks * self.max_shared if cluster else 0,  # keys of each block's candidates
         }
-        starts = itertools.accumulate(sizes.values(), initial=0)
-        return types.SimpleNamespace(**dict(zip((*sizes, "end"), starts, strict=True)))
+        first_words = itertools.accumulate(sizes.values(), initial=0)
+        return types.SimpleNamespace(**dict(zip((*sizes, "end"), first_words, strict=True)))
 
     def counts(self, number: int) -> int:
         """Returns the number of the first word of this block's histogram of pass `number`."""

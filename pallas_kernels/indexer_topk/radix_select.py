@@ -4,9 +4,9 @@ A key is an unsigned integer of 32 bits that rises with the score; zeros of both
 for the k-th largest key takes three passes, for digits of 11, 11 and 10 bits. Each pass counts the keys of an interval
 by their next digit. The keys with the digit of the k-th largest key are the interval of the next pass.
 
-After the first pass, the scores whose first digit is that of the k-th largest key, or larger, are candidates. They are
-few unless many scores are equal. Each thread lists its candidates in shared memory. If no block has many, all blocks
-send their lists to each other, and need not wait for each other in the later passes.
+After the first pass, scores are candidates if their first digit is at least the first digit of the k-th largest key.
+Candidates are few unless many scores are equal. Each thread lists its candidates in shared memory. If no block has
+many, all blocks send their lists to each other, and need not wait for each other in the later passes.
 
 A bitmap marks the selected entries. A thread counts the marks before its own to find where to write its entries.
 """
@@ -73,7 +73,7 @@ class RadixSelect:
     block: Any  # int32 scalar, number of the block in the cluster
     warpgroup: Any  # int32 scalar, number of the warpgroup in the block
     length: Any  # int32 scalar, number of scores of the row to select from
-    alone: Any  # bool scalar, whether the row is so short that the first block of several processes all of it alone
+    alone: Any  # bool scalar, whether the row is so short that the first of several blocks processes it alone
     steps: Any  # int32 scalar, number of loads of 128 scores for a warp's part of the row
     first: Any  # int32 scalar, index of the block's first entry in the row
 
@@ -81,7 +81,8 @@ class RadixSelect:
     def of_row(cls, plan: RadixPlan, scores, lengths, out, *, memory, candidates) -> "RadixSelect":
         """Returns the steps for the row of this block.
 
-        `scores`, `lengths` ([T] int32) and `out` are references in global memory, the others in shared memory.
+        `scores`, `lengths` ([T] int32) and `out` are references in global memory, `memory` and `candidates` in shared
+        memory.
         """
         row, block, warpgroup = axis_indices("row", "block", "warpgroup")
         length = jnp.clip(lengths[row], 0, scores.shape[1])
@@ -101,7 +102,7 @@ class RadixSelect:
 
     @staticmethod
     def out_types(plan: RadixPlan, tokens: int) -> list[jax.ShapeDtypeStruct]:
-        """Returns the types of the kernel's outputs, of which the first is the selection."""
+        """Returns the types of the kernel's outputs. The first output is the selection."""
         return [jax.ShapeDtypeStruct((tokens, plan.k), jnp.int32)]
 
     def _word(self, number):
@@ -146,6 +147,8 @@ class RadixSelect:
         begin, limit = self._chunk_range(chunk)
         base = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(self.scores))
         width = 4 * self.scores.type.shape[1]
+        # Loads four scores, $0 .. $3, from index $6 of row $4, or sets them to -inf if the index is $7 or more. $5 is
+        # the address of the scores, and $8 the number of bytes in a row.
         code = """{ .reg .pred p; .reg .b64 a; setp.lt.u32 p, $6, $7; mul.wide.u32 a, $4, $8; add.u64 a, a, $5;
             mad.wide.u32 a, $6, 4, a; mov.b32 $0, 0fFF800000; mov.b32 $1, 0fFF800000; mov.b32 $2, 0fFF800000;
             mov.b32 $3, 0fFF800000; @p ld.global.nc.L1::no_allocate.v4.f32 {$0, $1, $2, $3}, [a]; }"""
@@ -176,6 +179,7 @@ class RadixSelect:
         begin, limit = self._chunk_range(chunk)
         histogram = self._word(self.plan.counts(0))
         # A bin's number is the first 11 bits of the score, not of its key. `_search` reads bins in the order of keys.
+        # `a` is the bin's distance in bytes, 4 * (score >> 21), then its address.
         code = "shr.u32 a, $0, 19; and.b32 a, a, 8188; add.u32 a, a, $1; red.shared.add.u32 [a], 1;"
         code = "{ .reg .b32 a; " + code + " }"
         for r in range(self.plan.values // VECTOR):
@@ -195,16 +199,17 @@ class RadixSelect:
     @_for_thread(returns=_PER_THREAD)
     def _collect(self, scores, low, chunk):
         begin, limit = self._chunk_range(chunk)
-        least = ops.as_float(_score_bits(low))
+        lowest_score = ops.as_float(_score_bits(low))
         slots = ops.shared(self.candidates, ops.thread())
-        code = "{{ .reg .pred p; setp.ge.f32 p, $1, $2; @p st.shared.f32 [$3+{}], $1; @p or.b32 $0, $0, {}; }}"
+        # Stores score $1 in its slot and sets its bit in mask $0, if it is at least $2. $3 is the address of slot 0.
+        template = "{{ .reg .pred p; setp.ge.f32 p, $1, $2; @p st.shared.f32 [$3+{}], $1; @p or.b32 $0, $0, {}; }}"
         mask = U32(0)
         for r in range(self.plan.values // VECTOR):
 
             def compare(r=r, mask=mask):
                 for i in range(r * VECTOR, (r + 1) * VECTOR):
-                    one = code.format(4 * self.plan.threads * i, 1 << i)
-                    mask = ops.ptx(one, scores[i], least, slots, in_out=[mask])
+                    code = template.format(4 * self.plan.threads * i, 1 << i)
+                    mask = ops.ptx(code, scores[i], lowest_score, slots, in_out=[mask])
                 return [mask.value]
 
             mask = U32(*ops.replace_if(begin + r * STEP < limit, [mask.value], compare))
@@ -229,9 +234,10 @@ class RadixSelect:
         plan = self.plan
         stride = 4 * self.plan.threads
         begin, limit = self._chunk_range(chunk)
-        least = ops.as_float(_score_bits(low))
+        lowest_score = ops.as_float(_score_bits(low))
         slots = ops.shared(self.candidates, ops.thread())
-        full = slots + (plan.slots - VECTOR) * stride
+        last_with_room = slots + (plan.slots - VECTOR) * stride
+        # Stores score $1 and its number $3 in slot $0 and moves on to the next slot, if the score is at least $2.
         code = """{{ .reg .pred p; setp.ge.f32 p, $1, $2; @p st.shared.f32 [$0], $1; @p st.shared.u32 [$0+{}], $3;
             @p add.u32 $0, $0, {}; }}"""
         code = code.format(stride * plan.slots, stride)
@@ -240,11 +246,11 @@ class RadixSelect:
 
             def compare(r=r, slot=slot):
                 for i in range(r * VECTOR, (r + 1) * VECTOR):
-                    slot = ops.ptx(code, scores[i], least, chunk * plan.values + i, in_out=[slot])
+                    slot = ops.ptx(code, scores[i], lowest_score, chunk * plan.values + i, in_out=[slot])
                 return [slot.value]
 
-            has_room = slot <= full
-            with ops.when(slot > full):
+            has_room = slot <= last_with_room
+            with ops.when(slot > last_with_room):
                 ops.set_bits(self._word(plan.offsets.overflow), 1)
             slot = U32(*ops.replace_if((begin + r * STEP < limit) & has_room, [slot.value], compare))
         return (slot - slots) // stride
@@ -261,26 +267,26 @@ class RadixSelect:
     def _each_candidate(self, kept, visit):
         """Calls `visit(bits, number, nth)` for each candidate in this thread's list.
 
-        `bits` are the bits of the score. `number` is the score's number in its chunk, or over all chunks if the list
-        has all. `nth` counts the thread's candidates from 0 on.
+        `bits` are the bits of the score. `number` is the score's number in the list's chunk, or if the list is of all
+        chunks, among the thread's scores of all chunks. `nth` counts the thread's candidates from 0 on.
         """
         slots = ops.shared(self.candidates, ops.thread())
         stride = 4 * self.plan.threads
         if kept.chunk is None:
 
-            def one_listed(nth):
+            def visit_slot(nth):
                 slot = slots + nth * stride
                 visit(ops.load(slot), ops.load(slot + stride * self.plan.slots), nth)
 
-            ops.loop(kept.mask_or_count, one_listed)
+            ops.loop(kept.mask_or_count, visit_slot)
             return
 
-        def one_bit(nth, left):
-            i = ops.lowest_bit(left)
+        def visit_lowest_bit(nth, mask):
+            i = ops.lowest_bit(mask)
             visit(ops.load(slots + i * stride), i, nth)
-            return [left & (left - 1)]
+            return [mask & (mask - 1)]
 
-        ops.loop(ops.count_bits(kept.mask_or_count), one_bit, kept.mask_or_count)
+        ops.loop(ops.count_bits(kept.mask_or_count), visit_lowest_bit, kept.mask_or_count)
 
     @_for_thread
     def share_candidates(self, kept: CandidateList, overflowed):
@@ -296,7 +302,7 @@ class RadixSelect:
         fits = total <= plan.max_shared
 
         def store_key(bits, _, nth):
-            ops.store(keys + (before + nth << 2), key_of(bits))
+            ops.store(keys + ((before + nth) << 2), key_of(bits))
 
         with ops.when(fits):
             self._each_candidate(kept, store_key)
@@ -332,13 +338,13 @@ class RadixSelect:
         self._each_shared_candidate(self._key_counter(number, low, width))
 
     def _key_counter(self, number, low, width):
-        """Returns a function of a key that counts it by its digit if it is in low .. low + width - 1."""
+        """Returns a function that counts a key by its digit, if the key is in low .. low + width - 1."""
         histogram = self._word(self.plan.counts(number))
 
         def count_key(key):
             offset = key - low
             with ops.when(offset < width):
-                ops.add(histogram + (offset >> SHIFTS[number] << 2), 1)
+                ops.add(histogram + ((offset >> SHIFTS[number]) << 2), 1)
 
         return count_key
 
@@ -349,10 +355,12 @@ class RadixSelect:
         The numbers come from the keys that the blocks have sent to each other, so that no block has to wait.
         """
 
-        def one(key, so_far):
-            return [so_far + (key >= low).where((key - low < width).where(1, 1 << 16), 0)]
+        def add_mark(key, so_far):
+            is_marked = key >= low
+            mark = (key - low < width).where(1, 1 << 16)  # a tie counts in the lower half of the word
+            return [so_far + is_marked.where(mark, 0)]
 
-        block, (total,) = self._each_shared_candidate(one, U32(0))
+        block, (total,) = self._each_shared_candidate(add_mark, U32(0))
         total = ops.warp_sum(total)
         with ops.when(ops.lane().equals(0) & (block < self.plan.blocks)):
             ops.add(self._word(block + self.plan.offsets.totals), total)
@@ -363,21 +371,24 @@ class RadixSelect:
         The warps of this block share the work: each group of warps has the list of one block of the cluster.
 
         Returns:
-          (number of the block whose list this warp has, `plan.blocks` or more if none; carried).
+          (block, carried). `block` is the number of the block whose list this warp has, `plan.blocks` or more if the
+          warp has none. `carried` are the last values.
         """
         plan = self.plan
         warps = plan.warps // plan.blocks
         block = ops.warp() // warps
-        number = (ops.warp() % warps << 5) + ops.lane()
+        number = ((ops.warp() % warps) << 5) + ops.lane()  # of the first key that this thread visits
         count = ops.load(self._word(block.minimum(plan.blocks - 1) + plan.offsets.candidate_counts))
         count = (block < plan.blocks).where(count, 0)
         keys = self._word(block * plan.max_shared + number + plan.offsets.shared_candidates)
 
-        def one(i, *carried):
+        def visit_key(i, *carried):
             return visit(ops.load(keys + i * (128 * warps)), *carried)
 
-        left = count + (32 * warps - 1) - number.minimum(count + (32 * warps - 1))
-        return block, ops.loop(left // (32 * warps), one, *carried)
+        # The thread visits every key that is a multiple of this stride behind its first key.
+        stride = 32 * warps
+        left = count + (stride - 1) - number.minimum(count + (stride - 1))
+        return block, ops.loop(left // stride, visit_key, *carried)
 
     @_for_thread
     def find(self, number: int, rank, shared):
@@ -419,20 +430,22 @@ class RadixSelect:
     def _search(self, number, rank, source):
         """Searches a histogram for the digit of the `rank`-th largest key and stores the result of `find`.
 
-        One warp does it, since sharing the work among warps takes more time than it saves. `source` is the address of
-        the histogram of pass `number`.
+        One warp searches, because sharing the work among warps takes more time than it saves. It first finds a chunk of
+        128 bins, four for each lane, then the bin. `source` is the address of the histogram of pass `number`.
         """
         chunk_bins = 32 * VECTOR
         chunks = BINS // chunk_bins
-        above = U32(0)
-        chunk = U32(chunks)
-        before = U32(0)
+        above = U32(0)  # number of keys in the chunks so far
+        chunk = U32(chunks)  # the chunk with the key of this rank, or `chunks` if there is none
+        before = U32(0)  # number of keys in the chunks before it
         for i in range(chunks):  # from the largest digits on
-            lowest = BINS - (i + 1) * chunk_bins
-            start = lowest if number else lowest - BINS // 2 if lowest >= BINS // 2 else BINS - lowest - chunk_bins
-            count_here = functools.reduce(operator.add, ops.load_vector(source + 4 * start + (ops.lane() << 4)))
+            first_bin = lowest_digit = BINS - (i + 1) * chunk_bins
+            if number == 0:  # as in `_bin`
+                is_positive = lowest_digit >= BINS // 2
+                first_bin = lowest_digit - BINS // 2 if is_positive else BINS - lowest_digit - chunk_bins
+            count_here = functools.reduce(operator.add, ops.load_vector(source + 4 * first_bin + (ops.lane() << 4)))
             if number == 0 and i == chunks - 1:
-                count_here = ops.lane().equals(31).where(0, count_here)  # -inf
+                count_here = ops.lane().equals(31).where(0, count_here)  # the bins of the last lane count -inf
             up_to = above + ops.warp_sum(count_here)
             contains_rank = (above < rank) & (rank <= up_to)
             chunk = contains_rank.where(i, chunk)
@@ -464,11 +477,12 @@ class RadixSelect:
         """Returns the result of `find` in a pass, as int32 scalars.
 
         Returns:
-          (1 + the digit; the key's rank among the keys with this digit; the number of keys with this digit beyond this
-          rank). All are 0 if the pass was skipped, or if there are fewer keys than the rank.
+          (digit_plus_1, rank, spare). `rank` is the key's rank among the keys with this digit, and `spare` the number
+          of keys with this digit that have a larger rank. All are 0 if the pass was skipped, or if there are fewer keys
+          than the rank that was searched.
         """
-        at = self.plan.results(number)
-        return self.memory[at], self.memory[at + 1], self.memory[at + 2]
+        result = self.plan.results(number)
+        return self.memory[result], self.memory[result + 1], self.memory[result + 2]
 
     # --- the result ---
 
@@ -509,6 +523,7 @@ class RadixSelect:
         ops.sync()
         marks, counts = self._load_marks()
         before, total = ops.block_prefix_sum(counts, self._word(plan.offsets.scratch), plan.warps)
+        # Words of a block have the number of ties in their lower 20 bits. Words of `totals` have it in their lower 16.
         above = before >> 20
         tied = before & 0xFFFFF
         all_above = total >> 20
@@ -581,24 +596,24 @@ class RadixSelect:
         """Writes the entries of this thread's marks to the result.
 
         Args:
-          marks: list of words, from `_load_marks`.
+          marks: list of (word of entries above, word of ties, index of the entry of bit 0), from `_load_marks`.
           ties: number of ties that are selected in the row.
           above, tied: number of entries before this thread's that are marked above, and as ties.
         """
         k = self.plan.k
-        for high, tie, entry in marks:
+        for above_bits, tie_bits, entry in marks:
             position = above + tied.minimum(ties)
-            some = (tied < ties).where(tie, 0)
-            above = above + ops.count_bits(high)
-            tied = tied + ops.count_bits(tie)
-            surplus = ops.count_bits(some).minimum(tied - tied.minimum(ties))
-            (some,) = ops.loop(surplus, lambda _, left: [left ^ ops.highest_bit(left)], some)
+            selected_ties = (tied < ties).where(tie_bits, 0)
+            above = above + ops.count_bits(above_bits)
+            tied = tied + ops.count_bits(tie_bits)
+            surplus = ops.count_bits(selected_ties).minimum(tied - tied.minimum(ties))
+            (selected_ties,) = ops.loop(surplus, lambda _, bits: [bits ^ ops.highest_bit(bits)], selected_ties)
 
-            def write_one(i, left, position=position, entry=entry):
-                ops.store_global(self.out, self.row * k + position + i, entry + ops.lowest_bit(left))
-                return [left & (left - 1)]
+            def write_lowest_bit(i, bits, position=position, entry=entry):
+                ops.store_global(self.out, self.row * k + position + i, entry + ops.lowest_bit(bits))
+                return [bits & (bits - 1)]
 
-            ops.loop(ops.count_bits(high | some), write_one, high | some)
+            ops.loop(ops.count_bits(above_bits | selected_ties), write_lowest_bit, above_bits | selected_ties)
 
     def _pad(self, first):
         """Fills the rest of the result's row with -1; `first` is the first place that this thread fills."""

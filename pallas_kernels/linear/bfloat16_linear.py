@@ -103,7 +103,8 @@ def bfloat16_linear(
 def _splits(tiles, steps):
     """Returns the number of blocks that split the columns of a tile.
 
-    It is the largest power of two with which all blocks run at once, since three blocks took longer than two.
+    The number is the largest power of two with which all blocks run at once. Other numbers are left out: three blocks
+    took longer than two.
 
     Args:
       tiles: number of tiles.
@@ -144,7 +145,9 @@ def _body(p, x_gmem, weight_gmem, layer_gmem, *outs_gmem, inbox, stages):
     weight_gmem = weights_of_layer(weight_gmem, layer_gmem)
     worker, split, warpgroup = axis_indices("worker", "split", "warpgroup")
     # The range of stages of a tile, 256 columns each, that this block multiplies.
-    first_step, end_step = (lax.div((split + n) * jnp.int32(p.depth // STEP), p.splits) for n in range(2))
+    tile_steps = jnp.int32(p.depth // STEP)
+    first_step = lax.div(split * tile_steps, p.splits)
+    end_step = lax.div((split + 1) * tile_steps, p.splits)
     steps = end_step - first_step
     tiles = lax.div(p.tiles - worker + p.workers - 1, p.workers)
     exchange = None if inbox is None else p.exchange.start(inbox, outs_gmem)

@@ -59,8 +59,8 @@ class Config:
         """Chooses the division of the work, with stages as large as possible.
 
         `splits` is the smallest number of blocks with which 16 tokens fit into shared memory and more than half of the
-        multiprocessors have work. If no number gives work to so many, it is the largest with which 16 tokens fit. It
-        decides the order in which products are added, so it does not depend on the number of tokens.
+        multiprocessors have work. If no number gives work to so many, it is the largest with which 16 tokens fit.
+        `splits` decides the order in which products are added, so it does not depend on the number of tokens.
 
         Args:
           p: the problem; its `config` is not used.
@@ -70,14 +70,15 @@ class Config:
           The config, or None if 16 tokens do not fit.
         """
         chosen = None
+        tokens = -(-p.tokens // COLUMNS) * COLUMNS
         for splits, clusters in CLUSTERS.items():
             if p.depth % (min_columns(p.matrices) * splits) or (interpret and splits > 2):
                 continue
             workers = min(p.tiles, 2 if interpret else clusters)
-            few = next(_configs_with_room(p, FEW_TOKENS, splits, workers), None)
-            if few is None or few.places == 1:
+            for_few_tokens = next(_configs_with_room(p, FEW_TOKENS, splits, workers), None)
+            if for_few_tokens is None or for_few_tokens.places == 1:
                 continue
-            chosen = next(_configs_with_room(p, -(-p.tokens // COLUMNS) * COLUMNS, splits, workers), few)
+            chosen = next(_configs_with_room(p, tokens, splits, workers), for_few_tokens)
             if interpret or 2 * workers * splits > MULTIPROCESSORS:
                 break
         return chosen
@@ -130,7 +131,8 @@ def quantized_linear(
         256.
       norm: [K] float32 weight of an RMS norm, or None. If given, each row of x is normalized and rounded first, and
         `spec.num_groups` is 1.
-      layer: [] int32 index on a leading axis of layers of all weights and of the norm's. None: they have no such axis.
+      layer: [] int32 index on a leading axis of layers of all weights and of the norm's weight. None: they have no such
+        axis.
       spec: outputs in float32 or bfloat16, whose sizes are multiples of 64. Each output has rows of one matrix only.
         With several groups, there is one matrix, and each group has a multiple of 128 rows.
       swiglu_limit: limit of SwiGLU, or None. If given, the spec has two bfloat16 outputs, the gate and the up
@@ -183,7 +185,7 @@ def _problem(x, pairs, norm, layer, spec, swiglu_limit, eps):
     )
     if norm is not None:
         check_weight("norm", norm, layer, jnp.float32, depth)
-    assert groups == 1 or len(pairs) == 1 and norm is None
+    assert groups == 1 or (len(pairs) == 1 and norm is None)
     return QuantizedLinearProblem(matrices, depth, tokens, groups, outputs, swiglu_limit, eps)
 
 
@@ -220,7 +222,7 @@ class QuantizedLinearProblem:
 
     @property
     def other_bytes(self) -> int:
-        """The number of bytes of shared memory that a block needs beside those of its `gemm`."""
+        """The number of bytes of shared memory that a block needs beside the memory of its `gemm`."""
         return OTHER_BYTES + self.exchange.num_bytes
 
     def first_tile(self, worker):
@@ -230,6 +232,7 @@ class QuantizedLinearProblem:
         """
         clip, divide = (jnp.clip, lax.div) if isinstance(worker, jax.Array) else (np.clip, operator.floordiv)
         bits = [layout.bits * tiles for layout, tiles in self.matrices]
+        # Size of the tiles before the cluster's tiles, in units of a tile of one bit per weight.
         begin = divide(worker * sum(bits), np.int32(self.config.workers))
         tile = 0
         for (layout, tiles), size in zip(self.matrices, bits, strict=True):
@@ -268,8 +271,8 @@ def _body(p, x_gmem, weights_gmem, norm_gmem, layer_gmem, *outs_gmem, factors_sm
         # No kernel writes the weights, so the loading warpgroup starts while the previous kernel ends.
         pl.when(warpgroup != LOAD)(wait_for_inputs)
     else:
-        # The layer's number may be the result of a kernel that still runs, even of one several launches ago: a kernel
-        # lets the next one start before it waits for the previous one itself.
+        # The layer's number may be the result of a kernel that still runs, also of an older one than the previous
+        # kernel: every kernel lets the next one start before it waits for its own inputs.
         wait_for_inputs()
     weights_gmem, norm_gmem = weights_of_layer((weights_gmem, norm_gmem), layer_gmem)
     store = functools.partial(_store, p, outs_gmem)
@@ -292,8 +295,9 @@ def _body(p, x_gmem, weights_gmem, norm_gmem, layer_gmem, *outs_gmem, factors_sm
     products = []
     above = 0
     for weight_gmem, (_, tiles) in zip(weights_gmem, p.matrices, strict=True):
-        begin, last = (jnp.clip(tile - above, 0, tiles) for tile in (first_tile, end_tile))
-        products.append(_product(p, weight_gmem, (above, tiles), (begin, last), split, load_inputs, finish))
+        begin = jnp.clip(first_tile - above, 0, tiles)
+        end = jnp.clip(end_tile - above, 0, tiles)
+        products.append(_product(p, weight_gmem, (above, tiles), (begin, end), split, load_inputs, finish))
         above += tiles
     p.gemm.run(warpgroup, products, skinny)
     if exchange is None:
@@ -316,7 +320,7 @@ def _product(p, weight_gmem, place, own, split, load_inputs, finish):
       place: (number of tiles of the matrices before this one, number of tiles of this matrix).
       own: (first, end) of the block's tiles in this matrix.
       split: number of the block in its cluster, which selects its columns.
-      load_inputs, finish: as in `Product`, but with the number of a tile among those of all matrices.
+      load_inputs, finish: as in `Product`, but with the number of a tile among the tiles of all matrices.
     """
     codes_gmem, scales_gmem = weight_gmem
     gated = p.limit is not None

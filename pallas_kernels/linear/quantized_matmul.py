@@ -51,15 +51,16 @@ class Config:
           gated: whether the launch computes SwiGLU.
         """
 
-        def size(count):
-            return -(-tokens // (16 * count)) * 16
+        def tile_tokens(token_tiles):
+            return -(-tokens // (16 * token_tiles)) * 16
 
-        def time(count):
-            return -(-count * row_tiles // clusters) * max(size(count), MIN_TILE_TOKENS)
+        def time(token_tiles):
+            waves = -(-token_tiles * row_tiles // clusters)
+            return waves * max(tile_tokens(token_tiles), MIN_TILE_TOKENS)
 
         # With SwiGLU, tiles have fewer tokens, because registers hold the scales of both maps.
         fewest = -(-tokens // (MAX_TILE_TOKENS - 16 * gated))
-        return cls(size(min(range(fewest, fewest + 4), key=time)))
+        return cls(tile_tokens(min(range(fewest, fewest + 4), key=time)))
 
 
 @cached_trace("spec", "swiglu_limit", "config")
@@ -123,8 +124,8 @@ def quantized_matmul(
     )
     # Bulk copies take whole tiles of 8 rows, so x needs a multiple of 8 tokens.
     x = jnp.pad(x, ((0, -tokens % 8), (0, 0)))
-    number = math.prod(codes.shape[:-2]) * gemm.matrices
-    matrices = (array.reshape(number, -1, array.shape[-1]) for array in (codes, scales))
+    num_matrices = math.prod(codes.shape[:-2]) * gemm.matrices
+    matrices = (array.reshape(num_matrices, -1, array.shape[-1]) for array in (codes, scales))
     return tuple(launch(x, *matrices, layer_operand(layer)))
 
 
@@ -173,7 +174,7 @@ def _body(p, x_gmem, codes_gmem, scales_gmem, layer_gmem, *outs_gmem, dequant):
     def locate(n):
         row, token = p.place(worker + n * workers)
         # The column follows from the first row of the cluster, so that a block whose rows are past the end loads the
-        # same inputs as the other one.
+        # same inputs as the other block.
         column = lax.div(row, p.rows // p.num_groups) * p.gemm.depth
         return OutputTile(matrix, row + block * (WARPGROUPS * p.height), token, column)
 

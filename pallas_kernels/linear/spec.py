@@ -1,4 +1,4 @@
-"""The static description of a linear map, and functions by which kernels check it and store tiles to its outputs."""
+"""The static description of a linear map, and functions of kernels that check it and store tiles to its outputs."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -93,11 +93,11 @@ def store_to(outs_gmem: Sequence[Any], outputs: Outputs, row: jax.Array, store: 
       row: int32 scalar, number of the row in the product.
       store: function that stores to an output; it is not called for a row past the end.
     """
-    start = 0
+    first_row = 0
     for out_gmem, (size, _) in zip(outs_gmem, outputs, strict=False):
-        has_row = (row >= start) & (row < start + size)
-        pl.when(has_row)(lambda out_gmem=out_gmem, start=start: store(out_gmem, row - start))
-        start += size
+        has_row = (row >= first_row) & (row < first_row + size)
+        pl.when(has_row)(lambda out_gmem=out_gmem, first_row=first_row: store(out_gmem, row - first_row))
+        first_row += size
 
 
 def store_tile(outs_gmem: Sequence[Any], outputs: Outputs, tile: jax.Array, sums: jax.Array) -> None:

@@ -1,4 +1,4 @@
-"""The addition of the partial sums of a cluster's blocks, each of which multiplies some columns of a tile (split-K).
+"""The addition of the partial sums of a cluster's blocks. Each block multiplies some columns of a tile (split-K).
 
 The tiles of a cluster are owned by its `splits` blocks in turns. Each block sends its partial sums of a tile to the
 owner. Once all have come, one warpgroup of the owner adds them up, in the order of blocks. Interpreted blocks exchange
@@ -55,8 +55,8 @@ class SumExchange:
           interpret: whether the kernel is interpreted.
 
         Returns:
-          (types of additional last outputs of the kernel, scratch types of the (barrier, inbox)). Without splits there
-          are no outputs, and the scratch types are None.
+          (out_types, scratch). `out_types` are the types of further outputs of the kernel, after its own. `scratch` is
+          the scratch types (barrier, inbox). Without splits there are no further outputs, and `scratch` is None.
         """
         if self.splits == 1:
             return [], None

@@ -50,7 +50,7 @@ REGISTERS = {2: (40, 232), 4: (24, 112)}
 class OutputTile(NamedTuple):
     """The place of a tile's operands."""
 
-    matrix: Any  # number of the matrix; if gated, number of the gate's, which the up projection's follows
+    matrix: Any  # number of the matrix; if gated, of the gate's matrix, and the up projection's matrix comes next
     row: Any  # first row of the matrix
     input: Any  # first row of the inputs, a multiple of 8
     column: Any = 0  # first column of the inputs
@@ -114,9 +114,10 @@ class DequantGemm:
     def step_bytes(self) -> int:
         """The number of bytes of a weight row in a step.
 
-        With 128, a whole line of the L2 cache, FP4 took 6% less time than with 64. It needs tiles of few inputs.
+        With 128, a whole line of the L2 cache, FP4 took 6% less time than with 64. But shared memory has room for 128
+        only if a tile has few inputs.
         """
-        return 128 if self.layout.bits == 16 or self.layout.bits == 4 and self.inputs <= MAX_WIDE else 64
+        return 128 if self.layout.bits == 16 or (self.layout.bits == 4 and self.inputs <= MAX_WIDE) else 64
 
     @property
     def code_steps(self) -> int:
@@ -166,16 +167,19 @@ class DequantGemm:
         codes = codes_stages, self.matrices, matrix_rows, self.layout.elements(self.layout.columns(row_bytes))
         transforms = dequant_wgmma.code_transforms(self.layout, row_bytes)
         inputs = stages, self.inputs, self.step_columns
-        emptied = functools.partial(plgpu.Barrier, num_arrivals=self.warpgroups)
-        in_cluster = functools.partial(plgpu.ClusterBarrier, collective_axes=("block",), num_arrivals=self.warpgroups)
+        empty = functools.partial(plgpu.Barrier, num_arrivals=self.warpgroups)
+        stage_empty = empty
+        if self.blocks > 1:
+            options = {"collective_axes": ("block",), "num_arrivals": self.warpgroups}
+            stage_empty = functools.partial(plgpu.ClusterBarrier, **options)
         return DequantScratch(
             codes_smem=plgpu.SMEM(codes, self.layout.dtype, transforms=transforms),
-            codes_empty=emptied(num_barriers=CODES_STAGES) if has_codes_ring else None,
+            codes_empty=empty(num_barriers=CODES_STAGES) if has_codes_ring else None,
             codes_full=plgpu.Barrier(num_barriers=CODES_STAGES) if has_codes_ring else None,
-            stage_empty=(in_cluster if self.blocks > 1 else emptied)(num_barriers=stages),
+            stage_empty=stage_empty(num_barriers=stages),
             stage_full=plgpu.Barrier(num_arrivals=1 if has_codes_ring else 2, num_barriers=stages),
             inputs_smem=plgpu.SMEM(inputs, jnp.bfloat16, transforms=TRANSFORMS),
-            scales_empty=emptied(num_barriers=SCALES_STAGES) if has_scales else None,
+            scales_empty=empty(num_barriers=SCALES_STAGES) if has_scales else None,
             scales_full=plgpu.Barrier(num_barriers=SCALES_STAGES) if has_scales else None,
             scales_smem=plgpu.SMEM(scales, jnp.uint8) if has_scales else None,
             staging_smem=plgpu.SMEM((self.warpgroups, epilogue.STAGING_BYTES), jnp.uint8),
@@ -230,16 +234,16 @@ def _load_step(gemm, operands, refs, n, place, codes_gmem, step):
 
         @pl.when(lax.rem(i, gemm.code_steps) == 0)
         def _():
-            number = lax.div(i, gemm.code_steps)
-            slot = barriers.turn(refs.codes_full, number)
-            barriers.wait_empty(refs.codes_empty, number)
+            copy_number = lax.div(i, gemm.code_steps)
+            slot = barriers.turn(refs.codes_full, copy_number)
+            barriers.wait_empty(refs.codes_empty, copy_number)
             piece = lax.div(step, gemm.code_steps)
             _load_codes(codes_gmem, piece, refs.codes_smem.at[slot], refs.codes_full.at[slot])
 
     if refs.scales_smem is not None:
-        number = lax.div(i, gemm.scale_steps)
-        starts = lax.rem(i, gemm.scale_steps) == 0
-        pl.when(starts)(lambda: _load_scales(gemm, operands, refs, place, number, step))
+        copy_number = lax.div(i, gemm.scale_steps)
+        needs_scales = lax.rem(i, gemm.scale_steps) == 0
+        pl.when(needs_scales)(lambda: _load_scales(gemm, operands, refs, place, copy_number, step))
 
 
 def _load_codes(codes_gmem, piece, codes_smem, full):
@@ -273,39 +277,40 @@ def _multiply_tile(gemm, operands, refs, warpgroup, n):
 def _add_step(gemm, operands, refs, warpgroup, n, place, step, acc):
     """Returns acc [64, inputs] plus the products of a step of the block's tile `n`; releases stages that were read."""
     i = n * gemm.steps + step
-    shared = gemm.scale_steps
+    scale_steps = gemm.scale_steps
     stage = barriers.turn(refs.stage_full, i)
-    slot = lax.rem(lax.div(i, shared), SCALES_STAGES)
+    scales_slot = lax.rem(lax.div(i, scale_steps), SCALES_STAGES)
     scale_at = jnp.int32(0)
     scales_smem = None
     if gemm.layout.bits == 8:
         scale_at = _fp8_scales(gemm, operands, place, step)
     elif gemm.layout.bits == 4:
-        scale_at = lax.rem(i, shared) * (gemm.scales // gemm.scale_steps)
-        scales_smem = refs.scales_smem.at[slot]
-        pl.when(lax.rem(i, shared) == 0)(lambda: plgpu.barrier_wait(refs.scales_full.at[slot]))
+        scale_at = lax.rem(i, scale_steps) * (gemm.scales // scale_steps)
+        scales_smem = refs.scales_smem.at[scales_slot]
+        pl.when(lax.rem(i, scale_steps) == 0)(lambda: plgpu.barrier_wait(refs.scales_full.at[scales_slot]))
     plgpu.barrier_wait(refs.stage_full.at[stage])
-    together = gemm.code_steps
+    code_steps = gemm.code_steps
     codes_slot = stage
     if refs.codes_full is not None:
-        codes_slot = barriers.turn(refs.codes_full, lax.div(i, together))
-        pl.when(lax.rem(i, together) == 0)(lambda: plgpu.barrier_wait(refs.codes_full.at[codes_slot]))
+        codes_slot = barriers.turn(refs.codes_full, lax.div(i, code_steps))
+        pl.when(lax.rem(i, code_steps) == 0)(lambda: plgpu.barrier_wait(refs.codes_full.at[codes_slot]))
     tiles = refs.codes_smem.at[codes_slot], scales_smem, scale_at, refs.inputs_smem.at[stage]
     acc = dequant_wgmma.multiply_tile(acc, *tiles, warpgroup, gemm.layout, gemm.gated, not gemm.overlaps)
     if refs.codes_full is not None:
-        pl.when(lax.rem(i, together) == together - 1)(lambda: barriers.release(refs.codes_empty.at[codes_slot]))
+        pl.when(lax.rem(i, code_steps) == code_steps - 1)(lambda: barriers.release(refs.codes_empty.at[codes_slot]))
     if gemm.overlaps:
         pl.when(step > 0)(lambda: barriers.release(refs.stage_empty.at[barriers.turn(refs.stage_full, i - 1)]))
     else:
         barriers.release(refs.stage_empty.at[stage])
     if gemm.layout.bits == 4:
-        pl.when(lax.rem(i, shared) == shared - 1)(lambda: plgpu.barrier_arrive(refs.scales_empty.at[slot]))
+        is_last = lax.rem(i, scale_steps) == scale_steps - 1
+        pl.when(is_last)(lambda: plgpu.barrier_arrive(refs.scales_empty.at[scales_slot]))
     return acc
 
 
 def _fp8_scales(gemm, operands, tile, step):
-    """Returns the int32 FP8 scale of a step; if gated, the gate's plus 256 times that of the up projection."""
+    """Returns the int32 FP8 scale of a step; if gated, the gate's scale plus 256 times the up projection's scale."""
     row = jnp.minimum(lax.div(tile.row, SCALED), operands.scales_gmem.shape[1] - 1)
     column = lax.div(step * gemm.step_bytes, SCALED)
     scales = [operands.scales_gmem[tile.matrix + i, row, column].astype(jnp.int32) for i in range(gemm.matrices)]
-    return scales[0] | scales[1] << 8 if gemm.gated else scales[0]
+    return scales[0] | (scales[1] << 8) if gemm.gated else scales[0]

@@ -51,9 +51,9 @@ def multiply_tile(
 ) -> jax.Array:
     """Returns acc + weights @ inputs.T of a tile, [64, N] float32; products of FP8 and FP4 count 2**-32.
 
-    A tile has R rows, those of all warpgroups that multiply. Warpgroup w multiplies the 64 rows from `64 * w` on. If
-    gated, it multiplies the 32 rows from `32 * w` on, of the gate, and the 32 rows from `R / 2 + 32 * w` on, of the up
-    projection. A thread gets the sums of both, see `interleave_halves`.
+    The R rows of a tile are divided among all warpgroups that multiply. Warpgroup w multiplies the 64 rows from
+    `64 * w` on. If gated, it multiplies 32 rows of the gate, from `32 * w` on, and 32 rows of the up projection, from
+    `R / 2 + 32 * w` on. A thread gets the sums of both, see `interleave_halves`.
 
     Args:
       acc: [64, N] float32 sums to add to.
@@ -61,20 +61,21 @@ def multiply_tile(
         twice as many columns as `inputs_smem`, it holds this tile and the one before or after it.
       scales_smem: FP4's [.., .., 16] uint8 scales, 16 or 8 for each row, one for 32 columns; otherwise None.
       scale_at: int32 scalar. FP4: index of the tile's first scale in its row, which also says which of two tiles in
-        `codes_smem` it is. FP8: the tile's scale; if gated, the gate's plus 256 times that of the up projection.
+        `codes_smem` it is. FP8: the tile's scale; if gated, the gate's scale plus 256 times the up projection's scale.
       inputs_smem: [N, columns] bfloat16 with `TRANSFORMS`.
       warpgroup: int32 scalar, number w of this warpgroup.
       layout: storage of the weights.
       gated: whether half of the rows are the gate's.
-      complete: whether to wait for all products. If not, those of the last 64 columns may still run, and
+      complete: whether to wait for all products. If not, the products of the last 64 columns may still run, and
         `complete_sums` has to follow the last tile.
     """
     rows = codes_smem.shape[0] * codes_smem.shape[1]
-    starts = (HALF * warpgroup, rows // 2 + HALF * warpgroup) if gated else (ROWS * warpgroup, ROWS * warpgroup + HALF)
+    first_row = HALF * warpgroup if gated else ROWS * warpgroup
+    halves = first_row, first_row + (rows // 2 if gated else HALF)
 
     def own_rows(array):
         array = array.reshape(rows, -1)
-        return jnp.concatenate([lax.dynamic_slice_in_dim(array, start, HALF) for start in starts])
+        return jnp.concatenate([lax.dynamic_slice_in_dim(array, row, HALF) for row in halves])
 
     values = quantized_weights.decode(own_rows(codes_smem[...]), layout)
     columns = inputs_smem.shape[1]
@@ -84,7 +85,8 @@ def multiply_tile(
         exponents = lax.dynamic_slice_in_dim(own_rows(scales_smem[...]), scale_at, values.shape[1] // 32, axis=1)
         values = permute_columns(values * jnp.repeat(decode_scales(exponents.astype(jnp.int32)), 32, axis=1))
     elif layout.bits == 8:
-        values *= decode_scales((scale_at >> lax.iota(jnp.int32, ROWS) // HALF * (8 * gated) & 255)[:, None])
+        shift = lax.iota(jnp.int32, ROWS) // HALF * (8 * gated)
+        values *= decode_scales(((scale_at >> shift) & 255)[:, None])
     products = jnp.dot(values, inputs_smem[...].astype(jnp.float32).T, precision="highest")
     return acc + (quantized_weights.interleave_halves(products) if gated else products)
 
@@ -97,33 +99,35 @@ def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, w
     row_bytes = width * codes_smem.dtype.itemsize
     unpacker = {4: _fp4_unpacker, 8: _fp8_unpacker, 16: _bf16_loader}[layout.bits]
 
-    def emit(acc, codes, at, inputs, warpgroup, *scales):
+    def emit(acc, codes, scale_at, inputs, warpgroup, *scales):
         thread = mlir.thread()
-        other = rows // 2 if gated else 8
+        row_distance = rows // 2 if gated else 8  # from the thread's first row to its second row
         lane = thread % 32
         row = lane >> 2
-        part = (lane & 3) * layout.columns(2)
-        if layout.bits == 16:  # in `ldmatrix`, a thread gives the address of one row and receives values of others
-            row = (lane & 7) + (lane >> 3 & 1) * other
-            part = lane >> 4 << 4
+        part = (lane & 3) * layout.columns(2)  # byte in the row
+        if layout.bits == 16:  # in `ldmatrix`, a thread gives the address of one row and receives values of other rows
+            row = (lane & 7) + ((lane >> 3) & 1) * row_distance
+            part = (lane >> 4) << 4
         line = (thread >> 5) * (8 if gated else 16) + row
-        line = line + warpgroup * (HALF if gated else ROWS)
+        line = line + warpgroup * (HALF if gated else ROWS)  # number of the thread's first row in the tile
         # The swizzle permutes the 16-byte pieces of a row: their number is XORed with the number of the 128-byte line.
-        swizzle = line * row_bytes >> 7 & (row_bytes // 16 - 1)
-        if layout.columns(row_bytes) > chunks * CHUNK:  # two tiles: 16 bytes for each of `at` scales precede this one
-            part = part ^ (at << 4 & row_bytes - 1)
-        place = thread_ops.shared(codes) + line * row_bytes + (swizzle << 4 ^ part)
-        scale_place = []
-        for table in scales:
+        swizzle = ((line * row_bytes) >> 7) & (row_bytes // 16 - 1)
+        if layout.columns(row_bytes) > chunks * CHUNK:
+            # `codes` has two tiles. A block with one scale has 16 bytes, so scale number `scale_at` gives the distance.
+            part = part ^ ((scale_at << 4) & (row_bytes - 1))
+        place = thread_ops.shared(codes) + line * row_bytes + ((swizzle << 4) ^ part)
+        if scales:
+            (table,) = scales
             size = math.prod(table.type.shape) // rows  # scales of a row
-            scale_place = [(thread_ops.shared(table) + line * size + at, other * size)]
-        factors = [at & 255, at >> (8 if gated else 0) & 255]
-        unpack = unpacker(place, other * row_bytes, *(scale_place or [factors]))
+            row_scales = thread_ops.shared(table) + line * size + scale_at, row_distance * size
+        else:
+            row_scales = scale_at & 255, (scale_at >> (8 if gated else 0)) & 255
+        unpack = unpacker(place, row_distance * row_bytes, row_scales)
         sums = mlir.values(acc)
-        start = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(inputs))
+        inputs_address = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(inputs))
         for chunk in range(chunks):
             weights = [x for step in unpack(chunk) for x in step]
-            sums = _multiply(sums, weights, start, chunk, chunks)
+            sums = _multiply(sums, weights, inputs_address, chunk, chunks)
             # While these products run, the next chunk is unpacked into the registers of the previous chunk's weights.
             sums = _wait(sums, pending=1) if chunk < chunks - 1 or not complete else sums
         return _wait(sums, pending=0) if complete else sums
@@ -146,7 +150,7 @@ def _(acc):
 
 
 def _wait(values, pending):
-    """Waits for all products but those of the last `pending` chunks of 64 columns; returns the sums `values`.
+    """Waits for all products except the last `pending` chunks of 64 columns, and returns the sums `values`.
 
     Code that uses the returned values cannot be moved before the wait.
     """
@@ -180,10 +184,11 @@ def _fp8_unpacker(place, other, scales):
     def unpack(chunk):
         steps: list[list[Any]] = [[None] * 4 for _ in range(4)]
         for step in range(4):
-            step_place = place ^ (4 * chunk + step << 4)
+            step_place = place ^ ((4 * chunk + step) << 4)
             for half in range(2):
-                low, high = (_load(step_place, half * other + 8 * i, "u16") for i in range(2))
-                # Of thread j of a quad, bytes 0 and 2 are columns 2j and 2j + 1; bytes 1 and 3 are 2j + 8 and 2j + 9.
+                low = _load(step_place, half * other, "u16")  # columns 2j and 2j + 1 of thread j of a quad
+                high = _load(step_place, half * other + 8, "u16")  # columns 2j + 8 and 2j + 9
+                # Bytes 0 and 2 are the low columns, bytes 1 and 3 the high ones, because `e4m3_pairs` pairs them so.
                 word = _permute_bytes(low, high, 0x5140)
                 for pair, x in enumerate(e4m3_pairs(word)):
                     steps[step][2 * pair + half] = multiply(x, factors[half])
@@ -195,7 +200,8 @@ def _fp8_unpacker(place, other, scales):
 def _fp4_unpacker(place, other, scales):
     """Returns a function that unpacks a chunk of FP4 weights, see `_fp8_unpacker`.
 
-    `scales` is (address of the first scale of the thread's first row, distance in bytes to that of its second row).
+    `scales` is (address, distance): the address of the first scale of the thread's first row, and the distance in bytes
+    from there to the first scale of its second row.
     """
     scale_place, other_scales = scales
 
@@ -204,9 +210,10 @@ def _fp4_unpacker(place, other, scales):
         for half in range(2):
             exponents = _load(scale_place, half * other_scales + chunk // 2 * 4) + (126 - SHIFT) * 0x01010101
             for block in range(2):
-                at = 2 * chunk + block
-                factor = _permute_bytes(exponents, 0, 0x4040 | at % 4 * 0x0101) << 7
-                word = _load(place ^ (at << 4), half * other)
+                number = 2 * chunk + block  # of the block of 32 columns, 16 bytes, with one scale
+                # Two equal bfloat16 whose exponent bits are byte `number % 4` of `exponents`.
+                factor = _permute_bytes(exponents, 0, 0x4040 | (number % 4) * 0x0101) << 7
+                word = _load(place ^ (number << 4), half * other)
                 for pair, value in enumerate(e2m1_pairs(word)):
                     steps[2 * block + pair // 2][2 * (pair % 2) + half] = multiply(value, factor)
         return steps
@@ -222,8 +229,8 @@ def _bf16_loader(place, *_):
     code = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
 
     def load(chunk):
-        places = (place ^ (4 * chunk + step << 5) for step in range(4))
-        return [thread_ops.ptx_words(4, code, at) for at in places]
+        places = (place ^ ((4 * chunk + step) << 5) for step in range(4))
+        return [thread_ops.ptx_words(4, code, step_place) for step_place in places]
 
     return load
 
@@ -242,16 +249,17 @@ def _multiply(sums, weights, inputs, chunk, chunks):
       The new sums, which are valid after `_wait`.
     """
     size = len(sums)
-    start = arith.addi(inputs, mlir.i64(chunk * 1024))
-    start = arith.shrui(arith.andi(start, mlir.i64(0x3FFFF)), mlir.i64(4))
-    # Bits 62 and up select the 128-byte swizzle, bits 32 and up are the stride between groups of 8 rows, in 16 bytes.
-    descriptor = arith.ori(start, mlir.i64(1 << 62 | (chunks * 1024 >> 4) << 32 | 1 << 16))
+    address = arith.addi(inputs, mlir.i64(chunk * 1024))
+    address = arith.shrui(arith.andi(address, mlir.i64(0x3FFFF)), mlir.i64(4))
+    # The descriptor's lowest bits are the address, in units of 16 bytes. Bits 62 and up select the 128-byte swizzle,
+    # bits 32 and up are the stride between groups of 8 rows, in units of 16 bytes.
+    descriptor = arith.ori(address, mlir.i64((1 << 62) | ((chunks * 1024 >> 4) << 32) | (1 << 16)))
     registers = ", ".join(f"${i}" for i in range(size))
     lines = ["{ .reg .pred p; .reg .b64 d; setp.eq.b32 p, 0, 0; wgmma.fence.sync.aligned;"]
     for step in range(4):
         a = ", ".join(f"${size + 4 * step + i}" for i in range(4))
         lines += [
-            f"add.s64 d, ${size + 16}, {step * 32 >> 4};",
+            f"add.s64 d, ${size + 16}, {(step * 32) >> 4};",
             f"wgmma.mma_async.sync.aligned.m64n{2 * size}k16.f32.bf16.bf16 {{{registers}}}, {{{a}}}, d, p, 1, 1, 0;",
         ]
     lines.append("wgmma.commit_group.sync.aligned; }")

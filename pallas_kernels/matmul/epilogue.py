@@ -58,28 +58,30 @@ def _emit_store_few(out_gmem, sums, tile, *, limit=None, rows_smem=None, weights
     gated = limit is not None
     thread = mlir.thread()
     channel = tile * (HALF if gated else ROWS)
-    line = (thread >> 5) * (8 if gated else 16) + (thread % 32 >> 2)
+    line = (thread >> 5) * (8 if gated else 16) + ((thread % 32) >> 2)
     count, width = out_gmem.type.shape
     values = mlir.values(sums)
 
-    def finished(gate, up, column):
+    def finished(gate, up, number):
+        """Yields the values to store of an input's two sums: both products, or one value of SwiGLU."""
         if not gated:
             yield from (arith.mulf(x, mlir.f32(2.0**SHIFT)) for x in (gate, up))
             return
         value = _emit_swiglu(gate, up, limit)
         if weights_smem is not None:
-            weight = ops.load(ops.shared(weights_smem) + (column << 2))
+            weight = ops.load(ops.shared(weights_smem) + (number << 2))
             value = arith.mulf(value, ops.as_float(weight))
         yield value
 
+    # A thread has sums of two weight rows: of every 8 inputs two of the first row, then two of the second row.
     for n in range(0, len(values), 4):
         for i in range(2):
-            column = ((thread & 3) << 1) + (2 * n + i)
-            row = column if rows_smem is None else ops.load(ops.shared(rows_smem) + (column << 2))
+            number = ((thread & 3) << 1) + (2 * n + i)  # of the input
+            row = number if rows_smem is None else ops.load(ops.shared(rows_smem) + (number << 2))
             with ops.when(row < count):
                 offset = mlir.multiply_add(mlir.to_i64(row), width, mlir.to_i64(channel + line))
                 place = mlir.at(mlir.global_pointer(out_gmem), offset, ir.BF16Type.get())
-                for half, value in enumerate(finished(values[n + i], values[n + 2 + i], column)):
+                for half, value in enumerate(finished(values[n + i], values[n + 2 + i], number)):
                     value = arith.truncf(ir.BF16Type.get(), value)
                     llvm.store(value, mlir.at(place, 2 * 8 * half), alignment=2)
 
@@ -136,15 +138,15 @@ def _put_transposed(values, start, place):
     """Writes the lines of up to 32 inputs from `start` on, transposed, to shared memory at address `place`."""
     # An `stmatrix` of a warp transposes 16 rows and 16 inputs, as four matrices of 8 x 8 values.
     thread = mlir.thread()
-    matrix = thread % 32 >> 3
+    matrix = (thread % 32) >> 3
     line = thread & 7
-    at = place + ((matrix >> 1) * 8 + line) * LINE_BYTES + ((thread >> 5) * 2 + (matrix & 1)) * 16
+    address = place + ((matrix >> 1) * 8 + line) * LINE_BYTES + ((thread >> 5) * 2 + (matrix & 1)) * 16
     for n in range(0, COLUMNS, 16):
         if 2 * start + 2 * n >= 4 * len(values):
             break
         pairs = [words.pack(*values[(start + n) // 2 + i :][:2]) for i in range(0, 8, 2)]
         code = f"stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0 + {n * LINE_BYTES}], {{$1, $2, $3, $4}};"
-        mlir.ptx(code, at, *pairs)
+        mlir.ptx(code, address, *pairs)
 
 
 def _put_swiglu(sums, limit, inputs, weights, permuted, start, place):
@@ -153,21 +155,21 @@ def _put_swiglu(sums, limit, inputs, weights, permuted, start, place):
     f32 = mlir.f32_type()
     thread = mlir.thread()
     warp = thread >> 5
-    row = thread % 32 >> 2
-    # Position of channel 8 * warp + row in the line.
+    row = (thread % 32) >> 2
+    # Position of channel 8 * warp + row in the line, see `permute_columns`.
     in_order = warp * 8 + row
-    position = (row >> 1 & 1) * 16 + (row & 1) * 8 + warp * 2 + (row >> 2) if permuted else in_order
+    position = ((row >> 1) & 1) * 16 + (row & 1) * 8 + warp * 2 + (row >> 2) if permuted else in_order
     for n in range(start, min(start + COLUMNS, 2 * len(sums)), 8):
         for i in range(2):
-            inner = (thread & 3) * 2 + (n + i)
+            number = (thread & 3) * 2 + (n + i)  # of the input in the tile
             value = _emit_swiglu(sums[n // 2 + i], sums[n // 2 + 2 + i], limit)
             if weights is not None:
                 # Inputs past the end, which are not stored, read the weight of the last input.
-                weight = llvm.load(f32, _element(weights, (first_input + inner).minimum(end - 1), f32))
+                weight = llvm.load(f32, _element(weights, (first_input + number).minimum(end - 1), f32))
                 value = arith.mulf(value, weight)
-            at = place + (inner - start) * LINE_BYTES + position * 2
+            address = place + (number - start) * LINE_BYTES + position * 2
             code = "{ .reg .b16 s, t; mov.b32 {s, t}, $1; st.shared.b16 [$0], s; }"
-            mlir.ptx(code, at, words.pack(value, value))
+            mlir.ptx(code, address, words.pack(value, value))
 
 
 def _store_lines(
@@ -187,15 +189,15 @@ def _store_lines(
     column, first_input, end = place
     memory = ops.shared(staging)
     thread = mlir.thread()
-    size = width // 8
+    parts = width // 8  # number of threads that copy a line, 16 bytes each
     for start in range(0, inputs, COLUMNS):
-        # Wait until all threads have read the earlier lines, also those of the previous tile.
+        # Wait until all threads have read the earlier lines, also the lines of the previous tile.
         mgpu.utils.warpgroup_barrier()
         put(start, memory)
         mgpu.utils.warpgroup_barrier()
-        for turn in range(0, min(COLUMNS, inputs - start) * size, mlir.THREADS):
-            line = (thread + turn) // size
-            part = (thread + turn) % size
+        for turn in range(0, min(COLUMNS, inputs - start) * parts, mlir.THREADS):
+            line = (thread + turn) // parts
+            part = (thread + turn) % parts
             row = first_input + start + line
             inside = row < end
             if start + COLUMNS > inputs:
@@ -209,14 +211,14 @@ def _store_lines(
 def _store_float32(out, values, column, first, end):
     """Stores float32 sums of the inputs `first` .. `end` - 1; eight threads write 32 consecutive bytes."""
     thread = mlir.thread()
-    row = (thread >> 5) * 16 + (thread % 32 >> 2)
+    row = (thread >> 5) * 16 + ((thread % 32) >> 2)
     for n in range(0, 2 * len(values), 8):
         for i in range(2):
             line = first + ((thread & 3) * 2 + (n + i))
             with ops.when(line < end):
-                at = _element(out, line, mlir.f32_type(), column + row)
+                pointer = _element(out, line, mlir.f32_type(), column + row)
                 for half in range(2):
-                    llvm.store(values[n // 2 + 2 * half + i], mlir.at(at, 32 * half))
+                    llvm.store(values[n // 2 + 2 * half + i], mlir.at(pointer, 32 * half))
 
 
 def _element(ref, row, element, column=None):
@@ -244,7 +246,8 @@ def _finished(sums, limit):
     if limit is None:
         return sums.T
     sums = sums.reshape(ROWS // 16, 2, 8, -1)
-    gate, up = (round_bfloat16(sums[:, half]).reshape(HALF, -1).T for half in range(2))
+    gate = round_bfloat16(sums[:, 0]).reshape(HALF, -1).T
+    up = round_bfloat16(sums[:, 1]).reshape(HALF, -1).T
     return jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
 
 

@@ -52,7 +52,7 @@ class WeightLayout:
         return 8 * num_bytes // self.bits
 
     def elements(self, columns):
-        """Returns the number of elements of `dtype` that hold `columns` columns, an int or an array."""
+        """Returns the number of elements of `dtype` in `columns` columns. This number is an int or an array."""
         return columns // 2 if self.bits == 4 else columns
 
 

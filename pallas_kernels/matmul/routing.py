@@ -45,12 +45,13 @@ def rank_pairs(chosen: jax.Array, experts: int) -> tuple[jax.Array, ...]:
     """Ranks each pair among the pairs of the same expert; for interpreted kernels.
 
     Args:
-      chosen: [P] int32, the expert of each pair. A pair with none in 0 .. experts - 1 has no expert.
+      chosen: [P] int32, the expert of each pair. A number outside of 0 .. experts - 1 stands for no expert.
       experts: number of experts.
 
     Returns:
-      ([P] numbers of the pairs, [P] bool whether a pair has an expert, [P] number of earlier pairs of the same expert,
-      [experts] number of pairs of each expert); numbers are int32.
+      (pairs, has_expert, rank, sizes). `pairs` [P] are the numbers of the pairs. `has_expert` [P] bool says whether a
+      pair has an expert. `rank` [P] is the number of earlier pairs of the same expert. `sizes` [experts] is the number
+      of pairs of each expert. Numbers are int32.
     """
     pairs = lax.iota(jnp.int32, chosen.shape[0])
     rank = jnp.sum((chosen[None, :] == chosen[:, None]) & (pairs[None, :] < pairs[:, None]), axis=1)
@@ -63,7 +64,7 @@ def group_pairs(selected_gmem, table_gmem, counts_gmem, experts: int, scratch_sm
     """Groups pairs by expert, in ascending order of experts and pairs. Threads 0 .. 127 of a block run it.
 
     Args:
-      selected_gmem: [P] int32, the expert of each pair. Pairs with none in 0 .. experts - 1 get no group.
+      selected_gmem: [P] int32, the expert of each pair. A pair whose expert is not in 0 .. experts - 1 gets no group.
       table_gmem: [groups * 16] int32 to write. Word 0 of a group is its expert, words 8 .. 15 are its pairs, -1 after
         the last pair. Words after the last group are unspecified.
       counts_gmem: [N] int32 to write: the number of groups, then zeros.
@@ -83,31 +84,34 @@ def group_pairs(selected_gmem, table_gmem, counts_gmem, experts: int, scratch_sm
 
 @mlir.emits(group_pairs)
 def _emit_group_pairs(selected_gmem, table_gmem, counts_gmem, experts, scratch_smem):
-    pairs, words, cleared = (ref.type.shape[0] for ref in (selected_gmem, table_gmem, counts_gmem))
+    pairs = selected_gmem.type.shape[0]
+    table_words = table_gmem.type.shape[0]
+    num_counts = counts_gmem.type.shape[0]
     padded = (scratch_smem.type.shape[0] - _WARPS) // (_WARPS + 1)
     ids = _Ids(ops.thread(), ops.lane(), ops.thread() >> 5)
-    # [warps, padded] number of a warp's pairs of each expert; `_fill_groups` replaces it by that of the warps before.
+    # [warps, padded] number of a warp's pairs of each expert. `_fill_groups` replaces it by the number of pairs of the
+    # warps before.
     sizes = ops.shared(scratch_smem)
-    starts = sizes + 4 * _WARPS * padded  # [padded] number of each expert's first group
-    sums = starts + 4 * padded  # [warps] number of groups of each warp's experts
-    own_sizes = sizes + (ids.warp * padded << 2)
+    first_groups = sizes + 4 * _WARPS * padded  # [padded] number of each expert's first group
+    sums = first_groups + 4 * padded  # [warps] number of groups of each warp's experts
+    own_sizes = sizes + ((ids.warp * padded) << 2)
     ops.for_each(_WARPS * padded, lambda i: ops.store(sizes + (i << 2), 0), ids.thread)
-    ops.for_each(cleared, lambda i: ops.store_global(counts_gmem, i, 0), ids.thread)
-    ops.for_each(words, lambda i: ops.store_global(table_gmem, i, 0xFFFFFFFF), ids.thread)
+    ops.for_each(num_counts, lambda i: ops.store_global(counts_gmem, i, 0), ids.thread)
+    ops.for_each(table_words, lambda i: ops.store_global(table_gmem, i, 0xFFFFFFFF), ids.thread)
     mgpu.utils.warpgroup_barrier()
     # A thread keeps its pairs of all turns in registers. In the last turns it may have none.
     turns = -(-pairs // mlir.THREADS)
     ranked = [_rank_pair(ids, selected_gmem, own_sizes, turn, turns, pairs, experts) for turn in range(turns)]
     mgpu.utils.warpgroup_barrier()
     filled = [_fill_groups(ids, sizes, padded, i) for i in range(padded // mlir.THREADS)]
-    total = _start_groups(ids, filled, starts, sums)
+    total = _start_groups(ids, filled, first_groups, sums)
     with ops.when(ids.thread.equals(0)):
         ops.store_global(counts_gmem, 0, total)
     mgpu.utils.warpgroup_barrier()
     for pair, expert, rank, inside in ranked:
         with ops.when(inside):
             rank = rank + ops.load(own_sizes + (expert << 2))
-            group = ops.load(starts + (expert << 2)) + rank // GROUP_SIZE
+            group = ops.load(first_groups + (expert << 2)) + rank // GROUP_SIZE
             ops.store_global(table_gmem, group * GROUP_WORDS, expert)
             ops.store_global(table_gmem, group * GROUP_WORDS + rank % GROUP_SIZE + FIRST_PAIR, pair)
 
@@ -126,19 +130,19 @@ def _rank_pair(ids, selected, own_sizes, turn, turns, pairs, experts):
     A warp has `turns * 32` consecutive pairs, 32 of them in each turn.
 
     Returns:
-      (the pair, its expert, the number of the warp's earlier pairs of this expert, whether there is such a pair and its
-      expert is valid).
+      (pair, expert, rank, inside). `rank` is the number of the warp's earlier pairs of this expert. `inside` says
+      whether there is such a pair and its expert is valid.
     """
     pair = ids.warp * (turns * mlir.WARP) + ids.lane + turn * mlir.WARP
     expert = ops.load_global(selected, pair.minimum(pairs - 1))
     inside = (pair < pairs) & (expert < experts)
     same = ops.ptx("match.any.sync.b32 $0, $1, 0xffffffff;", inside.where(expert, 0xFFFFFFFF))
     below = ops.count_bits(same & ((U32(1) << ids.lane) - 1))
-    there = own_sizes + (expert.minimum(experts - 1) << 2)
-    before = ops.load(there)
+    size_address = own_sizes + (expert.minimum(experts - 1) << 2)
+    before = ops.load(size_address)
     mgpu.utils.warp_barrier()
     with ops.when(inside & below.equals(0)):
-        ops.store(there, before + ops.count_bits(same))
+        ops.store(size_address, before + ops.count_bits(same))
     mgpu.utils.warp_barrier()
     return pair, expert, before + below, inside
 
@@ -155,35 +159,37 @@ def _fill_groups(ids, sizes, padded, i):
     Returns:
       The number of groups of the expert.
     """
-    at = sizes + (ids.thread * (padded // mlir.THREADS) + i << 2)
+    expert = ids.thread * (padded // mlir.THREADS) + i
+    address = sizes + (expert << 2)
     before = U32(0)
-    for other in range(_WARPS):
-        size = ops.load(at + 4 * other * padded)
-        ops.store(at + 4 * other * padded, before)
+    for warp in range(_WARPS):
+        size = ops.load(address + 4 * warp * padded)
+        ops.store(address + 4 * warp * padded, before)
         before = before + size
     return (before + (GROUP_SIZE - 1)) // GROUP_SIZE
 
 
-def _start_groups(ids, filled, starts, sums):
-    """Stores the number of the first group of each of a thread's experts at address `starts`.
+def _start_groups(ids, filled, first_groups, sums):
+    """Stores the number of the first group of each of a thread's experts at address `first_groups`.
 
     `filled` has the number of groups of each of the thread's experts; `sums` is the address of a word for each warp.
     Returns the number of groups of all experts.
     """
     total = U32(0)
-    for x in filled:
-        total = total + x
+    for count in filled:
+        total = total + count
     up_to = ops.warp_prefix_sum(total)
     with ops.when(ids.lane.equals(31)):
         ops.store(sums + (ids.warp << 2), up_to)
     mgpu.utils.warpgroup_barrier()
     before = up_to - total
     groups = U32(0)
-    for other in range(_WARPS):
-        others = ops.load(sums + 4 * other)
-        before = before + (ids.warp > other).where(others, 0)
-        groups = groups + others
-    for i, x in enumerate(filled):
-        ops.store(starts + (ids.thread * len(filled) + i << 2), before)
-        before = before + x
+    for warp in range(_WARPS):
+        warp_groups = ops.load(sums + 4 * warp)
+        before = before + (ids.warp > warp).where(warp_groups, 0)
+        groups = groups + warp_groups
+    for i, count in enumerate(filled):
+        expert = ids.thread * len(filled) + i
+        ops.store(first_groups + (expert << 2), before)
+        before = before + count
     return groups

@@ -54,7 +54,7 @@ class Product:
     depth: int  # number of columns that this block multiplies
     first_column: jax.Array | int  # first of these columns
     gated: bool  # whether row i of a tile's first half and row i of its second half are passed to one thread's `finish`
-    # tile -> first row of each of the two halves of the tile, 32 consecutive rows of the matrix
+    # tile -> first row of each half of the tile. A half is 32 consecutive rows of the matrix.
     rows_of: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
     # (tile, load) -> None. Calls `load(source, rows, divisor, column, norm, eps)` unless the tile has the inputs of the
     # tile before. The arguments are those of `skinny_prologue.load_inputs`; `column` counts from `first_column`.
@@ -80,8 +80,8 @@ class SkinnyScratch(NamedTuple):
     scales_smem: Any  # [stages, 64, 16] uint8 scales of FP4; None if no matrix is FP4
     sums_smem: Any  # float32 sums: slots (tiles), places (partial sums of a tile), then 64 * tokens values
     sums_empty: Any  # a barrier for each slot of `sums_smem`
-    # Barriers by which warpgroups w = 0 .. 2 let warpgroup w + 1 add to a slot's only place, three for each slot. None
-    # if each warpgroup has a place of its own.
+    # Three barriers for each slot. At the w-th, warpgroup w lets warpgroup w + 1 add its sums to the slot's only place.
+    # None if each warpgroup has a place of its own.
     turns: Any
 
     def codes(self, layout: WeightLayout):
@@ -166,7 +166,8 @@ class SkinnyGemm:
         # In a tile of four steps or more, warpgroup w multiplies steps w, w + 4, .. It finds them in its own stages of
         # the ring if the tiles of all earlier products have a multiple of four stages.
         stages = [self.tile_stages(product) for product in products]
-        assert all(n < MULTIPLIERS or not any(m % MULTIPLIERS for m in stages[:i]) for i, n in enumerate(stages))
+        for i, count in enumerate(stages):
+            assert count < MULTIPLIERS or all(earlier % MULTIPLIERS == 0 for earlier in stages[:i])
         pl.when(warpgroup == LOAD)(lambda: _load_weights(self, products, refs))
         pl.when(warpgroup < MULTIPLIERS)(lambda: _multiply(self, products, refs, warpgroup))
         pl.when(warpgroup == EPILOGUE)(lambda: _finish_tiles(self, products, refs))
@@ -205,13 +206,13 @@ def _copy_stage(gemm, product, refs, before, i):
     tile_stages = gemm.tile_stages(product)
     codes_smem = refs.codes(product.layout)
     stage = barriers.turn(refs.weights_full, before + i)
-    step = lax.rem(i, tile_stages)
+    stage_of_tile = lax.rem(i, tile_stages)
     barriers.wait_empty(refs.weights_empty, before + i)
-    starts = product.rows_of(lax.div(i, tile_stages))
-    column = product.layout.elements(product.first_column + step * gemm.stage_columns(product))
+    first_rows = product.rows_of(lax.div(i, tile_stages))
+    column = product.layout.elements(product.first_column + stage_of_tile * gemm.stage_columns(product))
     full = refs.weights_full.at[stage]
     size = codes_smem.shape[2]
-    for half, row in enumerate(starts):
+    for half, row in enumerate(first_rows):
         source = pl.ds(pl.multiple_of(row, HALF), HALF)
         columns = pl.ds(pl.multiple_of(column, size), size)
         target = codes_smem.at[stage].at[pl.ds(half * HALF, HALF)]
@@ -224,7 +225,8 @@ def _copy_stage(gemm, product, refs, before, i):
             target = refs.scales_smem.at[stage, pl.ds(half * lines, lines)]
             plgpu.copy_gmem_to_smem(product.scales_gmem.at[source, columns], target, full)
         elif refs.scales_smem is not None:
-            # The barrier expects an arrival for scales because another product is FP4. This one has none to copy.
+            # The barrier expects an arrival for scales because another product is FP4. This product has no scales to
+            # copy.
             plgpu.barrier_arrive(full)
 
 

@@ -55,9 +55,9 @@ def load_scales(scales_gmem, rows: Sequence[jax.Array], first: jax.Array) -> jax
     blocks = first + 2 * (lax.iota(jnp.int32, mlir.THREADS) % mlir.WARP)
     count = scales_gmem.shape[1]
     words = jnp.zeros(mlir.THREADS, jnp.int32)
-    for place, (row, i) in enumerate(itertools.product(rows, range(2))):
+    for byte, (row, i) in enumerate(itertools.product(rows, range(2))):
         scale = jnp.where(blocks + i < count, scales_gmem[row][jnp.minimum(blocks + i, count - 1)], 0)
-        words |= scale.astype(jnp.int32) << 8 * place
+        words |= scale.astype(jnp.int32) << (8 * byte)
     return words
 
 
@@ -70,11 +70,11 @@ def _emit_load_scales(scales_gmem, rows, first):
     blocks = scales_gmem.type.shape[1]
     block = first + (thread_ops.lane() << 1)
     word = U32(0)
-    for place, (row, i) in enumerate(itertools.product(rows, range(2))):
-        at = row * blocks + (block + i).minimum(blocks - 1)
-        pointer = mlir.at(mlir.global_pointer(scales_gmem), mlir.to_u64(at))
+    for byte, (row, i) in enumerate(itertools.product(rows, range(2))):
+        index = row * blocks + (block + i).minimum(blocks - 1)
+        pointer = mlir.at(mlir.global_pointer(scales_gmem), mlir.to_u64(index))
         code = "{ .reg .u16 s; ld.global.nc.u8 s, [$1]; cvt.u32.u16 $0, s; }"
-        word = word | thread_ops.ptx(code, pointer) << 8 * place
+        word = word | (thread_ops.ptx(code, pointer) << (8 * byte))
     return [word]
 
 
@@ -104,8 +104,8 @@ def multiply_add(
         values *= decode_scales(jnp.repeat(exponents, 32, axis=1))
     elif layout.bits == 8:
         block = (step * size + lax.iota(jnp.int32, size)) // quantized_weights.SCALED
-        place = 8 * (block % 2)[None, :] + (lax.iota(jnp.int32, ROWS) // HALF * (16 * gated))[:, None]
-        values *= decode_scales(scales[block // 2][None, :] >> place & 255)
+        shift = 8 * (block % 2)[None, :] + (lax.iota(jnp.int32, ROWS) // HALF * (16 * gated))[:, None]
+        values *= decode_scales((scales[block // 2][None, :] >> shift) & 255)
     x = inputs_smem[:, pl.ds(step * (size // UNIT), size // UNIT)].astype(jnp.float32)
     x = x.transpose(0, 2, 1, 3).reshape(-1, size)
     products = jnp.dot(values, x.T, precision="highest")
@@ -122,40 +122,43 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, layout, gat
 
     def emit(acc, codes, scales, inputs, step):
         thread = mlir.thread()
-        inner = thread & 3
-        line = thread % 32 >> 2
+        inner = thread & 3  # number of the thread among the four that share a row
+        line = (thread % 32) >> 2  # number of these four in the warp
         # Addresses of the thread's two rows. If gated, they are the same row of both halves of the tile.
         if layout.bits == 16:
             # As in FP8's order, each of four threads has 16 consecutive columns, 32 bytes. Two threads begin with their
             # second 16 bytes, so that the four read from different banks.
             late = inner >> 1
-            start = thread_ops.shared(codes) + late * SEGMENT + ((inner & 1) << 5)
+            first_row = thread_ops.shared(codes) + late * SEGMENT + ((inner & 1) << 5)
             weights = functools.partial(_weights_bf16, late)
         else:
-            start = thread_ops.shared(codes) + (inner << 4)
+            first_row = thread_ops.shared(codes) + (inner << 4)
             factors = _factors_fp4 if layout.bits == 4 else _factors_fp8
             weights = functools.partial(_weights_fp, layout, factors(scales, thread, step, segments, gated))
         if gated:
-            begin = start + ((thread >> 5 << 3) + line) * row_bytes
-            rows = [begin, begin + HALF * row_bytes]
+            row = first_row + (((thread >> 5) << 3) + line) * row_bytes
+            rows = [row, row + HALF * row_bytes]
         else:
-            begin = start + (thread >> 6) * (HALF * row_bytes)
-            begin = begin + (((thread >> 5 & 1) << 4) + line) * row_bytes
-            rows = [begin, begin + 8 * row_bytes]
-        fragments = thread_ops.shared(inputs) + (thread % 32 << 4) + (step * (segments * segment_units) << 9)
+            row = first_row + (thread >> 6) * (HALF * row_bytes)
+            row = row + ((((thread >> 5) & 1) << 4) + line) * row_bytes
+            rows = [row, row + 8 * row_bytes]
+        # A unit of 8 inputs has 512 bytes, 16 for each thread of a warp.
+        step_inputs = thread_ops.shared(inputs) + ((thread % 32) << 4) + ((step * (segments * segment_units)) << 9)
 
         def add_segments(i, *sums):
             """Adds the products of the segments `i * together ..`, in a loop, because less code is fetched sooner."""
             sums = list(sums)
             segment = i * together
-            start = fragments + segment * (segment_units << 9)
+            segment_inputs = step_inputs + segment * (segment_units << 9)
             for unit, pairs in weights(segment, [row + segment * SEGMENT for row in rows]):
-                operands = [thread_ops.load_vector(start + (unit + tile * units << 9)) for tile in range(tiles)]
-                for i in (0, 2):
-                    a = pairs[0][i], pairs[1][i], pairs[0][i + 1], pairs[1][i + 1]
+                operands = [
+                    thread_ops.load_vector(segment_inputs + ((unit + tile * units) << 9)) for tile in range(tiles)
+                ]
+                for k in (0, 2):
+                    a = pairs[0][k], pairs[1][k], pairs[0][k + 1], pairs[1][k + 1]
                     for tile, b in enumerate(operands):
                         tile_sums = slice(4 * tile, 4 * tile + 4)
-                        sums[tile_sums] = bfloat16_words.multiply_add(sums[tile_sums], a, b[i : i + 2], pure=True)
+                        sums[tile_sums] = bfloat16_words.multiply_add(sums[tile_sums], a, b[k : k + 2], pure=True)
             return map(U32, sums)
 
         return thread_ops.loop(segments // together, add_segments, *map(U32, mlir.values(acc)))
@@ -167,15 +170,18 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, layout, gat
 
 
 def _weights_fp(layout, factors, segment, places):
-    """Yields (number of a unit in a segment, [four words of two bfloat16 weights] of each of a thread's two rows)."""
-    scale = factors(segment)
-    words = [thread_ops.load_vector(place) for place in places]
+    """Yields (number of a unit in the segment, weights of the thread's two rows in this unit).
+
+    The weights of a row are four words of two bfloat16. `places` are the addresses of the thread's codes of both rows.
+    """
+    scales = factors(segment)
+    rows = [thread_ops.load_vector(place) for place in places]
     for unit in range(layout.segment // UNIT):
         if layout.bits == 4:
-            pairs = [e2m1_pairs(words[half][unit]) for half in range(2)]
+            pairs = [e2m1_pairs(row[unit]) for row in rows]
         else:
-            pairs = [[x for i in range(2) for x in e4m3_pairs(words[half][2 * unit + i])] for half in range(2)]
-        yield U32(unit), [[multiply(pair, scale[half]) for pair in pairs[half]] for half in range(2)]
+            pairs = [e4m3_pairs(row[2 * unit]) + e4m3_pairs(row[2 * unit + 1]) for row in rows]
+        yield U32(unit), [[multiply(x, scale) for x in row] for row, scale in zip(pairs, scales, strict=True)]
 
 
 def _weights_bf16(late, segment, places):
@@ -186,21 +192,26 @@ def _weights_bf16(late, segment, places):
 
 
 def _factors_fp4(scales, thread, step, segments, gated):
-    line = thread % 32 >> 2
+    """Returns a function from a segment of the stage to the factors of the thread's codes in its two rows.
+
+    A factor is a word of two equal bfloat16.
+    """
+    line = (thread % 32) >> 2
     inner = thread & 3
     row = (thread >> 5) * (8 if gated else 16) + line
-    size = scales.type.shape[0] * quantized_weights.SCALE_BYTES // ROWS
-    place = thread_ops.shared(scales) + row * size + inner + (step * (4 * segments) & size - 1)
+    size = scales.type.shape[0] * quantized_weights.SCALE_BYTES // ROWS  # scales of a row
+    first_place = thread_ops.shared(scales) + row * size + inner + ((step * (4 * segments)) & (size - 1))
     code = "{ .reg .u16 s; ld.shared.u8 s, [$1]; cvt.u32.u16 $0, s; }"
 
     def factors(segment):
-        places = (place + (segment << 2) + half * size * (HALF if gated else 8) for half in range(2))
-        return [power_pair(thread_ops.ptx(code, at) + (126 - SHIFT)) for at in places]
+        places = (first_place + (segment << 2) + half * size * (HALF if gated else 8) for half in range(2))
+        return [power_pair(thread_ops.ptx(code, place) + (126 - SHIFT)) for place in places]
 
     return factors
 
 
 def _factors_fp8(scales, thread, step, segments, gated):
+    """Returns a function of a segment, as `_factors_fp4` does. `scales` is the result of `load_scales`."""
     word = U32(mlir.scalar(scales))
 
     def factors(segment):
@@ -208,7 +219,7 @@ def _factors_fp8(scales, thread, step, segments, gated):
         block = (step * segments + segment) >> 1
         scales_of_blocks = thread_ops.ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", word, block >> 1)
         scales_of_blocks = scales_of_blocks >> ((block & 1) << 3)
-        halves = [power_pair((scales_of_blocks >> 16 * half & 255) + (120 - SHIFT)) for half in range(1 + gated)]
+        halves = [power_pair(((scales_of_blocks >> (16 * half)) & 255) + (120 - SHIFT)) for half in range(1 + gated)]
         return [halves[0], halves[-1]]
 
     return factors

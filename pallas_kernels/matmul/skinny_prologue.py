@@ -50,10 +50,10 @@ def _emit_store_factors(factors_smem, source_gmem, eps, warpgroup):
         row = warp + i * warps
         with thread_ops.when(row < tokens):
             total = mlir.f32(0.0)
-            for start in range(0, columns, 8 * mlir.WARP):
-                at = row * (columns // 8) + (lane + start // 8)
-                at = arith.shli(mlir.to_u64(at), mlir.i64(4))
-                for value in _unpack(_fetch(mlir.at(mlir.global_pointer(source_gmem), at))):
+            for first_column in range(0, columns, 8 * mlir.WARP):
+                eight = row * (columns // 8) + (lane + first_column // 8)  # number of 8 values, 16 bytes
+                offset = arith.shli(mlir.to_u64(eight), mlir.i64(4))
+                for value in _unpack(_fetch(mlir.at(mlir.global_pointer(source_gmem), offset))):
                     total = thread_ops.fma(value, value, total)
             mean = thread_ops.fma(thread_ops.sum_lanes(total), mlir.f32(1 / columns), mlir.f32(eps))
             code = "{ .reg .f32 s; sqrt.rn.f32 s, $1; rcp.rn.f32 $0, s; }"
@@ -111,22 +111,22 @@ def load_inputs(
 @mlir.emits(load_inputs)
 def _emit_load_inputs(inputs_smem, source_gmem, rows, divisor, column, columns, warpgroup, layout, norm=()):
     tiles, units, _, _ = inputs_smem.type.shape
-    eights = columns // 8
+    eights = columns // 8  # pieces of 8 columns, 16 bytes, of an input
     threads = MULTIPLIERS * mlir.THREADS
-    # The threads copy `lines` rows at once. A thread loads its 8 columns of `together` rows before it stores them; with
-    # a norm, which takes registers, of fewer rows.
+    # The threads copy `lines` rows at once. A thread loads its 8 columns of `rows_at_once` rows before it stores them;
+    # with a norm, which takes registers, of fewer rows.
     lines = max(1, threads // eights)
     count = rows if isinstance(rows, int) else tiles * COLUMNS
-    together = min(-(-count // lines), COLUMNS // 4 if norm else COLUMNS)
+    rows_at_once = min(-(-count // lines), COLUMNS // 4 if norm else COLUMNS)
     thread = mlir.thread() + warpgroup * mlir.THREADS
-    there = thread_ops.shared(inputs_smem)
+    target = thread_ops.shared(inputs_smem)
     width = source_gmem.type.shape[1]
     base = mlir.element(source_gmem, column)
 
     def normed(four, n, eight):
         weight_gmem, factors_smem = norm or (None, None)
-        start = mlir.at(mlir.element(weight_gmem, column), mlir.to_u64(eight << 5))
-        weights = [thread_ops.as_float(word) for i in range(2) for word in _fetch(mlir.at(start, 16 * i))]
+        pointer = mlir.at(mlir.element(weight_gmem, column), mlir.to_u64(eight << 5))
+        weights = [thread_ops.as_float(word) for i in range(2) for word in _fetch(mlir.at(pointer, 16 * i))]
         factor = thread_ops.as_float(thread_ops.load(thread_ops.shared(factors_smem) + (n << 2)))
         values = [arith.mulf(w, arith.mulf(x, factor)) for w, x in zip(weights, _unpack(four), strict=True)]
         return [words.pack(*pair) for pair in zip(values[::2], values[1::2], strict=True)]
@@ -137,25 +137,27 @@ def _emit_load_inputs(inputs_smem, source_gmem, rows, divisor, column, columns, 
         four = _fetch(mlir.at(base, offset))
         four = normed(four, n, eight) if norm else four
         unit, inner, four = _placed(eight, four, layout)
-        place = ((n >> 3) * units + unit << 9) + ((n & 7) << 6) + (inner << 4)
-        return lambda: thread_ops.store_vector(there + place, four)
+        # 8 inputs of a unit take 512 bytes, an input 64 and a thread's 8 values 16.
+        offset = (((n >> 3) * units + unit) << 9) + ((n & 7) << 6) + (inner << 4)
+        return lambda: thread_ops.store_vector(target + offset, four)
 
     def row_of(n):
         if isinstance(rows, int):
             return n
-        row, first_row = (thread_ops.load(thread_ops.shared(rows) + (i << 2)) for i in (n, U32(0)))
+        row = thread_ops.load(thread_ops.shared(rows) + (n << 2))
+        first_row = thread_ops.load(thread_ops.shared(rows) + (U32(0) << 2))
         return row.is_below(0).where(first_row, row)
 
-    def copy_some(eight, line, i):
-        """Copies 8 columns of `together` rows, every `lines`th one; the last row may be copied several times."""
-        numbers = [(line + (i * together + j) * lines).minimum(count - 1) for j in range(together)]
-        for put in [copy(n, row_of(n), eight) for n in numbers]:
-            put()
+    def copy_rows(eight, line, i):
+        """Copies 8 columns of `rows_at_once` inputs, `lines` apart; the last input may be copied several times."""
+        inputs = [(line + (i * rows_at_once + j) * lines).minimum(count - 1) for j in range(rows_at_once)]
+        for store in [copy(n, row_of(n), eight) for n in inputs]:
+            store()
 
-    for start in range(0, eights, threads):
-        with thread_ops.when(thread + start < lines * eights):
-            place = (thread % eights, thread // eights) if lines > 1 else (thread + start, U32(0))
-            thread_ops.loop(-(-count // (lines * together)), functools.partial(copy_some, *place))
+    for first_eight in range(0, eights, threads):
+        with thread_ops.when(thread + first_eight < lines * eights):
+            eight, line = (thread % eights, thread // eights) if lines > 1 else (thread + first_eight, U32(0))
+            thread_ops.loop(-(-count // (lines * rows_at_once)), functools.partial(copy_rows, eight, line))
 
 
 def _placed(eight, four, layout):
@@ -167,8 +169,9 @@ def _placed(eight, four, layout):
       layout: storage of the weights.
 
     Returns:
-      (number of the unit; number of the thread, of the four that share a row, which has weights of these columns; the
-      words with values in the order in which that thread unpacks its weights).
+      (unit, inner, words). `unit` is the number of the unit. `inner` is the number of the thread that has the weights
+      of these columns, among the four threads that share a row. `words` has the values in the order in which that
+      thread unpacks its weights.
     """
     if layout.bits == 4:
         # A word has eight codes, which `e2m1_pairs` unpacks to pairs of codes i and i + 4.

@@ -31,9 +31,9 @@ def wait_empty(empty, i: jax.Array) -> None:
 
 
 def wait_for_last(ring, count: jax.Array) -> None:
-    """Waits for those of `count` arrivals at a ring of barriers that no `wait_empty` waited for.
+    """Waits for the last arrival at each barrier of a ring, if `count` numbers have used the ring.
 
-    They are the last arrivals at each barrier. The interpreter requires a wait for every arrival. On a GPU, no block of
+    No `wait_empty` waited for these arrivals. The interpreter requires a wait for every arrival. On a GPU, no block of
     a cluster may end before the other blocks have arrived at its barriers.
     """
     pl.loop(jnp.maximum(count - ring.shape[0], 0), count)(lambda i: plgpu.barrier_wait(ring.at[turn(ring, i)]))

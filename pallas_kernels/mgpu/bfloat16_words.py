@@ -60,22 +60,22 @@ def split(four: Sequence[U32]) -> Iterator[list[U32]]:
     """
     remainders = [thread_ops.as_float(x) for x in four]
     for _ in range(PARTS):
-        both = [pack(*remainders[i : i + 2]) for i in (0, 2)]
-        pieces = [piece for word in both for piece in unpack(word)]
-        remainders = [arith.subf(x, piece) for x, piece in zip(remainders, pieces, strict=True)]
-        yield both
+        two_words = [pack(*remainders[i : i + 2]) for i in (0, 2)]
+        terms = [term for word in two_words for term in unpack(word)]
+        remainders = [arith.subf(x, term) for x, term in zip(remainders, terms, strict=True)]
+        yield two_words
 
 
 def multiply_add(acc: Sequence[Any], a: Sequence[U32], b: Sequence[U32], *, pure: bool = False) -> list[Any]:
     """Returns acc + a @ b, computed by a warp with `mma.m16n8k16`.
 
-    Each lane holds four of the 16 terms of a sum. Which four does not matter, if it holds the same ones of a and b.
+    The 16 terms of a sum are spread over four lanes. Their order does not matter, if it is the same in a and b.
 
     Args:
-      acc: [16, 8] float32. Lane 4 * i + j holds columns 2 * j and 2 * j + 1 of row i, then those of row i + 8.
-      a: [16, 16] bfloat16. Lane 4 * i + j holds four words: two terms of row i, the same two terms of row i + 8, then
-        two other terms of row i and of row i + 8.
-      b: [16, 8] bfloat16. Lane 4 * i + j holds two words: the same four terms of column i.
+      acc: [16, 8] float32. Lane 4 * i + j holds columns 2 * j and 2 * j + 1 of row i, then of row i + 8.
+      a: [16, 16] bfloat16. Lane 4 * i + j holds four words: two columns of row i, the same two columns of row i + 8,
+        then two other columns of row i and of row i + 8.
+      b: [16, 8] bfloat16. Lane 4 * i + j holds two words of column i, whose rows are the columns that it holds of a.
       pure: as in `mlir.ptx`.
     """
     code = (
@@ -104,7 +104,7 @@ def e2m1_pairs(word: U32) -> list[U32]:
     for signs, others in (word << 8, word << 2), (word, word >> 6):
         # `lop3` computes signs & mask | others & ~mask in one instruction; compilers emit more for this expression.
         both = thread_ops.pure("lop3.b32 $0, $1, $2, 0x88008800, 0xe4;", signs, others)
-        pairs += [both << 4 & 0x81C081C0, both & 0x81C081C0]
+        pairs += [(both << 4) & 0x81C081C0, both & 0x81C081C0]
     return pairs
 
 
@@ -114,7 +114,7 @@ def e4m3_pairs(word: U32) -> list[U32]:
     Word i of the result has codes i and i + 2.
     """
     shifted = word << 8
-    return [x & 0x80008000 | x >> 4 & 0x07F007F0 for x in (shifted, word)]
+    return [(x & 0x80008000) | ((x >> 4) & 0x07F007F0) for x in (shifted, word)]
 
 
 def multiply(x: U32, y: U32 | int) -> U32:
@@ -125,7 +125,7 @@ def multiply(x: U32, y: U32 | int) -> U32:
 def fp8_pairs(words: list[U32]) -> list[U32]:
     """Reorders eight bfloat16 in four words to the order in which `e4m3_pairs` unpacks eight codes in two words.
 
-    Of each four values, value i and value i + 2 form a word.
+    Of each four values, value 0 and value 2 form a word, and so do value 1 and value 3.
     """
     return [halves(words[i // 2 * 2], words[i // 2 * 2 + 1], i % 2) for i in range(4)]
 

@@ -35,8 +35,8 @@ def start_copy(target, source, row: jax.Array, column: jax.Array, *, below: int 
     if other is None:
         target[...] = source[row + below][columns]
     else:
-        read = lambda: source[jnp.maximum(row, 0)], lambda: other[jnp.maximum(-1 - row, 0)]
-        target[...] = lax.cond(row >= 0, *read)[columns]
+        values = lax.cond(row >= 0, lambda: source[jnp.maximum(row, 0)], lambda: other[jnp.maximum(-1 - row, 0)])
+        target[...] = values[columns]
 
 
 @vectors.emits(start_copy)
@@ -50,11 +50,11 @@ def _emit_start_copy(target, source, row, column, *, below=0, other=None):
         base = arith.select(in_source, base, mlir.global_pointer(other))
     width = source.type.shape[1]
     offset = mlir.multiply_add(row, width, mlir.to_i64(mlir.scalar(column)))
-    there = mlir.at(mlir.at(base, offset, mlir.f32_type()), 4 * below * width)
-    own_part = arith.muli(mlir.wide_thread(), mlir.i64(per_thread))
-    own_place = mlir.at(mlir.shared_pointer(target), own_part, mlir.f32_type())
-    cache = nvvm.LoadCacheModifierKind.CG if per_thread == 4 else nvvm.LoadCacheModifierKind.CA
-    nvvm.cp_async_shared_global(own_place, there, 4 * per_thread, cache)
+    source_place = mlir.at(mlir.at(base, offset, mlir.f32_type()), 4 * below * width)
+    first_value = arith.muli(mlir.wide_thread(), mlir.i64(per_thread))
+    target_place = mlir.at(mlir.shared_pointer(target), first_value, mlir.f32_type())
+    cache_modifier = nvvm.LoadCacheModifierKind.CG if per_thread == 4 else nvvm.LoadCacheModifierKind.CA
+    nvvm.cp_async_shared_global(target_place, source_place, 4 * per_thread, cache_modifier)
 
 
 @primitive
@@ -84,24 +84,24 @@ def start_rows(target, pieces, *, column: jax.Array, size: int) -> None:
 def _emit_start_rows(target, pieces, *, column, size):
     rows = target.type.shape[0] // size
     per_thread = size // THREADS
-    # A thread reads `per_thread` values of a row, but copies 4 at a time. So `wide` threads of a warp copy the warp's
-    # columns of a row, and the warp copies `high` rows at once.
-    wide = 8 * per_thread
-    high = 4 // per_thread
+    # A thread reads `per_thread` values of a row, but copies 4 at a time. So a warp's columns of a row are copied by
+    # `row_threads` of its threads, and the warp copies `warp_rows` rows at once.
+    row_threads = 8 * per_thread
+    warp_rows = 4 // per_thread
     thread = mlir.wide_thread()
     lane = arith.remui(thread, mlir.i64(WARP))
-    first_row = arith.divui(lane, mlir.i64(wide))
-    inner = arith.muli(arith.divui(thread, mlir.i64(WARP)), mlir.i64(WARP * per_thread))
-    inner = arith.addi(inner, arith.muli(arith.remui(lane, mlir.i64(wide)), mlir.i64(4)))
-    target = mlir.at(mlir.shared_pointer(target), mlir.multiply_add(first_row, size, inner), mlir.f32_type())
+    first_row = arith.divui(lane, mlir.i64(row_threads))
+    warp_column = arith.muli(arith.divui(thread, mlir.i64(WARP)), mlir.i64(WARP * per_thread))
+    own_column = arith.addi(warp_column, arith.muli(arith.remui(lane, mlir.i64(row_threads)), mlir.i64(4)))
+    target = mlir.at(mlir.shared_pointer(target), mlir.multiply_add(first_row, size, own_column), mlir.f32_type())
     sources = []
     for array, row, begin in pieces:
         width = array.type.shape[1]
         offset = mlir.multiply_add(arith.addi(mlir.to_i64(row), first_row), width, mlir.to_i64(column))
-        offset = arith.addi(offset, inner)
-        begin -= U32(arith.trunci(mlir.int_type(), first_row))
+        offset = arith.addi(offset, own_column)
+        begin -= U32(arith.trunci(mlir.int_type(), first_row))  # r below counts from this thread's first row
         sources.append((mlir.at(mlir.global_pointer(array), offset, mlir.f32_type()), width, begin))
-    for r in range(0, rows, high):
+    for r in range(0, rows, warp_rows):
         source: Any = None
         for pointer, width, begin in sources:
             pointer = mlir.at(pointer, 4 * r * width)
@@ -112,7 +112,7 @@ def _emit_start_rows(target, pieces, *, column, size):
 
 @primitive
 def commit_copies() -> None:
-    """Closes a group of copies: all that this thread started since it closed the last group."""
+    """Closes a group of copies: all copies that this thread started since it closed the last group."""
 
 
 commit_copies.mosaic(lambda: mlir.inline(nvvm.cp_async_commit_group))

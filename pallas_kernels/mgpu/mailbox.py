@@ -37,7 +37,8 @@ SLOTS_PER_UNIT = 2
 # Indices of entries of the table, see `check_table`.
 OWN = 1  # the address of this GPU's mailbox
 PEERS = 2  # the address of the mailbox of rank 0, which the other ranks' follow
-MAX_POLLS = 1 << 25  # polls, about half a minute, after which a thread assumes that another GPU has failed and traps
+# A thread traps after this number of polls, about half a minute, because another GPU has probably failed.
+MAX_POLLS = 1 << 25
 
 
 class Unit(NamedTuple):
@@ -158,7 +159,7 @@ def _receive(address, call, ranks, rank_stride):
     Returns:
       The four words of the unit of each rank.
     """
-    count = 2 * SLOTS_PER_UNIT * ranks
+    count = 2 * SLOTS_PER_UNIT * ranks  # number of words, the results. Operands are $count, the address, then the call.
     loads = []
     checks = []
     for i in range(SLOTS_PER_UNIT * ranks):
@@ -166,6 +167,7 @@ def _receive(address, call, ranks, rank_stride):
         offset = rank * rank_stride + slot * THREADS * SLOT_BYTES
         loads.append(f"ld.relaxed.sys.global.v2.b64 {{a{i}, b{i}}}, [${count} + {offset}];")
         for j, name in enumerate("ab"):
+            # The lower half of 8 bytes is a word of values, and the upper half the number of the call that sent it.
             checks.append(f"mov.b64 {{${2 * i + j}, f}}, {name}{i}; setp.eq.and.u32 p, f, ${count + 1}, p;")
     code = f"""{{ .reg .b64 a<{count}>, b<{count}>; .reg .b32 f, n; .reg .pred p, q;
         mov.u32 n, 0;

@@ -96,7 +96,8 @@ def on_operands(function: Callable, *args, **kwargs) -> tuple[Callable, list[Any
     """Binds all arguments of a function except arrays and references.
 
     Returns:
-      (a function of only the arrays and references within `args` and `kwargs`, the list of these).
+      (call, operands). `operands` is the list of the arrays and references within `args` and `kwargs`, and
+      `call(*operands)` is `function(*args, **kwargs)`.
     """
     return on_leaves(function, args, kwargs, lambda leaf: isinstance(leaf, jax.Array) or hasattr(leaf, "at"))
 
@@ -119,8 +120,8 @@ def _array(parts, kind):
     if not isinstance(parts[0].type, ir.VectorType):
         size = len(parts) // math.prod(registers.shape)
         parts = [pack(parts[i : i + size]) for i in range(0, len(parts), size)]
-    for at, register in zip(np.ndindex(registers.shape), parts, strict=True):
-        registers[at] = register
+    for position, register in zip(np.ndindex(registers.shape), parts, strict=True):
+        registers[position] = register
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
 
 
@@ -145,7 +146,8 @@ def ptx(
     Returns:
       An MLIR value, or a list of values if `results` is a sequence.
     """
-    operands, in_out = (tuple(U32(x).value for x in values) for values in (operands, in_out))
+    operands = [U32(x).value for x in operands]
+    in_out = [U32(x).value for x in in_out]
     types = [results] if isinstance(results, ir.Type) else list(results)
     if not types:
         packed = ir.Type.parse("!llvm.void")
@@ -269,7 +271,7 @@ def values(x) -> list[Any]:
 
 
 def scalar(x):
-    """Returns the MLIR scalar of x, of which this thread must hold exactly one value, see `values`."""
+    """Returns the MLIR scalar of x, if this thread holds exactly one value of x, see `values`."""
     (value,) = values(x)
     return value
 

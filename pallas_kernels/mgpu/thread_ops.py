@@ -94,8 +94,7 @@ def when(condition: U32) -> Iterator[None]:
 
 def loop(count: U32 | int, body: Callable[..., Iterable[U32] | None], *carried: U32) -> list[U32]:
     """Emits a loop `carried = body(i, *carried)` over i = 0 .. count - 1. Returns the last carried values."""
-    start, stop, step = (U32(x).value for x in (0, count, 1))
-    for_op: Any = scf.ForOp(start, stop, step, [x.value for x in carried])
+    for_op: Any = scf.ForOp(mlir.i32(0), U32(count).value, mlir.i32(1), [x.value for x in carried])
     with ir.InsertionPoint(for_op.body):
         results = body(U32(for_op.induction_variable), *map(U32, for_op.inner_iter_args))
         scf.yield_([x.value for x in results or ()])
@@ -103,14 +102,14 @@ def loop(count: U32 | int, body: Callable[..., Iterable[U32] | None], *carried: 
 
 
 def for_each(total: int, visit: Callable[[U32], None], thread: U32 | None = None) -> None:
-    """Calls `visit` with the numbers 0 .. total - 1, every 128th in the same thread of a warpgroup.
+    """Emits code that visits the numbers 0 .. total - 1. Thread t of a warpgroup visits t, t + 128, t + 256, ..
 
     `thread` is the thread's number in the warpgroup; None to compute it.
     """
     thread = thread or mlir.thread()
-    for start in range(0, total, mlir.THREADS):
-        number = thread + start
-        if start + mlir.THREADS <= total:
+    for first in range(0, total, mlir.THREADS):
+        number = thread + first
+        if first + mlir.THREADS <= total:
             visit(number)
         else:
             with when(number < total):

@@ -83,13 +83,14 @@ def put(x: jax.Array, target, block: int, barrier) -> None:
       x: [size] vector of a 32-bit type, see `vectors`.
       target: [size] reference to shared memory; the same place of the other block is written.
       block: number of the block in the cluster.
-      barrier: [2] int32 reference to a barrier; the same place of the other block is the barrier that counts.
+      barrier: [2] int32 reference to a barrier; the barrier at the same place of the other block counts the bytes.
     """
 
     def emit(x, target, barrier):
         offset = thread_ops.thread() % THREADS * (4 * x.layout.vec_size)
-        address, counted = (U32(thread_ops.shared(ref)) for ref in (target, barrier))
+        address = thread_ops.shared(target)
+        barrier_address = thread_ops.shared(barrier)
         values = [mgpu.utils.bitcast(value, mlir.int_type()) for value in mlir.values(x)]
-        send(thread_ops.peer(address + offset, block), values, thread_ops.peer(counted, block))
+        send(thread_ops.peer(address + offset, block), values, thread_ops.peer(barrier_address, block))
 
     vectors.inline(emit, x, target, barrier)

@@ -66,18 +66,18 @@ def _emit_exchange(x, distance, scratch):
         return [vector.shuffle(register, register, [i ^ distance for i in range(per_thread)])]
     if distance < per_thread * WARP:
         return [mgpu.utils.shfl_bfly(value, distance // per_thread) for value in mlir.values(x)]
-    (at,) = x.layout.linear_thread_idxs()
+    (first_channel,) = x.layout.linear_thread_idxs()
     mgpu.utils.warpgroup_barrier()
-    vector.store(register, scratch, [at])
+    vector.store(register, scratch, [first_channel])
     mgpu.utils.warpgroup_barrier()
-    return [vector.load(register.type, scratch, [arith.xori(at, mlir.index(distance))])]
+    return [vector.load(register.type, scratch, [arith.xori(first_channel, mlir.index(distance))])]
 
 
 def butterfly(combine, x: jax.Array, first: int, last: int, scratch) -> jax.Array:
     """Reduces groups of channels of x [size] by exchanges at the distances first, first / 2, .. last.
 
-    A group has 2 * first / last channels, whose numbers differ in these powers of two. Each channel of the result has
-    the reduction of its group.
+    The numbers of a group's 2 * first / last channels differ in the bits `first`, `first / 2`, .. `last` alone. Each
+    channel of the result has the reduction of its group.
 
     Args:
       combine: elementwise function of two vectors, such as `jnp.maximum`.
@@ -104,9 +104,9 @@ def take_in(layout: Callable[..., Any]) -> Callable[[Any, jax.Array], jax.Array]
     @mlir.emits(take, layout=layout, returns=lambda ref, index: jax.ShapeDtypeStruct(index.shape, ref.dtype))
     def _(ref, index):
         kind = ref.type.element_type
-        for at in map(U32, mlir.values(index)):
-            inside = at.is_at_least(0)
-            value = llvm.load(kind, mlir.element(ref, inside.where(at, 0)))
+        for number in map(U32, mlir.values(index)):
+            inside = number.is_at_least(0)
+            value = llvm.load(kind, mlir.element(ref, inside.where(number, 0)))
             yield arith.select(inside.value, value, mlir.constant(0, kind))
 
     return take
@@ -127,9 +127,9 @@ def load_repeated(ref, size: int) -> jax.Array:
 @emits(load_repeated, returns=lambda ref, size: jax.ShapeDtypeStruct((size,), ref.dtype))
 def _(ref, size):
     threads: Any = layout(size).to_mgpu()
-    (at,) = threads.linear_thread_idxs()
-    at = arith.remui(at, mlir.index(ref.type.shape[0]))
-    return [vector.load(mlir.vector_type(size // THREADS, ref.type.element_type), ref, [at])]
+    (first_channel,) = threads.linear_thread_idxs()
+    place = arith.remui(first_channel, mlir.index(ref.type.shape[0]))
+    return [vector.load(mlir.vector_type(size // THREADS, ref.type.element_type), ref, [place])]
 
 
 @primitive
@@ -143,12 +143,12 @@ def store_channels(ref, x: jax.Array, channel: jax.Array, *, every: int = 1) -> 
       every: number; only channels that are multiples of it are stored.
     """
     n = ref.shape[0]
-    for at in range(0, x.shape[0], SLICE):
-        first_channel = channel[at]
+    for begin in range(0, x.shape[0], SLICE):
+        first_channel = channel[begin]
 
         @pl.when((first_channel >= 0) & (first_channel < n * every) & (first_channel % every == 0))
-        def _(at=at, first_channel=first_channel):
-            values = x[at : at + SLICE : every]
+        def _(begin=begin, first_channel=first_channel):
+            values = x[begin : begin + SLICE : every]
             ref[pl.ds(first_channel // every, values.shape[0])] = values
 
 
@@ -156,19 +156,21 @@ def store_channels(ref, x: jax.Array, channel: jax.Array, *, every: int = 1) -> 
 def _emit_store_channels(ref, x, channel, *, every=1):
     end = ref.type.shape[0] * every
     (register,) = x.registers
-    numbers = [U32(number) for number in mlir.values(channel)]
+    channels_of_thread = [U32(number) for number in mlir.values(channel)]
     per_thread = x.layout.vec_size
     bits = mgpu.utils.bitwidth(x.mlir_dtype)
     register = vector.bitcast(mlir.vector_type(per_thread, mlir.int_type(bits)), register)
-    width = per_thread if every == 1 else 1
-    for i in range(0, per_thread, max(width, min(every, per_thread))):
+    width = per_thread if every == 1 else 1  # number of values in a store
+    step = max(width, min(every, per_thread))
+    for i in range(0, per_thread, step):
+        number = channels_of_thread[i]
         # A negative channel is past the end, because the comparison is unsigned.
-        inside = numbers[i] < end
+        inside = number < end
         if every > per_thread:
-            inside = inside & (numbers[i] % every).equals(0)
+            inside = inside & (number % every).equals(0)
         with mgpu.utils.when(inside.value):
             value = register if width == per_thread else vector.extract(register, [], [i])
-            llvm.store(value, mlir.element(ref, numbers[i] // every), alignment=width * bits // 8)
+            llvm.store(value, mlir.element(ref, number // every), alignment=width * bits // 8)
 
 
 # --- over threads ---
@@ -239,11 +241,16 @@ def count(x: jax.Array) -> jax.Array:
 count.mosaic(lambda x: _vote(x, "bar.red.popc.u32 $0, $2, 128, p;"))
 
 
-def _vote(x, code):
+def _vote(x, vote):
+    """Returns the int32 scalar result `$0` of the PTX instruction `vote`, in which p is x != 0.
+
+    In the instruction, `$2` is the number of the warpgroup's hardware barrier.
+    """
+
     def emit(x):
         value = mlir.scalar(x)
         barrier = mgpu.utils.warpgroup_barrier_idx(sync=False)
-        code_of = "{ .reg .pred p; setp.ne.s32 p, $1, 0; " + code + " }"
-        return mlir.ptx(code_of, value, barrier, results=mlir.int_type(), convergent=False)
+        code = "{ .reg .pred p; setp.ne.s32 p, $1, 0; " + vote + " }"
+        return mlir.ptx(code, value, barrier, results=mlir.int_type(), convergent=False)
 
     return inline(emit, x, returns=jax.ShapeDtypeStruct((), jnp.int32))

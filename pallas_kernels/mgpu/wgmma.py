@@ -82,22 +82,22 @@ def send(inbox, values: jax.Array, block: jax.Array, barrier) -> None:
       inbox: this block's inbox; the same place of the other block's shared memory is written.
       values: [64, columns] float32.
       block: int32 scalar, number of the other block in the cluster.
-      barrier: [2] int32, a transaction barrier; the same place of the other block is the barrier that counts the bytes.
+      barrier: [2] int32, a transaction barrier; the barrier at the same place of the other block counts the bytes.
     """
 
     def emit(inbox, values, block, barrier):
-        start = thread_ops.peer(llvm.ptrtoint(mlir.int_type(), _own_place(inbox)), block)
-        counted = thread_ops.peer(thread_ops.shared(barrier), block)
+        peer_inbox = thread_ops.peer(llvm.ptrtoint(mlir.int_type(), _own_place(inbox)), block)
+        peer_barrier = thread_ops.peer(thread_ops.shared(barrier), block)
         for i, pair in enumerate(values.registers.flat):
             words = [mgpu.utils.bitcast(vector.extract(pair, [], [j]), mlir.int_type()) for j in range(2)]
-            transaction_barriers.send(start + 8 * mlir.THREADS * i, words, counted)
+            transaction_barriers.send(peer_inbox + 8 * mlir.THREADS * i, words, peer_barrier)
 
     mlir.inline(emit, inbox, values, block, barrier, layout=layout)
 
 
 @primitive
 def add(values: jax.Array, inbox) -> jax.Array:
-    """Returns the sum of an accumulator and of the one that `put` or `send` wrote to this block's inbox."""
+    """Returns `values` plus the accumulator that `put` or `send` wrote to this block's inbox."""
     return values + inbox[...]
 
 
@@ -136,7 +136,7 @@ def _put_shared_mosaic(ref, values):
 
 @primitive
 def add_to(inbox, values: jax.Array) -> None:
-    """Adds an accumulator to the one that `put` wrote to this block's inbox."""
+    """Adds `values` to the accumulator that `put` wrote to this block's inbox."""
     inbox[...] = inbox[...] + values
 
 
@@ -169,15 +169,16 @@ def _emit_store(ref, values, *, transposed=False):
     down, right = (size, size * stride) if transposed else (size * stride, size)
     row, first_column = next(values.layout.thread_idxs(values.shape))
     offset = mlir.multiply_add(row, down, arith.muli(first_column, mlir.index(right)))
-    start = mlir.at(mlir.global_pointer(ref), mlir.to_i64(offset))
+    first_place = mlir.at(mlir.global_pointer(ref), mlir.to_i64(offset))
     # The distance between the places of two registers is the same in all threads. As a constant it needs no register.
-    steps = values.layout.tiling.tile_strides((width, 1))
-    for at in np.ndindex(values.registers.shape):
-        row, column = divmod(sum(i * step for i, step in zip(at, steps, strict=False)), width)
-        pair = values.registers[at]
-        place = row * down + column * right
+    strides = values.layout.tiling.tile_strides((width, 1))
+    for indices in np.ndindex(values.registers.shape):
+        element = sum(i * stride for i, stride in zip(indices, strides, strict=False))
+        row, column = divmod(element, width)
+        pair = values.registers[indices]
+        distance = row * down + column * right
         if not transposed:
-            llvm.store(pair, mlir.at(start, place), alignment=8)
+            llvm.store(pair, mlir.at(first_place, distance), alignment=8)
             continue
         for i, value in enumerate(mlir.values(pair)):
             value = value if size == 4 else arith.truncf(kind.element_type, value)
@@ -186,14 +187,14 @@ def _emit_store(ref, values, *, transposed=False):
                 end = mlir.index(kind.shape[0] - column - i)
                 inside = mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, first_column, end))
             with inside:
-                llvm.store(value, mlir.at(start, place + i * right), alignment=size)
+                llvm.store(value, mlir.at(first_place, distance + i * right), alignment=size)
 
 
 def _own_pairs(inbox, values):
     """Yields each of this thread's registers, which hold two values, with a pointer to its place in an inbox."""
-    start = _own_place(inbox)
+    first_place = _own_place(inbox)
     for i, pair in enumerate(values.registers.flat):
-        yield pair, mlir.at(start, 8 * mlir.THREADS * i)
+        yield pair, mlir.at(first_place, 8 * mlir.THREADS * i)
 
 
 def _own_place(inbox):

@@ -36,8 +36,8 @@ def apply_patches() -> None:
 def equal_variables(system: constraints.ConstraintSystem) -> dict[constraints.Variable, list[constraints.Variable]]:
     """Returns {variable: all other variables that equal it}, for each variable in an equation of two variables.
 
-    Equality is transitive. It replaces a function of JAX 0.11 that sorts variables by the text of their operations, and
-    needs 3 ms to print one. Here variables are in order of appearance.
+    Equality is transitive. The variables are in order of appearance. The function of JAX 0.11, which this one replaces,
+    sorts them by the text of their operations, and takes 3 ms to print one operation.
     """
     groups: dict[constraints.Variable, list[constraints.Variable]] = {}
     for constraint in system.constraints:
@@ -57,7 +57,7 @@ def join_systems(
     """Returns the constraints of both systems, or Unsatisfiable if they assign different layouts to a variable.
 
     The function of JAX 0.11 compares all assignments of the first system, whose number grows with every operation of a
-    kernel. This function compares those of the smaller system.
+    kernel. This function compares the assignments of the system that has fewer.
     """
     if isinstance(other, constraints.Unsatisfiable):
         return other

@@ -37,7 +37,7 @@ def kernel(
 ) -> Callable:
     """Returns a kernel made by `plgpu.kernel`, whose body may call primitives, with programmatic dependent launch.
 
-    Blocks of the kernel may start while those of the previous kernel end.
+    Blocks of the kernel may start while the last blocks of the previous kernel still run.
 
     Args:
       body: the kernel's code, a function of references and keyword arguments for scratch.
@@ -96,7 +96,7 @@ class Primitive[**P, R]:
         functools.update_wrapper(self, interpreted)
 
     def mosaic(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Registers the implementation for the GPU, which takes the same arguments."""
+        """Registers the implementation for the GPU, a function of the same arguments."""
         self._mosaic = function
         return function
 

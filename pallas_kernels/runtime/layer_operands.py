@@ -1,6 +1,6 @@
-"""Weights that are stacked over the layers of a model, of which a kernel reads one layer's.
+"""Weights that are stacked over the layers of a model. A kernel reads the weights of one layer.
 
-A kernel has an optional argument `layer`. Without it, the weights are those of one layer. With it, the weights have a
+A kernel has an optional argument `layer`. Without it, the weights belong to one layer. With it, the weights have a
 leading axis of layers, and `layer` is the index on this axis. The index is an operand in global memory, because it is
 the counter of a loop in the program that calls the kernel. The previous kernel may write it, so it is read after
 `runtime.launch.wait_for_inputs`.
@@ -21,9 +21,9 @@ def check_weight(name: str, weight: jax.Array | None, layer: jax.Array | None, d
 
 
 def layer_operand(layer: jax.Array | None) -> jax.Array | None:
-    """Returns a layer's index as an operand of a kernel, [1] int32, or None if it is None.
+    """Reshapes a layer's index to [1] int32, an operand of a kernel. Returns None if `layer` is None.
 
-    Raises NotImplementedError unless it is an int32 scalar.
+    Raises NotImplementedError unless the index is an int32 scalar.
     """
     if layer is None:
         return None
@@ -36,7 +36,7 @@ def weights_of_layer(weights_gmem, layer_gmem):
 
     Args:
       weights_gmem: pytree of references to weights.
-      layer_gmem: reference to the operand that `layer_operand` made, or None if the weights are those of one layer.
+      layer_gmem: reference to the operand that `layer_operand` made, or None if the weights belong to one layer.
     """
     if layer_gmem is None:
         return weights_gmem

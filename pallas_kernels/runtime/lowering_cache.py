@@ -42,9 +42,8 @@ MAX_WORKERS = 8  # maximum number of worker processes; each takes 0.4 GB of memo
 def cached_trace(*static: str, writes: bool = False) -> Callable[[Callable], Callable]:
     """Returns a decorator for a kernel's public function. It makes a program trace the function once per set of shapes.
 
-    A model has dozens of layers, and lowering a kernel takes seconds. The lowered kernel is also stored on disk.
-    Under `jax.vmap` the calls run one after another, because batched attention of 32 requests gave
-    wrong results on a GPU.
+    A model has dozens of layers, and lowering a kernel takes seconds. The lowered kernel is also stored on disk. Under
+    `jax.vmap` the calls run one after another, because batched attention of 32 requests gave wrong results on a GPU.
 
     Args:
       static: names of the arguments, beside `interpret`, that are not arrays.
@@ -90,22 +89,23 @@ def _call(on_arrays: Callable, function: Callable, args, kwargs, *arrays: jax.Ar
         return on_arrays(*arrays)
     key = f"{_versions()} {function.__module__} {function.__qualname__} {jax.tree.flatten((args, kwargs))}"
     path = folder / hashlib.sha256(key.encode()).hexdigest()
-    kept = _read(path)
-    if kept is None:
+    stored = _read(path)
+    if stored is None:
         results = jax.eval_shape(on_arrays, *_shapes(arrays))  # raises if the kernel does not take the arguments
         build = _build(path, function, args, kwargs)
     else:
-        results = jax.tree.unflatten(kept.out_tree, kept.out_avals)
-        build = functools.partial(lambda exported: exported, kept)
+        results = jax.tree.unflatten(stored.out_tree, stored.out_avals)
+        build = functools.partial(lambda exported: exported, stored)
     # Within `jax.shard_map`, the types of the results have to name the mesh and the axes along which values differ.
-    like = jax.typeof(arrays[0])
+    # These are copied from the type of the first array.
+    array_type = jax.typeof(arrays[0])
     mesh = jax.sharding.get_abstract_mesh()
-    shards = [jax.NamedSharding(mesh, jax.P(*[None] * x.ndim)) for x in jax.tree.leaves(results)]
-    types = tuple(
-        like.update(x.shape, x.dtype, weak_type=False, sharding=shard)
-        for x, shard in zip(jax.tree.leaves(results), shards, strict=True)
-    )
-    return jax.tree.unflatten(jax.tree.structure(results), _kernel_p.bind(*arrays, build=build, types=types))
+    leaves, structure = jax.tree.flatten(results)
+    types = []
+    for x in leaves:
+        sharding = jax.NamedSharding(mesh, jax.P(*[None] * x.ndim))
+        types.append(array_type.update(x.shape, x.dtype, weak_type=False, sharding=sharding))
+    return jax.tree.unflatten(structure, _kernel_p.bind(*arrays, build=build, types=tuple(types)))
 
 
 def _run(*arrays, build, types):
@@ -177,7 +177,8 @@ def _compile(exported: export.Exported) -> None:
 def _executors() -> tuple[Executor, Executor] | None:
     """Returns (worker processes that lower kernels, threads that compile them).
 
-    Returns None if the GPU cannot run the kernels or has too few multiprocessors, or with fewer than four CPU cores.
+    Returns None if the GPU cannot run the kernels, if it has too few multiprocessors, or if there are fewer than four
+    CPU cores.
     """
     count = min(MAX_WORKERS, loky.cpu_count() // 2)
     if count < 2 or why_no_mosaic_gpu() is not None or not runs_all_blocks_at_once():

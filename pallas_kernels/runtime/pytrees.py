@@ -1,4 +1,4 @@
-"""Pytrees: frozen dataclasses of arrays, such as the operands of a kernel, and functions of the leaves of arguments."""
+"""Frozen dataclasses that are pytrees, such as the operands of a kernel, and functions of some leaves of arguments."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ def on_leaves(
       is_wanted: function that returns whether a leaf is to remain an argument.
 
     Returns:
-      (a function of the wanted leaves, one argument for each, that calls `function`; the list of the wanted leaves).
+      (call, wanted). `wanted` is the list of the wanted leaves, and `call(*wanted)` is `function(*args, **kwargs)`.
     """
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_wanted)
     places = [i for i, leaf in enumerate(leaves) if is_wanted(leaf)]

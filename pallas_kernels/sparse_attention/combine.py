@@ -36,7 +36,7 @@ def combine(
 
     Args:
       sums: [T, S, H', D] float32, for each of S splits the sum of its rows times their weights; D is a multiple of 512
-        and H' at least H. Ignored if a split has no rows.
+        and H' at least H. The sums of a split without rows are ignored.
       stats: [T, S, 2, H'] float32. Element 0 is the largest score of a split's rows, where scores include the factor
         `log2(e)`. Element 1 is the sum of their weights `2 ** (score - largest)`, 0 if the split has no rows.
       sinks: [H] float32 sink logits, or a stack [layers, H].
@@ -93,11 +93,11 @@ def _combine_kernel(columns, splits_at_once, sums_gmem, stats_gmem, sinks_gmem, 
             running_max, running_sum, acc = carry
             exists = weight > 0
             new_max = jnp.where(exists, jnp.maximum(running_max, split_max), running_max)
-            old = jnp.exp2(running_max - new_max)
-            new = jnp.where(exists, jnp.exp2(split_max - new_max), 0.0)
+            rescale = jnp.exp2(running_max - new_max)
+            split_scale = jnp.where(exists, jnp.exp2(split_max - new_max), 0.0)
             # A select, since a product with 0 may be NaN: the sums of a split without rows are unspecified.
-            acc = acc * old + jnp.where(exists, values * new, 0.0)
-            carry = new_max, running_sum * old + jnp.where(exists, weight * new, 0.0), acc
+            acc = acc * rescale + jnp.where(exists, values * split_scale, 0.0)
+            carry = new_max, running_sum * rescale + jnp.where(exists, weight * split_scale, 0.0), acc
         return carry
 
     # The sink counts as a split whose largest score is the sink, whose sum of weights is 1 and whose values are 0.

@@ -44,8 +44,8 @@ from pallas_kernels.sparse_attention.row_addresses import TILE, UNITS, Attention
 
 STAGES = 2  # number of tiles of rows in shared memory
 SCORE, ADD, LOAD = range(3)
-# Registers per thread of `load`, and of each of `score` and `add`. The three warpgroups start with 168 per thread each,
-# and may not have more than that on average.
+# Number of registers of a thread of `load`, and of a thread of `score` or `add`. All threads start with 168 registers,
+# and may not have more than 168 on average.
 LOAD_REGISTERS = 120
 MULTIPLY_REGISTERS = 192
 
@@ -60,7 +60,8 @@ class Config:
     def choose(cls, problem: AttentionProblem, tokens: int, heads: int) -> "Config":
         """Returns the largest number of splits, up to 66, with which all blocks run at once on an H100.
 
-        It is reduced if fewer splits have the same number of tiles each, so that no split of a full token is empty.
+        Then it is reduced as far as the number of tiles per split stays the same, so that a token with the maximum
+        number of tiles has no empty split.
         """
         tiles = problem.max_tiles
         # Combining more than 66 splits takes more time than the additional blocks save.
@@ -91,7 +92,7 @@ def decode_attention(
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
-      The result of `sparse_attention` if `splits` is None, otherwise that of `attention_sums`.
+      The result of `sparse_attention` if `splits` is None, otherwise the result of `attention_sums`.
     """
     tokens, heads, _ = q.shape
     groups = pl.cdiv(heads, HEADS)
@@ -126,7 +127,7 @@ class DecodeBuffers:
     # The queries, overwritten by the result at the end. The axis of size 1 is indexed by the `zero` of `_score_tile`.
     queries_smem: Any = plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS)
     keys_smem: Any = plgpu.SMEM((STAGES, TILE, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS)
-    # Added to the scores: 0 for a row that exists, otherwise -inf. `keys_full` also says that they were written.
+    # Terms of the scores: 0 for a row that exists, otherwise -inf. `keys_full` also says that they were written.
     biases_smem: Any = plgpu.SMEM((STAGES, TILE), jnp.float32)
     # Softmax weights before the division by their sum.
     weights_smem: Any = plgpu.SMEM((STAGES, HEADS, TILE), jnp.bfloat16, transforms=TRANSFORMS)
@@ -135,11 +136,11 @@ class DecodeBuffers:
     scale_smem: Any = plgpu.SMEM((HEADS,), jnp.float32)  # factors of the final sums
     queries_full: Any = plgpu.Barrier()
     keys_full: Any = plgpu.Barrier(num_barriers=STAGES)
-    keys_empty: Any = plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)  # by `score` and `add`, in both blocks
+    keys_empty: Any = plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)  # both blocks' `score` and `add` arrive
     weights_full: Any = plgpu.Barrier(num_barriers=STAGES)
     weights_empty: Any = plgpu.Barrier(num_barriers=STAGES)
     scale_full: Any = plgpu.Barrier()
-    result_full: Any = plgpu.Barrier(num_arrivals=2)  # by `score` and `add`, each after its half
+    result_full: Any = plgpu.Barrier(num_arrivals=2)  # `score` and `add` arrive, each when its half is written
 
     @classmethod
     def for_cluster(cls) -> "DecodeBuffers":
@@ -163,7 +164,8 @@ class DecodeBuffers:
     def signal_keys_full(self, stage, units):
         """Signals that this block has stored its `units` units (of 16 rows) of a stage.
 
-        In a cluster, it also announces as many units from the other block. The stage is full when they have come.
+        In a cluster, it also announces as many units from the other block. The stage is full when these units have
+        come.
         """
         kv_tiles.fence()
         if self.blocks == 1:

@@ -36,8 +36,8 @@ class DenseRows:
     """The rows that the tokens of a call attend to: arrays, and within the kernel references to them.
 
     Attributes:
-      window_rows: [N, 512] bfloat16, first a row for each of the call's T tokens, then each request's older rows,
-        those before its first token in the call.
+      window_rows: [N, 512] bfloat16, first a row for each of the call's T tokens, then the older rows of each request,
+        from before its first token in the call.
       entries: [E, 512] bfloat16 compressed entries, request by request, or None.
       indices: [T, K] int32, entries of each token, numbered within its request; -1 = none. None: a token attends to the
         first `counts` entries of its request.
@@ -73,9 +73,11 @@ class TokenRows:
     def __init__(self, rows: DenseRows, token: jax.Array):
         self.rows = rows
         self.token = token
-        start = kv_tiles.splat(4 * token)
-        metadata = (take(rows.metadata, start + i) for i in range(4))
-        self.position, self.first_token, self.past_end, self.first_entry = metadata
+        first = kv_tiles.splat(4 * token)  # index of the token's metadata
+        self.position = take(rows.metadata, first)
+        self.first_token = take(rows.metadata, first + 1)
+        self.past_end = take(rows.metadata, first + 2)
+        self.first_entry = take(rows.metadata, first + 3)
         self.count = take(rows.counts, kv_tiles.splat(token))
 
     def tile_rows(self, tile: jax.Array) -> list[jax.Array]:
@@ -156,8 +158,11 @@ def start_unit(chunk_smem, bias_smem, in_window: jax.Array, row: jax.Array, sour
       first: number of the unit's first row in the tile.
       chunk: number of the chunk; its columns begin at `chunk * CHUNK`.
     """
-    window_rows, entries = (source[...][jnp.maximum(row, 0) % source.shape[0]] for source in (sources[0], sources[-1]))
-    values = jnp.where(in_window != 0, window_rows, entries)
+
+    def load_rows(source):
+        return source[...][jnp.maximum(row, 0) % source.shape[0]]
+
+    values = jnp.where(in_window != 0, load_rows(sources[0]), load_rows(sources[-1]))
     values = jnp.where((row >= 0)[:, None], values, jnp.zeros((), jnp.bfloat16))
     chunk_smem[pl.ds(first, UNIT)] = values[:, chunk * CHUNK : (chunk + 1) * CHUNK]
     if chunk == 0:
@@ -167,7 +172,7 @@ def start_unit(chunk_smem, bias_smem, in_window: jax.Array, row: jax.Array, sour
 @mlir.emits(start_unit, plgpu.RefType(TRANSFORMS), None, None, PER_ROW)
 def _emit_start_unit(chunk_smem, bias_smem, in_window, row, sources, *, first, chunk):
     row = mlir.scalar(row)
-    lane, start, own_row = kv_tiles.unit_offsets(chunk_smem, CHUNK)
+    lane, target, own_row = kv_tiles.unit_offsets(chunk_smem, CHUNK)
     base = mlir.global_pointer(sources[0])
     if len(sources) > 1:
         is_window = arith.cmpi(arith.CmpIPredicate.ne, in_window.value, mlir.i32(0))
@@ -175,12 +180,12 @@ def _emit_start_unit(chunk_smem, bias_smem, in_window, row, sources, *, first, c
     exists = U32(row).is_at_least(0)
     clamped_row = mlir.to_i64(arith.maxsi(row, mlir.i32(0)))
     source = mlir.at(base, mlir.multiply_add(clamped_row, 2 * ROW_DIM, mlir.to_u64(lane * 16)))
-    size = exists.where(16, 0)
+    size = exists.where(16, 0)  # bytes to read; the instruction writes zeros for the rest of 16
     for group in range(CHUNK // GROUP):
         target_offset = 2 * (first * CHUNK + 8 * GROUP * group)
         source_offset = 2 * (chunk * CHUNK + GROUP * group)
         copy = f"cp.async.cg.shared.global [$0 + {target_offset}], [$1 + {source_offset}], 16, $2;"
-        mlir.ptx(copy, start, source, size)
+        mlir.ptx(copy, target, source, size)
     if chunk == 0:
         bias = mlir.at(mlir.at(mlir.shared_pointer(bias_smem), own_row * 4), 4 * first)
         kv_tiles.store_bias(bias, lane, exists)

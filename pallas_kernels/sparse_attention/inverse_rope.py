@@ -41,9 +41,13 @@ def inverse_rope(values: jax.Array, angles_gmem, token: jax.Array) -> jax.Array:
     Returns:
       Array of the shape, dtype and layout of `values`.
     """
-    cos, sin = (x[token][None] for x in angles_gmem)
+    cos_gmem, sin_gmem = angles_gmem
+    cos = cos_gmem[token][None]
+    sin = sin_gmem[token][None]
     head, tail = jnp.split(values, [values.shape[1] - 2 * cos.shape[1]], axis=1)
-    even, odd = (tail[:, i::2].astype(jnp.bfloat16).astype(jnp.float32) for i in range(2))
+    rounded = tail.astype(jnp.bfloat16).astype(jnp.float32)
+    even = rounded[:, ::2]
+    odd = rounded[:, 1::2]
     rotated = jnp.stack([even * cos + odd * sin, odd * cos - even * sin], axis=2).reshape(tail.shape)
     return jnp.concatenate([head, rotated], axis=1)
 
@@ -55,20 +59,20 @@ def _emit_inverse_rope(values, angles_gmem, token):
     pairs = angles_gmem[0].type.shape[1]
     _, column = next(layout.thread_idxs(values.shape))
     offset = mlir.multiply_add(mlir.to_i64(token), 4 * pairs, mlir.to_i64(arith.muli(column, mlir.index(2))))
-    places = [mlir.at(mlir.global_pointer(x), offset) for x in angles_gmem]
-    steps = layout.tiling.tile_strides((width, 1))
-    factors: dict[int, list[Any]] = {}
-    for index in np.ndindex(values.registers.shape):
-        # Column of the pair, relative to the thread's first column and to the first rotated one. All threads have the
-        # same value.
-        right = sum(i * step for i, step in zip(index, steps, strict=False)) % width - (width - 2 * pairs)
-        pair = values.registers[index]
-        if right < 0:
+    pointers = [mlir.at(mlir.global_pointer(x), offset) for x in angles_gmem]
+    strides = layout.tiling.tile_strides((width, 1))
+    factors: dict[int, list[Any]] = {}  # {`rotated`: [cosine, sine]}
+    for indices in np.ndindex(values.registers.shape):
+        # Distance of the register's column from the thread's first column, which is the same in all threads.
+        distance = sum(i * stride for i, stride in zip(indices, strides, strict=False)) % width
+        rotated = distance - (width - 2 * pairs)  # the same distance, counted over rotated columns
+        pair = values.registers[indices]
+        if rotated < 0:
             yield pair
             continue
-        if right not in factors:
-            factors[right] = [llvm.load(mlir.f32_type(), mlir.at(x, 2 * right), alignment=4) for x in places]
-        yield _rotate_pair(pair, *factors[right])
+        if rotated not in factors:
+            factors[rotated] = [llvm.load(mlir.f32_type(), mlir.at(x, 2 * rotated), alignment=4) for x in pointers]
+        yield _rotate_pair(pair, *factors[rotated])
 
 
 def _rotate_pair(pair, cos, sin):

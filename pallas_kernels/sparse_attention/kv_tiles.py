@@ -82,7 +82,8 @@ def load_unit(first_pools, second_pools, use_second: jax.Array, row: jax.Array, 
       The unit for `store_unit`: arrays of codes, of RoPE values and of words of scales; a single dequantized array
       [16, 512] bfloat16 if interpreted.
     """
-    first_rows, second_rows = (_dequantize(pools, row, layout) for pools in (first_pools, second_pools))
+    first_rows = _dequantize(first_pools, row, layout)
+    second_rows = _dequantize(second_pools, row, layout)
     return [jnp.where(use_second != 0, second_rows, first_rows)]
 
 
@@ -107,7 +108,8 @@ def _emit_load_unit(first_pools, second_pools, use_second, row, layout):
     lane = mlir.thread() % 8
 
     def row_pointer(pool, row_bytes, lane_bytes):
-        base = arith.select(is_second, *(mlir.global_pointer(pools[pool]) for pools in (second_pools, first_pools)))
+        second = mlir.global_pointer(second_pools[pool])
+        base = arith.select(is_second, second, mlir.global_pointer(first_pools[pool]))
         return mlir.at(base, mlir.multiply_add(mlir.to_i64(row), row_bytes, mlir.to_u64(lane * lane_bytes)))
 
     # The scales are loaded first, because `store_unit` needs them first.
@@ -146,14 +148,14 @@ def _emit_store_unit(tile_smem, bias_smem, first, unit, row, layout, peer=None):
     decode = _decode_row_scale if layout.scale_block is None else _decode_block_scales
     codes, rope, *scales = unit
     scales = [mlir.scalar(scale) for scale in scales]
-    chunk, start, own_row = unit_offsets(tile_smem, ROW_DIM)
-    start = mlir.at(start, first * (2 * ROW_DIM))
+    chunk, first_value, own_row = unit_offsets(tile_smem, ROW_DIM)
+    first_value = mlir.at(first_value, first * (2 * ROW_DIM))
     bias = mlir.at(mlir.at(mlir.shared_pointer(bias_smem), own_row * 4), first * 4)
-    send, send_bias = (None, None) if peer is None else _senders(start, bias, *peer)
+    send, send_bias = (None, None) if peer is None else _senders(first_value, bias, *peer)
 
     def put(values, group):
-        offset = 16 * GROUP * group
-        llvm.store(mlir.pack(values), mlir.at(start, offset), alignment=16)
+        offset = 16 * GROUP * group  # a group of 64 columns is a tile of 8 rows, 128 bytes each
+        llvm.store(mlir.pack(values), mlir.at(first_value, offset), alignment=16)
         if send is not None:
             send(offset, values)
 
@@ -164,20 +166,25 @@ def _emit_store_unit(tile_smem, bias_smem, first, unit, row, layout, peer=None):
     store_bias(bias, chunk, U32(mlir.scalar(row)).is_at_least(0), send_bias)
 
 
-def _senders(start, bias, block, barrier):
+def _senders(first_value, bias, block, barrier):
     """Returns two functions that store in another block of the cluster: one for values, one for a row's bias.
 
     Args:
-      start: pointer to this thread's first value in this block's shared memory.
+      first_value: pointer to this thread's first value in this block's shared memory.
       bias: pointer to the bias of this thread's row in this block's shared memory.
       block: number of the other block.
       barrier: one of this block's `transaction_barriers`; the other block's barrier at the same place counts the bytes.
     """
-    pointers = start, bias, mlir.shared_pointer(barrier)
-    addresses = (llvm.ptrtoint(mlir.int_type(), pointer) for pointer in pointers)
-    peer_start, peer_bias, peer_barrier = (thread_ops.peer(address, block) for address in addresses)
+
+    def peer_address(pointer):
+        return thread_ops.peer(llvm.ptrtoint(mlir.int_type(), pointer), block)
+
+    barrier = mlir.shared_pointer(barrier)
+    peer_value = peer_address(first_value)
+    peer_bias = peer_address(bias)
+    peer_barrier = peer_address(barrier)
     return (
-        lambda offset, values: transaction_barriers.send(peer_start + offset, values, peer_barrier),
+        lambda offset, values: transaction_barriers.send(peer_value + offset, values, peer_barrier),
         lambda value: transaction_barriers.send(peer_bias, [value], peer_barrier),
     )
 
@@ -198,7 +205,7 @@ def unit_offsets(tile, columns: int) -> tuple[U32, Any, U32]:
     chunk = lane % 8
     row = warp * 4 + lane // 8
     line = row % 8
-    offset = row // 8 * (2 * 8 * columns) + line * (2 * GROUP) + (chunk ^ line) * 16
+    offset = (row // 8) * (2 * 8 * columns) + line * (2 * GROUP) + (chunk ^ line) * 16  # swizzled
     return chunk, mlir.at(mlir.shared_pointer(tile), offset), row
 
 
@@ -219,7 +226,7 @@ def store_bias(bias, chunk: U32, exists: U32, send: Any = None) -> None:
 def fence() -> None:
     """Makes writes to shared memory visible to the async proxy, through which `wgmma` reads.
 
-    They are this thread's own writes, and other threads' writes that this thread has waited for.
+    This concerns this thread's own writes, and other threads' writes that this thread has waited for.
     """
 
 
@@ -245,6 +252,7 @@ def _dequantize(pools, row, layout):
 # They sign-extend each byte to 16 bits, shift it so that its lower 7 bits are the lowest exponent bits and the highest
 # mantissa bits of bfloat16, and clear all other bits but the sign.
 _SPREAD_PAIR = "prmt.b32 {to}, ${word}, 0, {select}; shl.b32 {to}, {to}, 4; and.b32 {to}, {to}, 0x87F087F0;"
+# {register: (operand that holds its two codes, selector by which `prmt` sign-extends them)}.
 _REGISTERS = {"a": (4, "0x9180"), "b": (4, "0xB3A2"), "c": (5, "0x9180"), "d": (5, "0xB3A2")}
 # Instructions that decode the 8 codes in operands $4 and $5 of an inline assembly block to its registers a .. d.
 _SPREAD = "".join(_SPREAD_PAIR.format(to=to, word=word, select=select) for to, (word, select) in _REGISTERS.items())
@@ -259,7 +267,7 @@ def _decode_block_scales(codes, scales, group):
     for i, x in enumerate(_REGISTERS):
         code += f"mul.rn.bf16x2 {x}, {x}, k; mul.rn.bf16x2 ${i}, {x}, $6;"
     # A word with two equal bfloat16, whose exponent bits are the byte of the group's scale.
-    factor = (U32(scales[group // 4]) >> 8 * (group % 4) & 0xFF) * 0x00800080
+    factor = ((U32(scales[group // 4]) >> (8 * (group % 4))) & 0xFF) * 0x00800080
     return mlir.ptx(code + "}", *codes, factor, results=[mlir.int_type()] * 4, pure=True)
 
 

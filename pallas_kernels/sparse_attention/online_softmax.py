@@ -28,8 +28,11 @@ PER_COLUMN = LAYOUT.reduce(0)
 
 def initial_stats() -> tuple[jax.Array, jax.Array]:
     """Returns (running maximum, running sum of weights) before the first tile, each [64 heads] float32."""
-    lowest, zero = (plgpu.layout_cast(jnp.full((HEADS,), x, jnp.float32), PER_HEAD) for x in (LOWEST, 0.0))
-    return lowest, zero
+
+    def splat(x):
+        return plgpu.layout_cast(jnp.full((HEADS,), x, jnp.float32), PER_HEAD)
+
+    return splat(LOWEST), splat(0.0)
 
 
 def load_per_head(ref) -> jax.Array:
@@ -52,8 +55,8 @@ def weigh(products: jax.Array, bias_smem, running_max: jax.Array, running_sum: j
       running_sum: [64 heads], sum of weights of the tiles so far.
 
     Returns:
-      (weights [64 heads, 64 rows]; rescale [64 heads], the factor for earlier sums; the new running maximum; the new
-      running sum).
+      (weights, rescale, running_max, running_sum). `weights` are [64 heads, 64 rows]. `rescale` [64 heads] is the
+      factor for the sums of earlier tiles. `running_max` and `running_sum` include this tile.
     """
     bias = plgpu.load(bias_smem, layout=PER_COLUMN, optimized=False)
     scores = products * SCALE + lax.broadcast_in_dim(bias, products.shape, [1])

@@ -51,8 +51,8 @@ CHUNK_STAGES = 9  # number of chunks of rows in shared memory
 # Maximum number of pairs of columns to rotate back, so that all of them are in the last chunk.
 MAX_PAIRS = CHUNK // 2
 SCORE, ADD_LOW, ADD_HIGH, COPY = range(4)
-# Registers per thread of each role; both add roles have the same number. The four warpgroups start with 128 per thread
-# each, and may not have more than that on average.
+# Number of registers of a thread of each role; both add roles have the same number. All threads start with 128
+# registers, and may not have more than 128 on average.
 SCORE_REGISTERS = 112
 ADD_REGISTERS = 176
 COPY_REGISTERS = 48
@@ -106,7 +106,7 @@ def prefill_attention(
         num_threads=4,
         scratch_types={"buffers": PrefillBuffers()},
         interpret=interpret,
-        # Mosaic would reserve shared memory for reductions. Those over rows in the layout of `wgmma` need none.
+        # Mosaic would reserve shared memory for reductions. Reductions over rows in the layout of `wgmma` need none.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )
     angles = None if inv_freq is None else rope_angles(rows.metadata[:, 0], inv_freq)
@@ -142,7 +142,7 @@ class PrefillBuffers:
     # Chunks of tiles. The warpgroup that adds a chunk's columns signals `keys_empty`. An item's result overwrites the
     # chunks of its last tile before it is copied to global memory.
     keys_smem: Any = plgpu.SMEM((CHUNK_STAGES, TILE, CHUNK), jnp.bfloat16, transforms=TRANSFORMS)
-    # Added to the scores: 0 for a row that exists, otherwise -inf. `keys_full` of chunk 0 says that they were written.
+    # Terms of the scores: 0 for a row that exists, otherwise -inf. `keys_full` of chunk 0 says that they were written.
     biases_smem: Any = plgpu.SMEM((STAGES + 1, TILE), jnp.float32)
     # Softmax weights before the division by their sum. `keys_empty` of the tile's keys also says that they were read.
     weights_smem: Any = plgpu.SMEM((STAGES, HEADS, TILE), jnp.bfloat16, transforms=TRANSFORMS)
@@ -198,8 +198,8 @@ def _bias_smem(buffers, tile):
 def _copy_items(items, rows, buffers):
     """Copies the chunks of all items' tiles to shared memory.
 
-    Copies are asynchronous. Those of the next chunks are started before this warpgroup waits for a chunk and signals it
-    as full.
+    Copies are asynchronous. The copies of the next chunks are started before this warpgroup waits for a chunk and
+    signals it as full.
     """
 
     def start_chunk(tile, chunk, tile_rows, in_window):
@@ -223,8 +223,8 @@ def _copy_items(items, rows, buffers):
         def copy_tile(t, tile_rows):
             in_window = (t < rows.window // TILE).astype(jnp.int32)
             start_chunk(first + t, 0, tile_rows, in_window)
-            # The previous tile's last chunk is finished here, because the chunks below may wait for stages that become
-            # empty only after it was used.
+            # The previous tile's last chunk is finished here. The chunks below may wait for stages that become empty
+            # only after that chunk was used.
             pl.when(t > 0)(lambda: finish_chunk(first + t - 1, CHUNKS - 1, 1))
             for chunk in range(1, CHUNKS):
                 start_chunk(first + t, chunk, tile_rows, in_window)
@@ -263,8 +263,8 @@ def _score_items(items, q_gmem, sinks_gmem, buffers):
             pl.when(t > 0)(lambda: plgpu.barrier_arrive(buffers.scored.at[stage]))
             pl.when(t == tiles - 1)(lambda: fetch_queries(i + 1))
             weights, rescale, *stats = online_softmax.weigh(products, _bias_smem(buffers, first + t), *stats)
-            # This stage of weights is empty: this tile's keys are in shared memory, so that the keys two tiles before
-            # were read, and with them the weights in this stage.
+            # This stage of weights is empty: this tile's keys are in shared memory, where they replace keys of two
+            # tiles before. Those keys were read together with the weights in this stage.
             wgmma.put_shared(buffers.weights_smem.at[stage], weights.astype(jnp.bfloat16))
             wgmma.put_shared(buffers.factors_smem.at[stage], rescale)
             kv_tiles.fence()

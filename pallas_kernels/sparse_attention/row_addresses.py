@@ -21,8 +21,8 @@ from pallas_kernels.sparse_attention.kv_tiles import UNIT, take
 
 TILE = 64
 UNITS = TILE // UNIT
-# Stands for the position of padding, and for the first row of rings that are left out. Sums with row numbers and
-# positions stay negative.
+# Stands for the position of padding, and for the first row of rings that are left out. It stays negative when a row
+# number or a position is added.
 NOWHERE = -(1 << 30)
 
 
@@ -128,22 +128,22 @@ class RowAddresses:
         return units
 
     def blocks(self, entries: list[jax.Array]) -> list[jax.Array]:
-        """Returns the block id of each entry, from the block table; -1 = none. That of an entry -1 is unspecified."""
+        """Returns the block id of each entry, from the block table; -1 = none. The id of an entry -1 is unspecified."""
         paged = self.problem.compressed
         if paged is None:
             return []
         slots, columns = paged.block_table.shape
         per_block = paged.pools[0].shape[2]
-        start = jnp.minimum(self.slot, slots - 1) * columns
-        logical = (jnp.clip(lax.div(entry, per_block), 0, columns - 1) for entry in entries)
-        return [take(paged.block_table, start + column) for column in logical]
+        table_row = jnp.minimum(self.slot, slots - 1) * columns
+        table_columns = (jnp.clip(lax.div(entry, per_block), 0, columns - 1) for entry in entries)
+        return [take(paged.block_table, table_row + column) for column in table_columns]
 
     def rows(self, tile: jax.Array, entries: list[jax.Array], blocks: list[jax.Array]) -> list[jax.Array]:
         """Returns the row numbers of each unit of a tile; -1 = none.
 
-        They number the rows of the rings for a tile of the window, otherwise the rows of the pools of compressed
-        entries, with all axes but the last merged. `entries` and `blocks` are the results of the methods of these names
-        for this tile.
+        For a tile of the window, rows of the rings are numbered, otherwise rows of the pools of compressed entries, in
+        both cases with all axes but the last merged. `entries` and `blocks` are the results of the methods of these
+        names for this tile.
         """
         window_rows = [self._window_row(tile, unit) for unit in range(self.units)]
         paged = self.problem.compressed
@@ -151,7 +151,7 @@ class RowAddresses:
             return window_rows
         in_window = jnp.broadcast_to(tile < self.problem.window_tiles, (UNIT,))
         pool_rows = (self._pool_row(paged, entry, block) for entry, block in zip(entries, blocks, strict=True))
-        return [jnp.where(in_window, *pair) for pair in zip(window_rows, pool_rows, strict=True)]
+        return [jnp.where(in_window, row, pool_row) for row, pool_row in zip(window_rows, pool_rows, strict=True)]
 
     def _window_row(self, tile, unit):
         rings = self.problem.rings
@@ -171,5 +171,5 @@ class RowAddresses:
         return jnp.where(valid, row, -1)
 
     def _items(self, tile, unit):
-        """Returns the numbers [16] of a unit's rows, if tile 0 is the first tile of the window, or of the entries."""
+        """Returns the numbers [16] of a unit's rows, counted from the first row of tile 0."""
         return tile * TILE + (self.first_unit + unit) * UNIT + kv_tiles.iota()
