@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsv4_jax.common.arguments import check
+from dsv4_jax.common.arguments import check, check_whole
 from dsv4_jax.config import config_json
 from dsv4_jax.config.draft_config import DSparkConfig, MTPConfig
-from dsv4_jax.config.layer_spec import LayerSpec, numbered
+from dsv4_jax.config.engram_config import EngramConfig
+from dsv4_jax.config.layer_spec import MAX_ROWS, LayerSpec, numbered, shared_specs
 from dsv4_jax.config.rope_scaling import RopeScaling
 
 
@@ -35,6 +36,14 @@ class DSV4Config:
     - `num_nextn_predict_layers`: 1 with draft layers, 0 without. They are the multi-token-prediction block if `dspark`
       is None, otherwise the layers that `dspark` describes.
     - `tie_word_embeddings`: whether a checkpoint may leave out the head, which is then a copy of the embedding.
+    - `kv_format`: name of the release's format of the KV cache, "v4" or "v41", see `quant.formats`.
+    - `norms_queries`: whether each head of the queries is normed. V4.1 does not.
+    - `delays_pre`: whether a hyper-connection collapses the streams by the weights `pre` that the hyper-connection
+      before it computed, as in V4.1. Then the model has no weights for the collapse before its head.
+    - `candidate_topk_blocks`, `candidate_block_size`: number of blocks to which a layer restricts the selections of
+      later layers, and number of entries in a block; 0 if no layer has `candidates`.
+    - `engram`: V4.1's embeddings of n-grams; None = none.
+    - `image_token_id`: token id that stands for a part of an image, which text must not have; None = none.
 
     Raises:
       TypeError: a layer is no LayerSpec, or a number has another type.
@@ -75,6 +84,13 @@ class DSV4Config:
     num_nextn_predict_layers: int = 0
     tie_word_embeddings: bool = False
     dspark: DSparkConfig | None = None
+    kv_format: str = "v4"
+    norms_queries: bool = True
+    delays_pre: bool = False
+    candidate_topk_blocks: int = 0
+    candidate_block_size: int = 0
+    engram: EngramConfig | None = None
+    image_token_id: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "specs", numbered(self.specs))
@@ -102,8 +118,24 @@ class DSV4Config:
         }
         for message, holds in rules.items():
             check(holds, message)
-        if self.dspark is not None:
-            self.dspark.check(self.num_hidden_layers, self.vocab_size)
+        for part in (self.dspark, self.engram):
+            if part is not None:
+                part.check(self.num_hidden_layers, self.vocab_size)
+        self._check_candidates()
+
+    def _check_candidates(self):
+        blocks = self.candidate_topk_blocks
+        size = self.candidate_block_size
+        least = int(any(spec.candidates is not None for spec in self.specs))
+        check_whole("candidate_topk_blocks", blocks, least, MAX_ROWS)
+        check_whole("candidate_block_size", size, least, MAX_ROWS)
+        for spec in self.specs:
+            # The newest block is always a candidate, and may hold one visible entry only.
+            if spec.candidates is not None and (blocks - 1) * size + 1 < self.topk(spec.layer):
+                raise ValueError(
+                    f"candidate_topk_blocks={blocks} and candidate_block_size={size} leave too few entries: "
+                    f"({blocks} - 1) * {size} + 1 must be at least index_topk={self.topk(spec.layer)}"
+                )
 
     def __repr__(self) -> str:
         kinds = collections.Counter(
@@ -206,6 +238,10 @@ class DSV4Config:
         """Whether a layer looks up its experts by token id; draft layers never do."""
         return self.mlp_layer_types[layer : layer + 1] == ("hash_moe",)
 
+    def has_engram(self, layer: int) -> bool:
+        """Whether embeddings of n-grams are added to the residual streams before a layer."""
+        return self.engram is not None and layer in self.engram.layer_ids
+
     def inv_freq(self, layer: int) -> "np.ndarray":
         """Returns RoPE's angle per position for each pair of channels, [qk_rope_head_dim // 2] float32 radians.
 
@@ -293,6 +329,25 @@ class DSV4Config:
     def v4_pro_0813(cls) -> "DSV4Config":
         """Returns the configuration of DeepSeek-V4-Pro-0813, which is V4-Pro with DSpark's draft layers."""
         return cls.v4_pro().with_dspark(512)
+
+    @classmethod
+    def v41_flash(cls) -> "DSV4Config":
+        """Returns the configuration of DeepSeek-V4.1-Flash.
+
+        It has 40 layers: 2 with a sliding window only, 18 that share the entries of 3 layers, and 20 that share those
+        of layer 20.
+        """
+        specs = shared_specs((0, 0, *(2,) * 18, *(1,) * 20), (2, 8, 14, 20), (2, 8, 14, 20, 24, 28, 32, 36), 20)
+        return cls(
+            **_RELEASED | {"rms_norm_eps": 1e-20, "index_n_heads": 32}, hidden_size=5120, num_attention_heads=64,
+            q_lora_rank=1280, o_groups=8, index_topk=512, specs=specs, mlp_layer_types=("moe",) * 40,
+            moe_intermediate_size=2304, n_routed_experts=384, routed_scaling_factor=1.5, kv_format="v41",
+            norms_queries=False, delays_pre=True, candidate_topk_blocks=2048, candidate_block_size=8,
+            engram=EngramConfig(
+                layer_ids=(1, 14), num_embeddings=(384006168, 384016682), max_ngram_size=4, vocab_size=16000000,
+                n_heads=8, head_dim=256, pad_token_id=2, compressed_vocab_size=99092,
+            ), image_token_id=129264,
+        )  # fmt: skip
 
 
 _RELEASED: dict[str, Any] = {
