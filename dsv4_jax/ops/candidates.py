@@ -15,7 +15,7 @@ def candidate_blocks(
 ) -> Int[Array, "T count"]:
     """Chooses the blocks of consecutive entries with the highest scores, and always the newest block.
 
-    The score of a block is the largest one of its visible entries (docs/dsv4.md 8).
+    The score of a block is the largest one of its visible entries (docs/dsv41.md 4).
 
     Args:
       scores: [T, E] float32 scores of entries; -inf for entries that lie on other devices.
