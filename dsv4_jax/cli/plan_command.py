@@ -36,7 +36,7 @@ class PlanCommand:
       dsv4-jax plan --config v4_flash --memory 80GiB --context 65536 --expert-memory auto
 
     Attributes:
-      config: v4_flash, v4_pro, v4_flash_0731 or v4_pro_0813, or a folder with a config.json.
+      config: v4_flash, v4_pro, v4_flash_0731, v4_pro_0813 or v41_flash, or a folder with a config.json.
       memory: memory of a device, such as 80GiB (2**30 bytes each) or 80GB (10**9 bytes each). With --mesh, each device
         has that much.
       context: maximum number of tokens in a request.
