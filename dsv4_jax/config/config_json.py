@@ -163,7 +163,7 @@ def _by_release_names(raw: dict[str, Any]) -> dict[str, Any]:
     """
     aliases = {alias: name for name, alias in _INFERENCE_NAMES.items()}
     is_inference = not aliases.keys().isdisjoint(raw)
-    if raw.get("model_type") not in ("deepseek_v41", *[None] * is_inference):
+    if raw.get("model_type") not in (("deepseek_v41", None) if is_inference else ("deepseek_v41",)):
         return raw
     text = _object("text_config", raw.get("text_config") or {})
     kind = text.get("model_type", "deepseek_v41_text")
@@ -210,11 +210,10 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
     """
     raw = _by_release_names(raw)
     model_type = raw.get("model_type")
-    check(
-        model_type in list(_RELEASES),
-        f"model_type={model_type!r} must be {' or '.join(map(repr, _RELEASES))}: no other model is known",
-    )
-    release = _RELEASES[model_type]
+    release = _RELEASES.get(model_type) if isinstance(model_type, str) else None
+    if release is None:
+        names = " or ".join(map(repr, _RELEASES))
+        raise ValueError(f"model_type={model_type!r} must be {names}: no other model is known")
     # The release may write `rope_scaling: null`, which means that there is no YaRN.
     present = {key for key, value in raw.items() if value is not None or key == "rope_scaling"}
     missing = [" or ".join(names) for names in release.required if present.isdisjoint(names)]
@@ -283,7 +282,7 @@ def release_config(config: "DSV4Config") -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{refusal} the layers: {error}") from None
     for spec, expected in zip(config.specs, numbered(read["specs"]), strict=True):
-        renamed = {"group": expected.group, "index": expected.index} if spec.owner else {}
+        renamed: dict[str, Any] = {"group": expected.group, "index": expected.index} if spec.owner else {}
         sizes = (config.window(spec.layer), config.topk(spec.layer))
         is_same = dataclasses.replace(spec, window=None, index_topk=None, **renamed) == expected
         if not is_same or sizes != (config.sliding_window, config.index_topk):
@@ -388,11 +387,11 @@ def _read_v41_layers(raw: dict[str, Any], layers: int) -> dict[str, Any]:
         block in (None, [32, 32]), f"quantization_config.weight_block_size={block!r} must be [32, 32] in DeepSeek-V4.1"
     )
     engram = {name: raw[f"engram_{name}"] for name in _ENGRAM}
-    lists = {name: _list(f"engram_{name}", engram[name]) for name in ("layer_ids", "num_embeddings")}
+    engram |= {name: _list(f"engram_{name}", engram[name]) for name in ("layer_ids", "num_embeddings")}
     return {
         "specs": shared_specs(_ratios(raw, layers), kv_sources, index_sources, None if candidates < 0 else candidates),
         "mlp_layer_types": mlp_types(0, layers),
-        "engram": EngramConfig(**engram | lists) if lists["layer_ids"] else None,
+        "engram": EngramConfig(**engram) if engram["layer_ids"] else None,
         **{name: raw[name] for name in _CANDIDATES},
     }
 

@@ -209,9 +209,10 @@ class DSV4Config:
     def with_dspark(
         self, markov_rank: int, n_routed_experts: int | None = None, num_experts_per_tok: int | None = None
     ) -> "DSV4Config":
-        """Returns the configuration with DSpark's three draft layers.
+        """Returns the configuration with DSpark's three draft layers. Values without an argument are the releases'.
 
-        The arguments are those of `DSparkConfig`. The other values are those of the releases.
+        Args:
+          markov_rank, n_routed_experts, num_experts_per_tok: see `DSparkConfig`.
         """
         dspark = DSparkConfig(
             num_layers=3,
@@ -252,9 +253,10 @@ class DSV4Config:
 
     def expert_counts(self, layer: int) -> tuple[int, int]:
         """Returns the number of a layer's routed experts, and the number of them that a token is sent to."""
-        dspark = self.dspark if layer >= self.num_hidden_layers else None
-        experts = dspark and dspark.n_routed_experts
-        selected = dspark and dspark.num_experts_per_tok
+        experts = selected = None
+        if self.dspark is not None and layer >= self.num_hidden_layers:
+            experts = self.dspark.n_routed_experts
+            selected = self.dspark.num_experts_per_tok
         return experts or self.n_routed_experts, selected or self.num_experts_per_tok
 
     def is_hashed(self, layer: int) -> bool:

@@ -119,7 +119,7 @@ class LayerSpec:
 
         If the layer selects entries itself, `selection` is -1. If it makes candidates itself, `candidates` is -1.
         """
-        own = {name: OWN for name in ("selection", "candidates") if getattr(self, name) == self.layer}
+        own: dict[str, Any] = {name: OWN for name in ("selection", "candidates") if getattr(self, name) == self.layer}
         return dataclasses.replace(self, layer=OWN, index=0, **own)
 
     @property
@@ -155,7 +155,7 @@ def numbered(specs: Iterable[LayerSpec]) -> tuple[LayerSpec, ...]:
             if (value := getattr(unplaced, field)) is not None:
                 check_whole(f"{name}.{field}", value, least, MAX_ROWS)
         stored = owners.setdefault(unplaced.group, [])
-        own = {name: layer for name in ("selection", "candidates") if getattr(unplaced, name) == OWN}
+        own: dict[str, Any] = {name: layer for name in ("selection", "candidates") if getattr(unplaced, name) == OWN}
         index = len(stored) if unplaced.owner else unplaced.index
         spec = dataclasses.replace(unplaced, layer=layer, index=index, **own)
         placed.append(spec)
