@@ -362,16 +362,15 @@ def _dspark(raw: dict[str, Any]) -> DSparkConfig | None:
     check(not missing, f"config.json lacks {', '.join(missing)}, but has other keys of DSpark.")
     unknown = sorted(f"dspark_{name}" for name in fields.keys() - set(_DSPARK))
     check(not unknown, f"config.json has {', '.join(unknown)}: draft layers of another kind than DeepSeek's.")
-    fields["target_layer_ids"] = _list("dspark_target_layer_ids", fields["target_layer_ids"])
+    fields["target_layer_ids"] = tuple(_integers("dspark_target_layer_ids", fields["target_layer_ids"]))
     return DSparkConfig(num_layers=len(_draft_ratios(raw)) or len(fields["target_layer_ids"]), **fields)
 
 
 def _ratios(raw: dict[str, Any], layers: int) -> list[int]:
     """Returns the elements of `compress_ratios` of the model's layers, without those of draft layers."""
-    ratios = raw["compress_ratios"]
-    check(isinstance(ratios, list | tuple), f"compress_ratios={ratios!r} must be a list of integers")
-    check(len(ratios) >= layers, f"compress_ratios has {len(ratios)} entries, but num_hidden_layers={layers}")
-    return [check_whole(f"compress_ratios[{i}]", ratio, 0, MAX_ROWS) for i, ratio in enumerate(ratios[:layers])]
+    ratios = _integers("compress_ratios", raw["compress_ratios"])[:layers]
+    check(len(ratios) == layers, f"compress_ratios has {len(ratios)} entries, but num_hidden_layers={layers}")
+    return [check_whole(f"compress_ratios[{i}]", ratio, 0, MAX_ROWS) for i, ratio in enumerate(ratios)]
 
 
 def _read_v4_layers(raw: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -379,7 +378,7 @@ def _read_v4_layers(raw: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def _read_v41_layers(raw: dict[str, Any], layers: int) -> dict[str, Any]:
-    kv_sources, index_sources = (_list(name, raw[name]) for name in _SOURCES[:2])
+    kv_sources, index_sources = (_integers(name, raw[name]) for name in _SOURCES[:2])
     candidates = check_whole("candidate_source_layer_id", raw["candidate_source_layer_id"], -1, layers - 1)
     quantization = _object("quantization_config", raw.get("quantization_config") or {})
     block = quantization.get("weight_block_size")
@@ -387,18 +386,18 @@ def _read_v41_layers(raw: dict[str, Any], layers: int) -> dict[str, Any]:
         block in (None, [32, 32]), f"quantization_config.weight_block_size={block!r} must be [32, 32] in DeepSeek-V4.1"
     )
     engram = {name: raw[f"engram_{name}"] for name in _ENGRAM}
-    engram |= {name: _list(f"engram_{name}", engram[name]) for name in ("layer_ids", "num_embeddings")}
+    engram |= {name: tuple(_integers(f"engram_{name}", engram[name])) for name in ("layer_ids", "num_embeddings")}
     return {
         "specs": shared_specs(_ratios(raw, layers), kv_sources, index_sources, None if candidates < 0 else candidates),
         "mlp_layer_types": mlp_types(0, layers),
         "engram": EngramConfig(**engram) if engram["layer_ids"] else None,
-        **{name: raw[name] for name in _CANDIDATES},
+        **{name: check_whole(name, raw[name], 0) for name in _CANDIDATES},
     }
 
 
-def _list(name: str, value: Any) -> tuple[Any, ...]:
-    check(isinstance(value, list | tuple), f"{name}={value!r} must be a list of integers")
-    return tuple(value)
+def _integers(name: str, values: Any) -> list[int]:
+    check(isinstance(values, list | tuple), f"{name}={values!r} must be a list of integers")
+    return [check_whole(f"{name}[{i}]", value) for i, value in enumerate(values)]
 
 
 def _specs(raw: dict[str, Any], layers: int) -> tuple[LayerSpec, ...]:
