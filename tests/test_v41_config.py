@@ -266,7 +266,7 @@ def test_draft_layers_are_there_if_asked_for():
     config = DSV4Config.from_hf(RAW, mtp=True)
     assert config == dataclasses.replace(CONFIG, num_nextn_predict_layers=1, dspark=DSPARK)
     assert config.with_drafts(False) == CONFIG and len(config.layers) == 15
-    assert config.expert_counts(11) == (6, 3) and config.expert_counts(12) == (4, 2)
+    assert config.layer_experts(11) == (6, 3) and config.layer_experts(12) == (4, 2)
     drafts = {key: value for key, value in TEXT.items() if key.startswith("dspark_")}
     drafts["dspark_n_activated_experts"] = drafts.pop("dspark_num_experts_per_tok")
     inference = INFERENCE | drafts | {"n_mtp_layers": 3, "compress_ratios": TEXT["compress_ratios"]}
@@ -275,7 +275,7 @@ def test_draft_layers_are_there_if_asked_for():
         text = {key: value for key, value in TEXT.items() if key != experts}
         model = DSV4Config.from_hf(RAW | {"text_config": text}, mtp=True)
         expected = {"dspark_n_routed_experts": (6, 2), "dspark_num_experts_per_tok": (4, 3)}
-        assert model.expert_counts(12) == expected[experts]
+        assert model.layer_experts(12) == expected[experts]
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_flash_equals_the_released_config():
         assert DSV4Config.from_hf(RELEASE, mtp=mtp) == DSV4Config.v41_flash(mtp=mtp)
         assert named_config("v41_flash", "--config", mtp=mtp) == DSV4Config.v41_flash(mtp=mtp)
     assert DSV4Config.v41_flash(mtp=True).with_drafts(False) == DSV4Config.v41_flash()
-    assert DSV4Config.v41_flash(mtp=True).expert_counts(40) == (128, 3)
+    assert DSV4Config.v41_flash(mtp=True).layer_experts(40) == (128, 3)
 
 
 def test_what_flash_stores_and_selects():

@@ -124,7 +124,7 @@ class DSV4Config:
         for part in (self.dspark, self.engram):
             if part is not None:
                 part.check(self.num_hidden_layers, self.vocab_size)
-        experts, selected = self.expert_counts(self.num_hidden_layers)
+        experts, selected = self.layer_experts(self.num_hidden_layers)
         if selected > experts:
             raise ValueError(f"dspark_num_experts_per_tok={selected} exceeds dspark_n_routed_experts={experts}")
         if self.image_token_id is not None:
@@ -251,7 +251,7 @@ class DSV4Config:
         """Returns the number of entries that a layer's indexer selects for each token."""
         return self.layers[layer].index_topk or self.index_topk
 
-    def expert_counts(self, layer: int) -> tuple[int, int]:
+    def layer_experts(self, layer: int) -> tuple[int, int]:
         """Returns the number of a layer's routed experts, and the number of them that a token is sent to."""
         experts = selected = None
         if self.dspark is not None and layer >= self.num_hidden_layers:
