@@ -58,7 +58,7 @@ def test_both_spellings_give_equal_configs(folder):
 def test_what_config_json_says():
     assert CONFIG.specs == shared_specs((0, 0, *(2,) * 4, *(1,) * 6), (2, 4, 6), (2, 4, 5, 6, 8, 9, 10), 6)
     assert CONFIG.mlp_layer_types == ("moe",) * 12
-    assert (CONFIG.kv_format, CONFIG.norms_queries, CONFIG.delays_pre) == ("v41", False, True)
+    assert (CONFIG.kv_format, CONFIG.norms_queries, CONFIG.delays_pre, CONFIG.weight_block) == ("v41", False, True, 32)
     assert (CONFIG.candidate_topk_blocks, CONFIG.candidate_block_size, CONFIG.image_token_id) == (3, 4, 199)
     assert CONFIG.engram == EngramConfig(
         layer_ids=(1, 4), num_embeddings=(434, 606), max_ngram_size=4, vocab_size=61, n_heads=2, head_dim=32,
@@ -354,7 +354,7 @@ def test_what_is_written_reads_to_the_same_config(raw, mtp):
             assert raw["text_config"][key] == value
 
 
-TOY = dict(kv_format="v41", norms_queries=False, delays_pre=True)
+TOY = dict(kv_format="v41", norms_queries=False, delays_pre=True, weight_block=32)
 TOY_LAYERS = shared_specs((0, 2, 2, 1, 1), (1, 3), (1, 3, 4), 3)
 
 
@@ -386,8 +386,9 @@ def replaced(number, **fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"norms_queries": True}, "kv_format='v41', norms_queries=True, delays_pre=True in one model"),
-        ({"kv_format": "v4"}, "kv_format='v4', norms_queries=False, delays_pre=True in one model"),
+        ({"norms_queries": True}, "kv_format='v41', norms_queries=True, delays_pre=True, weight_block=32 in one model"),
+        ({"kv_format": "v4"}, "kv_format='v4', norms_queries=False, delays_pre=True, weight_block=32 in one model"),
+        ({"weight_block": 128}, "kv_format='v41', norms_queries=False, delays_pre=True, weight_block=128 in one model"),
         ({"mlp_layer_types": ("hash_moe",) + ("moe",) * 11}, "mlp_layer_types=.*hash_moe.* of type deepseek_v41"),
         (replaced(3, index_topk=None, selection=None), "layer 3: LayerSpec"),
         (replaced(11, selection=9), "layer 11: LayerSpec"),

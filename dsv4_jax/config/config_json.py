@@ -532,7 +532,7 @@ class _Release:
 
 _V4 = _Release(
     architecture="DeepseekV4ForCausalLM",
-    traits={"kv_format": "v4", "norms_queries": True, "delays_pre": False},
+    traits={"kv_format": "v4", "norms_queries": True, "delays_pre": False, "weight_block": 128},
     required=_COMMON + _LAYER_SPELLINGS,
     yarn_key="type",
     window_ratios=(0, 1),
@@ -543,7 +543,7 @@ _V4 = _Release(
 _V41_NAMES = ("compress_ratios", *_SOURCES, *_CANDIDATES, *(f"engram_{name}" for name in _ENGRAM))
 _V41 = _Release(
     architecture="DeepseekV41ForCausalLM",
-    traits={"kv_format": "v41", "norms_queries": False, "delays_pre": True},
+    traits={"kv_format": "v41", "norms_queries": False, "delays_pre": True, "weight_block": 32},
     required=tuple(
         names + tuple(_INFERENCE_NAMES[name] for name in names if name in _INFERENCE_NAMES)
         for names in (*_COMMON, *((name,) for name in _V41_NAMES))

@@ -44,6 +44,8 @@ class DSV4Config:
       later layers, and number of entries in a block; 0 if no layer has `candidates`.
     - `engram`: V4.1's embeddings of n-grams; None = none.
     - `image_token_id`: token id that stands for a part of an image, which text must not have; None = none.
+    - `weight_block`: number of rows, and of columns, of the blocks of a matrix that share a scale if the release stores
+      the matrix in FP8: 128, or 32 in V4.1.
 
     Raises:
       TypeError: a layer is no LayerSpec, or a number has another type.
@@ -91,6 +93,7 @@ class DSV4Config:
     candidate_block_size: int = 0
     engram: EngramConfig | None = None
     image_token_id: int | None = None
+    weight_block: int = 128
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "specs", numbered(self.specs))
@@ -111,13 +114,14 @@ class DSV4Config:
                 self.num_experts_per_tok <= self.n_routed_experts
             ),
             f"n_shared_experts={self.n_shared_experts} must be 1, as in DeepSeek-V4": self.n_shared_experts == 1,
+            f"num_nextn_predict_layers={drafting!r} needs dspark if delays_pre=True, as in DeepSeek-V4.1": (
+                self.drafts is None or self.dspark is not None or not self.delays_pre
+            ),
             f"rope_theta={self.rope_theta} must exceed 1": self.rope_theta > 1,
             f"compress_rope_theta={self.compress_rope_theta} must exceed 1": self.compress_rope_theta > 1,
             f"num_nextn_predict_layers={drafting!r} must be 1, or 0 without drafts": drafting in (0, 1),
             f"num_nextn_predict_layers={drafting!r} must be 1 with dspark": drafting == 1 or self.dspark is None,
-            f"num_nextn_predict_layers={drafting!r} needs dspark if delays_pre=True, as in DeepSeek-V4.1": (
-                self.drafts is None or self.dspark is not None or not self.delays_pre
-            ),
+            f"weight_block={self.weight_block!r} must be 128 or 32": self.weight_block in (128, 32),
         }
         for message, holds in rules.items():
             check(holds, message)
@@ -316,7 +320,7 @@ class DSV4Config:
           layers: specs of the layers, such as `LayerSpec()`, `LayerSpec.csa(rate)` and `LayerSpec.hca(rate)`.
           **fields: values of other fields, such as `hidden_size=256`. The default of `mlp_layer_types` is "moe" in all
             layers. A model like V4.1 has the layers of `shared_specs` and at least `kv_format="v41"`,
-            `norms_queries=False` and `delays_pre=True`.
+            `norms_queries=False` and `delays_pre=True`; to be saved, it needs `weight_block=32`, too.
         """
         values = _RELEASED | _SMALL | {"mlp_layer_types": ("moe",) * len(layers)} | fields
         return cls(**values, specs=tuple(layers))
@@ -378,7 +382,7 @@ class DSV4Config:
             engram=EngramConfig(
                 layer_ids=(1, 14), num_embeddings=(384006168, 384016682), max_ngram_size=4, vocab_size=16000000,
                 n_heads=8, head_dim=256, pad_token_id=2, compressed_vocab_size=99092,
-            ), image_token_id=129264,
+            ), image_token_id=129264, weight_block=32,
         )  # fmt: skip
         return config.with_dspark(256, n_routed_experts=128, num_experts_per_tok=3) if mtp else config
 
