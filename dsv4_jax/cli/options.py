@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from dsv4_jax.host import KVCacheManager
 
 Dtype = Literal["float32", "bfloat16"]
-PRESETS = ("v4_flash", "v4_pro", "v4_flash_0731", "v4_pro_0813")
+# {name of a released model: function that returns its configuration, with DSpark's draft layers if it has them}.
+PRESETS = {name: getattr(DSV4Config, name) for name in ("v4_flash", "v4_pro", "v4_flash_0731", "v4_pro_0813")} | {
+    "v41_flash": functools.partial(DSV4Config.v41_flash, mtp=True)
+}
 
 
 def optional(metavar: str, **options: Any) -> Any:
@@ -339,7 +342,7 @@ def named_config(name: str, option: str, *, mtp: bool = False) -> DSV4Config:
       ValueError: there is no such model or folder, or config.json is invalid.
     """
     if name in PRESETS:
-        return getattr(DSV4Config, name)().with_drafts(mtp)
+        return PRESETS[name]().with_drafts(mtp)
     if not Path(name).exists():
         raise ValueError(f"{option} {name} is neither {' nor '.join(PRESETS)} nor an existing folder")
     return DSV4Config.from_hf(Path(name), mtp=mtp)

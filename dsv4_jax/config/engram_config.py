@@ -55,6 +55,12 @@ class EngramConfig:
             candidate += 1
         return tuple(tuple(primes[i : i + self.rows]) for i in range(0, len(primes), self.rows))
 
+    def first_layers(self, count: int) -> "EngramConfig | None":
+        """Returns the configuration of a model with only the first `count` layers; None if none of them has Engram."""
+        layers = tuple(layer for layer in self.layer_ids if layer < count)
+        tables = self.num_embeddings[: len(layers)]
+        return dataclasses.replace(self, layer_ids=layers, num_embeddings=tables) if layers else None
+
     def check(self, num_hidden_layers: int, vocab_size: int) -> None:
         """Checks the values for a model with `num_hidden_layers` layers and a vocabulary of `vocab_size` tokens.
 
@@ -71,6 +77,8 @@ class EngramConfig:
             check_whole(f"engram_layer_ids[{i}]", layer, 0, num_hidden_layers - 1)
         ascends = bool(layers) and sorted({*layers}) == layers
         check(ascends, f"engram_layer_ids={layers} must ascend, and name a layer at least")
+        # The primes are searched for, so their number must be bounded.
+        check_whole("engram_layer_ids * (engram_max_ngram_size - 1) * engram_n_heads", len(layers) * self.rows, 1, 4096)
         needed = tuple(sum(primes) for primes in self.primes)
         check(
             tuple(self.num_embeddings) == needed,
