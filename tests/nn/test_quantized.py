@@ -63,7 +63,7 @@ def test_linears_give_the_same_bits(groups):
 
 @pytest.mark.parametrize("tokens", [2, 30], ids=["fewer pairs than experts", "more"])
 def test_experts_give_the_same_bits(config, tokens):
-    layer = Experts(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    layer = Experts(config, 0, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     number = config.n_routed_experts
     hidden = config.hidden_size
     inner = config.moe_intermediate_size
@@ -88,7 +88,7 @@ def test_few_tokens_dequantize_their_experts_only(config):
     inner = config.moe_intermediate_size
     scratch = []
     for number in (8, 64):
-        layer = nnx.eval_shape(lambda: Experts(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+        layer = nnx.eval_shape(lambda: Experts(config, 0, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
         layer.gate_up_proj = nnx.Param(random_weight("FP4", (number, 2, inner, hidden))[0])
         layer.down_proj = nnx.Param(random_weight("FP4", (number, hidden, inner))[0])
         x = jnp.zeros((2, hidden), jnp.bfloat16)
