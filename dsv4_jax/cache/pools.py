@@ -135,7 +135,7 @@ class KVCache(Summarized):
         num_slots = jax.tree.leaves(self.swa)[0].shape[1]
         # The rings of all layers are reshaped to one layer with more slots, so that one `append_swa` writes them all.
         slots = [jnp.where(batch.slots >= 0, batch.slots + layer * num_slots, -1) for layer in rows]
-        merged = jax.tree.map(lambda x: x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:]), self.swa)
+        merged = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), self.swa)
         view = SWAView(merged, 0, self.schema.max_window, self.schema.window_codec)
         positions = jnp.tile(batch.positions, len(rows))
         view = append_swa(view, jnp.concatenate(list(rows.values())), jnp.concatenate(slots), positions)

@@ -26,7 +26,7 @@ from dsv4_jax.quant.fp4 import (
 )
 from dsv4_jax.quant.fp8 import MXFP8_BLOCK, decode_fp8_block, decode_fp8_entry, encode_fp8_block, encode_fp8_entry
 from dsv4_jax.quant.numerics import hadamard, round_to, straight_through
-from pallas_kernels.formats.layouts import KeyLayout, RowLayout
+from pallas_kernels.formats.layouts import KeyLayout, RowLayout, quantized
 from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
@@ -39,10 +39,10 @@ class Rows:
     Attributes:
       nope: [..., N] the dims without RoPE, and in "v41" all dims: E4M3 bits in uint8; pairs of E2M1 codes in uint8 for
         entries in "v41"; values in the format's dtype in "plain".
-      rope: [..., R] the dims with RoPE: bfloat16, or the format's dtype in "plain". In "v41" R is 0.
-      scale: [..., S] the scales of `nope`. "v4" and window rows in "v41": E8M0 bits in uint8, a scale for 64 or 32 dims,
-        zero-padded to a multiple of 8 scales. Entries in "v41": E4M3 bits in uint8, a scale for 16 dims. "per_entry":
-        one float32 inverse scale. "plain": None.
+      rope: [..., R] the dims with RoPE: bfloat16, or the format's dtype in "plain". "v41": None.
+      scale: [..., S] the scales of `nope`. "v4" and window rows in "v41": E8M0 bits in uint8, a scale for 64 or 32
+        dims, zero-padded to a multiple of 8 scales. Entries in "v41": E4M3 bits in uint8, a scale for 16 dims.
+        "per_entry": one float32 inverse scale. "plain": None.
     """
 
     nope: Any
@@ -65,8 +65,8 @@ class IndexRows:
     scale: Any
 
 
-def _structs(layout):
-    return [jax.ShapeDtypeStruct((width,), dtype) for _, dtype, width in layout.columns]
+def _structs(columns):
+    return [jax.ShapeDtypeStruct((width,), dtype) if width else None for _, dtype, width in columns]
 
 
 # --- rows ---
@@ -99,7 +99,7 @@ class RowCodec(abc.ABC):
     @property
     def struct(self) -> Rows:
         """The shapes and dtypes of one stored row, as Rows of `jax.ShapeDtypeStruct`; by default those of `layout`."""
-        return Rows(*_structs(self.layout))
+        return Rows(*_structs(quantized(self.layout).columns))
 
     @abc.abstractmethod
     def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
@@ -113,12 +113,13 @@ class RowCodec(abc.ABC):
         """Returns rows as storing and reading them would round them. The gradient is that of unquantized rows."""
         return straight_through(self.decode(self.encode(kv), dtype), kv)
 
-    def _split(self, kv):
+    def _split(self, kv, rope_dtype=jnp.bfloat16):
         kv = kv.astype(jnp.float32)
-        return kv[..., : self.nope_dim], kv[..., self.nope_dim :]
+        return kv[..., : self.nope_dim], round_to(kv[..., self.nope_dim :], rope_dtype) if self.rope_dim else None
 
     def _join(self, nope, rope, dtype):
-        return jnp.concatenate([round_to(nope, dtype), round_to(rope.astype(jnp.float32), dtype)], axis=-1)
+        nope = round_to(nope, dtype)
+        return nope if rope is None else jnp.concatenate([nope, round_to(rope.astype(jnp.float32), dtype)], axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +156,7 @@ class FP8Rows(RowCodec):
             # Scales are padded to a multiple of 8 bytes, as in FlashMLA's rows of 584 bytes (docs/dsv4.md 6.3).
             padding = [(0, 0)] * (scale.ndim - 1) + [(0, self.layout.scale_width - scale.shape[-1])]
             scale = jnp.pad(scale, padding)
-        return Rows(codes, round_to(rope, jnp.bfloat16), scale)
+        return Rows(codes, rope, scale)
 
     def decode(self, rows: Rows, dtype: Any) -> Float[Array, "*rows D"]:
         if self.scale_block is None:
@@ -178,13 +179,14 @@ class FP4Rows(RowCodec):
 
     @property
     def struct(self) -> Rows:
-        codes, scale = (jax.ShapeDtypeStruct((self.nope_dim // size,), jnp.uint8) for size in (2, NVFP4_GROUP))
-        return Rows(codes, jax.ShapeDtypeStruct((self.rope_dim,), jnp.bfloat16), scale)
+        codes = "nope", jnp.uint8, self.nope_dim // 2
+        scale = "scale", jnp.uint8, self.nope_dim // NVFP4_GROUP
+        return Rows(*_structs([codes, ("rope", jnp.bfloat16, self.rope_dim), scale]))
 
     def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
         nope, rope = self._split(kv)
         codes, scale = encode_fp4_entry(nope)
-        return Rows(codes, round_to(rope, jnp.bfloat16), scale)
+        return Rows(codes, rope, scale)
 
     def decode(self, rows: Rows, dtype: Any) -> Float[Array, "*rows D"]:
         return self._join(decode_nvfp4(rows.nope, rows.scale), rows.rope, dtype)
@@ -202,12 +204,12 @@ class PlainRows(RowCodec):
 
     @property
     def struct(self) -> Rows:
-        nope, rope = (jax.ShapeDtypeStruct((width,), self.dtype) for width in (self.nope_dim, self.rope_dim))
-        return Rows(nope, rope, None)
+        columns = ("nope", self.dtype, self.nope_dim), ("rope", self.dtype, self.rope_dim), ("scale", None, 0)
+        return Rows(*_structs(columns))
 
     def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
-        nope, rope = self._split(kv)
-        return Rows(round_to(nope, self.dtype), round_to(rope, self.dtype), None)
+        nope, rope = self._split(kv, self.dtype)
+        return Rows(round_to(nope, self.dtype), rope, None)
 
     def decode(self, rows: Rows, dtype: Any) -> Float[Array, "*rows D"]:
         return self._join(rows.nope.astype(jnp.float32), rows.rope, dtype)
@@ -236,7 +238,7 @@ class KeyCodec(abc.ABC):
     @property
     def struct(self) -> IndexRows:
         """The shapes and dtypes of one stored key, as IndexRows of `jax.ShapeDtypeStruct`; by default `layout`'s."""
-        return IndexRows(*_structs(self.layout))
+        return IndexRows(*_structs(quantized(self.layout).columns))
 
     @abc.abstractmethod
     def encode(self, keys: Float[Array, "*rows Di"]) -> IndexRows:
