@@ -43,10 +43,12 @@ def optional(metavar: str, **options: Any) -> Any:
 
 
 CacheFormat = Annotated[
-    Literal["v4", "per_entry", "plain"],
-    tyro.conf.arg(
-        help="format of the cache's rows. v4: as released (FP8 rows, FP4 indexer keys). per_entry: one float32 scale a "
-        "row. plain: not quantized."
+    Literal["v4", "v41", "per_entry", "plain"] | None,
+    optional(
+        "{v4,v41,per_entry,plain}",
+        help="format of the cache's rows. v4: DeepSeek-V4's (FP8 rows, FP4 indexer keys). v41: DeepSeek-V4.1's (FP8 "
+        "windows, FP4 entries and keys). per_entry: one float32 scale a row. plain: not quantized. Default: the "
+        "format of the model's release.",
     ),
 ]
 MeshOption = Annotated[
@@ -107,7 +109,7 @@ class ModelOptions:
         beside the checkpoint. The next start places the hottest experts on the GPU. Default: no file.
     """
 
-    cache_format: CacheFormat = "v4"
+    cache_format: CacheFormat = None
     dtype: Dtype = "bfloat16"
     weights: Annotated[Literal["quantized", "bfloat16", "float32"] | None, optional("{quantized,bfloat16,float32}")] = (
         None

@@ -58,7 +58,7 @@ class PlanCommand:
     memory: Annotated[str, tyro.conf.arg(metavar="SIZE")]
     context: Annotated[int, tyro.conf.arg(metavar="TOKENS")]
     max_requests: Annotated[int | None, optional("N")] = None
-    cache_format: CacheFormat = "v4"
+    cache_format: CacheFormat = None
     dtype: Dtype = "bfloat16"
     block_tokens: Annotated[int | None, optional("N")] = None
     max_query_tokens: int = 1
@@ -144,7 +144,7 @@ class PlanCommand:
             "config": self.config,
             "mesh": self.mesh,
             "context_parallel": self.context_parallel,
-            "cache_format": self.cache_format,
+            "cache_format": one.kv_format.name,
             "context": self.context,
             "drafts": self.drafts,
             "block_tokens": one.block_tokens,

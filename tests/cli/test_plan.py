@@ -34,6 +34,7 @@ def memory_of(config, requests, context, **sizes):
         ("v4_flash", 4096, GIB, 0, ["--max-query-tokens", "4"], dict(max_query_tokens=4)),
         ("v4_flash", 4096, GIB, 0, ["--drafts", "2"], dict(max_query_tokens=3)),
         ("tiny", 500, 10**6, 1, ["--cache-format", "per_entry"], dict(kv_format="per_entry")),
+        ("tiny", 500, 10**6, 1, ["--cache-format", "v41"], dict(kv_format="v41")),
         (
             "tiny", 500, 10**6, 0, ["--cache-format", "plain", "--dtype", "float32"],
             dict(kv_format="plain", dtype=jnp.float32),
@@ -48,6 +49,7 @@ def test_exactly_as_many_as_fit(run, name, context, memory, weights, options, si
     if weights:
         given += ["--weights", f"{weights}B"]
     report = json.loads(run("plan", *given, *options, "--json"))
+    assert report["cache_format"] == sizes.get("kv_format", config.kv_format)
     contexts = [row["context"] for row in report["fits"]]
     assert context in contexts and contexts == sorted(set(contexts))
     assert max(contexts) == max(context, config.max_position_embeddings)
