@@ -247,7 +247,7 @@ class CacheSchema:
         return PoolGroup(paged(spec.entry), paged(spec.key), state(spec.entry), key_state)
 
     def slot_structs(self) -> dict[str, Any]:
-        """Returns {field of `KVCache`: structs} of arrays outside groups. A field that the model does not need is None."""
+        """Returns {field of `KVCache`: structs} of arrays outside groups; None for those that the model lacks."""
         config = self.config
         slots = self.max_requests
         struct = jax.ShapeDtypeStruct

@@ -1,4 +1,4 @@
-"""Engram: embeddings of the n-grams that end with a token, which a gate adds to the residual streams (DeepSeek-V4.1)."""
+"""Engram: embeddings of the n-grams that end with a token, which gates add to the residual streams."""
 
 from typing import Any
 

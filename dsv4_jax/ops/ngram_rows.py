@@ -53,7 +53,7 @@ def ngram_rows(ids: Int[Array, "T n"], multipliers: Sequence[int], primes: Seque
 
 
 def _products(ids, multipliers):
-    """Multiplies ids [T, n] uint32 by n numbers. Returns [T, n, 4] uint32: the products' words of 16 bits, low first."""
+    """Multiplies ids [T, n] by n numbers, all uint32. Returns the products' words of 16 bits [T, n, 4], low first."""
     factors = np.array([[number >> 16 * i & 0xFFFF for number in multipliers] for i in range(4)], np.uint32)[:, None, :]
     columns = [jnp.zeros_like(ids) for _ in range(5)]
     for i, part in enumerate((ids & 0xFFFF, ids >> 16)):

@@ -1,4 +1,4 @@
-"""Engram against DeepSeek's code: token map, hashes, values, gates and streams; and its table quantized, on the host."""
+"""Engram against DeepSeek's code: token map, hashes, values, gates and streams; and quantized tables, on the host."""
 
 import json
 
