@@ -73,7 +73,8 @@ class DecoderLayer(nnx.Module):
           number: [] int32 number of the layer in a loop over equal layers; None = `layer`.
           tap_row: [] int32 row of the carry's taps that gets the streams leaving the previous layer; it is past the end
             if these are no tap. None = no layer of the loop has a tap.
-          record: names of the values to return in the carry's `recorded`, see `RECORDED`.
+          record: names of the values to return in the carry's `recorded`: those of `RECORDED`, and "candidates" as in
+            `StepCarry`.
 
         Returns:
           (residual streams, with the output of the MoE not merged yet; the carry; the updated cache).
@@ -88,8 +89,8 @@ class DecoderLayer(nnx.Module):
         routing = self.mlp.gate(x, batch.token_ids, batch.slots)
         residual = residual.post(self.mlp(x, routing))
         values |= {"experts": routing.experts}
-        if self.layer in carry.selections:
-            values["selection"] = carry.selections[self.layer]
+        by_layer = {"selection": carry.selection, "candidates": carry.candidates}
+        values |= {name: made[self.layer] for name, made in by_layer.items() if self.layer in made}
         recorded = {name: values[name] for name in record if name in values}
         if "attention_out" in recorded:
             recorded["attention_out"] = all_reduce(y)

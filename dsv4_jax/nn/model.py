@@ -36,7 +36,8 @@ class DeepseekV4Model(nnx.Module):
       embed_tokens: Embedding.
       layers: LayerStack of DecoderLayers; `layers[i]` is a copy of layer i for reading.
       norm: RMSNorm after the last layer.
-      hc_head: HyperHead, which collapses the residual streams after the last layer.
+      hc_head: HyperHead, which collapses the residual streams after the last layer; None if the last layer's weights
+        collapse them (`DSV4Config.delays_pre`).
     """
 
     def __init__(self, config: DSV4Config, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
@@ -46,7 +47,7 @@ class DeepseekV4Model(nnx.Module):
         numbers = range(config.num_hidden_layers)
         self.layers = LayerStack(config, numbers, DecoderLayer, param_dtype=param_dtype, rngs=rngs)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs)
-        self.hc_head = HyperHead(config, rngs=rngs)
+        self.hc_head = None if config.delays_pre else HyperHead(config, rngs=rngs)
 
     def __call__(
         self, cache: StepCache, batch: Batch, *, record: Collection[str] = ()
@@ -74,7 +75,11 @@ class DeepseekV4Model(nnx.Module):
         residual, carry, cache, recorded = self.layers(
             residual, cache, batch, StepCarry(taps=taps), tap_layers=targets, record=record
         )
-        hidden, streams = self.hc_head.pre(residual, self.norm)
+        if self.hc_head is None:
+            collapsed, streams = residual.collapsed()
+            hidden = self.norm(collapsed)
+        else:
+            hidden, streams = self.hc_head.pre(residual, self.norm)
         if targets:
             if targets[-1] == len(self.layers) - 1:
                 carry = carry.with_tap(len(targets) - 1, streams)

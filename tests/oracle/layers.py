@@ -43,7 +43,7 @@ class RecordingHandle:
         self.record["scores"] = self.handle.indexer_scores(*args)
         return self.record["scores"]
 
-    def indexer_topk(self, scores):
+    def indexer_topk(self, scores, candidates=None):
         self.record["topk"] = self.handle.indexer_topk(scores)
         return self.record["topk"] if self.given is None else self.given
 
