@@ -38,7 +38,7 @@ def advance_ngrams(cache: KVCache, batch: Batch, token_map: Int[Array, "vocab"])
     slots = jnp.broadcast_to(batch.slots[:, None], source.shape)
     stored = take(cache.ngram_ids, jnp.zeros_like(slots), slots, source % ring)[..., 0]
     ngrams = jnp.where(index >= start[:, None], take(ids, index), stored)
-    ngrams = jnp.where(valid[:, None] & (source >= 0), ngrams, pad_id)
+    ngrams = jnp.where(source >= 0, ngrams, pad_id)
     # The barrier orders the read above before the write below. Otherwise XLA copies the ring.
     ngrams, ids = jax.lax.optimization_barrier((ngrams, ids))
     keep = valid & (end - tokens <= ring)

@@ -9,12 +9,16 @@ import pytest
 from flax import nnx
 from tokenizers import Tokenizer
 
+from dsv4_jax.cache import KVCache
 from dsv4_jax.common.safetensors_header import DTYPES, read_header
 from dsv4_jax.config import DSV4Config, EngramConfig, LayerSpec
-from dsv4_jax.nn import Engram
+from dsv4_jax.decode import forward
+from dsv4_jax.host import KVCacheManager
+from dsv4_jax.nn import DeepseekV4ForCausalLM, Engram, parameter_views, shardings
 from dsv4_jax.nn.engram import look_up
 from dsv4_jax.nn.token_map import compressed_token_ids
 from dsv4_jax.ops import hash_multipliers, ngram_rows
+from dsv4_jax.parallel.mesh import make_mesh
 from dsv4_jax.quant import LayerSlice, QuantizedWeight
 from tests.paths import DATA
 
@@ -305,3 +309,86 @@ def test_activations_in_bfloat16_are_rounded_once():
     added = np.asarray(gate)[:, :, None] * np.asarray(value.astype(jnp.float32))[:, None]
     want = np.asarray(streams.astype(jnp.float32)) + added
     np.testing.assert_array_equal(module(streams, ngrams), jnp.asarray(want).astype(jnp.bfloat16))
+
+
+def two_tables():
+    """A model of equal layers, two of which have Engram with tables of different sizes."""
+    engram = EngramConfig(
+        layer_ids=(1, 2), num_embeddings=(61 + 67 + 71, 73 + 79 + 83), max_ngram_size=4, vocab_size=61, n_heads=1,
+        head_dim=32, pad_token_id=2, compressed_vocab_size=100,
+    )  # fmt: skip
+    config = DSV4Config.small((LayerSpec(),) * 4, engram=engram)
+    model = DeepseekV4ForCausalLM(config, jnp.float32)
+    # With usual weights of random models, embeddings are too small to be seen.
+    for layer in (1, 2):
+        path = f"model.layers.{layer}.engram.embedding"
+        view = parameter_views(model)[path]
+        view.set_value(50 * view.read())
+    return model
+
+
+def run_in_chunks(model, ids, chunks, mesh=None):
+    """Hidden states of all tokens of one request."""
+    manager = KVCacheManager(
+        model.config, num_blocks=8, max_requests=2, max_context=64, block_tokens=16, kv_format="plain",
+        dtype=jnp.float32, max_query_tokens=2, mesh=mesh,
+    )  # fmt: skip
+    cache = manager.init_cache()
+    slot = manager.admit()
+    hidden = []
+    for count in chunks:
+        batch = manager.prepare_forward({slot: ids[:count]}, prefill_size=32)
+        out, cache = forward(model, cache, batch)
+        hidden += list(np.asarray(out)[np.asarray(batch.slots) == slot])
+        ids = ids[count:]
+    return np.stack(hidden)
+
+
+def test_any_chunks_of_a_prompt_give_the_same_hidden_states():
+    """Layer 2's table is another one than layer 1's; n-grams reach across chunks."""
+    model = two_tables()
+    ids = np.random.default_rng(3).integers(0, 256, 24).tolist()
+    whole = run_in_chunks(model, ids, [24])
+    for chunks in ([1, 1, 1, 21], [2, 5, 1, 16]):
+        np.testing.assert_allclose(run_in_chunks(model, ids, chunks), whole, rtol=0, atol=2e-5)
+    other = run_in_chunks(model, [ids[0], ids[1] + 1, *ids[2:]], [24])
+    assert np.abs(other - whole)[5].max() > 1e-3
+
+
+def test_a_model_on_a_mesh_gives_the_same():
+    model = two_tables()
+    ids = np.random.default_rng(3).integers(0, 256, 24).tolist()
+    mesh = make_mesh({"model": 2})
+    sharded = jax.device_put(model, shardings(model, mesh))
+    have = run_in_chunks(sharded, ids, [20, 4], mesh)
+    np.testing.assert_allclose(have, run_in_chunks(model, ids, [20, 4]), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_step_copies_no_table(quantized):
+    model = two_tables()
+    rows = 1 << 20
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        if path[-1] == "embedding":
+            codes = jax.ShapeDtypeStruct((1, rows, 32), jnp.uint8)
+            scale = jax.ShapeDtypeStruct((1, rows, 1), jnp.uint8)
+            struct = jax.ShapeDtypeStruct(codes.shape, jnp.float32)
+            variable.set_value(QuantizedWeight(codes, scale, "FP8", jnp.float32) if quantized else struct)
+    manager = KVCacheManager(model.config, num_blocks=8, max_requests=2, max_context=64, block_tokens=16)
+    batch = manager.prepare_forward({manager.admit(): [1, 2, 3]})
+    compiled = (
+        jax.jit(lambda *args: forward.__wrapped__(*args))
+        .lower(model, KVCache.abstract(manager.schema), batch)
+        .compile()
+    )
+    assert compiled.memory_analysis().temp_size_in_bytes < rows
+
+
+def test_a_model_with_tables_in_host_memory_gives_the_same():
+    model = two_tables()
+    ids = np.random.default_rng(3).integers(0, 256, 24).tolist()
+    want = run_in_chunks(model, ids, [20, 1, 1, 1, 1])
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        if path[-1] == "embedding":
+            variable.set_value(on_host(variable.get_value()))
+    np.testing.assert_array_equal(run_in_chunks(model, ids, [20, 1, 1, 1, 1]), want)
