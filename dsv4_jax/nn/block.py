@@ -85,6 +85,7 @@ class DecoderLayer(nnx.Module):
           (residual streams, with the output of the MoE not merged yet; the carry; the updated cache).
         """
         if self.engram is not None:
+            assert carry.ngrams is not None
             residual = residual.add(functools.partial(self.engram, ngrams=carry.ngrams))
         x, residual = self.attn_hc.pre(residual, self.input_layernorm)
         if tap_row is not None:
