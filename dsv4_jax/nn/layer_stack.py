@@ -229,7 +229,8 @@ def _form(config, layer):
     spec = config.layers[layer]
     form = dataclasses.replace(spec.kind, selection=None, candidates=None)
     sources = tuple(None if source == layer else source for source in (spec.selection, spec.candidates))
-    return (form, spec.selects, spec.makes_candidates, config.is_hashed(layer), config.has_engram(layer)), sources
+    table = layer if config.has_engram(layer) else None  # tables of Engram differ in size
+    return (form, spec.selects, spec.makes_candidates, config.is_hashed(layer), table), sources
 
 
 def _tap_rows(tap_layers, layers):
