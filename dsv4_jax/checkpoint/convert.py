@@ -82,9 +82,8 @@ def convert_checkpoint(
     try:
         arrays = (array for old, new in pairs for array in _converted(old, new, new.stored_dtype(weights), tensors))
         with byte_bar("Converting weights", total_bytes(headers), progress) as advance:
-            write_checkpoint(
-                partial, describe_storage(content, weights), headers, arrays, shard_bytes=shard_bytes, advance=advance
-            )
+            content = describe_storage(content, weights, config.weight_block)
+            write_checkpoint(partial, content, headers, arrays, shard_bytes=shard_bytes, advance=advance)
         _copy_others(source if source.is_dir() else source.parent, partial)
         partial.rename(folder)
     except BaseException:
@@ -100,13 +99,13 @@ def _converted(
     Args:
       old: the parameter with its tensors in the source.
       new: the same parameter with its tensors in the destination. Both list the parameter's values in the same order.
-      dtype: dtype in the destination's files, such as "BF16" or "F8_E4M3".
+      dtype: storage in the destination's files, such as "BF16" or "FP8", see `Weight`.
       tensors: the source's tensors by name.
     """
     pieces = max(1, len(new.sources) // len(old.sources))  # number of new tensors for each old one
     for name in old.sources:
         tensor = tensors[name]
-        if isinstance(tensor, QuantizedTensor) and tensor.codes.dtype == dtype:
+        if isinstance(tensor, QuantizedTensor) and tensor.dtype == dtype:
             yield tensor.codes.data
             yield tensor.scale.data
             continue

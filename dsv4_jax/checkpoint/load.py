@@ -37,7 +37,7 @@ from dsv4_jax.nn.parameters import (
 )
 from dsv4_jax.nn.shardings import check_blocks, parameter_sharding, sharded_structs
 from dsv4_jax.parallel.mesh import check_mesh, check_shardable
-from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedKind, quantized_struct
+from dsv4_jax.quant import BLOCKS, QuantizedKind, quantized_struct
 
 
 _MAX_HOST_BYTES = 1 << 26  # maximum size of an array that is assembled from its weights on the host
@@ -198,7 +198,7 @@ class _Loader:
         return sum(self._tensors[source].nbytes for weight in weights for source in weight.sources)
 
     def _quantized_kind(self, weights: list[Weight]) -> QuantizedKind | None:
-        """Returns "FP8" or "FP4" if all these weights are stored so and can stay so in one array; None otherwise."""
+        """Returns the kind in which all these weights are stored if they can stay so in one array; None otherwise."""
         kinds: set[QuantizedKind] = set()
         for weight in weights:
             for source in weight.sources:
@@ -206,7 +206,7 @@ class _Loader:
                 if not isinstance(piece, QuantizedTensor) or not piece.can_stay:
                     return None
                 # Each piece has its own scales, so pieces that form one matrix must have whole blocks of rows.
-                if piece.dtype == "FP8" and piece.shape[0] % WEIGHT_BLOCK and len(weight.sources) > weight.shape[0]:
+                if piece.shape[0] % BLOCKS[piece.dtype][0] and len(weight.sources) > weight.shape[0]:
                     return None
                 kinds.add(piece.dtype)
         return kinds.pop() if len(kinds) == 1 else None

@@ -22,14 +22,13 @@ from rich.progress import track
 
 from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.checkpoint.placement import plan_expert_memory
-from dsv4_jax.checkpoint.storage import QUANTIZED_KINDS
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.expert_pages import ExpertMemory, selection_shares
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.nn.layers import ABSTRACT
 from dsv4_jax.nn.parameters import ParameterView, parameter_views
 from dsv4_jax.nn.shardings import parameter_sharding, sharded_structs
-from dsv4_jax.quant import QuantizedWeight, quantized_struct
+from dsv4_jax.quant import BLOCKS, QuantizedWeight, quantized_struct
 
 
 SELECTS = "tid2eid", "e_score_correction_bias"  # the parameters of a router that decide which experts it selects
@@ -51,13 +50,12 @@ def as_released[Module: nnx.Module](
     Returns:
       The copy, in which the weights that a release stores as FP8 or FP4 are quantized, with shardings over the mesh.
     """
-    kinds = {weight.path: QUANTIZED_KINDS.get(weight.dtype) for weight in weights(config, "release")}
+    stored: dict[str, Any] = {weight.path: weight.dtype for weight in weights(config, "release")}
     module = nnx.clone(module)
     for path, view in parameter_views(module).items():
-        kind = kinds[path]
         value = view.variable.get_value()
-        if kind is not None and not isinstance(value, QuantizedWeight):
-            view.variable.set_value(quantized_struct(kind, value))
+        if stored[path] in BLOCKS and not isinstance(value, QuantizedWeight):
+            view.variable.set_value(quantized_struct(stored[path], value))
     return sharded_structs(module, mesh, expert_parallel=expert_parallel)
 
 
@@ -312,9 +310,9 @@ def _scales(words, shape):
 def _codes(words, shape, scales, kind):
     """Returns codes and scales without NaN. Their values are about as large as those of `_normal` with mean 0."""
     codes = _bytes(words, shape)
-    if kind == "FP8":
-        return jnp.where(codes & 0x7F == 0x7F, 0, codes).astype(jnp.uint8), 114 + _bytes(words, scales) % 2
-    return codes, _scales(words, scales)
+    if kind == "FP4":
+        return codes, _scales(words, scales)
+    return jnp.where(codes & 0x7F == 0x7F, 0, codes).astype(jnp.uint8), 114 + _bytes(words, scales) % 2
 
 
 @functools.partial(jax.jit, static_argnames="shape")

@@ -44,6 +44,8 @@ class DSV4Config:
       later layers, and number of entries in a block; 0 if no layer has `candidates`.
     - `engram`: V4.1's embeddings of n-grams; None = none.
     - `image_token_id`: token id that stands for a part of an image, which text must not have; None = none.
+    - `weight_block`: number of rows, and of columns, of the blocks of a matrix that share a scale if the release stores
+      the matrix in FP8: 128, or 32 in V4.1.
 
     Raises:
       TypeError: a layer is no LayerSpec, or a number has another type.
@@ -91,6 +93,7 @@ class DSV4Config:
     candidate_block_size: int = 0
     engram: EngramConfig | None = None
     image_token_id: int | None = None
+    weight_block: int = 128
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "specs", numbered(self.specs))
@@ -115,6 +118,7 @@ class DSV4Config:
             f"compress_rope_theta={self.compress_rope_theta} must exceed 1": self.compress_rope_theta > 1,
             f"num_nextn_predict_layers={drafting!r} must be 1, or 0 without drafts": drafting in (0, 1),
             f"num_nextn_predict_layers={drafting!r} must be 1 with dspark": drafting == 1 or self.dspark is None,
+            f"weight_block={self.weight_block!r} must be 128 or 32": self.weight_block in (128, 32),
         }
         for message, holds in rules.items():
             check(holds, message)
@@ -346,7 +350,7 @@ class DSV4Config:
             engram=EngramConfig(
                 layer_ids=(1, 14), num_embeddings=(384006168, 384016682), max_ngram_size=4, vocab_size=16000000,
                 n_heads=8, head_dim=256, pad_token_id=2, compressed_vocab_size=99092,
-            ), image_token_id=129264,
+            ), image_token_id=129264, weight_block=32,
         )  # fmt: skip
 
 
