@@ -32,7 +32,8 @@ def match_weights(
     Returns:
       (the weights of the model, with the names of their tensors; the tensors by name, in which a quantized weight
       includes its scale). Tensors of draft layers are left out, and that is logged, if the configuration has no such
-      layers; so are those of the image encoder if the configuration has a token for images. The draft layers' copies of the embedding and the head are always left out.
+      layers; so are those of the image encoder if it has a token for images. The draft layers' copies of the embedding
+      and the head are always left out.
 
     Raises:
       ValueError: tensors are missing, extra, mis-shaped, of the wrong kind or have wrong scales (all in one message),
