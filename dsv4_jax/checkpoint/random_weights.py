@@ -28,7 +28,7 @@ from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.nn.layers import ABSTRACT
 from dsv4_jax.nn.parameters import ParameterView, parameter_views
 from dsv4_jax.nn.shardings import parameter_sharding, sharded_structs
-from dsv4_jax.quant import BLOCKS, QuantizedWeight, quantized_struct
+from dsv4_jax.quant import QuantizedWeight, is_quantized_kind, quantized_struct
 
 
 SELECTS = "tid2eid", "e_score_correction_bias"  # the parameters of a router that decide which experts it selects
@@ -50,12 +50,13 @@ def as_released[Module: nnx.Module](
     Returns:
       The copy, in which the weights that a release stores as FP8 or FP4 are quantized, with shardings over the mesh.
     """
-    stored: dict[str, Any] = {weight.path: weight.dtype for weight in weights(config, "release")}
+    stored = {weight.path: weight.dtype for weight in weights(config, "release")}
     module = nnx.clone(module)
     for path, view in parameter_views(module).items():
         value = view.variable.get_value()
-        if stored[path] in BLOCKS and not isinstance(value, QuantizedWeight):
-            view.variable.set_value(quantized_struct(stored[path], value))
+        kind = stored[path]
+        if is_quantized_kind(kind) and not isinstance(value, QuantizedWeight):
+            view.variable.set_value(quantized_struct(kind, value))
     return sharded_structs(module, mesh, expert_parallel=expert_parallel)
 
 

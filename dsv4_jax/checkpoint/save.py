@@ -18,7 +18,7 @@ from dsv4_jax.checkpoint.storage import CODES, quantize_fp4, quantize_fp8, scale
 from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader, write_header
 from dsv4_jax.config.config_json import release_config
 from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
-from dsv4_jax.quant import quantized_shapes
+from dsv4_jax.quant import is_quantized_kind, quantized_shapes
 
 
 _CHUNK_BYTES = 1 << 26  # number of bytes of a tensor's values that are converted at a time
@@ -144,9 +144,9 @@ def total_bytes(headers: Iterable[list[TensorHeader]]) -> int:
 
 def tensor_headers(weight: Weight, weights: Storage) -> Iterator[list[TensorHeader]]:
     """Yields a list for each stored tensor of a parameter: its header, then that of its scales if it is quantized."""
-    dtype: Any = weight.stored_dtype(weights)
+    dtype = weight.stored_dtype(weights)
     for name in weight.sources:
-        if dtype not in CODES:
+        if not is_quantized_kind(dtype):
             yield [TensorHeader(name, dtype, weight.source_shape)]
             continue
         codes, scale = quantized_shapes(dtype, weight.source_shape)
@@ -184,7 +184,7 @@ def describe_storage(config: Mapping[str, Any], weights: Storage, weight_block: 
     }
 
 
-def encode(name: str, values: np.ndarray, dtype: Any) -> Iterator[np.ndarray]:
+def encode(name: str, values: np.ndarray, dtype: str) -> Iterator[np.ndarray]:
     """Yields the arrays that store a tensor's values, in the order in which they are written.
 
     A quantized kind yields all codes, then all scales. A dtype yields the converted values, some rows at a time.
@@ -197,7 +197,7 @@ def encode(name: str, values: np.ndarray, dtype: Any) -> Iterator[np.ndarray]:
     Raises:
       ValueError: a value is not finite in this dtype.
     """
-    if dtype in CODES:
+    if is_quantized_kind(dtype):
         exact = values.astype(np.float32)
         _check_finite(name, exact)
         yield from quantize_fp4(exact) if dtype == "FP4" else quantize_fp8(exact, dtype)

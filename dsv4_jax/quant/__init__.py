@@ -39,6 +39,7 @@ from dsv4_jax.quant.quantized_weight import (
     QuantizedKind,
     QuantizedWeight,
     fp8_kind,
+    is_quantized_kind,
     quantized_shapes,
     quantized_struct,
 )

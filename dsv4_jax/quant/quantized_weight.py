@@ -1,7 +1,7 @@
 """Weights that stay quantized in memory, in the storage format of DeepSeek's releases."""
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +68,11 @@ class QuantizedWeight:
             scale = jnp.repeat(scale, rows, axis=-2)[..., : codes.shape[-2], :]
         scale = jnp.repeat(scale, columns, axis=-1)[..., : codes.shape[-1]]
         return round_to(decode_e4m3(codes) * scale, self.dtype)
+
+
+def is_quantized_kind(storage: str) -> TypeGuard[QuantizedKind]:
+    """Whether the name of a weight's storage is a `QuantizedKind`, and not a dtype."""
+    return storage in BLOCKS
 
 
 def fp8_kind(weight_block: int) -> QuantizedKind:
