@@ -221,6 +221,11 @@ class CacheSchema:
         """Returns the number of rows in the ring of a compressor state of the group."""
         return self.groups[group].pooled_rows + self.max_query_tokens - 1
 
+    @property
+    def ngram_context(self) -> int:
+        """The number of earlier tokens in the longest n-gram that ends with a token; 0 without Engram."""
+        return self.config.engram.max_ngram_size - 1 if self.config.engram else 0
+
     # --- arrays ---
 
     def group_structs(self, group: str) -> PoolGroup:
@@ -242,15 +247,17 @@ class CacheSchema:
         return PoolGroup(paged(spec.entry), paged(spec.key), state(spec.entry), key_state)
 
     def slot_structs(self) -> dict[str, Any]:
-        """Returns {field of `KVCache`: structs} of arrays outside groups. `streams` is None if no drafts need it."""
+        """Returns {field of `KVCache`: structs} of arrays outside groups. A field that the model does not need is None."""
         config = self.config
         slots = self.max_requests
         struct = jax.ShapeDtypeStruct
         shape = (1, slots, self.max_query_tokens, config.hc_mult * config.hidden_size)
         keeps_streams = config.drafts is not None and config.drafts.keeps_streams
+        ngram_ring = self.ngram_context + self.max_query_tokens - 1
         return {
             "swa": _prepend(self.window_codec.struct, self.num_rings, slots, self.swa_ring),
             "streams": struct(shape, self.dtype) if keeps_streams else None,
+            "ngram_ids": struct((1, slots, ngram_ring, 1), jnp.int32) if config.engram else None,
             "block_table": struct((slots, self.max_blocks), jnp.int32),
             "lengths": struct((slots,), jnp.int32),
         }
@@ -273,7 +280,11 @@ class CacheSchema:
     @functools.cached_property
     def _slot_bytes(self):
         structs = self.slot_structs()
-        rings = {"sliding windows": structs["swa"], "residual streams": structs["streams"]}
+        rings = {
+            "sliding windows": structs["swa"],
+            "residual streams": structs["streams"],
+            "n-gram ids": structs["ngram_ids"],
+        }
         tables = {"block table and lengths": [structs["block_table"], structs["lengths"]]}
         return _nbytes(rings) | self._group_bytes({"state": "states", "key_state": "indexer states"}) | _nbytes(tables)
 
@@ -314,7 +325,7 @@ class CacheSchema:
 
     @property
     def bytes_per_request(self) -> int:
-        """The fixed bytes of a slot: window rings, residual streams and compressor states, without the block table."""
+        """The fixed bytes of a slot: all its arrays without the block table."""
         pools = dataclasses.replace(self, max_requests=1).slot_bytes_by_pool()
         return sum(pools.values()) - pools["block table and lengths"]
 
@@ -353,6 +364,7 @@ def compute_block_budget(config: DSV4Config, memory_bytes: int, **sizes) -> int:
 # The fields of a DSV4Config, besides `layers`, that must agree between a cache and a model that uses it.
 _CONFIG_FIELDS = (
     "vocab_size", "num_hidden_layers", "head_dim", "qk_rope_head_dim", "sliding_window", "index_head_dim", "index_topk",
+    "engram",
 )  # fmt: skip
 
 

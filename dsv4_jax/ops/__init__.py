@@ -27,6 +27,7 @@ from dsv4_jax.ops.hyper_connections import HyperConnectionWeights, hyper_connect
 from dsv4_jax.ops.indexer_scores import indexer_scores
 from dsv4_jax.ops.indexer_topk import indexer_topk
 from dsv4_jax.ops.linear import LinearSpec, linear, linear_swiglu, swiglu
+from dsv4_jax.ops.ngram_rows import hash_multipliers, ngram_rows
 from dsv4_jax.ops.norm_rope import norm_rope, norm_rope_append
 from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.ops.router import Routing, router

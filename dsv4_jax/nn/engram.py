@@ -1,0 +1,130 @@
+"""Engram: embeddings of the n-grams that end with a token, which a gate adds to the residual streams (DeepSeek-V4.1)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.experimental.compute_on import compute_on
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from dsv4_jax import ops
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.nn.layers import AnyRngs, Linear, normal, parameter
+from dsv4_jax.quant import LayerSlice, QuantizedWeight, decode_e4m3, e8m0_value, round_to
+
+
+_MIN_DOT = 1e-6  # lower bound of the absolute value under the gate's root
+
+
+class TokenMap(nnx.Variable):
+    """The variable for the compressed id of each token id, [vocab] int32, which comes from a tokenizer."""
+
+
+def random_token_map(config: DSV4Config, rngs: AnyRngs) -> nnx.Variable:
+    """Makes a map for a model without tokenizer: token ids modulo the number of compressed ids."""
+    assert config.engram is not None
+    ids = jnp.arange(config.vocab_size, dtype=jnp.int32) % config.engram.compressed_vocab_size
+    return parameter(TokenMap, rngs, ids.shape, jnp.int32, lambda _, shape: jnp.broadcast_to(ids, shape))
+
+
+class Engram(nnx.Module):
+    """The Engram of one layer: a table of embeddings, and their gates. In shapes, h is hc_mult.
+
+    A token looks up `EngramConfig.rows` embeddings by hashes of the n-grams that end with it. Their concatenation is
+    projected to a key for each stream and to a value. The value is added to each stream, times a gate between 0 and 1
+    that depends on the normed product of stream and key.
+
+    The table may lie in host memory. If its arrays have the memory kind "pinned_host" of JAX, the host's CPU gathers
+    the rows, as a part of the same program. A program with such a table has run on CPUs only, where the two kinds of
+    memory are the same. Nothing has to be set for a table that CUDA maps into the GPU's memory, as
+    `ExpertMemory.place_on_host` does for the embedding. Then the GPU reads the rows.
+
+    Attributes:
+      embedding: [num_embeddings, head_dim] in `param_dtype`, the table; or a QuantizedWeight with a scale for some
+        channels of a row, of which only the rows that are looked up are dequantized.
+      kv_proj: Linear from rows * head_dim to (h + 1) * hidden: the keys of the streams, then the value.
+      q_weight, k_weight: [h, hidden] float32 weights of the streams' and the keys' norms.
+    """
+
+    def __init__(self, config: DSV4Config, layer: int, *, param_dtype: DTypeLike, rngs: AnyRngs):
+        engram = config.engram
+        assert engram is not None
+        self.config = config
+        number = engram.layer_ids.index(layer)
+        self.multipliers = nnx.static(ops.hash_multipliers(engram, layer))
+        self.primes = nnx.static(engram.primes[number])
+        h = config.hc_mult
+        self.embedding = normal(rngs, (engram.num_embeddings[number], engram.head_dim), param_dtype)
+        channels = (h + 1) * config.hidden_size
+        self.kv_proj = Linear(engram.rows * engram.head_dim, channels, param_dtype=param_dtype, rngs=rngs)
+        self.q_weight = normal(rngs, (h, config.hidden_size), mean=1.0)
+        self.k_weight = normal(rngs, (h, config.hidden_size), mean=1.0)
+
+    @jax.named_scope("engram")
+    def __call__(self, streams: Float[Array, "T h D"], ngrams: Int[Array, "T n"]) -> Float[Array, "T h D"]:
+        """Adds the gated values of the tokens' n-grams to their streams.
+
+        Args:
+          streams: [T, h, hidden] residual streams in the model's dtype.
+          ngrams: [T, max_ngram_size] int32 compressed ids, see `cache.ngrams.advance_ngrams`.
+
+        Returns:
+          [T, h, hidden] in the streams' dtype.
+        """
+        gate, value = self.gate_and_value(streams, ngrams)
+        added = gate[:, :, None] * value.astype(jnp.float32)[:, None, :]
+        return round_to(streams.astype(jnp.float32) + added, streams.dtype)
+
+    def gate_and_value(
+        self, streams: Float[Array, "T h D"], ngrams: Int[Array, "T n"]
+    ) -> tuple[Float[Array, "T h"], Float[Array, "T D"]]:
+        """Computes (gates [T, h] float32, values [T, hidden] in the streams' dtype); the arguments are as in a call."""
+        tokens, h, hidden = streams.shape
+        rows = look_up(self.embedding.get_value(), ops.ngram_rows(ngrams, self.multipliers, self.primes))
+        projected = self.kv_proj(round_to(rows.reshape(tokens, -1), streams.dtype))
+        key = projected[:, : h * hidden].astype(jnp.float32).reshape(streams.shape)
+        x = streams.astype(jnp.float32)
+        # Streams and keys are normed for each stream. The weights of both norms count only as a product.
+        weight = self.q_weight[...] * self.k_weight[...]
+        scale = _inverse_rms(x, self.config.rms_norm_eps) * _inverse_rms(key, self.config.rms_norm_eps)
+        dot = jnp.sum(x * weight[None] * key, axis=-1) * scale * hidden**-0.5
+        gate = jax.nn.sigmoid(jnp.copysign(jnp.sqrt(jnp.maximum(jnp.abs(dot), _MIN_DOT)), dot))
+        return gate, projected[:, h * hidden :]
+
+
+def look_up(table: Any, rows: Int[Array, "T n"]) -> Float[Array, "T n d"]:
+    """Reads rows [T, n] of a table [R, d], and dequantizes them if they are quantized.
+
+    Args:
+      table: array, or QuantizedWeight of E4M3 codes with scales [R, d / block], or a LayerSlice of one of them. If it
+        lies in host memory in JAX's sense, the host gathers the rows.
+      rows: [T, n] int32, in [0, R).
+    """
+    layer = ()
+    if isinstance(table, LayerSlice):
+        # XLA would copy a whole table out of its stack in order to gather from it. Gradients need `value`.
+        is_quantized = isinstance(table.value, QuantizedWeight)
+        layer = (table.layer,) if is_quantized else ()
+        table = table.stack if is_quantized else table.value
+
+    def gather(table: Any, *index: Array) -> Any:
+        return jax.tree.map(lambda x: x.at[index].get(mode="clip"), table)
+
+    spaces = {jax.typeof(x).memory_space for x in jax.tree.leaves(table)}
+    if spaces == {jax.memory.Space.Host}:
+        index = jax.device_put((*layer, rows), jax.memory.Space.Host)
+        on_host = compute_on(gather, compute_type="device_host", out_memory_spaces=jax.memory.Space.Device)
+        gathered = on_host(table, *index)
+    else:
+        gathered = gather(table, *layer, rows)
+    if not isinstance(gathered, QuantizedWeight):
+        return gathered
+    scale = e8m0_value(gathered.scale)
+    scale = jnp.repeat(scale, gathered.codes.shape[-1] // scale.shape[-1], axis=-1)
+    return round_to(decode_e4m3(gathered.codes) * scale, gathered.dtype)
+
+
+def _inverse_rms(x, eps):
+    return jax.lax.rsqrt(jnp.mean(x * x, axis=-1) + eps)
