@@ -24,7 +24,8 @@ from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.checkpoint.placement import plan_expert_memory
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.expert_pages import ExpertMemory, selection_shares
-from dsv4_jax.nn import DeepseekV4ForCausalLM
+from dsv4_jax.nn import DeepseekV4ForCausalLM, TokenMap
+from dsv4_jax.nn.engram import random_token_map
 from dsv4_jax.nn.layers import ABSTRACT
 from dsv4_jax.nn.parameters import ParameterView, parameter_views
 from dsv4_jax.nn.shardings import parameter_sharding, sharded_structs
@@ -54,7 +55,7 @@ def as_released[Module: nnx.Module](
     module = nnx.clone(module)
     for path, view in parameter_views(module).items():
         value = view.variable.get_value()
-        kind = stored[path]
+        kind = stored.get(path, "")  # a map of token ids is not stored
         if is_quantized_kind(kind) and not isinstance(value, QuantizedWeight):
             view.variable.set_value(quantized_struct(kind, value))
     return sharded_structs(module, mesh, expert_parallel=expert_parallel)
@@ -102,6 +103,8 @@ def random_model(
             selects, shares = _selects(path, view.shape, config, skew, view_sharding)
             frequencies[f"{path.rpartition('.gate.')[0]}.experts"] = shares
             view.set_value(selects)
+        elif isinstance(variable, TokenMap):
+            variable.set_value(jax.device_put(random_token_map(config, nnx.Rngs(0)).get_value(), sharding))
         elif path == first_paths[id(variable)] and not (expert_memory and ".mlp.experts." in path):
             draws[path] = variable, _draw(path, variable.get_value(), sharding)
     _make_variables(draws, expert_memory)

@@ -35,6 +35,8 @@ def save_release(
 ) -> None:
     """Writes the weights of a model, and config.json with the names of fields that the release uses, to a folder.
 
+    A model with Engram can be loaded again only if its tokenizer.json lies in the folder, too.
+
     The storage of a parameter depends on `weights`::
 
         parameters                                      "quantized"   "bfloat16"   "float32"
