@@ -23,8 +23,10 @@ from dsv4_jax.checkpoint.storage import QuantizedTensor
 from dsv4_jax.common.sizes import readable_bytes
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.config_json import read_json
+from dsv4_jax.quant import is_quantized_kind
 
 
+_ROWS = 1 << 16  # number of rows of a quantized weight that are dequantized at a time, a multiple of a block's
 _COPIED = ".json", ".jinja", ".txt", ".md", ""  # suffixes of the files that are copied, such as tokenizer.json
 
 
@@ -108,6 +110,10 @@ def _converted(
         if isinstance(tensor, QuantizedTensor) and tensor.dtype == dtype:
             yield tensor.codes.data
             yield tensor.scale.data
+            continue
+        if isinstance(tensor, QuantizedTensor) and not is_quantized_kind(dtype):
+            for start in range(0, tensor.shape[0], _ROWS):
+                yield from encode(name, tensor.load(start, start + _ROWS), dtype)
             continue
         for piece in tensor.load().reshape(pieces, -1, tensor.shape[-1]):
             yield from encode(name, piece, dtype)

@@ -21,7 +21,7 @@ from dsv4_jax.quant.fp4 import MXFP4_BLOCK
 
 # {kind: dtype of the codes}.
 CODES: dict[str, str] = {kind: "I8" if kind == "FP4" else "F8_E4M3" for kind in BLOCKS}
-_CHUNK = 1 << 10  # number of rows that are scaled at a time, a multiple of the rows of any block
+_CHUNK = 1 << 10  # number of rows that are scaled at a time, a multiple of a block's
 # The smallest and the largest byte of a scale with which kernels compute exactly. Kernels compute with 2 ** -32 times
 # the values; between these scales each is zero or a normal bfloat16. The largest value, without this factor, is
 # 448 * 2 ** 33, the smallest 2 ** -9 * 2 ** -85.
@@ -66,22 +66,27 @@ class QuantizedTensor:
         return self.dtype == "FP4" or not any(np.any(part & 0x7F == 0x7F) for part in parts)
 
     @np.errstate(over="ignore")  # the caller looks for infinite values
-    def load(self) -> np.ndarray:
-        """Returns the exact values, [out, in] float32; infinite if they exceed float32's range."""
-        rows, columns = self.shape
-        # The conversion is exact for each byte, also for 0 (a subnormal) and 255 (NaN).
-        scale = self.scale.data.view(ml_dtypes.float8_e8m0fnu).reshape(self.scale.shape).astype(np.float32)
+    def load(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Returns the exact values of the rows from `start` to `stop`, float32; infinite if they exceed its range.
+
+        `start` must be a multiple of the rows of a block. `stop` is cut to the number of rows; None = all of them.
+        """
+        all_rows, columns = self.shape
+        rows = min(all_rows, all_rows if stop is None else stop) - start
+        codes = self.codes.data.reshape(self.codes.shape)[start : start + rows]
+        scale = self.scale.data.view(ml_dtypes.float8_e8m0fnu).reshape(self.scale.shape)
         if self.dtype == "FP4":
-            codes = self.codes.data.reshape(rows, -1)
             values = np.empty((rows, columns), np.float32)
             values[:, 0::2] = E2M1[codes & 15]
             values[:, 1::2] = E2M1[codes >> 4]
         else:
-            values = self.codes.data.view(ml_dtypes.float8_e4m3fn).reshape(rows, columns).astype(np.float32)
+            values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         block_rows, block_columns = BLOCKS[self.dtype]
-        for start in range(0, rows, _CHUNK):  # to avoid an array of scales as large as the weight
-            part = values[start : start + _CHUNK]
-            factors = scale[start // block_rows : -(-(start + len(part)) // block_rows)]
+        scale = scale[start // block_rows :]
+        for i in range(0, rows, _CHUNK):  # to avoid an array of scales as large as the weight
+            part = values[i : i + _CHUNK]
+            # The conversion is exact for each byte, also for 0 (a subnormal) and 255 (NaN).
+            factors = scale[i // block_rows : -(-(i + len(part)) // block_rows)].astype(np.float32)
             factors = np.repeat(factors, block_columns, axis=1)[:, :columns]
             part *= np.repeat(factors, block_rows, axis=0)[: len(part)]
         return values

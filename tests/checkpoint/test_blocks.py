@@ -90,6 +90,8 @@ def test_values_in_memory_are_those_in_the_file(tmp_path, kind):
     arrays = (jnp.asarray(x.data.reshape(x.shape)) for x in (tensor.codes, tensor.scale))
     weight = QuantizedWeight(*arrays, kind, jnp.dtype(jnp.float32))
     chex.assert_trees_all_equal(weight[...], tensor.load())
+    chex.assert_trees_all_equal(tensor.load(32, 70), tensor.load()[32:70])
+    chex.assert_trees_all_equal(tensor.load(64, 1000), tensor.load()[64:])
 
 
 def test_rows_of_a_table_are_dequantized_alone():

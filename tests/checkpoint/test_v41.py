@@ -11,11 +11,11 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
-from dsv4_jax.checkpoint import convert_checkpoint, load_checkpoint, read_checkpoint, save_release
+from dsv4_jax.checkpoint import convert, convert_checkpoint, load_checkpoint, read_checkpoint, save_release
 from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.checkpoint.random_weights import random_model
 from dsv4_jax.checkpoint.save import tensor_headers
-from dsv4_jax.checkpoint.storage import join_scales
+from dsv4_jax.checkpoint.storage import QuantizedTensor, join_scales
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn import parameter_views
 from dsv4_jax.nn.engram import TokenMap
@@ -189,6 +189,24 @@ def test_conversions_keep_blocks_and_values(tmp_path):
     old, wide, again = loaded
     chex.assert_trees_all_equal(wide, old)
     chex.assert_trees_all_equal(again, old)
+
+
+def test_tables_are_converted_some_rows_at_a_time(monkeypatch, tmp_path):
+    loaded = []
+    load = QuantizedTensor.load
+
+    def record(tensor, start=0, stop=None):
+        values = load(tensor, start, stop)
+        loaded.append(len(values))
+        return values
+
+    monkeypatch.setattr(convert, "_ROWS", 128)
+    monkeypatch.setattr(QuantizedTensor, "load", record)
+    convert_checkpoint(FP8, tmp_path / "wide", weights="bfloat16")
+    assert max(loaded) == 128
+    monkeypatch.undo()
+    loaded = [values(load_checkpoint(folder, dtype=jnp.float32)) for folder in (FP8, tmp_path / "wide")]
+    chex.assert_trees_all_equal(*loaded)
 
 
 def test_random_weights_are_the_tree_of_a_checkpoint():
