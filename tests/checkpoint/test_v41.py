@@ -1,5 +1,6 @@
 """Checkpoints of DeepSeek-V4.1: the release's names and storage, what is left out, and saving them again."""
 
+import dataclasses
 import json
 import logging
 import shutil
@@ -17,7 +18,7 @@ from dsv4_jax.checkpoint.random_weights import random_model
 from dsv4_jax.checkpoint.save import tensor_headers
 from dsv4_jax.checkpoint.storage import QuantizedTensor, join_scales
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.nn import parameter_views
+from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
 from dsv4_jax.nn.engram import TokenMap
 from dsv4_jax.quant import QuantizedWeight
 from tests.paths import DATA
@@ -175,6 +176,24 @@ def test_what_was_read_is_written_back(tmp_path, folder):
         assert described == {name: x[:2] for name, x in stored_bytes(FP8).items()}
         content = json.loads((tmp_path / "new" / "config.json").read_text())
         assert content["quantization_config"]["weight_block_size"] == [32, 32]
+
+
+@pytest.mark.parametrize("options", [dict(dtype=jnp.float32), dict(weights="quantized")], ids=["float32", "quantized"])
+def test_sizes_that_are_no_multiples_of_a_block(tmp_path, options):
+    config = dataclasses.replace(DSV4Config.from_hf(FP8), q_lora_rank=72, o_lora_rank=40)
+    save_release(DeepseekV4ForCausalLM(config, jnp.float32), tmp_path / "old")
+    shutil.copy(FP8 / "tokenizer.json", tmp_path / "old")
+    shapes = {name: x.shape for name, x in read_checkpoint(tmp_path / "old").items()}
+    assert shapes["layers.1.attn.wq_a.scale"] == (3, 3) and shapes["layers.1.attn.wo_b.scale"] == (3, 3)
+    model = load_checkpoint(tmp_path / "old", **options)
+    save_release(model, tmp_path / "new")
+    shutil.copy(FP8 / "tokenizer.json", tmp_path / "new")
+    assert model.config == config and {name: x.shape for name, x in read_checkpoint(tmp_path / "new").items()} == shapes
+    # Bytes differ where the largest value of a block was rounded down so far that half the scale is enough.
+    chex.assert_trees_all_equal(values(load_checkpoint(tmp_path / "new", config, **options)), values(model))
+    # Blocks of 128 x 128 in the place of these would rescale the weights.
+    with pytest.raises(ValueError, match=r"wq_a\.scale must be F8_E8M0 \[1, 1\], and is F8_E8M0 \[3, 3\]"):
+        load_checkpoint(tmp_path / "new", dataclasses.replace(config, weight_block=128), **options)
 
 
 def test_conversions_keep_blocks_and_values(tmp_path):
