@@ -52,9 +52,12 @@ from dsv4_jax.quant.numerics import (
 )
 from dsv4_jax.quant.pages import flashmla_page_bytes, from_flashmla_pages, to_flashmla_pages
 from dsv4_jax.quant.quantized_weight import (
+    BLOCKS,
     WEIGHT_BLOCK,
     QuantizedKind,
     QuantizedWeight,
+    fp8_kind,
+    is_quantized_kind,
     quantized_shapes,
     quantized_struct,
 )
