@@ -506,7 +506,7 @@ def _nest(content: dict[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Release:
-    """How config.json describes the models of one `model_type`.
+    """Describes how config.json states the models of one `model_type`.
 
     Attributes:
       architecture: the element of `architectures`.

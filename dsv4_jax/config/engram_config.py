@@ -73,12 +73,12 @@ class EngramConfig:
         check_whole("engram_pad_token_id", self.pad_token_id, 0, vocab_size - 1)
         check_whole("engram_compressed_vocab_size", self.compressed_vocab_size, 1, vocab_size)
         layers = list(self.layer_ids)
+        count = len(layers) * self.rows
+        check(count <= 4096, f"engram_layer_ids and engram_n_heads ask for {count} primes, they must be at most 4096")
         for i, layer in enumerate(layers):
             check_whole(f"engram_layer_ids[{i}]", layer, 0, num_hidden_layers - 1)
         ascends = bool(layers) and sorted({*layers}) == layers
         check(ascends, f"engram_layer_ids={layers} must ascend, and name a layer at least")
-        # The primes are searched for, so their number must be bounded.
-        check_whole("engram_layer_ids * (engram_max_ngram_size - 1) * engram_n_heads", len(layers) * self.rows, 1, 4096)
         needed = tuple(sum(primes) for primes in self.primes)
         check(
             tuple(self.num_embeddings) == needed,
