@@ -6,6 +6,7 @@ import logging
 import shutil
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -136,6 +137,16 @@ def test_token_ids_are_those_of_the_tokenizer(tmp_path):
     (tmp_path / "x" / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match="x has no tokenizer.json, from which Engram's compressed token ids"):
         load_checkpoint(tmp_path / "x")
+
+
+def test_a_mesh_gets_the_same_values():
+    mesh = jax.make_mesh((2,), ("model",))
+    alone, sharded = (load_checkpoint(V41, dtype=jnp.float32, mesh=where) for where in (None, mesh))
+    chex.assert_trees_all_equal(values(sharded), values(alone))
+    assert all(x.sharding.mesh == mesh for x in jax.tree.leaves(nnx.state(sharded)))
+    # A part of 16 rows of w1, say, would have half a block.
+    with pytest.raises(ValueError, match="is stored as FP.*, through blocks of 32 that share a scale"):
+        load_checkpoint(FP8, weights="quantized", mesh=mesh)
 
 
 def test_parts_for_images_and_drafts_are_left_out_and_named_once(tmp_path, caplog):
