@@ -138,7 +138,8 @@ def load_checkpoint(
                     embedding.set_value(expert_memory.place_on_host(embedding.get_value()))
             advance(loader.nbytes(group))
     for variable in token_maps.values():
-        variable.set_value(jax.device_put(token_ids, mesh and parameter_sharding(variable, mesh)))
+        where = None if mesh is None else parameter_sharding(variable, mesh)
+        variable.set_value(jax.device_put(token_ids, where))
     if loader.problems:
         raise ValueError(f"{path} holds impossible values:{listing(loader.problems)}")
     return model

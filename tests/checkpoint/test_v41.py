@@ -6,6 +6,7 @@ import logging
 import shutil
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -138,6 +139,16 @@ def test_token_ids_are_those_of_the_tokenizer(tmp_path):
         load_checkpoint(tmp_path / "x")
 
 
+def test_a_mesh_gets_the_same_values():
+    mesh = jax.make_mesh((2,), ("model",))
+    alone, sharded = (load_checkpoint(V41, dtype=jnp.float32, mesh=where) for where in (None, mesh))
+    chex.assert_trees_all_equal(values(sharded), values(alone))
+    assert all(x.sharding.mesh == mesh for x in jax.tree.leaves(nnx.state(sharded)))
+    # A part of 16 rows of w1, say, would have half a block.
+    with pytest.raises(ValueError, match="is stored as FP.*, through blocks of 32 that share a scale"):
+        load_checkpoint(FP8, weights="quantized", mesh=mesh)
+
+
 def test_parts_for_images_and_drafts_are_left_out_and_named_once(tmp_path, caplog):
     names = ["vision.blocks.0.attn.wq.weight", "aligner.w1.weight", "image_start", "image_newline"]
     drafts = ["mtp.0.main_proj.weight", "mtp.2.norm.weight"]
@@ -180,7 +191,7 @@ def test_what_was_read_is_written_back(tmp_path, folder):
 
 @pytest.mark.parametrize("options", [dict(dtype=jnp.float32), dict(weights="quantized")], ids=["float32", "quantized"])
 def test_sizes_that_are_no_multiples_of_a_block(tmp_path, options):
-    config = dataclasses.replace(DSV4Config.from_hf(FP8), q_lora_rank=72, o_lora_rank=40)
+    config = dataclasses.replace(DSV4Config.from_hf(FP8).first_layers(3), q_lora_rank=72, o_lora_rank=40)
     save_release(DeepseekV4ForCausalLM(config, jnp.float32), tmp_path / "old")
     shutil.copy(FP8 / "tokenizer.json", tmp_path / "old")
     shapes = {name: x.shape for name, x in read_checkpoint(tmp_path / "old").items()}
