@@ -106,7 +106,7 @@ class ModelBenchmark(Benchmark):
     """
 
     shapes: Shapes = "flash"
-    cache_format: Annotated[Literal["v4", "v41", "per_entry"] | None, options.optional("{v4,v41,per_entry}")] = None
+    cache_format: Annotated[Literal["v4", "per_entry"] | None, options.optional("{v4,per_entry}")] = None
 
     def _model(self, report: dict[str, Any]) -> "tuple[DSV4Config, KVFormat]":
         """Returns the model's configuration and the format of the cache, and adds their names to the report."""
