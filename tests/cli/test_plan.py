@@ -11,7 +11,6 @@ from dsv4_jax.cache import CacheSchema, KVCache
 from dsv4_jax.cli.options import ModelOptions
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.parallel.mesh import make_mesh
-from dsv4_jax.quant.formats import FORMATS
 from tests.paths import DATA, TINY
 
 
@@ -85,10 +84,8 @@ def test_published_bytes_of_flash(run):
     assert report["pools"]["csa4 indexer keys"]["per_block"] == 68 * 21 * 32
 
 
-needs_v41 = pytest.mark.skipif("v41" not in FORMATS, reason="the formats of DeepSeek-V4.1's rows are not there yet")
 
 
-@needs_v41
 def test_published_bytes_of_v41_flash(run):
     config = DSV4Config.v41_flash()
     schema = CacheSchema(config, num_blocks=8192, max_requests=1, max_context=1048576, kv_format=config.kv_format)
@@ -106,7 +103,6 @@ def test_published_bytes_of_v41_flash(run):
     assert round(whole / GIB, 2) == 0.87
 
 
-@needs_v41
 def test_drafts_of_v41_flash_take_three_windows(run):
     given = ["--config", "v41_flash", "--memory", "80GiB", "--context", "4096", "--json"]
     without, drafts = (json.loads(run("plan", *given, *more))["pools"] for more in ([], ["--drafts", "5"]))
@@ -115,7 +111,6 @@ def test_drafts_of_v41_flash_take_three_windows(run):
     assert rows == 43 * (128 + 5 + 5) - 40 * 128
 
 
-@needs_v41
 def test_the_rows_of_v41_flash_are_described(run):
     out = " ".join(run("plan", "--config", "v41_flash", "--memory", "80GiB", "--context", "4096").split())
     for text in (
