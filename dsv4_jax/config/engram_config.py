@@ -72,6 +72,7 @@ class EngramConfig:
         ascends = bool(layers) and sorted({*layers}) == layers
         check(ascends, f"engram_layer_ids={layers} must ascend, and name a layer at least")
         needed = tuple(sum(primes) for primes in self.primes)
+        check(max(needed, default=0) < 2**31, f"engram_num_embeddings={list(needed)} must be less than 2**31")
         check(
             tuple(self.num_embeddings) == needed,
             f"engram_num_embeddings={list(self.num_embeddings)} must be {list(needed)}: the sums of the primes from "

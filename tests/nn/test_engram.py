@@ -1,5 +1,6 @@
 """Engram against DeepSeek's code: token map, hashes, values, gates and streams; and quantized tables, on the host."""
 
+import dataclasses
 import json
 
 import jax
@@ -142,6 +143,13 @@ def test_multipliers_and_rows_are_the_releases(golden):
         rows = jax.jit(lambda ids, m=golden.multipliers[i], p=primes: ngram_rows(ids, m, p))(ngrams)
         np.testing.assert_array_equal(rows, golden["engram_hash"][..., i, :].reshape(rows.shape))
         assert rows.dtype == jnp.int32
+
+
+def test_tables_of_more_rows_than_an_int32_counts_are_refused():
+    engram = dataclasses.replace(DSV4Config.v41_flash().engram, n_heads=64)
+    engram = dataclasses.replace(engram, num_embeddings=tuple(map(sum, engram.primes)))
+    with pytest.raises(ValueError, match=r"engram_num_embeddings=\[307.*must be less than 2\*\*31"):
+        engram.check(40, 129280)
 
 
 def test_a_pad_id_that_is_not_mapped_gives_other_rows(golden):
