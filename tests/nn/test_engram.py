@@ -136,7 +136,7 @@ def test_a_tokenizer_of_another_model_is_refused():
 
 
 def test_multipliers_and_rows_are_the_releases(golden):
-    assert golden.multipliers == golden["engram_multipliers"].tolist()
+    assert np.array_equal(golden.multipliers, golden["engram_multipliers"])
     ngrams = golden.ngrams()
     for i, primes in enumerate(golden.config.engram.primes):
         np.testing.assert_array_equal(primes, golden["engram_primes"][i].reshape(-1))
