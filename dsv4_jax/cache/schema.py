@@ -109,8 +109,8 @@ class CacheSchema:
       max_requests: number of slots, each for one request.
       max_context: largest number of tokens in a request.
       block_tokens: number of tokens per block; a multiple of every compression rate of the model.
-      kv_format: byte format of the rows, a `KVFormat`. The argument may be its name: "v4", "per_entry" or "plain", see
-        `quant.formats`.
+      kv_format: byte format of the rows, a `KVFormat`. The argument may be its name: "v4", "v41", "per_entry" or
+        "plain", see `quant.formats`. None = the format of the model's release, `config.kv_format`.
       dtype: dtype of the model's activations. Rows in the format "plain" and all dequantized rows have it.
       max_query_tokens: largest number of tokens of a request in a decode step. A request can be rewound by one token
         less than this.
@@ -127,7 +127,7 @@ class CacheSchema:
     max_requests: int
     max_context: int
     block_tokens: int = 128
-    kv_format: Any = "v4"
+    kv_format: Any = None
     dtype: Any = jnp.bfloat16
     max_query_tokens: int = 1
     context_parallel: bool = False
@@ -138,7 +138,8 @@ class CacheSchema:
             object.__setattr__(self, name, value)
         if self.max_context > (limit := self.config.max_position_embeddings):
             raise ValueError(f"max_context={self.max_context} exceeds the model's max_position_embeddings={limit}")
-        object.__setattr__(self, "kv_format", as_kv_format(self.kv_format, self.dtype))
+        name = self.config.kv_format if self.kv_format is None else self.kv_format
+        object.__setattr__(self, "kv_format", as_kv_format(name, self.dtype))
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
         for rate in sorted({group.compress_rate for group in self.groups.values()}):
             if self.block_tokens % rate:

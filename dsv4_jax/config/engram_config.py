@@ -55,6 +55,12 @@ class EngramConfig:
             candidate += 1
         return tuple(tuple(primes[i : i + self.rows]) for i in range(0, len(primes), self.rows))
 
+    def first_layers(self, count: int) -> "EngramConfig | None":
+        """Returns the configuration of a model with only the first `count` layers; None if none of them has Engram."""
+        layers = tuple(layer for layer in self.layer_ids if layer < count)
+        tables = self.num_embeddings[: len(layers)]
+        return dataclasses.replace(self, layer_ids=layers, num_embeddings=tables) if layers else None
+
     def check(self, num_hidden_layers: int, vocab_size: int) -> None:
         """Checks the values for a model with `num_hidden_layers` layers and a vocabulary of `vocab_size` tokens.
 
@@ -67,6 +73,8 @@ class EngramConfig:
         check_whole("engram_pad_token_id", self.pad_token_id, 0, vocab_size - 1)
         check_whole("engram_compressed_vocab_size", self.compressed_vocab_size, 1, vocab_size)
         layers = list(self.layer_ids)
+        count = len(layers) * self.rows
+        check(count <= 4096, f"engram_layer_ids and engram_n_heads ask for {count} primes, they must be at most 4096")
         for i, layer in enumerate(layers):
             check_whole(f"engram_layer_ids[{i}]", layer, 0, num_hidden_layers - 1)
         ascends = bool(layers) and sorted({*layers}) == layers

@@ -1,5 +1,6 @@
 """The spec of a layer, which says what the layer stores in the cache and to which entries it attends."""
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -101,7 +102,7 @@ class LayerSpec:
 
     @classmethod
     def of_ratio(cls, ratio: int) -> "LayerSpec":
-        """Returns the spec of a layer from its element of the release's `compress_ratios`.
+        """Returns the spec of a layer from its element of `compress_ratios` in a release of DeepSeek-V4.
 
         0 and 1 stand for a sliding window only, 4 for CSA, and any other number for HCA with this rate.
         """
@@ -118,7 +119,7 @@ class LayerSpec:
 
         If the layer selects entries itself, `selection` is -1. If it makes candidates itself, `candidates` is -1.
         """
-        own = {name: OWN for name in ("selection", "candidates") if getattr(self, name) == self.layer}
+        own: dict[str, Any] = {name: OWN for name in ("selection", "candidates") if getattr(self, name) == self.layer}
         return dataclasses.replace(self, layer=OWN, index=0, **own)
 
     @property
@@ -154,7 +155,7 @@ def numbered(specs: Iterable[LayerSpec]) -> tuple[LayerSpec, ...]:
             if (value := getattr(unplaced, field)) is not None:
                 check_whole(f"{name}.{field}", value, least, MAX_ROWS)
         stored = owners.setdefault(unplaced.group, [])
-        own = {name: layer for name in ("selection", "candidates") if getattr(unplaced, name) == OWN}
+        own: dict[str, Any] = {name: layer for name in ("selection", "candidates") if getattr(unplaced, name) == OWN}
         index = len(stored) if unplaced.owner else unplaced.index
         spec = dataclasses.replace(unplaced, layer=layer, index=index, **own)
         placed.append(spec)
@@ -175,37 +176,58 @@ def shared_specs(
 
     Args:
       rates: number of tokens per entry that each layer attends to; 0 = a sliding window only.
-      kv_sources: numbers of the layers that store entries, ascending.
+      kv_sources: numbers of the layers that store entries, ascending. Each of them selects entries, too.
       index_sources: numbers of the layers that select entries, ascending.
       candidate_source: number of the layer that makes candidates for the layers that select after it; None = no layer.
 
     Raises:
-      ValueError: a layer lacks a source, or attends to entries of another rate.
+      TypeError: the number of a source is no integer.
+      ValueError: a source is no such layer, or a layer lacks a source or attends to entries of another rate. The
+        messages call the arguments by their names in config.json.
     """
+    _check_sources(rates, kv_sources, index_sources, candidate_source)
     specs: list[LayerSpec] = []
-    stored: list[LayerSpec] = []  # the sources up to a layer
+    stored: list[LayerSpec] = []  # the specs of the sources up to a layer
+    rows = collections.Counter[int]()  # {rate: number of sources up to a layer}
+    sources = {*kv_sources}
+    selecting = {*index_sources}
+    selection = None
     for layer, rate in enumerate(rates):
         if rate == 0:
             specs.append(LayerSpec())
             continue
-        if layer in kv_sources:
-            stored.append(LayerSpec.full(rate, index=[spec.compress_rate for spec in stored].count(rate)))
-        selection = max((source for source in index_sources if source <= layer), default=None)
+        if layer in sources:
+            stored.append(LayerSpec.full(rate, index=rows[rate]))
+            rows[rate] += 1
+        if layer in selecting:
+            selection = layer
         check(bool(stored), f"compress_ratios[{layer}]={rate}, but kv_source_layer_ids={list(kv_sources)} begin later")
         check(
             stored[-1].compress_rate == rate,
             f"compress_ratios[{layer}]={rate}, but the layer attends to entries of {stored[-1].compress_rate} tokens, "
             f"by kv_source_layer_ids={list(kv_sources)}",
         )
-        check(
-            selection is not None,
-            f"compress_ratios[{layer}]={rate}, but index_source_layer_ids={list(index_sources)} begin later",
-        )
         restricted = selection == layer and candidate_source is not None and candidate_source <= layer
         candidates = candidate_source if restricted else None
-        is_source = layer in kv_sources
+        is_source = layer in sources
         specs.append(dataclasses.replace(stored[-1], owner=is_source, selection=selection, candidates=candidates))
     return numbered(specs)
+
+
+def _check_sources(rates, kv_sources, index_sources, candidate_source):
+    """Checks the arguments of `shared_specs`, except that layers have a source with their rate."""
+    for name, layers in (("kv_source_layer_ids", kv_sources), ("index_source_layer_ids", index_sources)):
+        for i, layer in enumerate(layers):
+            check_whole(f"{name}[{i}]", layer, 0, len(rates) - 1)
+            check(rates[layer] > 0, f"{name}[{i}]={layer}, but compress_ratios[{layer}]=0: the layer has no entries")
+        check(sorted({*layers}) == list(layers), f"{name}={list(layers)} must ascend")
+    missing = sorted({*kv_sources} - {*index_sources})
+    check(not missing, f"index_source_layer_ids={list(index_sources)} must have kv_source_layer_ids' {missing}, too")
+    if candidate_source is not None:
+        name = f"candidate_source_layer_id={candidate_source!r}"
+        check(candidate_source in index_sources, f"{name} must be one of index_source_layer_ids={list(index_sources)}")
+        rate = rates[candidate_source]
+        check(rate == 1, f"{name} must be a layer of rate 1, but compress_ratios[{candidate_source}]={rate}")
 
 
 def _faults(spec, unplaced, placed, owners):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -15,7 +16,7 @@ def candidate_blocks(
 ) -> Int[Array, "T count"]:
     """Chooses the blocks of consecutive entries with the highest scores, and always the newest block.
 
-    The score of a block is the largest one of its visible entries (docs/dsv4.md 8).
+    The score of a block is the largest one of its visible entries (docs/dsv41.md 4).
 
     Args:
       scores: [T, E] float32 scores of entries; -inf for entries that lie on other devices.
@@ -39,5 +40,6 @@ def candidate_blocks(
 
 def candidate_entries(blocks: Int[Array, "*T count"], block_size: int) -> Int[Array, "*T n"]:
     """Returns the numbers [..., count * block_size] of the entries in blocks [..., count]; -1 for the block -1."""
-    entries = blocks[..., None] * block_size + jnp.arange(block_size, dtype=jnp.int32)
-    return jnp.where(blocks[..., None] >= 0, entries, -1).reshape(*blocks.shape[:-1], -1)
+    offsets = jax.lax.broadcasted_iota(jnp.int32, (*blocks.shape, block_size), blocks.ndim)
+    entries = jnp.where(blocks[..., None] >= 0, blocks[..., None] * block_size + offsets, -1)
+    return entries.reshape(*blocks.shape[:-1], -1)

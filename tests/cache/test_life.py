@@ -82,6 +82,8 @@ TestAnyLifeOnAMesh.settings = settings(max_examples=4, stateful_step_count=24, d
     ("config", "changes"),
     [
         (SMALL, dict(kv_format="per_entry")),
+        (SMALL, dict(kv_format="v41")),
+        (SMALL, dict(**LARGER, kv_format="v41", mesh=dict(data=2, model=2))),
         (SMALL, dict(**LARGER, mesh=dict(data=2, model=2))),
         (SMALL, dict(**LARGER, mesh=dict(data=2, model=2), context_parallel=True)),
         (SMALL, dict(kv_format="plain", dtype=jnp.float32, max_query_tokens=1)),
@@ -93,17 +95,9 @@ TestAnyLifeOnAMesh.settings = settings(max_examples=4, stateful_step_count=24, d
         (config_of(WINDOW), dict()),
     ],
     ids=[
-        "per_entry",
-        "mesh",
-        "context",
-        "plain",
-        "v4",
-        "no HCA",
-        "only HCA",
-        "engram, one token",
-        "engram, mesh",
-        "only windows",
-    ],
+        "per_entry", "v41", "v41 mesh", "mesh", "context", "plain", "v4", "no HCA", "only HCA", "engram, one token",
+        "engram, mesh", "only windows",
+    ],  # fmt: skip
 )
 def test_a_life_of_every_operation(config, changes):
     if "mesh" in changes:

@@ -120,7 +120,7 @@ def test_what_the_kernel_does_not_take_is_refused_before_launch():
         call(view_of(FORMATS["v4"]), kv.astype(jnp.float32))
     with pytest.raises(NotImplementedError, match="takes rows of 512 values, got 64 . 16"):
         call(swa_view(FORMATS["v4"]), kv[:, :80])
-    with pytest.raises(NotImplementedError, match="quantized formats, not 'plain'"):
+    with pytest.raises(NotImplementedError, match="formats 'v4' and 'per_entry'"):
         call(view_of(kv_format("plain", jnp.bfloat16)), kv)
     with pytest.raises(NotImplementedError, match="cannot run as 'mosaic_gpu'"):
         call(view_of(FORMATS["v4"]), kv, "mosaic_gpu")
