@@ -7,7 +7,9 @@ import math
 from dsv4_jax.common.arguments import check, check_whole
 
 
-MAX_SIZE = 2**24 - 2**16  # hashes are reduced by 32-bit arithmetic, a byte at a time: primes lie below 2**24
+# Hashes are reduced by 32-bit arithmetic, a byte at a time, for which primes must lie below 2**24. So do the first 4096
+# primes from here on.
+MAX_SIZE = 2**24 - 2**17
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
