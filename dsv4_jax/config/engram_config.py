@@ -7,7 +7,9 @@ import math
 from dsv4_jax.common.arguments import check, check_whole
 
 
-MAX_SIZE = 2**24 - 2**16  # hashes are reduced by 32-bit arithmetic, a byte at a time: primes lie below 2**24
+# Hashes are reduced by 32-bit arithmetic, a byte at a time, for which primes must lie below 2**24. So do the first 4096
+# primes from here on.
+MAX_SIZE = 2**24 - 2**17
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,7 @@ class EngramConfig:
         ascends = bool(layers) and sorted({*layers}) == layers
         check(ascends, f"engram_layer_ids={layers} must ascend, and name a layer at least")
         needed = tuple(sum(primes) for primes in self.primes)
+        check(max(needed, default=0) < 2**31, f"engram_num_embeddings={list(needed)} must be less than 2**31")
         check(
             tuple(self.num_embeddings) == needed,
             f"engram_num_embeddings={list(self.num_embeddings)} must be {list(needed)}: the sums of the primes from "

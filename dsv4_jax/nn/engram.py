@@ -25,8 +25,9 @@ class TokenMap(nnx.Variable):
 def random_token_map(config: DSV4Config, rngs: AnyRngs) -> nnx.Variable:
     """Makes a map for a model without tokenizer: token ids modulo the number of compressed ids."""
     assert config.engram is not None
-    ids = jnp.arange(config.vocab_size, dtype=jnp.int32) % config.engram.compressed_vocab_size
-    return parameter(TokenMap, rngs, ids.shape, jnp.int32, lambda _, shape: jnp.broadcast_to(ids, shape))
+    count = config.engram.compressed_vocab_size
+    shape = (config.vocab_size,)
+    return parameter(TokenMap, rngs, shape, jnp.int32, lambda _, shape: jnp.arange(*shape, dtype=jnp.int32) % count)
 
 
 class Engram(nnx.Module):
@@ -112,6 +113,7 @@ def look_up(table: Any, rows: Int[Array, "T n"]) -> Float[Array, "T n d"]:
     def gather(table: Any, *index: Array) -> Any:
         return jax.tree.map(lambda x: x.at[index].get(mode="clip"), table)
 
+    gathered: Any
     spaces = {jax.typeof(x).memory_space for x in jax.tree.leaves(table)}
     if spaces == {jax.memory.Space.Host}:
         index = jax.device_put((*layer, rows), jax.memory.Space.Host)

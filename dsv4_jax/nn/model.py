@@ -68,6 +68,7 @@ class DeepseekV4Model(nnx.Module):
 
         Raises:
           ValueError: the cache was made for another model, or the batch for another cache.
+          TypeError: the model has Engram, and the cache is no KVCache.
         """
         if isinstance(cache, KVCache):
             cache.schema.check_config(self.config)
@@ -76,6 +77,10 @@ class DeepseekV4Model(nnx.Module):
         x = self.embed(batch)
         ngrams = None
         if self.token_map is not None:
+            if not isinstance(cache, KVCache):
+                raise TypeError(
+                    f"a model with Engram needs a KVCache, which keeps earlier tokens' ids; got {type(cache)}"
+                )
             ngrams, cache = advance_ngrams(cache, batch, self.token_map.get_value())
         taps = jnp.zeros((len(targets), *x.shape), x.dtype) if targets else None
         residual = ResidualStreams.begin(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1])))

@@ -12,14 +12,14 @@ from dsv4_jax.config import EngramConfig
 _MAX_INT64 = 2**63 - 1
 
 
-def hash_multipliers(config: EngramConfig, layer: int) -> list[int]:
+def hash_multipliers(config: EngramConfig, layer: int) -> tuple[int, ...]:
     """Returns a layer's odd multipliers of a token's id, of the id before it, and so on: max_ngram_size numbers.
 
     A product of a compressed id and a multiplier is less than 2**63.
     """
     bound = max(1, _MAX_INT64 // config.compressed_vocab_size // 2)
     drawn = np.random.default_rng(10007 * layer).integers(0, bound, config.max_ngram_size)
-    return [2 * int(number) + 1 for number in drawn]
+    return tuple(2 * int(number) + 1 for number in drawn)
 
 
 def ngram_rows(ids: Int[Array, "T n"], multipliers: Sequence[int], primes: Sequence[int]) -> Int[Array, "T rows"]:

@@ -95,8 +95,18 @@ TestAnyLifeOnAMesh.settings = settings(max_examples=4, stateful_step_count=24, d
         (config_of(WINDOW), dict()),
     ],
     ids=[
-        "per_entry", "v41", "v41 mesh", "mesh", "context", "plain", "v4", "no HCA", "only HCA", "engram, one token",
-        "engram, mesh", "only windows",
+        "per_entry",
+        "v41",
+        "v41 mesh",
+        "mesh",
+        "context",
+        "plain",
+        "v4",
+        "no HCA",
+        "only HCA",
+        "engram, one token",
+        "engram, mesh",
+        "only windows",
     ],  # fmt: skip
 )
 def test_a_life_of_every_operation(config, changes):

@@ -1,5 +1,6 @@
 """Engram against DeepSeek's code: token map, hashes, values, gates and streams; and quantized tables, on the host."""
 
+import dataclasses
 import json
 
 import jax
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer
 from dsv4_jax.cache import KVCache
 from dsv4_jax.common.safetensors_header import DTYPES, read_header
 from dsv4_jax.config import DSV4Config, EngramConfig, LayerSpec
+from dsv4_jax.config.engram_config import MAX_SIZE
 from dsv4_jax.decode import forward
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn import DeepseekV4ForCausalLM, Engram, parameter_views, shardings
@@ -135,13 +137,34 @@ def test_a_tokenizer_of_another_model_is_refused():
 
 
 def test_multipliers_and_rows_are_the_releases(golden):
-    assert golden.multipliers == golden["engram_multipliers"].tolist()
+    assert np.array_equal(golden.multipliers, golden["engram_multipliers"])
     ngrams = golden.ngrams()
     for i, primes in enumerate(golden.config.engram.primes):
         np.testing.assert_array_equal(primes, golden["engram_primes"][i].reshape(-1))
         rows = jax.jit(lambda ids, m=golden.multipliers[i], p=primes: ngram_rows(ids, m, p))(ngrams)
         np.testing.assert_array_equal(rows, golden["engram_hash"][..., i, :].reshape(rows.shape))
         assert rows.dtype == jnp.int32
+
+
+def test_rows_of_the_largest_primes():
+    """All primes that a configuration may have are less than 2**24; with larger ones, 32 bits would overflow."""
+    engram = EngramConfig(
+        layer_ids=tuple(range(4)), num_embeddings=(), max_ngram_size=17, vocab_size=MAX_SIZE, n_heads=64, head_dim=1,
+        pad_token_id=0, compressed_vocab_size=2,
+    )  # fmt: skip
+    largest = engram.primes[-1][-1]
+    assert largest < 2**24
+    a = 2**62 - 57
+    b = 2**61 + 33
+    rows = ngram_rows(jnp.asarray([[1, 0], [0, 1], [1, 1]], jnp.int32), (a, b), (largest,))
+    assert rows[:, 0].tolist() == [x % largest for x in (a, b, a ^ b)]
+
+
+def test_tables_of_more_rows_than_an_int32_counts_are_refused():
+    engram = dataclasses.replace(DSV4Config.v41_flash().engram, n_heads=64)
+    engram = dataclasses.replace(engram, num_embeddings=tuple(map(sum, engram.primes)))
+    with pytest.raises(ValueError, match=r"engram_num_embeddings=\[307.*must be less than 2\*\*31"):
+        engram.check(40, 129280)
 
 
 def test_a_pad_id_that_is_not_mapped_gives_other_rows(golden):
