@@ -10,10 +10,7 @@ from dsv4_jax.cache.batch import Batch
 
 @runtime_checkable
 class CacheHandle(Protocol):
-    """The interface of one layer's cache in one step.
-
-    `LayerCacheHandle` also has `candidate_blocks` and the two halves of `flush`, which only V4.1's layers call.
-    """
+    """The interface of one layer's cache in one step. Layers of DeepSeek-V4.1 need a whole `LayerCacheHandle`."""
 
     @property
     def batch(self) -> Batch: ...

@@ -133,7 +133,7 @@ class Attention(nnx.Module):
             )
         if self.compressor is not None:
             with jax.named_scope("compressor"):
-                handle = self._compress(projected_x, handle)
+                handle = _compress(self.compressor, projected_x, handle)
         if self.indexer is not None:
             queries = projected_latent["indexer_q_b_proj"], projected_x["indexer_weights_proj"]
             # There are none in this layer if it makes them itself, or if they would be all blocks of any request.
@@ -147,19 +147,19 @@ class Attention(nnx.Module):
         y = self.o_b_proj(self.o_a_proj(out.reshape(x.shape[0], -1)))
         return y, carry, handle.cache
 
-    def _compress(self, projected_x, handle):
-        """Feeds the tokens to the layer's compressors, and returns the updated handle."""
-        compressor = self.compressor
-        kv, gate = (projected_x.get(f"compressor_{name}_proj") for name in ("kv", "gate"))
-        if compressor.key_proj is not None:
-            return compressor.store(handle, kv.astype(jnp.float32), gate)
-        keys = compressor.indexer
-        index = None
-        if keys is not None:
-            index = projected_x["indexer_kv_proj"], projected_x["indexer_gate_proj"], keys.weights()
-        return handle.flush(kv, gate, compressor.weights(), index=index)
-
     def window_rows(self, x: Float[Array, "T D"], positions: Int[Array, "T"]) -> Float[Array, "T d"]:
         """Computes the window rows [T, head_dim] that `__call__` stores, from inputs [T, hidden] at positions [T]."""
         kv = self.kv_norm(self.input_projections(x)["kv_proj"])
         return apply_rope(kv, jnp.maximum(positions, 0), jnp.asarray(self.config.inv_freq(self.layer)))
+
+
+def _compress(compressor, projected_x, handle):
+    """Feeds the tokens' projections to a layer's compressors, and returns the updated handle."""
+    kv, gate = (projected_x.get(f"compressor_{name}_proj") for name in ("kv", "gate"))
+    if compressor.key_proj is not None:
+        return compressor.store(handle, kv.astype(jnp.float32), gate)
+    keys = compressor.indexer
+    index = None
+    if keys is not None:
+        index = projected_x["indexer_kv_proj"], projected_x["indexer_gate_proj"], keys.weights()
+    return handle.flush(kv, gate, compressor.weights(), index=index)

@@ -60,7 +60,7 @@ class Compressor(nnx.Module):
         )
 
     def store(self, handle: Any, kv: Float[Array, "T D"], gate: Float[Array, "T D"] | None) -> Any:
-        """Stores an entry for each window that the tokens complete, and an index key made from its pooled vector (V4.1).
+        """Stores an entry, and an index key made from its pooled vector, for each completed window (V4.1).
 
         Args:
           handle: LayerCacheHandle of the layer.
@@ -70,6 +70,7 @@ class Compressor(nnx.Module):
         Returns:
           The updated handle.
         """
+        assert self.key_proj is not None and self.key_norm is not None
         weights = self.weights()
         closed, handle = handle.pool_windows(kv, gate, weights)
         keys = dataclasses.replace(closed, values=self.key_norm(self.key_proj(closed.values)))

@@ -1,5 +1,7 @@
 """The lightning indexer: selects which compressed entries a token attends to."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -49,5 +51,6 @@ class CSAIndexer(nnx.Module):
         with jax.named_scope("indexer"):
             scores = handle.indexer_scores(q, scaled, jnp.asarray(config.inv_freq(self.layer)), candidates)
         with jax.named_scope("topk"):
+            layer_handle: Any = handle  # a LayerCacheHandle if the layer makes candidates
             makes = config.layers[self.layer].makes_candidates
-            return handle.indexer_topk(scores, candidates), handle.candidate_blocks(scores) if makes else None
+            return handle.indexer_topk(scores, candidates), layer_handle.candidate_blocks(scores) if makes else None

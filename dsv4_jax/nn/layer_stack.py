@@ -102,7 +102,7 @@ class LayerLoop(nnx.Module):
             body, (x, cache, carry.taps), (repeats, stacks, tap_rows), length=run.repeats
         )
         recorded: Recorded = []
-        exported = {name: dict(getattr(carry, name)) for name in exports}
+        exported: dict[str, Any] = {name: dict(getattr(carry, name)) for name in exports}
         for position, (values, state) in enumerate(outputs):
             layers = tuple(run.layers(position))
             if state:
@@ -112,7 +112,8 @@ class LayerLoop(nnx.Module):
                     if layer in exports[name]:
                         exported[name][layer] = values[name][repeat]
             recorded.append((layers, {name: values[name] for name in record if name in values}))
-        return x, dataclasses.replace(carry, **exported, taps=taps, recorded={}), cache, recorded
+        carry = dataclasses.replace(carry, taps=taps, recorded={}, **exported)
+        return x, carry, cache, recorded
 
 
 class LayerStack(nnx.Module):
@@ -194,10 +195,8 @@ class LayerStack(nnx.Module):
         """Returns {name in `StepCarry`: numbers of the layers of a run whose value is read by layers after the run}."""
         later = self.config.layers[run.stop : self.start + len(self)]
         layers = {*range(run.start, run.stop)}
-        return {
-            "selection": {spec.selection for spec in later} & layers,
-            "candidates": {spec.candidates for spec in later} & layers,
-        }
+        sources = {"selection": [s.selection for s in later], "candidates": [s.candidates for s in later]}
+        return {name: {layer for layer in numbers if layer in layers} for name, numbers in sources.items()}
 
 
 def stack_modules[M: nnx.Module](modules: Sequence[M]) -> M:

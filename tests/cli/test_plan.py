@@ -84,8 +84,6 @@ def test_published_bytes_of_flash(run):
     assert report["pools"]["csa4 indexer keys"]["per_block"] == 68 * 21 * 32
 
 
-
-
 def test_published_bytes_of_v41_flash(run):
     config = DSV4Config.v41_flash()
     schema = CacheSchema(config, num_blocks=8192, max_requests=1, max_context=1048576, kv_format=config.kv_format)
