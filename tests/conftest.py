@@ -13,13 +13,14 @@ os.environ["XLA_FLAGS"] = (
     "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
     "--xla_cpu_enable_platform_dependent_math=false " + os.environ.get("XLA_FLAGS", "")
 )
-# The command line turns it on for a user's own runs.
+# Command lines that tests run keep no programs. These processes do, see tests/programs.py.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
+from tests import programs  # noqa: E402
 from tests.races import race_checked  # noqa: E402
 from tests.type_checks import checked  # noqa: E402
 
@@ -39,6 +40,12 @@ SHARING = ("tests/decode/", "tests/engine/")  # folders whose files share a mode
 def pytest_report_header(config):
     if config.option.markexpr == "not gpu and not slow and not aot":
         return "about fifteen minutes on two cores; -m full runs every test that needs no GPU"
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        programs.remove_if_many()
+    programs.keep()
 
 
 @pytest.hookimpl(tryfirst=True)

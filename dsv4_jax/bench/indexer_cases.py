@@ -147,9 +147,9 @@ def _same_selection(indices, expected):
 
 
 def _topk_case(schema, requests, keys, visible, kind=""):
-    """Returns a case of top-k of the first `visible` of [requests, keys] scores.
+    """Returns a case that selects the top k of the first `visible` scores in each row of [requests, keys] scores.
 
-    The scores are random, or all equal if `kind`, which is added to the label, contains "equal".
+    The text `kind` is added to the case's label. If it contains "equal", all scores are the same, otherwise random.
     """
     topk = schema.config.index_topk
 

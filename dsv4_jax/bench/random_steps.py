@@ -84,7 +84,8 @@ class RandomSteps:
     def batch(self, reserve: int = 0) -> Batch:
         """Returns the batch of the next step, with `tokens` tokens of every request.
 
-        After a decode step, the manager takes one token of each request as accepted and rewinds the others.
+        Of a decode step's tokens of a request, the first one counts as accepted: the manager is rewound by the others.
+        Steps that read a chunk of a prompt all have the same batch, which is made once.
 
         Args:
           reserve: number of further tokens of each request that blocks are allocated for.
@@ -92,8 +93,9 @@ class RandomSteps:
         if self._chunk is not None:
             return self._chunk
         count = self.requests * self.tokens
-        start = self.manager.length(self._slots[0]) % DRAWS * count
-        ids = np.arange(start, start + count, dtype=np.int32) % self.manager.schema.config.vocab_size
+        step_number = self.manager.length(self._slots[0]) % DRAWS  # a decode step makes a request one token longer
+        first_id = step_number * count
+        ids = np.arange(first_id, first_id + count, dtype=np.int32) % self.manager.schema.config.vocab_size
         size = self.shard_requests * self.tokens
         batch = self.manager.prepare_forward(
             dict(zip(self._slots, np.split(ids, self.requests), strict=True)),
@@ -104,8 +106,9 @@ class RandomSteps:
         if self.is_prefill:
             self._chunk = batch
             return batch
-        for slot in self._slots if self.tokens > 1 else ():
-            self.manager.rewind(slot, self.tokens - 1)
+        if self.tokens > 1:
+            for slot in self._slots:
+                self.manager.rewind(slot, self.tokens - 1)
         return batch
 
     def step(self, batch: Batch) -> Any:

@@ -38,8 +38,8 @@ _TOP = (
     ("model.hc_head.hc_scale", "hc_head_scale", "F32"),
     (HEAD, "head.weight", "BF16"),
 )
-# Rows for the inputs of the draft layers. Our paths begin with `drafts.`, the release's names with `mtp.N.`, where N is
-# the first draft layer.
+# Rows, as in `_TOP`, for the parameters that compute the inputs of the draft layers. Our paths begin with `drafts.`.
+# The release's names begin with `mtp.N.`, where N is the first draft layer.
 _DRAFT_INPUTS = (
     ("e_proj.weight", "e_proj.weight", "FP8"),
     ("h_proj.weight", "h_proj.weight", "FP8"),
@@ -48,7 +48,8 @@ _DRAFT_INPUTS = (
     ("main_proj.weight", "main_proj.weight", "FP8"),
     ("main_norm.weight", "main_norm.weight", "BF16"),
 )
-# Rows for the outputs of the draft layers. The prefixes are the same, where N is the last draft layer.
+# Rows for the parameters that compute the outputs of the draft layers. The prefixes are the same, but N is the last
+# draft layer.
 _DRAFT_OUTPUTS = (
     ("norm.weight", "norm.weight", "BF16"),
     ("hc_head.hc_fn", "hc_head_fn", "F32"),

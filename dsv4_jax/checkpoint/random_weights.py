@@ -200,19 +200,24 @@ def _place_experts(config, views, expert_memory):
         module = path.rpartition(".")[0]
         if module in expert_memory.layers:
             stacks[id(view.variable)].append((module, view))
-    each = max(math.prod(view.shape[1:]) // 2 for stack in stacks.values() for _, view in stack)
-    # The codes of all experts are copied from one array of random bytes, each from a multiple of 4096 bytes on.
-    (random,) = jax.block_until_ready(_drawn([np.uint32(0)], (_Draw(_bytes, ((2 * each,),)),)))
-    start = random.unsafe_buffer_pointer()
+    # A matrix of an expert has half a byte for each FP4 code.
+    max_bytes = max(math.prod(view.shape[1:]) // 2 for stack in stacks.values() for _, view in stack)
+    # All matrices are copied from one array of random bytes. The copies of experts and layers begin at different
+    # multiples of 4096 bytes, as far as there are so many.
+    draw_bytes = _Draw(_bytes, ((2 * max_bytes,),))
+    (random_bytes,) = jax.block_until_ready(_drawn([np.uint32(0)], (draw_bytes,)))
+    address = random_bytes.unsafe_buffer_pointer()
+    num_places = max_bytes // 4096
     for stack in track(stacks.values(), "Making experts", len(stacks), console=Console(stderr=True)):
         variable = stack[0][1].variable
         value = variable.get_value()
         pages = expert_memory.place_stack([name for name, _ in stack], value.codes.shape)
-        for number, (name, view) in enumerate(stack):
-            offset = 7 * names.index(name)
-            starts = [start + 4096 * ((offset + 31 * expert) % (each // 4096)) for expert in range(view.shape[0])]
-            pages.write(number, starts)
-        (scale,) = _drawn([np.uint32(0)], (_Draw(_scales, (value.scale.shape,)),))
+        for layer, (name, view) in enumerate(stack):
+            first_place = 7 * names.index(name)
+            places = [(first_place + 31 * expert) % num_places for expert in range(view.shape[0])]
+            pages.write(layer, [address + 4096 * place for place in places])
+        draw_scale = _Draw(_scales, (value.scale.shape,))
+        (scale,) = _drawn([np.uint32(0)], (draw_scale,))
         variable.set_value(dataclasses.replace(value, codes=pages.array, scale=scale))
 
 

@@ -32,10 +32,10 @@ class OpsBench(ModelBenchmark):
     """Times single operations on this device, beside XLA's version of each.
 
     On a GPU, the time of a call is the sum of its kernels' times, from the profiler; the median over calls is reported.
-    Every call has its own inputs, none of which is in the L2 cache. Each result is first compared with XLA's. On a CPU,
-    a time is the wall-clock time of XLA's version at small shapes.
+    Every call has its own inputs, none of which is in the L2 cache. Each result is first compared with XLA's result. On
+    a CPU, a time is the wall-clock time of XLA's version at small shapes.
 
-    The roofline is the larger of two times: that of the call's bytes at the rate of a copy or read, and that of its
+    The roofline is the larger of two times: to move the call's bytes at the rate of a copy or read, and to compute its
     operations at the rate of a large bfloat16 matrix product. These rates are measured in the same run.
 
     For example:
@@ -138,9 +138,9 @@ class PrefillBench(ModelBenchmark):
     """Times layers that read chunks of a prompt, one layer of each kind, with random weights as in the release.
 
     Reports milliseconds and tokens a second, the rate of the matrix products, the floor, and the time of each kind of
-    kernel. The floor is the time to read weights and cache once, or that of the matrix products at the rate of a large
-    product, if it is longer. The last lines are for all layers together. Embedding and head are left out, but not on a
-    CPU, where kernels have no times.
+    kernel. The floor is the larger of two times: to read weights and cache once, and to compute the matrix products at
+    the rate of a large product. The last lines are for all layers together. Embedding and head are left out, but not on
+    a CPU, where kernels have no times.
 
     For example:
       dsv4-jax bench prefill --chunks 8192 --contexts 0 65536 --plot prefill.png
@@ -174,7 +174,7 @@ class ServeBench(Benchmark):
     the cache held, and the number of compiled programs.
 
     With --config, reports the time to the first token of prompts that run alone. Then, for each number of requests that
-    decode at once: the time of a step of the engine, that of a step of the on-device loop, and tokens a second. With
+    decode at once: the times of a step of the engine and of a step of the on-device loop, and tokens a second. With
     random weights, hardly a draft is accepted, so --drafts shows the cost of drafts only.
 
     For example:
@@ -242,7 +242,7 @@ class ServeBench(Benchmark):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllReduceBench(Benchmark):
-    """Times sums over the devices of a mesh (all-reduces) in a loop on the devices, beside XLA's.
+    """Times sums over the devices of a mesh (all-reduces) in a loop on the devices, beside XLA's sums.
 
     For example:
       dsv4-jax bench all_reduce --mesh model=4

@@ -36,8 +36,8 @@ Rows = Iterable[dict[str, Any]]  # the results of a report; each is measured whe
 class Benchmark:
     """The options that all benchmarks have, and the code that runs a benchmark.
 
-    A subclass has a method `_results`, which yields its results, and `_plot`, the name of a function in `bench.plots`,
-    if it has the option `plot`.
+    A subclass has a method `_results`, which yields its results. If it has the option `plot`, its `_plot` is the name
+    of a function in `bench.plots`.
 
     Attributes:
       out: also write the results to this file.

@@ -30,8 +30,8 @@ class ConvertCommand:
         norms, embedding and head are bfloat16 too, sinks and biases float32. float32: everything.
       naming: names of the tensors. release: DeepSeek's, such as layers.1.attn.wkv.weight. hybrid: the release's names
         with model. before them, as transformers saves them. module: transformers' modules, such as
-        model.layers.1.self_attn.kv_proj.weight, with a layer's experts in one tensor; not with quantized. Default:
-        those of the source.
+        model.layers.1.self_attn.kv_proj.weight, with a layer's experts in one tensor; not with quantized. Default: the
+        source's names.
     """
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]

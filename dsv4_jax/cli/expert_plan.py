@@ -51,21 +51,21 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
     from dsv4_jax.nn.layers import ABSTRACT
 
     model = as_released(DeepseekV4ForCausalLM(config, rngs=ABSTRACT), config)
-    expert = 3 * config.hidden_size * config.moe_intermediate_size // 2  # bytes of the FP4 codes of one expert
+    expert_bytes = 3 * config.hidden_size * config.moe_intermediate_size // 2  # the FP4 codes of one expert
     experts = config.n_routed_experts
-    each = len(config.layers) * expert
-    codes = experts * each
-    embedding = tree_bytes(nnx.state(model.model.embed_tokens))  # lies in host memory, as some of the experts
-    whole = tree_bytes(nnx.state(model)) - embedding
+    slice_bytes = len(config.layers) * expert_bytes  # one expert of every layer
+    codes = experts * slice_bytes
+    embedding = tree_bytes(nnx.state(model.model.embed_tokens))  # lies in host memory, as some experts do
+    whole = tree_bytes(nnx.state(model)) - embedding  # all weights, with all experts on the GPU
     programs = program_bytes(STEP_TOKENS, config)
-    room = memory - (whole - codes) - programs - cache_bytes
-    room = room if expert_memory == "auto" else parse_bytes(expert_memory, "expert_memory")
-    on_device = min(experts, max(room, 0) // each)
-    needed = whole - codes + on_device * each + programs
+    free = memory - (whole - codes) - programs - cache_bytes
+    budget = free if expert_memory == "auto" else parse_bytes(expert_memory, "expert_memory")
+    on_device = min(experts, max(budget, 0) // slice_bytes)
+    needed = whole - codes + on_device * slice_bytes + programs
     if needed > memory:
         raise ValueError(
             f"--memory {readable_bytes(memory)} is too little for {readable_bytes(needed)}: weights, of which "
-            f"{readable_bytes(on_device * each)} experts, and {readable_bytes(programs)} for programs"
+            f"{readable_bytes(on_device * slice_bytes)} experts, and {readable_bytes(programs)} for programs"
         )
     loops = model.model.layers.loops
     routed = tree_bytes(model.drafts) + sum(tree_bytes(layer.mlp.experts) for loop in loops for layer in loop.layers)
@@ -73,7 +73,7 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
         layers=config.num_hidden_layers,
         experts=experts,
         chosen=config.num_experts_per_tok,
-        expert_bytes=expert,
+        expert_bytes=expert_bytes,
         other_bytes=whole - routed,
         read_rate=READ_RATES[gpu],
     )
@@ -81,7 +81,7 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
     return {
         "experts": experts,
         "on_host": on_host,
-        "host_bytes": on_host * each,
+        "host_bytes": on_host * slice_bytes,
         "weights_bytes": needed,
         "steps": _estimate_steps(cost, on_host),
         "gpu": gpu,
@@ -103,7 +103,7 @@ def _estimate_steps(cost: "TokenCost", on_host: int) -> list[dict[str, Any]]:
 
 
 def number_table(title: str, label: str, *columns: str) -> Table:
-    """Returns an empty table whose first column is for labels, under the title `label`, and the others for numbers."""
+    """Returns an empty table, with a first column `label` for labels and further `columns` for numbers."""
     table = Table(label, title=title, title_justify="left")
     for column in columns:
         table.add_column(column, justify="right")

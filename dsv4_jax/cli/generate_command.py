@@ -53,7 +53,7 @@ class GenerateCommand(RandomModelOptions):
       checkpoint: folder with config.json and safetensors files, in float32, bfloat16 or the release's FP8 and FP4.
         Default: the packaged model.
       prompt: the prompt as text; special tokens may be written out. Needs a tokenizer.json in the checkpoint's folder.
-        Default with one: In the beginning
+        Default with a tokenizer: In the beginning
       prompt_ids: the prompt as token ids, separated by commas. Default without a tokenizer: 5,17,42
       max_new_tokens: maximum number of tokens to generate.
       temperature: 0 always takes the likeliest token; higher is more varied.
@@ -226,12 +226,12 @@ class GenerateCommand(RandomModelOptions):
           prompt: token ids of the prompt.
         """
 
-        def described(tokens: list[int]) -> dict[str, Any]:
+        def describe(tokens: list[int]) -> dict[str, Any]:
             text = {} if tokenizer is None else {"text": _text_after(tokenizer, prompt, tokens)}
             return {"tokens": tokens} | text
 
         names = ("compilations", "seconds", "timed_tokens", "tokens_per_second")
-        report = described(result.tokens) | {name: getattr(result, name) for name in names}
+        report = describe(result.tokens) | {name: getattr(result, name) for name in names}
         report["device"] = device
         report["cache_bytes"] = {
             "per_token": schema.bytes_per_token,
@@ -242,7 +242,7 @@ class GenerateCommand(RandomModelOptions):
         if self.drafts:
             report["accepted"] = result.accepted
         if result.candidates:
-            report["candidates"] = [described(x.tokens) | {"logprob": x.logprob} for x in result.candidates]
+            report["candidates"] = [describe(x.tokens) | {"logprob": x.logprob} for x in result.candidates]
         return report
 
 

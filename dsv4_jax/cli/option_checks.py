@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dsv4_jax.config import DSV4Config
 
 
-# {option: its minimum}, the same in all commands. If an option has several numbers, it is the minimum of each.
+# {option: its minimum}, the same in all commands. If an option has several numbers, each must reach the minimum.
 MINIMUMS = {
     "beams": 1,
     "block_tokens": 1,
@@ -41,7 +41,7 @@ MINIMUMS = {
 def check_context(config: "DSV4Config", tokens: int, option: str) -> None:
     """Raises ValueError if a request of `tokens` tokens is longer than the model's context.
 
-    `option` is the text with which the error begins: the options that the number of tokens follows from.
+    The error begins with the text `option`, which names the options that determine the number of tokens.
     """
     if tokens > (limit := config.max_position_embeddings):
         raise ValueError(

@@ -74,7 +74,7 @@ ExpertMemoryOption = Annotated[
     optional(
         "auto|SIZE",
         help="for a model that is larger than its GPU: how much of the GPU the routed experts may take, such as 60GB. "
-        "The others lie in host memory, where the GPU reads them. auto: what weights, cache and programs leave. "
+        "The other experts lie in host memory, where the GPU reads them. auto: what weights, cache and programs leave. "
         "Default: all experts on the GPU.",
     ),
 ]
@@ -83,15 +83,15 @@ Skew = Annotated[
     tyro.conf.arg(
         metavar="S",
         help="with random weights: how unequally tokens select experts. The expert of rank r has weight r**-S; with "
-        "--expert-memory, frequent ones lie on the GPU.",
+        "--expert-memory, frequent experts lie on the GPU.",
     ),
 ]
 MinConfidence = Annotated[
     float,
     tyro.conf.arg(
         metavar="P",
-        help="with DSpark's draft layers: verify no draft from the first one on whose probability of being accepted is "
-        "below P, as the model estimates it; 0 = verify all. Changes no token.",
+        help="with DSpark's draft layers: drop the first draft whose probability of being accepted is below P, as the "
+        "model estimates it, and all drafts behind it; 0 = drop none. Changes no token.",
     ),
 ]
 JsonFlag = Annotated[bool, tyro.conf.arg(name="json")]
@@ -104,7 +104,7 @@ class ModelOptions:
     Attributes:
       dtype: dtype of activations, and of weights unless --weights is given.
       weights: dtype of embedding and linear weights in memory. quantized: weights that are FP8 or FP4 in the files stay
-        so, and are dequantized on use. Default: quantized on a GPU, else --dtype.
+        FP8 or FP4, and are dequantized on use. Default: quantized on a GPU, else --dtype.
       expert_placement: with --expert-memory: file that keeps how often experts were selected, such as placement.npz
         beside the checkpoint. The next start places the hottest experts on the GPU. Default: no file.
     """
@@ -172,7 +172,7 @@ class ModelOptions:
         load = self._loader(checkpoint, schema.config, experts, progress)
         if begin_programs is None:
             return CompiledModel(load(), experts)
-        outlines = []
+        outlines = []  # the model without weights, whose programs are compiled while the weights are read
 
         def on_outline(module):
             outlines.append(CompiledModel(module, experts))
@@ -244,10 +244,11 @@ class ModelOptions:
         devices = 1 if mesh is None else mesh.size
         requests += -requests % groups
         blocks = requests * -(-context // tokens)
+        blocks += -blocks % devices
         manager = KVCacheManager(
             config,
             memory=memory,
-            num_blocks=blocks + -blocks % devices if memory is None else None,
+            num_blocks=blocks if memory is None else None,
             max_requests=requests,
             max_context=context,
             max_query_tokens=1 + drafts,
@@ -267,8 +268,9 @@ class RandomModelOptions(ModelOptions):
     """The options of commands that can also run a model with random weights.
 
     Attributes:
-      random_weights: run a model with random weights in place of a checkpoint, to measure its speed: a released model's
-        configuration, or a folder's config.json. Prompts are token ids, unless the folder has a tokenizer.json.
+      random_weights: run a model with random weights in place of a checkpoint, to measure its speed. The value says
+        which configuration the model has: that of a released model, or config.json of a folder. Prompts are token ids,
+        unless the folder has a tokenizer.json.
     """
 
     random_weights: Annotated[str | None, optional("|".join((*PRESETS, "DIR")))] = None
@@ -280,7 +282,7 @@ class RandomModelOptions(ModelOptions):
         The folder does not exist if --random-weights names a released model.
 
         Args:
-          checkpoint: value of --checkpoint; None = the packaged one, without --random-weights.
+          checkpoint: value of --checkpoint; None = the packaged checkpoint, unless --random-weights is given.
           mtp: whether to include the draft layers.
 
         Raises:
@@ -320,8 +322,8 @@ class RandomModelOptions(ModelOptions):
     def weights_key(self, checkpoint: Path) -> str:
         """Returns a text that identifies the model's weights and the way of running them.
 
-        It differs for another checkpoint, another --weights and another JAX platform, so that prefixes which one model
-        has cached are not used by another.
+        Another checkpoint, another --weights or another JAX platform has another text. So prefixes that were cached
+        with one of them are not used with another.
         """
         import jax
 
@@ -369,7 +371,7 @@ def open_checkpoint(path: Path | None, *, mtp: bool = False) -> tuple[Path, DSV4
 def whole_blocks(config: DSV4Config, tokens: int) -> int:
     """Returns the number of tokens rounded up to whole blocks, but at most the model's context.
 
-    With it as the cache's context, prompts of similar lengths share a compiled program.
+    If this number is the cache's context, prompts of similar lengths share a compiled program.
     """
     return min(tokens + -tokens % block_tokens(config), config.max_position_embeddings)
 

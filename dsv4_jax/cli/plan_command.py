@@ -28,7 +28,7 @@ class PlanCommand:
     """Computes how many requests of a given context fit a memory, exact to the byte.
 
     A request takes a fixed number of bytes (sliding windows, compressor states, a row of the block table) and, for each
-    --block-tokens tokens, a block in each compressed pool. The sums are those of the arrays that the cache allocates.
+    --block-tokens tokens, a block in each compressed pool. The sums count the arrays that the cache allocates.
 
     For example:
       dsv4-jax plan --config v4_flash --memory 80GiB --context 1048576
@@ -41,7 +41,7 @@ class PlanCommand:
         has that much.
       context: maximum number of tokens in a request.
       max_requests: maximum number of requests; also report the longest context that so many requests can have.
-      dtype: dtype of the model, which is that of plain rows.
+      dtype: dtype of the model and of plain rows.
       block_tokens: number of tokens in a block. Default: 128, or the next multiple of the model's compression rates.
       max_query_tokens: maximum number of tokens of a request in a decode step (speculative decoding: more than 1).
       drafts: plan for K drafts of the model's multi-token-prediction block: its window, the residual streams that it
@@ -163,9 +163,10 @@ class PlanCommand:
 
 
 def _pools(one: "CacheSchema") -> dict[str, dict[str, int]]:
-    """Returns sizes in bytes by name of the pool: of a block, of a request without blocks, and of a full request.
+    """Returns {name of a pool: {"per_block", "per_request", "full": size in bytes}}.
 
-    `one` is the schema of a cache for one request with the whole context.
+    The sizes are of a block, of a request without its blocks, and of a request with the whole context. `one` is the
+    schema of a cache for one such request.
     """
     per_block = dataclasses.replace(one, num_blocks=1).block_bytes_by_pool()
     per_request = one.slot_bytes_by_pool()
@@ -179,7 +180,7 @@ def _pools(one: "CacheSchema") -> dict[str, dict[str, int]]:
 class _Device:
     """The memory of a device for the cache, and the numbers of devices that share requests and blocks.
 
-    In the methods, a full request is one with the whole context, and `one` is the schema of a cache for one of them.
+    In the methods, a full request has the whole context, and `one` is the schema of a cache for one full request.
 
     Attributes:
       memory: bytes of the device for the cache.
@@ -200,6 +201,7 @@ class _Device:
         return bisect.bisect_right(range(1, self.memory + 1), self.memory, key=self._bytes_by_requests(one))
 
     def _bytes_by_requests(self, one):
+        """Returns the function (number of full requests in a shard) -> bytes that they take on the device."""
         # Every array of the cache has an axis of slots or of blocks, so its size is proportional to their number.
         blocks = one.max_blocks
         block = one.block_bytes

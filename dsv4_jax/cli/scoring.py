@@ -53,7 +53,7 @@ def score_step(
         * "log_likelihoods" [T]: log-likelihoods of `next_tokens`.
         * "logits" [T, vocab], with `keep_logits`.
         * "attn_in_L" and "attn_out_L" [T, hidden], with `layers`: input and output of attention in each layer L.
-        * With `drafts`, also the arrays of `_score_drafts`, of which "draft_tokens" is int32.
+        * With `drafts`, also the arrays of `_score_drafts`. The array "draft_tokens" is int32.
     """
     model = compiled.module
     names = {"attention_in": "attn_in", "attention_out": "attn_out"} if layers else {}
@@ -63,9 +63,10 @@ def score_step(
     results = {"log_likelihoods": next_logits - jax.nn.logsumexp(logits, axis=1)}
     if keep_logits:
         results["logits"] = logits
-    for numbers, values in recorded:
+    for layer_numbers, values in recorded:
         for name, stacked in values.items():
-            results |= {f"{names[name]}_{i}": x.astype(jnp.float32) for i, x in zip(numbers, stacked, strict=True)}
+            for layer, x in zip(layer_numbers, stacked, strict=True):
+                results[f"{names[name]}_{layer}"] = x.astype(jnp.float32)
     if drafts:
         drafted, cache = _score_drafts(model, cache, batch, streams, next_tokens, drafts, per_row)
         results |= drafted
@@ -75,8 +76,8 @@ def score_step(
 def _score_drafts(model, cache, batch, streams, next_tokens, count, per_row):
     """Drafts `count` tokens greedily after each token of a step and its next token.
 
-    A scan runs over the tokens of each request, one of every request at a time, because the draft layers read the
-    window rows of the tokens before.
+    A scan over the step's positions runs one token of every request at a time, because the draft layers read the window
+    rows of earlier tokens.
 
     Args:
       model: the model, with draft layers.
@@ -94,16 +95,18 @@ def _score_drafts(model, cache, batch, streams, next_tokens, count, per_row):
     slots = cache.lengths.shape[0]
     seeds = jnp.zeros((slots,), jnp.uint32)
 
-    def score_one(cache, i):
+    def score_position(cache, i):
         rows = jnp.arange(slots, dtype=jnp.int32) * per_row + i
         positions = batch.positions[rows]
         cache = model.drafts.write(model, streams[rows], cache, one_token_batch(batch.token_ids[rows], positions))
         newest = one_token_batch(next_tokens[rows], jnp.where(positions >= 0, positions + 1, -1))
         tokens, logits, confidence, cache = draft(model, cache, streams[rows], newest, GREEDY, seeds, drafts=count)
         results = {"draft_tokens": tokens, "draft_logits": logits}
-        return cache, results if confidence is None else results | {"confidence": confidence}
+        if confidence is not None:
+            results["confidence"] = confidence
+        return cache, results
 
-    cache, results = jax.lax.scan(score_one, cache, jnp.arange(per_row, dtype=jnp.int32))
+    cache, results = jax.lax.scan(score_position, cache, jnp.arange(per_row, dtype=jnp.int32))
     return {name: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for name, x in results.items()}, cache
 
 
@@ -129,8 +132,8 @@ def score_ids(
       window_only: whether all layers attend to the sliding window only.
 
     Yields:
-      For each step of n tokens, the arrays of `score_step`, {name: [B, n, ...]}. The last token of a row counts as
-      followed by token 0.
+      For each step of n tokens, the arrays of `score_step`, {name: [B, n, ...]}. Token 0 stands for the token after the
+      last token of a row.
     """
     slots = [manager.admit(row) for row in ids]
     compiled = CompiledModel.of(model)
@@ -143,7 +146,7 @@ def score_ids(
         stop = start + n
         tokens = manager.check_ids(ids[:, start:stop].reshape(-1))
         batch, begins = manager.prepare_arrays(np.array(slots), np.full((len(slots),), n), tokens)
-        places = begins[:, None] + np.arange(n)
+        places = begins[:, None] + np.arange(n)  # [B, n] indices of the tokens in the batch
         next_tokens = np.zeros(batch.token_ids.shape, np.int32)
         next_tokens[places] = followers[:, start:stop]
         results, cache = compiled.run(
@@ -179,7 +182,7 @@ def read_ids(path: Path) -> np.ndarray:
 
 
 def text_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
-    """Returns the number of UTF-8 bytes of each row's text, without that of the row's first token.
+    """Returns the number of UTF-8 bytes of each row's text, not counting the text of the row's first token.
 
     The result is [] if the tokenizer would not turn the text of a row into the same tokens, or a text has no bytes.
     """

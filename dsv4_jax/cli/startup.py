@@ -29,7 +29,7 @@ def use_compilation_cache() -> None:
 
     The folder is JAX_COMPILATION_CACHE_DIR or, if this environment variable is not set, `dsv4_jax/programs` in
     XDG_CACHE_HOME or ~/.cache. Programs of whole steps are kept in its subfolder `steps`, see
-    `dsv4_jax.decode.program_store`. JAX reads the variable when it is imported. If it is already imported, its
+    `dsv4_jax.decode.program_store`. JAX reads the variable when it is imported. If JAX is already imported, its
     configuration is set.
 
     JAX_ENABLE_COMPILATION_CACHE=false turns this off. A folder into which other users may write is not used, because

@@ -59,20 +59,20 @@ class Drafts(Protocol):
 
           * [n, count] int32 draft tokens,
           * [n, count, vocab] float32 logits that they were drawn from,
-          * [n, count] float32 confidence logits, or None if the draft layers estimate no confidence. The sigmoid of one
-            is the estimated probability that the draft is accepted if all drafts before it are accepted,
+          * [n, count] float32 confidence logits, or None if the draft layers estimate no confidence. The sigmoid of a
+            confidence logit estimates the probability that the draft is accepted if all drafts before it are accepted,
           * the cache. Drafts may leave rows in the windows, which later steps overwrite.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftOptions:
-    """The number of tokens that the model's draft layers draft for each request in a step.
+    """Options of the drafts that the model's draft layers make for each request in a step.
 
     Attributes:
       count: maximum number of drafts per request; 0 = no drafts.
       min_confidence: minimum probability of being accepted, as the draft layers estimate it. The first draft below it
-        and the drafts behind that are dropped; 0 = none are dropped.
+        and all drafts behind this draft are dropped; 0 = none are dropped.
 
     Raises:
       ValueError: `min_confidence` is not from 0 to 1.
@@ -178,7 +178,7 @@ def draft(
       drafts: number of draft tokens per request, or DraftOptions.
 
     Returns:
-      The tuple of `Drafts.draft`. Draft tokens are -1 from the first one on that is below `min_confidence`.
+      The tuple of `Drafts.draft`. The first draft below `min_confidence` and all drafts behind it are -1.
     """
     options = DraftOptions.of(drafts)
 

@@ -125,7 +125,7 @@ class SlotRows:
         return cls(processor, rows, batch.token_ids[tokens[jnp.maximum(rows, 0)]])
 
     def process(self, logits: Float[Array, "n vocab"]) -> Float[Array, "n vocab"]:
-        """Returns the logits after the processor.
+        """Returns the logits as the processor changes them.
 
         The state for a row is the slot's state after the drafts before this row.
         """

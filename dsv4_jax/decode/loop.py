@@ -55,7 +55,7 @@ def decode_loop(
     """Runs decode steps in one `lax.while_loop` until each request has `steps` new tokens or a stop token.
 
     With `drafts`, each step also verifies the tokens that the model's draft layers drafted in the step before. Requests
-    get the same tokens as without drafts. The manager learns of the new tokens by `KVCacheManager.advance`.
+    get the same tokens as without drafts. Report the new tokens to the manager with `KVCacheManager.advance`.
 
     Args:
       model: the model, or a `CompiledModel` if many steps run.
@@ -133,18 +133,18 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     is_active = state.last_tokens.slots >= 0
     drafts = draft_options.count
     offsets = jnp.arange(1 + drafts, dtype=jnp.int32)[None, :]
-    # A request runs at most as many drafts as it can still get tokens after the next one, and none in its first step,
-    # since no drafts were made for this.
+    # A request gets at most `steps` tokens. A step gives it the accepted drafts and one token more, so it can use at
+    # most `steps - num_tokens - 1` drafts. No drafts were made for a request's first step.
     num_made = jnp.sum(state.draft_tokens >= 0, axis=1, dtype=jnp.int32) if drafts else 0
     num_drafts = jnp.minimum(num_made, steps - state.num_tokens - 1)
     num_drafts = jnp.where(is_active & (state.num_tokens > 0), num_drafts, 0)
-    is_live = is_active[:, None] & (offsets <= num_drafts[:, None])
+    is_live = is_active[:, None] & (offsets <= num_drafts[:, None])  # [slots, 1 + drafts], the tokens that run
     indices = jnp.where(is_live, jnp.arange(is_live.size, dtype=jnp.int32).reshape(is_live.shape), -1).reshape(-1)
     batch = _with_drafts(state.last_tokens, state.draft_tokens, is_live)
     options = None
     if state.output.top_logprobs is not None:
         options = LogprobOptions(num_top=state.output.top_logprobs.ids.shape[-1])
-    step, cache = sample_step.body(
+    result, cache = sample_step.body(
         model,
         state.cache,
         batch,
@@ -155,10 +155,11 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
         processor=state.output.processor,
         drafts=draft_options,
     )
-    logprobs = None if state.output.logprobs is None else step.logprobs
-    drawn = LoopOutput(step.tokens, logprobs, step.top_logprobs)
+    logprobs = None if state.output.logprobs is None else result.logprobs
+    drawn = LoopOutput(result.tokens, logprobs, result.top_logprobs)
     drawn = jax.tree.map(lambda x: x.reshape(*is_live.shape, *x.shape[1:]), drawn)
 
+    # The new lengths count the last tokens and their accepted drafts.
     accepted = jnp.where(is_active, cache.lengths - state.last_tokens.positions - 1, 0)
     # Compares with one stop token at a time. A reduction over an axis of stop tokens would crash XLA under shard_map
     # in a loop if the axis is empty (jax 0.11.2).
@@ -169,10 +170,11 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     num_tokens = state.num_tokens + num_new
     goes_on = is_active & ~jnp.any(is_new & is_stop, axis=1) & (num_tokens < steps)
 
-    to = jnp.where(is_new, state.num_tokens[:, None] + offsets, steps)
+    # The columns of the output that the new tokens go to. Other tokens get the column `steps`, which is dropped.
+    columns = jnp.where(is_new, state.num_tokens[:, None] + offsets, steps)
     output = dataclasses.replace(state.output, accepted=None, processor=None)
-    output = jax.tree.map(lambda all, x: all.at[slots[:, None], to].set(x, mode="drop"), output, drawn)
-    output = dataclasses.replace(output, processor=step.processor)
+    output = jax.tree.map(lambda all, new: all.at[slots[:, None], columns].set(new, mode="drop"), output, drawn)
+    output = dataclasses.replace(output, processor=result.processor)
     if drafts:
         step_index = jnp.where(is_active, state.num_steps, steps)
         counts = state.output.accepted.at[slots, step_index].set(num_new - 1, mode="drop")
@@ -181,7 +183,7 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     last_token = jnp.take_along_axis(drawn.tokens, accepted[:, None], axis=1)[:, 0]
     return _LoopState(
         last_tokens=one_token_batch(last_token, jnp.where(goes_on, length, -1)),
-        draft_tokens=step.draft_tokens if drafts else state.draft_tokens,
+        draft_tokens=result.draft_tokens if drafts else state.draft_tokens,
         num_tokens=num_tokens,
         num_steps=state.num_steps + is_active.astype(jnp.int32),
         output=output,

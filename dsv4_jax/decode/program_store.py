@@ -48,12 +48,13 @@ from pallas_kernels.runtime.atomic_write import atomic_write
 FOLDER = "DSV4_JAX_PROGRAMS"  # environment variable with the store's folder; without it there is no store
 MAX_BYTES = 4 << 30  # the least recently used files beyond this size are removed
 logger = logging.getLogger(__name__)
-# Held while a step is traced. The next thread can use the finished trace of the model; at the same time two threads
-# would trace it twice, and no faster, since both need the GIL.
+# Held while a step is traced, so that the next thread can use the finished trace of the model. Without the lock, two
+# threads would trace the model twice, and no faster, since both need the GIL.
 TRACE = threading.Lock()
 # Held while JAX's setting `jax_enable_compilation_cache`, which belongs to the whole process, is changed.
 _JAX_CACHE = threading.Lock()
-# Packages that the hash covers by their sources or versions. The classes of a user's own model are in another package.
+# Packages that the hash covers by their sources or versions. A user's own model has classes of another package, so its
+# programs are not stored.
 _KNOWN = {"builtins", "dsv4_jax", "flax", "jax", "jaxlib", "ml_dtypes", "numpy", "pallas_kernels"}
 
 
@@ -107,8 +108,9 @@ class ProgramTable:
             return None, args
         if not options.keys() <= static_names(function):
             bound = inspect.signature(function).bind(*args, **options)
+            bound.apply_defaults()  # otherwise `bound.args` would end before the first argument that is not given
             args = bound.args
-            options = bound.kwargs
+            options = {name: value for name, value in bound.kwargs.items() if name in options}
         leaves, structure = jax.tree.flatten(args[1:])
         types = tuple([(np.shape(x), getattr(x, "dtype", type(x)), _sharding(x)) for x in leaves])
         key = function, structure, types, tuple(options.items()), default_implementation()
@@ -169,6 +171,7 @@ def find_program(function: Any, args: tuple, options: Mapping[str, Any]) -> Prog
         with _reported(f"cannot keep {function.__qualname__}"):
             if cache != jax.tree.structure(args[1]):
                 raise ValueError("its last result is not the updated cache")
+            # Pytrees of zeros stand for the tree structures of the results.
             outputs = tuple(result.unflatten([0] * result.num_leaves) for result in results)
             _write(path, pickle.dumps((serialize(executable)[0], outputs)))
         _remove_oldest(folder)
@@ -216,7 +219,7 @@ def compile_program(
 
 
 class _UnknownObjectError(Exception):
-    """A call depends on an object of which the name of the program's file can hold no description."""
+    """A call depends on an object that the name of the program's file cannot describe."""
 
 
 def _describe(value: Any) -> Any:
@@ -364,7 +367,7 @@ def _private_folder(path: str | None) -> Path | None:
     """Returns the store's folder, which is made if it does not exist.
 
     Returns None if `path` is None or empty, or if the folder cannot be made, belongs to another user, or other users
-    may write into it. The latter faults are logged.
+    may write into it. Faults of the folder are logged.
     """
     if not path:
         return None
@@ -399,7 +402,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _remove_oldest(folder: Path) -> None:
-    """Removes the least recently used files until those in the folder have at most `MAX_BYTES` bytes together."""
+    """Removes the least recently used files until the remaining files have at most `MAX_BYTES` bytes together."""
     with _reported(f"cannot tidy {folder}"):
         files = sorted((entry.stat().st_mtime, entry.stat().st_size, entry.path) for entry in os.scandir(folder))
         excess = sum(size for _, size, _ in files) - MAX_BYTES

@@ -61,7 +61,7 @@ class CompiledModel:
         return model
 
     def with_weights(self, model: Model) -> "CompiledModel":
-        """Returns a model with the compiled programs of this model and the arrays of another. Compiles nothing.
+        """Returns a model with this model's compiled programs and another model's arrays. Compiles nothing.
 
         An array of the other model is not copied if it has the sharding of this model's array; otherwise it is moved.
         This model may have `jax.ShapeDtypeStruct` in place of arrays, since programs can be compiled while weights are

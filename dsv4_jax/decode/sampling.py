@@ -21,9 +21,9 @@ class SamplingParams:
     Attributes:
       temperature: divisor of the logits, from 1e-5 to 1e5. 0 = greedy: the token with the largest logit, the lowest id
         among equal ones.
-      top_k: number of largest logits to keep, and any equal to the last of these; 0 = keep all.
-      top_p: of the tokens that `top_k` keeps, the smallest set of most probable tokens is kept whose probability
-        reaches this; 1 = keep all.
+      top_k: number of largest logits to keep. Logits that equal the smallest of these are kept, too. 0 = keep all.
+      top_p: probability that the kept tokens must reach together. Of the tokens that `top_k` keeps, the most probable
+        ones are kept, and no more than are needed to reach it; 1 = keep all.
 
     Raises:
       TypeError: a parameter is not a number, or `top_k` is not an integer.
@@ -76,11 +76,11 @@ class BatchedSamplingParams:
 
 @pytree_dataclass
 class LogprobOptions:
-    """The log-probabilities that a step computes besides those of the tokens that it draws.
+    """Options for log-probabilities that a step computes in addition to the drawn tokens' own.
 
     Attributes:
-      forced_tokens: [n] int32, a known token for each row, such as the next token of a prompt, which replaces the drawn
-        token so that its log-probability is computed; -1 = keep the drawn token. None = -1 for all rows.
+      forced_tokens: [n] int32, a known token for each row, such as the next token of a prompt. It replaces the drawn
+        token, so that its log-probability is computed; -1 = keep the drawn token. None = -1 for all rows.
       wants_top: [] bool, whether any row asks for its likeliest tokens. If not, they are not computed, and TopLogprobs
         of zeros are returned. None = True.
       num_top: number of likeliest tokens to find per row (static).
@@ -93,7 +93,7 @@ class LogprobOptions:
 
 @pytree_dataclass
 class TopLogprobs:
-    """The k likeliest tokens for each row of logits, the likeliest first; of equally likely ones the lowest id first.
+    """The k likeliest tokens for each row of logits, the likeliest first. Equally likely tokens are ordered by id.
 
     Attributes:
       ids: [..., k] int32 token ids.
@@ -132,7 +132,7 @@ def sample(
       [n] int32 token ids.
     """
     if token_mask is not None:
-        bits = token_mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :] & jnp.uint32(1)
+        bits = (token_mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :]) & jnp.uint32(1)
         logits = jnp.where(bits.reshape(len(logits), -1)[:, : logits.shape[1]] == 1, logits, -jnp.inf)
     if isinstance(sampling, SamplingParams):
         # These arrays are constants of the program, so the compiler removes branches that are never taken.
@@ -165,24 +165,24 @@ def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], optio
 
     def find():
         def find_next(last, _):
-            best, id = last
-            worse = jnp.where((logits < best) | ((logits == best) & (ids > id)), logits, -jnp.inf)
-            id = jnp.argmax(worse, axis=-1, keepdims=True).astype(jnp.int32)
-            last = jnp.take_along_axis(logits, id, axis=-1), id
-            return last, last
+            last_logit, last_id = last
+            is_later = (logits < last_logit) | ((logits == last_logit) & (ids > last_id))
+            id = jnp.argmax(jnp.where(is_later, logits, -jnp.inf), axis=-1, keepdims=True).astype(jnp.int32)
+            token = jnp.take_along_axis(logits, id, axis=-1), id
+            return token, token
 
-        # Tokens are found one at a time and not by a sort, and the scan is unrolled, for the reason that `_keep_best`
-        # gives: a CUDA graph can hold neither.
+        # Tokens are found one at a time, by an unrolled scan, so that this code can be in a CUDA graph. A sort or a
+        # loop could not, see `_keep_best`.
         ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
-        start = (logits.shape[0], 1)
-        none = jnp.full(start, jnp.inf, logits.dtype), jnp.full(start, -1, jnp.int32)
+        shape = (logits.shape[0], 1)
+        none = jnp.full(shape, jnp.inf, logits.dtype), jnp.full(shape, -1, jnp.int32)
         _, tokens = jax.lax.scan(find_next, none, length=options.num_top, unroll=options.num_top <= MAX_UNROLLED)
         best, chosen = (x[:, :, 0].T for x in tokens)
         return TopLogprobs(chosen, best - norm[:, None])
 
     if options.wants_top is None:
         return find()
-    # Skipped when no row asks for log-probabilities.
+    # The search is skipped when no row asks for its likeliest tokens.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(find))
     return jax.lax.cond(options.wants_top, find, lambda: zeros)
 
@@ -233,7 +233,7 @@ def _largest_threshold(is_enough, logits):
 def _float_at(rank):
     """Returns the float32 with a given rank, uint32, among all float32 in ascending order.
 
-    Ranks below that of -inf give -inf, and ranks above that of inf give NaN.
+    Ranks below the rank of -inf give -inf, and ranks above the rank of inf give NaN.
     """
     sign = np.uint32(1 << 31)
     rank = jnp.maximum(rank, np.uint32(0x007FFFFF))

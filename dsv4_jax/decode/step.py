@@ -87,8 +87,8 @@ class StepOutput:
     """The tokens that a step drew.
 
     Attributes:
-      tokens: [n] int32, the token drawn after the token of each entry of `logits_indices`; undefined where the entry
-        is -1.
+      tokens: [n] int32, for each index in `logits_indices` the token drawn after the batch's token at this index;
+        undefined where the index is -1.
       logprobs: [n] float32, log-probabilities of `tokens` under the model, before temperature and `top_p`.
       top_logprobs: TopLogprobs [n, k], the likeliest tokens in place of each of `tokens`; None if not asked for.
       draft_tokens: [slots, drafts] int32, drafts of the tokens after `last_tokens`, -1 behind them; undefined for slots
@@ -274,8 +274,9 @@ def draw_tokens(
 ) -> StepOutput:
     """Draws the tokens of a step from their logits. Call it inside a traced function.
 
-    Log-probabilities are those of `logits`, without the processor. If the drawn token's processed logit is -inf or
-    NaN, its log-probability is NaN. This happens if the processor forbids all tokens or returns NaN.
+    Log-probabilities are computed from `logits`, before the processor changes them. If the processor gives the drawn
+    token the logit -inf or NaN, its log-probability is NaN. This happens if the processor forbids all tokens or returns
+    NaN.
 
     Args:
       logits: [n, vocab] float32, the model's logits after the tokens of `logits_indices`.
@@ -324,13 +325,13 @@ def accepted_lengths(
     Args:
       lengths: [slots] lengths that count all tokens of the batch.
       batch: the batch of the step.
-      logits_indices: [n] indices of the batch's tokens that a token is drawn after, side by side for each request: its
-        newest token, then its drafts; -1 = none.
+      logits_indices: [n] indices of the batch's tokens after which a token is drawn; -1 = none. The indices of one
+        request stand side by side: its newest token first, then its drafts.
       tokens: [n] the drawn tokens.
     """
     last = last_accepted(batch, logits_indices, tokens, lengths.shape[0])
-    accepted = batch.positions[jnp.maximum(logits_indices[jnp.maximum(last, 0)], 0)] + 1
-    return jnp.where(last >= 0, accepted, lengths)
+    index = jnp.maximum(logits_indices[jnp.maximum(last, 0)], 0)
+    return jnp.where(last >= 0, batch.positions[index] + 1, lengths)
 
 
 def last_accepted(
@@ -348,12 +349,12 @@ def last_accepted(
     slots = jnp.where(logits_indices >= 0, batch.slots[tokens_index], -1)
     is_draft = (slots == jnp.roll(slots, 1)) & (index > 0)
     is_rejected = is_draft & (batch.token_ids[tokens_index] != jnp.roll(tokens, 1))
-    # A token is accepted if neither it nor an earlier draft of its request is rejected. The last rejected entry up to
-    # the token's then lies before the request's first entry.
     last_rejected = jax.lax.cummax(jnp.where(is_rejected, index, -1))
-    is_accepted = last_rejected < jax.lax.cummax(jnp.where(is_draft, 0, index))
-    to = jnp.where(is_accepted & (slots >= 0), slots, num_slots)
-    return jnp.full((num_slots,), -1, jnp.int32).at[to].max(index, mode="drop")
+    first_of_request = jax.lax.cummax(jnp.where(is_draft, 0, index))
+    # An entry is accepted if no entry of its request is rejected from the request's first entry up to this entry.
+    is_accepted = last_rejected < first_of_request
+    accepted_slots = jnp.where(is_accepted & (slots >= 0), slots, num_slots)  # `num_slots` is dropped below
+    return jnp.full((num_slots,), -1, jnp.int32).at[accepted_slots].max(index, mode="drop")
 
 
 def run_model(model: Any, cache: KVCache, batch: Batch) -> tuple[Float[Array, "T D"], KVCache]:
@@ -395,8 +396,9 @@ def last_token_indices(batch: Batch, slots: int) -> Int[Array, "slots"]:
 
     Returns:
       [slots] int32 indices in [0, T); -1 = the slot is not in the batch. Replace -1 before you index an array with
-      them: JAX takes it for the last row.
+      them: JAX takes -1 for the last row.
     """
     tokens = jnp.arange(batch.slots.shape[0], dtype=jnp.int32)
-    last = (run_bounds(batch.slots)[1] == tokens + 1) & (batch.slots >= 0)
-    return jnp.full((slots,), -1, jnp.int32).at[jnp.where(last, batch.slots, slots)].set(tokens, mode="drop")
+    _, ends = run_bounds(batch.slots)
+    is_last = (ends == tokens + 1) & (batch.slots >= 0)
+    return jnp.full((slots,), -1, jnp.int32).at[jnp.where(is_last, batch.slots, slots)].set(tokens, mode="drop")

@@ -15,7 +15,7 @@ class Drafter(Protocol):
     """
 
     def draft(self, tokens: np.ndarray, count: int) -> Sequence[int]:
-        """Guesses the tokens that follow those of a request.
+        """Guesses the next tokens of a request.
 
         Args:
           tokens: [n] int32, the request's prompt and all tokens that it has generated.

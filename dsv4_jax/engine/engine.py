@@ -39,7 +39,7 @@ class Engine(Summarized):
       not in it. If a request turns out to have ended by a stop token, its tokens in this step are discarded. The next
       step is not launched early if it has to preempt a request, or if it verifies drafts under a grammar, since the
       host has to know the tokens first.
-    * Errors: if a step raises, the engine stays usable. The requests that ran are queued again and continue from the
+    * Errors: if a step raises, the engine stays usable. All running requests are queued again and continue from the
       tokens that they have.
 
     The engine is not thread-safe.
@@ -107,7 +107,7 @@ class Engine(Summarized):
         self._metrics = EngineMetrics()
         cache = manager.init_cache() if cache is None else cache
         self._experts = None if model.expert_memory is None else model.expert_memory.migration
-        if model.expert_memory is not None:  # as in `begin_programs`, which does not know yet whether experts will move
+        if model.expert_memory is not None:  # even if no experts move: `begin_programs` compiled for such a cache
             cache = cache.with_expert_counts()
         if self._experts is not None:
             self._experts.start(cache.expert_counts, manager.schema.config.num_experts_per_tok)
@@ -133,8 +133,8 @@ class Engine(Summarized):
         `warm_up` waits until they are compiled.
 
         Args:
-          outline: the model with `jax.ShapeDtypeStruct` in place of its arrays and with its `expert_memory`, which
-            `load_checkpoint` passes to its argument `on_outline`.
+          outline: CompiledModel of the module that `load_checkpoint` passes to its argument `on_outline`, with
+            `jax.ShapeDtypeStruct` in place of arrays; and with the model's `expert_memory`, if there is one.
           manager, drafter, options: as for the engine. The manager must hold no request.
 
         Raises:
@@ -371,12 +371,12 @@ class Engine(Summarized):
             raise
 
     def warm_up(self) -> dict[str, int]:
-        """Compiles all programs, those that move requests included, by running each once.
+        """Compiles all programs, including those that move requests, by running each of them once.
 
         Later steps compile nothing, unless they have grammars and `structured_output` is not set.
 
         Returns:
-          {"mixed" or "decode", the two programs of steps: its number of tokens}.
+          {name of a step's program, "mixed" or "decode": number of tokens in its batches}.
 
         Raises:
           ValueError: requests are running.
@@ -395,8 +395,8 @@ class Engine(Summarized):
     def _run_step(self, decode):
         """Runs one step and gives requests its tokens.
 
-        The step is the one that the previous call launched early, or else a new one. With `overlap`, the step after it
-        is launched before its tokens are read.
+        The step is the one that the previous call launched early, or else a new one. With `overlap`, the next step is
+        launched before the tokens of this step are read.
         """
         scheduler = self._scheduler
         with self._restart_on_error(), lost_process_named():
@@ -409,7 +409,7 @@ class Engine(Summarized):
                 if self.config.overlap:
                     self._launched = self._launch(decode, launched)
                 self._read(launched)
-                if self._launched is not None:
+                if self._launched is not None:  # the host now knows the tokens that this next step begins with
                     self._launched = self._runner.draw(self._launched).with_known_tokens()
         if self._experts is not None:
             self._experts.between_steps(scheduler.cache.expert_counts)

@@ -28,8 +28,9 @@ class EngineConfig:
       max_logprobs: maximum `top_logprobs` of a request; 0 = no log-probabilities but those of generated tokens. With
         more than 20, the host waits for each step on a GPU.
       overlap: whether a call of `Engine.step` launches the next step before it reads the tokens of its own step, so
-        that the device does not wait for the host. No token depends on it. `resolve` sets it to False with a drafter on
-        the host, which needs the tokens, and with `min_confidence`, because the number of drafts then varies.
+        that the device does not wait for the host. The option changes no token. `resolve` sets it to False with a
+        drafter on the host, which needs the tokens, and with `min_confidence`, because the number of drafts then
+        varies.
       structured_output: whether `warm_up` also compiles the programs of steps with grammars. If not, the first step
         that runs a request with a grammar compiles them. Steps without such requests run the same programs either way.
       logits_processor: changes the logits of all requests before grammars and sampling parameters apply; None = no
@@ -86,8 +87,8 @@ class EngineConfig:
                 raise TypeError(f"logits_processor must be a LogitsProcessor, not a {type(processor).__name__}")
             processor.check(schema.config.vocab_size)
         check_whole("max_logprobs", self.max_logprobs, 0, schema.config.vocab_size)
-        is_ready = drafter is None or (on_device and not self.min_confidence)
-        return dataclasses.replace(config, overlap=self.overlap and is_ready)
+        can_overlap = drafter is None or (on_device and not self.min_confidence)
+        return dataclasses.replace(config, overlap=self.overlap and can_overlap)
 
     def decode_size(self, slots: int) -> int:
         """Returns the maximum number of tokens in a decode step of `slots` requests, a token and its drafts each."""

@@ -39,8 +39,8 @@ def stream(
       max_new_tokens: maximum number of tokens that a request gets.
       seed: seed of the first request; request i draws with seed + i.
       chunk: maximum number of prompt tokens per step.
-      drafts: number of tokens that the model's draft layers draft per request, which the next step verifies; less than
-        the manager's `max_query_tokens`. Or DraftOptions. Drafts change no token.
+      drafts: number of tokens that the model's draft layers draft per request for the next step to verify, less than
+        the manager's `max_query_tokens`, or DraftOptions. Drafts change no token.
       params: further fields of `RequestParams`, such as `sampling` and `stop_tokens`. Stop tokens are yielded too.
 
     Yields:

@@ -44,7 +44,7 @@ class Vocabulary:
             raise ValueError("end_tokens is empty: an answer that follows a grammar ends with one of them")
         self.size = size
         self.end_tokens = tuple(end_tokens)
-        # Added tokens get other names, since the text that a grammar prescribes may contain their own.
+        # Added tokens get other names, since the text that a grammar prescribes may contain their real names.
         names = {token.content: f"\U000f0000{id}" for id, token in tokenizer.get_added_tokens_decoder().items()}
         self._tokenizer = llguidance.LLTokenizer(with_names(tokenizer, names), n_vocab=size, eos_token=list(end_tokens))
 
@@ -119,8 +119,8 @@ def token_masks(
 
     Args:
       rows: (matcher, its first row, its draft tokens) for each matcher.
-      num_rows: number of rows in all. All tokens are allowed in the rows of no matcher, and in the rows behind a draft
-        that the grammar does not allow.
+      num_rows: number of rows in all. All tokens are allowed in rows that belong to no matcher, and in rows behind a
+        draft that the grammar does not allow.
       vocab_size: number of tokens in the vocabulary.
 
     Returns:

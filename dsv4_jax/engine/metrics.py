@@ -59,7 +59,7 @@ class EngineMetrics:
 
     @property
     def pools(self) -> dict[str, Share]:
-        """The bytes of each pool of the cache that requests and the prefix cache hold, by the pool's name."""
+        """The bytes that requests and the prefix cache hold in each pool of the cache, by the pool's name."""
         pools = {}
         schema = self.schema
         if schema is None:

@@ -33,7 +33,7 @@ class RequestParams:
       draft_tokens: maximum number of the request's drafts that a step verifies; None = the engine's `draft_tokens`.
       top_logprobs: number of likeliest tokens to keep, with their log-probabilities, for each generated token.
       prompt_logprobs: whether to compute log-probabilities of the prompt's tokens too. The whole prompt runs then, even
-        if the prefix cache holds a part, and a step runs no more of its tokens than a decode step has.
+        if the prefix cache holds a part. Each step runs at most as many of its tokens as a decode step can have.
       grammar: a `dsv4_jax.engine.grammar.Grammar` that the new tokens follow; None = any tokens. One of the grammar's
         end tokens must be among `stop_tokens`.
       logits_state: the request's state for the engine's `logits_processor` before its first new token; None = the
@@ -85,7 +85,7 @@ class Request(Summarized):
       prompt_length: number of tokens in its prompt.
       num_tokens: number of tokens that the host knows, prompt included.
       max_tokens: maximum number of tokens, prompt included.
-      accepted: for each step that gave it tokens, the number of accepted drafts, which is one less than these tokens.
+      accepted: for each step that gave it tokens, the number of accepted drafts: one less than the number of tokens.
       finish_reason: None while it runs or waits; then "length", "stop", "cancelled" or "error".
       error: the exception that ended it if `finish_reason` is "error", else None.
       cached_tokens: number of prompt tokens that the prefix cache held.
@@ -113,7 +113,8 @@ class Request(Summarized):
         self._ids = np.concatenate([prompt, np.zeros((params.max_new_tokens,), np.int32)])
         self.prompt_length = self.num_tokens = len(prompt)
         self.max_tokens = len(self._ids)
-        # These arrays are indexed by position, as the ids are. Pages of zeros take no memory until they are written.
+        # Log-probabilities are indexed by position, as the ids are. Pages of zeros take no memory until they are
+        # written.
         self._logprobs = np.zeros((self.max_tokens,))
         shape = self.max_tokens, params.top_logprobs
         self._top = TopLogprobs(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
@@ -308,7 +309,7 @@ def check_no_requests(manager: KVCacheManager) -> None:
 
 
 def check_request(manager: KVCacheManager, prompt: Sequence[int] | np.ndarray, max_new_tokens: int) -> np.ndarray:
-    """Returns the prompt's ids [n] int32.
+    """Checks the arguments of a request, and returns the prompt's ids [n] int32.
 
     Raises:
       TypeError, ValueError: the ids or `max_new_tokens` are invalid, or the request does not fit an empty cache.

@@ -56,12 +56,13 @@ class StepRunner:
         self._compilations_before = model.compilations
         slots = manager.schema.max_requests
         count = device_drafts.count
+        # Takes the place of `LaunchedStep.tokens` if there is no previous step.
         rows = np.zeros((manager.shards.count * self.decode_size,), np.int32)
         none = (rows[:slots], np.zeros((slots, count), np.int32)) if count else rows
         self._no_tokens = manager.devices.put(none, "tokens")
         self._processor: LogitsProcessor | None = None  # with the states of all slots
         self.forget_logits_states()
-        # (parameters of the last step's requests by slot, the result of `_sampling` for them).
+        # The parameters of the last step's requests by slot, and the result of `_sampling` for them.
         self._last_sampling: tuple[list[RequestParams | None], Any] = [], None
 
     @property
@@ -70,7 +71,7 @@ class StepRunner:
         return self.model.compilations - self._compilations_before
 
     def forget_logits_states(self) -> None:
-        """Drops the logits processor's states, as after an error that may have lost them; the next step makes new."""
+        """Drops the logits processor's states, which an error may have lost. The next step makes new states."""
         self._processor = None
         self._begun = np.zeros((self._manager.schema.max_requests,), int)  # admission time of each slot's request
 
@@ -81,8 +82,8 @@ class StepRunner:
 
         With `overlap` and without drafts on the device, the tokens of a step with grammars are not drawn yet, since
         the token masks depend on the tokens of the step `after`, which the host has not read. Call `draw` for them
-        later. With drafts on the device they are drawn at once, since the engine then launches no step with grammars
-        before it has read the previous one.
+        later. With drafts on the device the tokens are drawn at once, since the engine then launches a step with
+        grammars only after it has read the previous step.
 
         Args:
           cache: the cache; donated.
@@ -118,21 +119,22 @@ class StepRunner:
             prefill_size=config.token_budget,
             decode_size=0 if config.batch_invariant else self.decode_size,
         )
-        fields = slots, num_rows, begins + counts - num_rows, numbers["source"], begins, counts
+        first_tokens = begins + counts - num_rows  # the output rows follow the last `num_rows` tokens of each request
+        fields = slots, num_rows, first_tokens, numbers["source"], begins, counts
         field_bytes = tuple(field.tobytes() for field in fields)
         first_rows, logits_indices, sources = _output_rows(
             field_bytes, self._manager.shards, len(batch.slots), self.decode_size
         )
         options = self._logprob_options(schedule, first_rows) if config.max_logprobs else None
         arrays = (logits_indices, sources, (*self._sampling(schedule.requests), options))
-        rows, sources, drawing = self._manager.devices.put_changed(arrays, "tokens")
+        logits_indices, sources, drawing = self._manager.devices.put_changed(arrays, "tokens")
         earlier = EarlierTokens(self._no_tokens if after is None else after.tokens, sources)
         wants_top = options is not None and bool(options.wants_top)
-        launched = LaunchedStep(schedule, batch, first_rows, (rows, *drawing), wants_top)
+        launched = LaunchedStep(schedule, batch, first_rows, (logits_indices, *drawing), wants_top)
         self._begin_slots(schedule.requests)
         has_grammars = has_grammars or any(request.matcher is not None for request in schedule.requests)
         if has_grammars and config.overlap and not self._device_drafts.count:
-            return launched, logits_step, (batch, rows, earlier), {}
+            return launched, logits_step, (batch, logits_indices, earlier), {}
         masks = self._token_masks(launched) if has_grammars else None
         args = (batch, *launched.drawing, earlier, masks, self._processor)
         return launched, sample_step, args, {"drafts": self._device_drafts}
@@ -140,7 +142,7 @@ class StepRunner:
     def draw(self, launched: LaunchedStep) -> LaunchedStep:
         """Launches the drawing of a step's tokens, after the previous step has been read.
 
-        Returns the step with its output. Returns the argument if its tokens were drawn already.
+        Returns the step with its output. If the step's tokens were drawn already, returns the step as it is.
         """
         if launched.logits is None:
             return launched
@@ -151,7 +153,7 @@ class StepRunner:
         return self._with_output(dataclasses.replace(launched, logits=None), output)
 
     def _begin_slots(self, requests):
-        """Sets the logits processor's state for each request that is new in its slot, after its generated tokens."""
+        """Sets the logits processor's states of requests that are new in their slots, after their generated tokens."""
         devices = self._manager.devices
         processor = self.config.logits_processor
         if processor is None:
@@ -217,8 +219,9 @@ class StepRunner:
         scored = schedule.numbers["num_scored"]
         ends = schedule.ends
         for i in np.flatnonzero(scored):
-            known = schedule.requests[i].tokens[ends[i] - num_rows[i] + 1 :]
-            forced[first_rows[i] : first_rows[i] + scored[i]] = known[: scored[i]]
+            first_scored = ends[i] - num_rows[i] + 1  # a row scores the token after the one that it follows
+            known = schedule.requests[i].tokens[first_scored : first_scored + scored[i]]
+            forced[first_rows[i] : first_rows[i] + scored[i]] = known
         wants_top = any(r.params.top_logprobs and n for r, n in zip(schedule.requests, num_rows, strict=True))
         return LogprobOptions(forced, np.array(wants_top), self.config.max_logprobs)
 
@@ -227,17 +230,20 @@ class StepRunner:
         params: list[RequestParams | None] = [None] * self._manager.schema.max_requests
         for request in requests:
             params[request.slot] = request.params
-        if params != self._last_sampling[0]:
-            sampling = BatchedSamplingParams.of([GREEDY if p is None else p.sampling for p in params])
-            seeds = np.array([p.seed if p else 0 for p in params], np.uint32)
-            self._last_sampling = params, (sampling, seeds)
-        return self._last_sampling[1]
+        last_params, last_result = self._last_sampling
+        if params == last_params:
+            return last_result
+        sampling = BatchedSamplingParams.of([GREEDY if p is None else p.sampling for p in params])
+        seeds = np.array([p.seed if p else 0 for p in params], np.uint32)
+        self._last_sampling = params, (sampling, seeds)
+        return sampling, seeds
 
     def warm_up(self, cache: KVCache, prefix: PrefixCache | None) -> tuple[dict[str, int], KVCache]:
-        """Runs each program once: those of steps, and those that offload, resume, fork and restore requests.
+        """Runs each program once: the steps' programs, and those that offload, resume, fork and restore requests.
 
         Returns:
-          ({"mixed" or "decode", the name of a step's program: its number of tokens}, the cache without requests).
+          (sizes, the cache without requests). `sizes` is {name of a step's program, "mixed" or "decode": number of
+          tokens in its batches}.
         """
         manager = self._manager
         sizes = {}
@@ -263,8 +269,10 @@ class StepRunner:
         return sizes, cache
 
     def _kinds_of_steps(self):
-        """Returns (number of tokens of a request that runs in the program, whether it has grammars) of each program."""
+        """Returns [(count, has_grammars)] of all programs of steps. A request of `count` tokens runs in the program."""
         schema = self._manager.schema
+        # The first count is for the mixed program: it exceeds `max_query_tokens`, if the budget and the context allow
+        # it. The second is for the decode program.
         counts = min(schema.max_query_tokens + 1, self.config.token_budget, schema.max_context), 1
         # Programs with grammars come last. They reuse the trace of the model from the programs without.
         return [(n, masked) for masked in sorted({False, self.config.structured_output}) for n in counts]
@@ -289,7 +297,7 @@ class StepRunner:
             threads.shutdown(wait=False)
 
     def _compile(self, cache, launched, masks, function, args, options):
-        """Compiles the program of a step. Without a mesh it also runs `draw_step`, if tokens are drawn by it."""
+        """Compiles the program of a step. Without a mesh it also runs `draw_step`, if the step draws by it."""
         self.model.prepare(function, cache, *args, **options)
         if masks is not None and self._manager.devices.mesh is None:
             logits = np.zeros((len(masks), self._manager.schema.config.vocab_size), np.float32)

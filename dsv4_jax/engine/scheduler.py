@@ -35,8 +35,8 @@ class Scheduler:
       waiting: requests without a slot, in the order in which they are served.
       pending_outputs: {request: number of tokens that it had when `Engine.step` last returned}, for requests that may
         have got tokens or failed since.
-      current: the requests that the current step may fail on: the one being admitted, then all that may run, then those
-        that run.
+      current: the requests that can be at fault if the current step fails. First the request that is being admitted,
+        then all running requests, then the requests that the step runs.
     """
 
     def __init__(
@@ -95,8 +95,10 @@ class Scheduler:
         offloaded = request.offloaded
         slots = []
         slot = request.slot
-        length = 0 if slot < 0 else min(self.manager.length(slot), len(request.tokens) - 1)
-        if length and not (self.config.draft_tokens and self.manager.length(slot) > length):
+        num_launched = 0 if slot < 0 else self.manager.length(slot)  # includes the tokens of a step in flight
+        length = min(num_launched, len(request.tokens) - 1)
+        is_overwritten = self.config.draft_tokens and num_launched > length
+        if length and not is_overwritten:
             room = min(len(children), self.manager.free_slots_beside(slot))
             try:
                 if room:
@@ -134,9 +136,10 @@ class Scheduler:
             self.metrics.finished += 1
 
     def restart(self) -> None:
-        """Frees all slots and queues all unfinished requests, as after an error. Makes a new cache if it was lost.
+        """Frees all slots and queues all unfinished requests, as after an error.
 
-        Requests run their tokens again, except those that wait with their bytes in host memory.
+        Requests run their tokens again, except those that wait with their bytes in host memory. If the cache was lost,
+        makes a new one.
         """
         self.manager.release_all()
         for request in self.requests.values():
@@ -189,8 +192,8 @@ class Scheduler:
     def take_snapshots(self, launched: LaunchedStep) -> None:
         """Reads a snapshot of each request that reaches a block boundary in a launched step, for the prefix cache.
 
-        Call it before the next step is launched, which may overwrite these rows. `update` passes the snapshots to the
-        prefix cache after the step's output is read.
+        Call it before the next step is launched, which may overwrite the rows of a snapshot. `update` passes the
+        snapshots to the prefix cache after the step's output is read.
         """
         if self.prefix is None:
             return
@@ -224,14 +227,14 @@ class Scheduler:
             newest, drawn = in_flight.newest_tokens(self.manager.schema.max_requests, self.config.draft_tokens or 0)
             sources = newest[slots]
             certain = known + (sources >= 0)
-            known = known + drawn[slots]
+            known = known + drawn[slots]  # as if all drafts were accepted
         # Maximum number of drafts that a request may need. Drafts behind its end are never counted as accepted.
-        room = np.minimum(limits - certain - 1, self.manager.schema.max_context - known)
+        max_drafts = np.minimum(limits - certain - 1, self.manager.schema.max_context - known)
         unread = known - self.manager.lengths[slots]
-        decodes = (unread == 1) & (known < limits) & decode
-        schedule = self._schedule_decode(
-            [*itertools.compress(running, decodes.tolist())], sources[decodes], room[decodes], in_flight is not None
-        )
+        can_decode = (unread == 1) & (known < limits) & decode
+        decoding = list(itertools.compress(running, can_decode.tolist()))
+        schedule = self._schedule_decode(decoding, sources[can_decode], max_drafts[can_decode], in_flight is not None)
+        # `_schedule_decode` may have preempted requests, which then have no slot.
         readers = [running[i] for i in np.flatnonzero(unread > 1).tolist() if running[i].slot >= 0]
         if readers:
             schedule += self._schedule_prefill(readers, schedule, decode)
@@ -286,7 +289,7 @@ class Scheduler:
         self.metrics.prompt_tokens += int(num_read[numbers["is_prefill"]].sum())
 
     def _forget_rejected(self, schedule, follower):
-        """Rewinds requests by their rejected drafts. Returns the [n] number of tokens that the cache holds of each."""
+        """Rewinds requests by their rejected drafts. Returns the [n] numbers of tokens that the cache then holds."""
         lengths = schedule.ends
         drafted = np.flatnonzero(schedule.numbers["num_drafts"]).tolist()
         followed = set()
@@ -305,7 +308,7 @@ class Scheduler:
         return lengths
 
     def _observe(self, schedule, lengths, snapshots):
-        """Passes requests that have filled blocks, up to `lengths` [n], to the prefix cache with their snapshots."""
+        """Passes the requests that have filled blocks to the prefix cache, with their snapshots and `lengths` [n]."""
         if self.prefix is None:
             return
         block_tokens = self.manager.schema.block_tokens
@@ -339,9 +342,9 @@ class Scheduler:
         """Schedules unread tokens of requests, within the token budget of the step.
 
         Args:
-          readers: requests with more than one unread token, or with one that is not to be decoded.
+          readers: requests with more than one unread token.
           schedule: the decode tokens of the same step, which count towards the budget.
-          decode: whether the last known token of a request may run, after which a token is drawn.
+          decode: whether the last known token of a request may run. If it runs, a new token is drawn after it.
         """
         shards = self.manager.shards
         # For each shard, the number of tokens left in the budget, and the number of output rows left after one row is
@@ -358,17 +361,20 @@ class Scheduler:
             known = request.num_tokens
             shard = shards.of(request.slot)
             limit = min(budget[shard], rows[shard] + 1) if request.scores_prompt else budget[shard]
-            end = int(min(start + limit, known - (not decode)))
+            max_end = known if decode else known - 1
+            end = int(min(start + limit, max_end))
             if end > start:
                 if self.prefix is not None:
                     salt = request.params.cache_salt
                     end = self.prefix.chunk_end(request.slot, request.tokens, end, salt=salt)
                 samples = end == known
                 num_scored = end - start - samples if request.scores_prompt else 0
-                rows[shard] -= max(num_scored + samples - 1, 0)
+                rows[shard] -= max(num_scored + samples - 1, 0)  # one row is set aside already
                 budget[shard] -= end - start
                 chunks.append((request, request.tokens[start:end], start, num_scored, samples))
-        requests, tokens, starts, num_scored, samples = zip(*chunks, strict=True) if chunks else ((),) * 5
+        if not chunks:
+            return Schedule.of((), ())
+        requests, tokens, starts, num_scored, samples = zip(*chunks, strict=True)
         return Schedule.of(requests, tokens, start=starts, num_scored=num_scored, samples=samples, is_prefill=True)
 
     def _fits(self, request, num_tokens):
@@ -377,7 +383,7 @@ class Scheduler:
         return self.manager.fits(num_tokens)
 
     def _admit(self, request, num_tokens):
-        """Admits a request and returns its slot, with the tokens that host memory or the prefix cache holds of it."""
+        """Admits a request with the tokens that host memory or the prefix cache holds of it. Returns its slot."""
         if request.offloaded is not None:
             slot, self.cache = resume(self.manager, self.cache, request.offloaded, num_tokens=num_tokens)
         elif self.prefix is not None and not request.scores_prompt:  # scored tokens must run
@@ -390,20 +396,24 @@ class Scheduler:
             slot = self.manager.admit(request.tokens, num_tokens=num_tokens)
         return slot
 
-    def _schedule_decode(self, requests, sources, room, is_in_flight):
+    def _schedule_decode(self, requests, sources, max_drafts, is_in_flight):
         """Schedules the newest token of each request, followed by its drafts.
 
         `sources` [n] is -1 if the host knows a request's newest token. Otherwise the step in flight draws this token,
-        and the source is its index among that step's tokens, see `LaunchedStep.newest_tokens`. `room` [n] is the
-        maximum number of drafts of each request. Raises CacheFullError if blocks are missing while a step is in flight,
-        because no request can be preempted then.
+        and the source is its index among that step's tokens, see `LaunchedStep.newest_tokens`. `max_drafts` [n] is
+        the maximum number of drafts of each request.
+
+        Raises CacheFullError if blocks are missing while a step is in flight, because no request can be preempted then.
         """
         slots = np.array([request.slot for request in requests], int)
         starts = self.manager.lengths[slots]
         counts = np.ones((len(requests),), int)
         drafts = []
         if self.config.draft_tokens:
-            drafts = [self._draft(*args) for args in zip(requests, room.tolist(), (sources >= 0).tolist(), strict=True)]
+            drafts = [
+                self._draft(request, count, source >= 0)
+                for request, count, source in zip(requests, max_drafts.tolist(), sources.tolist(), strict=True)
+            ]
             counts += np.array([len(ids) for ids in drafts], int)
         for i in np.flatnonzero(self.manager.missing_blocks(slots, counts)):
             counts[i] = self._reserve(requests[i], int(counts[i]), can_preempt=not is_in_flight)
@@ -452,12 +462,12 @@ class Scheduler:
                     self._preempt([r for r in self.running if shard(r.slot) == shard(request.slot)][-1])
         return 0
 
-    def _draft(self, request, room, is_in_flight):
-        """Returns up to `room` drafts of a request, [n] int32; zeros if they are still on the device.
+    def _draft(self, request, max_drafts, is_in_flight):
+        """Returns up to `max_drafts` drafts of a request, [n] int32; zeros if they are still on the device.
 
         If the drafter on the host fails, ends the request and returns no drafts.
         """
-        count = min(request.params.draft_tokens or 0, room)
+        count = min(request.params.draft_tokens or 0, max_drafts)
         if self.drafter is None or not count:
             return np.zeros((count,), np.int32) if is_in_flight else request.device_drafts[:count]
         try:

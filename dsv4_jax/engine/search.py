@@ -28,7 +28,7 @@ class Candidate:
     logprob: float
 
     def score(self, length_penalty: float = 1.0) -> float:
-        """Returns `logprob / len(tokens) ** length_penalty`: with 1 the mean over tokens, with 0 their sum."""
+        """Returns `logprob / len(tokens) ** length_penalty`. 1 gives the mean over tokens, and 0 the sum."""
         return self.logprob / len(self.tokens) ** length_penalty
 
 
@@ -129,7 +129,7 @@ def _search(model, manager, prompt, beams, max_new_tokens, stop_tokens, chunk):
     options = LogprobOptions(num_top=min(2 * beams, manager.schema.config.vocab_size))
     step_size = min(chunk, len(prompt)) + manager.shards.slots
 
-    def run(tokens):
+    def run_step(tokens):
         nonlocal cache
         batch = manager.prepare_forward(tokens, prefill_size=step_size)
         output, cache = model.sample_step(cache, batch, logprobs=options)
@@ -139,12 +139,13 @@ def _search(model, manager, prompt, beams, max_new_tokens, stop_tokens, chunk):
     slots = [manager.admit(prompt, num_tokens=len(prompt) + max_new_tokens - 1)]
     *earlier_chunks, last_chunk = np.split(prompt, range(chunk, len(prompt), chunk))
     for tokens in earlier_chunks:
-        run({slots[0]: tokens})
-    top = run({slots[0]: last_chunk})
+        run_step({slots[0]: tokens})
+    top = run_step({slots[0]: last_chunk})
     alive = [Candidate([], 0.0)]
     ended = []
     for length in range(1, max_new_tokens + 1):
         top = manager.devices.get(top)
+        # Each unfinished answer with each of its likeliest next tokens, as (index of the answer, continued answer).
         children = [
             (parent, Candidate([*beam.tokens, int(token)], beam.logprob + float(logprob)))
             for parent, (slot, beam) in enumerate(zip(slots, alive, strict=True))
@@ -152,17 +153,17 @@ def _search(model, manager, prompt, beams, max_new_tokens, stop_tokens, chunk):
         ]
         children = sorted(children, key=lambda child: -child[1].logprob)[: 2 * beams]
         ended += [beam for _, beam in children[:beams] if beam.tokens[-1] in stop_tokens]
-        going_on = [child for child in children if child[1].tokens[-1] not in stop_tokens][:beams]
-        alive = [beam for _, beam in going_on]
+        unfinished = [(parent, beam) for parent, beam in children if beam.tokens[-1] not in stop_tokens][:beams]
+        alive = [beam for _, beam in unfinished]
         if len(ended) >= beams or length == max_new_tokens:
             break
-        slots, cache = _follow_parents(manager, cache, slots, [parent for parent, _ in going_on])
-        top = run({slot: beam.tokens[-1:] for slot, beam in zip(slots, alive, strict=True)})
+        slots, cache = _follow_parents(manager, cache, slots, [parent for parent, _ in unfinished])
+        top = run_step({slot: beam.tokens[-1:] for slot, beam in zip(slots, alive, strict=True)})
     return alive, ended
 
 
 def _follow_parents(manager, cache, slots, parents):
-    """Gives each new unfinished answer the slot of the answer that it continues, its parent, or a fork of it.
+    """Gives each new unfinished answer the slot of its parent, the answer that it continues, or of the parent's fork.
 
     Parents that no answer continues are released first.
 

@@ -33,8 +33,8 @@ class Schedule:
         start: position of the first of these tokens.
         num_tokens: number of these tokens.
         num_drafts: number of drafts among these tokens, at their end.
-        num_scored: number of its known tokens, such as those of a prompt, whose log-probabilities the step computes.
-          Their output rows come before those of the drawn tokens.
+        num_scored: number of known tokens, such as a prompt's, whose log-probabilities the step computes. Their output
+          rows come before the rows of drawn tokens.
         source: index in `LaunchedStep.tokens` of the previous step at which these tokens begin, if the host does not
           know them yet; else -1. If not -1, `start` is the largest possible position, as if all drafts were accepted.
         samples: whether a token is drawn after the last of these tokens.
@@ -53,7 +53,7 @@ class Schedule:
           requests: n requests.
           tokens: for each request the ids of the tokens to run.
           fields: values [n] of fields of `numbers`. Without "slot", both `slot` and `num_tokens` are set from the
-            requests and tokens. Defaults of the other fields are -1 for `source`, True for `samples`, and 0.
+            requests and tokens. The default is -1 for `source`, True for `samples`, and 0 for other fields.
         """
         if "slot" not in fields:
             fields["slot"] = [request.slot for request in requests]
@@ -101,7 +101,7 @@ class LaunchedStep:
       logits: [rows, vocab] logits on the device if `draw_step` has to draw the tokens and was not launched yet; else
         None.
       output: StepOutput whose copy to the host was started; None until the drawing is launched.
-      tokens: the drawn tokens on the device, as in `EarlierTokens.tokens`, for the next step; None until then.
+      tokens: the drawn tokens on the device for the next step, as in `EarlierTokens.tokens`; None as long as `output`.
       snapshots: {request: rows of its slot at a block boundary, for the prefix cache}, read before a later step was
         launched.
     """
@@ -117,7 +117,7 @@ class LaunchedStep:
     snapshots: dict[Request, Any] = dataclasses.field(default_factory=dict)
 
     def with_known_tokens(self) -> "LaunchedStep":
-        """Returns the step with the tokens and starts in its schedule that the host did not know at its launch.
+        """Returns the step with a complete schedule: with tokens and starts that the host did not know at its launch.
 
         Call it after the previous step was read. Only steps with drafts on the device are changed.
         """
@@ -146,8 +146,9 @@ class LaunchedStep:
           device_drafts: number of drafts that the step makes for each slot on the device.
 
         Returns:
-          ([num_slots] index in `tokens` of the request's newest token, -1 = the slot draws none; [num_slots] maximum
-          number of tokens that the request gets, if all its drafts are accepted).
+          (newest, counts), two arrays [num_slots]. `newest` is the index in `tokens` of the request's newest token, or
+          -1 if the slot draws none. `counts` is the number of tokens that the request gets if all its drafts are
+          accepted.
         """
         schedule = self.schedule
         newest = np.full((num_slots,), -1)

@@ -71,7 +71,8 @@ class StopStrings:
         if ends:
             self.found = True
             self._held = ""
-            return text[: min(ends)[1]]
+            _, begin = min(ends)
+            return text[:begin]
         end = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[end:]
         return text[:end]
@@ -84,7 +85,7 @@ class StopStrings:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest suffix of `text` that is a prefix of `stop`."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
 

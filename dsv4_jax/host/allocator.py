@@ -136,7 +136,7 @@ class BlockAllocator:
         references = [0] * self.num_blocks
         for block in owned:
             references[block] += 1
-        # Blocks that become free go on top of the stack, the lowest id first.
+        # Blocks that become free go on top of the stack. Of these, the lowest id is handed out first.
         free = dict.fromkeys([*self.state()[0], *range(self.num_blocks - 1, -1, -1)])
         self._free = self._by_shard(block for block in free if not references[block])
         self._references = references

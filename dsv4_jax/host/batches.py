@@ -1,4 +1,4 @@
-"""Computes the host's arrays of a `Batch`: the places of its tokens, and the blocks and requests that begin with it."""
+"""Computes the host's arrays of a `Batch`: the places of its tokens, its new blocks and its new requests."""
 
 import dataclasses
 import functools
@@ -56,7 +56,8 @@ def find_layout(
     size = shards.slots if decode_size is None else decode_size
     prefill = bool(num_tokens.max() > max_query_tokens)
     if prefill_size is None:
-        size = size if largest <= size else 1 << (largest - 1).bit_length()
+        if largest > size:
+            size = 1 << (largest - 1).bit_length()  # the next power of two
     elif prefill or largest > size:
         size = prefill_size
         prefill = True
@@ -65,11 +66,11 @@ def find_layout(
             raise ValueError(f"{prefill_size=} is less than the step's {largest} tokens{where}")
     begins = shards.place_rows(slot_of, num_tokens, size)
     indices = consecutive(begins, num_tokens)
-    padded = np.full((shards.count * size,), -1, np.int32)
-    padded[indices] = np.repeat(slot_of % shards.slots, num_tokens)
-    for array in (begins, indices, padded):
+    token_slots = np.full((shards.count * size,), -1, np.int32)
+    token_slots[indices] = np.repeat(slot_of % shards.slots, num_tokens)
+    for array in (begins, indices, token_slots):
         array.flags.writeable = False  # `lru_cache` returns the same arrays again for later batches
-    return Layout(begins, indices, padded, prefill)
+    return Layout(begins, indices, token_slots, prefill)
 
 
 def find_new_rows(
@@ -101,7 +102,8 @@ def find_new_rows(
         shard, local_slot = divmod(slot, shards.slots)
         for index in range(now["published_blocks"][i], published[i]):
             row = shard * max_blocks + num_blocks[shard]
-            rows["new_blocks"][row] = local_slot, index, after.lists[slot][0][index] % shards.blocks
+            blocks, _ = after.lists[slot]
+            rows["new_blocks"][row] = local_slot, index, blocks[index] % shards.blocks
             num_blocks[shard] += 1
         if now["is_new"][i]:
             rows["reset_slots"][shard * shards.slots + num_resets[shard]] = local_slot

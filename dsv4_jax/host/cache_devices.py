@@ -20,10 +20,10 @@ MAX_BLOCKS_PER_TRANSFER = 16
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The shards of a cache's slots and blocks: one for each index of the mesh axis "data"; without this axis, one.
+    """The shards of a cache's slots and blocks. There is one for each index of the mesh axis "data", or one without it.
 
-    The host uses global ids: those of shard 1 continue where those of shard 0 end. Steps and block tables on the device
-    use local ids, which begin at 0 in each shard.
+    The host uses global ids, which count on from shard to shard. Steps and block tables on the device use local ids,
+    which begin at 0 in each shard.
 
     Attributes:
       count: number of shards.
@@ -56,8 +56,8 @@ class Shards:
         shards = self.of(slots)
         begins = np.empty_like(counts)
         for shard in range(self.count):
-            mine = shards == shard
-            begins[mine] = shard * size + np.cumsum(counts[mine]) - counts[mine]
+            in_shard = shards == shard
+            begins[in_shard] = shard * size + np.cumsum(counts[in_shard]) - counts[in_shard]
         return begins
 
 
@@ -117,8 +117,8 @@ class CacheDevices:
 
         Args:
           tree: pytree of NumPy arrays.
-          axis: name in `axis_rules.RULES` of the logical axis that the arrays' first axis is, which says how it is
-            sharded. None replicates the arrays on all devices. Scalars are always replicated.
+          axis: logical name of the arrays' first axis, a key of `axis_rules.RULES`, which says how the axis is sharded.
+            None replicates the arrays on all devices. Scalars are always replicated.
 
         Returns:
           The same pytree of arrays on the devices.
@@ -147,7 +147,7 @@ class CacheDevices:
     ) -> KVCache:
         """Writes a request to a slot: its length, its block table, and optionally its rows and the entries of blocks.
 
-        All transfers come before the first program that donates the cache, so nothing on the host can fail after it.
+        All transfers come before the first program that donates the cache. So if one fails, the cache is not lost.
 
         Args:
           cache: the cache; donated.
@@ -174,8 +174,8 @@ class CacheDevices:
     def put_changed(self, tree: Any, axis: str | None = None) -> Any:
         """Copies arrays to the devices as `put` does, but skips arrays that have not changed since the last call.
 
-        An array is compared with the last one that had the same place in a pytree of the same structure, the same shape
-        and the same `axis`. If they are equal, the array that is on the devices is returned.
+        An array is compared with the last array that was put at the same place of a pytree of the same structure, with
+        the same shape and the same `axis`. If the two are equal, the array that is already on the devices is returned.
 
         Args:
           tree: pytree of NumPy arrays, which must not be modified later.
@@ -201,7 +201,7 @@ class CacheDevices:
         return not on_device.is_deleted() and (last is array or last.tobytes() == array.tobytes())
 
     def get(self, tree: Any) -> Any:
-        """Copies a pytree of arrays that a step returned to the host, and returns them as NumPy arrays."""
+        """Copies a step's results, a pytree of arrays, to the host, and returns them as NumPy arrays."""
         return jax.device_get(self.begin_get(tree))
 
     def begin_get(self, tree: Any) -> Any:
@@ -237,5 +237,5 @@ def _padded_slice(x, start, count):
 
 
 def consecutive(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Returns n ranges in one array: the `counts[i]` consecutive integers from `begins[i]` on, for i = 0 .. n - 1."""
+    """Concatenates n ranges. Range i has `counts[i]` consecutive integers, the first of which is `begins[i]`."""
     return np.repeat(begins - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())

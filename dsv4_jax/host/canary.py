@@ -58,9 +58,9 @@ def check_blocks(devices: CacheDevices, cache: KVCache, nodes: Iterable[Any], re
 
 
 def check_snapshot(schema: CacheSchema, node: Any, reader: str) -> None:
-    """Compares the snapshot of a `CachedBlock` with its checksums. Does nothing if the node lacks either of them.
+    """Compares the snapshot of a `CachedBlock` with its checksums. Does nothing if the node has no snapshot or no sums.
 
-    `reader` and the error CacheCorruptionError are those of `check_blocks`.
+    `reader` and the error CacheCorruptionError are as for `check_blocks`.
     """
     if node.snapshot is not None and node.snapshot_sums is not None:
         what = f"the snapshot at {node.length} tokens, behind block {node.block},"
@@ -78,7 +78,8 @@ def _check(reader, what, since, before, now):
 def _layer_sums(schema, parts):
     """Returns a CRC-32 checksum for each layer of the model.
 
-    `parts` are pairs (layers, arrays): a pytree of arrays [n, ...], and the numbers in the model of the n layers.
+    `parts` are pairs (layers, tree): the numbers of n layers of the model, and a pytree of arrays [n, ...] with a row
+    for each of these layers.
     """
     sums = [0] * len(schema.layers)
     for layers, tree in parts:

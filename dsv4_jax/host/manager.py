@@ -99,20 +99,22 @@ class KVCacheManager(Summarized):
         check_whole("max_requests", max_requests, 1)
         if num_blocks is not None:
             check_whole("num_blocks", num_blocks, 1)
-        shards = count_shards(mesh)
+        num_shards = count_shards(mesh)
         shape = {} if mesh is None else mesh.shape
         if mesh is not None:
             check_mesh(mesh)
             check_shardable(config, shape)
             check_divisible(shape, max_requests=max_requests, num_blocks=num_blocks or 0)
-        holders = check_context_parallel(shape, context_parallel, num_blocks or 0)
+        devices_per_shard = check_context_parallel(shape, context_parallel, num_blocks or 0)
         if num_blocks is None and memory is not None:
-            slots = max_requests // shards
+            slots = max_requests // num_shards
             budget = compute_block_budget(
                 config, parse_bytes(memory), max_requests=slots, context_parallel=context_parallel, **sizes
             )
             shard = CacheSchema(config, 0, max_requests=slots, context_parallel=context_parallel, **sizes)
-            num_blocks = shards * holders * min(budget, -(-slots * shard.max_blocks // holders))
+            # The number of blocks on a device if the requests in all slots have the maximum length.
+            full = -(-slots * shard.max_blocks // devices_per_shard)
+            num_blocks = num_shards * devices_per_shard * min(budget, full)
         elif num_blocks is None or memory is not None:
             raise ValueError(f"give exactly one of memory and num_blocks; got {memory=} and {num_blocks=}")
         self.schema = CacheSchema(
@@ -127,7 +129,7 @@ class KVCacheManager(Summarized):
         return Summary(words, self.use())
 
     def use(self) -> dict[str, Share]:
-        """Returns the used share of slots, of blocks, and of `max_context` by each request, by name; for a repr."""
+        """Returns {name: used share} for a repr: of the slots, of the blocks, and of `max_context` by each request."""
         schema = self.schema
         shares = {
             "slots": Share(len(self.slots), schema.max_requests),
@@ -168,7 +170,7 @@ class KVCacheManager(Summarized):
     def admission_times(self) -> np.ndarray:
         """The [max_requests] times of admission by slot, which tell apart successive requests in one slot.
 
-        Times are those of the request table's clock, which counts events and begins at 1; 0 in free slots.
+        A time is a number of the request table's clock, which counts events and begins at 1. Free slots have time 0.
         """
         return self.requests.states.numbers["admitted"].copy()
 
@@ -176,7 +178,7 @@ class KVCacheManager(Summarized):
     def block_table(self) -> np.ndarray:
         """A copy of the device's block table for admitted slots, [max_requests, max_blocks] int32; -1 = none.
 
-        On a mesh with an axis "data" the ids are local: those of each shard begin at 0.
+        On a mesh with an axis "data" the ids are local: they begin at 0 in each shard.
         """
         table = np.full((self.schema.max_requests, self.schema.max_blocks), -1, np.int32)
         for slot, state in self.requests.states.items():
@@ -196,9 +198,9 @@ class KVCacheManager(Summarized):
         return step_order.device_state(self.requests, slot).min_length
 
     def init_cache(self) -> KVCache:
-        """Makes an empty cache on the devices. Steps refuse to run on it batches of requests that ran on another cache.
+        """Makes an empty cache on the devices, which becomes the manager's newest cache (see `rewind`).
 
-        The manager takes it for the newest cache, see `rewind`.
+        A step on this cache raises ValueError for a batch of a request whose earlier tokens ran on another cache.
         """
         cache = KVCache.zeros(self.schema, self.mesh)
         step_order.record_empty(cache, self.requests)
@@ -286,6 +288,7 @@ class KVCacheManager(Summarized):
             first request that does not fit.
         """
         table = self.requests
+        # For each shard, the number of free slots, and the number of blocks that are free or evictable.
         room = [[len(table.free_slots(shard)), table.room(shard)] for shard in range(self.shards.count)]
         for count, size in enumerate(sizes):
             blocks = table.blocks_for(size)
@@ -377,11 +380,12 @@ class KVCacheManager(Summarized):
         """Builds a step's inputs, reserves the blocks that it needs, and adds its tokens to the requests' lengths.
 
         The number T of tokens in the batch's arrays is padded so that few programs are compiled. The size of
-        `Batch.new_blocks` follows from T and `reserve`. On a mesh with an axis "data" every size here is that of one
+        `Batch.new_blocks` follows from T and `reserve`. On a mesh with an axis "data" every size here is for one
         shard, and the arrays hold the shards one after another.
 
-        * A step of at most `decode_size` tokens, at most `max_query_tokens` of each request: T is `decode_size`.
-        * A step of at most `decode_size` tokens, more of a request: T is `prefill_size`, or without it `decode_size`.
+        * A step of at most `decode_size` tokens, with at most `max_query_tokens` of each request: T is `decode_size`.
+        * A step of at most `decode_size` tokens, with more than `max_query_tokens` of one request: T is `prefill_size`.
+          Without `prefill_size`, T is `decode_size`.
         * A step of more tokens: T is `prefill_size`, or without it the next power of two.
 
         Batches run in the order in which they were prepared. If a batch is dropped, steps refuse the later batches of
@@ -462,19 +466,21 @@ class KVCacheManager(Summarized):
         after["num_blocks"] += missing
         after["changed"] = time
         after["is_new"] = False
-        # A block is published when the device's block table gets it. Only blocks that this step can reach are, which
-        # bounds the size of new_blocks.
+        # A block is published when the device's block table gets it. Only blocks that this step can reach are
+        # published, which bounds the size of `new_blocks`.
         after["published_blocks"] = np.maximum(now["published_blocks"], -(-(after["length"] + reserve) // block_tokens))
-        # The maximum number of new blocks in a shard: those of all its tokens if they were one request's, for each slot
-        # one more, because each request's number is rounded up, and for each slot those of `reserve`.
+        # The maximum number of new blocks in a shard. Each slot can have the blocks of `reserve`, and one more because
+        # the number of blocks of each request is rounded up. The step's tokens need the blocks that one request of so
+        # many tokens needs.
         max_blocks = self.shards.slots * (1 + table.blocks_for(reserve))
         max_blocks += table.blocks_for(num_tokens // self.shards.count)
         token_ids = np.zeros((num_tokens,), np.int32)
         token_ids[layout.indices] = ids
         positions = np.full((num_tokens,), -1, np.int32)
         positions[layout.indices] = consecutive(now["length"], counts)
-        growing = np.flatnonzero(missing)
-        with table.transaction(dict(zip(slots[growing].tolist(), missing[growing].tolist(), strict=True))) as acquired:
+        growing = missing > 0
+        needed = dict(zip(slots[growing].tolist(), missing[growing].tolist(), strict=True))
+        with table.transaction(needed) as acquired:
             states = states.replaced(slots, after, acquired)
             arrays = {"token_ids": token_ids, "slots": layout.slots}
             arrays |= find_new_rows(self.shards, slots, now, states, max_blocks)
@@ -538,9 +544,9 @@ class KVCacheManager(Summarized):
         Args:
           slot: slot of the request.
           num_tokens: number of tokens to forget.
-          is_followed: whether the forgotten tokens are rejected drafts of the last batch but one. The newest batch was
-            launched before the rejection was known, and the device wrote its tokens at the places of the rejected ones
-            (see `EarlierTokens.fill`).
+          is_followed: whether the forgotten tokens are rejected drafts of the last batch but one, and the newest batch
+            was launched before the host knew of the rejection. The device has then written the newest batch's tokens
+            at the positions of the rejected drafts (see `EarlierTokens.fill`).
 
         Raises:
           ValueError: the slot is not admitted, the number is negative, the rings do not reach back so far, or a block
@@ -551,6 +557,7 @@ class KVCacheManager(Summarized):
             raise ValueError(f"{num_tokens=} must not be negative")
         length = state.length - num_tokens
         device_state = step_order.device_state(self.requests, slot)
+        # If all tokens of batches that did not run are taken back, the rings reach as far back as before these batches.
         base = device_state if length <= device_state.length else state
         if is_followed:  # the newest batch began `num_tokens` earlier than the host counted, and overwrote rows there
             base = dataclasses.replace(state, min_length=state.min_length - num_tokens)
@@ -574,7 +581,7 @@ class KVCacheManager(Summarized):
     def fork(self, cache: KVCache, slot: int, n: int, *, length: int | None = None) -> tuple[list[int], KVCache]:
         """Makes `n` copies of a request, each with a slot of its own. The request itself goes on too.
 
-        Full blocks are shared. The last block if it is not full, the rings and the compressor states are copied at
+        Full blocks are shared. The last block, unless it is full, the rings and the compressor states are copied at
         once: every copy writes to them with its first token, so copying later would save nothing.
 
         Args:
@@ -615,16 +622,17 @@ class KVCacheManager(Summarized):
                     cached_blocks=cached_blocks,
                     admitted=0,
                 )
-            new = self._copy_request(cache, slot, states, parent.blocks[full] if partial else -1, copies)
-            step_order.record_write(table, cache, new, states)
-        return slots, new
+            partial_block = parent.blocks[full] if partial else -1
+            new_cache = self._copy_request(cache, slot, states, partial_block, copies)
+            step_order.record_write(table, cache, new_cache, states)
+        return slots, new_cache
 
     def truncate(self, cache: KVCache, slot: int, length: int) -> tuple[int, KVCache]:
         """Truncates a request to any length.
 
         Down to `min_length` no token has to run again. Below it, the rows that the next token reads are overwritten.
-        The request then goes back to the last block boundary, at most at `length`, for which a `PrefixCache` has a
-        snapshot, or else to no tokens, and the caller runs the tokens from there up to `length` again.
+        The request then goes back to the last block boundary up to `length` for which a `PrefixCache` has a snapshot.
+        Without one it goes back to no tokens. The caller runs the tokens from there up to `length` again.
 
         Blocks beyond the kept tokens are released. If the last kept block is not full and is shared, it is replaced by
         a copy, since later tokens are written to it.
@@ -639,7 +647,7 @@ class KVCacheManager(Summarized):
           `length`.
 
         Raises:
-          ValueError: the slot is not admitted, or `length` is negative or exceeds the request's.
+          ValueError: the slot is not admitted, or `length` is negative or exceeds the request's length.
           CacheFullError: no block is free for a copy.
           CacheCorruptionError: a `PrefixCache` with `debug` found a changed snapshot.
         """
@@ -661,7 +669,7 @@ class KVCacheManager(Summarized):
             min_length = start
         full, partial = divmod(start, self.schema.block_tokens)
         end = full + bool(partial)
-        written = state.blocks[full:end]
+        written = state.blocks[full:end]  # the last kept block if it is not full, else nothing
         with table.transaction({slot: len(written)} if table.is_shared(written) else None) as copies:
             blocks = state.blocks[:full] + (copies[slot] if copies else written)
             table.allocator.release((written if copies else []) + state.blocks[end:])
@@ -675,16 +683,16 @@ class KVCacheManager(Summarized):
                 cached_blocks=state.cached_blocks[:full],
             )
             if copies:
-                new = self._copy_request(cache, slot, {slot: state}, written[0], copies)
+                new_cache = self._copy_request(cache, slot, {slot: state}, written[0], copies)
             else:
-                new = self.devices.write_request(cache, slot, start, blocks, snapshot)
-            step_order.record_write(table, cache, new, {slot: state})
-        return start, new
+                new_cache = self.devices.write_request(cache, slot, start, blocks, snapshot)
+            step_order.record_write(table, cache, new_cache, {slot: state})
+        return start, new_cache
 
     def _copy_request(self, cache, source: int, states: Mapping[int, RequestState], block: int, copies):
         """Copies the rows of slot `source` to the slots of `states`, and `block` (-1 = none) to the blocks of `copies`.
 
-        `states` {slot: state} and `copies` {slot: acquired blocks} are those of the targets, whose lengths are equal.
+        `states` {slot: state} and `copies` {slot: acquired blocks} describe the targets, which have equal lengths.
         Donates the cache and returns the updated one.
         """
         max_requests = self.schema.max_requests

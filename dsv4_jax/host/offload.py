@@ -43,7 +43,7 @@ class OffloadedRequest(Summarized):
       min_length: the shortest length that the request can be rewound to.
       rows: rows of the request's slot, as NumPy arrays.
       blocks: {name of a pool group: entries and keys [layers, blocks, entries per block, ...]}, as NumPy arrays.
-      identity: properties in which a cache must agree to take the request, see the function `identity`.
+      identity: properties that a cache must share to take the request, see the function `identity`.
       weights: version of the weights that computed the request's first rows, see `RequestTable.weights`.
     """
 
@@ -77,7 +77,7 @@ def capture(
       length: number of tokens of the copy: all (None), or one less.
 
     Raises:
-      ValueError: as for `offload`, or `length` is another number.
+      ValueError: as for `offload`, or `length` is neither the request's length nor one less.
       CacheCorruptionError: as for `offload`.
     """
     manager.check_cache(cache, slot)
@@ -107,7 +107,7 @@ def offload(manager: KVCacheManager, cache: KVCache, slot: int) -> tuple[Offload
       RuntimeError: the cache was donated.
       ValueError: the slot is not admitted, its request holds no tokens yet, or the cache belongs to another manager or
         lacks tokens of the request.
-      CacheCorruptionError: blocks have changed that a `PrefixCache` with `debug` has checksums of.
+      CacheCorruptionError: a `PrefixCache` with `debug` has checksums of the request's blocks, and a block has changed.
     """
     offloaded = capture(manager, cache, slot)
     manager.release(slot)
@@ -133,7 +133,7 @@ def resume(
       offloaded: result of `offload` or `capture`; it stays valid.
       key: name of the model's weights, as for `capture`.
       num_tokens: number of tokens that the request will hold in the end, by which a shard with room is chosen; None =
-        its length.
+        the request's length.
 
     Returns:
       (the slot, the cache).
@@ -157,7 +157,7 @@ def resume(
         blocks = acquired[slot]
         rows = jax.tree.map(_fit, offloaded.rows, rows_struct(schema))
         new = devices.write_request(cache, slot, length, blocks, devices.put(rows), blocks, offloaded.blocks)
-        # The rings of this cache may have fewer spare rows than those that the request comes from.
+        # This cache's rings may have fewer spare rows than the rings of the cache that the request comes from.
         min_length = max(offloaded.min_length, length - (schema.max_query_tokens - 1))
         state = RequestState(length, min_length, blocks, len(blocks), is_new=False, weights=offloaded.weights)
         record_write(table, cache, new, {slot: state})
@@ -183,7 +183,7 @@ def identity(schema: CacheSchema, key: str) -> dict[str, str]:
 
 
 def check_identity(schema: CacheSchema, key: str, have: Mapping[str, str]) -> None:
-    """Raises ValueError unless `have`, the `identity` of a request, has the values of this cache's identity."""
+    """Raises ValueError if `have`, the `identity` of a request, differs from the identity of this cache."""
     for name, want in identity(schema, key).items():
         if have.get(name) != want:
             raise ValueError(f"the request was made with {name}={have.get(name)!r}, this cache has {name}={want!r}")
@@ -202,7 +202,7 @@ def blocks_struct(schema: CacheSchema, n: int) -> dict[str, PoolGroup]:
 
 
 def _fit(x, struct):
-    """Returns x [layers, n, width] with as many rows as `struct`: without the oldest ones, or after rows of zeros."""
+    """Returns x [layers, n, width] with as many rows as `struct`. Drops the first rows, or puts zeros before them."""
     x = x[:, max(0, x.shape[1] - struct.shape[1]) :]
     return np.pad(x, [(0, 0), (struct.shape[1] - x.shape[1], 0), (0, 0)])
 
@@ -245,12 +245,12 @@ def save_request(
 def load_request(
     path: str | Path, manager: KVCacheManager, cache: KVCache, *, key: str = ""
 ) -> tuple[int, np.ndarray, KVCache]:
-    """Reads a request that `save_request` wrote into a free slot and free blocks.
+    """Reads a request from a file of `save_request` into a free slot and free blocks.
 
     Args:
       path: path of the file.
-      manager: manager of the cache. Its numbers of blocks and slots, `max_context` and `max_query_tokens` may differ
-        from those of the cache that was saved from.
+      manager: manager of the cache. The request may come from a cache with other numbers of blocks and slots, another
+        `max_context` and another `max_query_tokens`.
       cache: the cache; donated.
       key: name of the model's weights, as for `save_request`.
 
@@ -289,27 +289,30 @@ def _parse(path, manager, key):
     schema = manager.schema
     check_identity(schema, key, metadata)
     content = np.frombuffer(blob, np.uint8)
-    tensors = {name: content[place].view(DTYPES[x.dtype]).reshape(x.shape) for name, (x, place) in stored.items()}
+    tensors = {
+        name: content[byte_range].view(DTYPES[header.dtype]).reshape(header.shape)
+        for name, (header, byte_range) in stored.items()
+    }
     try:
         tokens = manager.check_ids(tensors.pop("tokens", np.zeros((), np.int32)), "tokens")
     except TypeError as error:
         raise ValueError(f"the file's {error}") from None
     rows, blocks, spare = _read_tensors(schema, manager.requests.blocks_for(len(tokens)), tensors)
-    text = str(metadata.get("min_length"))
+    min_length = str(metadata.get("min_length"))
     lowest = max(0, len(tokens) - spare)
-    if not re.fullmatch("[0-9]{1,10}", text) or not lowest <= int(text) <= len(tokens):
+    if not re.fullmatch("[0-9]{1,10}", min_length) or not lowest <= int(min_length) <= len(tokens):
         raise ValueError(
-            f"min_length is {text!r}, it must be from {lowest} to {len(tokens)}: its rings reach no further"
+            f"min_length is {min_length!r}, it must be from {lowest} to {len(tokens)}: its rings reach no further"
         )
     properties = identity(schema, key)
-    return tokens, OffloadedRequest(len(tokens), int(text), rows, blocks, properties, manager.requests.weights)
+    return tokens, OffloadedRequest(len(tokens), int(min_length), rows, blocks, properties, manager.requests.weights)
 
 
 def _read_tensors(schema, num_blocks, tensors):
     """Returns (`OffloadedRequest.rows`, `OffloadedRequest.blocks`, number of spare rows in each ring of the file).
 
-    A ring holds the rows that a step reads, and spare rows. The file's rings may have another number of spare rows
-    than this cache's (axis 1). `tensors` is {name: array}.
+    A ring's axis 1 has the rows that a step reads, and spare rows. The file's rings may have more or fewer spare rows
+    than the rings of this cache. `tensors` is {name: array}.
 
     Raises:
       ValueError: a name, shape or dtype does not fit this cache, or the rings' numbers of spare rows differ.

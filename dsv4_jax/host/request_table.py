@@ -62,8 +62,8 @@ class RequestState:
     def shortened(self, length: int | None, slot: int) -> "RequestState":
         """Returns the state of a copy of the request with all its tokens, or without the last one.
 
-        The copy can always run the last token again: the token writes the bytes that are there, and its own row is the
-        only one that it has overwritten.
+        The copy can always run the last token again. The token has overwritten no row but its own, and it writes the
+        same bytes there again.
 
         Args:
           length: number of tokens of the copy; None = all.
@@ -79,9 +79,9 @@ class RequestState:
         return dataclasses.replace(self, length=length, min_length=min(self.min_length, length))
 
 
-# The numbers of a `RequestState`, as the fields of a structured dtype. One array of it has the numbers of all slots, so
-# that a step changes all its requests at once. The lengths are kept nowhere else: the records of batches and caches in
-# `host.step_order` are earlier versions of this array.
+# The numbers of a `RequestState`, as the fields of a structured dtype. One array of this dtype has the numbers of all
+# slots, so that a step changes all its requests at once. The records of batches and caches in `host.step_order` are
+# earlier versions of the array.
 _NAMES = ("length", "min_length", "num_blocks", "published_blocks", "admitted", "changed", "weights", "is_new")
 NUMBERS = np.dtype([(name, np.bool_ if name == "is_new" else np.int64) for name in _NAMES])
 
@@ -199,7 +199,7 @@ class RequestTable:
         return self.states[slot]
 
     def commit(self, states: Mapping[int, RequestState | None]) -> None:
-        """Replaces the states {slot: state}; None ends the request. Call it in a `transaction` if blocks change."""
+        """Replaces the states {slot: state}; a state None ends the request. Needs a `transaction` if blocks change."""
         self.states = self.states.updated(states)
 
     def tick(self) -> int:
@@ -216,8 +216,8 @@ class RequestTable:
         """Guards an operation that acquires or releases blocks: if it fails, all reference counts are rebuilt.
 
         The operation, the body of the `with` statement, transfers its arrays, then launches the one program that
-        donates the cache, and then commits the new states. The counts are rebuilt from the states (`recount`). If the
-        operation fails before `commit`, no state lists the acquired blocks, so they are free again.
+        donates the cache, and then commits the new states. If it fails before `commit`, no state lists the acquired
+        blocks, so `recount` frees them again.
 
         Args:
           blocks: {slot: number of blocks to acquire for it}; None = no blocks.
@@ -291,7 +291,8 @@ class RequestTable:
             prefix = prefixes[shard] if prefixes else NOTHING
             return free > 0, self.fits(shard, num_tokens, prefix), prefix.blocks, free, self.room(shard)
 
-        (slot,) = self.find_slots(1, max(range(self.shards.count), key=rank))  # the first of equally good shards
+        best_shard = max(range(self.shards.count), key=rank)  # the first one if several are equally good
+        (slot,) = self.find_slots(1, best_shard)
         return slot
 
     def fits(self, shard: int, num_tokens: int, prefix: FoundPrefix = NOTHING) -> bool:

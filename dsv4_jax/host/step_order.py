@@ -5,8 +5,9 @@ host keeps a record of each batch and of each cache to check this. A record is a
 `positions` of a batch, of `lengths` of a cache. So pytrees and compiled programs are as they would be without records,
 and a record vanishes with its array.
 
-`decode.step_launch` records the caches that the steps of this package return. If a user's own program returned an
-array, the array carries no record. Its batch or cache is not checked, nor are the caches that steps make from it.
+`decode.step_launch` records the caches that the steps of this package return. An array that a user's own program
+returned carries no record, so its batch or cache is not checked. If a step runs such a batch, the cache that it returns
+has no record either. If a step runs on such a cache, the record of the returned cache covers only the step's requests.
 """
 
 import dataclasses
@@ -58,7 +59,12 @@ class CacheContents:
     is_complete: bool = False
 
     def is_behind(self, numbers: np.ndarray, slots: Any) -> Any:
-        """Whether the cache is known to lack tokens that `numbers` count, in a slot or in each of slots [n]."""
+        """Returns whether the cache is known to lack tokens of requests.
+
+        Args:
+          numbers: [slots] array of dtype `NUMBERS`, the requests with all their tokens.
+          slots: a request's slot, or an [n] array of slots. The result then has shape [n], too.
+        """
         present = self.numbers[slots]
         return np.where(present["admitted"] == 0, self.is_complete, present["changed"] != numbers[slots]["changed"])
 
@@ -191,8 +197,8 @@ def check_order(cache: KVCache, batch: Batch) -> None:
 def device_state(table: RequestTable, slot: int) -> RequestState:
     """Returns the state of a request without the tokens of batches that have certainly not run.
 
-    A batch has certainly not run if it is missing in the record of the manager's newest cache and this cache still
-    exists, since a step would have donated it. Otherwise all of the request's batches count as run.
+    A step donates its cache. So if the manager's newest cache still exists, the batches that are missing in its record
+    have not run. If that cache was donated or freed, all of the request's batches count as run.
     """
     state = table.state(slot)
     contents = _newest(table)
@@ -231,16 +237,16 @@ def _record_newest(cache, contents):
 def _follow(table, old, new, slots, after, before=None):
     """Records the cache `new` that a program made from the cache `old` by writing some slots.
 
-    Does not record it if `old` has no record of this manager.
+    If `old` has no record of this manager, the record covers only the written slots.
 
     Args:
       table: table of the manager.
       old: the cache that the program got.
       new: the cache that the program returned.
       slots: the written slots.
-      after: [slots of the cache] array of dtype `NUMBERS`, which holds for the written slots.
-      before: the array of dtype `NUMBERS` that `after` was made from, or None. If it is the record of `old`, `after`
-        holds for all slots.
+      after: [slots of the cache] array of dtype `NUMBERS`, the requests after the program. Only the entries of the
+        written slots are used, unless the record of `old` has the array `before`.
+      before: array of the same shape and dtype, the requests before the program, that `after` was made from; or None.
     """
     contents = _record_of(old.lengths)
     if contents is None or contents.table is not table:

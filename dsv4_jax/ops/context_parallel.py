@@ -17,9 +17,10 @@ from dsv4_jax.quant import round_to
 
 
 def topk_of_shards(scores: Float[Array, "T E"], lengths: Int[Array, "T"], k: int) -> Int[Array, "T k"]:
-    """Selects the k entries with the highest scores among the entries of all devices, as `indexer_topk` does for one.
+    """Selects the k entries with the highest scores among all devices' entries, as `indexer_topk` does on one device.
 
-    Each device selects its k best entries. Then all devices gather these and select the k best of them.
+    Each device selects its own k best entries. Then each device gathers the selected entries of all devices, and
+    selects the k best of these.
 
     Args:
       scores: [T, E] float32 scores of all entries; -inf for entries that lie on other devices.
@@ -33,11 +34,11 @@ def topk_of_shards(scores: Float[Array, "T E"], lengths: Int[Array, "T"], k: int
     local_scores = jnp.take_along_axis(scores, jnp.maximum(local, 0), axis=1)
     # The gathered entries are sorted by number, because `indexer_topk` prefers the first of equal scores. Missing
     # entries come last.
-    last = jnp.iinfo(jnp.int32).max
-    pairs = jnp.where(local >= 0, local, last), jnp.where(local >= 0, local_scores, -jnp.inf)
-    entries, offered = (jax.lax.all_gather(x, MODEL_AXIS, axis=1, tiled=True) for x in pairs)
-    entries, offered = jax.lax.sort((entries, offered), dimension=1, num_keys=1)
-    best = indexer_topk(offered, jnp.full_like(lengths, offered.shape[1]), k)
+    missing = jnp.iinfo(jnp.int32).max
+    pairs = jnp.where(local >= 0, local, missing), jnp.where(local >= 0, local_scores, -jnp.inf)
+    entries, entry_scores = (jax.lax.all_gather(x, MODEL_AXIS, axis=1, tiled=True) for x in pairs)
+    entries, entry_scores = jax.lax.sort((entries, entry_scores), dimension=1, num_keys=1)
+    best = indexer_topk(entry_scores, jnp.full_like(lengths, entry_scores.shape[1]), k)
     return jnp.where(best >= 0, jnp.take_along_axis(entries, jnp.maximum(best, 0), axis=1), -1)
 
 
@@ -63,14 +64,14 @@ def attend_to_shards(
     """
     tokens, heads, _ = q.shape
     all_heads = jax.lax.all_gather(q, MODEL_AXIS, axis=1, tiled=True)
-    shard = attend(all_heads, jnp.asarray(model_index() == 0))
+    partial_results = attend(all_heads, jnp.asarray(model_index() == 0))
 
     def to_owners(x):
-        """Exchanges [T, A, ...] of all heads for [devices, T, H, ...] of this device's heads."""
+        """Exchanges this device's results [T, A, ...] for all devices' results [devices, T, H, ...] of its heads."""
         x = x.reshape(tokens, -1, heads, *x.shape[2:])
         return jax.lax.all_to_all(x, MODEL_AXIS, split_axis=1, concat_axis=0)
 
-    sums, largest, totals = map(to_owners, shard)
+    sums, largest, totals = map(to_owners, partial_results)
     sink = sinks[None, :]
     overall = jnp.maximum(jnp.max(largest, axis=0), sink)
     factor = jnp.exp(largest - overall[None])

@@ -46,12 +46,12 @@ def _find_runs(window, slots, positions):
     begin, end = run_bounds(slots)
     is_first = real & (begin == jnp.arange(tokens, dtype=jnp.int32))
     index = jnp.cumsum(is_first.astype(jnp.int32)) - 1
-    starts = jnp.nonzero(is_first, size=max_runs(window, tokens), fill_value=-1)[0].astype(jnp.int32)
-    slot, position = (jnp.where(starts >= 0, take(x, starts), -1) for x in (slots, positions))
+    first_token = jnp.nonzero(is_first, size=max_runs(window, tokens), fill_value=-1)[0].astype(jnp.int32)
+    slot, position = (jnp.where(first_token >= 0, take(x, first_token), -1) for x in (slots, positions))
     past = position[:, None] - jnp.arange(window.window - 1, 0, -1, dtype=jnp.int32)[None, :]
     past_slots = jnp.broadcast_to(slot[:, None], past.shape)
     past_rows = take(window.rows, window.layer, past_slots, jnp.maximum(past, 0) % window.ring)
-    return _Runs(real, begin, end, index, starts, slot, past, past_rows)
+    return _Runs(real, begin, end, index, first_token, slot, past, past_rows)
 
 
 def dense_rows(
@@ -65,8 +65,8 @@ def dense_rows(
       implementation: implementation of `gather_all_compressed_kv`.
 
     Returns:
-      Arrays with the call's T rows, and for each of `max_runs` requests a window of rows and as many entries as a
-      request may have. Entries that no token sees are unspecified.
+      Arrays with the call's T rows. They also have, for each of `max_runs` requests, the window rows before the call
+      and as many entries as a request may have. Entries that no token sees are unspecified.
     """
     tokens = slots.shape[0]
     window = kv.window
@@ -77,19 +77,20 @@ def dense_rows(
     runs = _find_runs(window, slots, positions)
     past_rows = window.codec.decode(runs.past_rows, dtype).reshape(runs.past.size, -1)
     rows = jnp.concatenate([window.codec.fake_quantize(new_kv, dtype), past_rows])
-    past_end = tokens + (runs.index + 1) * (window.window - 1)
+    past_end = tokens + (runs.index + 1) * (window.window - 1)  # end in `rows` of the past rows of each token's run
 
     first_entry = jnp.zeros((tokens,), jnp.int32)
     counts = jnp.zeros((tokens,), jnp.int32)
     entries = None
     if compressed is not None:
-        last = jnp.where(runs.first_token >= 0, take(positions, take(runs.end, runs.first_token) - 1), -1)
+        last_token = take(runs.end, runs.first_token) - 1
+        last_position = jnp.where(runs.first_token >= 0, take(positions, last_token), -1)
         gather = functools.partial(gather_all_compressed_kv, dtype=dtype, only_visible=True)
-        entries, _ = gather(compressed, runs.slot, last, implementation=implementation)
+        entries, _ = gather(compressed, runs.slot, last_position, implementation=implementation)
         entries = entries.reshape(-1, entries.shape[-1])
         first_entry = runs.index * compressed.max_entries
         counts = jnp.minimum(valid_lengths(positions, compressed.compress_rate), compressed.max_entries)
-        if kv.indices is not None:
+        if kv.indices is not None:  # counts the indices up to the last one that is not -1
             number = jnp.arange(1, kv.indices.shape[1] + 1, dtype=jnp.int32)
             counts = jnp.max(jnp.where(kv.indices >= 0, number[None, :], 0), axis=1, initial=0)
     metadata = jnp.stack([positions, runs.begin, past_end, first_entry], axis=1)
@@ -114,8 +115,9 @@ def ring_of_call(
     tokens = slots.shape[0]
     before = window.window - 1
     runs = _find_runs(window, slots, positions)
+    # The rows of each run follow `before` rows of the window before the run.
     own_rows = jnp.arange(tokens, dtype=jnp.int32) + before * (runs.index + 1)
-    count = tokens + runs.past.size
+    count = tokens + runs.past.size  # number of rows; a row with this index is dropped below
     first_row = jnp.where(runs.first_token >= 0, take(own_rows, runs.first_token), -1)
     past_row = first_row[:, None] - jnp.arange(before, 0, -1, dtype=jnp.int32)[None, :]
     past_row = jnp.where(runs.past >= 0, past_row, count)

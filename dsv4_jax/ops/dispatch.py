@@ -62,7 +62,7 @@ def dispatch(
 ) -> Any:
     """Calls an op's reference or its kernel, as `xla(*args, **options)` or `kernel(*args, interpret=.., **options)`.
 
-    The gradient is always that of the reference. With `implementation=None`, an op runs as "xla" if its kernel does not
+    Gradients always come from the reference. With `implementation=None`, an op runs as "xla" if its kernel does not
     take the device or the arguments. The logger "dsv4_jax.ops" reports such a fallback once for each reason, at level
     INFO, or at level DEBUG if the device runs no kernels at all. If the environment variable
     DSV4_JAX_REQUIRE_KERNELS=1 is set, a fallback is an error. A fallback because of PreferXla is neither reported nor
@@ -70,8 +70,7 @@ def dispatch(
 
     Args:
       op: the op's public name, for messages.
-      implementation: None for the best implementation that takes the device and the arguments, or the name of the one
-        to run.
+      implementation: name of the implementation to run; None = the best one that takes the device and the arguments.
       args: pytrees of arrays, in which a weight may be a `LayerSlice`. A kernel takes arrays of one device only, see
         `why_not_local`.
       xla: the reference. It gets `LayerSlice.value` in the place of each `LayerSlice`.
@@ -92,8 +91,8 @@ def dispatch(
         return xla(*layer_value(args), **options)
     # Within use_implementation("mosaic_gpu") the device is not checked, because a program may be compiled for a GPU on
     # a machine that has none.
-    ask = name == "mosaic_gpu" and (implementation is not None or default is None)
-    unsupported = why_no_mosaic_gpu() if ask else None
+    checks_device = name == "mosaic_gpu" and (implementation is not None or default is None)
+    unsupported = why_no_mosaic_gpu() if checks_device else None
     try:
         if reason := unsupported or why_not_local(args):
             raise NotImplementedError(reason)
@@ -131,11 +130,11 @@ def with_kernel[**P, R](kernel: Callable[..., R]) -> Callable[[Callable[P, R]], 
             implementation = options.pop("implementation")
             arrays = {name: options.pop(name) for name in list(options) if _holds_arrays(options[name])}
 
-            def named(function, *values, **options):
+            def call_by_name(function, *values, **options):
                 return function(**dict(zip(arrays, values, strict=True)), **options)
 
-            xla = functools.partial(named, reference, implementation="xla")
-            run_kernel = functools.partial(named, kernel)
+            xla = functools.partial(call_by_name, reference, implementation="xla")
+            run_kernel = functools.partial(call_by_name, kernel)
             return dispatch(reference.__name__, implementation, *arrays.values(), xla=xla, kernel=run_kernel, **options)
 
         return op
@@ -156,9 +155,14 @@ def _with_gradient_of(reference: Callable[..., Any], kernel: Callable[..., Any])
 
     def backward(args, cotangents):
         values, pull = jax.vjp(reference, *layer_value(args))
-        present = functools.partial(jax.tree.map, is_leaf=lambda value: value is None)
-        pulled = pull(present(lambda value, cotangent: None if value is None else cotangent, values, cotangents))
-        # The cotangent of a LayerSlice is that of its `value`. Its `stack` and `layer` have none.
+        cotangents = jax.tree.map(
+            lambda value, cotangent: None if value is None else cotangent,
+            values,
+            cotangents,
+            is_leaf=lambda value: value is None,
+        )
+        pulled = pull(cotangents)
+        # The cotangent of a LayerSlice belongs to its `value`. Its `stack` and `layer` have no cotangents.
         return jax.tree.map(
             lambda arg, cotangent: LayerSlice(cotangent, None, None) if isinstance(arg, LayerSlice) else cotangent,
             args,
@@ -191,7 +195,7 @@ def why_not_local(args: Any) -> str | None:
 
 
 def _partitioned(mesh):
-    """Returns the number of devices over which XLA partitions a program: the product of the mesh axes not manual."""
+    """Returns the number of devices over which XLA partitions a program: the size of all mesh axes but manual ones."""
     sizes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     return math.prod(size for size, kind in sizes if kind != AxisType.Manual)
 

@@ -34,7 +34,7 @@ def experts(
 
     The routing weight is multiplied before the last linear map, as in the release. So the product is rounded to
     bfloat16 at the same point. A token's experts are added up in the order of `selected`, so a token's bits do not
-    depend on other tokens. The gradient is that of "xla".
+    depend on other tokens. Gradients come from "xla".
 
     Args:
       x: [T, D] activations.
@@ -64,7 +64,7 @@ def experts(
 
 
 def _experts_kernel(x, selected, weights, gate_up, down, permutation, *shared, limit, interpret):
-    number = gate_up.shape[0]
+    num_experts = gate_up.shape[0]
     (gate_up, down, shared), layer = layer_stacks((gate_up, down, shared))
     matrices = _for_kernel(gate_up), _for_kernel(down)
     kernel = functools.partial(grouped_experts, x, selected, weights, *matrices)
@@ -72,7 +72,7 @@ def _experts_kernel(x, selected, weights, gate_up, down, permutation, *shared, l
         codes = tuple((weight.codes, weight.scale) for weight in shared) or None
         kernel = functools.partial(experts_kernel, x, selected, weights, *matrices, permutation, codes)
     y = kernel(layer=layer, limit=limit, interpret=interpret)
-    return y if shared else sum_of_experts(y, selected, number)
+    return y if shared else sum_of_experts(y, selected, num_experts)
 
 
 def _for_kernel(weight):
@@ -87,14 +87,14 @@ def _for_kernel(weight):
 def _take_one_launch(x, *matrices):
     """Returns whether one kernel launch can compute routed and shared experts.
 
-    It takes few tokens, and weights in the release's storage: `matrices` are gate_up and down of the routed experts in
-    FP4, then gate_up and down of the shared expert in FP8.
+    Such a launch takes few tokens, and weights in the release's storage: `matrices` are gate_up and down of the routed
+    experts in FP4, then gate_up and down of the shared expert in FP8.
     """
     kinds = [weight.kind if isinstance(weight, QuantizedWeight) else None for weight in layer_value(matrices)]
     inner = matrices[1].shape[2]
     shared = matrices[3].shape[1]
-    few = x.shape[0] <= MAX_SHARED_TOKENS and inner % 512 == 0 and shared % 256 == 0
-    return few and kinds == ["FP4", "FP4", "FP8", "FP8"]
+    fits = x.shape[0] <= MAX_SHARED_TOKENS and inner % 512 == 0 and shared % 256 == 0
+    return fits and kinds == ["FP4", "FP4", "FP8", "FP8"]
 
 
 @jax.named_scope("shared_expert")
@@ -106,21 +106,21 @@ def _shared_expert(limit, x, gate_up, down, *, implementation):
 
 def _experts_xla(x, selected, weights, gate_up, down, permutation, *shared, limit):
     tokens, k = selected.shape
-    number = gate_up.shape[0]
-    has_expert = (selected >= 0) & (selected < number)
-    by_expert = jnp.where(has_expert, selected, number).reshape(-1)
-    if by_expert.size < number:
+    num_experts = gate_up.shape[0]
+    has_expert = (selected >= 0) & (selected < num_experts)
+    expert_of_pair = jnp.where(has_expert, selected, num_experts).reshape(-1)
+    if expert_of_pair.size < num_experts:
         # There are fewer pairs of a token and an expert than experts, as in decoding. Each pair gathers its own matrix,
         # so that only matrices of selected experts are read and dequantized.
-        order = jnp.arange(by_expert.size, dtype=jnp.int32)
+        order = jnp.arange(expert_of_pair.size, dtype=jnp.int32)
 
         def multiply(x, weight):
-            return _paired_linear(x, weight[jnp.minimum(by_expert, number - 1)])
+            return _paired_linear(x, weight[jnp.minimum(expert_of_pair, num_experts - 1)])
 
     else:
         # Pairs of a token and an expert are sorted by expert, so that each expert is a group of a ragged matmul.
-        order = jnp.argsort(by_expert)
-        sizes = jnp.bincount(by_expert, length=number)
+        order = jnp.argsort(expert_of_pair)
+        sizes = jnp.bincount(expert_of_pair, length=num_experts)
 
         def multiply(x, weight):
             return _ragged_linear(x, weight[...], sizes)
@@ -129,7 +129,7 @@ def _experts_xla(x, selected, weights, gate_up, down, permutation, *shared, limi
     inner = swiglu(gate, up, limit) * weights.reshape(-1)[order][:, None]
     y = multiply(round_to(inner, x.dtype), down)
     y = jnp.zeros_like(y).at[order].set(y, unique_indices=True).reshape(tokens, k, -1)
-    y = sum_of_experts(y, selected, number)
+    y = sum_of_experts(y, selected, num_experts)
     if not shared:
         return y
     return round_to(y + _shared_expert(limit, x, *shared, implementation="xla"), x.dtype)

@@ -122,8 +122,8 @@ def window_rows(view, slots, positions, tokens, starts, new_kv, dtype):
     Args:
       view, dtype: as in `gather_swa_kv`.
       slots, positions: [n] slots and positions of the n tokens.
-      tokens: [n] index of each of them in the call.
-      starts: [n] index of the first token of its request in the call.
+      tokens: [n] index of each of the n tokens in the call.
+      starts: [n] index in the call of the first token of the same request.
       new_kv: [T, D] dequantized window rows of all T tokens, or None.
     """
     distance = jnp.arange(view.window - 1, -1, -1, dtype=jnp.int32)[None, :]

@@ -73,12 +73,14 @@ def round_index_query_xla(codec, q, positions, inv_freq):
 
 
 def round_index_query_operands(codec, q, weights, positions, inv_freq):
-    """Computes with XLA the same results as `pallas_kernels.indexer_scores.round_index_query`."""
+    """Computes the results of `pallas_kernels.indexer_scores.round_index_query` with XLA."""
     if codec.layout.scale != "e8m0":
         return permute_dims(round_index_query_xla(codec, q, positions, inv_freq), jnp.bfloat16), weights
     if inv_freq is not None:
         q = apply_rope_deterministic(q, jnp.maximum(positions, 0), inv_freq)
     rows = codec.encode(q)
+    # Decodes the values in units of 2**-TOP times the head's largest scale, and truncates them to multiples of 2**-9,
+    # the smallest positive value of float8_e4m3fn.
     largest = jnp.max(rows.scale, axis=-1, keepdims=True)
     scale = 127 + TOP - jnp.minimum(largest - rows.scale, 30)
     values = jnp.trunc(codec.decode(dataclasses.replace(rows, scale=scale)) * 2.0**9) * 2.0**-9

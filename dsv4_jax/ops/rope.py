@@ -34,7 +34,7 @@ def apply_rope(
 def apply_rope_deterministic(
     x: Float[Array, "T ... D"], positions: Int[Array, "T"], inv_freq: Float[Array, "P"]
 ) -> Float[Array, "T ... D"]:
-    """Computes `apply_rope` with the same bits on every backend, whose own cos and sin differ."""
+    """Computes `apply_rope` with the same bits on every backend, since it does not use the backend's cos and sin."""
     cos, sin = cos_sin(_angles(x, positions, inv_freq))
     return _rotate(x, cos, sin, product)
 

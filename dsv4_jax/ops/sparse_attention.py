@@ -35,12 +35,13 @@ LOWEST = -1e30
 class PrefillConfig:
     """Heuristics that decide which calls use the prefill kernel.
 
-    The prefill kernel dequantizes the rows that a call reads once, and not for each token that reads them. It then
-    holds the dequantized rows of all requests in memory.
+    The prefill kernel dequantizes each row of a call once, and not again for each token that reads it. It then holds
+    the dequantized rows of all requests in memory.
     """
 
     min_tokens: int = 128  # minimum number of tokens
-    # Maximum number of dequantized entries, by default 272 MB. There are as many as all requests of a call could have.
+    # Maximum number of dequantized entries, by default 272 MB. A call makes room for all entries that its requests can
+    # have.
     max_rows: int = (1 << 18) + (1 << 12)
     # Maximum number of dequantized entries per token of the call. With more, writing them takes longer than it saves.
     max_rows_per_token: int = 512
@@ -77,6 +78,7 @@ def _sparse_attention_kernel(q, sinks, kv, slots, positions, inv_freq, *, contex
         return _inverse_rope(out[:, :heads], positions, xla_freq)
 
     def attend(q, with_window):
+        # With layer -1, the kernel reads no window rows.
         visible = dataclasses.replace(rings, layer=jnp.where(with_window, rings.layer, -1))
         splits = attention_sums(_pad_heads(q), slots, positions, visible, entries, interpret=interpret)
         return jax.tree.map(lambda x: x[:, : q.shape[1]], _merge_splits(*splits))
@@ -106,7 +108,8 @@ def sparse_attention(
     also requires a window of a multiple of 64 tokens. Kernels and "xla" differ in how they round the weights of the
     softmax, so that results differ by about one part in 2 ** 8.
 
-    A token's bits depend on T, and on K or else the width of the block table, but never on other tokens.
+    A token's bits depend on T and the number of its indices, or without indices on the width of the block table. They
+    never depend on other tokens.
 
     Args:
       q: [T, H, D] queries after norm and RoPE, in the model's dtype.
@@ -115,7 +118,7 @@ def sparse_attention(
       slots, positions: [T] int32 request slots and absolute positions; -1 = padding.
       inv_freq: [P] float32, radians per token. The last 2 * P channels of the result are rotated back by the token's
         position, and rounded before and after (docs/dsv4.md 2.2). None: no rotation.
-      context_parallel: whether the entries are sharded over the mesh axis "model". q and sinks are then those of this
+      context_parallel: whether the entries are sharded over the mesh axis "model". Then q and sinks have only this
         device's heads.
       prefill: heuristics that decide whether to use the prefill kernel.
       implementation: None, "xla", "mosaic_gpu" or "interpret".
@@ -173,8 +176,8 @@ def _attend_dense(q, rows, valid, sinks):
 def _softmax_sums(q, rows, valid, least=LOWEST):
     """Computes the softmax of one token without the division by the sum of weights.
 
-    Returns (rows weighted by `exp(score - largest)` and summed [H, D], `largest` score but at least `least` [H], sums
-    of weights [H]).
+    Returns (out, largest, total). `out` [H, D] is the sum of the rows with weights `exp(score - largest)`. `largest`
+    [H] is the largest score, but at least `least`. `total` [H] is the sum of the weights.
     """
     rows = rows.astype(jnp.float32)
     scores = jnp.einsum("hd,nd->hn", q.astype(jnp.float32), rows, precision="highest") * q.shape[-1] ** -0.5

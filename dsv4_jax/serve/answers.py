@@ -1,4 +1,4 @@
-"""Answers to HTTP requests: they turn a body into requests to the engine, and the tokens of these into text."""
+"""Answers to HTTP requests: they turn a body into requests to the engine, and the tokens that come back into text."""
 
 import asyncio
 import dataclasses
@@ -93,7 +93,7 @@ class Answer:
         raise NotImplementedError
 
     def _max_tokens(self, room: int) -> int:
-        """Returns the maximum number of new tokens of a request, for which the context has room for `room` tokens."""
+        """Returns the maximum number of new tokens of a request. The context has room for `room` new tokens."""
         raise NotImplementedError
 
     def _new_choice(self, index: int, prompt: np.ndarray) -> Choice:
@@ -228,9 +228,9 @@ class Answer:
             raise APIError(400, message, param="n")
         if self._body.num_top is None:
             return
-        most = engine.engine.config.max_logprobs
-        if (need := max(self._body.num_top, self._scores_prompts)) > most:
-            raise APIError(400, f"this takes an engine with max_logprobs={need}, it has {most}", param="logprobs")
+        limit = engine.engine.config.max_logprobs
+        if (needed := max(self._body.num_top, self._scores_prompts)) > limit:
+            raise APIError(400, f"this takes an engine with max_logprobs={needed}, it has {limit}", param="logprobs")
         shown = sum(self._limit + len(prompt) * self._scores_prompts for prompt in self._prompts)
         if (total := shown * self._samples * (1 + self._body.num_top)) > _MAX_LOGPROBS:
             message = f"the answer may have {total} log-probabilities, the most is {_MAX_LOGPROBS}"
@@ -241,7 +241,7 @@ class Answer:
         manager = self._service.engine.engine.manager
         longest = max(map(len, self._prompts))
         context = min(manager.schema.max_context, manager.capacity)
-        # The context has room for one more token than the cache, because the last token is sampled but never stored.
+        # A request can have one token more than the cache stores, because the last token is sampled but never runs.
         room = context + 1 - longest
         limit = self._max_tokens(room)
         if limit > room or longest > context:
@@ -296,7 +296,7 @@ class OpenAIAnswer(Answer):
     def _usage(self) -> dict[str, Any]:
         prompt_tokens = sum(map(len, self._prompts))
         completion_tokens = sum(choice.num_generated for choice in self.choices)
-        # Only the first sample of each prompt counts. Later samples find the prompt in the cache because it ran first.
+        # Only the first sample of each prompt counts. Later samples find the prompt's tokens that the first one cached.
         cached_tokens = sum(choice.cached_tokens for choice in self.choices[:: self._samples])
         return {
             "prompt_tokens": prompt_tokens,  # the cached ones, too
@@ -356,7 +356,7 @@ def _score(choice: Any) -> float:
 
 
 async def run_off_loop[**P, T](tokens: int, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """Calls a function that handles `tokens` tokens, in another thread if these are too many for the event loop."""
+    """Calls a function that handles `tokens` tokens. With many tokens it runs outside the event loop's thread."""
     return await asyncio.to_thread(function, *args, **options) if tokens > 100 else function(*args, **options)
 
 

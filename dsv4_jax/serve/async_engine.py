@@ -18,15 +18,15 @@ from dsv4_jax.engine.requests import FinishReason
 
 
 _log = logging.getLogger("dsv4_jax.serve")
-# The limit on events that are sent to clients: 4 at once, and 2.5 per millisecond. Sending an event takes 0.06 ms of a
-# CPU core with Python's lock, which the engine needs for half of a short step. Tokens that a stream gets while it waits
-# are sent in one event: with 32 fast streams, the tokens of 13 ms.
+# The limit on events that are sent to clients: 4 at once, and 2.5 per millisecond. Sending an event holds the GIL for
+# 0.06 ms, and the engine needs the GIL for half of a short step. Tokens that a stream gets while it waits are sent in
+# one event: with 32 fast streams, the tokens of 13 ms.
 _EVENTS_AT_ONCE = 4
 _SECONDS_PER_EVENT = 4e-4
 
 
 class QueueFullError(RuntimeError):
-    """Raised if requests would exceed the maximum of running and waiting ones. None of them was submitted."""
+    """Raised if more requests would run and wait than the engine takes. None of the new requests was submitted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Update:
 
     Attributes:
       index: index of the request in the Generation: number of its prompt * n + number of its sample.
-      request: the request. The engine's thread adds tokens to it meanwhile, but does not change those it has. None if
+      request: the request. The engine's thread may add further tokens to it, but does not change earlier ones. None if
         the request could not be added, was cancelled, or failed together with others, or if there is nothing to run.
       num_generated: number of new tokens that the request had at that time.
       finish_reason: "stop", "length", "cancelled" or "error" in the last update, else None.
@@ -87,7 +87,7 @@ class Generation:
         return update
 
     def _put(self, update: Update) -> None:
-        """Queues an update. It replaces an update of the same request that waits, unless the new one is a failure."""
+        """Queues an update. Unless it is a failure, it replaces an update of the same request that still waits."""
         self._has_news.set()
         for i, earlier in enumerate(self._updates):
             if earlier.index == update.index and update.finish_reason not in ("cancelled", "error"):
@@ -96,7 +96,7 @@ class Generation:
         self._updates.append(update)
 
     def cancel(self, *indices: int) -> None:
-        """Cancels the requests with the given indices, by default all, without waiting. Finished ones do not change."""
+        """Cancels the requests with the given indices, by default all, without waiting. Skips finished requests."""
         keys = {(self, index) for index in indices or range(len(self._adds))}
         self._engine._send(self._engine._end, keys, "cancelled")
 
@@ -236,7 +236,10 @@ class AsyncEngine:
         self._end(None, "cancelled")
 
     def _end(self, keys, reason, error=None):
-        """Ends requests by their keys; None ends all. One may have finished in a step whose output is still to come."""
+        """Ends the requests with the given keys, or all if `keys` is None.
+
+        A request may have finished in a step whose output is still to come. It then ends with `reason`, too.
+        """
         for followers in list(self._followers.values()):
             for key in [key for key in followers if keys is None or key in keys]:
                 followers.remove(key)

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 
 CALL_TOKEN = "｜DSML｜"
-# How a block with a call continues after its first character `<`. The block's own tag `tool_calls` may be missing.
+# The texts that a block with a call has after its first character `<`. The block's own tag `tool_calls` may be missing.
 _HEADS = (f'{CALL_TOKEN}tool_calls><{CALL_TOKEN}invoke name="', f'{CALL_TOKEN}invoke name="')
 _MAX_HEAD = 64  # the maximum number of tokens of a head, white space between the two tags included
 
@@ -62,7 +62,7 @@ class CallBlocks:
         return chunks
 
     def _release(self) -> list[recipe.InferenceChunk]:
-        """Returns the first held token as text, then adds the others again, since a block may begin among them."""
+        """Returns the first held token as text, and adds the other tokens again, since a block may begin among them."""
         _, *tokens = self._held
         self._held = []
         self._previous = []

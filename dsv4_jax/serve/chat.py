@@ -23,9 +23,9 @@ _END = "<｜end▁of▁sentence｜>"
 _ASSISTANT = "<｜Assistant｜>"
 _THINK = "<think>"
 _RELEASE_TOKENS = ("<｜begin▁of▁sentence｜>", _END, "<｜User｜>", _ASSISTANT, _THINK, "</think>", CALL_TOKEN)
-_PARSED_CALL_TOKEN = "\0" + CALL_TOKEN  # the parser's name of the token, which, unlike CALL_TOKEN, no text contains
-# {reasoning effort of a request: the encoding's name of the prompt for it in April's release}. The encoding has the
-# names of release 0731. April's release has the first two of 0731's three prompts, under other names.
+_PARSED_CALL_TOKEN = "\0" + CALL_TOKEN  # the parser's name of CALL_TOKEN; no text contains this name
+# {reasoning effort of a request: name under which the encoding has April's prompt for it}. The encoding uses the names
+# of release 0731. April's release has the first two of 0731's three prompts, under other names.
 _APRIL_EFFORTS: Mapping[str | None, Any] = {"low": "low", "high": "low", "xhigh": "high", "max": "high"}
 _MAX_PAST_TOKENS = 2**22  # 16 MiB of token ids
 
@@ -75,7 +75,8 @@ class PastAnswers:
             self._answers[id] = answer
             self._size += len(answer.tokens)
             while self._size > _MAX_PAST_TOKENS:
-                self._size -= len(self._answers.popitem(last=False)[1].tokens)
+                _, oldest = self._answers.popitem(last=False)
+                self._size -= len(oldest.tokens)
 
     def find(self, message: recipe.Message) -> PastAnswer | None:
         """Returns the answer that a client's message repeats, or None."""
@@ -245,9 +246,10 @@ class ReleaseChat(Chat):
         for answer, end in reversed(list(zip(answers, ends, strict=True))):
             if answer is None:
                 continue
+            # `<think>` or `</think>` follows the token that begins a message of the assistant.
             begin = next(i for i in range(end, -1, -1) if ids[i] == self.ids[_ASSISTANT]) + 2
-            # The stored tokens fit only if the prompt has the reasoning of this answer just like them. In conversations
-            # without tools, the encoding leaves out earlier reasoning.
+            # The stored tokens fit only if both they and the prompt have the answer's reasoning, or both lack it. In
+            # conversations without tools, the encoding leaves out earlier reasoning.
             if (ids[begin - 1] == self.ids[_THINK]) == answer.thinks:
                 ids[begin:end] = answer.tokens.tolist()
         return ids
@@ -319,10 +321,10 @@ def _as_in_messages(conversation: recipe.Conversation, body: dict[str, Any]) -> 
 
 
 def _in_place(messages: Sequence[recipe.Message]) -> Iterator[recipe.Message]:
-    """Yields messages that the encoding leaves in their places, whereas it would move system messages to the front.
+    """Yields messages that stand for the given ones and keep their places when they are encoded.
 
-    A system message after the first message of another role becomes a reminder in a user message, in the form that
-    deepseek-recipe has for Anthropic's Messages.
+    The encoding would move system messages to the front. So a system message after the first message of another role
+    becomes a reminder in a user message, in the form that deepseek-recipe has for Anthropic's Messages.
     """
     is_opening = True
     for message in messages:

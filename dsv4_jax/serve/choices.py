@@ -23,8 +23,7 @@ class ScoredToken(NamedTuple):
       token: id of the token.
       logprob: log-probability of the token; None for the first token of a prompt.
       top: (id, log-probability) pairs of the most likely tokens at this position.
-      offset: number of characters of the text before the token, without those of earlier tokens that are still held
-        back.
+      offset: number of characters of the text before the token, not counting text that is still held back.
     """
 
     token: int
@@ -78,7 +77,7 @@ class Choice:
     def take(self, update: Update) -> tuple[str, list[ScoredToken]]:
         """Adds the tokens of an update. Returns (text to show that is new, tokens that are new)."""
         request = update.request
-        new = self._unshown
+        new_text = self._unshown
         self._unshown = ""
         num_earlier = len(self.scored)
         drawn = []
@@ -90,24 +89,24 @@ class Choice:
                 for (token, offset), logprob, top in zip(self.prompt, logprobs, tops, strict=True):
                     self.scored.append(ScoredToken(token, logprob, top, offset))
             # The update has `num_generated` tokens, but the engine may have added more to the request since.
-            count = update.num_generated - self.num_generated
+            num_new = update.num_generated - self.num_generated
             begin = request.prompt_length + self.num_generated
-            tokens = request.tokens_from(begin)[:count]
+            tokens = request.tokens_from(begin)[:num_new]
             tops = _pairs(request.top_logprobs[self.num_generated : update.num_generated])
-            drawn = list(zip(tokens, request.logprobs_from(begin)[:count], tops, strict=True))
+            drawn = list(zip(tokens, request.logprobs_from(begin)[:num_new], tops, strict=True))
         for i, (token, logprob, top) in enumerate(drawn):
-            self.scored.append(ScoredToken(token, logprob, top, len(self.text) + len(new)))
+            self.scored.append(ScoredToken(token, logprob, top, len(self.text) + len(new_text)))
             # A token that ends the request is not part of the text.
             if update.finish_reason != "stop" or i + 1 < len(drawn):
-                new += self._add(token)
+                new_text += self._add(token)
             if self._is_stopped:
                 break
         else:
             if update.finish_reason is not None:
-                new += self._finish()
+                new_text += self._finish()
         self.finish_reason = "stop" if self._is_stopped else update.finish_reason
-        self.text += new
-        return new, self.scored[num_earlier:]
+        self.text += new_text
+        return new_text, self.scored[num_earlier:]
 
     def _add(self, token: int) -> str:
         """Adds a token to the text. Returns the text that can be shown now."""
@@ -164,7 +163,7 @@ class TokenNames:
         return {"content": content, "refusal": None}
 
     def _by_name(self, scored):
-        """Returns {text: log-probability} of the most likely tokens and this one; None for a prompt's first token."""
+        """Returns {text: log-probability} of the likeliest tokens and this token; None for a prompt's first token."""
         if scored.logprob is None:
             return None
         by_name: dict[str, float] = {}

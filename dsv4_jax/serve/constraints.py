@@ -73,7 +73,7 @@ def compile_form(
         forms = ["ANY"] if kind == "text" else ["form"]
         if is_required:  # the prompt ends where the calls begin
             forms = ["calls"]
-        elif tools:
+        elif tools:  # calls may follow any text, or stand in place of a form
             forms.append(
                 r'/(.|\n)*</ dsml "tool_calls>\n" calls' if kind == "text" else r'"\n\n<" dsml "tool_calls>\n" calls'
             )
@@ -84,7 +84,7 @@ def compile_form(
 
     try:
         return compile_lark(lark(lambda schema, whole, name: schema))
-    except ValueError:  # compiles each schema by itself, to relax or name those that cannot be enforced
+    except ValueError:  # checks each schema by itself, to relax the schemas that cannot be enforced, or to name one
         return compile_lark(lark(_enforced))
 
 
@@ -113,14 +113,17 @@ def _deepest_fault(schema: Schema, whole: Schema) -> tuple[tuple[str, ...], str]
         return None
     for path, part in _parts(schema):
         if (deeper := _deepest_fault(part, whole)) is not None:
-            return (*path, *deeper[0]), deeper[1]
+            path_in_part, fault = deeper
+            return (*path, *path_in_part), fault
     fault = json_fault(_alone(schema, whole), False)
     return ((), fault) if fault else None
 
 
 def _parts(schema: Schema) -> Iterator[tuple[tuple[str, ...], Schema]]:
     """Yields (path, schema) of the schemas that are direct parts of a schema."""
-    for key in _WITH_PARTS if isinstance(schema, dict) else ():
+    if not isinstance(schema, dict):
+        return
+    for key in _WITH_PARTS:
         value = schema.get(key)
         if isinstance(value, list):
             yield from (((f"{key}[{i}]",), part) for i, part in enumerate(value))
@@ -131,12 +134,12 @@ def _parts(schema: Schema) -> Iterator[tuple[tuple[str, ...], Schema]]:
 
 
 def _moved(schema: Schema) -> Schema:
-    """Returns a schema whose references are valid within a schema that has the original as its definition `_`."""
+    """Rewrites a schema's references, so that they are valid in a schema that has this one as its definition `_`."""
     return json.loads(json.dumps(schema).replace('"$ref": "#', '"$ref": "#/$defs/_'))
 
 
 def _alone(part: Schema, moved: Schema) -> Schema:
-    """Returns a part of a schema, together with the definitions that its references need, see `_moved`."""
+    """Returns a part of a schema. If it has references, adds the schema `moved` that they refer to, see `_moved`."""
     has_references = isinstance(part, dict) and '"$ref"' in json.dumps(part)
     return part | {"$defs": {"_": moved}} if has_references else part
 
@@ -155,7 +158,8 @@ def _call_rules(tools: Sequence[recipe.ToolDefinition], strict: Collection[str],
         for k, (name, value, is_needed) in enumerate(_parameters(tool.parameters, strict_tool)):
             value = enforce(value, tool.parameters, strict_tool)
             rules.append(f"value_{i}_{k}: " + " | ".join(_values(name, value, strict_tool is not None)))
-            parts.append(f"value_{i}_{k}" + ("" if is_needed else "*" if name is None else "?"))
+            quantifier = "" if is_needed else "?"
+            parts.append(f"value_{i}_{k}" + ("*" if name is None else quantifier))
         begin = f'"<" dsml {_quote(f'invoke name="{tool.name}">')}'
         rules.append(f"call_{i}: " + " ".join([begin, r'"\n"', *parts, _close("invoke")]))
     return rules
@@ -186,7 +190,7 @@ def _parameters(schema: Schema, strict_tool: str | None) -> Iterator[tuple[str |
 
 
 def _values(name: str | None, schema: Schema, is_strict: bool) -> list[str]:
-    """Returns the alternatives of the grammar for a parameter. Strings stand as they are, other values as JSON."""
+    """Returns the grammar's alternatives for a parameter. Strings are written as they are, other values as JSON."""
     schema = {} if schema is True else schema
     strings, json_schema = _split(schema, is_strict) if isinstance(schema, dict) else ([], schema)
     values = [_parameter(name, True, string) for string in strings]
@@ -202,14 +206,16 @@ def _split(schema: dict[str, Any], is_strict: bool) -> tuple[list[str], Schema |
     express.
 
     Returns:
-      (alternatives of the grammar for plain strings; schema of the values in JSON, or None if there are none).
+      (strings, json_schema). `strings` are the grammar's alternatives for plain strings. `json_schema` is the schema of
+      the values in JSON, or None if there are none.
     """
     keys = schema.keys() - _ANNOTATIONS
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(choices, list) and (not is_strict or keys <= {"type", "enum", "const"}):
         texts = [x for x in choices if isinstance(x, str)] if _may_be_string(schema) else []
         values = [x for x in choices if not isinstance(x, str)]
-        return [f"{_quote(x)} {_close('parameter')}" for x in texts], schema | {"enum": values} if values else None
+        strings = [f"{_quote(text)} {_close('parameter')}" for text in texts]
+        return strings, (schema | {"enum": values} if values else None)
     if not _may_be_string(schema):
         return [], schema
     json_schema = None if schema.get("type") == "string" else schema

@@ -22,7 +22,7 @@ from dsv4_jax.common.arguments import check_temperature, check_top_p
 from dsv4_jax.serve.errors import APIError
 
 
-# Fields of requests with any value that is ignored, because it would not change the answer.
+# Fields of requests whose values are ignored, because they would not change the answer.
 UNUSED = ("metadata", "client_metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier")
 UNUSED += ("cache_control", "service_tier", "speed", "inference_geo", "store", "prediction", "max_tool_calls")
 UNUSED += ("parallel_tool_calls",)
@@ -61,7 +61,7 @@ MAX_LOGPROBS = 20
 
 
 class _Body(BaseModel):
-    """The base class of JSON objects in requests. A null field counts as absent, an unsupported one is an error."""
+    """The base class of JSON objects in requests. Null fields count as absent. Unsupported fields are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
     _unused: ClassVar[tuple[str, ...]] = ()  # names of fields that have no effect
@@ -78,6 +78,7 @@ class _Body(BaseModel):
             if value is not None and name not in fields
             if name not in cls._unused and (name not in NEUTRAL or value not in NEUTRAL[name])
         )
+        # Unsupported fields stay in the body, so that the validation reports them.
         refused = set(itertools.islice(unsupported, _MAX_ERRORS))
         return {name: body[name] for name in body if name in refused or (name in fields and body[name] is not None)}
 
@@ -307,7 +308,7 @@ class _OneAnswerBody(_ChatBody):
 
     n: int = Field(1, ge=1, le=1)
     stop: _List[str] = Field([], max_length=0)
-    # Types of items and parts, and types of tools, that deepseek-recipe converts. It would drop others silently.
+    # Types of items and parts, and types of tools, that deepseek-recipe converts. It would drop other types silently.
     _types: ClassVar[tuple[str, ...]]
     _tool_types: ClassVar[tuple[str, ...]]
 
@@ -366,7 +367,7 @@ class ResponsesBody(_OneAnswerBody):
 
     @property
     def left_out(self) -> dict[int, str]:
-        """{index in `tools`: type} of the tools that the server would have to run, which are left out of the prompt."""
+        """The tools left out of the prompt, since the server would have to run them, as {index in `tools`: type}."""
         kinds = ((i, tool.get("type")) for i, tool in enumerate(self.tools))
         return {i: kind for i, kind in kinds if isinstance(kind, str) and kind not in self._tool_types}
 

@@ -25,8 +25,8 @@ _SPARE_DESCRIPTORS = 64
 class _Protocol(H11Protocol):
     """uvicorn's HTTP protocol with errors in the API's format, and with two limits.
 
-    A request's head must arrive in time. If there are too many connections, the one that has waited longest for a head
-    is closed.
+    A request's head must arrive in time. If there are too many connections, the connection that has waited longest for
+    a head is closed.
     """
 
     _head_timer: asyncio.TimerHandle | None = None
@@ -51,11 +51,11 @@ class _Protocol(H11Protocol):
         self._watch_head()
 
     def send_400_response(self, msg: str) -> None:
-        """Overrides uvicorn's answer, which is plain text, by an error in the API's format."""
+        """Sends an error in the API's format, in place of uvicorn's answer in plain text."""
         self._refuse(APIError(400, msg))
 
     def _watch_head(self) -> None:
-        """Starts the timer for a request's head if a head is expected and no timer runs; stops it if it is complete."""
+        """Starts the timer if a request's head is expected and no timer runs. Stops it when the head is complete."""
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
             self._stop_watching()
         elif self._head_timer is None:

@@ -25,7 +25,7 @@ class ServerOptions:
         and no API key, a web page could reach the server from a visitor's browser by DNS rebinding.
       request_seconds: time limit of a request in seconds, including the time that it waits.
       effort_prompts: release whose prompts for reasoning effort the model was trained with: "april", or "0731" for this
-        and later ones.
+        release and later ones.
     """
 
     model_name: str

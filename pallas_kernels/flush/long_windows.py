@@ -272,35 +272,43 @@ def _find_window(worker, first, end) -> WindowLocation:
     c = worker.c
     ring = jnp.int32(c.ring)
     scans = min(MAX_SCANS, -(-worker.plan.share // SCAN))
+    step = scans * SCAN
 
     def search(start):
+        """Returns the first of the tokens start .. start + step - 1 that closes a window, or `end`."""
         scanned = [scan(worker, start, 1, i * SCAN, end) for i in range(scans)]
-        closing_bits = [
-            vectors.ballot(jnp.where(exists & is_last(worker, position), 1, 0)) for _, exists, _, position in scanned
-        ]
+        closing_bits = []
+        for _, exists, _, position in scanned:
+            closes = exists & is_last(worker, position)
+            closing_bits.append(vectors.ballot(jnp.where(closes, 1, 0)))
         token = end
         for i, bits in reversed(list(enumerate(closing_bits))):
             token = jnp.where(bits != 0, start + i * SCAN + vectors.lowest_bit(bits), token)
         return token
 
+    def is_missing(carry):
+        start, token = carry
+        return (token == end) & (start + step < end)
+
+    def search_next(carry):
+        start, _ = carry
+        return start + step, search(start + step)
+
     if worker.plan.share == 1:
         clipped = jnp.minimum(first, tokens - 1)
         slot = worker.slots_gmem[clipped]
         position = worker.positions_gmem[clipped]
-        token = jnp.where((first < end) & has_state(worker, slot, position) & is_last(worker, position), first, end)
+        closes = (first < end) & has_state(worker, slot, position) & is_last(worker, position)
+        token = jnp.where(closes, first, end)
     else:
-        step = scans * SCAN
-        _, token = lax.while_loop(
-            lambda carry: (carry[1] == end) & (carry[0] + step < end),
-            lambda carry: (carry[0] + step, search(carry[0] + step)),
-            (first, search(first)),
-        )
+        _, token = lax.while_loop(is_missing, search_next, (first, search(first)))
         clipped = jnp.minimum(token, tokens - 1)
         slot = worker.slots_gmem[clipped]
         position = worker.positions_gmem[clipped]
-    oldest = lax.rem(position - (c.rows - 1) + ring, ring)
-    row = worker.state_row(slot, position) - lax.rem(position, ring) + oldest
-    return WindowLocation(token, row, ring - oldest, c.rows - entry.rows_in_call(worker, clipped))
+    oldest = lax.rem(position - (c.rows - 1) + ring, ring)  # place in the slot's ring of row 0 of the window
+    ring_begin = worker.state_row(slot, position) - lax.rem(position, ring)
+    new = c.rows - entry.rows_in_call(worker, clipped)
+    return WindowLocation(token, ring=ring_begin + oldest, wrap=ring - oldest, new=new)
 
 
 @jax.named_scope("start_rows")

@@ -481,18 +481,21 @@ class RadixSelect:
         plan = self.plan
         chunk = U32(0) if kept.chunk is None else kept.chunk
 
-        words = ops.warp() * (plan.chunks * plan.values) + (ops.lane() >> 3) + plan.offsets.above
+        # A warp loads 128 scores at a time, and a bitmap has four words for them. The four scores of a lane have four
+        # adjacent bits in one of these words.
+        first_word = ops.warp() * (plan.chunks * plan.values) + (ops.lane() >> 3) + plan.offsets.above
         first_bit = (ops.lane() & 7) << 2
 
-        def one(bits, number, _):
+        def mark_candidate(bits, number, _):
             key = key_of(bits)
             with ops.when(key >= low):
-                number = number + chunk * plan.values
-                area = (key - low < width).where(plan.marks, 0)
-                bit = U32(1) << first_bit + (number & (VECTOR - 1))
-                ops.set_bits(self._word(words + area + (number & -VECTOR)), bit)
+                score = number + chunk * plan.values  # number of the score among all scores of the thread
+                bitmap = (key - low < width).where(plan.marks, 0)  # distance from the words of `above`
+                mark = U32(1) << (first_bit + (score & (VECTOR - 1)))
+                word = first_word + bitmap + (score & -VECTOR)
+                ops.set_bits(self._word(word), mark)
 
-        self._each_candidate(kept, one)
+        self._each_candidate(kept, mark_candidate)
 
     @_for_thread
     def write(self, ties, shared):
@@ -529,25 +532,30 @@ class RadixSelect:
         """Loads this thread's words of the bitmaps.
 
         Returns:
-          ([(word of marks above, word of marks of ties, index of the entry of bit 0)]; a word with the number of marks
-          above in its upper 12 bits, and of ties in its lower 20 bits).
+          (marks, counts). `marks` is a list of (word of the bitmap of entries above, word of the bitmap of ties, index
+          in the row of the entry of bit 0). `counts` is a word: its upper 12 bits are the number of this thread's
+          entries above, and its lower 20 bits the number of its ties.
         """
         plan = self.plan
-        each = -(-plan.marks // plan.threads)
-        loaded = []
+        words_per_thread = -(-plan.marks // plan.threads)
+        words_per_warp = plan.chunks * plan.values
+        marks = []
         counts = U32(0)
-        for i in range(each):
-            at = ops.thread() * each + i
-            inside = at < plan.marks
-            at = at.minimum(plan.marks - 1)
-            marks = [ops.load(self._word(at + plan.offsets.above + area)) for area in (0, plan.marks)]
-            high, tie = (inside.where(mark, 0) for mark in marks)
+        for i in range(words_per_thread):
+            number = ops.thread() * words_per_thread + i
+            exists = number < plan.marks
+            number = number.minimum(plan.marks - 1)
+            above = ops.load(self._word(number + plan.offsets.above))
+            ties = ops.load(self._word(number + plan.offsets.ties))
+            above = exists.where(above, 0)
+            ties = exists.where(ties, 0)
             # Both counts fit into a word: at most k entries are marked above, and a block has fewer than 2**20 entries.
-            counts = counts + (ops.count_bits(high) << 20) + ops.count_bits(tie)
-            warp = at // (plan.chunks * plan.values)
-            word_in_warp = at % (plan.chunks * plan.values)
-            loaded.append((high, tie, self.first + warp * self.steps * STEP + (word_in_warp << 5)))
-        return loaded, counts
+            counts = counts + (ops.count_bits(above) << 20) + ops.count_bits(ties)
+            warp = number // words_per_warp
+            word_in_warp = number % words_per_warp
+            first_entry = self.first + warp * self.steps * STEP + (word_in_warp << 5)
+            marks.append((above, ties, first_entry))
+        return marks, counts
 
     def _exchange_totals(self, above, tied, shared):
         """Tells all blocks of the cluster how many entries this block has marked above, and as ties.

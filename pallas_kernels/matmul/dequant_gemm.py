@@ -145,8 +145,9 @@ class DequantGemm:
     def overlaps(self) -> bool:
         """Whether a step's weights are unpacked while the products of the previous step still run.
 
-        Registers suffice for it with four warpgroups, whose tiles have few inputs. A step of bfloat16 has one chunk of
-        64 columns, so its weights would be loaded into registers that the running products still read.
+        With four warpgroups, a tile has few inputs, so its sums leave enough registers for the unpacked weights.
+        bfloat16 weights do not overlap. Their step has a single chunk of 64 columns, so the weights of the next step
+        would be loaded into registers that the running products still read.
         """
         return self.warpgroups == 4 and self.layout.bits < 16
 

@@ -262,12 +262,16 @@ def lane_sums(terms: Sequence[Any]) -> U32:
         upper = (lane() & half) > 0
         zero = mlir.f32(0.0)
 
-        def merged(low, high, half=half, upper=upper, zero=zero):
+        # Of two terms, a lane of the upper half keeps `high`, and its partner in the lower half keeps `low`. Each sends
+        # the other term to its partner.
+        def exchange(low, high, half=half, upper=upper, zero=zero):
             if low is None and high is None:
                 return None
-            low, high = (zero if x is None else x for x in (low, high))
-            kept, sent = (arith.select(upper.value, *pair) for pair in ((high, low), (low, high)))
+            low = zero if low is None else low
+            high = zero if high is None else high
+            kept = arith.select(upper.value, high, low)
+            sent = arith.select(upper.value, low, high)
             return arith.addf(kept, mgpu.utils.shfl_bfly(sent, half))
 
-        terms = [merged(*pair) for pair in zip(terms[:half], terms[half:], strict=True)]
+        terms = [exchange(low, high) for low, high in zip(terms[:half], terms[half:], strict=True)]
     return bits(terms[0])

@@ -70,9 +70,9 @@ def join_systems(
 
 
 def _marks_dependent_launches(lower):
-    """Returns JAX's lowering rule of kernels `lower`, extended to set `uses_pdl` on the kernel's call for XLA.
+    """Wraps `lower`, JAX's lowering rule for kernels, so that it also sets `uses_pdl` on XLA's custom call.
 
-    JAX sets the attribute on the kernel's module only.
+    JAX itself sets the attribute only on the MLIR module of the kernel.
     """
 
     @functools.wraps(lower)

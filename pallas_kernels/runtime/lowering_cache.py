@@ -85,7 +85,7 @@ def _call(on_arrays: Callable, function: Callable, args, kwargs, *arrays: jax.Ar
     Returns:
       The results of the function.
     """
-    folder = _folder()
+    folder = kernels_folder()
     if folder is None or not _is_local(arrays):
         return on_arrays(*arrays)
     key = f"{_versions()} {function.__module__} {function.__qualname__} {jax.tree.flatten((args, kwargs))}"
@@ -188,7 +188,7 @@ def _executors() -> tuple[Executor, Executor] | None:
     return workers, ThreadPoolExecutor(count, "compile-kernels")
 
 
-def _folder() -> Path | None:
+def kernels_folder() -> Path | None:
     """Returns the folder of lowered kernels, or None if JAX keeps no compiled programs in a local folder."""
     folder = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
     return Path(folder) / "kernels" if folder and "://" not in folder else None

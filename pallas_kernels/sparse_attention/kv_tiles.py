@@ -246,7 +246,7 @@ def _dequantize(pools, row, layout):
 # mantissa bits of bfloat16, and clear all other bits but the sign.
 _SPREAD_PAIR = "prmt.b32 {to}, ${word}, 0, {select}; shl.b32 {to}, {to}, 4; and.b32 {to}, {to}, 0x87F087F0;"
 _REGISTERS = {"a": (4, "0x9180"), "b": (4, "0xB3A2"), "c": (5, "0x9180"), "d": (5, "0xB3A2")}
-# Decodes the 8 codes in operands 4 and 5 of an instruction block to its registers a .. d.
+# Instructions that decode the 8 codes in operands $4 and $5 of an inline assembly block to its registers a .. d.
 _SPREAD = "".join(_SPREAD_PAIR.format(to=to, word=word, select=select) for to, (word, select) in _REGISTERS.items())
 
 

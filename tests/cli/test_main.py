@@ -167,6 +167,7 @@ def test_a_cache_that_others_may_write_is_not_used(monkeypatch, tmp_path, capsys
         folder.chmod(0o775)
     use_compilation_cache()
     assert os.environ["JAX_ENABLE_COMPILATION_CACHE"] == "false" and not jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", True)  # as tests/programs.py sets it
     assert "DSV4_JAX_PROGRAMS" not in os.environ
     reason = {"a file": "File exists", "another user": "it belongs to another user", "writable": "others may write"}
     err = " ".join(capsys.readouterr().err.split())
@@ -174,7 +175,6 @@ def test_a_cache_that_others_may_write_is_not_used(monkeypatch, tmp_path, capsys
 
 
 def test_jax_is_told_of_the_cache_if_it_has_started(monkeypatch, tmp_path):
-    jax.jit(lambda x: x + 1)(1)  # JAX has noted that there is no cache
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "true")
     for name in ("JAX_COMPILATION_CACHE_DIR", "DSV4_JAX_PROGRAMS", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
@@ -182,7 +182,9 @@ def test_jax_is_told_of_the_cache_if_it_has_started(monkeypatch, tmp_path):
         monkeypatch.delenv(name)
     settings = ("enable_compilation_cache", "compilation_cache_dir", "persistent_cache_min_compile_time_secs")
     before = {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in settings}
-    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    jax.jit(lambda x: x + 1)(1)  # JAX has noted that there is no cache
     try:
         use_compilation_cache()
         programs = tmp_path / "dsv4_jax" / "programs"

@@ -65,6 +65,20 @@ def test_a_program_is_found_again(folder):
         assert traced()
 
 
+def test_arguments_by_name_need_not_follow_one_another(folder):
+    """An argument that is given by name, behind one that is not given."""
+
+    @functools.partial(jax.jit, donate_argnames="cache")
+    def step(model, cache, batch, left_out=None, bias=None):
+        return batch.sum() + bias, cache
+
+    table = ProgramTable()
+    program, args = table.find(step, toy_args(), {"bias": np.float32(2)})
+    assert program is not None and float(program.call(*args)[0]) == 5
+    again, args = table.find(step, (*toy_args(), None, np.float32(3)), {})
+    assert again is program and float(again.call(*args)[0]) == 6
+
+
 def test_programs_of_changed_sources_are_compiled_again(folder, monkeypatch):
     assert traced()
     monkeypatch.setattr(program_store, "_sources", lambda: "other sources")

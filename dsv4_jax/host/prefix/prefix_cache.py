@@ -87,7 +87,8 @@ class PrefixCache(Summarized):
       debug: whether checksums of blocks and snapshots are kept, and checked when a request begins to read them. This
         copies the bytes to the host.
       files: the files of evicted blocks and snapshots; None = evicted blocks are lost.
-      get_cache: function () -> the cache that holds all cached blocks, which an `Engine` sets; None = not known.
+      get_cache: function without arguments that returns the cache with all cached blocks; None = not known. An `Engine`
+        sets it.
     """
 
     def __init__(
@@ -200,22 +201,22 @@ class PrefixCache(Summarized):
         shard = self.manager.shards.of(slot)
         path = paths[shard]
         prefix = self._find_stored(ids, salt, shard, len(path)) or FoundBlocks(path)
-        new = cache
+        new_cache = cache
         if prefix.num_blocks:
-            path, new = self._restore(cache, slot, prefix)
+            path, new_cache = self._restore(cache, slot, prefix)
         else:
             with self._table.transaction():
                 self._table.admit(slot)
-        hit = path[-1].length if path else 0
+        hit_tokens = path[-1].length if path else 0
         metrics = self._metrics
         metrics.requests += 1
         metrics.prompt_tokens += len(ids)
         if path:
             metrics.hits += 1
-            metrics.hit_tokens += hit
+            metrics.hit_tokens += hit_tokens
             path[-1].hits += 1
             self._tree.touch(path[-1:])
-        return slot, hit, new
+        return slot, hit_tokens, new_cache
 
     def chunk_end(self, slot: int, tokens: np.ndarray, end: int, *, salt: str = "") -> int:
         """Returns the position at which the next chunk of a prompt should end, so that later prompts can hit there.
@@ -288,29 +289,31 @@ class PrefixCache(Summarized):
         self.manager.check_cache(cache, slot)
         state = self._table.state(slot)
         block_tokens = self.manager.schema.block_tokens
-        full = (state.length if length is None else min(length, state.length)) // block_tokens
-        if len(tokens) < full * block_tokens:
-            raise ValueError(f"slot {slot} holds {full} full blocks of {block_tokens} tokens, {len(tokens)=}")
-        if not full or state.weights != self._table.weights:
+        num_full = (state.length if length is None else min(length, state.length)) // block_tokens
+        if len(tokens) < num_full * block_tokens:
+            raise ValueError(f"slot {slot} holds {num_full} full blocks of {block_tokens} tokens, {len(tokens)=}")
+        if not num_full or state.weights != self._table.weights:
             return
         with self._table.transaction():
             path = state.cached_blocks
-            if len(path) < full or not path[-1].alive:
+            if len(path) < num_full or not path[-1].alive:
+                # Keeps the nodes that are still in the tree, and appends a node for each later block.
                 path = list(itertools.takewhile(lambda node: node.alive, path))
-                if (num_known := len(path)) < full:
-                    ids = self.manager.check_ids(tokens[num_known * block_tokens : full * block_tokens], "tokens")
+                if (num_known := len(path)) < num_full:
+                    ids = self.manager.check_ids(tokens[num_known * block_tokens : num_full * block_tokens], "tokens")
                     digests = list(self._digests(ids, salt, path))
-                    for digest, block in zip(digests, state.blocks[num_known:full], strict=True):
+                    for digest, block in zip(digests, state.blocks[num_known:num_full], strict=True):
                         self._append_block(path, digest, block)
                     self._tree.touch(path[num_known:])
                 self._table.commit({slot: dataclasses.replace(state, cached_blocks=path)})
-            if self.debug and (new := [node for node in path if node.sums is None]):
-                for node, sums in zip(new, block_sums(self._devices, cache, [n.block for n in new]), strict=True):
+            if self.debug and (new_nodes := [node for node in path if node.sums is None]):
+                all_sums = block_sums(self._devices, cache, [node.block for node in new_nodes])
+                for node, sums in zip(new_nodes, all_sums, strict=True):
                     node.sums = sums
-            if path[full - 1].snapshot is None:
-                snapshot = self._read_snapshot(cache, state, slot, full) if snapshot is None else snapshot
+            if path[num_full - 1].snapshot is None:
+                snapshot = self._read_snapshot(cache, state, slot, num_full) if snapshot is None else snapshot
                 if snapshot is not None:
-                    self._keep_snapshot(snapshot, path[:full])
+                    self._keep_snapshot(snapshot, path[:num_full])
 
     def snapshot(self, cache: KVCache, slot: int) -> RequestRows | None:
         """Reads the rows of a request's slot at its last block boundary, for a later call of `observe`.
@@ -392,7 +395,7 @@ class PrefixCache(Summarized):
         keep their blocks, but these are not cached again.
 
         Args:
-          key: name of the new weights. With `files` it is required, and prefixes that earlier processes computed with
+          key: name of the new weights. It is required with `files`: prefixes that earlier processes computed with
             these weights are found by it. None = a name that no other weights had.
 
         Raises:
@@ -447,9 +450,9 @@ class PrefixCache(Summarized):
         return len(self._tree.idle[shard])
 
     def reclaim(self, n_blocks: int, shards: Iterable[int]) -> None:
-        """Evicts the `n_blocks` least recently used blocks of some shards that no request holds.
+        """Evicts `n_blocks` blocks of some shards that no request holds, the least recently used ones.
 
-        There must be that many. With `files` and `get_cache`, they are queued to be written.
+        The shards must have that many. With `files` and `get_cache`, the evicted blocks are queued to be written.
         """
         nodes = []
         with self._table.transaction():
@@ -500,9 +503,9 @@ class PrefixCache(Summarized):
             raise ValueError("another PrefixCache of the manager has taken the place of this one: use that one")
 
     def _salted_root(self, salt):
-        """Returns the 32-byte digest that the digest of a first block with this salt begins from.
+        """Returns the 32-byte digest that precedes a prompt's first block, as a block's digest precedes the next block.
 
-        It is hashed in another way than blocks are, so it is not the digest of any block.
+        With a salt it is hashed in another way than blocks are, so it is not the digest of any block.
         """
         data = salt.encode("utf-8", "surrogatepass")
         return hashlib.blake2b(data, key=self._root, person=b"salt", digest_size=32).digest() if salt else self._root
@@ -519,7 +522,7 @@ class PrefixCache(Summarized):
         """Finds in each shard the longest prefix in memory that ends in a snapshot and leaves a token of `ids` to run.
 
         Returns:
-          ([nodes of the prefix] for each shard, `FoundPrefix` for each shard).
+          (paths, prefixes): for each shard, the list of the prefix's nodes, and its `FoundPrefix`.
         """
         paths = [self._nodes(ids[:-1], salt, shard) for shard in range(self.manager.shards.count)]
         for path in paths:
@@ -528,7 +531,7 @@ class PrefixCache(Summarized):
         return paths, [FoundPrefix(len(path), sum(not node.in_use for node in path)) for path in paths]
 
     def _nodes(self, ids, salt, shard, path=()):
-        """Returns the nodes of the longest prefix of `ids` that is in memory in a shard; `path` are its first nodes."""
+        """Returns the nodes of the longest prefix of `ids` that is in memory in a shard; `path` has its first ones."""
         nodes = list(path)
         for digest in self._digests(ids[len(path) * self.manager.schema.block_tokens :], salt, path):
             if (node := self._tree.nodes.get((shard, digest))) is None:
@@ -537,7 +540,7 @@ class PrefixCache(Summarized):
         return nodes
 
     def _find_stored(self, ids, salt, shard, min_blocks):
-        """Finds the longest usable prefix of a prompt and reads those of its blocks from disk that the cache lacks.
+        """Finds the longest usable prefix of a prompt, and reads the blocks that the cache lacks from disk.
 
         Returns FoundBlocks, or None if there are no files or no usable prefix has more than `min_blocks` blocks.
         """
@@ -561,22 +564,31 @@ class PrefixCache(Summarized):
         if prefix.snapshot is None:
             check_snapshot(self.manager.schema, path[-1], reader)
         with table.transaction():
-            table.allocator.share(blocks := [node.block for node in path])
+            # The blocks in memory are shared first. Otherwise the inner transaction could evict them to acquire blocks.
+            blocks = [node.block for node in path]
+            table.allocator.share(blocks)
             with table.transaction({slot: len(prefix.digests)}) as acquired:
-                blocks += (restored := acquired[slot])
-                hit = len(blocks) * self.manager.schema.block_tokens
+                restored = acquired[slot]
+                blocks += restored
+                length = len(blocks) * self.manager.schema.block_tokens
                 snapshot = devices.put(prefix.snapshot)  # None stays None
                 rows = path[-1].snapshot if snapshot is None else snapshot
-                new = devices.write_request(cache, slot, hit, blocks, rows, restored, prefix.blocks)
+                new_cache = devices.write_request(cache, slot, length, blocks, rows, restored, prefix.blocks)
                 for digest, block in zip(prefix.digests, restored, strict=True):
                     self._append_block(path, digest, block)
                 if snapshot is not None:
                     self._keep_snapshot(snapshot, path)
                 state = RequestState(
-                    hit, hit, blocks, len(blocks), is_new=False, cached_blocks=path, weights=table.weights
+                    length=length,
+                    min_length=length,
+                    blocks=blocks,
+                    published_blocks=len(blocks),
+                    is_new=False,
+                    cached_blocks=path,
+                    weights=table.weights,
                 )
-                record_write(table, cache, new, {slot: state})
-        return path, new
+                record_write(table, cache, new_cache, {slot: state})
+        return path, new_cache
 
     def _append_block(self, path, digest, block):
         """Appends the tree's node with this digest to `path`. If there is none, adds one for `block` to the tree."""
@@ -592,8 +604,8 @@ class PrefixCache(Summarized):
     def _read_snapshot(self, cache, state, slot, full):
         """Returns the rows of a slot at the end of a request's first `full` blocks, or None, see `snapshot`."""
         length = full * self.manager.schema.block_tokens
-        # The rings hold the rows at the boundary as long as the request can be rewound to the boundary.
         is_stale = state.weights != self._table.weights
+        # The rings hold the rows at the boundary as long as the request can be rewound to the boundary.
         if not full or is_stale or state.min_length > length or full % (self.every or 1):
             return None
         on_device, end = self._devices.put((np.int32(slot), np.int32(length)))
@@ -613,9 +625,9 @@ class PrefixCache(Summarized):
         node.snapshot_sums = sums
         self._snapshots.add(node)
         if self.every is None:
-            last = next((n for n in before if n.snapshot is not None), None)
-            if last is not None and not last.hits and last.num_next < 2:
-                self._drop_snapshot(last)
+            previous = next((n for n in before if n.snapshot is not None), None)
+            if previous is not None and not previous.hits and previous.num_next < 2:
+                self._drop_snapshot(previous)
 
     def _drop_snapshot(self, node):
         if self._stored is not None:

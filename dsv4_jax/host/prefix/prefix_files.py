@@ -1,8 +1,8 @@
 """Files of a prefix cache: one for each block and each snapshot, written by a thread while steps go on.
 
-A file is a safetensors file with a constant header, the arrays, and a SHA-256 of its digest and its other bytes. The
-digest, the `CachedBlock`'s, is its name. A file gets its name when all bytes are on disk, so a process that is killed
-leaves no incomplete file under such a name.
+The name of a file is the digest of its `CachedBlock`, with an extension. It is a safetensors file with a constant
+header, the arrays, and a SHA-256 of the digest and of the file's other bytes. A file gets its name when all bytes are
+on disk, so a process that is killed leaves no incomplete file under such a name.
 """
 
 import concurrent.futures
@@ -54,7 +54,7 @@ class PrefixFileMetrics:
     """Counters of a `PrefixFiles` since it was opened.
 
     Attributes:
-      blocks: number of blocks on disk. It includes the files of other processes at the time of the last listing.
+      blocks: number of blocks on disk. Blocks of other processes count if they were there at the last listing.
       bytes: size of all files in bytes, counted in the same way.
       hit_tokens: number of prompt tokens whose blocks were read from disk.
       read_bytes, written_bytes: number of bytes read and written.
@@ -97,7 +97,7 @@ class FileLayout:
         self.nbytes = len(self.header) + self._offsets[-1] + _SUM_BYTES
 
     def name(self, digest: bytes) -> str:
-        """Returns the name of the file of a 32-byte digest."""
+        """Returns the name of the file that belongs to a 32-byte digest."""
         return f"{digest.hex()}.{self.kind}"
 
     def pack(self, digests: Sequence[bytes], tree: Any) -> list[bytes]:
@@ -186,7 +186,7 @@ class PrefixFiles(Summarized):
         return Summary(words, {"folder": str(self.directory), "at most": readable_bytes(self.max_bytes)})
 
     def exists(self, layout: FileLayout, digest: bytes) -> bool:
-        """Whether there is a file of a digest."""
+        """Whether a file of this layout exists for a digest."""
         return os.path.exists(self._path(layout, digest))
 
     def save(
@@ -245,7 +245,7 @@ class PrefixFiles(Summarized):
         return count, layout.unpack(contents[:count]) if count else None
 
     def touch(self, layout: FileLayout, digests: Sequence[bytes], *, used: int) -> None:
-        """Queues a change of the time of last use of files, which is the files' modification time.
+        """Queues a change of files' modification times, which stand for the times of their last use.
 
         Args:
           layout, digests, used: as in `save`.
@@ -347,7 +347,7 @@ class PrefixFiles(Summarized):
         if self.metrics.bytes + nbytes <= self.max_bytes:
             return
         for _, size, name in sorted(files):
-            # Frees 1/32 of the limit more than needed, so that the next listing comes later: one of a large folder
+            # Frees 1/32 of the limit more than needed, so that the next listing comes later. To list a large folder
             # takes a second.
             if self.metrics.bytes + nbytes <= self.max_bytes - self.max_bytes // 32:
                 break
@@ -443,7 +443,7 @@ class StoredPrefixes:
     def save_blocks(
         self, nodes: Sequence[CachedBlock], get_cache: Callable[[], KVCache], *, wait: bool = False
     ) -> None:
-        """Queues those blocks to be written that are not on disk. Launches their copies to the host without waiting.
+        """Queues blocks to be written unless they are on disk. Launches their copies to the host without waiting.
 
         Args:
           nodes: nodes of the blocks, in the order of last use, the most recently used first.
@@ -484,7 +484,7 @@ class StoredPrefixes:
         chosen = []
 
         def order(node):
-            """Blocks of running requests come first, and the earlier blocks of a prefix before its later ones."""
+            """Returns a sort key: blocks of running requests first, and a prefix's earlier blocks before later ones."""
             return not node.in_use, node.length if node.in_use else -node.last_used
 
         for node in sorted(nodes, key=order):
@@ -501,18 +501,18 @@ class StoredPrefixes:
     def find(
         self, digests: Iterable[bytes], nodes: list[CachedBlock], min_blocks: int, room: int
     ) -> FoundBlocks | None:
-        """Finds the longest prefix of a prompt whose last block has a snapshot on disk, and reads it.
+        """Finds the longest prefix of a prompt whose last block has a snapshot on disk, and reads its files.
 
         Each of the prefix's blocks is in the cache or on disk.
 
         Args:
           digests: digests of the prompt's blocks that may be used, in order.
-          nodes: nodes of the first of these blocks, those that are in the cache.
+          nodes: nodes of those first blocks of the prompt that are in the cache.
           min_blocks: number of blocks of the longest prefix that can be used without files.
           room: maximum number of blocks of the prefix.
 
         Returns:
-          The prefix; None if none has more than `min_blocks` blocks.
+          The prefix; None if no such prefix has more than `min_blocks` blocks.
         """
         path: list[bytes] = []
         for digest in itertools.islice(digests, room):
@@ -529,7 +529,7 @@ class StoredPrefixes:
             if count == len(on_disk):
                 self._count(path, count)
                 return FoundBlocks(nodes[: len(path)], on_disk, blocks, snapshot)
-            del path[len(nodes) + count :]
+            del path[len(nodes) + count :]  # the blocks behind a damaged or missing file are of no use
         return None
 
     def warm_up(self, cache: KVCache) -> None:
@@ -537,7 +537,8 @@ class StoredPrefixes:
         self._read(lambda: cache, np.array([-1], np.int32))
 
     def _chunks(self, blocks):
-        """Splits ids as `CacheDevices.block_chunks` does, but yields up to `_FEW_BLOCKS` one by one, unpadded."""
+        """Splits block ids as `CacheDevices.block_chunks` does. Up to `_FEW_BLOCKS` blocks get a chunk each,
+        unpadded."""
         if len(blocks) > _FEW_BLOCKS:
             return self._devices.block_chunks(blocks)
         return ((i, np.array([block], np.int32)) for i, block in enumerate(blocks))

@@ -27,7 +27,7 @@ class CachedBlock:
       snapshot_sums: checksums of the snapshot in the same way.
       alive: whether the node is still in the tree.
       in_use: whether a request holds the block too.
-      num_next: number of child nodes that were ever added, that is of different blocks that follow this one.
+      num_next: number of child nodes that were ever added. A child that was evicted and added again counts twice.
     """
 
     digest: bytes
@@ -46,7 +46,7 @@ class CachedBlock:
 class PrefixTree:
     """Cached blocks by shard and digest, and for each shard an LRU queue of the blocks that no request holds.
 
-    A node has no links to its parent and children: the digest of a block depends on those of the blocks before it.
+    A node has no links to its parent and children: a block's digest depends on the digests of all blocks before it.
 
     A request releases its last block first, so as a rule a block is evicted before its parent, the block that it
     follows. The parent can be evicted first only if several requests computed the same tokens at the same time. The

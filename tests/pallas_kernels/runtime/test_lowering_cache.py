@@ -14,11 +14,13 @@ from jax import export
 from pallas_kernels import indexer_topk
 from pallas_kernels.runtime import lowering_cache
 from tests.pallas_kernels.kernels import compile_in_process
+from tests.programs import KERNELS_FOLDER
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, monkeypatch):
     """Where kernels are kept during a test."""
+    monkeypatch.setattr(lowering_cache, "kernels_folder", KERNELS_FOLDER)
     new = dict(jax_enable_compilation_cache=True, jax_compilation_cache_dir=str(tmp_path))
     old = {name: getattr(jax.config, name) for name in new}
     for name, value in new.items():
