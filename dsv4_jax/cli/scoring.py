@@ -217,13 +217,13 @@ class WindowOnlyHandle(LayerCacheHandle):
         none = jnp.zeros((0,), jnp.int32)
         return ClosedWindows(kv[:0].astype(self._dtype), none, none), self
 
-    def write_entries(self, *_: Any) -> "WindowOnlyHandle":
+    def write_entries(self, *_: Any, **__: Any) -> "WindowOnlyHandle":
         return self
 
-    def write_keys(self, *_: Any) -> "WindowOnlyHandle":
+    def write_keys(self, *_: Any, **__: Any) -> "WindowOnlyHandle":
         return self
 
-    def candidate_blocks(self, *_: Any) -> None:
+    def candidate_blocks(self, *_: Any, **__: Any) -> None:
         return None
 
     def indexer_scores(self, q: Float[Array, "T H I"], *_: Any, **__: Any) -> Float[Array, "T E"]:
