@@ -260,20 +260,25 @@ class LayerCacheHandle(Summarized):
           q: [T, index heads, index_head_dim] index queries.
           weights: [T, index heads] float32 head weights.
           inv_freq: [P] float32, radians per token, by which q is rotated; None if q is rotated already.
-          candidates: [T, B] int32 blocks of entries that alone are scored, see `candidate_blocks`; None = all entries.
+          candidates: [T, B] int32 blocks of entries, see `candidate_blocks`; None = no restriction.
 
         Returns:
-          [T, E] float32 scores, E = the largest number of entries of a request, or the number of entries in B blocks.
-          With context parallelism, entries that lie on other devices score -inf. Scores behind the visible entries are
-          unspecified without candidates.
+          [T, E] float32 scores, E = the largest number of entries of a request. With context parallelism, entries that
+          lie on other devices score -inf. Scores behind the visible entries are unspecified. With candidates, entries
+          outside their blocks score -inf; if B blocks have less than half of the entries, only these are scored, and E
+          is their number.
         """
         view = self.read_indexer_view()
         self._check_shape("q", q, None, view.codec.dim)
         self._check_shape("weights", weights, q.shape[1])
-        entries = None if candidates is None else self._candidate_entries(candidates)
-        return ops.indexer_scores(
+        size = self._cache.schema.config.candidate_block_size
+        entries = self._gathered_entries(candidates)
+        scores = ops.indexer_scores(
             view, q, weights, self.batch.slots, self.batch.positions, inv_freq=inv_freq, entries=entries
         )
+        if candidates is None or entries is not None:
+            return scores
+        return ops.within_candidates(scores, candidates, size)
 
     def indexer_topk(
         self, scores: Float[Array, "T E"], candidates: Int[Array, "T B"] | None = None
@@ -288,11 +293,11 @@ class LayerCacheHandle(Summarized):
           [T, topk] int32 entry numbers in ascending order, then -1 if fewer than topk entries are visible.
         """
         k = self._cache.schema.config.topk(self.spec.layer)
-        if candidates is None:
+        entries = self._gathered_entries(candidates)
+        if entries is None:
             return self._topk(scores, self.valid_lengths(), k)
         chosen = self._topk(scores, jnp.full_like(self.batch.slots, scores.shape[1]), k)
-        entries = jnp.take_along_axis(self._candidate_entries(candidates), jnp.maximum(chosen, 0), axis=1)
-        return jnp.where(chosen >= 0, entries, -1)
+        return jnp.where(chosen >= 0, jnp.take_along_axis(entries, jnp.maximum(chosen, 0), axis=1), -1)
 
     def candidate_blocks(self, scores: Float[Array, "T E"]) -> Int[Array, "T B"] | None:
         """Chooses the blocks of entries to which the selections of later layers are restricted (V4.1).
@@ -310,8 +315,13 @@ class LayerCacheHandle(Summarized):
             return None
         return ops.candidate_blocks(scores, self.valid_lengths(), config.candidate_topk_blocks, size, self._topk)
 
-    def _candidate_entries(self, candidates):
-        return ops.candidate_entries(candidates, self._cache.schema.config.candidate_block_size)
+    def _gathered_entries(self, candidates):
+        """Returns the entries [T, E] of the candidates if they are few, and otherwise None."""
+        if candidates is None:
+            return None
+        size = self._cache.schema.config.candidate_block_size
+        few = 2 * candidates.shape[1] * size < self.read_indexer_view().max_entries
+        return ops.candidate_entries(candidates, size) if few else None
 
     @property
     def _topk(self):

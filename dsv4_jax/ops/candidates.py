@@ -38,6 +38,17 @@ def candidate_blocks(
     return topk(best, -(-lengths // block_size), count)
 
 
+def within_candidates(
+    scores: Float[Array, "T E"], blocks: Int[Array, "T count"], block_size: int
+) -> Float[Array, "T E"]:
+    """Returns scores [T, E] of all entries, with -inf for entries outside the blocks [T, count]; -1 = no block."""
+    tokens, entries = scores.shape
+    number = -(-entries // block_size)
+    rows = jnp.arange(tokens, dtype=jnp.int32)[:, None]
+    chosen = jnp.zeros((tokens, number), bool).at[rows, jnp.where(blocks >= 0, blocks, number)].set(True, mode="drop")
+    return jnp.where(jnp.repeat(chosen, block_size, axis=1)[:, :entries], scores, -jnp.inf)
+
+
 def candidate_entries(blocks: Int[Array, "*T count"], block_size: int) -> Int[Array, "*T n"]:
     """Returns the numbers [..., count * block_size] of the entries in blocks [..., count]; -1 for the block -1."""
     offsets = jax.lax.broadcasted_iota(jnp.int32, (*blocks.shape, block_size), blocks.ndim)

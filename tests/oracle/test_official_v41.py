@@ -10,6 +10,7 @@ no Engram, hashes of raw ids, a padding id that is not mapped, other primes, no 
 """
 
 import functools
+import sys
 
 import chex
 import jax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv4_jax.cache import LayerCacheHandle
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.engine import Engine, PromptLookup
 from dsv4_jax.host import KVCacheManager, PrefixCache
@@ -133,6 +135,17 @@ def test_chunks_give_the_same(model, golden, chunks):
     for layer, selection in recorded["selection"].items():
         chex.assert_trees_all_equal(selection, golden[f"topk_{layer}"].astype(np.int32))
     check_cache(cache, golden)
+
+
+@pytest.mark.slow
+def test_candidates_as_a_mask(model, golden, monkeypatch):
+    """As in shorter contexts, where all entries are scored and others than the candidates' are masked."""
+    monkeypatch.setattr(LayerCacheHandle, "_gathered_entries", lambda *_: None)
+    monkeypatch.setattr(sys.modules[__name__], "record", jax.jit(record.__wrapped__, donate_argnames="cache"))
+    logits, recorded, _ = run(model, golden["ids"].astype(np.int32), [61])
+    close(logits, golden["logits"], 1e-4)
+    for layer, selection in recorded["selection"].items():
+        chex.assert_trees_all_equal(selection, golden[f"topk_{layer}"].astype(np.int32))
 
 
 def test_scores_and_candidates(model, golden):
