@@ -129,13 +129,9 @@ def load_checkpoint(
     with byte_bar("Loading weights", loader.nbytes(table), progress) as advance:
         for number, group in enumerate(ordered, 1):
             with _name_if_out_of_memory(path, group[0], f"number {number} of {len(ordered)}", mesh):
-                pages = expert_memory if group[0].is_expert else None
-                if pages is not None and not pages.is_planned:
-                    plan_expert_memory(pages, table)
-                loader.load(group, [views[weight.path] for weight in group], pages)
-                if expert_memory is not None and group[0].path == keys.EMBEDDING:
-                    embedding = views[keys.EMBEDDING].variable
-                    embedding.set_value(expert_memory.place_on_host(embedding.get_value()))
+                if expert_memory is not None and group[0].is_expert and not expert_memory.is_planned:
+                    plan_expert_memory(expert_memory, table)
+                loader.load(group, [views[weight.path] for weight in group], expert_memory)
             advance(loader.nbytes(group))
     for variable in token_maps.values():
         where = None if mesh is None else parameter_sharding(variable, mesh)
@@ -248,11 +244,12 @@ class _Loader:
         Args:
           weights: the weights.
           views: the place of each weight in the variable.
-          memory: places the codes of experts on the GPU or in host memory; None: all arrays lie on the devices.
+          memory: places the codes of experts on the GPU or in host memory, and tables in host memory; None: all
+            arrays lie on the devices.
         """
         variable = views[0].variable
         where = self._sharding(variable)
-        if memory is not None:
+        if memory is not None and weights[0].is_expert:
             shape = get_leaf(variable, "codes").shape
             set_leaf(variable, "codes", self._paged_codes(weights, shape, memory))
         for field in leaf_names(variable):
@@ -262,6 +259,9 @@ class _Loader:
             # Small arrays are assembled on the host, because each update on the device would need a compiled program.
             is_small = struct.size * struct.dtype.itemsize <= _MAX_HOST_BYTES
             whole = np.zeros(struct.shape, struct.dtype) if is_small else None
+            on_host = None
+            if memory is not None and weights[0].path.endswith(keys.TABLES):
+                on_host, whole = memory.empty_on_host(struct.shape, struct.dtype)
             for weight, view in zip(weights, views, strict=True):
                 pieces, check = self._pieces(weight, field)
                 index = view.leaf_index(field)
@@ -275,7 +275,9 @@ class _Loader:
                 threads = is_view or field is not None
                 value = self._staging.place(pieces, shape, struct.dtype, part, check, threads)
                 write_leaf(variable, field, value, index)
-            if whole is not None:
+            if on_host is not None:
+                set_leaf(variable, field, on_host)
+            elif whole is not None:
                 set_leaf(variable, field, self._staging.place([whole.view], whole.shape, whole.dtype, where))
 
     def _paged_codes(self, weights, shape, memory):

@@ -75,7 +75,7 @@ class Golden:
             for name in ("embed.weight", "embed.scale", "wkv.weight", "wkv.scale", "q_weight", "k_weight")
         }
         codes, scale = (parts[f"embed.{name}"].view(np.uint8) for name in ("weight", "scale"))
-        module.embedding.set_value(QuantizedWeight(jnp.asarray(codes), jnp.asarray(scale), "FP8", jnp.float32))
+        module.embedding.set_value(QuantizedWeight(jnp.asarray(codes), jnp.asarray(scale), "FP8_ROWS", jnp.float32))
         wkv = parts["wkv.weight"].astype(np.float32)
         if parts["wkv.scale"] is not None:
             wkv = wkv * np.kron(parts["wkv.scale"].astype(np.float32), np.ones((32, 32), np.float32))
@@ -269,7 +269,10 @@ def random_table(rows=12, channels=64):
     rng = np.random.default_rng(2)
     codes = rng.integers(0, 0x7E, (rows, channels), np.uint8) | (rng.integers(0, 2, (rows, channels), np.uint8) << 7)
     return QuantizedWeight(
-        jnp.asarray(codes), jnp.asarray(rng.integers(110, 140, (rows, channels // 32), np.uint8)), "FP8", jnp.bfloat16
+        jnp.asarray(codes),
+        jnp.asarray(rng.integers(110, 140, (rows, channels // 32), np.uint8)),
+        "FP8_ROWS",
+        jnp.bfloat16,
     )
 
 
@@ -290,30 +293,6 @@ def test_only_rows_of_a_quantized_table_are_dequantized():
     big = jax.eval_shape(lambda: random_table(1 << 12))
     memory = jax.jit(look_up).lower(big, ROWS).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 1 << 14
-
-
-def on_host(tree):
-    """The arrays in JAX's pinned host memory; on a CPU device, too, this is another kind of memory for JAX."""
-    where = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    return jax.device_put(tree, where)
-
-
-@pytest.mark.parametrize("quantized", [False, True])
-def test_a_table_in_host_memory_is_gathered_by_the_host(quantized):
-    table = random_table() if quantized else jnp.asarray(dequantized(random_table()))
-    jitted = jax.jit(look_up)
-    np.testing.assert_array_equal(jitted(on_host(table), ROWS), jitted(table, ROWS))
-    assert jitted(on_host(table), ROWS).sharding.memory_kind == "device"
-    assert '_xla_compute_type = "host"' in jitted.lower(on_host(table), ROWS).as_text()
-    assert "_xla_compute_type" not in jitted.lower(table, ROWS).as_text()
-
-
-def test_a_model_with_its_table_in_host_memory_runs(golden):
-    before, ngrams, *_ = golden.at(1)
-    module = golden.engram(1)
-    want = nnx.jit(lambda module: module(before, ngrams))(module)
-    module.embedding.set_value(on_host(module.embedding.get_value()))
-    np.testing.assert_array_equal(nnx.jit(lambda module: module(before, ngrams))(module), want)
 
 
 def test_gradients_reach_every_parameter():
@@ -401,15 +380,10 @@ def replace_tables(model, function):
     return model
 
 
-def test_a_model_with_tables_in_host_memory_gives_the_same(whole):
-    model, ids, hidden = whole
-    np.testing.assert_array_equal(run_in_chunks(replace_tables(model, on_host), ids, [24]), hidden)
-
-
 def test_a_step_copies_no_table(whole):
     rows = 1 << 20
     codes, scale = (jax.ShapeDtypeStruct((1, rows, width), jnp.uint8) for width in (32, 1))
-    model = replace_tables(whole[0], lambda _: QuantizedWeight(codes, scale, "FP8", jnp.float32))
+    model = replace_tables(whole[0], lambda _: QuantizedWeight(codes, scale, "FP8_ROWS", jnp.float32))
     manager = KVCacheManager(
         model.config, num_blocks=8, max_requests=2, max_context=64, block_tokens=16, dtype=jnp.float32
     )
