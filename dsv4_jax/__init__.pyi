@@ -24,7 +24,7 @@ from .cache import (
 )
 from .checkpoint import load_checkpoint as load_checkpoint, save_release as save_release
 from .common.xla_flags import set_xla_flags as set_xla_flags
-from .config import DSV4Config as DSV4Config
+from .config import DSV4Config as DSV4Config, EngramConfig as EngramConfig
 from .decode import (
     CompiledModel as CompiledModel,
     LogitsProcessor as LogitsProcessor,

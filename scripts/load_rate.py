@@ -44,7 +44,7 @@ def load_rate(
     """
     config = DSV4Config.v4_flash().first_layers(layers)
     try:
-        content = describe_storage(release_config(config), "quantized")
+        content = describe_storage(release_config(config), "quantized", config.weight_block)
         write_checkpoint(folder, content, stored_tensors(config), random_tensors(config))
         size = sum(path.stat().st_size for path in folder.iterdir())
         experts = expert_bytes(expert_memory, None)  # before JAX starts

@@ -85,7 +85,7 @@ class StepOptions:
       expert_memory: bytes of the GPU for experts; "auto" for all bytes that are left; None if no expert lies in host
         memory.
       skew: skews of the routers to measure, see `checkpoint.random_weights.random_model`.
-      kv_format: storage format of the cache's rows.
+      kv_format: storage format of the cache's rows; None = that of the model's release.
     """
 
     batches: tuple[int, ...]
@@ -98,7 +98,7 @@ class StepOptions:
     context_parallel: bool = False
     expert_memory: int | Literal["auto"] | None = None
     skew: tuple[float, ...] = (0.0,)
-    kv_format: KVFormat | str = "v4"
+    kv_format: KVFormat | str | None = None
 
     def check(self, config: DSV4Config) -> None:
         """Raises ValueError if the mesh does not divide the model or a batch, or a number is out of range."""

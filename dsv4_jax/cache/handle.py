@@ -80,6 +80,7 @@ class LayerCacheHandle(Summarized):
         inv_freq: Float[Array, "P"],
         *,
         eps: float,
+        norms_queries: bool = True,
     ) -> tuple[Float[Array, "T H D"], "LayerCacheHandle"]:
         """Applies RMS norm and RoPE to queries and window rows (see `ops.norm_rope`), and stores the rows.
 
@@ -89,6 +90,7 @@ class LayerCacheHandle(Summarized):
           weight: [head_dim] float32, weight of the rows' norm; the queries' norm has none.
           inv_freq: [P] float32, radians per token, by which the last 2 * P channels are rotated.
           eps: constant that is added to the mean square.
+          norms_queries: whether queries are normed.
 
         Returns:
           (queries in q's dtype, new handle).
@@ -99,10 +101,11 @@ class LayerCacheHandle(Summarized):
         self._check_shape("kv", kv, dim)
         self._check_dtype("kv", kv)
         if batch.prefill:
-            q, kv = ops.norm_rope(q, kv, weight, jnp.maximum(batch.positions, 0), inv_freq, eps=eps)
+            arrays = q, kv, weight, jnp.maximum(batch.positions, 0), inv_freq
+            q, kv = ops.norm_rope(*arrays, eps=eps, norms_queries=norms_queries)
             return q, self.write_swa(kv)
         arrays = q, kv, weight, batch.slots, batch.positions, inv_freq
-        q, view = ops.norm_rope_append(self.read_swa_view(), *arrays, eps=eps)
+        q, view = ops.norm_rope_append(self.read_swa_view(), *arrays, eps=eps, norms_queries=norms_queries)
         return q, self._with_swa(view)
 
     def flush(
@@ -245,7 +248,11 @@ class LayerCacheHandle(Summarized):
         return self._reduce_rows(ops.gather_all_compressed_kv(view, batch.slots, batch.positions, dtype=self._dtype))
 
     def indexer_scores(
-        self, q: Float[Array, "T H I"], weights: Float[Array, "T H"], inv_freq: Float[Array, "P"] | None = None
+        self,
+        q: Float[Array, "T H I"],
+        weights: Float[Array, "T H"],
+        inv_freq: Float[Array, "P"] | None = None,
+        candidates: Int[Array, "T B"] | None = None,
     ) -> Float[Array, "T E"]:
         """Computes the lightning indexer's score of each visible entry (see `ops.indexer_scores`).
 
@@ -253,27 +260,72 @@ class LayerCacheHandle(Summarized):
           q: [T, index heads, index_head_dim] index queries.
           weights: [T, index heads] float32 head weights.
           inv_freq: [P] float32, radians per token, by which q is rotated; None if q is rotated already.
+          candidates: [T, B] int32 blocks of entries, see `candidate_blocks`; None = no restriction.
 
         Returns:
           [T, E] float32 scores, E = the largest number of entries of a request. With context parallelism, entries that
-          lie on other devices score -inf. Scores behind the visible entries are unspecified.
+          lie on other devices score -inf. Scores behind the visible entries are unspecified. With candidates, entries
+          outside their blocks score -inf; if B blocks have less than half of the entries, only these are scored, and E
+          is their number.
         """
         view = self.read_indexer_view()
         self._check_shape("q", q, None, view.codec.dim)
         self._check_shape("weights", weights, q.shape[1])
-        return ops.indexer_scores(view, q, weights, self.batch.slots, self.batch.positions, inv_freq=inv_freq)
+        size = self._cache.schema.config.candidate_block_size
+        entries = self._gathered_entries(candidates)
+        scores = ops.indexer_scores(
+            view, q, weights, self.batch.slots, self.batch.positions, inv_freq=inv_freq, entries=entries
+        )
+        if candidates is None or entries is not None:
+            return scores
+        return ops.within_candidates(scores, candidates, size)
 
-    def indexer_topk(self, scores: Float[Array, "T E"]) -> Int[Array, "T k"]:
+    def indexer_topk(
+        self, scores: Float[Array, "T E"], candidates: Int[Array, "T B"] | None = None
+    ) -> Int[Array, "T k"]:
         """Selects the entries with the highest scores for each token (see `ops.indexer_topk`).
 
         Args:
           scores: [T, E] float32 result of `indexer_scores`.
+          candidates: as given to `indexer_scores`.
 
         Returns:
           [T, topk] int32 entry numbers in ascending order, then -1 if fewer than topk entries are visible.
         """
-        topk = topk_of_shards if self._is_sharded else ops.indexer_topk
-        return topk(scores, self.valid_lengths(), self._cache.schema.config.topk(self.spec.layer))
+        k = self._cache.schema.config.topk(self.spec.layer)
+        entries = self._gathered_entries(candidates)
+        if entries is None:
+            return self._topk(scores, self.valid_lengths(), k)
+        chosen = self._topk(scores, jnp.full_like(self.batch.slots, scores.shape[1]), k)
+        return jnp.where(chosen >= 0, jnp.take_along_axis(entries, jnp.maximum(chosen, 0), axis=1), -1)
+
+    def candidate_blocks(self, scores: Float[Array, "T E"]) -> Int[Array, "T B"] | None:
+        """Chooses the blocks of entries to which the selections of later layers are restricted (V4.1).
+
+        Args:
+          scores: [T, E] float32 result of `indexer_scores`, without candidates.
+
+        Returns:
+          [T, candidate_topk_blocks] int32 numbers of blocks in ascending order, then -1. None if these are all blocks
+          of the longest request, so that later layers need no restriction.
+        """
+        config = self._cache.schema.config
+        size = config.candidate_block_size
+        if scores.shape[1] <= config.candidate_topk_blocks * size:
+            return None
+        return ops.candidate_blocks(scores, self.valid_lengths(), config.candidate_topk_blocks, size, self._topk)
+
+    def _gathered_entries(self, candidates):
+        """Returns the entries [T, E] of the candidates if they are few, and otherwise None."""
+        if candidates is None:
+            return None
+        size = self._cache.schema.config.candidate_block_size
+        few = 2 * candidates.shape[1] * size < self.read_indexer_view().max_entries
+        return ops.candidate_entries(candidates, size) if few else None
+
+    @property
+    def _topk(self):
+        return topk_of_shards if self._is_sharded else ops.indexer_topk
 
     def valid_lengths(self) -> Int[Array, "T"]:
         """Returns the number of visible entries of each token, `(position + 1) // rate`, [T] int32."""

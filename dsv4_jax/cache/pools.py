@@ -38,6 +38,8 @@ class KVCache(Summarized):
       swa: Rows [layers, slots, ring, ...], the sliding windows as ring buffers; a token's row is `position % ring`.
       streams: [1, slots, ring, hc_mult * hidden] in the model's dtype, residual streams of each request's last tokens,
         from which MTP drafts start. None if no draft layers need them.
+      ngram_ids: [1, slots, ring, 1] int32, compressed ids of each request's last tokens, of which Engram's n-grams are
+        made, see `cache.ngrams`. None without Engram.
       block_table: [slots, max_blocks] int32, block ids, -1 = none. All pools of all layers share this table.
       lengths: [slots] int32, number of tokens in each slot.
       schema: geometry of the cache (static).
@@ -50,6 +52,7 @@ class KVCache(Summarized):
     groups: dict[str, PoolGroup]
     swa: Rows
     streams: Any
+    ngram_ids: Any
     block_table: Any
     lengths: Any
     schema: CacheSchema = static_field()

@@ -6,6 +6,7 @@ has these live rows:
   * entries up to `length`,
   * window rows from `min_length - window` on,
   * with drafts, residual streams from `min_length - 1` on,
+  * with Engram, compressed token ids from `min_length - (max_ngram_size - 1)` on,
   * compressor rows of each compression window that is open at `min_length`, from `min_length // rate * rate` on,
   * if entries overlap, the first half of the channels of the `rate` compressor rows before these, which the next entry
     pools (docs/dsv4.md, 3.1).
@@ -32,6 +33,9 @@ from dsv4_jax.quant import Rows
 from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
+_RINGS = "swa", "streams", "ngram_ids"  # the rings by position outside of groups, in KVCache and in RequestRows
+
+
 @pytree_dataclass
 class RequestRows:
     """The rows of a request's slot, in the order of their positions. n differs between fields.
@@ -39,12 +43,14 @@ class RequestRows:
     Attributes:
       swa: Rows [layers, n, ...], window rows of the last n tokens.
       streams: [1, n, hc_mult * hidden] residual streams of the last n tokens, or None.
+      ngram_ids: [1, n, 1] int32 compressed ids of the last n tokens, or None.
       groups: {name: PoolGroup} with only the states set: CompressorState [layers, n, width] of the last n tokens. With
         `boundary`, see `read_request`, it is empty if windows do not overlap, and else holds half of the channels.
     """
 
     swa: Rows
     streams: Any
+    ngram_ids: Any
     groups: dict[str, PoolGroup]
 
 
@@ -61,8 +67,8 @@ def read_request(
       length: scalar, number of tokens up to which rows are read.
       min_length: scalar, the shortest length that the request may be rewound to.
       boundary: whether `length` equals `min_length` and is a multiple of every compression rate (static). Then only
-        these rows are live and read: the last window, the last token's streams and, if entries overlap, the first half
-        of the channels of the last `compress_rate` compressor rows.
+        these rows are live and read: the last window, the last token's streams, the ids of the last `max_ngram_size
+        - 1` tokens and, if entries overlap, the first half of the channels of the last `compress_rate` compressor rows.
 
     Returns:
       RequestRows with as many rows as the rings have, zeros where a row is not live. With `boundary`, it has only the
@@ -72,8 +78,10 @@ def read_request(
     slot = _local_slots(cache, slot)
     window = schema.max_window
     rows, _ = _newest_rows(cache.swa, slot, length, window if boundary else schema.swa_ring, min_length - window)
-    count = 1 if boundary else schema.max_query_tokens
-    streams, _ = _newest_rows(cache.streams, slot, length, count, min_length - 1)
+    spare = 0 if boundary else schema.max_query_tokens - 1
+    streams, _ = _newest_rows(cache.streams, slot, length, 1 + spare, min_length - 1)
+    context = schema.ngram_context
+    ngram_ids, _ = _newest_rows(cache.ngram_ids, slot, length, context + spare, min_length - context)
     groups = {}
     for name, spec in schema.groups.items():
         rate = spec.compress_rate
@@ -90,7 +98,7 @@ def read_request(
             # Of the window before the open one, the next entry pools only the first half of the channels.
             states = jax.tree.map(functools.partial(_pooled_again, is_open=positions >= opened), states)
         groups[name] = states
-    return all_reduce_bits(RequestRows(rows, streams, groups), "slots")
+    return all_reduce_bits(RequestRows(rows, streams, ngram_ids, groups), "slots")
 
 
 def _pooled_again(x, *, is_open):
@@ -138,8 +146,9 @@ def write_request(
 
     old = {name: cache.groups[name].like(group) for name, group in rows.groups.items()}
     cache = cache.with_groups(jax.tree.map(write, old, rows.groups))
-    rings = jax.tree.map(write, (cache.swa, cache.streams), (rows.swa, rows.streams))
-    return dataclasses.replace(cache, swa=rings[0], streams=rings[1])
+    rings = {name: getattr(cache, name) for name in _RINGS}
+    new = {name: getattr(rows, name) for name in _RINGS}
+    return dataclasses.replace(cache, **jax.tree.map(write, rings, new))
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
@@ -171,7 +180,8 @@ def copy_request(
     source_block = _local_blocks(cache, source_block)
     target_blocks = _local_blocks(cache, target_blocks)
     across = "context" if cache.schema.context_parallel else None  # a block and its copy may lie on different devices
-    rings = cache.swa, cache.streams, {name: group.by_slot for name, group in cache.groups.items()}
+    rings = {name: getattr(cache, name) for name in _RINGS}
+    states = {name: group.by_slot for name, group in cache.groups.items()}
     pools = {name: group.paged for name, group in cache.groups.items()}
 
     def copy(pool, to, index, across=None):
@@ -182,16 +192,15 @@ def copy_request(
         return jax.lax.dynamic_update_index_in_dim(pool, row, to, axis=1)
 
     def one(i, carry):
-        rings, pools = carry
-        rings = jax.tree.map(lambda pool: copy(pool, targets[i], source), rings)
-        return rings, jax.tree.map(lambda pool: copy(pool, target_blocks[i], source_block, across), pools)
+        by_slot, pools = carry
+        by_slot = jax.tree.map(lambda pool: copy(pool, targets[i], source), by_slot)
+        return by_slot, jax.tree.map(lambda pool: copy(pool, target_blocks[i], source_block, across), pools)
 
-    (swa, streams, states), pools = jax.lax.fori_loop(0, count, one, (rings, pools))
+    (rings, states), pools = jax.lax.fori_loop(0, count, one, ((rings, states), pools))
     to = jnp.where(targets >= 0, targets, cache.lengths.shape[0])
     cache = dataclasses.replace(
         cache,
-        swa=swa,
-        streams=streams,
+        **rings,
         block_table=cache.block_table.at[to].set(table_rows, mode="drop"),
         lengths=cache.lengths.at[to].set(length, mode="drop"),
     )

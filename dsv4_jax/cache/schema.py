@@ -109,8 +109,8 @@ class CacheSchema:
       max_requests: number of slots, each for one request.
       max_context: largest number of tokens in a request.
       block_tokens: number of tokens per block; a multiple of every compression rate of the model.
-      kv_format: byte format of the rows, a `KVFormat`. The argument may be its name: "v4", "per_entry" or "plain", see
-        `quant.formats`.
+      kv_format: byte format of the rows, a `KVFormat`. The argument may be its name: "v4", "v41", "per_entry" or
+        "plain", see `quant.formats`. None = the format of the model's release, `config.kv_format`.
       dtype: dtype of the model's activations. Rows in the format "plain" and all dequantized rows have it.
       max_query_tokens: largest number of tokens of a request in a decode step. A request can be rewound by one token
         less than this.
@@ -127,7 +127,7 @@ class CacheSchema:
     max_requests: int
     max_context: int
     block_tokens: int = 128
-    kv_format: Any = "v4"
+    kv_format: Any = None
     dtype: Any = jnp.bfloat16
     max_query_tokens: int = 1
     context_parallel: bool = False
@@ -138,7 +138,8 @@ class CacheSchema:
             object.__setattr__(self, name, value)
         if self.max_context > (limit := self.config.max_position_embeddings):
             raise ValueError(f"max_context={self.max_context} exceeds the model's max_position_embeddings={limit}")
-        object.__setattr__(self, "kv_format", as_kv_format(self.kv_format, self.dtype))
+        name = self.config.kv_format if self.kv_format is None else self.kv_format
+        object.__setattr__(self, "kv_format", as_kv_format(name, self.dtype))
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
         for rate in sorted({group.compress_rate for group in self.groups.values()}):
             if self.block_tokens % rate:
@@ -221,6 +222,11 @@ class CacheSchema:
         """Returns the number of rows in the ring of a compressor state of the group."""
         return self.groups[group].pooled_rows + self.max_query_tokens - 1
 
+    @property
+    def ngram_context(self) -> int:
+        """The number of earlier tokens in the longest n-gram that ends with a token; 0 without Engram."""
+        return self.config.engram.max_ngram_size - 1 if self.config.engram else 0
+
     # --- arrays ---
 
     def group_structs(self, group: str) -> PoolGroup:
@@ -242,15 +248,17 @@ class CacheSchema:
         return PoolGroup(paged(spec.entry), paged(spec.key), state(spec.entry), key_state)
 
     def slot_structs(self) -> dict[str, Any]:
-        """Returns {field of `KVCache`: structs} of arrays outside groups. `streams` is None if no drafts need it."""
+        """Returns {field of `KVCache`: structs} of arrays outside groups; None for those that the model lacks."""
         config = self.config
         slots = self.max_requests
         struct = jax.ShapeDtypeStruct
         shape = (1, slots, self.max_query_tokens, config.hc_mult * config.hidden_size)
         keeps_streams = config.drafts is not None and config.drafts.keeps_streams
+        ngram_ring = self.ngram_context + self.max_query_tokens - 1
         return {
             "swa": _prepend(self.window_codec.struct, self.num_rings, slots, self.swa_ring),
             "streams": struct(shape, self.dtype) if keeps_streams else None,
+            "ngram_ids": struct((1, slots, ngram_ring, 1), jnp.int32) if config.engram else None,
             "block_table": struct((slots, self.max_blocks), jnp.int32),
             "lengths": struct((slots,), jnp.int32),
         }
@@ -273,7 +281,11 @@ class CacheSchema:
     @functools.cached_property
     def _slot_bytes(self):
         structs = self.slot_structs()
-        rings = {"sliding windows": structs["swa"], "residual streams": structs["streams"]}
+        rings = {
+            "sliding windows": structs["swa"],
+            "residual streams": structs["streams"],
+            "n-gram ids": structs["ngram_ids"],
+        }
         tables = {"block table and lengths": [structs["block_table"], structs["lengths"]]}
         return _nbytes(rings) | self._group_bytes({"state": "states", "key_state": "indexer states"}) | _nbytes(tables)
 
@@ -314,7 +326,7 @@ class CacheSchema:
 
     @property
     def bytes_per_request(self) -> int:
-        """The fixed bytes of a slot: window rings, residual streams and compressor states, without the block table."""
+        """The fixed bytes of a slot: all its arrays without the block table."""
         pools = dataclasses.replace(self, max_requests=1).slot_bytes_by_pool()
         return sum(pools.values()) - pools["block table and lengths"]
 
@@ -353,6 +365,7 @@ def compute_block_budget(config: DSV4Config, memory_bytes: int, **sizes) -> int:
 # The fields of a DSV4Config, besides `layers`, that must agree between a cache and a model that uses it.
 _CONFIG_FIELDS = (
     "vocab_size", "num_hidden_layers", "head_dim", "qk_rope_head_dim", "sliding_window", "index_head_dim", "index_topk",
+    "engram",
 )  # fmt: skip
 
 

@@ -23,8 +23,10 @@ from dsv4_jax.checkpoint.storage import QuantizedTensor
 from dsv4_jax.common.sizes import readable_bytes
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.config_json import read_json
+from dsv4_jax.quant import is_quantized_kind
 
 
+_ROWS = 1 << 16  # number of rows of a quantized weight that are dequantized at a time, a multiple of a block's
 _COPIED = ".json", ".jinja", ".txt", ".md", ""  # suffixes of the files that are copied, such as tokenizer.json
 
 
@@ -82,9 +84,8 @@ def convert_checkpoint(
     try:
         arrays = (array for old, new in pairs for array in _converted(old, new, new.stored_dtype(weights), tensors))
         with byte_bar("Converting weights", total_bytes(headers), progress) as advance:
-            write_checkpoint(
-                partial, describe_storage(content, weights), headers, arrays, shard_bytes=shard_bytes, advance=advance
-            )
+            content = describe_storage(content, weights, config.weight_block)
+            write_checkpoint(partial, content, headers, arrays, shard_bytes=shard_bytes, advance=advance)
         _copy_others(source if source.is_dir() else source.parent, partial)
         partial.rename(folder)
     except BaseException:
@@ -100,15 +101,19 @@ def _converted(
     Args:
       old: the parameter with its tensors in the source.
       new: the same parameter with its tensors in the destination. Both list the parameter's values in the same order.
-      dtype: dtype in the destination's files, such as "BF16" or "F8_E4M3".
+      dtype: storage in the destination's files, such as "BF16" or "FP8", see `Weight`.
       tensors: the source's tensors by name.
     """
     pieces = max(1, len(new.sources) // len(old.sources))  # number of new tensors for each old one
     for name in old.sources:
         tensor = tensors[name]
-        if isinstance(tensor, QuantizedTensor) and tensor.codes.dtype == dtype:
+        if isinstance(tensor, QuantizedTensor) and tensor.dtype == dtype:
             yield tensor.codes.data
             yield tensor.scale.data
+            continue
+        if isinstance(tensor, QuantizedTensor) and not is_quantized_kind(dtype):
+            for start in range(0, tensor.shape[0], _ROWS):
+                yield from encode(name, tensor.load(start, start + _ROWS), dtype)
             continue
         for piece in tensor.load().reshape(pieces, -1, tensor.shape[-1]):
             yield from encode(name, piece, dtype)

@@ -17,6 +17,7 @@ from typing import Literal, get_args
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
 from dsv4_jax.nn.layers import ABSTRACT
+from dsv4_jax.quant import fp8_kind
 from dsv4_jax.quant.fp4 import MXFP4_BLOCK
 
 
@@ -25,9 +26,11 @@ type Storage = Literal["quantized", "bfloat16", "float32"]
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+TABLES = ("embed_tokens.weight", "engram.embedding")  # ends of the paths of tables of which a step reads few rows
 # Rows for the parameters outside the layers. A row has the path in this package's model ("our path"), the name in the
-# release, the dtype in the release's files and, if it differs from our path, transformers' name. A row counts only if
-# the model has a parameter at our path, and the shape is that of the parameter.
+# release, the storage in the release's files (see `Weight`; "FP8" stands for the kind that the configuration says) and,
+# if it differs from our path, transformers' name. A row counts only if the model has a parameter at our path, and the
+# shape is that of the parameter.
 _TOP = (
     (EMBEDDING, "embed.weight", "BF16"),
     ("model.norm.weight", "norm.weight", "BF16"),
@@ -39,11 +42,11 @@ _TOP = (
 # Rows, as in `_TOP`, for the parameters that compute the inputs of the draft layers. Our paths begin with `drafts.`.
 # The release's names begin with `mtp.N.`, where N is the first draft layer.
 _DRAFT_INPUTS = (
-    ("e_proj.weight", "e_proj.weight", "F8_E4M3"),
-    ("h_proj.weight", "h_proj.weight", "F8_E4M3"),
+    ("e_proj.weight", "e_proj.weight", "FP8"),
+    ("h_proj.weight", "h_proj.weight", "FP8"),
     ("enorm.weight", "enorm.weight", "BF16"),
     ("hnorm.weight", "hnorm.weight", "BF16"),
-    ("main_proj.weight", "main_proj.weight", "F8_E4M3"),
+    ("main_proj.weight", "main_proj.weight", "FP8"),
     ("main_norm.weight", "main_norm.weight", "BF16"),
 )
 # Rows for the parameters that compute the outputs of the draft layers. The prefixes are the same, but N is the last
@@ -68,18 +71,20 @@ _LAYER = (
     ("ffn_hc.fn", "hc_ffn_fn", "F32"),
     ("ffn_hc.base", "hc_ffn_base", "F32"),
     ("ffn_hc.scale", "hc_ffn_scale", "F32"),
-    ("{inputs}.q_a_proj", "attn.wq_a.weight", "F8_E4M3", "self_attn.q_a_proj.weight"),
+    ("{inputs}.q_a_proj", "attn.wq_a.weight", "FP8", "self_attn.q_a_proj.weight"),
     ("self_attn.q_a_norm.weight", "attn.q_norm.weight", "BF16"),
-    ("{latents}.q_b_proj", "attn.wq_b.weight", "F8_E4M3", "self_attn.q_b_proj.weight"),
-    ("{inputs}.kv_proj", "attn.wkv.weight", "F8_E4M3", "self_attn.kv_proj.weight"),
+    ("{latents}.q_b_proj", "attn.wq_b.weight", "FP8", "self_attn.q_b_proj.weight"),
+    ("{inputs}.kv_proj", "attn.wkv.weight", "FP8", "self_attn.kv_proj.weight"),
     ("self_attn.kv_norm.weight", "attn.kv_norm.weight", "BF16"),
-    ("self_attn.o_a_proj.weight", "attn.wo_a.weight", "F8_E4M3"),
-    ("self_attn.o_b_proj.weight", "attn.wo_b.weight", "F8_E4M3"),
+    ("self_attn.o_a_proj.weight", "attn.wo_a.weight", "FP8"),
+    ("self_attn.o_b_proj.weight", "attn.wo_b.weight", "FP8"),
     ("self_attn.sinks", "attn.attn_sink", "F32"),
     ("{inputs}.compressor_kv_proj", "attn.compressor.wkv.weight", "BF16", "self_attn.compressor.kv_proj.weight"),
     ("{inputs}.compressor_gate_proj", "attn.compressor.wgate.weight", "BF16", "self_attn.compressor.gate_proj.weight"),
     ("self_attn.compressor.position_bias", "attn.compressor.ape", "F32"),
     ("self_attn.compressor.kv_norm.weight", "attn.compressor.norm.weight", "BF16"),
+    ("self_attn.compressor.key_proj.weight", "attn.indexer.wk.weight", "BF16"),
+    ("self_attn.compressor.key_norm.weight", "attn.indexer.k_norm.weight", "BF16"),
     (
         "{inputs}.indexer_kv_proj",
         "attn.indexer.compressor.wkv.weight",
@@ -97,7 +102,7 @@ _LAYER = (
     (
         "{latents}.indexer_q_b_proj",
         "attn.indexer.wq_b.weight",
-        "F8_E4M3",
+        "FP8",
         "self_attn.compressor.indexer.q_b_proj.weight",
     ),
     (
@@ -109,11 +114,16 @@ _LAYER = (
     ("mlp.gate.weight", "ffn.gate.weight", "BF16"),
     ("mlp.gate.tid2eid", "ffn.gate.tid2eid", "I64"),
     ("mlp.gate.e_score_correction_bias", "ffn.gate.bias", "F32"),
-    ("mlp.experts.gate_up_proj", "ffn.experts.{expert}.w1.weight ffn.experts.{expert}.w3.weight", "I8"),
-    ("mlp.experts.down_proj", "ffn.experts.{expert}.w2.weight", "I8"),
-    ("{shared}.gate_proj", "ffn.shared_experts.w1.weight", "F8_E4M3", "mlp.shared_experts.gate_proj.weight"),
-    ("{shared}.up_proj", "ffn.shared_experts.w3.weight", "F8_E4M3", "mlp.shared_experts.up_proj.weight"),
-    ("mlp.shared_experts.down_proj.weight", "ffn.shared_experts.w2.weight", "F8_E4M3"),
+    ("mlp.gate.image_correction_bias", "ffn.gate.bias_vl", "F32"),
+    ("mlp.experts.gate_up_proj", "ffn.experts.{expert}.w1.weight ffn.experts.{expert}.w3.weight", "FP4"),
+    ("mlp.experts.down_proj", "ffn.experts.{expert}.w2.weight", "FP4"),
+    ("{shared}.gate_proj", "ffn.shared_experts.w1.weight", "FP8", "mlp.shared_experts.gate_proj.weight"),
+    ("{shared}.up_proj", "ffn.shared_experts.w3.weight", "FP8", "mlp.shared_experts.up_proj.weight"),
+    ("mlp.shared_experts.down_proj.weight", "ffn.shared_experts.w2.weight", "FP8"),
+    ("engram.embedding", "engram.embed.weight", "FP8_ROWS"),
+    ("engram.kv_proj.weight", "engram.wkv.weight", "FP8"),
+    ("engram.q_weight", "engram.q_weight", "BF16"),
+    ("engram.k_weight", "engram.k_weight", "BF16"),
 )
 # {placeholder in our paths of `_LAYER`: path of the `FusedLinear`'s weights}
 _FUSED = {
@@ -130,7 +140,7 @@ class Weight:
     Attributes:
       path: path of the parameter in the model, e.g. "model.layers.0.mlp.experts.down_proj".
       shape: shape of the parameter.
-      dtype: dtype of its tensors in the release's files: "F8_E4M3", "I8" (two FP4 codes), "BF16", "F32", or "I64" for
+      dtype: storage of its tensors in the release's files: a `QuantizedKind`, or the dtype "BF16", "F32", or "I64" for
         ids of experts, the model's only integers.
       sources: names of the stored tensors. Their values, one tensor after the other, are the parameter's in row-major
         order.
@@ -159,7 +169,7 @@ class Weight:
         return *self.shape[:-1], self.shape[-1] // 2
 
     def stored_dtype(self, storage: Storage) -> str:
-        """Returns the dtype of the parameter's tensors in files with this storage, see `save_release`."""
+        """Returns what `dtype` is for the parameter's tensors in files with this storage, see `save_release`."""
         if storage == "quantized" or self.dtype == "I64":
             return self.dtype
         return "BF16" if storage == "bfloat16" and self.dtype != "F32" else "F32"
@@ -168,6 +178,7 @@ class Weight:
 def weights(config: DSV4Config, naming: Naming) -> Iterator[Weight]:
     """Yields every parameter of the model in the given naming."""
     shapes = _shapes(config)
+    matrices = fp8_kind(config.weight_block)
     for path, release, dtype in _TOP:
         is_release = naming == "release" or (naming == "hybrid" and path == HEAD)
         yield from _weight(shapes, path, release if is_release else path, dtype)
@@ -184,7 +195,8 @@ def weights(config: DSV4Config, naming: Naming) -> Iterator[Weight]:
             elif naming == "hybrid" and release == "attn.kv_norm.weight":
                 names = "attn.norm.weight"
             names = " ".join(theirs + name for name in names.split())
-            yield from _weight(shapes, ours + path.format_map(_FUSED), names, dtype)
+            kind = matrices if dtype == "FP8" else dtype
+            yield from _weight(shapes, ours + path.format_map(_FUSED), names, kind)
 
 
 def _weight(shapes: Mapping[str, tuple[int, ...]], path: str, names: str, dtype: str) -> Iterator[Weight]:
@@ -194,7 +206,7 @@ def _weight(shapes: Mapping[str, tuple[int, ...]], path: str, names: str, dtype:
       shapes: shape of each parameter of the model by path.
       path: path of the parameter.
       names: names of its tensors, separated by spaces. One with {expert} stands for a tensor of each expert.
-      dtype: dtype in the release's files. "I8" becomes "BF16" if the inputs do not divide into FP4's groups.
+      dtype: storage in the release's files. "FP4" becomes "BF16" if the inputs do not divide into FP4's groups.
     """
     shape = shapes.get(path)
     if shape is None:
@@ -206,7 +218,7 @@ def _weight(shapes: Mapping[str, tuple[int, ...]], path: str, names: str, dtype:
         source_shape = shape[-2:]
     elif len(shape) == 4:  # [experts, 2, out, in]: the tensor is [experts, 2 * out, in], rows of the gate first
         source_shape = (shape[0], shape[1] * shape[2], shape[3])
-    if dtype == "I8" and shape[-1] % MXFP4_BLOCK:
+    if dtype == "FP4" and shape[-1] % MXFP4_BLOCK:
         dtype = "BF16"
     yield Weight(path, shape, dtype, sources, source_shape)
 
@@ -243,6 +255,11 @@ def tied(table: list[Weight], names: Collection[str]) -> Iterator[Weight]:
 def is_draft(name: str) -> bool:
     """Whether a tensor belongs to a draft layer, which a model without drafts leaves out."""
     return name.startswith(("mtp.", "model.mtp."))
+
+
+def is_image_part(name: str) -> bool:
+    """Whether a tensor belongs to the encoder of images, which this package's text-only models leave out."""
+    return name.removeprefix("model.").startswith(("vision.", "aligner.", "image_"))
 
 
 def is_draft_copy(name: str) -> bool:

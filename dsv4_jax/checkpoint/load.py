@@ -22,9 +22,10 @@ from dsv4_jax.checkpoint.placement import Staging, fill, plan_expert_memory
 from dsv4_jax.checkpoint.progress import byte_bar
 from dsv4_jax.checkpoint.reader import StoredTensor, read_checkpoint
 from dsv4_jax.checkpoint.storage import QuantizedTensor
+from dsv4_jax.checkpoint.tokenizer import read_tokenizer
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.expert_pages import ExpertMemory
-from dsv4_jax.nn import DeepseekV4ForCausalLM
+from dsv4_jax.nn import DeepseekV4ForCausalLM, TokenMap
 from dsv4_jax.nn.layers import ABSTRACT
 from dsv4_jax.nn.parameters import (
     ParameterView,
@@ -36,8 +37,9 @@ from dsv4_jax.nn.parameters import (
     write_leaf,
 )
 from dsv4_jax.nn.shardings import check_blocks, parameter_sharding, sharded_structs
+from dsv4_jax.nn.token_map import compressed_token_ids
 from dsv4_jax.parallel.mesh import check_mesh, check_shardable
-from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedKind, quantized_struct
+from dsv4_jax.quant import BLOCKS, QuantizedKind, quantized_struct
 
 
 _MAX_HOST_BYTES = 1 << 26  # maximum size of an array that is assembled from its weights on the host
@@ -80,7 +82,8 @@ def load_checkpoint(
         place of arrays, so that its programs can be compiled meanwhile. None = no call.
 
     Returns:
-      The model. If the configuration has no draft layers, their tensors are left out, and that is logged.
+      The model. If the configuration has no draft layers, their tensors are left out, and that is logged; so are those
+      of an image encoder. The compressed token ids of Engram are computed from tokenizer.json beside the tensors.
 
     Raises:
       ValueError: in one of these cases:
@@ -90,6 +93,7 @@ def load_checkpoint(
         * Tensors are missing, extra, of the wrong shape or kind, or have wrong scales (all in one message).
         * Weights are NaN or infinite, or ids of experts are out of range.
         * The mesh does not divide the model, or would split a block of weights that has one scale.
+        * The model has Engram, and tokenizer.json is missing or another model's.
         * The host or a device is out of memory.
     """
     if isinstance(weights, str) and weights not in ("quantized", "bfloat16", "float32"):
@@ -107,7 +111,9 @@ def load_checkpoint(
     model = DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=param_dtype, rngs=ABSTRACT)
     table, tensors = match_weights(path, read_checkpoint(path), config)
     views = parameter_views(model)
-    assert {weight.path for weight in table} == views.keys(), "the table of keys and the model disagree"
+    token_maps = {name: view.variable for name, view in views.items() if isinstance(view.variable, TokenMap)}
+    assert {weight.path for weight in table} == views.keys() - token_maps, "the table of keys and the model disagree"
+    token_ids = _read_token_ids(path, config) if token_maps else None
 
     groups: dict[int, list[Weight]] = collections.defaultdict(list)  # {id of a variable: weights that it holds}
     for weight in table:
@@ -123,17 +129,24 @@ def load_checkpoint(
     with byte_bar("Loading weights", loader.nbytes(table), progress) as advance:
         for number, group in enumerate(ordered, 1):
             with _name_if_out_of_memory(path, group[0], f"number {number} of {len(ordered)}", mesh):
-                pages = expert_memory if group[0].is_expert else None
-                if pages is not None and not pages.is_planned:
-                    plan_expert_memory(pages, table)
-                loader.load(group, [views[weight.path] for weight in group], pages)
-                if expert_memory is not None and group[0].path == keys.EMBEDDING:
-                    embedding = views[keys.EMBEDDING].variable
-                    embedding.set_value(expert_memory.place_on_host(embedding.get_value()))
+                if expert_memory is not None and group[0].is_expert and not expert_memory.is_planned:
+                    plan_expert_memory(expert_memory, table)
+                loader.load(group, [views[weight.path] for weight in group], expert_memory)
             advance(loader.nbytes(group))
+    for variable in token_maps.values():
+        where = None if mesh is None else parameter_sharding(variable, mesh)
+        variable.set_value(jax.device_put(token_ids, where))
     if loader.problems:
         raise ValueError(f"{path} holds impossible values:{listing(loader.problems)}")
     return model
+
+
+def _read_token_ids(path: Path, config: DSV4Config) -> np.ndarray:
+    """Returns the compressed id of each token id, [vocab] int32, from the tokenizer of a checkpoint with Engram."""
+    tokenizer = read_tokenizer(path)
+    if tokenizer is None:
+        raise ValueError(f"{path} has no tokenizer.json, from which Engram's compressed token ids are computed")
+    return compressed_token_ids(tokenizer, config)
 
 
 @contextlib.contextmanager
@@ -198,7 +211,7 @@ class _Loader:
         return sum(self._tensors[source].nbytes for weight in weights for source in weight.sources)
 
     def _quantized_kind(self, weights: list[Weight]) -> QuantizedKind | None:
-        """Returns "FP8" or "FP4" if all these weights are stored so and can stay so in one array; None otherwise."""
+        """Returns the kind in which all these weights are stored if they can stay so in one array; None otherwise."""
         kinds: set[QuantizedKind] = set()
         for weight in weights:
             for source in weight.sources:
@@ -206,7 +219,7 @@ class _Loader:
                 if not isinstance(piece, QuantizedTensor) or not piece.can_stay:
                     return None
                 # Each piece has its own scales, so pieces that form one matrix must have whole blocks of rows.
-                if piece.dtype == "FP8" and piece.shape[0] % WEIGHT_BLOCK and len(weight.sources) > weight.shape[0]:
+                if piece.shape[0] % BLOCKS[piece.dtype][0] and len(weight.sources) > weight.shape[0]:
                     return None
                 kinds.add(piece.dtype)
         return kinds.pop() if len(kinds) == 1 else None
@@ -231,11 +244,12 @@ class _Loader:
         Args:
           weights: the weights.
           views: the place of each weight in the variable.
-          memory: places the codes of experts on the GPU or in host memory; None: all arrays lie on the devices.
+          memory: places the codes of experts on the GPU or in host memory, and tables in host memory; None: all
+            arrays lie on the devices.
         """
         variable = views[0].variable
         where = self._sharding(variable)
-        if memory is not None:
+        if memory is not None and weights[0].is_expert:
             shape = get_leaf(variable, "codes").shape
             set_leaf(variable, "codes", self._paged_codes(weights, shape, memory))
         for field in leaf_names(variable):
@@ -245,6 +259,9 @@ class _Loader:
             # Small arrays are assembled on the host, because each update on the device would need a compiled program.
             is_small = struct.size * struct.dtype.itemsize <= _MAX_HOST_BYTES
             whole = np.zeros(struct.shape, struct.dtype) if is_small else None
+            on_host = None
+            if memory is not None and weights[0].path.endswith(keys.TABLES):
+                on_host, whole = memory.empty_on_host(struct.shape, struct.dtype)
             for weight, view in zip(weights, views, strict=True):
                 pieces, check = self._pieces(weight, field)
                 index = view.leaf_index(field)
@@ -258,7 +275,9 @@ class _Loader:
                 threads = is_view or field is not None
                 value = self._staging.place(pieces, shape, struct.dtype, part, check, threads)
                 write_leaf(variable, field, value, index)
-            if whole is not None:
+            if on_host is not None:
+                set_leaf(variable, field, on_host)
+            elif whole is not None:
                 set_leaf(variable, field, self._staging.place([whole.view], whole.shape, whole.dtype, where))
 
     def _paged_codes(self, weights, shape, memory):

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dsv4_jax.checkpoint import keys
-from dsv4_jax.checkpoint.keys import Weight, is_draft, is_draft_copy
+from dsv4_jax.checkpoint.keys import Weight, is_draft, is_draft_copy, is_image_part
 from dsv4_jax.checkpoint.other_quantization import find_other_quantization
 from dsv4_jax.checkpoint.reader import StoredTensor
 from dsv4_jax.checkpoint.storage import QuantizedTensor, join_scales
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.quant import fp8_kind
 
 
 _log = logging.getLogger(__name__)
@@ -31,18 +32,24 @@ def match_weights(
     Returns:
       (the weights of the model, with the names of their tensors; the tensors by name, in which a quantized weight
       includes its scale). Tensors of draft layers are left out, and that is logged, if the configuration has no such
-      layers. The draft layers' copies of the embedding and the head are always left out.
+      layers; so are those of the image encoder if it has a token for images. The draft layers' copies of the embedding
+      and the head are always left out.
 
     Raises:
       ValueError: tensors are missing, extra, mis-shaped, of the wrong kind or have wrong scales (all in one message),
         or another tool has quantized them.
     """
-    if not config.num_nextn_predict_layers and (unused := [name for name in stored if is_draft(name)]):
-        _log.info("%d tensors of multi-token prediction (%s, ...) are not used", len(unused), unused[0])
-        stored = {name: x for name, x in stored.items() if not is_draft(name)}
+    left_out = {
+        "multi-token prediction": is_draft if not config.num_nextn_predict_layers else None,
+        "the image encoder": is_image_part if config.image_token_id is not None else None,
+    }
+    for part, is_part in left_out.items():
+        if is_part is not None and (unused := [name for name in stored if is_part(name)]):
+            _log.info("%d tensors of %s (%s, ...) are not used", len(unused), part, unused[0])
+            stored = {name: x for name, x in stored.items() if not is_part(name)}
     # Draft layers share the model's embedding and head, of which a file may hold copies.
     stored = {name: x for name, x in stored.items() if not is_draft_copy(name)}
-    tensors, wrong_scales = join_scales(stored)
+    tensors, wrong_scales = join_scales(stored, fp8_kind(config.weight_block))
     try:
         table = list(keys.weights(config, keys.detect_naming(config, stored)))
         if config.tie_word_embeddings:

@@ -20,19 +20,20 @@ from jaxtyping import Array, Float, Int
 from rich.console import Console
 from rich.progress import track
 
-from dsv4_jax.checkpoint.keys import weights
+from dsv4_jax.checkpoint.keys import TABLES, weights
 from dsv4_jax.checkpoint.placement import plan_expert_memory
-from dsv4_jax.checkpoint.storage import QUANTIZED_KINDS
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.expert_pages import ExpertMemory, selection_shares
-from dsv4_jax.nn import DeepseekV4ForCausalLM
+from dsv4_jax.nn import DeepseekV4ForCausalLM, TokenMap
+from dsv4_jax.nn.engram import random_token_map
 from dsv4_jax.nn.layers import ABSTRACT
 from dsv4_jax.nn.parameters import ParameterView, parameter_views
 from dsv4_jax.nn.shardings import parameter_sharding, sharded_structs
-from dsv4_jax.quant import QuantizedWeight, quantized_struct
+from dsv4_jax.quant import QuantizedWeight, is_quantized_kind, quantized_struct
 
 
 SELECTS = "tid2eid", "e_score_correction_bias"  # the parameters of a router that decide which experts it selects
+MAX_ROWS = 1 << 18  # number of rows of a table in host memory that are drawn; the table repeats them
 MAX_SMALL = 1 << 20  # variables with fewer values than this are all made by one program
 STD = 0.02  # standard deviation of weights, as in the released models' initialization
 
@@ -51,12 +52,12 @@ def as_released[Module: nnx.Module](
     Returns:
       The copy, in which the weights that a release stores as FP8 or FP4 are quantized, with shardings over the mesh.
     """
-    kinds = {weight.path: QUANTIZED_KINDS.get(weight.dtype) for weight in weights(config, "release")}
+    stored = {weight.path: weight.dtype for weight in weights(config, "release")}
     module = nnx.clone(module)
     for path, view in parameter_views(module).items():
-        kind = kinds[path]
         value = view.variable.get_value()
-        if kind is not None and not isinstance(value, QuantizedWeight):
+        kind = stored.get(path, "")  # a map of token ids is not stored
+        if is_quantized_kind(kind) and not isinstance(value, QuantizedWeight):
             view.variable.set_value(quantized_struct(kind, value))
     return sharded_structs(module, mesh, expert_parallel=expert_parallel)
 
@@ -103,8 +104,13 @@ def random_model(
             selects, shares = _selects(path, view.shape, config, skew, view_sharding)
             frequencies[f"{path.rpartition('.gate.')[0]}.experts"] = shares
             view.set_value(selects)
+        elif isinstance(variable, TokenMap):
+            variable.set_value(jax.device_put(random_token_map(config, nnx.Rngs(0)).get_value(), sharding))
         elif path == first_paths[id(variable)] and not (expert_memory and ".mlp.experts." in path):
-            draws[path] = variable, _draw(path, variable.get_value(), sharding)
+            value = variable.get_value()
+            if expert_memory is not None and path.endswith(TABLES):
+                value = jax.tree.map(_first_rows, value)
+            draws[path] = variable, _draw(path, value, sharding)
     _make_variables(draws, expert_memory)
     if expert_memory is not None:
         expert_memory.frequencies |= frequencies
@@ -117,7 +123,7 @@ def _make_variables(draws, expert_memory):
 
     Args:
       draws: {path: (variable, _Draw)}.
-      expert_memory: if given, it moves the embedding to host memory as soon as it is made.
+      expert_memory: if given, tables lie in host memory.
     """
     small = [path for path, (_, draw) in draws.items() if math.prod(draw.args[0]) < MAX_SMALL]
     groups = [group for group in (small, *([path] for path in draws if path not in small)) if group]
@@ -130,9 +136,25 @@ def _make_variables(draws, expert_memory):
             if isinstance(old, QuantizedWeight):
                 codes, scale = value
                 value = dataclasses.replace(old, codes=codes, scale=scale)
-            if expert_memory is not None and path.endswith("embed_tokens.weight"):
-                value = expert_memory.place_on_host(value)
+            if expert_memory is not None and path.endswith(TABLES):
+                value = jax.tree.map(functools.partial(_repeat_on_host, expert_memory), value, old)
             variable.set_value(value)
+
+
+def _first_rows(table):
+    *layers, rows, columns = table.shape
+    return table.update(shape=(*layers, min(rows, MAX_ROWS), columns))
+
+
+def _repeat_on_host(expert_memory, first_rows, table):
+    """Returns an array in host memory, of the shape and dtype of `table`, that repeats its first rows."""
+    array, view = expert_memory.empty_on_host(table.shape, table.dtype)
+    first_rows = np.asarray(first_rows)
+    count = first_rows.shape[-2]
+    for start in range(0, table.shape[-2], count):
+        part = view[..., start : start + count, :]
+        part[...] = first_rows[..., : part.shape[-2], :]
+    return array
 
 
 def select_experts(module: nnx.Module, config: DSV4Config, skew: float) -> None:
@@ -317,9 +339,9 @@ def _scales(words, shape):
 def _codes(words, shape, scales, kind):
     """Returns codes and scales without NaN. Their values are about as large as those of `_normal` with mean 0."""
     codes = _bytes(words, shape)
-    if kind == "FP8":
-        return jnp.where(codes & 0x7F == 0x7F, 0, codes).astype(jnp.uint8), 114 + _bytes(words, scales) % 2
-    return codes, _scales(words, scales)
+    if kind == "FP4":
+        return codes, _scales(words, scales)
+    return jnp.where(codes & 0x7F == 0x7F, 0, codes).astype(jnp.uint8), 114 + _bytes(words, scales) % 2
 
 
 @functools.partial(jax.jit, static_argnames="shape")

@@ -14,11 +14,11 @@ from dsv4_jax.checkpoint import keys
 from dsv4_jax.checkpoint.keys import Naming, Storage, Weight
 from dsv4_jax.checkpoint.progress import byte_bar
 from dsv4_jax.checkpoint.reader import INDEX_NAME, SINGLE_NAME
-from dsv4_jax.checkpoint.storage import QUANTIZED_KINDS, quantize_fp4, quantize_fp8, scale_name
+from dsv4_jax.checkpoint.storage import CODES, quantize_fp4, quantize_fp8, scale_name
 from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader, write_header
 from dsv4_jax.config.config_json import release_config
 from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
-from dsv4_jax.quant import WEIGHT_BLOCK, quantized_shapes
+from dsv4_jax.quant import is_quantized_kind, quantized_shapes
 
 
 _CHUNK_BYTES = 1 << 26  # number of bytes of a tensor's values that are converted at a time
@@ -35,17 +35,21 @@ def save_release(
 ) -> None:
     """Writes the weights of a model, and config.json with the names of fields that the release uses, to a folder.
 
+    A model with Engram can be loaded again only if its tokenizer.json lies in the folder, too.
+
     The storage of a parameter depends on `weights`::
 
         parameters                                      "quantized"   "bfloat16"   "float32"
-        linear maps, except the small ones below        FP8           bfloat16     float32
+        linear maps, except the small ones below,
+          and tables of Engram                          FP8           bfloat16     float32
         routed experts                                  FP4           bfloat16     float32
         norms, embedding, head, maps of compressors,
           routers, indexers' weights and draft heads    bfloat16      bfloat16     float32
         sinks, biases, hyper-connections                float32       float32      float32
         tables of hash-routed layers                    int64         int64        int64
 
-    FP8 is e4m3 with a power-of-two scale per block of 128 x 128. FP4 is e2m1 with a power-of-two scale per 32 inputs;
+    FP8 is e4m3 with a power-of-two scale per block of 128 x 128, or of 32 x 32 if the configuration says so; in tables
+    of Engram, per 32 channels of a row. FP4 is e2m1 with a power-of-two scale per 32 inputs;
     experts whose inputs do not divide into groups of 32 become bfloat16. A scale is the smallest with which the largest
     value of its block does not overflow. Values are rounded to nearest, ties to even. Values that were read from the
     quantized storage are written back unchanged, and bfloat16 holds all of them exactly.
@@ -80,7 +84,7 @@ def save_release(
             for name, piece in zip(weight.sources, value, strict=True):
                 yield from encode(name, piece, weight.stored_dtype(weights))
 
-    content = describe_storage(release_config(model.config), weights)
+    content = describe_storage(release_config(model.config), weights, model.config.weight_block)
     with byte_bar("Saving weights", total_bytes(headers), progress) as advance:
         write_checkpoint(folder, content, headers, arrays(), shard_bytes=shard_bytes, advance=advance)
 
@@ -143,13 +147,12 @@ def total_bytes(headers: Iterable[list[TensorHeader]]) -> int:
 def tensor_headers(weight: Weight, weights: Storage) -> Iterator[list[TensorHeader]]:
     """Yields a list for each stored tensor of a parameter: its header, then that of its scales if it is quantized."""
     dtype = weight.stored_dtype(weights)
-    kind = QUANTIZED_KINDS.get(dtype)
     for name in weight.sources:
-        if kind is None:
+        if not is_quantized_kind(dtype):
             yield [TensorHeader(name, dtype, weight.source_shape)]
             continue
-        codes, scale = quantized_shapes(kind, weight.source_shape)
-        yield [TensorHeader(name, dtype, codes), TensorHeader(scale_name(name), "F8_E8M0", scale)]
+        codes, scale = quantized_shapes(dtype, weight.source_shape)
+        yield [TensorHeader(name, CODES[dtype], codes), TensorHeader(scale_name(name), "F8_E8M0", scale)]
 
 
 def check_storage(weights: str, naming: str) -> None:
@@ -160,12 +163,13 @@ def check_storage(weights: str, naming: str) -> None:
         raise ValueError(f"{naming=} stacks experts in one tensor, so {weights=} must be bfloat16 or float32")
 
 
-def describe_storage(config: Mapping[str, Any], weights: Storage) -> dict[str, Any]:
+def describe_storage(config: Mapping[str, Any], weights: Storage, weight_block: int) -> dict[str, Any]:
     """Returns the content of a config.json, in which the fields about the storage of weights are replaced.
 
     Args:
       config: content of the config.json.
       weights: storage of the weights.
+      weight_block: see `DSV4Config`.
     """
     content = {name: x for name, x in config.items() if name not in ("dtype", "expert_dtype", "quantization_config")}
     if weights != "quantized":
@@ -177,7 +181,7 @@ def describe_storage(config: Mapping[str, Any], weights: Storage) -> dict[str, A
             "quant_method": "fp8",
             "fmt": "e4m3",
             "scale_fmt": "ue8m0",
-            "weight_block_size": [WEIGHT_BLOCK, WEIGHT_BLOCK],
+            "weight_block_size": [weight_block, weight_block],
         },
     }
 
@@ -185,20 +189,20 @@ def describe_storage(config: Mapping[str, Any], weights: Storage) -> dict[str, A
 def encode(name: str, values: np.ndarray, dtype: str) -> Iterator[np.ndarray]:
     """Yields the arrays that store a tensor's values, in the order in which they are written.
 
-    A quantized dtype yields all codes, then all scales. Another dtype yields the converted values, some rows at a time.
+    A quantized kind yields all codes, then all scales. A dtype yields the converted values, some rows at a time.
 
     Args:
       name: name of the tensor, for errors.
-      values: [rows, ..] values; [out, in] if the dtype is quantized.
-      dtype: dtype in the files, such as "BF16" or "F8_E4M3".
+      values: [rows, ..] values; [out, in] if they are to be quantized.
+      dtype: storage in the files, such as "BF16" or "FP8", see `Weight`.
 
     Raises:
       ValueError: a value is not finite in this dtype.
     """
-    if dtype in QUANTIZED_KINDS:
+    if is_quantized_kind(dtype):
         exact = values.astype(np.float32)
         _check_finite(name, exact)
-        yield from (quantize_fp8 if QUANTIZED_KINDS[dtype] == "FP8" else quantize_fp4)(exact)
+        yield from quantize_fp4(exact) if dtype == "FP4" else quantize_fp8(exact, dtype)
         return
     rows = max(1, _CHUNK_BYTES * len(values) // max(1, values.nbytes))
     for start in range(0, len(values), rows):

@@ -1,11 +1,12 @@
 """The release's quantized storage: a tensor of codes, `NAME.weight`, and one of power-of-two scales, `NAME.scale`.
 
-- FP8: codes F8_E4M3 [out, in], and scales F8_E8M0 [ceil(out / 128), ceil(in / 128)], one per block of 128 x 128.
+- FP8: codes F8_E4M3 [out, in], and scales F8_E8M0 [ceil(out / 128), ceil(in / 128)], one per block of 128 x 128. In
+  V4.1 blocks are 32 x 32, and in the tables of Engram 1 x 32.
 - FP4: codes I8 [out, in / 2], and scales F8_E8M0 [out, in / 32], one per 32 inputs. A byte has two e2m1 codes, that of
   the even input in the low nibble.
 
 A scale of byte e is 2 ** (e - 127); byte 255 is NaN. The dtype of the codes in the file says whether a weight is FP8 or
-FP4, not config.json.
+FP4, not config.json. The shape of the scales must be that of the configuration's blocks, or of blocks of 1 x 32.
 """
 
 import dataclasses
@@ -14,11 +15,13 @@ import ml_dtypes
 import numpy as np
 
 from dsv4_jax.checkpoint.reader import StoredTensor
-from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedKind, quantized_shapes
+from dsv4_jax.quant import BLOCKS, QuantizedKind, quantized_shapes
 from dsv4_jax.quant.fp4 import MXFP4_BLOCK
 
 
-QUANTIZED_KINDS: dict[str, QuantizedKind] = {"F8_E4M3": "FP8", "I8": "FP4"}  # by the dtype of the codes
+# {kind: dtype of the codes}.
+CODES: dict[str, str] = {kind: "I8" if kind == "FP4" else "F8_E4M3" for kind in BLOCKS}
+_CHUNK = 1 << 10  # number of rows that are scaled at a time, a multiple of a block's
 # The smallest and the largest byte of a scale with which kernels compute exactly. Kernels compute with 2 ** -32 times
 # the values; between these scales each is zero or a normal bfloat16. The largest value, without this factor, is
 # 448 * 2 ** 33, the smallest 2 ** -9 * 2 ** -85.
@@ -29,13 +32,14 @@ E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.flo
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
-    """A quantized weight: its codes and its scales.
+    """A quantized weight: its codes, its scales, and the kind of storage.
 
     It has the properties of a `StoredTensor` that loading needs.
     """
 
     codes: StoredTensor
     scale: StoredTensor
+    dtype: QuantizedKind
 
     @property
     def name(self) -> str:
@@ -44,11 +48,6 @@ class QuantizedTensor:
     @property
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scale.nbytes
-
-    @property
-    def dtype(self) -> QuantizedKind:
-        """The kind of storage, "FP8" or "FP4"."""
-        return QUANTIZED_KINDS[self.codes.dtype]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -62,25 +61,34 @@ class QuantizedTensor:
         low, high = STORED_SCALES
         if self.scale.data.size and not low <= self.scale.data.min() <= self.scale.data.max() <= high:
             return False
-        return self.dtype == "FP4" or not np.any(self.codes.data & 0x7F == 0x7F)
+        codes = self.codes.data
+        parts = np.array_split(codes, 1 + (codes.size >> 24))  # without a copy of a large table
+        return self.dtype == "FP4" or not any(np.any(part & 0x7F == 0x7F) for part in parts)
 
     @np.errstate(over="ignore")  # the caller looks for infinite values
-    def load(self) -> np.ndarray:
-        """Returns the exact values, [out, in] float32; infinite if they exceed float32's range."""
-        rows, columns = self.shape
-        # The conversion is exact for each byte, also for 0 (a subnormal) and 255 (NaN).
-        scale = self.scale.data.view(ml_dtypes.float8_e8m0fnu).reshape(self.scale.shape).astype(np.float32)
+    def load(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Returns the exact values of the rows from `start` to `stop`, float32; infinite if they exceed its range.
+
+        `start` must be a multiple of the rows of a block. `stop` is cut to the number of rows; None = all of them.
+        """
+        all_rows, columns = self.shape
+        rows = min(all_rows, all_rows if stop is None else stop) - start
+        codes = self.codes.data.reshape(self.codes.shape)[start : start + rows]
+        scale = self.scale.data.view(ml_dtypes.float8_e8m0fnu).reshape(self.scale.shape)
         if self.dtype == "FP4":
-            codes = self.codes.data.reshape(rows, -1)
             values = np.empty((rows, columns), np.float32)
             values[:, 0::2] = E2M1[codes & 15]
             values[:, 1::2] = E2M1[codes >> 4]
-            values.reshape(rows, -1, MXFP4_BLOCK)[...] *= scale[:, :, None]
-            return values
-        values = self.codes.data.view(ml_dtypes.float8_e4m3fn).reshape(rows, columns).astype(np.float32)
-        for i, of_row in enumerate(scale):  # by rows of blocks, to avoid an array of scales as large as the weight
-            block = values[i * WEIGHT_BLOCK : (i + 1) * WEIGHT_BLOCK]
-            block *= np.repeat(of_row, WEIGHT_BLOCK)[None, :columns]
+        else:
+            values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        block_rows, block_columns = BLOCKS[self.dtype]
+        scale = scale[start // block_rows :]
+        for i in range(0, rows, _CHUNK):  # to avoid an array of scales as large as the weight
+            part = values[i : i + _CHUNK]
+            # The conversion is exact for each byte, also for 0 (a subnormal) and 255 (NaN).
+            factors = scale[i // block_rows : -(-(i + len(part)) // block_rows)].astype(np.float32)
+            factors = np.repeat(factors, block_columns, axis=1)[:, :columns]
+            part *= np.repeat(factors, block_rows, axis=0)[: len(part)]
         return values
 
 
@@ -89,11 +97,14 @@ def scale_name(name: str) -> str:
     return f"{name.removesuffix('.weight')}.scale"
 
 
-def join_scales(stored: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor | QuantizedTensor], dict[str, str]]:
+def join_scales(
+    stored: dict[str, StoredTensor], fp8: QuantizedKind = "FP8"
+) -> tuple[dict[str, StoredTensor | QuantizedTensor], dict[str, str]]:
     """Pairs the quantized weights of a checkpoint with their scales.
 
     Args:
       stored: the checkpoint's tensors by name.
+      fp8: kind of the matrices in FP8, see `quant.fp8_kind`.
 
     Returns:
       (tensors by name, in which a `QuantizedTensor` replaces codes and scales; {name: problem} of each quantized weight
@@ -105,22 +116,23 @@ def join_scales(stored: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor
         if not tensor.quantized or (name.endswith(".scale") and name.removesuffix("scale") + "weight" in stored):
             continue
         scale = stored.get(scale_name(name))
-        if problem := _wrong_scale(tensor, scale):
-            problems[name] = problem
+        kinds: tuple[QuantizedKind, ...] = ("FP4",) if tensor.dtype == "I8" else (fp8, "FP8_ROWS")
+        wrong = [_wrong_scale(tensor, scale, kind) for kind in kinds]
+        if all(wrong):
+            problems[name] = wrong[0]
             del tensors[name]
         else:
             assert scale is not None
-            tensors[name] = QuantizedTensor(tensor, scale)
+            tensors[name] = QuantizedTensor(tensor, scale, kinds[wrong.index("")])
         tensors.pop(scale_name(name), None)
     return tensors, problems
 
 
-def _wrong_scale(codes: StoredTensor, scale: StoredTensor | None) -> str:
-    """Returns a sentence about why codes and scale are no quantized weight; an empty string if they are one."""
+def _wrong_scale(codes: StoredTensor, scale: StoredTensor | None, kind: QuantizedKind) -> str:
+    """Returns a sentence about why codes and scale are no weight of this kind; an empty string if they are one."""
     stored = f"{codes.name} is stored as {codes.dtype} {list(codes.shape)}"
-    if codes.dtype not in QUANTIZED_KINDS or len(codes.shape) != 2:
+    if codes.dtype != CODES[kind] or len(codes.shape) != 2:
         return f"{stored}, which no weight is"
-    kind = QUANTIZED_KINDS[codes.dtype]
     rows, columns = codes.shape
     if kind == "FP4":
         columns *= 2
@@ -135,11 +147,12 @@ def _wrong_scale(codes: StoredTensor, scale: StoredTensor | None) -> str:
     return ""
 
 
-def quantize_fp8(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes [out, in] float32 to (codes [out, in] e4m3, scales [ceil(out / 128), ceil(in / 128)] e8m0)."""
+def quantize_fp8(values: np.ndarray, kind: QuantizedKind = "FP8") -> tuple[np.ndarray, np.ndarray]:
+    """Quantizes [out, in] float32 to (codes [out, in] e4m3, e8m0 scales of the kind's blocks)."""
     rows, columns = values.shape
-    padded = np.pad(values, [(0, -rows % WEIGHT_BLOCK), (0, -columns % WEIGHT_BLOCK)])
-    blocks = padded.reshape(-(-rows // WEIGHT_BLOCK), WEIGHT_BLOCK, -(-columns // WEIGHT_BLOCK), WEIGHT_BLOCK)
+    block_rows, block_columns = BLOCKS[kind]
+    padded = np.pad(values, [(0, -rows % block_rows), (0, -columns % block_columns)])
+    blocks = padded.reshape(-(-rows // block_rows), block_rows, -(-columns // block_columns), block_columns)
     exponents = _exponents(np.abs(blocks).max(axis=(1, 3)), np.float32(448))
     codes = np.ldexp(blocks, -exponents[:, None, :, None]).reshape(padded.shape)[:rows, :columns]
     return codes.astype(ml_dtypes.float8_e4m3fn), _e8m0(exponents)

@@ -202,7 +202,7 @@ class ServeBench(Benchmark):
     drafts: int = 0
     mesh: options.MeshOption = None
     plot: PlotFile = None
-    config: Annotated[str | None, options.optional("v4_flash|v4_pro|v4_flash_0731|v4_pro_0813|DIR")] = None
+    config: Annotated[str | None, options.optional("|".join((*options.PRESETS, "DIR")))] = None
     layers: int = 0
     requests: Numbers = None
     prompts: Numbers = None

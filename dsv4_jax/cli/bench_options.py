@@ -102,16 +102,18 @@ class ModelBenchmark(Benchmark):
     """The options of benchmarks with the shapes of a released model.
 
     Attributes:
-      cache_format: format of the cache's rows.
+      cache_format: format of the cache's rows. Default: the format of the model's release.
     """
 
     shapes: Shapes = "flash"
-    cache_format: Literal["v4", "per_entry"] = "v4"
+    cache_format: Annotated[Literal["v4", "per_entry"] | None, options.optional("{v4,per_entry}")] = None
 
     def _model(self, report: dict[str, Any]) -> "tuple[DSV4Config, KVFormat]":
         """Returns the model's configuration and the format of the cache, and adds their names to the report."""
         from dsv4_jax.quant import kv_format
 
-        report |= {"shapes": self.shapes, "cache_format": self.cache_format}
         drafts: int = getattr(self, "drafts", 0)
-        return options.named_config(f"v4_{self.shapes}", "--shapes", mtp=drafts > 0), kv_format(self.cache_format)
+        config = options.named_config(f"v4_{self.shapes}", "--shapes", mtp=drafts > 0)
+        cache_format = kv_format(self.cache_format or config.kv_format)
+        report |= {"shapes": self.shapes, "cache_format": cache_format.name}
+        return config, cache_format

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from dsv4_jax.host import KVCacheManager
 
 Dtype = Literal["float32", "bfloat16"]
-PRESETS = ("v4_flash", "v4_pro", "v4_flash_0731", "v4_pro_0813")
+# {name of a released model: function that returns its configuration, with DSpark's draft layers if it has them}.
+PRESETS = {name: getattr(DSV4Config, name) for name in ("v4_flash", "v4_pro", "v4_flash_0731", "v4_pro_0813")} | {
+    "v41_flash": functools.partial(DSV4Config.v41_flash, mtp=True)
+}
 
 
 def optional(metavar: str, **options: Any) -> Any:
@@ -40,10 +43,12 @@ def optional(metavar: str, **options: Any) -> Any:
 
 
 CacheFormat = Annotated[
-    Literal["v4", "per_entry", "plain"],
-    tyro.conf.arg(
-        help="format of the cache's rows. v4: as released (FP8 rows, FP4 indexer keys). per_entry: one float32 scale a "
-        "row. plain: not quantized."
+    Literal["v4", "v41", "per_entry", "plain"] | None,
+    optional(
+        "{v4,v41,per_entry,plain}",
+        help="format of the cache's rows. v4: DeepSeek-V4's (FP8 rows, FP4 indexer keys). v41: DeepSeek-V4.1's (FP8 "
+        "windows, FP4 entries and keys). per_entry: one float32 scale a row. plain: not quantized. Default: the "
+        "format of the model's release.",
     ),
 ]
 MeshOption = Annotated[
@@ -104,7 +109,7 @@ class ModelOptions:
         beside the checkpoint. The next start places the hottest experts on the GPU. Default: no file.
     """
 
-    cache_format: CacheFormat = "v4"
+    cache_format: CacheFormat = None
     dtype: Dtype = "bfloat16"
     weights: Annotated[Literal["quantized", "bfloat16", "float32"] | None, optional("{quantized,bfloat16,float32}")] = (
         None
@@ -341,7 +346,7 @@ def named_config(name: str, option: str, *, mtp: bool = False) -> DSV4Config:
       ValueError: there is no such model or folder, or config.json is invalid.
     """
     if name in PRESETS:
-        return getattr(DSV4Config, name)().with_drafts(mtp)
+        return PRESETS[name]().with_drafts(mtp)
     if not Path(name).exists():
         raise ValueError(f"{option} {name} is neither {' nor '.join(PRESETS)} nor an existing folder")
     return DSV4Config.from_hf(Path(name), mtp=mtp)

@@ -36,7 +36,7 @@ class PlanCommand:
       dsv4-jax plan --config v4_flash --memory 80GiB --context 65536 --expert-memory auto
 
     Attributes:
-      config: v4_flash, v4_pro, v4_flash_0731 or v4_pro_0813, or a folder with a config.json.
+      config: v4_flash, v4_pro, v4_flash_0731, v4_pro_0813 or v41_flash, or a folder with a config.json.
       memory: memory of a device, such as 80GiB (2**30 bytes each) or 80GB (10**9 bytes each). With --mesh, each device
         has that much.
       context: maximum number of tokens in a request.
@@ -58,7 +58,7 @@ class PlanCommand:
     memory: Annotated[str, tyro.conf.arg(metavar="SIZE")]
     context: Annotated[int, tyro.conf.arg(metavar="TOKENS")]
     max_requests: Annotated[int | None, optional("N")] = None
-    cache_format: CacheFormat = "v4"
+    cache_format: CacheFormat = None
     dtype: Dtype = "bfloat16"
     block_tokens: Annotated[int | None, optional("N")] = None
     max_query_tokens: int = 1
@@ -144,7 +144,7 @@ class PlanCommand:
             "config": self.config,
             "mesh": self.mesh,
             "context_parallel": self.context_parallel,
-            "cache_format": self.cache_format,
+            "cache_format": one.kv_format.name,
             "context": self.context,
             "drafts": self.drafts,
             "block_tokens": one.block_tokens,
@@ -260,13 +260,21 @@ def _print_report(report: dict[str, Any], one: "CacheSchema") -> None:
 
 
 def _rows(one: "CacheSchema") -> str:
-    """Returns a text about the bytes of one KV row and one indexer key, field by field."""
-    keys = [group.key.struct for group in one.groups.values() if group.key is not None]
-    texts = [_fields("A KV row", one.window_codec.struct), *(_fields("an indexer key", key) for key in keys[:1])]
+    """Returns a text about the bytes of a row of the windows, an entry and an indexer key, field by field."""
+    window = one.window_codec.struct
+    groups = list(one.groups.values())
+    entries = [group.entry.struct for group in groups if group.entry.struct != window]
+    keys = [group.key.struct for group in groups if group.key is not None]
+    texts = [
+        _fields("A window row" if entries else "A KV row", window),
+        *(_fields("an entry", entry) for entry in entries[:1]),
+        *(_fields("an indexer key", key) for key in keys[:1]),
+    ]
     return "; ".join(texts) + "."
 
 
 def _fields(name: str, struct: Any) -> str:
     values = {field.name: getattr(struct, field.name) for field in dataclasses.fields(struct)}
     sizes = {field: value.size * value.dtype.itemsize for field, value in values.items() if value is not None}
+    sizes = {field: size for field, size in sizes.items() if size > 0}
     return f"{name}: {' + '.join(f'{size} ({field})' for field, size in sizes.items())} = {sum(sizes.values())} bytes"

@@ -2,9 +2,10 @@
 
 from dsv4_jax.config.draft_config import DSparkConfig, MTPConfig
 from dsv4_jax.config.dsv4_config import DSV4Config
-from dsv4_jax.config.layer_spec import LayerSpec
+from dsv4_jax.config.engram_config import EngramConfig
+from dsv4_jax.config.layer_spec import LayerSpec, shared_specs
 from dsv4_jax.config.rope_scaling import RopeScaling
 
 
 def __dir__() -> list[str]:
-    return ["DSV4Config", "DSparkConfig", "LayerSpec", "RopeScaling"]
+    return ["DSV4Config", "DSparkConfig", "EngramConfig", "LayerSpec", "RopeScaling", "shared_specs"]

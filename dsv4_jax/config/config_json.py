@@ -1,24 +1,28 @@
 """Reads config.json with the fields of the release or of transformers 5, and writes it with those of the release.
 
-A "spelling" is a field, or a field of a nested object, by which one of the two formats states a fact. Both formats can
-occur in one file, if they agree.
+A "spelling" is a field, or a field of a nested object, by which one of the formats states a fact. Several formats can
+occur in one file, if they agree. DeepSeek-V4.1 has a third format, that of the release's own inference code.
 """
 
 import dataclasses
+import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsv4_jax.common.arguments import check, check_positive, check_whole
 from dsv4_jax.common.downloads import parse_json, snapshot_hint
 from dsv4_jax.config.draft_config import DSparkConfig
-from dsv4_jax.config.layer_spec import LAYER_TYPES, MAX_ROWS, SLIDING, LayerSpec
+from dsv4_jax.config.engram_config import EngramConfig
+from dsv4_jax.config.layer_spec import LAYER_TYPES, MAX_ROWS, SLIDING, LayerSpec, numbered, shared_specs
 from dsv4_jax.config.rope_scaling import RopeScaling
 
 
 if TYPE_CHECKING:
     from dsv4_jax.config.dsv4_config import DSV4Config
+
+_log = logging.getLogger(__name__)
 
 MLP_LAYER_TYPES = ("hash_moe", "moe")  # experts looked up by token id, and experts selected by a router
 _OTHERS = "Layers of other rates are given as data: config.with_layers([LayerSpec.csa(8), ...])."
@@ -34,34 +38,57 @@ INTEGERS = dict.fromkeys((
 }  # fmt: skip
 # Fields with a positive real number.
 REALS = ("routed_scaling_factor", "swiglu_limit", "hc_eps", "rms_norm_eps", "rope_theta", "compress_rope_theta")
-# Pairs of fields that state the same fact: the release's, then transformers'.
-_SPELLINGS = (
+# Pairs of fields that state the same fact: the release's, then transformers'. Those of layers are V4's.
+_LAYER_SPELLINGS = (
     ("compress_ratios", "layer_types"), ("compress_ratios", "compress_rates"), ("num_hash_layers", "mlp_layer_types"),
+)  # fmt: skip
+_ROPE_SPELLINGS = (
     ("qk_rope_head_dim", "partial_rotary_factor"), ("rope_scaling", "rope_parameters"),
     ("rope_theta", "rope_parameters"), ("compress_rope_theta", "rope_parameters"),
 )  # fmt: skip
+# {field of V4.1's config.json: the same fact in the release's inference code, if it has another name there}.
+_INFERENCE_NAMES = {
+    "hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
+    "qk_rope_head_dim": "rope_head_dim", "sliding_window": "window_size", "moe_intermediate_size": "moe_inter_dim",
+    "num_experts_per_tok": "n_activated_experts", "routed_scaling_factor": "route_scale",
+    "scoring_func": "score_func", "rms_norm_eps": "norm_eps", "kv_source_layer_ids": "kv_source_layers",
+    "index_source_layer_ids": "index_source_layers", "candidate_source_layer_id": "candidate_source_layer",
+    "engram_pad_token_id": "engram_pad_id", "num_nextn_predict_layers": "n_mtp_layers",
+    "dspark_num_experts_per_tok": "dspark_n_activated_experts",
+}  # fmt: skip
+# {field of `rope_scaling`: the same fact in the release's inference code}.
+_INFERENCE_YARN = {
+    "factor": "rope_factor", "original_max_position_embeddings": "original_seq_len", "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+}  # fmt: skip
+_SOURCES = ("kv_source_layer_ids", "index_source_layer_ids", "candidate_source_layer_id")
+_CANDIDATES = ("candidate_topk_blocks", "candidate_block_size")
 # {field: the only value that the architecture allows}, if the field is there.
 _FIXED = {
     "num_key_value_heads": 1, "scoring_func": "sqrtsoftplus", "hidden_act": "silu",
-    "attention_bias": False, "mlp_bias": False, "norm_topk_prob": True, "topk_method": "noaux_tc",
+    "attention_bias": False, "mlp_bias": False, "norm_topk_prob": True, "topk_method": "noaux_tc", "gate_temp": 1,
 }  # fmt: skip
 _REQUIRED_FIXED = ("num_key_value_heads", "scoring_func")
-_RESPELLED = {name for names in _SPELLINGS for name in names}
-_REQUIRED = tuple((name,) for name in (*INTEGERS, *REALS, *_REQUIRED_FIXED) if name not in _RESPELLED) + _SPELLINGS
+_RESPELLED = {name for names in _ROPE_SPELLINGS for name in names}
+_COMMON = tuple((name,) for name in (*INTEGERS, *REALS, *_REQUIRED_FIXED) if name not in _RESPELLED) + _ROPE_SPELLINGS
 # Fields that are ignored: about training, the storage of weights (the dtypes in the files decide), and bookkeeping.
-# `num_nextn_predict_layers` is read apart.
 _IRRELEVANT = frozenset((
     "_name_or_path", "architectures", "attention_dropout", "auto_map", "chunk_size_feed_forward", "dtype",
     "expert_dtype", "id2label", "initializer_range", "intermediate_size", "is_encoder_decoder", "label2id",
-    "num_local_experts", "num_nextn_predict_layers", "output_attentions", "output_hidden_states",
+    "num_local_experts", "output_attentions", "output_hidden_states",
     "output_router_logits", "pad_token_id", "problem_type", "quantization_config", "return_dict",
     "router_aux_loss_coef", "router_jitter_noise", "torch_dtype", "transformers_version", "use_cache",
+    "max_batch_size", "max_seq_len", "temperature",
 ))  # fmt: skip
-_READ_APART = frozenset(("model_type", "bos_token_id", "eos_token_id", "tie_word_embeddings"))
+_READ_APART = frozenset((
+    "model_type", "bos_token_id", "eos_token_id", "image_token_id", "num_nextn_predict_layers", "tie_word_embeddings",
+))  # fmt: skip
 _YARN = tuple(field.name for field in dataclasses.fields(RopeScaling))
 _CONTEXT = "original_max_position_embeddings"
 _ROPE_KEYS = frozenset((*_YARN, "type", "rope_type", "rope_theta", "partial_rotary_factor", "attention_factor"))
 _DSPARK = tuple(field.name for field in dataclasses.fields(DSparkConfig) if field.name != "num_layers")
+_DSPARK_OPTIONAL = ("n_routed_experts", "num_experts_per_tok")
+_ENGRAM = tuple(field.name for field in dataclasses.fields(EngramConfig))
 
 
 def check_names(field: str, values: Any, known: tuple[str, ...], count: int) -> tuple[str, ...]:
@@ -123,6 +150,50 @@ def _stated(spellings: dict[str, Any]) -> dict[str, Any]:
     return stated
 
 
+def _by_release_names(raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a V4.1 model by their names in `text_config`, without nesting; `raw` for other models.
+
+    Fields about images are left out.
+
+    Args:
+      raw: content of config.json, or of the configuration of the release's inference code, which has no `model_type`.
+
+    Raises:
+      ValueError: a fact is stated twice, with different values.
+    """
+    aliases = {alias: name for name, alias in _INFERENCE_NAMES.items()}
+    is_inference = not aliases.keys().isdisjoint(raw)
+    if raw.get("model_type") not in (("deepseek_v41", None) if is_inference else ("deepseek_v41",)):
+        return raw
+    text = _object("text_config", raw.get("text_config") or {})
+    kind = text.get("model_type", "deepseek_v41_text")
+    check(kind == "deepseek_v41_text", f"text_config.model_type={kind!r} must be 'deepseek_v41_text'")
+    facts: dict[str, dict[str, Any]] = {"num_key_value_heads": {"the inference code": 1}} if is_inference else {}
+    images = set()
+    for prefix, fields in (("", raw), ("text_config.", text)):
+        for key, value in fields.items():
+            if key.startswith("vision_"):
+                images.add(prefix + key)
+            elif key not in ("model_type", "text_config"):
+                facts.setdefault(aliases.get(key, key), {})[prefix + key] = value
+    if images:
+        _log.info(
+            "The model reads text only, so these fields of config.json are ignored: %s", ", ".join(sorted(images))
+        )
+    unified: dict[str, Any] = {"model_type": "deepseek_v41"}
+    for name, spellings in facts.items():
+        stated = {key: value for key, value in spellings.items() if value is not None} or spellings
+        unified[name] = next(iter(stated.values())) if name in _IRRELEVANT else _agree(name, stated)
+    if is_inference and unified.keys().isdisjoint(("rope_scaling", "rope_parameters")):
+        yarn = {name: unified.pop(alias, None) for name, alias in _INFERENCE_YARN.items()}
+        missing = [_INFERENCE_YARN[name] for name, value in yarn.items() if value is None]
+        check(not missing, f"config.json lacks {', '.join(missing)}.")
+        context = check_whole("original_seq_len", yarn[_CONTEXT], 1, 2**31 - 1)
+        unified["rope_scaling"] = yarn | {"type": "yarn"}
+        unified.setdefault("max_position_embeddings", round(context * check_positive("rope_factor", yarn["factor"])))
+    return unified
+
+
 def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
     """Returns the arguments of `DSV4Config` from the content of config.json.
 
@@ -137,15 +208,19 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
       ValueError: the file describes another model, lacks fields, contradicts itself or has an impossible value; or
         `mtp` is given for a model without draft layers.
     """
+    raw = _by_release_names(raw)
     model_type = raw.get("model_type")
-    check(model_type == "deepseek_v4", f"model_type={model_type!r} must be 'deepseek_v4': no other model is known")
+    release = _RELEASES.get(model_type) if isinstance(model_type, str) else None
+    if release is None:
+        names = " or ".join(map(repr, _RELEASES))
+        raise ValueError(f"model_type={model_type!r} must be {names}: no other model is known")
     # The release may write `rope_scaling: null`, which means that there is no YaRN.
     present = {key for key, value in raw.items() if value is not None or key == "rope_scaling"}
-    missing = [" or ".join(names) for names in _REQUIRED if present.isdisjoint(names)]
+    missing = [" or ".join(names) for names in release.required if present.isdisjoint(names)]
     check(not missing, f"config.json lacks {'; '.join(missing)}: these decide shapes and have no default.")
     for key, value in _FIXED.items():
         check(raw.get(key) in (None, value), f"{key}={raw.get(key)!r} must be {value!r}")
-    known = _READ_APART.union(_IRRELEVANT, _FIXED, *_REQUIRED)
+    known = _READ_APART.union(_IRRELEVANT, _FIXED, *release.required)
     if unknown := sorted(key for key in raw if key not in known and not key.startswith("dspark_")):
         warnings.warn(f"config.json has keys that are not used here: {', '.join(unknown)}.", stacklevel=3)
     rope = _rope_fields(raw)
@@ -159,53 +234,63 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
     return {
         **rope,
         **numbers,
-        "specs": _specs(raw, layers),
-        "mlp_layer_types": _mlp_layer_types(raw, layers),
+        **release.traits,
+        **release.read_layers(raw, layers),
+        **_draft_fields(raw, release.window_ratios if mtp else None),
         "scoring_func": raw["scoring_func"],
         "tie_word_embeddings": tied,
-        "num_nextn_predict_layers": _draft_layers(raw) if mtp else 0,
-        "dspark": _dspark(raw) if mtp else None,
         "bos_token_id": None if bos is None else check_whole("bos_token_id", bos, 0, 2**31 - 1),
         "eos_token_id": tuple(check_whole("eos_token_id", token, 0, 2**31 - 1) for token in ends),
+        "image_token_id": raw.get("image_token_id"),
     }
 
 
 def release_config(config: "DSV4Config") -> dict[str, Any]:
     """Returns the content of a config.json with the fields of the release.
 
-    Raises ValueError if these fields cannot express the layers, because a hash-routed layer follows another one, or a
-    layer's spec differs from that of layers with the same compression rate in a release.
+    Raises ValueError if these fields cannot express the model, because a hash-routed layer follows another one, a
+    layer's spec differs from that of layers with the same numbers in a release, or parts of V4 and V4.1 are mixed.
     """
-    for layer, spec in enumerate(config.specs):
-        read = LayerSpec.of_ratio(spec.compress_rate)
-        kind = dataclasses.replace(spec.kind, group=read.group, window=None, index_topk=None)
-        sizes = (config.window(layer), config.topk(layer))
-        if kind != read or sizes != (config.sliding_window, config.index_topk):
-            raise ValueError(f"the release's config.json cannot express layer {layer}: {spec}")
-    num_hash_layers = config.mlp_layer_types.count("hash_moe")
-    check(
-        config.mlp_layer_types == mlp_types(num_hash_layers, config.num_hidden_layers),
-        f"the release's config.json can only express hash layers that come first; this model has {num_hash_layers}, "
-        "some behind others",
-    )
+    refusal = "the release's config.json cannot express"
+    traits = {name: getattr(config, name) for name in _V4.traits}
+    model_type = next((name for name, release in _RELEASES.items() if release.traits == traits), None)
+    if model_type is None:
+        raise ValueError(f"{refusal} {', '.join(f'{name}={value!r}' for name, value in traits.items())} in one model")
     fields = dataclasses.asdict(config)
-    scaling = fields["rope_scaling"]
-    dspark = fields.pop("dspark") or {}
+    dspark = fields["dspark"] or {}
     dspark.pop("num_layers", None)  # follows from the length of compress_ratios
-    del fields["specs"], fields["mlp_layer_types"]
-    return {
+    for name in (*traits, "specs", "mlp_layer_types", "dspark", "engram", *_CANDIDATES):
+        del fields[name]
+    if config.image_token_id is None:
+        del fields["image_token_id"]
+    release = _RELEASES[model_type]
+    content = {
         **fields,
-        **{f"dspark_{name}": value for name, value in dspark.items()},
-        "architectures": ["DeepseekV4ForCausalLM"],
-        "model_type": "deepseek_v4",
+        **{f"dspark_{name}": value for name, value in dspark.items() if value is not None},
+        "architectures": [release.architecture],
+        "model_type": model_type,
         "num_hidden_layers": config.num_hidden_layers,
         "num_key_value_heads": 1,
         "tie_word_embeddings": False,
         "compress_ratios": [spec.compress_rate for spec in config.layers],
-        "num_hash_layers": num_hash_layers,
-        "rope_scaling": scaling and scaling | {"type": "yarn"},
+        **release.layer_fields(config),
+        "rope_scaling": config.rope_scaling and {**fields["rope_scaling"], release.yarn_key: "yarn"},
         "eos_token_id": list(config.eos_token_id),
     }
+    try:
+        read = release.read_layers(content, config.num_hidden_layers)
+    except ValueError as error:
+        raise ValueError(f"{refusal} the layers: {error}") from None
+    for spec, expected in zip(config.specs, numbered(read["specs"]), strict=True):
+        renamed: dict[str, Any] = {"group": expected.group, "index": expected.index} if spec.owner else {}
+        sizes = (config.window(spec.layer), config.topk(spec.layer))
+        is_same = dataclasses.replace(spec, window=None, index_topk=None, **renamed) == expected
+        if not is_same or sizes != (config.sliding_window, config.index_topk):
+            raise ValueError(f"{refusal} layer {spec.layer}: {spec}")
+    for name, default in (("mlp_layer_types", None), ("engram", None), *((name, 0) for name in _CANDIDATES)):
+        value = getattr(config, name)
+        check(read.get(name, default) == value, f"{refusal} {name}={value!r} in a model of type {model_type}")
+    return release.nest(content)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -233,15 +318,30 @@ def mlp_types(hash_layers: int, layers: int) -> tuple[str, ...]:
     return ("hash_moe",) * hash_layers + ("moe",) * (layers - hash_layers)
 
 
-def _draft_layers(raw: dict[str, Any]) -> int:
-    count = raw.get("num_nextn_predict_layers") or 0
+def _draft_fields(raw: dict[str, Any], window_ratios: tuple[int, ...] | None) -> dict[str, Any]:
+    """Returns the fields of `DSV4Config` about draft layers.
+
+    Args:
+      raw: content of config.json.
+      window_ratios: elements of `compress_ratios` that stand for a sliding window only; None = without draft layers.
+    """
+    if window_ratios is None:
+        return {}
+    count = check_whole("num_nextn_predict_layers", raw.get("num_nextn_predict_layers") or 0)
     check(count != 0, "num_nextn_predict_layers is 0 or absent: this model has no layers that make drafts.")
     ratios = _draft_ratios(raw)
     check(
-        all(ratio in (0, 1) for ratio in ratios),
+        all(ratio in window_ratios for ratio in ratios),
         f"compress_ratios ends in {ratios}; multi-token prediction has a window only (0).",
     )
-    return check_whole("num_nextn_predict_layers", count)
+    dspark = _dspark(raw)
+    if dspark is not None:
+        check(
+            count in (1, dspark.num_layers),
+            f"num_nextn_predict_layers={count} must be {dspark.num_layers}, the number of DSpark's layers, or 1",
+        )
+        count = 1
+    return {"num_nextn_predict_layers": count, "dspark": dspark}
 
 
 def _draft_ratios(raw: dict[str, Any]) -> list[Any]:
@@ -253,30 +353,59 @@ def _dspark(raw: dict[str, Any]) -> DSparkConfig | None:
     """Returns DSpark's configuration; None if the draft layer is the multi-token-prediction block.
 
     The number of DSpark's layers is that of the elements of `compress_ratios` after the model's layers, because
-    `num_nextn_predict_layers` is always 1 in the releases. Without such elements, it is that of the target layers.
+    `num_nextn_predict_layers` is 1 in the releases of V4. Without such elements, it is that of the target layers.
     """
     fields = {key.removeprefix("dspark_"): value for key, value in raw.items() if key.startswith("dspark_")}
     if not fields:
         return None
-    missing = [f"dspark_{name}" for name in _DSPARK if fields.get(name) is None]
+    missing = [f"dspark_{name}" for name in _DSPARK if name not in _DSPARK_OPTIONAL and fields.get(name) is None]
     check(not missing, f"config.json lacks {', '.join(missing)}, but has other keys of DSpark.")
     unknown = sorted(f"dspark_{name}" for name in fields.keys() - set(_DSPARK))
-    check(not unknown, f"config.json has {', '.join(unknown)}: draft layers of another kind than DeepSeek-V4's.")
-    targets = fields["target_layer_ids"]
-    check(isinstance(targets, list | tuple), f"dspark_target_layer_ids={targets!r} must be a list of layers")
-    fields["target_layer_ids"] = tuple(targets)
-    return DSparkConfig(num_layers=len(_draft_ratios(raw)) or len(targets), **fields)
+    check(not unknown, f"config.json has {', '.join(unknown)}: draft layers of another kind than DeepSeek's.")
+    fields["target_layer_ids"] = tuple(_integers("dspark_target_layer_ids", fields["target_layer_ids"]))
+    return DSparkConfig(num_layers=len(_draft_ratios(raw)) or len(fields["target_layer_ids"]), **fields)
+
+
+def _ratios(raw: dict[str, Any], layers: int) -> list[int]:
+    """Returns the elements of `compress_ratios` of the model's layers, without those of draft layers."""
+    ratios = _integers("compress_ratios", raw["compress_ratios"])[:layers]
+    check(len(ratios) == layers, f"compress_ratios has {len(ratios)} entries, but num_hidden_layers={layers}")
+    return [check_whole(f"compress_ratios[{i}]", ratio, 0, MAX_ROWS) for i, ratio in enumerate(ratios)]
+
+
+def _read_v4_layers(raw: dict[str, Any], layers: int) -> dict[str, Any]:
+    return {"specs": _specs(raw, layers), "mlp_layer_types": _mlp_layer_types(raw, layers)}
+
+
+def _read_v41_layers(raw: dict[str, Any], layers: int) -> dict[str, Any]:
+    kv_sources, index_sources = (_integers(name, raw[name]) for name in _SOURCES[:2])
+    candidates = check_whole("candidate_source_layer_id", raw["candidate_source_layer_id"], -1, layers - 1)
+    quantization = _object("quantization_config", raw.get("quantization_config") or {})
+    block = quantization.get("weight_block_size")
+    check(
+        block in (None, [32, 32]), f"quantization_config.weight_block_size={block!r} must be [32, 32] in DeepSeek-V4.1"
+    )
+    engram = {name: raw[f"engram_{name}"] for name in _ENGRAM}
+    engram |= {name: tuple(_integers(f"engram_{name}", engram[name])) for name in ("layer_ids", "num_embeddings")}
+    return {
+        "specs": shared_specs(_ratios(raw, layers), kv_sources, index_sources, None if candidates < 0 else candidates),
+        "mlp_layer_types": mlp_types(0, layers),
+        "engram": EngramConfig(**engram) if engram["layer_ids"] else None,
+        **{name: check_whole(name, raw[name], 0) for name in _CANDIDATES},
+    }
+
+
+def _integers(name: str, values: Any) -> list[int]:
+    check(isinstance(values, list | tuple), f"{name}={values!r} must be a list of integers")
+    return [check_whole(f"{name}[{i}]", value) for i, value in enumerate(values)]
 
 
 def _specs(raw: dict[str, Any], layers: int) -> tuple[LayerSpec, ...]:
-    """Returns the specs of the model's layers, from `compress_ratios`, or from `layer_types` and `compress_rates`."""
+    """Returns the specs of V4's layers, from `compress_ratios`, or from `layer_types` and `compress_rates`."""
     types = {}
     rates = {}
-    if (ratios := raw.get("compress_ratios")) is not None:
-        check(isinstance(ratios, list | tuple), f"compress_ratios={ratios!r} must be a list of integers")
-        check(len(ratios) >= layers, f"compress_ratios has {len(ratios)} entries, but num_hidden_layers={layers}")
-        ratios = [check_whole(f"compress_ratios[{i}]", ratio, 0, MAX_ROWS) for i, ratio in enumerate(ratios[:layers])]
-        specs = [LayerSpec.of_ratio(ratio) for ratio in ratios]
+    if raw.get("compress_ratios") is not None:
+        specs = [LayerSpec.of_ratio(ratio) for ratio in _ratios(raw, layers)]
         types["compress_ratios"] = tuple(spec.layer_type for spec in specs)
         rates["compress_ratios"] = tuple(spec.compress_rate for spec in specs)
     if (names := raw.get("layer_types")) is not None:
@@ -346,3 +475,83 @@ def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
             spellings["qk_rope_head_dim"][f"{key} * head_dim"] = round(head_dim * check_positive(key, fraction))
     fields = {fact: _agree(fact, _stated(values)) for fact, values in spellings.items()}
     return fields | {"rope_scaling": _agree("YaRN", scalings)}
+
+
+def _v4_layer_fields(config: "DSV4Config") -> dict[str, Any]:
+    return {"num_hash_layers": config.mlp_layer_types.count("hash_moe")}
+
+
+def _v41_layer_fields(config: "DSV4Config") -> dict[str, Any]:
+    specs = config.specs
+    engram = dict.fromkeys(_ENGRAM, 0) | {"layer_ids": [], "num_embeddings": []}
+    if config.engram is not None:
+        engram = dataclasses.asdict(config.engram)
+    return {
+        "num_nextn_predict_layers": config.num_draft_layers,
+        "kv_source_layer_ids": [spec.layer for spec in specs if spec.owner],
+        "index_source_layer_ids": [spec.layer for spec in specs if spec.selects],
+        "candidate_source_layer_id": next((spec.layer for spec in specs if spec.makes_candidates), -1),
+        **{name: getattr(config, name) for name in _CANDIDATES},
+        **{f"engram_{name}": value for name, value in engram.items()},
+    }
+
+
+def _nest(content: dict[str, Any]) -> dict[str, Any]:
+    """Returns the content of V4.1's config.json, whose facts about the text model are a nested object."""
+    outer = {name: value for name, value in content.items() if name in _READ_APART or name == "architectures"}
+    del outer["num_nextn_predict_layers"]
+    text = {name: value for name, value in content.items() if name not in outer}
+    return outer | {"text_config": {"model_type": "deepseek_v41_text", **text}}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Release:
+    """Describes how config.json states the models of one `model_type`.
+
+    Attributes:
+      architecture: the element of `architectures`.
+      traits: fields of `DSV4Config` that follow from the model's type.
+      required: tuples of names, of each of which a field must be there.
+      yarn_key: field of `rope_scaling` that names YaRN.
+      window_ratios: elements of `compress_ratios` that stand for a sliding window only.
+      read_layers: function that returns the fields of `DSV4Config` about layers, from the content of config.json and
+        the number of layers.
+      layer_fields: function that returns the fields of config.json about layers, from a `DSV4Config`.
+      nest: function that returns the content of config.json from all fields.
+    """
+
+    architecture: str
+    traits: dict[str, Any]
+    required: tuple[tuple[str, ...], ...]
+    yarn_key: str
+    window_ratios: tuple[int, ...]
+    read_layers: Callable[[dict[str, Any], int], dict[str, Any]]
+    layer_fields: Callable[["DSV4Config"], dict[str, Any]]
+    nest: Callable[[dict[str, Any]], dict[str, Any]]
+
+
+_V4 = _Release(
+    architecture="DeepseekV4ForCausalLM",
+    traits={"kv_format": "v4", "norms_queries": True, "delays_pre": False, "weight_block": 128},
+    required=_COMMON + _LAYER_SPELLINGS,
+    yarn_key="type",
+    window_ratios=(0, 1),
+    read_layers=_read_v4_layers,
+    layer_fields=_v4_layer_fields,
+    nest=dict,
+)
+_V41_NAMES = ("compress_ratios", *_SOURCES, *_CANDIDATES, *(f"engram_{name}" for name in _ENGRAM))
+_V41 = _Release(
+    architecture="DeepseekV41ForCausalLM",
+    traits={"kv_format": "v41", "norms_queries": False, "delays_pre": True, "weight_block": 32},
+    required=tuple(
+        names + tuple(_INFERENCE_NAMES[name] for name in names if name in _INFERENCE_NAMES)
+        for names in (*_COMMON, *((name,) for name in _V41_NAMES))
+    ),
+    yarn_key="rope_type",
+    window_ratios=(0,),
+    read_layers=_read_v41_layers,
+    layer_fields=_v41_layer_fields,
+    nest=_nest,
+)
+_RELEASES = {"deepseek_v4": _V4, "deepseek_v41": _V41}

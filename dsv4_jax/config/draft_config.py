@@ -34,7 +34,7 @@ class MTPConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DSparkConfig:
-    """DSpark, the draft layers of V4-Flash-0731 and V4-Pro-0813, which draft a block of tokens in one pass.
+    """DSpark, the draft layers of V4-Flash-0731, V4-Pro-0813 and V4.1-Flash, which draft a block of tokens in one pass.
 
     Attributes:
       num_layers: number of draft layers. They attend to a sliding window only.
@@ -43,6 +43,8 @@ class DSparkConfig:
       target_layer_ids: layers of the model, ascending, at least one. For each of them, the draft layers read the mean
         of its output streams.
       markov_rank: rank of the matrix by which the token before a draft corrects the draft's logits.
+      n_routed_experts: number of routed experts of a draft layer; None = as many as the model's layers have.
+      num_experts_per_tok: number of them that a token is sent to; None = as many as in the model's layers.
       keeps_streams, estimates_confidence: see `MTPConfig`.
     """
 
@@ -51,6 +53,8 @@ class DSparkConfig:
     noise_token_id: int
     target_layer_ids: tuple[int, ...]
     markov_rank: int
+    n_routed_experts: int | None = None
+    num_experts_per_tok: int | None = None
 
     keeps_streams = False
     estimates_confidence = True
@@ -71,6 +75,9 @@ class DSparkConfig:
         """
         for name in ("num_layers", "block_size", "markov_rank"):
             check_whole(f"dspark_{name}", getattr(self, name), 1, 2**31 - 1)
+        for name in ("n_routed_experts", "num_experts_per_tok"):
+            if (value := getattr(self, name)) is not None:
+                check_whole(f"dspark_{name}", value, 1, 2**16)
         check_whole("dspark_noise_token_id", self.noise_token_id, 0, vocab_size - 1)
         layers = list(self.target_layer_ids)
         for i, layer in enumerate(layers):

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsv4_jax.common.arguments import check
+from dsv4_jax.common.arguments import check, check_whole
 from dsv4_jax.config import config_json
 from dsv4_jax.config.draft_config import DSparkConfig, MTPConfig
-from dsv4_jax.config.layer_spec import LayerSpec, numbered
+from dsv4_jax.config.engram_config import EngramConfig
+from dsv4_jax.config.layer_spec import MAX_ROWS, LayerSpec, numbered, shared_specs
 from dsv4_jax.config.rope_scaling import RopeScaling
 
 
@@ -35,6 +36,16 @@ class DSV4Config:
     - `num_nextn_predict_layers`: 1 with draft layers, 0 without. They are the multi-token-prediction block if `dspark`
       is None, otherwise the layers that `dspark` describes.
     - `tie_word_embeddings`: whether a checkpoint may leave out the head, which is then a copy of the embedding.
+    - `kv_format`: name of the release's format of the KV cache, "v4" or "v41", see `quant.formats`.
+    - `norms_queries`: whether each head of the queries is normed. V4.1 does not.
+    - `delays_pre`: whether a hyper-connection collapses the streams by the weights `pre` that the hyper-connection
+      before it computed, as in V4.1. Then the model has no weights for the collapse before its head.
+    - `candidate_topk_blocks`, `candidate_block_size`: number of blocks to which a layer restricts the selections of
+      later layers, and number of entries in a block; 0 if no layer has `candidates`.
+    - `engram`: V4.1's embeddings of n-grams; None = none.
+    - `image_token_id`: token id that stands for a part of an image, which text must not have; None = none.
+    - `weight_block`: number of rows, and of columns, of the blocks of a matrix that share a scale if the release stores
+      the matrix in FP8: 128, or 32 in V4.1.
 
     Raises:
       TypeError: a layer is no LayerSpec, or a number has another type.
@@ -75,6 +86,14 @@ class DSV4Config:
     num_nextn_predict_layers: int = 0
     tie_word_embeddings: bool = False
     dspark: DSparkConfig | None = None
+    kv_format: str = "v4"
+    norms_queries: bool = True
+    delays_pre: bool = False
+    candidate_topk_blocks: int = 0
+    candidate_block_size: int = 0
+    engram: EngramConfig | None = None
+    image_token_id: int | None = None
+    weight_block: int = 128
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "specs", numbered(self.specs))
@@ -95,15 +114,40 @@ class DSV4Config:
                 self.num_experts_per_tok <= self.n_routed_experts
             ),
             f"n_shared_experts={self.n_shared_experts} must be 1, as in DeepSeek-V4": self.n_shared_experts == 1,
+            f"num_nextn_predict_layers={drafting!r} needs dspark if delays_pre=True, as in DeepSeek-V4.1": (
+                self.drafts is None or self.dspark is not None or not self.delays_pre
+            ),
             f"rope_theta={self.rope_theta} must exceed 1": self.rope_theta > 1,
             f"compress_rope_theta={self.compress_rope_theta} must exceed 1": self.compress_rope_theta > 1,
             f"num_nextn_predict_layers={drafting!r} must be 1, or 0 without drafts": drafting in (0, 1),
             f"num_nextn_predict_layers={drafting!r} must be 1 with dspark": drafting == 1 or self.dspark is None,
+            f"weight_block={self.weight_block!r} must be 128 or 32": self.weight_block in (128, 32),
         }
         for message, holds in rules.items():
             check(holds, message)
-        if self.dspark is not None:
-            self.dspark.check(self.num_hidden_layers, self.vocab_size)
+        for part in (self.dspark, self.engram):
+            if part is not None:
+                part.check(self.num_hidden_layers, self.vocab_size)
+        experts, selected = self.layer_experts(self.num_hidden_layers)
+        if selected > experts:
+            raise ValueError(f"dspark_num_experts_per_tok={selected} exceeds dspark_n_routed_experts={experts}")
+        if self.image_token_id is not None:
+            check_whole("image_token_id", self.image_token_id, 0, self.vocab_size - 1)
+        self._check_candidates()
+
+    def _check_candidates(self):
+        blocks = self.candidate_topk_blocks
+        size = self.candidate_block_size
+        least = int(any(spec.candidates is not None for spec in self.specs))
+        check_whole("candidate_topk_blocks", blocks, least, MAX_ROWS)
+        check_whole("candidate_block_size", size, least, MAX_ROWS)
+        for spec in self.specs:
+            # The newest block is always a candidate, and may hold one visible entry only.
+            if spec.candidates is not None and (blocks - 1) * size + 1 < self.topk(spec.layer):
+                raise ValueError(
+                    f"candidate_topk_blocks={blocks} and candidate_block_size={size} leave too few entries: "
+                    f"({blocks} - 1) * {size} + 1 must be at least index_topk={self.topk(spec.layer)}"
+                )
 
     def __repr__(self) -> str:
         kinds = collections.Counter(
@@ -147,6 +191,8 @@ class DSV4Config:
     def with_layers(self, specs: Sequence[LayerSpec], mlp_layer_types: Sequence[str] | None = None) -> "DSV4Config":
         """Returns the configuration of a model with other layers. DSpark's target layers become the last ones.
 
+        Layers with Engram keep it if the model still has so many layers.
+
         Args:
           specs: the attention of each layer.
           mlp_layer_types: the MLP of each layer, "hash_moe" or "moe"; None = "moe" in all layers.
@@ -156,17 +202,21 @@ class DSV4Config:
         if dspark is not None:
             targets = tuple(range(count))[-len(dspark.target_layer_ids) :]
             dspark = dataclasses.replace(dspark, target_layer_ids=targets)
+        engram = self.engram and self.engram.first_layers(count)
         mlps = tuple(mlp_layer_types or ("moe",) * count)
-        return dataclasses.replace(self, specs=tuple(specs), mlp_layer_types=mlps, dspark=dspark)
+        return dataclasses.replace(self, specs=tuple(specs), mlp_layer_types=mlps, dspark=dspark, engram=engram)
 
     def first_layers(self, count: int) -> "DSV4Config":
         """Returns the configuration of a model that has only the first `count` layers of this one."""
         return self.with_layers(self.specs[:count], self.mlp_layer_types[:count])
 
-    def with_dspark(self, markov_rank: int) -> "DSV4Config":
-        """Returns the configuration with DSpark's three draft layers.
+    def with_dspark(
+        self, markov_rank: int, n_routed_experts: int | None = None, num_experts_per_tok: int | None = None
+    ) -> "DSV4Config":
+        """Returns the configuration with DSpark's three draft layers. Values without an argument are the releases'.
 
-        `markov_rank` is that of `DSparkConfig`. The other values are those of the releases.
+        Args:
+          markov_rank, n_routed_experts, num_experts_per_tok: see `DSparkConfig`.
         """
         dspark = DSparkConfig(
             num_layers=3,
@@ -174,13 +224,16 @@ class DSV4Config:
             noise_token_id=min(128799, self.vocab_size - 1),
             target_layer_ids=tuple(range(self.num_hidden_layers))[-3:],
             markov_rank=markov_rank,
+            n_routed_experts=n_routed_experts,
+            num_experts_per_tok=num_experts_per_tok,
         )
         return dataclasses.replace(self, num_nextn_predict_layers=1, dspark=dspark)
 
     def with_drafts(self, drafts: bool) -> "DSV4Config":
         """Returns the configuration with draft layers, or without if `drafts` is False.
 
-        They are those of `dspark`, or the multi-token-prediction block if `dspark` is None.
+        They are those of `dspark`, or the multi-token-prediction block if `dspark` is None. V4.1 has no such block:
+        `v41_flash(mtp=True)` and `with_dspark` add its draft layers.
         """
         return dataclasses.replace(self, num_nextn_predict_layers=int(drafts), dspark=self.dspark if drafts else None)
 
@@ -202,9 +255,21 @@ class DSV4Config:
         """Returns the number of entries that a layer's indexer selects for each token."""
         return self.layers[layer].index_topk or self.index_topk
 
+    def layer_experts(self, layer: int) -> tuple[int, int]:
+        """Returns the number of a layer's routed experts, and the number of them that a token is sent to."""
+        experts = selected = None
+        if self.dspark is not None and layer >= self.num_hidden_layers:
+            experts = self.dspark.n_routed_experts
+            selected = self.dspark.num_experts_per_tok
+        return experts or self.n_routed_experts, selected or self.num_experts_per_tok
+
     def is_hashed(self, layer: int) -> bool:
         """Whether a layer looks up its experts by token id; draft layers never do."""
         return self.mlp_layer_types[layer : layer + 1] == ("hash_moe",)
+
+    def has_engram(self, layer: int) -> bool:
+        """Whether embeddings of n-grams are added to the residual streams before a layer."""
+        return self.engram is not None and layer in self.engram.layer_ids
 
     def inv_freq(self, layer: int) -> "np.ndarray":
         """Returns RoPE's angle per position for each pair of channels, [qk_rope_head_dim // 2] float32 radians.
@@ -226,6 +291,9 @@ class DSV4Config:
     @classmethod
     def from_hf(cls, source: str | Path | dict[str, Any], *, mtp: bool = False) -> "DSV4Config":
         """Reads config.json with the fields of the release, with those of transformers 5, or with both if they agree.
+
+        A file without `model_type` may have the fields of the configuration in the release's folder `inference`, for
+        DeepSeek-V4.1. Its `max_position_embeddings` is the context to which YaRN extends the original one.
 
         Args:
           source: a folder that holds config.json, the file itself, a safetensors file beside it, or its parsed
@@ -251,7 +319,8 @@ class DSV4Config:
         Args:
           layers: specs of the layers, such as `LayerSpec()`, `LayerSpec.csa(rate)` and `LayerSpec.hca(rate)`.
           **fields: values of other fields, such as `hidden_size=256`. The default of `mlp_layer_types` is "moe" in all
-            layers.
+            layers. A model like V4.1 has the layers of `shared_specs` and at least `kv_format="v41"`,
+            `norms_queries=False` and `delays_pre=True`; to be saved, it needs `weight_block=32`, too.
         """
         values = _RELEASED | _SMALL | {"mlp_layer_types": ("moe",) * len(layers)} | fields
         return cls(**values, specs=tuple(layers))
@@ -293,6 +362,29 @@ class DSV4Config:
     def v4_pro_0813(cls) -> "DSV4Config":
         """Returns the configuration of DeepSeek-V4-Pro-0813, which is V4-Pro with DSpark's draft layers."""
         return cls.v4_pro().with_dspark(512)
+
+    @classmethod
+    def v41_flash(cls, *, mtp: bool = False) -> "DSV4Config":
+        """Returns the configuration of DeepSeek-V4.1-Flash.
+
+        It has 40 layers: 2 with a sliding window only, 18 that share the entries of 3 layers, and 20 that share those
+        of layer 20.
+
+        Args:
+          mtp: whether to include the release's draft layers, which are DSpark's, as in `from_hf`.
+        """
+        specs = shared_specs((0, 0, *(2,) * 18, *(1,) * 20), (2, 8, 14, 20), (2, 8, 14, 20, 24, 28, 32, 36), 20)
+        config = cls(
+            **_RELEASED | {"rms_norm_eps": 1e-20, "index_n_heads": 32}, hidden_size=5120, num_attention_heads=64,
+            q_lora_rank=1280, o_groups=8, index_topk=512, specs=specs, mlp_layer_types=("moe",) * 40,
+            moe_intermediate_size=2304, n_routed_experts=384, routed_scaling_factor=1.5, kv_format="v41",
+            norms_queries=False, delays_pre=True, candidate_topk_blocks=2048, candidate_block_size=8,
+            engram=EngramConfig(
+                layer_ids=(1, 14), num_embeddings=(384006168, 384016682), max_ngram_size=4, vocab_size=16000000,
+                n_heads=8, head_dim=256, pad_token_id=2, compressed_vocab_size=99092,
+            ), image_token_id=129264, weight_block=32,
+        )  # fmt: skip
+        return config.with_dspark(256, n_routed_experts=128, num_experts_per_tok=3) if mtp else config
 
 
 _RELEASED: dict[str, Any] = {

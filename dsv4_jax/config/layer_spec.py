@@ -1,10 +1,11 @@
 """The spec of a layer, which says what the layer stores in the cache and to which entries it attends."""
 
+import collections
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dsv4_jax.common.arguments import check_whole
+from dsv4_jax.common.arguments import check, check_whole
 
 
 # Kinds of attention, by their names in transformers' config.json.
@@ -43,6 +44,9 @@ class LayerSpec:
         `sliding_window`.
       index_topk: number of entries that the layer selects, if it selects them itself; None = the configuration's
         `index_topk`.
+      position_bias: whether the compressor adds a bias by position in the window to the pooling logits.
+      candidates: number of the layer whose candidate blocks restrict what the layer selects (V4.1). The layer itself,
+        which may be given as -1, selects freely and makes the candidates. None = neither.
     """
 
     layer: int = OWN
@@ -56,6 +60,8 @@ class LayerSpec:
     selection: int | None = None
     window: int | None = None
     index_topk: int | None = None
+    position_bias: bool = True
+    candidates: int | None = None
 
     @classmethod
     def csa(cls, rate: int = 4, **fields: Any) -> "LayerSpec":
@@ -82,8 +88,21 @@ class LayerSpec:
         return dataclasses.replace(cls(compress_rate=rate, group=f"hca{rate}", owner=True), **fields)
 
     @classmethod
+    def full(cls, rate: int, **fields: Any) -> "LayerSpec":
+        """Returns the spec of a V4.1 layer that stores entries and their keys, and selects the top k of them.
+
+        The keys are made from the pooled vectors of the entries, which do not overlap.
+
+        Args:
+          rate: number of tokens per entry. Layers with the same rate share a pool group, named "full" and the rate.
+          **fields: values of other attributes, such as `candidates=-1`.
+        """
+        spec = cls(compress_rate=rate, group=f"full{rate}", owner=True, keys=True, selection=OWN, position_bias=False)
+        return dataclasses.replace(spec, **fields)
+
+    @classmethod
     def of_ratio(cls, ratio: int) -> "LayerSpec":
-        """Returns the spec of a layer from its element of the release's `compress_ratios`.
+        """Returns the spec of a layer from its element of `compress_ratios` in a release of DeepSeek-V4.
 
         0 and 1 stand for a sliding window only, 4 for CSA, and any other number for HCA with this rate.
         """
@@ -98,20 +117,26 @@ class LayerSpec:
     def kind(self) -> "LayerSpec":
         """The spec without `layer` and `index`, which is equal for layers that use the cache in the same way.
 
-        If the layer selects entries itself, `selection` is -1.
+        If the layer selects entries itself, `selection` is -1. If it makes candidates itself, `candidates` is -1.
         """
-        return dataclasses.replace(self, layer=OWN, index=0, selection=OWN if self.selects else self.selection)
+        own: dict[str, Any] = {name: OWN for name in ("selection", "candidates") if getattr(self, name) == self.layer}
+        return dataclasses.replace(self, layer=OWN, index=0, **own)
 
     @property
     def selects(self) -> bool:
         """Whether the layer scores keys and selects entries itself."""
         return self.selection == self.layer
 
+    @property
+    def makes_candidates(self) -> bool:
+        """Whether the layer makes the candidate blocks to which later layers are restricted."""
+        return self.candidates == self.layer
+
 
 def numbered(specs: Iterable[LayerSpec]) -> tuple[LayerSpec, ...]:
     """Returns the specs of a model's layers with the attributes that follow from their order.
 
-    These are `layer`, `index` of owners, and `selection` of layers that select entries themselves.
+    These are `layer`, `index` of owners, and `selection` and `candidates` of layers that make these themselves.
 
     Raises:
       TypeError: a layer is no LayerSpec, or a number in it is no integer.
@@ -130,15 +155,79 @@ def numbered(specs: Iterable[LayerSpec]) -> tuple[LayerSpec, ...]:
             if (value := getattr(unplaced, field)) is not None:
                 check_whole(f"{name}.{field}", value, least, MAX_ROWS)
         stored = owners.setdefault(unplaced.group, [])
-        selection = layer if unplaced.selection == OWN else unplaced.selection
+        own: dict[str, Any] = {name: layer for name in ("selection", "candidates") if getattr(unplaced, name) == OWN}
         index = len(stored) if unplaced.owner else unplaced.index
-        spec = dataclasses.replace(unplaced, layer=layer, index=index, selection=selection)
+        spec = dataclasses.replace(unplaced, layer=layer, index=index, **own)
         placed.append(spec)
         if spec.owner:
             stored.append(spec)
         for fault in _faults(spec, unplaced, placed, stored):
             raise ValueError(f"{name} {fault}")
     return tuple(placed)
+
+
+def shared_specs(
+    rates: Sequence[int], kv_sources: Sequence[int], index_sources: Sequence[int], candidate_source: int | None
+) -> tuple[LayerSpec, ...]:
+    """Returns the specs of V4.1's layers, of which few store entries or select entries.
+
+    A layer with a rate above 0 attends to the entries of the last layer up to itself that stores some, and to those of
+    them that the last layer up to itself that selects has selected.
+
+    Args:
+      rates: number of tokens per entry that each layer attends to; 0 = a sliding window only.
+      kv_sources: numbers of the layers that store entries, ascending. Each of them selects entries, too.
+      index_sources: numbers of the layers that select entries, ascending.
+      candidate_source: number of the layer that makes candidates for the layers that select after it; None = no layer.
+
+    Raises:
+      TypeError: the number of a source is no integer.
+      ValueError: a source is no such layer, or a layer lacks a source or attends to entries of another rate. The
+        messages call the arguments by their names in config.json.
+    """
+    _check_sources(rates, kv_sources, index_sources, candidate_source)
+    specs: list[LayerSpec] = []
+    stored: list[LayerSpec] = []  # the specs of the sources up to a layer
+    rows = collections.Counter[int]()  # {rate: number of sources up to a layer}
+    sources = {*kv_sources}
+    selecting = {*index_sources}
+    selection = None
+    for layer, rate in enumerate(rates):
+        if rate == 0:
+            specs.append(LayerSpec())
+            continue
+        if layer in sources:
+            stored.append(LayerSpec.full(rate, index=rows[rate]))
+            rows[rate] += 1
+        if layer in selecting:
+            selection = layer
+        check(bool(stored), f"compress_ratios[{layer}]={rate}, but kv_source_layer_ids={list(kv_sources)} begin later")
+        check(
+            stored[-1].compress_rate == rate,
+            f"compress_ratios[{layer}]={rate}, but the layer attends to entries of {stored[-1].compress_rate} tokens, "
+            f"by kv_source_layer_ids={list(kv_sources)}",
+        )
+        restricted = selection == layer and candidate_source is not None and candidate_source <= layer
+        candidates = candidate_source if restricted else None
+        is_source = layer in sources
+        specs.append(dataclasses.replace(stored[-1], owner=is_source, selection=selection, candidates=candidates))
+    return numbered(specs)
+
+
+def _check_sources(rates, kv_sources, index_sources, candidate_source):
+    """Checks the arguments of `shared_specs`, except that layers have a source with their rate."""
+    for name, layers in (("kv_source_layer_ids", kv_sources), ("index_source_layer_ids", index_sources)):
+        for i, layer in enumerate(layers):
+            check_whole(f"{name}[{i}]", layer, 0, len(rates) - 1)
+            check(rates[layer] > 0, f"{name}[{i}]={layer}, but compress_ratios[{layer}]=0: the layer has no entries")
+        check(sorted({*layers}) == list(layers), f"{name}={list(layers)} must ascend")
+    missing = sorted({*kv_sources} - {*index_sources})
+    check(not missing, f"index_source_layer_ids={list(index_sources)} must have kv_source_layer_ids' {missing}, too")
+    if candidate_source is not None:
+        name = f"candidate_source_layer_id={candidate_source!r}"
+        check(candidate_source in index_sources, f"{name} must be one of index_source_layer_ids={list(index_sources)}")
+        rate = rates[candidate_source]
+        check(rate == 1, f"{name} must be a layer of rate 1, but compress_ratios[{candidate_source}]={rate}")
 
 
 def _faults(spec, unplaced, placed, owners):
@@ -166,13 +255,20 @@ def _faults(spec, unplaced, placed, owners):
         yield f"has index={unplaced.index}, but stores row {spec.index} of group {group!r}"
     if spec.index >= len(owners):
         yield f"reads row {spec.index} of group {group!r}, which no layer before it stores"
-    for field in ("compress_rate", "overlap", "keys", "key_compressor"):
+    for field in ("compress_rate", "overlap", "keys", "key_compressor", "position_bias"):
         if (mine := getattr(spec, field)) != (stored := getattr(owners[0], field)):
             yield f"has {field}={mine}, but group {group!r} has {field}={stored} in layers[{owners[0].layer}]"
     if (spec.selects or spec.key_compressor) and not spec.keys:
         yield "selects entries by index keys, or pools them, which its group does not store: give keys=True"
     if spec.index_topk and not spec.selects:
         yield f"has index_topk={spec.index_topk}, but does not select entries itself"
+    if spec.candidates is not None:
+        if not spec.selects:
+            yield f"has candidates={spec.candidates}, but does not select entries itself"
+        if not 0 <= spec.candidates <= spec.layer or not (source := placed[spec.candidates]).makes_candidates:
+            yield f"is restricted to the candidates of layer {spec.candidates}, which makes none before it"
+        if (spec.group, spec.index) != (source.group, source.index):
+            yield f"scores other entries than layer {source.layer}, to whose candidates it is restricted"
     if spec.selection is None:
         return
     if not 0 <= spec.selection <= spec.layer or not (chosen := placed[spec.selection]).selects:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.expert_pages.cuda_memory import CudaMemory
 from dsv4_jax.expert_pages.migration import ExpertMigration
-from dsv4_jax.expert_pages.paged_experts import ExpertPages, ExpertStack, copy_to_host
+from dsv4_jax.expert_pages.paged_experts import ExpertPages, ExpertStack, empty_on_host
 from dsv4_jax.expert_pages.placement_file import read_frequencies
 
 
@@ -162,17 +163,17 @@ class ExpertMemory:
             self.layers[layer].append(pages)
         return stack
 
-    def place_on_host(self, x: Array) -> Array:
-        """Copies a GPU's array to host memory, where programs on the GPU read it. Returns the copy.
+    def empty_on_host(self, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[Array, np.ndarray]:
+        """Returns an array of the GPU whose bytes lie in host memory, and a view through which the CPU writes them.
 
-        For a weight such as the embedding, of which a step reads only a small part, this leaves more GPU memory to
-        experts. The copy must not be donated.
+        It is for a table of which a step reads few rows, such as the embedding, to leave more GPU memory to experts.
+        See `paged_experts.empty_on_host`.
 
         Raises:
           ValueError: the device cannot map host memory, see `CudaMemory`.
           MemoryError: the host is out of memory.
         """
-        return copy_to_host(self._opened_memory(), x)
+        return empty_on_host(self._opened_memory(), shape, dtype, jax.devices()[0])
 
     def _is_on_host(self, layer):
         """Returns [E] bool, whether each expert of a layer is to lie in host memory."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, UInt8
 
 from dsv4_jax.expert_pages.cuda_memory import CudaMemory
@@ -142,18 +143,21 @@ class ExpertStack:
             list(pool.map(lambda i: pages.write(i // pieces, matrices[i], i % pieces, pieces), range(len(matrices))))
 
 
-def copy_to_host(memory: CudaMemory, x: Array) -> Array:
-    """Copies a GPU's array to host memory, where programs on the GPU read it. Returns the copy.
+def empty_on_host(
+    memory: CudaMemory, shape: tuple[int, ...], dtype: DTypeLike, device: jax.Device
+) -> tuple[Array, np.ndarray]:
+    """Returns an array of a GPU whose bytes lie in host memory, and a view of these bytes through which to write them.
 
-    The copy must not be donated.
+    Programs on the GPU read the bytes there. No program may read the array before they are written. It must not be
+    donated, and the view must not be used when the array is gone.
 
     Raises MemoryError if the host is out of memory.
     """
-    whole_pages = -(-x.nbytes // memory.page) * memory.page
-    mappings = _map_pages(memory, whole_pages, [True], for_cpu=True)
-    copied = _array_over_pages(memory, mappings, x.shape, x.dtype, x.device)
-    memory.copy(mappings[0].address, jax.block_until_ready(x).unsafe_buffer_pointer(), x.nbytes)
-    return copied
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    mappings = _map_pages(memory, -(-nbytes // memory.page) * memory.page, [True], for_cpu=True)
+    array = _array_over_pages(memory, mappings, shape, dtype, device)
+    view = np.frombuffer((ctypes.c_ubyte * nbytes).from_address(mappings[0].address), dtype)
+    return array, view.reshape(shape)
 
 
 def _map_pages(memory: CudaMemory, nbytes: int, on_host: Sequence[bool], *, for_cpu: bool) -> list[Mapping]:

@@ -32,7 +32,7 @@ def snapshot_sums(schema: CacheSchema, rows: RequestRows) -> list[int]:
     rows = jax.device_get(rows)
     last = len(schema.layers) - 1
     states = [(schema.groups[name].layers, group) for name, group in rows.groups.items()]
-    return _layer_sums(schema, [(range(last + 1), rows.swa), ([last], rows.streams), *states])
+    return _layer_sums(schema, [(range(last + 1), rows.swa), ([last], (rows.streams, rows.ngram_ids)), *states])
 
 
 def check_blocks(devices: CacheDevices, cache: KVCache, nodes: Iterable[Any], reader: str) -> None:

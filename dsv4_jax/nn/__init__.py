@@ -5,6 +5,7 @@ from dsv4_jax.nn.block import RECORDED, SCOPES, DecoderLayer
 from dsv4_jax.nn.compressor import Compressor
 from dsv4_jax.nn.draft_layers import DraftLayers
 from dsv4_jax.nn.dspark import DSparkDrafts
+from dsv4_jax.nn.engram import Engram, TokenMap
 from dsv4_jax.nn.hyper_connection import HyperConnection, HyperHead, ResidualStreams, apply_post, sinkhorn
 from dsv4_jax.nn.indexer import CSAIndexer
 from dsv4_jax.nn.layer_stack import LayerLoop, LayerStack, Recorded, stack_modules

@@ -25,13 +25,18 @@ class StepCarry:
     """Values that layers pass on to later layers of a step, besides the residual streams and the cache.
 
     Attributes:
-      selections: {number of a layer with an indexer: [T, index_topk] int32 entries that it selected, -1 at the end}.
+      selection: {number of a layer with an indexer: [T, index_topk] int32 entries that it selected, -1 at the end}.
+      candidates: {number of a layer: [T, B] int32 blocks of entries to which it restricts the selections of later
+        layers, -1 at the end}, see `LayerSpec.candidates`.
+      ngrams: [T, max_ngram_size] int32 compressed ids for Engram, see `cache.ngrams`; None without Engram.
       taps: [n, T, hidden] inputs of DSpark's draft layers: the means over the residual streams that leave each of the n
         target layers, zeros if this layer has not run. None if there are no target layers.
       recorded: {name in `block.RECORDED`: value} of the layer that ran last, for the names that were asked for.
     """
 
-    selections: dict[int, Int[Array, "T k"]] = dataclasses.field(default_factory=dict)
+    selection: dict[int, Int[Array, "T k"]] = dataclasses.field(default_factory=dict)
+    candidates: dict[int, Int[Array, "T B"]] = dataclasses.field(default_factory=dict)
+    ngrams: Int[Array, "T n"] | None = None
     taps: Float[Array, "n T D"] | None = None
     recorded: dict[str, Shaped[Array, "..."]] = dataclasses.field(default_factory=dict)
 
@@ -41,9 +46,13 @@ class StepCarry:
         taps = None if self.taps is None else self.taps.at[row].set(mean, mode="drop")
         return dataclasses.replace(self, taps=taps)
 
-    def with_selection(self, layer: int, indices: Int[Array, "T k"]) -> "StepCarry":
-        """Returns the carry with the entries [T, index_topk] that a layer selected."""
-        return dataclasses.replace(self, selections=self.selections | {layer: indices})
+    def with_selection(
+        self, layer: int, indices: Int[Array, "T k"], candidates: Int[Array, "T B"] | None = None
+    ) -> "StepCarry":
+        """Returns the carry with the entries [T, index_topk] that a layer selected, and its candidate blocks if any."""
+        made = {} if candidates is None else {layer: candidates}
+        selection = self.selection | {layer: indices}
+        return dataclasses.replace(self, selection=selection, candidates=self.candidates | made)
 
 
 class Attention(nnx.Module):
@@ -53,7 +62,8 @@ class Attention(nnx.Module):
       input_projections: FusedLinear of the layer's input, with these maps:
         "q_a_proj" to the query latent; "kv_proj" to the head that is both key and value; in layers with an indexer
         "indexer_weights_proj" to the weights of its heads; in layers with a compressor "compressor_kv_proj" and
-        "compressor_gate_proj", and for index keys "indexer_kv_proj" and "indexer_gate_proj", all four in float32.
+        "compressor_gate_proj", and for index keys "indexer_kv_proj" and "indexer_gate_proj", all four in float32. There
+        is no gate if an entry is a single token; then "compressor_kv_proj" is in the input's dtype.
       latent_projections: FusedLinear of the normed query latent: "q_b_proj" to heads * head_dim, and in layers with an
         indexer "indexer_q_b_proj" to its queries.
       q_a_norm, kv_norm: RMSNorm of the query latent, and of the key-value head.
@@ -68,11 +78,6 @@ class Attention(nnx.Module):
         self.config = config
         self.layer = layer
         spec = config.layers[layer]
-        if spec.owner and spec.keys and not spec.key_compressor:
-            raise ValueError(
-                f"layer {layer} stores index keys without a compressor of its own (key_compressor=False): the cache "
-                "takes such keys from a model of your own, but Attention does not make them"
-            )
         options: dict[str, Any] = {"param_dtype": param_dtype, "rngs": rngs}
         width = config.num_attention_heads * config.head_dim
         self.q_a_norm = RMSNorm(config.q_lora_rank, eps=config.rms_norm_eps, rngs=rngs)
@@ -81,18 +86,19 @@ class Attention(nnx.Module):
         self.o_a_proj = Linear(width, rank, num_groups=config.o_groups, axes=("groups",), **options)
         self.o_b_proj = Linear(rank, config.hidden_size, axes=(None, "groups"), **options)
         self.sinks = normal(rngs, (config.num_attention_heads,), std=0.5, axes=("heads",))
-        keys = (
-            Compressor(config, layer, config.index_head_dim, rngs=rngs) if spec.owner and spec.key_compressor else None
-        )
-        self.compressor = Compressor(config, layer, config.head_dim, indexer=keys, rngs=rngs) if spec.owner else None
+        pools_keys = spec.owner and spec.key_compressor
+        keys = Compressor(config, layer, config.index_head_dim, **options) if pools_keys else None
+        self.compressor = Compressor(config, layer, config.head_dim, indexer=keys, **options) if spec.owner else None
         self.indexer = CSAIndexer(config, layer) if spec.selects else None
 
         inputs = {"q_a_proj": Projection(config.q_lora_rank), "kv_proj": Projection(config.head_dim)}
         latents = {"q_b_proj": Projection(width, axes=("heads",))}
         for name, compressor in {"compressor": self.compressor, "indexer": keys}.items():
             if compressor is not None:
-                pooled = Projection(compressor.width, out_dtype=jnp.float32, is_fp8=False)
-                inputs |= {f"{name}_kv_proj": pooled, f"{name}_gate_proj": pooled}
+                is_pooled = spec.compress_rate > 1
+                dtype = jnp.float32 if is_pooled else None
+                pooled = Projection(compressor.width, out_dtype=dtype, is_fp8=False)
+                inputs |= {f"{name}_kv_proj": pooled} | ({f"{name}_gate_proj": pooled} if is_pooled else {})
         if spec.selects:
             inputs["indexer_weights_proj"] = Projection(config.index_n_heads, is_fp8=False)
             latents["indexer_q_b_proj"] = Projection(config.index_n_heads * config.index_head_dim)
@@ -122,20 +128,18 @@ class Attention(nnx.Module):
         q = projected_latent["q_b_proj"].reshape(x.shape[0], -1, config.head_dim)
         rows = q, projected_x["kv_proj"], self.kv_norm.weight.get_value()
         with jax.named_scope("norm_rope"):
-            q, handle = handle.norm_rope_append(*rows, inv_freq, eps=config.rms_norm_eps)
-
-        def operands(name, compressor):
-            return projected_x[f"{name}_kv_proj"], projected_x[f"{name}_gate_proj"], compressor.weights()
-
+            q, handle = handle.norm_rope_append(
+                *rows, inv_freq, eps=config.rms_norm_eps, norms_queries=config.norms_queries
+            )
         if self.compressor is not None:
-            keys = self.compressor.indexer
-            index = None if keys is None else operands("indexer", keys)
             with jax.named_scope("compressor"):
-                handle = handle.flush(*operands("compressor", self.compressor), index=index)
+                handle = _compress(self.compressor, projected_x, handle)
         if self.indexer is not None:
             queries = projected_latent["indexer_q_b_proj"], projected_x["indexer_weights_proj"]
-            carry = carry.with_selection(self.layer, self.indexer(*queries, handle))
-        indices = None if spec.selection is None else carry.selections[spec.selection]
+            # There are none in this layer if it makes them itself, or if they would be all blocks of any request.
+            candidates = None if spec.candidates is None else carry.candidates.get(spec.candidates)
+            carry = carry.with_selection(self.layer, *self.indexer(*queries, handle, candidates))
+        indices = None if spec.selection is None else carry.selection[spec.selection]
         # Keys are also the values, and are rotated by their own positions. `attend` rotates the output back by the
         # query's position, so that it depends on relative positions only.
         with jax.named_scope("attention"):
@@ -147,3 +151,15 @@ class Attention(nnx.Module):
         """Computes the window rows [T, head_dim] that `__call__` stores, from inputs [T, hidden] at positions [T]."""
         kv = self.kv_norm(self.input_projections(x)["kv_proj"])
         return apply_rope(kv, jnp.maximum(positions, 0), jnp.asarray(self.config.inv_freq(self.layer)))
+
+
+def _compress(compressor, projected_x, handle):
+    """Feeds the tokens' projections to a layer's compressors, and returns the updated handle."""
+    kv, gate = (projected_x.get(f"compressor_{name}_proj") for name in ("kv", "gate"))
+    if compressor.key_proj is not None:
+        return compressor.store(handle, kv.astype(jnp.float32), gate)
+    keys = compressor.indexer
+    index = None
+    if keys is not None:
+        index = projected_x["indexer_kv_proj"], projected_x["indexer_gate_proj"], keys.weights()
+    return handle.flush(kv, gate, compressor.weights(), index=index)

@@ -1,6 +1,7 @@
 """A decoder layer: attention and mixture of experts, each within a hyper-connection."""
 
 import dataclasses
+import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -11,6 +12,7 @@ from jaxtyping import Array, Int
 from dsv4_jax.cache import Batch, StepCache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.attention import Attention, StepCarry
+from dsv4_jax.nn.engram import Engram
 from dsv4_jax.nn.hyper_connection import HyperConnection, ResidualStreams
 from dsv4_jax.nn.layers import AnyRngs, RMSNorm
 from dsv4_jax.nn.moe import MoE
@@ -20,8 +22,8 @@ from dsv4_jax.ops import all_reduce
 # The names of `jax.named_scope` around the parts of a step, which name its operations in a profile. If scopes are
 # nested, such as "shared_expert/projections", the operation belongs to the outermost one.
 SCOPES = (
-    "embedding", "hyper_connections", "projections", "norm", "norm_rope", "compressor", "indexer", "topk", "attention",
-    "router", "experts", "shared_expert", "lm_head", "sampling",
+    "embedding", "engram", "hyper_connections", "projections", "norm", "norm_rope", "compressor", "indexer", "topk",
+    "attention", "router", "experts", "shared_expert", "lm_head", "sampling",
 )  # fmt: skip
 
 # Names of the values of a layer that a step can record:
@@ -42,6 +44,7 @@ class DecoderLayer(nnx.Module):
       mlp: MoE.
       input_layernorm, post_attention_layernorm: RMSNorm of the collapsed streams, the inputs of attention and of MoE.
       attn_hc, ffn_hc: HyperConnection of attention and of MoE.
+      engram: Engram, which adds to the residual streams that enter the layer; None in most layers.
     """
 
     def __init__(self, config: DSV4Config, layer: int, *, param_dtype: DTypeLike, rngs: AnyRngs):
@@ -52,6 +55,8 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs)
         self.attn_hc = HyperConnection(config, rngs=rngs)
         self.ffn_hc = HyperConnection(config, rngs=rngs)
+        has_engram = config.has_engram(layer)
+        self.engram = Engram(config, layer, param_dtype=param_dtype, rngs=rngs) if has_engram else None
 
     def __call__(
         self,
@@ -73,11 +78,15 @@ class DecoderLayer(nnx.Module):
           number: [] int32 number of the layer in a loop over equal layers; None = `layer`.
           tap_row: [] int32 row of the carry's taps that gets the streams leaving the previous layer; it is past the end
             if these are no tap. None = no layer of the loop has a tap.
-          record: names of the values to return in the carry's `recorded`, see `RECORDED`.
+          record: names of the values to return in the carry's `recorded`: those of `RECORDED`, and "candidates" as in
+            `StepCarry`.
 
         Returns:
           (residual streams, with the output of the MoE not merged yet; the carry; the updated cache).
         """
+        if self.engram is not None:
+            assert carry.ngrams is not None
+            residual = residual.add(functools.partial(self.engram, ngrams=carry.ngrams))
         x, residual = self.attn_hc.pre(residual, self.input_layernorm)
         if tap_row is not None:
             carry = carry.with_tap(tap_row, residual.streams)  # `pre` merged the previous layer's output
@@ -88,8 +97,8 @@ class DecoderLayer(nnx.Module):
         routing = self.mlp.gate(x, batch.token_ids, batch.slots)
         residual = residual.post(self.mlp(x, routing))
         values |= {"experts": routing.experts}
-        if self.layer in carry.selections:
-            values["selection"] = carry.selections[self.layer]
+        by_layer = {"selection": carry.selection, "candidates": carry.candidates}
+        values |= {name: made[self.layer] for name, made in by_layer.items() if self.layer in made}
         recorded = {name: values[name] for name in record if name in values}
         if "attention_out" in recorded:
             recorded["attention_out"] = all_reduce(y)

@@ -60,7 +60,7 @@ class DSparkDrafts(DraftLayers):
       layers: LayerStack of DecoderLayers.
       main_proj, main_norm: Linear from the target layers' mean streams to hidden, and RMSNorm of its result.
       norm: RMSNorm before the head.
-      hc_head: HyperHead.
+      hc_head: HyperHead, or None, as in `DeepseekV4Model`.
       markov_head: MarkovHead.
       confidence_head: ConfidenceHead.
     """
@@ -75,7 +75,7 @@ class DSparkDrafts(DraftLayers):
         self.main_proj = Linear(taps * hidden, hidden, param_dtype=param_dtype, rngs=rngs)
         self.main_norm = RMSNorm(hidden, eps=eps, rngs=rngs)
         self.norm = RMSNorm(hidden, eps=eps, rngs=rngs)
-        self.hc_head = HyperHead(config, rngs=rngs)
+        self.hc_head = None if config.delays_pre else HyperHead(config, rngs=rngs)
         self.markov_head = MarkovHead(config, rank, param_dtype=param_dtype, rngs=rngs)
         self.confidence_head = ConfidenceHead(config, rank, param_dtype=param_dtype, rngs=rngs)
 
@@ -127,7 +127,7 @@ class DSparkDrafts(DraftLayers):
         x = model.embed(block)
         x = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1]))
         residual, cache = drafts.run_layers(x, cache, block)
-        hidden = drafts.hc_head(residual.merged())
+        hidden = residual.collapsed()[0] if drafts.hc_head is None else drafts.hc_head(residual.merged())
         logits = model.logits(drafts.norm(hidden))
 
         def by_draft(x):

@@ -9,6 +9,7 @@ blocks the output of the last one is not merged into the streams yet.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +41,18 @@ class ResidualStreams:
     def begin(cls, streams: Float[Array, "T h D"]) -> "ResidualStreams":
         """Returns the residual before the first layer: the streams, and an output of zeros that does not change them.
 
-        With this output the residual is the same pytree as between layers, as the carry of a loop requires.
+        With this output the residual is the same pytree as between layers, as the carry of a loop requires. The weights
+        `pre` choose the first stream.
         """
+        tokens, h, _ = streams.shape
+        return cls.unmixed(streams, jnp.broadcast_to(jnp.eye(h)[0], (tokens, h)))
+
+    @classmethod
+    def unmixed(cls, streams: Float[Array, "T h D"], pre: Float[Array, "T h"]) -> "ResidualStreams":
+        """Returns streams with an output of zeros that does not change them, and with weights `pre` [T, h] float32."""
         tokens, h, hidden = streams.shape
-        unmixed = jnp.concatenate([jnp.zeros(2 * h), jnp.eye(h).reshape(-1)])
-        mixing = jnp.broadcast_to(unmixed, (tokens, *unmixed.shape))
+        post_and_comb = jnp.concatenate([jnp.zeros(h), jnp.eye(h).reshape(-1)])
+        mixing = jnp.concatenate([pre, jnp.broadcast_to(post_and_comb, (tokens, *post_and_comb.shape))], axis=1)
         return cls(streams, jnp.zeros((tokens, hidden), streams.dtype), mixing)
 
     def post(self, y: Float[Array, "T D"]) -> "ResidualStreams":
@@ -57,6 +65,18 @@ class ResidualStreams:
         if self.y is None or self.mixing is None:
             return self.streams
         return apply_post(self.streams, ops.all_reduce(self.y), *split_mixing(self.mixing, self.streams.shape[1]))
+
+    def add(self, update: Callable[[Float[Array, "T h D"]], Float[Array, "T h D"]]) -> "ResidualStreams":
+        """Returns the residual of `update(streams)`, for the streams with the last block's output merged."""
+        assert self.mixing is not None
+        return type(self).unmixed(update(self.merged()), self.mixing[:, : self.streams.shape[1]])
+
+    @jax.named_scope("hyper_connections")
+    def collapsed(self) -> tuple[Float[Array, "T D"], Float[Array, "T h D"]]:
+        """Returns (streams collapsed by the last block's weights `pre` [T, hidden], the merged streams), as in V4.1."""
+        assert self.mixing is not None
+        streams = self.merged()
+        return apply_pre(streams, self.mixing), streams
 
 
 class HyperConnection(nnx.Module):
@@ -130,5 +150,5 @@ class HyperHead(nnx.Module):
 
 
 def _weights(config, fn, base, scale):
-    constants = config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters
+    constants = config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters, config.delays_pre
     return ops.HyperConnectionWeights(fn.get_value(), base.get_value(), scale.get_value(), *constants)

@@ -1,5 +1,7 @@
 """The lightning indexer: selects which compressed entries a token attends to."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -23,24 +25,32 @@ class CSAIndexer(nnx.Module):
         self.layer = layer
 
     def __call__(
-        self, q: Float[Array, "T Q"], head_weights: Float[Array, "T H"], handle: CacheHandle
-    ) -> Int[Array, "T k"]:
+        self,
+        q: Float[Array, "T Q"],
+        head_weights: Float[Array, "T H"],
+        handle: CacheHandle,
+        candidates: Int[Array, "T B"] | None = None,
+    ) -> tuple[Int[Array, "T k"], Int[Array, "T B"] | None]:
         """Selects the entries with the highest scores for each token.
 
         Args:
           q: [T, index_n_heads * index_head_dim] queries, a projection of the normed query latent.
           head_weights: [T, index_n_heads] weights of the heads, a projection of attention's input.
           handle: the layer's cache, in which this step's keys are written already.
+          candidates: [T, B] int32 blocks of entries within which entries are selected; None = no restriction.
 
         Returns:
-          [T, index_topk] int32 entry numbers in ascending order. If a token sees fewer entries, all of them are
-          selected, and the row ends with -1.
+          (selection, candidates). `selection` is [T, index_topk] int32, entry numbers in ascending order. If a token
+          sees fewer entries, all of them are selected, and the row ends with -1. `candidates` are [T, B] int32, the
+          blocks to which this layer restricts later layers; None if it restricts none.
         """
         config = self.config
         q = q.reshape(-1, config.index_n_heads, config.index_head_dim)
         scaled = head_weights.astype(jnp.float32) * (config.index_head_dim**-0.5 * config.index_n_heads**-0.5)
         scaled = round_to(scaled, head_weights.dtype).astype(jnp.float32)
         with jax.named_scope("indexer"):
-            scores = handle.indexer_scores(q, scaled, jnp.asarray(config.inv_freq(self.layer)))
+            scores = handle.indexer_scores(q, scaled, jnp.asarray(config.inv_freq(self.layer)), candidates)
         with jax.named_scope("topk"):
-            return handle.indexer_topk(scores)
+            layer_handle: Any = handle  # a LayerCacheHandle if the layer makes candidates
+            makes = config.layers[self.layer].makes_candidates
+            return handle.indexer_topk(scores, candidates), layer_handle.candidate_blocks(scores) if makes else None

@@ -32,27 +32,34 @@ class LayerRun:
         return range(self.start + position, self.stop, self.period)
 
 
-def find_runs(forms: Sequence[tuple[Hashable, int | None]], start: int = 0) -> tuple[LayerRun, ...]:
+def find_runs(forms: Sequence[tuple[Hashable, Sequence[int | None]]], start: int = 0) -> tuple[LayerRun, ...]:
     """Divides layers into runs so that the sum of their periods is smallest, and then so that there are fewest runs.
 
     Args:
-      forms: (form, source) of each layer. Equal layers have equal forms. The source is the number of the earlier layer
-        whose selected entries the layer reads, or None. Layers at one position of a period must have equal forms. Their
-        sources must lie at the same distance within the period, or be one and the same layer before the run.
+      forms: (form, sources) of each layer. Equal layers have equal forms. A source is the number of an earlier layer
+        from which the layer reads a value, such as the selected entries, or None. All layers have equally many sources.
+        Layers at one position of a period must have equal forms. Each source of theirs must lie at the same distance
+        within the period, or be one and the same layer before the run.
       start: number of the first layer.
     """
     stop = start + len(forms)
 
     def equal(first: int, period: int, layer: int) -> bool:
         """Returns whether a layer can repeat the one a period before it, in a run that begins at `first`."""
-        form, source = forms[layer - start]
-        earlier_form, earlier_source = forms[layer - period - start]
-        if form != earlier_form or (source is None) != (earlier_source is None):
-            return False
-        if source is None or earlier_source is None or source == earlier_source:
-            return source is None or source < first
-        in_period = (layer - first) % period
-        return source - earlier_source == period and layer - source <= in_period
+        form, sources = forms[layer - start]
+        earlier_form, earlier_sources = forms[layer - period - start]
+        return form == earlier_form and all(
+            is_same(source, earlier, first, period, layer)
+            for source, earlier in zip(sources, earlier_sources, strict=True)
+        )
+
+    def is_same(source: int | None, earlier: int | None, first: int, period: int, layer: int) -> bool:
+        """Returns whether a source of a layer is to it what `earlier` is to the layer a period before."""
+        if source is None or earlier is None:
+            return source == earlier
+        if source == earlier:
+            return source < first
+        return source - earlier == period and layer - source <= (layer - first) % period
 
     @functools.cache
     def best(first: int) -> tuple[int, int, tuple[LayerRun, ...]]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -50,7 +50,7 @@ class LayerLoop(nnx.Module):
         *,
         tap_layers: Sequence[int],
         record: Collection[str],
-        exports: Collection[int],
+        exports: Mapping[str, Collection[int]],
         remat: bool,
     ) -> tuple[Any, StepCarry, Any, Recorded]:
         """Runs the layers. Each is called with the arguments of `DecoderLayer.__call__`.
@@ -61,7 +61,7 @@ class LayerLoop(nnx.Module):
           carry: values of earlier layers.
           tap_layers: numbers of the model's layers whose output streams go to the carry's taps.
           record: names of the values to return, see `block.RECORDED`.
-          exports: numbers of layers whose selected entries are read by layers after this run.
+          exports: {name in `StepCarry`: numbers of layers whose value of that name is read by layers after this run}.
           remat: whether a backward pass computes the values within a period again, instead of keeping them.
 
         Returns:
@@ -71,7 +71,10 @@ class LayerLoop(nnx.Module):
         graphs, stacks = zip(*map(nnx.split, self.layers), strict=True)
         # Without the barrier, XLA would dequantize the weights of all layers at once, or before a loop that calls this.
         stacks, x = jax.lax.optimization_barrier((stacks, x))
-        names = [set(record) | ({"selection"} & _needed(exports, run.layers(p))) for p in range(run.period)]
+        names = [
+            {*record, *(name for name, layers in exports.items() if {*layers} & {*run.layers(position)})}
+            for position in range(run.period)
+        ]
         tap_rows = [_tap_rows(tap_layers, run.layers(position)) for position in range(run.period)]
 
         def run_period(state: Any, scanned: Any) -> tuple[Any, Any]:
@@ -99,16 +102,18 @@ class LayerLoop(nnx.Module):
             body, (x, cache, carry.taps), (repeats, stacks, tap_rows), length=run.repeats
         )
         recorded: Recorded = []
-        selections = dict(carry.selections)
+        exported: dict[str, Any] = {name: dict(getattr(carry, name)) for name in exports}
         for position, (values, state) in enumerate(outputs):
             layers = tuple(run.layers(position))
             if state:
                 nnx.update(self.layers[position], state)
-            for repeat, layer in enumerate(layers):
-                if layer in exports:
-                    selections[layer] = values["selection"][repeat]
+            for name in exports.keys() & values.keys():
+                for repeat, layer in enumerate(layers):
+                    if layer in exports[name]:
+                        exported[name][layer] = values[name][repeat]
             recorded.append((layers, {name: values[name] for name in record if name in values}))
-        return x, dataclasses.replace(carry, selections=selections, taps=taps, recorded={}), cache, recorded
+        carry = dataclasses.replace(carry, taps=taps, recorded={}, **exported)
+        return x, carry, cache, recorded
 
 
 class LayerStack(nnx.Module):
@@ -187,9 +192,11 @@ class LayerStack(nnx.Module):
         return *nnx.split(loop.layers[position]), repeat
 
     def _exports(self, run):
-        """Returns the numbers of the layers of a run whose selected entries are read by layers after the run."""
+        """Returns {name in `StepCarry`: numbers of the layers of a run whose value is read by layers after the run}."""
         later = self.config.layers[run.stop : self.start + len(self)]
-        return {spec.selection for spec in later if spec.selection is not None} & {*range(run.start, run.stop)}
+        layers = {*range(run.start, run.stop)}
+        sources = {"selection": [s.selection for s in later], "candidates": [s.candidates for s in later]}
+        return {name: {layer for layer in numbers if layer in layers} for name, numbers in sources.items()}
 
 
 def stack_modules[M: nnx.Module](modules: Sequence[M]) -> M:
@@ -217,15 +224,12 @@ def _numbered(layer, number):
 
 
 def _form(config, layer):
-    """Returns (form, source) of a layer, see `find_runs`. The source is None if it reads its own selection or none."""
+    """Returns (form, sources) of a layer, see `find_runs`."""
     spec = config.layers[layer]
-    form = dataclasses.replace(spec.kind, selection=None)
-    reads_other = spec.selection is not None and not spec.selects
-    return (form, spec.selects, config.is_hashed(layer)), spec.selection if reads_other else None
-
-
-def _needed(exports, layers):
-    return {"selection"} if exports & {*layers} else set()
+    form = dataclasses.replace(spec.kind, selection=None, candidates=None)
+    sources = tuple(None if source == layer else source for source in (spec.selection, spec.candidates))
+    table = layer if config.has_engram(layer) else None  # tables of Engram differ in size
+    return (form, spec.selects, spec.makes_candidates, config.is_hashed(layer), table), sources
 
 
 def _tap_rows(tap_layers, layers):

@@ -13,10 +13,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from dsv4_jax.cache import Batch, KVCache, StepCache
+from dsv4_jax.cache.ngrams import advance_ngrams
 from dsv4_jax.config import DSparkConfig, DSV4Config, MTPConfig
 from dsv4_jax.nn.attention import StepCarry
 from dsv4_jax.nn.block import RECORDED, DecoderLayer
 from dsv4_jax.nn.dspark import DSparkDrafts
+from dsv4_jax.nn.engram import random_token_map
 from dsv4_jax.nn.hyper_connection import HyperHead, ResidualStreams
 from dsv4_jax.nn.layer_stack import LayerStack, Recorded
 from dsv4_jax.nn.layers import Embedding, Linear, RMSNorm
@@ -35,8 +37,10 @@ class DeepseekV4Model(nnx.Module):
     Attributes:
       embed_tokens: Embedding.
       layers: LayerStack of DecoderLayers; `layers[i]` is a copy of layer i for reading.
+      token_map: TokenMap for all layers with Engram; None without Engram.
       norm: RMSNorm after the last layer.
-      hc_head: HyperHead, which collapses the residual streams after the last layer.
+      hc_head: HyperHead, which collapses the residual streams after the last layer; None if the last layer's weights
+        collapse them (`DSV4Config.delays_pre`).
     """
 
     def __init__(self, config: DSV4Config, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
@@ -45,8 +49,9 @@ class DeepseekV4Model(nnx.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, param_dtype=param_dtype, rngs=rngs)
         numbers = range(config.num_hidden_layers)
         self.layers = LayerStack(config, numbers, DecoderLayer, param_dtype=param_dtype, rngs=rngs)
+        self.token_map = random_token_map(config, rngs) if config.engram else None
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs)
-        self.hc_head = HyperHead(config, rngs=rngs)
+        self.hc_head = None if config.delays_pre else HyperHead(config, rngs=rngs)
 
     def __call__(
         self, cache: StepCache, batch: Batch, *, record: Collection[str] = ()
@@ -63,18 +68,30 @@ class DeepseekV4Model(nnx.Module):
 
         Raises:
           ValueError: the cache was made for another model, or the batch for another cache.
+          TypeError: the model has Engram, and the cache is no KVCache.
         """
         if isinstance(cache, KVCache):
             cache.schema.check_config(self.config)
         targets = () if self.config.drafts is None else self.config.drafts.target_layer_ids
         cache = cache.begin_step(batch)
         x = self.embed(batch)
+        ngrams = None
+        if self.token_map is not None:
+            if not isinstance(cache, KVCache):
+                raise TypeError(
+                    f"a model with Engram needs a KVCache, which keeps earlier tokens' ids; got {type(cache)}"
+                )
+            ngrams, cache = advance_ngrams(cache, batch, self.token_map.get_value())
         taps = jnp.zeros((len(targets), *x.shape), x.dtype) if targets else None
         residual = ResidualStreams.begin(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1])))
         residual, carry, cache, recorded = self.layers(
-            residual, cache, batch, StepCarry(taps=taps), tap_layers=targets, record=record
+            residual, cache, batch, StepCarry(ngrams=ngrams, taps=taps), tap_layers=targets, record=record
         )
-        hidden, streams = self.hc_head.pre(residual, self.norm)
+        if self.hc_head is None:
+            collapsed, streams = residual.collapsed()
+            hidden = self.norm(collapsed)
+        else:
+            hidden, streams = self.hc_head.pre(residual, self.norm)
         if targets:
             if targets[-1] == len(self.layers) - 1:
                 carry = carry.with_tap(len(targets) - 1, streams)

@@ -26,24 +26,28 @@ class Router(nnx.Module):
     Attributes:
       weight: [E, hidden] float32 projection to the logits.
       e_score_correction_bias: [E] float32 bias for the selection, not in hash layers. It does not enter the weights.
+      image_correction_bias: [E] float32 bias for tokens of images, in models that have such tokens. It is kept for
+        checkpoints, but not used, because inputs are text.
       tid2eid: [vocab, k] int32 experts of each token id, only in hash layers.
     """
 
-    def __init__(self, config: DSV4Config, *, hashed: bool, rngs: AnyRngs):
+    def __init__(self, config: DSV4Config, layer: int, *, rngs: AnyRngs):
         self.config = config
-        self.hashed = hashed
-        experts = config.n_routed_experts
-        chosen = config.num_experts_per_tok
+        self.hashed = config.is_hashed(layer)
+        experts, chosen = config.layer_experts(layer)
+        self.top_k = chosen
         self.weight = normal(rngs, (experts, config.hidden_size))
 
         def draw(key, shape):
             first_expert = jax.random.randint(key, (*shape[:-1], 1), 0, experts, jnp.int32)
             return (first_expert + jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)) % experts
 
-        if hashed:
+        if self.hashed:
             self.tid2eid = parameter(HashTable, rngs, (config.vocab_size, chosen), jnp.int32, draw)
         else:
             self.e_score_correction_bias = normal(rngs, (experts,), std=0.1)
+        if config.image_token_id is not None:
+            self.image_correction_bias = normal(rngs, (experts,), std=0.1)
 
     @jax.named_scope("router")
     def __call__(
@@ -69,7 +73,7 @@ class Router(nnx.Module):
             table,
             token_ids if self.hashed else None,
             slots,
-            top_k=self.config.num_experts_per_tok,
+            top_k=self.top_k,
             scaling_factor=self.config.routed_scaling_factor,
         )
 
@@ -117,10 +121,10 @@ class Experts(nnx.Module):
       down_proj: [E, hidden, I] in `param_dtype`.
     """
 
-    def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: AnyRngs):
+    def __init__(self, config: DSV4Config, layer: int, *, param_dtype: DTypeLike, rngs: AnyRngs):
         self.limit = config.swiglu_limit
-        self.number = config.n_routed_experts
-        experts = config.n_routed_experts
+        experts, _ = config.layer_experts(layer)
+        self.number = experts
         hidden = config.hidden_size
         inner = config.moe_intermediate_size
         axes = "experts", None, "inner"
@@ -161,8 +165,8 @@ class MoE(nnx.Module):
     """
 
     def __init__(self, config: DSV4Config, layer: int, *, param_dtype: DTypeLike, rngs: AnyRngs):
-        self.gate = Router(config, hashed=config.is_hashed(layer), rngs=rngs)
-        self.experts = Experts(config, param_dtype=param_dtype, rngs=rngs)
+        self.gate = Router(config, layer, rngs=rngs)
+        self.experts = Experts(config, layer, param_dtype=param_dtype, rngs=rngs)
         self.shared_experts = MLP(config, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "T D"], routing: ops.Routing) -> Float[Array, "T D"]:

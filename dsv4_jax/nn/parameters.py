@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from dsv4_jax.nn.layer_stack import LayerStack
 from dsv4_jax.nn.projections import FusedLinear
-from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight
+from dsv4_jax.quant import QuantizedWeight
 
 
 Index = tuple[int | slice, ...]
@@ -72,16 +72,14 @@ class ParameterView:
     def leaf_index(self, field: str | None) -> Index:
         """Returns the index of the parameter in the array `field` of the variable, see `leaf_names`."""
         value = self.variable.get_value()
-        if field != "scale" or value.kind != "FP8":
+        if field != "scale":
             return self.index
-        return tuple(map(_of_scales, self.index))
+        return tuple(_of_scales(place, value.block[0]) for place in self.index)
 
 
-def _of_scales(place):
-    """Converts an int or a slice of rows of FP8 codes to that of the scales, one for `WEIGHT_BLOCK` rows."""
-    if not isinstance(place, slice):
-        return place
-    return slice(place.start // WEIGHT_BLOCK, math.ceil(place.stop / WEIGHT_BLOCK))
+def _of_scales(place, rows):
+    """Converts an int or a slice of rows of codes to that of the scales, of which there is one for `rows` rows."""
+    return slice(place.start // rows, math.ceil(place.stop / rows)) if isinstance(place, slice) else place
 
 
 def parameter_views(module: nnx.Module) -> dict[str, ParameterView]:

@@ -22,7 +22,7 @@ class Projection:
       size: number of output channels.
       out_dtype: dtype that the float32 sums are rounded to; None = the input's dtype.
       axes: logical axes of the matrix [size, in_features], see `parallel.axis_rules`; empty = replicated.
-      is_fp8: whether the release stores the matrix in FP8, in blocks of `WEIGHT_BLOCK` rows that share a scale.
+      is_fp8: whether the release stores the matrix in FP8, in blocks of up to `WEIGHT_BLOCK` rows that share a scale.
     """
 
     size: int
@@ -35,8 +35,8 @@ class FusedLinear(nnx.Module):
     """Linear maps of one input, computed in one launch. Maps share a matrix if they are stored and sharded alike.
 
     Maps that are replicated share a matrix [sum of sizes, in_features] if the release stores all of them in FP8, or
-    none of them. In FP8, no block of 128 rows with one scale may belong to two maps. Maps that are sharded share a
-    matrix [maps, size, in_features] if their sizes are equal, too.
+    none of them. In FP8, no block of rows with one scale may belong to two maps, so sizes must be multiples of 128.
+    Maps that are sharded share a matrix [maps, size, in_features] if their sizes are equal, too.
 
     Attributes:
       projections: {name: Projection} (static).
@@ -106,8 +106,8 @@ def merged_rows(weight: Any) -> Any:
         if not isinstance(value, type(weight.value)):
             return value
         return LayerSlice(value, _merge(weight.stack), weight.layer)
-    if isinstance(weight, QuantizedWeight) and weight.kind == "FP8" and weight.shape[-2] % WEIGHT_BLOCK:
-        # The weight is dequantized, because a block of 128 rows with one scale would hold rows of two maps.
+    if isinstance(weight, QuantizedWeight) and weight.shape[-2] % weight.block[0]:
+        # The weight is dequantized, because a block of rows with one scale would hold rows of two maps.
         return merged_rows(weight[...])
     return _merge(weight)
 

@@ -6,8 +6,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from dsv4_jax.parallel.axis_rules import named_sharding
 from dsv4_jax.parallel.mesh import check_mesh
-from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight
-from dsv4_jax.quant.fp4 import MXFP4_BLOCK
+from dsv4_jax.quant import BLOCKS, QuantizedKind, QuantizedWeight
 
 
 def shardings[M: nnx.Module](module: M, mesh: Mesh, *, expert_parallel: bool = False) -> M:
@@ -57,17 +56,16 @@ def parameter_sharding(parameter: nnx.Variable, mesh: Mesh, expert_parallel: boo
     return named_sharding([axis if axis != "experts" or expert_parallel else None for axis in axes], mesh)
 
 
-def check_blocks(name: str, shape: tuple[int, ...], kind: str, where: NamedSharding) -> None:
+def check_blocks(name: str, shape: tuple[int, ...], kind: QuantizedKind, where: NamedSharding) -> None:
     """Raises ValueError if a sharding would split a block of values that share a scale.
 
     Args:
       name: path of the weight, for the message.
       shape: shape [..., out, in] of its values.
-      kind: its storage, "FP8" or "FP4".
+      kind: its storage.
       where: its sharding.
     """
-    blocks = {"FP8": (WEIGHT_BLOCK, WEIGHT_BLOCK), "FP4": (1, MXFP4_BLOCK)}[kind]
-    both = zip(("rows", "columns"), shape[-2:], where.shard_shape(shape)[-2:], blocks, strict=True)
+    both = zip(("rows", "columns"), shape[-2:], where.shard_shape(shape)[-2:], BLOCKS[kind], strict=True)
     for what, size, part, block in both:
         if part < size and part % block:
             raise ValueError(

@@ -19,6 +19,7 @@ Examples:
 
 from dsv4_jax.ops.all_reduce import all_gather, all_reduce, model_index, with_mailboxes
 from dsv4_jax.ops.append_swa import append_swa
+from dsv4_jax.ops.candidates import candidate_blocks, candidate_entries, within_candidates
 from dsv4_jax.ops.dispatch import use_implementation
 from dsv4_jax.ops.experts import experts
 from dsv4_jax.ops.flush import ClosedWindows, CompressorInputs, CompressorWeights, flush, pool_windows, write_entries
@@ -27,6 +28,7 @@ from dsv4_jax.ops.hyper_connections import HyperConnectionWeights, hyper_connect
 from dsv4_jax.ops.indexer_scores import indexer_scores
 from dsv4_jax.ops.indexer_topk import indexer_topk
 from dsv4_jax.ops.linear import LinearSpec, linear, linear_swiglu, swiglu
+from dsv4_jax.ops.ngram_rows import hash_multipliers, ngram_rows
 from dsv4_jax.ops.norm_rope import norm_rope, norm_rope_append
 from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.ops.router import Routing, router

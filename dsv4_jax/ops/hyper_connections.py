@@ -34,6 +34,8 @@ class HyperConnectionWeights:
       norm_eps: constant added to mean squares, in the norm of the streams and in that of the collapsed streams.
       hc_eps: constant added to `pre`, to the softmax of `comb`, and to the sums by which Sinkhorn iterations divide.
       iterations: number of Sinkhorn iterations that make `comb` doubly stochastic, at least 1.
+      delays_pre: whether the streams are collapsed by the weights `pre` of the block before, as in V4.1. The weights
+        `pre` that are computed here then collapse the streams before the next block.
     """
 
     fn: Any
@@ -42,6 +44,7 @@ class HyperConnectionWeights:
     norm_eps: float = static_field()
     hc_eps: float = static_field()
     iterations: int = static_field()
+    delays_pre: bool = static_field(default=False)
 
 
 def hyper_connections(
@@ -75,11 +78,13 @@ def hyper_connections(
       mixing: [T, (2 + h) * h] float32 mixing weights `pre`, `post` and `comb` of the next block; None for the head.
 
     Raises:
-      ValueError: y comes without mixing, or mixing without y.
+      ValueError: y comes without mixing, or mixing without y; or mixing is missing, and `weights.delays_pre` is True.
     """
     if (y is None) != (mixing is None):
         present, missing = ("y", "mixing") if mixing is None else ("mixing", "y")
         raise ValueError(f"{present} needs {missing}: a block's output and the mixing weights from before the block")
+    if weights.delays_pre and mixing is None:
+        raise ValueError("weights with delays_pre=True need mixing, whose weights `pre` collapse the streams")
     args = streams, weights, norm_weight, y, mixing, mailboxes()
     op = "hyper_connections"
     return dispatch(op, implementation, *args, xla=_hyper_connections_xla, kernel=_hyper_connections_kernel)
@@ -139,13 +144,15 @@ def split_mixing(mixing: Float[Array, "T _"], h: int) -> tuple[Float[Array, "T h
 def _hyper_connections_xla(streams, weights, norm_weight, y, mixing, _):
     if y is not None:
         streams = apply_post(streams, all_reduce(y), *split_mixing(mixing, streams.shape[1]))
-    mixing = mixing_weights(streams, weights)
-    collapsed = apply_pre(streams, mixing)
+    new_mixing = mixing_weights(streams, weights)
+    collapsed = apply_pre(streams, mixing if weights.delays_pre else new_mixing)
     normed = norm_weight[None, :] * rms_normalize(collapsed.astype(jnp.float32), weights.norm_eps)
-    return streams, round_to(normed, streams.dtype), mixing if weights.fn.shape[0] > streams.shape[1] else None
+    return streams, round_to(normed, streams.dtype), new_mixing if weights.fn.shape[0] > streams.shape[1] else None
 
 
 def _hyper_connections_kernel(streams, weights, norm_weight, y, mixing, table, *, interpret):
+    if weights.delays_pre:
+        raise NotImplementedError("the kernel collapses streams by the weights that it computes: delays_pre is True")
     if y is not None and (table is None or not fuses_all_reduce(*streams.shape)):
         y = all_reduce(y)
         table = None

@@ -20,8 +20,10 @@ from pallas_kernels.indexer_scores.round_index_query import round_index_query
 QUERY_BLOCK = 16
 
 
-def scores_kernel(view, q, weights, slots, positions, inv_freq, *, interpret, config=None):
+def scores_kernel(view, q, weights, slots, positions, inv_freq, entries=None, *, interpret, config=None):
     """Computes `indexer_scores` with kernels. `config` is the argument of `pallas_kernels.indexer_scores`."""
+    if entries is not None:
+        raise NotImplementedError("the kernel scores all entries of a request: entries must be None")
     q, weights = round_index_query(q, weights, positions, inv_freq, quantized(view.layout), interpret=interpret)
     return score_rounded_kernel(view, q, weights, slots, positions, config=config, interpret=interpret)
 
@@ -35,6 +37,7 @@ def indexer_scores(
     positions: Int[Array, "T"],
     *,
     inv_freq: Float[Array, "P"] | None = None,
+    entries: Int[Array, "T E"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "T E"]:
     """Computes `score[t, s] = sum_h weights[t, h] * relu(q[t, h] . key[s])` of each entry s that token t sees.
@@ -48,16 +51,18 @@ def indexer_scores(
       slots, positions: [T] int32 request slots and absolute positions; -1 = padding.
       inv_freq: [P] float32, radians per token, by which RoPE rotates the last 2 * P channels of q (docs/dsv4.md 2.2);
         None = q is rotated already.
+      entries: [T, E] int32 numbers of the entries to score, -1 = none; None = all entries of each token's request.
       implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take 64 heads of 128 dims in bfloat16, and
-        keys in the formats "v4" and "per_entry".
+        keys in the formats "v4" and "per_entry", and score all entries.
 
     Returns:
-      [T, E] float32 scores, E = max_blocks * entries per block. The first `valid_lengths(positions[t])` values of row t
-      are scores, or -inf for an entry without a block. Other values are unspecified: "xla" writes -inf, and a kernel
-      leaves the memory as it is.
+      [T, E] float32 scores, with E = max_blocks * entries per block if `entries` is None. Then the first
+      `valid_lengths(positions[t])` values of row t are scores, or -inf for an entry without a block, and other values
+      are unspecified: "xla" writes -inf, and a kernel leaves the memory as it is. Otherwise, entries that the token
+      does not see have the score -inf.
     """
     q = round_index_query_xla(view.codec, q, positions, inv_freq)
-    return score_rounded_xla(view, q, weights, slots, positions)
+    return score_rounded_xla(view, q, weights, slots, positions, entries)
 
 
 def round_index_query_xla(codec, q, positions, inv_freq):
@@ -83,20 +88,21 @@ def round_index_query_operands(codec, q, weights, positions, inv_freq):
     return values, weights * e8m0_value(largest[..., 0])
 
 
-def score_rounded_xla(view, q, weights, slots, positions):
+def score_rounded_xla(view, q, weights, slots, positions, entries=None):
     """Computes `indexer_scores` with XLA, from queries that are already rotated and rounded."""
     q = q.astype(jnp.float32)
-    entries = jnp.arange(view.max_entries, dtype=jnp.int32)
 
     def score(token):
-        q, weights, slot, position = token
+        q, weights, slot, position, entries = token
+        if entries is None:
+            entries = jnp.arange(view.max_entries, dtype=jnp.int32)
         rows, valid = view.read(jnp.full_like(entries, slot), entries)
         keys = jnp.where(valid[:, None], view.codec.decode(rows), 0.0)
         dots = jax.nn.relu(jnp.einsum("hd,ed->he", q, keys, precision="highest"))
         total = jnp.einsum("h,he->e", weights, dots, precision="highest")
         return jnp.where(valid & (entries < valid_lengths(position, view.compress_rate)), total, -jnp.inf)
 
-    return jax.lax.map(score, (q, weights, slots, positions), batch_size=min(QUERY_BLOCK, q.shape[0]))
+    return jax.lax.map(score, (q, weights, slots, positions, entries), batch_size=min(QUERY_BLOCK, q.shape[0]))
 
 
 def score_rounded_kernel(view, q, weights, slots, positions, *, config=None, interpret=False):

@@ -15,7 +15,8 @@ from dsv4_jax.quant import LayerSlice, Rows, layer_stacks, round_to
 from pallas_kernels.norm_rope import norm_rope as norm_rope_kernel, norm_rope_append as norm_rope_append_kernel
 
 
-def _norm_rope_kernel(q, kv, weight, positions, inv_freq, **options):
+def _norm_rope_kernel(q, kv, weight, positions, inv_freq, *, norms_queries, **options):
+    _check_norms_queries(norms_queries)
     weight, layer = layer_stacks(weight)
     return norm_rope_kernel(q, kv, weight, positions, inv_freq, layer=layer, **options)
 
@@ -29,6 +30,7 @@ def norm_rope(
     inv_freq: Float[Array, "P"],
     *,
     eps: float,
+    norms_queries: bool = True,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "T D"]]:
     """Applies RMS norm and RoPE to queries and to key-value rows (docs/dsv4.md 2).
@@ -44,18 +46,20 @@ def norm_rope(
       positions: [T] int32 absolute positions in tokens, not negative.
       inv_freq: [P] float32, radians per token; the last 2 * P channels are rotated.
       eps: constant added to the mean square.
+      norms_queries: whether queries are normed before they are rotated. The kernel takes True only.
       implementation: None for the best one available, "xla", "mosaic_gpu" or "interpret". The last two take bfloat16
         and D = 512.
 
     Returns:
       (queries [T, H, D], rows [T, D]) in the dtypes of q and kv.
     """
-    normed = round_to(rms_normalize(q.astype(jnp.float32), eps), q.dtype)
+    normed = round_to(rms_normalize(q.astype(jnp.float32), eps), q.dtype) if norms_queries else q
     row = round_to(weight[None, :] * rms_normalize(kv.astype(jnp.float32), eps), kv.dtype)
     return apply_rope(normed, positions, inv_freq), apply_rope(row, positions, inv_freq)
 
 
-def _norm_rope_append_kernel(view, q, kv, weight, slots, positions, inv_freq, **options):
+def _norm_rope_append_kernel(view, q, kv, weight, slots, positions, inv_freq, *, norms_queries, **options):
+    _check_norms_queries(norms_queries)
     weight, layer = layer_stacks(weight)
     arrays = q, kv, weight, slots, positions, inv_freq, view.for_kernels()
     q, *pools = norm_rope_append_kernel(*arrays, layer=layer, **options)
@@ -73,6 +77,7 @@ def norm_rope_append(
     inv_freq: Float[Array, "P"],
     *,
     eps: float,
+    norms_queries: bool = True,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T H D"], SWAView]:
     """Applies `norm_rope` to queries and key-value rows, and stores the rows with `append_swa`, in one launch.
@@ -81,7 +86,7 @@ def norm_rope_append(
 
     Args:
       view, slots, positions: as in `append_swa`. Negative positions, of padding, rotate like position 0.
-      q, kv, weight, inv_freq, eps: as in `norm_rope`.
+      q, kv, weight, inv_freq, eps, norms_queries: as in `norm_rope`.
       implementation: None for the best one available, "xla", "mosaic_gpu" or "interpret". The last two take arguments
         that the kernels of both ops take.
 
@@ -93,8 +98,13 @@ def norm_rope_append(
     """
     check_dtype("kv", kv, "bfloat16", "float32")
     arrays = q, kv, weight, jnp.maximum(positions, 0), inv_freq
-    q, kv = norm_rope(*arrays, eps=eps, implementation=implementation)
+    q, kv = norm_rope(*arrays, eps=eps, norms_queries=norms_queries, implementation=implementation)
     return q, append_swa(view, kv, slots, positions, implementation=implementation)
+
+
+def _check_norms_queries(norms_queries):
+    if not norms_queries:
+        raise NotImplementedError("the kernel norms queries: norms_queries must be True")
 
 
 def rms_normalize(x: Float[Array, "... n"], eps: float) -> Float[Array, "... n"]:

@@ -3,7 +3,8 @@
 A codec has the widths of its rows. The pools of the cache are allocated by its `struct`, and kernels take its `layout`.
 
 FP8 and FP4 codes and 8-bit scales are stored as uint8 bits, because XLA on CPU would upcast a whole pool of FP8 around
-a scatter. The dims of a row that RoPE rotates are not quantized below bfloat16 (docs/dsv4.md 7.3).
+a scatter. Except in the format "v41", the dims of a row that RoPE rotates are not quantized below bfloat16
+(docs/dsv4.md 7.3).
 """
 
 import abc
@@ -14,25 +15,34 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dsv4_jax.quant.fp4 import MXFP4_BLOCK, NVFP4_GROUP, decode_mxfp4, decode_nvfp4, encode_mxfp4, encode_nvfp4
-from dsv4_jax.quant.fp8 import decode_fp8_block, decode_fp8_entry, encode_fp8_block, encode_fp8_entry
+from dsv4_jax.quant.fp4 import (
+    MXFP4_BLOCK,
+    NVFP4_GROUP,
+    decode_mxfp4,
+    decode_nvfp4,
+    encode_fp4_entry,
+    encode_mxfp4,
+    encode_nvfp4,
+)
+from dsv4_jax.quant.fp8 import MXFP8_BLOCK, decode_fp8_block, decode_fp8_entry, encode_fp8_block, encode_fp8_entry
 from dsv4_jax.quant.numerics import hadamard, round_to, straight_through
-from pallas_kernels.formats.layouts import KeyLayout, RowLayout
+from pallas_kernels.formats.layouts import KeyLayout, RowLayout, quantized
 from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
 @pytree_dataclass
 class Rows:
-    """Stored KV rows, one for each leading index, in one of the formats "v4", "per_entry" and "plain".
+    """Stored KV rows, one for each leading index, in one of the formats of `quant.formats`.
 
-    The formats are described in `quant.formats`, and the layout of quantized rows at
-    `pallas_kernels.formats.layouts.RowLayout`.
+    The layout of FP8 rows is described at `pallas_kernels.formats.layouts.RowLayout`.
 
     Attributes:
-      nope: [..., N] the dims without RoPE: E4M3 bits in uint8, or values in the format's dtype in "plain".
-      rope: [..., R] the dims with RoPE: bfloat16, or the format's dtype in "plain".
-      scale: [..., S] the scales of `nope`. "v4": E8M0 bits in uint8, a scale for 64 dims, zero-padded to a multiple of
-        8 scales. "per_entry": one float32 inverse scale. "plain": None.
+      nope: [..., N] the dims without RoPE, and in "v41" all dims: E4M3 bits in uint8; pairs of E2M1 codes in uint8 for
+        entries in "v41"; values in the format's dtype in "plain".
+      rope: [..., R] the dims with RoPE: bfloat16, or the format's dtype in "plain". "v41": None.
+      scale: [..., S] the scales of `nope`. "v4" and window rows in "v41": E8M0 bits in uint8, a scale for 64 or 32
+        dims, zero-padded to a multiple of 8 scales. Entries in "v41": E4M3 bits in uint8, a scale for 16 dims.
+        "per_entry": one float32 inverse scale. "plain": None.
     """
 
     nope: Any
@@ -47,16 +57,16 @@ class IndexRows:
     Attributes:
       codes: [..., Di // 2] uint8, two E2M1 codes in a byte, the low nibble of the even dim; [..., Di] values in
         "plain".
-      scale: [..., G] uint8 scales. "v4": E8M0 bits, one for 32 dims. "per_entry": E4M3 bits, one for 16 dims. "plain":
-        None.
+      scale: [..., G] uint8 scales. "v4" and "v41": E8M0 bits, one for 32 dims. "per_entry": E4M3 bits, one for 16 dims.
+        "plain": None.
     """
 
     codes: Any
     scale: Any
 
 
-def _structs(layout):
-    return [jax.ShapeDtypeStruct((width,), dtype) for _, dtype, width in layout.columns]
+def _structs(columns):
+    return [jax.ShapeDtypeStruct((width,), dtype) if width else None for _, dtype, width in columns]
 
 
 # --- rows ---
@@ -69,8 +79,8 @@ class RowCodec(abc.ABC):
     Methods take rows with any leading shape. The bits of a row do not depend on this shape.
 
     Attributes:
-      nope_dim: number of dims without RoPE, head_dim - qk_rope_head_dim.
-      rope_dim: number of dims with RoPE, qk_rope_head_dim; they are the last ones of a row.
+      nope_dim: number of dims in `Rows.nope`: head_dim - qk_rope_head_dim, but in "v41" head_dim.
+      rope_dim: number of dims in `Rows.rope`, the last ones of a row: qk_rope_head_dim, but in "v41" 0.
     """
 
     nope_dim: int
@@ -89,7 +99,7 @@ class RowCodec(abc.ABC):
     @property
     def struct(self) -> Rows:
         """The shapes and dtypes of one stored row, as Rows of `jax.ShapeDtypeStruct`; by default those of `layout`."""
-        return Rows(*_structs(self.layout))
+        return Rows(*_structs(quantized(self.layout).columns))
 
     @abc.abstractmethod
     def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
@@ -103,22 +113,25 @@ class RowCodec(abc.ABC):
         """Returns rows as storing and reading them would round them. The gradient is that of unquantized rows."""
         return straight_through(self.decode(self.encode(kv), dtype), kv)
 
-    def _split(self, kv):
+    def _split(self, kv, rope_dtype=jnp.bfloat16):
         kv = kv.astype(jnp.float32)
-        return kv[..., : self.nope_dim], kv[..., self.nope_dim :]
+        return kv[..., : self.nope_dim], round_to(kv[..., self.nope_dim :], rope_dtype) if self.rope_dim else None
 
     def _join(self, nope, rope, dtype):
-        return jnp.concatenate([round_to(nope, dtype), round_to(rope.astype(jnp.float32), dtype)], axis=-1)
+        nope = round_to(nope, dtype)
+        return nope if rope is None else jnp.concatenate([nope, round_to(rope.astype(jnp.float32), dtype)], axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
 class FP8Rows(RowCodec):
-    """The codec of rows in E4M3, with a scale for each block of dims ("v4") or for the row ("per_entry").
+    """The codec of rows in E4M3, with a scale for each block of dims ("v4", "v41") or for the row ("per_entry").
 
-    A row of DeepSeek-V4's 448 + 64 dims takes 584 bytes with scales of 64 dims, and 580 bytes with one scale.
+    A row of DeepSeek-V4's 448 + 64 dims takes 584 bytes with scales of 64 dims, and 580 bytes with one scale. A window
+    row of DeepSeek-V4.1's 512 + 0 dims takes 528 bytes.
 
     Attributes:
-      scale_block: number of dims that share an E8M0 scale, 64 in "v4"; None = one float32 inverse scale for the row.
+      scale_block: number of dims that share an E8M0 scale, 64 in "v4" and 32 in "v41"; None = one float32 inverse scale
+        for the row.
 
     Raises:
       ValueError: `nope_dim` is not a positive multiple of `scale_block`, or of 1 without one.
@@ -127,8 +140,8 @@ class FP8Rows(RowCodec):
     scale_block: int | None
 
     def __post_init__(self):
-        name = "v4" if self.scale_block else "per_entry"
-        _check_multiple(name, "head_dim - qk_rope_head_dim", self.nope_dim, self.scale_block or 1)
+        name = {None: "per_entry", MXFP8_BLOCK: "v41"}.get(self.scale_block, "v4")
+        _check_row_dim(name, self, self.scale_block or 1)
 
     @property
     def layout(self) -> RowLayout:
@@ -143,7 +156,7 @@ class FP8Rows(RowCodec):
             # Scales are padded to a multiple of 8 bytes, as in FlashMLA's rows of 584 bytes (docs/dsv4.md 6.3).
             padding = [(0, 0)] * (scale.ndim - 1) + [(0, self.layout.scale_width - scale.shape[-1])]
             scale = jnp.pad(scale, padding)
-        return Rows(codes, round_to(rope, jnp.bfloat16), scale)
+        return Rows(codes, rope, scale)
 
     def decode(self, rows: Rows, dtype: Any) -> Float[Array, "*rows D"]:
         if self.scale_block is None:
@@ -151,6 +164,32 @@ class FP8Rows(RowCodec):
         else:
             nope = decode_fp8_block(rows.nope, rows.scale[..., : self.nope_dim // self.scale_block])
         return self._join(nope, rows.rope, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class FP4Rows(RowCodec):
+    """The codec of rows in E2M1 with an E4M3 scale for each 16 dims, the entries of "v41": 288 bytes for 512 + 0 dims.
+
+    Raises:
+      ValueError: `nope_dim` is not a positive multiple of 16.
+    """
+
+    def __post_init__(self):
+        _check_row_dim("v41", self, NVFP4_GROUP)
+
+    @property
+    def struct(self) -> Rows:
+        codes = "nope", jnp.uint8, self.nope_dim // 2
+        scale = "scale", jnp.uint8, self.nope_dim // NVFP4_GROUP
+        return Rows(*_structs([codes, ("rope", jnp.bfloat16, self.rope_dim), scale]))
+
+    def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
+        nope, rope = self._split(kv)
+        codes, scale = encode_fp4_entry(nope)
+        return Rows(codes, rope, scale)
+
+    def decode(self, rows: Rows, dtype: Any) -> Float[Array, "*rows D"]:
+        return self._join(decode_nvfp4(rows.nope, rows.scale), rows.rope, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,12 +204,12 @@ class PlainRows(RowCodec):
 
     @property
     def struct(self) -> Rows:
-        nope, rope = (jax.ShapeDtypeStruct((width,), self.dtype) for width in (self.nope_dim, self.rope_dim))
-        return Rows(nope, rope, None)
+        columns = ("nope", self.dtype, self.nope_dim), ("rope", self.dtype, self.rope_dim), ("scale", None, 0)
+        return Rows(*_structs(columns))
 
     def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
-        nope, rope = self._split(kv)
-        return Rows(round_to(nope, self.dtype), round_to(rope, self.dtype), None)
+        nope, rope = self._split(kv, self.dtype)
+        return Rows(round_to(nope, self.dtype), rope, None)
 
     def decode(self, rows: Rows, dtype: Any) -> Float[Array, "*rows D"]:
         return self._join(rows.nope.astype(jnp.float32), rows.rope, dtype)
@@ -199,7 +238,7 @@ class KeyCodec(abc.ABC):
     @property
     def struct(self) -> IndexRows:
         """The shapes and dtypes of one stored key, as IndexRows of `jax.ShapeDtypeStruct`; by default `layout`'s."""
-        return IndexRows(*_structs(self.layout))
+        return IndexRows(*_structs(quantized(self.layout).columns))
 
     @abc.abstractmethod
     def encode(self, keys: Float[Array, "*rows Di"]) -> IndexRows:
@@ -227,31 +266,34 @@ class KeyCodec(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class FP4Keys(KeyCodec):
-    """The codec of keys in E2M1: MXFP4 ("v4") or NVFP4 ("per_entry").
+    """The codec of keys in E2M1: MXFP4 ("v4", "v41") or NVFP4 ("per_entry").
 
-    An MXFP4 key is rotated by a Hadamard matrix, and has an E8M0 scale for each 32 dims: 68 bytes for 128 dims. An
-    NVFP4 key has an E4M3 scale for each 16 dims, and a scale that all keys share: 72 bytes.
+    An MXFP4 key has an E8M0 scale for each 32 dims: 68 bytes for 128 dims. An NVFP4 key has an E4M3 scale for each 16
+    dims, and a scale that all keys share: 72 bytes.
 
     Attributes:
+      hadamard: whether keys and queries are rotated by a Hadamard matrix before they are quantized, as in "v4".
       global_scale: the scale that all NVFP4 keys and queries share; None = MXFP4.
 
     Raises:
-      ValueError: `dim` is not a positive multiple of the dims that share a scale, or for MXFP4 not a power of two.
+      ValueError: `dim` is not a positive multiple of the dims that share a scale, or with `hadamard` not a power of
+        two.
     """
 
+    hadamard: bool
     global_scale: float | None
 
     def __post_init__(self):
-        is_mxfp4 = self.global_scale is None
-        _check_multiple("v4" if is_mxfp4 else "per_entry", "index_head_dim", self.dim, self.layout.scale_block)
-        if is_mxfp4 and self.dim & (self.dim - 1):
-            raise ValueError(f'format "v4" needs index_head_dim to be a power of two (Hadamard), got {self.dim}')
+        name = "per_entry" if self.global_scale is not None else "v4" if self.hadamard else "v41"
+        _check_multiple(name, "index_head_dim", self.dim, self.layout.scale_block)
+        if self.hadamard and self.dim & (self.dim - 1):
+            raise ValueError(f'format "{name}" needs index_head_dim to be a power of two (Hadamard), got {self.dim}')
 
     @property
     def layout(self) -> KeyLayout:
         if self.global_scale is None:
-            return KeyLayout(self.dim, MXFP4_BLOCK, "e8m0", hadamard=True)
-        return KeyLayout(self.dim, NVFP4_GROUP, "e4m3", hadamard=False, global_scale=self.global_scale)
+            return KeyLayout(self.dim, MXFP4_BLOCK, "e8m0", self.hadamard)
+        return KeyLayout(self.dim, NVFP4_GROUP, "e4m3", self.hadamard, self.global_scale)
 
     def encode(self, keys: Float[Array, "*rows Di"]) -> IndexRows:
         keys = self._rotate(keys.astype(jnp.float32))
@@ -265,7 +307,7 @@ class FP4Keys(KeyCodec):
         return decode_nvfp4(rows.codes, rows.scale, self.global_scale)
 
     def _rotate(self, keys):
-        return hadamard(keys) if self.global_scale is None else keys
+        return hadamard(keys) if self.hadamard else keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,6 +363,11 @@ class FakeQuantKeys(PlainKeys):
 
     def round_query(self, q: Float[Array, "*rows Di"]) -> Float[Array, "*rows Di"]:
         return self.codec.round_query(q)
+
+
+def _check_row_dim(format_name, codec, block):
+    dim_name = "head_dim - qk_rope_head_dim" if codec.rope_dim else "head_dim"
+    _check_multiple(format_name, dim_name, codec.nope_dim, block)
 
 
 def _check_multiple(format_name: str, dim_name: str, dim: int, block: int) -> None:

@@ -2,6 +2,8 @@
 
 "v4"         DeepSeek-V4's format: rows in E4M3 with a power-of-two scale per 64 dims; keys in MXFP4, rotated by a
              Hadamard matrix.
+"v41"        DeepSeek-V4.1's format, which quantizes all dims: window rows in E4M3 with a power-of-two scale per 32 dims
+             (MXFP8); entries in E2M1 with an E4M3 scale per 16 dims; keys in MXFP4, not rotated.
 "per_entry"  rows in E4M3 with one float32 inverse scale per row; keys in NVFP4.
 "plain"      unquantized rows and keys in the model's dtype, to compare with reference implementations.
 """
@@ -16,7 +18,7 @@ import numpy as np
 
 from dsv4_jax.quant import codecs
 from dsv4_jax.quant.codecs import KeyCodec, RowCodec
-from dsv4_jax.quant.fp8 import FP8_BLOCK
+from dsv4_jax.quant.fp8 import FP8_BLOCK, MXFP8_BLOCK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +50,23 @@ class V4Format(KVFormat):
         return codecs.FP8Rows(nope_dim, rope_dim, FP8_BLOCK)
 
     def keys(self, index_dim: int) -> KeyCodec:
-        return codecs.FP4Keys(index_dim, None)
+        return codecs.FP4Keys(index_dim, hadamard=True, global_scale=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class V41Format(KVFormat):
+    """DeepSeek-V4.1's own format: window rows in MXFP8, entries in FP4 and keys in MXFP4, with no dims in bfloat16."""
+
+    name: ClassVar[str] = "v41"
+
+    def entries(self, nope_dim: int, rope_dim: int) -> RowCodec:
+        return codecs.FP4Rows(nope_dim + rope_dim, 0)
+
+    def window(self, nope_dim: int, rope_dim: int) -> RowCodec:
+        return codecs.FP8Rows(nope_dim + rope_dim, 0, MXFP8_BLOCK)
+
+    def keys(self, index_dim: int) -> KeyCodec:
+        return codecs.FP4Keys(index_dim, hadamard=False, global_scale=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +91,7 @@ class PerEntryFormat(KVFormat):
         return codecs.FP8Rows(nope_dim, rope_dim, None)
 
     def keys(self, index_dim: int) -> KeyCodec:
-        return codecs.FP4Keys(index_dim, self.index_global_scale)
+        return codecs.FP4Keys(index_dim, hadamard=False, global_scale=self.index_global_scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,14 +142,14 @@ class FakeQuantFormat(KVFormat):
         return codecs.FakeQuantKeys(index_dim, jnp.float32, self.format.keys(index_dim))
 
 
-FORMATS = {cls.name: cls for cls in (V4Format, PerEntryFormat, PlainFormat)}
+FORMATS = {cls.name: cls for cls in (V4Format, V41Format, PerEntryFormat, PlainFormat)}
 
 
 def kv_format(name: str | KVFormat, dtype: Any = None) -> KVFormat:
     """Returns the format with the given name.
 
     Args:
-      name: "v4", "per_entry" or "plain". A KVFormat is returned as it is.
+      name: "v4", "v41", "per_entry" or "plain". A KVFormat is returned as it is.
       dtype: dtype that "plain" stores, float32 or bfloat16; None = bfloat16. Other formats ignore it.
 
     Raises:

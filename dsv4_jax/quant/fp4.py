@@ -1,6 +1,7 @@
 """The FP4 formats MXFP4 and NVFP4, which store E2M1 codes, two in a byte, with scales.
 
 MXFP4 has a power-of-two scale for each 32 values. NVFP4 has an E4M3 scale for each 16 values and a global scale.
+DeepSeek-V4.1's compressed entries are NVFP4 with the global scale 1, but rounded by other rules.
 
 The low nibble of a byte holds the value with the even index. Inputs must be finite. Subnormal inputs follow the
 backend's float32 arithmetic: XLA on CPU flushes them to zero.
@@ -18,6 +19,7 @@ from pallas_kernels.mgpu.bfloat16_words import e2m1_value
 E2M1_MAX = 6.0
 MXFP4_BLOCK = 32
 NVFP4_GROUP = 16
+_MIN_ENTRY_SCALE = 2.0**-9  # the smallest positive value of E4M3
 
 
 def encode_e2m1(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
@@ -99,13 +101,36 @@ def encode_nvfp4(
     return pack_fp4(codes.reshape(x.shape)), scale
 
 
+def encode_fp4_entry(x: Float[Array, "*rows N"]) -> tuple[UInt8[Array, "*rows half"], UInt8[Array, "*rows G"]]:
+    """Encodes values as FP4 with an E4M3 scale for each group of 16, by the rules of DeepSeek-V4.1's entries.
+
+        amax = max(max|x| of the group, 6 * 2**-9)
+        scale = e4m3(amax * fp32(1/6)), saturating
+        code = e2m1(x / scale)
+
+    The scale of a bfloat16 amax is that of the exact quotient amax / 6. Codes are those of the exact x / scale, also at
+    ties, which a product with 1 / scale can miss.
+
+    Args:
+      x: [..., N] float32, N a multiple of 16.
+
+    Returns:
+      (packed codes [..., N // 2] uint8, scales [..., N // 16] uint8 E4M3 bits), to be decoded by `decode_nvfp4`.
+    """
+    groups = in_blocks(x, NVFP4_GROUP)
+    amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), E2M1_MAX * _MIN_ENTRY_SCALE)
+    scale = encode_e4m3(amax * jnp.float32(1 / E2M1_MAX))
+    codes = e2m1_codes(groups, decode_e4m3(scale)[..., None]).astype(jnp.uint8)
+    return pack_fp4(codes.reshape(x.shape)), scale
+
+
 def decode_nvfp4(
     packed: UInt8[Array, "*rows half"], scale: UInt8[Array, "*rows G"], global_scale: float = 1.0
 ) -> Float[Array, "*rows N"]:
-    """Decodes results of `encode_nvfp4` to [..., N] float32: code * (scale * global_scale).
+    """Decodes results of `encode_nvfp4` or `encode_fp4_entry` to [..., N] float32: code * (scale * global_scale).
 
     Args:
-      packed, scale: as returned by `encode_nvfp4`.
+      packed, scale: as returned by the encoder.
       global_scale: as given to it.
     """
     return _decode(packed, decode_e4m3(scale) * jnp.float32(global_scale), NVFP4_GROUP)

@@ -12,6 +12,7 @@ from dsv4_jax.quant.numerics import e8m0_ceil, e8m0_reciprocal, e8m0_value, in_b
 
 E4M3_MAX = 448.0
 FP8_BLOCK = 64  # channels of a cached row that share a scale; for weights see quantized_weight.WEIGHT_BLOCK
+MXFP8_BLOCK = 32  # channels of a window row of DeepSeek-V4.1 that share a scale
 
 
 def encode_e4m3(x: Float[Array, "..."]) -> UInt8[Array, "..."]:

@@ -1,7 +1,7 @@
 """Weights that stay quantized in memory, in the storage format of DeepSeek's releases."""
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -14,24 +14,30 @@ from dsv4_jax.quant.numerics import e8m0_value, round_to
 from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
-WEIGHT_BLOCK = 128
-type QuantizedKind = Literal["FP8", "FP4"]
+type QuantizedKind = Literal["FP8", "FP8_32", "FP8_ROWS", "FP4"]
+
+WEIGHT_BLOCK = 128  # rows and columns of the largest block; it is a multiple of all others
+# {kind: (rows, columns) of the blocks of values that share a scale}.
+BLOCKS: dict[QuantizedKind, tuple[int, int]] = {
+    "FP8": (WEIGHT_BLOCK, WEIGHT_BLOCK), "FP8_32": (32, 32), "FP8_ROWS": (1, 32), "FP4": (1, MXFP4_BLOCK),
+}  # fmt: skip
 
 
 @pytree_dataclass
 class QuantizedWeight:
     """Quantized matrices, which a parameter may hold in the place of an array: `nnx.Param(QuantizedWeight(...))`.
 
-    Kernels read the codes and scales. Other code reads `parameter[...]`, or `parameter[i]` for matrices of a stack.
-    Both dequantize exactly, within the program that reads them.
+    Kernels read the codes and scales of "FP8" and "FP4". Other code reads `parameter[...]`, or `parameter[i]` for
+    matrices of a stack; in the kinds whose blocks have one row, `i` may also index the rows of a matrix. All of these
+    dequantize exactly what they return, within the program that reads it.
 
     Attributes:
-      codes: uint8 codes. "FP8": [..., out, in] E4M3 bits. "FP4": [..., out, in / 2] pairs of E2M1 codes, with the even
-        input channel in the low nibble.
-      scale: uint8 E8M0 bits. "FP8": [..., ceil(out / 128), ceil(in / 128)], a scale for each block of 128 x 128 values.
-        "FP4": [..., out, in / 32], a scale for 32 values of a row. Bits are 42 to 160, so that kernels represent all
-        values exactly.
-      kind: "FP8" or "FP4" (static).
+      codes: uint8 codes. "FP4": [..., out, in / 2] pairs of E2M1 codes, with the even input channel in the low nibble.
+        The other kinds: [..., out, in] E4M3 bits.
+      scale: uint8 E8M0 bits, [..., ceil(out / rows), ceil(in / columns)], a scale for each block of values, see
+        `BLOCKS`. Bits are 42 to 160, so that kernels represent all values exactly.
+      kind: "FP8", blocks of 128 x 128 values; "FP8_32", of 32 x 32; "FP8_ROWS", of 32 values of a row, as in Engram's
+        tables; or "FP4", of 32 values of a row (static).
       dtype: dtype of the dequantized values (static): float32 or bfloat16, either of which represents them exactly.
     """
 
@@ -46,22 +52,40 @@ class QuantizedWeight:
         *leading, columns = self.codes.shape
         return (*leading, 2 * columns if self.kind == "FP4" else columns)
 
+    @property
+    def block(self) -> tuple[int, int]:
+        """The numbers of rows and columns of a block of values that share a scale."""
+        return BLOCKS[self.kind]
+
     def __getitem__(self, index: Any) -> Float[Array, "..."]:
-        """Dequantizes all matrices for the index `...`, or the matrices at an index of the leading axes."""
+        """Dequantizes all matrices for the index `...`, or the matrices or rows at an index of the leading axes."""
         codes, scale = (self.codes, self.scale) if index is ... else (self.codes[index], self.scale[index])
         if self.kind == "FP4":
             return round_to(decode_mxfp4(codes, scale), self.dtype)
-        rows, columns = codes.shape[-2:]
-        scale = jnp.repeat(jnp.repeat(e8m0_value(scale), WEIGHT_BLOCK, axis=-2), WEIGHT_BLOCK, axis=-1)
-        return round_to(decode_e4m3(codes) * scale[..., :rows, :columns], self.dtype)
+        rows, columns = self.block
+        scale = e8m0_value(scale)
+        if rows > 1:
+            scale = jnp.repeat(scale, rows, axis=-2)[..., : codes.shape[-2], :]
+        scale = jnp.repeat(scale, columns, axis=-1)[..., : codes.shape[-1]]
+        return round_to(decode_e4m3(codes) * scale, self.dtype)
+
+
+def is_quantized_kind(storage: str) -> TypeGuard[QuantizedKind]:
+    """Whether the name of a weight's storage is a `QuantizedKind`, and not a dtype."""
+    return storage in BLOCKS
+
+
+def fp8_kind(weight_block: int) -> QuantizedKind:
+    """Returns the kind of the matrices that a release stores in FP8, see `DSV4Config.weight_block`."""
+    return "FP8" if weight_block == WEIGHT_BLOCK else "FP8_32"
 
 
 def quantized_shapes(kind: QuantizedKind, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns (shape of the codes, shape of the scales) that store values of the shape [..., out, in]."""
     *leading, rows, columns = shape
-    if kind == "FP8":
-        return shape, (*leading, math.ceil(rows / WEIGHT_BLOCK), math.ceil(columns / WEIGHT_BLOCK))
-    return (*leading, rows, columns // 2), (*leading, rows, columns // MXFP4_BLOCK)
+    block_rows, block_columns = BLOCKS[kind]
+    codes = (*leading, rows, columns // 2) if kind == "FP4" else shape
+    return codes, (*leading, math.ceil(rows / block_rows), math.ceil(columns / block_columns))
 
 
 def quantized_struct(kind: QuantizedKind, values: jax.ShapeDtypeStruct) -> QuantizedWeight:

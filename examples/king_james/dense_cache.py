@@ -139,8 +139,9 @@ class DenseHandle:
         inv_freq: Float[Array, "P"],
         *,
         eps: float,
+        norms_queries: bool = True,
     ) -> tuple[Float[Array, "T H D"], "DenseHandle"]:
-        q, kv = ops.norm_rope(q, kv, weight, self.batch.positions, inv_freq, eps=eps)
+        q, kv = ops.norm_rope(q, kv, weight, self.batch.positions, inv_freq, eps=eps, norms_queries=norms_queries)
         return q, self.write_swa(kv)
 
     def flush(
@@ -151,7 +152,11 @@ class DenseHandle:
         return dataclasses.replace(self, entries=entries, keys=keys)
 
     def indexer_scores(
-        self, q: Float[Array, "T H I"], weights: Float[Array, "T H"], inv_freq: Float[Array, "P"] | None = None
+        self,
+        q: Float[Array, "T H I"],
+        weights: Float[Array, "T H"],
+        inv_freq: Float[Array, "P"] | None = None,
+        candidates: None = None,
     ) -> Float[Array, "T E"]:
         if inv_freq is not None:
             q = ops.apply_rope(q, jnp.maximum(self.batch.positions, 0), inv_freq)
@@ -166,7 +171,7 @@ class DenseHandle:
         positions = jnp.arange(scores.shape[1], dtype=jnp.int32)
         return jnp.where(self._visible(positions, scores.shape[2]), scores, -jnp.inf).reshape(-1, scores.shape[2])
 
-    def indexer_topk(self, scores: Float[Array, "T E"]) -> Int[Array, "T k"]:
+    def indexer_topk(self, scores: Float[Array, "T E"], candidates: None = None) -> Int[Array, "T k"]:
         self.scores[:] = [scores]
         lengths = ops.valid_lengths(self.batch.positions, self.spec.compress_rate)
         k = self.cache.schema.config.topk(self.spec.layer)

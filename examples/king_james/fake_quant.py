@@ -18,14 +18,14 @@ from dsv4_jax.quant.numerics import e8m0_reciprocal, e8m0_value
 
 def as_stored(config: DSV4Config, parameters: dict[str, Array]) -> dict[str, Array]:
     """Returns the parameters with the values that they have once saved, with straight-through gradients."""
-    kinds: dict[str, list[str]] = {"F8_E4M3": [], "I8": [], "BF16": []}
+    kinds: dict[str, list[str]] = {"FP8": [], "FP4": [], "BF16": []}
     for weight in weights(config, "release"):
         if weight.path in parameters and weight.dtype in kinds:
             kinds[weight.dtype].append(weight.path)
     still = jax.lax.stop_gradient(parameters)
     rounded = {path: round_to(still[path], jnp.bfloat16).astype(jnp.float32) for path in kinds["BF16"]}
-    rounded |= _together(_fp8, _blocks, _from_blocks, {path: still[path] for path in kinds["F8_E4M3"]})
-    rounded |= _together(_fp4, _groups, _from_groups, {path: still[path] for path in kinds["I8"]})
+    rounded |= _together(_fp8, _blocks, _from_blocks, {path: still[path] for path in kinds["FP8"]})
+    rounded |= _together(_fp4, _groups, _from_groups, {path: still[path] for path in kinds["FP4"]})
     return parameters | {path: value + (parameters[path] - still[path]) for path, value in rounded.items()}
 
 

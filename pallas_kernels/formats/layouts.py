@@ -60,9 +60,9 @@ class KeyLayout:
 
 
 def quantized[L: (RowLayout, KeyLayout)](layout: L | None) -> L:
-    """Returns the layout. Raises NotImplementedError for None, which stands for the unquantized format "plain"."""
+    """Returns the layout. Raises NotImplementedError for None, which stands for a format that no kernel takes."""
     if layout is None:
-        raise NotImplementedError("the kernel takes quantized formats, not 'plain'")
+        raise NotImplementedError("the kernel takes rows and keys of the formats 'v4' and 'per_entry'")
     return layout
 
 

@@ -217,10 +217,14 @@ def _e4m3_value(bits):
     return jnp.where(size < 8, size.astype(jnp.float32) * 2.0**-9, normal)
 
 
-def e2m1_codes(x: jax.Array) -> jax.Array:
-    """Rounds float32 to E2M1, ties to even, and returns the codes 0 .. 15, int32."""
+def e2m1_codes(x: jax.Array, step: jax.Array | float = 1.0) -> jax.Array:
+    """Rounds float32 x / step to E2M1, ties to even, and returns the codes 0 .. 15, int32.
+
+    Nothing is divided: x is compared with the midpoints of E2M1 times `step`. These products are exact if `step` has
+    few enough bits, as E4M3 values have. Then ties are those of the exact quotients.
+    """
     size = jnp.abs(x)
     code = (lax.bitcast_convert_type(x, jnp.int32) >> 28) & 8
     for midpoint, up in _MIDPOINTS:
-        code += jnp.where(size >= midpoint if up else size > midpoint, 1, 0)
+        code += jnp.where(size >= midpoint * step if up else size > midpoint * step, 1, 0)
     return code

@@ -66,9 +66,10 @@ BF16_KEYS = plgpu.ShapeDtypeStruct((KEYS, DIM // 2), jnp.bfloat16, plgpu.Layout.
 
 
 def check_layout(layout: KeyLayout) -> None:
-    """Raises NotImplementedError unless the layout is MXFP4 or NVFP4 with 128 dims."""
-    rule = f"keys of {DIM} dims with an E8M0 scale for 32 or an E4M3 scale for 16, got {layout}"
-    check_rules({rule: layout.dim == DIM and SCALE_BLOCKS.get(layout.scale) == layout.scale_block})
+    """Raises NotImplementedError unless keys have 128 dims, and are rotated MXFP4 or unrotated NVFP4."""
+    known = "an E8M0 scale for 32 after a Hadamard rotation, or an E4M3 scale for 16"
+    is_known = SCALE_BLOCKS.get(layout.scale) == layout.scale_block and layout.hadamard == (layout.scale == "e8m0")
+    check_rules({f"keys of {DIM} dims with {known}, got {layout}": layout.dim == DIM and is_known})
 
 
 @pytree_dataclass

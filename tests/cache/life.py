@@ -28,7 +28,7 @@ class Life:
         self.manager = manager
         self.schema = manager.schema
         self.tables = Tables(self.schema, seed=11)
-        self.device_tables = manager.devices.put((self.tables.inputs, self.tables.weights))
+        self.device_tables = manager.devices.put((self.tables.inputs, self.tables.weights, self.tables.token_map))
         probe = PrefixCache(manager, key="life", max_bytes=MUCH)
         manager.requests.evictor = None
         self.prefix = PrefixCache(manager, key="life", every=every, max_bytes=snapshots * probe.bytes_per_snapshot)
@@ -222,14 +222,26 @@ class Life:
         if not tokens:
             return False
         batch = self.manager.prepare_forward(tokens, prefill_size=PREFILL)
-        (self.cache,) = run_step(self.device_tables, self.cache, batch)
+        ngrams, self.cache = run_step(self.device_tables, self.cache, batch)
         for slot, ids in tokens.items():
             self.requests[slot].extend(ids)
+        if ngrams is not None and self.manager.mesh is None:  # tokens of a mesh are not in the order of `batch.slots`
+            self.check_ngrams(batch, np.asarray(ngrams))
+        for slot, ids in tokens.items():
             self.pending[slot] = self.pending[slot][len(ids) :]
             if observe:
                 self.observe(slot)
         lengths = np.asarray(self.cache.lengths)
         assert all(lengths[slot] == self.manager.length(slot) for slot in tokens)
+
+    def check_ngrams(self, batch, ngrams):
+        """Of every token, whatever happened to its request before; padding has those of the start of a request."""
+        slots = np.asarray(batch.slots)
+        assert (ngrams[slots < 0] == self.tables.token_map[self.schema.config.engram.pad_token_id]).all()
+        for slot in set(slots[slots >= 0].tolist()):
+            mine = slots == slot
+            positions = np.asarray(batch.positions)[mine].tolist()
+            np.testing.assert_array_equal(ngrams[mine], self.tables.ngrams(self.requests[slot].ids, positions))
 
     def observe(self, slot):
         request = self.requests[slot]

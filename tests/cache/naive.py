@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax.cache import CacheSchema, KVCache
+from dsv4_jax.cache.ngrams import advance_ngrams
 from dsv4_jax.parallel.sharded_step import sharded_step
 from tests.cache.reference import Inputs, random_token, random_weights, store_entry, store_row
 
@@ -41,6 +42,13 @@ class Tables:
             for name, group in KVCache.abstract(schema).groups.items()
         }
         self._entries = {}
+        self.token_map = rng.permutation(schema.config.vocab_size).astype(np.int32)
+
+    def ngrams(self, ids: list[int], at: list[int]) -> np.ndarray:
+        """[n, max_ngram_size] compressed ids of the n-grams that end at positions of a request."""
+        engram = self.schema.config.engram
+        padded = [engram.pad_token_id] * (engram.max_ngram_size - 1) + ids
+        return self.token_map[[padded[t : t + engram.max_ngram_size][::-1] for t in at]]
 
     def _stack(self, layers, index):
         """(kv [layers, ids, width], gate likewise, position bias [layers, rate, width])."""
@@ -104,10 +112,13 @@ def _store(kv, gate, firsts, weights, schema, group, index):
 
 @functools.partial(jax.jit, donate_argnames="cache")
 @sharded_step
-def run_step(tables: tuple[list[Inputs], Any], cache: KVCache, batch) -> tuple[KVCache]:
-    """Writes every layer as a model would. Padding tokens bring NaN."""
+def run_step(tables: tuple[list[Inputs], Any, Any], cache: KVCache, batch) -> tuple[Any, KVCache]:
+    """Writes every layer as a model would; returns the tokens' n-grams, too. Padding tokens bring NaN."""
     cache = cache.begin_step(batch)
-    inputs, weights = tables
+    inputs, weights, token_map = tables
+    ngrams = None
+    if cache.schema.config.engram is not None:
+        ngrams, cache = advance_ngrams(cache, batch, token_map)
     real = (batch.slots >= 0)[:, None]
     for layer, (table, parts) in enumerate(zip(inputs, weights, strict=True)):
         x = jax.tree.map(lambda rows: jnp.where(real, rows[batch.token_ids], jnp.nan), table)
@@ -116,7 +127,7 @@ def run_step(tables: tuple[list[Inputs], Any], cache: KVCache, batch) -> tuple[K
             index = (x.index_kv, x.index_gate, parts[1]) if len(parts) == 2 else None
             handle = handle.flush(x.kv, x.gate, parts[0], index=index)
         cache = handle.cache
-    return (cache,)
+    return ngrams, cache
 
 
 @dataclasses.dataclass
@@ -165,6 +176,10 @@ class NaiveRequest:
         at = np.arange(max(0, self.min_length - schema.max_window), length)
         for have, want in zip(jax.tree.leaves(pools.swa), jax.tree.leaves(self.tables.windows), strict=True):
             compare("swa", have[:, slot, at % schema.swa_ring], want[:, ids[at]])
+        if schema.config.engram is not None:
+            at = np.arange(max(0, self.min_length - schema.config.engram.max_ngram_size + 1), length)
+            have = pools.ngram_ids[:, slot, at % pools.ngram_ids.shape[2]]
+            compare("n-gram ids", have, self.tables.token_map[ids[at]][None, :, None])
         for name, spec in schema.groups.items():
             group = pools.groups[name]
             rate = spec.compress_rate

@@ -248,7 +248,7 @@ class TestErrors:
 
 
 class TestSerialization:
-    @pytest.mark.parametrize("kv_format", ["v4", "per_entry", "plain"])
+    @pytest.mark.parametrize("kv_format", ["v4", "v41", "per_entry", "plain"])
     def test_every_byte_comes_back(self, kv_format):
         schema = CacheSchema(CONFIG, **SIZES, kv_format=kv_format)
         cache = poisoned_cache(schema)
@@ -494,9 +494,10 @@ class TestBeginStep:
         assert self.begin(reset_slots=[2, -1, 0]) == ([[-1] * 4, TABLE[1], [-1] * 4], [0, 6, 0])
 
 
-def test_rows_of_several_layers_are_written_as_those_of_each():
+@pytest.mark.parametrize("kv_format", ["v4", "v41"])
+def test_rows_of_several_layers_are_written_as_those_of_each(kv_format):
     """More tokens of two requests than a ring has rows, with padding between and behind them."""
-    cache = table_cache()
+    cache = poisoned_cache(CacheSchema(CONFIG, **SIZES, kv_format=kv_format))
     count = SCHEMA.swa_ring + 3
     slots = [2] * count + [-1] + [0] * 2 + [-1]
     positions = [*range(count), -1, 40, 41, -1]

@@ -1,16 +1,27 @@
 """Requests forked, cut short, found again, moved out and back: every live byte as if each had run alone."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
+from dsv4_jax.config import EngramConfig
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.parallel.mesh import make_mesh
 from tests.cache.life import MUCH, OPERATIONS, Life, random_operations
 from tests.cache.test_state_machine import CONFIG, CSA, HCA, SMALL, WINDOW, config_of
 
 
+# A toy of Engram: n-grams of 4 tokens, so that three ids of each request live on.
+ENGRAM = dataclasses.replace(
+    config_of(CSA, WINDOW),
+    engram=EngramConfig(
+        layer_ids=(1,), num_embeddings=(5 + 7 + 11,), max_ngram_size=4, vocab_size=5, n_heads=1, head_dim=32,
+        pad_token_id=2, compressed_vocab_size=8,
+    ),
+)  # fmt: skip
 LARGER = dict(max_requests=6, num_blocks=20)
 
 
@@ -71,15 +82,32 @@ TestAnyLifeOnAMesh.settings = settings(max_examples=4, stateful_step_count=24, d
     ("config", "changes"),
     [
         (SMALL, dict(kv_format="per_entry")),
+        (SMALL, dict(kv_format="v41")),
+        (SMALL, dict(**LARGER, kv_format="v41", mesh=dict(data=2, model=2))),
         (SMALL, dict(**LARGER, mesh=dict(data=2, model=2))),
         (SMALL, dict(**LARGER, mesh=dict(data=2, model=2), context_parallel=True)),
         (SMALL, dict(kv_format="plain", dtype=jnp.float32, max_query_tokens=1)),
         (CONFIG, dict()),
         (config_of(CSA, WINDOW), dict(max_query_tokens=6)),
         (config_of(HCA), dict()),
+        (ENGRAM, dict(max_query_tokens=1)),
+        (ENGRAM, dict(**LARGER, mesh=dict(data=2, model=2))),
         (config_of(WINDOW), dict()),
     ],
-    ids=["per_entry", "mesh", "context", "plain", "v4", "no HCA", "only HCA", "only windows"],
+    ids=[
+        "per_entry",
+        "v41",
+        "v41 mesh",
+        "mesh",
+        "context",
+        "plain",
+        "v4",
+        "no HCA",
+        "only HCA",
+        "engram, one token",
+        "engram, mesh",
+        "only windows",
+    ],  # fmt: skip
 )
 def test_a_life_of_every_operation(config, changes):
     if "mesh" in changes:
@@ -89,4 +117,12 @@ def test_a_life_of_every_operation(config, changes):
         life.apply(name, a, b)
     assert all(life.done.values()), life.done
     assert life.prefix.metrics.hits and life.prefix.metrics.evicted_snapshots and life.refused
+    life.drain()
+
+
+def test_ngrams_of_requests_that_live_in_every_way():
+    life = Life(manager(ENGRAM))
+    for name, a, b in random_operations(5, 300):
+        life.apply(name, a, b)
+    assert all(life.done.values()), life.done
     life.drain()

@@ -1,7 +1,4 @@
-"""The design's test: the cache of DeepSeek-V4.1 (40 layers, four of which own entries) as data and codecs, no new code.
-
-The codecs have V4.1's widths and blocks; its rounding rules are not part of this test.
-"""
+"""The cache of DeepSeek-V4.1 (40 layers, four of which own entries) with its row formats, on the XLA paths."""
 
 import dataclasses
 
@@ -9,150 +6,138 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from dsv4_jax.cache import CacheSchema, KVCache
+from dsv4_jax import ops
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.config.layer_spec import LayerSpec
 from dsv4_jax.host import KVCacheManager, offload, resume
-from dsv4_jax.ops import CompressorWeights
-from dsv4_jax.quant import (
-    IndexRows,
-    KeyCodec,
-    KVFormat,
-    RowCodec,
-    Rows,
-    decode_fp8_block,
-    decode_mxfp4,
-    decode_nvfp4,
-    encode_fp8_block,
-    encode_mxfp4,
-    encode_nvfp4,
-    round_to,
-)
-from tests.ops.pools import same_bytes
+from dsv4_jax.ops import AttentionKV, CompressorWeights
+from dsv4_jax.ops.rope import apply_rope_deterministic
+from dsv4_jax.quant import V41Format
+from tests.ops.pools import ints, same_bytes
 
 
-@dataclasses.dataclass(frozen=True)
-class MXFP8Window(RowCodec):
-    """512 E4M3 codes and an E8M0 scale for each 32 of them; nothing is kept in bfloat16."""
-
-    struct = property(lambda self: Rows(_bytes(self.dim), None, _bytes(self.dim // 32)))
-
-    def encode(self, kv):
-        codes, scale = encode_fp8_block(kv.astype(jnp.float32), 32)
-        return Rows(codes, None, scale)
-
-    def decode(self, rows, dtype):
-        return round_to(decode_fp8_block(rows.nope, rows.scale), dtype)
+CONFIG = DSV4Config.v41_flash()
+FORMAT = V41Format()
+SIZES = dict(num_blocks=6, max_requests=2, max_context=256)
+TOKENS = 131
+LAST = TOKENS - 1
 
 
-@dataclasses.dataclass(frozen=True)
-class FP4Entries(RowCodec):
-    """512 E2M1 codes and an E4M3 scale for each 16 of them."""
+class Run:
+    """A cache after a prefill of `TOKENS` tokens, and the rows that were written to it."""
 
-    struct = property(lambda self: Rows(_bytes(self.dim // 2), None, _bytes(self.dim // 16)))
+    def __init__(self):
+        self.manager = KVCacheManager(CONFIG, **SIZES)
+        self.slot = self.manager.admit()
+        self.batch = self.manager.prepare_forward({self.slot: [0] * TOKENS})
+        x, gate = np.random.default_rng(0).standard_normal((2, self.batch.slots.shape[0], 512)).astype(np.float32)
+        self.window = jnp.asarray(x, jnp.bfloat16)
+        self.cache, self.latents = self.step(self.manager.init_cache(), self.batch, x, gate)
 
-    def encode(self, kv):
-        codes, scale = encode_nvfp4(kv.astype(jnp.float32))
-        return Rows(codes, None, scale)
-
-    def decode(self, rows, dtype):
-        return round_to(decode_nvfp4(rows.nope, rows.scale), dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class UnrotatedMXFP4Keys(KeyCodec):
-    struct = property(lambda self: IndexRows(_bytes(self.dim // 2), _bytes(self.dim // 32)))
-
-    def encode(self, keys):
-        return IndexRows(*encode_mxfp4(keys.astype(jnp.float32)))
-
-    def decode(self, rows):
-        return decode_mxfp4(rows.codes, rows.scale)
-
-
-@dataclasses.dataclass(frozen=True)
-class NewFormat(KVFormat):
-    name = "new"
-
-    def window(self, nope_dim, rope_dim):
-        return MXFP8Window(nope_dim, rope_dim)
-
-    def entries(self, nope_dim, rope_dim):
-        return FP4Entries(nope_dim, rope_dim)
-
-    def keys(self, index_dim):
-        return UnrotatedMXFP4Keys(index_dim)
-
-
-def _bytes(count):
-    return jax.ShapeDtypeStruct((count,), jnp.uint8)
-
-
-def layers_of_v41():
-    """shared/spec/dsv41.md 2: sources 2, 8, 14 (rate 2) and 20 (rate 1); eight layers select, the others reuse."""
-    sources = {2: ("r2", 0), 8: ("r2", 1), 14: ("r2", 2), 20: ("r1", 0)}
-    selecting = (2, 8, 14, 20, 24, 28, 32, 36)
-    layers = [LayerSpec(), LayerSpec()]
-    for layer in range(2, 40):
-        source = max(s for s in sources if s <= layer)
-        group, index = sources[source]
-        selection = max(s for s in selecting if s <= layer)
-        layers.append(
-            LayerSpec(
-                compress_rate=2 if group == "r2" else 1, group=group, index=index,
-                owner=layer == source, keys=True, selection=selection,
-            )
-        )  # fmt: skip
-    return tuple(layers)
-
-
-def config():
-    return DSV4Config.v4_flash().with_layers(layers_of_v41())
-
-
-SIZES = dict(num_blocks=6, max_requests=2, max_context=256, kv_format=NewFormat())
-
-
-def test_bytes():
-    schema = CacheSchema(config(), **SIZES)
-    assert schema.bytes_per_token == 890
-    assert schema.slot_bytes_by_pool()["sliding windows"] / 2 == 2_703_360
-    assert schema.slot_bytes_by_pool()["r2 states"] / 2 == 24_576
-    assert KVCache.abstract(schema).nbytes == schema.memory_bytes()
-
-
-def test_a_source_writes_entries_and_keys_from_one_latent_and_others_read_them():
-    manager = KVCacheManager(config(), **SIZES)
-    slot = manager.admit()
-    rng = np.random.default_rng(0)
-    batch = manager.prepare_forward({slot: [0] * 131})
-    cache = manager.init_cache().begin_step(batch)
-    tokens = batch.slots.shape[0]
-
+    @staticmethod
     @jax.jit
-    def run(cache, x, gate):
-        inv_freq = jnp.asarray(config().inv_freq(2))
-        weights = CompressorWeights(None, jnp.ones(512), inv_freq, 1e-6)
+    def step(cache, batch, x, gate):
+        cache = cache.begin_step(batch)
+        weights = CompressorWeights(None, jnp.ones(512), jnp.asarray(CONFIG.inv_freq(2)), 1e-6)
+        latents = {}
         for layer in (2, 20):
             handle = cache.handle(layer, batch).write_swa(x.astype(jnp.bfloat16))
-            closed, handle = handle.pool_windows(x, gate if layer == 2 else None, weights)
-            keys = dataclasses.replace(closed, values=closed.values[:, -128:])  # a projection, in the model
-            cache = handle.write_entries(closed, inv_freq).write_keys(keys, inv_freq).cache
-        reused = cache.handle(7, batch), cache.handle(39, batch)
-        return cache, [h.gather_all_compressed_kv() for h in reused], [h.read_indexer_view().layer for h in reused]
+            latents[layer], handle = handle.pool_windows(x, gate if layer == 2 else None, weights)
+            cache = handle.write_entries(latents[layer], weights.inv_freq).cache
+            handle = cache.handle(layer, batch).write_keys(keys_of(latents[layer]), weights.inv_freq)
+            cache = handle.cache
+        return cache, latents
 
-    x, gate = jnp.asarray(rng.standard_normal((2, tokens, 512)), jnp.float32)
-    cache, ((pairs, seen), (single, seen_single)), rows = run(cache, x, gate)
-    assert rows == [0, 0]
-    assert np.asarray(seen).sum(1)[:131].tolist() == [(t + 1) // 2 for t in range(131)]
-    assert np.asarray(seen_single).sum(1)[:131].tolist() == list(range(1, 132))
-    normed = np.asarray(x[:131]) / np.sqrt((np.asarray(x[:131]) ** 2).mean(1, keepdims=True))
-    error = np.abs(np.asarray(single[130, :131, :448], np.float32) - normed[:, :448])
-    assert error.max() < np.abs(normed).max() / 6, "half a step of E2M1's coarsest, between 4 and 6"
-    chex.assert_tree_all_finite(pairs[130])
 
-    before = jax.tree.map(np.array, cache)
-    saved, cache = offload(manager, cache, slot)
-    assert resume(manager, manager.init_cache(), saved)[0] == slot
-    same_bytes(before.groups["r1"].entries.nope[:, :1], saved.blocks["r1"].entries.nope[:, :1])
+@pytest.fixture(scope="module")
+def run():
+    return Run()
+
+
+def keys_of(latents):
+    return dataclasses.replace(latents, values=latents.values[:, -128:])  # in the model, a projection
+
+
+def rotated(closed, rate):
+    return apply_rope_deterministic(closed.values, closed.entries * rate, jnp.asarray(CONFIG.inv_freq(2)))
+
+
+def test_the_last_token_reads_the_rows_that_were_written(run):
+    window = FORMAT.window(448, 64)
+    entry = FORMAT.entries(448, 64)
+    key = FORMAT.keys(128)
+    arrays = {name: getattr(run.batch, name)[LAST:TOKENS] for name in ("token_ids", "positions", "slots")}
+    batch = dataclasses.replace(run.batch, **arrays, prefill=False)
+    for source, reader, rate in ((2, 7, 2), (20, 39, 1)):
+        handle = run.cache.handle(reader, batch)
+        assert handle.read_indexer_view().layer == 0
+        count = TOKENS // rate
+        entries, seen = handle.gather_all_compressed_kv()
+        assert np.flatnonzero(seen[0]).tolist() == [*range(count)]
+        values = rotated(run.latents[source], rate)
+        entries = entries[0, :count]
+        chex.assert_trees_all_equal(entries, entry.fake_quantize(values, jnp.bfloat16)[:count])
+
+        picked, valid = handle.gather_compressed_kv(ints([[count - 1, 3, -1, 0]]))
+        assert valid.tolist() == [[True, True, False, True]]
+        chex.assert_trees_all_equal(picked[0, :2], entries[ints([count - 1, 3])])
+
+        q = jax.random.normal(jax.random.key(1), (1, 32, 128), jnp.bfloat16)
+        scores = handle.indexer_scores(q, jnp.ones((1, 32)))[0, :count]
+        keys = key.fake_quantize(rotated(keys_of(run.latents[source]), rate))[:count]
+        dots = np.maximum(np.asarray(key.round_query(q)[0], np.float64) @ np.asarray(keys, np.float64).T, 0)
+        np.testing.assert_allclose(scores, dots.sum(axis=0), rtol=1e-5)  # float32 sums over 128 dims and 32 heads
+
+    handle = run.cache.handle(20, batch)
+    rows, valid = handle.gather_swa_kv()
+    assert valid.all()
+    chex.assert_trees_all_equal(rows[0], window.fake_quantize(run.window, jnp.bfloat16)[TOKENS - 128 : TOKENS])
+
+    attended = np.concatenate([rows[0], entries]).astype(np.float64)
+    q = jax.random.normal(jax.random.key(0), (1, 4, 512), jnp.bfloat16)
+    out, _ = handle.attend(q, jnp.zeros(4))
+    weights = np.exp(np.asarray(q[0], np.float64) @ attended.T * 512**-0.5)
+    want = weights @ attended / (weights.sum(axis=1, keepdims=True) + 1)  # the sink's logit is 0
+    # Weights of the softmax and the result are rounded to bfloat16.
+    np.testing.assert_allclose(out[0].astype(np.float32), want, rtol=2**-6, atol=2**-8)
+
+
+def test_kernels_refuse_the_rows(run):
+    """Every op says why its kernel does not take them, so that it runs as "xla"."""
+    handle = run.cache.handle(2, run.batch)
+    window = handle.read_swa_view()
+    entries = handle.read_classical_view()
+    keys = handle.read_indexer_view()
+    tokens = run.batch.slots, run.batch.positions
+    kv = run.window
+    q = jnp.zeros((len(kv), 64, 512), jnp.bfloat16)
+    index_q = q[..., :128]
+    weights = jnp.zeros(q.shape[:2], jnp.float32)
+    indices = jnp.zeros((len(kv), 8), jnp.int32)
+    norm = jnp.ones(512), *tokens, jnp.asarray(CONFIG.inv_freq(2))
+    only_fp8 = "scale blocks of 64 or a row, got 32"
+    only_known = "formats 'v4' and 'per_entry'"
+    calls = [
+        (only_fp8, lambda **how: ops.append_swa(window, kv, *tokens, **how)),
+        (only_fp8, lambda **how: ops.norm_rope_append(window, q, kv, *norm, eps=1e-6, **how)),
+        (only_fp8, lambda **how: ops.gather_swa_kv(window, *tokens, **how)),
+        (only_fp8, lambda **how: ops.sparse_attention(q, jnp.zeros(64), AttentionKV(window), *tokens, **how)),
+        (
+            only_known,
+            lambda **how: ops.sparse_attention(q, jnp.zeros(64), AttentionKV(window, entries), *tokens, **how),
+        ),
+        (only_known, lambda **how: ops.gather_compressed_kv(entries, indices, tokens[0], **how)),
+        (only_known, lambda **how: ops.gather_all_compressed_kv(entries, *tokens, **how)),
+        ("after a Hadamard rotation", lambda **how: ops.indexer_scores(keys, index_q, weights, *tokens, **how)),
+    ]
+    for reason, call in calls:
+        with pytest.raises(NotImplementedError, match=reason):
+            call(implementation="interpret")
+
+
+def test_offloaded_requests_come_back(run):
+    before = jax.tree.map(np.array, run.cache)
+    saved, cache = offload(run.manager, run.cache, run.slot)
+    assert resume(run.manager, run.manager.init_cache(), saved)[0] == run.slot
+    same_bytes(before.groups["full1"].entries.nope[:, :1], saved.blocks["full1"].entries.nope[:, :1])

@@ -6,11 +6,13 @@ import pytest
 
 from dsv4_jax.cache import CacheSchema, KVCache, compute_block_budget
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.host import KVCacheManager
 from tests.paths import DATA, TINY
 
 
 SIZES = dict(num_blocks=24, max_requests=3, max_context=500)
 CONFIGS = {"tiny": DSV4Config.from_hf(TINY), "flash": DSV4Config.v4_flash(), "pro": DSV4Config.v4_pro()}
+CONFIGS["v41"] = DSV4Config.v41_flash()
 MIB = 2**20
 
 
@@ -28,7 +30,37 @@ def test_bytes_equal_the_published_table(name, per_token, rings, states, block_t
     assert schema.bytes_per_request == sum(v for k, v in parts.items() if k.endswith(("states", "windows"))) // 3
 
 
-@pytest.mark.parametrize(("name", "fmt"), [("tiny", f) for f in ("v4", "per_entry", "plain")] + [("flash", "v4")])
+def test_bytes_of_v41():
+    """DeepSeek's numbers: 2.5 entries and keys a token, 40 windows, a pending row in three layers."""
+    schema = CacheSchema(CONFIGS["v41"], **SIZES)
+    assert (schema.bytes_per_token, schema.block_bytes) == (890, 113_920)
+    assert {name: size / 24 / 128 for name, size in schema.block_bytes_by_pool().items()} == {
+        "full1 entries": 288, "full2 entries": 432, "full1 indexer keys": 68, "full2 indexer keys": 102,
+    }  # fmt: skip
+    parts = {name: size / 3 for name, size in schema.slot_bytes_by_pool().items()}
+    assert (parts["sliding windows"], parts["full2 states"]) == (2_703_360, 24_576)
+    assert schema.bytes_per_request == 2_703_360 + 24_576
+    assert KVCache.abstract(schema).nbytes == schema.memory_bytes()
+
+
+@pytest.mark.parametrize(
+    ("config", "kv_format", "name"),
+    [
+        ("flash", None, "v4"),
+        ("v41", None, "v41"),
+        ("v41", "v4", "v4"),
+        ("flash", "v41", "v41"),
+        ("v41", "plain", "plain"),
+    ],
+)
+def test_the_format_is_that_of_the_release_unless_another_is_named(config, kv_format, name):
+    assert CacheSchema(CONFIGS[config], **SIZES, kv_format=kv_format).kv_format.name == name
+    assert KVCacheManager(CONFIGS[config], **SIZES, kv_format=kv_format).schema.kv_format.name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "fmt"), [("tiny", f) for f in ("v4", "v41", "per_entry", "plain")] + [("flash", "v4")]
+)
 @pytest.mark.parametrize("max_query_tokens", [1, 4])
 def test_memory_bytes_are_those_of_the_arrays(name, fmt, max_query_tokens):
     schema = CacheSchema(CONFIGS[name], **SIZES, kv_format=fmt, max_query_tokens=max_query_tokens)

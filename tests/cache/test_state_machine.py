@@ -219,8 +219,13 @@ TestAnyLifeOfRequests = CacheMachine.TestCase
 
 @pytest.mark.parametrize(
     ("config", "kv_format", "dtype"),
-    [(CONFIG, "v4", jnp.bfloat16), (SMALL, "per_entry", jnp.bfloat16), (SMALL, "plain", jnp.float32)],
-    ids=["v4", "per_entry", "plain"],
+    [
+        (CONFIG, "v4", jnp.bfloat16),
+        (SMALL, "v41", jnp.bfloat16),
+        (SMALL, "per_entry", jnp.bfloat16),
+        (SMALL, "plain", jnp.float32),
+    ],
+    ids=["v4", "v41", "per_entry", "plain"],
 )
 def test_one_life_in_every_format(config, kv_format, dtype):
     """Phases, ring wrap, rewinds to a window's last token, running out of blocks, reuse of a slot and its blocks."""

@@ -92,18 +92,20 @@ def test_a_model_of_one_expert(tmp_path):
         chex.assert_trees_all_equal(values[name], value, custom_message=name)
 
 
+@pytest.mark.parametrize(("kind", "block"), [("FP8", (128, 128)), ("FP8_32", (32, 32)), ("FP8_ROWS", (1, 32))])
 @given(st.integers(1, 200), st.integers(1, 200), st.integers(-100, 100), st.randoms(use_true_random=False))
 @settings(max_examples=20, deadline=None)
-def test_fp8_is_the_nearest_value_under_the_least_scale(rows, columns, exponent, random):
+def test_fp8_is_the_nearest_value_under_the_least_scale(kind, block, rows, columns, exponent, random):
     values = np.random.default_rng(random.randrange(2**32)).standard_normal((rows, columns)).astype(np.float32)
     values = np.ldexp(values, exponent)
-    codes, scales = quantize_fp8(values)
-    scale = np.repeat(np.repeat(scales.astype(np.float64), 128, axis=0), 128, axis=1)[:rows, :columns]
+    codes, scales = quantize_fp8(values, kind)
+    assert scales.shape == (-(-rows // block[0]), -(-columns // block[1]))
+    scale = np.repeat(np.repeat(scales.astype(np.float64), block[0], axis=0), block[1], axis=1)[:rows, :columns]
     assert np.isfinite(codes.astype(np.float32)).all()
     # Half an e4m3 step: 2 ** -4 of the value, or of the smallest normal number, 2 ** -6.
     error = np.abs(codes.astype(np.float64) * scale - values)
     assert (error <= 2.0**-4 * np.maximum(np.abs(values), scale * 2.0**-6)).all()
-    largest = np.abs(codes.astype(np.float32))[:128, :128].max()
+    largest = np.abs(codes.astype(np.float32))[: block[0], : block[1]].max()
     assert 224 <= largest <= 448
 
 

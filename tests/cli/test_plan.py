@@ -33,6 +33,7 @@ def memory_of(config, requests, context, **sizes):
         ("v4_flash", 4096, GIB, 0, ["--max-query-tokens", "4"], dict(max_query_tokens=4)),
         ("v4_flash", 4096, GIB, 0, ["--drafts", "2"], dict(max_query_tokens=3)),
         ("tiny", 500, 10**6, 1, ["--cache-format", "per_entry"], dict(kv_format="per_entry")),
+        ("tiny", 500, 10**6, 1, ["--cache-format", "v41"], dict(kv_format="v41")),
         (
             "tiny", 500, 10**6, 0, ["--cache-format", "plain", "--dtype", "float32"],
             dict(kv_format="plain", dtype=jnp.float32),
@@ -47,6 +48,7 @@ def test_exactly_as_many_as_fit(run, name, context, memory, weights, options, si
     if weights:
         given += ["--weights", f"{weights}B"]
     report = json.loads(run("plan", *given, *options, "--json"))
+    assert report["cache_format"] == sizes.get("kv_format", config.kv_format)
     contexts = [row["context"] for row in report["fits"]]
     assert context in contexts and contexts == sorted(set(contexts))
     assert max(contexts) == max(context, config.max_position_embeddings)
@@ -80,6 +82,42 @@ def test_published_bytes_of_flash(run):
     # A row is 584 bytes in 21 layers, 32 a block; an indexer key 68.
     assert report["pools"]["csa4 entries"]["per_block"] == 584 * 21 * 32
     assert report["pools"]["csa4 indexer keys"]["per_block"] == 68 * 21 * 32
+
+
+def test_published_bytes_of_v41_flash(run):
+    config = DSV4Config.v41_flash()
+    schema = CacheSchema(config, num_blocks=8192, max_requests=1, max_context=1048576, kv_format=config.kv_format)
+    assert schema.bytes_per_token == 890 and schema.block_bytes == 113_920
+    report = json.loads(run("plan", "--config", "v41_flash", "--memory", "80GiB", "--context", "1048576", "--json"))
+    assert (report["cache_format"], report["bytes_per_token"]) == ("v41", 890)
+    # Three sources of rate 2 and one of rate 1; an entry is 288 bytes, a key 68; a window row 528.
+    pools = report["pools"]
+    assert pools["full2 entries"]["per_block"] == 288 * 3 * 64 and pools["full1 entries"]["per_block"] == 288 * 128
+    assert (
+        pools["full2 indexer keys"]["per_block"] == 68 * 3 * 64 and pools["full1 indexer keys"]["per_block"] == 68 * 128
+    )
+    assert pools["sliding windows"]["full"] == 40 * 128 * 528 == 2_703_360
+    (whole,) = (row["bytes_per_request"] for row in report["fits"] if row["context"] == 1048576)
+    assert round(whole / GIB, 2) == 0.87
+
+
+def test_drafts_of_v41_flash_take_three_windows(run):
+    given = ["--config", "v41_flash", "--memory", "80GiB", "--context", "4096", "--json"]
+    without, drafts = (json.loads(run("plan", *given, *more))["pools"] for more in ([], ["--drafts", "5"]))
+    # Three more windows of 528-byte rows; in each, room for the step's 5 drafts, and for a block that drafting writes.
+    rows = (drafts["sliding windows"]["full"] - without["sliding windows"]["full"]) // 528
+    assert rows == 43 * (128 + 5 + 5) - 40 * 128
+
+
+def test_the_rows_of_v41_flash_are_described(run):
+    out = " ".join(run("plan", "--config", "v41_flash", "--memory", "80GiB", "--context", "4096").split())
+    for text in (
+        "A window row: 512 ",
+        "= 528 bytes; an entry: 256 ",
+        "= 288 bytes; an indexer key: 64 ",
+        "= 68 bytes.",
+    ):
+        assert text in out
 
 
 @pytest.mark.parametrize(("requests", "memory"), [(64, 80 * GIB), (4, GIB), (3, 40 * 10**6)])

@@ -11,7 +11,7 @@ import pytest
 
 from dsv4_jax import ops
 from dsv4_jax.expert_pages import CudaMemory, ExpertStack, Mover
-from dsv4_jax.expert_pages.paged_experts import copy_to_host
+from dsv4_jax.expert_pages.paged_experts import empty_on_host
 from dsv4_jax.quant import QuantizedWeight
 
 
@@ -64,7 +64,8 @@ def test_a_table_in_host_memory_is_read_from_there(memory):
     rows = jnp.array([0, 999, 7, 7])
     expected = np.asarray(table[rows])
     free = memory.free_bytes()
-    on_host = copy_to_host(memory, table)
+    on_host, view = empty_on_host(memory, table.shape, table.dtype, table.device)
+    view[...] = np.asarray(table)
     assert memory.free_bytes() > free - table.nbytes
     chex.assert_trees_all_equal(np.asarray(jax.jit(lambda x, i: x[i])(on_host, rows)), expected)
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dsv4_jax.checkpoint import load_checkpoint
+from dsv4_jax.checkpoint import load as load_module, load_checkpoint, random_weights, save_release
 from dsv4_jax.checkpoint.random_weights import random_model
 from dsv4_jax.cli.options import ModelOptions
+from dsv4_jax.config import DSV4Config, EngramConfig, LayerSpec
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.expert_pages import ExpertMemory
 from dsv4_jax.host import KVCacheManager
@@ -52,6 +53,39 @@ def test_random_weights_are_made_where_they_lie():
     assert memory.host_bytes == 3 * LAYERS * EACH
     codes = np.asarray(model.model.layers[1].mlp.experts.down_proj.get_value().codes)
     assert len(np.unique(codes)) == 256 and (codes[0] != codes[1]).any()
+
+
+ENGRAM = EngramConfig(
+    layer_ids=(0, 1), num_embeddings=(36, 88), max_ngram_size=3, vocab_size=5, n_heads=2, head_dim=32, pad_token_id=0,
+    compressed_vocab_size=20,
+)  # fmt: skip
+
+
+def test_tables_lie_in_host_memory(tmp_path, monkeypatch):
+    """Random ones repeat their first rows, and others are loaded there."""
+    monkeypatch.setattr(random_weights, "MAX_ROWS", 16)
+    config = DSV4Config.small(
+        [LayerSpec()] * 2, engram=ENGRAM, weight_block=32, hidden_size=128, moe_intermediate_size=64, vocab_size=64,
+        kv_format="v41", norms_queries=False, delays_pre=True, image_token_id=9,
+    )  # fmt: skip
+    memory = ExpertMemory(device_bytes=0, memory=CpuMemory())
+    model = random_model(config, expert_memory=memory)
+    tables = [model.model.layers[layer].engram.embedding.get_value() for layer in ENGRAM.layer_ids]
+    for table, rows in zip(tables, ENGRAM.num_embeddings, strict=True):
+        assert table.kind == "FP8_ROWS" and table.codes.shape == (rows, 32)
+        codes = np.asarray(table.codes)
+        chex.assert_trees_all_equal(codes[16:], np.resize(codes[:16], codes.shape)[16:])
+        assert len(np.unique(codes[:16], axis=0)) == 16
+    used = sum(whole_pages(size) for rows in ENGRAM.num_embeddings for size in (rows * 32, rows))
+    embedding = whole_pages(np.asarray(model.model.embed_tokens.weight.get_value()).nbytes)
+    assert (1 << 40) - memory.memory.room[True] == memory.host_bytes + embedding + used
+    save_release(model, tmp_path, weights="quantized")
+    monkeypatch.setattr(load_module, "_read_token_ids", lambda *_: np.asarray(model.model.token_map.get_value()))
+    memory = ExpertMemory(device_bytes=0, memory=CpuMemory())
+    loaded = load_checkpoint(tmp_path, weights="quantized", expert_memory=memory)
+    assert (1 << 40) - memory.memory.room[True] == memory.host_bytes + embedding + used
+    for layer, table in zip(ENGRAM.layer_ids, tables, strict=True):
+        chex.assert_trees_all_equal(loaded.model.layers[layer].engram.embedding.get_value()[...], table[...])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.expert_pages import ExpertStack, Mover, dlpack
-from dsv4_jax.expert_pages.paged_experts import copy_to_host
+from dsv4_jax.expert_pages.paged_experts import empty_on_host
 from tests.expert_pages.cpu_memory import CpuMemory, whole_pages
 
 
@@ -119,14 +119,16 @@ def test_memory_lives_as_long_as_the_array_or_the_pages_of_a_layer(memory, data,
 
 
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.float32, jnp.bfloat16])
-def test_a_copy_in_host_memory(memory, data, dtype):
+def test_an_array_in_host_memory(memory, data, dtype):
     x = jnp.asarray(data[:, :, 5:]).astype(dtype)
-    copied = copy_to_host(memory, x)
+    device = jax.devices()[0]
+    copied, view = empty_on_host(memory, x.shape, x.dtype, device)
+    view[...] = np.asarray(x)
     room = (1 << 40) - whole_pages(x.nbytes)
     assert memory.room == {False: 1 << 40, True: room}
     chex.assert_trees_all_equal(jax.jit(jnp.copy)(copied), x)
     with mock.patch.object(memory, "map", side_effect=RuntimeError("cuMemMap")), pytest.raises(RuntimeError):
-        copy_to_host(memory, x)
+        empty_on_host(memory, x.shape, x.dtype, device)
     assert memory.room[True] == room
     chex.assert_trees_all_equal(copied, x)
 

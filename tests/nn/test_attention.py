@@ -42,7 +42,7 @@ class RecordingHandle(LayerCacheHandle):
     def cache(self):
         return self.result
 
-    def norm_rope_append(self, q, kv, weight, inv_freq, *, eps):
+    def norm_rope_append(self, q, kv, weight, inv_freq, *, eps, norms_queries=True):
         q, self.calls["write_swa"] = norm_rope(q, kv, weight, jnp.maximum(self.batch.positions, 0), inv_freq, eps=eps)
         return q, self
 
@@ -50,11 +50,11 @@ class RecordingHandle(LayerCacheHandle):
         self.calls["flush"] = (kv, gate, weights), index
         return self
 
-    def indexer_scores(self, q, weights, inv_freq=None):
+    def indexer_scores(self, q, weights, inv_freq=None, candidates=None):
         self.calls["indexer_scores"] = apply_rope(q, jnp.maximum(self.batch.positions, 0), inv_freq), weights
         return jnp.zeros((4, 9))
 
-    def indexer_topk(self, scores):
+    def indexer_topk(self, scores, candidates=None):
         self.calls["indexer_topk"] = scores
         return self.chosen
 
@@ -69,7 +69,7 @@ def run(config, kind, x, dtype=jnp.float32):
     handle = RecordingHandle()
     y, carry, cache = attention(jnp.asarray(x, dtype), handle, StepCarry())
     assert cache is handle.result
-    assert set(carry.selections) == ({layer} if kind == CSA else set())
+    assert set(carry.selection) == ({layer} if kind == CSA else set())
     return attention, handle.calls, y, layer
 
 
@@ -212,7 +212,7 @@ def test_layers_that_share_entries_keys_and_selections(sharing, draw):
         if "flush" in handle.calls:
             (kv, *_), (index_kv, *_) = handle.calls["flush"]
             assert kv.shape == (4, 2 * sharing.head_dim) and index_kv.shape == (4, 2 * sharing.index_head_dim)
-    assert set(carry.selections) == {0, 1}
+    assert set(carry.selection) == {0, 1}
 
 
 def test_the_table_of_keys_knows_shared_layers(sharing):

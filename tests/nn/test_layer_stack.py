@@ -63,16 +63,16 @@ def test_draft_layers_are_one_loop():
 
 def test_layers_that_read_another_distance_are_no_repeats():
     """The last layer reads the selection that the first made, where a repeat would read that of the third."""
-    forms = [("selects", None), ("reads", 0), ("selects", None), ("reads", 0)]
+    forms = [("selects", (None,)), ("reads", (0,)), ("selects", (None,)), ("reads", (0,))]
     assert [(run.period, run.repeats) for run in find_runs(forms)] == [(1, 1)] * 4
-    forms[3] = ("reads", 2)
+    forms[3] = ("reads", (2,))
     assert [(run.period, run.repeats) for run in find_runs(forms)] == [(2, 2)]
 
 
 @given(st.text("abc", max_size=14), st.integers(0, 50))
 @settings(max_examples=100, deadline=None)
 def test_runs_cover_all_layers_with_equal_ones(forms, start):
-    found = find_runs([(form, None) for form in forms], start)
+    found = find_runs([(form, ()) for form in forms], start)
     numbers = [layer for run in found for layer in range(run.start, run.stop)]
     assert numbers == [*range(start, start + len(forms))]
     for run in found:

@@ -35,7 +35,7 @@ def normalized(chosen, config):
 
 
 def test_top_k_router(config, draw):
-    router = spread(Router(config, hashed=False, rngs=nnx.Rngs(0)))
+    router = spread(Router(config, config.mlp_layer_types.index("moe"), rngs=nnx.Rngs(0)))
     x = draw(30, config.hidden_size)
     experts, weights, _ = router(jnp.asarray(x), jnp.zeros(30, jnp.int32))
     assert (experts.dtype, weights.dtype) == (jnp.int32, jnp.float32)
@@ -47,7 +47,7 @@ def test_top_k_router(config, draw):
 
 
 def test_bias_moves_the_selection_and_never_a_weight(config, draw):
-    router = Router(config, hashed=False, rngs=nnx.Rngs(0))
+    router = Router(config, config.mlp_layer_types.index("moe"), rngs=nnx.Rngs(0))
     x = jnp.asarray(draw(30, config.hidden_size))
     ids = jnp.zeros(30, jnp.int32)
     before, plain_weights, _ = router(x, ids)
@@ -62,7 +62,7 @@ def test_bias_moves_the_selection_and_never_a_weight(config, draw):
 
 
 def test_hash_router_looks_experts_up_and_scores_them(config, draw):
-    router = Router(config, hashed=True, rngs=nnx.Rngs(0))
+    router = Router(config, config.mlp_layer_types.index("hash_moe"), rngs=nnx.Rngs(0))
     ids = np.array([0, 159, 7, 7, -1], np.int32)
     x = draw(5, config.hidden_size)
     experts, weights, _ = router(jnp.asarray(x), jnp.asarray(ids))
@@ -113,7 +113,7 @@ def test_swiglu_limit_clamps_gate_above_and_up_on_both_sides(config):
 
 
 def test_a_bad_token_does_not_reach_others(config, draw):
-    experts = Experts(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    experts = Experts(config, 0, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     x = jnp.asarray(draw(6, config.hidden_size), jnp.bfloat16)
     chosen = jnp.asarray(np.random.default_rng(2).integers(0, config.n_routed_experts, (6, 2)), jnp.int32)
     routing = ops.Routing(chosen, jnp.full((6, 2), 0.5))

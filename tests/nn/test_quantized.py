@@ -14,6 +14,7 @@ from dsv4_jax.quant import QuantizedWeight
 
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+BLOCKS = {"FP8": (128, 128), "FP8_32": (32, 32), "FP8_ROWS": (1, 32), "FP4": (1, 32)}
 
 
 def random_weight(kind, shape, dtype=jnp.bfloat16, scales=(118, 127)):
@@ -21,23 +22,27 @@ def random_weight(kind, shape, dtype=jnp.bfloat16, scales=(118, 127)):
     rng = np.random.default_rng(0)
     *leading, rows, columns = shape
     codes = rng.integers(0, 256, (*leading, rows, columns // 2 if kind == "FP4" else columns), np.uint8)
-    blocks = (rows, columns // 32) if kind == "FP4" else (-(-rows // 128), -(-columns // 128))
-    scale = rng.integers(*scales, (*leading, *blocks), np.uint8)
+    block_rows, block_columns = BLOCKS[kind]
+    scale = rng.integers(*scales, (*leading, -(-rows // block_rows), -(-columns // block_columns)), np.uint8)
     powers = 2.0 ** (scale.astype(np.float64) - 127)
     if kind == "FP4":
         values = np.stack([E2M1[codes & 15], E2M1[codes >> 4]], axis=-1).reshape(shape)
         values = values * np.repeat(powers, 32, axis=-1)
     else:
         codes = np.where(codes & 0x7F == 0x7F, 0, codes)  # no NaN
-        powers = np.repeat(np.repeat(powers, 128, axis=-2), 128, axis=-1)[..., :rows, :columns]
+        powers = np.repeat(np.repeat(powers, block_rows, axis=-2), block_columns, axis=-1)[..., :rows, :columns]
         values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * powers
     return QuantizedWeight(jnp.asarray(codes), jnp.asarray(scale), kind, jnp.dtype(dtype)), values
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(
-    ("kind", "shape"), [("FP8", (130, 200)), ("FP8", (3, 128, 256)), ("FP4", (6, 64)), ("FP4", (4, 5, 96))]
-)
+    ("kind", "shape"),
+    [
+        ("FP8", (130, 200)), ("FP8", (3, 128, 256)), ("FP8_32", (72, 200)), ("FP8_32", (3, 96, 40)),
+        ("FP8_ROWS", (5, 72)), ("FP4", (6, 64)), ("FP4", (4, 5, 96)),
+    ],
+)  # fmt: skip
 def test_values_are_exact(kind, shape, dtype):
     stored, values = random_weight(kind, shape, dtype, scales=(10, 247))
     parameter = nnx.Param(stored)
@@ -63,7 +68,7 @@ def test_linears_give_the_same_bits(groups):
 
 @pytest.mark.parametrize("tokens", [2, 30], ids=["fewer pairs than experts", "more"])
 def test_experts_give_the_same_bits(config, tokens):
-    layer = Experts(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    layer = Experts(config, 0, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     number = config.n_routed_experts
     hidden = config.hidden_size
     inner = config.moe_intermediate_size
@@ -88,7 +93,7 @@ def test_few_tokens_dequantize_their_experts_only(config):
     inner = config.moe_intermediate_size
     scratch = []
     for number in (8, 64):
-        layer = nnx.eval_shape(lambda: Experts(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+        layer = nnx.eval_shape(lambda: Experts(config, 0, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
         layer.gate_up_proj = nnx.Param(random_weight("FP4", (number, 2, inner, hidden))[0])
         layer.down_proj = nnx.Param(random_weight("FP4", (number, hidden, inner))[0])
         x = jnp.zeros((2, hidden), jnp.bfloat16)

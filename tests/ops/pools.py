@@ -10,10 +10,10 @@ from dsv4_jax.quant import kv_format
 
 
 NOPE = 64
-ROPE = 16
+ROPE = 32
 INDEX = 32
 DIM = NOPE + ROPE
-FORMATS = {"v4": kv_format("v4"), "per_entry": kv_format("per_entry"), "plain": kv_format("plain", jnp.float32)}
+FORMATS = {name: kv_format(name, jnp.float32) for name in ("v4", "v41", "per_entry", "plain")}
 
 
 def poison(struct, *leading):

@@ -32,6 +32,19 @@ class RecordingHandle:
         q, handle = self.handle.norm_rope_append(*args, **kwargs)
         return q, dataclasses.replace(self, handle=handle)
 
+    def pool_windows(self, *args):
+        closed, handle = self.handle.pool_windows(*args)
+        return closed, dataclasses.replace(self, handle=handle)
+
+    def write_entries(self, *args):
+        return dataclasses.replace(self, handle=self.handle.write_entries(*args))
+
+    def write_keys(self, *args):
+        return dataclasses.replace(self, handle=self.handle.write_keys(*args))
+
+    def candidate_blocks(self, scores):
+        return self.handle.candidate_blocks(scores)
+
     def flush(self, *args, **kwargs):
         return dataclasses.replace(self, handle=self.handle.flush(*args, **kwargs))
 
@@ -43,8 +56,8 @@ class RecordingHandle:
         self.record["scores"] = self.handle.indexer_scores(*args)
         return self.record["scores"]
 
-    def indexer_topk(self, scores):
-        self.record["topk"] = self.handle.indexer_topk(scores)
+    def indexer_topk(self, scores, candidates=None):
+        self.record["topk"] = self.handle.indexer_topk(scores, candidates)
         return self.record["topk"] if self.given is None else self.given
 
 

@@ -118,9 +118,9 @@ def test_what_the_kernel_does_not_take_is_refused_before_launch():
     kv = jnp.ones((1, DIM), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="takes kv as bfloat16.1, 512., got float32"):
         call(view_of(FORMATS["v4"]), kv.astype(jnp.float32))
-    with pytest.raises(NotImplementedError, match="takes rows of 512 values, got 64 . 16"):
-        call(swa_view(FORMATS["v4"]), kv[:, :80])
-    with pytest.raises(NotImplementedError, match="quantized formats, not 'plain'"):
+    with pytest.raises(NotImplementedError, match="takes rows of 512 values, got 64 . 32"):
+        call(swa_view(FORMATS["v4"]), kv[:, :96])
+    with pytest.raises(NotImplementedError, match="formats 'v4' and 'per_entry'"):
         call(view_of(kv_format("plain", jnp.bfloat16)), kv)
     with pytest.raises(NotImplementedError, match="cannot run as 'mosaic_gpu'"):
         call(view_of(FORMATS["v4"]), kv, "mosaic_gpu")
@@ -129,7 +129,7 @@ def test_what_the_kernel_does_not_take_is_refused_before_launch():
 def test_the_best_implementation_falls_back_to_xla():
     """Within use_implementation an op takes the kernel where it can, and the reference where the kernel cannot."""
     view = swa_view(FORMATS["v4"])
-    kv = jnp.ones((1, 80), jnp.bfloat16)
+    kv = jnp.ones((1, 96), jnp.bfloat16)
     with ops.use_implementation("interpret"):
         got = ops.append_swa(view, kv, ints([0]), ints([0]))
     same_bytes(got, ops.append_swa(view, kv, ints([0]), ints([0]), implementation="xla"))

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dsv4_jax.quant import PerEntryFormat, PlainFormat, Rows, V4Format, encode_mxfp4, kv_format
+from dsv4_jax.quant import PerEntryFormat, PlainFormat, Rows, V4Format, V41Format, encode_mxfp4, kv_format
 
 
-ALL = [V4Format(), PerEntryFormat(), PerEntryFormat(0.25), PlainFormat(jnp.float32), PlainFormat(jnp.bfloat16)]
-QUANTISED = ALL[:3]
+QUANTISED = [V4Format(), V41Format(), PerEntryFormat(), PerEntryFormat(0.25)]
+ALL = [*QUANTISED, PlainFormat(jnp.float32), PlainFormat(jnp.bfloat16)]
 NOPE = 128
 ROPE = 32
 INDEX = 64
@@ -28,6 +28,10 @@ def codecs(format, nope=NOPE, rope=ROPE, index=INDEX):
     return format.entries(nope, rope), format.keys(index)
 
 
+def row_codecs(format):
+    return {format.window(NOPE, ROPE), format.entries(NOPE, ROPE)}
+
+
 def normal(*shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(len(shape)), shape)
 
@@ -35,33 +39,39 @@ def normal(*shape: int) -> jax.Array:
 @pytest.mark.parametrize("format", ALL, ids=repr)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_structs_describe_what_encode_returns(format, dtype):
-    row_codec, key_codec = codecs(format)
-    rows = row_codec.encode(normal(NOPE + ROPE).astype(dtype))
-    chex.assert_trees_all_equal_shapes_and_dtypes(rows, row_codec.struct)
+    for codec in row_codecs(format):
+        rows = codec.encode(normal(NOPE + ROPE).astype(dtype))
+        chex.assert_trees_all_equal_shapes_and_dtypes(rows, codec.struct)
+        chex.assert_shape(codec.decode(rows, dtype), (NOPE + ROPE,))
+        chex.assert_type(codec.decode(rows, dtype), dtype)
+        assert codec.dim == NOPE + ROPE
+        assert codec.layout is None or codec.layout.dim == codec.dim
+    key_codec = format.keys(INDEX)
     keys = key_codec.encode(normal(INDEX).astype(dtype))
     chex.assert_trees_all_equal_shapes_and_dtypes(keys, key_codec.struct)
-    chex.assert_shape(row_codec.decode(rows, dtype), (NOPE + ROPE,))
-    chex.assert_type([row_codec.decode(rows, dtype), key_codec.round_query(normal(INDEX).astype(dtype))], dtype)
+    chex.assert_type(key_codec.round_query(normal(INDEX).astype(dtype)), dtype)
     chex.assert_type(key_codec.decode(keys), jnp.float32)
-    assert format.window(NOPE, ROPE) == row_codec
-    layouts = row_codec.layout, key_codec.layout
-    if format.name == "plain":
-        assert layouts == (None, None)
-    else:
-        assert layouts[0].dim == row_codec.dim and layouts[1].dim == INDEX
+    assert (format.window(NOPE, ROPE) == format.entries(NOPE, ROPE)) == (format.name != "v41")
+    layouts = format.entries(NOPE, ROPE).layout, key_codec.layout
+    assert [layout is None for layout in layouts] == [format.name in ("plain", "v41"), format.name == "plain"]
 
 
 @pytest.mark.parametrize(
-    "format, row_bytes, key_bytes",
-    [(V4Format(), 584, 68), (PerEntryFormat(), 580, 72), (PlainFormat(jnp.bfloat16), 1024, 256)],
-    ids=lambda value: getattr(value, "name", value),
+    "format, sizes",
+    [
+        (V4Format(), (584, 584, 68)),
+        (V41Format(), (528, 288, 68)),
+        (PerEntryFormat(), (580, 580, 72)),
+        (PlainFormat(jnp.bfloat16), (1024, 1024, 256)),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
 )
-def test_bytes_of_the_release(format, row_bytes, key_bytes):
+def test_bytes_of_the_release(format, sizes):
     def count(struct):
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(struct))
 
-    assert count(format.entries(448, 64).struct) == row_bytes
-    assert count(format.keys(128).struct) == key_bytes
+    codecs = format.window(448, 64), format.entries(448, 64), format.keys(128)
+    assert tuple(count(codec.struct) for codec in codecs) == sizes
 
 
 @pytest.mark.parametrize("format", ALL, ids=repr)
@@ -69,13 +79,14 @@ def test_bytes_of_the_release(format, row_bytes, key_bytes):
 def test_bits_of_a_row_do_not_depend_on_its_company(format, dtype):
     kv = normal(6, NOPE + ROPE).astype(dtype)
     keys = normal(6, INDEX).astype(dtype)
-    row_codec, key_codec = codecs(format)
+    key_codec = format.keys(INDEX)
 
     @jax.jit
     def bits(kv, keys):
-        rows = row_codec.encode(kv)
+        rows = [(codec, codec.encode(kv)) for codec in row_codecs(format)]
         index = key_codec.encode(keys)
-        return rows, index, row_codec.decode(rows, dtype), key_codec.decode(index), key_codec.round_query(keys)
+        values = [(encoded, codec.decode(encoded, dtype)) for codec, encoded in rows]
+        return values, index, key_codec.decode(index), key_codec.round_query(keys)
 
     together = bits(kv, keys)
     alone = [bits(kv[i], keys[i]) for i in range(6)]
@@ -88,17 +99,18 @@ def test_bits_of_a_row_do_not_depend_on_its_company(format, dtype):
 
 @pytest.mark.parametrize("format", ALL, ids=repr)
 def test_no_rows_are_fine(format):
-    codec = format.entries(NOPE, ROPE)
-    rows = codec.encode(jnp.zeros((0, NOPE + ROPE), jnp.float32))
-    assert codec.decode(rows, jnp.bfloat16).shape == (0, NOPE + ROPE)
+    for codec in row_codecs(format):
+        rows = codec.encode(jnp.zeros((0, NOPE + ROPE), jnp.float32))
+        assert codec.decode(rows, jnp.bfloat16).shape == (0, NOPE + ROPE)
 
 
 @settings(max_examples=40, deadline=None)
 @given(ROWS, st.sampled_from(ALL))
 def test_finite_rows_stay_finite_and_near(kv, format):
-    codec = format.entries(NOPE, ROPE)
+    codec = format.window(NOPE, ROPE)
     values = np.asarray(codec.decode(codec.encode(jnp.asarray(kv)), jnp.float32))
     assert np.isfinite(values).all()
+    chex.assert_tree_all_finite(format.entries(NOPE, ROPE).fake_quantize(jnp.asarray(kv), jnp.float32))
     # A row's largest value keeps 3 mantissa bits or more (half a step: 2**-4); below the floors of 7.1 it may vanish.
     largest = np.abs(kv[:, :NOPE]).max(axis=-1)
     error = np.abs(values - kv)[:, :NOPE].max(axis=-1)
@@ -148,19 +160,21 @@ def test_mxfp4_values_are_a_fixed_point(keys):
 @pytest.mark.parametrize("format", ALL, ids=repr)
 def test_signs_of_zeros_are_kept(format):
     kv = jnp.asarray(np.where(np.arange(NOPE + ROPE) % 2, 0.0, -0.0), jnp.float32)
-    codec = format.entries(NOPE, ROPE)
-    assert_same_bits(codec.decode(codec.encode(kv), jnp.float32), kv)
-    tiny = kv.at[0].set(1.0).at[2].set(-1e-20).at[3].set(1e-20)  # round to zero beside a one
-    signs = jnp.signbit(codec.decode(codec.encode(tiny), jnp.float32))
-    chex.assert_trees_all_equal(signs, jnp.signbit(tiny))
+    for codec in row_codecs(format):
+        assert_same_bits(codec.decode(codec.encode(kv), jnp.float32), kv)
+        tiny = kv.at[0].set(1.0).at[2].set(-1e-20).at[3].set(1e-20)  # round to zero beside a one
+        signs = jnp.signbit(codec.decode(codec.encode(tiny), jnp.float32))
+        chex.assert_trees_all_equal(signs, jnp.signbit(tiny))
 
 
 @pytest.mark.parametrize("format", QUANTISED, ids=repr)
 def test_largest_values_saturate(format):
     biggest = float(np.finfo(np.float32).max)
-    row_codec, key_codec = codecs(format)
-    rows = row_codec.encode(jnp.full((NOPE + ROPE,), biggest).at[1].set(-biggest))
-    assert (np.asarray(rows.nope) & 0x7F).max() <= 0x7E  # 0x7F would be NaN
+    key_codec = format.keys(INDEX)
+    for codec in row_codecs(format):
+        rows = codec.encode(jnp.full((NOPE + ROPE,), biggest).at[1].set(-biggest))
+        assert (np.asarray(rows.nope) & 0x7F).max() <= 0x7E  # 0x7F would be NaN
+        assert not np.isnan(np.asarray(codec.decode(rows, jnp.float32))).any()
     index = key_codec.encode(jnp.full((INDEX,), 1e30, jnp.float32))
     assert not np.isnan(np.asarray(key_codec.decode(index))).any()
 
@@ -221,7 +235,7 @@ def test_kv_format_by_name():
 
 
 def test_bad_formats_are_refused():
-    with pytest.raises(ValueError, match="unknown KV format 'fp8'; known are 'v4', 'per_entry', 'plain'"):
+    with pytest.raises(ValueError, match="unknown KV format 'fp8'; known are 'v4', 'v41', 'per_entry', 'plain'"):
         kv_format("fp8")
     with pytest.raises(ValueError, match="float32 or bfloat16, got dtype=float16"):
         kv_format("plain", jnp.float16)

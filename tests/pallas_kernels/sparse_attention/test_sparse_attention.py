@@ -478,7 +478,7 @@ def test_what_the_kernel_does_not_take_is_refused_before_launch():
     attend = functools.partial(ops.sparse_attention, implementation="interpret")
     with pytest.raises(NotImplementedError, match="q as bfloat16.*got float32"):
         attend(q.astype(jnp.float32), sinks, kv, *tokens)
-    with pytest.raises(NotImplementedError, match="takes rows of 512 values, got 64 . 16"):
+    with pytest.raises(NotImplementedError, match="takes rows of 512 values, got 64 . 32"):
         attend(q, sinks, dataclasses.replace(kv, window=swa_view(FORMATS["v4"])), *tokens)
     _, _, other, *_ = call(FORMATS["per_entry"], rng, [0], [9], rate=4, count=8, **SMALL)
     with pytest.raises(NotImplementedError, match="takes one layout, got .*scale_block=64.* and .*scale_block=None"):

@@ -1,0 +1,46 @@
+"""Storage in the cache for the compressed ids of each request's last tokens, of which Engram's n-grams are made."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from dsv4_jax.cache.batch import Batch
+from dsv4_jax.cache.pools import KVCache
+from dsv4_jax.ops.views import put, run_bounds, take
+
+
+def advance_ngrams(cache: KVCache, batch: Batch, token_map: Int[Array, "vocab"]) -> tuple[Int[Array, "T n"], KVCache]:
+    """Stores the ids of a step's tokens, and returns the longest n-gram that ends with each token.
+
+    Args:
+      cache: the cache; it must have `ngram_ids`.
+      batch: inputs of the step.
+      token_map: [vocab] int32 compressed id of each token id, see `EngramConfig`.
+
+    Returns:
+      ([T, max_ngram_size] int32 compressed ids: that of the token itself, of the token before it, and so on. For tokens
+      before the start of a request, and for padding, they are the id of `EngramConfig.pad_token_id`. The cache with the
+      new ids).
+    """
+    engram = cache.schema.config.engram
+    assert engram is not None
+    ids = take(token_map, batch.token_ids)
+    pad_id = token_map[engram.pad_token_id]
+    tokens = jnp.arange(ids.shape[0], dtype=jnp.int32)
+    start, end = run_bounds(batch.slots)
+    valid = (batch.slots >= 0) & (batch.positions >= 0)
+    ring = cache.ngram_ids.shape[2]
+    back = jnp.arange(engram.max_ngram_size, dtype=jnp.int32)[None, :]
+    source = batch.positions[:, None] - back
+    index = tokens[:, None] - back
+    slots = jnp.broadcast_to(batch.slots[:, None], source.shape)
+    stored = take(cache.ngram_ids, jnp.zeros_like(slots), slots, source % ring)[..., 0]
+    ngrams = jnp.where(index >= start[:, None], take(ids, index), stored)
+    ngrams = jnp.where(source >= 0, ngrams, pad_id)
+    # The barrier orders the read above before the write below. Otherwise XLA copies the ring.
+    ngrams, ids = jax.lax.optimization_barrier((ngrams, ids))
+    keep = valid & (end - tokens <= ring)
+    pool = put(cache.ngram_ids, ids[:, None], keep, 0, batch.slots, jnp.maximum(batch.positions, 0) % ring)
+    return ngrams, dataclasses.replace(cache, ngram_ids=pool)

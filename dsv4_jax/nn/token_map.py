@@ -1,0 +1,57 @@
+"""Engram's compressed token ids, computed from a tokenizer."""
+
+import numpy as np
+from tokenizers import Regex, Tokenizer, normalizers
+
+from dsv4_jax.config import DSV4Config
+
+
+_BLANK = "\ue000"  # stands for a text of one blank, which would be stripped
+_UNDECODABLE = "\ufffd"  # the replacement character, to which broken UTF-8 is decoded
+
+
+def compressed_token_ids(tokenizer: Tokenizer, config: DSV4Config) -> np.ndarray:
+    """Computes the compressed id of each token id. Tokens have one if they differ in case, accents or blanks only.
+
+    A token whose text is one blank keeps it, one whose normalized text is empty keeps its text, and one whose bytes are
+    no valid UTF-8 keeps its name in the vocabulary. Compressed ids are numbers in the order of their first tokens.
+
+    Args:
+      tokenizer: the tokenizer of the model's checkpoint.
+      config: configuration of a model with Engram.
+
+    Returns:
+      [vocab] int32. Ids that the tokenizer lacks have the compressed id 0.
+
+    Raises:
+      ValueError: the tokenizer has more ids than the model, or another number of compressed ids than the configuration.
+    """
+    assert config.engram is not None
+    size = tokenizer.get_vocab_size(with_added_tokens=True)
+    if size > config.vocab_size:
+        raise ValueError(f"the tokenizer has {size} ids, more than the model's vocab_size={config.vocab_size}")
+    normalizer = normalizers.Sequence(
+        [
+            normalizers.NFKC(),
+            normalizers.NFD(),
+            normalizers.StripAccents(),
+            normalizers.Lowercase(),
+            normalizers.Replace(Regex(r"[ \t\r\n]+"), " "),
+            normalizers.Replace(Regex("^ $"), _BLANK),
+            normalizers.Strip(),
+            normalizers.Replace(_BLANK, " "),
+        ]
+    )
+    numbers: dict[str | None, int] = {}
+    ids = np.zeros(config.vocab_size, np.int32)
+    for token in range(size):
+        text = tokenizer.decode([token], skip_special_tokens=False)
+        is_broken = _UNDECODABLE in text
+        key = tokenizer.id_to_token(token) if is_broken else normalizer.normalize_str(text) or text
+        ids[token] = numbers.setdefault(key, len(numbers))
+    if len(numbers) != config.engram.compressed_vocab_size:
+        raise ValueError(
+            f"the tokenizer gives {len(numbers)} compressed ids, but the model's hashes are for "
+            f"engram_compressed_vocab_size={config.engram.compressed_vocab_size}: it is not the model's tokenizer"
+        )
+    return ids

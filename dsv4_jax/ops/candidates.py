@@ -1,0 +1,56 @@
+"""Candidate blocks: one layer chooses blocks of entries, and later layers select entries within these blocks (V4.1)."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def candidate_blocks(
+    scores: Float[Array, "T E"],
+    lengths: Int[Array, "T"],
+    count: int,
+    block_size: int,
+    topk: Callable[[Float[Array, "T N"], Int[Array, "T"], int], Int[Array, "T count"]],
+) -> Int[Array, "T count"]:
+    """Chooses the blocks of consecutive entries with the highest scores, and always the newest block.
+
+    The score of a block is the largest one of its visible entries (docs/dsv41.md 4).
+
+    Args:
+      scores: [T, E] float32 scores of entries; -inf for entries that lie on other devices.
+      lengths: [T] int32 number of visible entries of each token.
+      count: number of blocks to choose.
+      block_size: number of entries in a block.
+      topk: `indexer_topk`, or `topk_of_shards` if entries lie on several devices.
+
+    Returns:
+      [T, count] int32 numbers of blocks in ascending order, then -1 if fewer blocks have visible entries.
+    """
+    tokens, entries = scores.shape
+    visible = jnp.arange(entries, dtype=jnp.int32)[None, :] < lengths[:, None]
+    scores = jnp.where(visible, scores, -jnp.inf)
+    padded = jnp.pad(scores, ((0, 0), (0, -entries % block_size)), constant_values=-jnp.inf)
+    best = jnp.max(padded.reshape(tokens, -1, block_size), axis=2)
+    newest = jnp.arange(best.shape[1], dtype=jnp.int32)[None, :] == (lengths[:, None] - 1) // block_size
+    best = jnp.where(newest & (best > -jnp.inf), jnp.inf, best)  # not on a device that holds other entries
+    return topk(best, -(-lengths // block_size), count)
+
+
+def within_candidates(
+    scores: Float[Array, "T E"], blocks: Int[Array, "T count"], block_size: int
+) -> Float[Array, "T E"]:
+    """Returns scores [T, E] of all entries, with -inf for entries outside the blocks [T, count]; -1 = no block."""
+    tokens, entries = scores.shape
+    number = -(-entries // block_size)
+    rows = jnp.arange(tokens, dtype=jnp.int32)[:, None]
+    chosen = jnp.zeros((tokens, number), bool).at[rows, jnp.where(blocks >= 0, blocks, number)].set(True, mode="drop")
+    return jnp.where(jnp.repeat(chosen, block_size, axis=1)[:, :entries], scores, -jnp.inf)
+
+
+def candidate_entries(blocks: Int[Array, "*T count"], block_size: int) -> Int[Array, "*T n"]:
+    """Returns the numbers [..., count * block_size] of the entries in blocks [..., count]; -1 for the block -1."""
+    offsets = jax.lax.broadcasted_iota(jnp.int32, (*blocks.shape, block_size), blocks.ndim)
+    entries = jnp.where(blocks[..., None] >= 0, blocks[..., None] * block_size + offsets, -1)
+    return entries.reshape(*blocks.shape[:-1], -1)

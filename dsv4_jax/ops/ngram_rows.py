@@ -1,0 +1,70 @@
+"""Engram's hashes: the rows of a table of embeddings for the n-grams that end with each token."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from dsv4_jax.config import EngramConfig
+
+
+_MAX_INT64 = 2**63 - 1
+
+
+def hash_multipliers(config: EngramConfig, layer: int) -> tuple[int, ...]:
+    """Returns a layer's odd multipliers of a token's id, of the id before it, and so on: max_ngram_size numbers.
+
+    A product of a compressed id and a multiplier is less than 2**63.
+    """
+    bound = max(1, _MAX_INT64 // config.compressed_vocab_size // 2)
+    drawn = np.random.default_rng(10007 * layer).integers(0, bound, config.max_ngram_size)
+    return tuple(2 * int(number) + 1 for number in drawn)
+
+
+def ngram_rows(ids: Int[Array, "T n"], multipliers: Sequence[int], primes: Sequence[int]) -> Int[Array, "T rows"]:
+    """Computes the table rows of the n-grams that end with each token.
+
+    The hash of an n-gram is the exclusive or of the products of its ids and their multipliers. For each of its heads,
+    the row is the hash modulo a prime number, plus the sum of the primes before this one.
+
+    Args:
+      ids: [T, n] int32 compressed ids: that of the token itself, of the token before it, and so on.
+      multipliers: n positive numbers; the products with ids are less than 2**63.
+      primes: the numbers of rows for the heads of 2-grams, of 3-grams, and so on to n-grams, each less than 2**24.
+
+    Returns:
+      [T, len(primes)] int32 rows.
+    """
+    tokens, n = ids.shape
+    words = _products(ids.astype(jnp.uint32), multipliers)
+    hashes = [words[:, 0]]
+    for i in range(1, n):
+        hashes.append(hashes[-1] ^ words[:, i])
+    words = jnp.stack(hashes[1:], axis=1)[:, :, None, :]
+    moduli = jnp.asarray(primes, jnp.uint32).reshape(1, n - 1, -1)
+    rows = jnp.zeros((), jnp.uint32)
+    for word in reversed(range(4)):
+        # A remainder is less than 2**24, so that with another byte it still fits into 32 bits.
+        for byte in (words[..., word] >> 8, words[..., word] & 0xFF):
+            rows = ((rows << 8) + byte) % moduli
+    offsets = np.cumsum([0, *primes[:-1]])
+    return rows.reshape(tokens, -1).astype(jnp.int32) + jnp.asarray(offsets, jnp.int32)[None, :]
+
+
+def _products(ids, multipliers):
+    """Multiplies ids [T, n] by n numbers, all uint32. Returns the products' words of 16 bits [T, n, 4], low first."""
+    factors = np.array([[number >> 16 * i & 0xFFFF for number in multipliers] for i in range(4)], np.uint32)[:, None, :]
+    columns = [jnp.zeros_like(ids) for _ in range(5)]
+    for i, part in enumerate((ids & 0xFFFF, ids >> 16)):
+        for j in range(4 - i):
+            product = part * factors[j]
+            columns[i + j] += product & 0xFFFF
+            columns[i + j + 1] += product >> 16
+    words = []
+    carry = jnp.zeros_like(ids)
+    for column in columns[:4]:
+        total = column + carry
+        words.append(total & 0xFFFF)
+        carry = total >> 16
+    return jnp.stack(words, axis=-1)

@@ -1,0 +1,188 @@
+"""DeepSeek-V4.1 against DeepSeek's own code, in float32 with plain rows: tolerances are those of README_v41.md there.
+
+The golden's selections, candidates and experts are equal to ours, not only close, because the gaps between what is
+chosen and what is not are 20 times the noise of float32. By the golden's README, each of these mistakes would move
+logits by 0.8 to 6, ten thousand times the tolerance: a norm of query heads, keys from rotated latents, no candidates, a
+newest block that is no candidate, rotation by a group's last position, a mean instead of the gated pooling, plain RoPE
+in layers without entries, no YaRN, a block's own weights `pre`, `comb` summed over its second index, eps 1e-6, the bias
+of images, expert weights with the bias, a window of one token less, the selection of the layer that stores the entries,
+no Engram, hashes of raw ids, a padding id that is not mapped, other primes, no root in the gate.
+"""
+
+import functools
+import sys
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax.cache import LayerCacheHandle
+from dsv4_jax.checkpoint import load_checkpoint
+from dsv4_jax.engine import Engine, PromptLookup
+from dsv4_jax.host import KVCacheManager, PrefixCache
+from tests.oracle.layers import entries, reader, run_layer
+from tests.paths import DATA
+
+
+FOLDER = DATA / "official_v41"
+QUANTIZED = DATA / "official_v41_fp8"
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return np.load(FOLDER / "golden.npz")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_checkpoint(FOLDER, dtype=jnp.float32)
+
+
+def make_manager(config, max_query_tokens=1):
+    return KVCacheManager(
+        config, num_blocks=64, max_requests=2, max_context=128, block_tokens=16, max_query_tokens=max_query_tokens,
+        kv_format="plain", dtype=jnp.float32,
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def record(model, cache, batch):
+    hidden, recorded, cache = model.record(cache, batch)
+    return model.logits(hidden), recorded, cache
+
+
+def run(model, ids, chunks):
+    """Feeds ids [B, T] in chunks of so many tokens: (logits [B, T, V], {name: {layer: [B, T, ...]}}, cache)."""
+    manager = make_manager(model.config)
+    cache = manager.init_cache()
+    slots = [manager.admit(num_tokens=ids.shape[1]) for _ in ids]
+    logits = []
+    recorded = []
+    at = 0
+    for chunk in chunks:
+        batch = manager.prepare_forward({slot: row[at : at + chunk] for slot, row in zip(slots, ids, strict=True)})
+        output, values, cache = record(model, cache, batch)
+
+        def by_request(x, chunk=chunk):
+            return np.asarray(x)[: len(ids) * chunk].reshape(len(ids), chunk, *x.shape[1:])
+
+        logits.append(by_request(output))
+        recorded.append(jax.tree.map(by_request, values))
+        at += chunk
+    return np.concatenate(logits, 1), jax.tree.map(lambda *x: np.concatenate(x, 1), *recorded), cache
+
+
+@pytest.fixture(scope="module")
+def prefill(model, golden):
+    return run(model, golden["ids"].astype(np.int32), [61])
+
+
+def close(got, want, atol):
+    chex.assert_trees_all_close(np.asarray(got, np.float32), want, rtol=0, atol=atol)
+
+
+def test_logits(prefill, golden):
+    close(prefill[0], golden["logits"], 1e-4)
+    assert (prefill[0].argmax(-1) == golden["logits"].argmax(-1)).all()
+
+
+def test_what_layers_compute(model, prefill, golden):
+    recorded = prefill[1]
+    for layer in range(model.config.num_hidden_layers):
+        close(recorded["attention_out"][layer], golden[f"attn_out_{layer}"], 3e-5)
+        close(recorded["streams"][layer][:, golden["stream_at"]], golden["streams"][layer], 1e-4)
+        chex.assert_trees_all_equal(np.sort(recorded["experts"][layer], -1), golden["experts"][layer].astype(np.int32))
+    for layer in (4, 9):
+        close(recorded["attention_in"][layer], golden[f"attn_in_{layer}"], 8e-5)
+    selecting = [spec.layer for spec in model.config.specs if spec.selects]
+    assert set(recorded["selection"]) == set(selecting)
+    for layer in selecting:
+        chex.assert_trees_all_equal(recorded["selection"][layer], golden[f"topk_{layer}"].astype(np.int32))
+
+
+def check_cache(cache, golden, tokens=61):
+    config = cache.schema.config
+    for layer, spec in enumerate(config.specs):
+        handle = reader(cache, layer)
+        rows = jax.tree.map(lambda x: x[layer, :2], cache.swa)  # noqa: B023
+        ring = np.asarray(cache.schema.window_codec.decode(rows, jnp.float32))
+        positions = np.arange(tokens - config.sliding_window, tokens)
+        close(ring[:, positions % ring.shape[1]], golden[f"ring_{layer}"][:, positions % config.sliding_window], 6e-5)
+        if not spec.owner:
+            continue
+        count = tokens // spec.compress_rate
+        view = handle.read_classical_view()
+        close(view.codec.decode(entries(view, count), jnp.float32), golden[f"entries_{layer}"], 6e-5)
+        view = handle.read_indexer_view()
+        close(view.codec.decode(entries(view, count)), golden[f"keys_{layer}"], 6e-5)
+        if spec.compress_rate > 1:
+            state = cache.groups[spec.group].state
+            at = (tokens - 1) % state.kv.shape[2]
+            pending = np.stack([state.kv[spec.index, :2, at], state.gate[spec.index, :2, at]], 1)
+            close(pending, golden[f"pending_{layer}"], 2e-5)
+
+
+def test_what_the_cache_holds(prefill, golden):
+    check_cache(prefill[2], golden)
+
+
+@pytest.mark.parametrize("chunks", [[1] * 61, [16, 1, 16, 1, 1, 15, 11]], ids=["one by one", "chunks"])
+def test_chunks_give_the_same(model, golden, chunks):
+    logits, recorded, cache = run(model, golden["ids"].astype(np.int32), chunks)
+    close(logits, golden["logits"], 1e-4)
+    for layer, selection in recorded["selection"].items():
+        chex.assert_trees_all_equal(selection, golden[f"topk_{layer}"].astype(np.int32))
+    check_cache(cache, golden)
+
+
+@pytest.mark.slow
+def test_candidates_as_a_mask(model, golden, monkeypatch):
+    """As in shorter contexts, where all entries are scored and others than the candidates' are masked."""
+    monkeypatch.setattr(LayerCacheHandle, "_gathered_entries", lambda *_: None)
+    monkeypatch.setattr(sys.modules[__name__], "record", jax.jit(record.__wrapped__, donate_argnames="cache"))
+    logits, recorded, _ = run(model, golden["ids"].astype(np.int32), [61])
+    close(logits, golden["logits"], 1e-4)
+    for layer, selection in recorded["selection"].items():
+        chex.assert_trees_all_equal(selection, golden[f"topk_{layer}"].astype(np.int32))
+
+
+def test_scores_and_candidates(model, golden):
+    """Of layer 4 alone, and of the model, whose layer 6 makes the candidates: consumers select other entries if not."""
+    out, results, _ = run_layer(model, 4, golden["attn_in_4"], [61], kv_format="plain", dtype=jnp.float32)
+    close(out, golden["attn_out_4"], 3e-5)
+    want = golden["index_score_4"]
+    got = results["scores"][..., : want.shape[-1]]
+    seen = np.isfinite(want)
+    close(np.where(seen, got, 0), np.where(seen, want, 0), 5e-5)
+    assert (np.isfinite(golden["index_score_9"]) & ~np.isfinite(golden["index_score_6"])).sum() == 0
+    dropped = np.isfinite(golden["index_score_6"]) & ~np.isfinite(golden["index_score_9"])
+    assert dropped.any()
+
+
+@pytest.mark.parametrize("drafts", [0, 3], ids=["", "drafts"])
+def test_greedy_tokens_through_the_engine(model, golden, drafts):
+    """Twice: the second time, prompts begin with blocks and windows of the first. Wrong drafts are rewound."""
+    manager = make_manager(model.config, max_query_tokens=1 + drafts)
+    prefix = PrefixCache(manager, key="v41")
+    engine = Engine(model, manager, token_budget=13, prefix=prefix, drafter=PromptLookup() if drafts else None)
+    for _ in range(2):
+        requests = [
+            engine.add(prompt.tolist(), max_new_tokens=golden["greedy_tokens"].shape[1])
+            for prompt in golden["greedy_prompt"]
+        ]
+        while engine.busy:
+            engine.step()
+        chex.assert_trees_all_equal(np.array([r.generated for r in requests]), golden["greedy_tokens"].astype(int))
+    assert prefix.metrics.hits == 2
+
+
+def test_the_quantized_release():
+    """Its weights stay quantized, in blocks of 32 x 32."""
+    golden = np.load(QUANTIZED / "golden.npz")
+    model = load_checkpoint(QUANTIZED, dtype=jnp.float32, weights="quantized")
+    logits, recorded, _ = run(model, golden["ids"].astype(np.int32), [golden["ids"].shape[1]])
+    close(logits, golden["logits"], 1e-4)
+    for layer, selection in recorded["selection"].items():
+        chex.assert_trees_all_equal(selection, golden[f"topk_{layer}"].astype(np.int32))
