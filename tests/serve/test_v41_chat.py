@@ -296,7 +296,8 @@ def test_images_are_refused(v41):
 
 
 def test_the_encoding_needs_its_own_tokens(tmp_path):
-    """V4's tokens are not enough: without the system's, a conversation is plain text."""
+    """V4's tokens are not enough: without the system's, a conversation is plain text. Toy checkpoints have none."""
+    assert type(make_chat(read_tokenizer(DATA / "official_v41"), "tiny", "v41")) is Chat
     path = tmp_path / "tokenizer.json"
     write_byte_tokenizer(path, {name: 256 + i for i, name in enumerate(NAMES) if name != SYSTEM})
     tokenizer = read_tokenizer(path)
