@@ -5,6 +5,7 @@ import dataclasses
 import http.client
 import json
 import os
+import re
 import signal
 import time
 import urllib.error
@@ -19,7 +20,7 @@ from dsv4_jax.cli.options import optional
 from dsv4_jax.cli.startup import visible
 
 
-_HELP = """/thinking off|low|high|max  how long the model thinks before it answers
+_HELP = """/thinking off|low|high|max  how long the model thinks before it answers; with DeepSeek-V4.1 also 1 to 100
 /system TEXT                instructions for a new conversation
 /new                        begin a new conversation
 /save FILE.json             write the conversation to a file
@@ -42,7 +43,7 @@ class ChatCommand:
     Attributes:
       url: address of the server.
       api_key: the server's key. Default: the environment variable DSV4_JAX_API_KEY.
-      thinking: off, low, high or max. Default: as the server does.
+      thinking: off, low, high or max; with DeepSeek-V4.1 also a number from 1 to 100. Default: as the server does.
       system: instructions for the model.
       max_tokens: maximum number of tokens of an answer. Default: what fits the context.
       temperature: sampling temperature; 0 = greedy.
@@ -50,7 +51,7 @@ class ChatCommand:
 
     url: str = "http://127.0.0.1:8000"
     api_key: Annotated[str | None, optional("KEY")] = None
-    thinking: Annotated[str | None, optional("off|low|high|max")] = None
+    thinking: Annotated[str | None, optional("off|low|high|max|1..100")] = None
     system: Annotated[str | None, optional("TEXT")] = None
     max_tokens: Annotated[int | None, optional("TOKENS")] = None
     temperature: float = 1.0
@@ -137,13 +138,15 @@ class _Session:
         return True
 
     def think(self, effort: str) -> None:
-        """Sets how long the model thinks: "off", "low", "high" or "max". Raises ValueError for another effort."""
-        if effort not in ("off", *_EFFORTS):
-            raise ValueError(f"thinking {effort} must be off, {', '.join(_EFFORTS)}")
+        """Sets how long the model thinks: "off", "low", "high", "max", or "1" to "100". Raises ValueError otherwise."""
+        number = int(effort) if re.fullmatch("[0-9]{1,3}", effort) else None
+        if effort not in ("off", *_EFFORTS) and not (number is not None and 1 <= number <= 100):
+            known = ", ".join(_EFFORTS)
+            raise ValueError(f"thinking {effort} must be off, {known}, or with DeepSeek-V4.1 a number from 1 to 100")
         self._options.pop("reasoning_effort", None)
         self._options["thinking"] = {"type": "disabled" if effort == "off" else "enabled"}
         if effort != "off":
-            self._options["reasoning_effort"] = effort
+            self._options["reasoning_effort"] = number or effort
 
     def _answer(self, text):
         """Sends a message and shows the answer while it arrives.

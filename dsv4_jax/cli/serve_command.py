@@ -74,8 +74,9 @@ class ServeCommand(RandomModelOptions):
         last bit. Every step then takes as long as the largest, see --token-budget for its size.
       structured_output: compile the programs for answers of a given form (JSON, required tool calls) at the start.
         Without this, the first request for such an answer waits for its programs.
-      effort_prompts: prompts for reasoning effort that the model knows: april has one for max; 0731 and later releases
-        have others for high and max. Default: 0731 if the checkpoint has DSpark layers, as those releases do.
+      effort_prompts: prompts for reasoning effort that the model knows: april has one for max; 0731 and V4's later
+        releases have others for high and max; v41 is V4.1's whole encoding, with numbers. Default: as config.json says.
+        V4's releases since 0731 have DSpark layers.
       prefix_dir: folder that keeps the prefix cache: blocks go there when they leave memory, and all blocks when the
         server stops. A later server with the same weights finds them. Several servers may share it. Default: no folder.
       prefix_size: with --prefix-dir: maximum size of its files together, such as 200GB. Beyond it, the least recently
@@ -101,7 +102,7 @@ class ServeCommand(RandomModelOptions):
     min_confidence: options.MinConfidence = 0.0
     batch_invariant: bool = False
     structured_output: bool = True
-    effort_prompts: Literal["april", "0731"] | None = None
+    effort_prompts: Literal["april", "0731", "v41"] | None = None
     prefix_dir: Annotated[Path | None, optional("DIR")] = None
     prefix_size: Annotated[str | None, optional("SIZE")] = None
     request_seconds: float = 600.0
@@ -119,7 +120,7 @@ class ServeCommand(RandomModelOptions):
         with _listen(self.host, self.port) as listener:
             from dsv4_jax.checkpoint import read_tokenizer
             from dsv4_jax.serve import AsyncEngine, HTTPServer, ServerOptions, create_app
-            from dsv4_jax.serve.chat import find_effort_prompts
+            from dsv4_jax.serve.chat import find_release
 
             tokenizer = read_tokenizer(checkpoint)
             end_tokens = tuple(config.eos_token_id)
@@ -127,9 +128,9 @@ class ServeCommand(RandomModelOptions):
             address = f"[{self.host}]" if ":" in self.host else self.host
             url = f"http://{address}:{listener.getsockname()[1]}"
             print(f"{startup.visible(name)}: {url} when its programs are compiled", flush=True)
-            prompts = self.effort_prompts or find_effort_prompts(folder)
+            release = self.effort_prompts or find_release(folder, config)
             hosts = self._hosts(api_key)
-            server = ServerOptions(name, end_tokens, api_key, hosts, self.request_seconds, prompts)
+            server = ServerOptions(name, end_tokens, api_key, hosts, self.request_seconds, release)
             HTTPServer(create_app(engine, tokenizer, server), grace_seconds=self.grace_seconds).run([listener])
 
     def _check(self) -> str | None:

@@ -1,5 +1,6 @@
 """Distinguishes blocks of tool calls in an answer from text that only mentions the token of calls."""
 
+import dataclasses
 import re
 
 import deepseek_recipe as recipe
@@ -7,9 +8,35 @@ from tokenizers import Tokenizer
 
 
 CALL_TOKEN = "｜DSML｜"
-# The texts that a block with a call has after its first character `<`. The block's own tag `tool_calls` may be missing.
-_HEADS = (f'{CALL_TOKEN}tool_calls><{CALL_TOKEN}invoke name="', f'{CALL_TOKEN}invoke name="')
 _MAX_HEAD = 64  # the maximum number of tokens of a head, white space between the two tags included
+
+
+@dataclasses.dataclass(frozen=True)
+class CallTags:
+    """How a release writes the tags of tool calls.
+
+    Attributes:
+      gap: text between `CALL_TOKEN` and the name of a tag.
+      block: name of the tag around the calls of an answer.
+    """
+
+    gap: str
+    block: str
+
+    @property
+    def start(self) -> str:
+        """The text of the tag that begins a block, after its first character `<`."""
+        return f"{CALL_TOKEN}{self.gap}{self.block}>"
+
+    @property
+    def heads(self) -> tuple[str, str]:
+        """The texts that a block with a call has after its first character `<`. The block's own tag may be missing."""
+        invoke = f'{CALL_TOKEN}{self.gap}invoke name="'
+        return f"{self.start}<{invoke}", invoke
+
+
+V4_TAGS = CallTags(gap="", block="tool_calls")
+V41_TAGS = CallTags(gap=" ", block="calls")
 
 
 class CallBlocks:
@@ -21,17 +48,18 @@ class CallBlocks:
 
     stopped = False  # as in `AnswerText`; this class does not look for stop strings
 
-    def __init__(self, tokenizer: Tokenizer, *, has_calls: bool, has_begun: bool):
+    def __init__(self, tokenizer: Tokenizer, *, tags: CallTags, has_calls: bool, has_begun: bool):
         """Makes the state for an answer.
 
         Args:
           tokenizer: the tokenizer.
+          tags: how the model writes the tags of calls.
           has_calls: whether the answer can have tool calls.
           has_begun: whether the prompt ends within a block of calls.
         """
         self._tokenizer = tokenizer
         self._token = tokenizer.token_to_id(CALL_TOKEN)
-        self._heads = _HEADS if has_calls else ()
+        self._heads = tags.heads if has_calls else ()
         self._has_begun = has_begun
         self._held: list[int] = []
         self._previous: list[int] = []

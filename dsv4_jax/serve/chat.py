@@ -7,15 +7,16 @@ import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import deepseek_recipe as recipe
 import numpy as np
 from tokenizers import Tokenizer
 
+from dsv4_jax.config import DSV4Config
 from dsv4_jax.engine.grammar import with_names
 from dsv4_jax.engine.text import encode
-from dsv4_jax.serve.call_blocks import CALL_TOKEN, CallBlocks
+from dsv4_jax.serve.call_blocks import CALL_TOKEN, V4_TAGS, V41_TAGS, CallBlocks
 from dsv4_jax.serve.errors import APIError
 
 
@@ -29,7 +30,7 @@ _PARSED_CALL_TOKEN = "\0" + CALL_TOKEN  # the parser's name of CALL_TOKEN; no te
 _APRIL_EFFORTS: Mapping[str | None, Any] = {"low": "low", "high": "low", "xhigh": "high", "max": "high"}
 _MAX_PAST_TOKENS = 2**22  # 16 MiB of token ids
 
-EffortPrompts = Literal["april", "0731"]
+Release = Literal["april", "0731", "v41"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Converted:
 
 
 class Chat:
-    """The encoding of conversations as plain text, for tokenizers that lack the special tokens of DeepSeek-V4.
+    """The encoding of conversations as plain text, for tokenizers that lack the special tokens of DeepSeek.
 
     A message is a paragraph, `System: ..`, `User: ..` or `Assistant: ..`. The answer ends where the model writes
     `User:`. Tools and thinking are not supported.
@@ -115,19 +116,26 @@ class Chat:
     Attributes:
       stops: strings that end the answer, in addition to those of the client.
       ids: {name: id} of the special tokens that the tokenizer has.
+      special_tokens: names of the special tokens that the encoding needs.
+      call_tags: how the model writes the tags of tool calls.
+      takes_numbers: whether reasoning effort may be a number.
     """
 
     stops: tuple[str, ...] = ("\n\nUser:",)
+    special_tokens: ClassVar[tuple[str, ...]] = _RELEASE_TOKENS
+    call_tags = V4_TAGS
+    takes_numbers = False
+    _version = recipe.ModelVersion.DeepseekV4Pro
     _thinks_by_default = False
 
     def __init__(self, tokenizer: Tokenizer, model_name: str):
         self._tokenizer = tokenizer
-        self.ids = {name: token for name in _RELEASE_TOKENS if (token := tokenizer.token_to_id(name)) is not None}
+        self.ids = {name: token for name in self.special_tokens if (token := tokenizer.token_to_id(name)) is not None}
         self._options = recipe.ConversionOptions(
             default_thinking_mode=self._thinks_by_default,
             thinking_max_tokens_upper_bound=2**31 - 1,
             non_thinking_max_tokens_upper_bound=2**31 - 1,
-        ).with_model_versions_by_name({model_name: recipe.ModelVersion.DeepseekV4Pro})
+        ).with_model_versions_by_name({model_name: self._version})
 
     def convert(self, kind: type, body: dict[str, Any]) -> Converted:
         """Converts a body to a conversation.
@@ -174,11 +182,17 @@ class Chat:
         }
         for name, is_used in needs.items():
             if is_used:
-                message = f"{name}: this needs a tokenizer with the tokens of DeepSeek-V4's release"
+                message = f"{name}: this needs a tokenizer with the tokens of DeepSeek's release"
                 raise APIError(400, message, param=name)
 
-    def encode(self, conversation: recipe.Conversation) -> list[int]:
-        """Returns the prompt as token ids."""
+    def encode(self, conversation: recipe.Conversation, effort: int | None = None) -> list[int]:
+        """Returns the prompt as token ids.
+
+        Args:
+          conversation: the conversation.
+          effort: reasoning effort from 1 to 100, which replaces the conversation's, if `takes_numbers`. None: the
+            conversation's holds.
+        """
         paragraphs = [f"{message.role.capitalize()}: {message.content}\n\n" for message in conversation.messages]
         return encode(self._tokenizer, "".join([*paragraphs, "Assistant:"]))
 
@@ -208,35 +222,38 @@ class Chat:
 
 
 class ReleaseChat(Chat):
-    """The encoding of conversations of DeepSeek-V4's releases, with thinking, reasoning effort, tools and reminders.
+    """The encoding of DeepSeek-V4's releases, with thinking, reasoning effort, tools and reminders.
 
     Names of special tokens within a client's text are encoded as text. If a client sends back an answer with tool
     calls, it is encoded as the tokens that the model wrote.
     """
 
     stops = ()
+    _encoding_type: ClassVar[Any] = recipe.DeepseekV4Encoding
     _thinks_by_default = True
 
-    def __init__(self, tokenizer: Tokenizer, model_name: str, effort_prompts: EffortPrompts):
+    def __init__(self, tokenizer: Tokenizer, model_name: str, release: Release):
         super().__init__(tokenizer, model_name)
         self._past = PastAnswers()
-        self._is_april = effort_prompts == "april"
+        self._is_april = release == "april"
         self._names = recipe.SpecialTokens(dsml=_PARSED_CALL_TOKEN)
         self._decoder = recipe.Tokenizer.from_str(with_names(tokenizer, {CALL_TOKEN: _PARSED_CALL_TOKEN}))
-        self._encoding = recipe.DeepseekV4Encoding().with_special_tokens(self._names).with_tokenizer(self._decoder)
-        self._call_begin = tokenizer.encode("\n\n<｜DSML｜tool_calls>\n").ids
+        self._encoding = self._encoding_type().with_special_tokens(self._names).with_tokenizer(self._decoder)
+        self._call_begin = tokenizer.encode(f"\n\n<{self.call_tags.start}\n").ids
 
     def _check(self, conversation: recipe.Conversation) -> None:
         pass
 
-    def encode(self, conversation: recipe.Conversation) -> list[int]:
-        """Returns the prompt as token ids."""
-        messages = list(_in_place(conversation.messages))
-        effort = conversation.reasoning_effort
+    def _encode(self, conversation: recipe.Conversation, effort: int | None) -> list[int]:
+        """Returns the prompt as token ids, in which past answers are as deepseek-recipe writes them."""
+        name = conversation.reasoning_effort
         if self._is_april:
-            effort = _APRIL_EFFORTS.get(effort, effort)
-        conversation = _changed(conversation, messages=messages, reasoning_effort=effort)
-        ids = self._encoding.encode(conversation)
+            name = _APRIL_EFFORTS.get(name, name)
+        messages = list(_in_place(conversation.messages))
+        return self._encoding.encode(_changed(conversation, messages=messages, reasoning_effort=name))
+
+    def encode(self, conversation: recipe.Conversation, effort: int | None = None) -> list[int]:
+        ids = self._encode(conversation, effort)
         written = [m for m in conversation.messages if m.role == "assistant" and not m.prefix]
         answers = [self._past.find(message) for message in written]
         if not any(answers):
@@ -267,24 +284,58 @@ class ReleaseChat(Chat):
     def parser(self, converted: Converted, generator: Any) -> tuple[recipe.StreamProcessor, CallBlocks | None]:
         parsing = converted.parsing
         parsing.special_tokens = self._names
-        blocks = CallBlocks(self._tokenizer, has_calls=parsing.parse_tool_calls, has_begun=parsing.starts_in_tool_calls)
+        blocks = CallBlocks(
+            self._tokenizer,
+            tags=self.call_tags,
+            has_calls=parsing.parse_tool_calls,
+            has_begun=parsing.starts_in_tool_calls,
+        )
         return recipe.StreamProcessor(generator, parsing, self._decoder), blocks
 
 
-def make_chat(tokenizer: Tokenizer, model_name: str, effort_prompts: EffortPrompts) -> Chat:
-    """Makes the encoding of conversations: a ReleaseChat if the tokenizer has all special tokens, else a Chat."""
-    if any(tokenizer.token_to_id(name) is None for name in _RELEASE_TOKENS):
+class V41Chat(ReleaseChat):
+    """The encoding of DeepSeek-V4.1. Reasoning effort is a number, and system messages keep their places."""
+
+    special_tokens = (*_RELEASE_TOKENS, "<｜System｜>")
+    call_tags = V41_TAGS
+    takes_numbers = True
+    _version = recipe.ModelVersion.DeepseekV41Flash
+    _encoding_type = recipe.DeepseekV41Encoding
+
+    def _encode(self, conversation: recipe.Conversation, effort: int | None) -> list[int]:
+        if effort is None or not conversation.thinking_mode:
+            return self._encoding.encode(conversation)
+        # deepseek-recipe takes names only. It writes "high" as 75, the first number of the prompt. The release's
+        # tokenizer separates numbers from other text.
+        ids = self._encoding.encode(_changed(conversation, reasoning_effort="high"))
+        old = self._tokenizer.encode("75", add_special_tokens=False).ids
+        begin = ids.index(old[0])
+        ids[begin : begin + len(old)] = self._tokenizer.encode(str(effort), add_special_tokens=False).ids
+        return ids
+
+
+def make_chat(tokenizer: Tokenizer, model_name: str, release: Release) -> Chat:
+    """Makes the encoding of conversations: the release's if the tokenizer has all its special tokens, else a Chat."""
+    kind = V41Chat if release == "v41" else ReleaseChat
+    if any(tokenizer.token_to_id(name) is None for name in kind.special_tokens):
         return Chat(tokenizer, model_name)
-    return ReleaseChat(tokenizer, model_name, effort_prompts)
+    return kind(tokenizer, model_name, release)
 
 
-def find_effort_prompts(folder: Path) -> EffortPrompts:
-    """Returns the release whose prompts for reasoning effort a checkpoint was trained with.
+def find_release(folder: Path, config: DSV4Config) -> Release:
+    """Returns the release in whose encoding of conversations a checkpoint was trained.
 
-    The config.json in `folder` decides: releases since 0731 have DSpark draft layers. Without the file it is "0731".
+    The config.json in `folder` decides: V4.1 has a `model_type` of its own, from which `config.kv_format` follows, and
+    V4's releases since 0731 have DSpark draft layers. Without the file, V4's is "0731".
+
+    Args:
+      folder: folder of the checkpoint.
+      config: the checkpoint's configuration.
     """
-    config = folder / "config.json"
-    return "april" if config.exists() and "dspark_block_size" not in json.loads(config.read_text()) else "0731"
+    if config.kv_format == "v41":
+        return "v41"
+    file = folder / "config.json"
+    return "april" if file.exists() and "dspark_block_size" not in json.loads(file.read_text()) else "0731"
 
 
 def _find_place(kind: type, body: dict[str, Any], message: str) -> str | None:

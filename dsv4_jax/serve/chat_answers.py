@@ -129,13 +129,23 @@ class ParsedAnswer(Answer):
         self._chat = self._service.chat
         body, strict_tools = self._body.conversation()
         self._converted = self._chat.convert(self.request_type, body)
+        effort = self._body.effort
+        if effort is not None and not self._chat.takes_numbers:
+            field = self._body.effort_field
+            message = f"{field}: {effort} is for DeepSeek-V4.1, this model takes none, low, high or max"
+            raise APIError(400, message, param=field.partition(".")[0])
         default_top_p = self._converted.request.inference_options.top_p
         if "top_p" not in self._body.model_fields_set and default_top_p is not None:
             self._release_sampling = {"top_p": round(default_top_p, 6)}
-        prompt = self._chat.encode(self._converted.conversation)
+        prompt = self._chat.encode(self._converted.conversation, effort)
         try:
             self._grammar = compile_form(
-                self._converted.conversation, prompt, self._chat.ids, strict_tools, self._service.compile
+                self._converted.conversation,
+                prompt,
+                self._chat.ids,
+                strict_tools,
+                self._service.compile,
+                self._chat.call_tags,
             )
         except ValueError as error:
             raise APIError(400, f"the form of the answer cannot be enforced: {error}") from None
@@ -236,7 +246,10 @@ class ResponsesAnswer(ParsedAnswer):
 
     def _as_sent(self, part: dict[str, Any]) -> dict[str, Any]:
         self._num_events += 1
-        if usage := part.get("response", part).get("usage"):
+        response = part.get("response", part)
+        if self._body.effort is not None and "reasoning" in response:
+            response["reasoning"]["effort"] = self._body.effort
+        if usage := response.get("usage"):
             usage["output_tokens"] = self.choices[0].num_generated
             usage["total_tokens"] = usage["input_tokens"] + usage["output_tokens"]
         return part

@@ -8,6 +8,7 @@ import deepseek_recipe as recipe
 from llguidance import regex_to_lark
 
 from dsv4_jax.engine.grammar import Grammar, json_fault, json_rule
+from dsv4_jax.serve.call_blocks import CALL_TOKEN, V4_TAGS, CallTags
 
 
 # A JSON schema: a dict or a bool. Not yet validated, it may be any other JSON that a client sends in its place.
@@ -33,6 +34,7 @@ def compile_form(
     ids: Mapping[str, int],
     strict: Collection[str],
     compile_lark: Callable[[str], Grammar],
+    tags: CallTags = V4_TAGS,
 ) -> Grammar | None:
     """Compiles the grammar that constrains an answer.
 
@@ -44,6 +46,7 @@ def compile_form(
       strict: names of the strict tools, whose calls must follow their schemas in full. In calls of other tools, a value
         may be anything if its schema cannot be enforced.
       compile_lark: function that compiles a grammar in Lark's syntax; it raises ValueError if it cannot.
+      tags: how the model writes the tags of tool calls.
 
     Returns:
       The grammar. None if any text is allowed: no form is asked for, no tool call is required, and no tool is strict.
@@ -74,11 +77,10 @@ def compile_form(
         if is_required:  # the prompt ends where the calls begin
             forms = ["calls"]
         elif tools:  # calls may follow any text, or stand in place of a form
-            forms.append(
-                r'/(.|\n)*</ dsml "tool_calls>\n" calls' if kind == "text" else r'"\n\n<" dsml "tool_calls>\n" calls'
-            )
+            before = r"/(.|\n)*</" if kind == "text" else r'"\n\n<"'
+            forms.append(rf'{before} dsml "{tags.block}>\n" calls')
         if tools:
-            rules += [f"dsml: <[{ids['｜DSML｜']}]>", *_call_rules(tools, strict, enforce)]
+            rules += [f"dsml: <[{ids[CALL_TOKEN]}]> {_quote(tags.gap)}", *_call_rules(tools, tags, strict, enforce)]
         start = f"ANY <[{ids['</think>']}]> answer" if prompt[-1] == ids.get("<think>") else "answer"
         return "\n".join([f"start: {start}", f"answer: {' | '.join(forms)}", *rules])
 
@@ -144,10 +146,12 @@ def _alone(part: Schema, moved: Schema) -> Schema:
     return part | {"$defs": {"_": moved}} if has_references else part
 
 
-def _call_rules(tools: Sequence[recipe.ToolDefinition], strict: Collection[str], enforce: _Enforce) -> list[str]:
+def _call_rules(
+    tools: Sequence[recipe.ToolDefinition], tags: CallTags, strict: Collection[str], enforce: _Enforce
+) -> list[str]:
     """Returns the grammar's rules for a block of tool calls, from the end of its opening tag on."""
     rules = [
-        rf'calls: call ("\n" call)* "\n" {_close("tool_calls")}',
+        rf'calls: call ("\n" call)* "\n" {_close(tags.block)}',
         r'string: /(.|\n)*<\// dsml "parameter>"',  # a text with the closing tag
         r'NAME: /[^"\\<>\x00-\x1f]+/',
         "call: " + " | ".join(f"call_{i}" for i in range(len(tools))),

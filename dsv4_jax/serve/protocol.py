@@ -1,6 +1,7 @@
 """The bodies of requests in OpenAI's and Anthropic's protocols, as pydantic models."""
 
 import itertools
+import operator
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -13,6 +14,7 @@ from pydantic import (
     Discriminator,
     FailFast,
     Field,
+    PlainSerializer,
     Tag,
     ValidationError,
     model_validator,
@@ -112,6 +114,21 @@ def _listed(stop: Any) -> Any:
 
 def _greedy_if_tiny(temperature: Any) -> Any:
     return 0.0 if isinstance(temperature, float) and 0 < temperature < 1e-5 else temperature
+
+
+def _check_effort(effort: Any) -> Any:
+    if not isinstance(effort, str) and not (type(effort) is int and 1 <= effort <= 100):
+        raise ValueError(f"{effort!r:.40} must be the name of an effort, such as 'low', or an integer from 1 to 100")
+    return effort
+
+
+# The name or the number of a reasoning effort. deepseek-recipe takes names only, so it gets "high" for a number, which
+# `Chat.encode` writes.
+type _Effort = Annotated[
+    str | int,
+    BeforeValidator(_check_effort),
+    PlainSerializer(lambda effort: effort if isinstance(effort, str) else "high"),
+]
 
 
 class GenerationBody(_Body):
@@ -224,8 +241,15 @@ class _ChatBody(GenerationBody):
 
     tools: _List[dict[str, Any]] = []
     tool_choice: Any = "auto"
+    effort_field: ClassVar[str]  # path of the field of reasoning effort
     _no_thinking: ClassVar[dict[str, Any]]  # fields that turn reasoning off
     _form: ClassVar[tuple[str, str]]  # path of the field that holds the schema of the answer
+
+    @property
+    def effort(self) -> int | None:
+        """The reasoning effort as a number; None if it is a name or not set."""
+        effort = operator.attrgetter(self.effort_field)(self)
+        return effort if isinstance(effort, int) else None
 
     def asked(self) -> dict[str, Any]:
         """Returns the part of the body that deepseek-recipe converts, as the client wrote it."""
@@ -280,7 +304,7 @@ class ChatBody(_ChatBody):
     tool_choice: _TextOr[dict[str, Any]] = "auto"
     response_format: dict[str, Any] = {}
     thinking: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: _Effort | None = None
 
     @model_validator(mode="after")
     def _agree(self) -> "ChatBody":
@@ -299,6 +323,7 @@ class ChatBody(_ChatBody):
         asked = self.model_dump(include=names, exclude_unset=True)
         return asked | {"messages": [message.as_json() for message in self.messages]}
 
+    effort_field = "reasoning_effort"
     _no_thinking = {"thinking": {"type": "disabled"}}
     _form = ("response_format", "json_schema")
 
@@ -344,7 +369,7 @@ class ReasoningOptions(_Body):
     `summary` has no effect except that the response repeats it, because an answer always has its whole reasoning.
     """
 
-    effort: str | None = None
+    effort: _Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     _unused = ("generate_summary",)
 
@@ -359,6 +384,7 @@ class ResponsesBody(_OneAnswerBody):
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     store: Literal[False] = False
+    effort_field = "reasoning.effort"
     _no_thinking = {"reasoning": {"effort": "none"}}
     _form = ("text", "format")
     _types = ("message", "input_text", "output_text", "text", "reasoning", "reasoning_text", "summary_text")
@@ -388,7 +414,7 @@ class ToolChoice(_Body):
 class OutputOptions(_Body):
     """Options of an answer in Messages: reasoning effort and form."""
 
-    effort: str | None = None
+    effort: _Effort | None = None
     format: dict[str, Any] = {}
 
 
@@ -403,6 +429,7 @@ class MessagesBody(_OneAnswerBody):
     output_config: OutputOptions = OutputOptions()
     tool_choice: ToolChoice = ToolChoice(type="auto")
     thread: dict[str, Any] | None = None  # a conversation stored on the server, which is not supported
+    effort_field = "output_config.effort"
     _no_thinking = {"thinking": {"type": "disabled"}}
     _form = ("output_config", "format")
     _types = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")

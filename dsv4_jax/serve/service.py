@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from dsv4_jax.engine.grammar import Vocabulary
 from dsv4_jax.serve.async_engine import AsyncEngine
-from dsv4_jax.serve.chat import EffortPrompts, make_chat
+from dsv4_jax.serve.chat import Release, make_chat
 from dsv4_jax.serve.choices import TokenNames
 from dsv4_jax.serve.server_metrics import ServerMetrics
 
@@ -24,8 +24,8 @@ class ServerOptions:
       allowed_hosts: names and addresses of the server that the headers Host and Origin may have; None = any. With None
         and no API key, a web page could reach the server from a visitor's browser by DNS rebinding.
       request_seconds: time limit of a request in seconds, including the time that it waits.
-      effort_prompts: release whose prompts for reasoning effort the model was trained with: "april", or "0731" for this
-        release and later ones.
+      release: release in whose encoding of conversations the model was trained: "april" or "0731" of DeepSeek-V4, which
+        have other prompts for reasoning effort, or "v41". "0731" stands for V4's later releases, too.
     """
 
     model_name: str
@@ -33,7 +33,7 @@ class ServerOptions:
     api_key: str | None = None
     allowed_hosts: frozenset[str] | None = None
     request_seconds: float = 600.0
-    effort_prompts: EffortPrompts = "0731"
+    release: Release = "0731"
 
 
 class Service:
@@ -54,7 +54,7 @@ class Service:
         self.engine = engine
         self.tokenizer = tokenizer
         self.options = options
-        self.chat = None if tokenizer is None else make_chat(tokenizer, options.model_name, options.effort_prompts)
+        self.chat = None if tokenizer is None else make_chat(tokenizer, options.model_name, options.release)
         self.names = TokenNames(tokenizer)
         self.metrics = ServerMetrics(engine)
         # A body has room for a prompt as long as the context, even if each token is several escaped characters.

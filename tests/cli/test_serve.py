@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
@@ -140,6 +141,27 @@ def test_the_prefix_caches_folder(monkeypatch, untyped, tmp_path):
     model["prefix_dir"] = tmp_path / "file" / "a"
     with pytest.raises(ValueError, match="--prefix-dir '.*file/a' cannot be used: Not a directory"):
         ServeCommand(**model)._engine(folder, config, 64, "")
+
+
+@pytest.mark.parametrize(
+    ("options", "release"),
+    [
+        (dict(checkpoint=DATA / "official_v41"), "v41"),
+        (dict(random_weights=str(DATA / "official_v41")), "v41"),
+        (dict(random_weights="v41_flash"), "v41"),
+        (dict(checkpoint=DATA / "official_dspark"), "0731"),
+        (dict(), "april"),
+        (dict(effort_prompts="0731"), "0731"),
+    ],
+)
+def test_the_model_says_how_chats_are_encoded(monkeypatch, untyped, options, release):
+    made: list[Any] = []
+    monkeypatch.setattr(ServeCommand, "_engine", lambda *_: None)
+    monkeypatch.setattr("dsv4_jax.serve.AsyncEngine", lambda *_, **__: None)
+    monkeypatch.setattr("dsv4_jax.serve.HTTPServer", lambda *_, **__: SimpleNamespace(run=lambda listeners: None))
+    monkeypatch.setattr("dsv4_jax.serve.create_app", lambda engine, tokenizer, options: made.append(options))
+    ServeCommand(port=0, **options).run()
+    assert made[0].release == release
 
 
 def test_a_port_in_use_is_named(refused):

@@ -22,6 +22,7 @@ from dsv4_jax.engine import Engine, PromptLookup
 from dsv4_jax.host import BlockAllocator, KVCacheManager, PrefixCache
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.serve import AsyncEngine, HTTPServer, ServerOptions, create_app
+from dsv4_jax.serve.chat import make_chat
 from tests.byte_tokenizer import write_byte_tokenizer
 from tests.paths import PACKAGED
 
@@ -36,7 +37,7 @@ VOCABULARY = 272
 END = 257
 THINK = 258
 NAMES = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<think>", "</think>", "<｜User｜>", "<｜Assistant｜>")
-NAMES += ("｜DSML｜", "<｜latest_reminder｜>")
+NAMES += ("｜DSML｜", "<｜latest_reminder｜>", "<｜System｜>")  # the last is V4.1's
 
 
 @pytest.fixture(scope="session")
@@ -171,25 +172,38 @@ def scripted(release):
     model = ScriptedModel()
     engine = Engine(model, manager, drafter=model, token_budget=1024, prefix=prefix)
     with serving(engine, release) as server:
-        chat = server.app.state.service.chat
         server.prompts = []
-        encode = chat.encode
 
         def say(text):
             server.tokens = [*release.encode(text).ids, END]
             server.prompts.clear()
 
-        def encode_and_script(conversation):
-            ids = encode(conversation)
-            room = ScriptedModel.script[len(ids) :]
-            room[:] = END
-            room[: len(server.tokens)] = server.tokens[: len(room)]
-            server.prompts.append(ids)
-            return ids
+        def script(chat):
+            encode = chat.encode
+
+            def encode_and_script(conversation, effort):
+                ids = encode(conversation, effort)
+                room = ScriptedModel.script[len(ids) :]
+                room[:] = END
+                room[: len(server.tokens)] = server.tokens[: len(room)]
+                server.prompts.append(ids)
+                return ids
+
+            chat.encode = encode_and_script
 
         server.say = say
-        chat.encode = encode_and_script
+        server.script = script
+        script(server.app.state.service.chat)
         yield server
+
+
+@pytest.fixture
+def v41(scripted, release, monkeypatch):
+    """The server of `scripted`, whose chats are in V4.1's encoding."""
+    chat = make_chat(release, "tiny", "v41")
+    scripted.script(chat)
+    monkeypatch.setattr(scripted.app.state.service, "chat", chat)
+    return scripted
 
 
 @pytest.fixture

@@ -19,9 +19,8 @@ from dsv4_jax.cli import chat_command
 from dsv4_jax.cli.chat_command import ChatCommand
 from dsv4_jax.engine import Request, RequestParams
 from dsv4_jax.serve.async_engine import Update
-from dsv4_jax.serve.chat import find_effort_prompts, make_chat
+from dsv4_jax.serve.chat import make_chat
 from dsv4_jax.serve.chat_answers import ParsedChoice
-from tests.paths import PACKAGED
 from tests.serve.conftest import END, NAMES, THINK, VOCABULARY
 
 
@@ -112,13 +111,19 @@ def answers_of(body, ids):
         yield message, ids[start + 2 : ids.index(END, start)], ids[start + 1]
 
 
-def test_500_conversations_are_written_as_by_the_releases_library(release):
+RELEASES = pytest.mark.parametrize(
+    ("version", "encoding"), [("0731", recipe.DeepseekV4Encoding()), ("v41", recipe.DeepseekV41Encoding())]
+)
+
+
+@RELEASES
+def test_500_conversations_are_written_as_by_the_releases_library(release, version, encoding):
     """Also where past answers with tool calls are spliced in, here as the library writes them itself."""
-    chat = make_chat(release, "tiny", "0731")
+    chat = make_chat(release, "tiny", version)
     spliced = 0
     for body in conversations(500, seed=0):
         conversation = convert(chat, body).conversation
-        expected = release.encode(recipe.DeepseekV4Encoding().render_conversation(conversation).prompt).ids
+        expected = release.encode(encoding.render_conversation(conversation).prompt).ids
         assert chat.encode(conversation) == expected
         for message, tokens, last in answers_of(body, expected):
             if calls := [recipe.ToolCall(c["id"], **c["function"]) for c in message.get("tool_calls", [])]:
@@ -154,8 +159,9 @@ def some_answers(chat, count):
         yield converted, message, tokens
 
 
-def test_answers_are_read_as_they_were_written(release):
-    chat = make_chat(release, "tiny", "0731")
+@RELEASES
+def test_answers_are_read_as_they_were_written(release, version, encoding):
+    chat = make_chat(release, "tiny", version)
     for converted, message, tokens in some_answers(chat, 400):
         found = parse(chat, converted, tokens)["message"]
         assert found["content"] == message["content"]
@@ -285,12 +291,6 @@ def test_the_effort_is_the_releases(scripted, release, monkeypatch):
     monkeypatch.setattr(scripted.app.state.service.chat, "_is_april", True)
     for name, prompt in (dict(low="", high="", max=known["high"], none="")).items():
         assert effort(reasoning_effort=name) == prompt[:25]
-
-
-def test_the_folder_says_which_effort_prompts_a_model_knows(tmp_path):
-    assert find_effort_prompts(PACKAGED) == "april"
-    (tmp_path / "config.json").write_text('{"dspark_block_size": 5}')
-    assert find_effort_prompts(tmp_path) == "0731"
 
 
 def test_a_client_cannot_write_the_releases_tokens(scripted, release):

@@ -57,8 +57,8 @@ def agent_server(release):
         chat = server.app.state.service.chat
         encode = chat.encode
 
-        def encode_and_script(conversation):
-            ids = encode(conversation)
+        def encode_and_script(conversation, effort):
+            ids = encode(conversation, effort)
             answer = "</think>A title"
             if conversation.tools:
                 server.results = [message.content for message in conversation.messages if message.role == "tool"]
