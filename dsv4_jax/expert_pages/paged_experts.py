@@ -113,17 +113,24 @@ class ExpertStack:
           device: the GPU.
 
         Raises:
-          ValueError: an expert is not a whole number of pages.
+          ValueError: an expert is not a whole number of pages, and some lie in host memory.
           MemoryError: the GPU or the host is out of memory.
         """
         nbytes = math.prod(shape) // on_host.size
-        if nbytes % memory.page:
+        places = on_host.ravel().tolist()
+        if nbytes % memory.page == 0:
+            mappings = _map_pages(memory, nbytes, places, for_cpu=True)
+            mapped = mappings
+        elif not any(places):
+            mapped = _map_pages(memory, _whole_pages(memory, math.prod(shape)), [False], for_cpu=False)
+            whole = mapped[0]
+            mappings = [Mapping(whole.address + i * nbytes, nbytes, whole.handle, False) for i in range(on_host.size)]
+        else:
             raise ValueError(
                 f"an expert of the matrices {list(shape)} has {nbytes} bytes; only whole pages of {memory.page} bytes "
                 "can lie in host memory"
             )
-        mappings = _map_pages(memory, nbytes, on_host.ravel().tolist(), for_cpu=True)
-        self.array = _array_over_pages(memory, mappings, shape, np.uint8, device)
+        self.array = _array_over_pages(memory, mapped, shape, np.uint8, device)
         experts = on_host.shape[1]
         first_mappings = range(0, on_host.size, experts)
         self.layers = [ExpertPages(memory, nbytes, mappings[i : i + experts], self.array) for i in first_mappings]
@@ -154,10 +161,14 @@ def empty_on_host(
     Raises MemoryError if the host is out of memory.
     """
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-    mappings = _map_pages(memory, -(-nbytes // memory.page) * memory.page, [True], for_cpu=True)
+    mappings = _map_pages(memory, _whole_pages(memory, nbytes), [True], for_cpu=True)
     array = _array_over_pages(memory, mappings, shape, dtype, device)
     view = np.frombuffer((ctypes.c_ubyte * nbytes).from_address(mappings[0].address), dtype)
     return array, view.reshape(shape)
+
+
+def _whole_pages(memory, nbytes):
+    return -(-nbytes // memory.page) * memory.page
 
 
 def _map_pages(memory: CudaMemory, nbytes: int, on_host: Sequence[bool], *, for_cpu: bool) -> list[Mapping]:

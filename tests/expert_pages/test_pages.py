@@ -239,10 +239,18 @@ def test_spare_memory_that_is_short_leaves_nothing(data):
     assert memory.is_empty()
 
 
-def test_experts_of_part_of_a_page_are_refused(memory):
+def test_experts_of_part_of_a_page_lie_on_the_gpu_only(memory):
     message = r"an expert of the matrices \[2, 3, 1000\] has 3000 bytes; only whole pages of 4096"
     with pytest.raises(ValueError, match=message):
-        ExpertStack(memory, (2, 3, 1000), np.zeros((1, 2), bool), jax.devices()[0])
+        ExpertStack(memory, (2, 3, 1000), np.array([[False, True]]), jax.devices()[0])
+    stack = ExpertStack(memory, (2, 3, 1000), np.zeros((1, 2), bool), jax.devices()[0])
+    data = np.random.default_rng(0).integers(0, 256, (2, 3, 1000), np.uint8)
+    stack.write(0, list(data))
+    chex.assert_trees_all_equal(np.asarray(stack.array), data)
+    assert not stack.layers[0].on_host.any()
+    del stack
+    gc.collect()
+    assert memory.is_empty()
 
 
 def test_data_of_another_size_is_refused(memory, data):
