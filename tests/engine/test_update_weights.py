@@ -10,6 +10,7 @@ from dsv4_jax.decode import CompiledModel, SamplingParams
 from dsv4_jax.engine import Engine
 from dsv4_jax.host import PrefixCache, PrefixFiles, offload, resume
 from dsv4_jax.nn import DeepseekV4ForCausalLM
+from tests.decode.conftest import EVERY_MODEL_SLOWLY
 from tests.engine.test_engine import PROGRAMS, drain
 
 
@@ -65,6 +66,7 @@ def run(engine, prompt):
     return given(request), request.cached_tokens
 
 
+@EVERY_MODEL_SLOWLY
 @pytest.mark.parametrize(
     ("swaps", "overlap"),
     [
