@@ -18,6 +18,7 @@ from dsv4_jax.decode import CompiledModel, Model
 from dsv4_jax.decode.drafts import draft, one_token_batch
 from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.host import KVCacheManager
+from dsv4_jax.ops import ClosedWindows
 from dsv4_jax.parallel.sharded_step import sharded_step
 from dsv4_jax.quant import LayerSlice
 
@@ -212,10 +213,20 @@ class WindowOnlyHandle(LayerCacheHandle):
     def flush(self, *_: Any, **__: Any) -> "WindowOnlyHandle":
         return self
 
+    def pool_windows(self, kv: Float[Array, "T D"], *_: Any, **__: Any) -> tuple[ClosedWindows, "WindowOnlyHandle"]:
+        none = jnp.zeros((0,), jnp.int32)
+        return ClosedWindows(jnp.zeros((0, kv.shape[1]), self._dtype), none, none), self
+
+    def write_entries(self, *_: Any, **__: Any) -> "WindowOnlyHandle":
+        return self
+
+    def write_keys(self, *_: Any, **__: Any) -> "WindowOnlyHandle":
+        return self
+
     def indexer_scores(self, q: Float[Array, "T H I"], *_: Any, **__: Any) -> Float[Array, "T E"]:
         return jnp.zeros((q.shape[0], 0), jnp.float32)
 
-    def indexer_topk(self, scores: Float[Array, "T E"]) -> Int[Array, "T k"]:
+    def indexer_topk(self, scores: Float[Array, "T E"], candidates: Any = None) -> Int[Array, "T k"]:
         return jnp.zeros((scores.shape[0], 0), jnp.int32)
 
     def attend(

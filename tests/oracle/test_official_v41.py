@@ -179,6 +179,12 @@ def test_the_command_line_scores_as_the_golden_does(golden, tmp_path):
         close(scores[f"attn_out_{layer}"], golden[f"attn_out_{layer}"], 3e-5)
     for layer in (4, 9):
         close(scores[f"attn_in_{layer}"], golden[f"attn_in_{layer}"], 8e-5)
+    assert main([str(argument) for argument in (*arguments, "--window-only")]) == 0
+    alone = np.load(tmp_path / "scores.npz")
+    for layer in (0, 1):
+        close(alone[f"attn_out_{layer}"], golden[f"attn_out_{layer}"], 3e-5)
+    # Layer 2 has an entry from the second token on.
+    assert (np.abs(alone["attn_out_2"] - golden["attn_out_2"]).max(-1) > 1e-3)[:, 1:].all()
 
 
 def test_the_quantized_release():
@@ -247,7 +253,8 @@ def test_attention_of_a_layer_with_rounded_rows(rounded_model, rows, layer):
     allowed = np.isfinite(want)
     if source:
         config = rounded_model.config
-        check_selection(results["candidates"], block_scores(rows["index_score_6"], config), config.candidate_topk_blocks)
+        scores = block_scores(rows["index_score_6"], config)
+        check_selection(results["candidates"], scores, config.candidate_topk_blocks)
     else:
         # The release rounds products to bfloat16: two of its steps at the largest score.
         scores = np.where(allowed, results["scores"][..., :count], 0)
