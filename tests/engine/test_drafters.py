@@ -243,7 +243,6 @@ def test_dspark_drafts_of_v41_change_nothing():
     """Its draft layers have experts of another number, and are counted with the model's. Prompts hit a prefix, too."""
     model, config = small_model("v41 drafts")
     prompts = [np.random.default_rng(i).integers(159, size=n).tolist() for i, n in enumerate((3, 40, 21))]
-    options = dict(max_new_tokens=30)
     answers = []
     for drafter in (None, "model"):
         manager = KVCacheManager(
@@ -251,11 +250,16 @@ def test_dspark_drafts_of_v41_change_nothing():
         )
         prefix = PrefixCache(manager, key="model")
         # A single program for each engine, whose rows do not depend on how many drafts there are.
-        engine = Engine(model, manager, token_budget=20, drafter=drafter, prefix=prefix, batch_invariant=True)
+        options = dict(token_budget=20, drafter=drafter, prefix=prefix, batch_invariant=True)
+        engine = Engine(model, manager, manager.init_cache().with_expert_counts(), **options)
         for _ in range(2):
-            requests = [engine.add(prompt, **options) for prompt in prompts]
+            requests = [engine.add(prompt, max_new_tokens=30) for prompt in prompts]
             finish(engine)
             answers.append([request.generated for request in requests])
         assert engine.metrics.prefix.hits == 2
     assert engine.metrics.drafted_tokens > engine.metrics.accepted_tokens > 0
     assert answers[1:] == answers[:1] * 3
+    tokens = np.asarray(engine.cache.expert_counts)[0]
+    # Layers of the model have 2 of 8 experts for a token, draft layers 1 of 4 for each token of a block.
+    assert len({*tokens[:5].sum(1).tolist()}) == 1 and tokens[0].sum() % 2 == 0 and tokens[:5, 4:].any()
+    assert tokens[5].sum() == tokens[6].sum() > 0 and not tokens[5:, 4:].any()
