@@ -8,7 +8,7 @@ import pytest
 
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.decode import decode_step
-from dsv4_jax.host import KVCacheManager, PrefixCache, load_request, offload, resume, save_request
+from dsv4_jax.host import KVCacheManager, PrefixCache, PrefixFiles, load_request, offload, resume, save_request
 from dsv4_jax.host.offload import capture
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from tests.ops.pools import same_bytes
@@ -140,3 +140,17 @@ def test_a_request_goes_on_elsewhere(cold, runs, tmp_path):
     for place, number in ((runs, back), (elsewhere, loaded)):
         chex.assert_trees_all_equal(place.feed({number: IDS[53:]})[number], logits[53:])
         same_bytes(place.bytes(number), want)
+
+
+def test_a_prefix_is_found_in_files_by_another_cache(cold, tmp_path):
+    model, kv_format, _, logits, want = cold
+    for expected in (0, 64):
+        files = PrefixFiles(tmp_path, "10MB")
+        runs = Runs(model, kv_format=kv_format)
+        runs.prefix = PrefixCache(runs.manager, key="tiny", files=files)
+        runs.prefix.get_cache = lambda runs=runs: runs.cache
+        slot, hit = runs.admit(IDS)
+        assert hit == expected
+        chex.assert_trees_all_equal(runs.feed({slot: IDS[hit:]}, observe=True)[slot], logits[hit:])
+        same_bytes(runs.bytes(slot), want)
+        runs.prefix.save(runs.cache)
