@@ -30,12 +30,22 @@ def plan_expert_memory(memory: ExpertMemory, table: Iterable[Weight]) -> None:
     Args:
       memory: the memory of the experts.
       table: all weights of the model, in the order of its layers.
+
+    Raises:
+      ValueError: layers have different numbers of experts, or as for `ExpertMemory.plan`.
     """
     shapes: dict[str, list[tuple[int, ...]]] = {}  # {layer: shapes of the codes of its matrices}
     for weight in table:
         if weight.is_expert:
             shapes.setdefault(weight.module, []).append(weight.packed_shape)
-    _log.info("%s", memory.plan(list(shapes), next(iter(shapes.values()))))
+    usual, *others = shapes
+    for layer in others:
+        if shapes[layer] != shapes[usual]:
+            raise ValueError(
+                f"expert memory needs as many experts in each layer: {layer} has {shapes[layer][0][0]}, {usual} has "
+                f"{shapes[usual][0][0]}. Leave out the draft layers, or keep all experts on the GPU"
+            )
+    _log.info("%s", memory.plan(list(shapes), shapes[usual]))
 
 
 def fill(target: np.ndarray, pieces: Pieces, check: Check | None = None) -> None:

@@ -181,8 +181,8 @@ def _selects(path, shape, config, skew, where):
       skew: see `random_model`.
       where: sharding of the bias or the table; None for the default device.
     """
-    experts = config.n_routed_experts
-    shares = selection_shares(experts, config.num_experts_per_tok, skew)
+    experts, chosen = config.layer_experts(config.num_hidden_layers if path.startswith("drafts.") else 0)
+    shares = selection_shares(experts, chosen, skew)
     seed = zlib.crc32(path.encode())
     ranks = np.random.default_rng(seed).permutation(experts)
     if shape == (experts,):

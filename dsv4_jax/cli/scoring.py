@@ -215,16 +215,13 @@ class WindowOnlyHandle(LayerCacheHandle):
 
     def pool_windows(self, kv: Float[Array, "T D"], *_: Any, **__: Any) -> tuple[ClosedWindows, "WindowOnlyHandle"]:
         none = jnp.zeros((0,), jnp.int32)
-        return ClosedWindows(kv[:0].astype(self._dtype), none, none), self
+        return ClosedWindows(jnp.zeros((0, kv.shape[1]), self._dtype), none, none), self
 
     def write_entries(self, *_: Any, **__: Any) -> "WindowOnlyHandle":
         return self
 
     def write_keys(self, *_: Any, **__: Any) -> "WindowOnlyHandle":
         return self
-
-    def candidate_blocks(self, *_: Any, **__: Any) -> None:
-        return None
 
     def indexer_scores(self, q: Float[Array, "T H I"], *_: Any, **__: Any) -> Float[Array, "T E"]:
         return jnp.zeros((q.shape[0], 0), jnp.float32)

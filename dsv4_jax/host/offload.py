@@ -32,6 +32,12 @@ FILE_FORMAT = "dsv4_jax request"
 VERSION = "2"
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NO_DIGEST = "0" * 64
+# The configuration's fields that `identity` hashes even if they have their default values. Others with a default are
+# hashed only if they have another value, so that a new field leaves the identities of earlier models as they are.
+_ALWAYS_HASHED = frozenset(
+    "bos_token_id eos_token_id num_nextn_predict_layers tie_word_embeddings dspark layer compress_rate overlap group "
+    "index owner keys key_compressor selection window index_topk".split()
+)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -175,10 +181,23 @@ def identity(schema: CacheSchema, key: str) -> dict[str, str]:
     """
     return {
         "key": key,
-        "config": hashlib.sha256(repr(dataclasses.asdict(schema.config)).encode()).hexdigest(),
+        "config": hashlib.sha256(repr(_hashed(schema.config)).encode()).hexdigest(),
         "kv_format": repr(schema.kv_format),
         "dtype": schema.dtype.name,
         "block_tokens": str(schema.block_tokens),
+    }
+
+
+def _hashed(value):
+    """Returns a dataclass as a dictionary of the fields that are hashed; other values as they are."""
+    if isinstance(value, tuple):
+        return tuple(_hashed(item) for item in value)
+    if not dataclasses.is_dataclass(value):
+        return value
+    return {
+        field.name: _hashed(content)
+        for field in dataclasses.fields(value)
+        if (content := getattr(value, field.name)) != field.default or field.name in _ALWAYS_HASHED
     }
 
 

@@ -49,7 +49,13 @@ class StepCarry:
     def with_selection(
         self, layer: int, indices: Int[Array, "T k"], candidates: Int[Array, "T B"] | None = None
     ) -> "StepCarry":
-        """Returns the carry with the entries [T, index_topk] that a layer selected, and its candidate blocks if any."""
+        """Returns the carry with what a layer selected.
+
+        Args:
+          layer: number of the layer.
+          indices: [T, index_topk] entries that it selected.
+          candidates: [T, B] its candidate blocks; None if it makes none.
+        """
         made = {} if candidates is None else {layer: candidates}
         selection = self.selection | {layer: indices}
         return dataclasses.replace(self, selection=selection, candidates=self.candidates | made)

@@ -41,7 +41,13 @@ def candidate_blocks(
 def within_candidates(
     scores: Float[Array, "T E"], blocks: Int[Array, "T count"], block_size: int
 ) -> Float[Array, "T E"]:
-    """Returns scores [T, E] of all entries, with -inf for entries outside the blocks [T, count]; -1 = no block."""
+    """Returns scores with -inf for entries outside of blocks.
+
+    Args:
+      scores: [T, E] float32 scores of all entries.
+      blocks: [T, count] int32 numbers of blocks; -1 = none.
+      block_size: number of entries in a block.
+    """
     tokens, entries = scores.shape
     number = -(-entries // block_size)
     rows = jnp.arange(tokens, dtype=jnp.int32)[:, None]

@@ -15,7 +15,7 @@ import numpy as np
 from dsv4_jax.cache import CacheSchema, KVCache
 from dsv4_jax.cache.ngrams import advance_ngrams
 from dsv4_jax.parallel.sharded_step import sharded_step
-from tests.cache.reference import Inputs, random_token, random_weights, store_entry, store_row
+from tests.cache.reference import Inputs, keys_of, random_token, random_weights, store_entry, store_row
 
 
 AT_ONCE = 32  # windows in a call
@@ -98,6 +98,9 @@ class Tables:
             for index, weights in enumerate(self.weights[layer]):
                 kv, gate = (x.index_kv, x.index_gate) if index else (x.kv, x.gate)
                 both.append(_store(kv[windows], gate[windows], firsts, weights, self.schema, group, bool(index)))
+            spec = self.schema.layers[layer]
+            if spec.keys and not spec.key_compressor:
+                both.append(_store(x.kv[windows], x.gate[windows], firsts, weights, self.schema, group, True))
             layers.append(both)
         return jax.tree.map(lambda *rows: np.stack(rows), *layers)
 
@@ -123,7 +126,12 @@ def run_step(tables: tuple[list[Inputs], Any, Any], cache: KVCache, batch) -> tu
     for layer, (table, parts) in enumerate(zip(inputs, weights, strict=True)):
         x = jax.tree.map(lambda rows: jnp.where(real, rows[batch.token_ids], jnp.nan), table)
         handle = cache.handle(layer, batch).write_swa(x.window)
-        if parts:
+        spec = cache.schema.layers[layer]
+        if parts and spec.keys and not spec.key_compressor:
+            closed, handle = handle.pool_windows(x.kv, x.gate, parts[0])
+            keys = keys_of(closed, cache.schema)
+            handle = handle.write_entries(closed, parts[0].inv_freq).write_keys(keys, parts[0].inv_freq)
+        elif parts:
             index = (x.index_kv, x.index_gate, parts[1]) if len(parts) == 2 else None
             handle = handle.flush(x.kv, x.gate, parts[0], index=index)
         cache = handle.cache

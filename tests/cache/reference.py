@@ -220,10 +220,20 @@ def store_entry(kv, gate, first, weights, schema, group, index):
     positions = first + jnp.arange(kv.shape[0], dtype=jnp.int32)
     slots = jnp.where(positions >= 0, 0, -1)
     state = StateView(nothing, nothing, 0, rate, spec.overlap)
-    compressor = ops.CompressorInputs(state, view, kv, gate, weights)
-    ((_, view),) = ops.flush([compressor], slots, jnp.maximum(positions, -1), dtype=schema.dtype)
+    tokens = slots, jnp.maximum(positions, -1)
+    if index and not spec.key_compressor:
+        closed, _ = ops.pool_windows(state, kv, gate, weights, *tokens, dtype=schema.dtype)
+        view = ops.write_entries(view, keys_of(closed, schema), weights.inv_freq)
+    else:
+        compressor = ops.CompressorInputs(state, view, kv, gate, weights)
+        ((_, view),) = ops.flush([compressor], *tokens, dtype=schema.dtype)
     stored = jax.tree.map(lambda pool: pool[0, 0, positions[-1] // rate % pool.shape[2]], view.rows)
     return stored, codec.decode(stored) if index else codec.decode(stored, schema.dtype)
+
+
+def keys_of(closed, schema):
+    """The index keys that stand in for those that a model makes from pooled vectors: their last channels."""
+    return dataclasses.replace(closed, values=closed.values[:, -schema.config.index_head_dim :])
 
 
 def entry_formula(kv, gate, first, weights, schema, group, index):

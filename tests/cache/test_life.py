@@ -12,6 +12,7 @@ from dsv4_jax.host import KVCacheManager
 from dsv4_jax.parallel.mesh import make_mesh
 from tests.cache.life import MUCH, OPERATIONS, Life, random_operations
 from tests.cache.test_state_machine import CONFIG, CSA, HCA, SMALL, WINDOW, config_of
+from tests.v41 import v41_config
 
 
 # A toy of Engram: n-grams of 4 tokens, so that three ids of each request live on.
@@ -92,6 +93,8 @@ TestAnyLifeOnAMesh.settings = settings(max_examples=4, stateful_step_count=24, d
         (config_of(HCA), dict()),
         (ENGRAM, dict(max_query_tokens=1)),
         (ENGRAM, dict(**LARGER, mesh=dict(data=2, model=2))),
+        (v41_config(), dict()),
+        (v41_config(), dict(**LARGER, mesh=dict(data=2, model=2), context_parallel=True)),
         (config_of(WINDOW), dict()),
     ],
     ids=[
@@ -106,6 +109,8 @@ TestAnyLifeOnAMesh.settings = settings(max_examples=4, stateful_step_count=24, d
         "only HCA",
         "engram, one token",
         "engram, mesh",
+        "V4.1's layers",
+        "V4.1's layers, context",
         "only windows",
     ],  # fmt: skip
 )

@@ -11,6 +11,7 @@ from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.nn import DeepseekV4ForCausalLM, shardings
 from tests.paths import DATA
+from tests.v41 import v41_config
 
 
 # Two loops of two repeats each, so that parameters are stacked.
@@ -19,6 +20,10 @@ LAYERS = [LayerSpec(), LayerSpec(), *[LayerSpec.csa(4), LayerSpec.hca(8)] * 2]
 
 def random_model(seed):
     return DeepseekV4ForCausalLM(DSV4Config.small(LAYERS), rngs=nnx.Rngs(seed))
+
+
+def v41_model(seed):
+    return DeepseekV4ForCausalLM(v41_config(drafts=True), rngs=nnx.Rngs(seed))
 
 
 def quantized_model(_):
@@ -36,7 +41,7 @@ def through_orbax(folder, state, target):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [random_model, quantized_model])
+@pytest.mark.parametrize("make", [random_model, v41_model, quantized_model])
 def test_a_restored_model_is_the_saved_one(make, tmp_path):
     model = make(0)
     state = nnx.state(model)
@@ -46,10 +51,11 @@ def test_a_restored_model_is_the_saved_one(make, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_is_restored_onto_a_mesh(tmp_path):
-    model = random_model(0)
+@pytest.mark.parametrize("make", [random_model, v41_model])
+def test_a_model_is_restored_onto_a_mesh(make, tmp_path):
+    model = make(0)
     mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
-    graph, other = nnx.split(jax.device_put(random_model(1), shardings(model, mesh)))
+    graph, other = nnx.split(jax.device_put(make(1), shardings(model, mesh)))
     restored = nnx.merge(graph, through_orbax(tmp_path, nnx.state(model), other))
     chex.assert_trees_all_equal(restored, model)
     assert [x.sharding for x in jax.tree.leaves(restored)] == jax.tree.leaves(shardings(model, mesh))

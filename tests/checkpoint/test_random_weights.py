@@ -15,7 +15,9 @@ from dsv4_jax.checkpoint.random_weights import STD, random_model, selection_bias
 from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.expert_pages import ExpertMemory, selection_shares
+from dsv4_jax.nn import parameter_views
 from tests.expert_pages.cpu_memory import CpuMemory, whole_pages
+from tests.v41 import v41_config
 
 
 CONFIG = read_config(packaged_checkpoint())
@@ -91,3 +93,14 @@ def test_weights_are_not_committed_to_their_device(source, monkeypatch):
         "loaded": lambda: load_checkpoint(packaged_checkpoint(), weights="quantized"),
     }
     assert not any(x.committed for x in jax.tree.leaves(made[source]()))
+
+
+def test_draft_layers_may_have_other_numbers_of_experts():
+    config = v41_config(drafts=True)
+    views = parameter_views(random_model(config, skew=1.0))
+    experts = {path: len(view.read()) for path, view in views.items() if path.endswith("e_score_correction_bias")}
+    assert len(experts) == 7
+    assert all(count == (4 if path.startswith("drafts.") else 8) for path, count in experts.items())
+    memory = ExpertMemory(device_bytes=0, memory=CpuMemory())
+    with pytest.raises(ValueError, match="as many experts in each layer: .* has 4, .* has 8. Leave out the draft lay"):
+        random_model(config, expert_memory=memory)

@@ -1,4 +1,6 @@
-"""One small model and one geometry for all decode tests: programs compile once per process."""
+"""Small models and one geometry for all decode tests: programs compile once per process."""
+
+import functools
 
 import pytest
 
@@ -7,13 +9,26 @@ from dsv4_jax.decode import CompiledModel
 from dsv4_jax.host import BlockAllocator, KVCacheManager
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from tests.paths import TINY
+from tests.v41 import v41_config
+
+
+@functools.cache
+def small_model(name):
+    """(model, configuration): one layer of each kind and random weights; programs of the engine compile in seconds."""
+    config = DSV4Config.from_hf(TINY).first_layers(3) if name == "v4" else v41_config(drafts=name == "v41 drafts")
+    return CompiledModel(DeepseekV4ForCausalLM(config)), config
 
 
 @pytest.fixture(scope="session")
-def small():
-    """One layer of each kind and random weights: programs of the engine compile in seconds."""
-    config = DSV4Config.from_hf(TINY).first_layers(3)
-    return CompiledModel(DeepseekV4ForCausalLM(config)), config
+def small(request):
+    """The small model like V4, or in tests with the marks below the one like V4.1, too."""
+    return small_model(getattr(request, "param", "v4"))
+
+
+EVERY_MODEL = pytest.mark.parametrize("small", ["v4", "v41"], indirect=True, scope="session")
+EVERY_MODEL_SLOWLY = pytest.mark.parametrize(
+    "small", ["v4", pytest.param("v41", marks=pytest.mark.slow)], indirect=True, scope="session"
+)
 
 
 @pytest.fixture(scope="session")

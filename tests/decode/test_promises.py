@@ -23,11 +23,22 @@ from dsv4_jax.decode import (
 from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.host import CacheFullError, KVCacheManager
 from dsv4_jax.nn import DeepseekV4ForCausalLM
+from tests.decode.conftest import EVERY_MODEL
 from tests.paths import DATA, TINY
+from tests.v41 import v41_config
 
 
 def snapshot(tree):
     return [np.asarray(x).reshape(-1).view(np.uint8).copy() for x in jax.tree.leaves(tree)]
+
+
+def v41_with_a_large_table():
+    config = v41_config()
+    engram = dataclasses.replace(config.engram, vocab_size=4_000_000)
+    return dataclasses.replace(config, engram=dataclasses.replace(engram, num_embeddings=(sum(engram.primes[0]),)))
+
+
+V41 = v41_with_a_large_table()
 
 
 def poisoned(cache):
@@ -50,6 +61,7 @@ def run(model, manager, cache, slot, ids):
     return np.stack(logits), cache
 
 
+@EVERY_MODEL
 def test_one_trace_while_requests_come_grow_and_go(model, manager):
     """50 steps: admissions, growth over block borders, releases, re-admissions, and no host transfer inside."""
     cache = manager.init_cache()
@@ -107,6 +119,7 @@ def test_a_step_that_was_not_begun_is_refused_while_it_is_traced(manager, begins
             jax.eval_shape(step, cache)
 
 
+@EVERY_MODEL
 def test_the_donated_cache_is_consumed(model, manager):
     cache = manager.init_cache()
     slot = manager.admit(num_tokens=4)
@@ -130,10 +143,21 @@ def check_in_place(compiled, cache):
     return memory.temp_size_in_bytes
 
 
-@pytest.mark.parametrize("tokens", [1, 40], ids=["decode", "prefill"])
-def test_no_copy_of_a_pool_in_the_compiled_step(tokens):
-    """Every cache array is updated where it lies, and scratch memory has no room for any layer of any pool."""
-    config = DSV4Config.from_hf(TINY)
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        (DSV4Config.from_hf(TINY), 1),
+        (DSV4Config.from_hf(TINY), 40),
+        (V41, 1),
+        pytest.param(V41, 40, marks=pytest.mark.slow),
+    ],
+    ids=["decode", "prefill", "decode V4.1", "prefill V4.1"],
+)
+def test_no_copy_of_a_pool_in_the_compiled_step(config, tokens):
+    """Every cache array is updated where it lies, and scratch memory has no room for any layer of any pool.
+
+    Nor is there room for Engram's table.
+    """
     model = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(config))
     manager = KVCacheManager(config, num_blocks=300_000, max_requests=3, max_context=96, block_tokens=16)
     batch = manager.prepare_forward({manager.admit(): [1] * tokens})
@@ -142,8 +166,11 @@ def test_no_copy_of_a_pool_in_the_compiled_step(tokens):
     assert temp < min(
         x.size * x.dtype.itemsize / len(x) for group in cache.groups.values() for x in jax.tree.leaves(group.paged)
     )
+    if config.engram is not None:
+        assert temp < config.engram.num_embeddings[0] * config.engram.head_dim
 
 
+@EVERY_MODEL
 def test_a_reused_slot_and_its_blocks_show_nothing_of_their_old_owner(model, manager):
     """The same request in a new cache, in poisoned bytes, and after another owner: the same bits."""
     ids = [5, 9, 100, 2, 77, 31, 31, 8, 90, 4, 4, 12, 150, 3, 61, 17, 18, 19, 20, 21]
@@ -161,6 +188,7 @@ def test_a_reused_slot_and_its_blocks_show_nothing_of_their_old_owner(model, man
     chex.assert_trees_all_equal(bad, want)
 
 
+@EVERY_MODEL
 def test_padding_writes_nothing(model, manager):
     """A step of padding alone leaves poisoned bytes as they are."""
     cache = poisoned(manager.init_cache())
@@ -174,6 +202,7 @@ def test_padding_writes_nothing(model, manager):
     assert not np.asarray(logits).any()
 
 
+@EVERY_MODEL
 def test_other_requests_do_not_change_a_requests_bytes(model, manager):
     """A request alone and beside two others at other phases of compression: the same rings, entries and states.
 
@@ -201,12 +230,13 @@ def owned(cache, manager, slot):
     """Bytes of a slot's rings, states and blocks, blocks in logical order."""
     blocks = manager.block_table[slot]
     blocks = blocks[blocks >= 0]
-    per_slot = cache.swa, {name: group.by_slot for name, group in cache.groups.items()}
+    per_slot = cache.swa, cache.ngram_ids, {name: group.by_slot for name, group in cache.groups.items()}
     return snapshot(jax.tree.map(lambda x: x[:, slot], per_slot)) + snapshot(
         jax.tree.map(lambda x: x[:, blocks], {name: group.paged for name, group in cache.groups.items()})
     )
 
 
+@EVERY_MODEL
 def test_running_out_raises_before_launch_and_changes_nothing(model, manager):
     cache = manager.init_cache()
     slots = [manager.admit(num_tokens=90) for _ in range(3)]
@@ -230,6 +260,7 @@ def test_running_out_raises_before_launch_and_changes_nothing(model, manager):
     _, cache = decode_step(model, cache, manager.prepare_forward({s: [7] for s in slots}))
 
 
+@EVERY_MODEL
 def test_the_device_loop_makes_no_transfer(model, manager):
     slot = manager.admit(num_tokens=20)
     batch = manager.prepare_forward({slot: [3]}, reserve=7)

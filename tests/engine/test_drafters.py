@@ -16,8 +16,9 @@ from dsv4_jax.decode import SamplingParams
 from dsv4_jax.decode.step import accepted_lengths
 from dsv4_jax.engine import Drafter, Engine, PromptLookup
 from dsv4_jax.engine.drafters import accept
-from dsv4_jax.host import KVCacheManager
+from dsv4_jax.host import KVCacheManager, PrefixCache
 from tests.decode.bigram import MODEL as BIGRAM
+from tests.decode.conftest import small_model
 from tests.host.managers import make
 from tests.paths import PACKAGED
 
@@ -236,3 +237,29 @@ def test_what_is_no_drafter_is_refused(small, untyped):
     for drafter in ("prompt", 3):
         with pytest.raises(ValueError, match="must be 'model', an object with a method `draft`, or None"):
             Engine(small[0], make(), token_budget=12, drafter=drafter)
+
+
+def test_dspark_drafts_of_v41_change_nothing():
+    """Its draft layers have experts of another number, and are counted with the model's. Prompts hit a prefix, too."""
+    model, config = small_model("v41 drafts")
+    prompts = [np.random.default_rng(i).integers(159, size=n).tolist() for i, n in enumerate((3, 40, 21))]
+    answers = []
+    for drafter in (None, "model"):
+        manager = KVCacheManager(
+            config, num_blocks=36, max_requests=3, max_context=192, block_tokens=16, max_query_tokens=4
+        )
+        prefix = PrefixCache(manager, key="model")
+        # A single program for each engine, whose rows do not depend on how many drafts there are.
+        options = dict(token_budget=20, drafter=drafter, prefix=prefix, batch_invariant=True)
+        engine = Engine(model, manager, manager.init_cache().with_expert_counts(), **options)
+        for _ in range(2):
+            requests = [engine.add(prompt, max_new_tokens=30) for prompt in prompts]
+            finish(engine)
+            answers.append([request.generated for request in requests])
+        assert engine.metrics.prefix.hits == 2
+    assert engine.metrics.drafted_tokens > engine.metrics.accepted_tokens > 0
+    assert answers[1:] == answers[:1] * 3
+    tokens = np.asarray(engine.cache.expert_counts)[0]
+    # Layers of the model have 2 of 8 experts for a token, draft layers 1 of 4 for each token of a block.
+    assert len({*tokens[:5].sum(1).tolist()}) == 1 and tokens[0].sum() % 2 == 0 and tokens[:5, 4:].any()
+    assert tokens[5].sum() == tokens[6].sum() > 0 and not tokens[5:, 4:].any()

@@ -14,6 +14,7 @@ from dsv4_jax.cache import request_rows as moves
 from dsv4_jax.decode import CompiledModel, SamplingParams, sample_step
 from dsv4_jax.engine import Engine, PromptLookup, scheduler
 from dsv4_jax.host import KVCacheManager, PrefixCache
+from tests.decode.conftest import EVERY_MODEL, EVERY_MODEL_SLOWLY
 
 
 WARM = SamplingParams(temperature=1.0)
@@ -81,6 +82,7 @@ def alone(small, wide):
     return results
 
 
+@EVERY_MODEL
 def test_two_programs_and_none_later(small, roomy):
     """Requests of all lengths and kinds come, go, wait and are cancelled: nothing compiles."""
     engine = make(small, roomy, prefix=PrefixCache(roomy, key="tiny"))
@@ -103,6 +105,7 @@ def test_two_programs_and_none_later(small, roomy):
     assert [program._cache_size() for program in PROGRAMS] == compiled
 
 
+@EVERY_MODEL
 def test_company_waiting_and_drafts_change_nothing(small, roomy, alone):
     engine = make(small, roomy)
     requests = [add(engine, i) for i in (5, 0, 1)]
@@ -131,6 +134,7 @@ def test_lengths_agree_without_reading_the_device(small, roomy, drafter):
     assert is_drained(engine)
 
 
+@EVERY_MODEL
 def test_the_youngest_leaves_and_comes_back_with_the_same_tokens(small, wide):
     """Three requests of 5 to 7 blocks in the end, over 9 blocks."""
     prompts = [PROMPTS[1], PROMPTS[3], PROMPTS[4]]
@@ -183,6 +187,7 @@ def test_priority_decides_who_is_served_first_and_who_leaves(small, wide):
     assert all(r.generated == first.generated for r in slow)
 
 
+@EVERY_MODEL_SLOWLY
 def test_a_uniform_engine_has_one_program(small, roomy, wide):
     """Then not even the last bit of a logit depends on drafts, nor on reading a text again that was generated."""
     options = dict(max_new_tokens=30, sampling=WARM, seed=6)

@@ -13,6 +13,7 @@ from dsv4_jax.decode import SamplingParams
 from dsv4_jax.engine import Engine, PromptLookup
 from dsv4_jax.host import CacheCorruptionError, KVCacheManager, PrefixCache
 from tests.decode.bigram import MODEL
+from tests.decode.conftest import EVERY_MODEL_SLOWLY
 from tests.host.managers import CONFIG
 
 
@@ -48,6 +49,7 @@ def cold(small, wide):
     return converse(make(small, wide()))
 
 
+@EVERY_MODEL_SLOWLY
 @pytest.mark.parametrize(
     ("free", "every", "snapshots"),
     [(36, 1, 99), (36, 2, 99), (36, None, 99), (36, 1, 3), (19, 1, 99), (19, None, 3)],

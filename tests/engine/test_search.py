@@ -13,6 +13,7 @@ import pytest
 from dsv4_jax.decode import LogprobOptions, SamplingParams, sample_step
 from dsv4_jax.engine import Engine, beam_search, n_best
 from dsv4_jax.host import CacheFullError, KVCacheManager
+from tests.decode.conftest import EVERY_MODEL_SLOWLY
 
 
 WARM = SamplingParams(temperature=1.0)
@@ -27,6 +28,7 @@ def alone(small, manager, prompt, seed, **options):
     return list(engine.stream(request)), request.logprobs
 
 
+@EVERY_MODEL_SLOWLY
 @pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:32], [5]], ids=["open block", "full blocks", "one token"])
 def test_n_best_are_the_answers_that_streams_draw(small, wide, prompt):
     """Five over three slots: two wait, with a copy of the prompt's bytes in host memory."""
@@ -42,6 +44,7 @@ def test_n_best_are_the_answers_that_streams_draw(small, wide, prompt):
     assert manager.free_slots == 3 and manager.free_blocks == 36
 
 
+@EVERY_MODEL_SLOWLY
 def test_forks_go_on_from_where_the_request_is(small, wide):
     """In the middle of generation, three generations deep; with room for some children only, and for none."""
     engine = Engine(small[0], wide(14), token_budget=CHUNK + 2)
@@ -106,6 +109,7 @@ def naive_beams(model, make, prompt, beams, steps, stops):
 STOPS = tuple(range(0, 160, 5))
 
 
+@EVERY_MODEL_SLOWLY
 @pytest.mark.parametrize("stops", [pytest.param((), marks=pytest.mark.slow), STOPS], ids=["none", "stop tokens"])
 def test_beam_search_is_that_of_the_definition(small, wide, stops):
     """Over two borders of blocks; each beginning is read by itself there, and forked here."""

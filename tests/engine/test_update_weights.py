@@ -66,12 +66,14 @@ def run(engine, prompt):
 
 
 @pytest.mark.parametrize(
-    ("swaps", "overlap"),
+    ("small", "swaps", "overlap"),
     [
-        (16, True),
-        pytest.param(1000, True, marks=pytest.mark.slow),
-        pytest.param(300, False, marks=pytest.mark.slow),  # 200 swaps preempt no request
+        ("v4", 16, True),
+        pytest.param("v41", 16, True, marks=pytest.mark.slow),
+        pytest.param("v4", 1000, True, marks=pytest.mark.slow),
+        pytest.param("v4", 300, False, marks=pytest.mark.slow),  # 200 swaps preempt no request
     ],
+    indirect=["small"],
 )
 def test_random_swaps_compile_nothing_and_hit_nothing_stale(modules, wide, answer, untyped, swaps, overlap):
     """Requests run, wait, are preempted and forked meanwhile. Those not kept get a new engine's tokens."""

@@ -1,12 +1,15 @@
 """The prefix cache's choices: what it finds, keeps and gives up; its bytes are compared in tests/cache/test_life.py."""
 
+from pathlib import Path
+
 import chex
 import jax
 import numpy as np
 import pytest
 
 from dsv4_jax.cache.request_rows import read_request, write_request
-from dsv4_jax.host import CacheFullError, PrefixCache, PrefixFiles, resume
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache, PrefixFiles, resume
 from dsv4_jax.host.offload import capture
 from tests.host.managers import BLOCK, host_state, ids, make, step
 
@@ -42,6 +45,20 @@ class Cached:
         slot, hit = self.admit(tokens)
         self.manager.release(slot)
         return hit
+
+
+def test_what_snapshots_cost_is_as_the_page_says():
+    rows = {"bytes of a snapshot": [], "in blocks of 128 tokens": [], "snapshots in the default `max_bytes`, 1 GiB": []}
+    for config in (DSV4Config.v4_flash(), DSV4Config.v4_pro(), DSV4Config.v41_flash()):
+        manager = KVCacheManager(config, num_blocks=1, max_requests=1, max_context=128, block_tokens=128)
+        prefix = PrefixCache(manager, key="model")
+        size = prefix.bytes_per_snapshot
+        cells = f"{size:,}", f"{size / manager.schema.block_bytes:.1f}", str(prefix.max_bytes // size)
+        for cell, row in zip(cells, rows.values(), strict=True):
+            row.append(cell)
+    page = (Path(__file__).parents[2] / "docs" / "requests.md").read_text()
+    for name, cells in rows.items():
+        assert f"| {name} | {' | '.join(cells)} |" in page
 
 
 class TestFinding:

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import safetensors
 
+from dsv4_jax.cache import CacheSchema
 from dsv4_jax.cache.request_rows import read_blocks, read_request, write_blocks, write_request
+from dsv4_jax.config import DSV4Config
 from dsv4_jax.host import CacheFullError, load_request, offload, resume, save_request
-from dsv4_jax.host.offload import capture
+from dsv4_jax.host.offload import capture, identity
 from tests.host.managers import CONFIG, host_state, ids, make, random_cache, step
 from tests.ops.pools import same_bytes
+from tests.paths import PACKAGED
 
 
 def begun(n=40, **changes):
@@ -40,6 +43,26 @@ def saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("requests") / "request.safetensors"
     save_request(path, manager, cache, slot, ids(40), key="tiny")
     return path, capture(manager, cache, slot, key="tiny")
+
+
+@pytest.mark.parametrize(
+    ("config", "digest"),
+    [
+        (DSV4Config.v4_flash(), "c07d8206f20b55a7d97ffb47b8d8e2ffcb28fcd27e534707e64e8b5a9812aaaa"),
+        (DSV4Config.v4_flash_0731(), "05378813f096f949c755241106e350168cf5ef89788efd4e34f7cae08f3b0c75"),
+        (DSV4Config.from_hf(PACKAGED), "ce1c7899b20d3ea9ada74ba1d4185dfa3fa72273ffef5c585a672cfc9d41fe6b"),
+    ],
+    ids=["v4_flash", "v4_flash_0731", "packaged"],
+)
+def test_new_fields_of_the_configuration_leave_files_of_earlier_versions_readable(config, digest):
+    def identity_of(config):
+        return identity(CacheSchema(config, num_blocks=1, max_requests=1, max_context=256), "")
+
+    assert identity_of(config)["config"] == digest
+    other = dataclasses.replace(config, delays_pre=True)
+    specs = (dataclasses.replace(config.specs[0], window=7), *config.specs[1:])
+    for changed in (other, dataclasses.replace(config, specs=specs)):
+        assert identity_of(changed)["config"] != digest
 
 
 class TestRoundTrip:

@@ -8,10 +8,12 @@ import pytest
 
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.decode import decode_step
-from dsv4_jax.host import KVCacheManager, PrefixCache, load_request, offload, resume, save_request
+from dsv4_jax.host import KVCacheManager, PrefixCache, PrefixFiles, load_request, offload, resume, save_request
 from dsv4_jax.host.offload import capture
+from dsv4_jax.nn import DeepseekV4ForCausalLM
 from tests.ops.pools import same_bytes
 from tests.paths import TINY
+from tests.v41 import v41_config
 
 
 IDS = np.random.default_rng(0).integers(0, 160, 70).tolist()
@@ -51,14 +53,20 @@ class Runs:
         return request.rows, request.blocks
 
 
-FORMATS = ["v4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("per_entry", "plain"))]
+FORMATS = ["v4", "v41", *(pytest.param(name, marks=pytest.mark.slow) for name in ("per_entry", "plain"))]
 
 
 @pytest.fixture(scope="module", params=FORMATS)
 def cold(request):
-    """(model, format, runs in which slot 0 ran cold through IDS and is cached, its logits, its bytes)."""
+    """(model, format, runs in which slot 0 ran cold through IDS and is cached, its logits, its bytes).
+
+    The model is V4.1's small one in V4.1's format.
+    """
     dtype = jnp.float32 if request.param == "plain" else jnp.bfloat16
-    model = load_checkpoint(TINY, dtype=dtype)
+    if request.param == "v41":
+        model = DeepseekV4ForCausalLM(v41_config(), dtype)
+    else:
+        model = load_checkpoint(TINY, dtype=dtype)
     runs = Runs(model, kv_format=request.param)
     slot, hit = runs.admit(IDS)
     assert (slot, hit) == (0, 0)
@@ -132,3 +140,17 @@ def test_a_request_goes_on_elsewhere(cold, runs, tmp_path):
     for place, number in ((runs, back), (elsewhere, loaded)):
         chex.assert_trees_all_equal(place.feed({number: IDS[53:]})[number], logits[53:])
         same_bytes(place.bytes(number), want)
+
+
+def test_a_prefix_is_found_in_files_by_another_cache(cold, tmp_path):
+    model, kv_format, _, logits, want = cold
+    for expected in (0, 64):
+        files = PrefixFiles(tmp_path, "10MB")
+        runs = Runs(model, kv_format=kv_format)
+        runs.prefix = PrefixCache(runs.manager, key="tiny", files=files)
+        runs.prefix.get_cache = lambda runs=runs: runs.cache
+        slot, hit = runs.admit(IDS)
+        assert hit == expected
+        chex.assert_trees_all_equal(runs.feed({slot: IDS[hit:]}, observe=True)[slot], logits[hit:])
+        same_bytes(runs.bytes(slot), want)
+        runs.prefix.save(runs.cache)

@@ -72,10 +72,3 @@ def test_a_selection_of_another_layer_never_reads_what_an_earlier_request_left(g
             manager.release(slot)
         rows.append(np.asarray(row[slot]))
     np.testing.assert_array_equal(*rows)
-
-
-def test_index_keys_that_attention_does_not_make_are_refused():
-    """The cache takes them from a model of one's own; without them every entry would score zero."""
-    config = DSV4Config.small([LayerSpec.csa(2, key_compressor=False)])
-    with pytest.raises(ValueError, match="layer 0 stores index keys without a compressor of its own"):
-        DeepseekV4ForCausalLM(config, jnp.float32)

@@ -6,13 +6,17 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 from dsv4_jax.cache import Batch, CacheSchema, KVCache, init_cache
 from dsv4_jax.config import LayerSpec
-from dsv4_jax.nn import DeepseekV4ForCausalLM
+from dsv4_jax.host import KVCacheManager
+from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
 from dsv4_jax.nn.layers import ABSTRACT
+from dsv4_jax.quant import FakeQuantFormat, V41Format
+from tests.v41 import v41_config
 
 
 @pytest.fixture(scope="module")
@@ -169,3 +173,70 @@ def test_a_cache_for_another_model_is_refused(short_config, changes, message):
 def test_other_dtypes_are_refused(short_config):
     with pytest.raises(ValueError, match="param_dtype must be bfloat16 or float32, got float16"):
         nnx.eval_shape(lambda: DeepseekV4ForCausalLM(short_config, param_dtype=jnp.float16))
+
+
+def mean_loss(model, kv_format, ids):
+    """The mean cross-entropy of a text's tokens in one step, as a function of the model."""
+    sizes = dict(num_blocks=4, max_requests=1, max_context=64, block_tokens=16, dtype=jnp.float32)
+    manager = KVCacheManager(model.config, **sizes, kv_format=kv_format)
+    batch = manager.prepare_forward({manager.admit(): ids})
+    cache = manager.init_cache()
+
+    def loss(model):
+        hidden, _ = model(cache, batch)
+        losses = optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden[:-1]), batch.token_ids[1:])
+        return losses.mean()
+
+    return loss
+
+
+@pytest.mark.slow
+def test_gradients_of_v41_are_those_of_central_differences():
+    """All entries and experts are selected, since a selection that changes is no small change of the loss."""
+    config = dataclasses.replace(v41_config(), index_topk=64, candidate_topk_blocks=17, num_experts_per_tok=8)
+    model = DeepseekV4ForCausalLM(config, jnp.float32)
+    loss = mean_loss(model, "plain", np.random.default_rng(0).integers(159, size=48))
+    graph, floats, others = nnx.split(model, lambda _, value: value.get_value().dtype == jnp.float32, ...)
+    of_floats = jax.jit(lambda floats: loss(nnx.merge(graph, floats, others)))
+    gradient = jax.jit(jax.grad(of_floats))(floats)
+    rng = np.random.default_rng(1)
+    checked = 0
+    for number, part in enumerate(leaves := jax.tree.leaves(gradient)):
+        if not (norm := float(jnp.linalg.norm(part))):
+            continue
+        # Along the gradient, mixed with as much of a random direction.
+        noise = rng.standard_normal(part.shape).astype(np.float32)
+        direction = part / norm + noise / np.linalg.norm(noise)
+        step = 1e-2 / max(norm, 1.0)
+
+        def moved(sign, number=number, direction=direction, step=step):
+            values, tree = jax.tree.flatten(floats)
+            values[number] += sign * step * direction
+            return of_floats(jax.tree.unflatten(tree, values))
+
+        difference = float(moved(1) - moved(-1)) / (2 * step)
+        expected = float(jnp.vdot(part, direction))
+        # The loss, about 5, is rounded by 1e-6.
+        assert abs(difference - expected) < 0.03 * norm + 1e-6 / step, (number, part.shape, difference, expected)
+        checked += 1
+    assert checked > len(leaves) / 2
+
+
+@pytest.mark.slow
+def test_parameters_of_v41_that_learn():
+    """Straight-through; recomputed in the backward pass, too. Those that only select have no gradient."""
+    model = DeepseekV4ForCausalLM(v41_config(), jnp.float32)
+    ids = np.random.default_rng(0).integers(159, size=48)
+    gradients = []
+    for remat in (False, True):
+        model.model.layers.remat = remat
+        loss = mean_loss(model, FakeQuantFormat(V41Format()), ids)
+        graph, floats, others = nnx.split(model, lambda _, value: value.get_value().dtype == jnp.float32, ...)
+        gradient = jax.jit(jax.grad(lambda floats: loss(nnx.merge(graph, floats, others))))(floats)  # noqa: B023
+        views = parameter_views(nnx.merge(graph, gradient, others))
+        gradients.append({name: np.asarray(x.read()) for name, x in views.items() if x.dtype == jnp.float32})
+    assert all(np.isfinite(value).all() for value in gradients[0].values())
+    selecting = "indexer", "_correction_bias", "compressor.key_"
+    for name, value in gradients[0].items():
+        assert value.any() != any(part in name for part in selecting), name
+    chex.assert_trees_all_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-6)

@@ -61,18 +61,31 @@ class RecordingHandle:
         return self.record["topk"] if self.given is None else self.given
 
 
-@functools.partial(jax.jit, donate_argnames="cache", static_argnames="layer")
-def attention_step(model, cache, batch, x, given, layer):
-    """(output [T, hidden], {"scores", "topk"} of a CSA layer, cache)."""
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A layer that runs before another one, which reads its entries and its candidates; inputs [B, S, hidden]."""
+
+    layer: int
+    x: np.ndarray
+    candidates: np.ndarray  # [B, S, blocks], in place of those that the layer makes
+
+
+@functools.partial(jax.jit, donate_argnames="cache", static_argnames=("layer", "source"))
+def attention_step(model, cache, batch, x, given, layer, source=None, source_x=None, candidates=None):
+    """(output [T, hidden], {"scores", "topk"} of a layer that selects, and "candidates" of the source, cache)."""
     cache = cache.begin_step(batch)
     record = {}
+    carry = StepCarry()
+    if source is not None:
+        _, made, cache = model.model.layers[source].self_attn(source_x, cache.handle(source, batch), carry)
+        carry = dataclasses.replace(carry, candidates={source: candidates})
     handle = RecordingHandle(cache.handle(layer, batch), given, record)
-    y, _, cache = model.model.layers[layer].self_attn(x, handle, StepCarry())
-    return y, dict(record), cache
+    y, _, cache = model.model.layers[layer].self_attn(x, handle, carry)
+    return y, record | ({} if source is None else {"candidates": made.candidates[source]}), cache
 
 
-def run_layer(model, layer, x, chunks, *, kv_format, dtype, given=None, block_tokens=16):
-    """Feeds x [B, S, hidden] in chunks of so many tokens.
+def run_layer(model, layer, x, chunks, *, kv_format, dtype, given=None, block_tokens=16, source=None):
+    """Feeds x [B, S, hidden] in chunks of so many tokens. In each step, a `Source` runs before.
 
     Returns:
       (out [B, S, hidden], {"scores" [B, S, E], "topk" [B, S, k]}, cache), numpy.
@@ -97,7 +110,10 @@ def run_layer(model, layer, x, chunks, *, kv_format, dtype, given=None, block_to
         chosen = None
         if given is not None and model.config.layer_types[layer] == CSA:
             chosen = flat(given.astype(np.int32))
-        y, record, cache = attention_step(model, cache, batch, flat(x).astype(dtype), chosen, layer)
+        before = ()
+        if source is not None:
+            before = source.layer, flat(source.x).astype(dtype), flat(source.candidates.astype(np.int32))
+        y, record, cache = attention_step(model, cache, batch, flat(x).astype(dtype), chosen, layer, *before)
         parts.append({k: np.asarray(v)[: rows * n].reshape(rows, n, -1) for k, v in {"out": y, **record}.items()})
         at += n
     assert at == total

@@ -1,4 +1,4 @@
-"""DeepSeek-V4.1 against DeepSeek's own code, in float32 with plain rows: tolerances are those of README_v41.md there.
+"""DeepSeek-V4.1 against DeepSeek's own code, mostly in float32 with plain rows. Tolerances are those of the goldens.
 
 The golden's selections, candidates and experts are equal to ours, not only close, because the gaps between what is
 chosen and what is not are 20 times the noise of float32. By the golden's README, each of these mistakes would move
@@ -20,9 +20,11 @@ import pytest
 
 from dsv4_jax.cache import LayerCacheHandle
 from dsv4_jax.checkpoint import load_checkpoint
+from dsv4_jax.cli import main
 from dsv4_jax.engine import Engine, PromptLookup
 from dsv4_jax.host import KVCacheManager, PrefixCache
-from tests.oracle.layers import entries, reader, run_layer
+from dsv4_jax.quant import V41Format
+from tests.oracle.layers import Source, entries, reader, run_layer
 from tests.paths import DATA
 
 
@@ -178,6 +180,26 @@ def test_greedy_tokens_through_the_engine(model, golden, drafts):
     assert prefix.metrics.hits == 2
 
 
+@pytest.mark.slow
+def test_the_command_line_scores_as_the_golden_does(golden, tmp_path):
+    np.save(tmp_path / "ids.npy", golden["ids"])
+    arguments = ["score", "--checkpoint", FOLDER, "--ids", tmp_path / "ids.npy", "--out", tmp_path / "scores.npz"]
+    arguments += ["--dtype", "float32", "--cache-format", "plain", "--chunk", 25, "--decode-from", 50, "--layers"]
+    assert main([str(argument) for argument in arguments]) == 0
+    scores = np.load(tmp_path / "scores.npz")
+    close(scores["logits"], golden["logits"], 1e-4)
+    for layer in range(12):
+        close(scores[f"attn_out_{layer}"], golden[f"attn_out_{layer}"], 3e-5)
+    for layer in (4, 9):
+        close(scores[f"attn_in_{layer}"], golden[f"attn_in_{layer}"], 8e-5)
+    assert main([str(argument) for argument in (*arguments, "--window-only")]) == 0
+    alone = np.load(tmp_path / "scores.npz")
+    for layer in (0, 1):
+        close(alone[f"attn_out_{layer}"], golden[f"attn_out_{layer}"], 3e-5)
+    # Layer 2 has an entry from the second token on.
+    assert (np.abs(alone["attn_out_2"] - golden["attn_out_2"]).max(-1) > 1e-3)[:, 1:].all()
+
+
 def test_the_quantized_release():
     """Its weights stay quantized, in blocks of 32 x 32."""
     golden = np.load(QUANTIZED / "golden.npz")
@@ -186,3 +208,91 @@ def test_the_quantized_release():
     close(logits, golden["logits"], 1e-4)
     for layer, selection in recorded["selection"].items():
         chex.assert_trees_all_equal(selection, golden[f"topk_{layer}"].astype(np.int32))
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """The release's arithmetic: bfloat16, and rows of the cache that are rounded to its formats."""
+    return np.load(FOLDER / "golden_rows.npz")
+
+
+def check_rows(stored, golden_bytes):
+    """Compares rows of a cache, without their padding, with [..., bytes]: the codes, then the scales."""
+    codes, scale = (np.asarray(x) for x in jax.tree.leaves(stored))
+    width = golden_bytes.shape[-1] - codes.shape[-1]
+    chex.assert_trees_all_equal(codes, golden_bytes[..., : codes.shape[-1]])
+    chex.assert_trees_all_equal(scale[..., :width], golden_bytes[..., codes.shape[-1] :])
+
+
+@pytest.mark.parametrize("layer", [1, 2, 4, 6, 9])
+def test_rows_are_encoded_to_the_bytes_of_the_release(rows, layer):
+    codecs = dict(window=V41Format().window(80, 16), entry=V41Format().entries(80, 16), key=V41Format().keys(32))
+    stored = [name for name in codecs if f"{name}_{layer}" in rows]
+    assert stored == dict.fromkeys((1, 9), ["window"]).get(layer, [*codecs][layer == 2 :])
+    for name in stored:
+        values = jnp.asarray(rows[f"{name}_{layer}"], jnp.bfloat16)
+        check_rows(codecs[name].encode(values), rows[f"{name}_bytes_{layer}"])
+
+
+@pytest.fixture(scope="module")
+def rounded_model():
+    return load_checkpoint(FOLDER, dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize("layer", [1, 4, 6, 9])
+def test_attention_of_a_layer_with_rounded_rows(rounded_model, rows, layer):
+    """On the file's inputs and selection. Layer 9 reads layer 6's entries, and selects within its candidates."""
+    spec = rounded_model.config.specs[layer]
+    source = Source(6, rows["attn_in_6"], rows["candidate_blocks"]) if layer == 9 else None
+    given = rows[f"topk_{layer}"] if spec.selects else None
+    out, results, cache = run_layer(
+        rounded_model, layer, rows[f"attn_in_{layer}"], [61], kv_format="v41", dtype=jnp.bfloat16, given=given,
+        source=source,
+    )  # fmt: skip
+    difference = np.abs(out - rows[f"attn_out_{layer}"])
+    assert difference.max() <= 8e-3 and difference.mean() <= 1e-4
+    window = jax.tree.map(lambda x: x[layer], cache.swa)
+    positions = np.arange(61 - rounded_model.config.sliding_window, 61)
+    ring = jax.tree.leaves(window)[0].shape[1]
+    check_rows(jax.tree.map(lambda x: x[:, positions % ring], window), rows[f"window_bytes_{layer}"][:, positions])
+    if not spec.selects:
+        return
+    count = 61 // spec.compress_rate
+    stored = 6 if source else layer
+    handle = reader(cache, layer)
+    check_rows(entries(handle.read_classical_view(), count), rows[f"entry_bytes_{stored}"])
+    check_rows(entries(handle.read_indexer_view(), count), rows[f"key_bytes_{stored}"])
+    want = rows[f"index_score_{layer}"]
+    allowed = np.isfinite(want)
+    if source:
+        config = rounded_model.config
+        scores = block_scores(rows["index_score_6"], config)
+        check_selection(results["candidates"], scores, config.candidate_topk_blocks)
+    else:
+        # The release rounds products to bfloat16: two of its steps at the largest score.
+        scores = np.where(allowed, results["scores"][..., :count], 0)
+        close(scores, np.where(allowed, want, 0), 2.0**-6 * np.abs(want[allowed]).max())
+    check_selection(results["topk"], want, rounded_model.config.index_topk)
+
+
+def block_scores(scores, config):
+    """[B, T, blocks]: the largest score in each block, and a huge one for the newest block, always a candidate."""
+    size = config.candidate_block_size
+    padded = np.pad(scores, ((0, 0), (0, 0), (0, -scores.shape[-1] % size)), constant_values=-np.inf)
+    best = padded.reshape(*padded.shape[:2], -1, size).max(-1)
+    tokens = np.arange(best.shape[1])
+    best[:, tokens, tokens // size] = 1e9
+    return best
+
+
+def check_selection(selected, scores, k):
+    """Rounded scores tie: entries that score two steps of bfloat16 above the k-th best, and none below."""
+    for mine, row in zip(selected.reshape(-1, k), scores.reshape(-1, scores.shape[-1]), strict=True):
+        mine = {*mine[mine >= 0].tolist()}
+        visible = np.isfinite(row).sum()
+        assert len(mine) == min(k, visible)
+        best = np.sort(row)[-min(k, visible)] if visible else 0.0
+        tolerance = 2.0**-6 * 2.0 ** np.floor(np.log2(max(abs(best), 1e-30)))
+        must = set(np.flatnonzero(row > best + tolerance).tolist())
+        may = set(np.flatnonzero((row >= best - tolerance) & np.isfinite(row)).tolist())
+        assert must <= mine <= may

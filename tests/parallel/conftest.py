@@ -10,14 +10,17 @@ from dsv4_jax.engine import Engine
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from tests.paths import TINY
+from tests.v41 import v41_config
 
 
 PROMPTS = [5, 17, 42], list(range(40)), [7]
 
 
 @pytest.fixture(scope="package")
-def model():
-    """One layer of each kind, eight heads in eight groups, random weights in float32."""
+def model(request):
+    """One layer of each kind, eight heads in eight groups, random weights in float32; "v41" names V4.1's kinds."""
+    if getattr(request, "param", "v4") == "v41":
+        return DeepseekV4ForCausalLM(v41_config(), jnp.float32)
     config = dataclasses.replace(DSV4Config.from_hf(TINY).first_layers(3), num_attention_heads=8, o_groups=8)
     return DeepseekV4ForCausalLM(config, jnp.float32)
 

@@ -127,7 +127,12 @@ def test_attention_by_the_kernels_is_that_of_one_device(many, implementation, mo
     assert calls == [1] * many
 
 
-@pytest.mark.parametrize("sizes", [FOUR, pytest.param(dict(data=2, model=4), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [("v4", FOUR), pytest.param("v4", dict(data=2, model=4), marks=pytest.mark.slow), ("v41", FOUR)],
+    indirect=["model"],
+    ids=str,
+)
 def test_tokens_are_those_of_one_device(model, alone, sizes):
     mesh = make_mesh(sizes)
     parts = sizes.get("data", 1)

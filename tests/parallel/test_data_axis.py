@@ -30,12 +30,22 @@ def bigram_on(mesh, model=BIGRAM):
 def held(cache, slot, first_block=0):
     """What is left of a request in a cache in NumPy: its rows, and its blocks in order."""
     blocks = [first_block + block for block in cache.block_table[slot] if block >= 0]
-    rows = cache.swa, {name: group.by_slot for name, group in cache.groups.items()}
+    rows = cache.swa, cache.ngram_ids, {name: group.by_slot for name, group in cache.groups.items()}
     paged = {name: group.paged for name, group in cache.groups.items()}
     return jax.tree.map(lambda x: x[:, slot], rows), jax.tree.map(lambda x: x[:, blocks], paged), cache.lengths[slot]
 
 
-@pytest.mark.parametrize("sizes", [HALVES, pytest.param(dict(data=2, model=2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        ("v4", HALVES),
+        pytest.param("v4", dict(data=2, model=2), marks=pytest.mark.slow),
+        pytest.param("v41", HALVES, marks=pytest.mark.slow),
+        pytest.param("v41", dict(data=2, model=2), marks=pytest.mark.slow),
+    ],
+    indirect=["model"],
+    ids=str,
+)
 def test_tokens_and_bytes_are_those_of_one_device(model, alone, sizes):
     mesh = make_mesh(sizes)
     placed = jax.device_put(model, shardings(model, mesh))

@@ -11,7 +11,7 @@ from tests.parallel.conftest import run_engine
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize(("model", "devices"), [("v4", 2), ("v4", 8), ("v41", 8)], indirect=["model"])
 def test_tokens_are_those_of_one_device(model, alone, devices):
     mesh = make_mesh({"model": devices})
     cut = jax.device_put(model, shardings(model, mesh, expert_parallel=True))
