@@ -66,7 +66,9 @@ class IndexRows:
 
 
 def _structs(columns):
-    return [jax.ShapeDtypeStruct((width,), dtype) if width else None for _, dtype, width in columns]
+    return [
+        jax.ShapeDtypeStruct((width,), dtype) if width or name == "nope" else None for name, dtype, width in columns
+    ]
 
 
 # --- rows ---

@@ -78,7 +78,7 @@ def test_help_lists_the_commands(capsys):
         (["bench", "prefill", "--expert-parallel"], "--expert-parallel"),
         (["bench", "layer", "--layers", "2"], "--layers"),
         (["bench", "all_reduce"], "--mesh"),
-        (["generate", "--cache-format", "v5"], "('v4', 'v41', 'per_entry', 'plain')"),
+        (["generate", "--cache-format", "v5"], "invalid choice 'v5' for argument '--cache-format'"),
         (["generate", "--dtype", "float16"], "('float32', 'bfloat16')"),
         (["generate", "--max-new-tokens", "many"], "--max-new-tokens"),
         (["score", "--ids", "ids.npy"], "--checkpoint"),
