@@ -183,8 +183,8 @@ def paged_view(
       group: the layer's group.
       codec: codec of the entries, or of the index keys.
       lengths: number of entries of each request.
-      shared: number of entries of a pool that all requests share: each has some of its blocks, in random order. 0: the
-        pool consists of the requests' own blocks, in random order.
+      shared: number of entries in the pool if requests share its blocks. Each request then gets a random choice of
+        the pool's blocks, all distinct. 0 = each block belongs to one request; the order of the blocks is random.
     """
     rows = schema.entries_per_block(group.name)
     blocks = np.array([-(-length // rows) for length in lengths])

@@ -29,11 +29,11 @@ def step_work(steps: RandomSteps, context: int) -> tuple[int, int, int]:
 
 
 def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: int, drafts: int) -> tuple[int, int]:
-    """Returns the operations of the layers' products with weights, and the bytes of weights, of a device in a step.
+    """Counts a device's work with weights in a step: operations of matrix products, and bytes of weights that it reads.
 
-    Each pass of the draft layers reads their weights and the head. Each draft reads DSpark's `markov_w2`. Tables such
-    as the embedding are left out, because few of their rows are read. The bytes of routed experts are the expected
-    number of bytes if tokens select experts at random.
+    Each pass through the draft layers reads their weights and the head. Each draft reads DSpark's `markov_w2`. Few rows
+    of the tables `embed_tokens`, `markov_w1` and `tid2eid` are read, so these tables are left out. The bytes of routed
+    experts are the expected number of bytes if tokens select experts at random.
 
     Args:
       model: the model or some of its layers.
@@ -43,7 +43,8 @@ def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: in
       drafts: number of tokens that the step drafts for each request.
 
     Returns:
-      (operations, bytes). The operations of draft layers do not count.
+      (operations, bytes). The operations are floating-point operations of the layers' products. Products of draft
+      layers and of the head do not count.
     """
     passes = draft_passes(config, drafts)
     reads = {"embed_tokens": 0, "markov_w1": 0, "tid2eid": 0, "markov_w2": drafts, "lm_head": 1 + passes}

@@ -88,7 +88,7 @@ def matmul_rate() -> float:
 
 def process_seconds() -> float:
     """Returns the seconds since this process started. It works on Linux only."""
-    # The kernel gives the start of the process in clock ticks since boot.
+    # Linux gives the start of the process in clock ticks since boot.
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 

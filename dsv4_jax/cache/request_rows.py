@@ -269,9 +269,19 @@ def _local_blocks(cache, blocks):
 
 
 def _newest_rows(pools: Any, slot, length, count, first):
-    """Reads the last `count` rows of a slot before position `length`, as zeros before position `first`.
+    """Reads the rows of a slot at the positions from `length - count` to `length - 1`.
 
-    Returns (rows [layers, count, ...] of each pool in the tree, their positions [count]).
+    A row is zero if its position is less than `first`, or if another device holds the slot.
+
+    Args:
+      pools: tree of arrays [layers, slots, ring, ...].
+      slot: int32 scalar, the slot on this device; -1 = another device holds it.
+      length: int32 scalar, number of tokens of the request.
+      count: number of rows to read.
+      first: int32 scalar, the first position whose row is live; it may be negative.
+
+    Returns:
+      (rows, positions): a tree of arrays [layers, count, ...], and [count] int32 positions of the rows.
     """
     positions = length - count + jnp.arange(count, dtype=jnp.int32)
     live = (positions >= jnp.maximum(first, 0)) & (slot >= 0)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_REFUSAL = "the release's config.json cannot express"
 MLP_LAYER_TYPES = ("hash_moe", "moe")  # experts looked up by token id, and experts selected by a router
 _OTHERS = "Layers of other rates are given as data: config.with_layers([LayerSpec.csa(8), ...])."
 
@@ -248,22 +249,23 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
 def release_config(config: "DSV4Config") -> dict[str, Any]:
     """Returns the content of a config.json with the fields of the release.
 
-    Raises ValueError if these fields cannot express the model, because a hash-routed layer follows another one, a
-    layer's spec differs from that of layers with the same numbers in a release, or parts of V4 and V4.1 are mixed.
+    Raises ValueError if these fields cannot express the model. Either it mixes traits of V4 and V4.1, or its layers
+    differ from the layers for which the fields stand. An example is a hash-routed layer behind a layer with a router.
     """
-    refusal = "the release's config.json cannot express"
     traits = {name: getattr(config, name) for name in _V4.traits}
     model_type = next((name for name, release in _RELEASES.items() if release.traits == traits), None)
     if model_type is None:
-        raise ValueError(f"{refusal} {', '.join(f'{name}={value!r}' for name, value in traits.items())} in one model")
+        stated = ", ".join(f"{name}={value!r}" for name, value in traits.items())
+        raise ValueError(f"{_REFUSAL} {stated} in one model")
+    release = _RELEASES[model_type]
     fields = dataclasses.asdict(config)
     dspark = fields["dspark"] or {}
     dspark.pop("num_layers", None)  # follows from the length of compress_ratios
+    # config.json states these facts in another form, or they follow from the model's type.
     for name in (*traits, "specs", "mlp_layer_types", "dspark", "engram", *_CANDIDATES):
         del fields[name]
     if config.image_token_id is None:
         del fields["image_token_id"]
-    release = _RELEASES[model_type]
     content = {
         **fields,
         **{f"dspark_{name}": value for name, value in dspark.items() if value is not None},
@@ -278,19 +280,38 @@ def release_config(config: "DSV4Config") -> dict[str, Any]:
         "eos_token_id": list(config.eos_token_id),
     }
     try:
-        read = release.read_layers(content, config.num_hidden_layers)
+        layer_fields = release.read_layers(content, config.num_hidden_layers)
     except ValueError as error:
-        raise ValueError(f"{refusal} the layers: {error}") from None
-    for spec, expected in zip(config.specs, numbered(read["specs"]), strict=True):
-        renamed: dict[str, Any] = {"group": expected.group, "index": expected.index} if spec.owner else {}
-        sizes = (config.window(spec.layer), config.topk(spec.layer))
-        is_same = dataclasses.replace(spec, window=None, index_topk=None, **renamed) == expected
-        if not is_same or sizes != (config.sliding_window, config.index_topk):
-            raise ValueError(f"{refusal} layer {spec.layer}: {spec}")
-    for name, default in (("mlp_layer_types", None), ("engram", None), *((name, 0) for name in _CANDIDATES)):
-        value = getattr(config, name)
-        check(read.get(name, default) == value, f"{refusal} {name}={value!r} in a model of type {model_type}")
+        raise ValueError(f"{_REFUSAL} the layers: {error}") from None
+    _check_layer_fields(config, layer_fields, model_type)
     return release.nest(content)
+
+
+def _check_layer_fields(config: "DSV4Config", layer_fields: dict[str, Any], model_type: str) -> None:
+    """Checks that a written config.json stands for the layers of the model.
+
+    A layer that stores entries may have another `group` and `index`, because config.json states neither.
+
+    Args:
+      config: configuration of the model.
+      layer_fields: fields of `DSV4Config` about layers, as read back from the content of the file.
+      model_type: the model's type in the file.
+
+    Raises:
+      ValueError: a field or a layer's spec differs.
+    """
+    for spec, expected in zip(config.specs, numbered(layer_fields["specs"]), strict=True):
+        renamed: dict[str, Any] = {"group": expected.group, "index": expected.index} if spec.owner else {}
+        is_same = dataclasses.replace(spec, window=None, index_topk=None, **renamed) == expected
+        # config.json has one window and one number of selected entries for all layers.
+        sizes = (config.window(spec.layer), config.topk(spec.layer))
+        if not is_same or sizes != (config.sliding_window, config.index_topk):
+            raise ValueError(f"{_REFUSAL} layer {spec.layer}: {spec}")
+    defaults = {"mlp_layer_types": None, "engram": None, **dict.fromkeys(_CANDIDATES, 0)}
+    for name, default in defaults.items():
+        value = getattr(config, name)
+        expected_value = layer_fields.get(name, default)
+        check(expected_value == value, f"{_REFUSAL} {name}={value!r} in a model of type {model_type}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

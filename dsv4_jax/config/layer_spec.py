@@ -171,8 +171,9 @@ def shared_specs(
 ) -> tuple[LayerSpec, ...]:
     """Returns the specs of V4.1's layers, of which few store entries or select entries.
 
-    A layer with a rate above 0 attends to the entries of the last layer up to itself that stores some, and to those of
-    them that the last layer up to itself that selects has selected.
+    A layer with a rate above 0 has a KV source and an index source. Each is the layer itself or an earlier layer. The
+    KV source is the latest layer that stores entries, and the layer attends to these entries. The index source is the
+    latest layer that selects entries, and the layer attends only to the selected ones.
 
     Args:
       rates: number of tokens per entry that each layer attends to; 0 = a sliding window only.
@@ -182,35 +183,42 @@ def shared_specs(
 
     Raises:
       TypeError: the number of a source is no integer.
-      ValueError: a source is no such layer, or a layer lacks a source or attends to entries of another rate. The
-        messages call the arguments by their names in config.json.
+      ValueError: the number of a source is out of range or belongs to a layer with rate 0; the numbers do not ascend;
+        `index_sources` lacks a KV source; `candidate_source` is no index source with rate 1; a layer has no KV source,
+        or its KV source has another rate. The messages call the arguments by their names in config.json.
     """
     _check_sources(rates, kv_sources, index_sources, candidate_source)
     specs: list[LayerSpec] = []
-    stored: list[LayerSpec] = []  # the specs of the sources up to a layer
-    rows = collections.Counter[int]()  # {rate: number of sources up to a layer}
-    sources = {*kv_sources}
-    selecting = {*index_sources}
-    selection = None
+    source_specs: list[LayerSpec] = []  # specs of the KV sources so far
+    num_sources = collections.Counter[int]()  # {rate: number of KV sources so far}
+    kv_layers = {*kv_sources}
+    index_layers = {*index_sources}
+    index_source = None  # number of the index source
     for layer, rate in enumerate(rates):
         if rate == 0:
             specs.append(LayerSpec())
             continue
-        if layer in sources:
-            stored.append(LayerSpec.full(rate, index=rows[rate]))
-            rows[rate] += 1
-        if layer in selecting:
-            selection = layer
-        check(bool(stored), f"compress_ratios[{layer}]={rate}, but kv_source_layer_ids={list(kv_sources)} begin later")
+        is_kv_source = layer in kv_layers
+        if is_kv_source:
+            source_specs.append(LayerSpec.full(rate, index=num_sources[rate]))
+            num_sources[rate] += 1
+        is_index_source = layer in index_layers
+        if is_index_source:
+            index_source = layer
         check(
-            stored[-1].compress_rate == rate,
-            f"compress_ratios[{layer}]={rate}, but the layer attends to entries of {stored[-1].compress_rate} tokens, "
+            bool(source_specs),
+            f"compress_ratios[{layer}]={rate}, but kv_source_layer_ids={list(kv_sources)} begin later",
+        )
+        source_spec = source_specs[-1]
+        check(
+            source_spec.compress_rate == rate,
+            f"compress_ratios[{layer}]={rate}, but the layer attends to entries of {source_spec.compress_rate} tokens, "
             f"by kv_source_layer_ids={list(kv_sources)}",
         )
-        restricted = selection == layer and candidate_source is not None and candidate_source <= layer
-        candidates = candidate_source if restricted else None
-        is_source = layer in sources
-        specs.append(dataclasses.replace(stored[-1], owner=is_source, selection=selection, candidates=candidates))
+        is_restricted = is_index_source and candidate_source is not None and candidate_source <= layer
+        candidates = candidate_source if is_restricted else None
+        spec = dataclasses.replace(source_spec, owner=is_kv_source, selection=index_source, candidates=candidates)
+        specs.append(spec)
     return numbered(specs)
 
 

@@ -417,9 +417,10 @@ class Scheduler:
             counts += np.array([len(ids) for ids in drafts], int)
         for i in np.flatnonzero(self.manager.missing_blocks(slots, counts)):
             counts[i] = self._reserve(requests[i], int(counts[i]), can_preempt=not is_in_flight)
+        is_known = sources < 0
         tokens = [UNKNOWN] * len(requests)
-        is_prefill = sources < 0
-        for i in np.flatnonzero(is_prefill).tolist():
+        is_prefill = np.zeros((len(requests),), bool)
+        for i in np.flatnonzero(is_known).tolist():
             tokens[i] = requests[i].tokens[-1:]
             is_prefill[i] = not requests[i].num_generated
         for i in np.flatnonzero(counts > 1).tolist():

@@ -514,10 +514,17 @@ class KVCacheManager(Summarized):
         return cache.handle(layer, batch)
 
     def advance(self, slot: int, num_tokens: int) -> None:
-        """Adds tokens to a request's length that the device decoded within the `reserve` of its last batch.
+        """Increases a request's length by the tokens that the device decoded without the host.
+
+        The blocks for these tokens were reserved with the request's last batch, see `reserve` of `prepare_forward`.
+
+        Args:
+          slot: slot of the request.
+          num_tokens: number of decoded tokens.
 
         Raises:
-          ValueError: the slot is not admitted, the number is negative, or it exceeds the reservation.
+          ValueError: the slot is not admitted, the number is negative, or the reserved blocks have no room for so many
+            tokens.
         """
         state = self.requests.state(slot)
         if num_tokens < 0:

@@ -142,7 +142,8 @@ class Attention(nnx.Module):
                 handle = _compress(self.compressor, projected_x, handle)
         if self.indexer is not None:
             queries = projected_latent["indexer_q_b_proj"], projected_x["indexer_weights_proj"]
-            # There are none in this layer if it makes them itself, or if they would be all blocks of any request.
+            # The carry lacks the candidates if this layer makes them itself, or if all blocks of the longest request
+            # would be candidates (see `LayerCacheHandle.candidate_blocks`).
             candidates = None if spec.candidates is None else carry.candidates.get(spec.candidates)
             carry = carry.with_selection(self.layer, *self.indexer(*queries, handle, candidates))
         indices = None if spec.selection is None else carry.selection[spec.selection]

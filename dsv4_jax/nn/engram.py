@@ -101,7 +101,9 @@ def look_up(table: Any, rows: Int[Array, "T n"]) -> Float[Array, "T n d"]:
     """
     index = (rows,)
     if isinstance(table, LayerSlice):
-        # XLA would copy a whole table out of its stack in order to gather from it. Gradients need `value`.
+        # To gather from `value`, XLA would copy the layer's whole table out of the stack of layers. So rows of a
+        # quantized table are read from the stack. Rows of an array are read from `value`, because only `value` has
+        # gradients.
         is_quantized = isinstance(table.value, QuantizedWeight)
         index = (table.layer, rows) if is_quantized else index
         table = table.stack if is_quantized else table.value

@@ -33,14 +33,23 @@ class LayerRun:
 
 
 def find_runs(forms: Sequence[tuple[Hashable, Sequence[int | None]]], start: int = 0) -> tuple[LayerRun, ...]:
-    """Divides layers into runs so that the sum of their periods is smallest, and then so that there are fewest runs.
+    """Divides layers into runs with the smallest sum of periods. Among these divisions, it takes one with fewest runs.
+
+    A layer of a run repeats the layer one period earlier: their forms are equal, and so are their sources. Two sources
+    count as equal in three cases:
+
+    * Both are None.
+    * Both are the same layer, which lies before the run.
+    * They are one period apart, and each lies in the same repeat of the period as the layer that reads from it.
 
     Args:
-      forms: (form, sources) of each layer. Equal layers have equal forms. A source is the number of an earlier layer
-        from which the layer reads a value, such as the selected entries, or None. All layers have equally many sources.
-        Layers at one position of a period must have equal forms. Each source of theirs must lie at the same distance
-        within the period, or be one and the same layer before the run.
+      forms: (form, sources) of each layer. The form is equal for layers of one kind. A source is the number of an
+        earlier layer from which the layer reads a value, such as the selected entries, or None. All layers have equally
+        many sources.
       start: number of the first layer.
+
+    Returns:
+      The runs, in the order of the layers.
     """
     stop = start + len(forms)
 

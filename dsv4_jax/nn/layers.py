@@ -104,11 +104,11 @@ class RMSNorm(nnx.Module):
 def multiply(
     x: Float[Array, "... n"], weights: tuple[Matrix, ...], spec: LinearSpec, norm: RMSNorm | None = None
 ) -> tuple[Float[Array, "... _"], ...]:
-    """Computes `ops.linear(x, weights, spec)`, of x after `norm` if there is one.
+    """Computes `ops.linear(x, weights, spec)`. If `norm` is given, it normalizes x first.
 
-    On a CPU, outputs with the dtype float32 are computed from x and weights in float32. This is closer to the released
-    code, which multiplies in float32, than XLA's products of bfloat16 on CPUs. A GPU does not need it, since its tensor
-    cores add products of bfloat16 in float32.
+    On a CPU, x and the weights are converted to float32 for outputs whose dtype is float32. The released code also
+    multiplies in float32, and XLA's products of bfloat16 on CPUs would differ more from it. A GPU does not need the
+    conversion, since its tensor cores add products of bfloat16 in float32.
     """
     dtypes = [dtype for _, dtype in spec.outputs(sum(weight.shape[0] for weight in weights))]
     if jnp.float32 not in dtypes:

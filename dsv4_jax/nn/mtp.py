@@ -117,7 +117,8 @@ class MTPDrafts(DraftLayers):
             positions = jnp.where(batch.positions >= 0, batch.positions + 1, -1)
             return (streams, dataclasses.replace(batch, token_ids=tokens, positions=positions), cache), (tokens, logits)
 
-        # At a position the layer predicts the token after the next one, so each draft starts one position earlier.
+        # At position p the layer reads the streams of p and the token at p + 1. `batch` has this token at its own
+        # position, p + 1, so its positions are lowered by one.
         before = dataclasses.replace(batch, positions=jnp.maximum(batch.positions - 1, -1))
         (*_, cache), (tokens, logits) = jax.lax.scan(draft_one, (streams, before, cache), length=count)
         return tokens.T, logits.swapaxes(0, 1), None, cache

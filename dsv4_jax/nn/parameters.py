@@ -89,20 +89,23 @@ def parameter_views(module: nnx.Module) -> dict[str, ParameterView]:
     "model.layers.17.self_attn.o_b_proj.weight" and "model.layers.17.self_attn.input_projections.weights.kv_proj".
     """
     stacks = {}
-    fused = {}
+    fused_linears = {}
     for path, child in nnx.iter_modules(module):
         if isinstance(child, LayerStack):
             stacks[path] = child
         if isinstance(child, FusedLinear):
-            fused[path] = child
+            fused_linears[path] = child
     views = {}
     for path, variable in nnx.to_flat_state(nnx.state(module)):
-        maps = [(path[-1], ())]
-        if path[-2:-1] == ("weights",) and path[:-2] in fused:
-            maps = [(name, fused[path[:-2]].rows_of(name)[1]) for name in str(path[-1]).split("+")]
-        for name, rows in maps:
-            for layer_path, index in _layer_paths(stacks, (*path[:-1], name)):
-                views[".".join(map(str, layer_path))] = ParameterView(variable, (*index, *rows))
+        key = path[-1]
+        fused = fused_linears.get(path[:-2]) if path[-2:-1] == ("weights",) else None
+        rows: dict[Any, Index] = {key: ()}
+        if fused is not None:
+            # The key of a matrix in `FusedLinear.weights` joins the names of its maps with "+".
+            rows = {name: fused.rows_of(name)[1] for name in str(key).split("+")}
+        for name, row_index in rows.items():
+            for layer_path, layer_index in _layer_paths(stacks, (*path[:-1], name)):
+                views[".".join(map(str, layer_path))] = ParameterView(variable, (*layer_index, *row_index))
     return views
 
 

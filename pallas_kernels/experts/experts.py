@@ -121,26 +121,32 @@ def _run_maps(p, x, routing, operands, interpret):
     """Runs both linear maps, in one launch if all blocks run at once, otherwise in two.
 
     Returns:
-      List of bfloat16 outputs of down: [P, D] of the pairs; with a shared expert, also [T, D] of this expert; with a
-      shared expert and a single launch, also the [T, D] sums over each token's pairs and the shared expert.
+      List of bfloat16 arrays, the outputs of down. The first is [P, D], the output of each pair. With a shared expert,
+      the second is [T, D], the shared expert's output. With a shared expert and a single launch, the third is [T, D],
+      the sum over each token's pairs and the shared expert.
     """
-    rows = (p.pairs, p.tokens) if p.shared else (p.pairs,)
 
-    def output_types(widths):
-        return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in zip(rows, widths, strict=False)]
+    def output_types(width, shared_width):
+        """Returns the types of a map's outputs: of the routed experts, then of the shared expert if there is one."""
+        types = [jax.ShapeDtypeStruct((p.pairs, width), jnp.bfloat16)]
+        if p.shared:
+            types.append(jax.ShapeDtypeStruct((p.tokens, shared_width), jnp.bfloat16))
+        return types
 
-    hidden = output_types((p.inner, p.shared))
-    y = output_types((p.depth, p.depth))
-    inputs = [x] * len(rows)
+    inputs = [x, x] if p.shared else [x]
+    hidden_types = output_types(p.inner, p.shared)
+    y_types = output_types(p.depth, p.depth)
     if not interpret and runs_all_blocks_at_once():
         if p.shared:
-            y.append(jax.ShapeDtypeStruct((p.tokens, p.depth), jnp.bfloat16))
-        return _launch(p, (hidden, y), inputs, routing, operands, interpret)[1]
-    # Two launches: blocks that may run one after the other cannot wait for each other.
-    for linear_map, out_type in (GATE_UP, hidden), (DOWN, y):
-        one_map = dataclasses.replace(p, maps=(linear_map,))
-        (inputs,) = _launch(one_map, (out_type,), inputs, routing, operands, interpret)
-    return inputs
+            y_types.append(jax.ShapeDtypeStruct((p.tokens, p.depth), jnp.bfloat16))
+        _, y = _launch(p, (hidden_types, y_types), inputs, routing, operands, interpret)
+        return y
+    # Blocks that may run one after the other cannot wait for each other, so each map has a launch of its own.
+    gate_up = dataclasses.replace(p, maps=(GATE_UP,))
+    down = dataclasses.replace(p, maps=(DOWN,))
+    (hidden,) = _launch(gate_up, (hidden_types,), inputs, routing, operands, interpret)
+    (y,) = _launch(down, (y_types,), hidden, routing, operands, interpret)
+    return y
 
 
 def sum_of_experts(terms: jax.Array, selected: jax.Array, experts: int) -> jax.Array:

@@ -329,8 +329,8 @@ def _start_rows(worker, window, k, i):
     c = worker.c
     row = worker.row(k)
     new, old = ((c.gate, c.state_gate), (c.kv, c.state_kv))[i]
-    # The chunk's rows come from the ring, from the beginning of the ring where the window wraps around, and from the
-    # call, see `copies.start_rows`.
+    # The chunk has up to three pieces (see `copies.start_rows`): rows of the ring, rows from the ring's beginning on if
+    # the window wraps around its end, and rows of the tokens in this call, which the arrays `new` hold.
     pieces = [(old, window.ring + row, jnp.int32(0))]
     if c.ring % c.rows:
         pieces.append((old, window.ring + row - c.ring, window.wrap - row))

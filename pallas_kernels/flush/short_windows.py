@@ -193,8 +193,8 @@ def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
         if j >= ctx.first_in_call:
             start_row(jnp.int32(j))
             continue
-        # If the ring's length is a multiple of `rate`, each group of `rate` rows is contiguous in the ring. All rows of
-        # a group are then copied from one address and offsets.
+        # If the ring's length is a multiple of `rate`, each group of `rate` rows is contiguous in the ring. The address
+        # of the group's first row is then computed once, and each row has a constant distance, `below`, from it.
         below = j % c.rate if c.ring % c.rate == 0 else 0
         row = jnp.int32(j - below)
         column = column_of(row)

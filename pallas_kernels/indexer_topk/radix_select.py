@@ -267,8 +267,8 @@ class RadixSelect:
     def _each_candidate(self, kept, visit):
         """Calls `visit(bits, number, nth)` for each candidate in this thread's list.
 
-        `bits` are the bits of the score. `number` is the score's number in the list's chunk, or if the list is of all
-        chunks, among the thread's scores of all chunks. `nth` counts the thread's candidates from 0 on.
+        `bits` are the bits of the score. `number` is the number of the score among the thread's scores: those of one
+        chunk if `kept` lists one chunk, those of all chunks otherwise. `nth` counts the visited candidates, from 0 on.
         """
         slots = ops.shared(self.candidates, ops.thread())
         stride = 4 * self.plan.threads
@@ -488,9 +488,9 @@ class RadixSelect:
 
     @_for_thread
     def mark(self, kept: CandidateList, low, width):
-        """Marks the entries of this thread's candidates in the two bitmaps.
+        """Marks the entries of this thread's candidates in two bitmaps, the plan's areas `ties` and `above`.
 
-        Keys low .. low + width - 1 are marked as ties, larger keys as above.
+        Entries with keys low .. low + width - 1 are marked in `ties`, and entries with larger keys in `above`.
         """
         plan = self.plan
         chunk = U32(0) if kept.chunk is None else kept.chunk
@@ -503,10 +503,11 @@ class RadixSelect:
         def mark_candidate(bits, number, _):
             key = key_of(bits)
             with ops.when(key >= low):
-                score = number + chunk * plan.values  # number of the score among all scores of the thread
-                bitmap = (key - low < width).where(plan.marks, 0)  # distance from the words of `above`
-                mark = U32(1) << (first_bit + (score & (VECTOR - 1)))
-                word = first_word + bitmap + (score & -VECTOR)
+                score_number = number + chunk * plan.values  # number of the score among all scores of the thread
+                # The words of `ties` follow those of `above`, which are `plan.marks` words.
+                bitmap_offset = (key - low < width).where(plan.marks, 0)
+                mark = U32(1) << (first_bit + (score_number & (VECTOR - 1)))
+                word = first_word + bitmap_offset + (score_number & -VECTOR)
                 ops.set_bits(self._word(word), mark)
 
         self._each_candidate(kept, mark_candidate)

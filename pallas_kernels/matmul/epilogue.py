@@ -1,8 +1,10 @@
 """The epilogues of `skinny_gemm` and `dequant_gemm`, which store a tile of sums [64 weight rows, N inputs] transposed.
 
-Each input gets a row of the output array. The sums are multiplied by 2**32 first, see `quantized_weights`. With a
-limit, the epilogue stores SwiGLU of the rows of gate and up, which one thread holds (`interleave_halves` there).
-For many inputs a warpgroup transposes bfloat16 values in shared memory, so that it writes long pieces of rows.
+Each input gets a row of the output array. The epilogue first multiplies the sums by 2**32, because unpacked weights are
+2**-32 of their values (`quantized_weights.SHIFT`). If `limit` is given, it stores SwiGLU with this clipping limit in
+place of the sums. A thread then holds the sums of a channel's gate row and up row, see
+`quantized_weights.interleave_halves`. For many inputs a warpgroup transposes bfloat16 values in shared memory, so that
+it writes long pieces of rows.
 """
 
 import functools

@@ -472,9 +472,10 @@ class StoredPrefixes:
         return missing
 
     def save_all(self, nodes: Iterable[CachedBlock], get_cache: Callable[[], KVCache]) -> None:
-        """Writes blocks and their snapshots and waits until they are on disk.
+        """Writes blocks and their snapshots, and waits until they are on disk.
 
-        The most recently used blocks are written, as many as `max_bytes` of the files allows.
+        If they exceed `max_bytes` of the files, blocks of running requests come first, then the most recently used
+        blocks. The blocks that no longer fit are not written.
 
         Args:
           nodes: nodes of the blocks.
@@ -484,11 +485,15 @@ class StoredPrefixes:
         chosen = []
 
         def order(node):
-            """Returns a sort key: blocks of running requests first, and a prefix's earlier blocks before later ones."""
-            return not node.in_use, node.length if node.in_use else -node.last_used
+            """Returns a sort key. As a rule, it puts the earlier blocks of a prefix before the later ones."""
+            if node.in_use:
+                return 0, node.length
+            return 1, -node.last_used  # `PrefixTree.touch` marks the first block of a prefix as used last
 
         for node in sorted(nodes, key=order):
-            room -= self._blocks.nbytes + (node.snapshot is not None) * self._snapshots.nbytes
+            room -= self._blocks.nbytes
+            if node.snapshot is not None:
+                room -= self._snapshots.nbytes
             if room < 0:
                 break
             chosen.append(node)
