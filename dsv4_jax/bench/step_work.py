@@ -32,8 +32,8 @@ def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: in
     """Counts a device's work with weights in a step: operations of matrix products, and bytes of weights that it reads.
 
     Each pass through the draft layers reads their weights and the head. Each draft reads DSpark's `markov_w2`. Few rows
-    of the tables `embed_tokens`, `markov_w1` and `tid2eid` are read, so these tables are left out. The bytes of routed
-    experts are the expected number of bytes if tokens select experts at random.
+    of the tables `embed_tokens`, `embedding` (of Engram), `markov_w1` and `tid2eid` are read, so these tables are left
+    out. The bytes of routed experts are the expected number of bytes if tokens select experts at random.
 
     Args:
       model: the model or some of its layers.
@@ -47,7 +47,8 @@ def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: in
       layers and of the head do not count.
     """
     passes = draft_passes(config, drafts)
-    reads = {"embed_tokens": 0, "markov_w1": 0, "tid2eid": 0, "markov_w2": drafts, "lm_head": 1 + passes}
+    tables = dict.fromkeys(("embed_tokens", "embedding", "markov_w1", "tid2eid"), 0)
+    reads = tables | {"markov_w2": drafts, "lm_head": 1 + passes}
     share = config.num_experts_per_tok / config.n_routed_experts
     operations = 0.0
     nbytes = 0.0
