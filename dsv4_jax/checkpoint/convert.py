@@ -42,8 +42,8 @@ def convert_checkpoint(
     """Writes a checkpoint's weights to another folder, in another storage or naming.
 
     FP8 and FP4 weights that keep their format are copied byte for byte. If they become bfloat16 or float32, each value
-    stays exact. All other weights are rounded as `save_release` rounds them. Only a part of one tensor is in memory at
-    a time.
+    stays exact. All other weights are rounded as `save_release` rounds them. One tensor at a time is in memory. Parts
+    for images are left out, and that is logged.
 
     Draft layers are converted too, without their copies of the embedding and the head, which the model shares. Small
     files of the source folder that are not about weights, such as tokenizer.json, are copied.

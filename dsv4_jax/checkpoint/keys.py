@@ -257,9 +257,13 @@ def is_draft(name: str) -> bool:
     return name.startswith(("mtp.", "model.mtp."))
 
 
-def is_image_part(name: str) -> bool:
-    """Whether a tensor belongs to the encoder of images, which this package's text-only models leave out."""
-    return name.removeprefix("model.").startswith(("vision.", "aligner.", "image_"))
+def is_image_part(name: str, *, biases: bool) -> bool:
+    """Whether a tensor is for images, which this package's text-only models leave out.
+
+    These are the tensors of the encoder of images and, if `biases` is True, the routers' biases for tokens of images.
+    """
+    is_bias = biases and name.endswith((".gate.bias_vl", ".gate.image_correction_bias"))
+    return is_bias or name.removeprefix("model.").startswith(("vision.", "aligner.", "image_"))
 
 
 def is_draft_copy(name: str) -> bool:

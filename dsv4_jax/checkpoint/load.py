@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from dsv4_jax.checkpoint import keys
 from dsv4_jax.checkpoint.keys import Weight
 from dsv4_jax.checkpoint.match import listing, match_weights
-from dsv4_jax.checkpoint.placement import Staging, fill, plan_expert_memory
+from dsv4_jax.checkpoint.placement import Staging, expert_shapes, fill, plan_expert_memory
 from dsv4_jax.checkpoint.progress import byte_bar
 from dsv4_jax.checkpoint.reader import StoredTensor, read_checkpoint
 from dsv4_jax.checkpoint.storage import QuantizedTensor
@@ -75,8 +75,8 @@ def load_checkpoint(
       mesh: devices to shard the model over, with an axis "model", for instance `jax.make_mesh((4,), ("model",))`; see
         `parallel.axis_rules`. Give `KVCacheManager` the same mesh. None = the default device.
       expert_parallel: whether each device along "model" gets whole experts instead of a shard of each expert.
-      expert_memory: places some of the routed experts, and the embedding, in host memory, for a model that is larger
-        than its GPU. It needs weights="quantized" and no mesh. None = all weights lie on the devices.
+      expert_memory: places some of the routed experts, the embedding and Engram's tables in host memory, for a model
+        that is larger than its GPU. It needs weights="quantized" and no mesh. None = all weights lie on the devices.
       progress: whether to show a progress bar on standard error.
       on_outline: function that is called before weights are read, with the model that has `jax.ShapeDtypeStruct` in
         place of arrays, so that its programs can be compiled meanwhile. None = no call.
@@ -120,6 +120,8 @@ def load_checkpoint(
         groups[id(views[weight.path].variable)].append(weight)
     # Experts come last with `expert_memory`, and get the memory that the other weights leave.
     ordered = sorted(groups.values(), key=lambda group: expert_memory is not None and group[0].is_expert)
+    if expert_memory is not None:
+        expert_shapes(table)  # refuses a model before anything is loaded
     loader = _Loader(config, tensors, mesh, expert_parallel)
     if stay_quantized:
         for group in ordered:

@@ -1,6 +1,7 @@
 """Matches the tensors of a checkpoint with the table of a model's weights, and reports every mismatch."""
 
 import difflib
+import functools
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,8 +33,8 @@ def match_weights(
     Returns:
       (the weights of the model, with the names of their tensors; the tensors by name, in which a quantized weight
       includes its scale). Tensors of draft layers are left out, and that is logged, if the configuration has no such
-      layers; so are those of the image encoder if it has a token for images. The draft layers' copies of the embedding
-      and the head are always left out.
+      layers; so are those for images, except the routers' biases for a configuration with a token for images. The draft
+      layers' copies of the embedding and the head are always left out.
 
     Raises:
       ValueError: tensors are missing, extra, mis-shaped, of the wrong kind or have wrong scales (all in one message),
@@ -41,7 +42,7 @@ def match_weights(
     """
     left_out = {
         "multi-token prediction": is_draft if not config.num_nextn_predict_layers else None,
-        "the image encoder": is_image_part if config.image_token_id is not None else None,
+        "images": functools.partial(is_image_part, biases=config.image_token_id is None) if config.delays_pre else None,
     }
     for part, is_part in left_out.items():
         if is_part is not None and (unused := [name for name in stored if is_part(name)]):
@@ -92,6 +93,8 @@ def _refuse_mismatches(
         if tensor.dtype.startswith(("I", "U")) != is_ids:
             needs = "integers" if is_ids else "floating-point numbers"
             kinds.append(f"{name} is stored as {tensor.dtype}, needed are {needs}")
+        if isinstance(tensor, QuantizedTensor) and (tensor.dtype == "FP8_ROWS") != (weight.dtype == "FP8_ROWS"):
+            kinds.append(f"{name} has scales of the kind {tensor.dtype}, needed is {weight.dtype}")
     problems = {
         "missing": _with_nearest(missing, extra),
         "extra": _with_nearest(extra, missing),

@@ -24,15 +24,14 @@ _ALIASED = 64
 _log = logging.getLogger(__name__)
 
 
-def plan_expert_memory(memory: ExpertMemory, table: Iterable[Weight]) -> None:
-    """Lets `memory` decide how many routed experts of a model stay on the GPU, and logs the decision.
+def expert_shapes(table: Iterable[Weight]) -> tuple[list[str], list[tuple[int, ...]]]:
+    """Returns (paths of the layers' experts, shapes of the codes of a layer's matrices), as `ExpertMemory.plan` takes.
 
     Args:
-      memory: the memory of the experts.
       table: all weights of the model, in the order of its layers.
 
     Raises:
-      ValueError: layers have different numbers of experts, or as for `ExpertMemory.plan`.
+      ValueError: layers have different numbers of experts.
     """
     shapes: dict[str, list[tuple[int, ...]]] = {}  # {layer: shapes of the codes of its matrices}
     for weight in table:
@@ -45,7 +44,17 @@ def plan_expert_memory(memory: ExpertMemory, table: Iterable[Weight]) -> None:
                 f"expert memory needs as many experts in each layer: {layer} has {shapes[layer][0][0]}, {usual} has "
                 f"{shapes[usual][0][0]}. Leave out the draft layers, or keep all experts on the GPU"
             )
-    _log.info("%s", memory.plan(list(shapes), shapes[usual]))
+    return list(shapes), shapes[usual]
+
+
+def plan_expert_memory(memory: ExpertMemory, table: Iterable[Weight]) -> None:
+    """Lets `memory` decide how many routed experts of a model stay on the GPU, and logs the decision.
+
+    Args:
+      memory: the memory of the experts.
+      table: all weights of the model, in the order of its layers.
+    """
+    _log.info("%s", memory.plan(*expert_shapes(table)))
 
 
 def fill(target: np.ndarray, pieces: Pieces, check: Check | None = None) -> None:

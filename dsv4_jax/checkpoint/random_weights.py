@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 
 from dsv4_jax.checkpoint.keys import TABLES, weights
-from dsv4_jax.checkpoint.placement import plan_expert_memory
+from dsv4_jax.checkpoint.placement import expert_shapes, plan_expert_memory
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.expert_pages import ExpertMemory, selection_shares
 from dsv4_jax.nn import DeepseekV4ForCausalLM, TokenMap
@@ -81,14 +81,16 @@ def random_model(
       mesh: devices to shard the model over; None for the default one.
       dtype: dtype of the activations, bfloat16 or float32.
       expert_parallel: whether each device gets whole experts instead of a shard of each expert.
-      expert_memory: places the embedding and the less frequent routed experts in host memory, and the most frequent
-        experts on the GPU. None = all weights lie on the devices.
+      expert_memory: places the embedding, Engram's tables and the less frequent routed experts in host memory, and the
+        most frequent experts on the GPU. None = all weights lie on the devices.
       skew: how unequally tokens select experts. Each layer's experts have ranks 1 to E in random order, and tokens
         select the expert of rank r with a weight of r ** -skew. The routers' biases and tables are chosen accordingly.
       on_outline: function that is called before weights are made, see `load_checkpoint`; None = no call.
     """
     model = DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=jnp.bfloat16, rngs=ABSTRACT)
     model = as_released(model, config, mesh, expert_parallel=expert_parallel)
+    if expert_memory is not None:
+        expert_shapes(weights(config, "release"))  # refuses a model before anything is made
     if on_outline is not None:
         on_outline(nnx.clone(model))
     views = parameter_views(model)
@@ -227,7 +229,7 @@ def _place_experts(config, views, expert_memory):
     draw_bytes = _Draw(_bytes, ((2 * max_bytes,),))
     (random_bytes,) = jax.block_until_ready(_drawn([np.uint32(0)], (draw_bytes,)))
     address = random_bytes.unsafe_buffer_pointer()
-    num_places = max_bytes // 4096
+    num_places = max(1, max_bytes // 4096)
     for stack in track(stacks.values(), "Making experts", len(stacks), console=Console(stderr=True)):
         variable = stack[0][1].variable
         value = variable.get_value()
@@ -272,7 +274,7 @@ def _draw(path, value, where):
 
     if isinstance(value, QuantizedWeight):
         return _Draw(_codes, (shape(value.codes), shape(value.scale), value.kind), where)
-    mean = float(kind.endswith("norm") or name in ("scale", "hc_scale"))
+    mean = float(kind.endswith("norm") or name in ("scale", "hc_scale", "q_weight", "k_weight"))
     return _Draw(_normal, (shape(value), value.dtype, mean), where)
 
 

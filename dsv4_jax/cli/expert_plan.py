@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 SKEWS = 0.0, 1.0  # skews of the estimates, see `selection_shares`
 TOKENS = 1, 8, 32  # numbers of tokens in a step of the estimates
+HOST_PAGE = 2 << 20  # bytes of a page in which `CudaMemory` maps host memory
 STEP_TOKENS = 256  # number of tokens of the largest step of `generate` and `serve` by default
 
 
@@ -39,24 +40,30 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
         gpu: the argument.
 
     Raises:
-      ValueError: weights, with the experts on the GPU, and programs do not fit the GPU.
+      ValueError: weights, with the experts on the GPU, and programs do not fit the GPU; layers have different numbers
+        of experts; or an expert in host memory would be no whole number of pages.
     """
     from flax import nnx
 
     from dsv4_jax.bench.cases import tree_bytes
+    from dsv4_jax.checkpoint.keys import TABLES
     from dsv4_jax.checkpoint.random_weights import as_released
     from dsv4_jax.expert_pages import TokenCost, program_bytes
     from dsv4_jax.expert_pages.token_cost import READ_RATES
     from dsv4_jax.nn import DeepseekV4ForCausalLM
     from dsv4_jax.nn.layers import ABSTRACT
+    from dsv4_jax.nn.parameters import parameter_views
 
+    if {config.layer_experts(layer)[0] for layer in range(len(config.layers))} != {config.n_routed_experts}:
+        raise ValueError("expert memory needs as many experts in each layer: leave out the draft layers (--drafts)")
     model = as_released(DeepseekV4ForCausalLM(config, rngs=ABSTRACT), config)
     expert_bytes = 3 * config.hidden_size * config.moe_intermediate_size // 2  # the FP4 codes of one expert
     experts = config.n_routed_experts
     slice_bytes = len(config.layers) * expert_bytes  # one expert of every layer
     codes = experts * slice_bytes
-    embedding = tree_bytes(nnx.state(model.model.embed_tokens))  # lies in host memory, as some experts do
-    whole = tree_bytes(nnx.state(model)) - embedding  # all weights, with all experts on the GPU
+    # Tables lie in host memory, as some experts do.
+    tables = sum(tree_bytes(v.variable) for path, v in parameter_views(model).items() if path.endswith(TABLES))
+    whole = tree_bytes(nnx.state(model)) - tables  # all other weights, with all experts on the GPU
     programs = program_bytes(STEP_TOKENS, config)
     free = memory - (whole - codes) - programs - cache_bytes
     budget = free if expert_memory == "auto" else parse_bytes(expert_memory, "expert_memory")
@@ -66,6 +73,12 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
         raise ValueError(
             f"--memory {readable_bytes(memory)} is too little for {readable_bytes(needed)}: weights, of which "
             f"{readable_bytes(on_device * slice_bytes)} experts, and {readable_bytes(programs)} for programs"
+        )
+    matrix_bytes = expert_bytes // 3  # the smaller one of an expert's two matrices
+    if on_device < experts and matrix_bytes % HOST_PAGE:
+        raise ValueError(
+            f"{experts - on_device} of {experts} experts a layer would have to lie in host memory, where a matrix must "
+            f"be whole pages of {HOST_PAGE} bytes; the model's have {matrix_bytes}"
         )
     loops = model.model.layers.loops
     routed = tree_bytes(model.drafts) + sum(tree_bytes(layer.mlp.experts) for loop in loops for layer in loop.layers)

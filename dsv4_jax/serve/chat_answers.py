@@ -132,7 +132,7 @@ class ParsedAnswer(Answer):
         effort = self._body.effort
         if effort is not None and not self._chat.takes_numbers:
             field = self._body.effort_field
-            message = f"{field}: {effort} is for DeepSeek-V4.1, this model takes none, low, high or max"
+            message = f"{field}: {effort} is for DeepSeek-V4.1, this model takes none, low, high, xhigh or max"
             raise APIError(400, message, param=field.partition(".")[0])
         default_top_p = self._converted.request.inference_options.top_p
         if "top_p" not in self._body.model_fields_set and default_top_p is not None:
