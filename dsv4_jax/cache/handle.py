@@ -111,9 +111,9 @@ class LayerCacheHandle(Summarized):
     def flush(
         self,
         kv: Float[Array, "T width"],
-        gate: Float[Array, "T width"],
+        gate: Float[Array, "T width"] | None,
         weights: CompressorWeights,
-        index: tuple[Float[Array, "T index"], Float[Array, "T index"], CompressorWeights] | None = None,
+        index: tuple[Float[Array, "T index"], Float[Array, "T index"] | None, CompressorWeights] | None = None,
     ) -> "LayerCacheHandle":
         """Feeds the tokens to the compressor, and stores an entry for each compression window that they complete.
 
@@ -121,7 +121,7 @@ class LayerCacheHandle(Summarized):
 
         Args:
           kv: [T, head_dim] float32 projections, or [T, 2 * head_dim] if the windows of entries overlap.
-          gate: float32 pooling logits without position bias, with kv's shape.
+          gate: float32 pooling logits without position bias, with kv's shape; None if a window is a single token.
           weights: the compressor's other parameters.
           index: (kv, gate, weights) of the compressor of index keys, with the keys' dim for head_dim. Required if the
             layer has such a compressor, otherwise None.
@@ -463,6 +463,8 @@ class LayerCacheHandle(Summarized):
         dim = (spec.key if keys else spec.entry).dim
         width = dim * (1 + spec.overlap)
         self._check_shape(f"{prefix}kv", kv, width)
+        if gate is None and spec.pooled_rows > 1:
+            raise ValueError(f"{prefix}gate is None, but layer {self.spec.layer} pools {spec.pooled_rows} tokens")
         if gate is not None:
             self._check_shape(f"{prefix}gate", gate, width)
         if weights.position_bias is not None:

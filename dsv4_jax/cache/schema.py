@@ -144,6 +144,13 @@ class CacheSchema:
         for rate in sorted({group.compress_rate for group in self.groups.values()}):
             if self.block_tokens % rate:
                 raise ValueError(f"block_tokens={self.block_tokens} must be a multiple of the compression rate {rate}")
+        size = self.config.candidate_block_size
+        for spec in self.layers:
+            if self.context_parallel and spec.makes_candidates and self.block_tokens // spec.compress_rate % size:
+                raise ValueError(
+                    f"block_tokens={self.block_tokens} must hold whole candidate blocks of {size} entries of "
+                    f"{spec.compress_rate} tokens (candidate_block_size) if context_parallel is True"
+                )
         _ = self.window_codec  # raises for head dims that do not fit, also in a model without compressed entries
 
     def check_config(self, config: DSV4Config) -> None:
@@ -365,7 +372,7 @@ def compute_block_budget(config: DSV4Config, memory_bytes: int, **sizes) -> int:
 # The fields of a DSV4Config, besides `layers`, that must agree between a cache and a model that uses it.
 _CONFIG_FIELDS = (
     "vocab_size", "num_hidden_layers", "head_dim", "qk_rope_head_dim", "sliding_window", "index_head_dim", "index_topk",
-    "engram",
+    "engram", "candidate_topk_blocks", "candidate_block_size",
 )  # fmt: skip
 
 

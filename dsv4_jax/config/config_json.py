@@ -242,7 +242,6 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
         "tie_word_embeddings": tied,
         "bos_token_id": None if bos is None else check_whole("bos_token_id", bos, 0, 2**31 - 1),
         "eos_token_id": tuple(check_whole("eos_token_id", token, 0, 2**31 - 1) for token in ends),
-        "image_token_id": raw.get("image_token_id"),
     }
 
 
@@ -413,6 +412,7 @@ def _read_v41_layers(raw: dict[str, Any], layers: int) -> dict[str, Any]:
         "mlp_layer_types": mlp_types(0, layers),
         "engram": EngramConfig(**engram) if engram["layer_ids"] else None,
         **{name: check_whole(name, raw[name], 0) for name in _CANDIDATES},
+        "image_token_id": raw.get("image_token_id"),
     }
 
 

@@ -41,7 +41,7 @@ class DSparkConfig:
       block_size: number of tokens that a pass drafts, which is also the maximum number of drafts in a step.
       noise_token_id: token id that the draft layers read at every position of the block except the first.
       target_layer_ids: layers of the model, ascending, at least one. For each of them, the draft layers read the mean
-        of its output streams.
+        of the streams that leave it or, in V4.1, of those that enter it.
       markov_rank: rank of the matrix by which the token before a draft corrects the draft's logits.
       n_routed_experts: number of routed experts of a draft layer; None = as many as the model's layers have.
       num_experts_per_tok: number of them that a token is sent to; None = as many as in the model's layers.

@@ -123,6 +123,7 @@ class DSV4Config:
             f"num_nextn_predict_layers={drafting!r} must be 1, or 0 without drafts": drafting in (0, 1),
             f"num_nextn_predict_layers={drafting!r} must be 1 with dspark": drafting == 1 or self.dspark is None,
             f"weight_block={self.weight_block!r} must be 128 or 32": self.weight_block in (128, 32),
+            f"kv_format={self.kv_format!r} must be 'v4' or 'v41'": self.kv_format in ("v4", "v41"),
         }
         for message, holds in rules.items():
             check(holds, message)

@@ -275,8 +275,8 @@ def _faults(spec, unplaced, placed, owners):
             yield f"has candidates={spec.candidates}, but does not select entries itself"
         if not 0 <= spec.candidates <= spec.layer or not (source := placed[spec.candidates]).makes_candidates:
             yield f"is restricted to the candidates of layer {spec.candidates}, which makes none before it"
-        if (spec.group, spec.index) != (source.group, source.index):
-            yield f"scores other entries than layer {source.layer}, to whose candidates it is restricted"
+        if source.compress_rate != rate:
+            yield f"scores entries of {rate} tokens, but layer {source.layer} makes candidates of other entries"
     if spec.selection is None:
         return
     if not 0 <= spec.selection <= spec.layer or not (chosen := placed[spec.selection]).selects:

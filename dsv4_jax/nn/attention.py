@@ -101,7 +101,7 @@ class Attention(nnx.Module):
         latents = {"q_b_proj": Projection(width, axes=("heads",))}
         for name, compressor in {"compressor": self.compressor, "indexer": keys}.items():
             if compressor is not None:
-                is_pooled = spec.compress_rate > 1
+                is_pooled = spec.compress_rate * (1 + spec.overlap) > 1
                 dtype = jnp.float32 if is_pooled else None
                 pooled = Projection(compressor.width, out_dtype=dtype, is_fp8=False)
                 inputs |= {f"{name}_kv_proj": pooled} | ({f"{name}_gate_proj": pooled} if is_pooled else {})
@@ -162,11 +162,12 @@ class Attention(nnx.Module):
 
 def _compress(compressor, projected_x, handle):
     """Feeds the tokens' projections to a layer's compressors, and returns the updated handle."""
-    kv, gate = (projected_x.get(f"compressor_{name}_proj") for name in ("kv", "gate"))
+
+    def inputs(name):
+        return projected_x[f"{name}_kv_proj"].astype(jnp.float32), projected_x.get(f"{name}_gate_proj")
+
     if compressor.key_proj is not None:
-        return compressor.store(handle, kv.astype(jnp.float32), gate)
+        return compressor.store(handle, *inputs("compressor"))
     keys = compressor.indexer
-    index = None
-    if keys is not None:
-        index = projected_x["indexer_kv_proj"], projected_x["indexer_gate_proj"], keys.weights()
-    return handle.flush(kv, gate, compressor.weights(), index=index)
+    index = None if keys is None else (*inputs("indexer"), keys.weights())
+    return handle.flush(*inputs("compressor"), compressor.weights(), index=index)

@@ -27,7 +27,7 @@ SCOPES = (
 )  # fmt: skip
 
 # Names of the values of a layer that a step can record:
-#   streams        [T, hc_mult, hidden] in the model's dtype, residual streams that enter the layer
+#   streams        [T, hc_mult, hidden] in the model's dtype, residual streams that enter the layer (after Engram)
 #   attention_in   [T, hidden] in the model's dtype, input of the attention
 #   attention_out  [T, hidden] in the model's dtype, output of the attention, summed over devices
 #   selection      [T, index_topk] int32 entries that the layer's indexer selects; absent in layers without an indexer

@@ -1,5 +1,7 @@
 """Bytes: what the schema says, what is allocated, and the published table (dsv4.md 6.9)."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,6 +10,7 @@ from dsv4_jax.cache import CacheSchema, KVCache, compute_block_budget
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.host import KVCacheManager
 from tests.paths import DATA, TINY
+from tests.v41 import v41_config
 
 
 SIZES = dict(num_blocks=24, max_requests=3, max_context=500)
@@ -121,3 +124,17 @@ def test_layers_know_their_place_in_the_stacks():
     assert [layer.index for layer in layers if layer.group == "csa4"] == list(range(21))
     assert [layer.index for layer in layers if layer.group == "hca128"] == list(range(20))
     assert [layer.compress_rate for layer in layers[:5]] == [0, 0, 4, 128, 4]
+
+
+def test_candidate_blocks_lie_within_pages_that_devices_share():
+    sizes = dict(num_blocks=8, max_requests=1, max_context=64, kv_format="plain")
+    CacheSchema(v41_config(), block_tokens=2, **sizes)
+    CacheSchema(v41_config(), block_tokens=4, context_parallel=True, **sizes)
+    with pytest.raises(ValueError, match="block_tokens=2 must hold whole candidate blocks of 4 entries of 1 tokens"):
+        CacheSchema(v41_config(), block_tokens=2, context_parallel=True, **sizes)
+
+
+def test_a_model_with_other_candidates_is_refused():
+    schema = CacheSchema(v41_config(), num_blocks=8, max_requests=1, max_context=64, block_tokens=8)
+    with pytest.raises(ValueError, match="candidate_topk_blocks is 4 in the model, 3 in the cache"):
+        schema.check_config(dataclasses.replace(v41_config(), candidate_topk_blocks=4))

@@ -65,6 +65,7 @@ def run(model, manager, cache, slot, ids):
 def test_one_trace_while_requests_come_grow_and_go(model, manager):
     """50 steps: admissions, growth over block borders, releases, re-admissions, and no host transfer inside."""
     cache = manager.init_cache()
+    chex.clear_trace_counter()  # it counts by function, whatever the model
     step = jax.jit(chex.assert_max_traces(decode_step.body, n=1), donate_argnums=1)
     rng = np.random.default_rng(0)
     slots = []

@@ -55,6 +55,21 @@ def test_an_entry_may_have_one_token():
     np.testing.assert_allclose(*rows, rtol=1e-4, atol=1e-4)  # float32 sums of programs of different shapes
 
 
+@pytest.mark.parametrize(
+    "spec", [LayerSpec.hca(1), LayerSpec.csa(1), LayerSpec.csa(1, overlap=False)], ids=["hca", "csa", "no overlap"]
+)
+def test_entries_of_one_token_in_bfloat16(spec):
+    """Those that overlap pool two tokens, so they have a gate."""
+    config = DSV4Config.small([spec])
+    model = DeepseekV4ForCausalLM(config)
+    gates = {name for name in model.model.layers[0].self_attn.input_projections.projections if "gate" in name}
+    assert bool(gates) == spec.overlap
+    manager = KVCacheManager(config, num_blocks=2, max_requests=1, max_context=32, block_tokens=16, kv_format="plain")
+    slot = manager.admit()
+    row, _ = decode_step(model, manager.init_cache(), manager.prepare_forward({slot: [1, 2, 3]}))
+    assert np.isfinite(np.asarray(row[slot])).all()
+
+
 @pytest.mark.parametrize("group", ["csa4", pytest.param("other", marks=pytest.mark.slow)])
 def test_a_selection_of_another_layer_never_reads_what_an_earlier_request_left(group):
     """Entries of one rate exist at the same time, in whichever group: a used cache gives a clean one's logits."""

@@ -240,3 +240,17 @@ def test_parameters_of_v41_that_learn():
     for name, value in gradients[0].items():
         assert value.any() != any(part in name for part in selecting), name
     chex.assert_trees_all_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-6)
+
+
+def test_draft_layers_of_v41_read_the_streams_that_enter_their_targets():
+    config = v41_config(drafts=True)
+    model = DeepseekV4ForCausalLM(config, jnp.float32)
+    manager = KVCacheManager(
+        config, num_blocks=4, max_requests=1, max_context=64, block_tokens=16, max_query_tokens=4, dtype=jnp.float32
+    )
+    batch = manager.prepare_forward({manager.admit(): [5, 6, 7]})
+    _, taps, _ = jax.jit(lambda *args: model.forward_streams(*args))(manager.init_cache(), batch)
+    _, recorded, _ = jax.jit(lambda *args: model.record(*args, names=["streams"]))(manager.init_cache(), batch)
+    means = [recorded["streams"][layer].mean(1) for layer in config.dspark.target_layer_ids]
+    # The same sums in another program.
+    chex.assert_trees_all_close(taps, jnp.stack(means, 1), rtol=0, atol=1e-6)

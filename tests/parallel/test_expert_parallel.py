@@ -8,6 +8,7 @@ import pytest
 from dsv4_jax.nn import shardings
 from dsv4_jax.parallel.mesh import check_shardable, make_mesh
 from tests.parallel.conftest import run_engine
+from tests.v41 import v41_config
 
 
 @pytest.mark.slow
@@ -33,3 +34,5 @@ def test_experts_that_a_mesh_does_not_divide(model):
     sizes = {"model": 16}
     with pytest.raises(ValueError, match=re.escape("does not divide num_attention_heads=8, o_groups=8, n_routed_exp")):
         check_shardable(model.config, sizes, expert_parallel=True)
+    with pytest.raises(ValueError, match="model=8 does not divide dspark_n_routed_experts=4"):
+        check_shardable(v41_config(drafts=True), {"model": 8}, expert_parallel=True)
