@@ -158,7 +158,7 @@ def test_parts_for_images_and_drafts_are_left_out_and_named_once(tmp_path, caplo
     lines = [record.message for record in caplog.records if "not used" in record.message]
     assert lines == [
         "2 tensors of multi-token prediction (mtp.0.main_proj.weight, ...) are not used",
-        "4 tensors of the image encoder (aligner.w1.weight, ...) are not used",
+        "4 tensors of images (aligner.w1.weight, ...) are not used",
     ]
     chex.assert_trees_all_equal(found, values(load_checkpoint(V41, dtype=jnp.float32)))
 

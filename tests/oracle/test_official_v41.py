@@ -163,7 +163,7 @@ def test_scores_and_candidates(model, golden):
     assert dropped.any()
 
 
-@pytest.mark.parametrize("drafts", [0, 3], ids=["", "drafts"])
+@pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.slow), 3], ids=["", "drafts"])
 def test_greedy_tokens_through_the_engine(model, golden, drafts):
     """Twice: the second time, prompts begin with blocks and windows of the first. Wrong drafts are rewound."""
     manager = make_manager(model.config, max_query_tokens=1 + drafts)
