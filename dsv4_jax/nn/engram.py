@@ -54,7 +54,8 @@ class Engram(nnx.Module):
         self.multipliers = nnx.static(ops.hash_multipliers(engram, layer))
         self.primes = nnx.static(engram.primes[number])
         h = config.hc_mult
-        self.embedding = normal(rngs, (engram.num_embeddings[number], engram.head_dim), param_dtype)
+        table_shape = engram.num_embeddings[number], engram.head_dim
+        self.embedding = normal(rngs, table_shape, param_dtype, axes=(None, "channels"))
         channels = (h + 1) * config.hidden_size
         self.kv_proj = Linear(engram.rows * engram.head_dim, channels, param_dtype=param_dtype, rngs=rngs)
         self.q_weight = normal(rngs, (h, config.hidden_size), mean=1.0)
@@ -80,7 +81,8 @@ class Engram(nnx.Module):
     ) -> tuple[Float[Array, "T h"], Float[Array, "T D"]]:
         """Computes (gates [T, h] float32, values [T, hidden] in the streams' dtype); the arguments are as in a call."""
         tokens, h, hidden = streams.shape
-        rows = look_up(self.embedding.get_value(), ops.ngram_rows(ngrams, self.multipliers, self.primes))
+        row_ids = ops.ngram_rows(ngrams, self.multipliers, self.primes)
+        rows = ops.all_gather(look_up(self.embedding.get_value(), row_ids))  # a device has some channels of each row
         projected = self.kv_proj(round_to(rows.reshape(tokens, -1), streams.dtype))
         key = projected[:, : h * hidden].astype(jnp.float32).reshape(streams.shape)
         x = streams.astype(jnp.float32)

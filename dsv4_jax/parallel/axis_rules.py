@@ -15,6 +15,7 @@ RULES = {
     "experts": (MODEL_AXIS,),  # expert parallelism
     "inner": (MODEL_AXIS,),  # an expert's intermediate size
     "vocab": (MODEL_AXIS,),
+    "channels": (MODEL_AXIS,),  # channels of the rows of Engram's tables
     "slots": (DATA_AXIS,),
     "blocks": (DATA_AXIS,),
     "context": (MODEL_AXIS,),  # blocks, with `CacheSchema.context_parallel`

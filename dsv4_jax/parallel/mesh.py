@@ -71,6 +71,8 @@ def check_shardable(config: DSV4Config, sizes: Mapping[str, int], expert_paralle
     names = ["num_attention_heads", "o_groups", "moe_intermediate_size", "vocab_size"]
     names += ["n_routed_experts"] * expert_parallel
     sharded = {name: getattr(config, name) for name in names}
+    if config.engram is not None:
+        sharded["engram_head_dim"] = config.engram.head_dim
     if expert_parallel and config.dspark is not None:
         sharded["dspark_n_routed_experts"] = config.layer_experts(config.num_hidden_layers)[0]
     if odd := {name: size for name, size in sharded.items() if size % devices}:
