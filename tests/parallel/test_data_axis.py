@@ -40,7 +40,6 @@ def held(cache, slot, first_block=0):
     [
         ("v4", HALVES),
         pytest.param("v4", dict(data=2, model=2), marks=pytest.mark.slow),
-        pytest.param("v41", HALVES, marks=pytest.mark.slow),
         pytest.param("v41", dict(data=2, model=2), marks=pytest.mark.slow),
     ],
     indirect=["model"],
