@@ -17,12 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv4_jax.cache.ngrams import advance_ngrams
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.cli import main
 from dsv4_jax.engine import Engine, PromptLookup
 from dsv4_jax.host import KVCacheManager, PrefixCache
+from dsv4_jax.nn import ResidualStreams, StepCarry
+from dsv4_jax.ops import candidate_entries
 from dsv4_jax.quant import V41Format
-from tests.oracle.layers import Source, entries, reader, run_layer
+from tests.oracle.layers import RecordingHandle, Source, entries, reader, run_layer
 from tests.paths import DATA
 
 
@@ -137,17 +140,62 @@ def test_chunks_give_the_same(model, golden, chunks):
     check_cache(cache, golden)
 
 
-def test_scores_and_candidates(model, golden):
-    """Of layer 4 alone, and of the model, whose layer 6 makes the candidates: consumers select other entries if not."""
-    out, results, _ = run_layer(model, 4, golden["attn_in_4"], [61], kv_format="plain", dtype=jnp.float32)
-    close(out, golden["attn_out_4"], 3e-5)
-    want = golden["index_score_4"]
-    got = results["scores"][..., : want.shape[-1]]
-    seen = np.isfinite(want)
-    close(np.where(seen, got, 0), np.where(seen, want, 0), 5e-5)
-    assert (np.isfinite(golden["index_score_9"]) & ~np.isfinite(golden["index_score_6"])).sum() == 0
-    dropped = np.isfinite(golden["index_score_6"]) & ~np.isfinite(golden["index_score_9"])
-    assert dropped.any()
+class RecordingCache:
+    """A step's cache whose handles keep what indexers compute, by layer."""
+
+    def __init__(self, cache, record):
+        self.cache = cache
+        self.record = record
+
+    def begin_step(self, batch):
+        raise AssertionError("the step has begun")
+
+    def handle(self, layer, batch, *, like=None):
+        return RecordingHandle(self.cache.handle(layer, batch), None, self.record.setdefault(layer, {}))
+
+
+def test_scores_candidates_and_mixing_weights(model, golden):
+    """Layer by layer, without loops."""
+    ids = golden["ids"].astype(np.int32)
+    manager = make_manager(model.config)
+    slots = [manager.admit(num_tokens=ids.shape[1]) for _ in ids]
+    batch = manager.prepare_forward(dict(zip(slots, ids, strict=True)))
+
+    @jax.jit
+    def step(model, cache):
+        cache = cache.begin_step(batch)
+        ngrams, cache = advance_ngrams(cache, batch, model.model.token_map.get_value())
+        x = model.model.embed(batch)
+        residual = ResidualStreams.begin(jnp.broadcast_to(x[:, None], (x.shape[0], 4, x.shape[1])))
+        carry = StepCarry(ngrams=ngrams)
+        record = {}
+        mixing = []
+        for layer in model.model.layers:
+            residual, carry, cache = layer(residual, RecordingCache(cache, record), batch, carry)
+            mixing.append(residual.mixing)
+        return record, carry.candidates, jnp.stack(mixing)
+
+    record, candidates, mixing = step(model, manager.init_cache())
+
+    def by_request(x):
+        return np.asarray(x)[: ids.size].reshape(*ids.shape, -1)
+
+    want = golden["candidate_blocks"].astype(np.int32)
+    chex.assert_trees_all_equal(by_request(candidates[6]), want)
+    entries = np.asarray(candidate_entries(jnp.asarray(want), 4))
+    for spec in model.config.specs:
+        if not spec.selects:
+            continue
+        want = golden[f"index_score_{spec.layer}"]
+        got = by_request(record[spec.layer]["scores"])
+        if spec.candidates not in (None, spec.layer):  # only those of the candidates are computed
+            exists = (entries >= 0) & (entries < want.shape[-1])
+            want = np.where(exists, np.take_along_axis(want, np.where(exists, entries, 0), -1), -np.inf)
+        got = got[..., : want.shape[-1]]
+        seen = np.isfinite(want)
+        close(np.where(seen, got, 0), np.where(seen, want, 0), 5e-5)
+    pre = np.stack([by_request(x)[:, golden["stream_at"], :4] for x in mixing])
+    close(pre, golden["pre"], 2e-5)
 
 
 def test_greedy_tokens_through_the_engine(model, golden):
