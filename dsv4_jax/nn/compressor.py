@@ -34,7 +34,7 @@ class Compressor(nnx.Module):
         head_dim: int,
         *,
         indexer: "Compressor | None" = None,
-        param_dtype: DTypeLike,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: AnyRngs,
     ):
         self.config = config
