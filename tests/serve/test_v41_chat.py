@@ -185,7 +185,7 @@ def test_numbers_are_not_for_v4(scripted, path):
     response = scripted.http.post(f"/v1/{path}", json=dict(model="tiny") | basis | body)
     message = response.json()["error"]["message"]
     assert response.status_code == 400
-    assert message == f"{field}: 60 is for DeepSeek-V4.1, this model takes none, low, high or max"
+    assert message == f"{field}: 60 is for DeepSeek-V4.1, this model takes none, low, high, xhigh or max"
 
 
 def test_a_number_is_replaced_only_at_the_start(release):
