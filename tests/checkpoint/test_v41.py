@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from dsv4_jax.checkpoint import convert, convert_checkpoint, load_checkpoint, read_checkpoint, save_release
 from dsv4_jax.checkpoint.keys import weights
+from dsv4_jax.checkpoint.match import match_weights
 from dsv4_jax.checkpoint.random_weights import random_model
 from dsv4_jax.checkpoint.save import tensor_headers
 from dsv4_jax.checkpoint.storage import QuantizedTensor, join_scales
@@ -245,3 +246,14 @@ def test_random_weights_are_the_tree_of_a_checkpoint():
     loaded = load_checkpoint(FP8, weights="quantized")
     chex.assert_trees_all_equal_shapes_and_dtypes(nnx.state(drawn), nnx.state(loaded))
     assert all(np.isfinite(np.asarray(value, np.float32)).all() for value in values(drawn).values())
+
+
+def test_a_table_whose_scales_are_those_of_a_matrix_is_refused():
+    """Rows of 32 x 32 blocks would be dequantized by the scales of other rows."""
+    stored = dict(read_checkpoint(FP8))
+    name = "layers.1.engram.embed.scale"
+    rows, columns = stored[name].shape
+    shape = (-(-rows // 32), columns)
+    stored[name] = dataclasses.replace(stored[name], shape=shape, data=stored[name].data[: shape[0] * columns])
+    with pytest.raises(ValueError, match="embed.weight has scales of the kind FP8_32, needed is FP8_ROWS"):
+        match_weights(FP8, stored, DSV4Config.from_hf(FP8))

@@ -8,6 +8,7 @@ import pytest
 
 from dsv4_jax.bench.cases import tree_bytes
 from dsv4_jax.cache import CacheSchema, KVCache
+from dsv4_jax.cli import main
 from dsv4_jax.cli.options import ModelOptions
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.parallel.mesh import make_mesh
@@ -239,3 +240,14 @@ def test_experts_in_host_memory(run, refused):
     assert "is too little for" in refused(
         "plan", "--config", "v4_flash", "--memory", "15GB", *given[5:], "--expert-memory", "auto"
     )
+
+
+def test_experts_of_v41_in_host_memory(run, capsys):
+    """Its tables lie there, but an expert is no whole number of pages."""
+    options = "plan", "--config", "v41_flash", "--context", "4096", "--expert-memory", "auto", "--memory"
+    report = json.loads(run(*options, "420GB", "--json"))
+    assert report["expert_memory"]["on_host"] == 0 and 290e9 < report["weights_bytes"] < 310e9
+    assert main([*options, "141GB"]) == 2
+    assert "a matrix must be whole pages of 2097152 bytes; the model's have 5898240" in capsys.readouterr().err
+    assert main([*options, "420GB", "--drafts", "5"]) == 2
+    assert "expert memory needs as many experts in each layer" in capsys.readouterr().err
