@@ -271,14 +271,13 @@ class LayerCacheHandle(Summarized):
         view = self.read_indexer_view()
         self._check_shape("q", q, None, view.codec.dim)
         self._check_shape("weights", weights, q.shape[1])
-        size = self._cache.schema.config.candidate_block_size
         entries = self._gathered_entries(candidates)
         scores = ops.indexer_scores(
             view, q, weights, self.batch.slots, self.batch.positions, inv_freq=inv_freq, entries=entries
         )
         if candidates is None or entries is not None:
             return scores
-        return ops.within_candidates(scores, candidates, size)
+        return ops.within_candidates(scores, candidates, self._cache.schema.config.candidate_block_size)
 
     def indexer_topk(
         self, scores: Float[Array, "T E"], candidates: Int[Array, "T B"] | None = None

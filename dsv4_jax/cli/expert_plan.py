@@ -1,5 +1,6 @@
 """The part of `dsv4-jax plan` for experts in host memory: how many there are, and the time of a step."""
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -46,7 +47,8 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
     from flax import nnx
 
     from dsv4_jax.bench.cases import tree_bytes
-    from dsv4_jax.checkpoint.keys import TABLES
+    from dsv4_jax.checkpoint.keys import TABLES, weights
+    from dsv4_jax.checkpoint.placement import expert_shapes
     from dsv4_jax.checkpoint.random_weights import as_released
     from dsv4_jax.expert_pages import TokenCost, program_bytes
     from dsv4_jax.expert_pages.token_cost import READ_RATES
@@ -54,12 +56,12 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
     from dsv4_jax.nn.layers import ABSTRACT
     from dsv4_jax.nn.parameters import parameter_views
 
-    if {config.layer_experts(layer)[0] for layer in range(len(config.layers))} != {config.n_routed_experts}:
-        raise ValueError("expert memory needs as many experts in each layer: leave out the draft layers (--drafts)")
+    layers, shapes = expert_shapes(weights(config, "release"))
     model = as_released(DeepseekV4ForCausalLM(config, rngs=ABSTRACT), config)
-    expert_bytes = 3 * config.hidden_size * config.moe_intermediate_size // 2  # the FP4 codes of one expert
-    experts = config.n_routed_experts
-    slice_bytes = len(config.layers) * expert_bytes  # one expert of every layer
+    matrices = [math.prod(shape[1:]) for shape in shapes]  # bytes of the FP4 codes of one expert
+    expert_bytes = sum(matrices)
+    experts = shapes[0][0]
+    slice_bytes = len(layers) * expert_bytes  # one expert of every layer
     codes = experts * slice_bytes
     # Tables lie in host memory, as some experts do.
     tables = sum(tree_bytes(v.variable) for path, v in parameter_views(model).items() if path.endswith(TABLES))
@@ -74,11 +76,10 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
             f"--memory {readable_bytes(memory)} is too little for {readable_bytes(needed)}: weights, of which "
             f"{readable_bytes(on_device * slice_bytes)} experts, and {readable_bytes(programs)} for programs"
         )
-    matrix_bytes = expert_bytes // 3  # the smaller one of an expert's two matrices
-    if on_device < experts and matrix_bytes % HOST_PAGE:
+    if on_device < experts and any(nbytes % HOST_PAGE for nbytes in matrices):
         raise ValueError(
             f"{experts - on_device} of {experts} experts a layer would have to lie in host memory, where a matrix must "
-            f"be whole pages of {HOST_PAGE} bytes; the model's have {matrix_bytes}"
+            f"be whole pages of {HOST_PAGE} bytes; the model's have {' and '.join(map(str, matrices))}"
         )
     loops = model.model.layers.loops
     routed = tree_bytes(model.drafts) + sum(tree_bytes(layer.mlp.experts) for loop in loops for layer in loop.layers)

@@ -186,6 +186,16 @@ class DSV4Config:
         return (self.dspark or MTPConfig()) if self.num_nextn_predict_layers else None
 
     @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers whose output streams the draft layers read; -1 stands for the model's embedding.
+
+        These are the target layers of `drafts` or, in V4.1, whose drafts read the streams that enter the target layers,
+        the layers before them.
+        """
+        targets = () if self.drafts is None else self.drafts.target_layer_ids
+        return tuple(layer - 1 for layer in targets) if self.delays_pre else tuple(targets)
+
+    @property
     def num_draft_layers(self) -> int:
         """The number of draft layers."""
         return 0 if self.drafts is None else self.drafts.num_layers

@@ -72,9 +72,7 @@ class DeepseekV4Model(nnx.Module):
         """
         if isinstance(cache, KVCache):
             cache.schema.check_config(self.config)
-        targets = () if self.config.drafts is None else self.config.drafts.target_layer_ids
-        # V4.1's draft layers read the streams that enter the target layers, which leave the layers before.
-        targets = tuple(layer - self.config.delays_pre for layer in targets)
+        targets = self.config.tap_layers
         cache = cache.begin_step(batch)
         x = self.embed(batch)
         ngrams = None

@@ -173,25 +173,25 @@ class FP4Rows(RowCodec):
     """The codec of rows in E2M1 with an E4M3 scale for each 16 dims, the entries of "v41": 288 bytes for 512 + 0 dims.
 
     Raises:
-      ValueError: `nope_dim` is not a positive multiple of 16.
+      ValueError: `nope_dim` is not a positive multiple of 16, or `rope_dim` is not 0.
     """
 
     def __post_init__(self):
         _check_row_dim("v41", self, NVFP4_GROUP)
+        if self.rope_dim:
+            raise ValueError(f"FP4 rows quantize all dims: rope_dim={self.rope_dim} must be 0")
 
     @property
     def struct(self) -> Rows:
-        codes = "nope", jnp.uint8, self.nope_dim // 2
-        scale = "scale", jnp.uint8, self.nope_dim // NVFP4_GROUP
-        return Rows(*_structs([codes, ("rope", jnp.bfloat16, self.rope_dim), scale]))
+        codes, scale = (jax.ShapeDtypeStruct((self.nope_dim // n,), jnp.uint8) for n in (2, NVFP4_GROUP))
+        return Rows(codes, None, scale)
 
     def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
-        nope, rope = self._split(kv)
-        codes, scale = encode_fp4_entry(nope)
-        return Rows(codes, rope, scale)
+        codes, scale = encode_fp4_entry(kv.astype(jnp.float32))
+        return Rows(codes, None, scale)
 
     def decode(self, rows: Rows, dtype: Any) -> Float[Array, "*rows D"]:
-        return self._join(decode_nvfp4(rows.nope, rows.scale), rows.rope, dtype)
+        return round_to(decode_nvfp4(rows.nope, rows.scale), dtype)
 
 
 @dataclasses.dataclass(frozen=True)

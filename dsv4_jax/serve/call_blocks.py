@@ -13,7 +13,7 @@ _MAX_HEAD = 64  # the maximum number of tokens of a head, white space between th
 
 @dataclasses.dataclass(frozen=True)
 class CallTags:
-    """How a release writes the tags of tool calls.
+    """The tags around tool calls, as a release writes them.
 
     Attributes:
       gap: text between `CALL_TOKEN` and the name of a tag.
