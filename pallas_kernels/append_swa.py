@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.formats import kv_rows
+from pallas_kernels.formats.layouts import check_v4_row_layout
 from pallas_kernels.formats.pool_operands import Rings
 from pallas_kernels.formats.row_encoder import store_quantized
 from pallas_kernels.runtime.checks import check_array, check_tokens
@@ -37,6 +38,7 @@ def append_swa(
       NotImplementedError: a layout, a shape or a dtype is not supported.
     """
     rings.check()
+    check_v4_row_layout(rings.layout)
     tokens = kv.shape[0]
     layout = rings.layout
     shape = rings.pools[0].shape

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.formats import kv_rows
+from pallas_kernels.formats.layouts import check_v4_row_layout
 from pallas_kernels.formats.pool_operands import Paged, Rings
 from pallas_kernels.runtime.checks import check_tokens
 from pallas_kernels.runtime.launch import kernel
@@ -42,6 +43,7 @@ def gather_compressed_kv(slots: jax.Array, entries: Paged, *, interpret: bool = 
     tokens, count = entries.indices.shape
     check_tokens(tokens, slots=slots)
     entries.check(tokens)
+    check_v4_row_layout(entries.layout)
 
     def address(item, layer, indices_gmem, slots_gmem, table_gmem):
         slot = kv_rows.load_rows(slots_gmem, lax.div(item, count), item.shape)
@@ -78,6 +80,7 @@ def gather_all_compressed_kv(
     rate = entries.compress_rate
     check_tokens(tokens, slots=slots, positions=positions)
     entries.check(tokens)
+    check_v4_row_layout(entries.layout)
 
     def address(item, layer, slots_gmem, positions_gmem, table_gmem):
         token = lax.div(item, count)
@@ -122,6 +125,7 @@ def gather_swa_kv(
     num_slots, ring = rings.pools[0].shape[1:3]
     check_tokens(tokens, slots=slots, positions=positions)
     rings.check()
+    check_v4_row_layout(rings.layout)
 
     def address(item, layer, slots_gmem, positions_gmem):
         token = lax.div(item, window)

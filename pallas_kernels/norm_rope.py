@@ -21,6 +21,7 @@ from jaxlib.mlir.dialects import vector
 from pallas_kernels.formats import kv_rows
 from pallas_kernels.formats.exact_math import cos_sin, inverse_sqrt, product, round_bfloat16
 from pallas_kernels.formats.kv_rows import GROUP, GROUPS, WARPS
+from pallas_kernels.formats.layouts import check_v4_row_layout
 from pallas_kernels.formats.pool_operands import Rings
 from pallas_kernels.formats.row_encoder import store_quantized
 from pallas_kernels.mgpu import bfloat16_words, mlir, vectors
@@ -121,6 +122,7 @@ def norm_rope_append(
       NotImplementedError: the kernel does not take a layout, shape or dtype.
     """
     rings.check()
+    check_v4_row_layout(rings.layout)
     _check(q, kv, weight, layer, positions, inv_freq)
     check_tokens(len(q), slots=slots)
     if len(q) == 0:

@@ -182,9 +182,8 @@ class FP4Rows(RowCodec):
             raise ValueError(f"FP4 rows quantize all dims: rope_dim={self.rope_dim} must be 0")
 
     @property
-    def struct(self) -> Rows:
-        codes, scale = (jax.ShapeDtypeStruct((self.nope_dim // n,), jnp.uint8) for n in (2, NVFP4_GROUP))
-        return Rows(codes, None, scale)
+    def layout(self) -> RowLayout:
+        return RowLayout(self.nope_dim, 0, NVFP4_GROUP, codes="e2m1")
 
     def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
         codes, scale = encode_fp4_entry(kv.astype(jnp.float32))

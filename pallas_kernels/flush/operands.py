@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats.exact_math import MAX_SHORT
 from pallas_kernels.formats.kv_rows import ROW_DIM
-from pallas_kernels.formats.layouts import KeyLayout, RowLayout, check_pools, check_row_layout
+from pallas_kernels.formats.layouts import KeyLayout, RowLayout, check_pools, check_row_layout, check_v4_row_layout
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.layer_operands import check_weight, weights_of_layer
@@ -133,6 +133,7 @@ class CompressorOperands:
         check_array("state gates", self.state_gate, jnp.float32, *self.state_kv.shape)
         if isinstance(layout, RowLayout):
             check_row_layout(layout)
+            check_v4_row_layout(layout)
             rows = f"rows of {ROW_DIM} values on a GPU, got {layout.nope_dim} + {layout.rope_dim}"
             check_rules({rows: interpret or dim == ROW_DIM})
         else:

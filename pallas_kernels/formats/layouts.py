@@ -14,13 +14,15 @@ GROUP = 64  # number of channels of a row that kernels copy and scale together
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """The layout of a quantized KV row: E4M3 codes, then RoPE values in bfloat16, and scales of the codes."""
+    """The layout of a quantized KV row: codes, then RoPE values in bfloat16, and scales of the codes."""
 
-    nope_dim: int  # number of values stored as E4M3 codes, uint8
-    rope_dim: int  # number of values stored in bfloat16, the last ones of the row
-    # Number of codes that share an E8M0 scale, a uint8; scales are padded with zeros to a multiple of 8. None: a row
-    # has one float32 by which its codes are multiplied.
+    nope_dim: int  # number of values stored as codes
+    rope_dim: int  # number of values stored in bfloat16, the last ones of the row; 0 = there is no pool of them
+    # Number of codes that share a scale, a uint8. None: a row has one float32 by which its codes are multiplied.
     scale_block: int | None
+    # "e4m3": a code is a uint8, with E8M0 scales that are padded with zeros to a multiple of 8. "e2m1": a uint8 has the
+    # codes of two dims, the even dim in the lower 4 bits, with E4M3 scales.
+    codes: str = "e4m3"
 
     @property
     def dim(self) -> int:
@@ -30,13 +32,17 @@ class RowLayout:
     @property
     def scale_width(self) -> int:
         """The number of scales of a row, including padding."""
-        return 1 if self.scale_block is None else -(-self.nope_dim // self.scale_block // 8) * 8
+        if self.scale_block is None:
+            return 1
+        scales = self.nope_dim // self.scale_block
+        return -(-scales // 8) * 8 if self.codes == "e4m3" else scales
 
     @property
     def columns(self) -> list[tuple[str, DTypeLike, int]]:
         """(name, dtype, number of elements per row) of each array."""
         scale = jnp.float32 if self.scale_block is None else jnp.uint8
-        widths = self.nope_dim, self.rope_dim, self.scale_width
+        code_width = self.nope_dim // (1 if self.codes == "e4m3" else 2)
+        widths = code_width, self.rope_dim, self.scale_width
         return list(zip(("nope", "rope", "scale"), (jnp.uint8, jnp.bfloat16, scale), widths, strict=True))
 
 
@@ -67,13 +73,19 @@ def quantized[L: (RowLayout, KeyLayout)](layout: L | None) -> L:
 
 
 def check_row_layout(layout: RowLayout) -> None:
-    """Raises NotImplementedError unless codes come in groups of 64, with a scale for each group or for the row."""
+    """Raises NotImplementedError unless codes come in groups of 64, with scales of a size that kernels take."""
+    blocks = {"e4m3": (None, GROUP, 32), "e2m1": (16,)}[layout.codes]
     check_rules(
         {
             f"a multiple of {GROUP} channels without RoPE, got {layout.nope_dim}": layout.nope_dim % GROUP == 0,
-            f"scale blocks of {GROUP} or a row, got {layout.scale_block}": layout.scale_block in (None, GROUP),
+            f"scale blocks of {GROUP}, 32 or a row, got {layout.scale_block}": layout.scale_block in blocks,
         }
     )
+
+
+def check_v4_row_layout(layout: RowLayout) -> None:
+    """Raises NotImplementedError unless codes are E4M3, with a scale for 64 of them or for the row."""
+    check_rules({"rows of the formats 'v4' and 'per_entry'": layout.scale_block in (None, GROUP)})
 
 
 def check_pools(layout: RowLayout | KeyLayout, pools: tuple[jax.Array, ...]) -> None:
@@ -82,5 +94,6 @@ def check_pools(layout: RowLayout | KeyLayout, pools: tuple[jax.Array, ...]) -> 
     Pools are arrays [layers, blocks or slots, rows, width] with the same first three axes.
     """
     for (name, dtype, width), pool in zip(layout.columns, pools, strict=True):
-        check_array(name, pool, dtype, *pools[0].shape[:3], width)
+        if width:
+            check_array(name, pool, dtype, *pools[0].shape[:3], width)
     check_rules({f"pools that hold a row, got {list(pools[0].shape)}": pools[0].size > 0})

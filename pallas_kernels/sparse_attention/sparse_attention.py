@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats.kv_rows import ROW_DIM
+from pallas_kernels.formats.layouts import check_v4_row_layout
 from pallas_kernels.formats.pool_operands import Paged, Rings
 from pallas_kernels.runtime.checks import check_array, check_rules, check_tokens
 from pallas_kernels.runtime.layer_operands import check_weight
@@ -111,8 +112,8 @@ def _check_and_merge(q, slots, positions, rings, compressed):
     check_array("q", q, jnp.bfloat16, tokens, None, ROW_DIM)
     check_tokens(tokens, slots=slots, positions=positions)
     rings.check()
+    check_v4_row_layout(layout)
     check_rules({f"a multiple of {HEADS} heads, or of 8 below that, got {heads}": heads % multiple == 0})
-    check_rules({f"rows with RoPE values, got {layout}": layout.rope_dim > 0})
     if rings.own_rows is not None:
         check_array("own_rows", rings.own_rows, jnp.int32, tokens)
     if compressed is not None:
