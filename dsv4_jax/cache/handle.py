@@ -1,6 +1,7 @@
 """The handle through which attention code reads and writes one layer of the cache."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +18,11 @@ from dsv4_jax.ops.context_parallel import topk_of_shards
 from dsv4_jax.parallel.local_ids import all_reduce_bits, is_sharded, to_local_ids
 from dsv4_jax.quant import LayerSlice
 from pallas_kernels.runtime.pytrees import static_field
+
+
+# The maximum number of scores, one for a token and an entry, that are in memory at once. They take 256 MiB, and XLA's
+# selection of the highest ones takes several times as much.
+MAX_SCORES = 1 << 26
 
 
 @jax.tree_util.register_dataclass
@@ -297,6 +303,38 @@ class LayerCacheHandle(Summarized):
             return self._topk(scores, self.valid_lengths(), k)
         chosen = self._topk(scores, jnp.full_like(self.batch.slots, scores.shape[1]), k)
         return jnp.where(chosen >= 0, jnp.take_along_axis(entries, jnp.maximum(chosen, 0), axis=1), -1)
+
+    def by_tiles(self, function: Callable[..., Any], *arrays: Any) -> Any:
+        """Calls `function(handle, *arrays)`, for tiles of the tokens one after another if they have many scores.
+
+        This bounds the memory of a long chunk's scores in a long context.
+
+        Args:
+          function: function of a handle, which must only read the cache, and of arrays. It returns a pytree of arrays
+            with a row for each token, which does not depend on other tokens.
+          arrays: pytrees of arrays with a row for each token of the batch.
+
+        Returns:
+          The result of `function` for all tokens.
+        """
+        tokens = self.batch.slots.shape[0]
+        size = max(1, MAX_SCORES // self.read_indexer_view().max_entries)
+        if tokens <= size:
+            return function(self, *arrays)
+
+        def split(x):
+            fill = 0 if jnp.issubdtype(x.dtype, jnp.floating) else -1
+            padding = [(0, -tokens % size)] + [(0, 0)] * (x.ndim - 1)
+            return jnp.pad(x, padding, constant_values=fill).reshape(-1, size, *x.shape[1:])
+
+        def run(tile):
+            per_token, arrays = tile
+            batch = dataclasses.replace(self.batch, **per_token)
+            return function(dataclasses.replace(self, batch=batch, pending=None), *arrays)
+
+        per_token = {name: getattr(self.batch, name) for name in ("token_ids", "positions", "slots")}
+        tiles = jax.lax.map(run, jax.tree.map(split, (per_token, arrays)))
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], tiles)
 
     def candidate_blocks(self, scores: Float[Array, "T E"]) -> Int[Array, "T B"] | None:
         """Chooses the blocks of entries to which the selections of later layers are restricted (V4.1).

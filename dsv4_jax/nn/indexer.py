@@ -1,13 +1,11 @@
 """The lightning indexer: selects which compressed entries a token attends to."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dsv4_jax.cache import CacheHandle
+from dsv4_jax.cache import CacheHandle, LayerCacheHandle
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.quant import round_to
 
@@ -48,9 +46,15 @@ class CSAIndexer(nnx.Module):
         q = q.reshape(-1, config.index_n_heads, config.index_head_dim)
         scaled = head_weights.astype(jnp.float32) * (config.index_head_dim**-0.5 * config.index_n_heads**-0.5)
         scaled = round_to(scaled, head_weights.dtype).astype(jnp.float32)
-        with jax.named_scope("indexer"):
-            scores = handle.indexer_scores(q, scaled, jnp.asarray(config.inv_freq(self.layer)), candidates)
-        with jax.named_scope("topk"):
-            layer_handle: Any = handle  # a LayerCacheHandle if the layer makes candidates
-            makes = config.layers[self.layer].makes_candidates
-            return handle.indexer_topk(scores, candidates), layer_handle.candidate_blocks(scores) if makes else None
+        makes_candidates = config.layers[self.layer].makes_candidates
+        inv_freq = jnp.asarray(config.inv_freq(self.layer))
+
+        def select(handle, q, weights, candidates):
+            with jax.named_scope("indexer"):
+                scores = handle.indexer_scores(q, weights, inv_freq, candidates)
+            with jax.named_scope("topk"):
+                made = handle.candidate_blocks(scores) if makes_candidates else None
+                return handle.indexer_topk(scores, candidates), made
+
+        arrays = q, scaled, candidates
+        return handle.by_tiles(select, *arrays) if isinstance(handle, LayerCacheHandle) else select(handle, *arrays)
