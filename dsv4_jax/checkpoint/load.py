@@ -294,20 +294,29 @@ class _Loader:
 
         Args:
           weight: the weight.
-          field: "codes" or "scale" of a quantized weight, whose values need no check (None); None for a plain array.
+          field: "codes" or "scale" of a quantized weight, whose scales need no check (None); None for a plain array.
         """
         if field is not None:
-            stored = [getattr(self._quantized(source), field) for source in weight.sources]
-            return [functools.partial(tensor.data.reshape, tensor.shape) for tensor in stored], None
+            tensors = [self._quantized(source) for source in weight.sources]
+            stored = [getattr(tensor, field) for tensor in tensors]
+
+            def check_codes(number: int, codes: np.ndarray, _: np.ndarray) -> None:
+                self._count(weight.sources[number], tensors[number].count_nan(codes.view(np.uint8)))
+
+            pieces = [functools.partial(tensor.data.reshape, tensor.shape) for tensor in stored]
+            return pieces, check_codes if field == "codes" else None
 
         def check(number: int, stored: np.ndarray, value: np.ndarray) -> None:
             # The model's only integers are the expert ids in the tables of hash-routed layers.
             is_ids = value.dtype.kind == "i"
             bad = (stored < 0) | (stored >= self._config.n_routed_experts) if is_ids else ~np.isfinite(value)
-            if count := int(np.count_nonzero(bad)):
-                self._impossible[weight.sources[number]] += count
+            self._count(weight.sources[number], int(np.count_nonzero(bad)))
 
         return [self._tensors[source].load for source in weight.sources], check
+
+    def _count(self, source, impossible):
+        if impossible:
+            self._impossible[source] += impossible
 
     def _quantized(self, source) -> QuantizedTensor:
         tensor = self._tensors[source]

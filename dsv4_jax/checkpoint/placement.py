@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import functools
 import gc
 import logging
 import math
@@ -58,19 +59,45 @@ def plan_expert_memory(memory: ExpertMemory, table: Iterable[Weight]) -> None:
 
 
 def fill(target: np.ndarray, pieces: Pieces, check: Check | None = None) -> None:
-    """Casts pieces to the dtype of an array in host memory and writes them to it.
+    """Casts pieces to the dtype of an array in host memory and writes them to it, with several threads.
 
     Args:
       target: array to write to.
       pieces, check: as for `Staging.place`.
     """
     stack = target.shape[:-2] if len(pieces) > 1 else ()
-    for number, index in enumerate(np.ndindex(stack)):
-        values = np.asarray(pieces[number]()).reshape(target.shape[len(stack) :])
+
+    def blocks() -> Iterator[_Block]:
+        for number, index in enumerate(np.ndindex(stack)):
+            part = target[index] if stack else target
+            yield from _blocks(number, np.asarray(pieces[number]()).reshape(part.shape), part)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        # For a small array, starting threads would take longer than copying.
+        run = pool.map if target.nbytes > _BLOCK_BYTES else map
+        collections.deque(run(functools.partial(_fill_block, check=check), blocks()), maxlen=0)
+
+
+_Block = tuple[int, np.ndarray, np.ndarray | None]  # number of a piece, some of its rows, and the rows to write, if any
+
+
+def _blocks(number: int, values: np.ndarray, target: np.ndarray | None) -> Iterator[_Block]:
+    """Yields the rows of a piece in blocks that a thread copies and checks at a time; target None = nothing to copy."""
+    values = np.atleast_1d(values)
+    target = None if target is None else np.atleast_1d(target)
+    size = values.nbytes if target is None else target.nbytes
+    rows = max(1, len(values) * _BLOCK_BYTES // max(size, 1))
+    for i in range(0, len(values), rows):
+        yield number, values[i : i + rows], None if target is None else target[i : i + rows]
+
+
+def _fill_block(block: _Block, check: Check | None) -> None:
+    number, values, target = block
+    if target is not None:
         with np.errstate(over="ignore", invalid="ignore"):  # overflow becomes infinity
-            target[index] = values
-        if check is not None:
-            check(number, values, target[index])
+            target[...] = values
+    if check is not None:
+        check(number, values, values if target is None else target)
 
 
 class Staging:
@@ -110,7 +137,7 @@ class Staging:
         devices = _devices_by_shard(shape, where)
         shards = dict(zip(devices, self._views([[b - a for a, b in bounds] for bounds in devices], dtype), strict=True))
 
-        def blocks() -> Iterator[tuple[int, np.ndarray, np.ndarray | None]]:
+        def blocks() -> Iterator[_Block]:
             for number, index in enumerate(np.ndindex(stack)):
                 values = np.asarray(pieces[number]()).reshape(shape[len(stack) :])
                 for bounds, shard in shards.items():
@@ -119,22 +146,13 @@ class Staging:
                         target = shard[tuple(i - start for i, (start, _) in zip(index, bounds, strict=False))]
                         if direct := not stack and part.dtype == dtype and _can_be_source(part):
                             shards[bounds] = part
-                        part, target = np.atleast_1d(part, target)
-                        rows = max(1, len(target) * _BLOCK_BYTES // max(target.nbytes, 1))
-                        for i in range(0, len(target), rows):
-                            yield number, part[i : i + rows], None if direct else target[i : i + rows]
-
-        def fill_block(block: tuple[int, np.ndarray, np.ndarray | None]) -> None:
-            number, part, target = block
-            if target is not None:
-                with np.errstate(over="ignore", invalid="ignore"):  # overflow becomes infinity
-                    target[...] = part
-            if check is not None:
-                check(number, part, part if target is None else target)
+                        yield from _blocks(number, part, None if direct else target)
 
         with concurrent.futures.ThreadPoolExecutor() as pool:
             # A single thread can be slower than the disk.
-            collections.deque((pool.map if threads else map)(fill_block, blocks()), maxlen=0)
+            collections.deque(
+                (pool.map if threads else map)(functools.partial(_fill_block, check=check), blocks()), maxlen=0
+            )
             # A single thread is also too slow for several devices.
             puts = [(shard, device) for bounds, shard in shards.items() for device in devices[bounds]]
             arrays = list(pool.map(jax.device_put, *zip(*puts, strict=True)))

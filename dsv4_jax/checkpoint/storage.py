@@ -57,13 +57,15 @@ class QuantizedTensor:
 
     @property
     def can_stay(self) -> bool:
-        """Whether kernels compute with every value exactly: no value is NaN, and no scale is out of `STORED_SCALES`."""
+        """Whether kernels compute with every value exactly, unless a code is NaN: all scales are in `STORED_SCALES`."""
         low, high = STORED_SCALES
-        if self.scale.data.size and not low <= self.scale.data.min() <= self.scale.data.max() <= high:
-            return False
-        codes = self.codes.data
-        parts = np.array_split(codes, 1 + (codes.size >> 24))  # without a copy of a large table
-        return self.dtype == "FP4" or not any(np.any(part & 0x7F == 0x7F) for part in parts)
+        return not self.scale.data.size or bool(low <= self.scale.data.min() <= self.scale.data.max() <= high)
+
+    def count_nan(self, codes: np.ndarray) -> int:
+        """Returns the number of NaN among some codes of this tensor, uint8."""
+        if self.dtype == "FP4" or not codes.size or np.max(codes & 0x7F) < 0x7F:  # ten times as fast as counting
+            return 0
+        return int(np.count_nonzero(codes & 0x7F == 0x7F))
 
     @np.errstate(over="ignore")  # the caller looks for infinite values
     def load(self, start: int = 0, stop: int | None = None) -> np.ndarray:
