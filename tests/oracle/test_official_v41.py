@@ -140,6 +140,25 @@ def test_chunks_give_the_same(model, golden, chunks):
     check_cache(cache, golden)
 
 
+def test_forks_and_rewinds_give_the_same(model, golden):
+    """A request and its copy read on side by side, and each first takes back three wrong tokens."""
+    manager = make_manager(model.config, max_query_tokens=4)
+    ids = golden["ids"][0].astype(np.int32)
+    parent = manager.admit(num_tokens=ids.size)
+    _, _, cache = record(model, manager.init_cache(), manager.prepare_forward({parent: ids[:21]}))
+    (copy,), cache = manager.fork(cache, parent, 1)
+    wrong = (ids + 1) % 150
+    for at in range(21, 61, 4):
+        batch = manager.prepare_forward({parent: wrong[at : at + 3], copy: wrong[at + 3 : at + 6]})
+        _, _, cache = record(model, cache, batch)
+        for slot in (parent, copy):
+            manager.rewind(slot, manager.length(slot) - at)
+        logits, _, cache = record(
+            model, cache, manager.prepare_forward(dict.fromkeys((parent, copy), ids[at : at + 4]))
+        )
+        close(logits[:8].reshape(2, 4, -1), np.stack([golden["logits"][0, at : at + 4]] * 2), 1e-4)
+
+
 class RecordingCache:
     """A step's cache whose handles keep what indexers compute, by layer."""
 
