@@ -163,7 +163,8 @@ def _by_release_names(raw: dict[str, Any]) -> dict[str, Any]:
       ValueError: a fact is stated twice, with different values.
     """
     aliases = {alias: name for name, alias in _INFERENCE_NAMES.items()}
-    is_inference = not aliases.keys().isdisjoint(raw)
+    # V4's inference code has most of the other names, too.
+    is_inference = any(_INFERENCE_NAMES[name] in raw for name in _SOURCES)
     if raw.get("model_type") not in (("deepseek_v41", None) if is_inference else ("deepseek_v41",)):
         return raw
     text = _object("text_config", raw.get("text_config") or {})
@@ -184,6 +185,8 @@ def _by_release_names(raw: dict[str, Any]) -> dict[str, Any]:
     unified: dict[str, Any] = {"model_type": "deepseek_v41"}
     for name, spellings in facts.items():
         stated = {key: value for key, value in spellings.items() if value is not None} or spellings
+        if name == "eos_token_id":
+            stated = {key: value if isinstance(value, list) else [value] for key, value in stated.items()}
         unified[name] = next(iter(stated.values())) if name in _IRRELEVANT else _agree(name, stated)
     if is_inference and unified.keys().isdisjoint(("rope_scaling", "rope_parameters")):
         yarn = {name: unified.pop(alias, None) for name, alias in _INFERENCE_YARN.items()}

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import json
+import logging
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from dsv4_jax.serve.call_blocks import CALL_TOKEN, V4_TAGS, V41_TAGS, CallBlocks
 from dsv4_jax.serve.errors import APIError
 
 
+_log = logging.getLogger(__name__)
 _END = "<｜end▁of▁sentence｜>"
 _ASSISTANT = "<｜Assistant｜>"
 _THINK = "<think>"
@@ -317,9 +319,12 @@ class V41Chat(ReleaseChat):
 def make_chat(tokenizer: Tokenizer, model_name: str, release: Release) -> Chat:
     """Makes the encoding of conversations: the release's if the tokenizer has all its special tokens, else a Chat."""
     kind = V41Chat if release == "v41" else ReleaseChat
-    if any(tokenizer.token_to_id(name) is None for name in kind.special_tokens):
-        return Chat(tokenizer, model_name)
-    return kind(tokenizer, model_name, release)
+    missing = [name for name in kind.special_tokens if tokenizer.token_to_id(name) is None]
+    if not missing:
+        return kind(tokenizer, model_name, release)
+    if len(missing) < len(kind.special_tokens):
+        _log.warning("Chats are encoded as plain text, because the tokenizer lacks tokens: %s", ", ".join(missing))
+    return Chat(tokenizer, model_name)
 
 
 def find_release(folder: Path, config: DSV4Config) -> Release:

@@ -42,7 +42,7 @@ def test_tiles_select_the_same_entries(monkeypatch, rows):
 
 
 def test_memory_does_not_grow_with_tokens_times_entries(monkeypatch):
-    """Without tiles, a program takes 18 times the size of all scores on a CPU. With tiles of one token, it takes less."""
+    """Without tiles, a program takes 18 times the size of all scores on a CPU."""
     context = 1 << 16
     monkeypatch.setattr(handle, "MAX_SCORES", context)
     model = DeepseekV4ForCausalLM(dataclasses.replace(v41_config(), max_position_embeddings=context), rngs=ABSTRACT)

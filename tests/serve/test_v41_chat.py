@@ -7,11 +7,12 @@ from random import Random
 import deepseek_recipe as recipe
 import openai
 import pytest
+from tokenizers import Tokenizer
 
 from dsv4_jax.checkpoint import read_tokenizer
 from dsv4_jax.cli.chat_command import ChatCommand
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.serve.chat import Chat, find_release, make_chat
+from dsv4_jax.serve.chat import Chat, ReleaseChat, find_release, make_chat
 from tests.byte_tokenizer import write_byte_tokenizer
 from tests.paths import DATA
 from tests.serve.conftest import NAMES, THINK
@@ -328,3 +329,14 @@ def test_a_number_in_the_terminal(v41, release, monkeypatch, capsys):
     assert shown.count("Good morning.") == 2 and "thinking 0 must be off" in shown
     starts = [release.decode(ids, skip_special_tokens=False).partition(USER)[0] for ids in v41.prompts]
     assert starts == [f"{BEGIN}{SYSTEM}{effort(60)}", f"{BEGIN}{SYSTEM}{effort(7)}"]
+
+
+def test_a_tokenizer_that_lacks_a_token_of_the_release_is_reported(tmp_path, caplog):
+    """Chats then have another form than the one that the model was trained with."""
+    write_byte_tokenizer(
+        tmp_path / "tokenizer.json", {name: 256 + i for i, name in enumerate(ReleaseChat.special_tokens)}
+    )
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert type(make_chat(tokenizer, "tiny", "v41")) is Chat
+    assert "the tokenizer lacks tokens: <｜System｜>" in caplog.text
+    assert type(make_chat(tokenizer, "tiny", "0731")) is ReleaseChat
