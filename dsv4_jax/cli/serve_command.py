@@ -77,6 +77,9 @@ class ServeCommand(RandomModelOptions):
       effort_prompts: prompts for reasoning effort that the model knows: april has one for max; 0731 and V4's later
         releases have others for high and max; v41 is V4.1's whole encoding, with numbers. Default: as config.json says.
         V4's releases since 0731 have DSpark layers.
+      snapshots: block boundaries at which the prefix cache keeps the rows that the next token reads, so that later
+        prompts can continue there: all, or only each request's last one and those where prompts part. See "The prefix
+        cache" in docs/requests.md for their memory.
       prefix_dir: folder that keeps the prefix cache: blocks go there when they leave memory, and all blocks when the
         server stops. A later server with the same weights finds them. Several servers may share it. Default: no folder.
       prefix_size: with --prefix-dir: maximum size of its files together, such as 200GB. Beyond it, the least recently
@@ -103,6 +106,7 @@ class ServeCommand(RandomModelOptions):
     batch_invariant: bool = False
     structured_output: bool = True
     effort_prompts: Literal["april", "0731", "v41"] | None = None
+    snapshots: Literal["all", "last"] = "all"
     prefix_dir: Annotated[Path | None, optional("DIR")] = None
     prefix_size: Annotated[str | None, optional("SIZE")] = None
     request_seconds: float = 600.0
@@ -225,12 +229,13 @@ class ServeCommand(RandomModelOptions):
         """
         from dsv4_jax.host import PrefixCache, PrefixFiles
 
+        every = None if self.snapshots == "last" else 1
         if self.prefix_dir is None:
-            return PrefixCache(manager, key=name)
+            return PrefixCache(manager, key=name, every=every)
         startup.show_log()
         try:
             files = PrefixFiles(self.prefix_dir, self.prefix_size or "50GB")
-            return PrefixCache(manager, key=self.weights_key(checkpoint), files=files)
+            return PrefixCache(manager, key=self.weights_key(checkpoint), every=every, files=files)
         except ValueError as error:
             message = str(error).replace("directory=", "--prefix-dir ").replace("max_bytes=", "--prefix-size ")
             raise ValueError(message) from None

@@ -134,6 +134,9 @@ def test_the_prefix_caches_folder(monkeypatch, untyped, tmp_path):
     config = DSV4Config.from_hf(folder)
     ServeCommand(**model)._engine(folder, config, 64, "")
     files = made["prefix"].files
+    assert made["prefix"].every == 1
+    ServeCommand(cache_format="plain", snapshots="last")._engine(folder, config, 64, "")
+    assert made["prefix"].every is None
     assert (files.directory, files.max_bytes) == (tmp_path / "a", 50 * 10**9) and (tmp_path / "a").is_dir()
     with pytest.raises(ValueError, match=r"--prefix-size 100 holds no block with its snapshot, which take \d+ bytes"):
         ServeCommand(**model, prefix_size="100B")._engine(folder, config, 64, "")
