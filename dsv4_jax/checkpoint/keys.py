@@ -26,7 +26,8 @@ type Storage = Literal["quantized", "bfloat16", "float32"]
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-TABLES = ("embed_tokens.weight", "engram.embedding")  # ends of the paths of tables of which a step reads few rows
+ENGRAM_TABLE = "engram.embedding"  # end of the paths of Engram's tables
+TABLES = ("embed_tokens.weight", ENGRAM_TABLE)  # ends of the paths of tables of which a step reads few rows
 # Rows for the parameters outside the layers. A row has the path in this package's model ("our path"), the name in the
 # release, the storage in the release's files (see `Weight`; "FP8" stands for the kind that the configuration says) and,
 # if it differs from our path, transformers' name. A row counts only if the model has a parameter at our path, and the

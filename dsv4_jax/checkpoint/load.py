@@ -24,7 +24,7 @@ from dsv4_jax.checkpoint.reader import StoredTensor, read_checkpoint
 from dsv4_jax.checkpoint.storage import QuantizedTensor
 from dsv4_jax.checkpoint.tokenizer import read_tokenizer
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.expert_pages import ExpertMemory
+from dsv4_jax.expert_pages import ExpertMemory, HostTables
 from dsv4_jax.nn import DeepseekV4ForCausalLM, TokenMap
 from dsv4_jax.nn.layers import ABSTRACT
 from dsv4_jax.nn.parameters import (
@@ -54,6 +54,7 @@ def load_checkpoint(
     mesh: Mesh | None = None,
     expert_parallel: bool = False,
     expert_memory: ExpertMemory | None = None,
+    host_tables: HostTables | None = None,
     progress: bool = False,
     on_outline: Callable[[DeepseekV4ForCausalLM], None] | None = None,
 ) -> DeepseekV4ForCausalLM:
@@ -77,6 +78,8 @@ def load_checkpoint(
       expert_parallel: whether each device along "model" gets whole experts instead of a shard of each expert.
       expert_memory: places some of the routed experts, the embedding and Engram's tables in host memory, for a model
         that is larger than its GPU. It needs weights="quantized" and no mesh. None = all weights lie on the devices.
+      host_tables: places Engram's tables in host memory, from which each device reads the rows of a step; they have
+        203 GB in V4.1-Flash. None = they lie on the devices, unless there is an `expert_memory`.
       progress: whether to show a progress bar on standard error.
       on_outline: function that is called before weights are read, with the model that has `jax.ShapeDtypeStruct` in
         place of arrays, so that its programs can be compiled meanwhile. None = no call.
@@ -122,7 +125,7 @@ def load_checkpoint(
     ordered = sorted(groups.values(), key=lambda group: expert_memory is not None and group[0].is_expert)
     if expert_memory is not None:
         expert_shapes(table)  # refuses a model before anything is loaded
-    loader = _Loader(config, tensors, mesh, expert_parallel)
+    loader = _Loader(config, tensors, mesh, expert_parallel, host_tables)
     if stay_quantized:
         for group in ordered:
             loader.keep_quantized(group, views[group[0].path].variable)
@@ -188,11 +191,13 @@ class _Loader:
         tensors: Mapping[str, StoredTensor | QuantizedTensor],
         mesh: Mesh | None,
         expert_parallel: bool,
+        host_tables: HostTables | None,
     ):
         self._config = config
         self._tensors = tensors
         self._mesh = mesh
         self._expert_parallel = expert_parallel
+        self._tables = host_tables
         self._staging = Staging()
         self._impossible = collections.Counter[str]()  # {name of a stored tensor: number of impossible values}
 
@@ -246,8 +251,8 @@ class _Loader:
         Args:
           weights: the weights.
           views: the place of each weight in the variable.
-          memory: places the codes of experts on the GPU or in host memory, and tables in host memory; None: all
-            arrays lie on the devices.
+          memory: places the codes of experts on the GPU or in host memory, and tables in host memory; None: all other
+            arrays than Engram's tables lie on the devices.
         """
         variable = views[0].variable
         where = self._sharding(variable)
@@ -261,9 +266,9 @@ class _Loader:
             # Small arrays are assembled on the host, because each update on the device would need a compiled program.
             is_small = struct.size * struct.dtype.itemsize <= _MAX_HOST_BYTES
             whole = np.zeros(struct.shape, struct.dtype) if is_small else None
-            on_host = None
-            if memory is not None and weights[0].path.endswith(keys.TABLES):
-                on_host, whole = memory.empty_on_host(struct.shape, struct.dtype)
+            if (tables := self._host_tables(weights[0].path, memory)) is not None:
+                set_leaf(variable, field, self._table_on_host(weights, views, field, tables, where))
+                continue
             for weight, view in zip(weights, views, strict=True):
                 pieces, check = self._pieces(weight, field)
                 index = view.leaf_index(field)
@@ -277,10 +282,24 @@ class _Loader:
                 threads = is_view or field is not None
                 value = self._staging.place(pieces, shape, struct.dtype, part, check, threads)
                 write_leaf(variable, field, value, index)
-            if on_host is not None:
-                set_leaf(variable, field, on_host)
-            elif whole is not None:
+            if whole is not None:
                 set_leaf(variable, field, self._staging.place([whole.view], whole.shape, whole.dtype, where))
+
+    def _host_tables(self, path, memory):
+        """Returns the host memory for a variable if it lies there; None otherwise."""
+        if memory is not None:
+            return memory.tables if path.endswith(keys.TABLES) else None
+        return self._tables if path.endswith(keys.ENGRAM_TABLE) else None
+
+    def _table_on_host(self, weights, views, field, tables, where):
+        """Loads tables, which are one variable, to host memory. Returns them as one array."""
+        struct = get_leaf(views[0].variable, field)
+        array, shards = tables.empty(struct.shape, struct.dtype, where)
+        for weight, view in zip(weights, views, strict=True):
+            (read,), check = self._pieces(weight, field)
+            for index, shard in shards:
+                fill(shard[view.leaf_index(field)], [functools.partial(_read_part, read, index[-2:])], check)
+        return array
 
     def _paged_codes(self, weights, shape, memory):
         """Copies the FP4 codes of experts to the GPU or to host memory, as planned. Returns them as one array."""
@@ -322,3 +341,7 @@ class _Loader:
         tensor = self._tensors[source]
         assert isinstance(tensor, QuantizedTensor)
         return tensor
+
+
+def _read_part(read, part):
+    return read()[part]

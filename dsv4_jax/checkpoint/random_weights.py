@@ -20,10 +20,10 @@ from jaxtyping import Array, Float, Int
 from rich.console import Console
 from rich.progress import track
 
-from dsv4_jax.checkpoint.keys import TABLES, weights
+from dsv4_jax.checkpoint.keys import ENGRAM_TABLE, TABLES, weights
 from dsv4_jax.checkpoint.placement import expert_shapes, plan_expert_memory
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.expert_pages import ExpertMemory, selection_shares
+from dsv4_jax.expert_pages import ExpertMemory, HostTables, selection_shares
 from dsv4_jax.nn import DeepseekV4ForCausalLM, TokenMap
 from dsv4_jax.nn.engram import random_token_map
 from dsv4_jax.nn.layers import ABSTRACT
@@ -69,6 +69,7 @@ def random_model(
     dtype: DTypeLike = jnp.bfloat16,
     expert_parallel: bool = False,
     expert_memory: ExpertMemory | None = None,
+    host_tables: HostTables | None = None,
     skew: float = 0.0,
     on_outline: Callable[[DeepseekV4ForCausalLM], None] | None = None,
 ) -> DeepseekV4ForCausalLM:
@@ -83,6 +84,7 @@ def random_model(
       expert_parallel: whether each device gets whole experts instead of a shard of each expert.
       expert_memory: places the embedding, Engram's tables and the less frequent routed experts in host memory, and the
         most frequent experts on the GPU. None = all weights lie on the devices.
+      host_tables: places Engram's tables in host memory, see `load_checkpoint`. A table there repeats its first rows.
       skew: how unequally tokens select experts. Each layer's experts have ranks 1 to E in random order, and tokens
         select the expert of rank r with a weight of r ** -skew. The routers' biases and tables are chosen accordingly.
       on_outline: function that is called before weights are made, see `load_checkpoint`; None = no call.
@@ -98,6 +100,10 @@ def random_model(
     first_paths = {id(view.variable): path for path, view in reversed(views.items())}
     frequencies = {}
     draws = {}
+    on_host: tuple[str, ...] = () if host_tables is None else (ENGRAM_TABLE,)
+    if expert_memory is not None:
+        host_tables = expert_memory.tables
+        on_host = TABLES
     for path, view in views.items():
         variable = view.variable
         sharding = None if mesh is None else parameter_sharding(variable, mesh, expert_parallel)
@@ -110,22 +116,23 @@ def random_model(
             variable.set_value(jax.device_put(random_token_map(config, nnx.Rngs(0)).get_value(), sharding))
         elif path == first_paths[id(variable)] and not (expert_memory and ".mlp.experts." in path):
             value = variable.get_value()
-            if expert_memory is not None and path.endswith(TABLES):
+            if path.endswith(on_host):
                 value = jax.tree.map(_first_rows, value)
             draws[path] = variable, _draw(path, value, sharding)
-    _make_variables(draws, expert_memory)
+    _make_variables(draws, on_host, host_tables)
     if expert_memory is not None:
         expert_memory.frequencies |= frequencies
         _place_experts(config, views, expert_memory)
     return model
 
 
-def _make_variables(draws, expert_memory):
+def _make_variables(draws, on_host, host_tables):
     """Draws the values of variables. One program makes all small variables, and each large one has its own program.
 
     Args:
       draws: {path: (variable, _Draw)}.
-      expert_memory: if given, tables lie in host memory.
+      on_host: ends of the paths of tables that lie in host memory, of which the first rows are drawn.
+      host_tables: the host memory.
     """
     small = [path for path, (_, draw) in draws.items() if math.prod(draw.args[0]) < MAX_SMALL]
     groups = [group for group in (small, *([path] for path in draws if path not in small)) if group]
@@ -138,8 +145,8 @@ def _make_variables(draws, expert_memory):
             if isinstance(old, QuantizedWeight):
                 codes, scale = value
                 value = dataclasses.replace(old, codes=codes, scale=scale)
-            if expert_memory is not None and path.endswith(TABLES):
-                value = jax.tree.map(functools.partial(_repeat_on_host, expert_memory), value, old)
+            if path.endswith(on_host):
+                value = jax.tree.map(functools.partial(_repeat_on_host, host_tables), value, old)
             variable.set_value(value)
 
 
@@ -148,14 +155,22 @@ def _first_rows(table):
     return table.update(shape=(*layers, min(rows, MAX_ROWS), columns))
 
 
-def _repeat_on_host(expert_memory, first_rows, table):
-    """Returns an array in host memory, of the shape and dtype of `table`, that repeats its first rows."""
-    array, view = expert_memory.empty_on_host(table.shape, table.dtype)
+def _repeat_on_host(host_tables, first_rows, table):
+    """Returns an array in host memory, of the shape, dtype and mesh of `table`, that repeats its first rows."""
+    where = first_rows.sharding if isinstance(first_rows.sharding, NamedSharding) else None
+    array, shards = host_tables.empty(table.shape, table.dtype, where)
     first_rows = np.asarray(first_rows)
     count = first_rows.shape[-2]
-    for start in range(0, table.shape[-2], count):
-        part = view[..., start : start + count, :]
-        part[...] = first_rows[..., : part.shape[-2], :]
+
+    def repeat(start, values, shard):
+        part = shard[..., start : start + count, :]
+        part[...] = values[..., : part.shape[-2], :]
+
+    with ThreadPoolExecutor() as pool:
+        for index, shard in shards:
+            values = first_rows[(*index[:-2], slice(None), index[-1])]
+            starts = range(0, shard.shape[-2], count)
+            list(pool.map(functools.partial(repeat, values=values, shard=shard), starts))
     return array
 
 

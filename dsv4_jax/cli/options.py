@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from dsv4_jax.cache import CacheSchema
     from dsv4_jax.decode import CompiledModel
-    from dsv4_jax.expert_pages import ExpertMemory
+    from dsv4_jax.expert_pages import ExpertMemory, HostTables
     from dsv4_jax.host import KVCacheManager
 
 Dtype = Literal["float32", "bfloat16"]
@@ -78,6 +78,13 @@ ExpertMemoryOption = Annotated[
         "Default: all experts on the GPU.",
     ),
 ]
+HostTablesOption = Annotated[
+    bool,
+    tyro.conf.arg(
+        help="for DeepSeek-V4.1: keep Engram's tables, 203 GB, in host memory, where the GPUs read the rows of a step. "
+        "--expert-memory always keeps them there."
+    ),
+]
 Skew = Annotated[
     float,
     tyro.conf.arg(
@@ -119,6 +126,7 @@ class ModelOptions:
     context_parallel: ContextParallel = False
     expert_memory: ExpertMemoryOption = None
     expert_placement: Annotated[Path | None, optional("FILE")] = None
+    host_tables: HostTablesOption = False
 
     def check_devices(self, config: DSV4Config) -> dict[str, int]:
         """Checks the options about devices. Call it before JAX starts, because it may set JAX's environment variables.
@@ -127,8 +135,8 @@ class ModelOptions:
           {axis of --mesh: number of devices}, empty without --mesh.
 
         Raises:
-          ValueError: the mesh cannot shard the model, other options contradict --expert-memory, or the file of
-            --expert-placement cannot be written.
+          ValueError: the mesh cannot shard the model, other options contradict --expert-memory, the file of
+            --expert-placement cannot be written, or the model has no tables for --host-tables.
         """
         if expert_bytes(self.expert_memory, self.mesh) is not None and self.weights not in (None, "quantized"):
             raise ValueError(f"--expert-memory needs --weights quantized, got {self.weights}")
@@ -136,6 +144,8 @@ class ModelOptions:
             if self.expert_memory is None:
                 raise ValueError("--expert-placement needs --expert-memory: otherwise all experts lie on the GPU")
             check_writable("expert-placement", self.expert_placement)
+        if self.host_tables and config.engram is None:
+            raise ValueError("--host-tables is for models with Engram, such as DeepSeek-V4.1; this one has no tables")
         return mesh_sizes(
             self.mesh, config, context_parallel=self.context_parallel, expert_parallel=self.expert_parallel
         )
@@ -200,8 +210,16 @@ class ModelOptions:
             mesh=self.devices,
             expert_parallel=self.expert_parallel,
             expert_memory=experts,
+            host_tables=self._host_tables(),
             progress=progress,
         )
+
+    def _host_tables(self) -> "HostTables | None":
+        if not self.host_tables:
+            return None
+        from dsv4_jax.expert_pages import HostTables
+
+        return HostTables()
 
     def _expert_memory(self, schema: "CacheSchema", step_tokens: int) -> "ExpertMemory | None":
         if (size := expert_bytes(self.expert_memory, self.mesh)) is None:
@@ -316,6 +334,7 @@ class RandomModelOptions(ModelOptions):
             dtype=jnp.dtype(self.dtype),
             expert_parallel=self.expert_parallel,
             expert_memory=experts,
+            host_tables=self._host_tables(),
             skew=self.skew,
         )
 

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from jax.typing import DTypeLike
-from jaxtyping import Array
 
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.expert_pages.cuda_memory import CudaMemory
+from dsv4_jax.expert_pages.host_tables import HostTables
 from dsv4_jax.expert_pages.migration import ExpertMigration
-from dsv4_jax.expert_pages.paged_experts import ExpertPages, ExpertStack, empty_on_host
+from dsv4_jax.expert_pages.paged_experts import ExpertPages, ExpertStack
 from dsv4_jax.expert_pages.placement_file import read_frequencies
 
 
@@ -163,17 +162,10 @@ class ExpertMemory:
             self.layers[layer].append(pages)
         return stack
 
-    def empty_on_host(self, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[Array, np.ndarray]:
-        """Returns an array of the GPU whose bytes lie in host memory, and a view through which the CPU writes them.
-
-        It is for a table of which a step reads few rows, such as the embedding, to leave more GPU memory to experts.
-        See `paged_experts.empty_on_host`.
-
-        Raises:
-          ValueError: the device cannot map host memory, see `CudaMemory`.
-          MemoryError: the host is out of memory.
-        """
-        return empty_on_host(self._opened_memory(), shape, dtype, jax.devices()[0])
+    @functools.cached_property
+    def tables(self) -> HostTables:
+        """The host memory of tables, such as the embedding, to leave more GPU memory to experts."""
+        return HostTables(lambda _: self._opened_memory())
 
     def _is_on_host(self, layer):
         """Returns [E] bool, whether each expert of a layer is to lie in host memory."""

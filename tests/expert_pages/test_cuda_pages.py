@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dsv4_jax import ops
-from dsv4_jax.expert_pages import CudaMemory, ExpertStack, Mover
+from dsv4_jax.expert_pages import CudaMemory, ExpertStack, HostTables, Mover
 from dsv4_jax.expert_pages.paged_experts import empty_on_host
 from dsv4_jax.quant import QuantizedWeight
 
@@ -68,6 +69,18 @@ def test_a_table_in_host_memory_is_read_from_there(memory):
     view[...] = np.asarray(table)
     assert memory.free_bytes() > free - table.nbytes
     chex.assert_trees_all_equal(np.asarray(jax.jit(lambda x, i: x[i])(on_host, rows)), expected)
+
+
+def test_a_table_on_a_mesh_has_its_shards_in_host_memory():
+    """Every GPU of the machine has some columns of all rows."""
+    mesh = jax.make_mesh((jax.device_count(),), ("model",))
+    where = NamedSharding(mesh, PartitionSpec(None, "model"))
+    table = np.arange(1000 * HIDDEN, dtype=np.float32).reshape(1000, HIDDEN)
+    array, shards = HostTables().empty(table.shape, table.dtype, where)
+    for index, shard in shards:
+        shard[...] = table[index]
+    rows = jnp.array([0, 999, 7, 7])
+    chex.assert_trees_all_equal(np.asarray(jax.jit(lambda x, i: x[i])(array, rows)), table[np.asarray(rows)])
 
 
 def test_kernels_compute_the_same_bits_before_and_after_moves(memory, codes, step):

@@ -14,7 +14,7 @@ from dsv4_jax.checkpoint.random_weights import random_model
 from dsv4_jax.cli.options import ModelOptions
 from dsv4_jax.config import DSV4Config, EngramConfig, LayerSpec
 from dsv4_jax.data import packaged_checkpoint, read_config
-from dsv4_jax.expert_pages import ExpertMemory
+from dsv4_jax.expert_pages import ExpertMemory, HostTables
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn import parameter_views
 from tests.expert_pages.cpu_memory import CpuMemory, whole_pages
@@ -61,15 +61,30 @@ ENGRAM = EngramConfig(
 )  # fmt: skip
 
 
-def test_tables_lie_in_host_memory(tmp_path, monkeypatch):
-    """Random ones repeat their first rows, and others are loaded there."""
-    monkeypatch.setattr(random_weights, "MAX_ROWS", 16)
-    config = DSV4Config.small(
+def table_config():
+    return DSV4Config.small(
         [LayerSpec()] * 2, engram=ENGRAM, weight_block=32, hidden_size=128, moe_intermediate_size=64, vocab_size=64,
         kv_format="v41", norms_queries=False, delays_pre=True, image_token_id=9,
     )  # fmt: skip
-    memory = ExpertMemory(device_bytes=0, memory=CpuMemory())
-    model = random_model(config, expert_memory=memory)
+
+
+@pytest.mark.parametrize("place", ["beside experts", "alone", "on a mesh"])
+def test_tables_lie_in_host_memory(tmp_path, monkeypatch, place):
+    """Random ones repeat their first rows, and others are loaded there."""
+    monkeypatch.setattr(random_weights, "MAX_ROWS", 16)
+
+    def options():
+        """The options that place tables, and a function that returns the bytes of host memory that tables take."""
+        memory = CpuMemory()
+        if place == "beside experts":
+            experts = ExpertMemory(device_bytes=0, memory=memory)
+            embedding = whole_pages(2 * 64 * 128)
+            return {"expert_memory": experts}, lambda: (1 << 40) - memory.room[True] - experts.host_bytes - embedding
+        mesh = jax.make_mesh((1,), ("model",)) if place == "on a mesh" else None
+        return {"host_tables": HostTables(lambda _: memory), "mesh": mesh}, lambda: (1 << 40) - memory.room[True]
+
+    making, host_bytes = options()
+    model = random_model(table_config(), **making)
     tables = [model.model.layers[layer].engram.embedding.get_value() for layer in ENGRAM.layer_ids]
     for table, rows in zip(tables, ENGRAM.num_embeddings, strict=True):
         assert table.kind == "FP8_ROWS" and table.codes.shape == (rows, 32)
@@ -77,13 +92,12 @@ def test_tables_lie_in_host_memory(tmp_path, monkeypatch):
         chex.assert_trees_all_equal(codes[16:], np.resize(codes[:16], codes.shape)[16:])
         assert len(np.unique(codes[:16], axis=0)) == 16
     used = sum(whole_pages(size) for rows in ENGRAM.num_embeddings for size in (rows * 32, rows))
-    embedding = whole_pages(np.asarray(model.model.embed_tokens.weight.get_value()).nbytes)
-    assert (1 << 40) - memory.memory.room[True] == memory.host_bytes + embedding + used
+    assert host_bytes() == used
     save_release(model, tmp_path, weights="quantized")
     monkeypatch.setattr(load_module, "_read_token_ids", lambda *_: np.asarray(model.model.token_map.get_value()))
-    memory = ExpertMemory(device_bytes=0, memory=CpuMemory())
-    loaded = load_checkpoint(tmp_path, weights="quantized", expert_memory=memory)
-    assert (1 << 40) - memory.memory.room[True] == memory.host_bytes + embedding + used
+    loading, host_bytes = options()
+    loaded = load_checkpoint(tmp_path, weights="quantized", **loading)
+    assert host_bytes() == used
     for layer, table in zip(ENGRAM.layer_ids, tables, strict=True):
         chex.assert_trees_all_equal(loaded.model.layers[layer].engram.embedding.get_value()[...], table[...])
 
@@ -287,6 +301,8 @@ def test_the_option_of_the_command_line(monkeypatch, model):
 
 def test_the_file_of_the_command_line_is_checked_first(tmp_path):
     config = read_config(CHECKPOINT)
+    with pytest.raises(ValueError, match="--host-tables is for models with Engram, such as DeepSeek-V4.1"):
+        ModelOptions(host_tables=True).check_devices(read_config(CHECKPOINT))
     with pytest.raises(ValueError, match="--expert-placement needs --expert-memory"):
         ModelOptions(expert_placement=tmp_path / "placement.npz").check_devices(config)
     with pytest.raises(ValueError, match=r"--expert-placement .*placement.npz cannot be written"):

@@ -1,0 +1,57 @@
+"""Tables in host memory: arrays of the GPUs of which a step reads few rows, over the bus."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from dsv4_jax.expert_pages.cuda_memory import CudaMemory
+from dsv4_jax.expert_pages.paged_experts import empty_on_host
+
+
+@dataclasses.dataclass
+class HostTables:
+    """Allocates arrays in host memory. On a mesh, the shards of all its devices lie there.
+
+    Attributes:
+      open_memory: function that opens the virtual memory of a device.
+    """
+
+    open_memory: Callable[[jax.Device], CudaMemory] = CudaMemory
+    _memories: dict[jax.Device, CudaMemory] = dataclasses.field(default_factory=dict, repr=False)
+
+    def empty(
+        self, shape: tuple[int, ...], dtype: DTypeLike, where: NamedSharding | None
+    ) -> tuple[Array, list[tuple[tuple[slice, ...], np.ndarray]]]:
+        """Allocates an array without setting its bytes, see `paged_experts.empty_on_host`.
+
+        Args:
+          shape, dtype: shape and dtype of the array.
+          where: sharding of the array; None = the default device.
+
+        Returns:
+          (the array, the shard of each device of this process). A shard is (its index in the array, its bytes, through
+          which the CPU writes them before a program reads the array). Replicated shards are allocated for each device.
+
+        Raises:
+          ValueError: a device cannot map host memory, see `CudaMemory`.
+          MemoryError: the host is out of memory.
+        """
+        default = {jax.devices()[0]: (slice(None),) * len(shape)}
+        indices = default if where is None else where.addressable_devices_indices_map(shape)
+        shard_shape = shape if where is None else where.shard_shape(shape)
+        arrays = []
+        shards = []
+        for device, index in indices.items():
+            assert index is not None
+            if device not in self._memories:
+                self._memories[device] = self.open_memory(device)
+            array, view = empty_on_host(self._memories[device], shard_shape, dtype, device)
+            arrays.append(array)
+            shards.append((index, view))
+        whole = arrays[0] if where is None else jax.make_array_from_single_device_arrays(shape, where, arrays)
+        return whole, shards
