@@ -4,6 +4,8 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from dsv4_jax.cache.schema import CacheSchema
 from dsv4_jax.common.summary import Summarized, Summary
@@ -35,6 +37,8 @@ class Batch(Summarized):
         overwrite each other in the ring, so attention takes them from the step's own tokens instead (static).
       draft_block: number of adjacent tokens that all see each other and the window before them, as in a block of
         DSpark drafts; 0 = each token sees a window that ends with itself (static).
+      adapters: [max_requests] int32, number of each slot's adapter, -1 = none; None: all tokens have the model's first
+        adapter, if it has adapters (see `nn.lora`).
       schema: geometry of the cache that the batch is for, which is checked at trace time; None = not checked (static).
     """
 
@@ -44,8 +48,15 @@ class Batch(Summarized):
     new_blocks: Any
     reset_slots: Any
     prefill: bool = static_field()
+    adapters: Any = None
     draft_block: int = static_field(default=0)
     schema: CacheSchema | None = static_field(default=None)
+
+    def token_adapters(self) -> Int[Array, "T"] | None:
+        """Returns [T] int32, the number of each token's adapter, -1 = none; None if `adapters` is."""
+        if self.adapters is None:
+            return None
+        return jnp.where(self.slots >= 0, self.adapters[jnp.maximum(self.slots, 0)], -1)
 
     def _summary(self) -> Summary:
         # Leaves need not be arrays: `jax.tree.map` can return a Batch of any objects.

@@ -22,6 +22,7 @@ from dsv4_jax.nn.engram import random_token_map
 from dsv4_jax.nn.hyper_connection import HyperHead, ResidualStreams
 from dsv4_jax.nn.layer_stack import LayerStack, Recorded
 from dsv4_jax.nn.layers import Embedding, Linear, RMSNorm
+from dsv4_jax.nn.lora import token_adapters
 from dsv4_jax.nn.mtp import MTPDrafts
 from dsv4_jax.ops import all_gather
 from dsv4_jax.quant import round_to
@@ -84,9 +85,10 @@ class DeepseekV4Model(nnx.Module):
             ngrams, cache = advance_ngrams(cache, batch, self.token_map.get_value())
         taps = jnp.zeros((len(targets), *x.shape), x.dtype) if targets else None
         residual = ResidualStreams.begin(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1])))
-        residual, carry, cache, recorded = self.layers(
-            residual, cache, batch, StepCarry(ngrams=ngrams, taps=taps), tap_layers=targets, record=record
-        )
+        with token_adapters(batch.token_adapters()):
+            residual, carry, cache, recorded = self.layers(
+                residual, cache, batch, StepCarry(ngrams=ngrams, taps=taps), tap_layers=targets, record=record
+            )
         if self.hc_head is None:
             collapsed, streams = residual.collapsed()
             hidden = self.norm(collapsed)
@@ -114,6 +116,7 @@ class DeepseekV4ForCausalLM(nnx.Module):
       config: DSV4Config.
       model: DeepseekV4Model.
       lm_head: Linear, hidden to vocab.
+      adapter_names: names of the model's adapters, see `nn.lora.add_adapters` (static).
       drafts: MTPDrafts or DSparkDrafts, the draft layers for speculative decoding (see `decode.drafts.Drafts`), or
         None.
     """
@@ -144,6 +147,7 @@ class DeepseekV4ForCausalLM(nnx.Module):
                 raise ValueError(f"{name} must be bfloat16 or float32, got {jnp.dtype(value)}")
         rngs = nnx.Rngs(0) if rngs is None else rngs
         self.config = config
+        self.adapter_names: tuple[str, ...] = ()
         self.model = DeepseekV4Model(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.lm_head = Linear(
             config.hidden_size,

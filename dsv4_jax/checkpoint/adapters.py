@@ -1,0 +1,153 @@
+"""Reads and writes adapters of low rank (LoRA) in the file format of Hugging Face's PEFT.
+
+A folder holds adapter_config.json and adapter_model.safetensors. Tensors have transformers' names of the linear maps:
+`base_model.model.MAP.lora_A.weight` [r, inputs] is `Adapters.down`, and `.lora_B.weight` [outputs, r] is `Adapters.up`.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+
+from dsv4_jax.checkpoint.keys import weights
+from dsv4_jax.checkpoint.reader import read_file
+from dsv4_jax.common.arguments import check_positive, check_whole
+from dsv4_jax.common.downloads import parse_json
+from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
+from dsv4_jax.nn.lora import Adapters, add_adapters
+
+
+_CONFIG = "adapter_config.json"
+_TENSORS = "adapter_model.safetensors"
+_SIDES = {"down": "A", "up": "B"}  # {attribute of `Adapters`: PEFT's letter}
+_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+# {field of adapter_config.json: the values that mean a plain adapter}. Others change what an adapter computes.
+_PLAIN = {
+    "peft_type": ("LORA",), "bias": (None, "none"), "use_dora": (None, False), "fan_in_fan_out": (None, False),
+    "modules_to_save": (None, []), "rank_pattern": (None, {}), "alpha_pattern": (None, {}), "lora_bias": (None, False),
+    "layer_replication": (None,), "trainable_token_indices": (None,), "target_parameters": (None, []),
+}  # fmt: skip
+
+
+def load_adapters(model: DeepseekV4ForCausalLM, folders: Mapping[str, str | Path]) -> None:
+    """Puts adapters from files beside a model's linear maps, see `nn.lora.add_adapters`.
+
+    Args:
+      model: the model, which is changed.
+      folders: {name of an adapter: its folder}. Their ranks and their maps may differ.
+
+    Raises:
+      TypeError, ValueError: a file is missing or broken, an adapter is of another kind than LoRA or is for another
+        model, or the model has adapters already.
+    """
+    if not folders:
+        raise ValueError("folders is empty: give at least one adapter")
+    places = _places(model)
+    adapters = {name: _read(name, Path(folder), places) for name, folder in folders.items()}
+    rank = max(rank for rank, _, _ in adapters.values())
+    targets = {_map_name(places[module][0]) for _, _, maps in adapters.values() for module in maps}
+    scales = [scale for _, scale, _ in adapters.values()]
+    add_adapters(model, [*adapters], rank=rank, scales=scales, targets=targets)
+    views = parameter_views(model)
+    for module, (place, _) in places.items():
+        if f"{place}.up" not in views:
+            continue
+        for side, axis in {"down": 0, "up": 1}.items():
+            view = views[f"{place}.{side}"]
+            values = np.zeros(view.shape, np.float32)
+            for number, (_, _, maps) in enumerate(adapters.values()):
+                if module in maps:
+                    matrix = maps[module][side]
+                    padding = [(0, 0), (0, 0)]
+                    padding[axis] = 0, rank - matrix.shape[axis]
+                    values[number] = np.pad(matrix, padding)
+            view.set_value(jnp.asarray(values))
+
+
+def save_adapter(model: DeepseekV4ForCausalLM, name: str, folder: str | Path) -> None:
+    """Writes an adapter of a model to a folder, which is made if it does not exist.
+
+    Raises ValueError if the model has no adapter of this name.
+    """
+    if name not in model.adapter_names:
+        raise ValueError(f"name={name!r} must be one of the model's adapters: {', '.join(model.adapter_names)}")
+    number = model.adapter_names.index(name)
+    views = parameter_views(model)
+    tensors = {}
+    modules = []
+    for module, (place, _) in _places(model).items():
+        if f"{place}.up" in views:
+            modules.append(module)
+            for side, letter in _SIDES.items():
+                value = np.asarray(views[f"{place}.{side}"].get_value()[number])
+                tensors[f"base_model.model.{module}.lora_{letter}.weight"] = value
+    scales = next(module.scales for _, module in nnx.iter_modules(model) if isinstance(module, Adapters))
+    rank = tensors[f"base_model.model.{modules[0]}.lora_A.weight"].shape[0]
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None, "inference_mode": True,
+        "r": rank, "lora_alpha": rank * scales[number], "lora_dropout": 0.0, "use_rslora": False,
+        "bias": "none", "target_modules": modules,
+    }  # fmt: skip
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    save_file(tensors, folder / _TENSORS)
+
+
+def _places(model):
+    """Returns {transformers' name of a linear map: (path of its `Adapters` if it has any, [outputs, inputs])}."""
+    places = {}
+    for weight in weights(model.config, "module"):
+        module = weight.sources[0].removesuffix(".weight")
+        parent, _, name = weight.path.rpartition(".")
+        if parent.endswith(".weights"):
+            places[module] = f"{parent.removesuffix('weights')}adapters.{name}", weight.source_shape
+        elif name == "weight" and len(weight.source_shape) == 2:
+            places[module] = f"{parent}.adapters", weight.source_shape
+    return places
+
+
+def _map_name(place):
+    """Returns the name of a linear map as `add_adapters` takes it, from the path of its `Adapters`."""
+    parent, _, name = place.rpartition(".")
+    return parent.rpartition(".")[2] if name == "adapters" else name
+
+
+def _read(name, folder, places):
+    """Returns (rank, scale, {module: {"down": [r, inputs], "up": [outputs, r]}}) of an adapter's folder."""
+    try:
+        text = (folder / _CONFIG).read_bytes()
+    except OSError as error:
+        raise ValueError(f"adapter {name!r}: cannot read {folder / _CONFIG}: {error.strerror}") from None
+    config: dict[str, Any] = parse_json(str(folder / _CONFIG), text)
+    for field, plain in _PLAIN.items():
+        if config.get(field) not in plain:
+            raise ValueError(f"adapter {name!r}: {field}={config.get(field)!r} in {_CONFIG} must be {plain[-1]!r}")
+    rank = check_whole("r", config.get("r"), 1, 2**16)
+    scale = check_positive("lora_alpha", config.get("lora_alpha"))
+    scale /= math.sqrt(rank) if config.get("use_rslora") else rank
+    maps: dict[str, dict[str, np.ndarray]] = {}
+    for key, tensor in read_file(folder / _TENSORS).items():
+        match = _NAME.fullmatch(key)
+        if match is None or match[1] not in places:
+            raise ValueError(f"adapter {name!r}: {key} in {_TENSORS} belongs to no linear map of the model")
+        side = "down" if match[2] == "A" else "up"
+        maps.setdefault(match[1], {})[side] = np.asarray(tensor.load(), np.float32)
+    if not maps:
+        raise ValueError(f"adapter {name!r}: {_TENSORS} is empty")
+    for module, matrices in maps.items():
+        outputs, inputs = places[module][1]
+        shapes = {side: matrix.shape for side, matrix in matrices.items()}
+        if shapes != {"down": (rank, inputs), "up": (outputs, rank)}:
+            raise ValueError(
+                f"adapter {name!r}: {module} needs lora_A {[rank, inputs]} and lora_B {[outputs, rank]}, got "
+                f"{', '.join(f'lora_{letter} {[*shapes[side]]}' for side, letter in _SIDES.items() if side in shapes)}"
+            )
+    return rank, scale, maps

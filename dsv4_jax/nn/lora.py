@@ -1,0 +1,259 @@
+"""Adapters of low rank (LoRA): small matrices that are trained beside frozen maps, which may be quantized.
+
+The weight of a map with adapter i is `W + scale_i * up_i @ down_i`. All adapters of a model are stored together, so
+that the tokens of one batch may use different ones. `merge_adapter` adds one of them to the weights.
+"""
+
+import contextlib
+import contextvars
+import functools
+import itertools
+import math
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dsv4_jax.nn.layers import ABSTRACT, AnyRngs, Axes, Linear, RMSNorm, StackedRngs, parameter
+from dsv4_jax.nn.projections import FusedLinear
+from dsv4_jax.quant import layer_value, round_to
+
+
+# Attributes of a `DecoderLayer` that hold its linear maps, outside the compressors and the routed experts.
+_MAPS = {
+    "self_attn": ("input_projections", "latent_projections", "o_a_proj", "o_b_proj"),
+    "mlp.shared_experts": ("gate_up_proj", "down_proj"),
+}
+TARGETS = ("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj", "gate_proj", "up_proj", "down_proj")
+_numbers: contextvars.ContextVar[Any] = contextvars.ContextVar("adapter_numbers", default=None)
+
+
+@contextlib.contextmanager
+def token_adapters(numbers: Int[Array, "T"] | None) -> Iterator[None]:
+    """Sets the adapter of each token for the calls of modules in this context.
+
+    Args:
+      numbers: [T] int32 numbers of adapters; -1 = none. None: all tokens have adapter 0.
+    """
+    token = _numbers.set(numbers)
+    try:
+        yield
+    finally:
+        _numbers.reset(token)
+
+
+class Adapters(nnx.Module):
+    """The matrices of all adapters for one map, whose weight is [outputs, inputs / groups].
+
+    Attributes:
+      down: [adapters, rank, inputs / groups] float32, an `nnx.LoRAParam`.
+      up: [adapters, outputs, rank] float32, an `nnx.LoRAParam`; zeros at first, so that adapters have no effect.
+      scales: factor of each adapter's product (static).
+    """
+
+    def __init__(
+        self, outputs: int, inputs: int, scales: Sequence[float], rank: int, *, axes: Axes = (), rngs: AnyRngs
+    ):
+        """Makes the matrices. `axes` are the logical axes of the map's weight, see `parallel.axis_rules`."""
+        self.scales = tuple(scales)
+        out_axis, in_axis = (*axes, None, None)[:2]
+        number = len(scales)
+
+        def draw(key, shape):
+            return jax.random.normal(key, shape) / math.sqrt(inputs)
+
+        shape = number, rank, inputs
+        self.down = parameter(nnx.LoRAParam, rngs, shape, jnp.float32, draw, (None, None, in_axis))
+        shape = number, outputs, rank
+        self.up = parameter(nnx.LoRAParam, rngs, shape, jnp.float32, _zeros, (None, out_axis, None))
+
+    def add(self, y: Float[Array, "T m"], x: Float[Array, "T n"]) -> Float[Array, "T m"]:
+        """Returns `y + scale * up @ down @ x` with each token's adapter, in the dtype of y.
+
+        Args:
+          y: [T, outputs] product of the map.
+          x: [T, inputs] input of the map.
+        """
+        down, up = layer_value((self.down.get_value(), self.up.get_value()))
+        number, rank, inputs = down.shape
+        groups = x.shape[1] // inputs
+        numbers = _numbers.get()
+        chosen = jnp.zeros(x.shape[:1], jnp.int32) if numbers is None else numbers
+        factors = jnp.where(
+            chosen[:, None] == jnp.arange(number)[None], jnp.asarray(self.scales, jnp.float32)[None], 0.0
+        )
+        options: Any = {"precision": "highest", "preferred_element_type": jnp.float32}
+        x = x.reshape(-1, groups, inputs)
+        # Products with the matrices of all adapters, of which only those of the token's adapter are kept: two matrix
+        # products, whose cost does not depend on how the tokens are distributed over the adapters.
+        inner = jnp.einsum("tgk,nrk->tgnr", x, down.astype(x.dtype), **options) * factors[:, None, :, None]
+        up = up.reshape(number, groups, -1, rank).astype(x.dtype)
+        added = jnp.einsum("tgnr,ngmr->tgm", round_to(inner, x.dtype), up, **options)
+        return round_to(y.astype(jnp.float32) + added.reshape(y.shape), y.dtype)
+
+    def product(self, number: int) -> Float[Array, "... m n"]:
+        """Returns an adapter's product, `scale * up @ down`, which is added to the weight when it is merged."""
+        up, down = self.up[...][..., number, :, :], self.down[...][..., number, :, :]
+        return self.scales[number] * jnp.matmul(up, down, precision="highest")
+
+
+def _zeros(_, shape):
+    return jnp.zeros(shape, jnp.float32)
+
+
+class AdaptedLinear(Linear):
+    """A Linear with adapters. Its other attributes are those of the Linear."""
+
+    def __init__(self, base: Linear, adapters: Adapters):
+        self.num_groups = base.num_groups
+        self.out_dtype = base.out_dtype
+        self.weight = base.weight
+        self.adapters = adapters
+
+    def __call__(self, x: Float[Array, "T n"]) -> Float[Array, "T m"]:
+        return self.adapters.add(super().__call__(x), x)
+
+
+class AdaptedFusedLinear(FusedLinear):
+    """A FusedLinear with adapters for some of its maps, `adapters[name]`. Other attributes are the FusedLinear's."""
+
+    def __init__(self, base: FusedLinear, adapters: dict[str, Adapters]):
+        self.projections = base.projections
+        self.groups = base.groups
+        self.weights = base.weights
+        self.adapters = nnx.Dict(adapters)
+
+    def __call__(self, x: Float[Array, "T n"], norm: RMSNorm | None = None) -> dict[str, Float[Array, "T _"]]:
+        outputs = super().__call__(x, norm)
+        normed = norm(x) if norm else x
+        return outputs | {name: adapters.add(outputs[name], normed) for name, adapters in self.adapters.items()}
+
+
+def add_adapters(
+    model: Any,
+    names: Sequence[str],
+    *,
+    rank: int,
+    scales: Sequence[float] | None = None,
+    targets: Collection[str] = TARGETS,
+    rngs: nnx.Rngs | None = None,
+) -> None:
+    """Puts adapters beside linear maps of all layers of a model.
+
+    Train them with `nnx.Optimizer(model, .., wrt=nnx.LoRAParam)` and `nnx.grad(.., argnums=nnx.DiffState(0,
+    nnx.LoRAParam))`: the other weights have no gradient and no optimizer state. Draft layers get no adapters.
+
+    Args:
+      model: DeepseekV4ForCausalLM, which is changed.
+      names: names of the adapters, in the order of their numbers.
+      rank: rank of the products.
+      scales: factor of each adapter's product, `lora_alpha / r` in PEFT's terms; None = 1.
+      targets: names of maps in attention and in the shared expert. Maps that a layer lacks, such as `indexer_q_b_proj`
+        in layers that select nothing, are left out.
+      rngs: source of the random matrices `down`; None = seed 0.
+
+    Raises:
+      ValueError: the model has adapters already, names are not different, no layer has a target, or `rank` or the
+        number of `scales` is wrong.
+    """
+    scales = [1.0] * len(names) if scales is None else scales
+    if model.adapter_names:
+        raise ValueError(f"the model has adapters already: {', '.join(model.adapter_names)}. Add all of them at once")
+    if not names or len({*names}) < len(names):
+        raise ValueError(f"names={list(names)} must be different, and at least one")
+    if len(scales) != len(names) or rank < 1:
+        raise ValueError(f"{rank=} must be at least 1, and {scales=} must have one factor for each of {list(names)}")
+    layers = [layer for loop in model.model.layers.loops for layer in loop.layers]
+    known = {name for layer in layers for place in _modules_with_maps(layer) for name in _maps(*place)}
+    if unknown := {*targets} - known:
+        raise ValueError(f"targets={sorted(unknown)} are none of the linear maps {sorted(known)}")
+    rngs = nnx.Rngs(0) if rngs is None else rngs
+    for loop in model.model.layers.loops:
+        stacked = StackedRngs(rngs, loop.run.repeats)
+        make = functools.partial(Adapters, scales=scales, rank=rank, rngs=stacked)
+        for parent, attribute in itertools.chain.from_iterable(map(_modules_with_maps, loop.layers)):
+            base = getattr(parent, attribute)
+            if isinstance(base, FusedLinear):
+                adapters = {
+                    name: make(projection.size, _in_features(base), axes=projection.axes)
+                    for name, projection in base.projections.items()
+                    if name in targets
+                }
+                if adapters:
+                    setattr(parent, attribute, AdaptedFusedLinear(base, adapters))
+            elif attribute in targets:
+                *_, outputs, inputs = base.weight.get_value().shape
+                axes = base.weight.get_metadata()["axes"][1:]
+                setattr(parent, attribute, AdaptedLinear(base, make(outputs, inputs, axes=axes)))
+    model.adapter_names = tuple(names)
+
+
+def _maps(parent, attribute):
+    """Returns the names of the linear maps of a module, which is an attribute of its parent."""
+    module = getattr(parent, attribute)
+    return [*module.projections] if isinstance(module, FusedLinear) else [attribute]
+
+
+def _in_features(fused):
+    return fused.weights["+".join(fused.groups[0])].get_value().shape[-1]
+
+
+def merge_adapter(model: Any, name: str) -> Any:
+    """Returns a copy of a model without adapters, to whose weights the product of one adapter is added.
+
+    Weights that get a product are no longer quantized: they have the dtype of unquantized weights of the model.
+
+    Args:
+      model: DeepseekV4ForCausalLM with adapters.
+      name: name of the adapter.
+
+    Raises:
+      ValueError: the model has no such adapter.
+    """
+    if name not in model.adapter_names:
+        raise ValueError(f"name={name!r} must be one of the model's adapters: {', '.join(model.adapter_names)}")
+    number = model.adapter_names.index(name)
+    merged = nnx.clone(model)
+    options: Any = {"param_dtype": model.model.dtype, "rngs": ABSTRACT}
+    for loop in merged.model.layers.loops:
+        for parent, attribute in itertools.chain.from_iterable(map(_modules_with_maps, loop.layers)):
+            adapted = getattr(parent, attribute)
+            if isinstance(adapted, AdaptedLinear):
+                _add_to(adapted.weight, (), adapted.adapters.product(number))
+                plain: Any = Linear(1, 1, out_dtype=adapted.out_dtype, **options)
+                plain.num_groups = adapted.num_groups
+                plain.weight = adapted.weight
+            elif isinstance(adapted, AdaptedFusedLinear):
+                for map_name, adapters in adapted.adapters.items():
+                    key, rows = adapted.rows_of(map_name)
+                    _add_to(adapted.weights[key], rows, adapters.product(number))
+                plain = FusedLinear(_in_features(adapted), adapted.projections, **options)
+                plain.weights = adapted.weights
+            else:
+                continue
+            setattr(parent, attribute, plain)
+    merged.adapter_names = ()
+    return merged
+
+
+def _add_to(variable, rows, product):
+    """Adds products [layers, ..] to the rows (an index) of a variable's matrices [layers, ..]."""
+    weight = variable.get_value()[...]
+    dtype = weight.dtype
+    index = (slice(None), *rows)
+    weight = weight.astype(jnp.float32)
+    variable.set_value(round_to(weight.at[index].add(product), dtype))
+
+
+def _modules_with_maps(layer) -> Iterator[tuple[Any, str]]:
+    """Yields (parent, attribute) of the modules of a layer that are linear maps of this package."""
+    for path, attributes in _MAPS.items():
+        parent = layer
+        for name in path.split("."):
+            parent = getattr(parent, name)
+        for attribute in attributes:
+            if isinstance(getattr(parent, attribute, None), Linear | FusedLinear):
+                yield parent, attribute
