@@ -219,6 +219,8 @@ class Engine(Summarized):
         vocab_size = self.manager.schema.config.vocab_size
         if checked.grammar is not None and (size := checked.grammar.vocabulary.size) != vocab_size:
             raise ValueError(f"grammar: its vocabulary has {size} tokens, the model's has {vocab_size}")
+        if checked.adapter is not None and checked.adapter not in (names := self._runner.adapter_names):
+            raise ValueError(f"adapter={checked.adapter!r} must be one of the model's: {', '.join(names) or 'none'}")
         top_logprobs = checked.top_logprobs
         prompt_logprobs = checked.prompt_logprobs
         max_logprobs = self.config.max_logprobs

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import reprlib
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -40,6 +41,7 @@ class RequestParams:
         processor's own state.
       cache_salt: secret text of a group of users. Requests with the same salt share cached prefixes. Others cannot find
         them, so nobody outside the group can tell by the time to the first token which prompts ran before.
+      adapter: name of the model's adapter to use (see `nn.lora`); None = none.
 
     Raises:
       TypeError: a value has the wrong type.
@@ -57,6 +59,7 @@ class RequestParams:
     grammar: "Grammar | None" = None
     logits_state: Any = dataclasses.field(default=None, repr=False, compare=False)
     cache_salt: str = ""
+    adapter: str | None = None
 
     def __post_init__(self):
         check_whole("max_new_tokens", self.max_new_tokens, 1)
@@ -67,10 +70,17 @@ class RequestParams:
             check_whole("draft_tokens", self.draft_tokens, 0)
         if not isinstance(self.cache_salt, str):
             raise TypeError(f"cache_salt={self.cache_salt!r} must be text")
+        if not isinstance(self.adapter, str | None):
+            raise TypeError(f"adapter={self.adapter!r} must be the name of an adapter, or None")
         object.__setattr__(self, "seed", check_whole("seed", self.seed) % 2**32)
         object.__setattr__(self, "stop_tokens", check_stop_tokens(self.stop_tokens))
         if self.grammar is not None and not set(ends := self.grammar.vocabulary.end_tokens) & set(self.stop_tokens):
             raise ValueError(f"stop_tokens={self.stop_tokens} must have one of {ends}, which end the grammar's text")
+
+    @property
+    def prefix_salt(self) -> str:
+        """The salt of the request's prefixes, which other adapters compute differently."""
+        return self.cache_salt if self.adapter is None else json.dumps([self.adapter, self.cache_salt])
 
 
 class Request(Summarized):

@@ -62,8 +62,10 @@ class StepRunner:
         self._no_tokens = manager.devices.put(none, "tokens")
         self._processor: LogitsProcessor | None = None  # with the states of all slots
         self.forget_logits_states()
-        # The parameters of the last step's requests by slot, and the result of `_sampling` for them.
-        self._last_sampling: tuple[list[RequestParams | None], Any] = [], None
+        # Names of the model's adapters, in the order of their numbers.
+        self.adapter_names: tuple[str, ...] = getattr(model.module, "adapter_names", ())
+        # The parameters of the last step's requests by slot, and the result of `_parameters` for them.
+        self._last_parameters: tuple[list[RequestParams | None], Any] = [], None
 
     @property
     def compilations(self) -> int:
@@ -126,8 +128,10 @@ class StepRunner:
             field_bytes, self._manager.shards, len(batch.slots), self.decode_size
         )
         options = self._logprob_options(schedule, first_rows) if config.max_logprobs else None
-        arrays = (logits_indices, sources, (*self._sampling(schedule.requests), options))
-        logits_indices, sources, drawing = self._manager.devices.put_changed(arrays, "tokens")
+        sampling, seeds, adapters = self._parameters(schedule.requests)
+        arrays = (logits_indices, sources, (sampling, seeds, options), adapters)
+        logits_indices, sources, drawing, adapters = self._manager.devices.put_changed(arrays, "tokens")
+        batch = dataclasses.replace(batch, adapters=adapters)
         earlier = EarlierTokens(self._no_tokens if after is None else after.tokens, sources)
         wants_top = options is not None and bool(options.wants_top)
         launched = LaunchedStep(schedule, batch, first_rows, (logits_indices, *drawing), wants_top)
@@ -225,18 +229,24 @@ class StepRunner:
         wants_top = any(r.params.top_logprobs and n for r, n in zip(schedule.requests, num_rows, strict=True))
         return LogprobOptions(forced, np.array(wants_top), self.config.max_logprobs)
 
-    def _sampling(self, requests: Sequence[Request]) -> tuple[BatchedSamplingParams, np.ndarray]:
-        """Returns the sampling parameters and the seeds, NumPy arrays [slots]; slots without a request are greedy."""
+    def _parameters(self, requests: Sequence[Request]) -> tuple[BatchedSamplingParams, np.ndarray, np.ndarray | None]:
+        """Returns the sampling parameters, the seeds and the numbers of the adapters, NumPy arrays [slots].
+
+        Slots without a request are greedy. The third item is None if the model has no adapters.
+        """
         params: list[RequestParams | None] = [None] * self._manager.schema.max_requests
         for request in requests:
             params[request.slot] = request.params
-        last_params, last_result = self._last_sampling
+        last_params, last_result = self._last_parameters
         if params == last_params:
             return last_result
         sampling = BatchedSamplingParams.of([GREEDY if p is None else p.sampling for p in params])
         seeds = np.array([p.seed if p else 0 for p in params], np.uint32)
-        self._last_sampling = params, (sampling, seeds)
-        return sampling, seeds
+        adapters = None
+        if names := self.adapter_names:
+            adapters = np.array([names.index(p.adapter) if p and p.adapter else -1 for p in params], np.int32)
+        self._last_parameters = params, (sampling, seeds, adapters)
+        return sampling, seeds, adapters
 
     def warm_up(self, cache: KVCache, prefix: PrefixCache | None) -> tuple[dict[str, int], KVCache]:
         """Runs each program once: the steps' programs, and those that offload, resume, fork and restore requests.

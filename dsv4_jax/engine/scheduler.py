@@ -321,7 +321,7 @@ class Scheduler:
                 request.tokens[:length],
                 length=length,
                 snapshot=snapshots.get(request),
-                salt=request.params.cache_salt,
+                salt=request.params.prefix_salt,
             )
 
     def _fail_not_finite(self, launched, output):
@@ -365,7 +365,7 @@ class Scheduler:
             end = int(min(start + limit, max_end))
             if end > start:
                 if self.prefix is not None:
-                    salt = request.params.cache_salt
+                    salt = request.params.prefix_salt
                     end = self.prefix.chunk_end(request.slot, request.tokens, end, salt=salt)
                 samples = end == known
                 num_scored = end - start - samples if request.scores_prompt else 0
@@ -379,7 +379,7 @@ class Scheduler:
 
     def _fits(self, request, num_tokens):
         if self.prefix is not None and request.offloaded is None and not request.scores_prompt:
-            return self.prefix.fits(request.tokens, num_tokens, salt=request.params.cache_salt)
+            return self.prefix.fits(request.tokens, num_tokens, salt=request.params.prefix_salt)
         return self.manager.fits(num_tokens)
 
     def _admit(self, request, num_tokens):
@@ -388,7 +388,7 @@ class Scheduler:
             slot, self.cache = resume(self.manager, self.cache, request.offloaded, num_tokens=num_tokens)
         elif self.prefix is not None and not request.scores_prompt:  # scored tokens must run
             slot, hit_tokens, self.cache = self.prefix.admit(
-                self.cache, request.tokens, num_tokens=num_tokens, salt=request.params.cache_salt
+                self.cache, request.tokens, num_tokens=num_tokens, salt=request.params.prefix_salt
             )
             if not request.num_generated:
                 request.cached_tokens = hit_tokens
