@@ -77,6 +77,8 @@ class ServeCommand(RandomModelOptions):
       effort_prompts: prompts for reasoning effort that the model knows: april has one for max; 0731 and V4's later
         releases have others for high and max; v41 is V4.1's whole encoding, with numbers. Default: as config.json says.
         V4's releases since 0731 have DSpark layers.
+      adapters: adapters (LoRA) in PEFT's format to serve beside the model, such as poet=path/to/folder,coder=other.
+        Requests choose one by its name in their field "model".
       snapshots: block boundaries at which the prefix cache keeps the rows that the next token reads, so that later
         prompts can continue there: all, or only each request's last one and those where prompts part. See "The prefix
         cache" in docs/requests.md for their memory.
@@ -106,6 +108,7 @@ class ServeCommand(RandomModelOptions):
     batch_invariant: bool = False
     structured_output: bool = True
     effort_prompts: Literal["april", "0731", "v41"] | None = None
+    adapters: Annotated[str | None, optional("NAME=DIR,..")] = None
     snapshots: Literal["all", "last"] = "all"
     prefix_dir: Annotated[Path | None, optional("DIR")] = None
     prefix_size: Annotated[str | None, optional("SIZE")] = None
@@ -134,7 +137,8 @@ class ServeCommand(RandomModelOptions):
             print(f"{startup.visible(name)}: {url} when its programs are compiled", flush=True)
             release = self.effort_prompts or find_release(folder, config)
             hosts = self._hosts(api_key)
-            server = ServerOptions(name, end_tokens, api_key, hosts, self.request_seconds, release)
+            adapters = tuple(self._adapters)
+            server = ServerOptions(name, end_tokens, api_key, hosts, self.request_seconds, release, adapters)
             HTTPServer(create_app(engine, tokenizer, server), grace_seconds=self.grace_seconds).run([listener])
 
     def _check(self) -> str | None:
@@ -155,6 +159,7 @@ class ServeCommand(RandomModelOptions):
             raise ValueError(f"dsv4-jax serve needs {', '.join(missing)}: pip install 'dsv4-jax[serve]'")
         if self.drafter == "model" and not self.drafts:
             raise ValueError("--drafter model needs --drafts of at least 1")
+        _ = self._adapters
         if self.memory is not None:
             parse_bytes(self.memory)
         if self.prefix_size is not None:
@@ -203,6 +208,8 @@ class ServeCommand(RandomModelOptions):
         return context
 
     def _engine(self, checkpoint: Path, config: "DSV4Config", context: int, name: str) -> "Engine":
+        from dsv4_jax.checkpoint import load_adapters
+        from dsv4_jax.decode import CompiledModel
         from dsv4_jax.engine import Engine, PromptLookup
         from dsv4_jax.serve.protocol import MAX_LOGPROBS
 
@@ -218,9 +225,34 @@ class ServeCommand(RandomModelOptions):
         prefix = self._prefix(manager, checkpoint, name)
         begin_programs = functools.partial(Engine.begin_programs, manager=manager, **options)
         model = self.load_model(
-            checkpoint, manager.schema, step_tokens=self._step_tokens, begin_programs=begin_programs
+            checkpoint,
+            manager.schema,
+            step_tokens=self._step_tokens,
+            begin_programs=None if self._adapters else begin_programs,  # programs with adapters are other ones
         )
+        if self._adapters:
+            module = model.module
+            load_adapters(module, self._adapters)
+            model = CompiledModel(module, model.expert_memory)
         return Engine(model, manager, prefix=prefix, **options)
+
+    @functools.cached_property
+    def _adapters(self) -> dict[str, Path]:
+        """The folders of --adapters by name. Raises ValueError if the option is malformed."""
+        folders = {}
+        for item in self.adapters.split(",") if self.adapters else ():
+            name, _, folder = item.partition("=")
+            if not name or not folder or name in folders:
+                raise ValueError(f"--adapters {self.adapters} must be NAME=DIR, with different names, by commas")
+            folders[name] = Path(folder)
+        return folders
+
+    def weights_key(self, checkpoint: Path) -> str:
+        """Returns a text that identifies the weights, as for other commands, and those of the adapters."""
+        from dsv4_jax.checkpoint import weights_fingerprint
+
+        files = {name: weights_fingerprint(path / "adapter_model.safetensors") for name, path in self._adapters.items()}
+        return super().weights_key(checkpoint) + (f", adapters={files}" if files else "")
 
     def _prefix(self, manager: "KVCacheManager", checkpoint: Path, name: str) -> "PrefixCache":
         """Returns the prefix cache. If --prefix-dir is given, the prefix cache has files in this folder.

@@ -140,6 +140,7 @@ class Answer:
                 prompt_logprobs=self._scores_prompts,
                 grammar=self._grammar,
                 cache_salt=body.cache_salt,
+                adapter=body.model if body.model in service.options.adapters else None,
             )
         except QueueFullError as error:
             raise APIError(429, str(error), code="queue_full", headers={"Retry-After": "1"}) from None

@@ -160,21 +160,20 @@ async def _models(request: Request) -> Response:
     service = _service(request)
     name = request.path_params.get("name")
     model = {
-        "id": service.options.model_name,
         "object": "model",
         "created": service.created,
         "owned_by": "dsv4_jax",
         "max_model_len": service.engine.engine.manager.schema.max_context,
     }
     if name is None:
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [{"id": name} | model for name in service.options.models]})
     _check_model(service, name)
-    return JSONResponse(model)
+    return JSONResponse({"id": name} | model)
 
 
 def _check_model(service: Service, name: str) -> None:
-    if name != service.options.model_name:
-        message = f"there is no model {name[:200]!r}; this server has {service.options.model_name!r}"
+    if name not in (models := service.options.models):
+        message = f"there is no model {name[:200]!r}; this server has {', '.join(map(repr, models))}"
         raise APIError(404, message, param="model", code="model_not_found")
 
 

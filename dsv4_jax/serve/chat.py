@@ -130,14 +130,14 @@ class Chat:
     _version = recipe.ModelVersion.DeepseekV4Pro
     _thinks_by_default = False
 
-    def __init__(self, tokenizer: Tokenizer, model_name: str):
+    def __init__(self, tokenizer: Tokenizer, models: Sequence[str]):
         self._tokenizer = tokenizer
         self.ids = {name: token for name in self.special_tokens if (token := tokenizer.token_to_id(name)) is not None}
         self._options = recipe.ConversionOptions(
             default_thinking_mode=self._thinks_by_default,
             thinking_max_tokens_upper_bound=2**31 - 1,
             non_thinking_max_tokens_upper_bound=2**31 - 1,
-        ).with_model_versions_by_name({model_name: self._version})
+        ).with_model_versions_by_name(dict.fromkeys(models, self._version))
 
     def convert(self, kind: type, body: dict[str, Any]) -> Converted:
         """Converts a body to a conversation.
@@ -234,8 +234,8 @@ class ReleaseChat(Chat):
     _encoding_type: ClassVar[Any] = recipe.DeepseekV4Encoding
     _thinks_by_default = True
 
-    def __init__(self, tokenizer: Tokenizer, model_name: str, release: Release):
-        super().__init__(tokenizer, model_name)
+    def __init__(self, tokenizer: Tokenizer, models: Sequence[str], release: Release):
+        super().__init__(tokenizer, models)
         self._past = PastAnswers()
         self._is_april = release == "april"
         self._names = recipe.SpecialTokens(dsml=_PARSED_CALL_TOKEN)
@@ -316,15 +316,21 @@ class V41Chat(ReleaseChat):
         return ids
 
 
-def make_chat(tokenizer: Tokenizer, model_name: str, release: Release) -> Chat:
-    """Makes the encoding of conversations: the release's if the tokenizer has all its special tokens, else a Chat."""
+def make_chat(tokenizer: Tokenizer, models: Sequence[str], release: Release) -> Chat:
+    """Makes the encoding of conversations: the release's if the tokenizer has all its special tokens, else a Chat.
+
+    Args:
+      tokenizer: the tokenizer.
+      models: names of models in the API.
+      release: the release in whose encoding the model was trained.
+    """
     kind = V41Chat if release == "v41" else ReleaseChat
     missing = [name for name in kind.special_tokens if tokenizer.token_to_id(name) is None]
     if not missing:
-        return kind(tokenizer, model_name, release)
+        return kind(tokenizer, models, release)
     if len(missing) < len(kind.special_tokens):
         _log.warning("Chats are encoded as plain text, because the tokenizer lacks tokens: %s", ", ".join(missing))
-    return Chat(tokenizer, model_name)
+    return Chat(tokenizer, models)
 
 
 def find_release(folder: Path, config: DSV4Config) -> Release:

@@ -24,6 +24,7 @@ class ServerOptions:
       allowed_hosts: names and addresses of the server that the headers Host and Origin may have; None = any. With None
         and no API key, a web page could reach the server from a visitor's browser by DNS rebinding.
       request_seconds: time limit of a request in seconds, including the time that it waits.
+      adapters: names of the model's adapters (see `nn.lora`), each of which is a model in the API, too.
       release: release in whose encoding of conversations the model was trained: "april" or "0731" of DeepSeek-V4, which
         have other prompts for reasoning effort, or "v41". "0731" stands for V4's later releases, too.
     """
@@ -34,6 +35,12 @@ class ServerOptions:
     allowed_hosts: frozenset[str] | None = None
     request_seconds: float = 600.0
     release: Release = "0731"
+    adapters: tuple[str, ...] = ()
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The names of models in the API: that of the model, then its adapters."""
+        return self.model_name, *self.adapters
 
 
 class Service:
@@ -54,7 +61,7 @@ class Service:
         self.engine = engine
         self.tokenizer = tokenizer
         self.options = options
-        self.chat = None if tokenizer is None else make_chat(tokenizer, options.model_name, options.release)
+        self.chat = None if tokenizer is None else make_chat(tokenizer, options.models, options.release)
         self.names = TokenNames(tokenizer)
         self.metrics = ServerMetrics(engine)
         # A body has room for a prompt as long as the context, even if each token is several escaped characters.

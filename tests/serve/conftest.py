@@ -200,7 +200,7 @@ def scripted(release):
 @pytest.fixture
 def v41(scripted, release, monkeypatch):
     """The server of `scripted`, whose chats are in V4.1's encoding."""
-    chat = make_chat(release, "tiny", "v41")
+    chat = make_chat(release, ["tiny"], "v41")
     scripted.script(chat)
     monkeypatch.setattr(scripted.app.state.service, "chat", chat)
     return scripted

@@ -119,7 +119,7 @@ RELEASES = pytest.mark.parametrize(
 @RELEASES
 def test_500_conversations_are_written_as_by_the_releases_library(release, version, encoding):
     """Also where past answers with tool calls are spliced in, here as the library writes them itself."""
-    chat = make_chat(release, "tiny", version)
+    chat = make_chat(release, ["tiny"], version)
     spliced = 0
     for body in conversations(500, seed=0):
         conversation = convert(chat, body).conversation
@@ -161,7 +161,7 @@ def some_answers(chat, count):
 
 @RELEASES
 def test_answers_are_read_as_they_were_written(release, version, encoding):
-    chat = make_chat(release, "tiny", version)
+    chat = make_chat(release, ["tiny"], version)
     for converted, message, tokens in some_answers(chat, 400):
         found = parse(chat, converted, tokens)["message"]
         assert found["content"] == message["content"]
@@ -175,7 +175,7 @@ def test_answers_are_read_as_they_were_written(release, version, encoding):
 
 def test_2000_mutated_answers_end(release):
     """Special tokens come where they should not, parts are lost, doubled and moved, and the answer may be cut."""
-    chat = make_chat(release, "tiny", "0731")
+    chat = make_chat(release, ["tiny"], "0731")
     rng = Random(2)
     answers = list(some_answers(chat, 100))
     reasons = collections.Counter()

@@ -116,7 +116,7 @@ def test_tokens_in_shapes_of_openai(tokenizer):
 
 
 def test_a_chat_without_the_releases_tokens_is_plain_text(tokenizer):
-    chat = make_chat(tokenizer, "tiny", "0731")
+    chat = make_chat(tokenizer, ["tiny"], "0731")
     roles = [("system", "Be kind."), ("user", "a"), ("user", "b"), ("assistant", "c"), ("user", "</think>")]
 
     def convert(**options):

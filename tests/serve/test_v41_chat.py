@@ -7,12 +7,11 @@ from random import Random
 import deepseek_recipe as recipe
 import openai
 import pytest
-from tokenizers import Tokenizer
 
 from dsv4_jax.checkpoint import read_tokenizer
 from dsv4_jax.cli.chat_command import ChatCommand
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.serve.chat import Chat, ReleaseChat, find_release, make_chat
+from dsv4_jax.serve.chat import Chat, find_release, make_chat
 from tests.byte_tokenizer import write_byte_tokenizer
 from tests.paths import DATA
 from tests.serve.conftest import NAMES, THINK
@@ -96,7 +95,7 @@ def test_prompts_are_those_of_each_release(release, body, v41, v4):
     ):
         if expected is None:
             continue
-        chat = make_chat(release, "tiny", version)
+        chat = make_chat(release, ["tiny"], version)
         conversation = convert(chat, dict(model="tiny") | body).conversation
         assert release.decode(chat.encode(conversation), skip_special_tokens=False) == expected
         if version == "v41" or KIND not in body["messages"][1:]:
@@ -107,7 +106,7 @@ def test_prompts_are_those_of_each_release(release, body, v41, v4):
 def test_tools_and_their_results_are_written_as_by_the_releases_library(release, version):
     """The result is in the user's turn. With tools, earlier reasoning stays."""
     encoding, mark = (recipe.DeepseekV41Encoding(), as_v41) if version == "v41" else (recipe.DeepseekV4Encoding(), str)
-    chat = make_chat(release, "tiny", version)
+    chat = make_chat(release, ["tiny"], version)
     conversation = convert(chat, dict(model="tiny", messages=[KIND, *RESULT], tools=TOOLS)).conversation
     prompt = release.decode(chat.encode(conversation), skip_special_tokens=False)
     assert prompt == encoding.render_conversation(conversation).prompt
@@ -191,7 +190,7 @@ def test_numbers_are_not_for_v4(scripted, path):
 
 def test_a_number_is_replaced_only_at_the_start(release):
     """Numbers in the conversation stay, and past calls are written again beside any effort."""
-    chat = make_chat(release, "tiny", "v41")
+    chat = make_chat(release, ["tiny"], "v41")
     rng = Random(0)
     for number in range(1, 101):
         messages = [dict(KIND, content=f"75 of {rng.randrange(100)}"), *RESULT]
@@ -216,7 +215,7 @@ def test_a_late_system_message_keeps_its_role(v41, path):
 
 
 def test_a_client_cannot_write_v41s_tokens(release):
-    chat = make_chat(release, "tiny", "v41")
+    chat = make_chat(release, ["tiny"], "v41")
 
     def specials(text):
         tools = [dict(type="function", function=dict(name="f", description=text, parameters=dict(type="object")))]
@@ -286,7 +285,7 @@ def test_a_call_that_must_come_has_v41s_tags(v41, release):
 def test_top_p_is_the_releases(release):
     """With tools and thinking, V4's is 0.95."""
     for version, top_p in (("v41", 1.0), ("0731", 0.95)):
-        converted = convert(make_chat(release, "tiny", version), dict(model="tiny", messages=HI, tools=TOOLS))
+        converted = convert(make_chat(release, ["tiny"], version), dict(model="tiny", messages=HI, tools=TOOLS))
         assert converted.request.inference_options.top_p == pytest.approx(top_p)
 
 
@@ -296,13 +295,15 @@ def test_images_are_refused(v41):
         ask(v41, messages=[dict(role="user", content=[part])])
 
 
-def test_the_encoding_needs_its_own_tokens(tmp_path):
+def test_the_encoding_needs_its_own_tokens(tmp_path, caplog):
     """V4's tokens are not enough: without the system's, a conversation is plain text. Toy checkpoints have none."""
-    assert type(make_chat(read_tokenizer(DATA / "official_v41"), "tiny", "v41")) is Chat
+    assert type(make_chat(read_tokenizer(DATA / "official_v41"), ["tiny"], "v41")) is Chat
     path = tmp_path / "tokenizer.json"
     write_byte_tokenizer(path, {name: 256 + i for i, name in enumerate(NAMES) if name != SYSTEM})
     tokenizer = read_tokenizer(path)
-    assert type(make_chat(tokenizer, "tiny", "v41")) is Chat and type(make_chat(tokenizer, "tiny", "0731")) is not Chat
+    assert type(make_chat(tokenizer, ["tiny"], "0731")) is not Chat and not caplog.text
+    assert type(make_chat(tokenizer, ["tiny"], "v41")) is Chat
+    assert "Chats are encoded as plain text, because the tokenizer lacks tokens: <｜System｜>" in caplog.text
 
 
 def test_the_configuration_says_which_encoding_a_model_knows(tmp_path):
@@ -329,14 +330,3 @@ def test_a_number_in_the_terminal(v41, release, monkeypatch, capsys):
     assert shown.count("Good morning.") == 2 and "thinking 0 must be off" in shown
     starts = [release.decode(ids, skip_special_tokens=False).partition(USER)[0] for ids in v41.prompts]
     assert starts == [f"{BEGIN}{SYSTEM}{effort(60)}", f"{BEGIN}{SYSTEM}{effort(7)}"]
-
-
-def test_a_tokenizer_that_lacks_a_token_of_the_release_is_reported(tmp_path, caplog):
-    """Chats then have another form than the one that the model was trained with."""
-    write_byte_tokenizer(
-        tmp_path / "tokenizer.json", {name: 256 + i for i, name in enumerate(ReleaseChat.special_tokens)}
-    )
-    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert type(make_chat(tokenizer, "tiny", "v41")) is Chat
-    assert "the tokenizer lacks tokens: <｜System｜>" in caplog.text
-    assert type(make_chat(tokenizer, "tiny", "0731")) is ReleaseChat

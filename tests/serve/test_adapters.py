@@ -1,0 +1,53 @@
+"""Adapters beside a served model, each under its own name in the API."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import openai
+import pytest
+
+from dsv4_jax.checkpoint import read_tokenizer, save_adapter
+from dsv4_jax.cli.serve_command import ServeCommand
+from dsv4_jax.data import packaged_checkpoint, read_config
+from dsv4_jax.nn import DeepseekV4ForCausalLM, add_adapters, parameter_views
+from tests.serve.conftest import serving
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    config = read_config(packaged_checkpoint())
+    model = DeepseekV4ForCausalLM(config)
+    add_adapters(model, ["a", "b"], rank=2, targets=["o_b_proj"])
+    rng = np.random.default_rng(0)
+    for path, view in parameter_views(model).items():
+        if path.endswith(".up"):
+            view.set_value(jnp.asarray(0.2 * rng.standard_normal(view.shape), jnp.float32))
+    for name in ("a", "b"):
+        save_adapter(model, name, folder / name)
+    adapters = f"a={folder / 'a'},b={folder / 'b'}"
+    command = ServeCommand(adapters=adapters, max_requests=4, structured_output=False, token_budget=32)
+    others = [dataclasses.replace(command, adapters=given) for given in (f"b={folder / 'b'}", None)]
+    # Prefixes on disk belong to these weights.
+    assert len({one.weights_key(packaged_checkpoint()) for one in (command, *others)}) == 3
+    engine = command._engine(packaged_checkpoint(), config, 128, "tiny")
+    with serving(engine, read_tokenizer(packaged_checkpoint()), adapters=("a", "b")) as server:
+        yield server
+
+
+def test_a_request_names_its_adapter(server):
+    assert [model.id for model in server.client.models.list()] == ["tiny", "a", "b"]
+
+    def answer(model):
+        options = {"prompt": "In the beginning God created", "max_tokens": 24, "temperature": 0}
+        made = server.client.completions.create(model=model, **options)
+        assert made.model == model
+        return made.choices[0].text, made.usage.prompt_tokens_details.cached_tokens
+
+    texts = {model: answer(model) for model in ("tiny", "a", "b")}
+    assert len({*texts.values()}) == 3 and {cached for _, cached in texts.values()} == {0}
+    chat = server.client.chat.completions.create(model="a", messages=[{"role": "user", "content": "x"}], max_tokens=2)
+    assert chat.model == "a"
+    with pytest.raises(openai.NotFoundError, match="there is no model 'c'; this server has 'tiny', 'a', 'b'"):
+        answer("c")
