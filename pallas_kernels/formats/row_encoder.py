@@ -91,19 +91,21 @@ def store_quantized(x: jax.Array, pools, row: jax.Array, layout: RowLayout) -> N
       layout: layout of a row in the pools.
     """
     nope, rope, scale = pools
-    nope_groups = layout.nope_dim // GROUP
     if layout.scale_block is None:
         group = kv_rows.iota(x.shape, 1)
-        largest = jnp.max(jnp.max(jnp.where(group < nope_groups, jnp.abs(x), 0.0), axis=2), axis=1)
+        largest = jnp.max(jnp.max(jnp.where(group < layout.nope_dim // GROUP, jnp.abs(x), 0.0), axis=2), axis=1)
         stored, factor = row_scale(largest, kv_rows.PER_ROW)
         factor = lax.broadcast_in_dim(factor, x.shape, (0,))
     else:
+        if layout.scale_block != GROUP:
+            x = kv_rows.regroup(x, layout.dim // layout.scale_block)
         bits, factor = block_scale(jnp.max(jnp.abs(x), axis=2))
         factor = lax.broadcast_in_dim(factor, x.shape, (0, 1))
         group = kv_rows.iota(bits.shape, 1)
-        stored = jnp.where(group < nope_groups, bits, 0).astype(jnp.uint8)
+        stored = jnp.where(group < layout.nope_dim // layout.scale_block, bits, 0).astype(jnp.uint8)
     kv_rows.store_rows(nope, row, e4m3_codes(x * factor))
-    kv_rows.store_rows(rope, row, x.astype(jnp.bfloat16), first_group=nope_groups)
+    if rope is not None:
+        kv_rows.store_rows(rope, row, x.astype(jnp.bfloat16), first_group=layout.nope_dim // x.shape[2])
     kv_rows.store_rows(scale, row, stored)
 
 

@@ -14,6 +14,7 @@ from tests.ops.pools import same_bytes
 
 
 FORMATS = {name: kv_format(name) for name in ("v4", "per_entry")}
+ROW_FORMATS = FORMATS | {"v41": kv_format("v41")}  # of kernels that read or write single rows
 NOPE = 448
 ROPE = 64
 DIM = NOPE + ROPE
