@@ -18,8 +18,7 @@ from dsv4_jax.ops.dispatch import with_kernel
 from dsv4_jax.ops.rope import apply_rope_deterministic
 from dsv4_jax.ops.views import ClassicalView, IndexerView, StateView, put, run_bounds, take
 from dsv4_jax.quant import layer_stacks, layer_value, ordered_sum, round_to
-from pallas_kernels.flush import flush as flush_kernel
-from pallas_kernels.flush.operands import CompressorOperands
+from pallas_kernels.flush import CompressorOperands, flush as flush_kernel, write_entries as write_entries_kernel
 from pallas_kernels.formats import exact_math
 from pallas_kernels.formats.exact_math import product
 from pallas_kernels.formats.layouts import quantized
@@ -78,28 +77,56 @@ class CompressorInputs(NamedTuple):
 
 
 def _flush_kernel(compressors, slots, positions, *, dtype, max_query_tokens, interpret, config=None):
-    if jnp.dtype(dtype) != jnp.bfloat16:
-        raise NotImplementedError(f"the flush kernel rounds entries to bfloat16, not {jnp.dtype(dtype).name}")
+    _check_bfloat16(dtype)
     stacks, layer = layer_stacks([(weights.position_bias, weights.norm_weight) for *_, weights in compressors])
     operands = []
     for (state, pool, kv, gate, weights), (position_bias, norm_weight) in zip(compressors, stacks, strict=True):
-        if state.kv is None or position_bias is None:
-            raise NotImplementedError("the flush kernel takes compressors with a state and a position bias")
-        arrays = position_bias, norm_weight, weights.inv_freq, pool.block_table
-        layers = jnp.asarray(state.layer, jnp.int32), jnp.asarray(pool.layer, jnp.int32)
-        pools = tuple(jax.tree.leaves(pool.rows))
-        layout = quantized(pool.layout)
-        states = state.kv, state.gate
-        operands.append(
-            CompressorOperands(kv, gate, *arrays, *layers, *states, pools, layout, weights.eps, state.overlap)
-        )
+        windows = _windows(state, kv, gate, position_bias, norm_weight, weights.eps)
+        operands.append(_with_entries(windows, pool, weights.inv_freq))
     results = []
     options = {"max_query_tokens": max_query_tokens, "config": config, "interpret": interpret}
     written = flush_kernel(tuple(operands), slots, positions, layer=layer, **options)
-    for (state, pool, *_), (new_kv, new_gate, leaves) in zip(compressors, written, strict=True):
-        rows = jax.tree.unflatten(jax.tree.structure(pool.rows), leaves)
-        results.append((dataclasses.replace(state, kv=new_kv, gate=new_gate), dataclasses.replace(pool, rows=rows)))
+    for (state, pool, *_), (new_kv, new_gate, pools) in zip(compressors, written, strict=True):
+        results.append((dataclasses.replace(state, kv=new_kv, gate=new_gate), _with_pools(pool, pools)))
     return results
+
+
+def _check_bfloat16(dtype):
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        raise NotImplementedError(f"the flush kernel rounds entries to bfloat16, not {jnp.dtype(dtype).name}")
+
+
+def _windows(state, kv, gate, position_bias, norm_weight, eps):
+    """Returns the operands of windows, without those of entries."""
+    is_pooled = state.kv is not None
+    return CompressorOperands(
+        kv=kv,
+        gate=gate if is_pooled else None,
+        position_bias=position_bias if is_pooled else None,
+        norm_weight=norm_weight,
+        state_layer=jnp.asarray(state.layer, jnp.int32),
+        state_kv=state.kv,
+        state_gate=state.gate,
+        rate=state.compress_rate,
+        eps=eps,
+        overlap=state.overlap,
+    )
+
+
+def _with_entries(operands, pool, inv_freq):
+    return dataclasses.replace(
+        operands,
+        inv_freq=inv_freq,
+        block_table=pool.block_table,
+        pool_layer=jnp.asarray(pool.layer, jnp.int32),
+        pools=tuple(getattr(pool.rows, field.name) for field in dataclasses.fields(pool.rows)),
+        layout=quantized(pool.layout),
+        rate=pool.compress_rate,
+    )
+
+
+def _with_pools(pool, pools):
+    return dataclasses.replace(pool, rows=type(pool.rows)(*pools))
 
 
 @with_kernel(_flush_kernel)
@@ -143,7 +170,7 @@ def flush(
     results = []
     for state, pool, kv, gate, weights in compressors:
         closed, state = pool_windows(state, kv, gate, weights, slots, positions, dtype=dtype)
-        results.append((state, write_entries(pool, closed, weights.inv_freq)))
+        results.append((state, write_entries(pool, closed, weights.inv_freq, implementation=implementation)))
     return results
 
 
@@ -195,8 +222,18 @@ def pool_windows(
     return closed, dataclasses.replace(state, kv=new_kv, gate=new_gate)
 
 
+def _write_entries_kernel(pool, closed, inv_freq, *, interpret):
+    operands = _with_entries(CompressorOperands(closed.values), pool, inv_freq)
+    return _with_pools(pool, write_entries_kernel(operands, closed.slots, closed.entries, interpret=interpret))
+
+
+@with_kernel(_write_entries_kernel)
 def write_entries(
-    pool: ClassicalView | IndexerView, closed: ClosedWindows, inv_freq: Float[Array, "P"]
+    pool: ClassicalView | IndexerView,
+    closed: ClosedWindows,
+    inv_freq: Float[Array, "P"],
+    *,
+    implementation: str | None = None,
 ) -> ClassicalView | IndexerView:
     """Runs the second half of `flush`: rotates, quantizes and stores pooled vectors. Returns the updated pool.
 
@@ -204,6 +241,7 @@ def write_entries(
       pool: pool that gets the entries.
       closed: the result of `pool_windows`, or other vectors for the same windows.
       inv_freq: [P] float32, radians per token. The last 2 * P channels are rotated by the window's first position.
+      implementation: as in `flush`.
 
     Raises:
       TypeError: `closed.values` is neither bfloat16 nor float32.

@@ -88,10 +88,10 @@ def check_v4_row_layout(layout: RowLayout) -> None:
     check_rules({"rows of the formats 'v4' and 'per_entry'": layout.scale_block in (None, GROUP)})
 
 
-def check_pools(layout: RowLayout | KeyLayout, pools: tuple[jax.Array, ...]) -> None:
+def check_pools(layout: RowLayout | KeyLayout, pools: tuple[jax.Array | None, ...]) -> None:
     """Raises NotImplementedError unless the pools have this layout and are not empty.
 
-    Pools are arrays [layers, blocks or slots, rows, width] with the same first three axes.
+    Pools are arrays [layers, blocks or slots, rows, width] with the same first three axes; None for a width of 0.
     """
     for (name, dtype, width), pool in zip(layout.columns, pools, strict=True):
         if width:

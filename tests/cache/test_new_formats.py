@@ -116,13 +116,11 @@ def test_kernels_refuse_the_rows(run):
     weights = jnp.zeros(q.shape[:2], jnp.float32)
     indices = jnp.zeros((len(kv), 8), jnp.int32)
     norm = jnp.ones(512), *tokens, jnp.asarray(CONFIG.inv_freq(2))
-    only_fp8 = "scale blocks of 64 or a row, got 32"
     only_known = "formats 'v4' and 'per_entry'"
     calls = [
-        (only_fp8, lambda **how: ops.append_swa(window, kv, *tokens, **how)),
-        (only_fp8, lambda **how: ops.norm_rope_append(window, q, kv, *norm, eps=1e-6, **how)),
-        (only_fp8, lambda **how: ops.gather_swa_kv(window, *tokens, **how)),
-        (only_fp8, lambda **how: ops.sparse_attention(q, jnp.zeros(64), AttentionKV(window), *tokens, **how)),
+        (only_known, lambda **how: ops.norm_rope_append(window, q, kv, *norm, eps=1e-6, **how)),
+        (only_known, lambda **how: ops.gather_swa_kv(window, *tokens, **how)),
+        (only_known, lambda **how: ops.sparse_attention(q, jnp.zeros(64), AttentionKV(window), *tokens, **how)),
         (
             only_known,
             lambda **how: ops.sparse_attention(q, jnp.zeros(64), AttentionKV(window, entries), *tokens, **how),

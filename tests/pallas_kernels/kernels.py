@@ -21,6 +21,18 @@ DIM = NOPE + ROPE
 LAYOUTS = {name: fmt.entries(NOPE, ROPE).layout for name, fmt in FORMATS.items()}
 
 
+def window_pools(fmt, *leading):
+    """(layout, (nope, rope, scale)) of pools of window rows, as ShapeDtypeStructs; rope is None in "v41"."""
+    codec = fmt.window(NOPE, ROPE)
+    return codec.layout, row_pools(codec, *leading)
+
+
+def row_pools(codec, *leading):
+    """(nope, rope, scale) of pools of a codec's rows, as ShapeDtypeStructs; rope is None in "v41"."""
+    rows = jax.tree.map(lambda s: jax.ShapeDtypeStruct((*leading, *s.shape), s.dtype), codec.struct)
+    return rows.nope, rows.rope, rows.scale
+
+
 def check(op, implementation, *args, **kwargs):
     """Runs an op as kernel and as reference and compares every byte."""
     cpu = jax.devices("cpu")[0]

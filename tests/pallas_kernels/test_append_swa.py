@@ -76,13 +76,12 @@ def test_compiles_for_h100_in_place_and_without_spills():
     used = registers("""
 import jax, jax.numpy as jnp
 from pallas_kernels import Rings, append_swa
-from tests.pallas_kernels.kernels import NOPE, ROPE, ROW_FORMATS
+from tests.pallas_kernels.kernels import ROW_FORMATS, window_pools
 S = jax.ShapeDtypeStruct
 for name, fmt in ROW_FORMATS.items():
-    codec = fmt.window(NOPE, ROPE)
-    pools = tuple(x and S((3, 64, 128, *x.shape), x.dtype) for x in (codec.struct.nope, codec.struct.rope, codec.struct.scale))
+    layout, pools = window_pools(fmt, 3, 64, 128)
     def append(kv, slots, positions, layer, *pools):
-        return append_swa(kv, slots, positions, Rings(layer, pools, 128, codec.layout))
+        return append_swa(kv, slots, positions, Rings(layer, pools, 128, layout))
     for T in (1, 8192):
         ints = S((T,), jnp.int32)
         args = S((T, 512), jnp.bfloat16), ints, ints, S((), jnp.int32), *pools
