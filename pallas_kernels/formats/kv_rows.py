@@ -22,6 +22,8 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from pallas_kernels.formats.exact_math import product_in
 from pallas_kernels.formats.layouts import GROUP as GROUP
 from pallas_kernels.mgpu import mlir
+from pallas_kernels.mgpu.bfloat16_words import e2m1_pairs, e2m1_value, multiply, unpack
+from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -159,19 +161,47 @@ def _emit_store_rows(ref, rows, values, *, first_group=0):
             llvm.store(value, _pointer(ref, values.shape, row, group, column), alignment=_bytes(bits))
 
 
-@primitive
 def regroup(x: jax.Array, groups: int) -> jax.Array:
-    """Reshapes rows of values [n, .., ..] to [n, groups, 512 / groups]. A lane keeps the values that it has."""
+    """Reshapes rows of values [n, .., ..] to [n, groups, 512 / groups]. A lane keeps the values that it has.
+
+    Layouts of rows with other numbers of groups differ also where arrays have a value for each row. PER_ROW goes with
+    8 groups.
+    """
+    return x if x.shape[1] == groups else _regroup(x, groups)
+
+
+@primitive
+def _regroup(x, groups):
     return x.reshape(x.shape[0], groups, -1)
 
 
 @mlir.emits(
-    regroup,
+    _regroup,
     layout=_layout,
     returns=lambda x, groups: jax.ShapeDtypeStruct((x.shape[0], groups, ROW_DIM // groups), x.dtype),
 )
 def _emit_regroup(x, groups):
     return list(x.registers.flat)
+
+
+@primitive
+def e2m1_values(codes: jax.Array) -> jax.Array:
+    """Returns the float32 values [n, groups, 2 * size] of pairs of E2M1 codes, [n, groups, size] uint8."""
+    pairs = codes.astype(jnp.int32)
+    return e2m1_value(jnp.stack([pairs & 15, pairs >> 4], axis=-1)).reshape(*codes.shape[:2], -1)
+
+
+@mlir.emits(
+    e2m1_values,
+    layout=_layout,
+    returns=lambda codes: jax.ShapeDtypeStruct((*codes.shape[:2], 2 * codes.shape[2]), jnp.float32),
+)
+def _emit_e2m1_values(codes):
+    for register in codes.registers.flat:
+        word = U32(mlir.scalar(vector.bitcast(mlir.vector_type(1, mlir.int_type()), register)))
+        # `e2m1_pairs` returns values times 2**-126, pair i with values i and i + 4. Two bfloat16 of 2**126 undo this.
+        pairs = [unpack(multiply(pair, (127 + 126) * 0x00800080)) for pair in e2m1_pairs(word)]
+        yield mlir.pack(pair[half] for half in range(2) for pair in pairs)
 
 
 def _positions(layout, shape, rows):

@@ -51,6 +51,11 @@ def entry_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
     return bits, _e4m3_value(bits)
 
 
+def scale_values(bits: jax.Array, layout: RowLayout) -> jax.Array:
+    """Returns the float32 values of the scales, uint8, of rows with this layout: E8M0, or E4M3 for E2M1 codes."""
+    return _e4m3_value(bits) if layout.codes == "e2m1" else _power_of_two(bits.astype(jnp.int32))
+
+
 def row_scale(amax: jax.Array, layout) -> tuple[jax.Array, jax.Array]:
     """Computes float32 scales of rows that are stored as E4M3.
 
@@ -110,8 +115,7 @@ def store_quantized(x: jax.Array, pools, row: jax.Array, layout: RowLayout) -> N
         stored, factor = row_scale(largest, kv_rows.PER_ROW)
         factor = lax.broadcast_in_dim(factor, x.shape, (0,))
     else:
-        if layout.scale_block != GROUP:
-            x = kv_rows.regroup(x, layout.dim // layout.scale_block)
+        x = kv_rows.regroup(x, layout.dim // layout.scale_block)
         bits, factor = block_scale(jnp.max(jnp.abs(x), axis=2))
         factor = lax.broadcast_in_dim(factor, x.shape, (0, 1))
         group = kv_rows.iota(bits.shape, 1)

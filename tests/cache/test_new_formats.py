@@ -114,19 +114,15 @@ def test_kernels_refuse_the_rows(run):
     q = jnp.zeros((len(kv), 64, 512), jnp.bfloat16)
     index_q = q[..., :128]
     weights = jnp.zeros(q.shape[:2], jnp.float32)
-    indices = jnp.zeros((len(kv), 8), jnp.int32)
     norm = jnp.ones(512), *tokens, jnp.asarray(CONFIG.inv_freq(2))
     only_known = "formats 'v4' and 'per_entry'"
     calls = [
         (only_known, lambda **how: ops.norm_rope_append(window, q, kv, *norm, eps=1e-6, **how)),
-        (only_known, lambda **how: ops.gather_swa_kv(window, *tokens, **how)),
         (only_known, lambda **how: ops.sparse_attention(q, jnp.zeros(64), AttentionKV(window), *tokens, **how)),
         (
             only_known,
             lambda **how: ops.sparse_attention(q, jnp.zeros(64), AttentionKV(window, entries), *tokens, **how),
         ),
-        (only_known, lambda **how: ops.gather_compressed_kv(entries, indices, tokens[0], **how)),
-        (only_known, lambda **how: ops.gather_all_compressed_kv(entries, *tokens, **how)),
         ("after a Hadamard rotation", lambda **how: ops.indexer_scores(keys, index_q, weights, *tokens, **how)),
     ]
     for reason, call in calls:
