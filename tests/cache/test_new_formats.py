@@ -110,14 +110,11 @@ def test_kernels_refuse_the_rows(run):
     entries = handle.read_classical_view()
     keys = handle.read_indexer_view()
     tokens = run.batch.slots, run.batch.positions
-    kv = run.window
-    q = jnp.zeros((len(kv), 64, 512), jnp.bfloat16)
+    q = jnp.zeros((len(run.window), 64, 512), jnp.bfloat16)
     index_q = q[..., :128]
     weights = jnp.zeros(q.shape[:2], jnp.float32)
-    norm = jnp.ones(512), *tokens, jnp.asarray(CONFIG.inv_freq(2))
     only_known = "formats 'v4' and 'per_entry'"
     calls = [
-        (only_known, lambda **how: ops.norm_rope_append(window, q, kv, *norm, eps=1e-6, **how)),
         (only_known, lambda **how: ops.sparse_attention(q, jnp.zeros(64), AttentionKV(window), *tokens, **how)),
         (
             only_known,
