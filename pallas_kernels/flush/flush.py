@@ -16,6 +16,7 @@ Otherwise a second launch stores them, see `states`.
 first half ends with the norm, and the second half begins with the rotation. Both are kernels of `short_windows`.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -128,7 +129,7 @@ def pool_windows(
     call = FlushCall([ref], slots, positions, *options, results, rows)
     (values,) = short_windows.pool_windows(call)
     if c.state_kv is not None and not call.with_states:
-        states.store_state_rows(call)
+        states.store_state_rows(dataclasses.replace(call, results=None, result_rows=None))
     state_kv, state_gate, _ = c.freeze(ref)
     return values, state_kv, state_gate
 

@@ -78,7 +78,7 @@ def compare(implementation, layer, fmt, slots, positions, *, max_query_tokens=No
     same_bytes(expected, flush(*args, **options))
 
 
-write = jax.jit(ops.write_entries, static_argnames="implementation")
+write_entries = jax.jit(ops.write_entries, static_argnames="implementation")
 BOTH = ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)]
 
 
@@ -96,7 +96,9 @@ def test_written_entries_of_v41_are_those_of_the_release(implementation, kind):
     # A sum with a zero may lose the sign of -0. Subnormal values may be flushed to zero.
     signless = (np.abs(golden["x"]) < 2.0**-126) & rotated
     closed = ops.ClosedWindows(jnp.asarray(golden["x"], jnp.bfloat16), ints(np.arange(n) % 3), ints(np.arange(n) // 3))
-    got = write(pool, closed, jnp.zeros(32), implementation=implementation)  # a frequency of 0 rotates by no angle
+    got = write_entries(
+        pool, closed, jnp.zeros(32), implementation=implementation
+    )  # a frequency of 0 rotates by no angle
     codes, scale = jax.tree.leaves(got.rows)
     places = [(0, r % 3 * 4 + r // 3 // 32, r // 3 % 32) for r in exact]
     got = np.stack([unpack_fp4(codes[p]) for p in places])
@@ -113,8 +115,10 @@ def check_written(implementation, kind, fmt, n, kinds):
     values = jnp.asarray((rng.standard_normal((n, dim // 16, 16)) * size).reshape(n, dim), jnp.bfloat16)
     entries = rng.integers(-1, 5 * BLOCK_TOKENS // kinds[kind][0], n)
     closed = ops.ClosedWindows(values, ints(rng.permutation(n + 1)[:n] - 1), ints(entries))
-    expected = write(*jax.device_put((pool, closed, weights.inv_freq), jax.devices("cpu")[0]), implementation="xla")
-    same_bytes(expected, write(pool, closed, weights.inv_freq, implementation=implementation))
+    expected = write_entries(
+        *jax.device_put((pool, closed, weights.inv_freq), jax.devices("cpu")[0]), implementation="xla"
+    )
+    same_bytes(expected, write_entries(pool, closed, weights.inv_freq, implementation=implementation))
 
 
 @pytest.mark.parametrize(("kind", "fmt"), [("csa", "v4"), ("csa", "v41"), ("csa", "per_entry"), ("index", "v41")])
@@ -128,6 +132,69 @@ def test_written_entries_interpreted(kind, fmt):
 @pytest.mark.parametrize("n", [1, 64, 4500])
 def test_written_entries_on_the_gpu(kind, fmt, n):
     check_written("mosaic_gpu", kind, fmt, n, RELEASED | dict(csa=(2, False, 512), one=(1, False, 512)))
+
+
+pool_windows = jax.jit(ops.pool_windows, static_argnames=("max_query_tokens", "implementation"))
+# rate, overlap, channels; "pairs" and "single" are those of DeepSeek-V4.1.
+HALVES = {"csa": (4, True, 512), "pairs": (2, False, 512), "single": (1, False, 512)}
+
+
+def check_pooled(implementation, kind, slots, positions, *, kinds=HALVES, requests=SLOTS, most=None, spare=0):
+    """The vectors of windows, and the states, bit for bit; vectors of no window are not looked at."""
+    state, _, weights, floats = setup(kind, "v41", kinds=kinds, requests=requests, spare=spare)
+    kv, gate = floats(2, len(slots), state.kv.shape[-1])
+    if kind != "csa":
+        weights = dataclasses.replace(weights, position_bias=None, eps=1e-20)
+    if kind == "single":
+        state = dataclasses.replace(state, kv=None, gate=None)
+        gate = None
+    args = state, kv, gate, weights, ints(slots), ints(positions)
+    cpu = jax.device_put(args, jax.devices("cpu")[0])
+    expected, expected_state = pool_windows(*cpu, max_query_tokens=None, implementation="xla")
+    got, got_state = pool_windows(*args, max_query_tokens=most, implementation=implementation)
+    same_bytes((expected.slots, expected.entries, expected_state), (got.slots, got.entries, got_state))
+    closes = expected.entries >= 0
+    assert closes.any()
+    same_bytes(expected.values[closes], np.asarray(got.values)[closes])
+
+
+@pytest.mark.parametrize("kind", HALVES)
+@pytest.mark.parametrize("prefill", [False, True])
+def test_pooled_windows_interpreted(kind, prefill):
+    """One launch, and for windows of several tokens two: their rows lie in the ring, in the call, or in both."""
+    rate, overlap, _ = HALVES[kind]
+    kinds = {kind: (rate, overlap, 128)}
+    if prefill:
+        # 25 tokens of 3 requests complete at most 25 // rate + 3 windows, so windows of several tokens are compacted.
+        runs = (2, 5, 11, 1), (0, 7, 8, 0), (1, rate - 1, 3, 1)
+        check_pooled("interpret", kind, *flatten(runs, 25), kinds=kinds, spare=1)
+    else:
+        for start in range(2 * rate):
+            runs = (1, start + rate, 2, 1), (0, 2 * rate - 1, 1, 0), (2, 0, 1, 0)
+            check_pooled("interpret", kind, *flatten(runs, 5), kinds=kinds, most=2, spare=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", HALVES)
+@pytest.mark.parametrize("tokens", [1, 20, 256, 600])
+def test_pooled_windows_of_a_decode_on_the_gpu(kind, tokens):
+    rng = np.random.default_rng(3)
+    slots = rng.permutation(tokens)
+    positions = rng.integers(-1, 500, tokens)
+    positions[0] = 7
+    check = functools.partial(check_pooled, "mosaic_gpu", kind, requests=tokens)
+    check(slots, positions, most=1)
+    start = rng.integers(0, 500, tokens)
+    check(np.repeat(slots, 2), np.stack([start, start + 1], axis=1).reshape(-1), most=2, spare=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", HALVES)
+def test_pooled_windows_of_a_prefill_on_the_gpu(kind):
+    rng = np.random.default_rng(4)
+    runs = [(slot, rng.integers(0, 99), rng.choice([1, 2, 3, 60, 257]), rng.integers(0, 3)) for slot in range(64)]
+    check_pooled("mosaic_gpu", kind, *flatten(runs, 8192), requests=64)
+    check_pooled("mosaic_gpu", kind, *flatten([(5, 3, 8000, 0)], 8192), requests=64)
 
 
 def runs(rate, longest):
@@ -306,6 +373,40 @@ for layer, kinds in tests.LAYERS_OF.items():
     # Two blocks of 256 threads share a multiprocessor's 65536 registers; one that splits long windows has it alone.
     csa = [registers for name, registers in used.items() if "CSA" in name]
     assert len(used) == 16 and max(csa) <= 128 and max(used.values()) <= 192, used
+
+
+@pytest.mark.aot
+def test_the_halves_compile_for_h100_in_place_and_without_spills():
+    used = registers("""
+import dataclasses, re, jax, jax.numpy as jnp
+from dsv4_jax import ops
+from dsv4_jax.ops.flush import _pool_windows_kernel, _write_entries_kernel
+from tests.pallas_kernels import test_flush as tests
+S = jax.ShapeDtypeStruct
+def compile(name, function, *args, donate):
+    args = jax.tree.map(lambda x: S(x.shape, x.dtype), args)
+    compiled = compile_for_h100(name, function, *args, donate_argnums=donate)
+    assert not re.findall("= (?:f32|u8).* copy[(]", compiled.as_text())
+    assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20
+for n, most in ((3, 1), (256, 1), (8192, None)):
+    tokens = S((n,), jnp.int32), S((n,), jnp.int32)
+    for kind in ("pairs", "single"):
+        state, _, weights, _ = tests.setup(kind, "v41", kinds=tests.HALVES)
+        if kind == "single":
+            state = dataclasses.replace(state, kv=None, gate=None)
+        weights = dataclasses.replace(weights, position_bias=None)
+        x = S((n, 512), jnp.float32)
+        def pool(*args):
+            return _pool_windows_kernel(*args, dtype=jnp.bfloat16, max_query_tokens=most, interpret=False)
+        compile(f"{kind}-{n}", pool, state, x, None if kind == "single" else x, weights, *tokens, donate=0)
+    for kind in ("csa", "index"):
+        _, pool, weights, _ = tests.setup(kind, "v41", kinds=tests.RELEASED)
+        def write(*args):
+            return _write_entries_kernel(*args, interpret=False)
+        closed = ops.ClosedWindows(S((n, pool.codec.dim), jnp.bfloat16), *tokens)
+        compile(f"{kind}-{n}", write, pool, closed, weights.inv_freq, donate=0)
+""")
+    assert len(used) == 12 and max(used.values()) <= 128, used
 
 
 @pytest.mark.parametrize("most", [1, 4, 12, None])
