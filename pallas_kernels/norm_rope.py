@@ -186,7 +186,8 @@ def _norm_rope_kernel(
         return _rotation(kv_rows.load_rows(positions_gmem, token, token.shape), inv_freq_gmem, pair)
 
     def rotate(x, angles):
-        return _rotate(x, *angles, first_rotated)
+        cos, sin = angles
+        return _rotate(x, cos, sin, first_rotated)
 
     @pl.when(block < kv_blocks)
     @jax.named_scope("key_value_rows")

@@ -184,8 +184,8 @@ def flush(
 
 def _pool_windows_kernel(state, kv, gate, weights, slots, positions, *, dtype, max_query_tokens, interpret):
     _check_bfloat16(dtype)
-    stacks, layer = layer_stacks((weights.position_bias, weights.norm_weight))
-    operands = _windows(state, kv, gate, *stacks, weights.eps)
+    (position_bias, norm_weight), layer = layer_stacks((weights.position_bias, weights.norm_weight))
+    operands = _windows(state, kv, gate, position_bias, norm_weight, weights.eps)
     closing = _closing_tokens(state, slots, positions)
     count = closing.shape[0]
     rows = None

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats.exact_math import MAX_SHORT
 from pallas_kernels.formats.kv_rows import ROW_DIM
-from pallas_kernels.formats.layouts import KeyLayout, RowLayout, check_pools, check_row_layout
+from pallas_kernels.formats.layouts import RowLayout, check_pools, check_row_layout
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.layer_operands import check_weight, weights_of_layer
@@ -59,7 +59,7 @@ class CompressorOperands:
     state_kv: Any = None
     state_gate: Any = None
     pools: tuple[Any, ...] = ()
-    layout: RowLayout | KeyLayout | None = static_field(default=None)
+    layout: Any = static_field(default=None)
     rate: int = static_field(default=1)
     eps: float = static_field(default=0.0)
     overlap: bool = static_field(default=False)
@@ -153,7 +153,6 @@ class CompressorOperands:
         """
         layout = self.layout
         dim = self.dim
-        assert layout is not None
         check_array("block_table", self.block_table, jnp.int32, None, None)
         check_rules(
             {
