@@ -21,7 +21,7 @@ Examples:
 from pallas_kernels.all_reduce import all_reduce
 from pallas_kernels.append_swa import append_swa
 from pallas_kernels.experts import experts, grouped_experts
-from pallas_kernels.flush import CompressorOperands, flush
+from pallas_kernels.flush import CompressorOperands, flush, pool_windows, write_entries
 from pallas_kernels.formats.pool_operands import Paged, Rings
 from pallas_kernels.gather import gather_all_compressed_kv, gather_compressed_kv, gather_swa_kv
 from pallas_kernels.hyper_connections import hyper_connections

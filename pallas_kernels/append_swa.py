@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.formats import kv_rows
-from pallas_kernels.formats.layouts import check_v4_row_layout
 from pallas_kernels.formats.pool_operands import Rings
 from pallas_kernels.formats.row_encoder import store_quantized
 from pallas_kernels.runtime.checks import check_array, check_tokens
@@ -20,7 +19,7 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 @cached_trace(writes=True)
 def append_swa(
     kv: jax.Array, slots: jax.Array, positions: jax.Array, rings: Rings, *, interpret: bool = False
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """Quantizes the KV rows of tokens and stores them in the rings, in place if the pools are donated.
 
     Args:
@@ -32,13 +31,12 @@ def append_swa(
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
-      The updated pools (nope, rope, scale) of the rings.
+      The updated pools (nope, rope, scale) of the rings; rope is None if the layout has no RoPE values.
 
     Raises:
       NotImplementedError: a layout, a shape or a dtype is not supported.
     """
     rings.check()
-    check_v4_row_layout(rings.layout)
     tokens = kv.shape[0]
     layout = rings.layout
     shape = rings.pools[0].shape

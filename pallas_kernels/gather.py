@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.formats import kv_rows
-from pallas_kernels.formats.layouts import check_v4_row_layout
 from pallas_kernels.formats.pool_operands import Paged, Rings
+from pallas_kernels.formats.row_encoder import scale_values
 from pallas_kernels.runtime.checks import check_tokens
 from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
@@ -43,7 +43,6 @@ def gather_compressed_kv(slots: jax.Array, entries: Paged, *, interpret: bool = 
     tokens, count = entries.indices.shape
     check_tokens(tokens, slots=slots)
     entries.check(tokens)
-    check_v4_row_layout(entries.layout)
 
     def address(item, layer, indices_gmem, slots_gmem, table_gmem):
         slot = kv_rows.load_rows(slots_gmem, lax.div(item, count), item.shape)
@@ -80,7 +79,6 @@ def gather_all_compressed_kv(
     rate = entries.compress_rate
     check_tokens(tokens, slots=slots, positions=positions)
     entries.check(tokens)
-    check_v4_row_layout(entries.layout)
 
     def address(item, layer, slots_gmem, positions_gmem, table_gmem):
         token = lax.div(item, count)
@@ -125,7 +123,6 @@ def gather_swa_kv(
     num_slots, ring = rings.pools[0].shape[1:3]
     check_tokens(tokens, slots=slots, positions=positions)
     rings.check()
-    check_v4_row_layout(rings.layout)
 
     def address(item, layer, slots_gmem, positions_gmem):
         token = lax.div(item, window)
@@ -216,7 +213,7 @@ def _gather(
         grid={"block": -(-items // BLOCK_ROWS)},
         interpret=interpret,
     )
-    pools = tuple(pool.reshape(-1, pool.shape[-1]) for pool in rows.pools)
+    pools = jax.tree.map(lambda pool: pool.reshape(-1, pool.shape[-1]), rows.pools)
     kv, valid = launch(operands, rows.layer.reshape(1), pools)
     return kv.reshape(*shape, kv_rows.ROW_DIM), valid.reshape(shape)
 
@@ -227,18 +224,29 @@ def _load_dense(pools_gmem, layout, row: jax.Array, valid: jax.Array) -> jax.Arr
     `row` is [8] int32 and `valid` [8] bool.
     """
     nope_gmem, rope_gmem, scale_gmem = pools_gmem
-    nope_groups = layout.nope_dim // kv_rows.GROUP
+    size = layout.scale_block or kv_rows.GROUP  # number of values that are loaded with a scale
+    groups = kv_rows.ROW_DIM // size
+    nope_groups = layout.nope_dim // size
     # Row 0 is loaded for rows that are not valid. It stays in L1 or L2.
     row = jnp.where(valid, row, 0)
-    dense = (BLOCK_ROWS, kv_rows.GROUPS, kv_rows.GROUP)
-    codes = kv_rows.load_rows(nope_gmem, row, dense)
+    dense = (BLOCK_ROWS, groups, size)
+    if layout.codes == "e2m1":
+        codes = kv_rows.load_rows(nope_gmem, row, (BLOCK_ROWS, groups, size // 2))
+    else:
+        codes = kv_rows.load_rows(nope_gmem, row, dense)
     if layout.scale_block is None:
         factor = lax.broadcast_in_dim(kv_rows.load_rows(scale_gmem, row, dense[:1]), dense, (0,))
     else:
-        exponent = kv_rows.load_rows(scale_gmem, row, dense[:2]).astype(jnp.int32)
-        factor = lax.broadcast_in_dim(lax.bitcast_convert_type(exponent << 23, jnp.float32), dense, (0, 1))
-    values = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32) * factor
-    rope = kv_rows.load_rows(rope_gmem, row, dense, first_group=nope_groups)
-    kv = jnp.where(kv_rows.iota(dense, 1) < nope_groups, values.astype(jnp.bfloat16), rope)
+        factor = scale_values(kv_rows.load_rows(scale_gmem, row, dense[:2]), layout)
+        factor = lax.broadcast_in_dim(factor, dense, (0, 1))
+    if layout.codes == "e2m1":
+        values = kv_rows.e2m1_values(codes) * factor
+    else:
+        values = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32) * factor
+    if rope_gmem is None:
+        kv = kv_rows.regroup(values.astype(jnp.bfloat16), kv_rows.GROUPS)
+    else:
+        rope = kv_rows.load_rows(rope_gmem, row, dense, first_group=nope_groups)
+        kv = jnp.where(kv_rows.iota(dense, 1) < nope_groups, values.astype(jnp.bfloat16), rope)
     # A select, not a product with 0, since rows that were never written may hold NaN.
-    return jnp.where(lax.broadcast_in_dim(valid, dense, (0,)), kv, jnp.zeros((), jnp.bfloat16))
+    return jnp.where(lax.broadcast_in_dim(valid, kv.shape, (0,)), kv, jnp.zeros((), jnp.bfloat16))

@@ -2,10 +2,10 @@
 
     q_out = rope(q / rms(q))        kv_out = rope(weight * kv / rms(kv))
 
-The queries are stored. The key-value rows are stored (`norm_rope`) or appended to the rings of window rows of the KV
-cache (`norm_rope_append`). A warp computes a row of 512 channels at a time. The first blocks compute four key-value
-rows each; each other block computes heads of one token. Every block loads its first rows before it computes the
-rotation's cosines and sines, which hides the latency of the loads.
+In DeepSeek-V4.1, queries have no norm. The queries are stored. The key-value rows are stored (`norm_rope`) or appended
+to the rings of window rows of the KV cache (`norm_rope_append`). A warp computes a row of 512 channels at a time. The
+first blocks compute four key-value rows each; each other block computes heads of one token. Every block loads its first
+rows before it computes the rotation's cosines and sines, which hides the latency of the loads.
 """
 
 import dataclasses
@@ -21,7 +21,6 @@ from jaxlib.mlir.dialects import vector
 from pallas_kernels.formats import kv_rows
 from pallas_kernels.formats.exact_math import cos_sin, inverse_sqrt, product, round_bfloat16
 from pallas_kernels.formats.kv_rows import GROUP, GROUPS, WARPS
-from pallas_kernels.formats.layouts import check_v4_row_layout
 from pallas_kernels.formats.pool_operands import Rings
 from pallas_kernels.formats.row_encoder import store_quantized
 from pallas_kernels.mgpu import bfloat16_words, mlir, vectors
@@ -53,7 +52,7 @@ class Config:
         return cls(rows_at_once, min(steps, -(-4 * MULTIPROCESSORS // tokens)))
 
 
-@cached_trace("eps")
+@cached_trace("eps", "norms_queries")
 def norm_rope(
     q: jax.Array,
     kv: jax.Array,
@@ -63,6 +62,7 @@ def norm_rope(
     *,
     layer: jax.Array | None = None,
     eps: float,
+    norms_queries: bool = True,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes `rope(q / rms(q))` and `rope(weight * kv / rms(kv))`, rounded after the norm and after the rotation.
@@ -76,6 +76,7 @@ def norm_rope(
         interleaved pairs.
       layer: [] int32 index of the weight in a stack [layers, 512]. None: it is not stacked.
       eps: constant added to the mean square.
+      norms_queries: whether queries are normed before they are rotated.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
@@ -88,11 +89,11 @@ def norm_rope(
     if len(q) == 0:
         return q, kv
     arrays = q, kv, weight, layer_operand(layer), positions, inv_freq
-    q, kv = _launch("norm_rope", arrays, None, None, eps, interpret)
+    q, kv = _launch("norm_rope", arrays, None, None, eps, norms_queries, interpret)
     return q, kv
 
 
-@cached_trace("eps", writes=True)
+@cached_trace("eps", "norms_queries", writes=True)
 def norm_rope_append(
     q: jax.Array,
     kv: jax.Array,
@@ -104,14 +105,15 @@ def norm_rope_append(
     *,
     layer: jax.Array | None = None,
     eps: float,
+    norms_queries: bool = True,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array]:
     """Computes `norm_rope`, and appends the key-value rows to the rings as `append_swa` does, in one launch.
 
     The results have the same bits as the results of the two functions.
 
     Args:
-      q, kv, weight, inv_freq, layer, eps, interpret: as in `norm_rope`.
+      q, kv, weight, inv_freq, layer, eps, norms_queries, interpret: as in `norm_rope`.
       slots, positions, rings: as in `append_swa`.
 
     Returns:
@@ -122,7 +124,6 @@ def norm_rope_append(
       NotImplementedError: the kernel does not take a layout, shape or dtype.
     """
     rings.check()
-    check_v4_row_layout(rings.layout)
     _check(q, kv, weight, layer, positions, inv_freq)
     check_tokens(len(q), slots=slots)
     if len(q) == 0:
@@ -130,7 +131,7 @@ def norm_rope_append(
     pools = rings.mutable_pools()
     destination = slots, positions, rings.layer.reshape(1), pools
     arrays = q, kv, weight, layer_operand(layer), positions, inv_freq
-    (q,) = _launch("norm_rope_append", arrays, rings, destination, eps, interpret)
+    (q,) = _launch("norm_rope_append", arrays, rings, destination, eps, norms_queries, interpret)
     return q, *rings.freeze(pools)
 
 
@@ -143,7 +144,7 @@ def _check(q, kv, weight, layer, positions, inv_freq):
     check_rules({f"up to {DIM} channels to rotate, got {2 * len(inv_freq)}": 2 * len(inv_freq) <= DIM})
 
 
-def _launch(name, arrays, rings, destination, eps, interpret):
+def _launch(name, arrays, rings, destination, eps, norms_queries, interpret):
     """Returns the rotated queries, and the rotated key-value rows if there are no rings to store them in.
 
     `destination` is (slots, positions, layer [1], mutable pools of the rings), or None.
@@ -153,7 +154,7 @@ def _launch(name, arrays, rings, destination, eps, interpret):
     config = Config.choose(tokens, heads)
     kv_out = [jax.ShapeDtypeStruct(kv.shape, kv.dtype)] if rings is None else []
     launch = kernel(
-        functools.partial(_norm_rope_kernel, config, heads, eps, rings),
+        functools.partial(_norm_rope_kernel, config, heads, eps, norms_queries, rings),
         out_type=[jax.ShapeDtypeStruct((tokens * heads, DIM), q.dtype), *kv_out],
         kernel_name=name,
         grid={"block": -(-tokens // WARPS) + tokens * config.blocks_per_token},
@@ -163,7 +164,9 @@ def _launch(name, arrays, rings, destination, eps, interpret):
     return q_out.reshape(q.shape), *kv_out
 
 
-def _norm_rope_kernel(config, heads, eps, rings, arrays_gmem, destination_gmem, q_out_gmem, kv_out_gmem=None):
+def _norm_rope_kernel(
+    config, heads, eps, norms_queries, rings, arrays_gmem, destination_gmem, q_out_gmem, kv_out_gmem=None
+):
     q_gmem, kv_gmem, weight_gmem, layer_gmem, positions_gmem, inv_freq_gmem = arrays_gmem
     tokens = positions_gmem.shape[0]
     first_rotated = DIM - 2 * inv_freq_gmem.shape[0]
@@ -182,9 +185,9 @@ def _norm_rope_kernel(config, heads, eps, rings, arrays_gmem, destination_gmem, 
     def rotation(token):
         return _rotation(kv_rows.load_rows(positions_gmem, token, token.shape), inv_freq_gmem, pair)
 
-    def norm_and_rotate(x, weight, cos, sin):
-        x = _norm(x, eps)
-        return _rotate(x if weight is None else weight * x, cos, sin, first_rotated)
+    def rotate(x, angles):
+        cos, sin = angles
+        return _rotate(x, cos, sin, first_rotated)
 
     @pl.when(block < kv_blocks)
     @jax.named_scope("key_value_rows")
@@ -199,7 +202,8 @@ def _norm_rope_kernel(config, heads, eps, rings, arrays_gmem, destination_gmem, 
         layer = 0 if layer_gmem is None else layer_gmem[0]
         weight_row = jnp.minimum(row_number, 0) + layer  # the layer's number, for each warp
         weight = kv_rows.load_rows(weight_gmem, weight_row, shape)
-        rotated = norm_and_rotate(x, weight, *rotation(token))
+        angles = rotation(token)
+        rotated = rotate(weight * _norm(x, eps), angles)
         if rings is None:
             kv_rows.store_rows(kv_out_gmem, row, rotated)
         else:
@@ -222,7 +226,7 @@ def _norm_rope_kernel(config, heads, eps, rings, arrays_gmem, destination_gmem, 
 
         def store_heads(loaded, angles):
             for x, row in loaded:
-                kv_rows.store_rows(q_out_gmem, row, norm_and_rotate(x, None, *angles))
+                kv_rows.store_rows(q_out_gmem, row, rotate(_norm(x, eps) if norms_queries else x, angles))
 
         first_step = part * steps_per_block
         loaded = load_heads(first_step)

@@ -185,8 +185,17 @@ class LayerCacheHandle(Summarized):
         self._check_windows("", kv, gate, weights, keys=keys)
         view = self._state_view(keys=keys)
         batch = self.batch
-        dtype = self._cache.schema.dtype
-        closed, state = ops.pool_windows(view, kv, gate, weights, batch.slots, batch.positions, dtype=dtype)
+        schema = self._cache.schema
+        closed, state = ops.pool_windows(
+            view,
+            kv,
+            gate,
+            weights,
+            batch.slots,
+            batch.positions,
+            dtype=schema.dtype,
+            max_query_tokens=None if batch.prefill else schema.max_query_tokens,
+        )
         return closed, self._with_state(state, keys=keys)
 
     def write_entries(self, closed: ClosedWindows, inv_freq: Float[Array, "P"]) -> "LayerCacheHandle":

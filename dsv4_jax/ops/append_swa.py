@@ -36,7 +36,7 @@ def append_swa(
       kv: [T, D] bfloat16 or float32 rows after norm and RoPE.
       slots, positions: [T] int32 request slots and absolute positions; -1 = padding, which writes nothing.
       implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take rows of 448 + 64 dims in bfloat16 and
-        the formats "v4" and "per_entry".
+        the formats "v4", "v41" and "per_entry".
 
     Raises:
       TypeError: `kv` has another dtype.

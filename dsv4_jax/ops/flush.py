@@ -1,8 +1,9 @@
 """Compression of tokens to entries: every window of `rate` tokens is pooled to one quantized entry when it is complete.
 
 `flush` also stores the tokens' projections as state rows, for windows that a later call completes. It consists of two
-halves, which a GPU runs in one launch. `pool_windows` stores state rows, and pools and norms complete windows.
-`write_entries` rotates, quantizes and stores the pooled vectors.
+halves, which a GPU runs in one launch. Models that make index keys from the pooled vectors call the halves.
+`pool_windows` stores state rows, and pools and norms complete windows. `write_entries` rotates, quantizes and stores
+the pooled vectors.
 """
 
 import dataclasses
@@ -17,9 +18,13 @@ from dsv4_jax.common.arguments import check_dtype
 from dsv4_jax.ops.dispatch import with_kernel
 from dsv4_jax.ops.rope import apply_rope_deterministic
 from dsv4_jax.ops.views import ClassicalView, IndexerView, StateView, put, run_bounds, take
-from dsv4_jax.quant import layer_stacks, layer_value, ordered_sum, round_to
-from pallas_kernels.flush import flush as flush_kernel
-from pallas_kernels.flush.operands import CompressorOperands
+from dsv4_jax.quant import layer_stacks, ordered_sum, round_to
+from pallas_kernels.flush import (
+    CompressorOperands,
+    flush as flush_kernel,
+    pool_windows as pool_windows_kernel,
+    write_entries as write_entries_kernel,
+)
 from pallas_kernels.formats import exact_math
 from pallas_kernels.formats.exact_math import product
 from pallas_kernels.formats.layouts import quantized
@@ -78,28 +83,56 @@ class CompressorInputs(NamedTuple):
 
 
 def _flush_kernel(compressors, slots, positions, *, dtype, max_query_tokens, interpret, config=None):
-    if jnp.dtype(dtype) != jnp.bfloat16:
-        raise NotImplementedError(f"the flush kernel rounds entries to bfloat16, not {jnp.dtype(dtype).name}")
+    _check_bfloat16(dtype)
     stacks, layer = layer_stacks([(weights.position_bias, weights.norm_weight) for *_, weights in compressors])
     operands = []
     for (state, pool, kv, gate, weights), (position_bias, norm_weight) in zip(compressors, stacks, strict=True):
-        if state.kv is None or position_bias is None:
-            raise NotImplementedError("the flush kernel takes compressors with a state and a position bias")
-        arrays = position_bias, norm_weight, weights.inv_freq, pool.block_table
-        layers = jnp.asarray(state.layer, jnp.int32), jnp.asarray(pool.layer, jnp.int32)
-        pools = tuple(jax.tree.leaves(pool.rows))
-        layout = quantized(pool.layout)
-        states = state.kv, state.gate
-        operands.append(
-            CompressorOperands(kv, gate, *arrays, *layers, *states, pools, layout, weights.eps, state.overlap)
-        )
+        windows = _windows(state, kv, gate, position_bias, norm_weight, weights.eps)
+        operands.append(_with_entries(windows, pool, weights.inv_freq))
     results = []
     options = {"max_query_tokens": max_query_tokens, "config": config, "interpret": interpret}
     written = flush_kernel(tuple(operands), slots, positions, layer=layer, **options)
-    for (state, pool, *_), (new_kv, new_gate, leaves) in zip(compressors, written, strict=True):
-        rows = jax.tree.unflatten(jax.tree.structure(pool.rows), leaves)
-        results.append((dataclasses.replace(state, kv=new_kv, gate=new_gate), dataclasses.replace(pool, rows=rows)))
+    for (state, pool, *_), (new_kv, new_gate, pools) in zip(compressors, written, strict=True):
+        results.append((_with_states(state, new_kv, new_gate), _with_pools(pool, pools)))
     return results
+
+
+def _check_bfloat16(dtype):
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        raise NotImplementedError(f"the flush kernel rounds entries to bfloat16, not {jnp.dtype(dtype).name}")
+
+
+def _windows(state, kv, gate, position_bias, norm_weight, eps):
+    """Returns the operands of windows, without those of entries."""
+    is_pooled = state.kv is not None
+    return CompressorOperands(
+        kv=kv,
+        gate=gate if is_pooled else None,
+        position_bias=position_bias if is_pooled else None,
+        norm_weight=norm_weight,
+        state_layer=jnp.asarray(state.layer, jnp.int32),
+        state_kv=state.kv,
+        state_gate=state.gate,
+        rate=state.compress_rate,
+        eps=eps,
+        overlap=state.overlap,
+    )
+
+
+def _with_entries(operands, pool, inv_freq):
+    return dataclasses.replace(
+        operands,
+        inv_freq=inv_freq,
+        block_table=pool.block_table,
+        pool_layer=jnp.asarray(pool.layer, jnp.int32),
+        pools=tuple(getattr(pool.rows, field.name) for field in dataclasses.fields(pool.rows)),
+        layout=quantized(pool.layout),
+        rate=pool.compress_rate,
+    )
+
+
+def _with_pools(pool, pools):
+    return dataclasses.replace(pool, rows=type(pool.rows)(*pools))
 
 
 @with_kernel(_flush_kernel)
@@ -142,11 +175,28 @@ def flush(
         _check_inputs(kv, gate)
     results = []
     for state, pool, kv, gate, weights in compressors:
-        closed, state = pool_windows(state, kv, gate, weights, slots, positions, dtype=dtype)
-        results.append((state, write_entries(pool, closed, weights.inv_freq)))
+        closed, state = pool_windows(
+            state, kv, gate, weights, slots, positions, dtype=dtype, implementation=implementation
+        )
+        results.append((state, write_entries(pool, closed, weights.inv_freq, implementation=implementation)))
     return results
 
 
+def _pool_windows_kernel(state, kv, gate, weights, slots, positions, *, dtype, max_query_tokens, interpret):
+    _check_bfloat16(dtype)
+    (position_bias, norm_weight), layer = layer_stacks((weights.position_bias, weights.norm_weight))
+    operands = _windows(state, kv, gate, position_bias, norm_weight, weights.eps)
+    closing = _closing_tokens(state, slots, positions)
+    count = closing.shape[0]
+    rows = None
+    if count < slots.shape[0]:
+        rows = jnp.cumsum(_closes_window(state, slots, positions), dtype=jnp.int32) - 1
+    options = {"count": count, "max_query_tokens": max_query_tokens, "layer": layer, "interpret": interpret}
+    values, *states = pool_windows_kernel(operands, slots, positions, rows, **options)
+    return _closed_windows(state, values, closing, slots, positions), _with_states(state, *states)
+
+
+@with_kernel(_pool_windows_kernel)
 def pool_windows(
     state: StateView,
     kv: Float[Array, "T width"],
@@ -156,6 +206,8 @@ def pool_windows(
     positions: Int[Array, "T"],
     *,
     dtype=jnp.bfloat16,
+    max_query_tokens: int | None = None,
+    implementation: str | None = None,
 ) -> tuple[ClosedWindows, StateView]:
     """Runs the first half of `flush`: pools and norms complete windows, and stores the tokens' state rows.
 
@@ -163,40 +215,68 @@ def pool_windows(
 
     Args:
       state, kv, gate, weights: as in `CompressorInputs`.
-      slots, positions, dtype: as in `flush`.
+      slots, positions, dtype, max_query_tokens, implementation: as in `flush`.
 
     Returns:
       (complete windows, updated state). There are rows for `T // rate` windows and one more for each slot, but for at
-      most T; rows without a window have entry -1.
+      most T. If there are T rows, row t is the window that token t completes. Rows without a window have entry -1 and
+      unspecified values.
     """
     _check_inputs(kv, gate)
     rate = state.compress_rate
-    weights = layer_value(weights)
+    closing = _closing_tokens(state, slots, positions)
     if state.kv is None:
-        entries = jnp.where((slots >= 0) & (positions >= 0), positions, -1)
-        return ClosedWindows(_norm(kv, weights, dtype), slots, entries), state
+        return _closed_windows(state, _norm(kv, weights, dtype), closing, slots, positions), state
     if weights.position_bias is not None:
         gate = gate + take(weights.position_bias, jnp.maximum(positions, 0) % rate)
     tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
     start, end = run_bounds(slots)
-    real = (slots >= 0) & (positions >= 0)
-
-    # A request with n tokens completes at most n // rate + 1 windows.
-    size = min(tokens.shape[0], tokens.shape[0] // rate + state.kv.shape[1])
-    closing = jnp.nonzero(real & ((positions + 1) % rate == 0), size=size, fill_value=-1)[0].astype(jnp.int32)
     slot, position, run_start = (take(x, closing) for x in (slots, positions, start))
     pooled = _pool_windows(state, kv, gate, closing, slot, position, run_start)
     # The barrier orders the reads of the rings above before the writes below. Otherwise XLA copies the rings.
     kv, gate, pooled = jax.lax.optimization_barrier((kv, gate, pooled))
-    closed = ClosedWindows(_norm(pooled, weights, dtype), slot, jnp.where(closing >= 0, position // rate, -1))
-    keep = real & (end - tokens <= state.ring)
+    closed = _closed_windows(state, _norm(pooled, weights, dtype), closing, slots, positions)
+    keep = (slots >= 0) & (positions >= 0) & (end - tokens <= state.ring)
     index = (state.layer, slots, jnp.maximum(positions, 0) % state.ring)
-    new_kv, new_gate = put((state.kv, state.gate), (kv, gate), keep, *index)
-    return closed, dataclasses.replace(state, kv=new_kv, gate=new_gate)
+    return closed, _with_states(state, *put((state.kv, state.gate), (kv, gate), keep, *index))
 
 
+def _with_states(state, kv, gate):
+    return dataclasses.replace(state, kv=kv, gate=gate)
+
+
+def _closes_window(state, slots, positions):
+    return (slots >= 0) & (positions >= 0) & ((positions + 1) % state.compress_rate == 0)
+
+
+def _closing_tokens(state, slots, positions):
+    """Returns the tokens that complete windows, [n] int32 for the n rows of `pool_windows`; -1 = none."""
+    closes = _closes_window(state, slots, positions)
+    tokens = slots.shape[0]
+    # A request with t tokens completes at most t // rate + 1 windows.
+    size = tokens if state.kv is None else min(tokens, tokens // state.compress_rate + state.kv.shape[1])
+    if size == tokens:
+        return jnp.where(closes, jnp.arange(tokens, dtype=jnp.int32), -1)
+    return jnp.nonzero(closes, size=size, fill_value=-1)[0].astype(jnp.int32)
+
+
+def _closed_windows(state, values, closing, slots, positions):
+    entries = jnp.where(closing >= 0, take(positions, closing) // state.compress_rate, -1)
+    return ClosedWindows(values, take(slots, closing), entries)
+
+
+def _write_entries_kernel(pool, closed, inv_freq, *, interpret):
+    operands = _with_entries(CompressorOperands(closed.values), pool, inv_freq)
+    return _with_pools(pool, write_entries_kernel(operands, closed.slots, closed.entries, interpret=interpret))
+
+
+@with_kernel(_write_entries_kernel)
 def write_entries(
-    pool: ClassicalView | IndexerView, closed: ClosedWindows, inv_freq: Float[Array, "P"]
+    pool: ClassicalView | IndexerView,
+    closed: ClosedWindows,
+    inv_freq: Float[Array, "P"],
+    *,
+    implementation: str | None = None,
 ) -> ClassicalView | IndexerView:
     """Runs the second half of `flush`: rotates, quantizes and stores pooled vectors. Returns the updated pool.
 
@@ -204,6 +284,7 @@ def write_entries(
       pool: pool that gets the entries.
       closed: the result of `pool_windows`, or other vectors for the same windows.
       inv_freq: [P] float32, radians per token. The last 2 * P channels are rotated by the window's first position.
+      implementation: as in `flush`.
 
     Raises:
       TypeError: `closed.values` is neither bfloat16 nor float32.

@@ -15,8 +15,7 @@ from dsv4_jax.quant import LayerSlice, Rows, layer_stacks, round_to
 from pallas_kernels.norm_rope import norm_rope as norm_rope_kernel, norm_rope_append as norm_rope_append_kernel
 
 
-def _norm_rope_kernel(q, kv, weight, positions, inv_freq, *, norms_queries, **options):
-    _check_norms_queries(norms_queries)
+def _norm_rope_kernel(q, kv, weight, positions, inv_freq, **options):
     weight, layer = layer_stacks(weight)
     return norm_rope_kernel(q, kv, weight, positions, inv_freq, layer=layer, **options)
 
@@ -46,7 +45,7 @@ def norm_rope(
       positions: [T] int32 absolute positions in tokens, not negative.
       inv_freq: [P] float32, radians per token; the last 2 * P channels are rotated.
       eps: constant added to the mean square.
-      norms_queries: whether queries are normed before they are rotated. The kernel takes True only.
+      norms_queries: whether queries are normed before they are rotated.
       implementation: None for the best one available, "xla", "mosaic_gpu" or "interpret". The last two take bfloat16
         and D = 512.
 
@@ -58,8 +57,7 @@ def norm_rope(
     return apply_rope(normed, positions, inv_freq), apply_rope(row, positions, inv_freq)
 
 
-def _norm_rope_append_kernel(view, q, kv, weight, slots, positions, inv_freq, *, norms_queries, **options):
-    _check_norms_queries(norms_queries)
+def _norm_rope_append_kernel(view, q, kv, weight, slots, positions, inv_freq, **options):
     weight, layer = layer_stacks(weight)
     arrays = q, kv, weight, slots, positions, inv_freq, view.for_kernels()
     q, *pools = norm_rope_append_kernel(*arrays, layer=layer, **options)
@@ -100,11 +98,6 @@ def norm_rope_append(
     arrays = q, kv, weight, jnp.maximum(positions, 0), inv_freq
     q, kv = norm_rope(*arrays, eps=eps, norms_queries=norms_queries, implementation=implementation)
     return q, append_swa(view, kv, slots, positions, implementation=implementation)
-
-
-def _check_norms_queries(norms_queries):
-    if not norms_queries:
-        raise NotImplementedError("the kernel norms queries: norms_queries must be True")
 
 
 def rms_normalize(x: Float[Array, "... n"], eps: float) -> Float[Array, "... n"]:

@@ -26,6 +26,8 @@ class FlushContext:
     slots_gmem: Any  # [T] int32
     positions_gmem: Any  # [T] int32
     max_in_call: int  # maximum number of tokens of a slot in the call; rows of earlier tokens are in the ring
+    results_gmem: Any = None  # [n, D] bfloat16, pooled vectors; None if they are stored as entries
+    result_rows_gmem: Any = None  # [T] int32, the row in `results_gmem` of the window that a token closes; None: t
     first: Any = 0  # first channel of the warpgroup
     scratch_smem: Any = None  # [channels of the warpgroup] float32, scratch for `vectors.exchange`
     stage_smem: Any = None  # [2 * rows * D] float32, values, then logits of a short window
@@ -58,25 +60,27 @@ def rows_in_call(ctx: FlushContext, token) -> Any:
 class EntryTarget:
     """The place where an entry is stored, and the operands of its norm and rotation for the warpgroup's channels."""
 
-    row_gmem: Any  # list with a reference to the entry's row in each pool
+    row_gmem: Any  # references to the entry's row in each pool, a tuple like the pools
     keep: Any  # bool scalar; False if the request has no block for the entry, which then is not stored
-    norm: jax.Array  # [channels] float32, weights of the norm
+    norm: Any  # [channels] float32, weights of the norm; None if the entry is normed already
     angle: jax.Array  # [channels] float32, angles of the rotation in radians, arbitrary for channels without RoPE
 
 
-def find_target(ctx: FlushContext, token) -> EntryTarget:
-    """Returns the target of the window that closes at `token`."""
+def find_target(ctx: FlushContext, slot, position) -> EntryTarget:
+    """Returns the target of a request's window that closes at a position."""
     c = ctx.c
-    slot = ctx.slots_gmem[token]
-    position = ctx.positions_gmem[token]
     per_block = jnp.int32(c.pools[0].shape[2])
     entry = lax.div(position, c.rate)
     logical = lax.div(entry, per_block)
     block = c.block_table[slot, jnp.minimum(logical, c.block_table.shape[1] - 1)]
     keep = (logical < c.block_table.shape[1]) & (block >= 0)
-    row_gmem = [pool.at[c.pool_layer[0], jnp.maximum(block, 0), lax.rem(entry, per_block)] for pool in c.pools]
+
+    def row_of(pool):
+        return pool.at[c.pool_layer[0], jnp.maximum(block, 0), lax.rem(entry, per_block)]
+
+    row_gmem = jax.tree.map(row_of, c.pools)
     channel = vectors.channels(ctx.scratch_smem.shape[0]) + ctx.first
-    norm = vectors.take(c.norm_weight, channel)
+    norm = None if c.norm_weight is None else vectors.take(c.norm_weight, channel)
     rotated = channel - (c.dim - 2 * c.inv_freq.shape[0])
     frequency = vectors.take(c.inv_freq, rotated >> 1)
     window_start = position - (c.rate - 1)
@@ -97,7 +101,7 @@ def rotation(ctx: FlushContext, target: EntryTarget) -> tuple[jax.Array, jax.Arr
 def store_entry(
     ctx: FlushContext, target: EntryTarget, rotation: tuple[jax.Array, jax.Array], x: jax.Array, across: Callable
 ) -> None:
-    """Normalizes, rotates, quantizes and stores a pooled entry.
+    """Normalizes, rotates, quantizes and stores a pooled entry. Without `target.norm`, it is normalized already.
 
     Args:
       ctx: the warpgroup's view of the compressor.
@@ -108,14 +112,13 @@ def store_entry(
         channels of the entry, including the slices of other warpgroups. All channels of a slice have the same value in
         x.
     """
-
-    def over_channels(combine, x):
-        return across(combine, vectors.butterfly(combine, x, exact_math.SLICE // 2, 1, ctx.scratch_smem))
-
-    x = _norm_and_rotate(ctx, target, rotation, x, over_channels)
+    channel = vectors.channels(x.shape[0]) + ctx.first
+    if target.norm is not None:
+        x = rms_norm(ctx, target.norm, x, across)
+    x = _rotate(ctx, rotation, x, channel)
     layout = ctx.c.layout
     if isinstance(layout, RowLayout):
-        largest = functools.partial(over_channels, jnp.maximum)
+        largest = functools.partial(_over_channels, ctx, across, jnp.maximum)
         encode_row(x, target.row_gmem, layout, largest, ctx.first, target.keep, ctx.scratch_smem)
     else:
         pl.when(target.keep)(functools.partial(encode_key, x, target.row_gmem, layout, ctx.scratch_smem))
@@ -141,14 +144,26 @@ def normalize(weight: jax.Array, total: jax.Array) -> jax.Array:
     return total * exact_math.reciprocal(weight, vector_product)
 
 
-def _norm_and_rotate(ctx, target, rotation, x, over_channels):
-    """Applies the RMS norm and RoPE to x; rounds to bfloat16 before the norm, after it and after the rotation."""
+def rms_norm(ctx: FlushContext, norm: jax.Array, x: jax.Array, across: Callable) -> jax.Array:
+    """Applies the RMS norm to the warpgroup's channels x of an entry, and rounds to bfloat16 before and after it.
+
+    `norm` has the channels' weights, and `across` is as in `store_entry`.
+    """
+    product = vector_product
+    x = round_bfloat16(x)
+    mean_square = product(_over_channels(ctx, across, jnp.add, product(x, x)), 1 / ctx.c.dim)
+    return round_bfloat16(norm * (x * exact_math.inverse_sqrt(mean_square + ctx.c.eps, product)))
+
+
+def _over_channels(ctx, across, combine, x):
+    """Reduces x over all channels of the entry by `across`, see `store_entry`."""
+    return across(combine, vectors.butterfly(combine, x, exact_math.SLICE // 2, 1, ctx.scratch_smem))
+
+
+def _rotate(ctx, rotation, x, channel):
+    """Applies RoPE to x, and rounds rotated channels to bfloat16."""
     c = ctx.c
     product = vector_product
-    channel = vectors.channels(x.shape[0]) + ctx.first
-    x = round_bfloat16(x)
-    mean_square = product(over_channels(jnp.add, product(x, x)), 1 / c.dim)
-    x = round_bfloat16(target.norm * (x * exact_math.inverse_sqrt(mean_square + c.eps, product)))
     partner = vectors.exchange(x, 1, ctx.scratch_smem)
     cos, sin = rotation
     turned = product(x, cos) + product(partner, jnp.where((channel & 1) == 0, -sin, sin))

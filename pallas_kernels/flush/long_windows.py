@@ -354,7 +354,7 @@ def _store_window(worker, window, following, end, count):
       count: int32 scalar, number of windows of this cluster before this one.
     """
     p = worker.plan
-    target = entry.find_target(worker, window.token)
+    target = entry.find_target(worker, worker.slots_gmem[window.token], worker.positions_gmem[window.token])
     # The angles are computed while the copies are in flight.
     rotation = entry.rotation(worker, target)
 

@@ -8,64 +8,67 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats.exact_math import MAX_SHORT
 from pallas_kernels.formats.kv_rows import ROW_DIM
-from pallas_kernels.formats.layouts import KeyLayout, RowLayout, check_pools, check_row_layout, check_v4_row_layout
+from pallas_kernels.formats.layouts import RowLayout, check_pools, check_row_layout
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.layer_operands import check_weight, weights_of_layer
 from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
+NO_SLOTS = 2**31 - 1  # number of slots where neither a state nor a block table limits it
+
+
 @pytree_dataclass
 class CompressorOperands:
     """The operands of a compressor, or references to them within a kernel.
 
-    An entry has D channels, 128, 256 or 512. Entries with a `RowLayout` have 512 on a GPU.
+    An entry has D channels, 128, 256 or 512. Entries with a `RowLayout` have 512 on a GPU. `pool_windows` takes
+    operands without those of entries, from `inv_freq` to `layout`, and `write_entries` without those of windows.
 
     Attributes:
       kv: [T, width] float32 projections of this call's tokens. The width is D, or 2 * D with overlap: channels for the
-        next entry, then channels for the token's own entry.
-      gate: [T, width] float32 pooling logits, without position bias.
-      position_bias: [rate, width] float32, or a stack [layers, rate, width]; a window closes every `rate` tokens.
+        next entry, then channels for the token's own entry. For `write_entries`: [n, D] bfloat16, the pooled vectors.
+      gate: [T, width] float32 pooling logits, without position bias; None if a window is a single token.
+      position_bias: [rate, width] float32, or a stack [layers, rate, width]; None if there is none.
       norm_weight: [D] float32, or a stack [layers, D].
       inv_freq: [P] float32, radians per token; the last 2 * P channels are rotated.
       block_table: [slots, max_blocks] int32, ids of each request's blocks of entries; -1 = none.
       state_layer: int32 scalar, index on axis 0 of `state_kv` and `state_gate`.
       pool_layer: int32 scalar, index on axis 0 of `pools`.
       state_kv: [layers, slots, ring, width] float32, `kv` of earlier tokens; position p of a request is row `p % ring`
-        of its slot. The ring is at least `rate`, or `2 * rate` with overlap.
-      state_gate: [layers, slots, ring, width] float32, `gate` plus position bias of earlier tokens.
-      pools: arrays [layers, blocks, entries per block, ..], as the layout describes them: (nope, rope, scale) or
-        (codes, scale).
+        of its slot. The ring is at least `rate`, or `2 * rate` with overlap. None if a window is a single token.
+      state_gate: [layers, slots, ring, width] float32, `gate` plus position bias of earlier tokens; None like
+        `state_kv`.
+      pools: arrays [layers, blocks, entries per block, ..], as the layout describes them: (nope, rope or None, scale)
+        or (codes, scale).
       layout: format in which entries are stored, a `RowLayout` for KV rows or a `KeyLayout` for indexer keys.
+      rate: number of tokens after which a window closes.
       eps: epsilon of the RMS norm.
       overlap: whether an entry also pools the `rate` rows before its own `rate` rows.
       num_slots, ring: number of slots, and of rows in a ring; set by `in_place`, which merges these axes.
     """
 
     kv: Any
-    gate: Any
-    position_bias: Any
-    norm_weight: Any
-    inv_freq: Any
-    block_table: Any
-    state_layer: Any
-    pool_layer: Any
-    state_kv: Any
-    state_gate: Any
-    pools: tuple[Any, ...]
-    layout: RowLayout | KeyLayout = static_field()
-    eps: float = static_field()
-    overlap: bool = static_field()
-    num_slots: int = static_field(default=0)
+    gate: Any = None
+    position_bias: Any = None
+    norm_weight: Any = None
+    inv_freq: Any = None
+    block_table: Any = None
+    state_layer: Any = None
+    pool_layer: Any = None
+    state_kv: Any = None
+    state_gate: Any = None
+    pools: tuple[Any, ...] = ()
+    layout: Any = static_field(default=None)
+    rate: int = static_field(default=1)
+    eps: float = static_field(default=0.0)
+    overlap: bool = static_field(default=False)
+    num_slots: int = static_field(default=NO_SLOTS)
     ring: int = static_field(default=0)
 
     @property
     def dim(self) -> int:
-        return self.norm_weight.shape[-1]
-
-    @property
-    def rate(self) -> int:
-        return self.position_bias.shape[-2]
+        return self.kv.shape[-1] // (2 if self.overlap else 1)
 
     @property
     def rows(self) -> int:
@@ -82,58 +85,83 @@ class CompressorOperands:
 
         The states are [layers * slots * ring, width], and the layer indices are [1] int32.
         """
-        _, num_slots, ring, width = self.state_kv.shape
+        num_slots = NO_SLOTS if self.block_table is None else self.block_table.shape[0]
+        ring = 0
+        if self.state_kv is not None:
+            _, num_slots, ring, _ = self.state_kv.shape
+        layers = self.state_layer, self.pool_layer
+        state_layer, pool_layer = jax.tree.map(lambda layer: layer.reshape(1), layers)
+        states = self.state_kv, self.state_gate
+        state_kv, state_gate = jax.tree.map(lambda state: jax.new_ref(state.reshape(-1, state.shape[-1])), states)
         return dataclasses.replace(
             self,
-            state_layer=self.state_layer.reshape(1),
-            pool_layer=self.pool_layer.reshape(1),
-            state_kv=jax.new_ref(self.state_kv.reshape(-1, width)),
-            state_gate=jax.new_ref(self.state_gate.reshape(-1, width)),
-            pools=tuple(map(jax.new_ref, self.pools)),
+            state_layer=state_layer,
+            pool_layer=pool_layer,
+            state_kv=state_kv,
+            state_gate=state_gate,
+            pools=jax.tree.map(jax.new_ref, self.pools),
             num_slots=num_slots,
             ring=ring,
         )
+
+    def freeze(self, refs: "CompressorOperands") -> tuple[Any, Any, tuple[Any, ...]]:
+        """Returns (state_kv, state_gate, pools) with the contents of `refs`, the result of `in_place`."""
+        arrays = self.state_kv, self.state_gate, self.pools
+        written = refs.state_kv, refs.state_gate, refs.pools
+        return jax.tree.map(lambda array, ref: jax.freeze(ref).reshape(array.shape), arrays, written)
 
     def of_layer(self, layer_gmem: Any) -> "CompressorOperands":
         """Returns the references with `position_bias` and `norm_weight` of one layer, see `weights_of_layer`."""
         position_bias, norm_weight = weights_of_layer((self.position_bias, self.norm_weight), layer_gmem)
         return dataclasses.replace(self, position_bias=position_bias, norm_weight=norm_weight)
 
-    def check(self, layer: jax.Array | None, interpret: bool) -> None:
-        """Raises NotImplementedError if a shape, a dtype or the layout is not supported.
-
-        With a `RowLayout`, only the interpreter takes entries of fewer than 512 channels, because Mosaic GPU does not
-        compile their stores.
+    def check_windows(self, layer: jax.Array | None) -> None:
+        """Raises NotImplementedError if a shape or a dtype of the operands of windows is not supported.
 
         Args:
           layer: index of this layer if `position_bias` and `norm_weight` are stacks; None if they are not.
-          interpret: whether the kernel is interpreted.
         """
-        layout = self.layout
         dim = self.dim
-        ring = self.state_kv.shape[2]
-        width = dim * (2 if self.overlap else 1)
+        width = self.kv.shape[-1]
+        sizes = (1, 2, 4, 8, 16, 32, 64, 128)
         check_rules(
             {
                 f"entries of 128, 256 or 512 channels, got {dim}": dim in (128, 256, 512),
-                f"entries of {dim} channels, got a layout of {layout.dim}": layout.dim == dim,
-                f"windows of 4, 8, ... or 128 rows, got {self.rows}": self.rows in (4, 8, 16, 32, 64, 128),
+                f"windows of 1, 2, 4, ... or 128 rows, got {self.rows}": self.rows in sizes,
                 f"overlapping windows of at most {MAX_SHORT} rows, got {self.rows}": not (
                     self.overlap and self.is_long
                 ),
-                f"states of at least {self.rows} rows, got {ring}": ring >= self.rows,
-                f"a block table with columns, got {list(self.block_table.shape)}": self.block_table.shape[1] > 0,
             }
         )
         check_array("kv", self.kv, jnp.float32, None, width)
+        check_weight("norm_weight", self.norm_weight, layer, jnp.float32, dim)
+        if self.rows == 1:
+            return
         check_array("gate", self.gate, jnp.float32, *self.kv.shape)
-        check_weight("position_bias", self.position_bias, layer, jnp.float32, None, width)
-        check_weight("norm_weight", self.norm_weight, layer, jnp.float32, None)
+        if self.position_bias is not None:
+            check_weight("position_bias", self.position_bias, layer, jnp.float32, self.rate, width)
         check_array("states", self.state_kv, jnp.float32, None, None, None, width)
         check_array("state gates", self.state_gate, jnp.float32, *self.state_kv.shape)
+        ring = self.state_kv.shape[2]
+        check_rules({f"states of at least {self.rows} rows, got {ring}": ring >= self.rows})
+
+    def check_entries(self, interpret: bool) -> None:
+        """Raises NotImplementedError if a shape, a dtype or the layout of entries is not supported.
+
+        With a `RowLayout`, only the interpreter takes entries of fewer than 512 channels, because Mosaic GPU does not
+        compile their stores.
+        """
+        layout = self.layout
+        dim = self.dim
+        check_array("block_table", self.block_table, jnp.int32, None, None)
+        check_rules(
+            {
+                f"entries of {dim} channels, got a layout of {layout.dim}": layout.dim == dim,
+                f"a block table with columns, got {list(self.block_table.shape)}": self.block_table.shape[1] > 0,
+            }
+        )
         if isinstance(layout, RowLayout):
             check_row_layout(layout)
-            check_v4_row_layout(layout)
             rows = f"rows of {ROW_DIM} values on a GPU, got {layout.nope_dim} + {layout.rope_dim}"
             check_rules({rows: interpret or dim == ROW_DIM})
         else:
@@ -161,7 +189,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class FlushCall:
-    """The arguments of `flush` in the form that its launches take."""
+    """The arguments of `flush` or one of its halves in the form that its launches take."""
 
     compressors: list[CompressorOperands]  # results of `CompressorOperands.in_place`
     slots: jax.Array  # [T] int32
@@ -170,6 +198,8 @@ class FlushCall:
     max_tokens: int  # maximum number of tokens of a slot
     config: Config
     interpret: bool
+    results: jax.ShapeDtypeStruct | None = None  # [n, D] bfloat16, pooled vectors to return; None to store entries
+    result_rows: jax.Array | None = None  # [T] int32, the row of the window that a token closes; None: the token
 
     @property
     def with_states(self) -> bool:
@@ -177,4 +207,4 @@ class FlushCall:
 
         It may, if the rings are so long that no token of the call overwrites a row that the launch reads.
         """
-        return all(self.max_tokens <= c.ring - c.rows + 1 for c in self.compressors)
+        return all(c.state_kv is not None and self.max_tokens <= c.ring - c.rows + 1 for c in self.compressors)

@@ -1,4 +1,4 @@
-"""The kernel that stores the entries of windows of at most 16 rows. A warpgroup pools whole windows.
+"""The kernels for windows of at most 16 rows. A warpgroup pools whole windows.
 
 The grid is (compressor, block). Each of n warpgroups takes every n-th token of the call and the windows that these
 tokens close. Warpgroups share nothing, so there are no barriers between them. A warpgroup runs these steps:
@@ -7,8 +7,12 @@ tokens close. Warpgroups share nothing, so there are no barriers between them. A
     row_writer      stores the state rows of its tokens
     _start_window   copies a window's rows from the call or the ring to shared memory; each thread its own channels
     _store_windows  pools the rows, starts to copy the next window's rows, finishes and stores the entry
+
+If vectors are to be returned, a window is finished by its norm. `write_entries` stores such vectors as entries, with a
+warpgroup for each.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -19,21 +23,56 @@ from jax import lax
 from pallas_kernels.flush import entry
 from pallas_kernels.flush.entry import FlushContext
 from pallas_kernels.flush.operands import FlushCall
-from pallas_kernels.flush.states import SCAN, is_last, row_writer, run_workers, scan
+from pallas_kernels.flush.states import SCAN, has_state, is_last, row_writer, run_workers, scan
 from pallas_kernels.formats.exact_math import SLICE, tree_sum
 from pallas_kernels.mgpu import copies, vectors
 
 
-def store_entries(call: FlushCall) -> None:
-    """Launches the kernel, which stores the entries of all windows that close, and the state rows if `with_states`."""
+def pool_windows(call: FlushCall) -> list[jax.Array]:
+    """Launches the kernel, which pools all windows that close, and stores the state rows if `with_states`.
+
+    The results are stored as entries, or returned if `call.results` is given.
+    """
     max_tokens = call.max_tokens
     workers, share = _workers(call.slots.shape[0], max_tokens, call.config.short_workers)
 
     def sizes(c):
-        return {"stage_smem": 2 * c.rows * c.dim, "biases_smem": min(c.rows, max_tokens) * c.dim, "scratch_smem": c.dim}
+        stage = {} if c.gate is None else {"stage_smem": 2 * c.rows * c.dim}
+        biases = {} if c.position_bias is None else {"biases_smem": min(c.rows, max_tokens) * c.dim}
+        return stage | biases | {"scratch_smem": c.dim}
 
     work = functools.partial(_run, step=workers, share=share, with_states=call.with_states)
-    run_workers("flush_short", work, workers, call, sizes)
+    name = "flush_short" if call.results is None else "pool_windows"
+    return run_workers(name, work, workers, call, sizes)
+
+
+def write_entries(call: FlushCall) -> None:
+    """Launches the kernel that stores vectors as entries. `call.positions` has the numbers of the entries."""
+    workers, share = _workers(call.slots.shape[0], 1, call.config.short_workers)
+    work = functools.partial(_write, step=workers, share=share)
+    run_workers("write_entries", work, workers, call, lambda c: {"scratch_smem": c.dim})
+
+
+def _write(ctx, first, step, share):
+    """Stores up to `share` vectors, first, first + step, ..., as entries."""
+    c = ctx.c
+    # The compiler must not know the range of channel numbers. LLVM would compute the numbers of rotated pairs in pairs
+    # of 16-bit integers, which ptxas adds wrongly.
+    ctx = dataclasses.replace(ctx, first=vectors.opaque(jnp.int32(0)))
+    vectors_in_call = ctx.slots_gmem.shape[0]
+
+    def write_one(i, _):
+        number = first + i * step
+        safe = jnp.minimum(number, vectors_in_call - 1)
+        x = vectors.load(c.kv.at[safe]).astype(jnp.float32)
+        slot = ctx.slots_gmem[safe]
+        index = ctx.positions_gmem[safe]
+        exists = (number < vectors_in_call) & has_state(ctx, slot, index)
+        target = entry.find_target(ctx, jnp.where(exists, slot, 0), jnp.maximum(index, 0) * c.rate + (c.rate - 1))
+        target = dataclasses.replace(target, keep=target.keep & exists)
+        entry.store_entry(ctx, target, entry.rotation(ctx, target), x, functools.partial(_across, ctx))
+
+    lax.fori_loop(0, share, write_one, None)
 
 
 def _workers(tokens, max_tokens, limit):
@@ -98,21 +137,15 @@ def _store_windows(ctx, first, step, number, share, bits, rows_in_call):
     def store_one(carry):
         bits, rows_in_call = carry
         token = first + (number * SCAN + vectors.lowest_bit(bits)) * step
-        target = entry.find_target(ctx, token)
-        copies.commit_copies()
-        copies.wait_copies(0)
-        exists = ctx.positions_gmem[token] >= ctx.c.rate
-        logits, peak = _take_logits(ctx, exists, rows_in_call)
-        weights = entry.softmax_weights(logits, peak)
-        values = [_where_exists(ctx, exists, j, 0, 0.0) for j in range(ctx.c.rows)]
-        x = entry.normalize(tree_sum(weights), entry.weighted_sum(weights, values))
+        finish = _start_finish(ctx, token)
+        x = _pool_window(ctx, token, rows_in_call)
         bits &= bits - 1  # clears the bit of this window
         if share > 1:
             # The next copies overwrite the window's rows, which now all threads of the warp have read.
             copies.sync_warp()
             token = first + (number * SCAN + vectors.lowest_bit(bits)) * step
             rows_in_call = _start_window(ctx, token, bits)
-        entry.store_entry(ctx, target, entry.rotation(ctx, target), x, functools.partial(_across, ctx))
+        finish(x)
         return bits, rows_in_call
 
     def is_left(carry):
@@ -122,17 +155,53 @@ def _store_windows(ctx, first, step, number, share, bits, rows_in_call):
     lax.while_loop(is_left, store_one, (bits, rows_in_call))
 
 
+def _start_finish(ctx, token):
+    """Returns a function of the pooled vector that finishes the window that closes at `token`.
+
+    The function's operands in global memory are loaded before it is called.
+    """
+    across = functools.partial(_across, ctx)
+    if ctx.results_gmem is None:
+        target = entry.find_target(ctx, ctx.slots_gmem[token], ctx.positions_gmem[token])
+        return lambda x: entry.store_entry(ctx, target, entry.rotation(ctx, target), x, across)
+    channel = vectors.channels(ctx.c.dim)
+    norm = vectors.take(ctx.c.norm_weight, channel)
+    row = token if ctx.result_rows_gmem is None else ctx.result_rows_gmem[token]
+
+    def store(x):
+        x = entry.rms_norm(ctx, norm, x, across)
+        vectors.store_channels(ctx.results_gmem.at[row], x.astype(jnp.bfloat16), channel)
+
+    return store
+
+
 def _across(ctx, combine, x):
     """Combines x, whose values are equal within each slice of 64 channels, over all slices of the entry."""
     return vectors.butterfly(combine, x, ctx.c.dim // 2, SLICE, ctx.scratch_smem)
+
+
+def _pool_window(ctx, token, rows_in_call):
+    """Returns the pooled vector, [D] float32, of the window that closes at `token`. Its copies have been started."""
+    c = ctx.c
+    if c.gate is None:
+        return vectors.load(c.kv.at[token])
+    copies.commit_copies()
+    copies.wait_copies(0)
+    exists = ctx.positions_gmem[token] >= c.rate
+    logits, peak = _take_logits(ctx, exists, rows_in_call)
+    weights = entry.softmax_weights(logits, peak)
+    values = [_where_exists(ctx, exists, j, 0, 0.0) for j in range(c.rows)]
+    return entry.normalize(tree_sum(weights), entry.weighted_sum(weights, values))
 
 
 def _start_window(ctx, token, bits, also=lambda ctx: None):
     """Starts to copy the rows of the window that closes at `token`. If `bits` is 0, there is no window.
 
     `also(ctx)` is called before the copies start. Returns the number of the window's rows that are in the call, or 1 if
-    there is no window.
+    there is no window. A window of a single token needs no copies.
     """
+    if ctx.c.gate is None:
+        return jnp.int32(1)
 
     def start():
         rows_in_call = entry.rows_in_call(ctx, token)
@@ -149,6 +218,8 @@ def _start_biases(ctx: FlushContext) -> None:
     The biases are the same for every window. Rows in the ring already include their biases.
     """
     c = ctx.c
+    if c.position_bias is None:
+        return
     column_of = _first_column(ctx)
 
     def start_bias(row, _):
@@ -211,7 +282,7 @@ def _take_logits(ctx: FlushContext, exists, rows_in_call) -> tuple[list[jax.Arra
 
     def logit(j):
         x = _where_exists(ctx, exists, j, 1, -jnp.inf)
-        if j < ctx.first_in_call:
+        if j < ctx.first_in_call or c.position_bias is None:
             return x
         bias = vectors.load(ctx.biases_smem.at[pl.ds((j - ctx.first_in_call) * c.dim, c.dim)])
         return x + jnp.where(jnp.broadcast_to(j >= c.rows - rows_in_call, x.shape), bias, 0.0)

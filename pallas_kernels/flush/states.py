@@ -82,7 +82,9 @@ def store_state_rows(call: FlushCall) -> None:
     run_workers("flush_states", work, workers, call)
 
 
-def run_workers(name: str, work: Callable, workers: int, call: FlushCall, sizes: Callable = lambda c: {}) -> None:
+def run_workers(
+    name: str, work: Callable, workers: int, call: FlushCall, sizes: Callable = lambda c: {}
+) -> list[jax.Array]:
     """Launches a kernel of independent warpgroups for each compressor. The grid is (compressor, block).
 
     Args:
@@ -93,22 +95,33 @@ def run_workers(name: str, work: Callable, workers: int, call: FlushCall, sizes:
       call: arguments of the flush.
       sizes: function that returns {name: number of float32 values} of a warpgroup's buffers in shared memory for a
         compressor; the names are fields of `FlushContext`.
+
+    Returns:
+      The array that `call.results` describes, or an empty list.
     """
     tokens = call.slots.shape[0]
     strides = {buffer: max(sizes(c)[buffer] for c in call.compressors) for buffer in sizes(call.compressors[0])}
 
-    def run_compressors(slots_gmem, positions_gmem, layer_gmem, compressors, **smem):
+    def run_compressors(slots_gmem, positions_gmem, layer_gmem, compressors, result_rows_gmem, *results, **smem):
         warpgroup = lax.axis_index("warpgroup")
         worker = lax.axis_index("block") * WARPGROUPS + warpgroup
         number = jnp.where(worker < workers, worker, tokens)
         for j, c in enumerate(compressors):
             buffers = {buffer: smem[buffer].at[pl.ds(warpgroup * strides[buffer], n)] for buffer, n in sizes(c).items()}
-            ctx = FlushContext(c.of_layer(layer_gmem), slots_gmem, positions_gmem, call.max_tokens, **buffers)
+            ctx = FlushContext(
+                c.of_layer(layer_gmem),
+                slots_gmem,
+                positions_gmem,
+                call.max_tokens,
+                results_gmem=results[0] if results else None,
+                result_rows_gmem=result_rows_gmem,
+                **buffers,
+            )
             pl.when(lax.axis_index("compressor") == j)(functools.partial(work, ctx, number))
 
     launch = kernel(
         run_compressors,
-        out_type=(),
+        out_type=[] if call.results is None else [call.results],
         kernel_name=name,
         # Blocks start in order of their index, whose last axis runs fastest. So the blocks of the first compressor,
         # which take longest, start first.
@@ -120,7 +133,7 @@ def run_workers(name: str, work: Callable, workers: int, call: FlushCall, sizes:
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=call.interpret,
     )
-    launch(call.slots, call.positions, call.layer, call.compressors)
+    return launch(call.slots, call.positions, call.layer, call.compressors, call.result_rows)
 
 
 def _store_rows(ctx, first, step, share):
@@ -159,14 +172,16 @@ def _read_row(ctx, token, end):
         is_stored &= (token + ring >= tokens) | (ctx.slots_gmem[later] != slot)
     phase = lax.rem(jnp.maximum(position, 0), c.rate)
     halves = [pl.ds(half * c.dim, c.dim) for half in range(1 + c.overlap)]
-    rows = (c.kv, safe), (c.gate, safe), (c.position_bias, phase)
+    rows = [(c.kv, safe), (c.gate, safe)]
+    if c.position_bias is not None:
+        rows.append((c.position_bias, phase))
     values = [[vectors.load(array.at[row, half]) for array, row in rows] for half in halves]
 
     @jax.named_scope("store_row")
     def store():
         row = ctx.state_row(slot, position)
-        for half, (value, logit, bias) in zip(halves, values, strict=True):
+        for half, (value, *logit_and_bias) in zip(halves, values, strict=True):
             c.state_kv[row, half] = value
-            c.state_gate[row, half] = logit + bias
+            c.state_gate[row, half] = functools.reduce(jnp.add, logit_and_bias)
 
     return lambda: pl.when(is_stored)(store)

@@ -1,10 +1,12 @@
 """Loads and stores of the rows of quantized pools, by row number. One warp accesses a row.
 
-Pools are [rows, columns], with all leading axes merged. A row of 512 values is 8 groups of 64. A warp accesses half a
-row at a time, 8 values in each lane, so that the bytes of an access are contiguous. Rows are loaded from global memory
-to registers directly, because bulk copies do not take rows of 448 bytes, and a step through shared memory adds latency.
+Pools are [rows, columns], with all leading axes merged. A row of 512 values is 8 groups of 64, or as many groups as it
+has scales. A warp accesses half a row at a time, 8 values in each lane, so that the bytes of an access are contiguous.
+Rows are loaded from global memory to registers directly, because bulk copies do not take rows of 448 bytes, and a step
+through shared memory adds latency.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -20,6 +22,8 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from pallas_kernels.formats.exact_math import product_in
 from pallas_kernels.formats.layouts import GROUP as GROUP
 from pallas_kernels.mgpu import mlir
+from pallas_kernels.mgpu.bfloat16_words import e2m1_pairs, e2m1_value, multiply, unpack
+from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -27,25 +31,30 @@ GROUPS = 8  # number of groups of values in a row
 ROW_DIM = GROUPS * GROUP  # number of values in a row
 WARPS = 4  # number of warps in a warpgroup
 
-# Layout of rows [n, 8 groups, 64]: warp w has rows w, w + 4, ... A lane has two vectors of 8 values of each row. The
-# 32 lanes' first vectors are the row's first 4 groups, 8 vectors each, and their second vectors the last 4 groups.
-VALUES = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, 4, GROUP), (8,))), warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
-PER_GROUP = VALUES.reduce(2)
-PER_ROW = VALUES.reduce((1, 2))
 
-
+@functools.cache
 def _layout(shape):
-    return {1: PER_ROW, 2: PER_GROUP, 3: VALUES}[len(shape)]
+    """Returns the register layout of an array [n], [n, groups] or [n, groups, values] for n rows, n a multiple of 4.
+
+    Warp w has rows w, w + 4, ... A lane has two vectors of 8 values of each row, or of 4 bytes with the codes of 8
+    values. The 32 lanes' first vectors are the first half of the row's groups, and their second vectors the other half.
+    """
+    if len(shape) == 1:
+        return VALUES.reduce((1, 2))
+    groups = shape[1]
+    size = shape[2] if len(shape) == 3 else ROW_DIM // groups
+    tiling = plgpu.Tiling(((WARPS, groups // 2, size), (groups * size // (2 * mlir.WARP),)))
+    layout = plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
+    return layout if len(shape) == 3 else layout.reduce(2)
 
 
+VALUES = _layout((WARPS, GROUPS, GROUP))
+PER_ROW = _layout((WARPS,))
 product = product_in(_layout)
 
 
 def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
-    """Returns int32 indices along an axis of a shape (rows,), (rows, groups) or (rows, groups, 64).
-
-    The layout is PER_ROW, PER_GROUP or VALUES, by the rank of the shape.
-    """
+    """Returns int32 indices along an axis of a shape (rows,), (rows, groups) or (rows, groups, values)."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_layout(shape))
 
 
@@ -84,19 +93,20 @@ def load_rows(ref, rows: jax.Array, shape: tuple[int, ...], *, first_group: int 
     Args:
       ref: [R, C] or [R] in global memory.
       rows: [n] int32 in layout PER_ROW, each in 0 .. R - 1.
-      shape: shape of the result. (n,): the first value of each row. (n, C), C = 8: rows with a value for each group.
-        (n, 8, 64): rows of values in groups.
-      first_group: for (n, 8, 64), number of the group at which the pool's C / 64 groups begin; values of groups that
-        the pool lacks are unspecified.
+      shape: shape of the result. (n,): the first value of each row. (n, C): rows with a value for each group. (n, 8,
+        64) and other numbers of groups: rows of values in groups.
+      first_group: for three axes, number of the group at which the pool's groups begin; values of groups that the pool
+        lacks are unspecified.
 
     Returns:
-      Array of this shape in layout PER_ROW, PER_GROUP or VALUES.
+      Array of this shape in the layout of `_layout`.
     """
     values = ref[...].reshape(-1, _width(ref))[rows]
     if len(shape) == 3:
-        groups = _width(ref) // GROUP
-        group = jnp.clip(lax.iota(jnp.int32, GROUPS) - first_group, 0, groups - 1)
-        return values.reshape(-1, groups, GROUP)[:, group]
+        _, all_groups, size = shape
+        groups = _width(ref) // size
+        group = jnp.clip(lax.iota(jnp.int32, all_groups) - first_group, 0, groups - 1)
+        return values.reshape(-1, groups, size)[:, group]
     return values[:, 0] if len(shape) == 1 else values
 
 
@@ -112,8 +122,8 @@ def _emit_load_rows(ref, rows, shape, *, first_group=0):
             # The numbers are clipped as unsigned ones: a group before the first is a large number, which becomes the
             # last group.
             group = arith.subi(group, mlir.index(first_group))
-            group = arith.minui(group, mlir.index(_width(ref) // GROUP - 1))
-        loaded = llvm.load(bits, _pointer(ref, row, group, column), alignment=_bytes(bits))
+            group = arith.minui(group, mlir.index(_width(ref) // shape[2] - 1))
+        loaded = llvm.load(bits, _pointer(ref, shape, row, group, column), alignment=_bytes(bits))
         yield vector.bitcast(kind, loaded)
 
 
@@ -127,7 +137,8 @@ def store_rows(ref, rows: jax.Array, values: jax.Array, *, first_group: int = 0)
       values: array of a shape and layout as `load_rows` returns, with the pool's dtype; uint8 0 and 1 for a bool pool.
       first_group: as in `load_rows`; groups that the pool lacks are not stored.
     """
-    flat = values.reshape(values.shape[0], -1)[:, first_group * GROUP :][:, : _width(ref)].astype(ref.dtype)
+    skipped = first_group * values.shape[2] if first_group else 0
+    flat = values.reshape(values.shape[0], -1)[:, skipped:][:, : _width(ref)].astype(ref.dtype)
     for i in range(values.shape[0]):
 
         @pl.when(rows[i] >= 0)
@@ -142,12 +153,55 @@ def _emit_store_rows(ref, rows, values, *, first_group=0):
         if len(values.shape) == 3:
             # The numbers are compared as unsigned ones. A group before the first is then past the end.
             group = arith.subi(group, mlir.index(first_group))
-            in_pool = arith.cmpi(arith.CmpIPredicate.ult, group, mlir.index(_width(ref) // GROUP))
+            in_pool = arith.cmpi(arith.CmpIPredicate.ult, group, mlir.index(_width(ref) // values.shape[2]))
             inside = arith.andi(inside, in_pool)
         with mgpu.utils.when(inside):
             bits = mlir.vector_type(values.layout.vector_length, _bits_type(ref))
             value = vector.bitcast(bits, values.registers[register])
-            llvm.store(value, _pointer(ref, row, group, column), alignment=_bytes(bits))
+            llvm.store(value, _pointer(ref, values.shape, row, group, column), alignment=_bytes(bits))
+
+
+def regroup(x: jax.Array, groups: int) -> jax.Array:
+    """Reshapes rows of values [n, .., ..] to [n, groups, 512 / groups]. A lane keeps the values that it has.
+
+    Layouts of rows with other numbers of groups differ also where arrays have a value for each row. PER_ROW goes with
+    8 groups.
+    """
+    return x if x.shape[1] == groups else _regroup(x, groups)
+
+
+@primitive
+def _regroup(x, groups):
+    return x.reshape(x.shape[0], groups, -1)
+
+
+@mlir.emits(
+    _regroup,
+    layout=_layout,
+    returns=lambda x, groups: jax.ShapeDtypeStruct((x.shape[0], groups, ROW_DIM // groups), x.dtype),
+)
+def _emit_regroup(x, groups):
+    return list(x.registers.flat)
+
+
+@primitive
+def e2m1_values(codes: jax.Array) -> jax.Array:
+    """Returns the float32 values [n, groups, 2 * size] of pairs of E2M1 codes, [n, groups, size] uint8."""
+    pairs = codes.astype(jnp.int32)
+    return e2m1_value(jnp.stack([pairs & 15, pairs >> 4], axis=-1)).reshape(*codes.shape[:2], -1)
+
+
+@mlir.emits(
+    e2m1_values,
+    layout=_layout,
+    returns=lambda codes: jax.ShapeDtypeStruct((*codes.shape[:2], 2 * codes.shape[2]), jnp.float32),
+)
+def _emit_e2m1_values(codes):
+    for register in codes.registers.flat:
+        word = U32(mlir.scalar(vector.bitcast(mlir.vector_type(1, mlir.int_type()), register)))
+        # `e2m1_pairs` returns values times 2**-126, pair i with values i and i + 4. Two bfloat16 of 2**126 undo this.
+        pairs = [unpack(multiply(pair, (127 + 126) * 0x00800080)) for pair in e2m1_pairs(word)]
+        yield mlir.pack(pair[half] for half in range(2) for pair in pairs)
 
 
 def _positions(layout, shape, rows):
@@ -164,11 +218,9 @@ def _positions(layout, shape, rows):
         yield register, rows[register[0]], group, column
 
 
-def _pointer(ref, row, group, column):
-    """Returns the address of a row's value `64 * group + column`, or of value `group` if a group has one value."""
-    value = group
-    if _width(ref) >= GROUP:
-        value = mlir.multiply_add(group, GROUP, column)
+def _pointer(ref, shape, row, group, column):
+    """Returns the address of a row's value in a group and column, for an array of this shape, see `_layout`."""
+    value = mlir.multiply_add(group, shape[2], column) if len(shape) == 3 else group
     offset = mlir.multiply_add(row, _width(ref), value)
     return mlir.at(mlir.global_pointer(ref), mlir.to_i64(offset), _bits_type(ref))
 

@@ -4,7 +4,6 @@ A pool is an array that holds one part of all rows, such as their codes. The fie
 references to them.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,10 +21,10 @@ class Rings:
 
     Attributes:
       layer: int32 scalar, index on axis 0 of the pools.
-      pools: (nope, rope, scale), each [layers, slots, ring, ..]: codes, RoPE values and scales, see `RowLayout`.
+      pools: (nope, rope, scale), each [layers, slots, ring, ..]: codes, RoPE values and scales, see `RowLayout`. The
+        pool of RoPE values is None if the layout has none.
       window: number of rows that a token sees, its own included; at most the ring.
-      layout: layout of a row. It has 512 values, such as 448 codes and 64 RoPE values, and a scale for 64 codes or for
-        the row.
+      layout: layout of a row. It has 512 values, such as 448 codes and 64 RoPE values.
       own_rows: [T] int32, or None. If None, a token's position gives its row in its slot's ring. Otherwise token t has
         row `own_rows[t]` of the ring of slot 0, and its window ends with this row. Only `sparse_attention` reads
         `own_rows`, for calls with more tokens of a request than a ring has rows.
@@ -39,19 +38,19 @@ class Rings:
 
     def check(self) -> None:
         """Raises NotImplementedError unless kernels take rows of this layout, and the pools have it."""
+        check_rules({f"window rows of E4M3 codes, got {self.layout.codes!r}": self.layout.codes == "e4m3"})
         _check_pools(self)
 
-    def mutable_pools(self) -> list[jax.Ref]:
+    def mutable_pools(self) -> tuple[Any, Any, Any]:
         """Returns references to copies of the pools, [rows, width] each, to which a kernel can write.
 
         XLA leaves out the copy of a donated pool.
         """
-        return [jax.new_ref(pool.reshape(-1, pool.shape[-1])) for pool in self.pools]
+        return jax.tree.map(lambda pool: jax.new_ref(pool.reshape(-1, pool.shape[-1])), self.pools)
 
-    def freeze(self, refs: Sequence[jax.Ref]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def freeze(self, refs: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         """Returns the pools with the contents of `refs`, the result of `mutable_pools`, after a kernel has written."""
-        nope, rope, scale = (jax.freeze(ref).reshape(pool.shape) for ref, pool in zip(refs, self.pools, strict=True))
-        return nope, rope, scale
+        return jax.tree.map(lambda pool, ref: jax.freeze(ref).reshape(pool.shape), self.pools, refs)
 
 
 @pytree_dataclass

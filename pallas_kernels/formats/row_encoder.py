@@ -38,6 +38,24 @@ def block_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
     return bits, _power_of_two(254 - bits)
 
 
+def entry_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Computes E4M3 scales of blocks of values that are stored as E2M1, by the rules of V4.1's entries.
+
+    Args:
+      amax: float32, the largest magnitude of each block.
+
+    Returns:
+      (bits, scale). `bits` are the E4M3 bits of the scale, uint8, and `scale` is its value, float32.
+    """
+    bits = e4m3_codes(jnp.maximum(amax, E2M1_MAX * 2.0**-9) * jnp.float32(1 / E2M1_MAX))
+    return bits, _e4m3_value(bits)
+
+
+def scale_values(bits: jax.Array, layout: RowLayout) -> jax.Array:
+    """Returns the float32 values of the scales, uint8, of rows with this layout: E8M0, or E4M3 for E2M1 codes."""
+    return _e4m3_value(bits) if layout.codes == "e2m1" else _power_of_two(bits.astype(jnp.int32))
+
+
 def row_scale(amax: jax.Array, layout) -> tuple[jax.Array, jax.Array]:
     """Computes float32 scales of rows that are stored as E4M3.
 
@@ -91,19 +109,20 @@ def store_quantized(x: jax.Array, pools, row: jax.Array, layout: RowLayout) -> N
       layout: layout of a row in the pools.
     """
     nope, rope, scale = pools
-    nope_groups = layout.nope_dim // GROUP
     if layout.scale_block is None:
         group = kv_rows.iota(x.shape, 1)
-        largest = jnp.max(jnp.max(jnp.where(group < nope_groups, jnp.abs(x), 0.0), axis=2), axis=1)
+        largest = jnp.max(jnp.max(jnp.where(group < layout.nope_dim // GROUP, jnp.abs(x), 0.0), axis=2), axis=1)
         stored, factor = row_scale(largest, kv_rows.PER_ROW)
         factor = lax.broadcast_in_dim(factor, x.shape, (0,))
     else:
+        x = kv_rows.regroup(x, layout.dim // layout.scale_block)
         bits, factor = block_scale(jnp.max(jnp.abs(x), axis=2))
         factor = lax.broadcast_in_dim(factor, x.shape, (0, 1))
         group = kv_rows.iota(bits.shape, 1)
-        stored = jnp.where(group < nope_groups, bits, 0).astype(jnp.uint8)
+        stored = jnp.where(group < layout.nope_dim // layout.scale_block, bits, 0).astype(jnp.uint8)
     kv_rows.store_rows(nope, row, e4m3_codes(x * factor))
-    kv_rows.store_rows(rope, row, x.astype(jnp.bfloat16), first_group=nope_groups)
+    if rope is not None:
+        kv_rows.store_rows(rope, row, x.astype(jnp.bfloat16), first_group=layout.nope_dim // x.shape[2])
     kv_rows.store_rows(scale, row, stored)
 
 
@@ -112,7 +131,7 @@ def encode_row(x: jax.Array, pools, layout: RowLayout, largest: Callable, first,
 
     Args:
       x: [size] float32 vector over the warpgroup, consecutive channels of the row.
-      pools: references to the row's codes, RoPE values and scales in the pools.
+      pools: references to the row's codes, RoPE values (or None) and scales in the pools.
       layout: layout of the row.
       largest: function of a [size] float32 vector that returns its maximum over all channels of the row, including the
         channels of other warpgroups. It is only called if the row has a single scale.
@@ -127,17 +146,24 @@ def encode_row(x: jax.Array, pools, layout: RowLayout, largest: Callable, first,
     if layout.scale_block is None:
         every = layout.dim  # number of channels per scale
         stored, factor = row_scale(largest(jnp.where(has_code, magnitude, 0.0)), vectors.layout(x.shape[0]))
+        codes = e4m3_codes(x * factor)
     else:
         every = layout.scale_block
-        bits, factor = block_scale(vectors.butterfly(jnp.maximum, magnitude, every // 2, 1, scratch))
-        stored = jnp.where(has_code, bits, 0).astype(jnp.uint8)
-    codes = e4m3_codes(x * factor)
+        amax = vectors.butterfly(jnp.maximum, magnitude, every // 2, 1, scratch)
+        if layout.codes == "e2m1":
+            stored, step = entry_scale(amax)
+            codes = _pairs(e2m1_codes(x, step), scratch)
+        else:
+            bits, factor = block_scale(amax)
+            stored = jnp.where(has_code, bits, 0).astype(jnp.uint8)
+            codes = e4m3_codes(x * factor)
     rounded = x.astype(jnp.bfloat16)
 
     @pl.when(keep)
     def _():
-        vectors.store_channels(nope, codes, channel)
-        vectors.store_channels(rope, rounded, channel - layout.nope_dim)
+        vectors.store_channels(nope, codes, channel, every=layout.nope_dim // nope.shape[0])
+        if rope is not None:
+            vectors.store_channels(rope, rounded, channel - layout.nope_dim)
         blocks = layout.dim // every
         for column in range(0, layout.scale_width, blocks):
             scales = stored if column == 0 else jnp.zeros_like(stored)
@@ -159,10 +185,7 @@ def encode_key(x: jax.Array, pools, layout: KeyLayout, scratch) -> None:
         x = round_bfloat16(_hadamard(x, layout.dim, scratch))
     amax = vectors.butterfly(jnp.maximum, jnp.abs(x), layout.scale_block // 2, 1, scratch)
     stored, _, factor = key_scales(amax, layout, vectors.layout(x.shape[0]))
-    code = e2m1_codes(x * factor)
-    # The even channel of a pair stores the byte of both codes, its own in the lower 4 bits.
-    pair = code | (vectors.exchange(code, 1, scratch) << 4)
-    vectors.store_channels(codes, pair.astype(jnp.uint8), channel, every=2)
+    vectors.store_channels(codes, _pairs(e2m1_codes(x * factor), scratch), channel, every=2)
     vectors.store_channels(scale, stored, channel, every=layout.scale_block)
 
 
@@ -186,6 +209,11 @@ def key_scales(amax: jax.Array, layout: KeyLayout, registers) -> tuple[jax.Array
     scale = _e4m3_value(stored) * layout.global_scale
     inverse = divide_one(jnp.where(scale > 0, scale, 1.0), registers)
     return stored, scale, jnp.where(scale > 0, inverse, 0.0)
+
+
+def _pairs(code, scratch):
+    """Packs E2M1 codes to bytes, uint8. Even channels have the byte of a pair, their own code in the lower 4 bits."""
+    return (code | (vectors.exchange(code, 1, scratch) << 4)).astype(jnp.uint8)
 
 
 def _hadamard(x, dim, scratch):

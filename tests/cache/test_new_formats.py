@@ -15,6 +15,7 @@ from dsv4_jax.ops import AttentionKV, CompressorWeights
 from dsv4_jax.ops.rope import apply_rope_deterministic
 from dsv4_jax.quant import V41Format
 from tests.ops.pools import ints, same_bytes
+from tests.pallas_kernels.kernels import compile_in_process
 
 
 CONFIG = DSV4Config.v41_flash()
@@ -103,6 +104,36 @@ def test_the_last_token_reads_the_rows_that_were_written(run):
     np.testing.assert_allclose(out[0].astype(np.float32), want, rtol=2**-6, atol=2**-8)
 
 
+@pytest.mark.aot
+def test_writes_of_a_decode_step_for_h100():
+    """A launch for the window rows, and three for each layer that stores entries; no copy of a pool or a state."""
+    compile_in_process("""
+import re, jax, jax.numpy as jnp
+from dsv4_jax import ops
+from dsv4_jax.host import KVCacheManager
+from tests.cache.test_new_formats import CONFIG, SIZES, keys_of
+S = jax.ShapeDtypeStruct
+manager = KVCacheManager(CONFIG, **SIZES)
+def step(cache, batch, q, kv, x, norm):
+    cache = cache.begin_step(batch)
+    weights = ops.CompressorWeights(None, norm, jnp.asarray(CONFIG.inv_freq(2)), 1e-20)
+    q, handle = cache.handle(2, batch).norm_rope_append(q, kv, norm, weights.inv_freq, eps=1e-20, norms_queries=False)
+    for layer, gate in (2, x), (20, None):
+        closed, handle = handle.cache.handle(layer, batch).pool_windows(x, gate, weights)
+        handle = handle.write_entries(closed, weights.inv_freq).write_keys(keys_of(closed), weights.inv_freq)
+    return handle.cache, q
+cache = jax.eval_shape(manager.init_cache)
+batch = manager.prepare_forward({manager.admit(): [0]})
+assert not batch.prefill and len(batch.slots) == 2
+args = batch, S((2, 64, 512), jnp.bfloat16), S((2, 512), jnp.bfloat16), S((2, 512), jnp.float32), S((512,), jnp.float32)
+args = jax.tree.map(lambda x: S(x.shape, x.dtype), (cache, *args))
+with ops.use_implementation("mosaic_gpu"):
+    text = compile_for_h100("step", step, *args, donate_argnums=0).as_text()
+assert text.count('custom_call_target="mosaic_gpu') == 7, text
+assert " copy(" not in text
+""")
+
+
 def test_kernels_refuse_the_rows(run):
     """Every op says why its kernel does not take them, so that it runs as "xla"."""
     handle = run.cache.handle(2, run.batch)
@@ -110,25 +141,16 @@ def test_kernels_refuse_the_rows(run):
     entries = handle.read_classical_view()
     keys = handle.read_indexer_view()
     tokens = run.batch.slots, run.batch.positions
-    kv = run.window
-    q = jnp.zeros((len(kv), 64, 512), jnp.bfloat16)
+    q = jnp.zeros((len(run.window), 64, 512), jnp.bfloat16)
     index_q = q[..., :128]
     weights = jnp.zeros(q.shape[:2], jnp.float32)
-    indices = jnp.zeros((len(kv), 8), jnp.int32)
-    norm = jnp.ones(512), *tokens, jnp.asarray(CONFIG.inv_freq(2))
-    only_fp8 = "scale blocks of 64 or a row, got 32"
     only_known = "formats 'v4' and 'per_entry'"
     calls = [
-        (only_fp8, lambda **how: ops.append_swa(window, kv, *tokens, **how)),
-        (only_fp8, lambda **how: ops.norm_rope_append(window, q, kv, *norm, eps=1e-6, **how)),
-        (only_fp8, lambda **how: ops.gather_swa_kv(window, *tokens, **how)),
-        (only_fp8, lambda **how: ops.sparse_attention(q, jnp.zeros(64), AttentionKV(window), *tokens, **how)),
+        (only_known, lambda **how: ops.sparse_attention(q, jnp.zeros(64), AttentionKV(window), *tokens, **how)),
         (
             only_known,
             lambda **how: ops.sparse_attention(q, jnp.zeros(64), AttentionKV(window, entries), *tokens, **how),
         ),
-        (only_known, lambda **how: ops.gather_compressed_kv(entries, indices, tokens[0], **how)),
-        (only_known, lambda **how: ops.gather_all_compressed_kv(entries, *tokens, **how)),
         ("after a Hadamard rotation", lambda **how: ops.indexer_scores(keys, index_q, weights, *tokens, **how)),
     ]
     for reason, call in calls:

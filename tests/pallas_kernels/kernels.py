@@ -14,10 +14,23 @@ from tests.ops.pools import same_bytes
 
 
 FORMATS = {name: kv_format(name) for name in ("v4", "per_entry")}
+ROW_FORMATS = FORMATS | {"v41": kv_format("v41")}  # of kernels that read or write single rows
 NOPE = 448
 ROPE = 64
 DIM = NOPE + ROPE
 LAYOUTS = {name: fmt.entries(NOPE, ROPE).layout for name, fmt in FORMATS.items()}
+
+
+def window_pools(fmt, *leading):
+    """(layout, (nope, rope, scale)) of pools of window rows, as ShapeDtypeStructs; rope is None in "v41"."""
+    codec = fmt.window(NOPE, ROPE)
+    return codec.layout, row_pools(codec, *leading)
+
+
+def row_pools(codec, *leading):
+    """(nope, rope, scale) of pools of a codec's rows, as ShapeDtypeStructs; rope is None in "v41"."""
+    rows = jax.tree.map(lambda s: jax.ShapeDtypeStruct((*leading, *s.shape), s.dtype), codec.struct)
+    return rows.nope, rows.rope, rows.scale
 
 
 def check(op, implementation, *args, **kwargs):

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from dsv4_jax import ops
 from dsv4_jax.quant import kv_format
 from tests.ops.pools import ints, poison, same_bytes, swa_view
-from tests.pallas_kernels.kernels import DIM, FORMATS, NOPE, ROPE, check, compile_in_process, registers
+from tests.pallas_kernels.kernels import DIM, FORMATS, NOPE, ROPE, ROW_FORMATS, check, compile_in_process, registers
 
 
 def view_of(fmt, *, layers=2, slots=4, ring=6, layer=1):
@@ -41,7 +41,7 @@ def call_of(rng, plan, padding, tokens):
     return ints((slots + fill)[:tokens]), ints((positions + fill)[:tokens])
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("fmt", ROW_FORMATS.values(), ids=ROW_FORMATS)
 @given(
     counts=st.tuples(*[st.sampled_from([0, 1, 2, 5, 6, 7, 15])] * 3),
     first=st.tuples(*[st.integers(0, 40)] * 3),
@@ -58,7 +58,7 @@ def test_interpreted(fmt, counts, first, order, padding, tokens, seed):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("fmt", ROW_FORMATS.values(), ids=ROW_FORMATS)
 @pytest.mark.parametrize("tokens", [1, 3, 8, 64, 257, 8192])
 def test_on_gpu(fmt, tokens):
     rng = np.random.default_rng(tokens)
@@ -75,14 +75,13 @@ def test_on_gpu(fmt, tokens):
 def test_compiles_for_h100_in_place_and_without_spills():
     used = registers("""
 import jax, jax.numpy as jnp
-from dsv4_jax import ops
 from pallas_kernels import Rings, append_swa
-from tests.pallas_kernels.kernels import LAYOUTS
+from tests.pallas_kernels.kernels import ROW_FORMATS, window_pools
 S = jax.ShapeDtypeStruct
-for name, scale in dict(v4=S((3, 64, 128, 8), jnp.uint8), per_entry=S((3, 64, 128, 1), jnp.float32)).items():
-    pools = S((3, 64, 128, 448), jnp.uint8), S((3, 64, 128, 64), jnp.bfloat16), scale
+for name, fmt in ROW_FORMATS.items():
+    layout, pools = window_pools(fmt, 3, 64, 128)
     def append(kv, slots, positions, layer, *pools):
-        return append_swa(kv, slots, positions, Rings(layer, pools, 128, LAYOUTS[name]))
+        return append_swa(kv, slots, positions, Rings(layer, pools, 128, layout))
     for T in (1, 8192):
         ints = S((T,), jnp.int32)
         args = S((T, 512), jnp.bfloat16), ints, ints, S((), jnp.int32), *pools
@@ -90,7 +89,7 @@ for name, scale in dict(v4=S((3, 64, 128, 8), jnp.uint8), per_entry=S((3, 64, 12
         assert compiled.memory_analysis().temp_size_in_bytes < 1024
         assert " copy(" not in compiled.as_text()
 """)
-    assert len(used) == 4 and max(used.values()) <= 64, used
+    assert len(used) == 6 and max(used.values()) <= 64, used
 
 
 @pytest.mark.aot

@@ -12,12 +12,14 @@ from hypothesis import given, settings, strategies as st
 from dsv4_jax import ops
 from dsv4_jax.ops.flush import _flush_kernel
 from dsv4_jax.quant import kv_format
+from dsv4_jax.quant.fp4 import unpack_fp4
 from pallas_kernels.flush.long_windows import LongWindowPlan
 from pallas_kernels.flush.operands import CompressorOperands, Config
 from pallas_kernels.runtime.hardware import SHARED_BYTES
 from tests.ops.pools import ints, poison, same_bytes
 from tests.pallas_kernels.kernels import registers
 from tests.pallas_kernels.stacks import check_layers
+from tests.quant.test_oracle import load
 
 
 SLOTS = 3
@@ -74,6 +76,125 @@ def compare(implementation, layer, fmt, slots, positions, *, max_query_tokens=No
     expected = flush(*args, max_query_tokens=None, implementation="xla")
     options = dict(max_query_tokens=max_query_tokens, implementation=implementation, config=config)
     same_bytes(expected, flush(*args, **options))
+
+
+write_entries = jax.jit(ops.write_entries, static_argnames="implementation")
+BOTH = ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.parametrize("kind", ["csa", "index"])
+def test_written_entries_of_v41_are_those_of_the_release(implementation, kind):
+    """They include ties that a product with the reciprocal of the scale misses, and scales at the floor."""
+    golden = load("v41_key_mxfp4_68" if kind == "index" else "v41_entry_fp4_288")
+    exact = np.flatnonzero(~golden["ftz_sensitive"]) if kind == "index" else np.arange(len(golden["x"]))
+    _, pool, *_ = setup(kind, "v41", kinds=RELEASED, requests=3)
+    pool = dataclasses.replace(pool, block_table=ints(np.arange(12).reshape(3, 4)))
+    n = len(golden["x"])
+    expected = np.array(unpack_fp4(jnp.asarray(golden["data"])))
+    rotated = np.arange(expected.shape[1]) >= expected.shape[1] - 64
+    # A sum with a zero may lose the sign of -0. Subnormal values may be flushed to zero.
+    signless = (np.abs(golden["x"]) < 2.0**-126) & rotated
+    closed = ops.ClosedWindows(jnp.asarray(golden["x"], jnp.bfloat16), ints(np.arange(n) % 3), ints(np.arange(n) // 3))
+    got = write_entries(
+        pool, closed, jnp.zeros(32), implementation=implementation
+    )  # a frequency of 0 rotates by no angle
+    codes, scale = jax.tree.leaves(got.rows)
+    places = [(0, r % 3 * 4 + r // 3 // 32, r // 3 % 32) for r in exact]
+    got = np.stack([unpack_fp4(codes[p]) for p in places])
+    np.testing.assert_array_equal(*(np.where(signless[exact], x & 7, x) for x in (got, expected[exact])))
+    same_bytes([scale[p] for p in places], list(golden["scale"][exact]))
+
+
+def check_written(implementation, kind, fmt, n, kinds):
+    """Vectors in no order, some of no window, no slot, no block or past the table; the other rows of the pools stay."""
+    rng = np.random.default_rng(n)
+    _, pool, weights, _ = setup(kind, fmt, kinds=kinds, requests=max(n, SLOTS))
+    dim = kinds[kind][2]
+    size = 10.0 ** rng.integers(-6, 6, (n, dim // 16, 1))
+    values = jnp.asarray((rng.standard_normal((n, dim // 16, 16)) * size).reshape(n, dim), jnp.bfloat16)
+    entries = rng.integers(-1, 5 * BLOCK_TOKENS // kinds[kind][0], n)
+    closed = ops.ClosedWindows(values, ints(rng.permutation(n + 1)[:n] - 1), ints(entries))
+    expected = write_entries(
+        *jax.device_put((pool, closed, weights.inv_freq), jax.devices("cpu")[0]), implementation="xla"
+    )
+    same_bytes(expected, write_entries(pool, closed, weights.inv_freq, implementation=implementation))
+
+
+@pytest.mark.parametrize(("kind", "fmt"), [("csa", "v4"), ("csa", "v41"), ("csa", "per_entry"), ("index", "v41")])
+def test_written_entries_interpreted(kind, fmt):
+    check_written("interpret", kind, fmt, 7, SMALL)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["csa", "index", "one"])
+@pytest.mark.parametrize("fmt", [*FORMATS, "v41"])
+@pytest.mark.parametrize("n", [1, 64, 4500])
+def test_written_entries_on_the_gpu(kind, fmt, n):
+    check_written("mosaic_gpu", kind, fmt, n, RELEASED | dict(csa=(2, False, 512), one=(1, False, 512)))
+
+
+pool_windows = jax.jit(ops.pool_windows, static_argnames=("max_query_tokens", "implementation"))
+# rate, overlap, channels; "pairs" and "single" are those of DeepSeek-V4.1.
+HALVES = {"csa": (4, True, 512), "pairs": (2, False, 512), "single": (1, False, 512)}
+
+
+def check_pooled(implementation, kind, slots, positions, *, kinds=HALVES, requests=SLOTS, most=None, spare=0):
+    """The vectors of windows, and the states, bit for bit; vectors of no window are not looked at."""
+    state, _, weights, floats = setup(kind, "v41", kinds=kinds, requests=requests, spare=spare)
+    kv, gate = floats(2, len(slots), state.kv.shape[-1])
+    if kind != "csa":
+        weights = dataclasses.replace(weights, position_bias=None, eps=1e-20)
+    if kind == "single":
+        state = dataclasses.replace(state, kv=None, gate=None)
+        gate = None
+    args = state, kv, gate, weights, ints(slots), ints(positions)
+    cpu = jax.device_put(args, jax.devices("cpu")[0])
+    expected, expected_state = pool_windows(*cpu, max_query_tokens=None, implementation="xla")
+    got, got_state = pool_windows(*args, max_query_tokens=most, implementation=implementation)
+    same_bytes((expected.slots, expected.entries, expected_state), (got.slots, got.entries, got_state))
+    closes = expected.entries >= 0
+    assert closes.any()
+    same_bytes(expected.values[closes], np.asarray(got.values)[closes])
+
+
+@pytest.mark.parametrize("kind", HALVES)
+@pytest.mark.parametrize("prefill", [False, True])
+def test_pooled_windows_interpreted(kind, prefill):
+    """One launch, and for windows of several tokens two: their rows lie in the ring, in the call, or in both."""
+    rate, overlap, _ = HALVES[kind]
+    kinds = {kind: (rate, overlap, 128)}
+    if prefill:
+        # 25 tokens of 3 requests complete at most 25 // rate + 3 windows, so windows of several tokens are compacted.
+        runs = (2, 5, 11, 1), (0, 7, 8, 0), (1, rate - 1, 3, 1)
+        check_pooled("interpret", kind, *flatten(runs, 25), kinds=kinds, spare=1)
+    else:
+        for start in range(2 * rate):
+            runs = (1, start + rate, 2, 1), (0, 2 * rate - 1, 1, 0), (2, 0, 1, 0)
+            check_pooled("interpret", kind, *flatten(runs, 5), kinds=kinds, most=2, spare=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", HALVES)
+@pytest.mark.parametrize("tokens", [1, 20, 256, 600])
+def test_pooled_windows_of_a_decode_on_the_gpu(kind, tokens):
+    rng = np.random.default_rng(3)
+    slots = rng.permutation(tokens)
+    positions = rng.integers(-1, 500, tokens)
+    positions[0] = 7
+    check = functools.partial(check_pooled, "mosaic_gpu", kind, requests=tokens)
+    check(slots, positions, most=1)
+    start = rng.integers(0, 500, tokens)
+    check(np.repeat(slots, 2), np.stack([start, start + 1], axis=1).reshape(-1), most=2, spare=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", HALVES)
+def test_pooled_windows_of_a_prefill_on_the_gpu(kind):
+    rng = np.random.default_rng(4)
+    runs = [(slot, rng.integers(0, 99), rng.choice([1, 2, 3, 60, 257]), rng.integers(0, 3)) for slot in range(64)]
+    check_pooled("mosaic_gpu", kind, *flatten(runs, 8192), requests=64)
+    check_pooled("mosaic_gpu", kind, *flatten([(5, 3, 8000, 0)], 8192), requests=64)
 
 
 def runs(rate, longest):
@@ -254,17 +375,47 @@ for layer, kinds in tests.LAYERS_OF.items():
     assert len(used) == 16 and max(csa) <= 128 and max(used.values()) <= 192, used
 
 
+@pytest.mark.aot
+def test_the_halves_compile_for_h100_in_place_and_without_spills():
+    used = registers("""
+import dataclasses, re, jax, jax.numpy as jnp
+from dsv4_jax import ops
+from dsv4_jax.ops.flush import _pool_windows_kernel, _write_entries_kernel
+from tests.pallas_kernels import test_flush as tests
+S = jax.ShapeDtypeStruct
+def compile(name, function, *args, donate):
+    args = jax.tree.map(lambda x: S(x.shape, x.dtype), args)
+    compiled = compile_for_h100(name, function, *args, donate_argnums=donate)
+    assert not re.findall("= (?:f32|u8).* copy[(]", compiled.as_text())
+    assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20
+for n, most in ((3, 1), (256, 1), (8192, None)):
+    tokens = S((n,), jnp.int32), S((n,), jnp.int32)
+    for kind in ("pairs", "single"):
+        state, _, weights, _ = tests.setup(kind, "v41", kinds=tests.HALVES)
+        if kind == "single":
+            state = dataclasses.replace(state, kv=None, gate=None)
+        weights = dataclasses.replace(weights, position_bias=None)
+        x = S((n, 512), jnp.float32)
+        def pool(*args):
+            return _pool_windows_kernel(*args, dtype=jnp.bfloat16, max_query_tokens=most, interpret=False)
+        compile(f"{kind}-{n}", pool, state, x, None if kind == "single" else x, weights, *tokens, donate=0)
+    for kind in ("csa", "index"):
+        _, pool, weights, _ = tests.setup(kind, "v41", kinds=tests.RELEASED)
+        def write(*args):
+            return _write_entries_kernel(*args, interpret=False)
+        closed = ops.ClosedWindows(S((n, pool.codec.dim), jnp.bfloat16), *tokens)
+        compile(f"{kind}-{n}", write, pool, closed, weights.inv_freq, donate=0)
+""")
+    assert len(used) == 12 and max(used.values()) <= 128, used
+
+
 @pytest.mark.parametrize("most", [1, 4, 12, None])
 def test_long_windows_find_room(most):
     """Whatever the call: the tokens are shared out among blocks that all run at once."""
     state, pool, weights, floats = setup("hca", "v4", kinds=RELEASED, requests=1)
     for tokens in (1, 8, 64, 256, 1000, 4000):
         kv = jnp.zeros((tokens, 512), jnp.float32)
-        operands = kv, kv, weights.position_bias, weights.norm_weight, weights.inv_freq, pool.block_table
-        leaves = tuple(jax.tree.leaves(pool.rows))
-        c = CompressorOperands(
-            *operands, state.layer, pool.layer, state.kv, state.gate, leaves, pool.layout, 1e-6, False
-        )
+        c = CompressorOperands(kv, kv, weights.position_bias, weights.norm_weight, state_kv=state.kv, rate=128)
         plan = LongWindowPlan.for_call(Config(), c, tokens, tokens if most is None else most)
         assert plan.workers * plan.share >= tokens > (plan.workers - 1) * plan.share
         assert plan.blocks * plan.workers <= 132 and plan.chunks % plan.stages == 0

@@ -9,42 +9,47 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dsv4_jax import ops
-from dsv4_jax.quant import kv_format
+from dsv4_jax.quant import Rows, kv_format
 from tests.ops.pools import classical_view, ints, poison, swa_view
-from tests.pallas_kernels.kernels import FORMATS, NOPE, ROPE, check, registers
+from tests.pallas_kernels.kernels import FORMATS, NOPE, ROPE, ROW_FORMATS, check, registers
 
 
-def bytes_of(fmt, rng, *leading):
+def bytes_of(codec, rng, *leading):
     """A pool of every kind of stored row, poisoned ones included; scales lie in the range that formats write."""
-    codes = rng.integers(0, 256, (*leading, NOPE), np.uint8)
-    codes[(codes & 0x7F) == 0x7F] = 0x7E  # NaN is never stored
-    rope = jnp.asarray(rng.standard_normal((*leading, ROPE)), jnp.bfloat16)
-    struct = fmt.entries(NOPE, ROPE).struct
-    if struct.scale.dtype == jnp.uint8:
-        scales = rng.integers(105, 145, (*leading, 8), np.uint8)
-        scales[..., 7] = 0
+    struct = codec.struct
+    codes = rng.integers(0, 256, (*leading, *struct.nope.shape), np.uint8)
+    if codec.layout.codes == "e4m3":
+        codes[(codes & 0x7F) == 0x7F] = 0x7E  # NaN is never stored
+    rope = struct.rope and jnp.asarray(rng.standard_normal((*leading, *struct.rope.shape)), jnp.bfloat16)
+    width = struct.scale.shape[0]
+    if codec.layout.codes == "e2m1":
+        scales = rng.integers(1, 0x7F, (*leading, width), np.uint8)
+    elif struct.scale.dtype == jnp.uint8:
+        scales = rng.integers(105, 145, (*leading, width), np.uint8)
+        scales[..., codec.layout.nope_dim // codec.layout.scale_block :] = 0
     else:
         scales = np.float32(10) ** rng.uniform(-6, 6, (*leading, 1)).astype(np.float32)
-    rows = (jnp.asarray(codes), rope, jnp.asarray(scales))
+    rows = Rows(jnp.asarray(codes), rope, jnp.asarray(scales))
     poisoned = jnp.asarray(rng.random(leading) < 0.1)[..., None]
-    bad = poison(struct, *leading)
-    good = [jnp.where(poisoned, b, g) for g, b in zip(rows, (bad.nope, bad.rope, bad.scale), strict=True)]
-    return type(bad)(*good), np.asarray(poisoned)[..., 0]
+    rows = jax.tree.map(lambda good, bad: jnp.where(poisoned, bad, good), rows, poison(struct, *leading))
+    return rows, np.asarray(poisoned)[..., 0]
 
 
 def paged(fmt, rng, *, layers, blocks, entries, slots, max_blocks, rate=4):
     """A view whose requests own random blocks, some none; the block table never names a poisoned block."""
-    rows, poisoned = bytes_of(fmt, rng, layers, blocks, entries)
+    codec = fmt.entries(NOPE, ROPE)
+    rows, poisoned = bytes_of(codec, rng, layers, blocks, entries)
     clean = np.flatnonzero(~poisoned.any((0, 2)))
     table = np.full((slots, max_blocks), -1)
     if clean.size:
         table = np.where(rng.random(table.shape) < 0.8, rng.choice(clean, table.shape), -1)
-    return ops.ClassicalView(rows, ints(layers - 1), ints(table), rate, fmt.entries(NOPE, ROPE))
+    return ops.ClassicalView(rows, ints(layers - 1), ints(table), rate, codec)
 
 
 def rings(fmt, rng, *, layers, slots, ring, window):
-    rows, poisoned = bytes_of(fmt, rng, layers, slots, ring)
-    view = ops.SWAView(rows, ints(layers - 1), window, fmt.window(NOPE, ROPE))
+    codec = fmt.window(NOPE, ROPE)
+    rows, poisoned = bytes_of(codec, rng, layers, slots, ring)
+    view = ops.SWAView(rows, ints(layers - 1), window, codec)
     return view, np.flatnonzero(~poisoned.any((0, 2)))
 
 
@@ -53,7 +58,7 @@ SMALL = dict(layers=2, blocks=40, entries=2, slots=3, max_blocks=3)
 EXAMPLES = settings(max_examples=5, deadline=None)
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("fmt", ROW_FORMATS.values(), ids=ROW_FORMATS)
 @given(**CASES)
 @EXAMPLES
 def test_by_index_interpreted(fmt, tokens, count, seed):
@@ -63,7 +68,7 @@ def test_by_index_interpreted(fmt, tokens, count, seed):
     check(ops.gather_compressed_kv, "interpret", paged(fmt, rng, **SMALL), indices, slots)
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("fmt", ROW_FORMATS.values(), ids=ROW_FORMATS)
 @given(tokens=CASES["tokens"], rate=st.sampled_from([4, 16]), seed=CASES["seed"])
 @EXAMPLES
 def test_all_interpreted(fmt, tokens, rate, seed):
@@ -95,7 +100,7 @@ def test_only_visible_interpreted():
     assert np.isnan(np.asarray(kv[:, 18:24], np.float32)).all()
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("fmt", ROW_FORMATS.values(), ids=ROW_FORMATS)
 @given(tokens=CASES["tokens"], spare=st.sampled_from([0, 2]), seed=CASES["seed"])
 @EXAMPLES
 def test_window_interpreted(fmt, tokens, spare, seed):
@@ -107,7 +112,7 @@ def test_window_interpreted(fmt, tokens, spare, seed):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("fmt", ROW_FORMATS.values(), ids=ROW_FORMATS)
 @pytest.mark.parametrize(("tokens", "count"), [(1, 1), (3, 5), (8, 512), (64, 512)])
 def test_on_gpu(fmt, tokens, count):
     rng = np.random.default_rng(tokens)
@@ -151,21 +156,21 @@ def test_compiles_for_h100_without_spills():
     used = registers("""
 import functools, jax, jax.numpy as jnp
 from pallas_kernels import Paged, Rings, gather as g
-from tests.pallas_kernels.kernels import LAYOUTS
+from tests.pallas_kernels.kernels import NOPE, ROPE, ROW_FORMATS, row_pools, window_pools
 S = jax.ShapeDtypeStruct
 def ints(*shape): return S(shape, jnp.int32)
-for name, scale in dict(v4=(8, jnp.uint8), per_entry=(1, jnp.float32)).items():
-    def pools(a, b):
-        return S((3, a, b, 448), jnp.uint8), S((3, a, b, 64), jnp.bfloat16), S((3, a, b, scale[0]), scale[1])
+for name, fmt in ROW_FORMATS.items():
+    codec = fmt.entries(NOPE, ROPE)
+    ring_layout, rings = window_pools(fmt, 3, 256, 128)
     def run(f, *args, **options):
         compiled = compile_for_h100(f"{name}-{f.__name__}", functools.partial(f, **options), *args)
         assert compiled.memory_analysis().temp_size_in_bytes < 1024
-    paged, layout = (ints(), ints(64, 256), pools(8192, 32)), LAYOUTS[name]
+    paged, layout = (ints(), ints(64, 256), row_pools(codec, 3, 8192, 32)), codec.layout
     run(g.gather_compressed_kv, ints(64), Paged(*paged, ints(64, 512), 4, layout))
     run(g.gather_all_compressed_kv, ints(32), ints(32), Paged(*paged, None, 4, layout), only_visible=True)
-    run(g.gather_swa_kv, ints(256), ints(256), Rings(ints(), pools(256, 128), 128, layout))
+    run(g.gather_swa_kv, ints(256), ints(256), Rings(ints(), rings, 128, ring_layout))
 """)
-    assert len(used) == 6 and max(used.values()) <= 128, used
+    assert len(used) == 9 and max(used.values()) <= 128, used
 
 
 def test_what_the_kernel_does_not_take_is_refused_before_launch():

@@ -10,7 +10,7 @@ import pytest
 
 from dsv4_jax import ops
 from tests.ops.pools import ints, poison, same_bytes
-from tests.pallas_kernels.kernels import FORMATS, NOPE, ROPE, registers
+from tests.pallas_kernels.kernels import NOPE, ROPE, ROW_FORMATS, registers
 from tests.pallas_kernels.stacks import LAYERS, check_layers
 
 
@@ -26,10 +26,10 @@ def arguments(tokens, heads=8, pairs=32):
     return rows[:, :-1], rows[:, -1], weight, positions, inv_freq
 
 
-def check(implementation, *given):
-    got = jax.jit(lambda *x: ops.norm_rope(*x, eps=1e-6, implementation=implementation))(*given)
+def check(implementation, *given, **options):
+    got = jax.jit(lambda *x: ops.norm_rope(*x, eps=1e-6, implementation=implementation, **options))(*given)
     cpu = jax.device_put(given, jax.devices("cpu")[0])
-    want = ops.norm_rope(*cpu, eps=1e-6, implementation="xla")
+    want = ops.norm_rope(*cpu, eps=1e-6, implementation="xla", **options)
     for mine, other in zip(got, want, strict=True):
         assert mine.dtype == other.dtype and mine.shape == other.shape
         mine, other = (np.asarray(x, np.float32) for x in (mine, other))
@@ -49,9 +49,16 @@ def test_interpreted(tokens, heads, pairs):
     check("interpret", *arguments(tokens, heads, pairs))
 
 
+def test_queries_without_a_norm_interpreted():
+    q, *others = arguments(2, 5)
+    check("interpret", q, *others, norms_queries=False)
+    rotated, _ = ops.norm_rope(q, *others, eps=1e-20, norms_queries=False, implementation="interpret")
+    same_bytes(rotated[..., :NOPE], q[..., :NOPE])
+
+
 def rings_of(rng, tokens, fmt, *, slots=4, ring=6):
     """A view, and slots and positions of tokens among which is padding; tokens of a slot stand together."""
-    codec = FORMATS[fmt].window(NOPE, ROPE)
+    codec = ROW_FORMATS[fmt].window(NOPE, ROPE)
     view = ops.SWAView(poison(codec.struct, 2, slots, ring), ints(1), ring, codec)
     return view, ints(np.sort(rng.integers(-1, slots, tokens))), ints(rng.integers(-1, 1 << 20) + np.arange(tokens))
 
@@ -63,7 +70,7 @@ def check_append(implementation, fmt, tokens, heads, **sizes):
 
     @functools.partial(jax.jit, static_argnames="together")
     def run(view, q, kv, together):
-        options = dict(eps=1e-6, implementation=implementation)
+        options = dict(eps=1e-6, norms_queries=fmt != "v41", implementation=implementation)
         if together:
             return ops.norm_rope_append(view, q, kv, weight, slots, positions, inv_freq, **options)
         q, kv = ops.norm_rope(q, kv, weight, jnp.maximum(positions, 0), inv_freq, **options)
@@ -73,18 +80,18 @@ def check_append(implementation, fmt, tokens, heads, **sizes):
 
 
 # A token, and more of one slot than its ring has room for, of which the last are stored.
-@pytest.mark.parametrize(("fmt", "tokens", "heads"), [("v4", 1, 3), ("per_entry", 15, 1)])
+@pytest.mark.parametrize(("fmt", "tokens", "heads"), [("v4", 1, 3), ("v41", 3, 5), ("per_entry", 15, 1)])
 def test_append_interpreted(fmt, tokens, heads):
-    check_append("interpret", fmt, tokens, heads, slots=1 if tokens > 1 else 4)
+    check_append("interpret", fmt, tokens, heads, slots=1 if tokens > 3 else 4)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", ROW_FORMATS)
 def test_append_of_xla(fmt):
     check_append("xla", fmt, 9, 2)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", ROW_FORMATS)
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (8, 64), (64, 1), (300, 16)])
 def test_append_on_gpu(fmt, tokens, heads):
     check_append("mosaic_gpu", fmt, tokens, heads, slots=100, ring=128)
@@ -112,8 +119,9 @@ def test_the_first_position_is_not_rotated():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (8, 64), (333, 128)])
-def test_on_gpu(tokens, heads):
-    check("mosaic_gpu", *arguments(tokens, heads))
+@pytest.mark.parametrize("norms_queries", [True, False])
+def test_on_gpu(tokens, heads, norms_queries):
+    check("mosaic_gpu", *arguments(tokens, heads), norms_queries=norms_queries)
 
 
 @pytest.mark.slow
@@ -137,25 +145,26 @@ def test_compiles_for_h100_without_spills():
     used = registers("""
 import functools, jax, jax.numpy as jnp
 from pallas_kernels import Rings, norm_rope, norm_rope_append
-from tests.pallas_kernels.kernels import LAYOUTS
+from tests.pallas_kernels.kernels import ROW_FORMATS, window_pools
 from tests.pallas_kernels.stacks import LAYERS, check_not_copied, looped
 S = jax.ShapeDtypeStruct
 args = S((8, 64, 512), jnp.bfloat16), S((8, 512), jnp.bfloat16), S((512,), jnp.float32), S((8,), jnp.int32)
 compile_for_h100("norm_rope", functools.partial(norm_rope, eps=1e-6), *args, S((32,), jnp.float32))
 q, kv, weight, ints = args
-for name, scale in dict(v4=S((3, 64, 128, 8), jnp.uint8), per_entry=S((3, 64, 128, 1), jnp.float32)).items():
-    pools = S((3, 64, 128, 448), jnp.uint8), S((3, 64, 128, 64), jnp.bfloat16), scale
+for name, fmt in ROW_FORMATS.items():
+    layout, pools = window_pools(fmt, 3, 64, 128)
+    options = dict(eps=1e-6, norms_queries=name != "v41")
     def append(q, kv, weight, slots, positions, inv_freq, layer, *pools):
-        rings = Rings(layer, pools, 128, LAYOUTS[name])
-        return norm_rope_append(q, kv, weight, slots, positions, inv_freq, rings, eps=1e-6)
+        rings = Rings(layer, pools, 128, layout)
+        return norm_rope_append(q, kv, weight, slots, positions, inv_freq, rings, **options)
     args = q, kv, weight, ints, ints, S((32,), jnp.float32), S((), jnp.int32), *pools
     compiled = compile_for_h100(name, append, *args, donate_argnums=(7, 8, 9))
     assert compiled.memory_analysis().temp_size_in_bytes < 1024
     assert " copy(" not in compiled.as_text()
     def append_layer(carry, layer, stack, slots, positions, inv_freq, ring):
         q, kv, *pools = carry
-        rings = Rings(ring, tuple(pools), 128, LAYOUTS[name])
-        q, *pools = norm_rope_append(q, kv, stack, slots, positions, inv_freq, rings, layer=layer, eps=1e-6)
+        rings = Rings(ring, tuple(pools), 128, layout)
+        q, *pools = norm_rope_append(q, kv, stack, slots, positions, inv_freq, rings, layer=layer, **options)
         return q, kv, *pools
     stack = S((LAYERS, 512), jnp.float32)
     args = (q, kv, *pools), stack, ints, ints, S((32,), jnp.float32), S((), jnp.int32)
@@ -164,7 +173,7 @@ for name, scale in dict(v4=S((3, 64, 128, 8), jnp.uint8), per_entry=S((3, 64, 12
     assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20, "copies more than the queries"
 """)
     # Four warpgroups on a multiprocessor, each with enough rows on their way.
-    assert len(used) == 5 and max(used.values()) <= 128, used
+    assert len(used) == 7 and max(used.values()) <= 128, used
 
 
 def test_what_the_kernel_does_not_take_is_refused():
