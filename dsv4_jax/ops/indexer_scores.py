@@ -12,7 +12,7 @@ from dsv4_jax.ops.views import IndexerView, valid_lengths
 from dsv4_jax.quant import e8m0_value
 from pallas_kernels.formats.layouts import quantized
 from pallas_kernels.indexer_scores import IndexerKeys, indexer_scores as score_keys
-from pallas_kernels.indexer_scores.key_tiles import TOP, permute_dims
+from pallas_kernels.indexer_scores.key_tiles import TOP, operand_dtype, permute_dims
 from pallas_kernels.indexer_scores.round_index_query import round_index_query
 
 
@@ -52,8 +52,8 @@ def indexer_scores(
       inv_freq: [P] float32, radians per token, by which RoPE rotates the last 2 * P channels of q (docs/dsv4.md 2.2);
         None = q is rotated already.
       entries: [T, E] int32 numbers of the entries to score, -1 = none; None = all entries of each token's request.
-      implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take 64 heads of 128 dims in bfloat16, and
-        keys in the formats "v4" and "per_entry", and score all entries.
+      implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take 32 or 64 heads of 128 dims in
+        bfloat16, and keys in the formats "v4", "v41" and "per_entry", and score all entries.
 
     Returns:
       [T, E] float32 scores, with E = max_blocks * entries per block if `entries` is None. Then the first
@@ -74,7 +74,7 @@ def round_index_query_xla(codec, q, positions, inv_freq):
 
 def round_index_query_operands(codec, q, weights, positions, inv_freq):
     """Computes the results of `pallas_kernels.indexer_scores.round_index_query` with XLA."""
-    if codec.layout.scale != "e8m0":
+    if operand_dtype(codec.layout) == jnp.bfloat16:
         return permute_dims(round_index_query_xla(codec, q, positions, inv_freq), jnp.bfloat16), weights
     if inv_freq is not None:
         q = apply_rope_deterministic(q, jnp.maximum(positions, 0), inv_freq)

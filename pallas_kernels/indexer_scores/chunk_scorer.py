@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.indexer_scores import key_tiles
-from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, KEYS, PER_THREAD, PER_WARP, WARP_KEYS, load_words
+from pallas_kernels.indexer_scores.key_tiles import DIM, KEYS, PER_THREAD, PER_WARP, WARP_KEYS, load_words
 from pallas_kernels.indexer_scores.tile_scores import score, score_far
 from pallas_kernels.mgpu.copies import commit_copies, wait_copies
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
@@ -47,21 +47,21 @@ class Scratch:
 
     queries_full: Any  # a barrier for each token of a chunk: its queries and head weights were copied
     queries_empty: Any  # a barrier: every warpgroup has read the queries of the previous chunk
-    queries_smem: Any  # [chunk_tokens * 64, 128] queries of the chunk
-    weights_smem: Any  # [chunk_tokens, 64] float32 head weights of the chunk
+    queries_smem: Any  # [chunk_tokens * heads, 128] queries of the chunk
+    weights_smem: Any  # [chunk_tokens, heads] float32 head weights of the chunk
     # ([tiles, 64, 64] uint8 codes, [tiles, 64, 4 or 8] uint8 scales), `config.stages` tiles for each warpgroup
     tiles_smem: Any
 
     @classmethod
-    def types(cls, config: Config, q_dtype: Any, scale_width: int) -> "Scratch":
+    def types(cls, config: Config, heads: int, q_dtype: Any, scale_width: int) -> "Scratch":
         """Returns the types to allocate."""
         tiles = config.warpgroups * config.stages
-        queries = (config.chunk_tokens * HEADS, DIM)
+        queries = (config.chunk_tokens * heads, DIM)
         return cls(
             queries_full=plgpu.Barrier(num_arrivals=2, num_barriers=config.chunk_tokens),
             queries_empty=plgpu.Barrier(num_arrivals=config.warpgroups),
             queries_smem=plgpu.SMEM(queries, q_dtype, transforms=key_tiles.transforms(q_dtype)),
-            weights_smem=plgpu.SMEM((config.chunk_tokens, HEADS), jnp.float32),
+            weights_smem=plgpu.SMEM((config.chunk_tokens, heads), jnp.float32),
             tiles_smem=tuple(plgpu.SMEM((tiles, KEYS, width), jnp.uint8) for width in (DIM // 2, scale_width)),
         )
 
@@ -80,8 +80,8 @@ class ChunkScorer:
     end_tile: Any  # int32 scalar, end of the tiles of the block's share
     config: Config
     warpgroup: Any  # int32 scalar, number of the warpgroup
-    q_gmem: Any  # [T, 64, 128] rounded queries
-    weights_gmem: Any  # [T, 64] float32 head weights
+    q_gmem: Any  # [T, heads, 128] rounded queries
+    weights_gmem: Any  # [T, heads] float32 head weights
     keys: key_tiles.IndexerKeys  # references, with `layer` a scalar
     out_gmem: Any  # [T, E] float32 scores
     scratch: Scratch
@@ -114,8 +114,9 @@ class ChunkScorer:
 
     def _load_query(self, i):
         token = self.token + i
+        heads = self.q_gmem.shape[1]
         full = self.scratch.queries_full.at[i]
-        plgpu.copy_gmem_to_smem(self.q_gmem.at[token], self.scratch.queries_smem.at[pl.ds(i * HEADS, HEADS)], full)
+        plgpu.copy_gmem_to_smem(self.q_gmem.at[token], self.scratch.queries_smem.at[pl.ds(i * heads, heads)], full)
         plgpu.copy_gmem_to_smem(self.weights_gmem.at[token], self.scratch.weights_smem.at[i], full)
 
     # --- addresses ---
@@ -158,6 +159,10 @@ class ChunkScorer:
 
     # --- scores ---
 
+    @property
+    def _fp8(self):
+        return self.keys.dtype == jnp.float8_e4m3fn
+
     def _score_run(self, own_tiles, run, carry):
         """Scores a run of up to 32 tiles. Afterwards it scores a tile again if its keys have scales far apart.
 
@@ -173,7 +178,7 @@ class ChunkScorer:
         begin = run * FLAGS
         end = jnp.minimum((run + 1) * FLAGS, own_tiles)
         far = None
-        if self.keys.is_mxfp4:
+        if self._fp8:
             far = plgpu.layout_cast(jnp.zeros(PER_THREAD.shape, jnp.int32), PER_THREAD.layout)
         *carry, far = lax.fori_loop(begin, end, self._score_tile, (*carry, far))
 
@@ -181,7 +186,7 @@ class ChunkScorer:
             is_far = key_tiles.any_set(far, jnp.int32(1) << (end - 1 - i))
             pl.when(is_far)(functools.partial(self._rescore_tile, i))
 
-        if self.keys.is_mxfp4:
+        if self._fp8:
             any_far = key_tiles.any_set(far, jnp.int32(-1))
             pl.when(any_far)(lambda: lax.fori_loop(begin, end, rescore_if_far, None))
         return tuple(carry)
@@ -194,11 +199,11 @@ class ChunkScorer:
         missing = _push_sign(missing, block_ids)
         wait_copies(stages - 1)
         tile = key_tiles.read_tile(self.scratch.tiles_smem, self._stage(i))
-        if self.keys.is_mxfp4:
-            values, largest, far = key_tiles.unpack_mxfp4(tile, far)
+        if self._fp8:
+            values, largest, far = key_tiles.unpack_e4m3(tile, far)
             keys = values, largest
         else:
-            keys = key_tiles.unpack_nvfp4(tile)
+            keys = key_tiles.unpack_bfloat16(tile, scale=self.keys.layout.scale)
 
         def score_token(j, _):
             row = self.token + j
@@ -215,14 +220,15 @@ class ChunkScorer:
 
     def _operands(self, i, block_ids):
         """Returns the keyword arguments of `score` and `score_far` that do not depend on the token."""
-        nvfp4_factor = self.keys.layout.global_scale * 2.0**key_tiles.SHIFT
+        layout = self.keys.layout
+        bfloat16_factor = layout.global_scale * 2.0 ** key_tiles.SHIFTS[layout.scale]
         return {
             "queries": self.scratch.queries_smem,
             "weights": self.scratch.weights_smem,
             "out": self.out_gmem,
             "first": self._tile(i) * KEYS,
             "block": block_ids,
-            "factor": 2.0 ** (-2 * key_tiles.TOP) if self.keys.is_mxfp4 else nvfp4_factor,
+            "factor": 2.0 ** (-2 * key_tiles.TOP) if self._fp8 else bfloat16_factor,
         }
 
 

@@ -26,8 +26,8 @@ from jax import lax
 
 from pallas_kernels.indexer_scores.chunk_scorer import ChunkScorer, Config, Scratch
 from pallas_kernels.indexer_scores.chunks import Chunks, planned_shares
-from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, IndexerKeys
-from pallas_kernels.runtime.checks import check_array, check_tokens
+from pallas_kernels.indexer_scores.key_tiles import DIM, IndexerKeys
+from pallas_kernels.runtime.checks import check_array, check_rules, check_tokens
 from pallas_kernels.runtime.launch import axis_indices, kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
@@ -46,8 +46,8 @@ def indexer_scores(
     """Computes score[t, s] = sum over h of weights[t, h] * relu(q[t, h] . key[s]) for every key s visible to token t.
 
     Args:
-      q: [T, 64, 128] queries from `round_index_query`, float8_e4m3fn for MXFP4 keys and bfloat16 for NVFP4 keys.
-      weights: [T, 64] float32 head weights from `round_index_query`.
+      q: [T, H, 128] queries of 32 or 64 heads from `round_index_query`, in the dtype `keys.dtype`.
+      weights: [T, H] float32 head weights from `round_index_query`.
       slots: [T] int32, each token's request slot, a row of the block table; -1 = padding. The tokens of a slot are
         adjacent.
       positions: [T] int32, each token's position in its request, ascending in a slot; -1 = padding.
@@ -62,10 +62,11 @@ def indexer_scores(
     Raises:
       NotImplementedError: the layout, a shape or a dtype is not supported.
     """
-    tokens = q.shape[0]
     keys.check()
-    check_array("q", q, jnp.float8_e4m3fn if keys.is_mxfp4 else jnp.bfloat16, tokens, HEADS, DIM)
-    check_array("weights", weights, jnp.float32, tokens, HEADS)
+    check_array("q", q, keys.dtype, None, None, DIM)
+    tokens, heads, _ = q.shape
+    check_rules({f"queries of 32 or 64 heads, got {heads}": heads in (32, 64)})
+    check_array("weights", weights, jnp.float32, tokens, heads)
     check_tokens(tokens, slots=slots, positions=positions)
     if tokens == 0 or keys.max_keys == 0:
         return jnp.full((tokens, keys.max_keys), -jnp.inf, jnp.float32)
@@ -116,7 +117,7 @@ def indexer_scores(
         kernel_name="indexer_scores",
         grid={"block": config.blocks},
         num_threads=config.warpgroups,
-        scratch_types=[Scratch.types(config, q.dtype, keys.scales.shape[-1])],
+        scratch_types=[Scratch.types(config, heads, q.dtype, keys.scales.shape[-1])],
         interpret=interpret,
     )
     pools = dataclasses.replace(keys, layer=None)

@@ -5,9 +5,9 @@ A tile is 64 keys of 128 dims, held by a warpgroup. Warp w has keys 16w .. 16w +
 16 contiguous bytes of each key, which the thread copies itself. `wgmma` expects other dims in this thread. A dot
 product does not depend on the order of the dims, so `permute_dims` reorders the queries instead.
 
-NVFP4 keys are multiplied as bfloat16. MXFP4 keys are multiplied as E4M3, which is twice as fast. A key is expressed in
-units of its largest scale, and a query in units of its head's largest scale. Codes times smaller scales are exact in
-these units, but sums of products may not be:
+Keys are multiplied as bfloat16, which is exact for all scales that occur. Only MXFP4 keys after a Hadamard rotation are
+multiplied as E4M3, which is twice as fast. Such a key is expressed in units of its largest scale, and a query in units
+of its head's largest scale. Codes times smaller scales are exact in these units, but sums of products may not be:
 
   * The tensor core aligns 32 products and the running sum to the largest of them, and drops bits below 2**-13 of it (a
     gpu test shows this).
@@ -16,7 +16,7 @@ these units, but sums of products may not be:
     independent keys and queries are about 55.
   * If one of a warp's 16 keys has scales farther apart, the warp scores all 16 again as bfloat16 with float32 sums.
     This is rare: values are about normal after the Hadamard rotation, and 1 of 4 million keys of normal values had such
-    scales.
+    scales. Without the rotation it would not be rare, since a key can have a few large channels.
 """
 
 from typing import Any
@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
+from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
@@ -40,14 +41,15 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
 KEYS = 64  # number of keys in a tile
-HEADS = 64  # number of heads of a query
 DIM = 128  # number of dims of a key and of a head
 WARPS = 4  # number of warps in a warpgroup
 WARP_KEYS = 16  # number of keys of a tile in a warp
 SCALE_BLOCKS = {"e8m0": 32, "e4m3": 16}  # {dtype of scales: number of dims that share a scale}
 
-# NVFP4 keys are multiplied by 2**-SHIFT. A code times a scale times this factor is exact in bfloat16 for every scale.
-SHIFT = 10
+# Keys in bfloat16 are multiplied by 2**-SHIFTS[dtype of scales]. A code times a scale times this factor is exact in
+# bfloat16 for every E4M3 scale, and for E8M0 scales from 2**-68 to 2**65.
+SHIFTS = {"e8m0": 64, "e4m3": 10}
+MAX_E8M0 = 127 + 65  # bits of the largest E8M0 scale that keys in bfloat16 can have; larger scales count as this
 # The E4M3 values of MXFP4 keys and queries are 2**TOP times the values in units of the largest scale. The largest code,
 # 6, becomes 384, which is in E4M3's range up to 448.
 TOP = 6
@@ -66,10 +68,15 @@ BF16_KEYS = plgpu.ShapeDtypeStruct((KEYS, DIM // 2), jnp.bfloat16, plgpu.Layout.
 
 
 def check_layout(layout: KeyLayout) -> None:
-    """Raises NotImplementedError unless keys have 128 dims, and are rotated MXFP4 or unrotated NVFP4."""
-    known = "an E8M0 scale for 32 after a Hadamard rotation, or an E4M3 scale for 16"
-    is_known = SCALE_BLOCKS.get(layout.scale) == layout.scale_block and layout.hadamard == (layout.scale == "e8m0")
+    """Raises NotImplementedError unless keys have 128 dims, and are MXFP4 or unrotated NVFP4."""
+    known = "an E8M0 scale for 32, or without a Hadamard rotation an E4M3 scale for 16"
+    is_known = SCALE_BLOCKS.get(layout.scale) == layout.scale_block and layout.hadamard <= (layout.scale == "e8m0")
     check_rules({f"keys of {DIM} dims with {known}, got {layout}": layout.dim == DIM and is_known})
+
+
+def operand_dtype(layout: KeyLayout) -> DTypeLike:
+    """Returns the dtype in which keys of a layout and their queries are multiplied."""
+    return jnp.float8_e4m3fn if layout.scale == "e8m0" and layout.hadamard else jnp.bfloat16
 
 
 @pytree_dataclass
@@ -94,8 +101,9 @@ class IndexerKeys:
     layout: KeyLayout = static_field()
 
     @property
-    def is_mxfp4(self) -> bool:
-        return self.layout.scale == "e8m0"
+    def dtype(self) -> DTypeLike:
+        """The dtype in which keys and queries are multiplied."""
+        return operand_dtype(self.layout)
 
     @property
     def per_block(self) -> int:
@@ -277,43 +285,55 @@ def _own_row(rows):
 
 
 @primitive
-def unpack_nvfp4(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Dequantizes a tile of NVFP4 keys from `read_tile`, without the layout's `global_scale`.
+def unpack_bfloat16(tile: tuple[jax.Array, jax.Array], *, scale: str) -> tuple[jax.Array, jax.Array]:
+    """Dequantizes a tile of keys from `read_tile`, without the layout's `global_scale`.
+
+    Args:
+      tile: result of `read_tile`.
+      scale: dtype of the scales, "e8m0" or "e4m3".
 
     Returns:
       (low, high), each [64, 64] bfloat16: the two halves of the dims in the order of `permute_dims`, as left operands
-      of `wgmma`. They are the exact values times 2**-SHIFT.
+      of `wgmma`. They are the values times 2**-SHIFTS[scale].
     """
     words, scales = tile
-    bits = (scales[:, :, None] >> (8 * lax.iota(jnp.int32, 2))[None, None, :]).astype(jnp.uint8)
-    factor = lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32).reshape(KEYS, -1)
-    keys = code_values(words).reshape(KEYS, -1, SCALE_BLOCKS["e4m3"]) * (factor * 2.0**-SHIFT)[:, :, None]
+    if scale == "e8m0":
+        factor = lax.bitcast_convert_type(jnp.minimum(scales, MAX_E8M0) << 23, jnp.float32)
+    else:
+        bits = (scales[:, :, None] >> (8 * lax.iota(jnp.int32, 2))[None, None, :]).astype(jnp.uint8)
+        factor = lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32)
+    factor = factor.reshape(KEYS, -1, 1) * 2.0 ** -SHIFTS[scale]
+    keys = code_values(words).reshape(KEYS, -1, SCALE_BLOCKS[scale]) * factor
     keys = permute_dims(keys.reshape(KEYS, DIM).astype(jnp.bfloat16), jnp.bfloat16)
     return keys[:, : DIM // 2], keys[:, DIM // 2 :]
 
 
-@mlir.emits(unpack_nvfp4, CODES.layout, SCALES.layout, returns=(BF16_KEYS, BF16_KEYS))
-def _emit_unpack_nvfp4(tile):
+@mlir.emits(unpack_bfloat16, CODES.layout, SCALES.layout, returns=(BF16_KEYS, BF16_KEYS))
+def _emit_unpack_bfloat16(tile, scale):
     words, scales = tile
     halves: list[list[Any]] = [[None] * 16, [None] * 16]
     pair_type = mlir.vector_type(2, ir.BF16Type.get())
-    for row, (quad, scale) in enumerate(zip(words.registers.flat, mlir.values(scales), strict=True)):
-        # The bits of an E4M3 scale, shifted, are a bfloat16 of the scale times 2**-120. `e2m1_pairs` returns values
-        # times 2**-126. The constants undo both factors.
-        exact = [multiply(((U32(scale) >> (8 * i)) & 0x7F) * 0x00100010, 0x7B807B80) for i in range(2)]
-        factors = [multiply(x, (127 + 126 - SHIFT) * 0x00800080) for x in exact]
+    for row, (quad, bits) in enumerate(zip(words.registers.flat, mlir.values(scales), strict=True)):
+        # `e2m1_pairs` returns values times 2**-126.
+        if scale == "e8m0":
+            factors = [(U32(bits).minimum(MAX_E8M0) + (126 - SHIFTS[scale])) * 0x00800080]
+        else:
+            # The bits of an E4M3 scale, shifted, are a bfloat16 of the scale times 2**-120. The constants undo both
+            # factors.
+            exact = [multiply(((U32(bits) >> (8 * i)) & 0x7F) * 0x00100010, 0x7B807B80) for i in range(2)]
+            factors = [multiply(x, (127 + 126 - SHIFTS[scale]) * 0x00800080) for x in exact]
         for i, word in enumerate(mlir.values(quad)):
-            for pair, bits in enumerate(e2m1_pairs(U32(word))):
+            for pair, value in enumerate(e2m1_pairs(U32(word))):
                 # The product has 8 k steps of 16 dims. This is the place of the register in the operand of a step.
                 step = 2 * i + pair // 2
                 column = pair % 2
-                value = multiply(bits, factors[i // 2])
-                halves[step // 4][4 * (step % 4) + 2 * column + row] = mgpu.utils.bitcast(value.value, pair_type)
+                product = multiply(value, factors[i // 2 % len(factors)])
+                halves[step // 4][4 * (step % 4) + 2 * column + row] = mgpu.utils.bitcast(product.value, pair_type)
     return halves
 
 
 @primitive
-def unpack_mxfp4(tile: tuple[jax.Array, jax.Array], far: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def unpack_e4m3(tile: tuple[jax.Array, jax.Array], far: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Converts a tile of MXFP4 keys to E4M3, and flags keys whose scales are far apart.
 
     Args:
@@ -338,8 +358,8 @@ def unpack_mxfp4(tile: tuple[jax.Array, jax.Array], far: jax.Array) -> tuple[jax
     return lax.bitcast_convert_type(values, jnp.int32), largest, (far << 1) | is_far.astype(jnp.int32)
 
 
-@mlir.emits(unpack_mxfp4, CODES.layout, SCALES.layout, PER_THREAD.layout, returns=(E4M3_KEYS, SCALES, PER_THREAD))
-def _emit_unpack_mxfp4(tile, far):
+@mlir.emits(unpack_e4m3, CODES.layout, SCALES.layout, PER_THREAD.layout, returns=(E4M3_KEYS, SCALES, PER_THREAD))
+def _emit_unpack_e4m3(tile, far):
     words, scales = map(mlir.values, tile)
     largest = largest_scales(scales)
     below = [(top - U32(scale)).minimum(NEAR + 1) for top, scale in zip(largest, scales, strict=True)]

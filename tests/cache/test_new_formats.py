@@ -108,12 +108,9 @@ def test_kernels_refuse_the_rows(run):
     handle = run.cache.handle(2, run.batch)
     window = handle.read_swa_view()
     entries = handle.read_classical_view()
-    keys = handle.read_indexer_view()
     tokens = run.batch.slots, run.batch.positions
     kv = run.window
     q = jnp.zeros((len(kv), 64, 512), jnp.bfloat16)
-    index_q = q[..., :128]
-    weights = jnp.zeros(q.shape[:2], jnp.float32)
     indices = jnp.zeros((len(kv), 8), jnp.int32)
     norm = jnp.ones(512), *tokens, jnp.asarray(CONFIG.inv_freq(2))
     only_fp8 = "scale blocks of 64 or a row, got 32"
@@ -129,7 +126,6 @@ def test_kernels_refuse_the_rows(run):
         ),
         (only_known, lambda **how: ops.gather_compressed_kv(entries, indices, tokens[0], **how)),
         (only_known, lambda **how: ops.gather_all_compressed_kv(entries, *tokens, **how)),
-        ("after a Hadamard rotation", lambda **how: ops.indexer_scores(keys, index_q, weights, *tokens, **how)),
     ]
     for reason, call in calls:
         with pytest.raises(NotImplementedError, match=reason):

@@ -21,9 +21,10 @@ from tests.ops.pools import indexer_view, ints, poison
 from tests.pallas_kernels.kernels import registers
 
 
-HEADS = 64
 DIM = 128
-FORMATS = dict(v4=kv_format("v4"), per_entry=PerEntryFormat(index_global_scale=0.5))
+FORMATS = dict(v4=kv_format("v4"), v41=kv_format("v41"), per_entry=PerEntryFormat(index_global_scale=0.5))
+HEADS = dict(v4=64, v41=32, per_entry=64)
+RATES = dict(v4=4, v41=1, per_entry=4)
 # Products of FP4 values are exact. Of bfloat16, the tensor core drops less than 2**-22 of the largest addend in each of
 # 8 steps; sums of E4M3 are exact for keys and queries like these (see `key_tiles`). 16 additions, 2 more over lanes and
 # 2 products round at 2**-24: below 64 * 2**-24 of the sum of sizes.
@@ -48,7 +49,7 @@ def paged(fmt, rng, *, lengths, max_blocks, per_block=32, layers=2, missing=0.2)
     # Every E4M3 scale, and of E8M0's those that float32 products can hold.
     low, high = (0, 0x7F) if fmt.name == "per_entry" else (127 - 60, 127 + 33)
     drawn = rng.integers(low, high, scales[-1, named].shape)
-    if fmt.name != "per_entry":
+    if fmt.name == "v4":
         # In half of the blocks a key's scales lie near each other, in the others all but those of one key in 16.
         near = drawn[..., :1] + rng.integers(0, NEAR + 1, drawn.shape)
         far = (rng.random((*drawn.shape[:2], 1)) < 1 / 16) & (rng.random((len(drawn), 1, 1)) < 0.5)
@@ -56,12 +57,12 @@ def paged(fmt, rng, *, lengths, max_blocks, per_block=32, layers=2, missing=0.2)
     scales[-1, named] = drawn
     table = np.where(rng.random(table.shape) < missing, -1, table)
     rows = IndexRows(jnp.asarray(codes), jnp.asarray(scales))
-    return ops.IndexerView(rows, ints(layers - 1), ints(table), 4, fmt.keys(DIM))
+    return ops.IndexerView(rows, ints(layers - 1), ints(table), RATES[fmt.name], fmt.keys(DIM))
 
 
-def queries(rng, tokens):
-    q = jnp.asarray(rng.standard_normal((tokens, HEADS, DIM)), jnp.bfloat16)
-    return q, jnp.asarray(rng.standard_normal((tokens, HEADS)), jnp.float32)
+def queries(rng, tokens, heads=64):
+    q = jnp.asarray(rng.standard_normal((tokens, heads, DIM)), jnp.bfloat16)
+    return q, jnp.asarray(rng.standard_normal((tokens, heads)), jnp.float32)
 
 
 def check(view, q, weights, slots, positions, implementation, config=None):
@@ -80,7 +81,7 @@ def check(view, q, weights, slots, positions, implementation, config=None):
     for t, slot in enumerate(slots):
         if slot < 0:
             continue
-        visible = min((positions[t] + 1) // 4, view.max_entries)
+        visible = min((positions[t] + 1) // view.compress_rate, view.max_entries)
         keys = stored[slot, :visible]
         valid = exists[slot, :visible]
         want = np.maximum(keys @ q[t].T, 0) @ weights[t]
@@ -100,13 +101,15 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "step"), [("v4", 0), ("per_entry", 0), ("v4", 1), ("per_entry", 2)])
+@pytest.mark.parametrize(
+    ("name", "step"), [("v4", 0), ("v41", 0), ("per_entry", 0), ("v4", 1), ("v41", 1), ("per_entry", 2)]
+)
 def test_interpreted(name, step):
     rng = np.random.default_rng(step)
     slots, positions = STEPS[step]
     # An odd number of blocks: the last tile reaches past the end of a row.
     view = paged(FORMATS[name], rng, lengths=[96, 64, 65], max_blocks=3, per_block=(32, 64, 16)[step])
-    check(view, *queries(rng, len(slots)), slots, positions, "interpret")
+    check(view, *queries(rng, len(slots), HEADS[name]), slots, positions, "interpret")
 
 
 def test_planned_interpreted():
@@ -146,8 +149,9 @@ def test_on_gpu(name, per_block, counts):
     positions = []
     for slot in rng.permutation(5):
         slots += [-1, *[slot] * counts[slot]]
-        positions += [-1, *range(4 * lengths[slot] + 3 - counts[slot], 4 * lengths[slot] + 3)]
-    check(view, *queries(rng, len(slots)), slots, np.maximum(positions, -1), "mosaic_gpu")
+        end = RATES[name] * (lengths[slot] + 1) - 1
+        positions += [-1, *range(end - counts[slot], end)]
+    check(view, *queries(rng, len(slots), HEADS[name]), slots, np.maximum(positions, -1), "mosaic_gpu")
 
 
 @pytest.mark.gpu
@@ -156,14 +160,14 @@ def test_how_many_bits_fp8_sums_keep_on_gpu(large, small):
     """What `key_tiles` and `docs/numerics.md` say: the tensor core keeps 2**-13 of the largest product, in any step."""
     key = kv_format("v4").keys(DIM)
     rows = jnp.full((1, 1, 64, DIM // 2), 0x22, jnp.uint8), jnp.full((1, 1, 64, 4), 127, jnp.uint8)  # 1.0
-    weights = jnp.zeros((1, HEADS)).at[0, 0].set(1.0)
+    weights = jnp.zeros((1, 64)).at[0, 0].set(1.0)
 
     @jax.jit
     def score(q):
         keys = IndexerKeys(ints(0), ints([[0]]), *rows, 4, key.layout)
         return indexer_scores(q.astype(jnp.float8_e4m3fn), weights, ints([0]), ints([255]), keys)
 
-    q = jnp.zeros((1, HEADS, DIM))
+    q = jnp.zeros((1, 64, DIM))
     one = score(q.at[0, 0, large].set(1.0))[0, 0]
     for exponent, kept in (-13, True), (-14, False):
         both = score(q.at[0, 0, large].set(256.0).at[0, 0, small].set(256 * 2.0**exponent))[0, 0]
@@ -178,17 +182,18 @@ from pallas_kernels import IndexerKeys, indexer_scores
 from pallas_kernels.formats.layouts import KeyLayout
 S = jax.ShapeDtypeStruct
 def ints(*shape): return S(shape, jnp.int32)
-layouts = {4: KeyLayout(128, 32, "e8m0", hadamard=True), 8: KeyLayout(128, 16, "e4m3", hadamard=False)}
-for scales, layout in layouts.items():
+v4, per_entry = KeyLayout(128, 32, "e8m0", hadamard=True), KeyLayout(128, 16, "e4m3", hadamard=False)
+v41 = KeyLayout(128, 32, "e8m0", hadamard=False)
+for name, heads, layout in ("v4", 64, v4), ("v41", 32, v41), ("per_entry", 64, per_entry):
     for tokens in (1, 32, 2048):
-        pools = S((3, 8192, 32, 64), jnp.uint8), S((3, 8192, 32, scales), jnp.uint8)
-        q = S((tokens, 64, 128), jnp.float8_e4m3fn if scales == 4 else jnp.bfloat16)
-        weights = S((tokens, 64), jnp.float32)
+        pools = S((3, 8192, 32, 64), jnp.uint8), S((3, 8192, 32, 128 // layout.scale_block), jnp.uint8)
         keys = IndexerKeys(ints(), ints(64, 2048), *pools, 4, layout)
-        compile_for_h100(f"{scales}-{tokens}", indexer_scores, q, weights, ints(tokens), ints(tokens), keys)
+        q = S((tokens, heads, 128), keys.dtype)
+        weights = S((tokens, heads), jnp.float32)
+        compile_for_h100(f"{name}-{tokens}", indexer_scores, q, weights, ints(tokens), ints(tokens), keys)
 """)
     # 4 warpgroups on a multiprocessor.
-    assert len(used) == 6 and max(used.values()) <= 128, used
+    assert len(used) == 9 and max(used.values()) <= 128, used
 
 
 def test_what_the_kernel_does_not_take_is_refused_before_launch():
@@ -199,10 +204,8 @@ def test_what_the_kernel_does_not_take_is_refused_before_launch():
     call = functools.partial(jax.eval_shape, one)
     with pytest.raises(NotImplementedError, match="takes q as bfloat16.any, any, 128., got float32"):
         call(view, q.astype(jnp.float32), weights)
-    with pytest.raises(
-        NotImplementedError, match="takes q as float8_e4m3fn.1, 64, 128., got float8_e4m3fn.1, 32, 128."
-    ):
-        call(view, q[:, :32], weights[:, :32])
+    with pytest.raises(NotImplementedError, match="queries of 32 or 64 heads, got 96"):
+        call(view, *queries(rng, 1, 96))
     plain = indexer_view(kv_format("plain", jnp.bfloat16))
     with pytest.raises(NotImplementedError, match="formats 'v4' and 'per_entry'"):
         call(plain, q, weights)
