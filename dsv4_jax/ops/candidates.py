@@ -55,6 +55,31 @@ def within_candidates(
     return jnp.where(jnp.repeat(chosen, block_size, axis=1)[:, :entries], scores, -jnp.inf)
 
 
+def candidate_lengths(lengths: Int[Array, "T"], count: int, block_size: int) -> Int[Array, "T"]:
+    """Returns the number of visible entries in the blocks that `candidate_blocks` returns, [T] int32.
+
+    They are the first of the blocks' entries: all blocks but the last one, which is the newest, are full.
+
+    Args:
+      lengths: [T] int32 number of visible entries of each token.
+      count: number of blocks.
+      block_size: number of entries in a block.
+    """
+    return jnp.minimum(lengths, (count - 1) * block_size + (lengths - 1) % block_size + 1)
+
+
+def entries_at(indices: Int[Array, "T k"], blocks: Int[Array, "T count"], block_size: int) -> Int[Array, "T k"]:
+    """Returns the numbers of entries, given by their indices among the entries of blocks; -1 for the index -1.
+
+    Args:
+      indices: [T, k] int32 indices, as of `candidate_entries(blocks, block_size)`.
+      blocks: [T, count] int32 numbers of blocks.
+      block_size: number of entries in a block.
+    """
+    block = jnp.take_along_axis(blocks, jnp.maximum(indices, 0) // block_size, axis=1)
+    return jnp.where(indices >= 0, block * block_size + indices % block_size, -1)
+
+
 def candidate_entries(blocks: Int[Array, "*T count"], block_size: int) -> Int[Array, "*T n"]:
     """Returns the numbers [..., count * block_size] of the entries in blocks [..., count]; -1 for the block -1."""
     offsets = jax.lax.broadcasted_iota(jnp.int32, (*blocks.shape, block_size), blocks.ndim)

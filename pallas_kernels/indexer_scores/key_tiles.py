@@ -44,6 +44,7 @@ KEYS = 64  # number of keys in a tile
 DIM = 128  # number of dims of a key and of a head
 WARPS = 4  # number of warps in a warpgroup
 WARP_KEYS = 16  # number of keys of a tile in a warp
+CANDIDATE_KEYS = 8  # number of keys in a candidate block
 SCALE_BLOCKS = {"e8m0": 32, "e4m3": 16}  # {dtype of scales: number of dims that share a scale}
 
 # Keys in bfloat16 are multiplied by 2**-SHIFTS[dtype of scales]. A code times a scale times this factor is exact in
@@ -58,6 +59,9 @@ NEAR = 2  # maximum number of binades between scales of a key that is only score
 _WARP_TILING = plgpu.Tiling(((WARPS,), (1,)))
 _ALL_LANES = plgpu.Replicated(32)
 PER_WARP = plgpu.Layout.TILED(_WARP_TILING, warp_dims=(-2,), lane_dims=(_ALL_LANES,), vector_dim=-1)
+# Layout of arrays [4, 2], of which the threads of a warp all have the two values of their warp.
+_HALF_TILING = plgpu.Tiling(((WARPS, 2),))
+PER_HALF = plgpu.Layout.TILED(_HALF_TILING, warp_dims=(-2,), lane_dims=(_ALL_LANES,), vector_dim=-1)
 PER_THREAD = plgpu.ShapeDtypeStruct((mlir.THREADS,), jnp.int32, plgpu.Layout.WG_STRIDED((mlir.THREADS,), vec_size=1))
 CODES = plgpu.ShapeDtypeStruct((KEYS, DIM // 8), jnp.int32, plgpu.Layout.WGMMA_8BIT)  # words of 8 codes
 _SCALE_TILING = plgpu.Tiling(((KEYS, 4), (WARP_KEYS, 4), (8, 4), (1,)))
@@ -150,17 +154,14 @@ def transforms(dtype) -> tuple:
 
 @primitive
 def load_words(ref, index: jax.Array, layout) -> jax.Array:
-    """Loads `ref.reshape(-1)[index]` from an int32 array in global memory.
-
-    `index` is an int32 array in `layout`, in which every thread holds one element; so is the result.
-    """
+    """Loads `ref.reshape(-1)[index]` from an int32 array in global memory; `index` is int32 in a register layout."""
     return ref[...].reshape(-1)[index]
 
 
 @load_words.mosaic
 def _(ref, index, layout):
     def emit(ref, index):
-        return [llvm.load(mlir.int_type(), mlir.element(ref, mlir.scalar(index)))]
+        return [llvm.load(mlir.int_type(), mlir.element(ref, number)) for number in mlir.values(index)]
 
     return mlir.inline(emit, ref, index, layout=lambda _: layout, returns=index)
 
@@ -174,18 +175,20 @@ def start_tile(tiles_smem, stage: jax.Array, pools, rows: jax.Array, is_wanted: 
       stage: int32 scalar, index of the stage to write to.
       pools: (codes, scales) in global memory, as in `IndexerKeys`.
       rows: [4] int32 in layout PER_WARP, row of each warp's first key in the pools with leading axes merged. The warp's
-        other 15 keys are in the rows after it.
+        other 15 keys are in the rows after it. Or [4, 2] int32 in layout PER_HALF, the rows of a warp's keys 0 and 8,
+        each with 7 keys in the rows after it.
       is_wanted: bool scalar, whether to copy anything.
     """
-    rows = (jnp.where(is_wanted, rows, 0)[:, None] + lax.iota(jnp.int32, WARP_KEYS)[None, :]).reshape(-1)
+    offsets = lax.iota(jnp.int32, KEYS // rows.size)
+    rows = (jnp.where(is_wanted, rows, 0).reshape(-1, 1) + offsets[None, :]).reshape(-1)
     for target, pool in zip(tiles_smem, pools, strict=True):
         target[stage] = jnp.where(is_wanted, pool[...].reshape(-1, pool.shape[-1])[rows], target[stage])
 
 
-@mlir.emits(start_tile, None, None, None, None, None, PER_WARP)
+@mlir.emits(start_tile, layout=lambda shape: PER_WARP if len(shape) == 1 else PER_HALF)
 def _emit_start_tile(tiles_smem, stage, pools, rows, is_wanted):
     key, dims = _own_key()
-    row = _own_row(rows)
+    rows = _own_rows(rows)
     key = stage * KEYS + key
     code = []
     operands = []
@@ -194,18 +197,23 @@ def _emit_start_tile(tiles_smem, stage, pools, rows, is_wanted):
         """Adds copies of bytes of the thread's two keys, from byte `offset` of a key's `size` bytes on."""
         number = len(operands)
         operands.append(mlir.at(mlir.shared_pointer(target), key * size + offset))
-        operands.append(mlir.at(mlir.global_pointer(source), mlir.multiply_add(row, size, mlir.to_i64(offset))))
+        for row in rows:
+            operands.append(mlir.at(mlir.global_pointer(source), mlir.multiply_add(row, size, mlir.to_i64(offset))))
         per_copy = min(size, 16)
         copy = f"@p cp.async.{'cg' if per_copy == 16 else 'ca'}.shared.global"
-        for below in (0, 8 * size):  # the second key is 8 rows after the first
-            code.append(f"{copy} [${number} + {below}], [${number + 1} + {below}], {per_copy};")
+        below = (
+            8 * size
+        )  # the second key is 8 rows after the first one, in global memory unless it has a row of its own
+        second = f"${number + 1} + {below}" if len(rows) == 1 else f"${number + 2} + 0"
+        code.append(f"{copy} [${number} + 0], [${number + 1} + 0], {per_copy};")
+        code.append(f"{copy} [${number} + {below}], [{second}], {per_copy};")
 
     codes_smem, scales_smem = tiles_smem
     codes_gmem, scales_gmem = pools
     add_copies(codes_smem, codes_gmem, DIM // 2, dims * 16)
     add_copies(scales_smem, scales_gmem, scales_gmem.type.shape[-1], U32(0))
     is_wanted = arith.extui(mlir.int_type(), is_wanted.value)
-    mlir.ptx(f"{{ .reg .pred p; setp.ne.b32 p, $4, 0; {' '.join(code)} }}", *operands, is_wanted)
+    mlir.ptx(f"{{ .reg .pred p; setp.ne.b32 p, ${len(operands)}, 0; {' '.join(code)} }}", *operands, is_wanted)
 
 
 @primitive
@@ -236,7 +244,10 @@ def _emit_read_tile(tiles_smem, stage):
 
 @primitive
 def load_tile(pools, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Loads a tile from global memory to registers. Arguments are as in `start_tile`, results as in `read_tile`."""
+    """Loads a tile from global memory to registers. Arguments are as in `start_tile`, results as in `read_tile`.
+
+    `rows` is [4].
+    """
     rows = (rows[:, None] + lax.iota(jnp.int32, WARP_KEYS)[None, :]).reshape(-1)
     return _pack_bytes(*(pool[...].reshape(-1, pool.shape[-1])[rows] for pool in pools))
 
@@ -244,7 +255,8 @@ def load_tile(pools, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 @mlir.emits(load_tile, None, None, PER_WARP, returns=(CODES, SCALES))
 def _emit_load_tile(pools, rows):
     codes, scales = map(mlir.global_pointer, pools)
-    return _words(codes, scales, _own_row(rows), pools[1].type.shape[-1])
+    (row,) = _own_rows(rows)
+    return _words(codes, scales, row, pools[1].type.shape[-1])
 
 
 def _words(codes, scales, row, width):
@@ -279,9 +291,9 @@ def _own_key():
     return (thread >> 5) * WARP_KEYS + ((thread >> 2) & 7), thread & 3
 
 
-def _own_row(rows):
-    """Returns the row of this thread's first key in the pools, 64 bits; `rows` has the row of the warp's first key."""
-    return mlir.to_i64(U32(mlir.scalar(rows)) + _own_key()[0] % WARP_KEYS)
+def _own_rows(rows):
+    """Returns the row of this thread's first key in the pools, or for rows [4, 2] those of both of its keys."""
+    return [mlir.to_i64(U32(row) + _own_key()[0] % WARP_KEYS) for row in mlir.values(rows)]
 
 
 @primitive

@@ -10,7 +10,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, llvm, math, vector
 
 from pallas_kernels.indexer_scores import key_tiles
-from pallas_kernels.indexer_scores.key_tiles import DIM, KEYS, NEAR, PER_WARP, TOP, WARP_KEYS, transforms
+from pallas_kernels.indexer_scores.key_tiles import DIM, KEYS, NEAR, PER_HALF, PER_WARP, TOP, WARP_KEYS, transforms
 from pallas_kernels.mgpu import bfloat16_words, mlir, thread_ops
 from pallas_kernels.mgpu.bfloat16_words import e2m1_pairs, e4m3_pairs, halves, multiply
 from pallas_kernels.mgpu.mlir import U32
@@ -33,8 +33,8 @@ def score(keys: tuple[jax.Array, jax.Array], *, queries, weights, token, out, ro
       token: int32 scalar, number of the token in the chunk.
       out: [T, E] float32 in global memory; entries past E are not written.
       row, first: int32 scalars, row of `out` and column of the tile's first key.
-      block: [4] int32 in layout PER_WARP. If it is negative, the warp's 16 keys do not exist, and their scores are
-        -inf.
+      block: [4] int32 in layout PER_WARP, or [4, 2] in layout PER_HALF. If it is negative, the warp's 16 keys, or the
+        first or the last 8 of them, do not exist, and their scores are -inf.
       factor: positive factor of all scores.
     """
     if queries.dtype == jnp.float8_e4m3fn:
@@ -59,7 +59,9 @@ def _score_mosaic(keys, *, queries, weights, token, out, row, first, block, fact
 
     pairs = ((x, kind.layout) for x, kind in zip(keys, layouts, strict=True))
     queries = queries, plgpu.RefType(transforms(queries.dtype))
-    mlir.inline(emit, *pairs, queries, weights, token, out, row, first, (block, PER_WARP))
+    mlir.inline(
+        emit, *pairs, queries, weights, token, out, row, first, (block, PER_WARP if block.ndim == 1 else PER_HALF)
+    )
 
 
 @primitive
@@ -131,7 +133,7 @@ def _put(total, out, row, first, block, only=None):
 
     `only` is [4] bool: whether to store the 16 scores of each warp. None stores all.
     """
-    total = jnp.where(jnp.repeat(block < 0, WARP_KEYS), -jnp.inf, total)
+    total = jnp.where(jnp.repeat(block.reshape(-1) < 0, KEYS // block.size), -jnp.inf, total)
     for start in range(0, KEYS, WARP_KEYS):
 
         @pl.when((first + start < out.shape[1]) & (True if only is None else only[start // WARP_KEYS]))
@@ -216,7 +218,9 @@ def _store(sums, largest, out, row, first, block, factor):
         even, odd = map(U32, largest)
         scale = (lane & 1).equals(1).where(odd, even) << 23
         total = arith.mulf(total, thread_ops.as_float(scale))
-    missing = U32(mlir.scalar(block)).is_below(0)
+    first_half, *second_half = map(U32, mlir.values(block))
+    block = (lane & 1).equals(0).where(first_half, *second_half) if second_half else first_half
+    missing = block.is_below(0)
     total = arith.select(missing.value, mlir.f32(-np.inf), total)
     warp_column = ((thread_ops.thread() % mlir.THREADS) >> 5) * WARP_KEYS + first
     with thread_ops.when(warp_column.is_below(out.type.shape[1]) & (lane & 2).equals(0)):

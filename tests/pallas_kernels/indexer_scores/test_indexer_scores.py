@@ -65,13 +65,21 @@ def queries(rng, tokens, heads=64):
     return q, jnp.asarray(rng.standard_normal((tokens, heads)), jnp.float32)
 
 
-def check(view, q, weights, slots, positions, implementation, config=None):
+def check(view, q, weights, slots, positions, implementation, config=None, candidates=None):
     if config is None:
         run = functools.partial(ops.indexer_scores, implementation=implementation)
     else:
         run = functools.partial(scores_kernel, inv_freq=None, interpret=True, config=config)
-    got = np.asarray(jax.jit(run)(view, q, weights, ints(slots), ints(positions)))
-    assert got.shape == (len(slots), view.max_entries)
+    lengths = np.minimum((np.asarray(positions) + 1) // view.compress_rate, view.max_entries)
+    if candidates is None:
+        got = np.asarray(jax.jit(run)(view, q, weights, ints(slots), ints(positions)))
+        entries = np.tile(np.arange(view.max_entries), (len(slots), 1))
+    else:
+        candidates = ints(candidates)
+        got = np.asarray(jax.jit(run)(view, q, weights, ints(slots), ints(positions), candidates=candidates))
+        entries = np.asarray(ops.candidate_entries(candidates, 8))
+        lengths = np.asarray(ops.candidate_lengths(ints(lengths), candidates.shape[1], 8))
+    assert got.shape == entries.shape
     q = np.asarray(jax.jit(view.codec.round_query)(q), np.float64)
     weights = np.asarray(weights, np.float64)
     table = np.asarray(view.block_table)
@@ -81,9 +89,10 @@ def check(view, q, weights, slots, positions, implementation, config=None):
     for t, slot in enumerate(slots):
         if slot < 0:
             continue
-        visible = min((positions[t] + 1) // view.compress_rate, view.max_entries)
-        keys = stored[slot, :visible]
-        valid = exists[slot, :visible]
+        visible = lengths[t]
+        chosen = entries[t, :visible]
+        keys = stored[slot, chosen]
+        valid = exists[slot, chosen] & (chosen >= 0)
         want = np.maximum(keys @ q[t].T, 0) @ weights[t]
         size = (np.abs(keys) @ np.abs(q[t]).T) @ np.abs(weights[t])
         # Beyond, memory holds what an earlier program left there: signalling NaNs too, of which a cast would warn.
@@ -122,6 +131,28 @@ def test_planned_interpreted():
     check(view, *queries(rng, 12), slots, positions, "interpret", config)
 
 
+def some_blocks(rng, visible, count):
+    """Returns blocks [count] of 8 entries as `ops.candidate_blocks` chooses them, the last ones -1 if there are few."""
+    number = -(-visible // 8)
+    blocks = np.arange(number)
+    if number > count:
+        blocks = np.sort([*rng.permutation(number - 1)[: count - 1], number - 1])
+    return np.pad(blocks, (0, count - len(blocks)), constant_values=-1)
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_candidates_interpreted(blocks):
+    """Tokens that see more blocks than there are candidates, fewer, and one whose last candidates are missing."""
+    rng = np.random.default_rng(blocks)
+    view = paged(FORMATS["v41"], rng, lengths=[700, 300, 500], max_blocks=22)
+    slots = [0, -1, 1, 2, 2]
+    positions = [699, -1, 150, 399, 400]
+    candidates = np.stack([some_blocks(rng, position + 1, 42) for position in positions])
+    candidates[4, -9:] = -1
+    config = dataclasses.replace(Config.for_tokens(5, True), blocks=blocks)
+    check(view, *queries(rng, 5, HEADS["v41"]), slots, positions, "interpret", config, candidates)
+
+
 @pytest.mark.parametrize("costs", [[3, 0, 5, 0, 0, 7, 1], [0, 0], [0, 100, 0], [1] * 300], ids=str)
 def test_planned_shares(costs):
     """Every unit is in one share, and begins in the item that the share names."""
@@ -152,6 +183,18 @@ def test_on_gpu(name, per_block, counts):
         end = RATES[name] * (lengths[slot] + 1) - 1
         positions += [-1, *range(end - counts[slot], end)]
     check(view, *queries(rng, len(slots), HEADS[name]), slots, np.maximum(positions, -1), "mosaic_gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["v41", "per_entry"])
+@pytest.mark.parametrize(("tokens", "per_block"), [(1, 128), (8, 16), (300, 64)])
+def test_candidates_on_gpu(name, tokens, per_block):
+    rng = np.random.default_rng(tokens)
+    view = paged(FORMATS[name], rng, lengths=[70000, 3000], max_blocks=70400 // per_block, per_block=per_block)
+    slots = [0] * tokens + [-1, 1]
+    positions = [*range(RATES[name] * 70000 - tokens, RATES[name] * 70000), -1, RATES[name] * 3000]
+    candidates = np.stack([some_blocks(rng, (position + 1) // RATES[name], 2048) for position in positions])
+    check(view, *queries(rng, len(slots), HEADS[name]), slots, positions, "mosaic_gpu", candidates=candidates)
 
 
 @pytest.mark.gpu
@@ -190,10 +233,13 @@ for name, heads, layout in ("v4", 64, v4), ("v41", 32, v41), ("per_entry", 64, p
         keys = IndexerKeys(ints(), ints(64, 2048), *pools, 4, layout)
         q = S((tokens, heads, 128), keys.dtype)
         weights = S((tokens, heads), jnp.float32)
-        compile_for_h100(f"{name}-{tokens}", indexer_scores, q, weights, ints(tokens), ints(tokens), keys)
+        args = q, weights, ints(tokens), ints(tokens), keys
+        compile_for_h100(f"{name}-{tokens}", indexer_scores, *args)
+        if name != "v4":
+            compile_for_h100(f"{name}-{tokens}-candidates", indexer_scores, *args, ints(tokens, 2048))
 """)
     # 4 warpgroups on a multiprocessor.
-    assert len(used) == 9 and max(used.values()) <= 128, used
+    assert len(used) == 15 and max(used.values()) <= 128, used
 
 
 def test_what_the_kernel_does_not_take_is_refused_before_launch():
@@ -210,5 +256,10 @@ def test_what_the_kernel_does_not_take_is_refused_before_launch():
     with pytest.raises(NotImplementedError, match="formats 'v4' and 'per_entry'"):
         call(plain, q, weights)
     few = paged(FORMATS["v4"], rng, lengths=[32], max_blocks=4, per_block=8)
+    blocks = ints([[0, 1]])
+    with pytest.raises(NotImplementedError, match="an even number of candidate blocks, and keys without a Hadamard"):
+        call(view, q, weights, candidates=blocks)
+    with pytest.raises(NotImplementedError, match="blocks of 8 candidates, got 4"):
+        jax.eval_shape(functools.partial(one, block_size=4), view, q, weights, candidates=blocks)
     with pytest.raises(NotImplementedError, match="blocks of a multiple of 16 keys"):
         call(few, q, weights)
