@@ -29,13 +29,15 @@ def candidate_blocks(
       [T, count] int32 numbers of blocks in ascending order, then -1 if fewer blocks have visible entries.
     """
     tokens, entries = scores.shape
-    visible = jnp.arange(entries, dtype=jnp.int32)[None, :] < lengths[:, None]
-    scores = jnp.where(visible, scores, -jnp.inf)
+    blocks = (lengths + block_size - 1) // block_size
+    entry = jnp.arange(entries, dtype=jnp.int32)[None, :]
+    # The newest block scores inf, but not on a device that holds other entries. Everything before the maximum is part
+    # of its loop, so that scores are read once.
+    is_newest = (entry >= (blocks[:, None] - 1) * block_size) & (scores > -jnp.inf)
+    scores = jnp.where(is_newest, jnp.inf, scores)
+    scores = jnp.where(entry < lengths[:, None], scores, -jnp.inf)
     padded = jnp.pad(scores, ((0, 0), (0, -entries % block_size)), constant_values=-jnp.inf)
-    best = jnp.max(padded.reshape(tokens, -1, block_size), axis=2)
-    newest = jnp.arange(best.shape[1], dtype=jnp.int32)[None, :] == (lengths[:, None] - 1) // block_size
-    best = jnp.where(newest & (best > -jnp.inf), jnp.inf, best)  # not on a device that holds other entries
-    return topk(best, -(-lengths // block_size), count)
+    return topk(jnp.max(padded.reshape(tokens, -1, block_size), axis=2), blocks, count)
 
 
 def within_candidates(
