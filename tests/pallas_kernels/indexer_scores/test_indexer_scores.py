@@ -187,13 +187,13 @@ def test_on_gpu(name, per_block, counts):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["v41", "per_entry"])
-@pytest.mark.parametrize(("tokens", "per_block"), [(1, 128), (8, 16), (300, 64)])
-def test_candidates_on_gpu(name, tokens, per_block):
+@pytest.mark.parametrize(("tokens", "per_block", "count"), [(1, 128, 2048), (8, 16, 2048), (300, 64, 210)])
+def test_candidates_on_gpu(name, tokens, per_block, count):
     rng = np.random.default_rng(tokens)
     view = paged(FORMATS[name], rng, lengths=[70000, 3000], max_blocks=70400 // per_block, per_block=per_block)
     slots = [0] * tokens + [-1, 1]
     positions = [*range(RATES[name] * 70000 - tokens, RATES[name] * 70000), -1, RATES[name] * 3000]
-    candidates = np.stack([some_blocks(rng, (position + 1) // RATES[name], 2048) for position in positions])
+    candidates = np.stack([some_blocks(rng, (position + 1) // RATES[name], count) for position in positions])
     check(view, *queries(rng, len(slots), HEADS[name]), slots, positions, "mosaic_gpu", candidates=candidates)
 
 
