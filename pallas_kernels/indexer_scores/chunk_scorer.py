@@ -18,6 +18,7 @@ from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
+MAX_HEADS = 64  # number of heads in a product
 FLAGS = 32  # number of tiles whose flags "has scales far apart" fit into an int32
 
 
@@ -228,12 +229,17 @@ class ChunkScorer:
         else:
             keys = key_tiles.unpack_bfloat16(tile, scale=self.keys.layout.scale)
 
-        def score_token(j, _):
+        def score_tokens(j, tokens):
             row = self.token + j
             # The copies are `stages - 1` tiles ahead. The shift makes the bit of this tile the sign bit.
-            score(keys, token=j, row=row, **self._operands(i, missing << (32 - stages)))
+            score(keys, token=j, tokens=tokens, row=row, **self._operands(i, missing << (32 - stages)))
 
-        lax.fori_loop(0, self.count, score_token, None)
+        if self.config.chunk_tokens == 1 or self.q_gmem.shape[1] == MAX_HEADS:
+            lax.fori_loop(0, self.count, lambda j, _: score_tokens(j, 1), None)
+        else:
+            # One product with the heads of two tokens takes fewer instructions than two products.
+            lax.fori_loop(0, lax.div(self.count, 2), lambda j, _: score_tokens(2 * j, 2), None)
+            pl.when(lax.rem(self.count, 2) == 1)(lambda: score_tokens(self.count - 1, 1))
         return [next_candidates, later_candidates], next_block_ids, missing, far
 
     def _rescore_tile(self, i):

@@ -23,39 +23,53 @@ MAX_BELOW = 126
 
 
 @primitive
-def score(keys: tuple[jax.Array, jax.Array], *, queries, weights, token, out, row, first, block, factor: float) -> None:
+def score(
+    keys: tuple[jax.Array, jax.Array], *, queries, weights, token, tokens: int, out, row, first, block, factor: float
+) -> None:
     """Stores out[row, first + s] = factor * sum_h weights[token, h] * relu(queries[token, h] . keys[s]) for a tile.
+
+    It does so for several adjacent tokens, whose rows are adjacent, too.
 
     Args:
       keys: the tile: the result of `unpack_bfloat16`, or the first two results of `unpack_e4m3`.
       queries: [tokens * heads, 128] of the dtype of the keys, with `transforms`, in shared memory.
       weights: [tokens, heads] float32 head weights in shared memory.
-      token: int32 scalar, number of the token in the chunk.
+      token: int32 scalar, number of the first token in the chunk.
+      tokens: number of tokens, of at most 64 heads in all.
       out: [T, E] float32 in global memory; entries past E are not written.
-      row, first: int32 scalars, row of `out` and column of the tile's first key.
+      row, first: int32 scalars, row of `out` of the first token, and column of the tile's first key.
       block: [4] int32 in layout PER_WARP, or [4, 2] in layout PER_HALF. If it is negative, the warp's 16 keys, or the
         first or the last 8 of them, do not exist, and their scores are -inf.
       factor: positive factor of all scores.
     """
     if queries.dtype == jnp.float8_e4m3fn:
         tile = lax.bitcast_convert_type(keys[0], jnp.float8_e4m3fn).astype(jnp.float32).reshape(KEYS, DIM)
-        total = _totals(tile, keys[1], queries, weights, token)
+        largest = keys[1]
     else:
-        total = _totals(jnp.concatenate(keys, axis=1).astype(jnp.float32), None, queries, weights, token)
-    _put(total * factor, out, row, first, block)
+        tile = jnp.concatenate(keys, axis=1).astype(jnp.float32)
+        largest = None
+    for i in range(tokens):
+        _put(_totals(tile, largest, queries, weights, token + i) * factor, out, row + i, first, block)
 
 
 @score.mosaic
-def _score_mosaic(keys, *, queries, weights, token, out, row, first, block, factor):
+def _score_mosaic(keys, *, queries, weights, token, tokens, out, row, first, block, factor):
     fp8 = queries.dtype == jnp.float8_e4m3fn
     layouts = (key_tiles.E4M3_KEYS, key_tiles.SCALES) if fp8 else (key_tiles.BF16_KEYS, key_tiles.BF16_KEYS)
 
     def emit(keys, scales_or_keys, queries, weights, token, out, row, first, block):
         registers = mlir.values(keys) if fp8 else [*keys.registers.flat, *scales_or_keys.registers.flat]
         heads = weights.type.shape[1]
-        dots = _dots(registers, queries, token, heads, "e4m3" if fp8 else "bf16")
-        sums = _add_up(dots, weights, token * heads, [mlir.f32(0.0)] * 2)
-        _store(sums, mlir.values(scales_or_keys) if fp8 else None, out, row, first, block, factor)
+        dots = _dots(registers, queries, token, heads, tokens, "e4m3" if fp8 else "bf16")
+
+        def store_token(dots, token, row):
+            sums = _add_up(dots, weights, token * heads, [mlir.f32(0.0)] * 2)
+            _store(sums, mlir.values(scales_or_keys) if fp8 else None, out, row, first, block, factor)
+
+        per_token = len(dots) // tokens
+        store_token(dots[:per_token], token, row)
+        for i in range(1, tokens):
+            store_token(dots[i * per_token : (i + 1) * per_token], token + i, row + i)
 
     pairs = ((x, kind.layout) for x, kind in zip(keys, layouts, strict=True))
     queries = queries, plgpu.RefType(transforms(queries.dtype))
@@ -242,21 +256,23 @@ def _add_quads(sums, lane):
     return arith.addf(total, mgpu.utils.shfl_bfly(total, 2))
 
 
-def _dots(registers, queries, token, heads, kind):
-    """Emits the `wgmma` products of a tile and a token's queries, [64 keys, heads] float32, heads / 2 for each thread.
+def _dots(registers, queries, token, heads, tokens, kind):
+    """Emits the `wgmma` products of a tile and queries, [64 keys, tokens * heads] float32, 1/128 of them per thread.
 
     Args:
       registers: a thread's part of the keys, the left operand, as MLIR values of 32 bits.
       queries: memref of the chunk's queries in shared memory.
-      token: number of the token in the chunk.
+      token: number of the first token in the chunk.
       heads: number of heads of a query.
+      tokens: number of tokens.
       kind: PTX type of keys and queries, "e4m3" or "bf16".
     """
     size = {"e4m3": 1, "bf16": 2}[kind]
     registers = [mgpu.utils.bitcast(register, mlir.int_type()) for register in registers]
     # Lower half of the queries' matrix descriptor: their address in units of 16 bytes, and bit 16.
     low = (((thread_ops.shared(queries) & 0x3FFFF) >> 4) | (1 << 16)) + token * ((heads * DIM * size) >> 4)
-    count = heads // 2
+    columns = tokens * heads
+    count = columns // 2
     steps = len(registers) // 4
     sums = ", ".join(f"${i}" for i in range(count))
     # Upper half of the descriptor: the stride between groups of 8 heads, and the 128-byte swizzle.
@@ -269,7 +285,7 @@ def _dots(registers, queries, token, heads, kind):
         offset = (step // 4) * 1024 + (step % 4) * 32
         lines += [
             f"add.u32 l, ${count + 4 * steps}, {offset >> 4}; mov.b64 d, {{l, {high}}};",
-            f"wgmma.mma_async.sync.aligned.m64n{heads}k{32 // size}.f32.{kind}.{kind} {{{sums}}}, {{{a}}}, d, p, 1, 1"
+            f"wgmma.mma_async.sync.aligned.m64n{columns}k{32 // size}.f32.{kind}.{kind} {{{sums}}}, {{{a}}}, d, p, 1, 1"
             + (", 0;" if kind == "bf16" else ";"),
         ]
         if step == 0:
