@@ -29,17 +29,30 @@ class Config:
     blocks: int = MULTIPROCESSORS  # number of blocks, which share the work equally
     warpgroups: int = 4  # number of warpgroups in a block; they hide each other's waits
     stages: int = 4  # number of tiles of a warpgroup that are being copied or read
-    chunk_tokens: int = 8  # maximum number of tokens in a chunk; shared memory has to hold their queries
+    # Maximum number of tokens in a chunk; shared memory has to hold their queries. 1 if there are candidates.
+    chunk_tokens: int = 8
     plan_in_xla: bool = False  # whether XLA computes all shares of the work; otherwise each block searches for its own
 
     @classmethod
-    def for_tokens(cls, tokens: int, interpret: bool = False) -> "Config":
-        """Chooses the configuration for a number of tokens."""
-        # With four warpgroups a thread has 128 registers. If interpreted, several warpgroups that wait for each other
-        # would block the CPU's few threads.
+    def for_tokens(
+        cls, tokens: int, interpret: bool = False, *, gathers: bool = False, small_products: bool = False
+    ) -> "Config":
+        """Chooses the configuration.
+
+        Args:
+          tokens: number of tokens.
+          interpret: whether the kernel is interpreted.
+          gathers: whether there are candidates.
+          small_products: whether keys are multiplied as bfloat16 with 32 heads, for which a thread needs few registers.
+        """
+        # If interpreted, several warpgroups that wait for each other would block the CPU's few threads.
         blocks, warpgroups = (3, 1) if interpret else (MULTIPROCESSORS, 4)
+        chunk_tokens = 1 if gathers else min(8, tokens)
+        if small_products and chunk_tokens == 1 and not interpret:
+            # A thread has 128 registers if there are four warpgroups, 96 if there are five, and 80 if there are six.
+            warpgroups = 5 if gathers else 6
         # The search of a block for its own share takes 0.2 ms for 8,192 tokens.
-        return cls(blocks, warpgroups, chunk_tokens=min(8, tokens), plan_in_xla=tokens > 256)
+        return cls(blocks, warpgroups, chunk_tokens=chunk_tokens, plan_in_xla=tokens > 256)
 
 
 @pytree_dataclass

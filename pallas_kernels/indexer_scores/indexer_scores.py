@@ -13,8 +13,8 @@ each block gets an equal share of the units.
     all        score_tile    unpacks a tile, multiplies it with each token's queries  queries_full   queries_empty
                              (wgmma) and adds up the heads
 
-Warpgroups take a chunk's tiles in turn. The module `key_tiles` explains the formats of keys, and when a tile is scored
-a second time.
+Warpgroups take a chunk's tiles in turn. With candidates, a chunk is one token, and a tile is 8 of its candidate blocks.
+The module `key_tiles` explains the formats of keys, and when a tile is scored a second time.
 """
 
 import dataclasses
@@ -73,15 +73,16 @@ def indexer_scores(
     check_array("weights", weights, jnp.float32, tokens, heads)
     check_tokens(tokens, slots=slots, positions=positions)
     max_keys = keys.max_keys
-    config = config or Config.for_tokens(tokens, interpret)
-    if candidates is not None:
+    gathers = candidates is not None
+    if gathers:
         check_array("candidates", candidates, jnp.int32, tokens, None)
         rule = "an even number of candidate blocks, and keys without a Hadamard rotation"
         check_rules({rule: candidates.shape[1] % 2 == 0 and keys.dtype == jnp.bfloat16})
         max_keys = CANDIDATE_KEYS * candidates.shape[1]
-        config = dataclasses.replace(config, chunk_tokens=1)
     if 0 in (tokens, max_keys, keys.max_keys):
         return jnp.full((tokens, max_keys), -jnp.inf, jnp.float32)
+    small_products = heads == 32 and keys.dtype == jnp.bfloat16
+    config = config or Config.for_tokens(tokens, interpret, gathers=gathers, small_products=small_products)
     chunks = Chunks(slots, positions, config.chunk_tokens, keys.compress_rate, max_keys)
     shares = planned_shares(chunks.costs(), config.blocks) if config.plan_in_xla else None
 
