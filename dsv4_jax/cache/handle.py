@@ -286,13 +286,19 @@ class LayerCacheHandle(Summarized):
         view = self.read_indexer_view()
         self._check_shape("q", q, None, view.codec.dim)
         self._check_shape("weights", weights, q.shape[1])
-        entries = self._gathered_entries(candidates)
+        size = self._cache.schema.config.candidate_block_size
+        gathers = self._gathers(candidates)
         scores = ops.indexer_scores(
-            view, q, weights, self.batch.slots, self.batch.positions, inv_freq=inv_freq, entries=entries
+            view,
+            q,
+            weights,
+            self.batch.slots,
+            self.batch.positions,
+            inv_freq=inv_freq,
+            candidates=candidates if gathers else None,
+            block_size=size,
         )
-        if candidates is None or entries is not None:
-            return scores
-        return ops.within_candidates(scores, candidates, self._cache.schema.config.candidate_block_size)
+        return scores if candidates is None or gathers else ops.within_candidates(scores, candidates, size)
 
     def indexer_topk(
         self, scores: Float[Array, "T E"], candidates: Int[Array, "T B"] | None = None
@@ -307,11 +313,12 @@ class LayerCacheHandle(Summarized):
           [T, topk] int32 entry numbers in ascending order, then -1 if fewer than topk entries are visible.
         """
         k = self._cache.schema.config.topk(self.spec.layer)
-        entries = self._gathered_entries(candidates)
-        if entries is None:
-            return self._topk(scores, self.valid_lengths(), k)
-        chosen = self._topk(scores, jnp.full_like(self.batch.slots, scores.shape[1]), k)
-        return jnp.where(chosen >= 0, jnp.take_along_axis(entries, jnp.maximum(chosen, 0), axis=1), -1)
+        lengths = self.valid_lengths()
+        if candidates is None or not self._gathers(candidates):
+            return self._topk(scores, lengths, k)
+        size = self._cache.schema.config.candidate_block_size
+        chosen = self._topk(scores, ops.candidate_lengths(lengths, candidates.shape[1], size), k)
+        return ops.entries_at(chosen, candidates, size)
 
     def by_tiles(self, function: Callable[..., Any], *arrays: Any) -> Any:
         """Calls `function(handle, *arrays)`, for tiles of the tokens one after another if they have many scores.
@@ -361,13 +368,12 @@ class LayerCacheHandle(Summarized):
             return None
         return ops.candidate_blocks(scores, self.valid_lengths(), config.candidate_topk_blocks, size, self._topk)
 
-    def _gathered_entries(self, candidates):
-        """Returns the entries [T, E] of the candidates if they are few, and otherwise None."""
+    def _gathers(self, candidates):
+        """Returns whether only the entries of candidates are scored, because they are few."""
         if candidates is None:
-            return None
+            return False
         size = self._cache.schema.config.candidate_block_size
-        few = 2 * candidates.shape[1] * size < self.read_indexer_view().max_entries
-        return ops.candidate_entries(candidates, size) if few else None
+        return 2 * candidates.shape[1] * size < self.read_indexer_view().max_entries
 
     @property
     def _topk(self):

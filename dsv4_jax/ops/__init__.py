@@ -19,7 +19,13 @@ Examples:
 
 from dsv4_jax.ops.all_reduce import all_gather, all_reduce, model_index, with_mailboxes
 from dsv4_jax.ops.append_swa import append_swa
-from dsv4_jax.ops.candidates import candidate_blocks, candidate_entries, within_candidates
+from dsv4_jax.ops.candidates import (
+    candidate_blocks,
+    candidate_entries,
+    candidate_lengths,
+    entries_at,
+    within_candidates,
+)
 from dsv4_jax.ops.dispatch import use_implementation
 from dsv4_jax.ops.experts import experts
 from dsv4_jax.ops.flush import ClosedWindows, CompressorInputs, CompressorWeights, flush, pool_windows, write_entries

@@ -29,13 +29,15 @@ def candidate_blocks(
       [T, count] int32 numbers of blocks in ascending order, then -1 if fewer blocks have visible entries.
     """
     tokens, entries = scores.shape
-    visible = jnp.arange(entries, dtype=jnp.int32)[None, :] < lengths[:, None]
-    scores = jnp.where(visible, scores, -jnp.inf)
+    blocks = (lengths + block_size - 1) // block_size
+    entry = jnp.arange(entries, dtype=jnp.int32)[None, :]
+    # The newest block scores inf, but not on a device that holds other entries. Everything before the maximum is part
+    # of its loop, so that scores are read once.
+    is_newest = (entry >= (blocks[:, None] - 1) * block_size) & (scores > -jnp.inf)
+    scores = jnp.where(is_newest, jnp.inf, scores)
+    scores = jnp.where(entry < lengths[:, None], scores, -jnp.inf)
     padded = jnp.pad(scores, ((0, 0), (0, -entries % block_size)), constant_values=-jnp.inf)
-    best = jnp.max(padded.reshape(tokens, -1, block_size), axis=2)
-    newest = jnp.arange(best.shape[1], dtype=jnp.int32)[None, :] == (lengths[:, None] - 1) // block_size
-    best = jnp.where(newest & (best > -jnp.inf), jnp.inf, best)  # not on a device that holds other entries
-    return topk(best, -(-lengths // block_size), count)
+    return topk(jnp.max(padded.reshape(tokens, -1, block_size), axis=2), blocks, count)
 
 
 def within_candidates(
@@ -53,6 +55,31 @@ def within_candidates(
     rows = jnp.arange(tokens, dtype=jnp.int32)[:, None]
     chosen = jnp.zeros((tokens, number), bool).at[rows, jnp.where(blocks >= 0, blocks, number)].set(True, mode="drop")
     return jnp.where(jnp.repeat(chosen, block_size, axis=1)[:, :entries], scores, -jnp.inf)
+
+
+def candidate_lengths(lengths: Int[Array, "T"], count: int, block_size: int) -> Int[Array, "T"]:
+    """Returns the number of visible entries in the blocks that `candidate_blocks` returns, [T] int32.
+
+    They are the first of the blocks' entries: all blocks but the last one, which is the newest, are full.
+
+    Args:
+      lengths: [T] int32 number of visible entries of each token.
+      count: number of blocks.
+      block_size: number of entries in a block.
+    """
+    return jnp.minimum(lengths, (count - 1) * block_size + (lengths - 1) % block_size + 1)
+
+
+def entries_at(indices: Int[Array, "T k"], blocks: Int[Array, "T count"], block_size: int) -> Int[Array, "T k"]:
+    """Returns the numbers of entries, given by their indices among the entries of blocks; -1 for the index -1.
+
+    Args:
+      indices: [T, k] int32 indices, as of `candidate_entries(blocks, block_size)`.
+      blocks: [T, count] int32 numbers of blocks.
+      block_size: number of entries in a block.
+    """
+    block = jnp.take_along_axis(blocks, jnp.maximum(indices, 0) // block_size, axis=1)
+    return jnp.where(indices >= 0, block * block_size + indices % block_size, -1)
 
 
 def candidate_entries(blocks: Int[Array, "*T count"], block_size: int) -> Int[Array, "*T n"]:

@@ -6,26 +6,29 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dsv4_jax.ops.candidates import candidate_entries
 from dsv4_jax.ops.dispatch import with_kernel
 from dsv4_jax.ops.rope import apply_rope_deterministic
 from dsv4_jax.ops.views import IndexerView, valid_lengths
 from dsv4_jax.quant import e8m0_value
 from pallas_kernels.formats.layouts import quantized
 from pallas_kernels.indexer_scores import IndexerKeys, indexer_scores as score_keys
-from pallas_kernels.indexer_scores.key_tiles import TOP, permute_dims
+from pallas_kernels.indexer_scores.key_tiles import CANDIDATE_KEYS, TOP, operand_dtype, permute_dims
 from pallas_kernels.indexer_scores.round_index_query import round_index_query
+from pallas_kernels.runtime.checks import check_rules
 
 
 # The number of tokens that XLA scores at a time. It bounds memory, because each token gathers a copy of all its keys.
 QUERY_BLOCK = 16
 
 
-def scores_kernel(view, q, weights, slots, positions, inv_freq, entries=None, *, interpret, config=None):
-    """Computes `indexer_scores` with kernels. `config` is the argument of `pallas_kernels.indexer_scores`."""
-    if entries is not None:
-        raise NotImplementedError("the kernel scores all entries of a request: entries must be None")
-    q, weights = round_index_query(q, weights, positions, inv_freq, quantized(view.layout), interpret=interpret)
-    return score_rounded_kernel(view, q, weights, slots, positions, config=config, interpret=interpret)
+def scores_kernel(view, q, weights, slots, positions, *, inv_freq=None, candidates=None, block_size=8, **options):
+    """Computes `indexer_scores` with kernels. `options` are those of `pallas_kernels.indexer_scores`."""
+    if candidates is not None:
+        check_rules({f"blocks of {CANDIDATE_KEYS} candidates, got {block_size}": block_size == CANDIDATE_KEYS})
+    layout = quantized(view.layout)
+    q, weights = round_index_query(q, weights, positions, inv_freq, layout, interpret=options["interpret"])
+    return score_rounded_kernel(view, q, weights, slots, positions, candidates, **options)
 
 
 @with_kernel(scores_kernel)
@@ -37,7 +40,8 @@ def indexer_scores(
     positions: Int[Array, "T"],
     *,
     inv_freq: Float[Array, "P"] | None = None,
-    entries: Int[Array, "T E"] | None = None,
+    candidates: Int[Array, "T count"] | None = None,
+    block_size: int = 8,
     implementation: str | None = None,
 ) -> Float[Array, "T E"]:
     """Computes `score[t, s] = sum_h weights[t, h] * relu(q[t, h] . key[s])` of each entry s that token t sees.
@@ -51,16 +55,20 @@ def indexer_scores(
       slots, positions: [T] int32 request slots and absolute positions; -1 = padding.
       inv_freq: [P] float32, radians per token, by which RoPE rotates the last 2 * P channels of q (docs/dsv4.md 2.2);
         None = q is rotated already.
-      entries: [T, E] int32 numbers of the entries to score, -1 = none; None = all entries of each token's request.
-      implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take 64 heads of 128 dims in bfloat16, and
-        keys in the formats "v4" and "per_entry", and score all entries.
+      candidates: [T, count] int32 blocks of entries to score, from `candidate_blocks`; None = all entries of each
+        token's request.
+      block_size: number of entries in a candidate block.
+      implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take 32 or 64 heads of 128 dims in
+        bfloat16, and keys in the formats "v4", "v41" and "per_entry". Candidates must be an even number of blocks of 8,
+        not of the format "v4".
 
     Returns:
-      [T, E] float32 scores, with E = max_blocks * entries per block if `entries` is None. Then the first
-      `valid_lengths(positions[t])` values of row t are scores, or -inf for an entry without a block, and other values
-      are unspecified: "xla" writes -inf, and a kernel leaves the memory as it is. Otherwise, entries that the token
-      does not see have the score -inf.
+      [T, E] float32 scores, with E = max_blocks * entries per block, or count * block_size if there are candidates. The
+      first `valid_lengths(positions[t])` values of row t, of candidates the first `candidate_lengths`, are scores, or
+      -inf for an entry without a block in the block table. Other values are unspecified: "xla" writes -inf, and a
+      kernel leaves the memory as it is.
     """
+    entries = None if candidates is None else candidate_entries(candidates, block_size)
     q = round_index_query_xla(view.codec, q, positions, inv_freq)
     return score_rounded_xla(view, q, weights, slots, positions, entries)
 
@@ -74,7 +82,7 @@ def round_index_query_xla(codec, q, positions, inv_freq):
 
 def round_index_query_operands(codec, q, weights, positions, inv_freq):
     """Computes the results of `pallas_kernels.indexer_scores.round_index_query` with XLA."""
-    if codec.layout.scale != "e8m0":
+    if operand_dtype(codec.layout) == jnp.bfloat16:
         return permute_dims(round_index_query_xla(codec, q, positions, inv_freq), jnp.bfloat16), weights
     if inv_freq is not None:
         q = apply_rope_deterministic(q, jnp.maximum(positions, 0), inv_freq)
@@ -105,7 +113,7 @@ def score_rounded_xla(view, q, weights, slots, positions, entries=None):
     return jax.lax.map(score, (q, weights, slots, positions, entries), batch_size=min(QUERY_BLOCK, q.shape[0]))
 
 
-def score_rounded_kernel(view, q, weights, slots, positions, *, config=None, interpret=False):
+def score_rounded_kernel(view, q, weights, slots, positions, candidates=None, **options):
     """Computes `indexer_scores` with the kernel, from queries and weights that `round_index_query` returned."""
     keys = IndexerKeys(
         jnp.asarray(view.layer, jnp.int32),
@@ -115,4 +123,4 @@ def score_rounded_kernel(view, q, weights, slots, positions, *, config=None, int
         view.compress_rate,
         quantized(view.layout),
     )
-    return score_keys(q, weights, slots, positions, keys, config=config, interpret=interpret)
+    return score_keys(q, weights, slots, positions, keys, candidates, **options)

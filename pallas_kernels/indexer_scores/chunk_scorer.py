@@ -11,13 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.indexer_scores import key_tiles
-from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, KEYS, PER_THREAD, PER_WARP, WARP_KEYS, load_words
+from pallas_kernels.indexer_scores.key_tiles import CANDIDATE_KEYS, DIM, KEYS, PER_HALF, PER_THREAD, PER_WARP, WARP_KEYS
 from pallas_kernels.indexer_scores.tile_scores import score, score_far
 from pallas_kernels.mgpu.copies import commit_copies, wait_copies
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
+MAX_HEADS = 64  # number of heads in a product
 FLAGS = 32  # number of tiles whose flags "has scales far apart" fit into an int32
 
 
@@ -28,17 +29,30 @@ class Config:
     blocks: int = MULTIPROCESSORS  # number of blocks, which share the work equally
     warpgroups: int = 4  # number of warpgroups in a block; they hide each other's waits
     stages: int = 4  # number of tiles of a warpgroup that are being copied or read
-    chunk_tokens: int = 8  # maximum number of tokens in a chunk; shared memory has to hold their queries
+    # Maximum number of tokens in a chunk; shared memory has to hold their queries. 1 if there are candidates.
+    chunk_tokens: int = 8
     plan_in_xla: bool = False  # whether XLA computes all shares of the work; otherwise each block searches for its own
 
     @classmethod
-    def for_tokens(cls, tokens: int, interpret: bool = False) -> "Config":
-        """Chooses the configuration for a number of tokens."""
-        # With four warpgroups a thread has 128 registers. If interpreted, several warpgroups that wait for each other
-        # would block the CPU's few threads.
+    def for_tokens(
+        cls, tokens: int, interpret: bool = False, *, gathers: bool = False, small_products: bool = False
+    ) -> "Config":
+        """Chooses the configuration.
+
+        Args:
+          tokens: number of tokens.
+          interpret: whether the kernel is interpreted.
+          gathers: whether there are candidates.
+          small_products: whether keys are multiplied as bfloat16 with 32 heads, for which a thread needs few registers.
+        """
+        # If interpreted, several warpgroups that wait for each other would block the CPU's few threads.
         blocks, warpgroups = (3, 1) if interpret else (MULTIPROCESSORS, 4)
+        chunk_tokens = 1 if gathers else min(8, tokens)
+        if small_products and chunk_tokens == 1 and not interpret:
+            # A thread has 128 registers if there are four warpgroups, 96 if there are five, and 80 if there are six.
+            warpgroups = 5 if gathers else 6
         # The search of a block for its own share takes 0.2 ms for 8,192 tokens.
-        return cls(blocks, warpgroups, chunk_tokens=min(8, tokens), plan_in_xla=tokens > 256)
+        return cls(blocks, warpgroups, chunk_tokens=chunk_tokens, plan_in_xla=tokens > 256)
 
 
 @pytree_dataclass
@@ -47,21 +61,21 @@ class Scratch:
 
     queries_full: Any  # a barrier for each token of a chunk: its queries and head weights were copied
     queries_empty: Any  # a barrier: every warpgroup has read the queries of the previous chunk
-    queries_smem: Any  # [chunk_tokens * 64, 128] queries of the chunk
-    weights_smem: Any  # [chunk_tokens, 64] float32 head weights of the chunk
+    queries_smem: Any  # [chunk_tokens * heads, 128] queries of the chunk
+    weights_smem: Any  # [chunk_tokens, heads] float32 head weights of the chunk
     # ([tiles, 64, 64] uint8 codes, [tiles, 64, 4 or 8] uint8 scales), `config.stages` tiles for each warpgroup
     tiles_smem: Any
 
     @classmethod
-    def types(cls, config: Config, q_dtype: Any, scale_width: int) -> "Scratch":
+    def types(cls, config: Config, heads: int, q_dtype: Any, scale_width: int) -> "Scratch":
         """Returns the types to allocate."""
         tiles = config.warpgroups * config.stages
-        queries = (config.chunk_tokens * HEADS, DIM)
+        queries = (config.chunk_tokens * heads, DIM)
         return cls(
             queries_full=plgpu.Barrier(num_arrivals=2, num_barriers=config.chunk_tokens),
             queries_empty=plgpu.Barrier(num_arrivals=config.warpgroups),
             queries_smem=plgpu.SMEM(queries, q_dtype, transforms=key_tiles.transforms(q_dtype)),
-            weights_smem=plgpu.SMEM((config.chunk_tokens, HEADS), jnp.float32),
+            weights_smem=plgpu.SMEM((config.chunk_tokens, heads), jnp.float32),
             tiles_smem=tuple(plgpu.SMEM((tiles, KEYS, width), jnp.uint8) for width in (DIM // 2, scale_width)),
         )
 
@@ -76,13 +90,15 @@ class ChunkScorer:
     token: Any  # int32 scalar, the chunk's first token
     count: Any  # int32 scalar, number of tokens in the chunk
     slot: Any  # int32 scalar, row of the block table
-    first_tile: Any  # int32 scalar, first tile of the block's share; tile n has the request's keys from 64 * n on
+    # int32 scalar, first tile of the block's share; tile n has keys from 64 * n on, of the request or of the candidates
+    first_tile: Any
     end_tile: Any  # int32 scalar, end of the tiles of the block's share
     config: Config
     warpgroup: Any  # int32 scalar, number of the warpgroup
-    q_gmem: Any  # [T, 64, 128] rounded queries
-    weights_gmem: Any  # [T, 64] float32 head weights
+    q_gmem: Any  # [T, heads, 128] rounded queries
+    weights_gmem: Any  # [T, heads] float32 head weights
     keys: key_tiles.IndexerKeys  # references, with `layer` a scalar
+    candidates_gmem: Any  # [T, C] int32 numbers of blocks of 8 keys; None = all keys are scored
     out_gmem: Any  # [T, E] float32 scores
     scratch: Scratch
 
@@ -92,10 +108,12 @@ class ChunkScorer:
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.scratch.queries_empty)
         pl.when(self.warpgroup == 0)(jax.named_scope("load_queries")(self._load_queries))
-        *copied_ids, next_ids = (self._load_block_ids(jnp.int32(i)) for i in range(self.config.stages))
-        missing = plgpu.layout_cast(jnp.zeros((4,), jnp.int32), PER_WARP)
+        stages = self.config.stages
+        candidates = [self._load_candidates(jnp.int32(i)) for i in range(stages + 1)]
+        *copied_ids, next_ids = (self._load_block_ids(jnp.int32(i), candidates[i]) for i in range(stages))
+        missing = plgpu.layout_cast(jnp.zeros(next_ids.shape, jnp.int32), self._layout)
         for i, block_ids in enumerate(copied_ids):
-            self._start_copy(jnp.int32(i), block_ids)
+            self._start_copy(jnp.int32(i), candidates[i], block_ids)
             missing = _push_sign(missing, block_ids)
         for i in range(self.config.chunk_tokens):
             pl.when(i < self.count)(lambda i=i: plgpu.barrier_wait(self.scratch.queries_full.at[i]))
@@ -104,7 +122,7 @@ class ChunkScorer:
         own_tiles = lax.div(jnp.maximum(tiles - self.warpgroup, 0) + (warpgroups - 1), warpgroups)
         with jax.named_scope("score_tiles"):
             runs = lax.div(own_tiles + (FLAGS - 1), FLAGS)
-            lax.fori_loop(0, runs, functools.partial(self._score_run, own_tiles), (next_ids, missing))
+            lax.fori_loop(0, runs, functools.partial(self._score_run, own_tiles), (candidates[-2:], next_ids, missing))
         wait_copies(0)
 
     def _load_queries(self):
@@ -114,8 +132,9 @@ class ChunkScorer:
 
     def _load_query(self, i):
         token = self.token + i
+        heads = self.q_gmem.shape[1]
         full = self.scratch.queries_full.at[i]
-        plgpu.copy_gmem_to_smem(self.q_gmem.at[token], self.scratch.queries_smem.at[pl.ds(i * HEADS, HEADS)], full)
+        plgpu.copy_gmem_to_smem(self.q_gmem.at[token], self.scratch.queries_smem.at[pl.ds(i * heads, heads)], full)
         plgpu.copy_gmem_to_smem(self.weights_gmem.at[token], self.scratch.weights_smem.at[i], full)
 
     # --- addresses ---
@@ -127,36 +146,58 @@ class ChunkScorer:
     def _stage(self, i):
         return self.warpgroup * self.config.stages + lax.rem(i, self.config.stages)
 
-    def _in_blocks(self, operation, i):
-        """Returns the block, or the place in the block, of each warp's first key, [4] int32 in layout PER_WARP.
+    @property
+    def _layout(self):
+        """The layout of arrays with a value for each range of consecutive keys: 16 of a warp, or a candidate block."""
+        return PER_WARP if self.candidates_gmem is None else PER_HALF
+
+    def _load_candidates(self, i):
+        """Loads the numbers of a tile's candidate blocks, [4, 2] int32 in layout PER_HALF; None if there are none."""
+        if self.candidates_gmem is None:
+            return None
+        count = self.candidates_gmem.shape[1]
+        warp, half = (plgpu.broadcasted_iota(jnp.int32, (4, 2), axis, layout=PER_HALF) for axis in range(2))
+        number = jnp.minimum(self._tile(i) * (KEYS // CANDIDATE_KEYS) + 2 * warp + half, count - 1)
+        return key_tiles.load_words(self.candidates_gmem, self.token * count + number, PER_HALF)
+
+    def _in_blocks(self, operation, i, candidates):
+        """Returns the block, or the place in the block, of the first key of each range, int32 in the layout `_layout`.
 
         `operation` is `lax.div` for the block's column in the block table, `lax.rem` for the place. The numbers are
         unsigned, because an unsigned division is faster.
         """
-        warp_key = plgpu.broadcasted_iota(jnp.int32, (4,), 0, layout=PER_WARP) * WARP_KEYS
-        key = (self._tile(i) * KEYS + warp_key).astype(jnp.uint32)
-        return operation(key, jnp.uint32(self.keys.per_block)).astype(jnp.int32)
+        if candidates is None:
+            warp_key = plgpu.broadcasted_iota(jnp.int32, (4,), 0, layout=PER_WARP) * WARP_KEYS
+            key = self._tile(i) * KEYS + warp_key
+        else:
+            key = jnp.maximum(candidates, 0) * CANDIDATE_KEYS
+        return operation(key.astype(jnp.uint32), jnp.uint32(self.keys.per_block)).astype(jnp.int32)
 
-    def _load_block_ids(self, i):
-        """Loads the block id of each warp's 16 keys, which are in one block: [4] int32 in layout PER_WARP."""
+    def _load_block_ids(self, i, candidates):
+        """Loads the block id of each range of keys, which is in one block: int32 in the layout `_layout`."""
         max_blocks = self.keys.block_table.shape[1]
-        column = jnp.minimum(self._in_blocks(lax.div, i), max_blocks - 1)
-        return load_words(self.keys.block_table, self.slot * max_blocks + column, PER_WARP)
+        column = jnp.minimum(self._in_blocks(lax.div, i, candidates), max_blocks - 1)
+        ids = key_tiles.load_words(self.keys.block_table, self.slot * max_blocks + column, self._layout)
+        return ids if candidates is None else jnp.where(candidates < 0, -1, ids)
 
-    def _first_rows(self, i, block_ids):
-        """Returns the row of each warp's first key in the pools, leading axes merged: [4] int32 in layout PER_WARP."""
+    def _first_rows(self, i, candidates, block_ids):
+        """Returns the row of the first key of each range in the pools, leading axes merged, like `block_ids`."""
         block = self.keys.layer * self.keys.codes.shape[1] + jnp.maximum(block_ids, 0)
-        return block * self.keys.per_block + self._in_blocks(lax.rem, i)
+        return block * self.keys.per_block + self._in_blocks(lax.rem, i, candidates)
 
-    def _start_copy(self, i, block_ids):
+    def _start_copy(self, i, candidates, block_ids):
         """Starts to copy a tile to its stage. Past the last tile of the share, it commits a group without copies."""
         stage = self._stage(i)
-        rows = self._first_rows(i, block_ids)
+        rows = self._first_rows(i, candidates, block_ids)
         is_wanted = self._tile(i) < self.end_tile
         key_tiles.start_tile(self.scratch.tiles_smem, stage, (self.keys.codes, self.keys.scales), rows, is_wanted)
         commit_copies()
 
     # --- scores ---
+
+    @property
+    def _fp8(self):
+        return self.keys.dtype == jnp.float8_e4m3fn
 
     def _score_run(self, own_tiles, run, carry):
         """Scores a run of up to 32 tiles. Afterwards it scores a tile again if its keys have scales far apart.
@@ -164,8 +205,8 @@ class ChunkScorer:
         Args:
           own_tiles: int32 scalar, number of tiles of this warpgroup.
           run: int32 scalar, number of the run.
-          carry: (block_ids, missing). `block_ids` are the block ids of the next tile to copy. The bits of `missing` say
-            which block ids were missing, see `_push_sign`.
+          carry: (candidates, block_ids, missing). `candidates` are those of the next two tiles to copy, and `block_ids`
+            the block ids of the next one. The bits of `missing` say which block ids were missing, see `_push_sign`.
 
         Returns:
           The new carry.
@@ -173,7 +214,7 @@ class ChunkScorer:
         begin = run * FLAGS
         end = jnp.minimum((run + 1) * FLAGS, own_tiles)
         far = None
-        if self.keys.is_mxfp4:
+        if self._fp8:
             far = plgpu.layout_cast(jnp.zeros(PER_THREAD.shape, jnp.int32), PER_THREAD.layout)
         *carry, far = lax.fori_loop(begin, end, self._score_tile, (*carry, far))
 
@@ -181,48 +222,55 @@ class ChunkScorer:
             is_far = key_tiles.any_set(far, jnp.int32(1) << (end - 1 - i))
             pl.when(is_far)(functools.partial(self._rescore_tile, i))
 
-        if self.keys.is_mxfp4:
+        if self._fp8:
             any_far = key_tiles.any_set(far, jnp.int32(-1))
             pl.when(any_far)(lambda: lax.fori_loop(begin, end, rescore_if_far, None))
         return tuple(carry)
 
     def _score_tile(self, i, carry):
-        block_ids, missing, far = carry
+        (candidates, next_candidates), block_ids, missing, far = carry
         stages = self.config.stages
-        next_block_ids = self._load_block_ids(i + stages)
-        self._start_copy(i + stages - 1, block_ids)
+        next_block_ids = self._load_block_ids(i + stages, next_candidates)
+        later_candidates = self._load_candidates(i + stages + 1)
+        self._start_copy(i + stages - 1, candidates, block_ids)
         missing = _push_sign(missing, block_ids)
         wait_copies(stages - 1)
         tile = key_tiles.read_tile(self.scratch.tiles_smem, self._stage(i))
-        if self.keys.is_mxfp4:
-            values, largest, far = key_tiles.unpack_mxfp4(tile, far)
+        if self._fp8:
+            values, largest, far = key_tiles.unpack_e4m3(tile, far)
             keys = values, largest
         else:
-            keys = key_tiles.unpack_nvfp4(tile)
+            keys = key_tiles.unpack_bfloat16(tile, scale=self.keys.layout.scale)
 
-        def score_token(j, _):
+        def score_tokens(j, tokens):
             row = self.token + j
             # The copies are `stages - 1` tiles ahead. The shift makes the bit of this tile the sign bit.
-            score(keys, token=j, row=row, **self._operands(i, missing << (32 - stages)))
+            score(keys, token=j, tokens=tokens, row=row, **self._operands(i, missing << (32 - stages)))
 
-        lax.fori_loop(0, self.count, score_token, None)
-        return next_block_ids, missing, far
+        if self.config.chunk_tokens == 1 or self.q_gmem.shape[1] == MAX_HEADS:
+            lax.fori_loop(0, self.count, lambda j, _: score_tokens(j, 1), None)
+        else:
+            # One product with the heads of two tokens takes fewer instructions than two products.
+            lax.fori_loop(0, lax.div(self.count, 2), lambda j, _: score_tokens(2 * j, 2), None)
+            pl.when(lax.rem(self.count, 2) == 1)(lambda: score_tokens(self.count - 1, 1))
+        return [next_candidates, later_candidates], next_block_ids, missing, far
 
     def _rescore_tile(self, i):
-        block_ids = self._load_block_ids(i)
-        tile = key_tiles.load_tile((self.keys.codes, self.keys.scales), self._first_rows(i, block_ids))
+        block_ids = self._load_block_ids(i, None)
+        tile = key_tiles.load_tile((self.keys.codes, self.keys.scales), self._first_rows(i, None, block_ids))
         score_far(tile, tokens=self.count, row=self.token, **self._operands(i, block_ids))
 
     def _operands(self, i, block_ids):
         """Returns the keyword arguments of `score` and `score_far` that do not depend on the token."""
-        nvfp4_factor = self.keys.layout.global_scale * 2.0**key_tiles.SHIFT
+        layout = self.keys.layout
+        bfloat16_factor = layout.global_scale * 2.0 ** key_tiles.SHIFTS[layout.scale]
         return {
             "queries": self.scratch.queries_smem,
             "weights": self.scratch.weights_smem,
             "out": self.out_gmem,
             "first": self._tile(i) * KEYS,
             "block": block_ids,
-            "factor": 2.0 ** (-2 * key_tiles.TOP) if self.keys.is_mxfp4 else nvfp4_factor,
+            "factor": 2.0 ** (-2 * key_tiles.TOP) if self._fp8 else bfloat16_factor,
         }
 
 

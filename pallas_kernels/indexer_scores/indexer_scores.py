@@ -13,8 +13,8 @@ each block gets an equal share of the units.
     all        score_tile    unpacks a tile, multiplies it with each token's queries  queries_full   queries_empty
                              (wgmma) and adds up the heads
 
-Warpgroups take a chunk's tiles in turn. The module `key_tiles` explains the formats of keys, and when a tile is scored
-a second time.
+Warpgroups take a chunk's tiles in turn. With candidates, a chunk is one token, and a tile is 8 of its candidate blocks.
+The module `key_tiles` explains the formats of keys, and when a tile is scored a second time.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ from jax import lax
 
 from pallas_kernels.indexer_scores.chunk_scorer import ChunkScorer, Config, Scratch
 from pallas_kernels.indexer_scores.chunks import Chunks, planned_shares
-from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, IndexerKeys
-from pallas_kernels.runtime.checks import check_array, check_tokens
+from pallas_kernels.indexer_scores.key_tiles import CANDIDATE_KEYS, DIM, IndexerKeys
+from pallas_kernels.runtime.checks import check_array, check_rules, check_tokens
 from pallas_kernels.runtime.launch import axis_indices, kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
@@ -39,6 +39,7 @@ def indexer_scores(
     slots: jax.Array,
     positions: jax.Array,
     keys: IndexerKeys,
+    candidates: jax.Array | None = None,
     *,
     config: Config | None = None,
     interpret: bool = False,
@@ -46,34 +47,46 @@ def indexer_scores(
     """Computes score[t, s] = sum over h of weights[t, h] * relu(q[t, h] . key[s]) for every key s visible to token t.
 
     Args:
-      q: [T, 64, 128] queries from `round_index_query`, float8_e4m3fn for MXFP4 keys and bfloat16 for NVFP4 keys.
-      weights: [T, 64] float32 head weights from `round_index_query`.
+      q: [T, H, 128] queries of 32 or 64 heads from `round_index_query`, in the dtype `keys.dtype`.
+      weights: [T, H] float32 head weights from `round_index_query`.
       slots: [T] int32, each token's request slot, a row of the block table; -1 = padding. The tokens of a slot are
         adjacent.
       positions: [T] int32, each token's position in its request, ascending in a slot; -1 = padding.
       keys: the layer's keys.
+      candidates: [T, C] int32 numbers of blocks of 8 consecutive keys, C even; -1 = none. Only the keys of these blocks
+        are scored, as if each token had no others. None = all keys are scored.
       config: tuning choices, or None for `Config.for_tokens`.
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
       [T, E] float32 scores, E = max_blocks * keys per block. The score of a visible key is -inf if the block table has
-      no block for it. Scores of keys that are not visible, and rows of padding, are unspecified.
+      no block for it. Scores of keys that are not visible, and rows of padding, are unspecified. With candidates, E =
+      8 * C. If the blocks are those from `dsv4_jax.ops.candidate_blocks`, visible keys come first.
 
     Raises:
       NotImplementedError: the layout, a shape or a dtype is not supported.
     """
-    tokens = q.shape[0]
     keys.check()
-    check_array("q", q, jnp.float8_e4m3fn if keys.is_mxfp4 else jnp.bfloat16, tokens, HEADS, DIM)
-    check_array("weights", weights, jnp.float32, tokens, HEADS)
+    check_array("q", q, keys.dtype, None, None, DIM)
+    tokens, heads, _ = q.shape
+    check_rules({f"queries of 32 or 64 heads, got {heads}": heads in (32, 64)})
+    check_array("weights", weights, jnp.float32, tokens, heads)
     check_tokens(tokens, slots=slots, positions=positions)
-    if tokens == 0 or keys.max_keys == 0:
-        return jnp.full((tokens, keys.max_keys), -jnp.inf, jnp.float32)
-    config = config or Config.for_tokens(tokens, interpret)
-    chunks = Chunks(slots, positions, config.chunk_tokens, keys.compress_rate, keys.max_keys)
+    max_keys = keys.max_keys
+    gathers = candidates is not None
+    if gathers:
+        check_array("candidates", candidates, jnp.int32, tokens, None)
+        rule = "an even number of candidate blocks, and keys without a Hadamard rotation"
+        check_rules({rule: candidates.shape[1] % 2 == 0 and keys.dtype == jnp.bfloat16})
+        max_keys = CANDIDATE_KEYS * candidates.shape[1]
+    if 0 in (tokens, max_keys, keys.max_keys):
+        return jnp.full((tokens, max_keys), -jnp.inf, jnp.float32)
+    small_products = heads == 32 and keys.dtype == jnp.bfloat16
+    config = config or Config.for_tokens(tokens, interpret, gathers=gathers, small_products=small_products)
+    chunks = Chunks(slots, positions, config.chunk_tokens, keys.compress_rate, max_keys)
     shares = planned_shares(chunks.costs(), config.blocks) if config.plan_in_xla else None
 
-    def body(layer_gmem, chunks, q_gmem, weights_gmem, keys_gmem, shares_gmem, out_gmem, scratch):
+    def body(layer_gmem, chunks, q_gmem, weights_gmem, keys_gmem, candidates_gmem, shares_gmem, out_gmem, scratch):
         warpgroup, block = axis_indices("warpgroup", "block")
         keys = dataclasses.replace(keys_gmem, layer=layer_gmem[0])
         if shares_gmem is None:
@@ -104,7 +117,8 @@ def indexer_scores(
             def _():
                 last_slot = keys.block_table.shape[0] - 1
                 chunk = token, count, jnp.minimum(slot, last_slot), first_tile, end_tile
-                ChunkScorer(*chunk, config, warpgroup, q_gmem, weights_gmem, keys, out_gmem, scratch).run()
+                arrays = q_gmem, weights_gmem, keys, candidates_gmem, out_gmem
+                ChunkScorer(*chunk, config, warpgroup, *arrays, scratch).run()
 
             return token + count, base + count * tiles
 
@@ -112,12 +126,12 @@ def indexer_scores(
 
     launch = kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((tokens, keys.max_keys), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((tokens, max_keys), jnp.float32),
         kernel_name="indexer_scores",
         grid={"block": config.blocks},
         num_threads=config.warpgroups,
-        scratch_types=[Scratch.types(config, q.dtype, keys.scales.shape[-1])],
+        scratch_types=[Scratch.types(config, heads, q.dtype, keys.scales.shape[-1])],
         interpret=interpret,
     )
     pools = dataclasses.replace(keys, layer=None)
-    return launch(keys.layer.reshape(1), chunks, q, weights, pools, shares)
+    return launch(keys.layer.reshape(1), chunks, q, weights, pools, candidates, shares)

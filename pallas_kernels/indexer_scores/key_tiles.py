@@ -5,9 +5,9 @@ A tile is 64 keys of 128 dims, held by a warpgroup. Warp w has keys 16w .. 16w +
 16 contiguous bytes of each key, which the thread copies itself. `wgmma` expects other dims in this thread. A dot
 product does not depend on the order of the dims, so `permute_dims` reorders the queries instead.
 
-NVFP4 keys are multiplied as bfloat16. MXFP4 keys are multiplied as E4M3, which is twice as fast. A key is expressed in
-units of its largest scale, and a query in units of its head's largest scale. Codes times smaller scales are exact in
-these units, but sums of products may not be:
+Keys are multiplied as bfloat16, which is exact for all scales that occur. Only MXFP4 keys after a Hadamard rotation are
+multiplied as E4M3, which is twice as fast. Such a key is expressed in units of its largest scale, and a query in units
+of its head's largest scale. Codes times smaller scales are exact in these units, but sums of products may not be:
 
   * The tensor core aligns 32 products and the running sum to the largest of them, and drops bits below 2**-13 of it (a
     gpu test shows this).
@@ -16,7 +16,7 @@ these units, but sums of products may not be:
     independent keys and queries are about 55.
   * If one of a warp's 16 keys has scales farther apart, the warp scores all 16 again as bfloat16 with float32 sums.
     This is rare: values are about normal after the Hadamard rotation, and 1 of 4 million keys of normal values had such
-    scales.
+    scales. Without the rotation it would not be rare, since a key can have a few large channels.
 """
 
 from typing import Any
@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
+from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
@@ -40,14 +41,16 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
 KEYS = 64  # number of keys in a tile
-HEADS = 64  # number of heads of a query
 DIM = 128  # number of dims of a key and of a head
 WARPS = 4  # number of warps in a warpgroup
 WARP_KEYS = 16  # number of keys of a tile in a warp
+CANDIDATE_KEYS = 8  # number of keys in a candidate block
 SCALE_BLOCKS = {"e8m0": 32, "e4m3": 16}  # {dtype of scales: number of dims that share a scale}
 
-# NVFP4 keys are multiplied by 2**-SHIFT. A code times a scale times this factor is exact in bfloat16 for every scale.
-SHIFT = 10
+# Keys in bfloat16 are multiplied by 2**-SHIFTS[dtype of scales]. A code times a scale times this factor is exact in
+# bfloat16 for every E4M3 scale, and for E8M0 scales from 2**-68 to 2**65.
+SHIFTS = {"e8m0": 64, "e4m3": 10}
+MAX_E8M0 = 127 + 65  # bits of the largest E8M0 scale that keys in bfloat16 can have; larger scales count as this
 # The E4M3 values of MXFP4 keys and queries are 2**TOP times the values in units of the largest scale. The largest code,
 # 6, becomes 384, which is in E4M3's range up to 448.
 TOP = 6
@@ -56,6 +59,9 @@ NEAR = 2  # maximum number of binades between scales of a key that is only score
 _WARP_TILING = plgpu.Tiling(((WARPS,), (1,)))
 _ALL_LANES = plgpu.Replicated(32)
 PER_WARP = plgpu.Layout.TILED(_WARP_TILING, warp_dims=(-2,), lane_dims=(_ALL_LANES,), vector_dim=-1)
+# Layout of arrays [4, 2], of which the threads of a warp all have the two values of their warp.
+_HALF_TILING = plgpu.Tiling(((WARPS, 2),))
+PER_HALF = plgpu.Layout.TILED(_HALF_TILING, warp_dims=(-2,), lane_dims=(_ALL_LANES,), vector_dim=-1)
 PER_THREAD = plgpu.ShapeDtypeStruct((mlir.THREADS,), jnp.int32, plgpu.Layout.WG_STRIDED((mlir.THREADS,), vec_size=1))
 CODES = plgpu.ShapeDtypeStruct((KEYS, DIM // 8), jnp.int32, plgpu.Layout.WGMMA_8BIT)  # words of 8 codes
 _SCALE_TILING = plgpu.Tiling(((KEYS, 4), (WARP_KEYS, 4), (8, 4), (1,)))
@@ -66,10 +72,15 @@ BF16_KEYS = plgpu.ShapeDtypeStruct((KEYS, DIM // 2), jnp.bfloat16, plgpu.Layout.
 
 
 def check_layout(layout: KeyLayout) -> None:
-    """Raises NotImplementedError unless keys have 128 dims, and are rotated MXFP4 or unrotated NVFP4."""
-    known = "an E8M0 scale for 32 after a Hadamard rotation, or an E4M3 scale for 16"
-    is_known = SCALE_BLOCKS.get(layout.scale) == layout.scale_block and layout.hadamard == (layout.scale == "e8m0")
+    """Raises NotImplementedError unless keys have 128 dims, and are MXFP4 or unrotated NVFP4."""
+    known = "an E8M0 scale for 32, or without a Hadamard rotation an E4M3 scale for 16"
+    is_known = SCALE_BLOCKS.get(layout.scale) == layout.scale_block and layout.hadamard <= (layout.scale == "e8m0")
     check_rules({f"keys of {DIM} dims with {known}, got {layout}": layout.dim == DIM and is_known})
+
+
+def operand_dtype(layout: KeyLayout) -> DTypeLike:
+    """Returns the dtype in which keys of a layout and their queries are multiplied."""
+    return jnp.float8_e4m3fn if layout.scale == "e8m0" and layout.hadamard else jnp.bfloat16
 
 
 @pytree_dataclass
@@ -94,8 +105,9 @@ class IndexerKeys:
     layout: KeyLayout = static_field()
 
     @property
-    def is_mxfp4(self) -> bool:
-        return self.layout.scale == "e8m0"
+    def dtype(self) -> DTypeLike:
+        """The dtype in which keys and queries are multiplied."""
+        return operand_dtype(self.layout)
 
     @property
     def per_block(self) -> int:
@@ -142,17 +154,14 @@ def transforms(dtype) -> tuple:
 
 @primitive
 def load_words(ref, index: jax.Array, layout) -> jax.Array:
-    """Loads `ref.reshape(-1)[index]` from an int32 array in global memory.
-
-    `index` is an int32 array in `layout`, in which every thread holds one element; so is the result.
-    """
+    """Loads `ref.reshape(-1)[index]` from an int32 array in global memory; `index` is int32 in a register layout."""
     return ref[...].reshape(-1)[index]
 
 
 @load_words.mosaic
 def _(ref, index, layout):
     def emit(ref, index):
-        return [llvm.load(mlir.int_type(), mlir.element(ref, mlir.scalar(index)))]
+        return [llvm.load(mlir.int_type(), mlir.element(ref, number)) for number in mlir.values(index)]
 
     return mlir.inline(emit, ref, index, layout=lambda _: layout, returns=index)
 
@@ -166,18 +175,20 @@ def start_tile(tiles_smem, stage: jax.Array, pools, rows: jax.Array, is_wanted: 
       stage: int32 scalar, index of the stage to write to.
       pools: (codes, scales) in global memory, as in `IndexerKeys`.
       rows: [4] int32 in layout PER_WARP, row of each warp's first key in the pools with leading axes merged. The warp's
-        other 15 keys are in the rows after it.
+        other 15 keys are in the rows after it. Or [4, 2] int32 in layout PER_HALF, the rows of a warp's keys 0 and 8,
+        each with 7 keys in the rows after it.
       is_wanted: bool scalar, whether to copy anything.
     """
-    rows = (jnp.where(is_wanted, rows, 0)[:, None] + lax.iota(jnp.int32, WARP_KEYS)[None, :]).reshape(-1)
+    offsets = lax.iota(jnp.int32, KEYS // rows.size)
+    rows = (jnp.where(is_wanted, rows, 0).reshape(-1, 1) + offsets[None, :]).reshape(-1)
     for target, pool in zip(tiles_smem, pools, strict=True):
         target[stage] = jnp.where(is_wanted, pool[...].reshape(-1, pool.shape[-1])[rows], target[stage])
 
 
-@mlir.emits(start_tile, None, None, None, None, None, PER_WARP)
+@mlir.emits(start_tile, layout=lambda shape: PER_WARP if len(shape) == 1 else PER_HALF)
 def _emit_start_tile(tiles_smem, stage, pools, rows, is_wanted):
     key, dims = _own_key()
-    row = _own_row(rows)
+    rows = _own_rows(rows)
     key = stage * KEYS + key
     code = []
     operands = []
@@ -186,18 +197,23 @@ def _emit_start_tile(tiles_smem, stage, pools, rows, is_wanted):
         """Adds copies of bytes of the thread's two keys, from byte `offset` of a key's `size` bytes on."""
         number = len(operands)
         operands.append(mlir.at(mlir.shared_pointer(target), key * size + offset))
-        operands.append(mlir.at(mlir.global_pointer(source), mlir.multiply_add(row, size, mlir.to_i64(offset))))
+        for row in rows:
+            operands.append(mlir.at(mlir.global_pointer(source), mlir.multiply_add(row, size, mlir.to_i64(offset))))
         per_copy = min(size, 16)
         copy = f"@p cp.async.{'cg' if per_copy == 16 else 'ca'}.shared.global"
-        for below in (0, 8 * size):  # the second key is 8 rows after the first
-            code.append(f"{copy} [${number} + {below}], [${number + 1} + {below}], {per_copy};")
+        below = (
+            8 * size
+        )  # the second key is 8 rows after the first one, in global memory unless it has a row of its own
+        second = f"${number + 1} + {below}" if len(rows) == 1 else f"${number + 2} + 0"
+        code.append(f"{copy} [${number} + 0], [${number + 1} + 0], {per_copy};")
+        code.append(f"{copy} [${number} + {below}], [{second}], {per_copy};")
 
     codes_smem, scales_smem = tiles_smem
     codes_gmem, scales_gmem = pools
     add_copies(codes_smem, codes_gmem, DIM // 2, dims * 16)
     add_copies(scales_smem, scales_gmem, scales_gmem.type.shape[-1], U32(0))
     is_wanted = arith.extui(mlir.int_type(), is_wanted.value)
-    mlir.ptx(f"{{ .reg .pred p; setp.ne.b32 p, $4, 0; {' '.join(code)} }}", *operands, is_wanted)
+    mlir.ptx(f"{{ .reg .pred p; setp.ne.b32 p, ${len(operands)}, 0; {' '.join(code)} }}", *operands, is_wanted)
 
 
 @primitive
@@ -228,7 +244,10 @@ def _emit_read_tile(tiles_smem, stage):
 
 @primitive
 def load_tile(pools, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Loads a tile from global memory to registers. Arguments are as in `start_tile`, results as in `read_tile`."""
+    """Loads a tile from global memory to registers. Arguments are as in `start_tile`, results as in `read_tile`.
+
+    `rows` is [4].
+    """
     rows = (rows[:, None] + lax.iota(jnp.int32, WARP_KEYS)[None, :]).reshape(-1)
     return _pack_bytes(*(pool[...].reshape(-1, pool.shape[-1])[rows] for pool in pools))
 
@@ -236,7 +255,8 @@ def load_tile(pools, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 @mlir.emits(load_tile, None, None, PER_WARP, returns=(CODES, SCALES))
 def _emit_load_tile(pools, rows):
     codes, scales = map(mlir.global_pointer, pools)
-    return _words(codes, scales, _own_row(rows), pools[1].type.shape[-1])
+    (row,) = _own_rows(rows)
+    return _words(codes, scales, row, pools[1].type.shape[-1])
 
 
 def _words(codes, scales, row, width):
@@ -271,49 +291,61 @@ def _own_key():
     return (thread >> 5) * WARP_KEYS + ((thread >> 2) & 7), thread & 3
 
 
-def _own_row(rows):
-    """Returns the row of this thread's first key in the pools, 64 bits; `rows` has the row of the warp's first key."""
-    return mlir.to_i64(U32(mlir.scalar(rows)) + _own_key()[0] % WARP_KEYS)
+def _own_rows(rows):
+    """Returns the row of this thread's first key in the pools, or for rows [4, 2] those of both of its keys."""
+    return [mlir.to_i64(U32(row) + _own_key()[0] % WARP_KEYS) for row in mlir.values(rows)]
 
 
 @primitive
-def unpack_nvfp4(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Dequantizes a tile of NVFP4 keys from `read_tile`, without the layout's `global_scale`.
+def unpack_bfloat16(tile: tuple[jax.Array, jax.Array], *, scale: str) -> tuple[jax.Array, jax.Array]:
+    """Dequantizes a tile of keys from `read_tile`, without the layout's `global_scale`.
+
+    Args:
+      tile: result of `read_tile`.
+      scale: dtype of the scales, "e8m0" or "e4m3".
 
     Returns:
       (low, high), each [64, 64] bfloat16: the two halves of the dims in the order of `permute_dims`, as left operands
-      of `wgmma`. They are the exact values times 2**-SHIFT.
+      of `wgmma`. They are the values times 2**-SHIFTS[scale].
     """
     words, scales = tile
-    bits = (scales[:, :, None] >> (8 * lax.iota(jnp.int32, 2))[None, None, :]).astype(jnp.uint8)
-    factor = lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32).reshape(KEYS, -1)
-    keys = code_values(words).reshape(KEYS, -1, SCALE_BLOCKS["e4m3"]) * (factor * 2.0**-SHIFT)[:, :, None]
+    if scale == "e8m0":
+        factor = lax.bitcast_convert_type(jnp.minimum(scales, MAX_E8M0) << 23, jnp.float32)
+    else:
+        bits = (scales[:, :, None] >> (8 * lax.iota(jnp.int32, 2))[None, None, :]).astype(jnp.uint8)
+        factor = lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32)
+    factor = factor.reshape(KEYS, -1, 1) * 2.0 ** -SHIFTS[scale]
+    keys = code_values(words).reshape(KEYS, -1, SCALE_BLOCKS[scale]) * factor
     keys = permute_dims(keys.reshape(KEYS, DIM).astype(jnp.bfloat16), jnp.bfloat16)
     return keys[:, : DIM // 2], keys[:, DIM // 2 :]
 
 
-@mlir.emits(unpack_nvfp4, CODES.layout, SCALES.layout, returns=(BF16_KEYS, BF16_KEYS))
-def _emit_unpack_nvfp4(tile):
+@mlir.emits(unpack_bfloat16, CODES.layout, SCALES.layout, returns=(BF16_KEYS, BF16_KEYS))
+def _emit_unpack_bfloat16(tile, scale):
     words, scales = tile
     halves: list[list[Any]] = [[None] * 16, [None] * 16]
     pair_type = mlir.vector_type(2, ir.BF16Type.get())
-    for row, (quad, scale) in enumerate(zip(words.registers.flat, mlir.values(scales), strict=True)):
-        # The bits of an E4M3 scale, shifted, are a bfloat16 of the scale times 2**-120. `e2m1_pairs` returns values
-        # times 2**-126. The constants undo both factors.
-        exact = [multiply(((U32(scale) >> (8 * i)) & 0x7F) * 0x00100010, 0x7B807B80) for i in range(2)]
-        factors = [multiply(x, (127 + 126 - SHIFT) * 0x00800080) for x in exact]
+    for row, (quad, bits) in enumerate(zip(words.registers.flat, mlir.values(scales), strict=True)):
+        # `e2m1_pairs` returns values times 2**-126.
+        if scale == "e8m0":
+            factors = [(U32(bits).minimum(MAX_E8M0) + (126 - SHIFTS[scale])) * 0x00800080]
+        else:
+            # The bits of an E4M3 scale, shifted, are a bfloat16 of the scale times 2**-120. The constants undo both
+            # factors.
+            exact = [multiply(((U32(bits) >> (8 * i)) & 0x7F) * 0x00100010, 0x7B807B80) for i in range(2)]
+            factors = [multiply(x, (127 + 126 - SHIFTS[scale]) * 0x00800080) for x in exact]
         for i, word in enumerate(mlir.values(quad)):
-            for pair, bits in enumerate(e2m1_pairs(U32(word))):
+            for pair, value in enumerate(e2m1_pairs(U32(word))):
                 # The product has 8 k steps of 16 dims. This is the place of the register in the operand of a step.
                 step = 2 * i + pair // 2
                 column = pair % 2
-                value = multiply(bits, factors[i // 2])
-                halves[step // 4][4 * (step % 4) + 2 * column + row] = mgpu.utils.bitcast(value.value, pair_type)
+                product = multiply(value, factors[i // 2 % len(factors)])
+                halves[step // 4][4 * (step % 4) + 2 * column + row] = mgpu.utils.bitcast(product.value, pair_type)
     return halves
 
 
 @primitive
-def unpack_mxfp4(tile: tuple[jax.Array, jax.Array], far: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def unpack_e4m3(tile: tuple[jax.Array, jax.Array], far: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Converts a tile of MXFP4 keys to E4M3, and flags keys whose scales are far apart.
 
     Args:
@@ -338,8 +370,8 @@ def unpack_mxfp4(tile: tuple[jax.Array, jax.Array], far: jax.Array) -> tuple[jax
     return lax.bitcast_convert_type(values, jnp.int32), largest, (far << 1) | is_far.astype(jnp.int32)
 
 
-@mlir.emits(unpack_mxfp4, CODES.layout, SCALES.layout, PER_THREAD.layout, returns=(E4M3_KEYS, SCALES, PER_THREAD))
-def _emit_unpack_mxfp4(tile, far):
+@mlir.emits(unpack_e4m3, CODES.layout, SCALES.layout, PER_THREAD.layout, returns=(E4M3_KEYS, SCALES, PER_THREAD))
+def _emit_unpack_e4m3(tile, far):
     words, scales = map(mlir.values, tile)
     largest = largest_scales(scales)
     below = [(top - U32(scale)).minimum(NEAR + 1) for top, scale in zip(largest, scales, strict=True)]

@@ -9,11 +9,11 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
-from pallas_kernels.formats.exact_math import cos_sin, product, round_bfloat16
+from pallas_kernels.formats.exact_math import cos_sin, product
 from pallas_kernels.formats.layouts import KeyLayout
 from pallas_kernels.formats.row_encoder import E2M1_MAX, key_scales
 from pallas_kernels.indexer_scores import query_tiles
-from pallas_kernels.indexer_scores.key_tiles import DIM, check_layout
+from pallas_kernels.indexer_scores.key_tiles import DIM, check_layout, operand_dtype
 from pallas_kernels.mgpu import vectors
 from pallas_kernels.runtime.checks import check_array, check_rules, check_tokens
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
@@ -33,9 +33,9 @@ def round_index_query(
 ) -> tuple[jax.Array, jax.Array]:
     """Rotates the queries of `indexer_scores` by RoPE and quantizes them in the format of the keys.
 
-    MXFP4 queries are returned in units of the largest scale of their head, and the weight of the head is multiplied by
-    this scale instead. Values of scale blocks whose scale is up to 14 binades (factors of 2) smaller than the largest
-    are exact. Values of blocks with smaller scales lose up to 2**-15 of the largest scale.
+    MXFP4 queries after a Hadamard rotation are returned in units of the largest scale of their head, and the weight of
+    the head is multiplied by this scale instead. Values of scale blocks whose scale is up to 14 binades (factors of 2)
+    smaller than the largest are exact. Values of blocks with smaller scales lose up to 2**-15 of the largest scale.
 
     Args:
       q: [T, H, 128] bfloat16 queries, H a multiple of 32.
@@ -43,21 +43,22 @@ def round_index_query(
       positions: [T] int32, at most 2**20; a negative position counts as 0. None if `inv_freq` is None.
       inv_freq: [P] float32 frequencies, at most 1, P at most 64. The last 2 * P channels are rotated, in interleaved
         pairs, and rounded. None if q is already rotated.
-      layout: format of the keys: MXFP4, with a Hadamard rotation and rounding to bfloat16 before it, or NVFP4.
+      layout: format of the keys: MXFP4, with or without a Hadamard rotation and rounding to bfloat16 before it, or
+        NVFP4.
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
-      (queries [T, H, 128] with channels in the order of `permute_dims`, weights [T, H] float32). For NVFP4, the queries
-      are the dequantized values in bfloat16, and the weights are the argument. For MXFP4, the queries are float8_e4m3fn
-      in units of 2**-TOP times the head's largest scale, and the weights are multiplied by this scale.
+      (queries [T, H, 128] of `operand_dtype(layout)` with channels in the order of `permute_dims`, weights [T, H]
+      float32). In bfloat16, the queries are the dequantized values, and the weights are the argument. In float8_e4m3fn,
+      they are in units of 2**-TOP times the head's largest scale, and the weights are multiplied by this scale.
 
     Raises:
       NotImplementedError: the layout, a shape or a dtype is not supported.
     """
     _check(q, weights, positions, inv_freq, layout)
     tokens, heads, _ = q.shape
-    mxfp4 = layout.scale == "e8m0"
-    rounded = jax.ShapeDtypeStruct((tokens * heads, DIM), jnp.float8_e4m3fn if mxfp4 else jnp.bfloat16)
+    rounded = jax.ShapeDtypeStruct((tokens * heads, DIM), operand_dtype(layout))
+    fp8 = rounded.dtype == jnp.float8_e4m3fn
     if q.size == 0:
         return q.astype(rounded.dtype), weights
     tiles = heads // query_tiles.HEADS
@@ -76,19 +77,19 @@ def round_index_query(
             if angles is not None:
                 x = query_tiles.turn(x, *angles, first=first_rotated)
             x = query_tiles.hadamard(x) if layout.hadamard else x
-            round_tile = _round_mxfp4 if mxfp4 else _round_nvfp4
+            round_tile = _round_e4m3 if fp8 else _round_bfloat16
             words = round_tile(x, layout, head, weights_gmem, scaled_gmem)
             query_tiles.store_words(out_gmem, head, words)
 
     launch = kernel(
         body,
-        out_type=(rounded, jax.ShapeDtypeStruct((tokens * heads,), jnp.float32) if mxfp4 else None),
+        out_type=(rounded, jax.ShapeDtypeStruct((tokens * heads,), jnp.float32) if fp8 else None),
         kernel_name="round_index_query",
         grid={"token": tokens, "split": splits},
         interpret=interpret,
     )
     positions = None if inv_freq is None else positions
-    rounded, scaled = launch(q.reshape(-1, DIM), weights.reshape(-1) if mxfp4 else None, positions, inv_freq)
+    rounded, scaled = launch(q.reshape(-1, DIM), weights.reshape(-1) if fp8 else None, positions, inv_freq)
     return rounded.reshape(q.shape), weights if scaled is None else scaled.reshape(weights.shape)
 
 
@@ -113,7 +114,7 @@ def _check(q, weights, positions, inv_freq, layout):
     check_array("weights", weights, jnp.float32, tokens, heads)
 
 
-def _round_mxfp4(x, layout, head, weights_gmem, scaled_gmem):
+def _round_e4m3(x, layout, head, weights_gmem, scaled_gmem):
     """Returns a tile's MXFP4 words and stores the weights of its 32 heads times their largest scales.
 
     See `query_tiles.mxfp4_words` for the words. `head` is the index of the tile's first head in `weights_gmem` and
@@ -125,9 +126,8 @@ def _round_mxfp4(x, layout, head, weights_gmem, scaled_gmem):
     return words
 
 
-def _round_nvfp4(x, layout, *_):
-    """Returns a tile's values quantized to NVFP4 and dequantized, as words from `query_tiles.pack_words`."""
-    x = round_bfloat16(x) if layout.hadamard else x
+def _round_bfloat16(x, layout, *_):
+    """Returns a tile's values quantized as keys are and dequantized, as words from `query_tiles.pack_words`."""
     largest = query_tiles.block_largest(x, block=layout.scale_block)
     _, step, factor = key_scales(largest, layout=layout, registers=query_tiles.VALUES)
     # E4M3 scales are rounded to nearest, so that scaled values may exceed the largest code. E8M0 scales are rounded up.

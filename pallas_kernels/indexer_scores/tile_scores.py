@@ -1,4 +1,4 @@
-"""Scores of a tile of 64 indexer keys for a token: products on the tensor cores, and the weighted sum over 64 heads."""
+"""Scores of a tile of 64 indexer keys for a token: products on the tensor cores, and weighted sums over heads."""
 
 import jax
 import jax.experimental.pallas as pl
@@ -10,7 +10,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, llvm, math, vector
 
 from pallas_kernels.indexer_scores import key_tiles
-from pallas_kernels.indexer_scores.key_tiles import DIM, HEADS, KEYS, NEAR, PER_WARP, TOP, WARP_KEYS, transforms
+from pallas_kernels.indexer_scores.key_tiles import DIM, KEYS, NEAR, PER_HALF, PER_WARP, TOP, WARP_KEYS, transforms
 from pallas_kernels.mgpu import bfloat16_words, mlir, thread_ops
 from pallas_kernels.mgpu.bfloat16_words import e2m1_pairs, e4m3_pairs, halves, multiply
 from pallas_kernels.mgpu.mlir import U32
@@ -23,42 +23,59 @@ MAX_BELOW = 126
 
 
 @primitive
-def score(keys: tuple[jax.Array, jax.Array], *, queries, weights, token, out, row, first, block, factor: float) -> None:
+def score(
+    keys: tuple[jax.Array, jax.Array], *, queries, weights, token, tokens: int, out, row, first, block, factor: float
+) -> None:
     """Stores out[row, first + s] = factor * sum_h weights[token, h] * relu(queries[token, h] . keys[s]) for a tile.
 
+    It does so for several adjacent tokens, whose rows are adjacent, too.
+
     Args:
-      keys: the tile: the result of `unpack_nvfp4`, or the first two results of `unpack_mxfp4`.
-      queries: [tokens * 64, 128] bfloat16, or float8_e4m3fn for MXFP4 keys, with `transforms`, in shared memory.
-      weights: [tokens, 64] float32 head weights in shared memory.
-      token: int32 scalar, number of the token in the chunk.
+      keys: the tile: the result of `unpack_bfloat16`, or the first two results of `unpack_e4m3`.
+      queries: [tokens * heads, 128] of the dtype of the keys, with `transforms`, in shared memory.
+      weights: [tokens, heads] float32 head weights in shared memory.
+      token: int32 scalar, number of the first token in the chunk.
+      tokens: number of tokens, of at most 64 heads in all.
       out: [T, E] float32 in global memory; entries past E are not written.
-      row, first: int32 scalars, row of `out` and column of the tile's first key.
-      block: [4] int32 in layout PER_WARP. If it is negative, the warp's 16 keys do not exist, and their scores are
-        -inf.
+      row, first: int32 scalars, row of `out` of the first token, and column of the tile's first key.
+      block: [4] int32 in layout PER_WARP, or [4, 2] in layout PER_HALF. If it is negative, the warp's 16 keys, or the
+        first or the last 8 of them, do not exist, and their scores are -inf.
       factor: positive factor of all scores.
     """
     if queries.dtype == jnp.float8_e4m3fn:
         tile = lax.bitcast_convert_type(keys[0], jnp.float8_e4m3fn).astype(jnp.float32).reshape(KEYS, DIM)
-        total = _totals(tile, keys[1], queries, weights, token)
+        largest = keys[1]
     else:
-        total = _totals(jnp.concatenate(keys, axis=1).astype(jnp.float32), None, queries, weights, token)
-    _put(total * factor, out, row, first, block)
+        tile = jnp.concatenate(keys, axis=1).astype(jnp.float32)
+        largest = None
+    for i in range(tokens):
+        _put(_totals(tile, largest, queries, weights, token + i) * factor, out, row + i, first, block)
 
 
 @score.mosaic
-def _score_mosaic(keys, *, queries, weights, token, out, row, first, block, factor):
-    mxfp4 = queries.dtype == jnp.float8_e4m3fn
-    layouts = (key_tiles.E4M3_KEYS, key_tiles.SCALES) if mxfp4 else (key_tiles.BF16_KEYS, key_tiles.BF16_KEYS)
+def _score_mosaic(keys, *, queries, weights, token, tokens, out, row, first, block, factor):
+    fp8 = queries.dtype == jnp.float8_e4m3fn
+    layouts = (key_tiles.E4M3_KEYS, key_tiles.SCALES) if fp8 else (key_tiles.BF16_KEYS, key_tiles.BF16_KEYS)
 
     def emit(keys, scales_or_keys, queries, weights, token, out, row, first, block):
-        registers = mlir.values(keys) if mxfp4 else [*keys.registers.flat, *scales_or_keys.registers.flat]
-        dots = _dots(registers, queries, token, "e4m3" if mxfp4 else "bf16")
-        sums = _add_up(dots, weights, token * HEADS, [mlir.f32(0.0)] * 2)
-        _store(sums, mlir.values(scales_or_keys) if mxfp4 else None, out, row, first, block, factor)
+        registers = mlir.values(keys) if fp8 else [*keys.registers.flat, *scales_or_keys.registers.flat]
+        heads = weights.type.shape[1]
+        dots = _dots(registers, queries, token, heads, tokens, "e4m3" if fp8 else "bf16")
+
+        def store_token(dots, token, row):
+            sums = _add_up(dots, weights, token * heads, [mlir.f32(0.0)] * 2)
+            _store(sums, mlir.values(scales_or_keys) if fp8 else None, out, row, first, block, factor)
+
+        per_token = len(dots) // tokens
+        store_token(dots[:per_token], token, row)
+        for i in range(1, tokens):
+            store_token(dots[i * per_token : (i + 1) * per_token], token + i, row + i)
 
     pairs = ((x, kind.layout) for x, kind in zip(keys, layouts, strict=True))
     queries = queries, plgpu.RefType(transforms(queries.dtype))
-    mlir.inline(emit, *pairs, queries, weights, token, out, row, first, (block, PER_WARP))
+    mlir.inline(
+        emit, *pairs, queries, weights, token, out, row, first, (block, PER_WARP if block.ndim == 1 else PER_HALF)
+    )
 
 
 @primitive
@@ -118,7 +135,8 @@ def _totals(tile, largest, queries, weights, token):
       largest: [64, 4] int32, E8M0 bits of the scale by which each key's score is multiplied; None for no scale.
       queries, weights, token: as in `score`.
     """
-    q = queries[pl.ds(token * HEADS, HEADS)].astype(jnp.float32)
+    heads = weights.shape[1]
+    q = queries[pl.ds(token * heads, heads)].astype(jnp.float32)
     dots = jnp.dot(tile, q.T, precision="highest")
     total = jnp.dot(jnp.maximum(dots, 0.0), weights[token], precision="highest")
     return total if largest is None else total * lax.bitcast_convert_type(largest[:, 0] << 23, jnp.float32)
@@ -129,7 +147,7 @@ def _put(total, out, row, first, block, only=None):
 
     `only` is [4] bool: whether to store the 16 scores of each warp. None stores all.
     """
-    total = jnp.where(jnp.repeat(block < 0, WARP_KEYS), -jnp.inf, total)
+    total = jnp.where(jnp.repeat(block.reshape(-1) < 0, KEYS // block.size), -jnp.inf, total)
     for start in range(0, KEYS, WARP_KEYS):
 
         @pl.when((first + start < out.shape[1]) & (True if only is None else only[start // WARP_KEYS]))
@@ -148,10 +166,11 @@ def _far_sums(keys, queries, weights, token):
     Returns:
       MLIR values of the result of `_add_up`, for the first and for the second key.
     """
+    heads = weights.type.shape[1]
     lane = thread_ops.lane()
     zero = U32(mlir.f32(0.0))
     head = lane >> 2
-    first_query = thread_ops.shared(queries) + token * (HEADS * DIM) + head * DIM + ((lane & 3) << 2)
+    first_query = thread_ops.shared(queries) + token * (heads * DIM) + head * DIM + ((lane & 3) << 2)
 
     def add_heads(i, *sums):
         dots = [zero.value] * 4
@@ -165,11 +184,11 @@ def _far_sums(keys, queries, weights, token):
             for pair in (0, 2):
                 a = [keys[word + 4 * key][pair + j] for j in range(2) for key in range(2)]
                 dots = bfloat16_words.multiply_add(dots, a, q[pair : pair + 2])
-        return map(U32, _add_up(dots, weights, token * HEADS + i * 8, [x.value for x in sums]))
+        return map(U32, _add_up(dots, weights, token * heads + i * 8, [x.value for x in sums]))
 
     # The instruction hides the constant from the compiler. It does not unroll a loop of unknown length, and so the
     # operands fit into registers.
-    count = thread_ops.ptx("mov.b32 $0, $1;", U32(HEADS // 8))
+    count = thread_ops.ptx("mov.b32 $0, $1;", U32(heads // 8))
     return [x.value for x in thread_ops.loop(count, add_heads, zero, zero)]
 
 
@@ -213,7 +232,9 @@ def _store(sums, largest, out, row, first, block, factor):
         even, odd = map(U32, largest)
         scale = (lane & 1).equals(1).where(odd, even) << 23
         total = arith.mulf(total, thread_ops.as_float(scale))
-    missing = U32(mlir.scalar(block)).is_below(0)
+    first_half, *second_half = map(U32, mlir.values(block))
+    block = (lane & 1).equals(0).where(first_half, *second_half) if second_half else first_half
+    missing = block.is_below(0)
     total = arith.select(missing.value, mlir.f32(-np.inf), total)
     warp_column = ((thread_ops.thread() % mlir.THREADS) >> 5) * WARP_KEYS + first
     with thread_ops.when(warp_column.is_below(out.type.shape[1]) & (lane & 2).equals(0)):
@@ -235,20 +256,23 @@ def _add_quads(sums, lane):
     return arith.addf(total, mgpu.utils.shfl_bfly(total, 2))
 
 
-def _dots(registers, queries, token, kind):
-    """Emits the `wgmma` products of a tile and a token's queries, [64 keys, 64 heads] float32, 32 for each thread.
+def _dots(registers, queries, token, heads, tokens, kind):
+    """Emits the `wgmma` products of a tile and queries, [64 keys, tokens * heads] float32, 1/128 of them per thread.
 
     Args:
       registers: a thread's part of the keys, the left operand, as MLIR values of 32 bits.
       queries: memref of the chunk's queries in shared memory.
-      token: number of the token in the chunk.
+      token: number of the first token in the chunk.
+      heads: number of heads of a query.
+      tokens: number of tokens.
       kind: PTX type of keys and queries, "e4m3" or "bf16".
     """
     size = {"e4m3": 1, "bf16": 2}[kind]
     registers = [mgpu.utils.bitcast(register, mlir.int_type()) for register in registers]
     # Lower half of the queries' matrix descriptor: their address in units of 16 bytes, and bit 16.
-    low = (((thread_ops.shared(queries) & 0x3FFFF) >> 4) | (1 << 16)) + token * ((HEADS * DIM * size) >> 4)
-    count = HEADS // 2
+    low = (((thread_ops.shared(queries) & 0x3FFFF) >> 4) | (1 << 16)) + token * ((heads * DIM * size) >> 4)
+    columns = tokens * heads
+    count = columns // 2
     steps = len(registers) // 4
     sums = ", ".join(f"${i}" for i in range(count))
     # Upper half of the descriptor: the stride between groups of 8 heads, and the 128-byte swizzle.
@@ -261,7 +285,7 @@ def _dots(registers, queries, token, kind):
         offset = (step // 4) * 1024 + (step % 4) * 32
         lines += [
             f"add.u32 l, ${count + 4 * steps}, {offset >> 4}; mov.b64 d, {{l, {high}}};",
-            f"wgmma.mma_async.sync.aligned.m64n{HEADS}k{32 // size}.f32.{kind}.{kind} {{{sums}}}, {{{a}}}, d, p, 1, 1"
+            f"wgmma.mma_async.sync.aligned.m64n{columns}k{32 // size}.f32.{kind}.{kind} {{{sums}}}, {{{a}}}, d, p, 1, 1"
             + (", 0;" if kind == "bf16" else ";"),
         ]
         if step == 0:

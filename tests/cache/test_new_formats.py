@@ -139,11 +139,8 @@ def test_kernels_refuse_the_rows(run):
     handle = run.cache.handle(2, run.batch)
     window = handle.read_swa_view()
     entries = handle.read_classical_view()
-    keys = handle.read_indexer_view()
     tokens = run.batch.slots, run.batch.positions
     q = jnp.zeros((len(run.window), 64, 512), jnp.bfloat16)
-    index_q = q[..., :128]
-    weights = jnp.zeros(q.shape[:2], jnp.float32)
     only_known = "formats 'v4' and 'per_entry'"
     calls = [
         (only_known, lambda **how: ops.sparse_attention(q, jnp.zeros(64), AttentionKV(window), *tokens, **how)),
@@ -151,7 +148,6 @@ def test_kernels_refuse_the_rows(run):
             only_known,
             lambda **how: ops.sparse_attention(q, jnp.zeros(64), AttentionKV(window, entries), *tokens, **how),
         ),
-        ("after a Hadamard rotation", lambda **how: ops.indexer_scores(keys, index_q, weights, *tokens, **how)),
     ]
     for reason, call in calls:
         with pytest.raises(NotImplementedError, match=reason):

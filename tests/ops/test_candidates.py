@@ -32,11 +32,16 @@ def test_blocks_and_selections_within_them(size):
     masked = ops.within_candidates(own, blocks, size)
     selected = np.asarray(ops.indexer_topk(masked, jnp.asarray(lengths), TOPK))
     entries = np.asarray(ops.candidate_entries(blocks, size))
+    counts = ops.candidate_lengths(jnp.asarray(lengths), COUNT, size)
+    gathered = jnp.take_along_axis(own, jnp.maximum(entries, 0), axis=1)
+    by_gathering = ops.entries_at(ops.indexer_topk(gathered, counts, TOPK), blocks, size)
+    chex.assert_trees_all_equal(by_gathering, selected)
     for t, length in enumerate(lengths):
         wanted = expected_blocks(scores[t], length, size)
         chex.assert_trees_all_equal(np.asarray(blocks[t]), np.array(wanted + [-1] * (COUNT - len(wanted)), np.int32))
         inside = [entry for block in wanted for entry in range(block * size, (block + 1) * size)]
         assert entries[t][entries[t] >= 0].tolist() == inside
+        assert np.flatnonzero((entries[t] >= 0) & (entries[t] < length)).tolist() == [*range(counts[t])]
         visible = sorted((-float(own[t, e]), e) for e in inside if e < length)[:TOPK]
         assert selected[t][selected[t] >= 0].tolist() == sorted(e for _, e in visible)
 

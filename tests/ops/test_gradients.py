@@ -23,7 +23,8 @@ INV_FREQ = jnp.asarray(0.3 ** np.arange(ROPE // 2), jnp.float32)
 EPS = dict(eps=1e-6)
 # They select, count or configure.
 NO_GRADIENT = {
-    "indexer_topk", "candidate_blocks", "candidate_entries", "within_candidates", "valid_lengths", "hash_multipliers",
+    "indexer_topk", "candidate_blocks", "candidate_entries", "candidate_lengths", "entries_at", "within_candidates",
+    "valid_lengths", "hash_multipliers",
     "ngram_rows", "model_index", "use_implementation", "with_mailboxes",
 }  # fmt: skip
 # Without a mesh they return their argument; tests/parallel sums on one.

@@ -21,9 +21,10 @@ from tests.ops.pools import indexer_view, ints, poison
 from tests.pallas_kernels.kernels import registers
 
 
-HEADS = 64
 DIM = 128
-FORMATS = dict(v4=kv_format("v4"), per_entry=PerEntryFormat(index_global_scale=0.5))
+FORMATS = dict(v4=kv_format("v4"), v41=kv_format("v41"), per_entry=PerEntryFormat(index_global_scale=0.5))
+HEADS = dict(v4=64, v41=32, per_entry=64)
+RATES = dict(v4=4, v41=1, per_entry=4)
 # Products of FP4 values are exact. Of bfloat16, the tensor core drops less than 2**-22 of the largest addend in each of
 # 8 steps; sums of E4M3 are exact for keys and queries like these (see `key_tiles`). 16 additions, 2 more over lanes and
 # 2 products round at 2**-24: below 64 * 2**-24 of the sum of sizes.
@@ -48,7 +49,7 @@ def paged(fmt, rng, *, lengths, max_blocks, per_block=32, layers=2, missing=0.2)
     # Every E4M3 scale, and of E8M0's those that float32 products can hold.
     low, high = (0, 0x7F) if fmt.name == "per_entry" else (127 - 60, 127 + 33)
     drawn = rng.integers(low, high, scales[-1, named].shape)
-    if fmt.name != "per_entry":
+    if fmt.name == "v4":
         # In half of the blocks a key's scales lie near each other, in the others all but those of one key in 16.
         near = drawn[..., :1] + rng.integers(0, NEAR + 1, drawn.shape)
         far = (rng.random((*drawn.shape[:2], 1)) < 1 / 16) & (rng.random((len(drawn), 1, 1)) < 0.5)
@@ -56,21 +57,29 @@ def paged(fmt, rng, *, lengths, max_blocks, per_block=32, layers=2, missing=0.2)
     scales[-1, named] = drawn
     table = np.where(rng.random(table.shape) < missing, -1, table)
     rows = IndexRows(jnp.asarray(codes), jnp.asarray(scales))
-    return ops.IndexerView(rows, ints(layers - 1), ints(table), 4, fmt.keys(DIM))
+    return ops.IndexerView(rows, ints(layers - 1), ints(table), RATES[fmt.name], fmt.keys(DIM))
 
 
-def queries(rng, tokens):
-    q = jnp.asarray(rng.standard_normal((tokens, HEADS, DIM)), jnp.bfloat16)
-    return q, jnp.asarray(rng.standard_normal((tokens, HEADS)), jnp.float32)
+def queries(rng, tokens, heads=64):
+    q = jnp.asarray(rng.standard_normal((tokens, heads, DIM)), jnp.bfloat16)
+    return q, jnp.asarray(rng.standard_normal((tokens, heads)), jnp.float32)
 
 
-def check(view, q, weights, slots, positions, implementation, config=None):
+def check(view, q, weights, slots, positions, implementation, config=None, candidates=None):
     if config is None:
         run = functools.partial(ops.indexer_scores, implementation=implementation)
     else:
         run = functools.partial(scores_kernel, inv_freq=None, interpret=True, config=config)
-    got = np.asarray(jax.jit(run)(view, q, weights, ints(slots), ints(positions)))
-    assert got.shape == (len(slots), view.max_entries)
+    lengths = np.minimum((np.asarray(positions) + 1) // view.compress_rate, view.max_entries)
+    if candidates is None:
+        got = np.asarray(jax.jit(run)(view, q, weights, ints(slots), ints(positions)))
+        entries = np.tile(np.arange(view.max_entries), (len(slots), 1))
+    else:
+        candidates = ints(candidates)
+        got = np.asarray(jax.jit(run)(view, q, weights, ints(slots), ints(positions), candidates=candidates))
+        entries = np.asarray(ops.candidate_entries(candidates, 8))
+        lengths = np.asarray(ops.candidate_lengths(ints(lengths), candidates.shape[1], 8))
+    assert got.shape == entries.shape
     q = np.asarray(jax.jit(view.codec.round_query)(q), np.float64)
     weights = np.asarray(weights, np.float64)
     table = np.asarray(view.block_table)
@@ -80,9 +89,10 @@ def check(view, q, weights, slots, positions, implementation, config=None):
     for t, slot in enumerate(slots):
         if slot < 0:
             continue
-        visible = min((positions[t] + 1) // 4, view.max_entries)
-        keys = stored[slot, :visible]
-        valid = exists[slot, :visible]
+        visible = lengths[t]
+        chosen = entries[t, :visible]
+        keys = stored[slot, chosen]
+        valid = exists[slot, chosen] & (chosen >= 0)
         want = np.maximum(keys @ q[t].T, 0) @ weights[t]
         size = (np.abs(keys) @ np.abs(q[t]).T) @ np.abs(weights[t])
         # Beyond, memory holds what an earlier program left there: signalling NaNs too, of which a cast would warn.
@@ -100,13 +110,15 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "step"), [("v4", 0), ("per_entry", 0), ("v4", 1), ("per_entry", 2)])
+@pytest.mark.parametrize(
+    ("name", "step"), [("v4", 0), ("v41", 0), ("per_entry", 0), ("v4", 1), ("v41", 1), ("per_entry", 2)]
+)
 def test_interpreted(name, step):
     rng = np.random.default_rng(step)
     slots, positions = STEPS[step]
     # An odd number of blocks: the last tile reaches past the end of a row.
     view = paged(FORMATS[name], rng, lengths=[96, 64, 65], max_blocks=3, per_block=(32, 64, 16)[step])
-    check(view, *queries(rng, len(slots)), slots, positions, "interpret")
+    check(view, *queries(rng, len(slots), HEADS[name]), slots, positions, "interpret")
 
 
 def test_planned_interpreted():
@@ -117,6 +129,28 @@ def test_planned_interpreted():
     slots = [1] * 10 + [-1, 0]
     positions = [*range(330, 340), -1, 63]
     check(view, *queries(rng, 12), slots, positions, "interpret", config)
+
+
+def some_blocks(rng, visible, count):
+    """Returns blocks [count] of 8 entries as `ops.candidate_blocks` chooses them, the last ones -1 if there are few."""
+    number = -(-visible // 8)
+    blocks = np.arange(number)
+    if number > count:
+        blocks = np.sort([*rng.permutation(number - 1)[: count - 1], number - 1])
+    return np.pad(blocks, (0, count - len(blocks)), constant_values=-1)
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_candidates_interpreted(blocks):
+    """Tokens that see more blocks than there are candidates, fewer, and one whose last candidates are missing."""
+    rng = np.random.default_rng(blocks)
+    view = paged(FORMATS["v41"], rng, lengths=[700, 300, 500], max_blocks=22)
+    slots = [0, -1, 1, 2, 2]
+    positions = [699, -1, 150, 399, 400]
+    candidates = np.stack([some_blocks(rng, position + 1, 42) for position in positions])
+    candidates[4, -9:] = -1
+    config = dataclasses.replace(Config.for_tokens(5, True, gathers=True), blocks=blocks)
+    check(view, *queries(rng, 5, HEADS["v41"]), slots, positions, "interpret", config, candidates)
 
 
 @pytest.mark.parametrize("costs", [[3, 0, 5, 0, 0, 7, 1], [0, 0], [0, 100, 0], [1] * 300], ids=str)
@@ -146,8 +180,21 @@ def test_on_gpu(name, per_block, counts):
     positions = []
     for slot in rng.permutation(5):
         slots += [-1, *[slot] * counts[slot]]
-        positions += [-1, *range(4 * lengths[slot] + 3 - counts[slot], 4 * lengths[slot] + 3)]
-    check(view, *queries(rng, len(slots)), slots, np.maximum(positions, -1), "mosaic_gpu")
+        end = RATES[name] * (lengths[slot] + 1) - 1
+        positions += [-1, *range(end - counts[slot], end)]
+    check(view, *queries(rng, len(slots), HEADS[name]), slots, np.maximum(positions, -1), "mosaic_gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["v41", "per_entry"])
+@pytest.mark.parametrize(("tokens", "per_block", "count"), [(1, 128, 2048), (8, 16, 2048), (300, 64, 210)])
+def test_candidates_on_gpu(name, tokens, per_block, count):
+    rng = np.random.default_rng(tokens)
+    view = paged(FORMATS[name], rng, lengths=[70000, 3000], max_blocks=70400 // per_block, per_block=per_block)
+    slots = [0] * tokens + [-1, 1]
+    positions = [*range(RATES[name] * 70000 - tokens, RATES[name] * 70000), -1, RATES[name] * 3000]
+    candidates = np.stack([some_blocks(rng, (position + 1) // RATES[name], count) for position in positions])
+    check(view, *queries(rng, len(slots), HEADS[name]), slots, positions, "mosaic_gpu", candidates=candidates)
 
 
 @pytest.mark.gpu
@@ -156,14 +203,14 @@ def test_how_many_bits_fp8_sums_keep_on_gpu(large, small):
     """What `key_tiles` and `docs/numerics.md` say: the tensor core keeps 2**-13 of the largest product, in any step."""
     key = kv_format("v4").keys(DIM)
     rows = jnp.full((1, 1, 64, DIM // 2), 0x22, jnp.uint8), jnp.full((1, 1, 64, 4), 127, jnp.uint8)  # 1.0
-    weights = jnp.zeros((1, HEADS)).at[0, 0].set(1.0)
+    weights = jnp.zeros((1, 64)).at[0, 0].set(1.0)
 
     @jax.jit
     def score(q):
         keys = IndexerKeys(ints(0), ints([[0]]), *rows, 4, key.layout)
         return indexer_scores(q.astype(jnp.float8_e4m3fn), weights, ints([0]), ints([255]), keys)
 
-    q = jnp.zeros((1, HEADS, DIM))
+    q = jnp.zeros((1, 64, DIM))
     one = score(q.at[0, 0, large].set(1.0))[0, 0]
     for exponent, kept in (-13, True), (-14, False):
         both = score(q.at[0, 0, large].set(256.0).at[0, 0, small].set(256 * 2.0**exponent))[0, 0]
@@ -178,17 +225,22 @@ from pallas_kernels import IndexerKeys, indexer_scores
 from pallas_kernels.formats.layouts import KeyLayout
 S = jax.ShapeDtypeStruct
 def ints(*shape): return S(shape, jnp.int32)
-layouts = {4: KeyLayout(128, 32, "e8m0", hadamard=True), 8: KeyLayout(128, 16, "e4m3", hadamard=False)}
-for scales, layout in layouts.items():
+v4, per_entry = KeyLayout(128, 32, "e8m0", hadamard=True), KeyLayout(128, 16, "e4m3", hadamard=False)
+v41 = KeyLayout(128, 32, "e8m0", hadamard=False)
+for name, heads, layout in ("v4", 64, v4), ("v41", 32, v41), ("per_entry", 64, per_entry):
     for tokens in (1, 32, 2048):
-        pools = S((3, 8192, 32, 64), jnp.uint8), S((3, 8192, 32, scales), jnp.uint8)
-        q = S((tokens, 64, 128), jnp.float8_e4m3fn if scales == 4 else jnp.bfloat16)
-        weights = S((tokens, 64), jnp.float32)
+        pools = S((3, 8192, 32, 64), jnp.uint8), S((3, 8192, 32, 128 // layout.scale_block), jnp.uint8)
         keys = IndexerKeys(ints(), ints(64, 2048), *pools, 4, layout)
-        compile_for_h100(f"{scales}-{tokens}", indexer_scores, q, weights, ints(tokens), ints(tokens), keys)
+        q = S((tokens, heads, 128), keys.dtype)
+        weights = S((tokens, heads), jnp.float32)
+        args = q, weights, ints(tokens), ints(tokens), keys
+        compile_for_h100(f"{name}-{tokens}", indexer_scores, *args)
+        if name != "v4":
+            compile_for_h100(f"{name}-{tokens}-candidates", indexer_scores, *args, ints(tokens, 2048))
 """)
-    # 4 warpgroups on a multiprocessor.
-    assert len(used) == 6 and max(used.values()) <= 128, used
+    # 4 warpgroups on a multiprocessor; of 32 heads 5 for candidates, and 6 for one token.
+    assert len(used) == 15 and max(used.values()) <= 128, used
+    assert max(used["v41-1"], *(used[f"v41-{tokens}-candidates"] - 16 for tokens in (1, 32, 2048))) <= 80
 
 
 def test_what_the_kernel_does_not_take_is_refused_before_launch():
@@ -199,13 +251,16 @@ def test_what_the_kernel_does_not_take_is_refused_before_launch():
     call = functools.partial(jax.eval_shape, one)
     with pytest.raises(NotImplementedError, match="takes q as bfloat16.any, any, 128., got float32"):
         call(view, q.astype(jnp.float32), weights)
-    with pytest.raises(
-        NotImplementedError, match="takes q as float8_e4m3fn.1, 64, 128., got float8_e4m3fn.1, 32, 128."
-    ):
-        call(view, q[:, :32], weights[:, :32])
+    with pytest.raises(NotImplementedError, match="queries of 32 or 64 heads, got 96"):
+        call(view, *queries(rng, 1, 96))
     plain = indexer_view(kv_format("plain", jnp.bfloat16))
     with pytest.raises(NotImplementedError, match="formats 'v4' and 'per_entry'"):
         call(plain, q, weights)
     few = paged(FORMATS["v4"], rng, lengths=[32], max_blocks=4, per_block=8)
+    blocks = ints([[0, 1]])
+    with pytest.raises(NotImplementedError, match="an even number of candidate blocks, and keys without a Hadamard"):
+        call(view, q, weights, candidates=blocks)
+    with pytest.raises(NotImplementedError, match="blocks of 8 candidates, got 4"):
+        jax.eval_shape(functools.partial(one, block_size=4), view, q, weights, candidates=blocks)
     with pytest.raises(NotImplementedError, match="blocks of a multiple of 16 keys"):
         call(few, q, weights)

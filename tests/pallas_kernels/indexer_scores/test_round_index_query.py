@@ -18,12 +18,14 @@ from pallas_kernels.mgpu.bfloat16_words import e2m1_value
 from tests.pallas_kernels.kernels import registers
 
 
-FORMATS = dict(v4=kv_format("v4"), per_entry=PerEntryFormat(index_global_scale=0.5))
+FORMATS = dict(v4=kv_format("v4"), v41=kv_format("v41"), per_entry=PerEntryFormat(index_global_scale=0.5))
+HEADS = dict(v4=64, v41=32, per_entry=64)
 LAYOUT = FORMATS["v4"].keys(128).layout
 INV_FREQ = jnp.asarray(1.6e5 ** -(np.arange(64) / 64), jnp.float32)
 
 
 def check(name, q, positions=None, inv_freq=None, *, interpret):
+    q = q[:, : HEADS[name]]
     codec = FORMATS[name].keys(q.shape[-1])
     weights = jnp.asarray(np.random.default_rng(1).standard_normal(q.shape[:2]), jnp.float32)
     cpu = jax.device_put((q, weights, positions, inv_freq), jax.devices("cpu")[0])
@@ -66,7 +68,7 @@ def test_interpreted(name):
     check(name, queries(1), interpret=True)
 
 
-@pytest.mark.parametrize(("name", "pairs"), [("v4", 32), ("per_entry", 20)])
+@pytest.mark.parametrize(("name", "pairs"), [("v4", 32), ("v41", 32), ("per_entry", 20)])
 def test_with_rope_interpreted(name, pairs):
     """Half of the channels, and a number that ends within a thread's."""
     check(name, *turned(2), INV_FREQ[:pairs], interpret=True)
@@ -93,7 +95,7 @@ def test_on_gpu(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("name", "pairs"), [("v4", 32), ("per_entry", 32), ("v4", 20), ("per_entry", 64)])
+@pytest.mark.parametrize(("name", "pairs"), [("v4", 32), ("v41", 32), ("per_entry", 32), ("v4", 20), ("per_entry", 64)])
 @pytest.mark.parametrize("tokens", [1, 333])
 def test_with_rope_on_gpu(name, pairs, tokens):
     check(name, *turned(tokens), INV_FREQ[:pairs], interpret=False)
@@ -106,14 +108,15 @@ import functools, jax, jax.numpy as jnp
 from pallas_kernels import round_index_query
 from pallas_kernels.formats.layouts import KeyLayout
 v4, per_entry = KeyLayout(128, 32, "e8m0", hadamard=True), KeyLayout(128, 16, "e4m3", hadamard=False)
-for name, layout in dict(v4=v4, per_entry=per_entry).items():
+v41 = KeyLayout(128, 32, "e8m0", hadamard=False)
+for name, heads, layout in ("v4", 64, v4), ("v41", 32, v41), ("per_entry", 64, per_entry):
     f = functools.partial(round_index_query, layout=layout)
-    q, positions = jax.ShapeDtypeStruct((8192, 64, 128), jnp.bfloat16), jax.ShapeDtypeStruct((8192,), jnp.int32)
-    weights, inv_freq = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8192, 64), (32,)))
+    q, positions = jax.ShapeDtypeStruct((8192, heads, 128), jnp.bfloat16), jax.ShapeDtypeStruct((8192,), jnp.int32)
+    weights, inv_freq = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8192, heads), (32,)))
     compile_for_h100(name, f, q, weights, positions, inv_freq)
 """)
     # 4 warpgroups on a multiprocessor.
-    assert len(used) == 2 and max(used.values()) <= 128, used
+    assert len(used) == 3 and max(used.values()) <= 128, used
 
 
 def test_no_queries():

@@ -81,7 +81,8 @@ def test_other_plans_interpreted(plan):
 @pytest.mark.parametrize(
     ("tokens", "entries", "k"),
     [(1, 16384, 512), (33, 16384, 512), (3, 65536, 2048), (64, 65536, 512), (14, 262144, 512), (64, 262144, 512),
-     (67, 65536, 512), (150, 133120, 512), (5, 1 << 20, 2048), (4, 65516, 1), (200, 2052, 100), (14, 300, 512)],
+     (67, 65536, 512), (150, 133120, 512), (5, 1 << 20, 2048), (4, 65516, 1), (200, 2052, 100), (14, 300, 512),
+     (32, 131072, 2048)],
 )  # fmt: skip
 def test_on_gpu(tokens, entries, k):
     rng = np.random.default_rng(tokens)
@@ -113,13 +114,15 @@ def test_compiles_for_h100_without_spills():
 import functools, jax, jax.numpy as jnp
 from pallas_kernels import indexer_topk
 shapes = [(1, 16384), (64, 16384), (1, 65536), (64, 65536), (1, 262144), (64, 262144), (70, 262144), (1, 1 << 20)]
-for tokens, entries in shapes:
+blocks = [(1, 131072), (32, 131072)]
+for tokens, entries, k in [*((*shape, 512) for shape in shapes), *((*shape, 2048) for shape in blocks)]:
     args = jax.ShapeDtypeStruct((tokens, entries), jnp.float32), jax.ShapeDtypeStruct((tokens,), jnp.int32)
-    compiled = compile_for_h100(f"{tokens}x{entries}", functools.partial(indexer_topk, k=512), *args)
+    compiled = compile_for_h100(f"{tokens}x{entries}", functools.partial(indexer_topk, k=k), *args)
     assert compiled.memory_analysis().temp_size_in_bytes < 1024
 """)
     # What a block of 1024 threads, or here once of 512, has for each.
-    assert len(used) == 8 and all(n <= (128 if name == "1x65536" else 64) for name, n in used.items()), used
+    wide = ("1x65536", "1x131072")
+    assert len(used) == 10 and all(n <= (128 if name in wide else 64) for name, n in used.items()), used
 
 
 def test_what_the_kernel_does_not_take_is_refused_before_launch():
