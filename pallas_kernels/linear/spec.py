@@ -52,13 +52,16 @@ class LinearSpec:
         return tuple((size, jnp.dtype(dtype)) for size, dtype in zip(sizes, dtypes, strict=True))
 
 
-def checked_outputs(spec: LinearSpec, rows: int, swiglu_limit: float | None = None) -> Outputs:
+def checked_outputs(
+    spec: LinearSpec, rows: int, swiglu_limit: float | None = None, gate_multiple: int = SCALED
+) -> Outputs:
     """Returns the size and the dtype of each output, and checks that kernels take them.
 
     Args:
       spec: description of the linear map.
       rows: number of rows of all weights.
       swiglu_limit: limit of SwiGLU, or None.
+      gate_multiple: number of which the rows of the gate must be a multiple.
 
     Raises:
       NotImplementedError: kernels do not take the outputs' sizes or dtypes, or the size of the groups.
@@ -74,7 +77,8 @@ def checked_outputs(spec: LinearSpec, rows: int, swiglu_limit: float | None = No
             f"outputs of a multiple of {ROWS} rows, got {sizes}": not any(size % ROWS for size in sizes),
             f"groups of a multiple of {SCALED} rows, got {groups} groups of {rows} rows": groups == 1
             or rows % (groups * SCALED) == 0,
-            f"gate and up of a multiple of {SCALED} rows, got {sizes}": swiglu_limit is None or sizes[0] % SCALED == 0,
+            f"gate and up of a multiple of {gate_multiple} rows, got {sizes}": swiglu_limit is None
+            or sizes[0] % gate_multiple == 0,
         }
     )
     return outputs

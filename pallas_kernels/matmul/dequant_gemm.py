@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.matmul import dequant_wgmma, epilogue
-from pallas_kernels.matmul.quantized_weights import ROWS, SCALE_BYTES, SCALED, SHIFT, WeightLayout
+from pallas_kernels.matmul.quantized_weights import HALF, ROWS, SCALE_BYTES, SHIFT, WeightLayout
 from pallas_kernels.mgpu import barriers, wgmma
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.hardware import SHARED_BYTES
@@ -66,7 +66,7 @@ class Operands(NamedTuple):
     inputs_gmem: Any  # [.., width] bfloat16; for FP4 in the order of `dequant_wgmma.permute_columns`
     codes_gmem: Any  # [matrices, R, elements of a row] of the layout's dtype: bfloat16 weights, or codes of FP8 or FP4
     # E8M0 scales. FP4: [matrices, R, columns / 32] uint8, or if a weight row has 8 scales, [matrices, R / 2, 16], each
-    # line with the scales of two weight rows. FP8: [matrices, R / 128, columns / 128] uint8. bfloat16: None.
+    # line with the scales of two weight rows. FP8: [matrices, R / block, columns / block] uint8. bfloat16: None.
     scales_gmem: Any
     locate: Callable[[jax.Array], OutputTile]  # number of a tile of this block -> place of its operands
     # (tile, sums) -> None. Each multiplying warpgroup calls it with the sums [64, inputs] float32 of its 64 rows, which
@@ -283,7 +283,7 @@ def _add_step(gemm, operands, refs, warpgroup, n, place, step, acc):
     scale_at = jnp.int32(0)
     scales_smem = None
     if gemm.layout.bits == 8:
-        scale_at = _fp8_scales(gemm, operands, place, step)
+        scale_at = _fp8_scales(gemm, operands, place, step, warpgroup)
     elif gemm.layout.bits == 4:
         scale_at = lax.rem(i, scale_steps) * (gemm.scales // scale_steps)
         scales_smem = refs.scales_smem.at[scales_slot]
@@ -308,9 +308,27 @@ def _add_step(gemm, operands, refs, warpgroup, n, place, step, acc):
     return acc
 
 
-def _fp8_scales(gemm, operands, tile, step):
-    """Returns the int32 FP8 scale of a step; if gated, the gate's scale plus 256 times the up projection's scale."""
-    row = jnp.minimum(lax.div(tile.row, SCALED), operands.scales_gmem.shape[1] - 1)
-    column = lax.div(step * gemm.step_bytes, SCALED)
+def _fp8_scales(gemm, operands, tile, step, warpgroup):
+    """Returns the FP8 scales of a step as bytes of an int32, see `dequant_wgmma.multiply_tile`."""
+    block = gemm.layout.block
+    row = jnp.minimum(lax.div(tile.row, block), operands.scales_gmem.shape[1] - 1)
+    column = lax.div(step * gemm.step_bytes, block)
+    if gemm.layout.has_small_blocks:
+        return _fp8_32_scales(gemm, operands, tile, column, warpgroup)
     scales = [operands.scales_gmem[tile.matrix + i, row, column].astype(jnp.int32) for i in range(gemm.matrices)]
     return scales[0] | (scales[1] << 8) if gemm.gated else scales[0]
+
+
+def _fp8_32_scales(gemm, operands, tile, column, warpgroup):
+    """Returns `_fp8_scales` for blocks of 32 x 32 values; `column` is the first of the step's two blocks of columns."""
+    last = operands.scales_gmem.shape[1] - 1
+    first = lax.div(tile.row, HALF)
+    halves = [(tile.matrix, first + 2 * warpgroup), (tile.matrix, first + 2 * warpgroup + 1)]
+    if gemm.gated:
+        halves = [(tile.matrix + i, first + warpgroup) for i in range(2)]
+    word = jnp.int32(0)
+    for half, (matrix, row) in enumerate(halves):
+        for block in range(2):
+            scale = operands.scales_gmem[matrix, jnp.minimum(row, last), column + block].astype(jnp.int32)
+            word |= scale << (16 * half + 8 * block)
+    return word

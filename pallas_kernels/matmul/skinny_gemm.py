@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.matmul import skinny_mma, skinny_prologue
-from pallas_kernels.matmul.quantized_weights import FP4, HALF, ROWS, SCALE_BYTES, SCALED, SEGMENT, SHIFT, WeightLayout
+from pallas_kernels.matmul.quantized_weights import FP4, HALF, ROWS, SCALE_BYTES, SEGMENT, SHIFT, WeightLayout
 from pallas_kernels.matmul.skinny_mma import COLUMNS, MULTIPLIERS, UNIT
 from pallas_kernels.mgpu import barriers, wgmma
 from pallas_kernels.runtime.hardware import SHARED_BYTES
@@ -48,7 +48,7 @@ class Product:
     layout: WeightLayout
     codes_gmem: Any  # [R, elements of a row] of the layout's dtype: bfloat16 weights, or codes of FP8 or FP4
     # E8M0 scales. FP4: [R, columns / 32] uint8, or if a weight row has 8 scales, [R / 2, 16], each line with the scales
-    # of two weight rows. FP8: [R / 128, columns / 128] uint8. bfloat16: None.
+    # of two weight rows. FP8: [R / block, columns / block] uint8. bfloat16: None.
     scales_gmem: Any
     tiles: jax.Array  # int32 scalar, number of tiles
     depth: int  # number of columns that this block multiplies
@@ -103,28 +103,41 @@ class SkinnyGemm:
     @property
     def depth(self) -> int:
         """The largest number of columns of a matrix."""
-        return max(depth for _, depth in self.matrices)
+        return max(self.padded(*matrix) for matrix in self.matrices)
 
     @property
     def layouts(self) -> set[WeightLayout]:
         return {layout for layout, _ in self.matrices}
 
     @property
+    def step_segments(self) -> int:
+        """The number of segments of a step, which `most_segments` chooses for all matrices."""
+        return most_segments(*self.matrices)
+
+    @property
     def stages_per_step(self) -> int:
-        """The number of stages of a step, whose length `most_segments` chooses for all matrices."""
-        return most_segments(*self.matrices) // self.segments
+        return self.step_segments // self.segments
 
     @property
     def slots(self) -> int:
         """The number of tiles whose sums shared memory holds at a time."""
         return 2 if self.tokens == COLUMNS else 1
 
+    def padded(self, layout: WeightLayout, depth: int) -> int:
+        """Returns the number of columns of whole steps. Columns from `depth` on are zeros."""
+        step = self.step_segments * layout.segment
+        return -(-depth // step) * step
+
     def stage_columns(self, product: Product) -> int:
         return self.segments * product.layout.segment
 
     def tile_stages(self, product: Product) -> int:
         """Returns the number of stages of a tile."""
-        return product.depth // self.stage_columns(product)
+        return self.padded(product.layout, product.depth) // self.stage_columns(product)
+
+    def tile_steps(self, product: Product) -> int:
+        """Returns the number of steps of a tile."""
+        return self.tile_stages(product) // self.stages_per_step
 
     def stages(self, other_bytes: int) -> int:
         """Returns the number of stages that fit into shared memory beside `other_bytes` bytes of the caller's arrays.
@@ -163,11 +176,6 @@ class SkinnyGemm:
 
     def run(self, warpgroup: jax.Array, products: Sequence[Product], refs: SkinnyScratch) -> None:
         """Multiplies all tiles of the products, one after the other. Every warpgroup calls it with its number."""
-        # In a tile of four steps or more, warpgroup w multiplies steps w, w + 4, .. It finds them in its own stages of
-        # the ring if the tiles of all earlier products have a multiple of four stages.
-        stages = [self.tile_stages(product) for product in products]
-        for i, count in enumerate(stages):
-            assert count < MULTIPLIERS or all(earlier % MULTIPLIERS == 0 for earlier in stages[:i])
         pl.when(warpgroup == LOAD)(lambda: _load_weights(self, products, refs))
         pl.when(warpgroup < MULTIPLIERS)(lambda: _multiply(self, products, refs, warpgroup))
         pl.when(warpgroup == EPILOGUE)(lambda: _finish_tiles(self, products, refs))
@@ -176,7 +184,8 @@ class SkinnyGemm:
 def most_segments(*matrices: tuple[WeightLayout, int]) -> int:
     """Returns the largest number of segments of a step, 4, 2 or 1, that gives every matrix a multiple of four steps.
 
-    If no number does, it is the largest one that gives every matrix whole steps.
+    If no number does, it is the largest one that gives every matrix whole steps. FP8 with blocks of 32 columns always
+    takes that one, because its blocks of a cluster may have any number of segments.
 
     Args:
       matrices: (layout, number of columns) of each matrix.
@@ -184,7 +193,8 @@ def most_segments(*matrices: tuple[WeightLayout, int]) -> int:
     Raises:
       ValueError: the columns of a matrix are no multiple of a segment.
     """
-    for together in (MULTIPLIERS, 1):
+    has_small_blocks = any(layout.has_small_blocks for layout, _ in matrices)
+    for together in (1,) if has_small_blocks else (MULTIPLIERS, 1):
         for n in (4, 2, 1):
             if not any(depth % (layout.segment * n * together) for layout, depth in matrices):
                 return n
@@ -234,23 +244,63 @@ def _copy_stage(gemm, product, refs, before, i):
 def _multiply(gemm, products, refs, warpgroup):
     copied = jnp.int32(0)
     done_tiles = jnp.int32(0)
+    take_turns = False
     for product in products:
-        multiply_tile = functools.partial(_multiply_tile, gemm, product, refs, warpgroup, copied, done_tiles)
-        lax.fori_loop(0, product.tiles, multiply_tile, _load_scales(product, jnp.int32(0)))
+        take_turns |= gemm.tile_steps(product) % MULTIPLIERS > 0
+        steps = Steps(gemm, product, warpgroup, copied, take_turns)
+        multiply_tile = functools.partial(_multiply_tile, steps, refs, done_tiles)
+        lax.fori_loop(0, product.tiles, multiply_tile, _load_scales(steps, jnp.int32(0)))
         copied += product.tiles * gemm.tile_stages(product)
         done_tiles += product.tiles
     barriers.wait_for_last(refs.sums_empty, done_tiles)
 
 
-def _multiply_tile(gemm, product, refs, warpgroup, copied, done, tile, scales):
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The steps of a product's tiles that a warpgroup multiplies.
+
+    Warpgroup w multiplies steps w, w + 4, .. of a tile. If they take turns, because a tile has no multiple of four
+    steps, the block's n-th step belongs to warpgroup n % 4. In both cases a warpgroup reads its own stages of the ring.
+    """
+
+    gemm: SkinnyGemm
+    product: Product
+    warpgroup: jax.Array  # int32 scalar, number of the warpgroup
+    copied: jax.Array  # int32 scalar, number of stages of the block's earlier products
+    take_turns: bool  # whether this product or an earlier one has tiles without a multiple of four steps
+
+    def first(self, tile: jax.Array) -> jax.Array:
+        """Returns the number of the warpgroup's first step in a tile. It is 0 to 3, also if there is no such step."""
+        if not self.take_turns:
+            return self.warpgroup
+        per_step = self.gemm.stages_per_step
+        copied_steps = self.copied if per_step == 1 else lax.div(self.copied, per_step)
+        return (self.warpgroup - copied_steps - tile * self.gemm.tile_steps(self.product)) & (MULTIPLIERS - 1)
+
+    def count_stages(self, first: jax.Array) -> jax.Array | int:
+        """Returns the number of stages of the warpgroup's steps, of which `first` is the first one."""
+        steps = self.gemm.tile_steps(self.product)
+        if not self.take_turns:
+            return self.gemm.tile_stages(self.product) // MULTIPLIERS
+        count = (first < steps % MULTIPLIERS).astype(jnp.int32)
+        if steps >= MULTIPLIERS:
+            count += steps // MULTIPLIERS
+        return count if self.gemm.stages_per_step == 1 else count * self.gemm.stages_per_step
+
+    def place(self, first: jax.Array) -> jax.Array:
+        """Returns the place in the order in which the partial sums of the steps from `first` on are added.
+
+        It does not depend on the warpgroup that has these steps. The order of one or two partial sums does not matter.
+        """
+        return first if self.gemm.tile_steps(self.product) > 2 else self.warpgroup
+
+
+def _multiply_tile(steps, refs, done, tile, scales):
     """Multiplies a warpgroup's steps of a tile and stores the partial sums in shared memory.
 
     Args:
-      gemm: the GEMM.
-      product: the product.
+      steps: the warpgroup's steps of the product.
       refs: the scratch.
-      warpgroup: int32 scalar, number of the warpgroup.
-      copied: number of stages of the earlier products.
       done: number of tiles of the earlier products.
       tile: number of the tile in this product.
       scales: FP8 scales of the tile, from `_load_scales`.
@@ -259,78 +309,89 @@ def _multiply_tile(gemm, product, refs, warpgroup, copied, done, tile, scales):
       FP8 scales of the next tile, which are loaded during the products of this one.
     """
 
+    gemm = steps.gemm
+    product = steps.product
+    warpgroup = steps.warpgroup
+
     def load(source_gmem, rows, divisor=1, column=0, norm=(), eps=0.0):
         if norm:
             skinny_prologue.store_factors(norm[1], source_gmem, eps, warpgroup)
         _meet(refs.inputs_ready)
-        columns = column + product.first_column, product.depth
+        columns = column + product.first_column, (product.depth, gemm.padded(product.layout, product.depth))
         sources = source_gmem, rows, divisor
         skinny_prologue.load_inputs(refs.inputs_smem, *sources, *columns, warpgroup, product.layout, norm)
         _meet(refs.inputs_ready)
 
     product.load_inputs(tile, load)
-    next_scales = _load_scales(product, jnp.minimum(tile + 1, product.tiles - 1))
-    acc = _multiply_steps(gemm, product, refs, warpgroup, copied, tile, scales)
+    next_scales = _load_scales(steps, jnp.minimum(tile + 1, product.tiles - 1))
+    acc, place = _multiply_steps(steps, refs, tile, scales)
     slot = barriers.turn(refs.sums_full, done + tile)
     barriers.wait_empty(refs.sums_empty, done + tile)
     if gemm.places == 1:
-        _add_in_turn(refs, acc, warpgroup, slot)
+        _add_in_turn(refs, acc, place, slot)
     else:
-        wgmma.put(refs.sums_smem.at[slot, warpgroup], acc)
+        wgmma.put(refs.sums_smem.at[slot, place], acc)
         plgpu.barrier_arrive(refs.sums_full.at[slot])
     return next_scales
 
 
-def _multiply_steps(gemm, product, refs, warpgroup, copied, tile, scales):
-    """Returns the partial sums [64, tokens] of a tile over a warpgroup's steps; arguments as in `_multiply_tile`."""
+def _multiply_steps(steps, refs, tile, scales):
+    """Returns (partial sums [64, tokens] of a tile over a warpgroup's steps, their place in the order of adding).
+
+    The arguments are those of `_multiply_tile`.
+    """
+    gemm = steps.gemm
+    product = steps.product
     layout = product.layout
     tile_stages = gemm.tile_stages(product)
     codes_smem = refs.codes(product.layout)
-    # Warpgroup w multiplies steps w, w + 4, .. of a tile. If a tile has fewer than four stages, the block's n-th stage
-    # belongs to warpgroup n % 4, which so still reads its own stages of the ring; some warpgroups then skip the tile.
-    first_step = warpgroup
-    count = tile_stages // MULTIPLIERS
     scale_lines = ROWS * product.scale_bytes // SCALE_BYTES
-    if tile_stages < MULTIPLIERS:
-        first_step = (warpgroup - copied - tile * tile_stages) & (MULTIPLIERS - 1)
-        count = (first_step < tile_stages).astype(jnp.int32)
+    first_step = steps.first(tile)
+    count = steps.count_stages(first_step)
 
     def add_stage(i, acc):
         per_step = gemm.stages_per_step
         step = (lax.div(i, per_step) * MULTIPLIERS + first_step) * per_step + lax.rem(i, per_step)
-        stage = barriers.turn(refs.weights_full, copied + tile * tile_stages + step)
+        stage = barriers.turn(refs.weights_full, steps.copied + tile * tile_stages + step)
         plgpu.barrier_wait(refs.weights_full.at[stage])
         operand = refs.scales_smem.at[stage, pl.ds(0, scale_lines)] if layout.bits == 4 else scales
         operands = codes_smem.at[stage], operand, refs.inputs_smem, step
-        acc = skinny_mma.multiply_add(acc, *operands, layout, product.gated)
+        acc = skinny_mma.multiply_add(acc, *operands, layout, product.gated, gemm.step_segments)
         barriers.release(refs.weights_empty.at[stage])
         return acc
 
-    return lax.fori_loop(0, count, add_stage, wgmma.zeros((ROWS, gemm.tokens)))
+    return lax.fori_loop(0, count, add_stage, wgmma.zeros((ROWS, gemm.tokens))), steps.place(first_step)
 
 
-def _load_scales(product, tile):
+def _load_scales(steps, tile):
     """Returns the FP8 scales of a tile, see `skinny_mma.load_scales`, or 0 if the weights are not FP8."""
-    if product.layout.bits != 8:
+    product = steps.product
+    layout = product.layout
+    if layout.bits != 8:
         return jnp.int32(0)
-    rows = [lax.div(row, SCALED) for row in product.rows_of(tile)[: 1 + product.gated]]
-    first_block = lax.div(jnp.int32(product.first_column), SCALED)
-    return skinny_mma.load_scales(product.scales_gmem, rows, first_block)
+    halves = 2 if layout.has_small_blocks else 1 + product.gated
+    rows = [lax.div(row, layout.block) for row in product.rows_of(tile)[:halves]]
+    first_block = lax.div(jnp.int32(product.first_column), layout.block)
+    if not layout.has_small_blocks:
+        return skinny_mma.load_scales(product.scales_gmem, rows, first_block)
+    step_segments = steps.gemm.step_segments
+    first_block += steps.first(tile) * (step_segments * layout.segment // layout.block)
+    return skinny_mma.load_scales(product.scales_gmem, rows, first_block, step_segments)
 
 
-def _add_in_turn(refs, acc, warpgroup, slot):
-    """Adds a warpgroup's partial sums to the only place of a slot, after the warpgroups with lower numbers."""
+def _add_in_turn(refs, acc, turn, slot):
+    """Adds a warpgroup's partial sums to the only place of a slot, after the partial sums with lower turns."""
     place = refs.sums_smem.at[slot, 0]
-    turn = slot * (MULTIPLIERS - 1) + warpgroup
-    pl.when(warpgroup == 0)(lambda: wgmma.put(place, acc))
+    barrier = slot * (MULTIPLIERS - 1) + turn
+    pl.when(turn == 0)(lambda: wgmma.put(place, acc))
 
-    @pl.when(warpgroup > 0)
+    @pl.when(turn > 0)
     def _():
-        plgpu.barrier_wait(refs.turns.at[turn - 1])
+        plgpu.barrier_wait(refs.turns.at[barrier - 1])
         wgmma.add_to(place, acc)
 
-    pl.when(warpgroup < MULTIPLIERS - 1)(lambda: plgpu.barrier_arrive(refs.turns.at[turn]))
-    pl.when(warpgroup == MULTIPLIERS - 1)(lambda: plgpu.barrier_arrive(refs.sums_full.at[slot]))
+    pl.when(turn < MULTIPLIERS - 1)(lambda: plgpu.barrier_arrive(refs.turns.at[barrier]))
+    pl.when(turn == MULTIPLIERS - 1)(lambda: plgpu.barrier_arrive(refs.sums_full.at[slot]))
 
 
 @jax.named_scope("finish_tiles")
