@@ -24,6 +24,9 @@ SHIFT = 32  # unpacked weights are 2**-SHIFT of their values
 SCALED = 128  # number of columns and number of rows of an FP8 block with one scale in V4
 # The minimum size of a bulk copy, in bytes: FP4's scales are copied as 16 of one row, or as 8 of each of two rows.
 SCALE_BYTES = 16
+# If the number of FP4's scales of a row is no multiple of 16 and not 8, one copy brings all scales of 32 rows, as lines
+# of this number of scales.
+SCALE_LINE = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +43,11 @@ class WeightLayout:
         Each half of a tile then has scales of its own.
         """
         return self.bits == 8 and self.block == HALF
+
+    def copies_all_scales(self, columns: int) -> bool:
+        """Whether one copy brings all scales of 32 rows of this number of columns, see `SCALE_LINE`."""
+        scales = columns // 32
+        return self.bits == 4 and scales != SCALE_BYTES // 2 and scales % SCALE_BYTES > 0
 
     @property
     def segment(self) -> int:

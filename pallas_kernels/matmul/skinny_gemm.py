@@ -11,6 +11,9 @@ ring in shared memory. The inputs stay in shared memory.
     5           epilogue    adds a tile's four partial sums in order and    sums_full       sums_empty
                             finishes the tile
 
+FP4's scales are copied with the codes of a stage if bulk copies can address them. Otherwise one copy brings the scales
+of a whole tile to a ring of their own, with the barriers tile_scales_empty and tile_scales_full.
+
 The multiplying warpgroups synchronize at `inputs_ready` before and after they load inputs. If shared memory is short,
 they add their partial sums in one place, one warpgroup after the other. The order in which products are added depends
 on the shape and the storage of W alone, so the bits of an input's sums do not depend on the other inputs.
@@ -18,6 +21,7 @@ on the shape and the storage of W alone, so the bits of an input's sums do not d
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,8 +32,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.matmul import skinny_mma, skinny_prologue
-from pallas_kernels.matmul.quantized_weights import FP4, HALF, ROWS, SCALE_BYTES, SEGMENT, SHIFT, WeightLayout
-from pallas_kernels.matmul.skinny_mma import COLUMNS, MULTIPLIERS, UNIT
+from pallas_kernels.matmul.quantized_weights import (
+    HALF,
+    ROWS,
+    SCALE_BYTES,
+    SCALE_LINE,
+    SEGMENT,
+    SHIFT,
+    WeightLayout,
+)
+from pallas_kernels.matmul.skinny_mma import COLUMNS, MULTIPLIERS, UNIT, StageFormat
 from pallas_kernels.mgpu import barriers, wgmma
 from pallas_kernels.runtime.hardware import SHARED_BYTES
 
@@ -39,6 +51,7 @@ EPILOGUE = MULTIPLIERS + 1  # LOAD and EPILOGUE are numbers of warpgroups
 WARPGROUPS = MULTIPLIERS + 2  # number of warpgroups of a block
 STAGING_BYTES = SHARED_BYTES - (2 << 10)  # shared memory of a block for stages, inputs, sums and the caller's arrays
 MAX_STAGES = 32
+TILE_SCALES_BYTES = 8 << 10  # shared memory for FP4 scales of whole tiles; it may be more for two tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +61,7 @@ class Product:
     layout: WeightLayout
     codes_gmem: Any  # [R, elements of a row] of the layout's dtype: bfloat16 weights, or codes of FP8 or FP4
     # E8M0 scales. FP4: [R, columns / 32] uint8, or if a weight row has 8 scales, [R / 2, 16], each line with the scales
-    # of two weight rows. FP8: [R / block, columns / block] uint8. bfloat16: None.
+    # of two weight rows, or see `SCALE_LINE`. FP8: [R / block, columns / block] uint8. bfloat16: None.
     scales_gmem: Any
     tiles: jax.Array  # int32 scalar, number of tiles
     depth: int  # number of columns that this block multiplies
@@ -67,6 +80,11 @@ class Product:
         """The number of FP4 scales of a row that one copy brings, 16 or 8."""
         return min(SCALE_BYTES, self.depth // 32)
 
+    @property
+    def copies_all_scales(self) -> bool:
+        """Whether all scales of a tile are copied together, to a ring of their own."""
+        return self.layout.copies_all_scales(self.depth)
+
 
 class SkinnyScratch(NamedTuple):
     """Shared memory and barriers of a skinny GEMM: outside the kernel the types to allocate, inside the references."""
@@ -77,12 +95,17 @@ class SkinnyScratch(NamedTuple):
     inputs_smem: Any  # [tokens / 8, columns / 32, 8, 32] bfloat16, in the order of `skinny_prologue.load_inputs`
     sums_full: Any  # a barrier for each slot of `sums_smem`
     inputs_ready: Any  # one barrier of the multiplying warpgroups
-    scales_smem: Any  # [stages, 64, 16] uint8 scales of FP4; None if no matrix is FP4
+    scales_smem: Any  # [stages, 64, 16] uint8 scales of FP4; None if no matrix has scales that are copied with codes
     sums_smem: Any  # float32 sums: slots (tiles), places (partial sums of a tile), then 64 * tokens values
     sums_empty: Any  # a barrier for each slot of `sums_smem`
     # Three barriers for each slot. At the w-th, warpgroup w lets warpgroup w + 1 add its sums to the slot's only place.
     # None if each warpgroup has a place of its own.
     turns: Any
+    # [slots, 2 * lines, 64] uint8, all FP4 scales of a tile: those of each half are consecutive bytes, from the first
+    # line or from the middle one on. None unless a matrix has such scales.
+    tile_scales_smem: Any
+    tile_scales_empty: Any  # a barrier for each slot of `tile_scales_smem`
+    tile_scales_full: Any  # a barrier for each slot of `tile_scales_smem`
 
     def codes(self, layout: WeightLayout):
         """Returns the array of `codes_smem` that has the dtype of a layout."""
@@ -119,6 +142,23 @@ class SkinnyGemm:
         return self.step_segments // self.segments
 
     @property
+    def has_stage_scales(self) -> bool:
+        """Whether a matrix has FP4 scales that are copied to the same stages as the codes."""
+        return any(layout.bits == 4 and not layout.copies_all_scales(depth) for layout, depth in self.matrices)
+
+    @property
+    def tile_scale_lines(self) -> int:
+        """The number of lines for all FP4 scales of half a tile. It is even, so that halves begin at 128 bytes."""
+        depths = [depth for layout, depth in self.matrices if layout.copies_all_scales(depth)]
+        return max((-(-depth // (2 * SCALE_LINE)) * 2 for depth in depths), default=0)
+
+    @property
+    def tile_scales(self) -> tuple[int, int, int]:
+        """The shape of `SkinnyScratch.tile_scales_smem`, with at least two slots."""
+        lines = 2 * self.tile_scale_lines
+        return max(2, TILE_SCALES_BYTES // (lines * SCALE_LINE)) if lines else 0, lines, SCALE_LINE
+
+    @property
     def slots(self) -> int:
         """The number of tiles whose sums shared memory holds at a time."""
         return 2 if self.tokens == COLUMNS else 1
@@ -127,6 +167,11 @@ class SkinnyGemm:
         """Returns the number of columns of whole steps. Columns from `depth` on are zeros."""
         step = self.step_segments * layout.segment
         return -(-depth // step) * step
+
+    def stage_format(self, layout: WeightLayout, gated: bool = False, row_scales: int = 0) -> StageFormat:
+        """Returns the format of the stages of a matrix."""
+        has_tiles = all(self.padded(*matrix) == matrix[1] for matrix in self.matrices)
+        return StageFormat(layout, gated, self.step_segments, row_scales, has_tiles)
 
     def stage_columns(self, product: Product) -> int:
         return self.segments * product.layout.segment
@@ -145,21 +190,25 @@ class SkinnyGemm:
         The number is a multiple of the stages of four steps, so that each warpgroup always reads the same stages.
         """
         used = other_bytes + 2 * self.depth * self.tokens + 4 * self.slots * self.places * ROWS * self.tokens
-        stage = ROWS * (SEGMENT * self.segments + SCALE_BYTES * (FP4 in self.layouts))
+        used += math.prod(self.tile_scales)
+        stage = ROWS * (SEGMENT * self.segments + SCALE_BYTES * self.has_stage_scales)
         together = MULTIPLIERS * self.stages_per_step
         return min((STAGING_BYTES - used) // stage, self.max_stages) // together * together
 
     def scratch(self, other_bytes: int, *, interpret: bool) -> SkinnyScratch:
         """Returns the scratch types for `run`. The caller's own arrays take `other_bytes` bytes of shared memory."""
         stages = self.stages(other_bytes)
-        has_scales = FP4 in self.layouts
+        has_scales = self.has_stage_scales
+        slots = self.tile_scales[0]
+        tile_barriers = functools.partial(plgpu.Barrier, num_barriers=slots)
         # Arrays of different dtypes share their memory; FP4 and FP8 even share one array. The interpreter gets separate
         # arrays, because it reports writes to two arrays of a `RefUnion` as a race.
         kinds = {layout.dtype: layout for layout in self.layouts}
         codes = []
         for dtype, layout in kinds.items():
             shape = stages, ROWS, layout.elements(self.segments * layout.segment)
-            codes.append(plgpu.SMEM(shape, dtype, transforms=skinny_mma.code_transforms(shape[2])))
+            transforms = self.stage_format(layout).transforms(shape[2])
+            codes.append(plgpu.SMEM(shape, dtype, transforms=transforms))
         sums = (ROWS, self.tokens) if interpret else (ROWS * self.tokens,)
         return SkinnyScratch(
             codes_smem=plgpu.RefUnion(*codes) if len(codes) > 1 and not interpret else codes,
@@ -172,6 +221,9 @@ class SkinnyGemm:
             sums_smem=plgpu.SMEM((self.slots, self.places, *sums), jnp.float32),
             sums_empty=plgpu.Barrier(num_barriers=self.slots),
             turns=plgpu.Barrier(num_barriers=self.slots * (MULTIPLIERS - 1)) if self.places == 1 else None,
+            tile_scales_smem=plgpu.SMEM(self.tile_scales, jnp.uint8) if slots else None,
+            tile_scales_empty=tile_barriers(num_arrivals=MULTIPLIERS) if slots else None,
+            tile_scales_full=tile_barriers(num_arrivals=2) if slots else None,
         )
 
     def run(self, warpgroup: jax.Array, products: Sequence[Product], refs: SkinnyScratch) -> None:
@@ -184,21 +236,18 @@ class SkinnyGemm:
 def most_segments(*matrices: tuple[WeightLayout, int]) -> int:
     """Returns the largest number of segments of a step, 4, 2 or 1, that gives every matrix a multiple of four steps.
 
-    If no number does, it is the largest one that gives every matrix whole steps. FP8 with blocks of 32 columns always
-    takes that one, because its blocks of a cluster may have any number of segments.
+    If no number does, it is the largest one that gives every matrix whole steps, or 2 if none does. FP8 with blocks of
+    32 columns always takes that one, because its blocks of a cluster may have any number of segments.
 
     Args:
       matrices: (layout, number of columns) of each matrix.
-
-    Raises:
-      ValueError: the columns of a matrix are no multiple of a segment.
     """
     has_small_blocks = any(layout.has_small_blocks for layout, _ in matrices)
     for together in (1,) if has_small_blocks else (MULTIPLIERS, 1):
         for n in (4, 2, 1):
             if not any(depth % (layout.segment * n * together) for layout, depth in matrices):
                 return n
-    raise ValueError(f"matrices want columns in multiples of a segment, got {matrices}")
+    return 2
 
 
 @jax.named_scope("load_weights")
@@ -209,6 +258,9 @@ def _load_weights(gemm, products, refs):
         pl.loop(0, product.tiles * gemm.tile_stages(product))(copy_stage)
         copied += product.tiles * gemm.tile_stages(product)
     barriers.wait_for_last(refs.weights_empty, copied)
+    for product in products:
+        if product.copies_all_scales:
+            barriers.wait_for_last(refs.tile_scales_empty, product.tiles)
 
 
 def _copy_stage(gemm, product, refs, before, i):
@@ -219,6 +271,8 @@ def _copy_stage(gemm, product, refs, before, i):
     stage_of_tile = lax.rem(i, tile_stages)
     barriers.wait_empty(refs.weights_empty, before + i)
     first_rows = product.rows_of(lax.div(i, tile_stages))
+    if product.copies_all_scales:
+        pl.when(stage_of_tile == 0)(lambda: _copy_tile_scales(product, refs, lax.div(i, tile_stages), first_rows))
     column = product.layout.elements(product.first_column + stage_of_tile * gemm.stage_columns(product))
     full = refs.weights_full.at[stage]
     size = codes_smem.shape[2]
@@ -227,7 +281,7 @@ def _copy_stage(gemm, product, refs, before, i):
         columns = pl.ds(pl.multiple_of(column, size), size)
         target = codes_smem.at[stage].at[pl.ds(half * HALF, HALF)]
         plgpu.copy_gmem_to_smem(product.codes_gmem.at[source, columns], target, full)
-        if product.layout.bits == 4:
+        if product.layout.bits == 4 and not product.copies_all_scales:
             # A scale belongs to 16 bytes of codes, 32 columns.
             columns = pl.ds(lax.div(lax.div(column, 16), SCALE_BYTES) * SCALE_BYTES, SCALE_BYTES)
             lines = HALF * product.scale_bytes // SCALE_BYTES
@@ -240,11 +294,23 @@ def _copy_stage(gemm, product, refs, before, i):
             plgpu.barrier_arrive(full)
 
 
+def _copy_tile_scales(product, refs, tile, first_rows):
+    """Copies all FP4 scales of a tile of a product. `first_rows` are the first rows of the tile's halves."""
+    barriers.wait_empty(refs.tile_scales_empty, tile)
+    slot = barriers.turn(refs.tile_scales_full, tile)
+    lines = product.depth // SCALE_LINE
+    for half, row in enumerate(first_rows):
+        source = product.scales_gmem.at[pl.ds(lax.div(row, HALF) * lines, lines), :]
+        target = refs.tile_scales_smem.at[slot, pl.ds(half * (refs.tile_scales_smem.shape[1] // 2), lines)]
+        plgpu.copy_gmem_to_smem(source, target, refs.tile_scales_full.at[slot])
+
+
 @jax.named_scope("multiply")
 def _multiply(gemm, products, refs, warpgroup):
     copied = jnp.int32(0)
     done_tiles = jnp.int32(0)
     take_turns = False
+    assert sum(product.copies_all_scales for product in products) <= 1  # its tiles count the slots of its ring
     for product in products:
         take_turns |= gemm.tile_steps(product) % MULTIPLIERS > 0
         steps = Steps(gemm, product, warpgroup, copied, take_turns)
@@ -348,19 +414,29 @@ def _multiply_steps(steps, refs, tile, scales):
     scale_lines = ROWS * product.scale_bytes // SCALE_BYTES
     first_step = steps.first(tile)
     count = steps.count_stages(first_step)
+    row_scales = product.depth // 32 if product.copies_all_scales else 0
+    stage_format = gemm.stage_format(layout, product.gated, row_scales)
+    scales_slot = barriers.turn(refs.tile_scales_full, tile) if row_scales else None
+    if row_scales:
+        plgpu.barrier_wait(refs.tile_scales_full.at[scales_slot])
+        scales = refs.tile_scales_smem.at[scales_slot]
 
     def add_stage(i, acc):
         per_step = gemm.stages_per_step
         step = (lax.div(i, per_step) * MULTIPLIERS + first_step) * per_step + lax.rem(i, per_step)
         stage = barriers.turn(refs.weights_full, steps.copied + tile * tile_stages + step)
         plgpu.barrier_wait(refs.weights_full.at[stage])
-        operand = refs.scales_smem.at[stage, pl.ds(0, scale_lines)] if layout.bits == 4 else scales
+        has_stage_scales = layout.bits == 4 and not row_scales
+        operand = refs.scales_smem.at[stage, pl.ds(0, scale_lines)] if has_stage_scales else scales
         operands = codes_smem.at[stage], operand, refs.inputs_smem, step
-        acc = skinny_mma.multiply_add(acc, *operands, layout, product.gated, gemm.step_segments)
+        acc = skinny_mma.multiply_add(acc, *operands, stage_format)
         barriers.release(refs.weights_empty.at[stage])
         return acc
 
-    return lax.fori_loop(0, count, add_stage, wgmma.zeros((ROWS, gemm.tokens))), steps.place(first_step)
+    acc = lax.fori_loop(0, count, add_stage, wgmma.zeros((ROWS, gemm.tokens)))
+    if row_scales:
+        barriers.release(refs.tile_scales_empty.at[scales_slot])
+    return acc, steps.place(first_step)
 
 
 def _load_scales(steps, tile):
