@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.matmul.quantized_weights import BF16, FP4, SCALE_BYTES, SCALE_LINE, SCALED, WeightLayout
+from pallas_kernels.matmul.quantized_weights import BF16, FP4, ROWS, SCALED, WeightLayout
 from pallas_kernels.matmul.skinny_mma import COLUMNS
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.layer_operands import check_weight
@@ -26,7 +26,7 @@ def check_operands(
       inner: number of hidden channels, between the two maps of an expert.
       matrices: (codes or weights, scales or None) of gate_up and of down. Codes of gate_up are [layers * 2 * number,
         inner, ..], and codes of down [layers * number, D, ..]. Scales are [.., rows, columns / 32], or if a row has 8
-        scales, [.., .., 16], or lines as described at `SCALE_LINE`.
+        scales, [.., .., 16], or see `WeightLayout.scale_line`.
 
     Raises:
       NotImplementedError: a shape or dtype is not one that `experts` documents.
@@ -48,15 +48,13 @@ def check_operands(
         total = parts * math.prod(codes.shape[:-2])
         if layout == FP4:
             check_weight(f"{name}'s scales", scales, layer, jnp.uint8, number, rows, columns // 32)
-            # A bulk copy takes at least 16 bytes. If a row has 8 scales, the scales of two rows form a row of 16.
-            line = SCALE_LINE if layout.copies_all_scales(columns) else max(columns // 32, SCALE_BYTES)
-            scales = scales.reshape(total, -1, line)
+            scales = scales.reshape(total, -1, layout.scale_line(columns))
         return codes.reshape(total, -1, codes.shape[-1]), scales
 
     multiple = 512 if layout == FP4 else 256
-    rule = f"channels of an expert in multiples of {SCALE_LINE}, got {inner}"
+    rule = f"channels of an expert in multiples of {ROWS}, got {inner}"
     check_rules({f"channels in multiples of {multiple}, got {depth}": depth % multiple == 0})
-    check_rules({rule: inner > 0 and inner % SCALE_LINE == 0})
+    check_rules({rule: inner > 0 and inner % ROWS == 0})
     matrices = [check_map("gate_up", gate_up, 2, 2 * inner, depth), check_map("down", down, 1, depth, inner)]
     return layout, number, inner, matrices
 
@@ -80,7 +78,7 @@ def check_shared(
         check_weight(f"the shared {name}", codes, layer, jnp.uint8, rows, columns)
         blocks = rows // scale_block, columns // scale_block
         check_weight(f"the shared {name}'s scales", scales, layer, jnp.uint8, *blocks)
-    multiples = (256, 512) if scale_block == SCALED else (SCALE_LINE, SCALE_LINE)
+    multiples = (256, 512) if scale_block == SCALED else (ROWS, ROWS)
     check_rules(
         {
             f"a shared expert of up to {COLUMNS} tokens, got {tokens}": tokens <= COLUMNS,

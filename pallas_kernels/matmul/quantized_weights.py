@@ -22,11 +22,9 @@ HALF = ROWS // 2  # rows of each half of a tile; the halves may lie apart in the
 SEGMENT = 64  # bytes of a row that four threads share
 SHIFT = 32  # unpacked weights are 2**-SHIFT of their values
 SCALED = 128  # number of columns and number of rows of an FP8 block with one scale in V4
-# The minimum size of a bulk copy, in bytes: FP4's scales are copied as 16 of one row, or as 8 of each of two rows.
+# The minimum size of a bulk copy, in bytes: FP4's scales are copied as 16 of one row, or as 8 of each of two rows. If a
+# row has another number of scales that is no multiple of 16, one copy brings all scales of 32 rows or more.
 SCALE_BYTES = 16
-# If the number of FP4's scales of a row is no multiple of 16 and not 8, one copy brings all scales of 32 rows, as lines
-# of this number of scales.
-SCALE_LINE = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +43,18 @@ class WeightLayout:
         return self.bits == 8 and self.block == HALF
 
     def copies_all_scales(self, columns: int) -> bool:
-        """Whether one copy brings all scales of 32 rows of this number of columns, see `SCALE_LINE`."""
+        """Whether one copy brings all FP4 scales of rows of this number of columns."""
         scales = columns // 32
         return self.bits == 4 and scales != SCALE_BYTES // 2 and scales % SCALE_BYTES > 0
+
+    def scale_line(self, columns: int) -> int:
+        """Returns the number of scales in a line of the array [lines, scales] from which FP4's scales are copied.
+
+        A line belongs to one weight row or to several, and a copy has at most 256 lines.
+        """
+        if self.copies_all_scales(columns):
+            return 128 if columns % 128 == 0 else 64
+        return max(columns // 32, SCALE_BYTES)
 
     @property
     def segment(self) -> int:

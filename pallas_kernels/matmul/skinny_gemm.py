@@ -36,7 +36,6 @@ from pallas_kernels.matmul.quantized_weights import (
     HALF,
     ROWS,
     SCALE_BYTES,
-    SCALE_LINE,
     SEGMENT,
     SHIFT,
     WeightLayout,
@@ -61,7 +60,7 @@ class Product:
     layout: WeightLayout
     codes_gmem: Any  # [R, elements of a row] of the layout's dtype: bfloat16 weights, or codes of FP8 or FP4
     # E8M0 scales. FP4: [R, columns / 32] uint8, or if a weight row has 8 scales, [R / 2, 16], each line with the scales
-    # of two weight rows, or see `SCALE_LINE`. FP8: [R / block, columns / block] uint8. bfloat16: None.
+    # of two weight rows, or see `WeightLayout.scale_line`. FP8: [R / block, columns / block] uint8. bfloat16: None.
     scales_gmem: Any
     tiles: jax.Array  # int32 scalar, number of tiles
     depth: int  # number of columns that this block multiplies
@@ -101,7 +100,7 @@ class SkinnyScratch(NamedTuple):
     # Three barriers for each slot. At the w-th, warpgroup w lets warpgroup w + 1 add its sums to the slot's only place.
     # None if each warpgroup has a place of its own.
     turns: Any
-    # [slots, 2 * lines, 64] uint8, all FP4 scales of a tile: those of each half are consecutive bytes, from the first
+    # [slots, 2 * lines, ..] uint8, all FP4 scales of a tile: those of each half are consecutive bytes, from the first
     # line or from the middle one on. None unless a matrix has such scales.
     tile_scales_smem: Any
     tile_scales_empty: Any  # a barrier for each slot of `tile_scales_smem`
@@ -147,16 +146,14 @@ class SkinnyGemm:
         return any(layout.bits == 4 and not layout.copies_all_scales(depth) for layout, depth in self.matrices)
 
     @property
-    def tile_scale_lines(self) -> int:
-        """The number of lines for all FP4 scales of half a tile. It is even, so that halves begin at 128 bytes."""
-        depths = [depth for layout, depth in self.matrices if layout.copies_all_scales(depth)]
-        return max((-(-depth // (2 * SCALE_LINE)) * 2 for depth in depths), default=0)
-
-    @property
     def tile_scales(self) -> tuple[int, int, int]:
-        """The shape of `SkinnyScratch.tile_scales_smem`, with at least two slots."""
-        lines = 2 * self.tile_scale_lines
-        return max(2, TILE_SCALES_BYTES // (lines * SCALE_LINE)) if lines else 0, lines, SCALE_LINE
+        """The shape of `SkinnyScratch.tile_scales_smem`, or zeros without it. Slots and halves begin at 128 bytes."""
+        for layout, depth in self.matrices:
+            if layout.copies_all_scales(depth):
+                line = layout.scale_line(depth)
+                half_bytes = -(-depth // 128) * 128
+                return max(2, TILE_SCALES_BYTES // (2 * half_bytes)), 2 * half_bytes // line, line
+        return 0, 0, 0
 
     @property
     def slots(self) -> int:
@@ -298,7 +295,7 @@ def _copy_tile_scales(product, refs, tile, first_rows):
     """Copies all FP4 scales of a tile of a product. `first_rows` are the first rows of the tile's halves."""
     barriers.wait_empty(refs.tile_scales_empty, tile)
     slot = barriers.turn(refs.tile_scales_full, tile)
-    lines = product.depth // SCALE_LINE
+    lines = product.depth // product.layout.scale_line(product.depth)
     for half, row in enumerate(first_rows):
         source = product.scales_gmem.at[pl.ds(lax.div(row, HALF) * lines, lines), :]
         target = refs.tile_scales_smem.at[slot, pl.ds(half * (refs.tile_scales_smem.shape[1] // 2), lines)]
@@ -310,7 +307,7 @@ def _multiply(gemm, products, refs, warpgroup):
     copied = jnp.int32(0)
     done_tiles = jnp.int32(0)
     take_turns = False
-    assert sum(product.copies_all_scales for product in products) <= 1  # its tiles count the slots of its ring
+    assert sum(product.copies_all_scales for product in products) <= 1  # only its tiles use the ring of scales
     for product in products:
         take_turns |= gemm.tile_steps(product) % MULTIPLIERS > 0
         steps = Steps(gemm, product, warpgroup, copied, take_turns)

@@ -9,6 +9,7 @@ weights are read in the order of unpacked FP8, so that both can be multiplied wi
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,7 +113,7 @@ def multiply_add(
       codes_smem: [64, elements] weights or codes of the stage; at most 256 bytes a row, and a multiple of
         `layout.min_segments` segments.
       scales: FP8: result of `load_scales`, the scales of all stages. FP4: [64, 16] uint8 in shared memory, the scales
-        of the 512 columns that include the stage's, or [32, 16] if a row has 8 scales. Or [lines, 64] with all scales
+        of the 512 columns that include the stage's, or [32, 16] if a row has 8 scales. Or [lines, ..] with all scales
         of the tile: those of each half are consecutive bytes, from the first line or from the middle one on. Not used
         for bfloat16.
       inputs_smem: inputs that `skinny_prologue.load_inputs` stored.
@@ -251,7 +252,7 @@ def _factors_fp4(scales, thread, step, segments, gated):
 
 def _factors_of_tile(row_scales, scales, thread, step, segments, gated):
     """Returns a function of a segment, as `_factors_fp4` does, for all scales of the tile in shared memory."""
-    half_bytes = scales.type.shape[0] // 2 * quantized_weights.SCALE_LINE
+    half_bytes = math.prod(scales.type.shape) // 2
     line = (thread % 32) >> 2
     row = thread_ops.shared(scales) + (thread & 3) + ((step * segments) << 2)
     if gated:
