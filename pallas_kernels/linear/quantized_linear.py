@@ -137,7 +137,8 @@ def quantized_linear(
         `spec.num_groups` is 1.
       layer: [] int32 index on a leading axis of layers of all weights and of the norm's weight. None: they have no such
         axis.
-      spec: outputs in float32 or bfloat16, whose sizes are multiples of 64. Each output has rows of one matrix only.
+      spec: outputs in float32 or bfloat16, whose sizes are multiples of 64. The last one may have 32 rows if the last
+        matrix is bfloat16. Each output has rows of one matrix only.
         With several groups, there is one matrix, and each group has a multiple of 128 rows.
       swiglu_limit: limit of SwiGLU, or None. If given, the spec has two bfloat16 outputs, the gate and the up
         projection, whose sizes are equal and multiples of 128, or if `scale_block` is 32, of 64.
@@ -181,10 +182,11 @@ def _problem(x, pairs, norm, layer, spec, swiglu_limit, eps, fp8):
             check_weight("codes", codes, layer, jnp.uint8, None, depth)
             blocks = -(-codes.shape[-2] // fp8.block), -(-depth // fp8.block)
             check_weight("scales", scales, layer, jnp.uint8, *blocks)
-    matrices = tuple((BF16 if scales is None else fp8, codes.shape[-2] // ROWS) for codes, scales in pairs)
+    matrices = tuple((BF16 if scales is None else fp8, -(-codes.shape[-2] // ROWS)) for codes, scales in pairs)
     rows = sum(codes.shape[-2] for codes, _ in pairs)
     columns = min_columns(matrices)
-    outputs = checked_outputs(spec, rows, swiglu_limit, max(fp8.block, ROWS))
+    multiples = {"gate_multiple": max(fp8.block, ROWS), "min_last": HALF if pairs[-1][1] is None else ROWS}
+    outputs = checked_outputs(spec, rows, swiglu_limit, **multiples)
     max_tokens = MAX_TOKENS if norm is None else MAX_NORMED_TOKENS
     rule = f"1 to {max_tokens} tokens{'' if norm is None else ' with a norm'}, got {tokens}"
     check_rules(

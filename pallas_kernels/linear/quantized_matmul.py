@@ -102,7 +102,7 @@ def quantized_matmul(
     check_weight("codes", codes, layer, jnp.uint8, rows, depth)
     check_weight("scales", scales, layer, jnp.uint8, -(-rows // scale_block), -(-depth // scale_block))
     multiple = max(scale_block, ROWS)
-    outputs = checked_outputs(spec, rows, swiglu_limit, multiple)
+    outputs = checked_outputs(spec, rows, swiglu_limit, gate_multiple=multiple)
     gated = swiglu_limit is not None
     rule = f"columns in multiples of {multiple}, got {depth}"
     check_rules({rule: depth % multiple == 0, "at least one token": tokens > 0})

@@ -138,6 +138,11 @@ def test_norm_on_gpu(tokens, rows, depth):
     check_norm("mosaic_gpu", tokens, rows, depth)
 
 
+# The last output has half a tile, as the weights of 32 index heads.
+def test_half_a_tile_beside_blocks_of_32_interpreted():
+    check("interpret", 3, ((64, BF16), (64, F32), (32, BF16)), 384, plain=2, kind="FP8_32")
+
+
 # Two blocks: the second's stretch has tiles of the first weight and then those of the other.
 @pytest.mark.parametrize("tokens", [3, 9])
 def test_bfloat16_beside_fp8_interpreted(tokens):
@@ -209,9 +214,10 @@ def test_blocks_of_32_on_gpu(tokens, outputs, depth, groups):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 9])
-def test_bfloat16_beside_blocks_of_32_on_gpu(tokens):
-    check("mosaic_gpu", tokens, ((1280, BF16), (512, BF16), (512, F32)), 5120, plain=1, kind="FP8_32")
+@pytest.mark.parametrize("plain", [((512, F32), (512, F32), (32, BF16)), ((512, BF16), (32, BF16)), ((32, BF16),)])
+@pytest.mark.parametrize("tokens", [1, 9, 32])
+def test_bfloat16_beside_blocks_of_32_on_gpu(tokens, plain):
+    check("mosaic_gpu", tokens, ((1280, BF16), (512, BF16), *plain), 5120, plain=len(plain), kind="FP8_32")
 
 
 @pytest.mark.gpu
