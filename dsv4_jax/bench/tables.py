@@ -15,6 +15,7 @@ MODELS = {
     "pro": "V4-Pro",
     "flash_0731": "V4-Flash-0731",
     "pro_0813": "V4-Pro-0813",
+    "v41_flash": "V4.1-Flash",
     "tiny": "a tiny model",
 }
 # Acceptance rates of drafts for which the tokens a second are reported.

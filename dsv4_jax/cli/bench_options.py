@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from dsv4_jax.quant import KVFormat
 
 Shapes = Annotated[
-    Literal["flash", "pro", "flash_0731", "pro_0813"],
-    tyro.conf.arg(help="the model whose shapes are used; those with a date draft with DSpark."),
+    Literal["flash", "pro", "flash_0731", "pro_0813", "v41_flash"],
+    tyro.conf.arg(help="the model whose shapes are used; those with a date, and v41_flash, draft with DSpark."),
 ]
 Only = Annotated[tuple[str, ...], tyro.conf.arg(help="only ops whose name or shape contains one of these texts.")]
 Calls = Annotated[int, tyro.conf.arg(help="number of calls whose median time is reported.")]
@@ -106,14 +106,15 @@ class ModelBenchmark(Benchmark):
     """
 
     shapes: Shapes = "flash"
-    cache_format: Annotated[Literal["v4", "per_entry"] | None, options.optional("{v4,per_entry}")] = None
+    cache_format: Annotated[Literal["v4", "v41", "per_entry"] | None, options.optional("{v4,v41,per_entry}")] = None
 
     def _model(self, report: dict[str, Any]) -> "tuple[DSV4Config, KVFormat]":
         """Returns the model's configuration and the format of the cache, and adds their names to the report."""
         from dsv4_jax.quant import kv_format
 
         drafts: int = getattr(self, "drafts", 0)
-        config = options.named_config(f"v4_{self.shapes}", "--shapes", mtp=drafts > 0)
+        name = self.shapes if self.shapes in options.PRESETS else f"v4_{self.shapes}"
+        config = options.named_config(name, "--shapes", mtp=drafts > 0)
         cache_format = kv_format(self.cache_format or config.kv_format)
         report |= {"shapes": self.shapes, "cache_format": cache_format.name}
         return config, cache_format

@@ -71,6 +71,8 @@ def _experts_kernel(x, selected, weights, gate_up, down, permutation, *shared, l
     if selected.size <= MAX_PAIRS:
         codes = tuple((weight.codes, weight.scale) for weight in shared) or None
         kernel = functools.partial(experts_kernel, x, selected, weights, *matrices, permutation, codes)
+        if shared:
+            kernel = functools.partial(kernel, scale_block=shared[0].block[0])
     y = kernel(layer=layer, limit=limit, interpret=interpret)
     return y if shared else sum_of_experts(y, selected, num_experts)
 
@@ -93,8 +95,11 @@ def _take_one_launch(x, *matrices):
     kinds = [weight.kind if isinstance(weight, QuantizedWeight) else None for weight in layer_value(matrices)]
     inner = matrices[1].shape[2]
     shared = matrices[3].shape[1]
-    fits = x.shape[0] <= MAX_SHARED_TOKENS and inner % 512 == 0 and shared % 256 == 0
-    return fits and kinds == ["FP4", "FP4", "FP8", "FP8"]
+    if x.shape[0] > MAX_SHARED_TOKENS or kinds[:2] != ["FP4", "FP4"]:
+        return False
+    if kinds[2:] == ["FP8_32", "FP8_32"]:
+        return inner % 64 == 0 and shared % 64 == 0
+    return kinds[2:] == ["FP8", "FP8"] and inner % 512 == 0 and shared % 256 == 0
 
 
 @jax.named_scope("shared_expert")

@@ -119,11 +119,13 @@ def _check(x, weights, spec, norm):
 
 
 def _fit_one_launch(x, weights):
-    """Returns whether one kernel launch can multiply x by all weights: FP8 and perhaps bfloat16, and few tokens."""
+    """Returns whether one kernel launch can multiply x by all weights: FP8 and perhaps bfloat16, and few tokens.
+
+    All FP8 weights must be of one kind.
+    """
     kinds = {weight.kind if isinstance(weight, QuantizedWeight) else weight.dtype for weight in layer_value(weights)}
     return (
-        kinds <= {"FP8", jnp.dtype(jnp.bfloat16)}
-        and "FP8" in kinds
+        kinds - {jnp.dtype(jnp.bfloat16)} in ({"FP8"}, {"FP8_32"})
         and x.size <= kernels.MAX_QUANTIZED_TOKENS * x.shape[-1]
     )
 
@@ -199,8 +201,11 @@ def _quantized_kernel(x, weights, norm_weight, *, eps, **options):
         x = _rms_norm(x, layer_value(norm_weight), eps)
         norm_weight = None
     (weights, norm_weight), layer = layer_stacks((weights, norm_weight))
-    if kinds := {weight.kind for weight in weights if isinstance(weight, QuantizedWeight)} - {"FP8"}:
+    blocks = {weight.kind: weight.block for weight in weights if isinstance(weight, QuantizedWeight)}
+    if kinds := blocks.keys() - {"FP8", "FP8_32"}:
         raise NotImplementedError(f"the kernel takes weights stored as FP8, got {kinds.pop()}")
+    ((scale_block, _),) = blocks.values()
+    options["scale_block"] = scale_block
     weights = tuple((one.codes, one.scale) if isinstance(one, QuantizedWeight) else one for one in weights)
     if x.shape[0] <= kernels.MAX_QUANTIZED_TOKENS:
         return kernels.quantized_linear(x, weights, norm_weight, layer=layer, eps=eps, **options)

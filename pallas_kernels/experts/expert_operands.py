@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.matmul.quantized_weights import BF16, FP4, SCALE_BYTES, SCALED, WeightLayout
+from pallas_kernels.matmul.quantized_weights import BF16, FP4, ROWS, SCALED, WeightLayout
 from pallas_kernels.matmul.skinny_mma import COLUMNS
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.layer_operands import check_weight
@@ -25,8 +25,8 @@ def check_operands(
       number: number of experts of a layer.
       inner: number of hidden channels, between the two maps of an expert.
       matrices: (codes or weights, scales or None) of gate_up and of down. Codes of gate_up are [layers * 2 * number,
-        inner, ..], and codes of down [layers * number, D, ..]. Scales are [.., rows, columns / 32], or if a row has
-        fewer than 16 scales, [.., .., 16].
+        inner, ..], and codes of down [layers * number, D, ..]. Scales are [.., rows, columns / 32], or if a row has 8
+        scales, [.., .., 16], or see `WeightLayout.scale_line`.
 
     Raises:
       NotImplementedError: a shape or dtype is not one that `experts` documents.
@@ -48,20 +48,19 @@ def check_operands(
         total = parts * math.prod(codes.shape[:-2])
         if layout == FP4:
             check_weight(f"{name}'s scales", scales, layer, jnp.uint8, number, rows, columns // 32)
-            # A bulk copy takes at least 16 bytes. If a row has 8 scales, the scales of two rows form a row of 16.
-            scales = scales.reshape(total, -1, max(columns // 32, SCALE_BYTES))
+            scales = scales.reshape(total, -1, layout.scale_line(columns))
         return codes.reshape(total, -1, codes.shape[-1]), scales
 
-    matrices = [check_map("gate_up", gate_up, 2, 2 * inner, depth), check_map("down", down, 1, depth, inner)]
     multiple = 512 if layout == FP4 else 256
-    rule = f"256 channels of an expert, or multiples of {multiple}, got {inner}"
-    valid_inner = inner == 256 or inner % multiple == 0
-    check_rules({f"channels in multiples of {multiple}, got {depth}": depth % multiple == 0, rule: valid_inner})
+    rule = f"channels of an expert in multiples of {ROWS}, got {inner}"
+    check_rules({f"channels in multiples of {multiple}, got {depth}": depth % multiple == 0})
+    check_rules({rule: inner > 0 and inner % ROWS == 0})
+    matrices = [check_map("gate_up", gate_up, 2, 2 * inner, depth), check_map("down", down, 1, depth, inner)]
     return layout, number, inner, matrices
 
 
 def check_shared(
-    tokens: int, depth: int, inner: int, layout: WeightLayout, gate_up, down, layer: jax.Array | None
+    tokens: int, depth: int, inner: int, layout: WeightLayout, gate_up, down, layer: jax.Array | None, scale_block: int
 ) -> None:
     """Raises NotImplementedError unless `experts` takes this shared expert.
 
@@ -71,19 +70,20 @@ def check_shared(
       inner: number of hidden channels of the routed experts.
       layout: storage of the routed experts' weights.
       gate_up, down: (codes, scales) of the shared expert.
-      layer: as in `experts`.
+      layer, scale_block: as in `experts`.
     """
     shared = down[0].shape[-1]
     shapes = (2 * shared, depth), (depth, shared)
     for name, (codes, scales), (rows, columns) in zip(("gate_up", "down"), (gate_up, down), shapes, strict=True):
         check_weight(f"the shared {name}", codes, layer, jnp.uint8, rows, columns)
-        check_weight(f"the shared {name}'s scales", scales, layer, jnp.uint8, rows // SCALED, columns // SCALED)
+        blocks = rows // scale_block, columns // scale_block
+        check_weight(f"the shared {name}'s scales", scales, layer, jnp.uint8, *blocks)
+    multiples = (256, 512) if scale_block == SCALED else (ROWS, ROWS)
     check_rules(
         {
             f"a shared expert of up to {COLUMNS} tokens, got {tokens}": tokens <= COLUMNS,
             f"a shared expert beside FP4, got {layout.bits} bits": layout == FP4,
-            f"256, 512, .. channels of the shared expert, got {shared}": shared % 256 == 0,
-            # A warpgroup finds its steps in the same stages in all products only if all tiles have four steps or more.
-            f"512, 1024, .. channels of experts beside it, got {inner}": inner % 512 == 0,
+            f"{multiples[0]}, .. channels of the shared expert, got {shared}": shared % multiples[0] == 0,
+            f"{multiples[1]}, .. channels of experts beside it, got {inner}": inner % multiples[1] == 0,
         }
     )

@@ -29,7 +29,7 @@ from jax import lax
 from pallas_kernels.experts import pair_groups, tile_counters
 from pallas_kernels.experts.expert_operands import check_operands, check_shared
 from pallas_kernels.matmul import epilogue, skinny_gemm
-from pallas_kernels.matmul.quantized_weights import FP8, HALF, ROWS, WeightLayout
+from pallas_kernels.matmul.quantized_weights import FP8, HALF, ROWS, SCALED, WeightLayout
 from pallas_kernels.matmul.routing import FIRST_PAIR, GROUP_WORDS, counts_size, max_groups
 from pallas_kernels.matmul.skinny_gemm import EPILOGUE, Product, SkinnyGemm
 from pallas_kernels.matmul.skinny_mma import COLUMNS
@@ -48,7 +48,7 @@ GATE_UP = 0
 DOWN = 1
 
 
-@cached_trace("limit")
+@cached_trace("limit", "scale_block")
 def experts(
     x: jax.Array,
     selected: jax.Array,
@@ -60,6 +60,7 @@ def experts(
     *,
     layer: jax.Array | None = None,
     limit: float,
+    scale_block: int = SCALED,
     interpret: bool = False,
 ) -> jax.Array:
     """Returns `down_e(w * silu(min(gate_e(x), limit)) * clip(up_e(x), -limit, limit))` for each token and expert.
@@ -73,14 +74,16 @@ def experts(
         computed.
       weights: [T, k] float32 routing weights.
       gate_up: [E, 2 * I, D] bfloat16, the gate's rows first; or FP4 codes [E, 2 * I, D / 2] uint8, two E2M1 codes a
-        byte, and E8M0 scales [E, 2 * I, D / 32] uint8. D and I are multiples of 512 (bfloat16: of 256); I may be 256.
+        byte, and E8M0 scales [E, 2 * I, D / 32] uint8. D is a multiple of 512 (bfloat16: of 256), and I of 64.
       down: [E, D, I] bfloat16; or codes [E, D, I / 2] and scales [E, D, I / 32].
       permutation: pairs grouped by expert as `router` returns them; None to group them in a separate launch.
       shared: ((codes, scales) of gate_up, (codes, scales) of down) of an FP8 expert that all tokens share, or None. The
-        codes are E4M3, [2 * S, D] and [D, S] uint8. The scales are E8M0, [2 * S / 128, D / 128] and [D / 128, S / 128]
-        uint8. S is a multiple of 256. It requires T <= 8, and FP4 experts with I a multiple of 512.
+        codes are E4M3, [2 * S, D] and [D, S] uint8. The scales are E8M0 uint8, one for each block of codes. S is a
+        multiple of 256. It requires T <= 8, and FP4 experts with I a multiple of 512. If `scale_block` is 32, S and I
+        are multiples of 64.
       layer: [] int32 index on a leading axis of layers of all matrices and scales. None: they have no such axis.
       limit: clipping limit of SwiGLU.
+      scale_block: number of rows and of columns of a block of the shared expert's codes with one scale, 128 or 32.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
@@ -97,9 +100,10 @@ def experts(
     selected = selected.reshape(-1)
     weights = weights.reshape(-1)
     if shared is not None:
-        check_shared(tokens, depth, inner, layout, *shared, layer)
+        check_shared(tokens, depth, inner, layout, *shared, layer, scale_block)
     shared_inner = 0 if shared is None else shared[1][0].shape[-1]
-    p = ExpertsProblem(layout, pairs, pairs // tokens, num_experts, depth, inner, shared_inner, limit)
+    sizes = pairs, pairs // tokens, num_experts, depth, inner, shared_inner
+    p = ExpertsProblem(layout, *sizes, limit, shared_layout=WeightLayout(8, scale_block))
     groups, counts = permutation or pair_groups.group_by_expert(selected, num_experts, depth, interpret=interpret)
     check_array("groups of pairs", groups, jnp.int32, p.groups * GROUP_WORDS)
     check_array("counts of groups", counts, jnp.int32, counts_size(p.groups, depth))
@@ -189,6 +193,7 @@ class ExpertsProblem:
     shared: int  # number of hidden channels of the shared expert; 0 if there is none
     limit: float  # SwiGLU's limit
     maps: tuple[int, ...] = (GATE_UP, DOWN)  # maps that the launch computes
+    shared_layout: WeightLayout = FP8  # storage of the shared expert's weights
 
     @property
     def tokens(self) -> int:
@@ -199,7 +204,7 @@ class ExpertsProblem:
         """The GEMM whose warpgroups multiply the tiles."""
         matrices = (self.layout, self.depth), (self.layout, self.inner)
         if self.shared:
-            matrices += (FP8, self.depth), (FP8, self.shared)
+            matrices += (self.shared_layout, self.depth), (self.shared_layout, self.shared)
         return SkinnyGemm(matrices, COLUMNS, skinny_gemm.most_segments(*matrices))
 
     @property
@@ -425,4 +430,4 @@ def _shared_product(p, i, block_tiles, counts, source_gmem, out_gmem, matrix):
 
     depth = p.depth if gated else p.shared
     codes, scales = matrix
-    return Product(FP8, codes, scales, count, depth, 0, gated, rows_of, load_inputs, finish)
+    return Product(p.shared_layout, codes, scales, count, depth, 0, gated, rows_of, load_inputs, finish)

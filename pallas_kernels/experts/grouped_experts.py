@@ -128,7 +128,7 @@ class GroupedGemm:
     @property
     def tiles(self) -> int:
         """The number of output tiles of a block of pairs, which are up to `tile_pairs` pairs of an expert."""
-        return self.width // (self.channels * self.gemm.warpgroups)
+        return -(-self.width // (self.channels * self.gemm.warpgroups))
 
 
 def _launch(p, table, x, weight, *, tiles, layer, interpret):
@@ -181,6 +181,12 @@ def _body(p, count_gmem, blocks_gmem, table_gmem, x_gmem, codes_gmem, scales_gme
             options: dict[str, Any] = {"limit": p.limit, "weights_gmem": table_gmem, "permuted": p.gemm.layout == FP4}
         else:
             options = {"rows_gmem": table_gmem}
-        epilogue.store_many(y_gmem, sums, place, dequant.staging_smem.at[warpgroup], **options)
+        store = functools.partial(
+            epilogue.store_many, y_gmem, sums, place, dequant.staging_smem.at[warpgroup], **options
+        )
+        if p.width % (p.channels * p.gemm.warpgroups):
+            pl.when(column < p.width)(store)  # the last tile has warpgroups without channels
+        else:
+            store()
 
     p.gemm.run(warpgroup, Operands(tiles, x_gmem, codes_gmem, scales_gmem, locate, finish), dequant)

@@ -22,7 +22,7 @@ from jax import lax
 from pallas_kernels.linear.spec import LinearSpec, Outputs, checked_outputs, out_types, store_tile
 from pallas_kernels.linear.sum_exchange import SumExchange
 from pallas_kernels.matmul import epilogue, skinny_gemm
-from pallas_kernels.matmul.quantized_weights import BF16, FP8, HALF, ROWS, SCALED, SHIFT, WeightLayout
+from pallas_kernels.matmul.quantized_weights import BF16, HALF, ROWS, SCALED, SHIFT, WeightLayout
 from pallas_kernels.matmul.skinny_gemm import EPILOGUE, LOAD, Product, SkinnyGemm
 from pallas_kernels.matmul.skinny_mma import COLUMNS, MULTIPLIERS
 from pallas_kernels.mgpu import barriers
@@ -103,13 +103,16 @@ def _configs_with_room(p, tokens, splits, workers) -> Iterator[Config]:
 def min_columns(matrices: tuple[tuple[WeightLayout, int], ...]) -> int:
     """Returns the smallest number of columns that a block can multiply: four steps of the smallest size.
 
+    With blocks of 32 x 32 values it is one such step.
+
     `matrices` has the layout of each matrix and a number, which is not used. All matrices have equally many columns.
     """
     layouts = [layout for layout, _ in matrices]
-    return MULTIPLIERS * max(layout.segment for layout in layouts) * max(layout.min_segments for layout in layouts)
+    step = max(layout.segment for layout in layouts) * max(layout.min_segments for layout in layouts)
+    return step if any(layout.has_small_blocks for layout in layouts) else MULTIPLIERS * step
 
 
-@cached_trace("spec", "swiglu_limit", "eps", "config")
+@cached_trace("spec", "swiglu_limit", "eps", "scale_block", "config")
 def quantized_linear(
     x: jax.Array,
     weights: tuple[jax.Array | tuple[jax.Array, jax.Array], ...],
@@ -119,6 +122,7 @@ def quantized_linear(
     spec: LinearSpec,
     swiglu_limit: float | None = None,
     eps: float = 0.0,
+    scale_block: int = SCALED,
     config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
@@ -127,17 +131,19 @@ def quantized_linear(
     Args:
       x: [T, num_groups * K] bfloat16 activations, T up to 32, or up to 16 with a norm.
       weights: matrices whose rows, one matrix after the other, form the weight. Each is [M, K] bfloat16, or a pair of
-        E4M3 codes [M, K] uint8 and E8M0 scales [M / 128, K / 128] uint8, one for 128 x 128 codes. K is a multiple of
-        256.
+        E4M3 codes [M, K] uint8 and E8M0 scales [M / scale_block, K / scale_block] uint8, one for each block of codes. K
+        is a multiple of 256, or if `scale_block` is 32, of 64.
       norm: [K] float32 weight of an RMS norm, or None. If given, each row of x is normalized and rounded first, and
         `spec.num_groups` is 1.
       layer: [] int32 index on a leading axis of layers of all weights and of the norm's weight. None: they have no such
         axis.
-      spec: outputs in float32 or bfloat16, whose sizes are multiples of 64. Each output has rows of one matrix only.
+      spec: outputs in float32 or bfloat16, whose sizes are multiples of 64. The last one may have 32 rows if the last
+        matrix is bfloat16. Each output has rows of one matrix only.
         With several groups, there is one matrix, and each group has a multiple of 128 rows.
       swiglu_limit: limit of SwiGLU, or None. If given, the spec has two bfloat16 outputs, the gate and the up
-        projection, whose sizes are equal and multiples of 128.
+        projection, whose sizes are equal and multiples of 128, or if `scale_block` is 32, of 64.
       eps: constant that the norm adds to the mean square.
+      scale_block: number of rows and of columns of a block of codes with one scale, 128 or 32.
       config: the division of the launch's work; None to choose it.
       interpret: run on the CPU, interpreted, with the race detector on.
 
@@ -150,19 +156,20 @@ def quantized_linear(
       NotImplementedError: the kernel does not take these shapes or dtypes.
     """
     pairs = tuple(weight if isinstance(weight, tuple) else (weight, None) for weight in weights)
-    p = _problem(x, pairs, norm, layer, spec, swiglu_limit, eps)
+    p = _problem(x, pairs, norm, layer, spec, swiglu_limit, eps, WeightLayout(8, scale_block))
     config = config or Config.choose(p, interpret=interpret)
     if config is None:
         raise NotImplementedError(f"the kernel takes fewer columns, got {p.depth}")
     if p.tokens > config.tokens:
         options = {"layer": layer, "spec": spec, "swiglu_limit": swiglu_limit, "eps": eps, "interpret": interpret}
+        options["scale_block"] = scale_block
         chunks = jnp.split(x, list(range(config.tokens, p.tokens, config.tokens)))
         products = [quantized_linear(chunk, weights, norm, **options) for chunk in chunks]
         return tuple(jnp.concatenate(outs) for outs in zip(*products, strict=True))
     return _launch(dataclasses.replace(p, config=config), x, pairs, norm, layer, interpret)
 
 
-def _problem(x, pairs, norm, layer, spec, swiglu_limit, eps):
+def _problem(x, pairs, norm, layer, spec, swiglu_limit, eps, fp8):
     """Checks the arguments of `quantized_linear` and returns the static description of its problem."""
     tokens = x.shape[0]
     groups = spec.num_groups
@@ -173,11 +180,13 @@ def _problem(x, pairs, norm, layer, spec, swiglu_limit, eps):
             check_weight("weight", codes, layer, jnp.bfloat16, None, depth)
         else:
             check_weight("codes", codes, layer, jnp.uint8, None, depth)
-            check_weight("scales", scales, layer, jnp.uint8, -(-codes.shape[-2] // SCALED), -(-depth // SCALED))
-    matrices = tuple((BF16 if scales is None else FP8, codes.shape[-2] // ROWS) for codes, scales in pairs)
+            blocks = -(-codes.shape[-2] // fp8.block), -(-depth // fp8.block)
+            check_weight("scales", scales, layer, jnp.uint8, *blocks)
+    matrices = tuple((BF16 if scales is None else fp8, -(-codes.shape[-2] // ROWS)) for codes, scales in pairs)
     rows = sum(codes.shape[-2] for codes, _ in pairs)
     columns = min_columns(matrices)
-    outputs = checked_outputs(spec, rows, swiglu_limit)
+    multiples = {"gate_multiple": max(fp8.block, ROWS), "min_last": HALF if pairs[-1][1] is None else ROWS}
+    outputs = checked_outputs(spec, rows, swiglu_limit, **multiples)
     max_tokens = MAX_TOKENS if norm is None else MAX_NORMED_TOKENS
     rule = f"1 to {max_tokens} tokens{'' if norm is None else ' with a norm'}, got {tokens}"
     check_rules(
@@ -294,10 +303,10 @@ def _body(p, x_gmem, weights_gmem, norm_gmem, layer_gmem, *outs_gmem, factors_sm
 
     products = []
     above = 0
-    for weight_gmem, (_, tiles) in zip(weights_gmem, p.matrices, strict=True):
+    for weight_gmem, (layout, tiles) in zip(weights_gmem, p.matrices, strict=True):
         begin = jnp.clip(first_tile - above, 0, tiles)
         end = jnp.clip(end_tile - above, 0, tiles)
-        products.append(_product(p, weight_gmem, (above, tiles), (begin, end), split, load_inputs, finish))
+        products.append(_product(p, (layout, *weight_gmem), (above, tiles), (begin, end), split, load_inputs, finish))
         above += tiles
     p.gemm.run(warpgroup, products, skinny)
     if exchange is None:
@@ -311,18 +320,18 @@ def _body(p, x_gmem, weights_gmem, norm_gmem, layer_gmem, *outs_gmem, factors_sm
             exchange.add_up(end_tile - first_tile, lambda n, total: store(first_tile + n, total))
 
 
-def _product(p, weight_gmem, place, own, split, load_inputs, finish):
+def _product(p, weight, place, own, split, load_inputs, finish):
     """Returns the product of a block's tiles of one matrix.
 
     Args:
       p: the problem.
-      weight_gmem: (codes or weights, scales or None) of the matrix.
+      weight: (layout, codes or weights, scales or None) of the matrix.
       place: (number of tiles of the matrices before this one, number of tiles of this matrix).
       own: (first, end) of the block's tiles in this matrix.
       split: number of the block in its cluster, which selects its columns.
       load_inputs, finish: as in `Product`, but with the number of a tile among the tiles of all matrices.
     """
-    codes_gmem, scales_gmem = weight_gmem
+    layout, codes_gmem, scales_gmem = weight
     gated = p.limit is not None
     depth = p.depth // p.config.splits
     above, tiles = place
@@ -334,7 +343,7 @@ def _product(p, weight_gmem, place, own, split, load_inputs, finish):
         return row, row + (p.outputs[0][0] if gated else HALF)
 
     return Product(
-        layout=BF16 if scales_gmem is None else FP8,
+        layout=layout,
         codes_gmem=codes_gmem,
         scales_gmem=scales_gmem,
         tiles=end - begin,

@@ -17,7 +17,7 @@ from jax import lax
 from pallas_kernels.linear.spec import LinearSpec, Outputs, checked_outputs, out_types, store_to
 from pallas_kernels.matmul import epilogue
 from pallas_kernels.matmul.dequant_gemm import DequantGemm, Operands, OutputTile
-from pallas_kernels.matmul.quantized_weights import FP8, ROWS, SCALED
+from pallas_kernels.matmul.quantized_weights import ROWS, SCALED, WeightLayout
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import axis_indices, kernel
@@ -63,7 +63,7 @@ class Config:
         return cls(tile_tokens(min(range(fewest, fewest + 4), key=time)))
 
 
-@cached_trace("spec", "swiglu_limit", "config")
+@cached_trace("spec", "swiglu_limit", "scale_block", "config")
 def quantized_matmul(
     x: jax.Array,
     codes: jax.Array,
@@ -72,6 +72,7 @@ def quantized_matmul(
     layer: jax.Array | None = None,
     spec: LinearSpec,
     swiglu_limit: float | None = None,
+    scale_block: int = SCALED,
     config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
@@ -79,11 +80,11 @@ def quantized_matmul(
 
     Args:
       x: [T, num_groups * K] bfloat16 activations, T at least 1.
-      codes: [num_groups * M, K] uint8 E4M3 codes of the weight. K is a multiple of 128. If there are several groups, M
-        is a multiple of 128, too.
-      scales: [num_groups * M / 128, K / 128] uint8, E8M0 bits, one for 128 x 128 codes.
+      codes: [num_groups * M, K] uint8 E4M3 codes of the weight. K is a multiple of 128, or if `scale_block` is 32, of
+        64. If there are several groups, M is a multiple of 128.
+      scales: [num_groups * M / scale_block, K / scale_block] uint8, E8M0 bits, one for each block of codes.
       layer: [] int32 index on a leading axis of layers of codes and scales. None: they have no such axis.
-      spec, swiglu_limit: see `quantized_linear`.
+      spec, swiglu_limit, scale_block: see `quantized_linear`.
       config: the division of the launch's work; None to choose it.
       interpret: run on the CPU, interpreted, with the race detector on.
 
@@ -99,17 +100,18 @@ def quantized_matmul(
     groups = spec.num_groups
     check_array("x", x, jnp.bfloat16, None, groups * depth)
     check_weight("codes", codes, layer, jnp.uint8, rows, depth)
-    check_weight("scales", scales, layer, jnp.uint8, -(-rows // SCALED), -(-depth // SCALED))
-    outputs = checked_outputs(spec, rows, swiglu_limit)
+    check_weight("scales", scales, layer, jnp.uint8, -(-rows // scale_block), -(-depth // scale_block))
+    multiple = max(scale_block, ROWS)
+    outputs = checked_outputs(spec, rows, swiglu_limit, gate_multiple=multiple)
     gated = swiglu_limit is not None
-    rule = f"columns in multiples of {SCALED}, got {depth}"
-    check_rules({rule: depth % SCALED == 0, "at least one token": tokens > 0})
+    rule = f"columns in multiples of {multiple}, got {depth}"
+    check_rules({rule: depth % multiple == 0, "at least one token": tokens > 0})
     # The blocks of a cluster multiply the same inputs, so their rows must belong to one group.
     blocks = BLOCKS if groups == 1 or rows // groups % (ROWS * WARPGROUPS * BLOCKS) == 0 else 1
     row_tiles = -(-rows // (ROWS * WARPGROUPS * blocks))
     clusters = MULTIPROCESSORS // blocks
     config = config or Config.choose(tokens, row_tiles, clusters, gated)
-    gemm = DequantGemm(FP8, depth, config.tile_tokens, WARPGROUPS, gated, blocks)
+    gemm = DequantGemm(WeightLayout(8, scale_block), depth, config.tile_tokens, WARPGROUPS, gated, blocks)
     outputs = outputs[:1] if gated else outputs
     p = QuantizedMatmulProblem(gemm, tokens, rows, row_tiles, groups, outputs, swiglu_limit, config.batch_tiles)
     launch = kernel(

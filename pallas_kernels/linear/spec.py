@@ -52,13 +52,22 @@ class LinearSpec:
         return tuple((size, jnp.dtype(dtype)) for size, dtype in zip(sizes, dtypes, strict=True))
 
 
-def checked_outputs(spec: LinearSpec, rows: int, swiglu_limit: float | None = None) -> Outputs:
+def checked_outputs(
+    spec: LinearSpec,
+    rows: int,
+    swiglu_limit: float | None = None,
+    *,
+    gate_multiple: int = SCALED,
+    min_last: int = ROWS,
+) -> Outputs:
     """Returns the size and the dtype of each output, and checks that kernels take them.
 
     Args:
       spec: description of the linear map.
       rows: number of rows of all weights.
       swiglu_limit: limit of SwiGLU, or None.
+      gate_multiple: number of which the rows of the gate must be a multiple.
+      min_last: smallest size of the last output, if that is not a multiple of 64.
 
     Raises:
       NotImplementedError: kernels do not take the outputs' sizes or dtypes, or the size of the groups.
@@ -71,10 +80,12 @@ def checked_outputs(spec: LinearSpec, rows: int, swiglu_limit: float | None = No
     check_rules(
         {
             f"outputs in float32 or bfloat16, got {', '.join(dtypes)}": dtypes <= {"float32", "bfloat16"},
-            f"outputs of a multiple of {ROWS} rows, got {sizes}": not any(size % ROWS for size in sizes),
+            f"outputs of a multiple of {ROWS} rows, got {sizes}": not any(size % ROWS for size in sizes[:-1])
+            and (sizes[-1] % ROWS == 0 or sizes[-1] == min_last),
             f"groups of a multiple of {SCALED} rows, got {groups} groups of {rows} rows": groups == 1
             or rows % (groups * SCALED) == 0,
-            f"gate and up of a multiple of {SCALED} rows, got {sizes}": swiglu_limit is None or sizes[0] % SCALED == 0,
+            f"gate and up of a multiple of {gate_multiple} rows, got {sizes}": swiglu_limit is None
+            or sizes[0] % gate_multiple == 0,
         }
     )
     return outputs
@@ -101,7 +112,7 @@ def store_to(outs_gmem: Sequence[Any], outputs: Outputs, row: jax.Array, store: 
 
 
 def store_tile(outs_gmem: Sequence[Any], outputs: Outputs, tile: jax.Array, sums: jax.Array) -> None:
-    """Writes a tile of 64 rows of the product to the output that has these rows.
+    """Writes a tile of 64 rows of the product to the output that has these rows. It may have the first ones only.
 
     Args:
       outs_gmem: [tokens, size] outputs in global memory.
@@ -111,6 +122,6 @@ def store_tile(outs_gmem: Sequence[Any], outputs: Outputs, tile: jax.Array, sums
     """
 
     def store(out_gmem, row):
-        wgmma.store(out_gmem.at[:, pl.ds(row, ROWS)], sums, transposed=True)
+        wgmma.store(out_gmem.at[:, pl.ds(row, min(ROWS, out_gmem.shape[1]))], sums, transposed=True)
 
     store_to(outs_gmem, outputs, tile * ROWS, store)

@@ -1,8 +1,8 @@
 """GEMM with quantized weights: sums[r, n] = sum_k W[matrix, r, k] * x[n, k], for many inputs x.
 
 The kernel is bound by the throughput of `wgmma`. A block walks over the output tiles that the caller gives it, see
-`Operands`. A step is 64 or 128 bytes of each weight row of a tile. A stage of shared memory holds the weights and the
-inputs of a step.
+`Operands`. A step is 32, 64 or 128 bytes of each weight row of a tile. A stage of shared memory holds the weights and
+the inputs of a step.
 
     warpgroup   role        does                                                waits for       signals
     0..n-1      multiply    unpacks its 64 rows in registers, runs `wgmma`,     stage_full      stage_empty
@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.matmul import dequant_wgmma, epilogue
-from pallas_kernels.matmul.quantized_weights import ROWS, SCALE_BYTES, SCALED, SHIFT, WeightLayout
+from pallas_kernels.matmul.quantized_weights import HALF, ROWS, SCALE_BYTES, SHIFT, WeightLayout
 from pallas_kernels.mgpu import barriers, wgmma
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.hardware import SHARED_BYTES
@@ -66,7 +66,8 @@ class Operands(NamedTuple):
     inputs_gmem: Any  # [.., width] bfloat16; for FP4 in the order of `dequant_wgmma.permute_columns`
     codes_gmem: Any  # [matrices, R, elements of a row] of the layout's dtype: bfloat16 weights, or codes of FP8 or FP4
     # E8M0 scales. FP4: [matrices, R, columns / 32] uint8, or if a weight row has 8 scales, [matrices, R / 2, 16], each
-    # line with the scales of two weight rows. FP8: [matrices, R / 128, columns / 128] uint8. bfloat16: None.
+    # line with the scales of two weight rows, or see `WeightLayout.scale_line`. FP8: [matrices, R / block, columns /
+    # block] uint8. bfloat16: None.
     scales_gmem: Any
     locate: Callable[[jax.Array], OutputTile]  # number of a tile of this block -> place of its operands
     # (tile, sums) -> None. Each multiplying warpgroup calls it with the sums [64, inputs] float32 of its 64 rows, which
@@ -85,7 +86,7 @@ class DequantScratch(NamedTuple):
     inputs_smem: Any  # [stages, inputs, columns of a step] bfloat16
     scales_empty: Any  # barriers of the ring of FP4's scales; None unless the weights are FP4
     scales_full: Any  # like `scales_empty`
-    scales_smem: Any  # [SCALES_STAGES, matrices of a tile, .., 16] uint8 scales of FP4; otherwise None
+    scales_smem: Any  # [.., matrices of a tile, .., ..] uint8 scales of FP4; otherwise None
     staging_smem: Any  # [warpgroups, bytes] uint8, memory in which `epilogue.store_many` transposes sums
 
 
@@ -94,7 +95,7 @@ class DequantGemm:
     """Static description of a GEMM."""
 
     layout: WeightLayout
-    depth: int  # number of columns of the weights: a multiple of 64, for FP4 256 or a multiple of 512
+    depth: int  # number of columns of the weights, a multiple of 64
     inputs: int  # number of inputs of a tile, a multiple of 16 up to 256
     warpgroups: int  # number of warpgroups that multiply, 2 or 4; each has 64 rows of a tile
     gated: bool = False  # whether half of a tile's rows are the gate's and half the up projection's, for SwiGLU
@@ -115,14 +116,16 @@ class DequantGemm:
         """The number of bytes of a weight row in a step.
 
         With 128, a whole line of the L2 cache, FP4 took 6% less time than with 64. But shared memory has room for 128
-        only if a tile has few inputs.
+        only if a tile has few inputs. FP4 has fewer if a row is no multiple of so many.
         """
-        return 128 if self.layout.bits == 16 or (self.layout.bits == 4 and self.inputs <= MAX_WIDE) else 64
+        most = 128 if self.layout.bits == 16 or (self.layout.bits == 4 and self.inputs <= MAX_WIDE) else 64
+        return math.gcd(most, self.depth * self.layout.bits // 8)
 
     @property
     def code_steps(self) -> int:
         """The number of steps whose codes one copy brings; if it is 2, codes have a separate ring."""
-        return 2 if self.layout.bits == 4 and MAX_WIDE < self.inputs <= MAX_CODES_RING else 1
+        has_ring = self.layout.bits == 4 and MAX_WIDE < self.inputs <= MAX_CODES_RING
+        return 2 if has_ring and self.steps % 2 == 0 else 1
 
     @property
     def step_columns(self) -> int:
@@ -134,8 +137,14 @@ class DequantGemm:
 
     @property
     def scales(self) -> int:
-        """The number of FP4 scales of a row that one copy brings, 16 or 8."""
-        return min(SCALE_BYTES, self.depth // 32)
+        """The number of FP4 scales of a row that one copy brings: 16, 8, or all."""
+        scales = self.depth // 32
+        return scales if self.layout.copies_all_scales(self.depth) else min(SCALE_BYTES, scales)
+
+    @property
+    def scales_stages(self) -> int:
+        """The number of stages of the ring of FP4's scales."""
+        return 2 if self.layout.copies_all_scales(self.depth) else SCALES_STAGES
 
     @property
     def scale_steps(self) -> int:
@@ -148,9 +157,10 @@ class DequantGemm:
 
         With four warpgroups, a tile has few inputs, so its sums leave enough registers for the unpacked weights.
         bfloat16 weights do not overlap. Their step has a single chunk of 64 columns, so the weights of the next step
-        would be loaded into registers that the running products still read.
+        would be loaded into registers that the running products still read. The same holds for steps of 32 bytes of
+        FP4.
         """
-        return self.warpgroups == 4 and self.layout.bits < 16
+        return self.warpgroups == 4 and self.layout.bits < 16 and (self.layout.bits == 8 or self.step_bytes > 32)
 
     def scratch(self) -> DequantScratch:
         """Returns the scratch types for `run`."""
@@ -158,7 +168,9 @@ class DequantGemm:
         has_scales = self.layout.bits == 4
         matrix_rows = self.rows // self.matrices
         row_bytes = self.code_steps * self.step_bytes
-        scales = SCALES_STAGES, self.matrices, matrix_rows * self.scales // SCALE_BYTES, SCALE_BYTES
+        copies_all = self.layout.copies_all_scales(self.depth)
+        line = self.layout.scale_line(self.depth) if copies_all else SCALE_BYTES
+        scales = self.scales_stages, self.matrices, matrix_rows * self.scales // line, line
         ring_bytes = has_codes_ring * CODES_STAGES * self.rows * row_bytes + has_scales * math.prod(scales)
         free_bytes = STAGING_BYTES - self.warpgroups * epilogue.STAGING_BYTES - ring_bytes
         stage_bytes = self.rows * self.step_bytes * (not has_codes_ring) + 2 * self.step_columns * self.inputs
@@ -179,8 +191,8 @@ class DequantGemm:
             stage_empty=stage_empty(num_barriers=stages),
             stage_full=plgpu.Barrier(num_arrivals=1 if has_codes_ring else 2, num_barriers=stages),
             inputs_smem=plgpu.SMEM(inputs, jnp.bfloat16, transforms=TRANSFORMS),
-            scales_empty=empty(num_barriers=SCALES_STAGES) if has_scales else None,
-            scales_full=plgpu.Barrier(num_barriers=SCALES_STAGES) if has_scales else None,
+            scales_empty=empty(num_barriers=self.scales_stages) if has_scales else None,
+            scales_full=plgpu.Barrier(num_barriers=self.scales_stages) if has_scales else None,
             scales_smem=plgpu.SMEM(scales, jnp.uint8) if has_scales else None,
             staging_smem=plgpu.SMEM((self.warpgroups, epilogue.STAGING_BYTES), jnp.uint8),
         )
@@ -256,8 +268,8 @@ def _load_scales(gemm, operands, refs, tile, number, step):
     """Copies the FP4 scales of the steps from `step` on; it is the block's `number`-th copy of scales."""
     slot = barriers.turn(refs.scales_full, number)
     barriers.wait_empty(refs.scales_empty, number)
-    columns = pl.ds(lax.div(step, gemm.scale_steps) * SCALE_BYTES, SCALE_BYTES)
-    lines = refs.scales_smem.shape[2]
+    lines, line = refs.scales_smem.shape[2:]
+    columns = pl.ds(lax.div(step, gemm.scale_steps) * line, line)
     first_line = lax.div(tile.row, gemm.rows // gemm.matrices) * lines
     scales_gmem = operands.scales_gmem.at[pl.ds(tile.matrix, gemm.matrices), pl.ds(first_line, lines), columns]
     plgpu.copy_gmem_to_smem(scales_gmem, refs.scales_smem.at[slot], refs.scales_full.at[slot])
@@ -279,11 +291,11 @@ def _add_step(gemm, operands, refs, warpgroup, n, place, step, acc):
     i = n * gemm.steps + step
     scale_steps = gemm.scale_steps
     stage = barriers.turn(refs.stage_full, i)
-    scales_slot = lax.rem(lax.div(i, scale_steps), SCALES_STAGES)
+    scales_slot = lax.rem(lax.div(i, scale_steps), gemm.scales_stages)
     scale_at = jnp.int32(0)
     scales_smem = None
     if gemm.layout.bits == 8:
-        scale_at = _fp8_scales(gemm, operands, place, step)
+        scale_at = _fp8_scales(gemm, operands, place, step, warpgroup)
     elif gemm.layout.bits == 4:
         scale_at = lax.rem(i, scale_steps) * (gemm.scales // scale_steps)
         scales_smem = refs.scales_smem.at[scales_slot]
@@ -308,9 +320,27 @@ def _add_step(gemm, operands, refs, warpgroup, n, place, step, acc):
     return acc
 
 
-def _fp8_scales(gemm, operands, tile, step):
-    """Returns the int32 FP8 scale of a step; if gated, the gate's scale plus 256 times the up projection's scale."""
-    row = jnp.minimum(lax.div(tile.row, SCALED), operands.scales_gmem.shape[1] - 1)
-    column = lax.div(step * gemm.step_bytes, SCALED)
+def _fp8_scales(gemm, operands, tile, step, warpgroup):
+    """Returns the FP8 scales of a step as bytes of an int32, see `dequant_wgmma.multiply_tile`."""
+    block = gemm.layout.block
+    row = jnp.minimum(lax.div(tile.row, block), operands.scales_gmem.shape[1] - 1)
+    column = lax.div(step * gemm.step_bytes, block)
+    if gemm.layout.has_small_blocks:
+        return _fp8_32_scales(gemm, operands, tile, column, warpgroup)
     scales = [operands.scales_gmem[tile.matrix + i, row, column].astype(jnp.int32) for i in range(gemm.matrices)]
     return scales[0] | (scales[1] << 8) if gemm.gated else scales[0]
+
+
+def _fp8_32_scales(gemm, operands, tile, column, warpgroup):
+    """Returns `_fp8_scales` for blocks of 32 x 32 values; `column` is the first of the step's two blocks of columns."""
+    last = operands.scales_gmem.shape[1] - 1
+    first = lax.div(tile.row, HALF)
+    halves = [(tile.matrix, first + 2 * warpgroup), (tile.matrix, first + 2 * warpgroup + 1)]
+    if gemm.gated:
+        halves = [(tile.matrix + i, first + warpgroup) for i in range(2)]
+    word = jnp.int32(0)
+    for half, (matrix, row) in enumerate(halves):
+        for block in range(2):
+            scale = operands.scales_gmem[matrix, jnp.minimum(row, last), column + block].astype(jnp.int32)
+            word |= scale << (16 * half + 8 * block)
+    return word

@@ -59,9 +59,11 @@ def multiply_tile(
       acc: [64, N] float32 sums to add to.
       codes_smem: [1, R, n], or if gated [2, R / 2, n], weights or codes. A row of bfloat16 has 128 bytes. If it has
         twice as many columns as `inputs_smem`, it holds this tile and the one before or after it.
-      scales_smem: FP4's [.., .., 16] uint8 scales, 16 or 8 for each row, one for 32 columns; otherwise None.
+      scales_smem: FP4's [.., .., ..] uint8 scales, 16, 8 or all for each row, one for 32 columns; otherwise None.
       scale_at: int32 scalar. FP4: index of the tile's first scale in its row, which also says which of two tiles in
         `codes_smem` it is. FP8: the tile's scale; if gated, the gate's scale plus 256 times the up projection's scale.
+        FP8 with blocks of 32 x 32 values: a byte for each block of 32 of the tile's 64 columns, first of the first 32
+        rows of this warpgroup, then of the others.
       inputs_smem: [N, columns] bfloat16 with `TRANSFORMS`.
       warpgroup: int32 scalar, number w of this warpgroup.
       layout: storage of the weights.
@@ -84,6 +86,9 @@ def multiply_tile(
         values = lax.dynamic_slice_in_dim(values, part, columns, axis=1)
         exponents = lax.dynamic_slice_in_dim(own_rows(scales_smem[...]), scale_at, values.shape[1] // 32, axis=1)
         values = permute_columns(values * jnp.repeat(decode_scales(exponents.astype(jnp.int32)), 32, axis=1))
+    elif layout.has_small_blocks:
+        shift = (lax.iota(jnp.int32, ROWS) // HALF * 16)[:, None] + (lax.iota(jnp.int32, columns) // HALF * 8)[None, :]
+        values *= decode_scales((scale_at >> shift) & 255)
     elif layout.bits == 8:
         shift = lax.iota(jnp.int32, ROWS) // HALF * (8 * gated)
         values *= decode_scales(((scale_at >> shift) & 255)[:, None])
@@ -119,9 +124,15 @@ def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, w
         if scales:
             (table,) = scales
             size = math.prod(table.type.shape) // rows  # scales of a row
-            row_scales = thread_ops.shared(table) + line * size + scale_at, row_distance * size
+            # A step of a single chunk has two scales of a row, whose address is even.
+            kind = "u16" if chunks == 1 else "u32"
+            row_scales = thread_ops.shared(table) + line * size + scale_at, row_distance * size, kind
+        elif layout.has_small_blocks:
+            # Without a gate, both rows of a thread are in the same half of the warpgroup's rows.
+            word = scale_at if gated else scale_at >> ((thread >> 6) << 4)
+            row_scales = tuple([(word >> (16 * half + 8 * i)) & 255 for i in range(2)] for half in (0, int(gated)))
         else:
-            row_scales = scale_at & 255, (scale_at >> (8 if gated else 0)) & 255
+            row_scales = [scale_at & 255], [(scale_at >> (8 if gated else 0)) & 255]
         unpack = unpacker(place, row_distance * row_bytes, row_scales)
         sums = mlir.values(acc)
         inputs_address = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(inputs))
@@ -174,12 +185,12 @@ def _fp8_unpacker(place, other, scales):
     Args:
       place: address of the thread's first bytes in shared memory.
       other: distance in bytes from the thread's first row to its second row.
-      scales: E8M0 scales of the two rows.
+      scales: E8M0 scales of the two rows, each a list with one scale or a scale for each 32 columns.
 
     Returns:
       Function: number of the chunk -> [4][4] registers of `wgmma`'s left operand, four for each k step of 16 columns.
     """
-    factors = [power_pair(x + (120 - SHIFT)) for x in scales]
+    factors = [[power_pair(x + (120 - SHIFT)) for x in row] for row in scales]
 
     def unpack(chunk):
         steps: list[list[Any]] = [[None] * 4 for _ in range(4)]
@@ -191,7 +202,7 @@ def _fp8_unpacker(place, other, scales):
                 # Bytes 0 and 2 are the low columns, bytes 1 and 3 the high ones, because `e4m3_pairs` pairs them so.
                 word = _permute_bytes(low, high, 0x5140)
                 for pair, x in enumerate(e4m3_pairs(word)):
-                    steps[step][2 * pair + half] = multiply(x, factors[half])
+                    steps[step][2 * pair + half] = multiply(x, factors[half][step * len(factors[half]) // 4])
         return steps
 
     return unpack
@@ -200,15 +211,15 @@ def _fp8_unpacker(place, other, scales):
 def _fp4_unpacker(place, other, scales):
     """Returns a function that unpacks a chunk of FP4 weights, see `_fp8_unpacker`.
 
-    `scales` is (address, distance): the address of the first scale of the thread's first row, and the distance in bytes
-    from there to the first scale of its second row.
+    `scales` is (address, distance, kind): the address of the first scale of the thread's first row, the distance in
+    bytes from there to the first scale of its second row, and the type of a load of scales.
     """
-    scale_place, other_scales = scales
+    scale_place, other_scales, kind = scales
 
     def unpack(chunk):
         steps: list[list[Any]] = [[None] * 4 for _ in range(4)]
         for half in range(2):
-            exponents = _load(scale_place, half * other_scales + chunk // 2 * 4) + (126 - SHIFT) * 0x01010101
+            exponents = _load(scale_place, half * other_scales + chunk // 2 * 4, kind) + (126 - SHIFT) * 0x01010101
             for block in range(2):
                 number = 2 * chunk + block  # of the block of 32 columns, 16 bytes, with one scale
                 # Two equal bfloat16 whose exponent bits are byte `number % 4` of `exponents`.

@@ -1,4 +1,4 @@
-"""The storage of weights: FP8 with a scale for 128 x 128 values, FP4 with a scale for 32 columns, and bfloat16.
+"""The storage of weights: FP8 with a scale for a block of values, FP4 with a scale for 32 columns, and bfloat16.
 
 Kernels unpack FP8 and FP4 weights to bfloat16 numbers that are 2**-32 times the weights. This is exact for E8M0 scales
 from 2**-85 to 2**33. The epilogues multiply sums by 2**32. So that they need not know the storage, the GEMMs multiply
@@ -21,8 +21,9 @@ ROWS = 64  # rows of a tile
 HALF = ROWS // 2  # rows of each half of a tile; the halves may lie apart in the matrix
 SEGMENT = 64  # bytes of a row that four threads share
 SHIFT = 32  # unpacked weights are 2**-SHIFT of their values
-SCALED = 128  # number of columns and number of rows of an FP8 block with one scale
-# The minimum size of a bulk copy, in bytes: FP4's scales are copied as 16 of one row, or as 8 of each of two rows.
+SCALED = 128  # number of columns and number of rows of an FP8 block with one scale in V4
+# The minimum size of a bulk copy, in bytes: FP4's scales are copied as 16 of one row, or as 8 of each of two rows. If a
+# row has another number of scales that is no multiple of 16, one copy brings all scales of 32 rows or more.
 SCALE_BYTES = 16
 
 
@@ -31,6 +32,29 @@ class WeightLayout:
     """The storage of a matrix [out, in]."""
 
     bits: int  # bits of a weight: 4 (FP4, with even columns in the low nibbles), 8 (FP8) or 16 (bfloat16)
+    block: int = SCALED  # FP8: number of columns and number of rows of a block with one scale, 128 or 32
+
+    @property
+    def has_small_blocks(self) -> bool:
+        """Whether the weights are FP8 with a scale for 32 x 32 values.
+
+        Each half of a tile then has scales of its own.
+        """
+        return self.bits == 8 and self.block == HALF
+
+    def copies_all_scales(self, columns: int) -> bool:
+        """Whether one copy brings all FP4 scales of rows of this number of columns."""
+        scales = columns // 32
+        return self.bits == 4 and scales != SCALE_BYTES // 2 and scales % SCALE_BYTES > 0
+
+    def scale_line(self, columns: int) -> int:
+        """Returns the number of scales in a line of the array [lines, scales] from which FP4's scales are copied.
+
+        A line belongs to one weight row or to several, and a copy has at most 256 lines.
+        """
+        if self.copies_all_scales(columns):
+            return 128 if columns % 128 == 0 else 64
+        return max(columns // 32, SCALE_BYTES)
 
     @property
     def segment(self) -> int:
@@ -57,6 +81,7 @@ class WeightLayout:
 
 
 FP8 = WeightLayout(8)
+FP8_32 = WeightLayout(8, HALF)
 FP4 = WeightLayout(4)
 BF16 = WeightLayout(16)
 

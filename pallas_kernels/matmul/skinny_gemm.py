@@ -11,6 +11,9 @@ ring in shared memory. The inputs stay in shared memory.
     5           epilogue    adds a tile's four partial sums in order and    sums_full       sums_empty
                             finishes the tile
 
+FP4's scales are copied with the codes of a stage if bulk copies can address them. Otherwise one copy brings the scales
+of a whole tile to a ring of their own, with the barriers tile_scales_empty and tile_scales_full.
+
 The multiplying warpgroups synchronize at `inputs_ready` before and after they load inputs. If shared memory is short,
 they add their partial sums in one place, one warpgroup after the other. The order in which products are added depends
 on the shape and the storage of W alone, so the bits of an input's sums do not depend on the other inputs.
@@ -18,6 +21,7 @@ on the shape and the storage of W alone, so the bits of an input's sums do not d
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,8 +32,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.matmul import skinny_mma, skinny_prologue
-from pallas_kernels.matmul.quantized_weights import FP4, HALF, ROWS, SCALE_BYTES, SCALED, SEGMENT, SHIFT, WeightLayout
-from pallas_kernels.matmul.skinny_mma import COLUMNS, MULTIPLIERS, UNIT
+from pallas_kernels.matmul.quantized_weights import (
+    HALF,
+    ROWS,
+    SCALE_BYTES,
+    SEGMENT,
+    SHIFT,
+    WeightLayout,
+)
+from pallas_kernels.matmul.skinny_mma import COLUMNS, MULTIPLIERS, UNIT, StageFormat
 from pallas_kernels.mgpu import barriers, wgmma
 from pallas_kernels.runtime.hardware import SHARED_BYTES
 
@@ -39,6 +50,7 @@ EPILOGUE = MULTIPLIERS + 1  # LOAD and EPILOGUE are numbers of warpgroups
 WARPGROUPS = MULTIPLIERS + 2  # number of warpgroups of a block
 STAGING_BYTES = SHARED_BYTES - (2 << 10)  # shared memory of a block for stages, inputs, sums and the caller's arrays
 MAX_STAGES = 32
+TILE_SCALES_BYTES = 8 << 10  # shared memory for FP4 scales of whole tiles; it may be more for two tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +60,7 @@ class Product:
     layout: WeightLayout
     codes_gmem: Any  # [R, elements of a row] of the layout's dtype: bfloat16 weights, or codes of FP8 or FP4
     # E8M0 scales. FP4: [R, columns / 32] uint8, or if a weight row has 8 scales, [R / 2, 16], each line with the scales
-    # of two weight rows. FP8: [R / 128, columns / 128] uint8. bfloat16: None.
+    # of two weight rows, or see `WeightLayout.scale_line`. FP8: [R / block, columns / block] uint8. bfloat16: None.
     scales_gmem: Any
     tiles: jax.Array  # int32 scalar, number of tiles
     depth: int  # number of columns that this block multiplies
@@ -67,6 +79,11 @@ class Product:
         """The number of FP4 scales of a row that one copy brings, 16 or 8."""
         return min(SCALE_BYTES, self.depth // 32)
 
+    @property
+    def copies_all_scales(self) -> bool:
+        """Whether all scales of a tile are copied together, to a ring of their own."""
+        return self.layout.copies_all_scales(self.depth)
+
 
 class SkinnyScratch(NamedTuple):
     """Shared memory and barriers of a skinny GEMM: outside the kernel the types to allocate, inside the references."""
@@ -77,12 +94,17 @@ class SkinnyScratch(NamedTuple):
     inputs_smem: Any  # [tokens / 8, columns / 32, 8, 32] bfloat16, in the order of `skinny_prologue.load_inputs`
     sums_full: Any  # a barrier for each slot of `sums_smem`
     inputs_ready: Any  # one barrier of the multiplying warpgroups
-    scales_smem: Any  # [stages, 64, 16] uint8 scales of FP4; None if no matrix is FP4
+    scales_smem: Any  # [stages, 64, 16] uint8 scales of FP4; None if no matrix has scales that are copied with codes
     sums_smem: Any  # float32 sums: slots (tiles), places (partial sums of a tile), then 64 * tokens values
     sums_empty: Any  # a barrier for each slot of `sums_smem`
     # Three barriers for each slot. At the w-th, warpgroup w lets warpgroup w + 1 add its sums to the slot's only place.
     # None if each warpgroup has a place of its own.
     turns: Any
+    # [slots, 2 * lines, ..] uint8, all FP4 scales of a tile: those of each half are consecutive bytes, from the first
+    # line or from the middle one on. None unless a matrix has such scales.
+    tile_scales_smem: Any
+    tile_scales_empty: Any  # a barrier for each slot of `tile_scales_smem`
+    tile_scales_full: Any  # a barrier for each slot of `tile_scales_smem`
 
     def codes(self, layout: WeightLayout):
         """Returns the array of `codes_smem` that has the dtype of a layout."""
@@ -103,28 +125,61 @@ class SkinnyGemm:
     @property
     def depth(self) -> int:
         """The largest number of columns of a matrix."""
-        return max(depth for _, depth in self.matrices)
+        return max(self.padded(*matrix) for matrix in self.matrices)
 
     @property
     def layouts(self) -> set[WeightLayout]:
         return {layout for layout, _ in self.matrices}
 
     @property
+    def step_segments(self) -> int:
+        """The number of segments of a step, which `most_segments` chooses for all matrices."""
+        return most_segments(*self.matrices)
+
+    @property
     def stages_per_step(self) -> int:
-        """The number of stages of a step, whose length `most_segments` chooses for all matrices."""
-        return most_segments(*self.matrices) // self.segments
+        return self.step_segments // self.segments
+
+    @property
+    def has_stage_scales(self) -> bool:
+        """Whether a matrix has FP4 scales that are copied to the same stages as the codes."""
+        return any(layout.bits == 4 and not layout.copies_all_scales(depth) for layout, depth in self.matrices)
+
+    @property
+    def tile_scales(self) -> tuple[int, int, int]:
+        """The shape of `SkinnyScratch.tile_scales_smem`, or zeros without it. Slots and halves begin at 128 bytes."""
+        for layout, depth in self.matrices:
+            if layout.copies_all_scales(depth):
+                line = layout.scale_line(depth)
+                half_bytes = -(-depth // 128) * 128
+                return max(2, TILE_SCALES_BYTES // (2 * half_bytes)), 2 * half_bytes // line, line
+        return 0, 0, 0
 
     @property
     def slots(self) -> int:
         """The number of tiles whose sums shared memory holds at a time."""
         return 2 if self.tokens == COLUMNS else 1
 
+    def padded(self, layout: WeightLayout, depth: int) -> int:
+        """Returns the number of columns of whole steps. Columns from `depth` on are zeros."""
+        step = self.step_segments * layout.segment
+        return -(-depth // step) * step
+
+    def stage_format(self, layout: WeightLayout, gated: bool = False, row_scales: int = 0) -> StageFormat:
+        """Returns the format of the stages of a matrix."""
+        has_tiles = all(self.padded(*matrix) == matrix[1] for matrix in self.matrices)
+        return StageFormat(layout, gated, self.step_segments, row_scales, has_tiles)
+
     def stage_columns(self, product: Product) -> int:
         return self.segments * product.layout.segment
 
     def tile_stages(self, product: Product) -> int:
         """Returns the number of stages of a tile."""
-        return product.depth // self.stage_columns(product)
+        return self.padded(product.layout, product.depth) // self.stage_columns(product)
+
+    def tile_steps(self, product: Product) -> int:
+        """Returns the number of steps of a tile."""
+        return self.tile_stages(product) // self.stages_per_step
 
     def stages(self, other_bytes: int) -> int:
         """Returns the number of stages that fit into shared memory beside `other_bytes` bytes of the caller's arrays.
@@ -132,21 +187,25 @@ class SkinnyGemm:
         The number is a multiple of the stages of four steps, so that each warpgroup always reads the same stages.
         """
         used = other_bytes + 2 * self.depth * self.tokens + 4 * self.slots * self.places * ROWS * self.tokens
-        stage = ROWS * (SEGMENT * self.segments + SCALE_BYTES * (FP4 in self.layouts))
+        used += math.prod(self.tile_scales)
+        stage = ROWS * (SEGMENT * self.segments + SCALE_BYTES * self.has_stage_scales)
         together = MULTIPLIERS * self.stages_per_step
         return min((STAGING_BYTES - used) // stage, self.max_stages) // together * together
 
     def scratch(self, other_bytes: int, *, interpret: bool) -> SkinnyScratch:
         """Returns the scratch types for `run`. The caller's own arrays take `other_bytes` bytes of shared memory."""
         stages = self.stages(other_bytes)
-        has_scales = FP4 in self.layouts
+        has_scales = self.has_stage_scales
+        slots = self.tile_scales[0]
+        tile_barriers = functools.partial(plgpu.Barrier, num_barriers=slots)
         # Arrays of different dtypes share their memory; FP4 and FP8 even share one array. The interpreter gets separate
         # arrays, because it reports writes to two arrays of a `RefUnion` as a race.
         kinds = {layout.dtype: layout for layout in self.layouts}
         codes = []
         for dtype, layout in kinds.items():
             shape = stages, ROWS, layout.elements(self.segments * layout.segment)
-            codes.append(plgpu.SMEM(shape, dtype, transforms=skinny_mma.code_transforms(shape[2])))
+            transforms = self.stage_format(layout).transforms(shape[2])
+            codes.append(plgpu.SMEM(shape, dtype, transforms=transforms))
         sums = (ROWS, self.tokens) if interpret else (ROWS * self.tokens,)
         return SkinnyScratch(
             codes_smem=plgpu.RefUnion(*codes) if len(codes) > 1 and not interpret else codes,
@@ -159,15 +218,13 @@ class SkinnyGemm:
             sums_smem=plgpu.SMEM((self.slots, self.places, *sums), jnp.float32),
             sums_empty=plgpu.Barrier(num_barriers=self.slots),
             turns=plgpu.Barrier(num_barriers=self.slots * (MULTIPLIERS - 1)) if self.places == 1 else None,
+            tile_scales_smem=plgpu.SMEM(self.tile_scales, jnp.uint8) if slots else None,
+            tile_scales_empty=tile_barriers(num_arrivals=MULTIPLIERS) if slots else None,
+            tile_scales_full=tile_barriers(num_arrivals=2) if slots else None,
         )
 
     def run(self, warpgroup: jax.Array, products: Sequence[Product], refs: SkinnyScratch) -> None:
         """Multiplies all tiles of the products, one after the other. Every warpgroup calls it with its number."""
-        # In a tile of four steps or more, warpgroup w multiplies steps w, w + 4, .. It finds them in its own stages of
-        # the ring if the tiles of all earlier products have a multiple of four stages.
-        stages = [self.tile_stages(product) for product in products]
-        for i, count in enumerate(stages):
-            assert count < MULTIPLIERS or all(earlier % MULTIPLIERS == 0 for earlier in stages[:i])
         pl.when(warpgroup == LOAD)(lambda: _load_weights(self, products, refs))
         pl.when(warpgroup < MULTIPLIERS)(lambda: _multiply(self, products, refs, warpgroup))
         pl.when(warpgroup == EPILOGUE)(lambda: _finish_tiles(self, products, refs))
@@ -176,19 +233,18 @@ class SkinnyGemm:
 def most_segments(*matrices: tuple[WeightLayout, int]) -> int:
     """Returns the largest number of segments of a step, 4, 2 or 1, that gives every matrix a multiple of four steps.
 
-    If no number does, it is the largest one that gives every matrix whole steps.
+    If no number does, it is the largest one that gives every matrix whole steps, or 2 if none does. FP8 with blocks of
+    32 columns always takes that one, because its blocks of a cluster may have any number of segments.
 
     Args:
       matrices: (layout, number of columns) of each matrix.
-
-    Raises:
-      ValueError: the columns of a matrix are no multiple of a segment.
     """
-    for together in (MULTIPLIERS, 1):
+    has_small_blocks = any(layout.has_small_blocks for layout, _ in matrices)
+    for together in (1,) if has_small_blocks else (MULTIPLIERS, 1):
         for n in (4, 2, 1):
             if not any(depth % (layout.segment * n * together) for layout, depth in matrices):
                 return n
-    raise ValueError(f"matrices want columns in multiples of a segment, got {matrices}")
+    return 2
 
 
 @jax.named_scope("load_weights")
@@ -199,6 +255,9 @@ def _load_weights(gemm, products, refs):
         pl.loop(0, product.tiles * gemm.tile_stages(product))(copy_stage)
         copied += product.tiles * gemm.tile_stages(product)
     barriers.wait_for_last(refs.weights_empty, copied)
+    for product in products:
+        if product.copies_all_scales:
+            barriers.wait_for_last(refs.tile_scales_empty, product.tiles)
 
 
 def _copy_stage(gemm, product, refs, before, i):
@@ -209,6 +268,8 @@ def _copy_stage(gemm, product, refs, before, i):
     stage_of_tile = lax.rem(i, tile_stages)
     barriers.wait_empty(refs.weights_empty, before + i)
     first_rows = product.rows_of(lax.div(i, tile_stages))
+    if product.copies_all_scales:
+        pl.when(stage_of_tile == 0)(lambda: _copy_tile_scales(product, refs, lax.div(i, tile_stages), first_rows))
     column = product.layout.elements(product.first_column + stage_of_tile * gemm.stage_columns(product))
     full = refs.weights_full.at[stage]
     size = codes_smem.shape[2]
@@ -217,7 +278,7 @@ def _copy_stage(gemm, product, refs, before, i):
         columns = pl.ds(pl.multiple_of(column, size), size)
         target = codes_smem.at[stage].at[pl.ds(half * HALF, HALF)]
         plgpu.copy_gmem_to_smem(product.codes_gmem.at[source, columns], target, full)
-        if product.layout.bits == 4:
+        if product.layout.bits == 4 and not product.copies_all_scales:
             # A scale belongs to 16 bytes of codes, 32 columns.
             columns = pl.ds(lax.div(lax.div(column, 16), SCALE_BYTES) * SCALE_BYTES, SCALE_BYTES)
             lines = HALF * product.scale_bytes // SCALE_BYTES
@@ -230,27 +291,79 @@ def _copy_stage(gemm, product, refs, before, i):
             plgpu.barrier_arrive(full)
 
 
+def _copy_tile_scales(product, refs, tile, first_rows):
+    """Copies all FP4 scales of a tile of a product. `first_rows` are the first rows of the tile's halves."""
+    barriers.wait_empty(refs.tile_scales_empty, tile)
+    slot = barriers.turn(refs.tile_scales_full, tile)
+    lines = product.depth // product.layout.scale_line(product.depth)
+    for half, row in enumerate(first_rows):
+        source = product.scales_gmem.at[pl.ds(lax.div(row, HALF) * lines, lines), :]
+        target = refs.tile_scales_smem.at[slot, pl.ds(half * (refs.tile_scales_smem.shape[1] // 2), lines)]
+        plgpu.copy_gmem_to_smem(source, target, refs.tile_scales_full.at[slot])
+
+
 @jax.named_scope("multiply")
 def _multiply(gemm, products, refs, warpgroup):
     copied = jnp.int32(0)
     done_tiles = jnp.int32(0)
+    take_turns = False
+    assert sum(product.copies_all_scales for product in products) <= 1  # only its tiles use the ring of scales
     for product in products:
-        multiply_tile = functools.partial(_multiply_tile, gemm, product, refs, warpgroup, copied, done_tiles)
-        lax.fori_loop(0, product.tiles, multiply_tile, _load_scales(product, jnp.int32(0)))
+        take_turns |= gemm.tile_steps(product) % MULTIPLIERS > 0
+        steps = Steps(gemm, product, warpgroup, copied, take_turns)
+        multiply_tile = functools.partial(_multiply_tile, steps, refs, done_tiles)
+        lax.fori_loop(0, product.tiles, multiply_tile, _load_scales(steps, jnp.int32(0)))
         copied += product.tiles * gemm.tile_stages(product)
         done_tiles += product.tiles
     barriers.wait_for_last(refs.sums_empty, done_tiles)
 
 
-def _multiply_tile(gemm, product, refs, warpgroup, copied, done, tile, scales):
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The steps of a product's tiles that a warpgroup multiplies.
+
+    Warpgroup w multiplies steps w, w + 4, .. of a tile. If they take turns, because a tile has no multiple of four
+    steps, the block's n-th step belongs to warpgroup n % 4. In both cases a warpgroup reads its own stages of the ring.
+    """
+
+    gemm: SkinnyGemm
+    product: Product
+    warpgroup: jax.Array  # int32 scalar, number of the warpgroup
+    copied: jax.Array  # int32 scalar, number of stages of the block's earlier products
+    take_turns: bool  # whether this product or an earlier one has tiles without a multiple of four steps
+
+    def first(self, tile: jax.Array) -> jax.Array:
+        """Returns the number of the warpgroup's first step in a tile. It is 0 to 3, also if there is no such step."""
+        if not self.take_turns:
+            return self.warpgroup
+        per_step = self.gemm.stages_per_step
+        copied_steps = self.copied if per_step == 1 else lax.div(self.copied, per_step)
+        return (self.warpgroup - copied_steps - tile * self.gemm.tile_steps(self.product)) & (MULTIPLIERS - 1)
+
+    def count_stages(self, first: jax.Array) -> jax.Array | int:
+        """Returns the number of stages of the warpgroup's steps, of which `first` is the first one."""
+        steps = self.gemm.tile_steps(self.product)
+        if not self.take_turns:
+            return self.gemm.tile_stages(self.product) // MULTIPLIERS
+        count = (first < steps % MULTIPLIERS).astype(jnp.int32)
+        if steps >= MULTIPLIERS:
+            count += steps // MULTIPLIERS
+        return count if self.gemm.stages_per_step == 1 else count * self.gemm.stages_per_step
+
+    def place(self, first: jax.Array) -> jax.Array:
+        """Returns the place in the order in which the partial sums of the steps from `first` on are added.
+
+        It does not depend on the warpgroup that has these steps. The order of one or two partial sums does not matter.
+        """
+        return first if self.gemm.tile_steps(self.product) > 2 else self.warpgroup
+
+
+def _multiply_tile(steps, refs, done, tile, scales):
     """Multiplies a warpgroup's steps of a tile and stores the partial sums in shared memory.
 
     Args:
-      gemm: the GEMM.
-      product: the product.
+      steps: the warpgroup's steps of the product.
       refs: the scratch.
-      warpgroup: int32 scalar, number of the warpgroup.
-      copied: number of stages of the earlier products.
       done: number of tiles of the earlier products.
       tile: number of the tile in this product.
       scales: FP8 scales of the tile, from `_load_scales`.
@@ -259,78 +372,99 @@ def _multiply_tile(gemm, product, refs, warpgroup, copied, done, tile, scales):
       FP8 scales of the next tile, which are loaded during the products of this one.
     """
 
+    gemm = steps.gemm
+    product = steps.product
+    warpgroup = steps.warpgroup
+
     def load(source_gmem, rows, divisor=1, column=0, norm=(), eps=0.0):
         if norm:
             skinny_prologue.store_factors(norm[1], source_gmem, eps, warpgroup)
         _meet(refs.inputs_ready)
-        columns = column + product.first_column, product.depth
+        columns = column + product.first_column, (product.depth, gemm.padded(product.layout, product.depth))
         sources = source_gmem, rows, divisor
         skinny_prologue.load_inputs(refs.inputs_smem, *sources, *columns, warpgroup, product.layout, norm)
         _meet(refs.inputs_ready)
 
     product.load_inputs(tile, load)
-    next_scales = _load_scales(product, jnp.minimum(tile + 1, product.tiles - 1))
-    acc = _multiply_steps(gemm, product, refs, warpgroup, copied, tile, scales)
+    next_scales = _load_scales(steps, jnp.minimum(tile + 1, product.tiles - 1))
+    acc, place = _multiply_steps(steps, refs, tile, scales)
     slot = barriers.turn(refs.sums_full, done + tile)
     barriers.wait_empty(refs.sums_empty, done + tile)
     if gemm.places == 1:
-        _add_in_turn(refs, acc, warpgroup, slot)
+        _add_in_turn(refs, acc, place, slot)
     else:
-        wgmma.put(refs.sums_smem.at[slot, warpgroup], acc)
+        wgmma.put(refs.sums_smem.at[slot, place], acc)
         plgpu.barrier_arrive(refs.sums_full.at[slot])
     return next_scales
 
 
-def _multiply_steps(gemm, product, refs, warpgroup, copied, tile, scales):
-    """Returns the partial sums [64, tokens] of a tile over a warpgroup's steps; arguments as in `_multiply_tile`."""
+def _multiply_steps(steps, refs, tile, scales):
+    """Returns (partial sums [64, tokens] of a tile over a warpgroup's steps, their place in the order of adding).
+
+    The arguments are those of `_multiply_tile`.
+    """
+    gemm = steps.gemm
+    product = steps.product
     layout = product.layout
     tile_stages = gemm.tile_stages(product)
     codes_smem = refs.codes(product.layout)
-    # Warpgroup w multiplies steps w, w + 4, .. of a tile. If a tile has fewer than four stages, the block's n-th stage
-    # belongs to warpgroup n % 4, which so still reads its own stages of the ring; some warpgroups then skip the tile.
-    first_step = warpgroup
-    count = tile_stages // MULTIPLIERS
     scale_lines = ROWS * product.scale_bytes // SCALE_BYTES
-    if tile_stages < MULTIPLIERS:
-        first_step = (warpgroup - copied - tile * tile_stages) & (MULTIPLIERS - 1)
-        count = (first_step < tile_stages).astype(jnp.int32)
+    first_step = steps.first(tile)
+    count = steps.count_stages(first_step)
+    row_scales = product.depth // 32 if product.copies_all_scales else 0
+    stage_format = gemm.stage_format(layout, product.gated, row_scales)
+    scales_slot = barriers.turn(refs.tile_scales_full, tile) if row_scales else None
+    if row_scales:
+        plgpu.barrier_wait(refs.tile_scales_full.at[scales_slot])
+        scales = refs.tile_scales_smem.at[scales_slot]
 
     def add_stage(i, acc):
         per_step = gemm.stages_per_step
         step = (lax.div(i, per_step) * MULTIPLIERS + first_step) * per_step + lax.rem(i, per_step)
-        stage = barriers.turn(refs.weights_full, copied + tile * tile_stages + step)
+        stage = barriers.turn(refs.weights_full, steps.copied + tile * tile_stages + step)
         plgpu.barrier_wait(refs.weights_full.at[stage])
-        operand = refs.scales_smem.at[stage, pl.ds(0, scale_lines)] if layout.bits == 4 else scales
+        has_stage_scales = layout.bits == 4 and not row_scales
+        operand = refs.scales_smem.at[stage, pl.ds(0, scale_lines)] if has_stage_scales else scales
         operands = codes_smem.at[stage], operand, refs.inputs_smem, step
-        acc = skinny_mma.multiply_add(acc, *operands, layout, product.gated)
+        acc = skinny_mma.multiply_add(acc, *operands, stage_format)
         barriers.release(refs.weights_empty.at[stage])
         return acc
 
-    return lax.fori_loop(0, count, add_stage, wgmma.zeros((ROWS, gemm.tokens)))
+    acc = lax.fori_loop(0, count, add_stage, wgmma.zeros((ROWS, gemm.tokens)))
+    if row_scales:
+        barriers.release(refs.tile_scales_empty.at[scales_slot])
+    return acc, steps.place(first_step)
 
 
-def _load_scales(product, tile):
+def _load_scales(steps, tile):
     """Returns the FP8 scales of a tile, see `skinny_mma.load_scales`, or 0 if the weights are not FP8."""
-    if product.layout.bits != 8:
+    product = steps.product
+    layout = product.layout
+    if layout.bits != 8:
         return jnp.int32(0)
-    rows = [lax.div(row, SCALED) for row in product.rows_of(tile)[: 1 + product.gated]]
-    first_block = lax.div(jnp.int32(product.first_column), SCALED)
-    return skinny_mma.load_scales(product.scales_gmem, rows, first_block)
+    halves = 2 if layout.has_small_blocks else 1 + product.gated
+    rows = [lax.div(row, layout.block) for row in product.rows_of(tile)[:halves]]
+    first_block = lax.div(jnp.int32(product.first_column), layout.block)
+    if not layout.has_small_blocks:
+        return skinny_mma.load_scales(product.scales_gmem, rows, first_block)
+    step_segments = steps.gemm.step_segments
+    first_block += steps.first(tile) * (step_segments * layout.segment // layout.block)
+    return skinny_mma.load_scales(product.scales_gmem, rows, first_block, step_segments)
 
 
-def _add_in_turn(refs, acc, warpgroup, slot):
-    """Adds a warpgroup's partial sums to the only place of a slot, after the warpgroups with lower numbers."""
+def _add_in_turn(refs, acc, turn, slot):
+    """Adds a warpgroup's partial sums to the only place of a slot, after the partial sums with lower turns."""
     place = refs.sums_smem.at[slot, 0]
-    turn = slot * (MULTIPLIERS - 1) + warpgroup
-    pl.when(warpgroup == 0)(lambda: wgmma.put(place, acc))
+    barrier = slot * (MULTIPLIERS - 1) + turn
+    pl.when(turn == 0)(lambda: wgmma.put(place, acc))
 
-    @pl.when(warpgroup > 0)
+    @pl.when(turn > 0)
     def _():
-        plgpu.barrier_wait(refs.turns.at[turn - 1])
+        plgpu.barrier_wait(refs.turns.at[barrier - 1])
         wgmma.add_to(place, acc)
 
-    pl.when(warpgroup < MULTIPLIERS - 1)(lambda: plgpu.barrier_arrive(refs.turns.at[turn]))
-    pl.when(warpgroup == MULTIPLIERS - 1)(lambda: plgpu.barrier_arrive(refs.sums_full.at[slot]))
+    pl.when(turn < MULTIPLIERS - 1)(lambda: plgpu.barrier_arrive(refs.turns.at[barrier]))
+    pl.when(turn == MULTIPLIERS - 1)(lambda: plgpu.barrier_arrive(refs.sums_full.at[slot]))
 
 
 @jax.named_scope("finish_tiles")

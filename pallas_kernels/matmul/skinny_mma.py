@@ -6,8 +6,10 @@ does not depend on the order of columns if weights and inputs share it, `skinny_
 weights are read in the order of unpacked FP8, so that both can be multiplied with the same inputs.
 """
 
+import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,29 +32,48 @@ COLUMNS = 8  # inputs of an `mma`
 MULTIPLIERS = 4  # warpgroups that multiply
 
 
-def code_transforms(elements: int) -> tuple[Any, ...]:
-    """Returns the transforms of a stage of weights [64, elements] in shared memory: two tiles [32, elements].
+@dataclasses.dataclass(frozen=True)
+class StageFormat:
+    """Static description of the stages of a matrix in shared memory."""
 
-    A tile has whole rows, because shorter pieces are slow to read from experts in host memory: PCIe carries reads of 64
-    bytes at 0.75 of the rate of 256 bytes.
-    """
-    return (plgpu.TilingTransform((HALF, elements)),)
+    layout: WeightLayout
+    gated: bool  # whether a thread gets the sums of rows i and 32 + i, see `quantized_weights.interleave_halves`
+    step_segments: int  # number of segments of a step, whose stages one warpgroup multiplies
+    # FP4: number of scales of a row, if all scales of a tile were copied together; otherwise 0.
+    row_scales: int
+    # Whether all matrices have whole steps. Copies of tiles may not go past the end of a row.
+    has_tiles: bool
+
+    def transforms(self, elements: int) -> tuple[Any, ...]:
+        """Returns the transforms of a stage [64, elements] in shared memory: two tiles [32, elements], or none.
+
+        Both are row after row. A tile has whole rows, because shorter pieces are slow to read from experts in host
+        memory: PCIe carries reads of 64 bytes at 0.75 of the rate of 256 bytes.
+        """
+        return (plgpu.TilingTransform((HALF, elements)),) if self.has_tiles else ()
 
 
 @primitive
-def load_scales(scales_gmem, rows: Sequence[jax.Array], first: jax.Array) -> jax.Array:
+def load_scales(scales_gmem, rows: Sequence[jax.Array], first: jax.Array, step_segments: int = 0) -> jax.Array:
     """Loads the FP8 scales of a tile of 64 rows for `multiply_add`.
 
     Args:
-      scales_gmem: [R / 128, blocks] uint8, a scale for each block of 128 rows and 128 columns.
+      scales_gmem: [R / block, blocks] uint8, a scale for each block of 128, or of 32, rows and columns.
       rows: row of the tile's scales in `scales_gmem`, or two rows if the tile's halves have different scales.
       first: int32 scalar, the first block of columns, an even number.
+      step_segments: with blocks of 32 columns, the number of segments of a step. The scales are those of the segments,
+        two blocks each, of every fourth step. With blocks of 128 columns it is 0, and the scales are those of all
+        columns.
 
     Returns:
       [128] int32, the same in each warp. Lane i has a byte for each of blocks `first + 2 * i` and `first + 2 * i + 1`
-      of the first row, then of the second row. Bytes of blocks past the end are unspecified.
+      of the first row, then of the second row. With blocks of 32 columns, lane i has those of the i-th segment. Bytes
+      of blocks past the end are unspecified.
     """
-    blocks = first + 2 * (lax.iota(jnp.int32, mlir.THREADS) % mlir.WARP)
+    lanes = lax.iota(jnp.int32, mlir.THREADS) % mlir.WARP
+    if step_segments:
+        lanes += lanes // step_segments * ((MULTIPLIERS - 1) * step_segments)
+    blocks = first + 2 * lanes
     count = scales_gmem.shape[1]
     words = jnp.zeros(mlir.THREADS, jnp.int32)
     for byte, (row, i) in enumerate(itertools.product(rows, range(2))):
@@ -66,9 +87,12 @@ def load_scales(scales_gmem, rows: Sequence[jax.Array], first: jax.Array) -> jax
     layout=thread_ops.vector_layout,
     returns=lambda *_: jax.ShapeDtypeStruct((mlir.THREADS,), jnp.int32),
 )
-def _emit_load_scales(scales_gmem, rows, first):
+def _emit_load_scales(scales_gmem, rows, first, step_segments=0):
     blocks = scales_gmem.type.shape[1]
-    block = first + (thread_ops.lane() << 1)
+    lane = thread_ops.lane()
+    if step_segments:
+        lane = lane + (lane // step_segments) * ((MULTIPLIERS - 1) * step_segments)
+    block = first + (lane << 1)
     word = U32(0)
     for byte, (row, i) in enumerate(itertools.product(rows, range(2))):
         index = row * blocks + (block + i).minimum(blocks - 1)
@@ -80,7 +104,7 @@ def _emit_load_scales(scales_gmem, rows, first):
 
 @primitive
 def multiply_add(
-    acc: jax.Array, codes_smem, scales, inputs_smem, step: jax.Array, layout: WeightLayout, gated: bool
+    acc: jax.Array, codes_smem, scales, inputs_smem, step: jax.Array, stage_format: StageFormat
 ) -> jax.Array:
     """Returns acc + weights @ inputs over the columns of a stage; products of FP8 and FP4 weights count 2**-32.
 
@@ -89,23 +113,33 @@ def multiply_add(
       codes_smem: [64, elements] weights or codes of the stage; at most 256 bytes a row, and a multiple of
         `layout.min_segments` segments.
       scales: FP8: result of `load_scales`, the scales of all stages. FP4: [64, 16] uint8 in shared memory, the scales
-        of the 512 columns that include the stage's, or [32, 16] if a row has 8 scales. Not used for bfloat16.
+        of the 512 columns that include the stage's, or [32, 16] if a row has 8 scales. Or [lines, ..] with all scales
+        of the tile: those of each half are consecutive bytes, from the first line or from the middle one on. Not used
+        for bfloat16.
       inputs_smem: inputs that `skinny_prologue.load_inputs` stored.
       step: int32 scalar, number of the stage, counted from the first column of the inputs.
-      layout: storage of the weights.
-      gated: whether a thread gets the sums of rows i and 32 + i, see `quantized_weights.interleave_halves`.
+      stage_format: format of the stage.
     """
+    layout = stage_format.layout
+    gated = stage_format.gated
+    row_scales = stage_format.row_scales
     values = quantized_weights.decode(codes_smem[...], layout)
     size = values.shape[1]
     if layout.bits == 4:
-        table = scales[...].reshape(ROWS, -1)
+        table = scales[...].reshape(2, -1)[:, : HALF * row_scales or None].reshape(ROWS, -1)
+        if row_scales:
+            table = jnp.pad(table, ((0, 0), (0, size // 32)))
         first_scale = lax.rem(step * (size // 32), table.shape[1])
         exponents = lax.dynamic_slice_in_dim(table, first_scale, size // 32, axis=1).astype(jnp.int32)
         values *= decode_scales(jnp.repeat(exponents, 32, axis=1))
     elif layout.bits == 8:
-        block = (step * size + lax.iota(jnp.int32, size)) // quantized_weights.SCALED
-        shift = 8 * (block % 2)[None, :] + (lax.iota(jnp.int32, ROWS) // HALF * (16 * gated))[:, None]
-        values *= decode_scales((scales[block // 2][None, :] >> shift) & 255)
+        block = (step * size + lax.iota(jnp.int32, size)) // layout.block
+        lane = block // 2
+        if layout.has_small_blocks:
+            lane = _lane_of_segment(lane, stage_format.step_segments)
+        halves = 16 * (gated or layout.has_small_blocks)
+        shift = 8 * (block % 2)[None, :] + (lax.iota(jnp.int32, ROWS) // HALF * halves)[:, None]
+        values *= decode_scales((scales[lane][None, :] >> shift) & 255)
     x = inputs_smem[:, pl.ds(step * (size // UNIT), size // UNIT)].astype(jnp.float32)
     x = x.transpose(0, 2, 1, 3).reshape(-1, size)
     products = jnp.dot(values, x.T, precision="highest")
@@ -113,7 +147,9 @@ def multiply_add(
 
 
 @multiply_add.mosaic
-def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, layout, gated):
+def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, stage_format):
+    layout = stage_format.layout
+    gated = stage_format.gated
     segments = codes_smem.shape[1] // layout.elements(layout.segment)
     tiles, units, _, _ = inputs_smem.shape
     segment_units = layout.segment // UNIT
@@ -134,6 +170,10 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, layout, gat
         else:
             first_row = thread_ops.shared(codes) + (inner << 4)
             factors = _factors_fp4 if layout.bits == 4 else _factors_fp8
+            if layout.has_small_blocks:
+                factors = functools.partial(_factors_fp8_32, stage_format.step_segments)
+            elif stage_format.row_scales:
+                factors = functools.partial(_factors_of_tile, stage_format.row_scales)
             weights = functools.partial(_weights_fp, layout, factors(scales, thread, step, segments, gated))
         if gated:
             row = first_row + (((thread >> 5) << 3) + line) * row_bytes
@@ -163,7 +203,7 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, layout, gat
 
         return thread_ops.loop(segments // together, add_segments, *map(U32, mlir.values(acc)))
 
-    layouts = codes_smem, plgpu.RefType(code_transforms(codes_smem.shape[1]))
+    layouts = codes_smem, plgpu.RefType(stage_format.transforms(codes_smem.shape[1]))
     operand = (scales, thread_ops.vector_layout(scales.shape)) if layout.bits == 8 else scales
     kind = plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, plgpu.Layout.WGMMA)
     return mlir.inline(emit, (acc, plgpu.Layout.WGMMA), layouts, operand, inputs_smem, step, returns=kind)
@@ -210,6 +250,25 @@ def _factors_fp4(scales, thread, step, segments, gated):
     return factors
 
 
+def _factors_of_tile(row_scales, scales, thread, step, segments, gated):
+    """Returns a function of a segment, as `_factors_fp4` does, for all scales of the tile in shared memory."""
+    half_bytes = math.prod(scales.type.shape) // 2
+    line = (thread % 32) >> 2
+    row = thread_ops.shared(scales) + (thread & 3) + ((step * segments) << 2)
+    if gated:
+        row = row + ((thread >> 5) * 8 + line) * row_scales
+    else:
+        row = row + (thread >> 6) * half_bytes + (((thread >> 5) & 1) * 16 + line) * row_scales
+    rows = row, row + (half_bytes if gated else 8 * row_scales)
+    code = "{ .reg .u16 s; ld.shared.u8 s, [$1]; cvt.u32.u16 $0, s; }"
+
+    def factors(segment):
+        # Columns past the end of a row have unspecified scales. Their codes are 0, and `power_pair` is finite.
+        return [power_pair(thread_ops.ptx(code, row + (segment << 2)) + (126 - SHIFT)) for row in rows]
+
+    return factors
+
+
 def _factors_fp8(scales, thread, step, segments, gated):
     """Returns a function of a segment, as `_factors_fp4` does. `scales` is the result of `load_scales`."""
     word = U32(mlir.scalar(scales))
@@ -223,3 +282,25 @@ def _factors_fp8(scales, thread, step, segments, gated):
         return [halves[0], halves[-1]]
 
     return factors
+
+
+def _factors_fp8_32(step_segments, scales, thread, step, segments, gated):
+    """Returns a function of a segment, as `_factors_fp4` does, for blocks of 32 columns."""
+    word = U32(mlir.scalar(scales))
+    # The first two threads of four have the first block of a segment, and the others have the second block.
+    block = ((thread & 3) >> 1) << 3
+    # Without a gate, both rows of a thread are in the same half of the tile.
+    half = U32(0) if gated else (thread >> 6) << 4
+
+    def factors(segment):
+        lane = _lane_of_segment(step * segments + segment, step_segments)
+        own = thread_ops.ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", word, lane) >> (block + half)
+        pairs = [power_pair(((own >> (16 * i)) & 255) + (120 - SHIFT)) for i in range(1 + gated)]
+        return [pairs[0], pairs[-1]]
+
+    return factors
+
+
+def _lane_of_segment(segment, step_segments):
+    """Returns the lane that has the scales of a segment of one of the warpgroup's steps, see `load_scales`."""
+    return (segment // (MULTIPLIERS * step_segments)) * step_segments + segment % step_segments

@@ -75,7 +75,7 @@ def _unpack(four):
 
 @primitive
 def load_inputs(
-    inputs_smem, source_gmem, rows, divisor: int, column, columns: int, warpgroup, layout: WeightLayout, norm=()
+    inputs_smem, source_gmem, rows, divisor: int, column, columns, warpgroup, layout: WeightLayout, norm=()
 ) -> None:
     """Copies N inputs to shared memory, with columns in the order of unpacked weights.
 
@@ -88,30 +88,35 @@ def load_inputs(
         input 0. Or an int, the number of inputs to copy: input n is row `n // divisor`.
       divisor: see `rows`.
       column: first column to copy, a multiple of 64.
-      columns: number of columns to copy, a multiple of 128.
+      columns: (number of columns to copy, a multiple of 32; number of columns to write, a multiple of the layout's
+        segment). Columns that are written but not copied are zeros.
       warpgroup: int32 scalar, number of the warpgroup, 0 to 3.
       layout: storage of the weights, which decides the order of columns.
       norm: () or (weight [width] float32 in global memory, factors [N] float32 in shared memory, see `store_factors`).
         An input is multiplied by its factor, then by the weight, and rounded.
     """
-    units = columns // UNIT
-    share = units // MULTIPLIERS
+    copied, written = columns
+    share = -(-written // (UNIT * MULTIPLIERS))
+    padding = share * UNIT * MULTIPLIERS - copied
     for n in range(rows if isinstance(rows, int) else inputs_smem.shape[0] * COLUMNS):
         row = jnp.int32(n) if isinstance(rows, int) else jnp.where(rows[n] < 0, rows[0], rows[n])
-        values = source_gmem[lax.div(row, divisor), pl.ds(column, units * UNIT)]
+        values = source_gmem[lax.div(row, divisor), pl.ds(column, copied)]
         if norm:
             weight, factors = norm
-            values = weight[pl.ds(column, units * UNIT)] * (values.astype(jnp.float32) * factors[n])
-        values = values.astype(jnp.bfloat16).reshape(units, UNIT)
+            values = weight[pl.ds(column, copied)] * (values.astype(jnp.float32) * factors[n])
+        values = jnp.pad(values.astype(jnp.bfloat16), (0, padding)).reshape(-1, UNIT)
         for i in range(share):
             unit = warpgroup * share + i
-            inputs_smem[n // COLUMNS, unit, n % COLUMNS] = values[unit]
+
+            @pl.when(unit < written // UNIT)
+            def _(n=n, unit=unit, values=values):
+                inputs_smem[n // COLUMNS, unit, n % COLUMNS] = values[unit]
 
 
 @mlir.emits(load_inputs)
 def _emit_load_inputs(inputs_smem, source_gmem, rows, divisor, column, columns, warpgroup, layout, norm=()):
     tiles, units, _, _ = inputs_smem.type.shape
-    eights = columns // 8  # pieces of 8 columns, 16 bytes, of an input
+    copied, eights = (count // 8 for count in columns)  # numbers of pieces of 8 columns, 16 bytes, of an input
     threads = MULTIPLIERS * mlir.THREADS
     # The threads copy `lines` rows at once. A thread loads its 8 columns of `rows_at_once` rows before it stores them;
     # with a norm, which takes registers, of fewer rows.
@@ -133,9 +138,12 @@ def _emit_load_inputs(inputs_smem, source_gmem, rows, divisor, column, columns, 
 
     def copy(n, row, eight):
         """Loads columns `8 * eight ..` of input `n` from row `row`; returns a function that stores them."""
-        offset = mlir.multiply_add(mlir.to_i64(row // divisor), 2 * width, mlir.to_u64(eight << 4))
+        source_eight = eight if eights == copied else eight.minimum(copied - 1)
+        offset = mlir.multiply_add(mlir.to_i64(row // divisor), 2 * width, mlir.to_u64(source_eight << 4))
         four = _fetch(mlir.at(base, offset))
-        four = normed(four, n, eight) if norm else four
+        four = normed(four, n, source_eight) if norm else four
+        if eights > copied:
+            four = [(eight < copied).where(word, 0) for word in four]
         unit, inner, four = _placed(eight, four, layout)
         # 8 inputs of a unit take 512 bytes, an input 64 and a thread's 8 values 16.
         offset = (((n >> 3) * units + unit) << 9) + ((n & 7) << 6) + (inner << 4)

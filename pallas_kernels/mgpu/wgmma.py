@@ -151,12 +151,12 @@ def store(ref, values: jax.Array, *, transposed: bool = False) -> None:
     """Writes an accumulator [rows, columns] to global memory.
 
     Args:
-      ref: [rows, columns] float32 reference. If `transposed`, [n, rows] float32 or bfloat16, n up to `columns`, which
-        receives the first n columns.
+      ref: [rows, columns] float32 reference. If `transposed`, [n, m] float32 or bfloat16, n up to `columns` and m up to
+        `rows`, which receives the first n columns and m rows.
       values: [rows, columns] float32 in the layout of an accumulator.
       transposed: whether to transpose the values.
     """
-    ref[...] = values.T[: ref.shape[0]].astype(ref.dtype) if transposed else values
+    ref[...] = values.T[: ref.shape[0], : ref.shape[1]].astype(ref.dtype) if transposed else values
 
 
 @mlir.emits(store, layout=layout)
@@ -167,8 +167,8 @@ def _emit_store(ref, values, *, transposed=False):
     width = values.shape[1]
     # Distances in bytes between consecutive rows and between consecutive columns of the values.
     down, right = (size, size * stride) if transposed else (size * stride, size)
-    row, first_column = next(values.layout.thread_idxs(values.shape))
-    offset = mlir.multiply_add(row, down, arith.muli(first_column, mlir.index(right)))
+    first_row, first_column = next(values.layout.thread_idxs(values.shape))
+    offset = mlir.multiply_add(first_row, down, arith.muli(first_column, mlir.index(right)))
     first_place = mlir.at(mlir.global_pointer(ref), mlir.to_i64(offset))
     # The distance between the places of two registers is the same in all threads. As a constant it needs no register.
     strides = values.layout.tiling.tile_strides((width, 1))
@@ -182,12 +182,16 @@ def _emit_store(ref, values, *, transposed=False):
             continue
         for i, value in enumerate(mlir.values(pair)):
             value = value if size == 4 else arith.truncf(kind.element_type, value)
-            inside: Any = contextlib.nullcontext()
-            if kind.shape[0] < width:
-                end = mlir.index(kind.shape[0] - column - i)
-                inside = mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, first_column, end))
-            with inside:
+            with contextlib.ExitStack() as inside:
+                if kind.shape[0] < width:
+                    inside.enter_context(_when_below(first_column, kind.shape[0] - column - i))
+                if kind.shape[1] < values.shape[0]:
+                    inside.enter_context(_when_below(first_row, kind.shape[1] - row))
                 llvm.store(value, mlir.at(first_place, distance + i * right), alignment=size)
+
+
+def _when_below(number, end):
+    return mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, number, mlir.index(end)))
 
 
 def _own_pairs(inbox, values):

@@ -17,9 +17,9 @@ FILES = (
 )  # fmt: skip
 
 
-def cases(config, kv_format):
+def cases(config, kv_format, names=CASES):
     schema = CacheSchema(config, num_blocks=0, max_requests=1, max_context=1, kv_format=kv_format)
-    return [case for name in CASES for case in CASES[name](schema)]
+    return [case for name in names for case in CASES[name](schema)]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -34,10 +34,17 @@ def test_cases_have_the_bytes_and_operations_of_the_files(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_format", ["v4", "per_entry"])
-def test_every_op_takes_the_arrays_of_its_cases(kv_format):
-    """At the sizes of V4-Flash, without making an array; an updated state is the next call's."""
-    for case in cases(DSV4Config.v4_flash(), kv_format):
+@pytest.mark.parametrize(
+    ("name", "kv_format", "ops"),
+    [
+        ("v4_flash", "v4", CASES),
+        ("v4_flash", "per_entry", CASES),
+        ("v41_flash", "v41", ("linear", "experts", "router")),
+    ],
+)
+def test_every_op_takes_the_arrays_of_its_cases(name, kv_format, ops):
+    """At the sizes of a release, without making an array; an updated state is the next call's."""
+    for case in cases(getattr(DSV4Config, name)(), kv_format, ops):
         (layer, *_), (inputs, *_) = jax.eval_shape(lambda: case.make(2))  # noqa: B023
         result = jax.eval_shape(lambda *args: case.call(*args, implementation="xla"), *layer, *inputs)  # noqa: B023
         if case.updates:

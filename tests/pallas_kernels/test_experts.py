@@ -80,11 +80,12 @@ def compare(implementation, *arrays, run=run):
     chex.assert_trees_all_close(got, want, rtol=1e-7, atol=2.0**-6 * np.abs(want).max())
 
 
-def check_shared(implementation, tokens, top_k, number, depth, inner, shared):
+def check_shared(implementation, tokens, top_k, number, depth, inner, shared, kind="FP8"):
     """Beside the others, in one launch, the expert that all tokens have."""
     arrays = operands(tokens, top_k, number, depth, inner)
     rng = np.random.default_rng(0)
-    gate_up, down = (random_weight(rng, *shape, scales=(113, 118)) for shape in ((2 * shared, depth), (depth, shared)))
+    shapes = (2 * shared, depth), (depth, shared)
+    gate_up, down = (random_weight(rng, *shape, (113, 118), kind) for shape in shapes)
     got = np.float64(run(*arrays, None, (gate_up[0], down[0]), implementation=implementation))
     alone = np.float64(run(*arrays, implementation=implementation))
     gate, up = np.split(rounded(np.asarray(arrays[0], np.float64) @ gate_up[1].T), 2, axis=1)
@@ -118,12 +119,14 @@ def test_blocks_of_threads_share_the_work(blocks, shared):
         assert np.max(np.where(counts[0] > 0, spans, 0)) <= problem.max_groups(i, MULTIPROCESSORS)
 
 
-# Maps with 4 and 8 steps a tile; more pairs of an expert than fit into one block, of 256 channels, in either storage.
+# Maps with 4 and 8 steps a tile; more pairs of an expert than fit into one block, of 256 channels, in either storage;
+# channels whose last step is not whole.
 @pytest.mark.parametrize(
     ("tokens", "depth", "inner", "kind"),
     [
         pytest.param(2, 512, 1024, "FP4", marks=pytest.mark.slow),
         (9, 512, 256, "FP4"),
+        pytest.param(3, 512, 576, "FP4", marks=pytest.mark.slow),
         pytest.param(9, 512, 256, "BF16", marks=pytest.mark.slow),
     ],
 )
@@ -149,6 +152,11 @@ def test_pairs_without_an_expert_here_add_nothing(implementation, number):
 @pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
 def test_the_shared_expert_is_one_more(implementation):
     check_shared(implementation, 2, 1, 3, 512, 512, 256)
+
+
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
+def test_a_shared_expert_in_blocks_of_32(implementation):
+    check_shared(implementation, 2, 1, 2, 512, 192, 64, "FP8_32")
 
 
 @pytest.mark.slow
@@ -241,6 +249,20 @@ def test_the_shared_expert_on_gpu(tokens, number, shared):
     check_shared("mosaic_gpu", tokens, 6, number, 4096, shared, shared)
 
 
+# The widths of V4.1-Flash, and a fourth of an expert on each of four devices.
+@pytest.mark.gpu
+@pytest.mark.parametrize("inner", [2304, 576])
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_a_shared_expert_in_blocks_of_32_on_gpu(tokens, inner):
+    check_shared("mosaic_gpu", tokens, 6, 64, 5120, inner, inner, "FP8_32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inner", [2304, 1152, 576])
+def test_channels_in_no_multiples_of_512_on_gpu(inner):
+    check("mosaic_gpu", 32, 6, 64, 5120, inner, shared=5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("inner", "kind"), [(512, "FP4"), (256, "FP4"), (256, "BF16")])
 def test_on_gpu_small(inner, kind):
@@ -269,6 +291,14 @@ for inner in 2048, 512:
     compile_for_h100(f"shared{inner}", run, *given)
 weights = S((256, 4096, 4096), jnp.bfloat16), S((256, 4096, 2048), jnp.bfloat16)
 compile_for_h100("experts_bf16", run, *args, *weights)
+# V4.1-Flash, whole and a fourth of its experts.
+args = S((8, 5120), jnp.bfloat16), *args[1:]
+def shared(rows, columns): return S((rows, columns), jnp.uint8), S((rows // 32, columns // 32), jnp.uint8)
+for inner in 2304, 576:
+    given = *args, pairs(2 * inner, 5120), pairs(5120, inner)
+    compile_for_h100(f"small_blocks{inner}", run, *given)
+    given = *given, None, (shared(2 * inner, 5120), shared(5120, inner))
+    compile_for_h100(f"small_blocks_shared{inner}", functools.partial(run, scale_block=32), *given)
 """)
     # One block of 768 threads a multiprocessor.
     assert max(used.values()) <= 80, used

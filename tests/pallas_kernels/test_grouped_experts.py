@@ -29,6 +29,9 @@ def run(x, selected, weights, gate_up, down, *, implementation, config=None):
         (256, "FP4", 16),
         (256, "BF16", 16),
         pytest.param(256, "FP4", 96, marks=pytest.mark.slow),
+        # All scales of a tile travel together; the last warpgroups of gate and up have no channels.
+        (192, "FP4", 16),
+        pytest.param(768, "FP4", 96, marks=pytest.mark.slow),
     ],
 )
 def test_interpreted(inner, kind, tile_pairs):
@@ -78,6 +81,14 @@ def test_an_eighth_of_each_expert_on_gpu(kind):
     compare("mosaic_gpu", *operands(300, 6, 32, 1024, 256, kind), run=run)
 
 
+# Experts of V4.1-Flash, whole, and shared by two and four devices; tiles of all three widths of a step.
+@pytest.mark.gpu
+@pytest.mark.parametrize("inner", [2304, 1152, 576])
+@pytest.mark.parametrize("tokens", [100, 400, 1200])
+def test_channels_in_no_multiples_of_512_on_gpu(tokens, inner):
+    compare("mosaic_gpu", *operands(tokens, 6, 32, 1024, inner), run=run)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["FP4", "BF16"])
 def test_the_same_bits_every_time_on_gpu(kind):
@@ -99,6 +110,12 @@ for tokens in 64, 2048, 4096, 8192:
     if tokens in (2048, 8192):
         weights = S((256, 4096, 4096), jnp.bfloat16), S((256, 4096, 2048), jnp.bfloat16)
         compile_for_h100(f"bf16_experts{tokens}", run, *args, *weights)
+# V4.1-Flash, whole and a fourth of its experts.
+for tokens, inner in (64, 576), (4096, 2304), (16384, 576):
+    pairs = lambda rows, columns: tuple(S((384, rows, columns // n), jnp.uint8) for n in (2, 32))
+    args = S((tokens, 5120), jnp.bfloat16), S((tokens, 6), jnp.int32), S((tokens, 6), jnp.float32)
+    run = functools.partial(grouped_experts, limit=7.0)
+    compile_for_h100(f"experts{tokens}x{inner}", run, *args, pairs(2 * inner, 5120), pairs(5120, inner))
 """)
     # Five or three warpgroups start with as many registers each, and may not hold more together.
     assert used == {
@@ -108,4 +125,7 @@ for tokens in 64, 2048, 4096, 8192:
         "experts8192": 168,
         "bf16_experts2048": 96,
         "bf16_experts8192": 168,
+        "experts64x576": 96,
+        "experts4096x2304": 96,
+        "experts16384x576": 168,
     }, used

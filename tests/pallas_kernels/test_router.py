@@ -102,7 +102,8 @@ def test_scores_of_large_and_small_logits(implementation):
 @pytest.mark.gpu
 @pytest.mark.parametrize("hashed", [True, False])
 @pytest.mark.parametrize(
-    ("tokens", "depth", "experts"), [(1, 4096, 256), (7, 4096, 256), (17, 4096, 256), (256, 7168, 384)]
+    ("tokens", "depth", "experts"),
+    [(1, 4096, 256), (7, 4096, 256), (17, 4096, 256), (256, 7168, 384), (8, 5120, 384), (1, 5120, 128)],
 )
 def test_on_gpu(tokens, depth, experts, hashed):
     check("mosaic_gpu", *operands(tokens, depth, experts, hashed=hashed))
@@ -148,7 +149,8 @@ S, i32, f32 = jax.ShapeDtypeStruct, jnp.int32, jnp.float32
 call = functools.partial(router, top_k=6, scaling_factor=1.5)
 flash = 4096, 256
 pro = 7168, 384
-for name, tokens, depth, experts in ("one", 1, *flash), ("few", 7, *flash), ("some", 32, *flash), ("pro", 256, *pro):
+sizes = ("one", 1, *flash), ("few", 7, *flash), ("some", 32, *flash), ("pro", 256, *pro), ("v41", 8, 5120, 384)
+for name, tokens, depth, experts in sizes:
     x, weight, slots = S((tokens, depth), jnp.bfloat16), S((experts, depth), f32), S((tokens,), i32)
     compile_for_h100(name, call, x, weight, S((experts,), f32), None, None, slots)
     table = S((1000, 6), i32)

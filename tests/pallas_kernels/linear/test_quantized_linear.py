@@ -13,6 +13,7 @@ import pytest
 from dsv4_jax import ops
 from dsv4_jax.ops import LinearSpec
 from dsv4_jax.quant import QuantizedWeight
+from dsv4_jax.quant.quantized_weight import BLOCKS
 from pallas_kernels.linear.quantized_linear import MAX_NORMED_TOKENS, MAX_TOKENS, Config, quantized_linear
 from tests.pallas_kernels.kernels import registers
 from tests.pallas_kernels.stacks import LAYERS, check_kernel, check_layers
@@ -28,17 +29,18 @@ def make_spec(outputs, groups=1):
     return LinearSpec(sizes, dtypes, groups)
 
 
-def random_weight(rng, rows, depth, scales=(110, 124)):
+def random_weight(rng, rows, depth, scales=(110, 124), kind="FP8"):
     """A weight and its values in float64."""
+    block, _ = BLOCKS[kind]
     codes = rng.integers(0, 256, (rows, depth)).astype(np.uint8)
     codes[codes & 0x7F == 0x7F] = 0  # no NaN
-    scale = rng.integers(*scales, (-(-rows // 128), depth // 128)).astype(np.uint8)
-    powers = np.repeat(np.repeat(2.0 ** (scale.astype(np.float64) - 127), 128, axis=0), 128, axis=1)[:rows]
+    scale = rng.integers(*scales, (-(-rows // block), depth // block)).astype(np.uint8)
+    powers = np.repeat(np.repeat(2.0 ** (scale.astype(np.float64) - 127), block, axis=0), block, axis=1)[:rows]
     values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * powers
-    return QuantizedWeight(jnp.asarray(codes), jnp.asarray(scale), "FP8", jnp.dtype(jnp.bfloat16)), values
+    return QuantizedWeight(jnp.asarray(codes), jnp.asarray(scale), kind, jnp.dtype(jnp.bfloat16)), values
 
 
-def check(implementation, tokens, outputs, depth, groups=1, scales=(110, 124), plain=0):
+def check(implementation, tokens, outputs, depth, groups=1, scales=(110, 124), plain=0, kind="FP8"):
     """Compares `ops.linear` or another implementation of it with float64.
 
     `plain`: number of outputs, the last ones, of a second weight, in bfloat16.
@@ -47,7 +49,7 @@ def check(implementation, tokens, outputs, depth, groups=1, scales=(110, 124), p
     rows = sum(size for size, _ in outputs)
     x = jnp.asarray(rng.standard_normal((tokens, groups * depth)), jnp.bfloat16)
     plain_rows = sum(size for size, _ in outputs[len(outputs) - plain :])
-    weight, values = random_weight(rng, rows - plain_rows, depth, scales)
+    weight, values = random_weight(rng, rows - plain_rows, depth, scales, kind)
     if plain:
         bfloat16 = rng.standard_normal((plain_rows, depth)).astype(ml_dtypes.bfloat16)
         weight = (weight, jnp.asarray(bfloat16))
@@ -71,11 +73,11 @@ def check(implementation, tokens, outputs, depth, groups=1, scales=(110, 124), p
         assert (error <= (2.0**-8 * np.abs(expected) if dtype == BF16 else 0) + atol).all()
 
 
-def check_swiglu(implementation, tokens, inner, depth, limit=1.0):
+def check_swiglu(implementation, tokens, inner, depth, limit=1.0, kind="FP8"):
     """The kernel's SwiGLU against that of exact products; a rounded gate or up may go the other way."""
     rng = np.random.default_rng(tokens)
     x = jnp.asarray(rng.standard_normal((tokens, depth)), jnp.bfloat16)
-    weight, values = random_weight(rng, 2 * inner, depth, scales=(115, 120))
+    weight, values = random_weight(rng, 2 * inner, depth, (115, 120), kind)
     got = jax.jit(functools.partial(ops.linear_swiglu, limit=limit, implementation=implementation))(x, weight)
     assert got.shape == (tokens, inner) and got.dtype == jnp.bfloat16
     gate, up = np.split(np.asarray(x, np.float64) @ values.T, 2, axis=1)
@@ -95,6 +97,15 @@ def check_swiglu(implementation, tokens, inner, depth, limit=1.0):
 )
 def test_interpreted(tokens, outputs, depth, groups):
     check("interpret", tokens, outputs, depth, groups)
+
+
+# Nine steps a tile, which the warpgroups take in turns; the shares of a cluster's blocks with five steps each; groups.
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "depth", "groups"),
+    [(3, ((64, BF16), (256, F32)), 576, 1), (9, ((64, BF16),), 640, 1), (8, ((128, BF16), (128, F32)), 64, 2)],
+)
+def test_blocks_of_32_interpreted(tokens, outputs, depth, groups):
+    check("interpret", tokens, outputs, depth, groups, kind="FP8_32")
 
 
 def check_norm(implementation, tokens, rows, depth):
@@ -127,6 +138,11 @@ def test_norm_on_gpu(tokens, rows, depth):
     check_norm("mosaic_gpu", tokens, rows, depth)
 
 
+# The last output has half a tile, as the weights of 32 index heads.
+def test_half_a_tile_beside_blocks_of_32_interpreted():
+    check("interpret", 3, ((64, BF16), (64, F32), (32, BF16)), 384, plain=2, kind="FP8_32")
+
+
 # Two blocks: the second's stretch has tiles of the first weight and then those of the other.
 @pytest.mark.parametrize("tokens", [3, 9])
 def test_bfloat16_beside_fp8_interpreted(tokens):
@@ -135,6 +151,11 @@ def test_bfloat16_beside_fp8_interpreted(tokens):
 
 def test_swiglu_interpreted():
     check_swiglu("interpret", 3, 128, 256)
+
+
+# A number of rows that is no multiple of 128.
+def test_swiglu_of_blocks_of_32_interpreted():
+    check_swiglu("interpret", 3, 192, 320, kind="FP8_32")
 
 
 @pytest.mark.gpu
@@ -172,6 +193,39 @@ def test_on_gpu(tokens, outputs, depth, groups):
     check("mosaic_gpu", tokens, outputs, depth, groups)
 
 
+# Maps of V4.1-Flash, whole and a fourth of them on each of four devices.
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("outputs", "depth", "groups"),
+    [
+        (((1280, BF16), (512, BF16)), 5120, 1),
+        (((32768, BF16), (4096, BF16)), 1280, 1),
+        (((8192, BF16),), 4096, 8),
+        (((5120, BF16),), 8192, 1),
+        (((5120, BF16),), 2048, 1),
+        (((5120, BF16),), 2304, 1),
+        (((5120, F32),), 576, 1),
+        (((25600, F32),), 6144, 1),
+    ],
+)
+@pytest.mark.parametrize("tokens", [1, 8, 32])
+def test_blocks_of_32_on_gpu(tokens, outputs, depth, groups):
+    check("mosaic_gpu", tokens, outputs, depth, groups, kind="FP8_32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plain", [((512, F32), (512, F32), (32, BF16)), ((512, BF16), (32, BF16)), ((32, BF16),)])
+@pytest.mark.parametrize("tokens", [1, 9, 32])
+def test_bfloat16_beside_blocks_of_32_on_gpu(tokens, plain):
+    check("mosaic_gpu", tokens, ((1280, BF16), (512, BF16), *plain), 5120, plain=len(plain), kind="FP8_32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "inner", "depth"), [(1, 2304, 5120), (9, 576, 5120), (32, 576, 320)])
+def test_swiglu_of_blocks_of_32_on_gpu(tokens, inner, depth):
+    check_swiglu("mosaic_gpu", tokens, inner, depth, kind="FP8_32")
+
+
 # The maps of the inputs of layers of V4-Flash; a weight of which no block has only whole tiles.
 @pytest.mark.gpu
 @pytest.mark.parametrize(
@@ -189,11 +243,20 @@ def test_bfloat16_beside_fp8_on_gpu(tokens, outputs, depth, plain):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "plain", "depth"), [(1536, 2624, 4096), (1536, 1024, 4096), (4096, 0, 8192)])
-def test_a_token_has_the_same_bits_in_any_batch_on_gpu(rows, plain, depth):
+@pytest.mark.parametrize(
+    ("rows", "plain", "depth", "kind"),
+    [
+        (1536, 2624, 4096, "FP8"),
+        (1536, 1024, 4096, "FP8"),
+        (4096, 0, 8192, "FP8"),
+        (32768, 0, 1280, "FP8_32"),
+        (5120, 0, 576, "FP8_32"),
+    ],
+)
+def test_a_token_has_the_same_bits_in_any_batch_on_gpu(rows, plain, depth, kind):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((32, depth)), jnp.bfloat16)
-    weights = (random_weight(rng, rows, depth)[0],)
+    weights = (random_weight(rng, rows, depth, kind=kind)[0],)
     if plain:
         weights += (jnp.asarray(rng.standard_normal((plain, depth)), jnp.bfloat16),)
     spec = LinearSpec((rows, plain)[: len(weights)])
@@ -276,9 +339,18 @@ for tokens in 1, 16:
     spec = LinearSpec((1536, 2560, 64), (jnp.bfloat16, jnp.float32, jnp.bfloat16))
     run = functools.partial(quantized_linear, spec=spec)
     compile_for_h100(f"mixed{tokens}", run, S((tokens, 4096), jnp.bfloat16), weights)
+# Maps of V4.1-Flash: whole steps, and tiles whose steps the warpgroups take in turns.
+for tokens, rows, depth in (16, 32768, 1280), (32, 5120, 8192), (8, 5120, 576), (32, 1792, 5120):
+    weights = ((S((rows, depth), jnp.uint8), S((rows // 32, depth // 32), jnp.uint8)),)
+    run = functools.partial(quantized_linear, spec=LinearSpec(output_dtype=jnp.bfloat16), scale_block=32, eps=1e-20)
+    norm = (S((depth,), jnp.float32),) if tokens == 16 else ()
+    compile_for_h100(f"small_blocks{tokens}x{rows}x{depth}", run, S((tokens, depth), jnp.bfloat16), weights, *norm)
+weights = ((S((1152, 5120), jnp.uint8), S((36, 160), jnp.uint8)),)
+run = functools.partial(quantized_linear, spec=LinearSpec((576, 576), jnp.bfloat16), swiglu_limit=7.0, scale_block=32)
+compile_for_h100("small_blocks_swiglu", run, S((32, 5120), jnp.bfloat16), weights)
 """)
     # One block of 768 threads a multiprocessor.
-    assert len(used) == 12 and max(used.values()) <= 80, used
+    assert len(used) == 17 and max(used.values()) <= 80, used
 
 
 def test_its_gradient_is_that_of_the_reference():

@@ -27,8 +27,23 @@ def test_interpreted(tokens, outputs, depth, groups):
     check(linear, tokens, outputs, depth, groups)
 
 
+# Rows and columns in no multiples of 128; groups with inputs of their own.
+@pytest.mark.parametrize(("outputs", "depth", "groups"), [(((64, BF16), (128, F32)), 192, 1), (((256, F32),), 64, 2)])
+def test_blocks_of_32_interpreted(outputs, depth, groups):
+    def linear(x, weight, spec):
+        config = Config(tile_tokens=32, batch_tiles=2)
+        operands = x, weight.codes, weight.scale
+        return quantized_matmul(*operands, spec=spec, scale_block=32, config=config, interpret=True)
+
+    check(linear, 40, outputs, depth, groups, kind="FP8_32")
+
+
 def test_swiglu_interpreted():
     check_swiglu("interpret", 33, 128, 256)
+
+
+def test_swiglu_of_blocks_of_32_interpreted():
+    check_swiglu("interpret", 33, 192, 320, kind="FP8_32")
 
 
 @pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
@@ -69,6 +84,27 @@ def test_on_gpu(tokens, outputs, depth, groups):
     check("mosaic_gpu", tokens, outputs, depth, groups)
 
 
+# Maps of V4.1-Flash, of one device and of each of four.
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "depth", "groups"),
+    [
+        (100, ((1280, BF16), (512, F32)), 5120, 1),
+        (300, ((1024, BF16),), 512, 4),
+        (2048, ((5120, BF16),), 2304, 1),
+        (4001, ((5120, BF16),), 576, 1),
+    ],
+)
+def test_blocks_of_32_on_gpu(tokens, outputs, depth, groups):
+    check("mosaic_gpu", tokens, outputs, depth, groups, kind="FP8_32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "inner", "depth"), [(100, 2304, 5120), (300, 576, 320)])
+def test_swiglu_of_blocks_of_32_on_gpu(tokens, inner, depth):
+    check_swiglu("mosaic_gpu", tokens, inner, depth, kind="FP8_32")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("scales", [(42, 60), (140, 161)])
 def test_scales_far_from_one_on_gpu(scales):
@@ -101,6 +137,13 @@ for tokens, rows, depth, groups in (2048, 32768, 1024, 1), (40, 4096, 8192, 1), 
         spec = LinearSpec((rows // 2, rows // 2), jnp.bfloat16)
         run = functools.partial(quantized_matmul, spec=spec, swiglu_limit=7.0)
         compile_for_h100(f"swiglu{tokens}x{rows}x{depth}", run, *args)
+for tokens, rows, depth in (2048, 5120, 8192), (99, 192, 576):
+    args = S((tokens, depth), jnp.bfloat16), S((rows, depth), jnp.uint8), S((rows // 32, depth // 32), jnp.uint8)
+    run = functools.partial(quantized_matmul, spec=LinearSpec((64, rows - 64)), scale_block=32)
+    compile_for_h100(f"small_blocks{tokens}", run, *args)
+args = S((2048, 5120), jnp.bfloat16), S((1152, 5120), jnp.uint8), S((36, 160), jnp.uint8)
+run = functools.partial(quantized_matmul, spec=LinearSpec((576, 576), jnp.bfloat16), swiglu_limit=7.0, scale_block=32)
+compile_for_h100("small_blocks_swiglu", run, *args)
 """)
     # Three warpgroups start with as many each, and may not hold more together.
-    assert len(used) == 6 and set(used.values()) == {168}, used
+    assert len(used) == 9 and set(used.values()) == {168}, used
