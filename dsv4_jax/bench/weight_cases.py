@@ -1,6 +1,5 @@
 """The cases of `dsv4-jax bench ops linear`, `experts`, `hyper_connections` and `router`: the ops that read weights."""
 
-import math
 from collections.abc import Iterator
 
 import jax
@@ -13,7 +12,7 @@ from dsv4_jax.cache import CacheSchema
 from dsv4_jax.nn.attention import Attention
 from dsv4_jax.nn.layers import ABSTRACT
 from dsv4_jax.ops import LinearSpec
-from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight, encode_e4m3
+from dsv4_jax.quant import QuantizedWeight, encode_e4m3, fp8_kind, quantized_shapes
 
 
 # Kernel and XLA add float32 products in different orders, so a sum may be rounded to the next bfloat16, by up to 2**-7
@@ -30,8 +29,8 @@ _EXPERTS_AGREE = close(relative=2**-6, absolute=0.5)
 def linear_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of the linear maps of an attention layer.
 
-    They are the fused maps of the hidden states and of the latents for each group of layers, `o_a` and `o_b` in
-    bfloat16, and `q_b` and `o_b` in FP8.
+    They are the fused maps of the hidden states and of the latents for each kind of layers with entries, `o_a` and
+    `o_b` in bfloat16, and `q_b` and `o_b` in FP8.
     """
     config = schema.config
     width = config.num_attention_heads * config.head_dim
@@ -41,8 +40,9 @@ def linear_cases(schema: CacheSchema) -> Iterator[Case]:
         "o_a": (rank, width // config.o_groups),
         "o_b": (config.hidden_size, rank),
     }
-    for group in schema.groups.values():
-        attention = Attention(config, group.layers[0], param_dtype=jnp.bfloat16, rngs=ABSTRACT)
+    measured = set()  # kinds of layers may have equal maps
+    for label, layer in _layers_with_entries(schema).items():
+        attention = Attention(config, layer, param_dtype=jnp.bfloat16, rngs=ABSTRACT)
         sources = {
             "hidden": (attention.input_projections, config.hidden_size),
             "latent": (attention.latent_projections, config.q_lora_rank),
@@ -51,27 +51,42 @@ def linear_cases(schema: CacheSchema) -> Iterator[Case]:
             outputs = fused.projections.values()
             sizes = tuple(output.size for output in outputs)
             spec = LinearSpec(sizes, tuple(output.out_dtype or jnp.bfloat16 for output in outputs))
+            if (source, spec) in measured:
+                continue
+            measured.add((source, spec))
             for tokens in (8, 32):
-                yield _linear_case(f"{group_label(group)}, of {source}", (sum(sizes), columns), tokens, spec)
+                yield _linear_case(config, f"{label}, of {source}", (sum(sizes), columns), tokens, spec)
     for name, groups in (("o_a", config.o_groups), ("o_b", 1)):
         for tokens in (8, 32):
-            yield _linear_case(name, shapes[name], tokens, LinearSpec(output_dtype=jnp.bfloat16, num_groups=groups))
+            spec = LinearSpec(output_dtype=jnp.bfloat16, num_groups=groups)
+            yield _linear_case(config, name, shapes[name], tokens, spec)
     for name in ("q_b", "o_b"):
         for tokens in (1, 8, 32, 2048):
-            yield _linear_case(f"{name} in FP8", shapes[name], tokens, LinearSpec(output_dtype=jnp.bfloat16))
+            yield _linear_case(config, f"{name} in FP8", shapes[name], tokens, LinearSpec(output_dtype=jnp.bfloat16))
 
 
-def _linear_case(name, shape, tokens, spec):
+def _layers_with_entries(schema):
+    """Returns {label: number of a layer} of the layers that store, only select, or only attend to entries."""
+    labels = {name: group_label(schema, group) for name, group in schema.groups.items()}
+    layers: dict[str, int] = {}
+    for spec in schema.config.specs:
+        if spec.group is not None:
+            role = "" if spec.owner else " select" if spec.selects else " reuse"
+            layers.setdefault(labels[spec.group] + role, spec.layer)
+    return layers
+
+
+def _linear_case(config, name, shape, tokens, spec):
     rows, depth = shape
     channels = spec.num_groups * depth
     is_fp8 = name.endswith("FP8")
+    kind = fp8_kind(config.weight_block)
 
     def codes(rng):
         return encode_e4m3(normal_float32(*shape)(rng))
 
     def scale(rng):
-        blocks = (math.ceil(size / WEIGHT_BLOCK) for size in shape)
-        return jnp.asarray(rng.integers(118, 123, tuple(blocks)), jnp.uint8)
+        return jnp.asarray(rng.integers(118, 123, quantized_shapes(kind, shape)[1]), jnp.uint8)
 
     def call(_, weight, x, *, implementation):
         return ops.linear(x, weight, spec, implementation=implementation)
@@ -82,7 +97,7 @@ def _linear_case(name, shape, tokens, spec):
         shape=f"{name}, T={tokens}",
         nbytes=(1 if is_fp8 else 2) * rows * depth + tokens * (2 * channels + output_bytes),
         call=call,
-        weights=(QuantizedWeight(codes, scale, "FP8", jnp.dtype(jnp.bfloat16)) if is_fp8 else normal(*shape),),
+        weights=(QuantizedWeight(codes, scale, kind, jnp.dtype(jnp.bfloat16)) if is_fp8 else normal(*shape),),
         inputs=(normal(tokens, channels),),
         flops=2 * tokens * rows * depth,
         reads=True,
@@ -167,6 +182,7 @@ def _hyper_connections_case(config, tokens):
         norm_eps=config.rms_norm_eps,
         hc_eps=config.hc_eps,
         iterations=config.hc_sinkhorn_iters,
+        delays_pre=config.delays_pre,
     )
 
     def norm(rng):
@@ -200,10 +216,12 @@ def _hyper_connections_case(config, tokens):
 
 
 def router_cases(schema: CacheSchema) -> Iterator[Case]:
-    """Yields cases of a router that selects by scores, and of one that selects by a table of token ids."""
+    """Yields cases of a router that selects by scores, and of one that selects by token id if the model has one."""
+    config = schema.config
     for tokens in (1, 8, 32):
-        yield _router_case(schema.config, tokens, hashed=False)
-    yield _router_case(schema.config, 1, hashed=True)
+        yield _router_case(config, tokens, hashed=False)
+    if any(map(config.is_hashed, range(config.num_hidden_layers))):
+        yield _router_case(config, 1, hashed=True)
 
 
 def _router_case(config, tokens, *, hashed):
