@@ -72,6 +72,6 @@ def _body(x_gmem, table_gmem, y_gmem, *, units, blocks):
             )
 
         rounds = math.ceil(units / (blocks * THREADS))
-        mailbox.exchange(block, table_gmem, [unit_of_round(i) for i in range(rounds)])
+        mailbox.exchange(block, blocks, table_gmem, [unit_of_round(i) for i in range(rounds)])
 
     mlir.inline(emit, lax.axis_index("block"), x_gmem, table_gmem, y_gmem)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import tyro
 
-from dsv4_jax.bench.tables import Row, layer_share
+from dsv4_jax.bench.tables import Row, layer_share, model_title
 
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +42,9 @@ def _caption(reports: list[Row]) -> str:
     for report in reports:
         count = math.prod(report.get("mesh", {}).values())
         device = f"{count} x " * (count > 1) + f"{report['device']}, jax {report['jax']}"
-        shapes = f", V4-{report['shapes'].capitalize()}, format {report['cache_format']}" if "shapes" in report else ""
+        shapes = ""
+        if "shapes" in report:
+            shapes = f", {model_title(report['shapes'])}, format {report['cache_format']}"
         commits.setdefault((device, shapes), []).extend([report["commit"]] if "commit" in report else [])
     return "; ".join(
         device + shapes + f", commit {' / '.join(dict.fromkeys(names))}" * bool(names)

@@ -20,7 +20,7 @@ from dsv4_jax.config import DSV4Config
 def loop_times(
     names: tuple[str, ...],
     only: tuple[str, ...] = (),
-    shapes: Literal["flash", "pro"] = "flash",
+    config: Literal["v4_flash", "v4_pro", "v41_flash"] = "v4_flash",
     calls: int = 16,
     passes: int = 128,
     report: Path | None = None,
@@ -32,22 +32,22 @@ def loop_times(
     Args:
       names: names of ops, as for `dsv4-jax bench ops`.
       only: texts, one of which a case's op or shape contains. Default: all cases.
-      shapes: the model whose shapes are used.
+      config: the model whose shapes are used.
       calls: number of calls in a pass, each with its own inputs.
       passes: number of passes of the loop; with 16, times below 3 us were up to 0.5 us apart.
       report: JSON file to write the times to.
     """
+    model = getattr(DSV4Config, config)()
     result: dict[str, Any] = {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
-        "shapes": shapes,
-        "cache_format": "v4",
+        "shapes": config.removeprefix("v4_"),
+        "cache_format": model.kv_format,
         "clock": "loop on the device, median",
         "loops": [],
     }
-    config = DSV4Config.v4_flash() if shapes == "flash" else DSV4Config.v4_pro()
     implementation = "mosaic_gpu" if jax.default_backend() == "gpu" else "xla"
-    for case in chosen_cases(config, "v4", names, only):
+    for case in chosen_cases(model, model.kv_format, names, only):
         microseconds = 1e6 * seconds_a_call(case, implementation, calls, passes)
         result["loops"].append({"op": case.op, "shape": case.shape, "microseconds": round(microseconds, 3)})
         print(f"{case.op:24s} {case.shape:30s} {microseconds:8.2f} us", flush=True)

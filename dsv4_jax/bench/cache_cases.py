@@ -80,7 +80,8 @@ def _norm_rope_case(schema, tokens, heads):
 
     def call(state, *arrays, implementation):
         _, window_rows = state
-        return ops.norm_rope_append(window_rows, *arrays, eps=config.rms_norm_eps, implementation=implementation)
+        options = {"eps": config.rms_norm_eps, "norms_queries": config.norms_queries}
+        return ops.norm_rope_append(window_rows, *arrays, **options, implementation=implementation)
 
     def agree(result, expected):
         """Allows rounding differences in up to 2% of an array's values, or of the stored bytes."""
@@ -166,7 +167,7 @@ def _attention_case(schema, group, tokens, attended, entries, shared=0):
         kv = ops.AttentionKV(window_rows, entry_rows, indices)
         return ops.sparse_attention(q, sinks, kv, slots, positions, implementation=implementation)
 
-    label = f"{group_label(group)} {tokens} x {attended}+{window}" + (f" of {shared:,}" if shared else "")
+    label = f"{group_label(schema, group)} {tokens} x {attended}+{window}" + (f" of {shared:,}" if shared else "")
     entry_bytes = attended * (tree_bytes(group.entry.struct) + 4 * selects)
     return Case(
         op="sparse_attention",
@@ -191,20 +192,26 @@ def _attention_case(schema, group, tokens, attended, entries, shared=0):
 def flush_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of `flush`, for entries and, if a group has them, index keys.
 
-    There are decode steps in which every request completes a compression window, decode steps in which none does, and a
-    prefill.
+    If keys are made from the pooled vectors of the entries (V4.1), a case has the two halves of `flush`, without the
+    projection between them. There are decode steps in which every request completes a compression window, decode steps
+    in which none does, and a prefill.
     """
     for group in schema.groups.values():
         for shape in _FLUSH_SHAPES:
-            yield _flush_case(schema, group, *shape)
+            *_, closes = shape
+            if closes or group.compress_rate > 1:
+                yield _flush_case(schema, group, *shape)
 
 
 def _flush_case(schema, group, label, requests, tokens, closes):
     rate = group.compress_rate
     codecs = (group.entry, group.key) if group.key and group.key_compressor else (group.entry,)
+    derived = group.key if group.key and not group.key_compressor else None  # codec of keys of pooled vectors
     widths = [codec.dim * (1 + group.overlap) for codec in codecs]
 
     def state_view(width):
+        if group.pooled_rows == 1:
+            return ops.StateView(None, None, jnp.int32(0), rate, group.overlap)
         values = normal_float32(1, requests, group.pooled_rows, width)
         return lambda rng: ops.StateView(values(rng), values(rng), jnp.int32(0), rate, group.overlap)
 
@@ -213,6 +220,19 @@ def _flush_case(schema, group, label, requests, tokens, closes):
             return np.tile(np.arange(tokens), requests)
         window = rng.integers(1, _FLUSH_CONTEXT // rate, requests)
         return window * rate + (rate - 1 if closes else rng.integers(0, rate - 1, requests))
+
+    def call_halves(state, weights, projections, slots, positions, *, implementation):
+        ((states, entries),) = state[:-1]
+        (compressor,) = weights
+        kv, gate = projections[0]
+        with ops.use_implementation(implementation):
+            closed, states = ops.pool_windows(states, kv, gate, compressor, slots, positions)
+            keys = dataclasses.replace(closed, values=closed.values[:, : derived.dim])  # in place of their projection
+            written = [
+                ops.write_entries(pool, windows, compressor.inv_freq)
+                for pool, windows in ((entries, closed), (state[-1], keys))
+            ]
+        return (states, written[0]), written[1]
 
     def call(state, weights, projections, slots, positions, *, implementation):
         compressors = [
@@ -223,14 +243,26 @@ def _flush_case(schema, group, label, requests, tokens, closes):
         results = ops.flush(compressors, slots, positions, max_query_tokens=limit, implementation=implementation)
         return tuple(map(tuple, results))
 
-    pools = [paged_view(schema, group, codec, [_FLUSH_CONTEXT // rate] * requests) for codec in codecs]
-    projections = [(normal_float32(requests * tokens, width),) * 2 for width in widths]
+    def pool(codec):
+        return paged_view(schema, group, codec, [_FLUSH_CONTEXT // rate] * requests)
+
+    def projection(width):
+        values = normal_float32(requests * tokens, width)
+        return values, values if group.pooled_rows > 1 else None
+
+    request_bytes = sum(_flush_bytes(group, codec, tokens, closes) for codec in codecs)
+    if derived:
+        request_bytes += _closed_windows(group, tokens, closes) * tree_bytes(derived.struct)
+    projections = [projection(width) for width in widths]
     return Case(
         op="flush",
-        shape=f"{group_label(group)} {label}",
-        nbytes=requests * (8 * tokens + sum(_flush_bytes(group, codec, tokens, closes) for codec in codecs)),
-        call=call,
-        state=tuple((state_view(width), pool) for width, pool in zip(widths, pools, strict=True)),
+        shape=f"{group_label(schema, group)} {label}",
+        nbytes=requests * (8 * tokens + request_bytes),
+        call=call_halves if derived else call,
+        state=(
+            *((state_view(width), pool(codec)) for width, codec in zip(widths, codecs, strict=True)),
+            *([pool(derived)] if derived else []),
+        ),
         weights=([_compressor_weights(schema, group, codec) for codec in codecs],),
         inputs=(projections, permutation(requests, tokens), positions),
         updates=True,
@@ -238,8 +270,9 @@ def _flush_case(schema, group, label, requests, tokens, closes):
 
 
 def _compressor_weights(schema, group, codec):
+    has_bias = schema.config.layers[group.layers[0]].position_bias
     return ops.CompressorWeights(
-        position_bias=normal_float32(group.compress_rate, codec.dim * (1 + group.overlap)),
+        position_bias=normal_float32(group.compress_rate, codec.dim * (1 + group.overlap)) if has_bias else None,
         norm_weight=normal_float32(codec.dim),
         inv_freq=jnp.asarray(schema.config.inv_freq(group.layers[0]), jnp.float32),
         eps=schema.config.rms_norm_eps,
@@ -250,13 +283,18 @@ def _flush_bytes(group, codec, tokens, closes):
     """Returns the number of bytes that a flush reads and writes for one request.
 
     It reads the projections and writes them to compressor state rows, at most to a full ring of rows. For each new
-    entry, it writes a row. Only a decode step reads the other rows of the ring to make the entry.
+    entry, it writes a row. Only a decode step reads the other rows of the ring to make the entry. If an entry is a
+    single token, there are no logits and no state.
     """
     ring = group.pooled_rows
+    entry_bytes = _closed_windows(group, tokens, closes) * tree_bytes(codec.struct)
+    if ring == 1:
+        return tokens * 4 * codec.dim + entry_bytes
     row_bytes = 8 * codec.dim * (1 + group.overlap)  # float32 values and logits
-    entries = tokens // group.compress_rate
-    ring_bytes = 0  # bytes read to make the entry
-    if tokens == 1:
-        entries = int(closes)
-        ring_bytes = closes * (ring - 1) * codec.dim * 8
-    return (tokens + min(tokens, ring)) * row_bytes + ring_bytes + entries * tree_bytes(codec.struct)
+    ring_bytes = closes * (ring - 1) * codec.dim * 8 if tokens == 1 else 0  # bytes read to make the entry
+    return (tokens + min(tokens, ring)) * row_bytes + ring_bytes + entry_bytes
+
+
+def _closed_windows(group, tokens, closes):
+    """Returns the number of windows that a request's tokens complete."""
+    return int(closes) if tokens == 1 else tokens // group.compress_rate

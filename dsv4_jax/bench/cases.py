@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from dsv4_jax.bench.tables import MODELS
 from dsv4_jax.cache import CacheSchema, GroupSpec
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import packaged_checkpoint, read_config
@@ -98,19 +99,28 @@ def _int32(values):
 
 
 def measured_config(config: DSV4Config, report: dict[str, Any], field: str = "shapes") -> DSV4Config:
-    """Returns the configuration to measure: `config` on a GPU, elsewhere the configuration of the small packaged model.
+    """Returns the configuration to measure: `config`, or without a GPU a small one in place of a released model's.
 
-    The packaged model gets draft layers of the kind that `config` has.
+    The small one is that of the packaged model, with draft layers of the kind that `config` has.
 
     Args:
       config: the requested configuration.
-      report: the report. Without a GPU, its field `field` is set to "tiny".
+      report: the report. If the model is replaced, its field `field` is set to "tiny".
       field: name of the field that says which model is measured.
+
+    Raises:
+      ValueError: there is no GPU, and the packaged model is not like the released model.
     """
-    if jax.default_backend() == "gpu":
+    if jax.default_backend() == "gpu" or report[field].removeprefix("v4_") not in MODELS:
         return config
+    packaged = read_config(packaged_checkpoint())
+    if packaged.kv_format != config.kv_format:
+        raise ValueError(
+            f"--config {report[field]} needs a GPU: on a CPU, a tiny model replaces DeepSeek-V4's only. Give --config "
+            "a folder with the config.json of a small model"
+        )
     report[field] = "tiny"
-    return read_config(packaged_checkpoint()).with_drafts_of(config)
+    return packaged.with_drafts_of(config)
 
 
 def close(relative: float, absolute: float) -> Callable[[Array, Array], Array]:
@@ -161,9 +171,14 @@ def distinct(tokens: int, count: int, limit: int) -> Draw:
     return lambda rng: np.stack([rng.choice(limit, count, replace=False) for _ in range(tokens)])
 
 
-def group_label(group: GroupSpec) -> str:
-    """Returns the name of a group of layers without its compression rate, in capitals, such as "CSA"."""
-    return group.name.rstrip("0123456789").upper()
+def group_label(schema: CacheSchema, group: GroupSpec) -> str:
+    """Returns the name of a group of layers in capitals, such as "CSA".
+
+    It has the compression rate only if another group differs in nothing else.
+    """
+    stems = [name.rstrip("0123456789") for name in schema.groups]
+    stem = group.name.rstrip("0123456789")
+    return (stem if stems.count(stem) == 1 else group.name).upper()
 
 
 def window_view(schema: CacheSchema, slots: int) -> Draw:

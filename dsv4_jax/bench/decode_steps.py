@@ -19,9 +19,25 @@ from rich.progress import track
 from dsv4_jax.bench import timing
 from dsv4_jax.bench.cases import measured_config, tree_bytes
 from dsv4_jax.bench.kernel_kinds import kernel_report
+from dsv4_jax.bench.layer_slices import (
+    chosen_layers,
+    layer_kinds,
+    numbers_label,
+    slice_config,
+    with_fitting_tables,
+    with_sources,
+)
 from dsv4_jax.bench.random_steps import DRAWS, RandomSteps, abstract_model, expert_memory
 from dsv4_jax.bench.step_work import step_work
-from dsv4_jax.bench.tables import ACCEPTANCES, MODELS, Row, kind_columns, layer_share, print_rows, tokens_per_second
+from dsv4_jax.bench.tables import (
+    ACCEPTANCES,
+    Row,
+    kind_columns,
+    layer_share,
+    model_title,
+    print_rows,
+    tokens_per_second,
+)
 from dsv4_jax.cache import CacheSchema, KVCache
 from dsv4_jax.checkpoint.random_weights import random_model, select_experts
 from dsv4_jax.config import DSV4Config
@@ -77,7 +93,8 @@ class StepOptions:
       contexts: contexts to measure: numbers of tokens that a request holds at the end of a measurement of decode steps,
         or before a chunk of a prompt.
       chunks: chunk sizes to measure: numbers of tokens of one prompt that a step reads; empty for decode steps.
-      layers: number of the model's layers, or 0 for all, or for as many as fit the device.
+      layers: number of the model's layers, see `layer_slices.chosen_layers`; 0 for all, or for as many as fit the
+        device.
       drafts: number of tokens that a step drafts for each request; 0 for none.
       mesh: the devices; None for the default one.
       expert_parallel: whether each device gets whole experts instead of a shard of each expert.
@@ -267,8 +284,9 @@ def run(config: DSV4Config, options: StepOptions, report: Row, *, each_kind: boo
       options: the batch sizes, contexts and other options.
       report: the report that the results belong to. The bandwidth of a copy, the clock, and the seconds until the first
         step are added to it.
-      each_kind: if True, measures for each kind of the model's layers a model that has only layers of this kind. Each
-        result then has the `layer_type`, and the on-device loop is measured only on a mesh.
+      each_kind: if True, measures for each kind of the model's layers a model that has only layers of this kind, and
+        those that store or select entries for them. Each result then has the `layer_type` and the `layer_numbers`, and
+        the on-device loop is measured only on a mesh.
 
     Raises:
       ValueError: an option is out of range.
@@ -276,21 +294,33 @@ def run(config: DSV4Config, options: StepOptions, report: Row, *, each_kind: boo
     config = measured_config(config, report)
     options.check(config)
     if not each_kind:
-        yield from _run(config.first_layers(options.layers or config.num_hidden_layers), options, report)
+        count = options.layers or config.num_hidden_layers
+        if not options.layers and options.expert_memory is None:
+            count = _max_layers(config, options)
+        layers = chosen_layers(config, count)
+        yield from _run(slice_config(config, layers), options, report, numbers_label(layers))
         return
     count = 8 if jax.default_backend() == "gpu" else 1  # with 8, no layer finds its weights in the GPU's L2 cache
-    for kind in dict.fromkeys(spec.kind for spec in config.specs):
-        for row in _run(config.with_layers([kind] * count), options, report, loop=options.mesh is not None):
-            yield {"layer_type": kind.layer_type} | row
+    for layer in layer_kinds(config):
+        layers = with_sources(config, [layer])
+        label = numbers_label(layers) + (f" x {count}" if count > 1 else "")
+        for row in _run(kind_config(config, layers, count), options, report, label, loop=options.mesh is not None):
+            yield {"layer_type": config.specs[layer].layer_type} | row
 
 
-def _run(config, options, report, *, loop=True):
-    """Prints and yields the results of a model. If `options.layers` is 0, the model has as many layers as fit."""
-    if not options.layers and options.expert_memory is None:
-        config = config.first_layers(_max_layers(config, options))
+def kind_config(config: DSV4Config, layers: Sequence[int], repeats: int = 1) -> DSV4Config:
+    """Returns the configuration of some layers as `slice_config` does, but without experts by token id."""
+    sliced = slice_config(config, layers, repeats)
+    return dataclasses.replace(sliced, mlp_layer_types=("moe",) * sliced.num_hidden_layers)
+
+
+def _run(config, options, report, layer_numbers, *, loop=True):
+    """Prints and yields the results of a model, whose layers have `layer_numbers` in the whole model, a text."""
+    print(f"Numbers of the layers in {model_title(report['shapes'])}: {layer_numbers}")
     columns = COLUMNS | (DRAFT_COLUMNS if options.drafts else {})
     rows = _compare_with_one_token(measure(config, options, report, loop=loop))
-    yield from print_rows(rows, columns, layer_share, batch=5, tokens=6)
+    for row in print_rows(rows, columns, layer_share, batch=5, tokens=6):
+        yield {"layer_numbers": layer_numbers} | row
 
 
 def _compare_with_one_token(results):
@@ -325,7 +355,7 @@ def measure(config: DSV4Config, options: StepOptions, report: Row, *, loop: bool
       loop: whether the on-device loop is measured, too. It is measured only for the first batch size.
     """
     report["clock"] = "wall clock of steps, kernel time from CUPTI"
-    config = config.with_drafts(options.drafts > 0)
+    config = reduce_tables(config.with_drafts(options.drafts > 0), options, report)
     max_tokens = max(options.batches) * max(1 + options.drafts, *options.chunks, 0)
     experts = expert_memory(options.expert_memory, options.largest_cache(config), max_tokens)
     model = random_model(
@@ -354,13 +384,35 @@ def measure(config: DSV4Config, options: StepOptions, report: Row, *, loop: bool
         report["matmul_operations_per_second"] = timing.matmul_rate()
     kinds = ", ".join(dict.fromkeys(config.layer_types))
     print(
-        f"{report['device']}, jax {report['jax']}. Layers of {MODELS[report['shapes']]}: "
+        f"{report['device']}, jax {report['jax']}. Layers of {model_title(report['shapes'])}: "
         f"{config.num_hidden_layers} ({kinds}), {tree_bytes(nnx.state(model)) / 1e9:.2f} GB. Weights and cache are "
         f"read at {copy / 1e9:,.0f} GB/s at most.\n",
         flush=True,
     )
     for case, known in zip(_in_turn(cases, "profiling kernels"), times, strict=True):
         yield case.profile(known, report)
+
+
+def reduce_tables(config: DSV4Config, options: Any, report: Row) -> DSV4Config:
+    """Returns the configuration with Engram's tables reduced to what the machine holds; reports and prints if they are.
+
+    Args:
+      config: configuration of the model.
+      options: options with a `mesh` and an `expert_memory`.
+      report: the report, to which the numbers of rows are added.
+    """
+    reduced = _with_fitting_tables(config, options)
+    if config.engram is not None and reduced.engram is not None and reduced != config:
+        sizes = {"engram_rows": reduced.engram.num_embeddings, "engram_rows_of_release": config.engram.num_embeddings}
+        report |= sizes
+        rows, whole = (" and ".join(f"{count:,}" for count in counts) for counts in sizes.values())
+        print(f"Engram's tables have {rows} rows, not {whole}, which this machine does not hold")
+    return reduced
+
+
+def _with_fitting_tables(config, options):
+    devices = 1 if options.mesh is None else options.mesh.shape.get("model", 1)
+    return with_fitting_tables(config, devices, on_host=options.expert_memory is not None)
 
 
 def _cases(config, model, options, skew):
@@ -404,7 +456,8 @@ def _max_layers(config, options):
     """Returns the number of layers whose weights fit the device's memory together with the largest cache."""
 
     def exceeds(count):
-        few = config.first_layers(count).with_drafts(options.drafts > 0)
+        few = slice_config(config, chosen_layers(config, count)).with_drafts(options.drafts > 0)
+        few = _with_fitting_tables(few, options)
         model = abstract_model(few, options.mesh, expert_parallel=options.expert_parallel)
         return not _fits(tree_bytes(nnx.state(model)), options.largest_cache(few), options.mesh)
 

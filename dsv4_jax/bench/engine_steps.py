@@ -13,7 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dsv4_jax.bench.decode_steps import check_numbers, loop_seconds
+from dsv4_jax.bench.decode_steps import check_numbers, loop_seconds, reduce_tables
+from dsv4_jax.bench.layer_slices import chosen_layers, numbers_label, slice_config
 from dsv4_jax.bench.random_steps import RandomSteps, expert_memory
 from dsv4_jax.bench.tables import Row, print_rows
 from dsv4_jax.cache import CacheSchema
@@ -50,7 +51,7 @@ class EngineOptions:
       context: length of the requests' prompts before decode steps, in tokens.
       steps: number of decode steps whose mean time is reported.
       token_budget: maximum number of tokens of a step.
-      layers: number of the model's layers; 0 for all.
+      layers: number of the model's layers, see `layer_slices.chosen_layers`; 0 for all.
       drafts: number of tokens that the draft layers draft for each request in a step; 0 for a model without them.
       expert_memory: see `decode_steps.StepOptions`.
       skew: skew of the routers, see `checkpoint.random_weights.random_model`.
@@ -116,7 +117,8 @@ def run(config: DSV4Config, options: EngineOptions, report: Row) -> Iterator[Row
     check_numbers("requests", options.requests, 1)
     check_numbers("layers", (options.layers,), 0, config.num_hidden_layers)
     count = options.layers or config.num_hidden_layers
-    config = config.first_layers(count).with_drafts(options.drafts > 0)
+    layers = chosen_layers(config, count)
+    config = reduce_tables(slice_config(config, layers).with_drafts(options.drafts > 0), options, report)
     if options.max_context > (limit := config.max_position_embeddings):
         raise ValueError(f"--prompts and --context need {options.max_context} tokens; the model's context is {limit}")
     largest = CacheSchema(config, **options.cache_sizes(max(options.requests)))
@@ -125,14 +127,15 @@ def run(config: DSV4Config, options: EngineOptions, report: Row) -> Iterator[Row
     model = random_model(config, options.mesh, expert_memory=experts, skew=options.skew)
     model = CompiledModel(jax.block_until_ready(model), experts)
     report |= {
-        "layers": count,
+        "layers": len(layers),
+        "layer_numbers": numbers_label(layers),
         "token_budget": options.token_budget,
         "context": options.context,
         "skew": options.skew,
         "host_bytes": experts.host_bytes if experts else 0,
         "weights_seconds": time.perf_counter() - begin,
     }
-    print(f"weights of {count} layers made in {report['weights_seconds']:.1f} s", file=sys.stderr)
+    print(f"weights of layers {numbers_label(layers)} made in {report['weights_seconds']:.1f} s", file=sys.stderr)
     yield from print_rows(_measure(model, config, options), COLUMNS, what=-7, tokens=7)
 
 

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import ops
-from dsv4_jax.bench.cases import Case, normal, normal_float32, paged_view, tree_bytes
+from dsv4_jax.bench.cases import Case, distinct, normal, normal_float32, paged_view, tree_bytes
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.ops.indexer_scores import round_index_query_operands, score_rounded_kernel, score_rounded_xla
+from pallas_kernels.indexer_scores.key_tiles import DIM
 from pallas_kernels.indexer_scores.round_index_query import round_index_query
 
 
@@ -26,19 +27,22 @@ _SCORES = (
     ("32 x 16384, 8 each", [16384] * 32, 8, False),
     ("65536, 2048 tokens", [65536], 2048, False),
 )
-# (requests, keys of each request)
+# (requests, keys of each request), for layers with candidates and for top-k
+_CANDIDATE_SHAPES = (1, 65536), (1, 262144), (32, 65536), (8, 262144)
 _TOPK_SHAPES = (*((n, 16384) for n in (1, 32)), *((n, keys) for keys in (65536, 262144) for n in (1, 8, 32, 64)))
 
 
 def indexer_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of the indexer's steps: rounding queries, scores, scores followed by top-k, and top-k alone.
 
+    If layers select within candidate blocks (V4.1), there are cases of choosing the blocks and of scores within them.
     Scores are measured for one token of each request, for 8 tokens of each request, for the prefill of one request, and
     for requests of different lengths, from 1k to 262k keys. Their queries are already rotated and rounded; the cases
     "index query" measure this.
     """
-    for tokens in (1, 32, 2048, 8192):
-        yield _query_case(schema, tokens)
+    if schema.config.index_head_dim == DIM:
+        for tokens in (1, 32, 2048, 8192):
+            yield _query_case(schema, tokens)
     for label, lengths, tokens, _ in _SCORES:
         yield _scores_case(schema, label, lengths, tokens)
     for label, lengths, tokens, selects in _SCORES:
@@ -49,6 +53,12 @@ def indexer_cases(schema: CacheSchema) -> Iterator[Case]:
         if requests == 1:
             yield _topk_case(schema, requests, keys, keys, ", all equal")
             yield _topk_case(schema, requests, keys, 1024, ", 1024 visible")
+
+    if schema.config.candidate_topk_blocks:
+        for requests, keys in _CANDIDATE_SHAPES:
+            if keys > schema.config.candidate_topk_blocks * schema.config.candidate_block_size:
+                yield _blocks_case(schema.config, requests, keys)
+                yield _within_case(schema, requests, keys)
 
 
 def _selecting_group(schema):
@@ -100,9 +110,12 @@ def _scores_case(schema, label, lengths, tokens, topk=0):
     def queries(rng):
         q = normal(rows, heads, dim)(rng)
         weights = normal_float32(rows, heads)(rng)
-        return {"xla": (key.round_query(q), weights), "mosaic_gpu": kernel_operands(q, weights)}
+        rounded = {"xla": (key.round_query(q), weights)}
+        return rounded | ({"mosaic_gpu": kernel_operands(q, weights)} if dim == DIM else {})
 
     def call(view, queries, slots, positions, *, implementation):
+        if implementation not in queries:
+            raise NotImplementedError(f"the kernel takes index queries of {DIM} channels, got {dim}")
         score = score_rounded_xla if implementation == "xla" else score_rounded_kernel
         q, weights = queries[implementation]
         scores = score(view, q, weights, slots, positions)
@@ -128,6 +141,59 @@ def _scores_case(schema, label, lengths, tokens, topk=0):
         reads=True,
         agree=_same_selection if topk else _same_scores,
         xla_calls=1 if rows * max(lengths) > 1 << 20 else None,
+    )
+
+
+def _blocks_case(config, requests, keys):
+    """Returns a case that chooses the candidate blocks of [requests, keys] scores."""
+    count = config.candidate_topk_blocks
+
+    def call(_, scores, lengths, *, implementation):
+        topk = functools.partial(ops.indexer_topk, implementation=implementation)
+        return ops.candidate_blocks(scores, lengths, count, config.candidate_block_size, topk)
+
+    return Case(
+        op="candidate_blocks",
+        shape=f"{requests} x {keys}",
+        nbytes=requests * 4 * (keys + 1 + count),
+        call=call,
+        inputs=(normal_float32(requests, keys), np.full(requests, keys)),
+        reads=True,
+    )
+
+
+def _within_case(schema, requests, keys):
+    """Returns a case of the index scores of one token of each request within its candidate blocks."""
+    config = schema.config
+    group = schema.groups[next(spec.group for spec in config.specs if spec.makes_candidates)]
+    key = group.key
+    heads = config.index_n_heads
+    dim = config.index_head_dim
+    size = config.candidate_block_size
+    count = config.candidate_topk_blocks
+    blocks = distinct(requests, count, keys // size)
+
+    def call(view, q, weights, blocks, slots, positions, *, implementation):
+        entries = ops.candidate_entries(blocks, size)
+        return ops.indexer_scores(view, q, weights, slots, positions, entries=entries, implementation=implementation)
+
+    scored = requests * count * size
+    return Case(
+        op="indexer_scores",
+        shape=f"{requests} x {keys}, in {count} blocks",
+        nbytes=scored * (tree_bytes(key.struct) + 4) + requests * (2 * heads * dim + 4 * heads + 8 + 4 * count),
+        call=call,
+        state=paged_view(schema, group, key, [keys] * requests),
+        inputs=(
+            normal(requests, heads, dim),
+            normal_float32(requests, heads),
+            lambda rng: np.sort(blocks(rng), axis=1),
+            np.arange(requests),
+            np.full(requests, keys * group.compress_rate - 1),
+        ),
+        flops=2 * heads * dim * scored,
+        reads=True,
+        agree=_same_scores,
     )
 
 

@@ -9,7 +9,7 @@ from dsv4_jax.bench import timing
 from dsv4_jax.bench.cache_cases import append_cases, attention_cases, flush_cases, gather_cases
 from dsv4_jax.bench.cases import Case
 from dsv4_jax.bench.indexer_cases import indexer_cases
-from dsv4_jax.bench.tables import MODELS, Row, print_rows
+from dsv4_jax.bench.tables import Row, model_title, print_rows
 from dsv4_jax.bench.weight_cases import experts_cases, hyper_connections_cases, linear_cases, router_cases
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.config import DSV4Config
@@ -31,7 +31,7 @@ CASES: dict[str, Callable[[CacheSchema], Iterator[Case]]] = {
     "hyper_connections": hyper_connections_cases,
     "router": router_cases,
 }
-# Ops that are measured in the packaged model's sizes if there is no GPU.
+# Ops that are measured in the packaged model's sizes if there is no GPU and the model is a larger one of the same kind.
 _READ_WEIGHTS = "linear", "experts", "hyper_connections", "router"
 _MAX_CPU_BYTES = 1 << 25  # maximum bytes of a call, and of a layer, in cases that are measured without a GPU
 
@@ -68,8 +68,9 @@ def chosen_cases(
     gpu = jax.default_backend() == "gpu"
     kinds = set()
     packaged = read_config(packaged_checkpoint())
+    is_large = not gpu and config.kv_format == packaged.kv_format and config.hidden_size > packaged.hidden_size
     for name in dict.fromkeys(names):
-        model = config if gpu or name not in _READ_WEIGHTS else packaged
+        model = packaged if is_large and name in _READ_WEIGHTS else config
         schema = CacheSchema(model, num_blocks=0, max_requests=1, max_context=1, kv_format=kv_format)
         for case in CASES[name](schema):
             label = f"{case.op} {case.shape}"
@@ -99,7 +100,7 @@ def run(cases: Iterable[Case], report: Row, calls: int) -> Iterator[Row]:
         f"{report['device']}, jax {report['jax']}; {report['clock']}. Copying reaches "
         f"{copy / 1e9:,.0f} GB/s, reads and writes counted; reading alone {read / 1e9:,.0f}; a bfloat16 matrix "
         f"product {matmul / 1e12:,.1f} TFLOP/s.\n"
-        f"{MODELS[report['shapes']]} shapes, format {report['cache_format']}\n"
+        f"{model_title(report['shapes'])} shapes, format {report['cache_format']}\n"
     )
     rows = (_measure(case, calls if gpu else min(calls, 4), copy, read, matmul) for case in cases)
     yield from print_rows(rows, COLUMNS, op=-24, shape=-22, by=-10)

@@ -9,13 +9,13 @@ import numpy as np
 
 from dsv4_jax.bench.prefill import STACK
 from dsv4_jax.bench.serving import SLOTS
-from dsv4_jax.bench.tables import LAYER_KINDS, MODELS, Row, layer_share
+from dsv4_jax.bench.tables import LAYER_KINDS, Row, layer_share, model_title
 
 
 def plot_layers(report: Row, path: Path) -> None:
     """Draws a bar for each case: the time of a layer by kind of kernel. A line in the bar marks the lower bound."""
     rows = [layer_share(row) for row in report["results"]]
-    title = f"Layers of {MODELS[report['shapes']]}, {report['device']}"
+    title = f"Layers of {model_title(report['shapes'])}, {report['device']}"
     with _axes(path, (10.0, 3.0 + 0.3 * len(rows)), title=title, xlabel="microseconds a layer") as axes:
         labels = [_layer_label(row) for row in rows]
         bar_ends = np.zeros(len(rows))
@@ -36,7 +36,8 @@ def plot_layers(report: Row, path: Path) -> None:
 def _layer_label(row):
     label = f"{row['requests']} x {row['context']:,}"
     if "layer_type" in row:
-        label = f"{row['layer_type'].removesuffix('_attention').replace('_', ' ')}, {label}"
+        kind = row["layer_type"].removesuffix("_attention").replace("_", " ")
+        label = f"{kind} {row.get('layer_numbers', '')}".rstrip() + f", {label}"
     if row["tokens"] > 1:
         label += f", {row['tokens']} tokens each"
     if row["drafts"]:
@@ -46,7 +47,7 @@ def _layer_label(row):
 
 def plot_prefill(report: Row, path: Path) -> None:
     """Draws the tokens a second of all layers, and their upper bound, over the number of tokens before a chunk."""
-    title = f"Layers of {MODELS[report['shapes']]}, chunks of a prompt, {report['device']}"
+    title = f"Layers of {model_title(report['shapes'])}, chunks of a prompt, {report['device']}"
     with _axes(path, title=title, xlabel="tokens before the chunk", ylabel="tokens a second") as axes:
         stack = [row for row in report["results"] if row["layer_type"] == STACK]
         for chunk in sorted({row["chunk"] for row in stack}):

@@ -49,13 +49,14 @@ def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: in
     passes = draft_passes(config, drafts)
     tables = dict.fromkeys(("embed_tokens", "embedding", "markov_w1", "tid2eid"), 0)
     reads = tables | {"markov_w2": drafts, "lm_head": 1 + passes}
-    share = config.num_experts_per_tok / config.n_routed_experts
     operations = 0.0
     nbytes = 0.0
     for path, weight in nnx.to_flat_state(nnx.state(model)):
         is_draft = path[0] == "drafts"
         is_expert = "experts" in path
         times = next((reads[name] for name in path if name in reads), passes if is_draft else 1)
+        experts, selected = config.layer_experts(config.num_hidden_layers if is_draft else 0)
+        share = selected / experts
         rows = requests * (config.drafts.block_size if is_draft and config.drafts else tokens)
         nbytes += tree_bytes(weight) * times * (1 - (1 - share) ** rows if is_expert else 1)
         if "layers" in path and not is_draft and len(weight.shape) > 2:
@@ -87,8 +88,11 @@ def cache_work(steps: RandomSteps, context: int) -> tuple[int, int]:
             attended += np.minimum(visible, topk).sum()
             read += min(visible[-1], steps.tokens * topk) * tree_bytes(group.entry.struct)
             if spec.selects and group.key is not None:
-                scored += visible.sum()
-                read += visible[-1] * tree_bytes(group.key.struct)
+                keys = visible
+                if spec.candidates is not None and not spec.makes_candidates:
+                    keys = np.minimum(visible, config.candidate_topk_blocks * config.candidate_block_size)
+                scored += keys.sum()
+                read += min(visible[-1], keys.sum()) * tree_bytes(group.key.struct)
     operations = 4 * config.num_attention_heads * config.head_dim * attended
     return int(operations + 2 * config.index_n_heads * config.index_head_dim * scored), int(read)
 

@@ -9,7 +9,8 @@ from dsv4_jax.bench.kernel_kinds import KINDS, OUTSIDE, REST
 Row = dict[str, Any]  # the fields of a result, or of a report of many results
 # Kinds of kernels that belong to layers.
 LAYER_KINDS = tuple(kind for kind in (*KINDS, REST) if kind not in OUTSIDE)
-# {"shapes" of a report: name of the model in titles}. Without a GPU, "tiny" replaces the requested model.
+# {"shapes" of a report: name of the model in titles}. They are the names of configurations without "v4_", or a folder.
+# Without a GPU, "tiny" replaces models of V4.
 MODELS = {
     "flash": "V4-Flash",
     "pro": "V4-Pro",
@@ -20,6 +21,11 @@ MODELS = {
 }
 # Acceptance rates of drafts for which the tokens a second are reported.
 ACCEPTANCES = (0.5, 0.7, 0.9)
+
+
+def model_title(shapes: str) -> str:
+    """Returns the name in titles of a report's model."""
+    return MODELS.get(shapes, shapes)
 
 
 def print_rows(

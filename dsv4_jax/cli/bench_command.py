@@ -9,12 +9,12 @@ from dsv4_jax.cli import options
 from dsv4_jax.cli.bench_options import (
     Benchmark,
     Calls,
+    Config,
     ModelBenchmark,
     Numbers,
     Only,
     PlotFile,
     Rows,
-    Shapes,
 )  # fmt: skip
 
 
@@ -40,7 +40,7 @@ class OpsBench(ModelBenchmark):
 
     For example:
       dsv4-jax bench ops
-      dsv4-jax bench ops append gather --shapes flash --json h100.json
+      dsv4-jax bench ops append gather --config v4_flash --json h100.json
       dsv4-jax bench ops linear --only FP8
 
     Attributes:
@@ -88,6 +88,7 @@ class _DecodeSteps(ModelBenchmark):
 class LayerBench(_DecodeSteps):
     """Times decode steps of models that have layers of one kind only, one model for each kind.
 
+    If layers of a kind read entries or selections of others, as in V4.1, the model has one of each of these, too.
     Weights are random and quantized as in the release. Reports the same numbers as "bench model".
 
     For example:
@@ -105,7 +106,7 @@ class LayerBench(_DecodeSteps):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelBench(_DecodeSteps):
-    """Times decode steps of a model with its first layers, embedding and head.
+    """Times decode steps of a model with some or all of its layers, embedding and head.
 
     Weights are random and quantized as in the release, and the cache is full. Reports the time of a step, of a step in
     the loop on the device ("loop"), and until the call of a step returns ("call"); the floor, which is the time to read
@@ -116,12 +117,15 @@ class ModelBench(_DecodeSteps):
       dsv4-jax bench model --layers 8 --batches 1 8
       dsv4-jax bench model --expert-memory auto --skew 0 0.6 1 --batches 1 --contexts 4096
       dsv4-jax bench model --mesh model=4 --expert-parallel
-      dsv4-jax bench model --shapes flash_0731 --drafts 5 --batches 1 --contexts 4096
+      dsv4-jax bench model --config v4_flash_0731 --drafts 5 --batches 1 --contexts 4096
+      dsv4-jax bench model --config v41_flash --batches 1 --contexts 8192
 
     Attributes:
       batches: batch sizes, in requests. Default: 1 8 32 128; on a CPU 1 4
       contexts: context lengths, in tokens a request. Default: 4096 65536; on a CPU 512 4096
-      layers: number of layers to run, the first ones; 0 = as many as fit, or all with --expert-memory.
+      layers: number of layers to run: one of each kind, with those that it reads from, as far as they fit, then the
+        first ones; 0 = as many as fit, or all with --expert-memory. Engram's tables are reduced to what the machine
+        holds.
       plot: plot the time of each kind of kernel to this file.
       skew: how unequally tokens select experts: the expert of rank r has weight r**-S. Each S is measured. With
         --expert-memory, the experts that are frequent with the largest S lie on the GPU.
@@ -137,6 +141,7 @@ class ModelBench(_DecodeSteps):
 class PrefillBench(ModelBenchmark):
     """Times layers that read chunks of a prompt, one layer of each kind, with random weights as in the release.
 
+    The layers from which a layer reads entries or selections are run with it and alone, and subtracted.
     Reports milliseconds and tokens a second, the rate of the matrix products, the floor, and the time of each kind of
     kernel. The floor is the larger of two times: to read weights and cache once, and to compute the matrix products at
     the rate of a large product. The last lines are for all layers together. Embedding and head are left out, but not on
@@ -188,8 +193,8 @@ class ServeBench(Benchmark):
       drafts: number of tokens that prompt lookup may draft in a step, or with --config the model's draft layers; 0 = no
         speculative decoding.
       plot: plot time to the first token against tokens sent to this file; not with --config.
-      config: a released model, or a folder with a config.json. On a CPU, a tiny model replaces the released ones.
-      layers: with --config: number of layers to run, the first ones; 0 = all.
+      config: a released model, or a folder with a config.json. On a CPU, a tiny model replaces the releases of V4.
+      layers: with --config: number of layers to run, chosen as by "bench model"; 0 = all.
       requests: with --config: numbers of requests that decode at once. Default: 1 4 16 64; on a CPU 1 4
       prompts: with --config: numbers of tokens of the prompts. Default: 1024 8192 65536; on a CPU 256
       context: with --config: number of tokens of a request when it begins to decode.
@@ -228,8 +233,7 @@ class ServeBench(Benchmark):
 
             config = options.named_config(self.config, "--config", mtp=self.drafts > 0)
             report["config"] = self.config
-            if self.config.startswith("v4_"):
-                config = measured_config(config, report, "config")
+            config = measured_config(config, report, "config")
             defaults = {} if jax.default_backend() == "gpu" else {"requests": (1, 4), "prompts": (256,)}
             steps = self._options(engine_steps.EngineOptions, mesh, **defaults)
             return engine_steps.run(config, steps, report)
@@ -252,14 +256,14 @@ class AllReduceBench(Benchmark):
     """
 
     mesh: Annotated[str, tyro.conf.arg(metavar="model=N")]
-    shapes: Shapes = "flash"
+    config: Config = "v4_flash"
 
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Rows:
         from dsv4_jax.bench import sums
 
         if mesh is None or mesh.shape.get("model", 1) < 2:
             raise ValueError(f"--mesh {self.mesh} must have more than one device along the axis model")
-        width = options.named_config(f"v4_{self.shapes}", "--shapes").hidden_size
+        width = options.named_config(self.config, "--config").hidden_size
         return sums.run(width, mesh, report)
 
 

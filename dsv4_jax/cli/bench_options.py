@@ -21,9 +21,13 @@ if TYPE_CHECKING:
     from dsv4_jax.config import DSV4Config
     from dsv4_jax.quant import KVFormat
 
-Shapes = Annotated[
-    Literal["flash", "pro", "flash_0731", "pro_0813", "v41_flash"],
-    tyro.conf.arg(help="the model whose shapes are used; those with a date, and v41_flash, draft with DSpark."),
+Config = Annotated[
+    str,
+    tyro.conf.arg(
+        metavar="|".join((*options.PRESETS, "DIR")),
+        help="the model whose shapes are used: a released one, of which those with a date and v41_flash draft with "
+        "DSpark, or a folder with a config.json. On a CPU, a tiny model replaces the releases of V4.",
+    ),
 ]
 Only = Annotated[tuple[str, ...], tyro.conf.arg(help="only ops whose name or shape contains one of these texts.")]
 Calls = Annotated[int, tyro.conf.arg(help="number of calls whose median time is reported.")]
@@ -105,7 +109,7 @@ class ModelBenchmark(Benchmark):
       cache_format: format of the cache's rows. Default: the format of the model's release.
     """
 
-    shapes: Shapes = "flash"
+    config: Config = "v4_flash"
     cache_format: Annotated[Literal["v4", "v41", "per_entry"] | None, options.optional("{v4,v41,per_entry}")] = None
 
     def _model(self, report: dict[str, Any]) -> "tuple[DSV4Config, KVFormat]":
@@ -113,8 +117,7 @@ class ModelBenchmark(Benchmark):
         from dsv4_jax.quant import kv_format
 
         drafts: int = getattr(self, "drafts", 0)
-        name = self.shapes if self.shapes in options.PRESETS else f"v4_{self.shapes}"
-        config = options.named_config(name, "--shapes", mtp=drafts > 0)
+        config = options.named_config(self.config, "--config", mtp=drafts > 0)
         cache_format = kv_format(self.cache_format or config.kv_format)
-        report |= {"shapes": self.shapes, "cache_format": cache_format.name}
+        report |= {"shapes": self.config.removeprefix("v4_"), "cache_format": cache_format.name}
         return config, cache_format

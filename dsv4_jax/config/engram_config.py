@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 from dsv4_jax.common.arguments import check, check_whole
 
@@ -56,6 +57,11 @@ class EngramConfig:
                 primes.append(candidate)
             candidate += 1
         return tuple(tuple(primes[i : i + self.rows]) for i in range(0, len(primes), self.rows))
+
+    def resized(self, layer_ids: Sequence[int], vocab_size: int) -> "EngramConfig":
+        """Returns the configuration with other layers or another `vocab_size`, and the sizes of tables that follow."""
+        config = dataclasses.replace(self, layer_ids=tuple(layer_ids), vocab_size=vocab_size)
+        return dataclasses.replace(config, num_embeddings=tuple(map(sum, config.primes)))
 
     def first_layers(self, count: int) -> "EngramConfig | None":
         """Returns the configuration of a model with only the first `count` layers; None if none of them has Engram."""

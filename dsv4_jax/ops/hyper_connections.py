@@ -151,9 +151,7 @@ def _hyper_connections_xla(streams, weights, norm_weight, y, mixing, _):
 
 
 def _hyper_connections_kernel(streams, weights, norm_weight, y, mixing, table, *, interpret):
-    if weights.delays_pre:
-        raise NotImplementedError("the kernel collapses streams by the weights that it computes: delays_pre is True")
-    if y is not None and (table is None or not fuses_all_reduce(*streams.shape)):
+    if y is not None and (table is None or not fuses_all_reduce(len(streams))):
         y = all_reduce(y)
         table = None
     stacks, layer = layer_stacks((weights.fn, weights.base, weights.scale, norm_weight))
@@ -167,5 +165,6 @@ def _hyper_connections_kernel(streams, weights, norm_weight, y, mixing, table, *
         norm_eps=weights.norm_eps,
         hc_eps=weights.hc_eps,
         iterations=weights.iterations,
+        delays_pre=weights.delays_pre,
         interpret=interpret,
     )

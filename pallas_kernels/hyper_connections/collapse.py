@@ -8,6 +8,9 @@ per SM walks over groups of 1 or 4 tokens. A block has n + 1 warpgroups, with n 
                                                                                                               norms_full
     n           compute_weights    computes `pre` and signals it, then `post` and       pre_empty             pre_full
                                    `comb` by Sinkhorn's iterations; a warp has a token
+
+If the weights `pre` of the block before collapse the streams (V4.1), they are read from global memory. Then the
+warpgroups of one role do not wait for those of the other.
 """
 
 import dataclasses
@@ -72,7 +75,10 @@ class CollapseProblem:
 
 @pytree_dataclass
 class CollapseScratch:
-    """Shared memory and barriers of the launch: outside the kernel the types to allocate, inside the references."""
+    """Shared memory and barriers of the launch: outside the kernel the types to allocate, inside the references.
+
+    The fields of `pre` are None if the weights `pre` of the block before collapse the streams.
+    """
 
     pre_empty: Any  # one barrier for each stage of `pre_smem`
     norms_smem: Any  # [2, step, warps] float32 sums of squares; the two buffers are used in turns
@@ -82,7 +88,7 @@ class CollapseScratch:
     pre_full: Any  # one barrier for each stage of `pre_smem`
 
 
-def collapse(p: CollapseProblem, streams, partials, weights, layer, *, interpret: bool):
+def collapse(p: CollapseProblem, streams, partials, weights, layer, pre=None, *, interpret: bool):
     """Computes the normed input of the next block and the mixing weights, see `hyper_connections`.
 
     Args:
@@ -92,19 +98,21 @@ def collapse(p: CollapseProblem, streams, partials, weights, layer, *, interpret
         N * 32] with N = T rounded up to a multiple of 4.
       weights: (base, scale, weight) as in `hyper_connections`.
       layer: [1] int32 index on a leading axis of layers of the weights. None: they have no such axis.
+      pre: [T, 24] float32 mixing weights of which the first 4 collapse the streams; None for those of this launch.
       interpret: whether to interpret the kernel.
 
     Returns:
       (x [T, D] bfloat16, mixing [T, 24] float32 or, for the head, None).
     """
     mixing_type = jax.ShapeDtypeStruct((p.tokens, p.rows), jnp.float32) if p.rows > STREAMS else None
+    computes_pre = pre is None
     scratch = CollapseScratch(
-        pre_empty=plgpu.Barrier(num_arrivals=p.workers, num_barriers=STAGES),
+        pre_empty=plgpu.Barrier(num_arrivals=p.workers, num_barriers=STAGES) if computes_pre else None,
         norms_smem=plgpu.SMEM((2, p.step, p.workers * WARPS), jnp.float32),
         norms_full=plgpu.Barrier(num_arrivals=p.workers),
-        pre_smem=plgpu.SMEM((STAGES, THREADS), jnp.float32),
+        pre_smem=plgpu.SMEM((STAGES, THREADS), jnp.float32) if computes_pre else None,
         exchange_smem=plgpu.SMEM((THREADS,), jnp.float32),
-        pre_full=plgpu.Barrier(num_barriers=STAGES),
+        pre_full=plgpu.Barrier(num_barriers=STAGES) if computes_pre else None,
     )
     launch = kernel(
         functools.partial(_body, p),
@@ -116,23 +124,24 @@ def collapse(p: CollapseProblem, streams, partials, weights, layer, *, interpret
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return launch(streams, partials, weights, layer)
+    return launch(streams, pre, partials, weights, layer)
 
 
-def _body(p, streams_gmem, partials_gmem, weights_gmem, layer_gmem, x_gmem, mixing_gmem, scratch):
+def _body(p, streams_gmem, pre_gmem, partials_gmem, weights_gmem, layer_gmem, x_gmem, mixing_gmem, scratch):
     base_gmem, scale_gmem, weight_gmem = weights_of_layer(weights_gmem, layer_gmem)
     block = lax.axis_index("block")
     blocks = lax.axis_size("block")
     warpgroup = lax.axis_index("warpgroup")
     groups = block, blocks, lax.div(p.groups - block + blocks - 1, blocks)
 
-    collapse = functools.partial(_collapse_streams, p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, scratch)
+    refs = streams_gmem, pre_gmem, weight_gmem, x_gmem
+    collapse = functools.partial(_collapse_streams, p, groups, warpgroup, *refs, scratch)
     compute = functools.partial(_compute_weights, p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gmem, scratch)
     pl.when(warpgroup < p.workers)(jax.named_scope("collapse_streams")(collapse))
     pl.when(warpgroup == p.workers)(jax.named_scope("compute_weights")(compute))
 
 
-def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, scratch):
+def _collapse_streams(p, groups, warpgroup, streams_gmem, pre_gmem, weight_gmem, x_gmem, scratch):
     """Collapses and norms a warpgroup's channels of all groups of tokens of the block.
 
     `groups` is (number of the block, number of blocks, number of the block's groups).
@@ -147,18 +156,23 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, s
     def token_of(i, turn, n):
         return (block + i * blocks) * p.tokens_each + turn * p.step + n
 
-    def load_streams(i, turn):
-        """Loads this warpgroup's channels of the streams of the tokens of turn `turn` of the block's i-th group.
+    def load_token(token):
+        """Returns (this warpgroup's channels of each stream, weight `pre` of each stream or None) of a token."""
+        streams = [load(streams_gmem.at[token, j, own_channels]) for j in range(STREAMS)]
+        return streams, None if pre_gmem is None else [pre_gmem[token, j] for j in range(STREAMS)]
 
-        A group's tokens are collapsed in turns of `p.step` tokens.
-        """
+    def load_tokens(i, turn):
+        """Loads the tokens of turn `turn` of the block's i-th group, whose turns have `p.step` tokens."""
         tokens = [jnp.minimum(token_of(i, turn, n), p.tokens - 1) for n in range(p.step)]
-        return [[load(streams_gmem.at[token, j, own_channels]) for j in range(STREAMS)] for token in tokens]
+        return [load_token(token) for token in tokens]
 
-    def collapse_token(stage, parity, turn, n, streams):
+    def collapse_token(stage, parity, turn, n, streams, pre):
         """Returns a token's collapsed channels. Writes each warp's sum of their squares to `norms_smem`."""
         first_lane = (turn * p.step + n) * WARP  # of the warp that has computed the token's weights
-        terms = [row.astype(jnp.float32) * scratch.pre_smem[stage, first_lane + j] for j, row in enumerate(streams)]
+        terms = [
+            row.astype(jnp.float32) * (scratch.pre_smem[stage, first_lane + j] if pre is None else pre[j])
+            for j, row in enumerate(streams)
+        ]
         value = round_bfloat16(functools.reduce(jnp.add, terms))
         warp_sums(value * value, scratch.norms_smem.at[parity, n, pl.ds(warpgroup * WARPS, WARPS)])
         return value
@@ -166,18 +180,19 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, s
     def collapse_group(i, ahead):
         """Stores x of the block's i-th group of tokens.
 
-        `ahead` has the streams of the group's first turn. Returns the streams of the next group's first turn.
+        `ahead` has the tokens of the group's first turn. Returns the tokens of the next group's first turn.
         """
         stage = lax.rem(i, STAGES)
-        plgpu.barrier_wait(scratch.pre_full.at[stage])
+        if pre_gmem is None:
+            plgpu.barrier_wait(scratch.pre_full.at[stage])
         for turn in range(turns):
             # The buffers of `norms_smem` take turns, because other warpgroups may still read the previous one.
             parity = lax.rem(i * turns + turn, 2)
-            values = [collapse_token(stage, parity, turn, n, streams) for n, streams in enumerate(ahead)]
+            values = [collapse_token(stage, parity, turn, n, *loaded) for n, loaded in enumerate(ahead)]
             if turn + 1 < turns:
-                ahead = load_streams(i, turn + 1)
+                ahead = load_tokens(i, turn + 1)
             elif p.groups > blocks:
-                ahead = load_streams(i + 1, 0)
+                ahead = load_tokens(i + 1, 0)
             plgpu.barrier_arrive(scratch.norms_full)
             plgpu.barrier_wait(scratch.norms_full)
             for n, value in enumerate(values):
@@ -190,10 +205,11 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, weight_gmem, x_gmem, s
                 def _(token=token, value=value):
                     x_gmem[token, own_channels] = value
 
-        plgpu.barrier_arrive(scratch.pre_empty.at[stage])
+        if pre_gmem is None:
+            plgpu.barrier_arrive(scratch.pre_empty.at[stage])
         return ahead
 
-    lax.fori_loop(0, count, collapse_group, load_streams(jnp.int32(0), 0))
+    lax.fori_loop(0, count, collapse_group, load_tokens(jnp.int32(0), 0))
 
 
 def _compute_weights(p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gmem, scratch):
@@ -226,16 +242,18 @@ def _compute_weights(p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gme
         logits = sums * lax.rsqrt(mean + p.norm_eps) * factors + bias
         gates = reciprocal(1.0 + jnp.exp(-logits))
         weights = jnp.where(lane < STREAMS, gates + p.hc_eps, 2.0 * gates)
-        barriers.wait_empty(scratch.pre_empty, i)
-        scratch.pre_smem[stage] = weights
-        plgpu.barrier_arrive(scratch.pre_full.at[stage])
+        if scratch.pre_smem is not None:
+            barriers.wait_empty(scratch.pre_empty, i)
+            scratch.pre_smem[stage] = weights
+            plgpu.barrier_arrive(scratch.pre_full.at[stage])
         if mixing_gmem is not None:
             comb = mixing_matrix(logits, iterations=p.iterations, eps=p.hc_eps)
             weights = jnp.where(lane < 2 * STREAMS, weights, comb)
             put_rows(mixing_gmem, weights, group * p.tokens_each, rows=p.tokens_each)
 
     pl.loop(0, count)(visit_group)
-    barriers.wait_for_last(scratch.pre_empty, count)
+    if scratch.pre_smem is not None:
+        barriers.wait_for_last(scratch.pre_empty, count)
 
 
 def _pairwise_sum(terms, add=jnp.add):

@@ -9,7 +9,8 @@ next block collapses the streams to its normed input x [D]:
 The mixing weights of a token are `pre` [4], `post` [4] and `comb` [4, 4]. `pre` of this call, and `post` and `comb` of
 the next one, are computed from logits = fn @ new / rms(new), where new is flattened to [4 * D]. The first launch writes
 the new streams. Each of its blocks also writes partial sums of the logits over a slice of channels. The second launch,
-`collapse`, adds up the slices and computes x and the mixing weights. There are three kernels for the first launch:
+`collapse`, adds up the slices and computes x and the mixing weights. In V4.1 (`delays_pre`), `pre` is not that of this
+call but that of the call before, as `post` and `comb` are. There are three kernels for the first launch:
 
     kernel            tokens      multiplies fn with the new streams by
     streams_fma       1 .. 4      float32 FMAs; it can also sum y over GPUs
@@ -36,7 +37,7 @@ MAX_WIDTH = 7 * collapse.CHANNELS  # channels of 7 warpgroups; `collapse` has on
 MAX_MMA_TOKENS = 256
 
 
-@cached_trace("norm_eps", "hc_eps", "iterations")
+@cached_trace("norm_eps", "hc_eps", "iterations", "delays_pre")
 def hyper_connections(
     streams: jax.Array,
     fn: jax.Array,
@@ -51,6 +52,7 @@ def hyper_connections(
     norm_eps: float,
     hc_eps: float,
     iterations: int,
+    delays_pre: bool = False,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Adds a block's output to the streams and collapses them to the normed input of the next block.
@@ -64,11 +66,12 @@ def hyper_connections(
       y: [T, D] bfloat16 output of the block; None: the streams stay as they are.
       mixing: [T, 24] float32 mixing weights that the call before the block returned; required with y.
       table: table of mailboxes, see `mailbox.check_table`. If given, this GPU's y is a term of a sum over GPUs, which
-        is computed as by `all_reduce`; at most 4 tokens and 4096 channels. None: y is complete.
+        is computed as by `all_reduce`; at most 4 tokens. None: y is complete.
       layer: [] int32 index on a leading axis of layers of fn, base, scale and weight. None: they have no such axis.
       norm_eps: constant added to the mean square of the streams, and to the mean square of the collapsed stream.
       hc_eps: constant added to `pre`, to the softmax of `comb`, and to each sum of a Sinkhorn iteration.
       iterations: number of Sinkhorn iterations, at least 1.
+      delays_pre: whether the weights `pre` of `mixing`, which is then required, collapse the streams.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
@@ -80,11 +83,12 @@ def hyper_connections(
       NotImplementedError: the kernels do not take these shapes or dtypes.
     """
     _check_operands(streams, fn, base, scale, weight, layer, y, mixing)
+    check_rules({"mixing if delays_pre is True": mixing is not None or not delays_pre})
     layer_number = layer_operand(layer)
     tokens, _, width = streams.shape
     if table is not None and y is not None:
         mailbox.check_table(table, interpret=interpret)
-        check_rules({f"parts of up to 4 tokens and 4096 channels, got {y.shape}": fuses_all_reduce(*streams.shape)})
+        check_rules({f"parts of up to 4 tokens, got {y.shape}": fuses_all_reduce(tokens)})
     added = (None, None, None)
     new_type = None
     if y is not None:
@@ -104,7 +108,8 @@ def hyper_connections(
     slices = width // channels
     problem = collapse.CollapseProblem(tokens, width, fn.shape[-2], slices, group, norm_eps, hc_eps, iterations)
     weights = base, scale, weight
-    x, mixing = collapse.collapse(problem, new, partials, weights, layer_number, interpret=interpret)
+    pre = mixing if delays_pre else None
+    x, mixing = collapse.collapse(problem, new, partials, weights, layer_number, pre, interpret=interpret)
     return new, x, mixing
 
 
@@ -130,12 +135,9 @@ def _check_operands(streams, fn, base, scale, weight, layer, y, mixing):
     )
 
 
-def fuses_all_reduce(tokens: int, _: int, width: int) -> bool:
-    """Returns whether `hyper_connections` takes a `table` for streams [tokens, 4, width].
-
-    Each thread block needs a counter in the mailboxes, which have 128.
-    """
-    return tokens <= streams_fma.MAX_TOKENS and width <= streams_fma.CHANNELS * mailbox.BLOCKS
+def fuses_all_reduce(tokens: int) -> bool:
+    """Returns whether `hyper_connections` takes a `table` for this number of tokens."""
+    return tokens <= streams_fma.MAX_TOKENS
 
 
 def _launch_slices(streams, fn, layer, added, new_type, interpret):

@@ -123,7 +123,7 @@ class _Thread:
             load=lambda: words.load_four(mlir.element(self.refs.y, index)),
             store=lambda four: thread_ops.store_vector(thread_ops.shared(self.total) + (self.thread << 4), four),
         )
-        mailbox.exchange(self.index, self.refs.table, [unit])
+        mailbox.exchange(self.index, self.width // CHANNELS, self.refs.table, [unit])
         mgpu.utils.warpgroup_barrier()
 
     def load_y(self, token):

@@ -29,7 +29,9 @@ from pallas_kernels.runtime.checks import check_array, check_rules
 
 
 GENERATIONS = 2  # sets of slots, which calls use in turns
-BLOCKS = 128  # maximum number of thread blocks of a kernel; the GPU runs them all at once
+BLOCKS = 128  # number of thread blocks whose slots and counters form a bank of the mailbox
+BANKS = 2
+MAX_BLOCKS = BANKS * BLOCKS  # maximum number of thread blocks of a kernel; the GPU runs them all at once
 ROUNDS = 4  # maximum number of units that a thread exchanges in a call
 UNIT = 8  # bfloat16 values of a unit, 16 bytes
 SLOT_BYTES = 16  # a slot is two 32-bit words of values, each followed by the number of the call
@@ -66,13 +68,13 @@ def _num_ranks(table):
 
 
 def slot_offset(generation, rank, round_: int, block, thread, *, ranks: int):
-    """Returns the byte offset of a unit's first slot in a mailbox. The second is THREADS * SLOT_BYTES bytes behind it.
+    """Returns the byte offset of a unit's first slot in a bank. The second is THREADS * SLOT_BYTES bytes behind it.
 
     Args:
       generation: 0 or 1, number of the call modulo 2.
       rank: rank of the sender.
       round_: number of the unit among the thread's units.
-      block: number of the thread block.
+      block: number of the thread block in the bank.
       thread: number of the thread in its block.
       ranks: number of GPUs.
     """
@@ -81,22 +83,27 @@ def slot_offset(generation, rank, round_: int, block, thread, *, ranks: int):
 
 
 def counter_offset(block, *, ranks: int):
-    """Returns the byte offset of a thread block's call counter in a mailbox."""
+    """Returns the byte offset of a thread block's call counter in a bank."""
     return block * 4 + GENERATIONS * ranks * ROUNDS * BLOCKS * SLOTS_PER_UNIT * THREADS * SLOT_BYTES
 
 
 def mailbox_bytes(ranks: int) -> int:
     """Returns the size of each GPU's mailbox, which has to hold zeros before the first call."""
+    return BANKS * _bank_bytes(ranks)
+
+
+def _bank_bytes(ranks):
     return counter_offset(BLOCKS, ranks=ranks)
 
 
-def exchange(block: U32, table_gmem, units: Sequence[Unit]) -> None:
+def exchange(block: U32, blocks: int, table_gmem, units: Sequence[Unit]) -> None:
     """Emits code for one thread that replaces each of its units by the sum over the GPUs.
 
     Values are added in float32, in the order of ranks, and the sum is rounded to bfloat16.
 
     Args:
-      block: number of the thread block, below `BLOCKS`.
+      block: number of the thread block.
+      blocks: number of thread blocks of the kernel, up to `MAX_BLOCKS`.
       table_gmem: table of mailboxes, see `check_table`.
       units: up to `ROUNDS` units of this thread.
     """
@@ -110,6 +117,10 @@ def exchange(block: U32, table_gmem, units: Sequence[Unit]) -> None:
     rank = U32(arith.trunci(mlir.int_type(), addresses[0]))
     own_mailbox = addresses[OWN]
     peers = addresses[PEERS:]
+    if blocks > BLOCKS:
+        bank = (block // BLOCKS) * _bank_bytes(ranks)
+        block = block % BLOCKS
+        own_mailbox, *peers = (_add_offset(address, bank) for address in (own_mailbox, *peers))
     thread = mlir.thread()
     counter = _add_offset(own_mailbox, counter_offset(block, ranks=ranks))
     call = thread_ops.ptx("ld.volatile.global.u32 $0, [$1];", counter) + 1

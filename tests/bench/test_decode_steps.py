@@ -22,6 +22,7 @@ from dsv4_jax.decode import CompiledModel
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.parallel.mesh import make_mesh
 from tests.host.managers import CONFIG
+from tests.v41 import v41_config
 
 
 def steps_of(config, requests, tokens=1, drafts=0, mesh=None):
@@ -81,6 +82,15 @@ def test_what_a_step_reads_of_the_cache():
     steps = steps_of(read_config(packaged_checkpoint()).first_layers(3), 2)
     (short, *_), (long, *_) = (step_work(steps, context)[1:] for context in (256, 512))
     assert long - short == 2 * (64 * 34 + 64 * 200 + 2 * 200)
+
+
+def test_a_layer_with_candidates_reads_their_keys_only():
+    """3 blocks of 4 candidates: 12 keys of 16 + 1 bytes, however long the context; 256 more tokens for other layers."""
+    config = v41_config()
+    (_, short, _), (_, long, _) = (step_work(steps_of(config, 1), context) for context in (128, 384))
+    assert long - short == 128 * (16 + 1) + 256 * (16 + 1)  # of rate 2 and of rate 1
+    short, long = (step_work(steps_of(config, 1), context)[0] for context in (128, 384))
+    assert long - short == 2 * config.index_n_heads * config.index_head_dim * (128 + 256)
 
 
 def test_what_drafts_read():
@@ -219,7 +229,7 @@ def test_the_bytes_that_dsparks_drafts_read():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["model", "--shapes", "flash_0731", "--drafts", "6"], "--drafts 6 must be from 0 to 5"),
+        (["model", "--config", "v4_flash_0731", "--drafts", "6"], "--drafts 6 must be from 0 to 5"),
         (["model", "--mesh", "data=2", "--batches", "4", "3"], "mesh axis data=2 does not divide --batches 3"),
         (["all_reduce", "--mesh", "data=2"], "--mesh data=2 must have more than one device along the axis model"),
         (["model", "--expert-parallel"], "--expert-parallel needs a mesh with more than one device"),
@@ -237,6 +247,8 @@ def test_the_bytes_that_dsparks_drafts_read():
         (["prefill", "--contexts", "-1"], "--contexts -1 must be from 0 to"),
         (["prefill", "--contexts"], "--contexts needs at least one number"),
         (["prefill", "--chunks"], "--chunks needs at least one number"),
+        (["model", "--config", "v41_flash"], "--config v41_flash needs a GPU: on a CPU, a tiny model replaces"),
+        (["prefill", "--config", "no"], "--config no is neither v4_flash nor v4_pro"),
         (["serve", "--requests", "0"], "--requests 0 must be at least 1"),
     ],
 )

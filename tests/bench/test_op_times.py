@@ -32,6 +32,15 @@ def test_times_every_case_and_writes_json(run, tmp_path):
         )
 
 
+@pytest.mark.slow
+def test_a_folder_s_model_is_measured(run, toy):
+    """Every op has a case at the sizes of a small model like V4.1, also of those that read weights."""
+    out = run("bench", "ops", "--config", toy, "--calls", "1")
+    assert f"{toy} shapes, format v41" in out
+    ops = {line.split("  ")[0] for line in out.splitlines()}
+    assert {"flush", "candidate_blocks", "sparse_attention", "linear", "experts", "hyper_connections"} <= ops
+
+
 def test_every_op_has_cases():
     assert tuple(CASES) == OPS
 

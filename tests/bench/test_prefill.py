@@ -12,6 +12,18 @@ from dsv4_jax.decode import program_store
 
 
 @pytest.mark.slow
+def test_layers_of_others_are_subtracted(run, toy, tmp_path):
+    """Layers 2, 3 and 4 of the toy model read one after the other."""
+    table = tmp_path / "prefill.json"
+    run("bench", "prefill", "--config", toy, "--chunks", 16, "--contexts", 0, "--json", table)
+    *rows, whole = json.loads(table.read_text())["results"]
+    assert [row["layer"] for row in rows] == [0, 1, 2, 3, 4]
+    assert whole["milliseconds"] == pytest.approx(sum(row["milliseconds"] for row in rows), rel=1e-3)
+    window, _, stores, selects, reuses = (row["flops"] for row in rows)
+    assert window < reuses < selects < stores and whole["flops"] == sum(row["flops"] for row in rows)
+
+
+@pytest.mark.slow
 def test_measures_each_kind_and_all_layers_together(run, tmp_path, monkeypatch):
     config = read_config(packaged_checkpoint()).with_layers([LayerSpec(), LayerSpec.hca(), LayerSpec.hca()])
     monkeypatch.setattr(prefill, "measured_config", lambda *_: config)

@@ -12,6 +12,7 @@ from dsv4_jax import ops
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 from pallas_kernels.all_reduce import all_reduce
 from pallas_kernels.mgpu.mailbox import (
+    BANKS,
     BLOCKS,
     GENERATIONS,
     ROUNDS,
@@ -88,7 +89,9 @@ def test_slots_lie_apart_and_within_the_mailbox():
     assert {b - a for a, b in zip(ordered, ordered[1:], strict=False)} == {SLOTS_PER_UNIT * slot}
     assert slot_offset(0, 0, 0, 0, 1, ranks=ranks) == SLOT_BYTES
     assert ordered[-1] + SLOTS_PER_UNIT * slot == counter_offset(0, ranks=ranks)
-    assert counter_offset(BLOCKS, ranks=ranks) == mailbox_bytes(ranks)
+    bank = counter_offset(BLOCKS, ranks=ranks)
+    assert bank % SLOT_BYTES == 0
+    assert BANKS * bank == mailbox_bytes(ranks)
 
 
 def test_what_the_kernel_does_not_take_is_refused():
