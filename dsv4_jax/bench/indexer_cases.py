@@ -174,8 +174,8 @@ def _within_case(schema, requests, keys):
     blocks = distinct(requests, count, keys // size)
 
     def call(view, q, weights, blocks, slots, positions, *, implementation):
-        entries = ops.candidate_entries(blocks, size)
-        return ops.indexer_scores(view, q, weights, slots, positions, entries=entries, implementation=implementation)
+        candidates = {"candidates": blocks, "block_size": size}
+        return ops.indexer_scores(view, q, weights, slots, positions, **candidates, implementation=implementation)
 
     scored = requests * count * size
     return Case(
