@@ -98,7 +98,7 @@ class SkinnyScratch(NamedTuple):
     sums_smem: Any  # float32 sums: slots (tiles), places (partial sums of a tile), then 64 * tokens values
     sums_empty: Any  # a barrier for each slot of `sums_smem`
     # Three barriers for each slot. At the w-th, warpgroup w lets warpgroup w + 1 add its sums to the slot's only place.
-    # None if each warpgroup has a place of its own.
+    # If warpgroups take turns, four: at the w-th, warpgroup w waits. None if each warpgroup has a place of its own.
     turns: Any
     # [slots, 2 * lines, ..] uint8, all FP4 scales of a tile: those of each half are consecutive bytes, from the first
     # line or from the middle one on. None unless a matrix has such scales.
@@ -139,6 +139,12 @@ class SkinnyGemm:
     @property
     def stages_per_step(self) -> int:
         return self.step_segments // self.segments
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the tiles of a matrix have no multiple of four steps."""
+        steps = (self.padded(*matrix) // (self.step_segments * matrix[0].segment) for matrix in self.matrices)
+        return any(count % MULTIPLIERS for count in steps)
 
     @property
     def has_stage_scales(self) -> bool:
@@ -206,6 +212,7 @@ class SkinnyGemm:
             shape = stages, ROWS, layout.elements(self.segments * layout.segment)
             transforms = self.stage_format(layout).transforms(shape[2])
             codes.append(plgpu.SMEM(shape, dtype, transforms=transforms))
+        turns = MULTIPLIERS if self.takes_turns else MULTIPLIERS - 1
         sums = (ROWS, self.tokens) if interpret else (ROWS * self.tokens,)
         return SkinnyScratch(
             codes_smem=plgpu.RefUnion(*codes) if len(codes) > 1 and not interpret else codes,
@@ -217,7 +224,7 @@ class SkinnyGemm:
             scales_smem=plgpu.SMEM((stages, ROWS, SCALE_BYTES), jnp.uint8) if has_scales else None,
             sums_smem=plgpu.SMEM((self.slots, self.places, *sums), jnp.float32),
             sums_empty=plgpu.Barrier(num_barriers=self.slots),
-            turns=plgpu.Barrier(num_barriers=self.slots * (MULTIPLIERS - 1)) if self.places == 1 else None,
+            turns=plgpu.Barrier(num_barriers=self.slots * turns) if self.places == 1 else None,
             tile_scales_smem=plgpu.SMEM(self.tile_scales, jnp.uint8) if slots else None,
             tile_scales_empty=tile_barriers(num_arrivals=MULTIPLIERS) if slots else None,
             tile_scales_full=tile_barriers(num_arrivals=2) if slots else None,
@@ -391,7 +398,7 @@ def _multiply_tile(steps, refs, done, tile, scales):
     slot = barriers.turn(refs.sums_full, done + tile)
     barriers.wait_empty(refs.sums_empty, done + tile)
     if gemm.places == 1:
-        _add_in_turn(refs, acc, place, slot)
+        _add_in_turn(steps, refs, acc, place, slot)
     else:
         wgmma.put(refs.sums_smem.at[slot, place], acc)
         plgpu.barrier_arrive(refs.sums_full.at[slot])
@@ -452,15 +459,21 @@ def _load_scales(steps, tile):
     return skinny_mma.load_scales(product.scales_gmem, rows, first_block, step_segments)
 
 
-def _add_in_turn(refs, acc, turn, slot):
+def _add_in_turn(steps, refs, acc, turn, slot):
     """Adds a warpgroup's partial sums to the only place of a slot, after the partial sums with lower turns."""
     place = refs.sums_smem.at[slot, 0]
-    barrier = slot * (MULTIPLIERS - 1) + turn
+    takes_turns = steps.gemm.takes_turns
+    if takes_turns:
+        # A warpgroup has to wait for every arrival at a barrier at which it waits at all.
+        barrier = slot * MULTIPLIERS + ((steps.warpgroup + 1) & (MULTIPLIERS - 1))
+    else:
+        barrier = slot * (MULTIPLIERS - 1) + turn
     pl.when(turn == 0)(lambda: wgmma.put(place, acc))
 
     @pl.when(turn > 0)
     def _():
-        plgpu.barrier_wait(refs.turns.at[barrier - 1])
+        own_barrier = slot * MULTIPLIERS + steps.warpgroup if takes_turns else barrier - 1
+        plgpu.barrier_wait(refs.turns.at[own_barrier])
         wgmma.add_to(place, acc)
 
     pl.when(turn < MULTIPLIERS - 1)(lambda: plgpu.barrier_arrive(refs.turns.at[barrier]))

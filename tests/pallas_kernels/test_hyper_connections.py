@@ -239,6 +239,8 @@ def test_what_the_kernel_does_not_take_is_refused():
         hyper_connections(streams, fn, base, scale, weight, y, mixing, table, interpret=True, **OPTIONS)
     with pytest.raises(NotImplementedError, match="parts of up to 4 tokens, got .5, 1024."):
         hyper_connections(*operands(5, 1024), table, **OPTIONS)
+    with pytest.raises(NotImplementedError, match="mixing if delays_pre is True"):
+        hyper_connections(streams, fn, base, scale, weight, **V41_OPTIONS)
     with pytest.raises(ValueError, match="y needs mixing"):
         call(streams, fn, base, scale, weight, y)
     with pytest.raises(ValueError, match="mixing needs y"):

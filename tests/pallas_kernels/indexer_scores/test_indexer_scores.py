@@ -186,6 +186,16 @@ def test_on_gpu(name, per_block, counts):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("heads", [32, 64])
+def test_one_token_on_gpu(name, heads):
+    """It has a configuration of its own; every block has tiles."""
+    rng = np.random.default_rng(heads)
+    view = paged(FORMATS[name], rng, lengths=[100001], max_blocks=1600, per_block=64)
+    check(view, *queries(rng, 1, heads), [0], [RATES[name] * 100001 - 1], "mosaic_gpu")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["v41", "per_entry"])
 @pytest.mark.parametrize(("tokens", "per_block", "count"), [(1, 128, 2048), (8, 16, 2048), (300, 64, 210)])
 def test_candidates_on_gpu(name, tokens, per_block, count):

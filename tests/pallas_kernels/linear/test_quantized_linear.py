@@ -166,16 +166,22 @@ def test_swiglu_on_gpu(tokens, inner, depth):
 
 # Warpgroups add to one place, in turn; more tokens than a launch takes; blocks of a cluster that add up. Several tiles
 # a block, of more stages than there are.
+# With blocks of 32, five steps a tile of two stages each, in turns.
 @pytest.mark.parametrize(
-    ("tokens", "config"),
-    [(25, Config(32, places=1, max_stages=8)), (9, Config(8, max_stages=8)), (8, Config(8, splits=2))],
+    ("tokens", "config", "depth", "kind"),
+    [
+        (25, Config(32, places=1, max_stages=8), 512, "FP8"),
+        (9, Config(8, max_stages=8), 512, "FP8"),
+        (8, Config(8, splits=2), 512, "FP8"),
+        (9, Config(16, places=1, max_stages=8), 640, "FP8_32"),
+    ],
 )
-def test_configs_interpreted(tokens, config):
+def test_configs_interpreted(tokens, config, depth, kind):
     def linear(x, weight, spec):
-        own = dataclasses.replace(config, workers=2)
-        return quantized_linear(x, ((weight.codes, weight.scale),), spec=spec, config=own, interpret=True)
+        options = {"config": dataclasses.replace(config, workers=2), "scale_block": weight.block[0]}
+        return quantized_linear(x, ((weight.codes, weight.scale),), spec=spec, interpret=True, **options)
 
-    check(linear, tokens, ((192, BF16), (64, F32)), 512)
+    check(linear, tokens, ((192, BF16), (64, F32)), depth, kind=kind)
 
 
 @pytest.mark.gpu
