@@ -9,10 +9,11 @@ import numpy as np
 from dsv4_jax import ops
 from dsv4_jax.bench.cases import Case, close, group_label, normal, normal_float32, random_key
 from dsv4_jax.cache import CacheSchema
+from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.attention import Attention
 from dsv4_jax.nn.layers import ABSTRACT
 from dsv4_jax.ops import LinearSpec
-from dsv4_jax.quant import QuantizedWeight, encode_e4m3, fp8_kind, quantized_shapes
+from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight, encode_e4m3, fp8_kind, quantized_shapes
 
 
 # Kernel and XLA add float32 products in different orders, so a sum may be rounded to the next bfloat16, by up to 2**-7
@@ -29,10 +30,14 @@ _EXPERTS_AGREE = close(relative=2**-6, absolute=0.5)
 def linear_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of the linear maps of an attention layer.
 
-    They are the fused maps of the hidden states and of the latents for each kind of layers with entries, `o_a` and
-    `o_b` in bfloat16, and `q_b` and `o_b` in FP8.
+    They are the fused maps of the hidden states and of the latents for each group of layers, `o_a` and `o_b` in
+    bfloat16, and `q_b` and `o_b` in FP8. For V4.1, they are the maps that the release stores in FP8.
     """
     config = schema.config
+    if config.weight_block != WEIGHT_BLOCK:
+        yield from _small_block_cases(config, devices=1)
+        yield from _small_block_cases(config, devices=4)
+        return
     width = config.num_attention_heads * config.head_dim
     rank = config.o_groups * config.o_lora_rank
     shapes = {
@@ -40,9 +45,8 @@ def linear_cases(schema: CacheSchema) -> Iterator[Case]:
         "o_a": (rank, width // config.o_groups),
         "o_b": (config.hidden_size, rank),
     }
-    measured = set()  # kinds of layers may have equal maps
-    for label, layer in _layers_with_entries(schema).items():
-        attention = Attention(config, layer, param_dtype=jnp.bfloat16, rngs=ABSTRACT)
+    for group in schema.groups.values():
+        attention = Attention(config, group.layers[0], param_dtype=jnp.bfloat16, rngs=ABSTRACT)
         sources = {
             "hidden": (attention.input_projections, config.hidden_size),
             "latent": (attention.latent_projections, config.q_lora_rank),
@@ -51,42 +55,57 @@ def linear_cases(schema: CacheSchema) -> Iterator[Case]:
             outputs = fused.projections.values()
             sizes = tuple(output.size for output in outputs)
             spec = LinearSpec(sizes, tuple(output.out_dtype or jnp.bfloat16 for output in outputs))
-            if (source, spec) in measured:
-                continue
-            measured.add((source, spec))
             for tokens in (8, 32):
-                yield _linear_case(config, f"{label}, of {source}", (sum(sizes), columns), tokens, spec)
+                yield _linear_case(f"{group_label(schema, group)}, of {source}", (sum(sizes), columns), tokens, spec)
     for name, groups in (("o_a", config.o_groups), ("o_b", 1)):
         for tokens in (8, 32):
-            spec = LinearSpec(output_dtype=jnp.bfloat16, num_groups=groups)
-            yield _linear_case(config, name, shapes[name], tokens, spec)
+            yield _linear_case(name, shapes[name], tokens, LinearSpec(output_dtype=jnp.bfloat16, num_groups=groups))
     for name in ("q_b", "o_b"):
         for tokens in (1, 8, 32, 2048):
-            yield _linear_case(config, f"{name} in FP8", shapes[name], tokens, LinearSpec(output_dtype=jnp.bfloat16))
+            yield _linear_case(f"{name} in FP8", shapes[name], tokens, LinearSpec(output_dtype=jnp.bfloat16), "FP8")
 
 
-def _layers_with_entries(schema):
-    """Returns {label: number of a layer} of the layers that store, only select, or only attend to entries."""
-    labels = {name: group_label(schema, group) for name, group in schema.groups.items()}
-    layers: dict[str, int] = {}
-    for spec in schema.config.specs:
-        if spec.group is not None:
-            role = "" if spec.owner else " select" if spec.selects else " reuse"
-            layers.setdefault(labels[spec.group] + role, spec.layer)
-    return layers
-
-
-def _linear_case(config, name, shape, tokens, spec):
-    rows, depth = shape
-    channels = spec.num_groups * depth
-    is_fp8 = name.endswith("FP8")
+def _small_block_cases(config: DSV4Config, devices: int) -> Iterator[Case]:
+    """Yields cases of the maps in FP8 with small blocks, as each of `devices` devices has them."""
+    hidden = config.hidden_size
+    groups = config.o_groups // devices
+    group_width = config.num_attention_heads * config.head_dim // config.o_groups
+    inner = config.n_shared_experts * config.moe_intermediate_size // devices
+    shapes = {
+        "q_b": (groups * group_width, config.q_lora_rank),
+        "o_a": (groups * config.o_lora_rank, group_width),
+        "o_b": (hidden, groups * config.o_lora_rank),
+        "shared gate_up": (2 * inner, hidden),
+        "shared down": (hidden, inner),
+    }
+    if devices == 1:
+        shapes["q_a and kv"] = config.q_lora_rank + config.head_dim, hidden
+        shapes["index queries"] = config.index_n_heads * config.index_head_dim, config.q_lora_rank
+        if config.engram is not None:
+            shapes["Engram"] = (config.hc_mult + 1) * hidden, config.engram.rows * config.engram.head_dim
     kind = fp8_kind(config.weight_block)
+    for name, shape in shapes.items():
+        spec = LinearSpec(output_dtype=jnp.bfloat16, num_groups=groups if name == "o_a" else 1)
+        for tokens in (1, 32, 128, 8192):
+            yield _linear_case(f"{name} / {devices} in FP8", shape, tokens, spec, kind)
+
+
+def _fp8_weight(shape, kind):
+    """Returns a `QuantizedWeight` of draws."""
+    codes_shape, scale_shape = quantized_shapes(kind, shape)
 
     def codes(rng):
-        return encode_e4m3(normal_float32(*shape)(rng))
+        return encode_e4m3(normal_float32(*codes_shape)(rng))
 
     def scale(rng):
-        return jnp.asarray(rng.integers(118, 123, quantized_shapes(kind, shape)[1]), jnp.uint8)
+        return jnp.asarray(rng.integers(118, 123, scale_shape), jnp.uint8)
+
+    return QuantizedWeight(codes, scale, kind, jnp.dtype(jnp.bfloat16))
+
+
+def _linear_case(name, shape, tokens, spec, kind=None):
+    rows, depth = shape
+    channels = spec.num_groups * depth
 
     def call(_, weight, x, *, implementation):
         return ops.linear(x, weight, spec, implementation=implementation)
@@ -95,9 +114,9 @@ def _linear_case(config, name, shape, tokens, spec):
     return Case(
         op="linear",
         shape=f"{name}, T={tokens}",
-        nbytes=(1 if is_fp8 else 2) * rows * depth + tokens * (2 * channels + output_bytes),
+        nbytes=(1 if kind else 2) * rows * depth + tokens * (2 * channels + output_bytes),
         call=call,
-        weights=(QuantizedWeight(codes, scale, kind, jnp.dtype(jnp.bfloat16)) if is_fp8 else normal(*shape),),
+        weights=(_fp8_weight(shape, kind) if kind else normal(*shape),),
         inputs=(normal(tokens, channels),),
         flops=2 * tokens * rows * depth,
         reads=True,
@@ -106,17 +125,34 @@ def _linear_case(config, name, shape, tokens, spec):
 
 
 def experts_cases(schema: CacheSchema) -> Iterator[Case]:
-    """Yields cases of the routed experts of a layer in FP4 and in bfloat16, for 1 to 8,192 tokens."""
-    for kind in "FP4", "bfloat16":
+    """Yields cases of the routed experts of a layer in FP4 and in bfloat16, for 1 to 8,192 tokens.
+
+    For V4.1, whose bfloat16 experts are too large, they are a quarter of each expert in FP4 instead, and up to 8 tokens
+    with the shared expert.
+    """
+    config = schema.config
+    inner = config.moe_intermediate_size
+    is_v41 = config.weight_block != WEIGHT_BLOCK
+    kinds = {"FP4": inner}
+    if not is_v41:
+        kinds["bfloat16"] = inner
+    elif inner // 4 % 32 == 0:  # a quarter has whole blocks of values that share a scale
+        kinds["FP4 / 4"] = inner // 4
+    for kind, width in kinds.items():
         for tokens in (1, 8, 32, 128, 2048, 8192):
-            yield _experts_case(schema.config, kind, tokens)
+            yield _experts_case(config, kind, tokens, width)
+    for tokens in (1, 8) if is_v41 else ():
+        for kind, width in kinds.items():
+            yield _experts_case(config, kind.replace("FP4", "FP4 and shared"), tokens, width)
 
 
-def _experts_case(config, kind, tokens):
+def _experts_case(config, kind, tokens, inner):
     num_experts = config.n_routed_experts
     top_k = config.num_experts_per_tok
     hidden = config.hidden_size
-    inner = config.moe_intermediate_size
+    shared_kind = fp8_kind(config.weight_block)
+    has_shared = "shared" in kind
+    shared = [_fp8_weight(shape, shared_kind) for shape in ((2 * inner, hidden), (hidden, inner)) if has_shared]
     pairs = tokens * top_k
     is_disjoint = tokens <= _DISJOINT and pairs <= num_experts
 
@@ -137,11 +173,14 @@ def _experts_case(config, kind, tokens):
             return rng.permutation(num_experts)[:pairs].reshape(tokens, top_k)
         return np.argsort(rng.random((tokens, num_experts)), axis=1)[:, :top_k]
 
-    def call(_, gate_up, down, x, experts, weights, *, implementation):
+    def call(_, gate_up, down, *others, implementation):
+        *shared, x, experts, weights = others
+
         def run(arrays):
             x, experts, weights = arrays
+            matrices = gate_up, down, None, tuple(shared) or None
             limit = config.swiglu_limit
-            return ops.experts(x, experts, weights, gate_up, down, limit=limit, implementation=implementation)
+            return ops.experts(x, experts, weights, *matrices, limit=limit, implementation=implementation)
 
         arrays = x, experts, weights
         if implementation != "xla" or len(x) <= _MAX_XLA:
@@ -154,11 +193,11 @@ def _experts_case(config, kind, tokens):
     return Case(
         op="experts",
         shape=f"{kind}, T={tokens}",
-        nbytes=int(num_read * expert_bytes) + tokens * hidden * 6,
+        nbytes=int(num_read * expert_bytes) + tokens * hidden * 6 + 3 * hidden * inner * has_shared,
         call=call,
-        weights=(weight(2 * inner, hidden), weight(hidden, inner)),
+        weights=(weight(2 * inner, hidden), weight(hidden, inner), *shared),
         inputs=(normal(tokens, hidden), selected, normal_float32(tokens, top_k)),
-        flops=6 * pairs * hidden * inner,
+        flops=6 * (pairs + tokens * has_shared) * hidden * inner,
         reads=True,
         agree=_EXPERTS_AGREE,
         xla_calls=4,
