@@ -11,7 +11,7 @@ from dsv4_jax import ops
 from dsv4_jax.bench.cases import Case, distinct, normal, normal_float32, paged_view, tree_bytes
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.ops.indexer_scores import round_index_query_operands, score_rounded_kernel, score_rounded_xla
-from pallas_kernels.indexer_scores.key_tiles import DIM
+from pallas_kernels.indexer_scores.key_tiles import DIM, operand_dtype
 from pallas_kernels.indexer_scores.round_index_query import round_index_query
 
 
@@ -80,9 +80,9 @@ def _query_case(schema, tokens):
     return Case(
         op="index query",
         shape=f"T={tokens}",
-        # A value is read as bfloat16, 2 bytes. If keys have E8M0 scales, it is written as E4M3, 1 byte, and a float32
-        # weight of each head is read and written. Otherwise it is written as bfloat16.
-        nbytes=tokens * heads * (3 * dim + 8 if key.layout.scale == "e8m0" else 4 * dim),
+        # A value is read as bfloat16, 2 bytes. If the kernel multiplies E4M3, it is written as E4M3, 1 byte, and a
+        # float32 weight of each head is read and written. Otherwise it is written as bfloat16.
+        nbytes=tokens * heads * (4 * dim if operand_dtype(key.layout) == jnp.bfloat16 else 3 * dim + 8),
         call=call,
         inputs=(normal(tokens, heads, dim), normal_float32(tokens, heads), np.arange(tokens), inv_freq),
     )
@@ -124,7 +124,7 @@ def _scores_case(schema, label, lengths, tokens, topk=0):
         return ops.indexer_topk(scores, ops.valid_lengths(positions, rate), topk, implementation=implementation)
 
     scored = sum((rate * n - i) // rate for n in lengths for i in range(tokens))  # scores of visible keys
-    query_bytes = 1 if key.layout.scale == "e8m0" else 2
+    query_bytes = jnp.dtype(operand_dtype(key.layout)).itemsize
     input_bytes = sum(lengths) * tree_bytes(key.struct) + rows * (query_bytes * heads * dim + 4 * heads + 8)
     return Case(
         op="scores + top-k" if topk else "indexer_scores",
