@@ -43,6 +43,7 @@ from dsv4_jax.checkpoint.random_weights import random_model, select_experts
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS
 from dsv4_jax.decode import CompiledModel
+from dsv4_jax.expert_pages import HostTables
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.parallel.mesh import check_divisible, check_shardable
 from dsv4_jax.quant import KVFormat
@@ -101,6 +102,7 @@ class StepOptions:
       context_parallel: whether the compressed entries of a request are distributed over the devices.
       expert_memory: bytes of the GPU for experts; "auto" for all bytes that are left; None if no expert lies in host
         memory.
+      host_tables: whether Engram's tables lie in host memory, see `expert_pages.HostTables`.
       skew: skews of the routers to measure, see `checkpoint.random_weights.random_model`.
       kv_format: storage format of the cache's rows; None = that of the model's release.
     """
@@ -114,6 +116,7 @@ class StepOptions:
     expert_parallel: bool = False
     context_parallel: bool = False
     expert_memory: int | Literal["auto"] | None = None
+    host_tables: bool = False
     skew: tuple[float, ...] = (0.0,)
     kv_format: KVFormat | str | None = None
 
@@ -363,6 +366,7 @@ def measure(config: DSV4Config, options: StepOptions, report: Row, *, loop: bool
         options.mesh,
         expert_parallel=options.expert_parallel,
         expert_memory=experts,
+        host_tables=HostTables() if options.host_tables else None,
         skew=max(options.skew),
     )
     if experts is not None:
@@ -398,7 +402,7 @@ def reduce_tables(config: DSV4Config, options: Any, report: Row) -> DSV4Config:
 
     Args:
       config: configuration of the model.
-      options: options with a `mesh` and an `expert_memory`.
+      options: options with a `mesh`, an `expert_memory` and `host_tables`.
       report: the report, to which the numbers of rows are added.
     """
     reduced = _with_fitting_tables(config, options)
@@ -412,7 +416,7 @@ def reduce_tables(config: DSV4Config, options: Any, report: Row) -> DSV4Config:
 
 def _with_fitting_tables(config, options):
     devices = 1 if options.mesh is None else options.mesh.shape.get("model", 1)
-    return with_fitting_tables(config, devices, on_host=options.expert_memory is not None)
+    return with_fitting_tables(config, devices, on_host=options.host_tables or options.expert_memory is not None)
 
 
 def _cases(config, model, options, skew):

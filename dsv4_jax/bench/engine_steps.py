@@ -23,6 +23,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.engine import Engine
+from dsv4_jax.expert_pages import HostTables
 from dsv4_jax.host import KVCacheManager
 
 
@@ -53,7 +54,7 @@ class EngineOptions:
       token_budget: maximum number of tokens of a step.
       layers: number of the model's layers, see `layer_slices.chosen_layers`; 0 for all.
       drafts: number of tokens that the draft layers draft for each request in a step; 0 for a model without them.
-      expert_memory: see `decode_steps.StepOptions`.
+      expert_memory, host_tables: see `decode_steps.StepOptions`.
       skew: skew of the routers, see `checkpoint.random_weights.random_model`.
       mesh: the devices; None for the default one.
     """
@@ -66,6 +67,7 @@ class EngineOptions:
     layers: int = 0
     drafts: int = 0
     expert_memory: int | Literal["auto"] | None = None
+    host_tables: bool = False
     skew: float = 0.0
     mesh: Mesh | None = None
 
@@ -124,7 +126,8 @@ def run(config: DSV4Config, options: EngineOptions, report: Row) -> Iterator[Row
     largest = CacheSchema(config, **options.cache_sizes(max(options.requests)))
     experts = expert_memory(options.expert_memory, largest, options.max_step_tokens)
     begin = time.perf_counter()
-    model = random_model(config, options.mesh, expert_memory=experts, skew=options.skew)
+    tables = HostTables() if options.host_tables else None
+    model = random_model(config, options.mesh, expert_memory=experts, host_tables=tables, skew=options.skew)
     model = CompiledModel(jax.block_until_ready(model), experts)
     report |= {
         "layers": len(layers),

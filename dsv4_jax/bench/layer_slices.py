@@ -126,16 +126,16 @@ def with_fitting_tables(config: DSV4Config, devices: int = 1, *, on_host: bool =
     """Returns the configuration with Engram's tables reduced to what the machine holds, if they are larger.
 
     A token reads as many rows of a smaller table. Tables on devices have about `MAX_TABLE_BYTES` bytes of each device
-    at most, and tables in host memory a quarter of it.
+    at most, and tables in host memory half of it.
 
     Args:
       config: configuration of the model.
       devices: number of devices that share a table.
-      on_host: whether tables lie in host memory, see `ExpertMemory`.
+      on_host: whether tables lie in host memory, see `HostTables`.
     """
     max_bytes = MAX_TABLE_BYTES * devices
     if on_host:
-        max_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+        max_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     engram = config.engram
     if engram is None:
         return config

@@ -118,7 +118,7 @@ class ModelBench(_DecodeSteps):
       dsv4-jax bench model --expert-memory auto --skew 0 0.6 1 --batches 1 --contexts 4096
       dsv4-jax bench model --mesh model=4 --expert-parallel
       dsv4-jax bench model --config v4_flash_0731 --drafts 5 --batches 1 --contexts 4096
-      dsv4-jax bench model --config v41_flash --batches 1 --contexts 8192
+      dsv4-jax bench model --config v41_flash --mesh model=4 --host-tables --batches 1 --contexts 8192
 
     Attributes:
       batches: batch sizes, in requests. Default: 1 8 32 128; on a CPU 1 4
@@ -134,6 +134,7 @@ class ModelBench(_DecodeSteps):
     layers: int = 0
     expert_parallel: options.ExpertParallel = False
     expert_memory: options.ExpertMemoryOption = None
+    host_tables: options.HostTablesOption = False
     skew: Annotated[tuple[float, ...], tyro.conf.arg(metavar="S ...")] = (0.0,)
 
 
@@ -214,12 +215,13 @@ class ServeBench(Benchmark):
     context: int = 512
     token_budget: int = 2048
     expert_memory: options.ExpertMemoryOption = None
+    host_tables: options.HostTablesOption = False
     skew: options.Skew = 0.0
 
     def run(self) -> None:
         """Runs the benchmark. Raises ValueError if an option is wrong or options exclude each other."""
-        if self.config is None and (self.expert_memory is not None or self.skew or self.layers):
-            raise ValueError("--expert-memory, --skew and --layers need --config")
+        if self.config is None and (self.expert_memory is not None or self.host_tables or self.skew or self.layers):
+            raise ValueError("--expert-memory, --host-tables, --skew and --layers need --config")
         if self.config is not None and self.plot is not None:
             raise ValueError("--plot is for conversations: leave out --config")
         super().run()
