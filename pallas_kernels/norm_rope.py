@@ -2,10 +2,12 @@
 
     q_out = rope(q / rms(q))        kv_out = rope(weight * kv / rms(kv))
 
-In DeepSeek-V4.1, queries have no norm. The queries are stored. The key-value rows are stored (`norm_rope`) or appended
-to the rings of window rows of the KV cache (`norm_rope_append`). A warp computes a row of 512 channels at a time. The
-first blocks compute four key-value rows each; each other block computes heads of one token. Every block loads its first
-rows before it computes the rotation's cosines and sines, which hides the latency of the loads.
+In DeepSeek-V4.1, queries have no norm. Then only groups of 64 channels with rotated ones are read and written, in
+place if the program does not need the old queries afterwards. Otherwise the queries are stored. The key-value rows are
+stored (`norm_rope`) or appended to the rings of window rows of the KV cache (`norm_rope_append`). A warp computes a row
+of 512 channels at a time. The first blocks compute four key-value rows each; each other block computes heads of one
+token. Every block loads its first rows before it computes the rotation's cosines and sines, which hides the latency of
+the loads.
 """
 
 import dataclasses
@@ -43,7 +45,7 @@ class Config:
 
     @classmethod
     def choose(cls, tokens: int, heads: int) -> "Config":
-        """Chooses about four blocks of queries per multiprocessor, if there are enough heads.
+        """Chooses about four blocks of queries per multiprocessor, if there are enough heads, or rows of 512 channels.
 
         Warps load 4 rows at once if there are 16 rows or more for each multiprocessor.
         """
@@ -151,23 +153,69 @@ def _launch(name, arrays, rings, destination, eps, norms_queries, interpret):
     """
     q, kv, weight, *others = arrays
     tokens, heads, _ = q.shape
-    config = Config.choose(tokens, heads)
-    kv_out = [jax.ShapeDtypeStruct(kv.shape, kv.dtype)] if rings is None else []
+    queries = QueryRows(heads, None if norms_queries else others[-1].shape[0])
+    config = Config.choose(tokens, queries.rows)
+    out_types = [jax.ShapeDtypeStruct(kv.shape, kv.dtype)] if rings is None else []
+    if norms_queries:
+        q_operand = q.reshape(-1, DIM)
+        out_types.insert(0, jax.ShapeDtypeStruct(q_operand.shape, q.dtype))
+    else:
+        # Without the barrier, XLA would fuse a slice of an array with the kernel, and lose the write in place.
+        q_operand = jax.new_ref(jax.lax.optimization_barrier(q).reshape(-1, GROUP))
     launch = kernel(
-        functools.partial(_norm_rope_kernel, config, heads, eps, norms_queries, rings),
-        out_type=[jax.ShapeDtypeStruct((tokens * heads, DIM), q.dtype), *kv_out],
+        functools.partial(_norm_rope_kernel, config, queries, eps, rings),
+        out_type=out_types,
         kernel_name=name,
         grid={"block": -(-tokens // WARPS) + tokens * config.blocks_per_token},
         interpret=interpret,
     )
-    q_out, *kv_out = launch((q.reshape(-1, DIM), kv, weight.reshape(-1, DIM), *others), destination)
+    results = launch((q_operand, kv, weight.reshape(-1, DIM), *others), destination)
+    if not norms_queries:
+        results = [jax.freeze(q_operand), *results]
+    q_out, *kv_out = results
     return q_out.reshape(q.shape), *kv_out
 
 
-def _norm_rope_kernel(
-    config, heads, eps, norms_queries, rings, arrays_gmem, destination_gmem, q_out_gmem, kv_out_gmem=None
-):
+@dataclasses.dataclass(frozen=True)
+class QueryRows:
+    """The division of a token's queries into rows of 512 channels, each of which a warp computes at a time.
+
+    With a norm, a row is a head. Without one, only groups with rotated channels are computed, and a row has such groups
+    of several heads. The queries are then [T * H * 8, 64], in which each group of a head is a row.
+    """
+
+    heads: int
+    pairs: int | None  # number of rotated pairs of channels of a head; None if queries are normed
+
+    @property
+    def groups(self) -> int:
+        """The number of a head's groups that are computed: a power of two, so that rows have whole heads."""
+        return GROUPS if self.pairs is None else 1 << (-(-2 * self.pairs // GROUP) - 1).bit_length()
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of a token."""
+        return -(-self.heads * self.groups // GROUPS)
+
+    def first_channel(self, shape) -> jax.Array:
+        """Returns the channel of its head at which each group of a row begins, for an array of this shape."""
+        group = kv_rows.iota(shape, 1)
+        return (GROUPS - self.groups + (group & (self.groups - 1))) * GROUP
+
+    def places(self, token, row: jax.Array) -> jax.Array:
+        """Returns the rows of the queries in global memory, [4] or [4, 8] int32, of a token's rows [4]; -1 = none."""
+        if self.pairs is None:
+            return jnp.where(row < self.heads, token * self.heads + row, -1)
+        shape = (WARPS, GROUPS)
+        number = lax.broadcast_in_dim(row, shape, (0,)) * GROUPS + kv_rows.iota(shape, 1)
+        head = lax.div(number, self.groups)
+        group = GROUPS - self.groups + (number & (self.groups - 1))
+        return jnp.where(head < self.heads, (token * self.heads + head) * GROUPS + group, -1)
+
+
+def _norm_rope_kernel(config, queries, eps, rings, arrays_gmem, destination_gmem, *out_gmem):
     q_gmem, kv_gmem, weight_gmem, layer_gmem, positions_gmem, inv_freq_gmem = arrays_gmem
+    norms_queries = queries.pairs is None
     tokens = positions_gmem.shape[0]
     first_rotated = DIM - 2 * inv_freq_gmem.shape[0]
     block = lax.axis_index("block")
@@ -178,16 +226,20 @@ def _norm_rope_kernel(
     # This is computed outside of the branches below. Within a branch, LLVM would compute it in pairs of 16-bit
     # integers, which ptxas adds wrongly.
     pair = (channel - first_rotated) >> 1
+    if norms_queries:
+        query_pair = pair
+    else:
+        query_pair = (queries.first_channel(shape) + kv_rows.iota(shape, 2) - first_rotated) >> 1
 
     def load(ref_gmem, row):
         return kv_rows.load_rows(ref_gmem, jnp.maximum(row, 0), shape).astype(jnp.float32)
 
-    def rotation(token):
+    def rotation(token, pair):
         return _rotation(kv_rows.load_rows(positions_gmem, token, token.shape), inv_freq_gmem, pair)
 
-    def rotate(x, angles):
+    def rotate(x, angles, first=first_rotated):
         cos, sin = angles
-        return _rotate(x, cos, sin, first_rotated)
+        return _rotate(x, cos, sin, first)
 
     @pl.when(block < kv_blocks)
     @jax.named_scope("key_value_rows")
@@ -202,35 +254,38 @@ def _norm_rope_kernel(
         layer = 0 if layer_gmem is None else layer_gmem[0]
         weight_row = jnp.minimum(row_number, 0) + layer  # the layer's number, for each warp
         weight = kv_rows.load_rows(weight_gmem, weight_row, shape)
-        angles = rotation(token)
+        angles = rotation(token, pair)
         rotated = rotate(weight * _norm(x, eps), angles)
         if rings is None:
-            kv_rows.store_rows(kv_out_gmem, row, rotated)
+            kv_rows.store_rows(out_gmem[-1], row, rotated)
         else:
             store_quantized(rotated.astype(jnp.float32), destination_gmem[3], row, rings.layout)
 
     @pl.when(block >= kv_blocks)
     @jax.named_scope("queries")
     def store_queries():
-        steps = -(-heads // (WARPS * config.rows_at_once))
+        steps = -(-queries.rows // (WARPS * config.rows_at_once))
         blocks = config.blocks_per_token
         steps_per_block = -(-steps // blocks)
         token = lax.div(block - kv_blocks, blocks)
         part = lax.rem(block - kv_blocks, blocks)
 
         def load_heads(step):
-            head = step * (WARPS * config.rows_at_once) + warp
-            step_heads = [head + i * WARPS for i in range(config.rows_at_once)]
-            rows = [jnp.where(head < heads, token * heads + head, -1) for head in step_heads]
-            return [(load(q_gmem, row), row) for row in rows]
+            row = step * (WARPS * config.rows_at_once) + warp
+            step_rows = [row + i * WARPS for i in range(config.rows_at_once)]
+            places = [queries.places(token, row) for row in step_rows]
+            return [(load(q_gmem, place), place) for place in places]
 
         def store_heads(loaded, angles):
-            for x, row in loaded:
-                kv_rows.store_rows(q_out_gmem, row, rotate(_norm(x, eps) if norms_queries else x, angles))
+            for x, place in loaded:
+                if norms_queries:
+                    kv_rows.store_rows(out_gmem[0], place, rotate(_norm(x, eps), angles))
+                else:
+                    kv_rows.store_rows(q_gmem, place, rotate(x, angles, first=0))
 
         first_step = part * steps_per_block
         loaded = load_heads(first_step)
-        angles = rotation(jnp.where(warp >= 0, token, 0))  # of the same token for each warp
+        angles = rotation(jnp.where(warp >= 0, token, 0), query_pair)  # of the same token for each warp
         store_heads(loaded, angles)
         end = jnp.minimum((part + 1) * steps_per_block, steps)
         pl.loop(first_step + 1, end)(lambda step: store_heads(load_heads(step), angles))

@@ -92,7 +92,8 @@ def load_rows(ref, rows: jax.Array, shape: tuple[int, ...], *, first_group: int 
 
     Args:
       ref: [R, C] or [R] in global memory.
-      rows: [n] int32 in layout PER_ROW, each in 0 .. R - 1.
+      rows: [n] int32, each in 0 .. R - 1. Or [n, groups], for a result [n, groups, C]: then a group is a row of the
+        pool.
       shape: shape of the result. (n,): the first value of each row. (n, C): rows with a value for each group. (n, 8,
         64) and other numbers of groups: rows of values in groups.
       first_group: for three axes, number of the group at which the pool's groups begin; values of groups that the pool
@@ -102,7 +103,7 @@ def load_rows(ref, rows: jax.Array, shape: tuple[int, ...], *, first_group: int 
       Array of this shape in the layout of `_layout`.
     """
     values = ref[...].reshape(-1, _width(ref))[rows]
-    if len(shape) == 3:
+    if len(shape) == 3 and rows.ndim == 1:
         _, all_groups, size = shape
         groups = _width(ref) // size
         group = jnp.clip(lax.iota(jnp.int32, all_groups) - first_group, 0, groups - 1)
@@ -133,10 +134,13 @@ def store_rows(ref, rows: jax.Array, values: jax.Array, *, first_group: int = 0)
 
     Args:
       ref: [R, C] or [R] in global memory.
-      rows: [n] int32 in layout PER_ROW; rows with a negative number are not stored.
+      rows: as in `load_rows`; rows with a negative number are not stored.
       values: array of a shape and layout as `load_rows` returns, with the pool's dtype; uint8 0 and 1 for a bool pool.
       first_group: as in `load_rows`; groups that the pool lacks are not stored.
     """
+    if rows.ndim == 2:
+        rows = rows.reshape(-1)
+        values = values.reshape(-1, values.shape[2])
     skipped = first_group * values.shape[2] if first_group else 0
     flat = values.reshape(values.shape[0], -1)[:, skipped:][:, : _width(ref)].astype(ref.dtype)
     for i in range(values.shape[0]):
@@ -209,13 +213,16 @@ def _positions(layout, shape, rows):
 
     `register` is the index of the register. `row`, `group` and `column` are MLIR index values: the row of the
     register's first value, its group, and its column in the group. Axes that `shape` lacks have index 0. `rows` has the
-    row numbers in layout PER_ROW.
+    row numbers, as in `load_rows`. If each group is a row of the pool, its group is 0.
     """
-    rows = [arith.index_cast(ir.IndexType.get(), mlir.scalar(row)) for row in rows.registers.flat]
+    numbers = [arith.index_cast(ir.IndexType.get(), mlir.scalar(row)) for row in rows.registers.flat]
     registers = np.ndindex(layout.registers_shape(shape))
     for register, position in zip(registers, layout.thread_idxs(shape), strict=True):
         group, column = (*position[1:], mlir.index(0), mlir.index(0))[:2]
-        yield register, rows[register[0]], group, column
+        if len(rows.shape) == 2:
+            yield register, numbers[register[0] * 2 + register[1]], mlir.index(0), column
+        else:
+            yield register, numbers[register[0]], group, column
 
 
 def _pointer(ref, shape, row, group, column):

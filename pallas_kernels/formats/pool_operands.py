@@ -60,7 +60,7 @@ class Paged:
     Attributes:
       layer: int32 scalar, index on axis 0 of the pools.
       block_table: [slots, max_blocks] int32, ids of each request's blocks; -1 = none.
-      pools: (nope, rope, scale), each [layers, blocks, entries per block, ..]: codes, RoPE values and scales.
+      pools: (nope, rope, scale), each [layers, blocks, entries per block, ..], as in `Rings`.
       indices: [T, K] int32, entries of each token, numbered within its request; -1 = none. None: all visible entries.
       compress_rate: number of tokens per entry; entry e is visible from position `(e + 1) * compress_rate - 1` on.
       layout: layout of a row, as in `Rings`.

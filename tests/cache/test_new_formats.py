@@ -128,7 +128,7 @@ assert not batch.prefill and len(batch.slots) == 2
 args = batch, S((2, 64, 512), jnp.bfloat16), S((2, 512), jnp.bfloat16), S((2, 512), jnp.float32), S((512,), jnp.float32)
 args = jax.tree.map(lambda x: S(x.shape, x.dtype), (cache, *args))
 with ops.use_implementation("mosaic_gpu"):
-    text = compile_for_h100("step", step, *args, donate_argnums=0).as_text()
+    text = compile_for_h100("step", step, *args, donate_argnums=(0, 2)).as_text()
 assert text.count('custom_call_target="mosaic_gpu') == 7, text
 assert " copy(" not in text
 """)

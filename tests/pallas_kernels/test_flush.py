@@ -158,7 +158,7 @@ def check_pooled(implementation, kind, slots, positions, *, kinds=HALVES, reques
     same_bytes(expected.values[closes], np.asarray(got.values)[closes])
 
 
-@pytest.mark.parametrize("kind", HALVES)
+@pytest.mark.parametrize("kind", [pytest.param("csa", marks=pytest.mark.slow), "pairs", "single"])
 @pytest.mark.parametrize("prefill", [False, True])
 def test_pooled_windows_interpreted(kind, prefill):
     """One launch, and for windows of several tokens two: their rows lie in the ring, in the call, or in both."""

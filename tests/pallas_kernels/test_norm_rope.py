@@ -10,7 +10,7 @@ import pytest
 
 from dsv4_jax import ops
 from tests.ops.pools import ints, poison, same_bytes
-from tests.pallas_kernels.kernels import NOPE, ROPE, ROW_FORMATS, registers
+from tests.pallas_kernels.kernels import NOPE, ROPE, ROW_FORMATS, compile_in_process, registers
 from tests.pallas_kernels.stacks import LAYERS, check_layers
 
 
@@ -49,11 +49,13 @@ def test_interpreted(tokens, heads, pairs):
     check("interpret", *arguments(tokens, heads, pairs))
 
 
-def test_queries_without_a_norm_interpreted():
-    q, *others = arguments(2, 5)
+@pytest.mark.parametrize("pairs", [32, pytest.param(100, marks=pytest.mark.slow)])
+def test_queries_without_a_norm_interpreted(pairs):
+    """Rows of several heads, of which the last is not full; 200 rotated channels lie in 4 groups of 64."""
+    q, *others = arguments(2, 9, pairs)
     check("interpret", q, *others, norms_queries=False)
     rotated, _ = ops.norm_rope(q, *others, eps=1e-20, norms_queries=False, implementation="interpret")
-    same_bytes(rotated[..., :NOPE], q[..., :NOPE])
+    same_bytes(rotated[..., : -2 * pairs], q[..., : -2 * pairs])
 
 
 def rings_of(rng, tokens, fmt, *, slots=4, ring=6):
@@ -141,6 +143,26 @@ def test_its_gradient_is_that_of_the_reference():
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_queries_are_rotated_in_place(tokens):
+    """Also a slice of a larger array, which XLA would fuse with the kernel."""
+    compile_in_process(f"""
+import jax, jax.numpy as jnp
+from pallas_kernels import norm_rope
+S = jax.ShapeDtypeStruct
+def sliced(q, kv, weight, positions, inv_freq):
+    q = q[:, : 64 * 512].reshape({tokens}, 64, 512)
+    return norm_rope(q, kv, weight, positions, inv_freq, eps=1e-20, norms_queries=False)
+q, kv = S(({tokens}, 65 * 512), jnp.bfloat16), S(({tokens}, 512), jnp.bfloat16)
+args = q, kv, S((512,), jnp.float32), S(({tokens},), jnp.int32), S((32,), jnp.float32)
+text = compile_for_h100("sliced", sliced, *args).as_text()
+(write,) = [line for line in text[text.index("ENTRY") :].splitlines() if 'custom_call_target="mosaic_gpu' in line]
+assert "output_to_operand_aliasing" in write, write
+assert " copy(" not in text
+""")
+
+
+@pytest.mark.aot
 def test_compiles_for_h100_without_spills():
     used = registers("""
 import functools, jax, jax.numpy as jnp
@@ -158,7 +180,8 @@ for name, fmt in ROW_FORMATS.items():
         rings = Rings(layer, pools, 128, layout)
         return norm_rope_append(q, kv, weight, slots, positions, inv_freq, rings, **options)
     args = q, kv, weight, ints, ints, S((32,), jnp.float32), S((), jnp.int32), *pools
-    compiled = compile_for_h100(name, append, *args, donate_argnums=(7, 8, 9))
+    in_place = (7, 8, 9) if options["norms_queries"] else (0, 7, 8, 9)
+    compiled = compile_for_h100(name, append, *args, donate_argnums=in_place)
     assert compiled.memory_analysis().temp_size_in_bytes < 1024
     assert " copy(" not in compiled.as_text()
     def append_layer(carry, layer, stack, slots, positions, inv_freq, ring):
