@@ -184,6 +184,17 @@ def test_configs_interpreted(tokens, config, depth, kind):
     check(linear, tokens, ((192, BF16), (64, F32)), depth, kind=kind)
 
 
+# A tile's number in its block decides which warpgroup multiplies which steps.
+def test_bits_are_the_same_whichever_warpgroup_has_the_turn():
+    rng = np.random.default_rng(0)
+    weight, _ = random_weight(rng, 256, 320, kind="FP8_32")
+    x = jnp.asarray(rng.standard_normal((2, 320)), jnp.bfloat16)
+    operands = x, ((weight.codes, weight.scale),)
+    options = {"spec": LinearSpec(), "scale_block": 32, "interpret": True}
+    one, other = (quantized_linear(*operands, config=Config(8, workers=workers), **options) for workers in (1, 3))
+    chex.assert_trees_all_equal(one, other)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("outputs", "depth", "groups"),
