@@ -247,9 +247,10 @@ def most_segments(*matrices: tuple[WeightLayout, int]) -> int:
       matrices: (layout, number of columns) of each matrix.
     """
     has_small_blocks = any(layout.has_small_blocks for layout, _ in matrices)
+    min_segments = max(layout.min_segments for layout, _ in matrices)
     for together in (1,) if has_small_blocks else (MULTIPLIERS, 1):
         for n in (4, 2, 1):
-            if not any(depth % (layout.segment * n * together) for layout, depth in matrices):
+            if n >= min_segments and not any(depth % (layout.segment * n * together) for layout, depth in matrices):
                 return n
     return 2
 

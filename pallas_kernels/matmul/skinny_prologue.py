@@ -119,10 +119,11 @@ def _emit_load_inputs(inputs_smem, source_gmem, rows, divisor, column, columns, 
     copied, eights = (count // 8 for count in columns)  # numbers of pieces of 8 columns, 16 bytes, of an input
     threads = MULTIPLIERS * mlir.THREADS
     # The threads copy `lines` rows at once. A thread loads its 8 columns of `rows_at_once` rows before it stores them;
-    # with a norm, which takes registers, of fewer rows.
+    # with a norm or scales of small blocks, which take registers, of fewer rows.
     lines = max(1, threads // eights)
     count = rows if isinstance(rows, int) else tiles * COLUMNS
-    rows_at_once = min(-(-count // lines), COLUMNS // 4 if norm else COLUMNS)
+    fewer = 4 if norm else 2 if layout.has_small_blocks and count > 2 * COLUMNS else 1
+    rows_at_once = min(-(-count // lines), COLUMNS // fewer)
     thread = mlir.thread() + warpgroup * mlir.THREADS
     target = thread_ops.shared(inputs_smem)
     width = source_gmem.type.shape[1]

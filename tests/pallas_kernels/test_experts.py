@@ -264,6 +264,16 @@ def test_channels_in_no_multiples_of_512_on_gpu(inner):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("inner", [2304, 576])
+def test_a_token_has_the_same_bits_beside_any_others_on_gpu(inner):
+    x, selected, weights, *matrices = operands(24, 6, 64, 5120, inner)
+    together = run(x, selected, weights, *matrices, implementation="mosaic_gpu")
+    for tokens in (1, 5):
+        alone = run(x[:tokens], selected[:tokens], weights[:tokens], *matrices, implementation="mosaic_gpu")
+        chex.assert_trees_all_equal(np.asarray(alone), np.asarray(together[:tokens]))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("inner", "kind"), [(512, "FP4"), (256, "FP4"), (256, "BF16")])
 def test_on_gpu_small(inner, kind):
     check("mosaic_gpu", 8, 2, 130, 512, inner, kind)
