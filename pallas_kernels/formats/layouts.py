@@ -1,8 +1,8 @@
 """Descriptions of how quantized KV rows and indexer keys are stored in memory."""
 
 import dataclasses
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -36,6 +36,11 @@ class RowLayout:
             return 1
         scales = self.nope_dim // self.scale_block
         return -(-scales // 8) * 8 if self.codes == "e4m3" else scales
+
+    @property
+    def row_bytes(self) -> list[int]:
+        """The number of bytes of a row in each array."""
+        return [width * jnp.dtype(dtype).itemsize for _, dtype, width in self.columns]
 
     @property
     def columns(self) -> list[tuple[str, DTypeLike, int]]:
@@ -88,10 +93,10 @@ def check_v4_row_layout(layout: RowLayout) -> None:
     check_rules({"rows of the formats 'v4' and 'per_entry'": layout.scale_block in (None, GROUP)})
 
 
-def check_pools(layout: RowLayout | KeyLayout, pools: tuple[jax.Array, ...]) -> None:
+def check_pools(layout: RowLayout | KeyLayout, pools: tuple[Any, ...]) -> None:
     """Raises NotImplementedError unless the pools have this layout and are not empty.
 
-    Pools are arrays [layers, blocks or slots, rows, width] with the same first three axes.
+    Pools are arrays [layers, blocks or slots, rows, width] with the same first three axes; None for a width of 0.
     """
     for (name, dtype, width), pool in zip(layout.columns, pools, strict=True):
         if width:
