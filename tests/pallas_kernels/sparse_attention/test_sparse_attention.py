@@ -160,10 +160,11 @@ def test_other_widths_interpreted():
     check("interpret", *args)
 
 
-def test_one_split_interpreted():
+@pytest.mark.parametrize("name", ["v4", "v41"])
+def test_one_split_interpreted(name):
     """A single KV split, as for many tokens; a token's bits do not change when its neighbors do."""
     rng = np.random.default_rng(2)
-    args = call(FORMATS["v4"], rng, [1, 1], [100, 101], rate=4, count=70, **SMALL | {"heads": 32})
+    args = call(FORMATS[name], rng, [1, 1], [100, 101], rate=4, count=70, **SMALL | {"heads": 32})
 
     @jax.jit
     def attend(q, sinks, kv, slots, positions):
@@ -193,13 +194,16 @@ def prefill_interpreted(q, sinks, kv, slots, positions):
     return prefill_attention(q, sinks, rows, INV_FREQ, config=PrefillKernelConfig(blocks=2), interpret=True)
 
 
-@pytest.mark.parametrize("count", [70, pytest.param(None, marks=pytest.mark.slow), 0])
-def test_many_tokens_interpreted(count):
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("v4", 70), ("v4", 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("v4", None), ("v41", 70)))],
+)
+def test_many_tokens_interpreted(name, count):
     """Several tokens for a block; two requests, one of them new, and padding."""
     rng = np.random.default_rng(4)
     slots = [2, 2, 2, -1, 0, 0]
     positions = [300, 301, 302, -1, 0, 1]
-    args = call(FORMATS["v4"], rng, slots, positions, rate=4, count=count or None, **SMALL | {"max_blocks": 64})
+    args = call(FORMATS[name], rng, slots, positions, rate=4, count=count or None, **SMALL | {"max_blocks": 64})
     if count == 0:
         args = window_alone(args)
     args = with_new_rows(args, values(rng, 6, DIM))
