@@ -316,7 +316,7 @@ def _load_tiles(problem, addresses, tiles, buffers, other_block):
         keys_smem = buffers.keys_smem.at[stage]
         biases_smem = buffers.biases_smem.at[stage]
         peer = (other_block, buffers.keys_full.at[stage]) if buffers.blocks > 1 else None
-        # An index that is always 0, see `store_unit`. With one layout, the compiler spills nothing anyway.
+        # A number that is always 0, see `store_unit`. With a single layout, the compiler needs no such help.
         zero = None if layouts[0] == layouts[1] else lax.shift_right_logical(tile, jnp.int32(30))
         for i in range(addresses.units):
             first_row = jnp.int32((addresses.first_unit + i) * UNIT)
