@@ -104,9 +104,9 @@ def sparse_attention(
     Scores are scaled by `D ** -0.5`. The sink is an additional logit of the softmax, without a value. An entry counts
     even if its tokens are also in the window.
 
-    The kernels take bfloat16 queries, and rows of 448 + 64 dims in the formats "v4" and "per_entry". The prefill kernel
-    also requires a window of a multiple of 64 tokens. Kernels and "xla" differ in how they round the weights of the
-    softmax, so that results differ by about one part in 2 ** 8.
+    The kernels take bfloat16 queries, and rows of 512 dims in the formats "v4", "v41" and "per_entry". The prefill
+    kernel also requires a window of a multiple of 64 tokens. Kernels and "xla" differ in how they round the weights of
+    the softmax, so that results differ by about one part in 2 ** 8.
 
     A token's bits depend on T and the number of its indices, or without indices on the width of the block table. They
     never depend on other tokens.

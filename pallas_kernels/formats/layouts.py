@@ -38,6 +38,11 @@ class RowLayout:
         return -(-scales // 8) * 8 if self.codes == "e4m3" else scales
 
     @property
+    def row_bytes(self) -> list[int]:
+        """The number of bytes of a row in each array."""
+        return [width * jnp.dtype(dtype).itemsize for _, dtype, width in self.columns]
+
+    @property
     def columns(self) -> list[tuple[str, DTypeLike, int]]:
         """(name, dtype, number of elements per row) of each array."""
         scale = jnp.float32 if self.scale_block is None else jnp.uint8

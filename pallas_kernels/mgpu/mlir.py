@@ -5,6 +5,7 @@ Pallas has no operation for some instructions (shuffles, loads with a cache hint
 does so for a primitive. The other functions are called within such an emitting function.
 """
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -75,6 +76,7 @@ def emits(primitive, *layouts, layout: Callable[..., Any] | None = None, returns
     Args:
       primitive: the primitive, see `runtime.launch`.
       layouts: layouts (or for references, `plgpu.RefType`) of the first references and arrays; None for the default.
+        Or one function from the primitive's arguments to a tuple of these.
       layout: as in `inline`.
       returns: as in `inline`, or a function from the primitive's arguments to such a value.
     """
@@ -82,7 +84,8 @@ def emits(primitive, *layouts, layout: Callable[..., Any] | None = None, returns
     def register(emit):
         def run(*args, **kwargs):
             emit_operands, operands = on_operands(emit, *args, **kwargs)
-            pairs = (x if kind is None else (x, kind) for x, kind in itertools.zip_longest(operands, layouts))
+            chosen = layouts[0](*args, **kwargs) if layouts and inspect.isfunction(layouts[0]) else layouts
+            pairs = (x if kind is None else (x, kind) for x, kind in itertools.zip_longest(operands, chosen))
             kinds = returns(*args, **kwargs) if callable(returns) else returns
             return inline(emit_operands, *pairs, layout=layout, returns=kinds)
 

@@ -289,15 +289,22 @@ def _load_tiles(problem, addresses, tiles, buffers, other_block):
 
     `other_block` is the number of the other block in the cluster, to which the units are also sent if there is one.
     """
-    layout = problem.rings.layout
-    rings = problem.rings.pools
-    pools = rings if problem.compressed is None else problem.compressed.pools
+    rings = problem.rings
+    compressed = problem.compressed or rings
+    layouts = rings.layout, compressed.layout
 
     def load_unit(tile, row):
         from_pools = (tile >= problem.window_tiles).astype(jnp.int32)
-        return kv_tiles.load_unit(rings, pools, from_pools, row, layout)
+        return kv_tiles.load_unit(rings.pools, compressed.pools, from_pools, row, layouts)
 
-    def load_tile(tile, carry):
+    def load_entries(tile, row):
+        pools = compressed.pools
+        return kv_tiles.load_unit(pools, pools, jnp.int32(0), row, (compressed.layout, compressed.layout))
+
+    def find_entries(tile, entries, blocks):
+        return list(addresses.pool_rows(entries, blocks))
+
+    def load_tile(layout, find_rows, load_unit, tile, carry):
         # A row is found by a chain of loads: entry number, block id, then the row itself. An iteration starts the loads
         # of rows of the next tile, of block ids two tiles ahead and of entry numbers three tiles ahead. Their addresses
         # come from loads of earlier iterations.
@@ -305,13 +312,15 @@ def _load_tiles(problem, addresses, tiles, buffers, other_block):
         stage = tiles.stage(tile)
         next_units = []
         tiles.wait_empty(buffers.keys_empty, tile)
-        next_rows = addresses.rows(tile + 1, next_entries, next_blocks)
+        next_rows = find_rows(tile + 1, next_entries, next_blocks)
         keys_smem = buffers.keys_smem.at[stage]
         biases_smem = buffers.biases_smem.at[stage]
         peer = (other_block, buffers.keys_full.at[stage]) if buffers.blocks > 1 else None
+        # A number that is always 0, see `store_unit`. With a single layout, the compiler needs no such help.
+        zero = None if layouts[0] == layouts[1] else lax.shift_right_logical(tile, jnp.int32(30))
         for i in range(addresses.units):
             first_row = jnp.int32((addresses.first_unit + i) * UNIT)
-            kv_tiles.store_unit(keys_smem, biases_smem, first_row, units[i], rows[i], layout, peer)
+            kv_tiles.store_unit(keys_smem, biases_smem, first_row, units[i], rows[i], layout, peer, zero)
             next_units.append(load_unit(tile + 1, next_rows[i]))
         buffers.signal_keys_full(stage, addresses.units)
         return next_units, next_rows, later_entries, addresses.blocks(later_entries), addresses.entries(tile + 3)
@@ -324,7 +333,17 @@ def _load_tiles(problem, addresses, tiles, buffers, other_block):
         blocks = [addresses.blocks(e) for e in entries[:2]]
         rows = addresses.rows(tiles.first, entries[0], blocks[0])
         units = [load_unit(tiles.first, row) for row in rows]
-        lax.fori_loop(tiles.first, tiles.last, load_tile, (units, rows, entries[1], blocks[1], entries[2]))
+        carry = units, rows, entries[1], blocks[1], entries[2]
+        load_rows = functools.partial(load_tile, rings.layout, addresses.rows, load_unit)
+        if layouts[0] == layouts[1]:
+            lax.fori_loop(tiles.first, tiles.last, load_rows, carry)
+        else:
+            # Entries have a loop of their own, whose rows take fewer instructions and registers.
+            first_entries = jnp.minimum(jnp.maximum(tiles.first, problem.window_tiles), tiles.last)
+            units, *carry = lax.fori_loop(tiles.first, first_entries, load_rows, carry)
+            load_rows = functools.partial(load_tile, compressed.layout, find_entries, load_entries)
+            carry = [kv_tiles.entry_part(unit) for unit in units], *carry
+            lax.fori_loop(first_entries, tiles.last, load_rows, carry)
         # The interpreter requires a wait for every arrival. On a GPU, a block must not end while the other block of its
         # cluster still signals its barriers.
         tiles.wait_all_empty(buffers.keys_empty)

@@ -4,9 +4,14 @@
     store_unit   registers -> shared memory: bfloat16, in the swizzled 8 x 64 tiles that `wgmma` reads
 
 With two functions, loads of several units can be in flight at once. Each warp of a warpgroup holds 4 rows of a unit,
-and 8 lanes share a row. A lane holds 8 values of every group of 64 columns.
+and 8 lanes share a row. A lane loads 8 bytes of every 64 bytes of codes. Of E4M3 codes, these are 8 values of every
+group of 64 columns. Of E2M1 codes, they are 16 values of every 128 columns, which share a scale.
+
+A unit's rows lie in one of two places, whose rows may have different layouts. Then the unit has registers for rows of
+the first place, which are larger. `entry_part` returns those that rows of the second place fill.
 """
 
+import contextlib
 from typing import Any
 
 import jax
@@ -17,15 +22,21 @@ import numpy as np
 from jax import lax
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
-from pallas_kernels.formats.kv_rows import GROUP, ROW_DIM
+from pallas_kernels.formats.kv_rows import GROUP, GROUPS, ROW_DIM
 from pallas_kernels.formats.layouts import RowLayout
 from pallas_kernels.mgpu import mlir, thread_ops, transaction_barriers
+from pallas_kernels.mgpu.bfloat16_words import e2m1_value, multiply
 from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
+from pallas_kernels.runtime.checks import check_rules
 from pallas_kernels.runtime.launch import primitive
 
 
+type RowLayouts = tuple[RowLayout, RowLayout]
+
 UNIT = 16
+LANES = 8  # number of lanes that share a row
+TILE_BYTES = 16 * GROUP  # a group of 64 columns is a tile of 8 rows in shared memory, 128 bytes each
 # Number of bytes of a unit's bfloat16 values and float32 biases, as sent to the other block of a cluster.
 UNIT_BYTES = UNIT * (2 * ROW_DIM + 4)
 
@@ -35,7 +46,7 @@ def _word_layout(words):
 
     Warp w holds rows 4w .. 4w + 3, and 8 lanes share a row.
     """
-    tiling = plgpu.Tiling(((UNIT, 8 * words), (4, 8 * words), (words,)))
+    tiling = plgpu.Tiling(((UNIT, LANES * words), (4, LANES * words), (words,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
@@ -43,6 +54,8 @@ _CODES = _word_layout(2)
 _ROPE = _word_layout(4)
 PER_ROW = _CODES.reduce(1)
 _INDICES = plgpu.ShapeDtypeStruct((UNIT,), jnp.int32, PER_ROW)
+_SCALES = plgpu.ShapeDtypeStruct((UNIT, LANES), jnp.int32, _word_layout(1))  # a word in each lane
+_ENTRY_CODES = plgpu.ShapeDtypeStruct((UNIT, ROW_DIM // 8), jnp.int32, _CODES)
 
 
 def iota() -> jax.Array:
@@ -67,64 +80,129 @@ def _emit_take(array_gmem, index):
 
 
 @primitive
-def load_unit(first_pools, second_pools, use_second: jax.Array, row: jax.Array, layout: RowLayout) -> list[jax.Array]:
+def load_unit(first_pools, second_pools, use_second: jax.Array, row: jax.Array, layouts: RowLayouts) -> list[jax.Array]:
     """Starts to load the quantized rows of a unit to registers.
 
     Args:
-      first_pools, second_pools: (nope, rope, scale) in global memory, as in `Paged`: E4M3 codes, bfloat16 RoPE
-        values, and scales.
+      first_pools, second_pools: (nope, rope, scale) in global memory, as in `Paged`. `rope` is None if all values are
+        codes.
       use_second: int32 scalar; 0 to load from `first_pools`, else from `second_pools`.
       row: [16] int32 row numbers in the layout PER_ROW, with all axes of a pool but the last merged; -1 = none, which
         is read as zeros.
-      layout: byte layout of a row.
+      layouts: byte layouts of the rows in `first_pools` and in `second_pools`, see `check_layouts`.
 
     Returns:
-      The unit for `store_unit`: arrays of codes, of RoPE values and of words of scales; a single dequantized array
-      [16, 512] bfloat16 if interpreted.
+      The unit for `store_unit`: arrays of words, see `_unit_types`; a single dequantized array [16, 512] bfloat16 if
+      interpreted.
     """
-    first_rows = _dequantize(first_pools, row, layout)
-    second_rows = _dequantize(second_pools, row, layout)
+    first_rows = _dequantize(first_pools, row, layouts[0])
+    second_rows = _dequantize(second_pools, row, layouts[1])
     return [jnp.where(use_second != 0, second_rows, first_rows)]
 
 
-def _unit_types(first_pools, second_pools, use_second, row, layout):
-    """Returns the types of the results of `load_unit`: codes, RoPE values and words of scales, for its arguments."""
+def check_layouts(layouts: RowLayouts) -> None:
+    """Raises NotImplementedError unless `load_unit` takes rows of these layouts."""
+    first, second = layouts
+    are_pair = first.rope_dim == second.rope_dim == 0 and second.codes == "e2m1"
+    rules = {
+        f"window rows of E4M3 codes, got {first}": first.codes == "e4m3",
+        f"scales of 32 codes for rows without RoPE values only, got {first}": _is_fine(first) == (first.rope_dim == 0),
+        f"one layout, or entries of E2M1 codes, got {first} and {second}": first == second or are_pair,
+    }
+    check_rules(rules)
+
+
+def entry_part(unit: list[jax.Array]) -> list[jax.Array]:
+    """Returns what rows of E2M1 codes fill of a unit that was loaded with layouts of E4M3 and E2M1 codes."""
+    return unit[:2]
+
+
+def _unit_types(layout):
+    """Returns the types of a unit's arrays: words of codes, of RoPE values and of scales.
+
+    If a scale belongs to less than 64 codes, these are the codes of half of an E4M3 row or of an E2M1 row, a word of
+    scales in each lane, and the codes of an E4M3 row's other half.
+    """
+    if _is_fine(layout):
+        return (_ENTRY_CODES, _SCALES) if layout.codes == "e2m1" else (_ENTRY_CODES, _SCALES, _ENTRY_CODES)
     return (
         plgpu.ShapeDtypeStruct((UNIT, layout.nope_dim // 4), jnp.int32, _CODES),
         plgpu.ShapeDtypeStruct((UNIT, layout.rope_dim // 2), jnp.int32, _ROPE),
-        *[_INDICES] * _scale_words(layout),
+        *[_INDICES] * (layout.row_bytes[2] // 4),
     )
 
 
-def _scale_words(layout):
-    """Returns the number of 32-bit words of a row's scales."""
-    return 1 if layout.scale_block is None else 2
+def _is_fine(layout):
+    """Returns whether a scale belongs to less than a group of 64 codes."""
+    return layout.scale_block is not None and layout.scale_block < GROUP
 
 
-@mlir.emits(load_unit, layout=lambda _: PER_ROW, returns=_unit_types)
-def _emit_load_unit(first_pools, second_pools, use_second, row, layout):
+@mlir.emits(
+    load_unit,
+    layout=lambda _: PER_ROW,
+    returns=lambda first_pools, second_pools, use_second, row, layouts: _unit_types(layouts[0]),
+)
+def _emit_load_unit(first_pools, second_pools, use_second, row, layouts):
     is_second = arith.cmpi(arith.CmpIPredicate.ne, use_second.value, mlir.i32(0))
     row = mlir.scalar(row)
-    lane = mlir.thread() % 8
+    lane = mlir.thread() % LANES
+    layout = layouts[0]
 
-    def row_pointer(pool, row_bytes, lane_bytes):
+    def row_pointer(pool, lane_offset):
         second = mlir.global_pointer(second_pools[pool])
         base = arith.select(is_second, second, mlir.global_pointer(first_pools[pool]))
-        return mlir.at(base, mlir.multiply_add(mlir.to_i64(row), row_bytes, mlir.to_u64(lane * lane_bytes)))
+
+        def offset(row_bytes):
+            wide_row = mlir.to_i64(row)
+            return mlir.multiply_add(wide_row, row_bytes, mlir.to_u64(lane_offset(row_bytes)))
+
+        first_bytes, second_bytes = (x.row_bytes[pool] for x in layouts)
+        first_offset = offset(first_bytes)
+        if second_bytes == first_bytes:
+            return mlir.at(base, first_offset)
+        return mlir.at(base, arith.select(is_second, offset(second_bytes), first_offset))
+
+    def load_codes(groups, row):
+        return [x for g in groups for x in _load(codes, 2, offset=g * GROUP, row=row)]
 
     # The scales are loaded first, because `store_unit` needs them first.
-    scale_words = _scale_words(layout)
-    scales = _load(row_pointer(2, 4 * scale_words, 0), scale_words, row=row)
-    pointer = row_pointer(0, layout.nope_dim, 8)
-    codes = [x for g in range(layout.nope_dim // GROUP) for x in _load(pointer, 2, offset=g * GROUP, row=row)]
-    pointer = row_pointer(1, 2 * layout.rope_dim, 16)
+    if _is_fine(layout):
+        scale = _load(row_pointer(2, lambda row_bytes: _scale_offset(lane, row_bytes)), 1, row=row)
+        codes = row_pointer(0, lambda _: lane * 8)
+        half = GROUPS // 2
+        unit = [load_codes(range(half), row), scale]
+        if layout.codes == "e4m3":
+            other_row = row if layouts[1] == layout else arith.select(is_second, mlir.i32(-1), row)
+            unit.append(load_codes(range(half, GROUPS), other_row))
+        return unit
+    scales = _load(row_pointer(2, lambda _: lane * 0), layout.row_bytes[2] // 4, row=row)
+    codes = row_pointer(0, lambda _: lane * 8)
+    words = load_codes(range(layout.nope_dim // GROUP), row)
+    pointer = row_pointer(1, lambda _: lane * 16)
     values = [x for g in range(layout.rope_dim // GROUP) for x in _load(pointer, 4, offset=2 * g * GROUP, row=row)]
-    return codes, values, *([scale] for scale in scales)
+    return words, values, *([scale] for scale in scales)
+
+
+def _scale_offset(lane, row_bytes):
+    """Returns the offset of the word of scales that a lane loads, in the `row_bytes` bytes of a row's scales.
+
+    Lanes i and 4 + i have scales of columns 128 * i .. 128 * i + 127: both the same word, if this is a single one, and
+    otherwise a word each.
+    """
+    quarter = (lane & 3) * (row_bytes // 4)
+    return quarter if row_bytes == 16 else quarter + (lane >> 2) * 4
 
 
 @primitive
 def store_unit(
-    tile_smem, bias_smem, first: Any, unit: list[jax.Array], row: jax.Array, layout: RowLayout, peer: Any = None
+    tile_smem,
+    bias_smem,
+    first: Any,
+    unit: list[jax.Array],
+    row: jax.Array,
+    layout: RowLayout,
+    peer: Any = None,
+    zero: jax.Array | None = None,
 ) -> None:
     """Dequantizes a unit of 16 rows and stores it in shared memory.
 
@@ -132,38 +210,75 @@ def store_unit(
       tile_smem: [rows, 512] bfloat16 with `TRANSFORMS`; rows first .. first + 15 are written.
       bias_smem: [rows] float32; elements first .. first + 15 are set to 0 for rows that exist, otherwise to -inf.
       first: int32 scalar, number of the unit's first row in the tile.
-      unit: result of `load_unit`.
+      unit: result of `load_unit`, or its `entry_part` for E2M1 codes.
       row: [16] int32, the argument of `load_unit`.
-      layout: byte layout of a row.
+      layout: byte layout of the rows.
       peer: None, or (number of another block of the cluster, one of this block's `transaction_barriers`). The same
         values and biases, `UNIT_BYTES` in all, are then also stored at the same places in the other block's shared
         memory. The other block's barrier at the same place counts the bytes.
+      zero: None, or an int32 scalar that is 0, which the compiler does not know. Then the unit is dequantized in a
+        branch, so that the compiler does not mix the code of several units, for which it would spill registers.
     """
     tile_smem[pl.ds(first, UNIT)] = unit[0]
     bias_smem[pl.ds(first, UNIT)] = jnp.where(row >= 0, 0.0, -jnp.inf).astype(jnp.float32)
 
 
-@mlir.emits(store_unit, plgpu.RefType(TRANSFORMS), None, None, _CODES, _ROPE, layout=lambda _: PER_ROW)
-def _emit_store_unit(tile_smem, bias_smem, first, unit, row, layout, peer=None):
-    decode = _decode_row_scale if layout.scale_block is None else _decode_block_scales
-    codes, rope, *scales = unit
-    scales = [mlir.scalar(scale) for scale in scales]
-    chunk, first_value, own_row = unit_offsets(tile_smem, ROW_DIM)
+def _store_unit_layouts(tile_smem, bias_smem, first, unit, row, layout, peer=None, zero=None):
+    return plgpu.RefType(TRANSFORMS), None, None, *(kind.layout for kind in _unit_types(layout))
+
+
+@mlir.emits(store_unit, _store_unit_layouts, layout=lambda _: PER_ROW)
+def _emit_store_unit(tile_smem, bias_smem, first, unit, row, layout, peer=None, zero=None):
+    scales = [mlir.scalar(scale) for scale in (unit[1:2] if _is_fine(layout) else unit[2:])]
+    lane, first_value, own_row = unit_offsets(tile_smem, ROW_DIM)
     first_value = mlir.at(first_value, first * (2 * ROW_DIM))
     bias = mlir.at(mlir.at(mlir.shared_pointer(bias_smem), own_row * 4), first * 4)
     send, send_bias = (None, None) if peer is None else _senders(first_value, bias, *peer)
 
-    def put(values, group):
-        offset = 16 * GROUP * group  # a group of 64 columns is a tile of 8 rows, 128 bytes each
+    def put(values, offset):
         llvm.store(mlir.pack(values), mlir.at(first_value, offset), alignment=16)
         if send is not None:
             send(offset, values)
 
-    for group, register in enumerate(codes.registers.flat):
-        put(decode(mlir.values(register), scales, group), group)
-    for group, register in enumerate(rope.registers.flat, start=layout.nope_dim // GROUP):
-        put(mlir.values(register), group)
-    store_bias(bias, chunk, U32(mlir.scalar(row)).is_at_least(0), send_bias)
+    with contextlib.nullcontext() if zero is None else thread_ops.when(zero.equals(0)):
+        if layout.codes == "e2m1":
+            _put_e2m1(unit[0], scales[0], lane, own_row, put)
+        else:
+            _put_e4m3(unit, scales, layout, lane, put)
+    store_bias(bias, lane, U32(mlir.scalar(row)).is_at_least(0), send_bias)
+
+
+def _put_e4m3(unit, scales, layout, lane, put):
+    """Emits the decoding of a thread's part of a row of E4M3 codes.
+
+    `put` is a function (4 words of bfloat16 pairs, offset in bytes from the place of chunk `lane` of group 0).
+    """
+    parts = [unit[0], unit[2]] if _is_fine(layout) else [unit[0]]
+    codes = [register for part in parts for register in part.registers.flat]
+    for group, register in enumerate(codes):
+        put(_decode_e4m3(mlir.values(register), scales, layout, lane, group), TILE_BYTES * group)
+    if not _is_fine(layout):
+        for group, register in enumerate(unit[1].registers.flat, start=len(codes)):
+            put(mlir.values(register), TILE_BYTES * group)
+
+
+def _put_e2m1(codes, scale, lane, own_row, put):
+    """Emits the decoding of a thread's part of a row of E2M1 codes; `put` is as in `_put_e4m3`.
+
+    Lane l has 16 codes of groups l // 4, 2 + l // 4, ..: chunks 2 * (l % 4) and the one after it, of 8 codes each.
+    Lanes 4 to 7 store the second one first. So the 8 lanes of a row store to all banks of shared memory at once.
+    """
+    is_upper = lane >= 4
+    line = own_row % 8
+    chunk = ((lane & 3) << 1) | (lane >> 2)
+    group_offset = (lane >> 2) * TILE_BYTES
+    offsets = [group_offset + ((c ^ line) - (lane ^ line)) * 16 for c in (chunk, chunk ^ 1)]
+    own_byte = (lane & 3) * 0x1111 + 0x8080  # selects a lane's scale twice, and extends its sign to 16 bits
+    for i, register in enumerate(codes.registers.flat):
+        factor = _e4m3_factor(_from_lane(scale, i), own_byte)
+        low, high = map(U32, mlir.values(register))
+        for offset, word in zip(offsets, (is_upper.where(high, low), is_upper.where(low, high)), strict=True):
+            put(_decode_e2m1(word, factor), offset + 2 * TILE_BYTES * i)
 
 
 def _senders(first_value, bias, block, barrier):
@@ -237,15 +352,24 @@ def _():
 
 def _dequantize(pools, row, layout):
     """Returns the dequantized rows [16, 512] bfloat16, zeros for row number -1; for interpreted kernels."""
-    nope, rope, scale = (pool[...].reshape(-1, pool.shape[-1])[jnp.maximum(row, 0)] for pool in pools)
-    values = lax.bitcast_convert_type(nope, jnp.float8_e4m3fn).astype(jnp.float32)
-    if layout.scale_block is None:
-        scale = jnp.broadcast_to(scale, values.shape)
+
+    def take_rows(pool):
+        return pool[...].reshape(-1, pool.shape[-1])[jnp.maximum(row, 0)]
+
+    nope_pool, rope_pool, scale_pool = pools
+    nope = take_rows(nope_pool)
+    scale = take_rows(scale_pool)
+    if layout.codes == "e2m1":
+        values = e2m1_value(jnp.stack([nope & 15, nope >> 4], axis=-1).reshape(UNIT, -1).astype(jnp.int32))
+        scale = lax.bitcast_convert_type(scale, jnp.float8_e4m3fn).astype(jnp.float32)
     else:
-        exponent = scale[:, : layout.nope_dim // layout.scale_block].astype(jnp.int32) << 23
-        scale = jnp.repeat(lax.bitcast_convert_type(exponent, jnp.float32), layout.scale_block, axis=1)
-    values = jnp.concatenate([(values * scale).astype(jnp.bfloat16), rope], axis=1)
-    return jnp.where((row >= 0)[:, None], values, jnp.zeros((), jnp.bfloat16))
+        values = lax.bitcast_convert_type(nope, jnp.float8_e4m3fn).astype(jnp.float32)
+        if layout.scale_block is not None:
+            exponent = scale[:, : layout.nope_dim // layout.scale_block].astype(jnp.int32) << 23
+            scale = lax.bitcast_convert_type(exponent, jnp.float32)
+    values *= jnp.repeat(scale, layout.scale_block or layout.nope_dim, axis=1)
+    parts = [values.astype(jnp.bfloat16)] + ([] if rope_pool is None else [take_rows(rope_pool)])
+    return jnp.where((row >= 0)[:, None], jnp.concatenate(parts, axis=1), jnp.zeros((), jnp.bfloat16))
 
 
 # Instructions that turn two E4M3 codes, also subnormal ones, into a pair of bfloat16 with their values times 2**-120.
@@ -258,20 +382,33 @@ _REGISTERS = {"a": (4, "0x9180"), "b": (4, "0xB3A2"), "c": (5, "0x9180"), "d": (
 _SPREAD = "".join(_SPREAD_PAIR.format(to=to, word=word, select=select) for to, (word, select) in _REGISTERS.items())
 
 
-def _decode_block_scales(codes, scales, group):
-    """Emits the decoding of a thread's 8 codes of a group, times the group's scale, to 4 words of bfloat16 pairs.
+def _decode_e4m3(codes, scales, layout, lane, group):
+    """Emits the decoding of a thread's 8 codes of a group, times their scale, to 4 words of bfloat16 pairs."""
+    if layout.scale_block is None:
+        return _decode_row_scale(codes, scales[0])
+    if layout.scale_block == GROUP:
+        # A word with two equal bfloat16, whose exponent bits are the byte of the group's scale.
+        factor = ((U32(scales[group // 4]) >> (8 * (group % 4))) & 0xFF) * 0x00800080
+        return _decode_block_scale(codes, factor)
+    # A group has two scales, the first one for lanes 0 to 3.
+    own_byte = (lane >> 2) * 0x0101 + (0x4040 + 0x0202 * (group % 2))
+    factor = thread_ops.pure("prmt.b32 $0, $1, 0, $2;", _from_lane(scales[0], group // 2), own_byte) << 7
+    return _decode_block_scale(codes, factor)
 
-    The factor 2**120 and the scale, a power of two, are multiplied in two steps that are exact and cannot overflow.
+
+def _decode_block_scale(codes, factor):
+    """Emits the decoding of a thread's 8 codes of a group to 4 words of bfloat16 pairs.
+
+    `factor` is a word with twice the codes' scale, a power of two. It and the factor 2**120 are multiplied in two steps
+    that are exact and cannot overflow.
     """
     code = "{ .reg .b32 a, b, c, d, k; mov.b32 k, 0x7B807B80;" + _SPREAD
     for i, x in enumerate(_REGISTERS):
         code += f"mul.rn.bf16x2 {x}, {x}, k; mul.rn.bf16x2 ${i}, {x}, $6;"
-    # A word with two equal bfloat16, whose exponent bits are the byte of the group's scale.
-    factor = ((U32(scales[group // 4]) >> (8 * (group % 4))) & 0xFF) * 0x00800080
     return mlir.ptx(code + "}", *codes, factor, results=[mlir.int_type()] * 4, pure=True)
 
 
-def _decode_row_scale(codes, scales, group):
+def _decode_row_scale(codes, scale):
     """Emits the decoding of 8 codes, times the row's float32 scale, to 4 words of bfloat16 pairs.
 
     Each product is rounded to float32, then to bfloat16.
@@ -281,8 +418,40 @@ def _decode_row_scale(codes, scales, group):
         code += f"shl.b32 l, {x}, 16; and.b32 h, {x}, 0xFFFF0000;"
         code += "mul.rn.f32 l, l, 0f7B800000; mul.rn.f32 h, h, 0f7B800000; mul.rn.f32 l, l, $6; mul.rn.f32 h, h, $6;"
         code += f"cvt.rn.bf16x2.f32 ${i}, h, l;"
-    factor = arith.bitcast(mlir.f32_type(), scales[0])
+    factor = arith.bitcast(mlir.f32_type(), scale)
     return mlir.ptx(code + "}", *codes, factor, results=[mlir.int_type()] * 4, pure=True)
+
+
+# Instructions that turn two E2M1 codes into a pair of bfloat16 with their values times 2**-126, as `_SPREAD_PAIR` does.
+# Register z has the codes $4 one place higher, so that a code of each word lies in the upper half of a byte.
+_SPREAD_CODES = "prmt.b32 a, z, $4, {select:#x}; shl.b32 a, a, 2; and.b32 a, a, 0x81C081C0;"
+
+
+def _decode_e2m1(codes, factor):
+    """Emits the decoding of a word of 8 E2M1 codes, times a word with two equal bfloat16, to 4 words of pairs.
+
+    All products are exact.
+    """
+    code = "{ .reg .b32 a, k, z; mov.b32 k, 0x7E807E80; shl.b32 z, $4, 4;"
+    for i in range(4):
+        code += _SPREAD_CODES.format(select=0xC480 + 0x1111 * i)
+        code += f"mul.rn.bf16x2 a, a, k; mul.rn.bf16x2 ${i}, a, $5;"
+    return mlir.ptx(code + "}", codes, factor, results=[mlir.int_type()] * 4, pure=True)
+
+
+def _e4m3_factor(scales, own_byte):
+    """Emits the conversion of one of a word's four E4M3 scales to a word with two equal bfloat16.
+
+    `own_byte` is the selector by which `prmt` copies the scale to both halves, and extends its sign.
+    """
+    spread = _SPREAD_PAIR.format(to="a", word=1, select="$2")
+    return multiply(thread_ops.pure(f"{{ .reg .b32 a; {spread} mov.b32 $0, a; }}", scales, own_byte), 0x7B807B80)
+
+
+def _from_lane(word, lane):
+    """Emits a shuffle: returns the word in lane `lane` of the 4 lanes, aligned, to which this thread belongs."""
+    code = f"shfl.sync.idx.b32 $0, $1, {lane}, 0x1c1f, 0xffffffff;"
+    return mlir.ptx(code, word, results=mlir.int_type(), pure=True, convergent=True)
 
 
 def _load(base, words, *, offset=0, row=None):

@@ -6,6 +6,7 @@ found in three steps: `RowAddresses.entries` loads the entry numbers, `blocks` l
 the block table, and `rows` computes the row numbers.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -146,12 +147,16 @@ class RowAddresses:
         names for this tile.
         """
         window_rows = [self._window_row(tile, unit) for unit in range(self.units)]
-        paged = self.problem.compressed
-        if paged is None:
+        if self.problem.compressed is None:
             return window_rows
         in_window = jnp.broadcast_to(tile < self.problem.window_tiles, (UNIT,))
-        pool_rows = (self._pool_row(paged, entry, block) for entry, block in zip(entries, blocks, strict=True))
+        pool_rows = self.pool_rows(entries, blocks)
         return [jnp.where(in_window, row, pool_row) for row, pool_row in zip(window_rows, pool_rows, strict=True)]
+
+    def pool_rows(self, entries: list[jax.Array], blocks: list[jax.Array]) -> Iterator[jax.Array]:
+        """Yields the row numbers of each unit of a tile of compressed entries; arguments and numbers as in `rows`."""
+        paged = self.problem.compressed
+        return (self._pool_row(paged, entry, block) for entry, block in zip(entries, blocks, strict=True))
 
     def _window_row(self, tile, unit):
         rings = self.problem.rings

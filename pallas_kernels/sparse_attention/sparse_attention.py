@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats.kv_rows import ROW_DIM
-from pallas_kernels.formats.layouts import check_v4_row_layout
 from pallas_kernels.formats.pool_operands import Paged, Rings
 from pallas_kernels.runtime.checks import check_array, check_rules, check_tokens
 from pallas_kernels.runtime.layer_operands import check_weight
@@ -18,6 +17,7 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 from pallas_kernels.sparse_attention.combine import combine
 from pallas_kernels.sparse_attention.decode_attention import Config, decode_attention
 from pallas_kernels.sparse_attention.inverse_rope import check_frequencies, rope_angles
+from pallas_kernels.sparse_attention.kv_tiles import check_layouts
 from pallas_kernels.sparse_attention.online_softmax import HALF, HEADS
 from pallas_kernels.sparse_attention.row_addresses import AttentionProblem
 
@@ -47,7 +47,8 @@ def sparse_attention(
       slots: [T] int32, each token's request slot; -1 = padding.
       positions: [T] int32, each token's position in its request; -1 = padding.
       rings: the window rows. Layer -1 leaves the windows out. The E4M3 codes of NaN, 0x7F and 0xFF, are read as +-480.
-      compressed: the compressed entries, with the same row layout as `rings`, or None.
+      compressed: the compressed entries, or None. They have the row layout of `rings`, or E2M1 codes if all values of
+        both are codes.
       inv_freq: [P] float32 RoPE frequencies, at most 1; P is a multiple of 4 up to 128. The last 2 * P channels of the
         result are rotated back by the token's position, in interleaved pairs, and rounded to bfloat16 before and after.
         None: no rotation.
@@ -107,17 +108,15 @@ def attention_sums(
 def _check_and_merge(q, slots, positions, rings, compressed):
     """Checks the arguments of `sparse_attention`, and returns all but the queries as an `AttentionProblem`."""
     tokens, heads, _ = q.shape
-    layout = rings.layout
     multiple = 8 if heads < HEADS else HEADS
     check_array("q", q, jnp.bfloat16, tokens, None, ROW_DIM)
     check_tokens(tokens, slots=slots, positions=positions)
     rings.check()
-    check_v4_row_layout(layout)
+    check_layouts((rings.layout, (compressed or rings).layout))
     check_rules({f"a multiple of {HEADS} heads, or of 8 below that, got {heads}": heads % multiple == 0})
     if rings.own_rows is not None:
         check_array("own_rows", rings.own_rows, jnp.int32, tokens)
     if compressed is not None:
-        check_rules({f"one layout, got {layout} and {compressed.layout}": compressed.layout == layout})
         compressed.check(tokens)
         compressed = dataclasses.replace(compressed, layer=compressed.layer.reshape(1)) if compressed.count else None
     rings = dataclasses.replace(rings, layer=rings.layer.reshape(1))
