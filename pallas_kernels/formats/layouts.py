@@ -73,7 +73,7 @@ class KeyLayout:
 def quantized[L: (RowLayout, KeyLayout)](layout: L | None) -> L:
     """Returns the layout. Raises NotImplementedError for None, which stands for a format that no kernel takes."""
     if layout is None:
-        raise NotImplementedError("the kernel takes rows and keys of the formats 'v4' and 'per_entry'")
+        raise NotImplementedError("the kernel takes rows and keys of the formats 'v4', 'v41' and 'per_entry'")
     return layout
 
 
@@ -86,11 +86,6 @@ def check_row_layout(layout: RowLayout) -> None:
             f"scale blocks of {GROUP}, 32 or a row, got {layout.scale_block}": layout.scale_block in blocks,
         }
     )
-
-
-def check_v4_row_layout(layout: RowLayout) -> None:
-    """Raises NotImplementedError unless codes are E4M3, with a scale for 64 of them or for the row."""
-    check_rules({"rows of the formats 'v4' and 'per_entry'": layout.scale_block in (None, GROUP)})
 
 
 def check_pools(layout: RowLayout | KeyLayout, pools: tuple[Any, ...]) -> None:

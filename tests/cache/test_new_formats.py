@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax import ops
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.host import KVCacheManager, offload, resume
-from dsv4_jax.ops import AttentionKV, CompressorWeights
+from dsv4_jax.ops import CompressorWeights
 from dsv4_jax.ops.rope import apply_rope_deterministic
 from dsv4_jax.quant import V41Format
 from tests.ops.pools import ints, same_bytes
@@ -132,26 +131,6 @@ with ops.use_implementation("mosaic_gpu"):
 assert text.count('custom_call_target="mosaic_gpu') == 7, text
 assert " copy(" not in text
 """)
-
-
-def test_kernels_refuse_the_rows(run):
-    """Every op says why its kernel does not take them, so that it runs as "xla"."""
-    handle = run.cache.handle(2, run.batch)
-    window = handle.read_swa_view()
-    entries = handle.read_classical_view()
-    tokens = run.batch.slots, run.batch.positions
-    q = jnp.zeros((len(run.window), 64, 512), jnp.bfloat16)
-    only_known = "formats 'v4' and 'per_entry'"
-    calls = [
-        (only_known, lambda **how: ops.sparse_attention(q, jnp.zeros(64), AttentionKV(window), *tokens, **how)),
-        (
-            only_known,
-            lambda **how: ops.sparse_attention(q, jnp.zeros(64), AttentionKV(window, entries), *tokens, **how),
-        ),
-    ]
-    for reason, call in calls:
-        with pytest.raises(NotImplementedError, match=reason):
-            call(implementation="interpret")
 
 
 def test_offloaded_requests_come_back(run):

@@ -119,7 +119,7 @@ def test_what_the_kernel_does_not_take_is_refused_before_launch():
         call(view_of(FORMATS["v4"]), kv.astype(jnp.float32))
     with pytest.raises(NotImplementedError, match="takes rows of 512 values, got 64 . 32"):
         call(swa_view(FORMATS["v4"]), kv[:, :96])
-    with pytest.raises(NotImplementedError, match="formats 'v4' and 'per_entry'"):
+    with pytest.raises(NotImplementedError, match="formats 'v4', 'v41' and 'per_entry'"):
         call(view_of(kv_format("plain", jnp.bfloat16)), kv)
     with pytest.raises(NotImplementedError, match="cannot run as 'mosaic_gpu'"):
         call(view_of(FORMATS["v4"]), kv, "mosaic_gpu")

@@ -280,7 +280,7 @@ def test_refusals_name_the_rule():
     with pytest.raises(NotImplementedError, match=r"state gates as float32"):
         call([ops.CompressorInputs(halves, pool, kv, kv, weights)])
     state, pool, weights, _ = setup("csa", "plain")
-    with pytest.raises(NotImplementedError, match="formats 'v4' and 'per_entry'"):
+    with pytest.raises(NotImplementedError, match="formats 'v4', 'v41' and 'per_entry'"):
         call([ops.CompressorInputs(state, pool, kv, kv, weights)])
 
 

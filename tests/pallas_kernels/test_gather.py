@@ -185,5 +185,5 @@ def test_what_the_kernel_does_not_take_is_refused_before_launch():
     with pytest.raises(NotImplementedError, match="takes rows of 512 values, got 64 . 32"):
         call(swa_view(fmt), ints([0]), ints([0]))
     plain = classical_view(kv_format("plain", jnp.bfloat16))
-    with pytest.raises(NotImplementedError, match="formats 'v4' and 'per_entry'"):
+    with pytest.raises(NotImplementedError, match="formats 'v4', 'v41' and 'per_entry'"):
         ops.gather_compressed_kv(plain, ints([[0]]), ints([0]), implementation="interpret")

@@ -264,7 +264,7 @@ def test_what_the_kernel_does_not_take_is_refused_before_launch():
     with pytest.raises(NotImplementedError, match="queries of 32 or 64 heads, got 96"):
         call(view, *queries(rng, 1, 96))
     plain = indexer_view(kv_format("plain", jnp.bfloat16))
-    with pytest.raises(NotImplementedError, match="formats 'v4' and 'per_entry'"):
+    with pytest.raises(NotImplementedError, match="formats 'v4', 'v41' and 'per_entry'"):
         call(plain, q, weights)
     few = paged(FORMATS["v4"], rng, lengths=[32], max_blocks=4, per_block=8)
     blocks = ints([[0, 1]])
