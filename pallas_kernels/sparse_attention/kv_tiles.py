@@ -12,6 +12,7 @@ the first place, which are larger. `entry_part` returns those that rows of the s
 """
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -112,7 +113,7 @@ def check_layouts(layouts: RowLayouts) -> None:
     check_rules(rules)
 
 
-def entry_part(unit: list[jax.Array]) -> list[jax.Array]:
+def entry_part(unit: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """Returns what rows of E2M1 codes fill of a unit that was loaded with layouts of E4M3 and E2M1 codes."""
     return unit[:2]
 
@@ -198,7 +199,7 @@ def store_unit(
     tile_smem,
     bias_smem,
     first: Any,
-    unit: list[jax.Array],
+    unit: Sequence[jax.Array],
     row: jax.Array,
     layout: RowLayout,
     peer: Any = None,
