@@ -29,12 +29,12 @@ class CudaMemory:
             memory for the GPU.
         """
         if device.platform != "gpu":
-            raise ValueError(f"experts in host memory need an NVIDIA GPU; {device} is none")
+            raise ValueError(f"weights in host memory need an NVIDIA GPU; {device} is none")
         try:
             driver: Any = importlib.import_module("cuda.bindings.driver")  # installed only with the CUDA extras
         except ModuleNotFoundError as error:
             raise ValueError(
-                "experts in host memory need NVIDIA's package cuda-bindings: pip install 'dsv4-jax[cuda13]'"
+                "weights in host memory need NVIDIA's package cuda-bindings: pip install 'dsv4-jax[cuda13]'"
             ) from error
         self._driver = driver
         self._call("cuInit", 0)

@@ -310,5 +310,5 @@ def test_the_file_of_the_command_line_is_checked_first(tmp_path):
 
 
 def test_without_a_gpu_it_is_said():
-    with pytest.raises(ValueError, match="experts in host memory need an NVIDIA GPU"):
+    with pytest.raises(ValueError, match="weights in host memory need an NVIDIA GPU"):
         load_checkpoint(CHECKPOINT, weights="quantized", expert_memory=ExpertMemory())
