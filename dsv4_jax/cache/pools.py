@@ -137,12 +137,14 @@ class KVCache(Summarized):
         if isinstance(stored, PlainFormat | FakeQuantFormat):
             return self
         schema = dataclasses.replace(self.schema, kv_format=FakeQuantFormat(stored))
+        specs: dict[str, Any] = schema.groups  # with FakeQuantRows and FakeQuantKeys
+        window_codec: Any = schema.window_codec
         groups = {}
-        for name, spec in schema.groups.items():
+        for name, spec in specs.items():
             group = self.groups[name]
             keys = None if spec.key is None else spec.key.convert(group.keys)
             groups[name] = dataclasses.replace(group, entries=spec.entry.convert(group.entries), keys=keys)
-        return dataclasses.replace(self, groups=groups, swa=schema.window_codec.convert(self.swa), schema=schema)
+        return dataclasses.replace(self, groups=groups, swa=window_codec.convert(self.swa), schema=schema)
 
     def write_windows(self, rows: Mapping[int, Float[Array, "T D"]], batch: Batch) -> "KVCache":
         """Stores window rows of several layers in one launch, like `LayerCacheHandle.write_swa` for each layer.
