@@ -46,7 +46,7 @@ class Recipe:
 
     Attributes:
       iterations: number of rollouts.
-      prompts: number of prompts in a rollout.
+      prompts: number of prompts in a rollout, at most 32, the engine's slots.
       group: number of answers to each prompt. An answer's advantage is its reward relative to its group.
       new_tokens: number of tokens in an answer.
       updates: number of gradient steps on each rollout.
@@ -120,13 +120,15 @@ def roll_out(engine: Engine, recipe: Recipe, iteration: int, version: int) -> Ro
     rng = np.random.default_rng([recipe.seed, iteration])
     sizes = rng.integers(1, 1 + MAX_PROMPT - len(PREAMBLE), size=recipe.prompts)
     prompts = [PREAMBLE + rng.integers(DIGITS, size=size).tolist() for size in sizes]
+    seeds = rng.integers(2**31, size=(recipe.prompts, recipe.group)).tolist()
+    options: Any = {"max_new_tokens": recipe.new_tokens, "sampling": SamplingParams(temperature=1.0)}
+    parents = []
+    for prompt, row in zip(prompts, seeds, strict=True):
+        parents.append(engine.add(prompt, seed=row[0], **options))
+        prefill(engine, parents[-1:])  # the next prompt finds the preamble in the prefix cache
     requests: list[Request] = []
-    for prompt in prompts:
-        seeds = rng.integers(2**31, size=recipe.group).tolist()
-        sampling = SamplingParams(temperature=1.0)
-        request = engine.add(prompt, max_new_tokens=recipe.new_tokens, sampling=sampling, seed=seeds[0])
-        prefill(engine, [request])
-        requests += [request, *engine.fork(request, seeds[1:])]
+    for parent, row in zip(parents, seeds, strict=True):
+        requests += [parent, *engine.fork(parent, row[1:])]
     shape = len(requests), MAX_PROMPT + recipe.new_tokens
     versions = np.zeros(shape, np.int32)
     rows = {request: row for row, request in enumerate(requests)}
@@ -145,9 +147,8 @@ def roll_out(engine: Engine, recipe: Recipe, iteration: int, version: int) -> Ro
     return Rollout(*map(jnp.asarray, (tokens, lengths, is_answer, old_logprobs, versions, rewards)))
 
 
-def split_floats(model: nnx.Module) -> tuple[Any, Any, Any]:
-    """Splits a model into (graph, floating-point arrays, which are trained, other arrays)."""
-    return nnx.split(model, lambda _, x: jnp.issubdtype(x.get_value().dtype, jnp.floating), ...)
+def _is_float(_, value):
+    return jnp.issubdtype(value.get_value().dtype, jnp.floating)
 
 
 class Learner:
@@ -160,9 +161,9 @@ class Learner:
 
     def __init__(self, recipe: Recipe, model: nnx.Module):
         self.recipe = recipe
-        self._graph, floats, self._others = split_floats(model)
+        self._graph, floats, self._others = nnx.split(model, _is_float, ...)
         self._optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(recipe.learning_rate))
-        self.state = {"floats": floats, "optimizer": self._optimizer.init(floats)}
+        self.state: Any = {"floats": floats, "optimizer": self._optimizer.init(floats)}
 
     @property
     def model(self) -> Any:
@@ -181,7 +182,7 @@ class Learner:
         advantages = advantages.reshape(-1, 1)
 
         def loss_of(floats):
-            model = nnx.merge(self._graph, floats, self._others)
+            model: Any = nnx.merge(self._graph, floats, self._others)
             new_logprobs = logprobs(model, tokens, lengths, shape)
             ratio = jnp.exp(jnp.where(is_answer, new_logprobs - old_logprobs, 0.0))
             clipped = jnp.clip(ratio, 1 - self.recipe.clip, 1 + self.recipe.clip)

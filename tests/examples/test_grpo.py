@@ -10,7 +10,7 @@ from jax import numpy as jnp
 from dsv4_jax import DeepseekV4ForCausalLM
 
 
-RECIPE = Recipe(iterations=2, prompts=2, group=20, new_tokens=12, drafts=1)
+RECIPE = Recipe(iterations=2, prompts=3, group=16, new_tokens=12, drafts=1)  # more answers than the engine has slots
 
 
 def test_reward_counts_tokens_that_count_on():
