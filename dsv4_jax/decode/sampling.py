@@ -154,8 +154,9 @@ def log_probabilities(
     logits: Float[Array, "n vocab"], tokens: Int[Array, "n"]
 ) -> tuple[Float[Array, "n"], Float[Array, "n"]]:
     """Returns the log-probabilities of tokens [n] under logits [n, vocab], and the logsumexp of each row of logits."""
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
     norm = jax.nn.logsumexp(logits, axis=1)
-    return jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0] - norm, norm
+    return chosen - norm, norm
 
 
 @jax.named_scope("sampling")
