@@ -23,7 +23,7 @@ from dsv4_jax.ops.views import SWAView, run_bounds
 from dsv4_jax.parallel.axis_rules import named_sharding
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 from dsv4_jax.parallel.sharded_step import check_within_shard_map
-from dsv4_jax.quant import Rows
+from dsv4_jax.quant import FakeQuantFormat, PlainFormat, Rows
 from pallas_kernels.runtime.pytrees import static_field
 
 
@@ -127,6 +127,24 @@ class KVCache(Summarized):
         """Returns the cache with fields of its groups replaced: those that are not None in `new` {name: PoolGroup}."""
         groups = {name: group.replace(new.get(name, PoolGroup())) for name, group in self.groups.items()}
         return dataclasses.replace(self, groups=groups)
+
+    def fake_quantized(self) -> "KVCache":
+        """Returns the cache in `FakeQuantFormat`, with the same values, so that gradients pass through its rows.
+
+        A cache whose format has gradients already, "plain" or `FakeQuantFormat`, is returned as it is.
+        """
+        stored = self.schema.kv_format
+        if isinstance(stored, PlainFormat | FakeQuantFormat):
+            return self
+        schema = dataclasses.replace(self.schema, kv_format=FakeQuantFormat(stored))
+        specs: dict[str, Any] = schema.groups  # with FakeQuantRows and FakeQuantKeys
+        window_codec: Any = schema.window_codec
+        groups = {}
+        for name, spec in specs.items():
+            group = self.groups[name]
+            keys = None if spec.key is None else spec.key.convert(group.keys)
+            groups[name] = dataclasses.replace(group, entries=spec.entry.convert(group.entries), keys=keys)
+        return dataclasses.replace(self, groups=groups, swa=window_codec.convert(self.swa), schema=schema)
 
     def write_windows(self, rows: Mapping[int, Float[Array, "T D"]], batch: Batch) -> "KVCache":
         """Stores window rows of several layers in one launch, like `LayerCacheHandle.write_swa` for each layer.

@@ -1,6 +1,7 @@
 """Decoding: compiled steps, a loop of decode steps on the device, draft tokens, and sampling."""
 
 from dsv4_jax.decode.drafts import DraftOptions, Drafts
+from dsv4_jax.decode.exact_logprobs import RolloutShape, logprobs
 from dsv4_jax.decode.logits_processor import LogitsProcessor
 from dsv4_jax.decode.loop import LoopOutput, decode_loop
 from dsv4_jax.decode.programs import CompiledModel

@@ -150,6 +150,15 @@ def sample(
     return jax.lax.cond(jnp.any(warm), draw, lambda: best)
 
 
+def log_probabilities(
+    logits: Float[Array, "n vocab"], tokens: Int[Array, "n"]
+) -> tuple[Float[Array, "n"], Float[Array, "n"]]:
+    """Returns the log-probabilities of tokens [n] under logits [n, vocab], and the logsumexp of each row of logits."""
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    norm = jax.nn.logsumexp(logits, axis=1)
+    return chosen - norm, norm
+
+
 @jax.named_scope("sampling")
 def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], options: LogprobOptions) -> TopLogprobs:
     """Finds the likeliest tokens of each row.

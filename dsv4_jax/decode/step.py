@@ -17,6 +17,7 @@ from dsv4_jax.decode.sampling import (
     LogprobOptions,
     SamplingParams,
     TopLogprobs,
+    log_probabilities,
     sample,
     top_logprobs,
 )
@@ -299,14 +300,13 @@ def draw_tokens(
     tokens = sample(processed, row_sampling, seeds[slots], batch.positions[index] + 1, token_mask)
     if forced is not None:
         tokens = jnp.where(forced >= 0, forced, tokens)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
-    norm = jax.nn.logsumexp(logits, axis=1)
+    chosen, norm = log_probabilities(logits, tokens)
     top = None if logprobs is None else top_logprobs(logits, norm, logprobs)
     if by_slot is None:
-        return StepOutput(tokens, chosen - norm, top)
+        return StepOutput(tokens, chosen, top)
     is_allowed = jnp.take_along_axis(processed, tokens[:, None], axis=1)[:, 0] > -jnp.inf
     last = last_accepted(batch, logits_indices, tokens, num_slots)
-    logprobs_if_allowed = jnp.where(is_allowed, chosen - norm, jnp.nan)
+    logprobs_if_allowed = jnp.where(is_allowed, chosen, jnp.nan)
     return StepOutput(tokens, logprobs_if_allowed, top, processor=by_slot.update(tokens, last))
 
 

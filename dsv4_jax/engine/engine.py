@@ -13,6 +13,7 @@ import numpy as np
 from dsv4_jax.cache import KVCache
 from dsv4_jax.common.summary import Summarized, Summary
 from dsv4_jax.decode.drafts import DraftOptions
+from dsv4_jax.decode.exact_logprobs import RolloutShape
 from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.step import Model
 from dsv4_jax.engine.drafters import Drafter
@@ -179,6 +180,19 @@ class Engine(Summarized):
     def last_scheduled(self) -> tuple[Request, ...]:
         """The requests that the last step ran, or was preparing to run if it raised."""
         return self._scheduler.current
+
+    @property
+    def rollout_shape(self) -> RolloutShape:
+        """The shapes of the engine's program, for `decode.logprobs`.
+
+        Raises:
+          ValueError: the engine is not batch-invariant, so it has several programs.
+        """
+        if not self.config.batch_invariant:
+            raise ValueError(
+                "the bits of log-probabilities depend on the batch: make the engine with batch_invariant=True"
+            )
+        return RolloutShape(self.manager.schema, self.config.token_budget, self._runner.decode_size)
 
     @property
     def metrics(self) -> EngineMetrics:

@@ -348,6 +348,10 @@ class FakeQuantRows(PlainRows):
     def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
         return super().encode(self.codec.fake_quantize(kv, jnp.float32))
 
+    def convert(self, rows: Rows) -> Rows:
+        """Returns rows of `codec` as this codec stores them, with the same values."""
+        return super().encode(self.codec.decode(rows, jnp.float32))
+
 
 @dataclasses.dataclass(frozen=True)
 class FakeQuantKeys(PlainKeys):
@@ -361,6 +365,10 @@ class FakeQuantKeys(PlainKeys):
 
     def encode(self, keys: Float[Array, "*rows Di"]) -> IndexRows:
         return super().encode(self.codec.fake_quantize(keys))
+
+    def convert(self, rows: IndexRows) -> IndexRows:
+        """Returns keys of `codec` as this codec stores them, with the same values."""
+        return super().encode(self.codec.decode(rows))
 
     def round_query(self, q: Float[Array, "*rows Di"]) -> Float[Array, "*rows Di"]:
         return self.codec.round_query(q)

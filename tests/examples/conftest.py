@@ -1,4 +1,4 @@
-"""The programs of the example import one another by bare names, as they do when run."""
+"""The programs of an example import one another by bare names, as they do when run."""
 
 import sys
 
@@ -8,7 +8,8 @@ import pytest
 from tests.paths import DATA
 
 
-sys.path.insert(0, str(DATA.parents[1] / "examples" / "king_james"))
+for folder in ("king_james", "grpo"):
+    sys.path.insert(0, str(DATA.parents[1] / "examples" / folder))
 
 
 @pytest.fixture(scope="module", autouse=True)

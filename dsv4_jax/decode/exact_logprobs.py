@@ -1,0 +1,226 @@
+"""`logprobs`: differentiable log-probabilities of sequences, whose values have the bits of an engine's rollout."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dsv4_jax.cache import Batch, CacheSchema, KVCache
+from dsv4_jax.decode.programs import CompiledModel
+from dsv4_jax.decode.sampling import log_probabilities
+from dsv4_jax.decode.step import Model, run_model
+from dsv4_jax.nn.layer_stack import LayerStack
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutShape:
+    """The shapes of a batch-invariant engine's program, on which the bits of its log-probabilities depend.
+
+    `Engine.rollout_shape` has those of an engine.
+
+    Attributes:
+      schema: geometry of the engine's cache. Its numbers of blocks and of slots do not matter.
+      token_budget: number of tokens in each step.
+      logits_rows: number of tokens for which a step computes logits.
+    """
+
+    schema: CacheSchema
+    token_budget: int
+    logits_rows: int
+
+
+def logprobs(
+    model: Model, tokens: Int[Array, "*shape"], lengths: Int[Array, "S"], shape: RolloutShape
+) -> Float[Array, "*shape"]:
+    """Computes the log-probability of each token given the earlier tokens of its sequence.
+
+    The values are those of `Request.logprobs` in a batch-invariant engine with this model, bit for bit: the sequences
+    run in chunks of `token_budget` tokens, with the shapes and the cache of the engine's program.
+
+    The gradient is that of the same computation with the cache in `FakeQuantFormat`, at the values of the rollout:
+    straight-through where rows are quantized. The backward pass computes chunks and layers again. It keeps the cache
+    before each chunk in its own format, so its memory grows with the square of the number of tokens: divide a large
+    batch, and add up the gradients.
+
+    Args:
+      model: the model. Gradients are with respect to its floating-point arrays.
+      tokens: [S, N] int32 sequences, padded at the end; or [N] sequences one after another, padded at the end.
+      lengths: [S] int32 number of tokens of each sequence, at most N and `max_context`; packed ones have N tokens at
+        most together. Within `jax.jit` the lengths are not checked.
+      shape: shapes of the rollout's program (static).
+
+    Returns:
+      float32 in the shape of `tokens`; zeros for the first token of each sequence and for padding.
+
+    Raises:
+      ValueError: the shapes do not agree, or a length is out of range.
+    """
+    _check(tokens, lengths, shape)
+    slots, positions = _places(tokens.shape, lengths)
+    flat = tokens.reshape(-1)
+    targets = jnp.roll(flat, -1)
+    size = shape.token_budget
+
+    def chunked(x, padding):
+        return jnp.pad(x, (0, -x.size % size), constant_values=padding).reshape(-1, size)
+
+    chunks = chunked(flat, 0), chunked(slots, -1), chunked(positions, -1), chunked(targets, 0)
+    blocks = -(-flat.size // shape.schema.block_tokens) + len(lengths)
+    schema = dataclasses.replace(shape.schema, max_requests=len(lengths), num_blocks=blocks)
+    leaves, structure = jax.tree.flatten(model)
+    program = _Program(structure, dataclasses.replace(shape, schema=schema))
+    floats, others = _split(leaves)
+    values = _run(program, floats, others, lengths, chunks).reshape(-1)[: flat.size]
+    return jnp.where(positions > 0, jnp.roll(values, 1), 0.0).reshape(tokens.shape)
+
+
+def _check(tokens, lengths, shape):
+    """Raises ValueError for arguments of `logprobs` that do not agree."""
+    if tokens.ndim not in (1, 2) or (tokens.ndim == 2 and len(tokens) != len(lengths)):
+        raise ValueError(
+            f"tokens must be [S, N] or [N] for lengths [S], got {list(tokens.shape)} for lengths {list(lengths.shape)}"
+        )
+    if isinstance(lengths, jax.core.Tracer):
+        return
+    longest = min(tokens.shape[-1], shape.schema.max_context)
+    numbers = np.asarray(lengths)
+    if numbers.min(initial=0) < 0 or numbers.max(initial=0) > longest:
+        raise ValueError(f"lengths must be from 0 to {longest}, got {numbers.tolist()}")
+    if tokens.ndim == 1 and numbers.sum() > tokens.size:
+        raise ValueError(f"the lengths sum up to {numbers.sum()}, but there are {tokens.size} tokens")
+
+
+def _places(shape, lengths):
+    """Returns (slots, positions) of the tokens in a row, both -1 for padding. The slot is the sequence's number."""
+    if len(shape) == 2:
+        positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None, :], shape).reshape(-1)
+        slots = jnp.repeat(jnp.arange(shape[0], dtype=jnp.int32), shape[1])
+    else:
+        index = jnp.arange(shape[0], dtype=jnp.int32)
+        ends = jnp.cumsum(lengths, dtype=jnp.int32)
+        slots = jnp.minimum(jnp.searchsorted(ends, index, side="right"), len(lengths) - 1).astype(jnp.int32)
+        positions = index - (ends - lengths)[slots]
+    is_token = positions < lengths[slots]
+    return jnp.where(is_token, slots, -1), jnp.where(is_token, positions, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """The static part of `logprobs`: tree structure of the model, and a RolloutShape with room for all tokens."""
+
+    structure: Any
+    shape: RolloutShape
+
+    def empty_cache(self, lengths):
+        """Returns an empty cache with blocks for sequences of these lengths."""
+        schema = self.shape.schema
+        counts = -(-lengths // schema.block_tokens)
+        begins = jnp.cumsum(counts, dtype=jnp.int32) - counts
+        index = jnp.arange(schema.max_blocks, dtype=jnp.int32)[None, :]
+        table = jnp.where(index < counts[:, None], begins[:, None] + index, -1).astype(jnp.int32)
+        return dataclasses.replace(KVCache.zeros(schema), block_table=table)
+
+    def run_chunk(self, leaves, cache, chunk, *, remat=False):
+        """Runs the tokens of a chunk like a step of an engine.
+
+        Args:
+          leaves: the model's arrays.
+          cache: the cache before the chunk.
+          chunk: (ids, slots, positions, targets), each [token_budget] int32.
+          remat: whether a backward pass computes the values within layers again.
+
+        Returns:
+          (log-probability of each target after its token, [token_budget] float32; the cache).
+        """
+        model = jax.tree.unflatten(self.structure, leaves)
+        if isinstance(model, CompiledModel):
+            model = model.module
+        if remat and isinstance(model, nnx.Module):
+            for _, module in nnx.iter_modules(model):
+                if isinstance(module, LayerStack):
+                    module.remat = True
+        ids, slots, positions, targets = chunk
+        none = jnp.zeros((0,), jnp.int32)
+        batch = Batch(ids, positions, slots, new_blocks=none.reshape(0, 3), reset_slots=none, prefill=True)
+        hidden, cache = run_model(model, cache, batch)
+        rows = self.shape.logits_rows
+        padding = -len(ids) % rows
+
+        def score(group):
+            hidden, targets = group
+            return log_probabilities(model.logits(hidden), targets)[0]
+
+        hidden = jnp.pad(hidden, [(0, padding), (0, 0)]).reshape(-1, rows, hidden.shape[1])
+        values = jax.lax.map(score, (hidden, jnp.pad(targets, (0, padding)).reshape(-1, rows)))
+        return values.reshape(-1)[: len(ids)], cache
+
+
+def _split(leaves):
+    """Splits arrays into ([x or None], [x or None]): floating-point arrays, and the others."""
+    is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
+    floats = [x if yes else None for x, yes in zip(leaves, is_float, strict=True)]
+    return floats, [None if yes else x for x, yes in zip(leaves, is_float, strict=True)]
+
+
+def _join(floats, others):
+    """Returns the arrays that `_split` divided."""
+    return [x if y is None else y for x, y in zip(floats, others, strict=True)]
+
+
+def _scan(program, floats, others, lengths, chunks, *, keep):
+    """Runs all chunks. Returns the log-probabilities [chunks, token_budget], and with `keep` the cache before each."""
+    leaves = _join(floats, others)
+
+    def step(cache, chunk):
+        values, after = program.run_chunk(leaves, cache, chunk)
+        return after, (values, cache if keep else None)
+
+    return jax.lax.scan(step, program.empty_cache(lengths), chunks)[1]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(program, floats, others, lengths, chunks):
+    return _scan(program, floats, others, lengths, chunks, keep=False)[0]
+
+
+def _run_forward(program, floats, others, lengths, chunks):
+    values, caches = _scan(program, floats, others, lengths, chunks, keep=True)
+    return values, (floats, others, chunks, caches)
+
+
+def _run_backward(program, saved, cotangents):
+    """Goes through the chunks from the last one, with the cotangents of the model and of the cache after the chunk.
+
+    Caches are in `FakeQuantFormat` here, so that cotangents pass through them.
+    """
+    floats, others, chunks, caches = saved
+
+    def step(carry, inputs):
+        total, of_cache = carry
+        cache, chunk, of_values = inputs
+        stored, structure = jax.tree.flatten(cache.fake_quantized())
+        cache_floats, cache_others = _split(stored)
+
+        def run_chunk(floats, cache_floats):
+            cache = jax.tree.unflatten(structure, _join(cache_floats, cache_others))
+            values, cache = program.run_chunk(_join(floats, others), cache, chunk, remat=True)
+            return values, _split(jax.tree.leaves(cache))[0]
+
+        _, pull = jax.vjp(run_chunk, floats, cache_floats)
+        of_model, of_cache = pull((of_values, of_cache))
+        total = jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, of_model)
+        return (total, of_cache), None
+
+    cache = jax.tree.map(lambda x: x[0], caches).fake_quantized()
+    zeros = jax.tree.map(jnp.zeros_like, _split(jax.tree.leaves(cache))[0])
+    total = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), floats)
+    (total, _), _ = jax.lax.scan(step, (total, zeros), (caches, chunks, cotangents), reverse=True)
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), total, floats), None, None, None
+
+
+_run.defvjp(_run_forward, _run_backward)
