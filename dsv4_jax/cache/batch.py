@@ -37,8 +37,7 @@ class Batch(Summarized):
         overwrite each other in the ring, so attention takes them from the step's own tokens instead (static).
       draft_block: number of adjacent tokens that all see each other and the window before them, as in a block of
         DSpark drafts; 0 = each token sees a window that ends with itself (static).
-      adapters: [max_requests] int32, number of each slot's adapter, -1 = none; None: all tokens have the model's first
-        adapter, if it has adapters (see `nn.lora`).
+      adapters: [max_requests] int32, number of each slot's adapter, -1 = none (see `nn.lora`); None = no adapters.
       schema: geometry of the cache that the batch is for, which is checked at trace time; None = not checked (static).
     """
 
@@ -51,6 +50,12 @@ class Batch(Summarized):
     adapters: Any = None
     draft_block: int = static_field(default=0)
     schema: CacheSchema | None = static_field(default=None)
+
+    def with_adapter(self, number: int) -> "Batch":
+        """Returns a batch, made for a known cache, all of whose requests use the adapter of this number."""
+        if self.schema is None:
+            raise ValueError("the batch has no schema, which says how many slots there are")
+        return dataclasses.replace(self, adapters=jnp.full((self.schema.max_requests,), number, jnp.int32))
 
     def token_adapters(self) -> Int[Array, "T"] | None:
         """Returns [T] int32, the number of each token's adapter, -1 = none; None if `adapters` is."""

@@ -21,7 +21,7 @@ from dsv4_jax.checkpoint.reader import read_file
 from dsv4_jax.common.arguments import check_positive, check_whole
 from dsv4_jax.common.downloads import parse_json
 from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
-from dsv4_jax.nn.lora import Adapters, add_adapters
+from dsv4_jax.nn.lora import Adapters, add_adapters, place_adapters
 
 
 _CONFIG = "adapter_config.json"
@@ -33,6 +33,8 @@ _PLAIN = {
     "peft_type": ("LORA",), "bias": (None, "none"), "use_dora": (None, False), "fan_in_fan_out": (None, False),
     "modules_to_save": (None, []), "rank_pattern": (None, {}), "alpha_pattern": (None, {}), "lora_bias": (None, False),
     "layer_replication": (None,), "trainable_token_indices": (None,), "target_parameters": (None, []),
+    "alora_invocation_tokens": (None,), "use_rslora": (None, True, False),
+    "init_lora_weights": (None, False, "gaussian", "orthogonal", True),  # others change the base model's weights
 }  # fmt: skip
 
 
@@ -54,8 +56,11 @@ def load_adapters(model: DeepseekV4ForCausalLM, folders: Mapping[str, str | Path
     rank = max(rank for rank, _, _ in adapters.values())
     targets = {_map_name(places[module][0]) for _, _, maps in adapters.values() for module in maps}
     scales = [scale for _, scale, _ in adapters.values()]
-    add_adapters(model, [*adapters], rank=rank, scales=scales, targets=targets)
+    add_adapters(model, [*adapters], rank=rank, scales=scales, targets=targets, place=False)
     views = parameter_views(model)
+    for name, (_, _, maps) in adapters.items():
+        if left_out := [module for module in maps if f"{places[module][0]}.up" not in views]:
+            raise ValueError(f"adapter {name!r}: {left_out[0]} can have no adapter here")
     for module, (place, _) in places.items():
         if f"{place}.up" not in views:
             continue
@@ -69,6 +74,7 @@ def load_adapters(model: DeepseekV4ForCausalLM, folders: Mapping[str, str | Path
                     padding[axis] = 0, rank - matrix.shape[axis]
                     values[number] = np.pad(matrix, padding)
             view.set_value(jnp.asarray(values))
+    place_adapters(model)
 
 
 def save_adapter(model: DeepseekV4ForCausalLM, name: str, folder: str | Path) -> None:
@@ -130,16 +136,18 @@ def _read(name, folder, places):
     for field, plain in _PLAIN.items():
         if config.get(field) not in plain:
             raise ValueError(f"adapter {name!r}: {field}={config.get(field)!r} in {_CONFIG} must be {plain[-1]!r}")
-    rank = check_whole("r", config.get("r"), 1, 2**16)
-    scale = check_positive("lora_alpha", config.get("lora_alpha"))
+    rank = check_whole(f"adapter {name!r}: r", config.get("r"), 1, 2**16)
+    scale = check_positive(f"adapter {name!r}: lora_alpha", config.get("lora_alpha"))
     scale /= math.sqrt(rank) if config.get("use_rslora") else rank
     maps: dict[str, dict[str, np.ndarray]] = {}
     for key, tensor in read_file(folder / _TENSORS).items():
         match = _NAME.fullmatch(key)
         if match is None or match[1] not in places:
-            raise ValueError(f"adapter {name!r}: {key} in {_TENSORS} belongs to no linear map of the model")
+            raise ValueError(f"adapter {name!r}: {key!r:.200} in {_TENSORS} belongs to no linear map of the model")
         side = "down" if match[2] == "A" else "up"
         maps.setdefault(match[1], {})[side] = np.asarray(tensor.load(), np.float32)
+        if not np.isfinite(maps[match[1]][side]).all():
+            raise ValueError(f"adapter {name!r}: {key} in {_TENSORS} has NaN or infinite values")
     if not maps:
         raise ValueError(f"adapter {name!r}: {_TENSORS} is empty")
     for module, matrices in maps.items():

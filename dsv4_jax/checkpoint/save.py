@@ -64,13 +64,16 @@ def save_release(
       progress: whether to show a progress bar on standard error.
 
     Raises:
-      ValueError: `shard_bytes` is not positive; a parameter is not finite; `weights` or `naming` is unknown, or they
-        exclude each other; or the release's config.json cannot express the layers, because hash-routed layers follow
-        other layers, or a layer's spec differs from that of layers with the same compression rate in a release.
+      ValueError: `shard_bytes` is not positive; the model has adapters; a parameter is not finite; `weights` or
+        `naming` is unknown, or they exclude each other; or the release's config.json cannot express the layers, because
+        hash-routed layers follow other layers, or a layer's spec differs from that of layers with the same compression
+        rate in a release.
     """
     if shard_bytes < 1:
         raise ValueError(f"{shard_bytes=} must be at least 1")
     check_storage(weights, naming)
+    if model.adapter_names:
+        raise ValueError(f"the model has adapters, {model.adapter_names}: use `nn.merge_adapter` or `save_adapter`")
     parameters = parameter_views(model)
     table = list(keys.weights(model.config, naming))
     headers = [entries for weight in table for entries in tensor_headers(weight, weights)]

@@ -123,6 +123,8 @@ class ServeCommand(RandomModelOptions):
         context = self._check_model(config)
         folder = checkpoint.parent if checkpoint.is_file() else checkpoint
         name = self.model_name or folder.resolve().name
+        if name in self._adapters:
+            raise ValueError(f"--adapters {self.adapters}: {name} is the name of the model itself, see --model-name")
         sys.setswitchinterval(_SWITCH_SECONDS)
         with _listen(self.host, self.port) as listener:
             from dsv4_jax.checkpoint import read_tokenizer
@@ -238,20 +240,26 @@ class ServeCommand(RandomModelOptions):
 
     @functools.cached_property
     def _adapters(self) -> dict[str, Path]:
-        """The folders of --adapters by name. Raises ValueError if the option is malformed."""
-        folders = {}
+        """The folders of --adapters by name. Raises ValueError if the option is malformed or has no adapter."""
+        folders: dict[str, Path] = {}
         for item in self.adapters.split(",") if self.adapters else ():
-            name, _, folder = item.partition("=")
-            if not name or not folder or name in folders:
+            name, _, folder = map(str.strip, item.partition("="))
+            if not name.isprintable() or not name or not folder or name in folders:
                 raise ValueError(f"--adapters {self.adapters} must be NAME=DIR, with different names, by commas")
             folders[name] = Path(folder)
+            for file in ("adapter_config.json", "adapter_model.safetensors"):
+                if not (folders[name] / file).is_file():
+                    raise ValueError(f"--adapters {item}: there is no {folders[name] / file}")
         return folders
 
     def weights_key(self, checkpoint: Path) -> str:
         """Returns a text that identifies the weights, as for other commands, and those of the adapters."""
         from dsv4_jax.checkpoint import weights_fingerprint
 
-        files = {name: weights_fingerprint(path / "adapter_model.safetensors") for name, path in self._adapters.items()}
+        files = {
+            name: (weights_fingerprint(path / "adapter_model.safetensors"), (path / "adapter_config.json").read_text())
+            for name, path in self._adapters.items()
+        }
         return super().weights_key(checkpoint) + (f", adapters={files}" if files else "")
 
     def _prefix(self, manager: "KVCacheManager", checkpoint: Path, name: str) -> "PrefixCache":

@@ -121,7 +121,9 @@ def check_drafts(schema: CacheSchema, drafts: int | DraftOptions) -> None:
         )
 
 
-def one_token_batch(tokens: Int[Array, "slots"], positions: Int[Array, "slots"]) -> Batch:
+def one_token_batch(
+    tokens: Int[Array, "slots"], positions: Int[Array, "slots"], adapters: Int[Array, "slots"] | None = None
+) -> Batch:
     """Returns a decode batch with one token per slot and without new blocks. A slot with position -1 has no token."""
     slots = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     none = jnp.zeros((0,), jnp.int32)
@@ -132,6 +134,7 @@ def one_token_batch(tokens: Int[Array, "slots"], positions: Int[Array, "slots"])
         new_blocks=none.reshape(0, 3),
         reset_slots=none,
         prefill=False,
+        adapters=adapters,
     )
 
 

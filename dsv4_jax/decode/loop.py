@@ -93,7 +93,9 @@ def decode_loop(
     if top_logprobs:
         top = TopLogprobs(*(jnp.zeros((*none.shape, top_logprobs), dtype) for dtype in (jnp.int32, jnp.float32)))
     start = _LoopState(
-        last_tokens=one_token_batch(batch.token_ids[index], jnp.where(last >= 0, batch.positions[index], -1)),
+        last_tokens=one_token_batch(
+            batch.token_ids[index], jnp.where(last >= 0, batch.positions[index], -1), batch.adapters
+        ),
         draft_tokens=jnp.zeros((num_slots, options.count), jnp.int32),
         num_tokens=zeros,
         num_steps=zeros,
@@ -182,7 +184,7 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     length = state.last_tokens.positions + num_new
     last_token = jnp.take_along_axis(drawn.tokens, accepted[:, None], axis=1)[:, 0]
     return _LoopState(
-        last_tokens=one_token_batch(last_token, jnp.where(goes_on, length, -1)),
+        last_tokens=one_token_batch(last_token, jnp.where(goes_on, length, -1), state.last_tokens.adapters),
         draft_tokens=result.draft_tokens if drafts else state.draft_tokens,
         num_tokens=num_tokens,
         num_steps=state.num_steps + is_active.astype(jnp.int32),

@@ -74,11 +74,13 @@ def generate(
     stop_tokens: Sequence[int] = (),
     chunk: int = 256,
     drafts: int | DraftOptions = 0,
+    adapter: str | None = None,
 ) -> list[list[int]]:
     """Generates the tokens that `stream` yields. After the prompts have run, all steps run in one loop on the device.
 
     Args:
       model, manager, max_new_tokens, sampling, seed, stop_tokens, chunk, drafts: as for `stream`.
+      adapter: name of the model's adapter to use; None = none.
       prompts: as for `stream`; all prompts must fit the manager's slots and blocks at once.
 
     Returns:
@@ -95,16 +97,16 @@ def generate(
         if num_fitting < len(prompts):
             message = f"{len(prompts)} prompts do not fit at once ({num_fitting} do); use stream, or a larger cache"
             raise CacheFullError(message)
-        requests = [
-            engine.add(prompt, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed + i, stop_tokens=stop_tokens)
-            for i, prompt in enumerate(prompts)
-        ]
+        params = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop_tokens": stop_tokens}
+        requests = [engine.add(prompt, seed=seed + i, adapter=adapter, **params) for i, prompt in enumerate(prompts)]
         prefill(engine, requests)
         seeds = np.zeros((manager.schema.max_requests,), np.uint32)
         for request in requests:
             seeds[request.slot] = request.params.seed
         # The last token of each prompt is the loop's first input.
         batch = manager.prepare_forward({r.slot: r.tokens[-1:] for r in requests}, reserve=max_new_tokens - 1)
+        if adapter is not None:
+            batch = batch.with_adapter(model.module.adapter_names.index(adapter))
         output, cache = model.decode_loop(
             engine.cache,
             batch,

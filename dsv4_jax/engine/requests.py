@@ -80,7 +80,8 @@ class RequestParams:
     @property
     def prefix_salt(self) -> str:
         """The salt of the request's prefixes, which other adapters compute differently."""
-        return self.cache_salt if self.adapter is None else json.dumps([self.adapter, self.cache_salt])
+        parts = [self.adapter, self.cache_salt]
+        return json.dumps(parts) if any(parts) else ""  # no salt of a client can be another adapter's
 
 
 class Request(Summarized):

@@ -244,7 +244,8 @@ class StepRunner:
         seeds = np.array([p.seed if p else 0 for p in params], np.uint32)
         adapters = None
         if names := self.adapter_names:
-            adapters = np.array([names.index(p.adapter) if p and p.adapter else -1 for p in params], np.int32)
+            numbers: dict[str | None, int] = {name: number for number, name in enumerate(names)}
+            adapters = np.array([numbers.get(p.adapter, -1) if p else -1 for p in params], np.int32)
         self._last_parameters = params, (sampling, seeds, adapters)
         return sampling, seeds, adapters
 

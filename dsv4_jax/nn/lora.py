@@ -15,10 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
+from dsv4_jax.common.arguments import check_positive, check_whole
 from dsv4_jax.nn.layers import ABSTRACT, AnyRngs, Axes, Linear, RMSNorm, StackedRngs, parameter
 from dsv4_jax.nn.projections import FusedLinear
+from dsv4_jax.nn.shardings import parameter_sharding
 from dsv4_jax.quant import layer_value, round_to
 
 
@@ -36,7 +39,7 @@ def token_adapters(numbers: Int[Array, "T"] | None) -> Iterator[None]:
     """Sets the adapter of each token for the calls of modules in this context.
 
     Args:
-      numbers: [T] int32 numbers of adapters; -1 = none. None: all tokens have adapter 0.
+      numbers: [T] int32 numbers of adapters; -1 = none. None = no token has one.
     """
     token = _numbers.set(numbers)
     try:
@@ -77,14 +80,14 @@ class Adapters(nnx.Module):
           y: [T, outputs] product of the map.
           x: [T, inputs] input of the map.
         """
+        numbers = _numbers.get()
+        if numbers is None:
+            return y
         down, up = layer_value((self.down.get_value(), self.up.get_value()))
         number, rank, inputs = down.shape
         groups = x.shape[1] // inputs
-        numbers = _numbers.get()
-        chosen = jnp.zeros(x.shape[:1], jnp.int32) if numbers is None else numbers
-        factors = jnp.where(
-            chosen[:, None] == jnp.arange(number)[None], jnp.asarray(self.scales, jnp.float32)[None], 0.0
-        )
+        is_chosen = numbers[:, None] == jnp.arange(number)[None]
+        factors = jnp.where(is_chosen, jnp.asarray(self.scales, jnp.float32)[None], 0.0)
         options: Any = {"precision": "highest", "preferred_element_type": jnp.float32}
         x = x.reshape(-1, groups, inputs)
         # Products with the matrices of all adapters, of which only those of the token's adapter are kept: two matrix
@@ -96,7 +99,8 @@ class Adapters(nnx.Module):
 
     def product(self, number: int) -> Float[Array, "... m n"]:
         """Returns an adapter's product, `scale * up @ down`, which is added to the weight when it is merged."""
-        up, down = self.up[...][..., number, :, :], self.down[...][..., number, :, :]
+        up = self.up[...][..., number, :, :]
+        down = self.down[...][..., number, :, :]
         return self.scales[number] * jnp.matmul(up, down, precision="highest")
 
 
@@ -140,11 +144,13 @@ def add_adapters(
     scales: Sequence[float] | None = None,
     targets: Collection[str] = TARGETS,
     rngs: nnx.Rngs | None = None,
+    place: bool = True,
 ) -> None:
     """Puts adapters beside linear maps of all layers of a model.
 
-    Train them with `nnx.Optimizer(model, .., wrt=nnx.LoRAParam)` and `nnx.grad(.., argnums=nnx.DiffState(0,
-    nnx.LoRAParam))`: the other weights have no gradient and no optimizer state. Draft layers get no adapters.
+    A batch uses them if it says so (`Batch.with_adapter`, or `adapter=` of a request). Train them with
+    `nnx.Optimizer(model, .., wrt=nnx.LoRAParam)` and `nnx.grad(.., argnums=nnx.DiffState(0, nnx.LoRAParam))`: the other
+    weights have no gradient and no optimizer state. Draft layers, Engram, routers and the head get no adapters.
 
     Args:
       model: DeepseekV4ForCausalLM, which is changed.
@@ -154,20 +160,27 @@ def add_adapters(
       targets: names of maps in attention and in the shared expert. Maps that a layer lacks, such as `indexer_q_b_proj`
         in layers that select nothing, are left out.
       rngs: source of the random matrices `down`; None = seed 0.
+      place: whether to call `place_adapters`; False if values are written to them before.
 
     Raises:
-      ValueError: the model has adapters already, names are not different, no layer has a target, or `rank` or the
-        number of `scales` is wrong.
+      TypeError: a name is no text, `targets` is text, or a number is of another type.
+      ValueError: the model has adapters already, names are empty or not different, no layer has a target, or `rank` or
+        `scales` are wrong.
     """
-    scales = [1.0] * len(names) if scales is None else scales
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names) or isinstance(targets, str):
+        raise TypeError(f"{names=} and {targets=} must each be a list of texts")
+    check_whole("rank", rank, 1)
+    scales = [1.0] * len(names) if scales is None else [check_positive("scales[..]", scale) for scale in scales]
     if model.adapter_names:
         raise ValueError(f"the model has adapters already: {', '.join(model.adapter_names)}. Add all of them at once")
-    if not names or len({*names}) < len(names):
-        raise ValueError(f"names={list(names)} must be different, and at least one")
-    if len(scales) != len(names) or rank < 1:
-        raise ValueError(f"{rank=} must be at least 1, and {scales=} must have one factor for each of {list(names)}")
+    if not names or len({*names}) < len(names) or not all(names):
+        raise ValueError(f"names={list(names)} must be different, not empty, and at least one")
+    if len(scales) != len(names):
+        raise ValueError(f"{scales=} must have one factor for each of {list(names)}")
     layers = [layer for loop in model.model.layers.loops for layer in loop.layers]
     known = {name for layer in layers for place in _modules_with_maps(layer) for name in _maps(*place)}
+    if not targets:
+        raise ValueError(f"targets is empty: name some of the linear maps {sorted(known)}")
     if unknown := {*targets} - known:
         raise ValueError(f"targets={sorted(unknown)} are none of the linear maps {sorted(known)}")
     rngs = nnx.Rngs(0) if rngs is None else rngs
@@ -189,6 +202,17 @@ def add_adapters(
                 axes = base.weight.get_metadata()["axes"][1:]
                 setattr(parent, attribute, AdaptedLinear(base, make(outputs, inputs, axes=axes)))
     model.adapter_names = tuple(names)
+    if place:
+        place_adapters(model)
+
+
+def place_adapters(model: Any) -> None:
+    """Shards the adapters over the mesh of the model's other weights, if there is one."""
+    leaves = jax.tree.leaves(nnx.state(model))
+    meshes = [leaf.sharding.mesh for leaf in leaves if isinstance(getattr(leaf, "sharding", None), NamedSharding)]
+    if meshes:
+        for variable in jax.tree.leaves(nnx.state(model, nnx.LoRAParam), is_leaf=lambda x: isinstance(x, nnx.Variable)):
+            variable.set_value(jax.device_put(variable.get_value(), parameter_sharding(variable, meshes[0])))
 
 
 def _maps(parent, attribute):

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
-from dsv4_jax.checkpoint import load_adapters, load_checkpoint, save_adapter
+from dsv4_jax.checkpoint import load_adapters, load_checkpoint, save_adapter, save_release
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
 from dsv4_jax.nn.lora import TARGETS, add_adapters, merge_adapter
@@ -76,7 +76,7 @@ def test_merged_equals_beside_and_each_request_has_its_adapter(make):
     for number, name in enumerate(["a", "b"]):
         assert np.abs(alone[number] - plain).max() > 1e-2
         close(alone[number], logits(merge_adapter(model, name)))
-    chex.assert_trees_all_equal(alone[0], logits(model))
+    chex.assert_trees_all_equal(logits(model), alone[-1])
     ends = np.cumsum([0, *map(len, PROMPTS)])
     mixed = logits(model, [1, -1, 0])
     for i, number in enumerate([1, -1, 0]):
@@ -120,10 +120,17 @@ def test_files_of_adapters(tmp_path):
             load_adapters(v41(), {"b": tmp_path / "b"})
 
     refused("adapter 'b': use_dora=True in adapter_config.json must be False", use_dora=True)
-    refused("r='1' must be a whole number", r="1")
+    refused("adapter 'b': r='1' must be a whole number", r="1")
+    refused("init_lora_weights='pissa' in adapter_config.json", init_lora_weights="pissa")
+    name = "base_model.model.model.layers.2.self_attn.o_b_proj.lora_A.weight"
+    refused(f"{name} in .* has NaN or infinite values", small | {name: np.full((1, 128), np.nan, np.float32)})
     refused(r"o_b_proj needs lora_A \[2, 128\] and lora_B \[64, 2\], got lora_A \[1, 128\]", r=2)
     one = np.ones((1, 1), np.float32)
-    refused("x.lora_A.weight in adapter_model.* belongs to no linear map", {"base_model.model.x.lora_A.weight": one})
+    refused("x.lora_A.weight' in adapter_model.* belongs to no linear map", {"base_model.model.x.lora_A.weight": one})
+    engram = "base_model.model.model.layers.1.engram.kv_proj.lora_"
+    refused("engram.kv_proj can have no adapter here", small | {
+        f"{engram}A.weight": np.ones((1, 128), np.float32), f"{engram}B.weight": np.ones((320, 1), np.float32),
+    })  # fmt: skip
     refused(r"targets=\['lm_head'\] are none of the linear maps", {
         "base_model.model.lm_head.lora_A.weight": np.ones((1, 64), np.float32),
         "base_model.model.lm_head.lora_B.weight": np.ones((160, 1), np.float32),
@@ -138,7 +145,7 @@ def test_only_adapters_are_trained():
     add_adapters(model, ["a"], rank=2)
     before = {path: np.asarray(view.read()) for path, view in parameter_views(model).items()}
     manager = manager_of(model)
-    batch = manager.prepare_forward({manager.admit(): PROMPTS[0]})
+    batch = manager.prepare_forward({manager.admit(): PROMPTS[0]}).with_adapter(0)
     optimizer = nnx.Optimizer(model, optax.sgd(0.3, momentum=0.9), wrt=nnx.LoRAParam)
     sizes = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.LoRAParam)))
     assert sum(x.size for x in jax.tree.leaves(nnx.state(optimizer, nnx.optimizer.OptState))) <= 2 * sizes + 3
@@ -166,11 +173,17 @@ def test_what_is_refused():
     model = v41()
     with pytest.raises(ValueError, match=r"targets=\['gate'\] are none of the linear maps"):
         add_adapters(model, ["a"], rank=2, targets=["q_a_proj", "gate"])
-    with pytest.raises(ValueError, match="names=.* must be different, and at least one"):
+    with pytest.raises(ValueError, match="names=.* must be different, not empty, and at least one"):
         add_adapters(model, ["a", "a"], rank=2)
     with pytest.raises(ValueError, match="rank=0 must be at least 1"):
         add_adapters(model, ["a"], rank=0)
+    with pytest.raises(ValueError, match="targets is empty: name some of the linear maps"):
+        add_adapters(model, ["a"], rank=2, targets=[])
+    with pytest.raises(TypeError, match=r"names='poet' and targets=.* must each be a list of texts"):
+        add_adapters(model, "poet", rank=2)
     add_adapters(model, ["a"], rank=2, targets=["o_b_proj"])
+    with pytest.raises(ValueError, match="the model has adapters, .*: use `nn.merge_adapter` or `save_adapter`"):
+        save_release(model, "nowhere")
     with pytest.raises(ValueError, match="the model has adapters already: a"):
         add_adapters(model, ["b"], rank=2)
     with pytest.raises(ValueError, match="name='b' must be one of the model's adapters: a"):
