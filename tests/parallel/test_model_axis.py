@@ -232,7 +232,8 @@ def test_requests_move_within_a_mesh_as_on_one_device():
     same_bytes(*(jax.tree.map(np.asarray, cache) for cache in caches))
 
 
-def test_a_step_has_two_reductions_a_layer(model):
+@pytest.mark.parametrize(("model", "layers", "gathers"), [("v4", 3, 1), ("v41", 5, 2)], indirect=["model"])
+def test_a_step_has_two_reductions_a_layer(model, layers, gathers):
     mesh = make_mesh({"model": 4})
     abstract = jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), model, shardings(model, mesh)
@@ -242,8 +243,9 @@ def test_a_step_has_two_reductions_a_layer(model):
     )
     batch = manager.prepare_forward({manager.admit(): [1]})
     text = str(forward.trace(abstract, KVCache.abstract(manager.schema, mesh), batch).jaxpr)
-    # And one of the embedding, and of the zeros with which the residual begins; the head's parts are gathered.
-    assert (text.count(" psum["), text.count(" all_gather[")) == (2 * 3 + 2, 1)
+    # And one of the embedding, and of the zeros with which the residual begins; the parts of the head and of Engram are
+    # gathered.
+    assert (text.count(" psum["), text.count(" all_gather[")) == (2 * layers + 2, gathers)
 
 
 def test_four_devices_take_every_kernel(monkeypatch):
