@@ -320,8 +320,8 @@ class LayerCacheHandle(Summarized):
         chosen = self._topk(scores, ops.candidate_lengths(lengths, candidates.shape[1], size), k)
         return ops.entries_at(chosen, candidates, size)
 
-    def by_tiles(self, function: Callable[..., Any], *arrays: Any) -> Any:
-        """Calls `function(handle, *arrays)`, for tiles of the tokens one after another if they have many scores.
+    def by_tiles(self, function: Callable[..., Any], *arrays: Any, candidates: Int[Array, "T B"] | None = None) -> Any:
+        """Calls `function(handle, *arrays, candidates)`, for one tile of the tokens at a time if they have many scores.
 
         This bounds the memory of a long chunk's scores in a long context.
 
@@ -329,12 +329,14 @@ class LayerCacheHandle(Summarized):
           function: function of a handle, which must only read the cache, and of arrays. It returns a pytree of arrays
             with a row for each token, which does not depend on other tokens.
           arrays: pytrees of arrays with a row for each token of the batch.
+          candidates: as for `indexer_scores`.
 
         Returns:
           The result of `function` for all tokens.
         """
+        arrays = *arrays, candidates
         tokens = self.batch.slots.shape[0]
-        size = max(1, MAX_SCORES // self.read_indexer_view().max_entries)
+        size = max(1, MAX_SCORES // self._num_scores(candidates))
         if tokens <= size:
             return function(self, *arrays)
 
@@ -374,6 +376,12 @@ class LayerCacheHandle(Summarized):
             return False
         size = self._cache.schema.config.candidate_block_size
         return 2 * candidates.shape[1] * size < self.read_indexer_view().max_entries
+
+    def _num_scores(self, candidates):
+        """Returns the number of scores that `indexer_scores` computes for a token."""
+        if self._gathers(candidates):
+            return candidates.shape[1] * self._cache.schema.config.candidate_block_size
+        return self.read_indexer_view().max_entries
 
     @property
     def _topk(self):

@@ -31,6 +31,7 @@ class ResidualStreams:
       streams: [T, hc_mult, hidden] streams before the last block.
       y: [T, hidden] output of the last block; on a mesh, this device's term of a sum. None: nothing is to be merged.
       mixing: [T, (2 + hc_mult) * hc_mult] float32 mixing weights to merge y with, see `ops.hyper_connections`; or None.
+        In V4.1 their `pre` collapses the merged streams, so they are needed without y, too.
     """
 
     streams: Float[Array, "T h D"]
@@ -44,16 +45,10 @@ class ResidualStreams:
         With this output the residual is the same pytree as between layers, as the carry of a loop requires. The weights
         `pre` choose the first stream.
         """
-        tokens, h, _ = streams.shape
-        return cls.unmixed(streams, jnp.broadcast_to(jnp.eye(h)[0], (tokens, h)))
-
-    @classmethod
-    def unmixed(cls, streams: Float[Array, "T h D"], pre: Float[Array, "T h"]) -> "ResidualStreams":
-        """Returns streams with an output of zeros that does not change them, and with weights `pre` [T, h] float32."""
         tokens, h, hidden = streams.shape
-        post_and_comb = jnp.concatenate([jnp.zeros(h), jnp.eye(h).reshape(-1)])
-        mixing = jnp.concatenate([pre, jnp.broadcast_to(post_and_comb, (tokens, *post_and_comb.shape))], axis=1)
-        return cls(streams, jnp.zeros((tokens, hidden), streams.dtype), mixing)
+        eye = jnp.eye(h)
+        mixing = jnp.concatenate([eye[0], jnp.zeros(h), eye.reshape(-1)])
+        return cls(streams, jnp.zeros((tokens, hidden), streams.dtype), jnp.broadcast_to(mixing, (tokens, mixing.size)))
 
     def post(self, y: Float[Array, "T D"]) -> "ResidualStreams":
         """Returns the residual with the block's output y [T, hidden], which the next `pre` or `merged` merges."""
@@ -67,9 +62,11 @@ class ResidualStreams:
         return apply_post(self.streams, ops.all_reduce(self.y), *split_mixing(self.mixing, self.streams.shape[1]))
 
     def add(self, update: Callable[[Float[Array, "T h D"]], Float[Array, "T h D"]]) -> "ResidualStreams":
-        """Returns the residual of `update(streams)`, for the streams with the last block's output merged."""
-        assert self.mixing is not None
-        return type(self).unmixed(update(self.merged()), self.mixing[:, : self.streams.shape[1]])
+        """Returns the residual of `update(streams)`, for the streams with the last block's output merged.
+
+        It keeps the mixing weights, whose `pre` collapses the streams in V4.1.
+        """
+        return ResidualStreams(update(self.merged()), None, self.mixing)
 
     @jax.named_scope("hyper_connections")
     def collapsed(self) -> tuple[Float[Array, "T D"], Float[Array, "T h D"]]:
@@ -107,7 +104,8 @@ class HyperConnection(nnx.Module):
           (normed input of this block [T, hidden] in the streams' dtype; the residual, whose `post` takes this block's
           output).
         """
-        args = residual.streams, self._weights(), norm.weight.get_value(), residual.y, residual.mixing
+        mixing = None if residual.y is None and not self.config.delays_pre else residual.mixing
+        args = residual.streams, self._weights(), norm.weight.get_value(), residual.y, mixing
         streams, x, mixing = ops.hyper_connections(*args)
         return x, ResidualStreams(streams, None, mixing)
 

@@ -56,5 +56,6 @@ class CSAIndexer(nnx.Module):
                 made = handle.candidate_blocks(scores) if makes_candidates else None
                 return handle.indexer_topk(scores, candidates), made
 
-        arrays = q, scaled, candidates
-        return handle.by_tiles(select, *arrays) if isinstance(handle, LayerCacheHandle) else select(handle, *arrays)
+        if isinstance(handle, LayerCacheHandle):
+            return handle.by_tiles(select, q, scaled, candidates=candidates)
+        return select(handle, q, scaled, candidates)

@@ -35,8 +35,8 @@ def append_swa(
       view: the layer's rings.
       kv: [T, D] bfloat16 or float32 rows after norm and RoPE.
       slots, positions: [T] int32 request slots and absolute positions; -1 = padding, which writes nothing.
-      implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take rows of 448 + 64 dims in bfloat16 and
-        the formats "v4", "v41" and "per_entry".
+      implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take rows in bfloat16, of 448 + 64 dims in
+        the formats "v4" and "per_entry", and of 512 + 0 in "v41".
 
     Raises:
       TypeError: `kv` has another dtype.

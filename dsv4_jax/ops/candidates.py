@@ -60,7 +60,8 @@ def within_candidates(
 def candidate_lengths(lengths: Int[Array, "T"], count: int, block_size: int) -> Int[Array, "T"]:
     """Returns the number of visible entries in the blocks that `candidate_blocks` returns, [T] int32.
 
-    They are the first of the blocks' entries: all blocks but the last one, which is the newest, are full.
+    They are the first of the blocks' entries: all blocks but the last one, which is the newest, are full. This assumes
+    that the block table has blocks for all visible entries, because otherwise the newest block may not be the last one.
 
     Args:
       lengths: [T] int32 number of visible entries of each token.

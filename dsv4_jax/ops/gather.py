@@ -50,7 +50,7 @@ def gather_compressed_kv(
       slots: [T] int32, slot of each token's request; -1 = padding.
       dtype: dtype of the result.
       implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take rows of 448 + 64 dims in the formats
-        "v4", "v41" and "per_entry", and write bfloat16.
+        "v4" and "per_entry", and of 512 + 0 in "v41", and write bfloat16.
 
     Returns:
       (kv [T, K, D], zeros where not valid; valid [T, K] bool). A row of kv is both key and value.

@@ -68,7 +68,8 @@ def hyper_connections(
       norm_weight: [D] float32 weight of the norm; an array or a `LayerSlice`.
       y: [T, D] output of the block. On a mesh, it is this device's term of a sum over the axis "model". None: there is
         no block before, and the streams do not change.
-      mixing: [T, (2 + h) * h] float32 mixing weights that the call before the block returned; required with y.
+      mixing: [T, (2 + h) * h] float32 mixing weights that the call before the block returned; required with y, and if
+        `weights.delays_pre` is True. Without y only its weights `pre` are used.
       implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take streams in bfloat16, with h = 4 and D
         a multiple of 1024 up to 7168.
 
@@ -78,13 +79,15 @@ def hyper_connections(
       mixing: [T, (2 + h) * h] float32 mixing weights `pre`, `post` and `comb` of the next block; None for the head.
 
     Raises:
-      ValueError: y comes without mixing, or mixing without y; or mixing is missing, and `weights.delays_pre` is True.
+      ValueError: mixing is missing, but there is y or `weights.delays_pre` is True; or mixing comes without y, but
+        `weights.delays_pre` is False.
     """
-    if (y is None) != (mixing is None):
-        present, missing = ("y", "mixing") if mixing is None else ("mixing", "y")
-        raise ValueError(f"{present} needs {missing}: a block's output and the mixing weights from before the block")
-    if weights.delays_pre and mixing is None:
+    if mixing is None and y is not None:
+        raise ValueError("y needs mixing: a block's output needs the mixing weights from before the block")
+    if mixing is None and weights.delays_pre:
         raise ValueError("weights with delays_pre=True need mixing, whose weights `pre` collapse the streams")
+    if mixing is not None and y is None and not weights.delays_pre:
+        raise ValueError("mixing needs y: the mixing weights from before a block are for the block's output")
     args = streams, weights, norm_weight, y, mixing, mailboxes()
     op = "hyper_connections"
     return dispatch(op, implementation, *args, xla=_hyper_connections_xla, kernel=_hyper_connections_kernel)

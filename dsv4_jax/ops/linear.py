@@ -41,7 +41,7 @@ def linear(
       norm: (weight [k] float32, epsilon) of an RMS norm, whose result is rounded to the dtype of x before the product.
         It requires `num_groups` of 1. None = no norm.
       implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take x [T, k] in bfloat16, with FP8
-        weights, or with bfloat16 weights if T is small.
+        weights, or with bfloat16 weights if T is small and a multiple of 8.
 
     Returns:
       One array [..., size] for each output of the spec.
@@ -187,8 +187,10 @@ def _linear_kernel(x, weights, norm_weight, *, spec, eps, interpret, swiglu_limi
         return _quantized_kernel(x, weights, norm_weight, eps=eps, **options)
     if not interpret and weights[0].shape[0] < MIN_ROWS:
         raise PreferXla(f"the kernel is for weights of {MIN_ROWS} rows or more, got {weights[0].shape[0]}")
-    if not interpret and x.size > kernels.MAX_BFLOAT16_TOKENS * x.shape[-1]:
-        raise PreferXla(f"the kernel is for up to {kernels.MAX_BFLOAT16_TOKENS} tokens, got {x.size // x.shape[-1]}")
+    tokens = x.size // x.shape[-1]
+    if not interpret and (tokens > kernels.MAX_BFLOAT16_TOKENS or tokens % kernels.BFLOAT16_TOKENS):
+        multiples = f"{kernels.BFLOAT16_TOKENS}, {2 * kernels.BFLOAT16_TOKENS}, .."
+        raise PreferXla(f"the kernel is for {multiples} or {kernels.MAX_BFLOAT16_TOKENS} tokens, got {tokens}")
     x = _rms_norm(x, layer_value(norm_weight), eps)
     (weight,), layer = layer_stacks(weights)
     outputs = kernels.bfloat16_linear(x, weight, layer=layer, spec=spec, interpret=interpret)

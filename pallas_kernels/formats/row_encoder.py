@@ -104,7 +104,7 @@ def store_quantized(x: jax.Array, pools, row: jax.Array, layout: RowLayout) -> N
 
     Args:
       x: [4, 8, 64] float32 rows in the layout `kv_rows.VALUES`.
-      pools: references to (nope, rope, scale), each [R, ..] in global memory.
+      pools: references to (nope, rope, scale), each [R, ..] in global memory. rope is None if `layout.rope_dim` is 0.
       row: [4] int32 row numbers in the layout `kv_rows.PER_ROW`; -1 stores nothing.
       layout: layout of a row in the pools.
     """

@@ -64,7 +64,7 @@ def hyper_connections(
       scale: [3] or [1] float32 factors of the logits of `pre`, `post` and `comb`.
       weight: [D] float32 weight of the norm.
       y: [T, D] bfloat16 output of the block; None: the streams stay as they are.
-      mixing: [T, 24] float32 mixing weights that the call before the block returned; required with y.
+      mixing: [T, 24] float32 mixing weights that the call before the block returned; required with y or delays_pre.
       table: table of mailboxes, see `mailbox.check_table`. If given, this GPU's y is a term of a sum over GPUs, which
         is computed as by `all_reduce`; at most 4 tokens. None: y is complete.
       layer: [] int32 index on a leading axis of layers of fn, base, scale and weight. None: they have no such axis.
@@ -121,8 +121,9 @@ def _check_operands(streams, fn, base, scale, weight, layer, y, mixing):
     check_weight("base", base, layer, jnp.float32, rows)
     check_weight("scale", scale, layer, jnp.float32, 3 if rows == MIXING else 1)
     check_weight("weight", weight, layer, jnp.float32, width)
-    if y is not None or mixing is not None:
+    if y is not None:
         check_array("y", y, jnp.bfloat16, tokens, width)
+    if y is not None or mixing is not None:
         check_array("mixing", mixing, jnp.float32, tokens, MIXING)
     widths = range(collapse.CHANNELS, MAX_WIDTH + 1, collapse.CHANNELS)
     max_tokens = ((1 << 31) - 1) // (STREAMS * max(width, 1))

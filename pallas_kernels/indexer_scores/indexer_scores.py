@@ -83,6 +83,8 @@ def indexer_scores(
         return jnp.full((tokens, max_keys), -jnp.inf, jnp.float32)
     small_products = heads == 32 and keys.dtype == jnp.bfloat16
     config = config or Config.for_tokens(tokens, interpret, gathers=gathers, small_products=small_products)
+    if gathers:
+        check_rules({f"chunks of 1 token if there are candidates, got {config.chunk_tokens}": config.chunk_tokens == 1})
     chunks = Chunks(slots, positions, config.chunk_tokens, keys.compress_rate, max_keys)
     shares = planned_shares(chunks.costs(), config.blocks) if config.plan_in_xla else None
 

@@ -201,9 +201,8 @@ def _emit_start_tile(tiles_smem, stage, pools, rows, is_wanted):
             operands.append(mlir.at(mlir.global_pointer(source), mlir.multiply_add(row, size, mlir.to_i64(offset))))
         per_copy = min(size, 16)
         copy = f"@p cp.async.{'cg' if per_copy == 16 else 'ca'}.shared.global"
-        below = (
-            8 * size
-        )  # the second key is 8 rows after the first one, in global memory unless it has a row of its own
+        # The second key is 8 rows after the first one, in global memory unless it has a row of its own.
+        below = 8 * size
         second = f"${number + 1} + {below}" if len(rows) == 1 else f"${number + 2} + 0"
         code.append(f"{copy} [${number} + 0], [${number + 1} + 0], {per_copy};")
         code.append(f"{copy} [${number} + {below}], [{second}], {per_copy};")

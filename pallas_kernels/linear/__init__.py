@@ -1,6 +1,10 @@
 """Linear maps of few tokens with bfloat16 or FP8 weights, and of any number of tokens with FP8 weights."""
 
-from pallas_kernels.linear.bfloat16_linear import MAX_TOKENS as MAX_BFLOAT16_TOKENS, bfloat16_linear
+from pallas_kernels.linear.bfloat16_linear import (
+    MAX_TOKENS as MAX_BFLOAT16_TOKENS,
+    TOKENS as BFLOAT16_TOKENS,
+    bfloat16_linear,
+)
 from pallas_kernels.linear.quantized_linear import (
     MAX_NORMED_TOKENS,
     MAX_TOKENS as MAX_QUANTIZED_TOKENS,

@@ -41,6 +41,24 @@ def test_tiles_select_the_same_entries(monkeypatch, rows):
     chex.assert_trees_all_equal(select(model, KVCacheManager(model.config, **options)), whole)
 
 
+def test_tiles_are_larger_where_only_candidates_are_scored(monkeypatch):
+    """3 candidate blocks of 4 of 64 entries: 16 tokens have as many scores as 3 tokens have of all entries."""
+    tiles = []
+    scores = handle.LayerCacheHandle.indexer_scores
+
+    def record_tile(handle, q, weights, inv_freq, candidates):
+        tiles.append((q.shape[0], None if candidates is None else candidates.shape))
+        return scores(handle, q, weights, inv_freq, candidates)
+
+    monkeypatch.setattr(handle.LayerCacheHandle, "indexer_scores", record_tile)
+    monkeypatch.setattr(handle, "MAX_SCORES", 3 * 64)
+    model = DeepseekV4ForCausalLM(v41_config(), jnp.float32, rngs=nnx.Rngs(0))
+    options = {"dtype": jnp.float32, "num_blocks": 16, "max_requests": 1, "max_context": 64, "block_tokens": 8}
+    select(model, KVCacheManager(model.config, **options))
+    # Layer 1 has an entry for two tokens, layer 2 makes the candidates, and layer 3 selects among them.
+    assert set(tiles) == {(6, None), (3, None), (16, (16, 3))}
+
+
 def test_memory_does_not_grow_with_tokens_times_entries(monkeypatch):
     """Without tiles, a program takes 18 times the size of all scores on a CPU."""
     context = 1 << 16

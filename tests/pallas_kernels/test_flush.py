@@ -96,9 +96,8 @@ def test_written_entries_of_v41_are_those_of_the_release(implementation, kind):
     # A sum with a zero may lose the sign of -0. Subnormal values may be flushed to zero.
     signless = (np.abs(golden["x"]) < 2.0**-126) & rotated
     closed = ops.ClosedWindows(jnp.asarray(golden["x"], jnp.bfloat16), ints(np.arange(n) % 3), ints(np.arange(n) // 3))
-    got = write_entries(
-        pool, closed, jnp.zeros(32), implementation=implementation
-    )  # a frequency of 0 rotates by no angle
+    # A frequency of 0 rotates by no angle.
+    got = write_entries(pool, closed, jnp.zeros(32), implementation=implementation)
     codes, scale = jax.tree.leaves(got.rows)
     places = [(0, r % 3 * 4 + r // 3 // 32, r // 3 % 32) for r in exact]
     got = np.stack([unpack_fp4(codes[p]) for p in places])

@@ -85,6 +85,18 @@ def test_delayed_pre_interpreted(tokens):
     assert not got[1][1].any()
 
 
+@pytest.mark.parametrize("tokens", [3, 66])
+def test_delayed_pre_without_an_output_to_add(tokens):
+    """As with an output of zeros and mixing weights that keep the streams, which the call need not add."""
+    *arrays, y, mixing = v41_operands(tokens, 1024)
+    kept = mixing.at[:, 4:8].set(0.0).at[:, 8:].set(jnp.eye(4).reshape(-1))
+    want = run("xla", *arrays, jnp.zeros_like(y), kept, is_v41=True)
+    got = run("interpret", *arrays, None, mixing, is_v41=True)
+    check(got, want)
+    check(run("xla", *arrays, None, mixing, is_v41=True), want)
+    assert np.float32(got[0]).tobytes() == np.float32(arrays[0]).tobytes()
+
+
 @pytest.mark.parametrize("implementation", ["xla", "interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("tokens", "rows"),

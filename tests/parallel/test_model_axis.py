@@ -15,7 +15,7 @@ from dsv4_jax.bench import random_steps
 from dsv4_jax.bench.random_steps import RandomSteps, abstract_model
 from dsv4_jax.cache import KVCache
 from dsv4_jax.checkpoint.random_weights import random_model
-from dsv4_jax.config import DSV4Config, LayerSpec
+from dsv4_jax.config import DSV4Config, LayerSpec, shared_specs
 from dsv4_jax.decode import CompiledModel, decode_step, forward, sample_step
 from dsv4_jax.engine import Engine
 from dsv4_jax.host import KVCacheManager, PrefixCache
@@ -232,7 +232,8 @@ def test_requests_move_within_a_mesh_as_on_one_device():
     same_bytes(*(jax.tree.map(np.asarray, cache) for cache in caches))
 
 
-def test_a_step_has_two_reductions_a_layer(model):
+@pytest.mark.parametrize(("model", "layers", "gathers"), [("v4", 3, 1), ("v41", 5, 2)], indirect=["model"])
+def test_a_step_has_two_reductions_a_layer(model, layers, gathers):
     mesh = make_mesh({"model": 4})
     abstract = jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), model, shardings(model, mesh)
@@ -242,17 +243,28 @@ def test_a_step_has_two_reductions_a_layer(model):
     )
     batch = manager.prepare_forward({manager.admit(): [1]})
     text = str(forward.trace(abstract, KVCache.abstract(manager.schema, mesh), batch).jaxpr)
-    # And one of the embedding, and of the zeros with which the residual begins; the head's parts are gathered.
-    assert (text.count(" psum["), text.count(" all_gather[")) == (2 * 3 + 2, 1)
+    # And one of the embedding, and of the zeros with which the residual begins; the parts of the head and of Engram are
+    # gathered.
+    assert (text.count(" psum["), text.count(" all_gather[")) == (2 * layers + 2, gathers)
 
 
-def test_four_devices_take_every_kernel(monkeypatch):
-    """The parts of V4-Flash's layers that four devices get are of shapes that kernels take."""
+FLASH = DSV4Config.v4_flash().with_layers([LayerSpec(), LayerSpec.csa(), LayerSpec.hca()], ["hash_moe", "moe", "moe"])
+# A window only, also with Engram; entries of 2 tokens; entries of 1 token, and candidates; a selection among these, and
+# the same selection again.
+V41_FLASH = DSV4Config.v41_flash().with_layers(shared_specs((0, 0, 2, 1, 1, 1), (2, 3), (2, 3, 4), 3))
+
+
+@pytest.mark.parametrize(
+    ("config", "max_context", "gathers"),
+    [
+        pytest.param(FLASH, 1024, 2, id="v4_flash"),
+        pytest.param(V41_FLASH, 1 << 16, 3, id="v41_flash"),  # so long that only candidates are scored
+    ],
+)
+def test_four_devices_take_every_kernel(monkeypatch, config, max_context, gathers):
+    """The parts of a release's layers that four devices get are of shapes that kernels take."""
     mesh = make_mesh({"model": 4})
-    flash = DSV4Config.v4_flash()
-    layers = [LayerSpec(), LayerSpec.csa(), LayerSpec.hca()]
-    config = flash.with_layers(layers, ["hash_moe", "moe", "moe"])
-    manager = KVCacheManager(config, num_blocks=64, max_requests=8, max_context=1024, mesh=mesh)
+    manager = KVCacheManager(config, num_blocks=64, max_requests=8, max_context=max_context, mesh=mesh)
     table = jax.ShapeDtypeStruct((4, 4), jnp.uint32, sharding=mailbox_sharding(mesh))
     cache = dataclasses.replace(KVCache.abstract(manager.schema, mesh), mailboxes=table)
     batch = manager.prepare_forward({manager.admit(): [1]})
@@ -262,10 +274,11 @@ def test_four_devices_take_every_kernel(monkeypatch):
         for step in (decode_step, sample_step):  # the second finds the model traced, and takes its own mailboxes
             traced = step.trace(model, cache, batch)
             assert not any(isinstance(x, jax.core.Tracer) for x in traced._consts)
-    # The devices tell each other their mailboxes' addresses once, and gather the logits; their sums are kernels: two a
-    # layer, of the embedding, and of the zeros with which the residual begins.
+    # The devices tell each other their mailboxes' addresses once, and gather the logits and Engram's rows; their sums
+    # are kernels: two a layer, of the embedding, and of the zeros with which the residual begins.
     text = str(traced.jaxpr)
-    assert (text.count(" psum["), text.count(" all_gather["), text.count("jaxpr=all_reduce]")) == (0, 2, 6 + 2)
+    sums = 2 * config.num_hidden_layers + 2
+    assert (text.count(" psum["), text.count(" all_gather["), text.count("jaxpr=all_reduce]")) == (0, gathers, sums)
 
 
 def test_addresses_of_mailboxes_stay_with_the_cache(monkeypatch):
@@ -295,7 +308,7 @@ def test_a_step_of_two_gpus_adds_up_through_mailboxes_in_place():
 import dataclasses, jax, jax.numpy as jnp
 from dsv4_jax.bench.random_steps import abstract_model
 from dsv4_jax.cache import Batch, CacheSchema, KVCache
-from dsv4_jax.config import DSV4Config, LayerSpec
+from dsv4_jax.config import DSV4Config, LayerSpec, shared_specs
 from dsv4_jax.decode import CompiledModel, sample_step
 from dsv4_jax.ops import use_implementation
 from dsv4_jax.parallel.mailboxes import mailbox_sharding

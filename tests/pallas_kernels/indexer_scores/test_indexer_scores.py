@@ -272,5 +272,10 @@ def test_what_the_kernel_does_not_take_is_refused_before_launch():
         call(view, q, weights, candidates=blocks)
     with pytest.raises(NotImplementedError, match="blocks of 8 candidates, got 4"):
         jax.eval_shape(functools.partial(one, block_size=4), view, q, weights, candidates=blocks)
+    v41 = paged(FORMATS["v41"], rng, lengths=[32], max_blocks=4)
+    chunks = functools.partial(scores_kernel, interpret=True, config=Config.for_tokens(2, True))
+    tokens = *queries(rng, 2, HEADS["v41"]), ints([0, 0]), ints([7, 8])
+    with pytest.raises(NotImplementedError, match="chunks of 1 token if there are candidates, got 2"):
+        jax.eval_shape(chunks, v41, *tokens, candidates=ints([[0, 1], [0, 1]]))
     with pytest.raises(NotImplementedError, match="blocks of a multiple of 16 keys"):
         call(few, q, weights)

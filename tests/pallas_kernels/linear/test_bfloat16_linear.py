@@ -130,10 +130,17 @@ def test_small_weights_are_left_to_xla(monkeypatch):
     with pytest.raises(NotImplementedError, match="for weights of 1536 rows or more, got 64"):
         ops.linear(x, weight, implementation="mosaic_gpu")
     assert ops.linear(x, weight)[0].shape == (8, 64)
-    with pytest.raises(NotImplementedError, match="for up to 64 tokens, got 72"):
-        ops.linear(
-            jnp.zeros((72, 256), jnp.bfloat16), jnp.zeros((1536, 256), jnp.bfloat16), implementation="mosaic_gpu"
-        )
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 6, 72])
+def test_other_numbers_of_tokens_are_left_to_xla(monkeypatch, tokens):
+    monkeypatch.setattr("dsv4_jax.ops.dispatch.why_no_mosaic_gpu", lambda: None)
+    monkeypatch.setenv("DSV4_JAX_REQUIRE_KERNELS", "1")
+    x = jnp.zeros((tokens, 256), jnp.bfloat16)
+    weight = jnp.zeros((1536, 256), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match=f"the kernel is for 8, 16, .. or 64 tokens, got {tokens}"):
+        ops.linear(x, weight, implementation="mosaic_gpu")
+    assert ops.linear(x, weight)[0].shape == (tokens, 1536)
 
 
 def test_mistakes_are_explained():
