@@ -11,6 +11,7 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from dsv4_jax.cache import KVCache
+from dsv4_jax.cache.ngrams import advance_ngrams
 from dsv4_jax.common.safetensors_header import DTYPES, read_header
 from dsv4_jax.config import DSV4Config, EngramConfig, LayerSpec
 from dsv4_jax.config.engram_config import MAX_SIZE
@@ -362,6 +363,21 @@ def test_any_chunks_of_a_prompt_give_the_same_hidden_states(whole):
     np.testing.assert_allclose(run_in_chunks(model, ids, [1, 4, 1, 1, 17]), hidden, rtol=0, atol=ATOL)
     other = run_in_chunks(model, [ids[0], ids[1] + 1, *ids[2:]], [24])
     assert np.abs(other - hidden)[5].max() > 1e-3
+
+
+def test_padding_reaches_no_hash_and_no_ring(whole):
+    """Whatever token ids padding has, negative ones too: n-grams of tokens stay, and nothing is stored for padding."""
+    model, ids, _ = whole
+    token_map = model.model.token_map.get_value()
+    manager = KVCacheManager(model.config, num_blocks=8, max_requests=2, max_context=64, block_tokens=16)
+    batch = manager.prepare_forward({manager.admit(): ids[:5]}, prefill_size=8)
+    cache = manager.init_cache()
+    expected, stored = advance_ngrams(cache, batch, token_map)
+    for filler in (-1, 7):
+        padded = dataclasses.replace(batch, token_ids=jnp.where(batch.slots >= 0, batch.token_ids, filler))
+        ngrams, after = advance_ngrams(cache, padded, token_map)
+        assert (ngrams[:5] == expected[:5]).all() and (ngrams >= 0).all()
+        assert (after.ngram_ids == stored.ngram_ids).all()
 
 
 def test_a_model_on_a_mesh_gives_the_same(whole):
