@@ -1,10 +1,14 @@
 """The numbers of operations and bytes of a step, from which a lower bound of its time follows."""
 
+import math
+
+import jax
 import numpy as np
 from flax import nnx
 
 from dsv4_jax.bench.cases import tree_bytes
 from dsv4_jax.bench.random_steps import RandomSteps
+from dsv4_jax.common.mesh_axes import MODEL_AXIS
 from dsv4_jax.config import DSV4Config
 
 
@@ -60,12 +64,14 @@ def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: in
         rows = requests * (config.drafts.block_size if is_draft and config.drafts else tokens)
         nbytes += tree_bytes(weight) * times * (1 - (1 - share) ** rows if is_expert else 1)
         if "layers" in path and not is_draft and len(weight.shape) > 2:
-            operations += 2 * rows * times * np.prod(weight.shape) * (share if is_expert else 1)
+            whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weight))
+            values = math.prod(weight.shape) * tree_bytes(weight) / whole  # those of this device's shard
+            operations += 2 * rows * times * values * (share if is_expert else 1)
     return round(operations), round(nbytes)
 
 
 def cache_work(steps: RandomSteps, context: int) -> tuple[int, int]:
-    """Returns the operations of attention and indexers for a request in a step, and the bytes of the rows they read.
+    """Returns a device's operations of attention and indexers for a request in a step, and the bytes of the rows read.
 
     Args:
       steps: runs the step.
@@ -93,7 +99,9 @@ def cache_work(steps: RandomSteps, context: int) -> tuple[int, int]:
                     keys = np.minimum(visible, config.candidate_topk_blocks * config.candidate_block_size)
                 scored += keys.sum()
                 read += min(visible[-1], keys.sum()) * tree_bytes(group.key.struct)
-    operations = 4 * config.num_attention_heads * config.head_dim * attended
+    mesh = steps.manager.mesh
+    heads = config.num_attention_heads // (1 if mesh is None else mesh.shape.get(MODEL_AXIS, 1))
+    operations = 4 * heads * config.head_dim * attended
     return int(operations + 2 * config.index_n_heads * config.index_head_dim * scored), int(read)
 
 

@@ -150,6 +150,7 @@ class PrefillBench(ModelBenchmark):
 
     For example:
       dsv4-jax bench prefill --chunks 8192 --contexts 0 65536 --plot prefill.png
+      dsv4-jax bench prefill --config v41_flash --mesh model=4 --chunks 8192
 
     Attributes:
       chunks: numbers of tokens in a chunk. Default: 512 2048 8192; on a CPU 64
@@ -160,6 +161,8 @@ class PrefillBench(ModelBenchmark):
     _plot = "plot_prefill"
     chunks: Numbers = None
     contexts: Numbers = None
+    mesh: options.MeshOption = None
+    expert_parallel: options.ExpertParallel = False
     plot: PlotFile = None
 
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Rows:

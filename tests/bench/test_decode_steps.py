@@ -127,6 +127,16 @@ def test_the_products_of_a_chunk():
     assert weight_work(steps.model.module, config, 1, 16, 0)[0] == 2 * 16 * values
 
 
+def test_devices_of_a_mesh_share_the_products_of_sharded_maps():
+    config = DSV4Config.v4_flash().first_layers(2)
+    whole, half = (
+        weight_work(abstract_model(config, mesh), config, 1, 8, 0)[0] for mesh in (None, make_mesh({"model": 2}))
+    )
+    replicated = config.hidden_size * (config.q_lora_rank + config.head_dim + config.n_routed_experts)
+    replicated += 2 * (2 + config.hc_mult) * config.hc_mult * config.hc_mult * config.hidden_size
+    assert 2 * half - whole == 2 * 8 * 2 * replicated  # two operations for each value, token and layer
+
+
 def test_a_model_in_the_releases_storage_is_cut_by_whole_blocks():
     config = DSV4Config.v4_flash().first_layers(3)
     whole, part = (tree_bytes(nnx.state(abstract_model(config, mesh))) for mesh in (None, make_mesh({"model": 8})))
