@@ -35,7 +35,11 @@ class RolloutShape:
 
 
 def logprobs(
-    model: Model, tokens: Int[Array, "*shape"], lengths: Int[Array, "S"], shape: RolloutShape
+    model: Model,
+    tokens: Int[Array, "*shape"],
+    lengths: Int[Array, "S"],
+    shape: RolloutShape,
+    adapters: Int[Array, "S"] | None = None,
 ) -> Float[Array, "*shape"]:
     """Computes the log-probability of each token given the earlier tokens of its sequence.
 
@@ -45,7 +49,9 @@ def logprobs(
     The gradient is that of the same computation with the cache in `FakeQuantFormat`, at the values of the rollout:
     straight-through where rows are quantized. The backward pass computes chunks and layers again. It keeps the cache
     before each chunk in its own format, so its memory grows with the square of the number of tokens: divide a large
-    batch, and add up the gradients.
+    batch, and add up the gradients. Padding costs as much time as tokens, so pack sequences whose lengths differ much.
+
+    Call it within `jax.jit`. Elsewhere each call compiles again.
 
     Args:
       model: the model. Gradients are with respect to its floating-point arrays.
@@ -53,6 +59,7 @@ def logprobs(
       lengths: [S] int32 number of tokens of each sequence, at most N and `max_context`; packed ones have N tokens at
         most together. Within `jax.jit` the lengths are not checked.
       shape: shapes of the rollout's program (static).
+      adapters: [S] int32 number of each sequence's adapter (see `nn.lora`), -1 = none; None = none has one.
 
     Returns:
       float32 in the shape of `tokens`; zeros for the first token of each sequence and for padding.
@@ -75,8 +82,14 @@ def logprobs(
     leaves, structure = jax.tree.flatten(model)
     program = _Program(structure, dataclasses.replace(shape, schema=schema))
     floats, others = _split(leaves)
-    values = _run(program, floats, others, lengths, chunks).reshape(-1)[: flat.size]
+    if adapters is None and getattr(_module(model), "adapter_names", ()):
+        adapters = jnp.full(lengths.shape, -1, jnp.int32)  # as in an engine's batches
+    values = _run(program, floats, others, (lengths, adapters), chunks).reshape(-1)[: flat.size]
     return jnp.where(positions > 0, jnp.roll(values, 1), 0.0).reshape(tokens.shape)
+
+
+def _module(model):
+    return model.module if isinstance(model, CompiledModel) else model
 
 
 def _check(tokens, lengths, shape):
@@ -125,28 +138,30 @@ class _Program:
         table = jnp.where(index < counts[:, None], begins[:, None] + index, -1).astype(jnp.int32)
         return dataclasses.replace(KVCache.zeros(schema), block_table=table)
 
-    def run_chunk(self, leaves, cache, chunk, *, remat=False):
+    def run_chunk(self, leaves, cache, chunk, adapters, *, remat=False):
         """Runs the tokens of a chunk like a step of an engine.
 
         Args:
           leaves: the model's arrays.
           cache: the cache before the chunk.
           chunk: (ids, slots, positions, targets), each [token_budget] int32.
-          remat: whether a backward pass computes the values within layers again.
+          adapters: [S] int32 number of each sequence's adapter, or None.
+          remat: whether a backward pass computes the values within layers again. The bits of the log-probabilities
+            then may differ.
 
         Returns:
           (log-probability of each target after its token, [token_budget] float32; the cache).
         """
-        model = jax.tree.unflatten(self.structure, leaves)
-        if isinstance(model, CompiledModel):
-            model = model.module
+        model = _module(jax.tree.unflatten(self.structure, leaves))
         if remat and isinstance(model, nnx.Module):
             for _, module in nnx.iter_modules(model):
                 if isinstance(module, LayerStack):
                     module.remat = True
         ids, slots, positions, targets = chunk
         none = jnp.zeros((0,), jnp.int32)
-        batch = Batch(ids, positions, slots, new_blocks=none.reshape(0, 3), reset_slots=none, prefill=True)
+        batch = Batch(
+            ids, positions, slots, new_blocks=none.reshape(0, 3), reset_slots=none, prefill=True, adapters=adapters
+        )
         hidden, cache = run_model(model, cache, batch)
         rows = self.shape.logits_rows
         padding = -len(ids) % rows
@@ -155,6 +170,8 @@ class _Program:
             hidden, targets = group
             return log_probabilities(model.logits(hidden), targets)[0]
 
+        if remat:
+            return jax.checkpoint(score)((hidden, targets)), cache
         hidden = jnp.pad(hidden, [(0, padding), (0, 0)]).reshape(-1, rows, hidden.shape[1])
         values = jax.lax.map(score, (hidden, jnp.pad(targets, (0, padding)).reshape(-1, rows)))
         return values.reshape(-1)[: len(ids)], cache
@@ -172,25 +189,27 @@ def _join(floats, others):
     return [x if y is None else y for x, y in zip(floats, others, strict=True)]
 
 
-def _scan(program, floats, others, lengths, chunks, *, keep):
+def _scan(program, floats, others, sequences, chunks, *, keep):
     """Runs all chunks. Returns the log-probabilities [chunks, token_budget], and with `keep` the cache before each."""
     leaves = _join(floats, others)
+    lengths, adapters = sequences
 
     def step(cache, chunk):
-        values, after = program.run_chunk(leaves, cache, chunk)
+        values, after = program.run_chunk(leaves, cache, chunk, adapters)
         return after, (values, cache if keep else None)
 
     return jax.lax.scan(step, program.empty_cache(lengths), chunks)[1]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(program, floats, others, lengths, chunks):
-    return _scan(program, floats, others, lengths, chunks, keep=False)[0]
+def _run(program, floats, others, sequences, chunks):
+    """Returns the log-probabilities [chunks, token_budget]; `sequences` is (lengths, adapters)."""
+    return _scan(program, floats, others, sequences, chunks, keep=False)[0]
 
 
-def _run_forward(program, floats, others, lengths, chunks):
-    values, caches = _scan(program, floats, others, lengths, chunks, keep=True)
-    return values, (floats, others, chunks, caches)
+def _run_forward(program, floats, others, sequences, chunks):
+    values, caches = _scan(program, floats, others, sequences, chunks, keep=True)
+    return values, (floats, others, sequences, chunks, caches)
 
 
 def _run_backward(program, saved, cotangents):
@@ -198,7 +217,7 @@ def _run_backward(program, saved, cotangents):
 
     Caches are in `FakeQuantFormat` here, so that cotangents pass through them.
     """
-    floats, others, chunks, caches = saved
+    floats, others, (_, adapters), chunks, caches = saved
 
     def step(carry, inputs):
         total, of_cache = carry
@@ -206,12 +225,12 @@ def _run_backward(program, saved, cotangents):
         stored, structure = jax.tree.flatten(cache.fake_quantized())
         cache_floats, cache_others = _split(stored)
 
-        def run_chunk(floats, cache_floats):
-            cache = jax.tree.unflatten(structure, _join(cache_floats, cache_others))
-            values, cache = program.run_chunk(_join(floats, others), cache, chunk, remat=True)
-            return values, _split(jax.tree.leaves(cache))[0]
+        def outputs_of(floats, cache_floats):
+            before = jax.tree.unflatten(structure, _join(cache_floats, cache_others))
+            values, after = program.run_chunk(_join(floats, others), before, chunk, adapters, remat=True)
+            return values, _split(jax.tree.leaves(after))[0]
 
-        _, pull = jax.vjp(run_chunk, floats, cache_floats)
+        _, pull = jax.vjp(outputs_of, floats, cache_floats)
         of_model, of_cache = pull((of_values, of_cache))
         total = jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, of_model)
         return (total, of_cache), None

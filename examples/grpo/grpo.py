@@ -68,6 +68,14 @@ class Recipe:
     kv_format: str = "v4"
     seed: int = 0
 
+    def __post_init__(self):
+        if not 1 <= self.prompts <= SLOTS:
+            raise ValueError(f"prompts={self.prompts} must be from 1 to {SLOTS}, the engine's slots")
+        if self.group < 2:
+            raise ValueError(
+                f"group={self.group} must be at least 2: an answer is compared with the others of its group"
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
@@ -206,7 +214,7 @@ def train(recipe: Recipe, folder: Path | None = None, console: Console | None = 
       console: prints a line for each iteration; None = prints nothing.
 
     Returns:
-      A line for each iteration: the mean rewards of the trained and of the untrained policy on the same prompts, and
+      An item for each iteration: the mean rewards of the trained and of the untrained policy on the same prompts, and
       the largest difference of log-probabilities between rollout and training.
     """
     learner = Learner(recipe, DeepseekV4ForCausalLM(CONFIG, jnp.float32, rngs=nnx.Rngs(recipe.seed)))
@@ -218,8 +226,16 @@ def train(recipe: Recipe, folder: Path | None = None, console: Console | None = 
         options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
         checkpoints = ocp.CheckpointManager((folder / "state").absolute(), options=options)
         if (last := checkpoints.latest_step()) is not None:
+            earlier = json.loads((folder / "recipe.json").read_text())
+            if changed := [name for name, value in dataclasses.asdict(recipe).items() if earlier[name] != value]:
+                if changed != ["iterations"]:
+                    raise ValueError(
+                        f"{folder} has a run with other settings ({', '.join(changed)}): use another folder"
+                    )
             learner.state = checkpoints.restore(last, args=ocp.args.StandardRestore(learner.state))
             lines = json.loads((folder / "log.json").read_text())[:last]
+    if folder is not None:
+        (folder / "recipe.json").write_text(json.dumps(dataclasses.asdict(recipe)))
     for iteration in range(len(lines), recipe.iterations):
         begin = time.monotonic()
         engine.update_weights(learner.model)

@@ -114,7 +114,7 @@ def check_layouts(layouts: RowLayouts) -> None:
 
 
 def entry_part(unit: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Returns what rows of E2M1 codes fill of a unit that was loaded with layouts of E4M3 and E2M1 codes."""
+    """Returns the arrays of a unit that rows of E2M1 codes use; the unit was loaded with layouts of both codes."""
     return unit[:2]
 
 
@@ -400,8 +400,8 @@ def _decode_e4m3(codes, scales, layout, lane, group):
 def _decode_block_scale(codes, factor):
     """Emits the decoding of a thread's 8 codes of a group to 4 words of bfloat16 pairs.
 
-    `factor` is a word with twice the codes' scale, a power of two. It and the factor 2**120 are multiplied in two steps
-    that are exact and cannot overflow.
+    `factor` is a word with two copies of the codes' scale in bfloat16, a power of two. It is multiplied after 2**120,
+    in a step of its own, so that both products are exact and cannot overflow.
     """
     code = "{ .reg .b32 a, b, c, d, k; mov.b32 k, 0x7B807B80;" + _SPREAD
     for i, x in enumerate(_REGISTERS):
@@ -424,7 +424,8 @@ def _decode_row_scale(codes, scale):
 
 
 # Instructions that turn two E2M1 codes into a pair of bfloat16 with their values times 2**-126, as `_SPREAD_PAIR` does.
-# Register z has the codes $4 one place higher, so that a code of each word lies in the upper half of a byte.
+# Register z has the codes $4 shifted left by one code (4 bits), so that a code of each word lies in the upper half of a
+# byte.
 _SPREAD_CODES = "prmt.b32 a, z, $4, {select:#x}; shl.b32 a, a, 2; and.b32 a, a, 0x81C081C0;"
 
 

@@ -13,7 +13,7 @@ from dsv4_jax.data import packaged_checkpoint
 from dsv4_jax.decode import RolloutShape, SamplingParams, logprobs
 from dsv4_jax.engine import Engine
 from dsv4_jax.host import KVCacheManager, PrefixCache
-from dsv4_jax.nn import DeepseekV4ForCausalLM
+from dsv4_jax.nn import DeepseekV4ForCausalLM, add_adapters, parameter_views
 from dsv4_jax.quant import FakeQuantFormat, V4Format
 from tests.engine.test_engine import drain
 from tests.paths import TINY
@@ -115,6 +115,36 @@ def test_values_are_those_of_the_rollout(name, dtype, drafter):
     packed = np.concatenate([request.tokens for request in requests] + [np.zeros(5, np.int32)])
     flat = np.concatenate([row[:n] for row, n in zip(np.asarray(values), lengths, strict=True)] + [np.zeros(5)])
     np.testing.assert_array_equal(exact(model, packed, lengths, engine.rollout_shape), flat)
+
+
+def test_values_and_gradients_of_adapters():
+    """Two adapters and none in one batch; an adapter's gradient comes from its own sequences."""
+    config = DSV4Config.from_hf(TINY).with_layers([LayerSpec.csa()])
+    model = DeepseekV4ForCausalLM(config, jnp.float32, rngs=nnx.Rngs(0))
+    add_adapters(model, ["a", "b"], rank=2, targets=["o_b_proj"])
+    for path, view in parameter_views(model).items():
+        if path.endswith(".up"):
+            view.set_value(0.3 * jax.random.normal(jax.random.key(0), view.shape))
+    engine = Engine(model, make_manager(model.config), token_budget=24, batch_invariant=True)
+    names = ["a", None, "b"]
+    requests = [engine.add([5, 17, n], max_new_tokens=20, adapter=names[n]) for n in range(3)]
+    drain(engine)
+    tokens, lengths = map(jnp.asarray, padded(requests))
+    graph, loras, others = nnx.split(model, nnx.LoRAParam, ...)
+
+    @jax.jit
+    def gradient(loras, weights):
+        def loss(loras):
+            numbers = jnp.array([0, -1, 1], jnp.int32)
+            values = logprobs(nnx.merge(graph, loras, others), tokens, lengths, engine.rollout_shape, numbers)
+            return jnp.sum(values * weights[:, None]), values
+
+        return jax.grad(loss, has_aux=True)(loras)
+
+    gradients, values = gradient(loras, jnp.array([1.0, 1.0, 0.0]))
+    assert largest_difference(requests, values) == 0.0
+    (up,) = (x for path, x in nnx.to_flat_state(gradients) if path[-1] == "up")
+    assert (up[...][:, 0] != 0).any() and (up[...][:, 1] == 0).all()
 
 
 @pytest.fixture(scope="module")
