@@ -78,9 +78,15 @@ def load_adapters(model: DeepseekV4ForCausalLM, folders: Mapping[str, str | Path
 
 
 def save_adapter(model: DeepseekV4ForCausalLM, name: str, folder: str | Path) -> None:
-    """Writes an adapter of a model to a folder, which is made if it does not exist.
+    """Writes an adapter of a model to files.
 
-    Raises ValueError if the model has no adapter of this name.
+    Args:
+      model: the model.
+      name: name of the adapter.
+      folder: destination, which is made if it does not exist; existing files are overwritten.
+
+    Raises:
+      ValueError: the model has no adapter of this name.
     """
     if name not in model.adapter_names:
         raise ValueError(f"name={name!r} must be one of the model's adapters: {', '.join(model.adapter_names)}")

@@ -247,9 +247,10 @@ class ServeCommand(RandomModelOptions):
             if not name.isprintable() or not name or not folder or name in folders:
                 raise ValueError(f"--adapters {self.adapters} must be NAME=DIR, with different names, by commas")
             folders[name] = Path(folder)
+        for name, path in folders.items():
             for file in ("adapter_config.json", "adapter_model.safetensors"):
-                if not (folders[name] / file).is_file():
-                    raise ValueError(f"--adapters {item}: there is no {folders[name] / file}")
+                if not (path / file).is_file():
+                    raise ValueError(f"--adapters {name}={path}: there is no {path / file}")
         return folders
 
     def weights_key(self, checkpoint: Path) -> str:

@@ -54,6 +54,7 @@ def test_mistakes_are_told_at_once():
         "--expert-parallel": "--expert-parallel needs a mesh",
         "--mesh model=4": "does not divide o_groups=2",
         "--prefix-size 3GX --prefix-dir x": "--prefix-size '3GX' must be a number with one of the units",
+        "--adapters a=x": "--adapters a=x: there is no x/adapter_config.json",
         "--adapters a=x,a=y": "--adapters a=x,a=y must be NAME=DIR, with different names, by commas",
         "--prefix-size 3GB": "--prefix-size 3GB needs --prefix-dir, the folder of the files",
         "--checkpoint README.md": "--checkpoint README.md is neither a folder nor a safetensors file",

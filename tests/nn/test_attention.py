@@ -42,6 +42,9 @@ class RecordingHandle(LayerCacheHandle):
     def cache(self):
         return self.result
 
+    def by_tiles(self, function, *arrays, candidates=None):
+        return function(self, *arrays, candidates)
+
     def norm_rope_append(self, q, kv, weight, inv_freq, *, eps, norms_queries=True):
         q, self.calls["write_swa"] = norm_rope(q, kv, weight, jnp.maximum(self.batch.positions, 0), inv_freq, eps=eps)
         return q, self
