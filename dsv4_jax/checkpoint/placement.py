@@ -66,16 +66,13 @@ def fill(target: np.ndarray, pieces: Pieces, check: Check | None = None) -> None
       pieces, check: as for `Staging.place`.
     """
     stack = target.shape[:-2] if len(pieces) > 1 else ()
-
-    def blocks() -> Iterator[_Block]:
-        for number, index in enumerate(np.ndindex(stack)):
-            part = target[index] if stack else target
-            yield from _blocks(number, np.asarray(pieces[number]()).reshape(part.shape), part)
-
     with concurrent.futures.ThreadPoolExecutor() as pool:
         # For a small array, starting threads would take longer than copying.
         run = pool.map if target.nbytes > _BLOCK_BYTES else map
-        collections.deque(run(functools.partial(_fill_block, check=check), blocks()), maxlen=0)
+        for number, index in enumerate(np.ndindex(stack)):  # one piece after another, since each may be made in memory
+            part = target[index] if stack else target
+            blocks = _blocks(number, np.asarray(pieces[number]()).reshape(part.shape), part)
+            collections.deque(run(functools.partial(_fill_block, check=check), blocks), maxlen=0)
 
 
 _Block = tuple[int, np.ndarray, np.ndarray | None]  # number of a piece, some of its rows, and the rows to write, if any

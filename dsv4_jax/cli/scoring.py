@@ -223,6 +223,9 @@ class WindowOnlyHandle(LayerCacheHandle):
     def write_keys(self, *_: Any, **__: Any) -> "WindowOnlyHandle":
         return self
 
+    def by_tiles(self, function: Any, *arrays: Any, candidates: Any = None) -> Any:
+        return function(self, *arrays, candidates)
+
     def indexer_scores(self, q: Float[Array, "T H I"], *_: Any, **__: Any) -> Float[Array, "T E"]:
         return jnp.zeros((q.shape[0], 0), jnp.float32)
 
