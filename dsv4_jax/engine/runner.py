@@ -131,7 +131,8 @@ class StepRunner:
         sampling, seeds, adapters = self._parameters(schedule.requests)
         arrays = (logits_indices, sources, (sampling, seeds, options), adapters)
         logits_indices, sources, drawing, adapters = self._manager.devices.put_changed(arrays, "tokens")
-        batch = dataclasses.replace(batch, adapters=adapters)
+        if adapters is not None:
+            batch = dataclasses.replace(batch, adapters=adapters)
         earlier = EarlierTokens(self._no_tokens if after is None else after.tokens, sources)
         wants_top = options is not None and bool(options.wants_top)
         launched = LaunchedStep(schedule, batch, first_rows, (logits_indices, *drawing), wants_top)
