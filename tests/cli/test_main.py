@@ -75,7 +75,7 @@ def test_help_lists_the_commands(capsys):
         (["bench", "ops", "sort"], "sort"),
         (["bench", "ops", "append", "--plot", "x.png"], "--plot"),
         (["bench", "ops", "append", "--mesh", "model=2"], "--mesh"),
-        (["bench", "prefill", "--expert-parallel"], "--expert-parallel"),
+        (["bench", "ops", "append", "--expert-parallel"], "--expert-parallel"),
         (["bench", "layer", "--layers", "2"], "--layers"),
         (["bench", "all_reduce"], "--mesh"),
         (["generate", "--cache-format", "v5"], "invalid choice 'v5' for argument '--cache-format'"),
