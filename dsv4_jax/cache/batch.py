@@ -38,6 +38,9 @@ class Batch(Summarized):
       draft_block: number of adjacent tokens that all see each other and the window before them, as in a block of
         DSpark drafts; 0 = each token sees a window that ends with itself (static).
       adapters: [max_requests] int32, number of each slot's adapter, -1 = none (see `nn.lora`); None = no adapters.
+      is_image: [T] bool, whether a token is a part of an image; None = all tokens are text. A model that knows images
+        (`DSV4Config.image_token_id`) routes such a token by another bias, and leaves it out of n-grams. Its embedding
+        is that of its id: override `embed` for others.
       schema: geometry of the cache that the batch is for, which is checked at trace time; None = not checked (static).
     """
 
@@ -48,6 +51,7 @@ class Batch(Summarized):
     reset_slots: Any
     prefill: bool = static_field()
     adapters: Any = None
+    is_image: Any = None
     draft_block: int = static_field(default=0)
     schema: CacheSchema | None = static_field(default=None)
 

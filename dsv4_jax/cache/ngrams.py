@@ -11,6 +11,9 @@ from dsv4_jax.cache.pools import KVCache
 from dsv4_jax.ops.views import put, run_bounds, take
 
 
+_IMAGE = -1  # is stored in place of the compressed id of a part of an image
+
+
 def advance_ngrams(cache: KVCache, batch: Batch, token_map: Int[Array, "vocab"]) -> tuple[Int[Array, "T n"], KVCache]:
     """Stores the ids of a step's tokens, and returns the longest n-gram that ends with each token.
 
@@ -20,13 +23,15 @@ def advance_ngrams(cache: KVCache, batch: Batch, token_map: Int[Array, "vocab"])
       token_map: [vocab] int32 compressed id of each token id, see `EngramConfig`.
 
     Returns:
-      ([T, max_ngram_size] int32 compressed ids: that of the token itself, of the token before it, and so on. For tokens
-      before the start of a request, and for padding, they are the id of `EngramConfig.pad_token_id`. The cache with the
-      new ids).
+      ([T, max_ngram_size] int32 compressed ids: that of the token itself, of the token before it, and so on. Before the
+      start of a request, from the last part of an image back, and for padding, they are the id of
+      `EngramConfig.pad_token_id`. The cache with the new ids).
     """
     engram = cache.schema.config.engram
     assert engram is not None
     ids = take(token_map, batch.token_ids)
+    if batch.is_image is not None:
+        ids = jnp.where(batch.is_image, _IMAGE, ids)
     pad_id = token_map[engram.pad_token_id]
     tokens = jnp.arange(ids.shape[0], dtype=jnp.int32)
     start, end = run_bounds(batch.slots)
@@ -38,7 +43,8 @@ def advance_ngrams(cache: KVCache, batch: Batch, token_map: Int[Array, "vocab"])
     slots = jnp.broadcast_to(batch.slots[:, None], source.shape)
     stored = take(cache.ngram_ids, jnp.zeros_like(slots), slots, source % ring)[..., 0]
     ngrams = jnp.where(index >= start[:, None], take(ids, index), stored)
-    ngrams = jnp.where(source >= 0, ngrams, pad_id)
+    is_outside = (source < 0) | (ngrams == _IMAGE)
+    ngrams = jnp.where(jax.lax.cummax(is_outside.astype(jnp.int32), axis=1) > 0, pad_id, ngrams)
     # The barrier orders the read above before the write below. Otherwise XLA copies the ring.
     ngrams, ids = jax.lax.optimization_barrier((ngrams, ids))
     keep = valid & (end - tokens <= ring)

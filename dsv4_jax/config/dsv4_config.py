@@ -43,8 +43,8 @@ class DSV4Config:
     - `candidate_topk_blocks`, `candidate_block_size`: number of blocks to which a layer restricts the selections of
       later layers, and number of entries in a block; 0 if no layer has `candidates`.
     - `engram`: V4.1's embeddings of n-grams; None = none.
-    - `image_token_id`: token id that stands for a part of an image; None = none. Inputs are text, in which it is an
-      ordinary token.
+    - `image_token_id`: token id that stands for a part of an image; None = the model knows no images. In a text it is
+      an ordinary token: `Batch.is_image` says which tokens are parts of images.
     - `weight_block`: number of rows, and of columns, of the blocks of a matrix that share a scale if the release stores
       the matrix in FP8: 128, or 32 in V4.1.
 

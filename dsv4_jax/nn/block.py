@@ -86,7 +86,7 @@ class DecoderLayer(nnx.Module):
         """
         if self.engram is not None:
             assert carry.ngrams is not None
-            residual = residual.add(functools.partial(self.engram, ngrams=carry.ngrams))
+            residual = residual.add(functools.partial(self.engram, ngrams=carry.ngrams, is_image=batch.is_image))
         x, residual = self.attn_hc.pre(residual, self.input_layernorm)
         if tap_row is not None:
             carry = carry.with_tap(tap_row, residual.streams)  # `pre` merged the previous layer's output
@@ -94,7 +94,7 @@ class DecoderLayer(nnx.Module):
         y, carry, cache = self.self_attn(x, handle, carry)
         values = {"streams": residual.streams, "attention_in": x, "attention_out": y}
         x, residual = self.ffn_hc.pre(residual.post(y), self.post_attention_layernorm)
-        routing = self.mlp.gate(x, batch.token_ids, batch.slots)
+        routing = self.mlp.gate(x, batch.token_ids, batch.slots, batch.is_image)
         residual = residual.post(self.mlp(x, routing))
         values |= {"experts": routing.experts}
         by_layer = {"selection": carry.selection, "candidates": carry.candidates}

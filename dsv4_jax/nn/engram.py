@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dsv4_jax import ops
 from dsv4_jax.config import DSV4Config
@@ -62,17 +62,22 @@ class Engram(nnx.Module):
         self.k_weight = normal(rngs, (h, config.hidden_size), mean=1.0)
 
     @jax.named_scope("engram")
-    def __call__(self, streams: Float[Array, "T h D"], ngrams: Int[Array, "T n"]) -> Float[Array, "T h D"]:
+    def __call__(
+        self, streams: Float[Array, "T h D"], ngrams: Int[Array, "T n"], is_image: Bool[Array, "T"] | None = None
+    ) -> Float[Array, "T h D"]:
         """Adds the gated values of the tokens' n-grams to their streams.
 
         Args:
           streams: [T, h, hidden] residual streams in the model's dtype.
           ngrams: [T, max_ngram_size] int32 compressed ids, see `cache.ngrams.advance_ngrams`.
+          is_image: [T] bool, whether a token is a part of an image, to whose streams nothing is added; None = none is.
 
         Returns:
           [T, h, hidden] in the streams' dtype.
         """
         gate, value = self.gate_and_value(streams, ngrams)
+        if is_image is not None:
+            gate = jnp.where(is_image[:, None], 0.0, gate)
         added = gate[:, :, None] * value.astype(jnp.float32)[:, None, :]
         return round_to(streams.astype(jnp.float32) + added, streams.dtype)
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dsv4_jax import ops
 from dsv4_jax.config import DSV4Config
@@ -22,12 +22,13 @@ class Router(nnx.Module):
     """Scores the E experts, and selects k of them for each token. Their normalized scores are their weights.
 
     The experts are those with the largest `score + bias`, or in hash layers those that a table lists for the token id.
+    Parts of images have a bias of their own, in hash layers too.
 
     Attributes:
       weight: [E, hidden] float32 projection to the logits.
       e_score_correction_bias: [E] float32 bias for the selection, not in hash layers. It does not enter the weights.
-      image_correction_bias: [E] float32 bias for tokens of images, in models that have such tokens. It is kept for
-        checkpoints, but not used, because inputs are text.
+      image_correction_bias: [E] float32 bias for parts of images, only in models that know images. It does not enter
+        the weights either.
       tid2eid: [vocab, k] int32 experts of each token id, only in hash layers.
     """
 
@@ -46,12 +47,17 @@ class Router(nnx.Module):
             self.tid2eid = parameter(HashTable, rngs, (config.vocab_size, chosen), jnp.int32, draw)
         else:
             self.e_score_correction_bias = normal(rngs, (experts,), std=0.1)
-        if config.image_token_id is not None:
+        self.knows_images = config.image_token_id is not None
+        if self.knows_images:
             self.image_correction_bias = normal(rngs, (experts,), std=0.1)
 
     @jax.named_scope("router")
     def __call__(
-        self, x: Float[Array, "T D"], token_ids: Int[Array, "T"], slots: Int[Array, "T"] | None = None
+        self,
+        x: Float[Array, "T D"],
+        token_ids: Int[Array, "T"],
+        slots: Int[Array, "T"] | None = None,
+        is_image: Bool[Array, "T"] | None = None,
     ) -> ops.Routing:
         """Selects and weights the experts of each token, see `ops.router`.
 
@@ -59,6 +65,7 @@ class Router(nnx.Module):
           x: [T, hidden] normed input of the MoE.
           token_ids: [T] int32 token ids, which hash layers use.
           slots: [T] int32; -1 = a padding token, which gets no experts. None = no token is padding.
+          is_image: [T] bool, whether a token is a part of an image; None = none is. Only in models that know images.
 
         Returns:
           Routing, in which the weights of a token's experts are their scores `sqrt(softplus(logit))`, scaled so that
@@ -73,9 +80,15 @@ class Router(nnx.Module):
             table,
             token_ids if self.hashed else None,
             slots,
+            None if is_image is None else (self._image_bias(), is_image),
             top_k=self.top_k,
             scaling_factor=self.config.routed_scaling_factor,
         )
+
+    def _image_bias(self):
+        if not self.knows_images:
+            raise ValueError("the batch has is_image, but the model's configuration has no image_token_id")
+        return self.image_correction_bias.get_value()
 
 
 class MLP(nnx.Module):

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dsv4_jax.ops.dispatch import PreferXla, with_kernel
 from dsv4_jax.ops.linear import linear
@@ -47,8 +47,10 @@ def _(primals, tangents):
     return score, slope * tangent
 
 
-def _router_kernel(x, weight, bias, table, token_ids, slots, *, interpret, **options):
+def _router_kernel(x, weight, bias, table, token_ids, slots, images, *, interpret, **options):
     _check(bias, table, token_ids)
+    if images is not None:
+        raise PreferXla("the kernel takes no images")
     if not interpret and x.shape[0] > MAX_TOKENS:
         raise PreferXla(f"the kernel is for up to {MAX_TOKENS} tokens, got {x.shape[0]}")
     weights, layer = layer_stacks((weight, bias, table))
@@ -70,6 +72,7 @@ def router(
     table: Int[Array, "V k"] | LayerSlice | None = None,
     token_ids: Int[Array, "T"] | None = None,
     slots: Int[Array, "T"] | None = None,
+    images: tuple[Float[Array, "E"] | LayerSlice, Bool[Array, "T"]] | None = None,
     *,
     top_k: int,
     scaling_factor: float,
@@ -92,6 +95,8 @@ def router(
       token_ids: [T] int32 token ids, clipped to [0, V); required with a table, otherwise None.
       slots: [T] int32; -1 = a padding token, which gets experts -1 with weight 0, so that `ops.experts` reads no expert
         for it. None = no token is padding.
+      images: (bias [E] float32, [T] bool whether a token is a part of an image). The experts of such tokens are
+        selected by this bias, whatever selects those of other tokens. Runs as "xla". None = no token is.
       top_k: number of experts per token.
       scaling_factor: sum of a token's weights.
       implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take up to 256 tokens in bfloat16, D a
@@ -110,6 +115,10 @@ def router(
     else:
         assert token_ids is not None
         experts = jnp.take(layer_value(table), token_ids, axis=0, mode="clip")
+    if images is not None:
+        image_bias, is_image = images
+        of_images = jax.lax.top_k(scores + layer_value(image_bias)[None, :], top_k)[1]
+        experts = jnp.where(is_image[:, None], of_images, experts)
     weights = jnp.take_along_axis(scores, experts, axis=1)
     weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20) * scaling_factor
     if slots is None:

@@ -380,6 +380,51 @@ def test_padding_reaches_no_hash_and_no_ring(whole):
         assert (after.ngram_ids == stored.ngram_ids).all()
 
 
+def looked_back(ids, is_image, size, pad_id):
+    """[T, size] compressed ids by the definition of DeepSeek's code: from a part of an image back, all are the pad."""
+    rows = []
+    for t in range(len(ids)):
+        row = []
+        for source in range(t, t - size, -1):
+            ended = source < 0 or is_image[source] or (row and row[-1] is None)
+            row.append(None if ended else ids[source])
+        rows.append([pad_id if number is None else number for number in row])
+    return rows
+
+
+@pytest.mark.parametrize("chunks", [[20], [3, 1, 1, 5, 10]])
+def test_no_n_gram_goes_past_an_image(whole, chunks):
+    """Nor do those of later steps, in which all tokens are text."""
+    model, ids, _ = whole
+    engram = model.config.engram
+    token_map = model.model.token_map.get_value()
+    is_image = np.isin(np.arange(20), [2, 3, 4, 9])
+    compressed = np.asarray(token_map)[np.asarray(ids[:20])]
+    expected = looked_back(compressed, is_image, engram.max_ngram_size, token_map[engram.pad_token_id])
+    manager = KVCacheManager(model.config, num_blocks=8, max_requests=2, max_context=64, block_tokens=16)
+    cache = manager.init_cache()
+    slot = manager.admit()
+    begin = 0
+    for count in chunks:
+        batch = manager.prepare_forward({slot: ids[begin : begin + count]}, prefill_size=20)
+        flags = np.pad(is_image[begin : begin + count], (0, len(batch.slots) - count))
+        batch = dataclasses.replace(batch, is_image=jnp.asarray(flags) if flags.any() else None)
+        ngrams, cache = advance_ngrams(cache, batch, token_map)
+        np.testing.assert_array_equal(ngrams[:count], expected[begin : begin + count])
+        begin += count
+
+
+def test_nothing_is_added_to_parts_of_images():
+    golden = Golden(SETS[0])
+    module = golden.engram(LAYERS[0])
+    streams, ngrams, *_ = golden.at(LAYERS[0])
+    is_image = jnp.arange(len(streams)) % 2 == 0
+    after = module(streams, ngrams, is_image)
+    np.testing.assert_array_equal(after[is_image], streams[is_image])
+    np.testing.assert_array_equal(after[~is_image], module(streams, ngrams)[~is_image])
+    assert (after[~is_image] != streams[~is_image]).any()
+
+
 def test_a_model_on_a_mesh_gives_the_same(whole):
     model, ids, hidden = whole
     mesh = make_mesh({"model": 2})

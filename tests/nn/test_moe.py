@@ -75,6 +75,34 @@ def test_hash_router_looks_experts_up_and_scores_them(config, draw):
     assert ((experts[4] >= 0) & (experts[4] < config.n_routed_experts)).all()
 
 
+@pytest.mark.parametrize("kind", ["moe", "hash_moe"])
+def test_parts_of_images_have_their_own_bias(config, draw, kind):
+    """It selects experts by score in hash layers, too, and enters no weight. Text is routed as without images."""
+    layer = config.mlp_layer_types.index(kind)
+    router = spread(Router(dataclasses.replace(config, image_token_id=3), layer, rngs=nnx.Rngs(0)))
+    x = draw(30, config.hidden_size)
+    ids = jnp.arange(30, dtype=jnp.int32)
+    is_image = np.arange(30) % 3 == 1
+    slots = jnp.where(ids == 4, -1, 0)  # a part of an image can be padding, too
+    text = router(jnp.asarray(x), ids, slots)
+    routing = router(jnp.asarray(x), ids, slots, jnp.asarray(is_image))
+    chex.assert_trees_all_equal(routing.experts[~is_image], text.experts[~is_image])
+    chex.assert_trees_all_equal(routing.weights[~is_image], text.weights[~is_image])
+    assert (routing.experts[4] == -1).all() and (routing.weights[4] == 0).all()
+    for t in np.flatnonzero(is_image & (np.arange(30) != 4)):
+        want = scores(router, x[t])
+        best = np.argsort(-(want + f64(router.image_correction_bias)), kind="stable")[: config.num_experts_per_tok]
+        chex.assert_trees_all_equal(routing.experts[t], best)
+        np.testing.assert_allclose(routing.weights[t], normalized(want[best], config), **TOLERANCE)
+    assert (routing.experts[is_image] != text.experts[is_image]).any()
+
+
+def test_images_need_a_model_that_knows_them(config, draw):
+    router = Router(config, 0, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="is_image, but the model's configuration has no image_token_id"):
+        router(jnp.asarray(draw(2, config.hidden_size)), jnp.zeros(2, jnp.int32), None, jnp.ones(2, bool))
+
+
 @pytest.mark.parametrize("tokens", [1, 17])
 @pytest.mark.parametrize("limit", [10.0, 0.5])
 def test_moe_block(config, draw, tokens, limit):
