@@ -166,10 +166,10 @@ def _emit_store_rows(ref, rows, values, *, first_group=0):
 
 
 def regroup(x: jax.Array, groups: int) -> jax.Array:
-    """Reshapes rows of values [n, .., ..] to [n, groups, 512 / groups]. A lane keeps the values that it has.
+    """Reshapes rows of 512 values, [n, .., ..], to [n, groups, 512 / groups]. No value moves to another lane.
 
-    Layouts of rows with other numbers of groups differ also where arrays have a value for each row. PER_ROW goes with
-    8 groups.
+    Rows divided into other groups have other layouts, also in arrays with one value for each row: the layout PER_ROW of
+    such arrays is for rows in 8 groups.
     """
     return x if x.shape[1] == groups else _regroup(x, groups)
 

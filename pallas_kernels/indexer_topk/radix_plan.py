@@ -27,8 +27,8 @@ _ROWS_AT_ONCE = {8: 14, 4: 30, 3: 40, 2: 66}
 class RadixPlan:
     """The division of a row, and the tuning choices of the kernel.
 
-    Each warp of the cluster has its own contiguous part of the row. A warp loads 128 scores at a time, and the number
-    of loads for its part is `RadixSelect.steps`. It depends on the row's length and is at most `chunks * values / 4`.
+    Each warp of the cluster reads a contiguous part of the row, 128 scores with each load. `RadixSelect.steps` is the
+    number of its loads: it depends on the row's length, and is at most `chunks * values / 4`.
     """
 
     k: int  # number of entries to select

@@ -330,8 +330,9 @@ def _multiply(gemm, products, refs, warpgroup):
 class Steps:
     """The steps of a product's tiles that a warpgroup multiplies.
 
-    Warpgroup w multiplies steps w, w + 4, .. of a tile. If they take turns, because a tile has no multiple of four
-    steps, the block's n-th step belongs to warpgroup n % 4. In both cases a warpgroup reads its own stages of the ring.
+    Warpgroup w of the four multiplies steps w, w + 4, .. of each tile, if a tile's number of steps is a multiple of
+    four. Otherwise the warpgroups take turns: the block counts the steps of all its tiles, and step n belongs to
+    warpgroup n % 4. Either way, a stage of the ring is always read by the same warpgroup.
     """
 
     gemm: SkinnyGemm
@@ -359,9 +360,10 @@ class Steps:
         return count if self.gemm.stages_per_step == 1 else count * self.gemm.stages_per_step
 
     def place(self, first: jax.Array) -> jax.Array:
-        """Returns the place in the order in which the partial sums of the steps from `first` on are added.
+        """Returns the place of this warpgroup's partial sum in the order of addition; its first step is `first`.
 
-        It does not depend on the warpgroup that has these steps. The order of one or two partial sums does not matter.
+        The place follows from the step, whichever warpgroup multiplies it, so that the bits of the sum do not depend
+        on turns. With one or two steps the place is any, because two terms have the same sum in both orders.
         """
         return first if self.gemm.tile_steps(self.product) > 2 else self.warpgroup
 

@@ -326,10 +326,13 @@ def unit_offsets(tile, columns: int) -> tuple[U32, Any, U32]:
 
 
 def store_bias(bias, chunk: U32, exists: U32, send: Any = None) -> None:
-    """Writes the bias of this thread's row, 0 if the row exists and else -inf. The first of the row's 8 lanes does it.
+    """Stores the bias of this thread's row to its logits: 0 if the row exists, else -inf.
 
-    `bias` is the pointer to write to, and `chunk` the number from `unit_offsets`. `send`, if given, is called with the
-    MLIR value of the bias.
+    Args:
+      bias: pointer to the row's float32 bias.
+      chunk: number of the thread's chunk of the row, from `unit_offsets`. The thread with chunk 0 stores the bias.
+      exists: 1 if the row exists, else 0.
+      send: function to which the storing thread also passes the MLIR value of the bias, or None.
     """
     value = arith.select(exists.value, mlir.f32(0.0), mlir.f32(-np.inf))
     with thread_ops.when(chunk.equals(0)):
