@@ -1,6 +1,5 @@
 """The spec of a layer, which says what the layer stores in the cache and to which entries it attends."""
 
-import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -166,6 +165,16 @@ def numbered(specs: Iterable[LayerSpec]) -> tuple[LayerSpec, ...]:
     return tuple(placed)
 
 
+def check_layers(name: str, layers: Sequence[int], num_layers: int) -> None:
+    """Checks numbers of layers of a model with `num_layers` layers.
+
+    Raises TypeError for a number that is no integer, and ValueError if one is out of range or they do not ascend.
+    """
+    for i, layer in enumerate(layers):
+        check_whole(f"{name}[{i}]", layer, 0, num_layers - 1)
+    check(sorted({*layers}) == list(layers), f"{name}={list(layers)} must ascend")
+
+
 def shared_specs(
     rates: Sequence[int], kv_sources: Sequence[int], index_sources: Sequence[int], candidate_source: int | None
 ) -> tuple[LayerSpec, ...]:
@@ -190,19 +199,16 @@ def shared_specs(
     _check_sources(rates, kv_sources, index_sources, candidate_source)
     specs: list[LayerSpec] = []
     source_specs: list[LayerSpec] = []  # specs of the KV sources so far
-    num_sources = collections.Counter[int]()  # {rate: number of KV sources so far}
-    kv_layers = {*kv_sources}
-    index_layers = {*index_sources}
     index_source = None  # number of the index source
     for layer, rate in enumerate(rates):
         if rate == 0:
             specs.append(LayerSpec())
             continue
-        is_kv_source = layer in kv_layers
+        is_kv_source = layer in kv_sources
         if is_kv_source:
-            source_specs.append(LayerSpec.full(rate, index=num_sources[rate]))
-            num_sources[rate] += 1
-        is_index_source = layer in index_layers
+            index = sum(spec.compress_rate == rate for spec in source_specs)
+            source_specs.append(LayerSpec.full(rate, index=index))
+        is_index_source = layer in index_sources
         if is_index_source:
             index_source = layer
         check(
@@ -225,10 +231,9 @@ def shared_specs(
 def _check_sources(rates, kv_sources, index_sources, candidate_source):
     """Checks the arguments of `shared_specs`, except that layers have a source with their rate."""
     for name, layers in (("kv_source_layer_ids", kv_sources), ("index_source_layer_ids", index_sources)):
+        check_layers(name, layers, len(rates))
         for i, layer in enumerate(layers):
-            check_whole(f"{name}[{i}]", layer, 0, len(rates) - 1)
             check(rates[layer] > 0, f"{name}[{i}]={layer}, but compress_ratios[{layer}]=0: the layer has no entries")
-        check(sorted({*layers}) == list(layers), f"{name}={list(layers)} must ascend")
     missing = sorted({*kv_sources} - {*index_sources})
     check(not missing, f"index_source_layer_ids={list(index_sources)} must have kv_source_layer_ids' {missing}, too")
     if candidate_source is not None:
