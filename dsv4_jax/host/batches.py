@@ -91,7 +91,8 @@ def find_new_rows(
     """
     rows = _blank_rows(shards, max_blocks)
     published = after.numbers["published_blocks"][slots]
-    changed = np.flatnonzero(now["is_new"] | (published > now["published_blocks"])).tolist()
+    is_new = now["changed"] == 0
+    changed = np.flatnonzero(is_new | (published > now["published_blocks"])).tolist()
     if not changed:
         return rows
     rows = {name: array.copy() for name, array in rows.items()}
@@ -105,7 +106,7 @@ def find_new_rows(
             blocks, _ = after.lists[slot]
             rows["new_blocks"][row] = local_slot, index, blocks[index] % shards.blocks
             num_blocks[shard] += 1
-        if now["is_new"][i]:
+        if is_new[i]:
             rows["reset_slots"][shard * shards.slots + num_resets[shard]] = local_slot
             num_resets[shard] += 1
     return rows

@@ -465,7 +465,6 @@ class KVCacheManager(Summarized):
         after = self._extended(now, counts)
         after["num_blocks"] += missing
         after["changed"] = time
-        after["is_new"] = False
         # A block is published when the device's block table gets it. Only blocks that this step can reach are
         # published, which bounds the size of `new_blocks`.
         after["published_blocks"] = np.maximum(now["published_blocks"], -(-(after["length"] + reserve) // block_tokens))
@@ -618,17 +617,13 @@ class KVCacheManager(Summarized):
         shared = parent.blocks[:full]
         with table.transaction(dict.fromkeys(slots, int(partial > 0))) as copies:
             table.allocator.share(shared * n)
-            states = {}
             cached_blocks = parent.cached_blocks[:full]
-            for child in slots:
-                blocks = shared + copies[child]
-                states[child] = dataclasses.replace(
-                    parent,
-                    blocks=blocks,
-                    published_blocks=len(blocks),
-                    cached_blocks=cached_blocks,
-                    admitted=0,
+            states = {
+                child: dataclasses.replace(
+                    parent, blocks=shared + copies[child], cached_blocks=cached_blocks, admitted=0
                 )
+                for child in slots
+            }
             partial_block = parent.blocks[full] if partial else -1
             new_cache = self._copy_request(cache, slot, states, partial_block, copies)
             step_order.record_write(table, cache, new_cache, states)
@@ -680,14 +675,9 @@ class KVCacheManager(Summarized):
         with table.transaction({slot: len(written)} if table.is_shared(written) else None) as copies:
             blocks = state.blocks[:full] + (copies[slot] if copies else written)
             table.allocator.release((written if copies else []) + state.blocks[end:])
+            cached_blocks = state.cached_blocks[:full]
             state = dataclasses.replace(
-                state,
-                length=start,
-                min_length=min_length,
-                blocks=blocks,
-                published_blocks=end,
-                is_new=False,
-                cached_blocks=state.cached_blocks[:full],
+                state, length=start, min_length=min_length, blocks=blocks, cached_blocks=cached_blocks
             )
             if copies:
                 new_cache = self._copy_request(cache, slot, {slot: state}, written[0], copies)
