@@ -217,7 +217,7 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
         `mtp` is given for a model without draft layers.
     """
     raw = _by_release_names(raw)
-    model_type = raw.get("model_type")
+    model_type: Any = raw.get("model_type")
     check_choice("model_type", model_type, *_TRAITS, reason=": no other model is known")
     is_v41 = model_type == "deepseek_v41"
     required = _V41_REQUIRED if is_v41 else _V4_REQUIRED
