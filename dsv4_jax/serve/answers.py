@@ -84,8 +84,8 @@ class Answer:
         self._id = f"{self.id_prefix}{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._scores_prompts = getattr(body, "echo", False) and body.num_top is not None
-        self._check_size()
         count = len(self._prompts) * self._samples
+        self._check_size(count)
         self.choices: list[Any] = [self._new_choice(i, self._prompts[i // self._samples]) for i in range(count)]
 
     def _encode(self) -> Sequence[Sequence[int]]:
@@ -218,10 +218,9 @@ class Answer:
         except (ValueError, TypeError, OverflowError) as error:
             raise APIError(400, str(error), param=name) from None
 
-    def _check_size(self) -> None:
-        """Raises APIError if the answer has too many requests or log-probabilities, or samples that would be equal."""
+    def _check_size(self, count: int) -> None:
+        """Raises APIError if `count` requests or their log-probabilities are too many, or samples would be equal."""
         engine = self._service.engine
-        count = len(self._prompts) * self._samples
         if self._samples > 1 and self._body.temperature == 0:
             raise APIError(400, f"{self._samples} answers with temperature 0 would all be the same", param="n")
         if count > engine.capacity:
@@ -356,14 +355,14 @@ def _score(choice: Any) -> float:
     return Candidate([t.token for t in tokens], sum(t.logprob or 0.0 for t in tokens)).score()
 
 
-async def run_off_loop[**P, T](tokens: int, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+async def run_off_loop[*Args, T](tokens: int, function: Callable[[*Args], T], *args: *Args) -> T:
     """Calls a function that handles `tokens` tokens. With many tokens it runs outside the event loop's thread."""
-    return await asyncio.to_thread(function, *args, **options) if tokens > 100 else function(*args, **options)
+    return await asyncio.to_thread(function, *args) if tokens > 100 else function(*args)
 
 
-def sse(content: dict[str, Any] | str, name: str | None = None) -> bytes:
-    """Returns a server-sent event. Its content is JSON, given as an object or as text; `name` is the event's name."""
-    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+def sse(content: dict[str, Any], name: str | None = None) -> bytes:
+    """Returns a server-sent event with JSON as its content; `name` is the event's name."""
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     return f"{'' if name is None else f'event: {name}\n'}data: {text}\n\n".encode()
 
 

@@ -45,7 +45,7 @@ class PastAnswer:
       tokens: [n] int32 token ids that the model wrote, without the token that ended the answer.
     """
 
-    message: recipe.AssistantMessage
+    message: recipe.Message
     thinks: bool
     tokens: np.ndarray
 
@@ -198,7 +198,7 @@ class Chat:
         paragraphs = [f"{message.role.capitalize()}: {message.content}\n\n" for message in conversation.messages]
         return encode(self._tokenizer, "".join([*paragraphs, "Assistant:"]))
 
-    def remember(self, prompt: Sequence[int], message: recipe.AssistantMessage, tokens: list[int]) -> None:
+    def remember(self, prompt: Sequence[int], message: recipe.Message, tokens: list[int]) -> None:
         """Stores a complete answer, so that a later prompt that includes it has the same tokens; here it does nothing.
 
         Args:
@@ -273,7 +273,7 @@ class ReleaseChat(Chat):
                 ids[begin:end] = answer.tokens.tolist()
         return ids
 
-    def remember(self, prompt: Sequence[int], message: recipe.AssistantMessage, tokens: list[int]) -> None:
+    def remember(self, prompt: Sequence[int], message: recipe.Message, tokens: list[int]) -> None:
         # The prompt ends with `<think>` or `</think>`, perhaps followed by the beginning of a required tool call. After
         # any other end, the answer continues a message that the prompt begins, and is not stored.
         starts = [i for i, token in enumerate(prompt) if token in (self.ids[_THINK], self.ids["</think>"])]

@@ -109,10 +109,14 @@ class ParsedAnswer(Answer):
     response_type: ClassVar[Any]
     _body: Any
     _chat: Chat
+    _asked: dict[str, Any]  # the part of the body that deepseek-recipe converts
     _converted: Converted
 
-    def _read(self, response: dict[str, Any]) -> recipe.AssistantMessage:
-        """Returns a complete answer as the message with which a client repeats it in later requests."""
+    def _sent_back(self, response: dict[str, Any]) -> dict[str, Any]:
+        """Returns the fields of a later request's body that repeat a complete answer, with results of its tool calls.
+
+        The results are empty. A conversation without them would be refused.
+        """
         raise NotImplementedError
 
     def _as_sent(self, part: dict[str, Any]) -> dict[str, Any]:
@@ -127,8 +131,8 @@ class ParsedAnswer(Answer):
         if self._service.chat is None:
             raise APIError(400, "the checkpoint has no tokenizer.json: use /v1/completions with token ids")
         self._chat = self._service.chat
-        body, strict_tools = self._body.conversation()
-        self._converted = self._chat.convert(self.request_type, body)
+        self._asked, strict_tools = self._body.conversation()
+        self._converted = self._chat.convert(self.request_type, self._asked)
         effort = self._body.effort
         if effort is not None and not self._chat.takes_numbers:
             field = self._body.effort_field
@@ -167,7 +171,13 @@ class ParsedAnswer(Answer):
         )
 
     def _remember(self, response: dict[str, Any], tokens: list[int]) -> None:
-        self._chat.remember(self._prompts[0].tolist(), self._read(response), tokens)
+        """Stores a complete answer, in the form that a later request which repeats it is converted to."""
+        try:
+            repeated = self._chat.convert(self.request_type, self._asked | self._sent_back(response))
+        except APIError:  # no later request can repeat it
+            return
+        message = next(m for m in repeated.conversation.messages if m.role == "assistant")
+        self._chat.remember(self._prompts[0].tolist(), message, tokens)
 
     def _events(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[bytes]:
         return [sse(self._as_sent(event), name) for name, event in choice.take_events()]
@@ -212,10 +222,11 @@ class ChatAnswer(OpenAIAnswer, ParsedAnswer):
     def _logprobs(self, tokens):
         return None if self._body.num_top is None else self._service.names.of_chat(tokens)
 
-    def _read(self, response: dict[str, Any]) -> recipe.AssistantMessage:
+    def _sent_back(self, response: dict[str, Any]) -> dict[str, Any]:
         message = response["choices"][0]["message"]
-        calls = [recipe.ToolCall(call["id"], **call["function"]) for call in message.get("tool_calls") or []]
-        return recipe.AssistantMessage(message["content"] or "", message.get("reasoning_content"), calls)
+        calls = message.get("tool_calls") or []
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": ""} for call in calls]
+        return {"messages": [message, *results]}
 
 
 class ResponsesAnswer(ParsedAnswer):
@@ -231,9 +242,8 @@ class ResponsesAnswer(ParsedAnswer):
     def _make_generator(self) -> Any:
         body = self._body.asked()
         body["text"] = {"verbosity": "medium"} | body.get("text", {})
-        self._namespaces = self._chat.namespace_tools(body)
         generator = super()._make_generator().with_echo(recipe.ResponsesRequest(body).echo())
-        return generator.with_namespace_tool_map(self._namespaces)
+        return generator.with_namespace_tool_map(self._chat.namespace_tools(body))
 
     @property
     def headers(self) -> dict[str, str]:
@@ -254,21 +264,11 @@ class ResponsesAnswer(ParsedAnswer):
             usage["total_tokens"] = usage["input_tokens"] + usage["output_tokens"]
         return part
 
-    def _read(self, response: dict[str, Any]) -> recipe.AssistantMessage:
-        texts = {"reasoning": "", "message": ""}
-        calls = []
-        for item in response["output"]:
-            match item["type"]:
-                case "function_call":
-                    tool = item.get("namespace"), item["name"]
-                    names = (name for name, known in self._namespaces.items() if known == tool)
-                    calls.append(recipe.ToolCall(item["call_id"], next(names, item["name"]), item["arguments"]))
-                case "custom_tool_call":
-                    arguments = json.dumps({"input": item["input"]})
-                    calls.append(recipe.ToolCall(item["call_id"], item["name"], arguments))
-                case kind:
-                    texts[kind] += "".join(part["text"] for part in item["content"])
-        return recipe.AssistantMessage(texts["message"], texts["reasoning"], calls)
+    def _sent_back(self, response: dict[str, Any]) -> dict[str, Any]:
+        items = response["output"]
+        calls = [item for item in items if "call_id" in item]
+        results = [{"type": f"{call['type']}_output", "call_id": call["call_id"], "output": ""} for call in calls]
+        return {"input": [*items, *results]}
 
     def _error_event(self, error: APIError) -> bytes:
         event = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
@@ -315,15 +315,11 @@ class MessagesAnswer(ParsedAnswer):
     def _too_long(self, longest: int, limit: int, context: int) -> str:
         return f"prompt is too long: {longest} tokens > {context} maximum"  # clients recognize the error by these words
 
-    def _read(self, response: dict[str, Any]) -> recipe.AssistantMessage:
-        texts = {"thinking": "", "text": ""}
-        calls = []
-        for block in response["content"]:
-            if block["type"] == "tool_use":
-                calls.append(recipe.ToolCall(block["id"], block["name"], json.dumps(block["input"])))
-            else:
-                texts[block["type"]] += block[block["type"]]
-        return recipe.AssistantMessage(texts["text"], texts["thinking"], calls)
+    def _sent_back(self, response: dict[str, Any]) -> dict[str, Any]:
+        blocks = response["content"]
+        calls = [block for block in blocks if block["type"] == "tool_use"]
+        results = [{"type": "tool_result", "tool_use_id": call["id"]} for call in calls]
+        return {"messages": [{"role": "assistant", "content": blocks}, {"role": "user", "content": results}]}
 
     def _error_event(self, error: APIError) -> bytes:
         return sse(error.anthropic_body, "error")
