@@ -108,8 +108,8 @@ class DSV4Config:
         check_choice("kv_format", self.kv_format, "v4", "v41")
         for name, limit in _LIMITS:
             value = getattr(self, name)
-            most = getattr(self, limit)
-            check(value <= most, f"{name}={value} exceeds {limit}={most}")
+            maximum = getattr(self, limit)
+            check(value <= maximum, f"{name}={value} exceeds {limit}={maximum}")
         for name in ("rope_theta", "compress_rope_theta"):
             check(getattr(self, name) > 1, f"{name}={getattr(self, name)} must exceed 1")
         rope = self.qk_rope_head_dim

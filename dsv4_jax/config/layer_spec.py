@@ -15,6 +15,8 @@ LAYER_TYPES = (SLIDING, CSA, HCA)
 
 OWN = -1  # stands for the layer's own number
 MAX_ROWS = 2**20  # maximum of the fields of `_LEAST`, far beyond any model; no weight's shape would confirm them
+# Fields of `LayerSpec` that hold the number of a layer.
+_SOURCES = ("selection", "candidates")
 # {field of `LayerSpec`: its minimum}.
 _LEAST = {"compress_rate": 0, "index": 0, "window": 1, "index_topk": 1}
 
@@ -118,8 +120,8 @@ class LayerSpec:
 
         If the layer selects entries itself, `selection` is -1. If it makes candidates itself, `candidates` is -1.
         """
-        own: dict[str, Any] = {name: OWN for name in ("selection", "candidates") if getattr(self, name) == self.layer}
-        return dataclasses.replace(self, layer=OWN, index=0, **own)
+        sources: dict[str, Any] = {name: OWN for name in _SOURCES if getattr(self, name) == self.layer}
+        return dataclasses.replace(self, layer=OWN, index=0, **sources)
 
     @property
     def selects(self) -> bool:
@@ -154,9 +156,9 @@ def numbered(specs: Iterable[LayerSpec]) -> tuple[LayerSpec, ...]:
             if (value := getattr(unplaced, field)) is not None:
                 check_whole(f"{name}.{field}", value, least, MAX_ROWS)
         stored = owners.setdefault(unplaced.group, [])
-        own: dict[str, Any] = {name: layer for name in ("selection", "candidates") if getattr(unplaced, name) == OWN}
+        sources: dict[str, Any] = {name: layer for name in _SOURCES if getattr(unplaced, name) == OWN}
         index = len(stored) if unplaced.owner else unplaced.index
-        spec = dataclasses.replace(unplaced, layer=layer, index=index, **own)
+        spec = dataclasses.replace(unplaced, layer=layer, index=index, **sources)
         placed.append(spec)
         if spec.owner:
             stored.append(spec)

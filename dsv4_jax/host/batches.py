@@ -27,6 +27,12 @@ class Layout:
     slots: np.ndarray
     prefill: bool
 
+    def place(self, values: np.ndarray, padding: int) -> np.ndarray:
+        """Returns an array [T] int32 with one of `values` for each token, request by request, and `padding` between."""
+        array = np.full(self.slots.shape, padding, np.int32)
+        array[self.indices] = values
+        return array
+
 
 @functools.lru_cache(maxsize=8)  # most steps have the same requests as the previous step
 def find_layout(

@@ -457,7 +457,6 @@ class KVCacheManager(Summarized):
         layout = find_layout(
             self.shards, slots.tobytes(), counts.tobytes(), self.schema.max_query_tokens, prefill_size, decode_size
         )
-        num_tokens = len(layout.slots)
         states = table.states
         time = table.tick()
         missing = table.missing_blocks(slots, counts + reserve)
@@ -472,16 +471,13 @@ class KVCacheManager(Summarized):
         # the number of blocks of each request is rounded up. The step's tokens need the blocks that one request of so
         # many tokens needs.
         max_blocks = self.shards.slots * (1 + table.blocks_for(reserve))
-        max_blocks += table.blocks_for(num_tokens // self.shards.count)
-        token_ids = np.zeros((num_tokens,), np.int32)
-        token_ids[layout.indices] = ids
-        positions = np.full((num_tokens,), -1, np.int32)
-        positions[layout.indices] = consecutive(now["length"], counts)
+        max_blocks += table.blocks_for(len(layout.slots) // self.shards.count)
+        positions = layout.place(consecutive(now["length"], counts), -1)
         growing = missing > 0
         needed = dict(zip(slots[growing].tolist(), missing[growing].tolist(), strict=True))
         with table.transaction(needed) as acquired:
             states = states.replaced(slots, after, acquired)
-            arrays = {"token_ids": token_ids, "slots": layout.slots}
+            arrays = {"token_ids": layout.place(ids, 0), "slots": layout.slots}
             arrays |= find_new_rows(self.shards, slots, now, states, max_blocks)
             batch = Batch(
                 positions=self.devices.put(positions, "tokens"),  # always a new array: it carries the batch's record
