@@ -155,14 +155,14 @@ def _agree(fact: str, spellings: dict[str, Any]) -> Any:
 
 
 def _stated(spellings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the items of {field: value} whose value is not None, that is neither absent nor null in config.json."""
+    """Returns {field: value} without fields whose value is None: they are absent, or null in config.json."""
     return {key: value for key, value in spellings.items() if value is not None}
 
 
 def _by_release_names(raw: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a V4.1 model by their names in `text_config`, without nesting; `raw` for other models.
+    """Returns the fields of a V4.1 model without nesting, by their names in `text_config`.
 
-    Fields about images are left out.
+    Fields about images and fields that are ignored are left out. For other models, returns `raw`.
 
     Args:
       raw: content of config.json, or of the configuration of the release's inference code, which has no `model_type`.

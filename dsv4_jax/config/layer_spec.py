@@ -141,10 +141,8 @@ def numbered(specs: Iterable[LayerSpec]) -> tuple[LayerSpec, ...]:
 
     Raises:
       TypeError: a layer is no LayerSpec, or a number in it is no integer.
-      ValueError: a number is out of range; a layer has only one of a rate and a group; its `layer` or `index` is given
-        and differs from its place; it differs in rate, overlap or keys from the other layers of its group; it reads
-        entries, keys or a selection that neither it nor an earlier layer makes; or other attributes contradict each
-        other.
+      ValueError: a number is out of range, or a layer's attributes contradict one another, its place in the model, its
+        group or the layers before it. The message names the layer and the attribute.
     """
     owners: dict[str | None, list[LayerSpec]] = {}
     placed: list[LayerSpec] = []
@@ -194,9 +192,9 @@ def shared_specs(
 
     Raises:
       TypeError: the number of a source is no integer.
-      ValueError: the number of a source is out of range or belongs to a layer with rate 0; the numbers do not ascend;
-        `index_sources` lacks a KV source; `candidate_source` is no index source with rate 1; a layer has no KV source,
-        or its KV source has another rate. The messages call the arguments by their names in config.json.
+      ValueError: the number of a source is out of range, belongs to a layer with rate 0, or does not ascend.
+        `index_sources` lacks a KV source. `candidate_source` is no index source with rate 1. A layer has no KV source,
+        or one with another rate. The message calls the arguments by their names in config.json.
     """
     _check_sources(rates, kv_sources, index_sources, candidate_source)
     specs: list[LayerSpec] = []

@@ -109,7 +109,7 @@ class ParsedAnswer(Answer):
     response_type: ClassVar[Any]
     _body: Any
     _chat: Chat
-    _asked: dict[str, Any]  # the part of the body that deepseek-recipe converts
+    _options: dict[str, Any]  # the part of the body that deepseek-recipe converts, without the conversation
     _converted: Converted
 
     def _sent_back(self, response: dict[str, Any]) -> dict[str, Any]:
@@ -131,8 +131,9 @@ class ParsedAnswer(Answer):
         if self._service.chat is None:
             raise APIError(400, "the checkpoint has no tokenizer.json: use /v1/completions with token ids")
         self._chat = self._service.chat
-        self._asked, strict_tools = self._body.conversation()
-        self._converted = self._chat.convert(self.request_type, self._asked)
+        body, strict_tools = self._body.conversation()
+        self._converted = self._chat.convert(self.request_type, body)
+        self._options = {name: value for name, value in body.items() if name not in ("messages", "input")}
         effort = self._body.effort
         if effort is not None and not self._chat.takes_numbers:
             field = self._body.effort_field
@@ -173,7 +174,7 @@ class ParsedAnswer(Answer):
     def _remember(self, response: dict[str, Any], tokens: list[int]) -> None:
         """Stores a complete answer, in the form that a later request which repeats it is converted to."""
         try:
-            repeated = self._chat.convert(self.request_type, self._asked | self._sent_back(response))
+            repeated = self._chat.convert(self.request_type, self._options | self._sent_back(response))
         except APIError:  # no later request can repeat it
             return
         message = next(m for m in repeated.conversation.messages if m.role == "assistant")
@@ -292,7 +293,7 @@ class MessagesAnswer(ParsedAnswer):
     _stop_fields: ClassVar[dict[str, Any]] = dict.fromkeys(("container", "stop_details"))
 
     def _make_generator(self) -> Any:
-        # With `thinking_mode=True` each answer would begin with a block of thinking, even if it is empty.
+        # Otherwise each answer would begin with a block of thinking, even if it is empty.
         return recipe.MessagesChunkGenerator(self._id, self._body.model, thinking_mode=False)
 
     def _as_sent(self, part: dict[str, Any]) -> dict[str, Any]:

@@ -542,8 +542,7 @@ class StoredPrefixes:
         self._read(lambda: cache, np.array([-1], np.int32))
 
     def _chunks(self, blocks):
-        """Splits block ids as `CacheDevices.block_chunks` does. Up to `_FEW_BLOCKS` blocks get a chunk each,
-        unpadded."""
+        """Splits block ids as `CacheDevices.block_chunks` does, but few blocks into chunks of one block."""
         if len(blocks) > _FEW_BLOCKS:
             return self._devices.block_chunks(blocks)
         return ((i, np.array([block], np.int32)) for i, block in enumerate(blocks))
