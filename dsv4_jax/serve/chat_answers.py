@@ -14,7 +14,7 @@ from dsv4_jax.serve.answers import Answer, OpenAIAnswer, sse
 from dsv4_jax.serve.async_engine import Update
 from dsv4_jax.serve.call_blocks import CallBlocks
 from dsv4_jax.serve.chat import Chat, Converted
-from dsv4_jax.serve.choices import Choice, ScoredToken
+from dsv4_jax.serve.choices import Choice
 from dsv4_jax.serve.constraints import compile_form
 from dsv4_jax.serve.errors import APIError
 from dsv4_jax.serve.protocol import ChatBody, CountBody, MessagesBody, ResponsesBody
@@ -59,12 +59,12 @@ class ParsedChoice(Choice):
         """The answer so far, as JSON."""
         return json.loads(self._answer.to_json())
 
-    def take(self, update: Update) -> tuple[str, list[ScoredToken]]:
+    def take(self, update: Update) -> None:
         if not self.scored:
             cached_tokens = 0 if update.request is None else update.request.cached_tokens
             usage = recipe.PromptUsage(prompt_tokens=self._prompt_tokens, prompt_cache_hit_tokens=cached_tokens)
             self._push([recipe.InferenceChunk.ready(prompt_usage=usage)])
-        text_and_tokens = super().take(update)
+        super().take(update)
         if self.finish_reason is not None:
             is_whole = update.finish_reason == "stop" and not self._is_stopped
             reasons = recipe.InferenceFinishReason
@@ -72,7 +72,6 @@ class ParsedChoice(Choice):
             self._push([recipe.InferenceChunk.finish(reason)])
             if is_whole and self._remember is not None:
                 self._remember(self.response, [scored.token for scored in self.generated[:-1]])
-        return text_and_tokens
 
     def take_events(self) -> list[tuple[str | None, dict[str, Any]]]:
         """Returns (name, JSON) of the events since the last call. The name is None if the protocol has no names."""
@@ -180,7 +179,7 @@ class ParsedAnswer(Answer):
         message = next(m for m in repeated.conversation.messages if m.role == "assistant")
         self._chat.remember(self._prompts[0].tolist(), message, tokens)
 
-    def _events(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[bytes]:
+    def _events(self, choice: Any) -> list[bytes]:
         return [sse(self._as_sent(event), name) for name, event in choice.take_events()]
 
     def _response(self) -> Response:
@@ -213,11 +212,11 @@ class ChatAnswer(OpenAIAnswer, ParsedAnswer):
         reasoning_tokens = sum(detail.get("reasoning_tokens", 0) for detail in details)
         return super()._usage() | {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
 
-    def _chunks(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[dict[str, Any]]:
+    def _chunks(self, choice: Any) -> list[dict[str, Any]]:
         chunks = [event["choices"][0] for _, event in choice.take_events()]
         if self._body.num_top is not None:
             chunks = chunks or [{"delta": {}, "finish_reason": None}]
-            chunks[0]["logprobs"] = self._logprobs(tokens)
+            chunks[0]["logprobs"] = self._logprobs(choice.new_tokens)
         return chunks
 
     def _logprobs(self, tokens):
