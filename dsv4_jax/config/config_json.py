@@ -160,37 +160,42 @@ def _stated(spellings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_release_names(raw: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a V4.1 model without nesting, by their names in `text_config`.
+    """Returns the fields of a model without nesting, by their names in the release's config.json.
 
-    Fields about images and fields that are ignored are left out. For other models, returns `raw`.
+    Fields that are ignored are left out, and for V4.1 those about images. `model_type` is that of V4.1 if the inference
+    code's configuration does not name it. `eos_token_id` is a list or None.
 
     Args:
-      raw: content of config.json, or of the configuration of the release's inference code, which has no `model_type`.
+      raw: content of config.json, or of the configuration of V4.1's inference code.
 
     Raises:
-      ValueError: a fact is stated twice, with different values.
+      ValueError: the file describes another model, or states a fact twice with different values.
     """
-    # V4's inference code has most of the other names, too.
-    is_inference = any(_INFERENCE_NAMES[name] in raw for name in _SOURCES)
     model_type = raw.get("model_type")
-    if model_type != "deepseek_v41" and not (is_inference and model_type is None):
-        return raw
-    text = _object("text_config", raw.get("text_config") or {})
+    # V4's inference code has most of the other names, too.
+    has_inference_names = any(_INFERENCE_NAMES[name] in raw for name in _SOURCES)
+    if has_inference_names and model_type is None:
+        model_type = "deepseek_v41"
+    check_choice("model_type", model_type, *_TRAITS, reason=": no other model is known")
+    is_v41 = model_type == "deepseek_v41"
+    is_inference = is_v41 and has_inference_names
+    aliases = {alias: name for name, alias in _INFERENCE_NAMES.items()} if is_v41 else {}
+    fields = dict(raw)
+    text = _object("text_config", fields.pop("text_config", None) or {}) if is_v41 else {}
     check_choice("text_config.model_type", text.get("model_type", "deepseek_v41_text"), "deepseek_v41_text")
-    aliases = {alias: name for name, alias in _INFERENCE_NAMES.items()}
     facts: dict[str, dict[str, Any]] = {"num_key_value_heads": {"the inference code": 1}} if is_inference else {}
     images = []
-    for prefix, fields in (("", raw), ("text_config.", text)):
-        for key, value in fields.items():
-            if key.startswith("vision_"):
+    for prefix, part in (("", fields), ("text_config.", text)):
+        for key, value in part.items():
+            if is_v41 and key.startswith("vision_"):
                 images.append(prefix + key)
-            elif key != "text_config" and key not in _IRRELEVANT:
+            elif key not in _IRRELEVANT:
                 is_one_end = key == "eos_token_id" and value is not None and not isinstance(value, list)
                 facts.setdefault(aliases.get(key, key), {})[prefix + key] = [value] if is_one_end else value
     if images:
         names = ", ".join(sorted(images))
         _log.info("The model reads text only, so these fields of config.json are ignored: %s", names)
-    facts["model_type"] = {"model_type": "deepseek_v41"}
+    facts["model_type"] = {"model_type": model_type}
     unified = {name: _agree(name, _stated(spellings) or spellings) for name, spellings in facts.items()}
     if is_inference and unified.keys().isdisjoint(("rope_scaling", "rope_parameters")):
         yarn = {name: unified.pop(alias, None) for name, alias in _INFERENCE_YARN.items()}
@@ -217,9 +222,7 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
         `mtp` is given for a model without draft layers.
     """
     raw = _by_release_names(raw)
-    model_type: Any = raw.get("model_type")
-    check_choice("model_type", model_type, *_TRAITS, reason=": no other model is known")
-    is_v41 = model_type == "deepseek_v41"
+    is_v41 = raw["model_type"] == "deepseek_v41"
     required = _V41_REQUIRED if is_v41 else _V4_REQUIRED
     # The release may write `rope_scaling: null`, which means that there is no YaRN.
     present = {key for key, value in raw.items() if value is not None or key == "rope_scaling"}
@@ -228,7 +231,7 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
     for key, value in _FIXED.items():
         if raw.get(key) is not None:
             check_choice(key, raw[key], value)
-    known = _READ_APART.union(_IRRELEVANT, _FIXED, *required)
+    known = _READ_APART.union(_FIXED, *required)
     if unknown := sorted(key for key in raw if key not in known and not key.startswith("dspark_")):
         warnings.warn(f"config.json has keys that are not used here: {', '.join(unknown)}.", stacklevel=3)
     rope = _rope_fields(raw)
@@ -237,12 +240,11 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
     tied = raw.get("tie_word_embeddings") or False
     check(isinstance(tied, bool), f"tie_word_embeddings={tied!r} must be true or false")
     bos = raw.get("bos_token_id")
-    eos = raw.get("eos_token_id")
-    ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    ends = raw.get("eos_token_id") or ()
     return {
         **rope,
         **numbers,
-        **_TRAITS[model_type],
+        **_TRAITS[raw["model_type"]],
         **(_v41_layers(raw, layers) if is_v41 else _v4_layers(raw, layers)),
         **(_draft_fields(raw, layers, is_v41) if mtp else {}),
         "scoring_func": raw["scoring_func"],
