@@ -62,7 +62,7 @@ class CacheContents:
         """Returns whether the cache is known to lack tokens of requests.
 
         Args:
-          numbers: [slots] array of dtype `NUMBERS`, the requests with all their tokens.
+          numbers: [slots] array of dtype `NUMBERS`, which counts all tokens of the requests.
           slots: a request's slot, or an [n] array of slots. The result then has shape [n], too.
         """
         present = self.numbers[slots]

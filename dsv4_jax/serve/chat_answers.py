@@ -112,9 +112,9 @@ class ParsedAnswer(Answer):
     _converted: Converted
 
     def _sent_back(self, response: dict[str, Any]) -> dict[str, Any]:
-        """Returns the fields of a later request's body that repeat a complete answer, with results of its tool calls.
+        """Returns the conversation of a later request that repeats a complete answer, as fields of its body.
 
-        The results are empty. A conversation without them would be refused.
+        Empty results follow the answer's tool calls, because a conversation without results is refused.
         """
         raise NotImplementedError
 

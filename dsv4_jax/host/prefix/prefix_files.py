@@ -54,7 +54,7 @@ class PrefixFileMetrics:
     """Counters of a `PrefixFiles` since it was opened.
 
     Attributes:
-      blocks: number of blocks on disk. Blocks of other processes count if they were there at the last listing.
+      blocks: number of blocks on disk. Blocks of other processes count if the last listing of the folder found them.
       bytes: size of all files in bytes, counted in the same way.
       hit_tokens: number of prompt tokens whose blocks were read from disk.
       read_bytes, written_bytes: number of bytes read and written.
