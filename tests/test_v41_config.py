@@ -442,6 +442,10 @@ def test_one_end_of_text_may_be_a_list():
     assert DSV4Config.from_hf(with_text(eos_token_id=1) | {"eos_token_id": [1]}).eos_token_id == (1,)
 
 
+def test_a_null_end_of_text_is_no_end():
+    assert DSV4Config.from_hf(FLAT | {"eos_token_id": None}).eos_token_id == ()
+
+
 def test_the_inference_code_of_v4_is_no_v41():
     config = {name: value for name, value in INFERENCE.items() if "source_layer" not in name}
     with pytest.raises(ValueError, match="model_type=None must be 'deepseek_v4' or 'deepseek_v41'"):

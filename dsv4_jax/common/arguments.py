@@ -41,6 +41,14 @@ def check_whole(name: str, value: Any, least: int | None = None, most: int | Non
     return number
 
 
+def check_choice(name: str, value: Any, *choices: Any, reason: str = "") -> None:
+    """Checks that an argument has one of the values `choices`.
+
+    Raises ValueError with the message "NAME=VALUE must be .. or ..", followed by `reason`.
+    """
+    check(value in choices, f"{name}={value!r} must be {' or '.join(map(repr, choices))}{reason}")
+
+
 def check_real(name: str, value: Any) -> float:
     """Returns a real number as a float, which is infinite if it overflows. The caller checks the range.
 

@@ -7,11 +7,11 @@ occur in one file, if they agree. DeepSeek-V4.1 has a third format, that of the 
 import dataclasses
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsv4_jax.common.arguments import check, check_positive, check_whole
+from dsv4_jax.common.arguments import check, check_choice, check_positive, check_whole
 from dsv4_jax.common.downloads import parse_json, snapshot_hint
 from dsv4_jax.config.draft_config import DSparkConfig
 from dsv4_jax.config.engram_config import EngramConfig
@@ -64,6 +64,11 @@ _INFERENCE_YARN = {
 }  # fmt: skip
 _SOURCES = ("kv_source_layer_ids", "index_source_layer_ids", "candidate_source_layer_id")
 _CANDIDATES = ("candidate_topk_blocks", "candidate_block_size")
+# {model_type: fields of `DSV4Config` that follow from it}.
+_TRAITS = {
+    "deepseek_v4": {"kv_format": "v4", "norms_queries": True, "delays_pre": False, "weight_block": 128},
+    "deepseek_v41": {"kv_format": "v41", "norms_queries": False, "delays_pre": True, "weight_block": 32},
+}
 # {field: the only value that the architecture allows}, if the field is there.
 _FIXED = {
     "num_key_value_heads": 1, "scoring_func": "sqrtsoftplus", "hidden_act": "silu",
@@ -72,17 +77,18 @@ _FIXED = {
 _REQUIRED_FIXED = ("num_key_value_heads", "scoring_func")
 _RESPELLED = {name for names in _ROPE_SPELLINGS for name in names}
 _COMMON = tuple((name,) for name in (*INTEGERS, *REALS, *_REQUIRED_FIXED) if name not in _RESPELLED) + _ROPE_SPELLINGS
+_V4_REQUIRED = _COMMON + _LAYER_SPELLINGS
 # Fields that are ignored: about training, the storage of weights (the dtypes in the files decide), and bookkeeping.
 _IRRELEVANT = frozenset((
     "_name_or_path", "architectures", "attention_dropout", "auto_map", "chunk_size_feed_forward", "dtype",
     "expert_dtype", "id2label", "initializer_range", "intermediate_size", "is_encoder_decoder", "label2id",
-    "num_local_experts", "output_attentions", "output_hidden_states",
-    "output_router_logits", "pad_token_id", "problem_type", "quantization_config", "return_dict",
-    "router_aux_loss_coef", "router_jitter_noise", "torch_dtype", "transformers_version", "use_cache",
-    "max_batch_size", "max_seq_len", "temperature",
+    "max_batch_size", "max_seq_len", "num_local_experts", "output_attentions", "output_hidden_states",
+    "output_router_logits", "pad_token_id", "problem_type", "return_dict", "router_aux_loss_coef",
+    "router_jitter_noise", "temperature", "torch_dtype", "transformers_version", "use_cache",
 ))  # fmt: skip
 _READ_APART = frozenset((
-    "model_type", "bos_token_id", "eos_token_id", "image_token_id", "num_nextn_predict_layers", "tie_word_embeddings",
+    "model_type", "bos_token_id", "eos_token_id", "image_token_id", "num_nextn_predict_layers", "quantization_config",
+    "tie_word_embeddings",
 ))  # fmt: skip
 _YARN = tuple(field.name for field in dataclasses.fields(RopeScaling))
 _CONTEXT = "original_max_position_embeddings"
@@ -90,6 +96,13 @@ _ROPE_KEYS = frozenset((*_YARN, "type", "rope_type", "rope_theta", "partial_rota
 _DSPARK = tuple(field.name for field in dataclasses.fields(DSparkConfig) if field.name != "num_layers")
 _DSPARK_OPTIONAL = ("n_routed_experts", "num_experts_per_tok")
 _ENGRAM = tuple(field.name for field in dataclasses.fields(EngramConfig))
+_V41_LAYERS = ("compress_ratios", *_SOURCES, *_CANDIDATES, *(f"engram_{name}" for name in _ENGRAM))
+_V41_REQUIRED = tuple(
+    names + tuple(_INFERENCE_NAMES[name] for name in names if name in _INFERENCE_NAMES)
+    for names in (*_COMMON, *((name,) for name in _V41_LAYERS))
+)
+# Fields of V4.1's config.json outside of `text_config`.
+_OUTER = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "image_token_id", "architectures", "model_type")
 
 
 def check_names(field: str, values: Any, known: tuple[str, ...], count: int) -> tuple[str, ...]:
@@ -142,52 +155,48 @@ def _agree(fact: str, spellings: dict[str, Any]) -> Any:
 
 
 def _stated(spellings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the items of {field: value} whose value is not None, that is neither absent nor null in config.json.
-
-    Raises ValueError if there is none.
-    """
-    stated = {key: value for key, value in spellings.items() if value is not None}
-    check(bool(stated), f"config.json lacks {' or '.join(spellings)}.")
-    return stated
+    """Returns {field: value} without fields whose value is None: they are absent, or null in config.json."""
+    return {key: value for key, value in spellings.items() if value is not None}
 
 
 def _by_release_names(raw: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a V4.1 model by their names in `text_config`, without nesting; `raw` for other models.
+    """Returns the fields of a model without nesting, by their names in the release's config.json.
 
-    Fields about images are left out.
+    Fields that are ignored are left out, and for V4.1 those about images. `model_type` is that of V4.1 if the inference
+    code's configuration does not name it. `eos_token_id` is a list or None.
 
     Args:
-      raw: content of config.json, or of the configuration of the release's inference code, which has no `model_type`.
+      raw: content of config.json, or of the configuration of V4.1's inference code.
 
     Raises:
-      ValueError: a fact is stated twice, with different values.
+      ValueError: the file describes another model, or states a fact twice with different values.
     """
-    aliases = {alias: name for name, alias in _INFERENCE_NAMES.items()}
+    model_type = raw.get("model_type")
     # V4's inference code has most of the other names, too.
-    is_inference = any(_INFERENCE_NAMES[name] in raw for name in _SOURCES)
-    if raw.get("model_type") not in (("deepseek_v41", None) if is_inference else ("deepseek_v41",)):
-        return raw
-    text = _object("text_config", raw.get("text_config") or {})
-    kind = text.get("model_type", "deepseek_v41_text")
-    check(kind == "deepseek_v41_text", f"text_config.model_type={kind!r} must be 'deepseek_v41_text'")
+    has_inference_names = any(_INFERENCE_NAMES[name] in raw for name in _SOURCES)
+    if has_inference_names and model_type is None:
+        model_type = "deepseek_v41"
+    check_choice("model_type", model_type, *_TRAITS, reason=": no other model is known")
+    is_v41 = model_type == "deepseek_v41"
+    is_inference = is_v41 and has_inference_names
+    aliases = {alias: name for name, alias in _INFERENCE_NAMES.items()} if is_v41 else {}
+    fields = dict(raw)
+    text = _object("text_config", fields.pop("text_config", None) or {}) if is_v41 else {}
+    check_choice("text_config.model_type", text.get("model_type", "deepseek_v41_text"), "deepseek_v41_text")
     facts: dict[str, dict[str, Any]] = {"num_key_value_heads": {"the inference code": 1}} if is_inference else {}
-    images = set()
-    for prefix, fields in (("", raw), ("text_config.", text)):
-        for key, value in fields.items():
-            if key.startswith("vision_"):
-                images.add(prefix + key)
-            elif key not in ("model_type", "text_config"):
-                facts.setdefault(aliases.get(key, key), {})[prefix + key] = value
+    images = []
+    for prefix, part in (("", fields), ("text_config.", text)):
+        for key, value in part.items():
+            if is_v41 and key.startswith("vision_"):
+                images.append(prefix + key)
+            elif key not in _IRRELEVANT:
+                is_one_end = key == "eos_token_id" and value is not None and not isinstance(value, list)
+                facts.setdefault(aliases.get(key, key), {})[prefix + key] = [value] if is_one_end else value
     if images:
-        _log.info(
-            "The model reads text only, so these fields of config.json are ignored: %s", ", ".join(sorted(images))
-        )
-    unified: dict[str, Any] = {"model_type": "deepseek_v41"}
-    for name, spellings in facts.items():
-        stated = {key: value for key, value in spellings.items() if value is not None} or spellings
-        if name == "eos_token_id":
-            stated = {key: value if isinstance(value, list) else [value] for key, value in stated.items()}
-        unified[name] = next(iter(stated.values())) if name in _IRRELEVANT else _agree(name, stated)
+        names = ", ".join(sorted(images))
+        _log.info("The model reads text only, so these fields of config.json are ignored: %s", names)
+    facts["model_type"] = {"model_type": model_type}
+    unified = {name: _agree(name, _stated(spellings) or spellings) for name, spellings in facts.items()}
     if is_inference and unified.keys().isdisjoint(("rope_scaling", "rope_parameters")):
         yarn = {name: unified.pop(alias, None) for name, alias in _INFERENCE_YARN.items()}
         missing = [_INFERENCE_YARN[name] for name, value in yarn.items() if value is None]
@@ -213,18 +222,16 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
         `mtp` is given for a model without draft layers.
     """
     raw = _by_release_names(raw)
-    model_type = raw.get("model_type")
-    release = _RELEASES.get(model_type) if isinstance(model_type, str) else None
-    if release is None:
-        names = " or ".join(map(repr, _RELEASES))
-        raise ValueError(f"model_type={model_type!r} must be {names}: no other model is known")
+    is_v41 = raw["model_type"] == "deepseek_v41"
+    required = _V41_REQUIRED if is_v41 else _V4_REQUIRED
     # The release may write `rope_scaling: null`, which means that there is no YaRN.
     present = {key for key, value in raw.items() if value is not None or key == "rope_scaling"}
-    missing = [" or ".join(names) for names in release.required if present.isdisjoint(names)]
+    missing = [" or ".join(names) for names in required if present.isdisjoint(names)]
     check(not missing, f"config.json lacks {'; '.join(missing)}: these decide shapes and have no default.")
     for key, value in _FIXED.items():
-        check(raw.get(key) in (None, value), f"{key}={raw.get(key)!r} must be {value!r}")
-    known = _READ_APART.union(_IRRELEVANT, _FIXED, *release.required)
+        if raw.get(key) is not None:
+            check_choice(key, raw[key], value)
+    known = _READ_APART.union(_FIXED, *required)
     if unknown := sorted(key for key in raw if key not in known and not key.startswith("dspark_")):
         warnings.warn(f"config.json has keys that are not used here: {', '.join(unknown)}.", stacklevel=3)
     rope = _rope_fields(raw)
@@ -233,14 +240,13 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
     tied = raw.get("tie_word_embeddings") or False
     check(isinstance(tied, bool), f"tie_word_embeddings={tied!r} must be true or false")
     bos = raw.get("bos_token_id")
-    eos = raw.get("eos_token_id")
-    ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    ends = raw.get("eos_token_id") or ()
     return {
         **rope,
         **numbers,
-        **release.traits,
-        **release.read_layers(raw, layers),
-        **_draft_fields(raw, release.window_ratios if mtp else None),
+        **_TRAITS[raw["model_type"]],
+        **(_v41_layers(raw, layers) if is_v41 else _v4_layers(raw, layers)),
+        **(_draft_fields(raw, layers, is_v41) if mtp else {}),
         "scoring_func": raw["scoring_func"],
         "tie_word_embeddings": tied,
         "bos_token_id": None if bos is None else check_whole("bos_token_id", bos, 0, 2**31 - 1),
@@ -254,12 +260,12 @@ def release_config(config: "DSV4Config") -> dict[str, Any]:
     Raises ValueError if these fields cannot express the model. Either it mixes traits of V4 and V4.1, or its layers
     differ from the layers for which the fields stand. An example is a hash-routed layer behind a layer with a router.
     """
-    traits = {name: getattr(config, name) for name in _V4.traits}
-    model_type = next((name for name, release in _RELEASES.items() if release.traits == traits), None)
+    traits = {name: getattr(config, name) for name in _TRAITS["deepseek_v4"]}
+    model_type = next((name for name in _TRAITS if _TRAITS[name] == traits), None)
     if model_type is None:
         stated = ", ".join(f"{name}={value!r}" for name, value in traits.items())
         raise ValueError(f"{_REFUSAL} {stated} in one model")
-    release = _RELEASES[model_type]
+    is_v41 = model_type == "deepseek_v41"
     fields = dataclasses.asdict(config)
     dspark = fields["dspark"] or {}
     dspark.pop("num_layers", None)  # follows from the length of compress_ratios
@@ -271,49 +277,46 @@ def release_config(config: "DSV4Config") -> dict[str, Any]:
     content = {
         **fields,
         **{f"dspark_{name}": value for name, value in dspark.items() if value is not None},
-        "architectures": [release.architecture],
+        "architectures": ["DeepseekV41ForCausalLM" if is_v41 else "DeepseekV4ForCausalLM"],
         "model_type": model_type,
         "num_hidden_layers": config.num_hidden_layers,
         "num_key_value_heads": 1,
         "tie_word_embeddings": False,
         "compress_ratios": [spec.compress_rate for spec in config.layers],
-        **release.layer_fields(config),
-        "rope_scaling": config.rope_scaling and {**fields["rope_scaling"], release.yarn_key: "yarn"},
+        **(_v41_layer_fields(config) if is_v41 else {"num_hash_layers": config.mlp_layer_types.count("hash_moe")}),
+        "rope_scaling": config.rope_scaling and {**fields["rope_scaling"], "rope_type" if is_v41 else "type": "yarn"},
         "eos_token_id": list(config.eos_token_id),
     }
-    try:
-        layer_fields = release.read_layers(content, config.num_hidden_layers)
-    except ValueError as error:
-        raise ValueError(f"{_REFUSAL} the layers: {error}") from None
-    _check_layer_fields(config, layer_fields, model_type)
-    return release.nest(content)
+    _check_layers(config, content, is_v41)
+    if not is_v41:
+        return content
+    # In V4.1's config.json, the facts about the text model are in a nested object.
+    outer = {name: value for name, value in content.items() if name in _OUTER}
+    text = {name: value for name, value in content.items() if name not in _OUTER}
+    return outer | {"text_config": {"model_type": "deepseek_v41_text", **text}}
 
 
-def _check_layer_fields(config: "DSV4Config", layer_fields: dict[str, Any], model_type: str) -> None:
-    """Checks that a written config.json stands for the layers of the model.
+def _check_layers(config: "DSV4Config", content: dict[str, Any], is_v41: bool) -> None:
+    """Raises ValueError unless the layers that the written fields `content` stand for are the layers of the model.
 
     A layer that stores entries may have another `group` and `index`, because config.json states neither.
-
-    Args:
-      config: configuration of the model.
-      layer_fields: fields of `DSV4Config` about layers, as read back from the content of the file.
-      model_type: the model's type in the file.
-
-    Raises:
-      ValueError: a field or a layer's spec differs.
     """
-    for spec, expected in zip(config.specs, numbered(layer_fields["specs"]), strict=True):
+    try:
+        read = (_v41_layers if is_v41 else _v4_layers)(content, config.num_hidden_layers)
+    except ValueError as error:
+        raise ValueError(f"{_REFUSAL} the layers: {error}") from None
+    for spec, expected in zip(config.specs, numbered(read["specs"]), strict=True):
         renamed: dict[str, Any] = {"group": expected.group, "index": expected.index} if spec.owner else {}
         is_same = dataclasses.replace(spec, window=None, index_topk=None, **renamed) == expected
         # config.json has one window and one number of selected entries for all layers.
         sizes = (config.window(spec.layer), config.topk(spec.layer))
         if not is_same or sizes != (config.sliding_window, config.index_topk):
             raise ValueError(f"{_REFUSAL} layer {spec.layer}: {spec}")
-    defaults = {"mlp_layer_types": None, "engram": None, **dict.fromkeys(_CANDIDATES, 0)}
-    for name, default in defaults.items():
+    for name in ("mlp_layer_types", "engram", *_CANDIDATES):
         value = getattr(config, name)
-        expected_value = layer_fields.get(name, default)
-        check(expected_value == value, f"{_REFUSAL} {name}={value!r} in a model of type {model_type}")
+        default = getattr(type(config), name, None)
+        is_same = read.get(name, default) == value
+        check(is_same, f"{_REFUSAL} {name}={value!r} in a model of type {content['model_type']}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -341,23 +344,17 @@ def mlp_types(hash_layers: int, layers: int) -> tuple[str, ...]:
     return ("hash_moe",) * hash_layers + ("moe",) * (layers - hash_layers)
 
 
-def _draft_fields(raw: dict[str, Any], window_ratios: tuple[int, ...] | None) -> dict[str, Any]:
-    """Returns the fields of `DSV4Config` about draft layers.
-
-    Args:
-      raw: content of config.json.
-      window_ratios: elements of `compress_ratios` that stand for a sliding window only; None = without draft layers.
-    """
-    if window_ratios is None:
-        return {}
+def _draft_fields(raw: dict[str, Any], layers: int, is_v41: bool) -> dict[str, Any]:
+    """Returns the fields of `DSV4Config` about draft layers, for a model with `layers` other layers."""
     count = check_whole("num_nextn_predict_layers", raw.get("num_nextn_predict_layers") or 0)
     check(count != 0, "num_nextn_predict_layers is 0 or absent: this model has no layers that make drafts.")
-    ratios = _draft_ratios(raw)
+    ratios = (raw.get("compress_ratios") or [])[layers:]  # those of the draft layers
+    window_ratios = (0,) if is_v41 else (0, 1)  # stand for a sliding window only
     check(
         all(ratio in window_ratios for ratio in ratios),
         f"compress_ratios ends in {ratios}; multi-token prediction has a window only (0).",
     )
-    dspark = _dspark(raw)
+    dspark = _dspark(raw, len(ratios))
     if dspark is not None:
         check(
             count in (1, dspark.num_layers),
@@ -367,16 +364,13 @@ def _draft_fields(raw: dict[str, Any], window_ratios: tuple[int, ...] | None) ->
     return {"num_nextn_predict_layers": count, "dspark": dspark}
 
 
-def _draft_ratios(raw: dict[str, Any]) -> list[Any]:
-    """Returns the elements of `compress_ratios` after those of the model's layers. They belong to the draft layers."""
-    return (raw.get("compress_ratios") or [])[raw["num_hidden_layers"] :]
-
-
-def _dspark(raw: dict[str, Any]) -> DSparkConfig | None:
+def _dspark(raw: dict[str, Any], num_layers: int) -> DSparkConfig | None:
     """Returns DSpark's configuration; None if the draft layer is the multi-token-prediction block.
 
-    The number of DSpark's layers is that of the elements of `compress_ratios` after the model's layers, because
-    `num_nextn_predict_layers` is 1 in the releases of V4. Without such elements, it is that of the target layers.
+    Args:
+      raw: content of config.json.
+      num_layers: number of draft layers by `compress_ratios`, since `num_nextn_predict_layers` is 1 in the releases of
+        V4. 0 = as many as target layers.
     """
     fields = {key.removeprefix("dspark_"): value for key, value in raw.items() if key.startswith("dspark_")}
     if not fields:
@@ -386,7 +380,7 @@ def _dspark(raw: dict[str, Any]) -> DSparkConfig | None:
     unknown = sorted(f"dspark_{name}" for name in fields.keys() - set(_DSPARK))
     check(not unknown, f"config.json has {', '.join(unknown)}: draft layers of another kind than DeepSeek's.")
     fields["target_layer_ids"] = tuple(_integers("dspark_target_layer_ids", fields["target_layer_ids"]))
-    return DSparkConfig(num_layers=len(_draft_ratios(raw)) or len(fields["target_layer_ids"]), **fields)
+    return DSparkConfig(num_layers=num_layers or len(fields["target_layer_ids"]), **fields)
 
 
 def _ratios(raw: dict[str, Any], layers: int) -> list[int]:
@@ -396,18 +390,24 @@ def _ratios(raw: dict[str, Any], layers: int) -> list[int]:
     return [check_whole(f"compress_ratios[{i}]", ratio, 0, MAX_ROWS) for i, ratio in enumerate(ratios)]
 
 
-def _read_v4_layers(raw: dict[str, Any], layers: int) -> dict[str, Any]:
-    return {"specs": _specs(raw, layers), "mlp_layer_types": _mlp_layer_types(raw, layers)}
+def _v4_layers(raw: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Returns the fields of `DSV4Config` about the layers of a V4 model, from all formats that state them."""
+    specs = _specs(raw, layers)
+    mlps = {}
+    if (hashed := raw.get("num_hash_layers")) is not None:
+        mlps["num_hash_layers"] = mlp_types(check_whole("num_hash_layers", hashed, 0, layers), layers)
+    if (names := raw.get("mlp_layer_types")) is not None:
+        mlps["mlp_layer_types"] = check_names("mlp_layer_types", names, MLP_LAYER_TYPES, layers)
+    return {"specs": specs, "mlp_layer_types": _agree("the MLPs' types", mlps)}
 
 
-def _read_v41_layers(raw: dict[str, Any], layers: int) -> dict[str, Any]:
+def _v41_layers(raw: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Returns the fields of `DSV4Config` about the layers of a V4.1 model."""
     kv_sources, index_sources = (_integers(name, raw[name]) for name in _SOURCES[:2])
     candidates = check_whole("candidate_source_layer_id", raw["candidate_source_layer_id"], -1, layers - 1)
     quantization = _object("quantization_config", raw.get("quantization_config") or {})
-    block = quantization.get("weight_block_size")
-    check(
-        block in (None, [32, 32]), f"quantization_config.weight_block_size={block!r} must be [32, 32] in DeepSeek-V4.1"
-    )
+    if (block := quantization.get("weight_block_size")) is not None:
+        check_choice("quantization_config.weight_block_size", block, [32, 32], reason=" in DeepSeek-V4.1")
     engram = {name: raw[f"engram_{name}"] for name in _ENGRAM}
     engram |= {name: tuple(_integers(f"engram_{name}", engram[name])) for name in ("layer_ids", "num_embeddings")}
     return {
@@ -446,15 +446,6 @@ def _specs(raw: dict[str, Any], layers: int) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec.of_ratio(rate) for rate in _agree("the layers' rates", rates))
 
 
-def _mlp_layer_types(raw: dict[str, Any], layers: int) -> tuple[str, ...]:
-    types = {}
-    if (hashed := raw.get("num_hash_layers")) is not None:
-        types["num_hash_layers"] = mlp_types(check_whole("num_hash_layers", hashed, 0, layers), layers)
-    if raw.get("mlp_layer_types") is not None:
-        types["mlp_layer_types"] = check_names("mlp_layer_types", raw["mlp_layer_types"], MLP_LAYER_TYPES, layers)
-    return _agree("the MLPs' types", types)
-
-
 def _read_scaling(name: str, block: Any) -> RopeScaling | None:
     block = _object(name, block)
     kinds = {key: block[key] for key in ("type", "rope_type") if key in block}
@@ -462,8 +453,8 @@ def _read_scaling(name: str, block: Any) -> RopeScaling | None:
     unknown = sorted(set(block) - _ROPE_KEYS)
     check(not unknown, f"{name} has {', '.join(unknown)}, which DeepSeek-V4's RoPE does not have.")
     factor = block.get("attention_factor", 1.0)
-    check(factor == 1, f"{name}.attention_factor={factor!r} must be 1.0: DeepSeek-V4 scales no attention")
-    check(kind in ("default", "yarn"), f"{name}.type={kind!r} must be 'default' or 'yarn'")
+    check_choice(f"{name}.attention_factor", factor, 1.0, reason=": DeepSeek-V4 scales no attention")
+    check_choice(f"{name}.type", kind, "default", "yarn")
     if kind == "default":
         return None
     missing = [f"{name}.{key}" for key in _YARN if block.get(key) is None]
@@ -497,12 +488,12 @@ def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
         if fraction is not None:
             # The fraction is a quotient of integers, so the product is an integer except for rounding.
             spellings["qk_rope_head_dim"][f"{key} * head_dim"] = round(head_dim * check_positive(key, fraction))
-    fields = {fact: _agree(fact, _stated(values)) for fact, values in spellings.items()}
-    return fields | {"rope_scaling": _agree("YaRN", scalings)}
-
-
-def _v4_layer_fields(config: "DSV4Config") -> dict[str, Any]:
-    return {"num_hash_layers": config.mlp_layer_types.count("hash_moe")}
+    fields = {"rope_scaling": _agree("YaRN", scalings)}
+    for fact, values in spellings.items():
+        stated = _stated(values)
+        check(bool(stated), f"config.json lacks {' or '.join(values)}.")
+        fields[fact] = _agree(fact, stated)
+    return fields
 
 
 def _v41_layer_fields(config: "DSV4Config") -> dict[str, Any]:
@@ -518,64 +509,3 @@ def _v41_layer_fields(config: "DSV4Config") -> dict[str, Any]:
         **{name: getattr(config, name) for name in _CANDIDATES},
         **{f"engram_{name}": value for name, value in engram.items()},
     }
-
-
-def _nest(content: dict[str, Any]) -> dict[str, Any]:
-    """Returns the content of V4.1's config.json, whose facts about the text model are a nested object."""
-    outer = {name: value for name, value in content.items() if name in _READ_APART or name == "architectures"}
-    del outer["num_nextn_predict_layers"]
-    text = {name: value for name, value in content.items() if name not in outer}
-    return outer | {"text_config": {"model_type": "deepseek_v41_text", **text}}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Release:
-    """Describes how config.json states the models of one `model_type`.
-
-    Attributes:
-      architecture: the element of `architectures`.
-      traits: fields of `DSV4Config` that follow from the model's type.
-      required: tuples of names, of each of which a field must be there.
-      yarn_key: field of `rope_scaling` that names YaRN.
-      window_ratios: elements of `compress_ratios` that stand for a sliding window only.
-      read_layers: function that returns the fields of `DSV4Config` about layers, from the content of config.json and
-        the number of layers.
-      layer_fields: function that returns the fields of config.json about layers, from a `DSV4Config`.
-      nest: function that returns the content of config.json from all fields.
-    """
-
-    architecture: str
-    traits: dict[str, Any]
-    required: tuple[tuple[str, ...], ...]
-    yarn_key: str
-    window_ratios: tuple[int, ...]
-    read_layers: Callable[[dict[str, Any], int], dict[str, Any]]
-    layer_fields: Callable[["DSV4Config"], dict[str, Any]]
-    nest: Callable[[dict[str, Any]], dict[str, Any]]
-
-
-_V4 = _Release(
-    architecture="DeepseekV4ForCausalLM",
-    traits={"kv_format": "v4", "norms_queries": True, "delays_pre": False, "weight_block": 128},
-    required=_COMMON + _LAYER_SPELLINGS,
-    yarn_key="type",
-    window_ratios=(0, 1),
-    read_layers=_read_v4_layers,
-    layer_fields=_v4_layer_fields,
-    nest=dict,
-)
-_V41_NAMES = ("compress_ratios", *_SOURCES, *_CANDIDATES, *(f"engram_{name}" for name in _ENGRAM))
-_V41 = _Release(
-    architecture="DeepseekV41ForCausalLM",
-    traits={"kv_format": "v41", "norms_queries": False, "delays_pre": True, "weight_block": 32},
-    required=tuple(
-        names + tuple(_INFERENCE_NAMES[name] for name in names if name in _INFERENCE_NAMES)
-        for names in (*_COMMON, *((name,) for name in _V41_NAMES))
-    ),
-    yarn_key="rope_type",
-    window_ratios=(0,),
-    read_layers=_read_v41_layers,
-    layer_fields=_v41_layer_fields,
-    nest=_nest,
-)
-_RELEASES = {"deepseek_v4": _V4, "deepseek_v41": _V41}

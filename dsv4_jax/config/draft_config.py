@@ -3,6 +3,7 @@
 import dataclasses
 
 from dsv4_jax.common.arguments import check, check_whole
+from dsv4_jax.config.layer_spec import check_layers
 
 
 class MTPConfig:
@@ -79,11 +80,8 @@ class DSparkConfig:
             if (value := getattr(self, name)) is not None:
                 check_whole(f"dspark_{name}", value, 1, 2**16)
         check_whole("dspark_noise_token_id", self.noise_token_id, 0, vocab_size - 1)
-        layers = list(self.target_layer_ids)
-        for i, layer in enumerate(layers):
-            check_whole(f"dspark_target_layer_ids[{i}]", layer, 0, num_hidden_layers - 1)
-        ascends = bool(layers) and sorted({*layers}) == layers
-        check(ascends, f"dspark_target_layer_ids={layers} must ascend, and name a layer at least")
+        check(bool(self.target_layer_ids), "dspark_target_layer_ids=[] must ascend, and name a layer at least")
+        check_layers("dspark_target_layer_ids", self.target_layer_ids, num_hidden_layers)
 
 
 def check_min_confidence(min_confidence: float, layers: MTPConfig | DSparkConfig | None) -> None:

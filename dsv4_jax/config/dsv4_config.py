@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsv4_jax.common.arguments import check, check_whole
+from dsv4_jax.common.arguments import check, check_choice, check_whole
 from dsv4_jax.config import config_json
 from dsv4_jax.config.draft_config import DSparkConfig, MTPConfig
 from dsv4_jax.config.engram_config import EngramConfig
@@ -102,37 +102,33 @@ class DSV4Config:
         config_json.check_names(
             "mlp_layer_types", self.mlp_layer_types, config_json.MLP_LAYER_TYPES, self.num_hidden_layers
         )
+        check_choice("scoring_func", self.scoring_func, "sqrtsoftplus")
+        check_choice("n_shared_experts", self.n_shared_experts, 1, reason=", as in DeepSeek-V4")
+        check_choice("weight_block", self.weight_block, 128, 32)
+        check_choice("kv_format", self.kv_format, "v4", "v41")
+        for name, limit in _LIMITS:
+            value = getattr(self, name)
+            maximum = getattr(self, limit)
+            check(value <= maximum, f"{name}={value} exceeds {limit}={maximum}")
+        for name in ("rope_theta", "compress_rope_theta"):
+            check(getattr(self, name) > 1, f"{name}={getattr(self, name)} must exceed 1")
         rope = self.qk_rope_head_dim
         heads = self.num_attention_heads
-        drafting = self.num_nextn_predict_layers
-        rules = {
-            f"scoring_func={self.scoring_func!r} must be 'sqrtsoftplus'": self.scoring_func == "sqrtsoftplus",
-            f"qk_rope_head_dim={rope} must be even: RoPE turns pairs": rope % 2 == 0,
-            f"qk_rope_head_dim={rope} exceeds head_dim={self.head_dim}": rope <= self.head_dim,
-            f"qk_rope_head_dim={rope} exceeds index_head_dim={self.index_head_dim}": rope <= self.index_head_dim,
-            f"num_attention_heads={heads} must be a multiple of o_groups={self.o_groups}": heads % self.o_groups == 0,
-            f"num_experts_per_tok={self.num_experts_per_tok} exceeds n_routed_experts={self.n_routed_experts}": (
-                self.num_experts_per_tok <= self.n_routed_experts
-            ),
-            f"n_shared_experts={self.n_shared_experts} must be 1, as in DeepSeek-V4": self.n_shared_experts == 1,
-            f"num_nextn_predict_layers={drafting!r} needs dspark if delays_pre=True, as in DeepSeek-V4.1": (
-                self.drafts is None or self.dspark is not None or not self.delays_pre
-            ),
-            f"rope_theta={self.rope_theta} must exceed 1": self.rope_theta > 1,
-            f"compress_rope_theta={self.compress_rope_theta} must exceed 1": self.compress_rope_theta > 1,
-            f"num_nextn_predict_layers={drafting!r} must be 1, or 0 without drafts": drafting in (0, 1),
-            f"num_nextn_predict_layers={drafting!r} must be 1 with dspark": drafting == 1 or self.dspark is None,
-            f"weight_block={self.weight_block!r} must be 128 or 32": self.weight_block in (128, 32),
-            f"kv_format={self.kv_format!r} must be 'v4' or 'v41'": self.kv_format in ("v4", "v41"),
-        }
-        for message, holds in rules.items():
-            check(holds, message)
+        check(rope % 2 == 0, f"qk_rope_head_dim={rope} must be even: RoPE turns pairs")
+        check(heads % self.o_groups == 0, f"num_attention_heads={heads} must be a multiple of o_groups={self.o_groups}")
+        drafting = f"num_nextn_predict_layers={self.num_nextn_predict_layers!r}"
+        check(
+            self.drafts is None or self.dspark is not None or not self.delays_pre,
+            f"{drafting} needs dspark if delays_pre=True, as in DeepSeek-V4.1",
+        )
+        check(self.num_nextn_predict_layers in (0, 1), f"{drafting} must be 1, or 0 without drafts")
+        check(self.num_nextn_predict_layers == 1 or self.dspark is None, f"{drafting} must be 1 with dspark")
         for part in (self.dspark, self.engram):
             if part is not None:
                 part.check(self.num_hidden_layers, self.vocab_size)
         experts, selected = self.layer_experts(self.num_hidden_layers)
-        if selected > experts:
-            raise ValueError(f"dspark_num_experts_per_tok={selected} exceeds dspark_n_routed_experts={experts}")
+        name = f"dspark_num_experts_per_tok={selected}"
+        check(selected <= experts, f"{name} exceeds dspark_n_routed_experts={experts}")
         if self.image_token_id is not None:
             check_whole("image_token_id", self.image_token_id, 0, self.vocab_size - 1)
         self._check_candidates()
@@ -399,6 +395,12 @@ class DSV4Config:
         return config.with_dspark(256, n_routed_experts=128, num_experts_per_tok=3) if mtp else config
 
 
+# Pairs of fields, of which the first is at most the second.
+_LIMITS = (
+    ("qk_rope_head_dim", "head_dim"),
+    ("qk_rope_head_dim", "index_head_dim"),
+    ("num_experts_per_tok", "n_routed_experts"),
+)
 _RELEASED: dict[str, Any] = {
     "vocab_size": 129280, "head_dim": 512, "qk_rope_head_dim": 64, "o_lora_rank": 1024, "index_n_heads": 64,
     "index_head_dim": 128, "sliding_window": 128, "n_shared_experts": 1, "num_experts_per_tok": 6,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from dsv4_jax.common.arguments import check, check_whole
+from dsv4_jax.config.layer_spec import check_layers
 
 
 # Hashes are reduced by 32-bit arithmetic, a byte at a time, for which primes must lie below 2**24. So do the first 4096
@@ -80,13 +81,10 @@ class EngramConfig:
         check_whole("engram_head_dim", self.head_dim, 1, 2**20)
         check_whole("engram_pad_token_id", self.pad_token_id, 0, vocab_size - 1)
         check_whole("engram_compressed_vocab_size", self.compressed_vocab_size, 1, vocab_size)
-        layers = list(self.layer_ids)
-        count = len(layers) * self.rows
+        count = len(self.layer_ids) * self.rows
         check(count <= 4096, f"engram_layer_ids and engram_n_heads ask for {count} primes, they must be at most 4096")
-        for i, layer in enumerate(layers):
-            check_whole(f"engram_layer_ids[{i}]", layer, 0, num_hidden_layers - 1)
-        ascends = bool(layers) and sorted({*layers}) == layers
-        check(ascends, f"engram_layer_ids={layers} must ascend, and name a layer at least")
+        check(bool(self.layer_ids), "engram_layer_ids=[] must ascend, and name a layer at least")
+        check_layers("engram_layer_ids", self.layer_ids, num_hidden_layers)
         needed = tuple(sum(primes) for primes in self.primes)
         check(max(needed, default=0) < 2**31, f"engram_num_embeddings={list(needed)} must be less than 2**31")
         check(

@@ -1,6 +1,5 @@
 """The spec of a layer, which says what the layer stores in the cache and to which entries it attends."""
 
-import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,6 +15,8 @@ LAYER_TYPES = (SLIDING, CSA, HCA)
 
 OWN = -1  # stands for the layer's own number
 MAX_ROWS = 2**20  # maximum of the fields of `_LEAST`, far beyond any model; no weight's shape would confirm them
+# Fields of `LayerSpec` that hold the number of a layer.
+_SOURCES = ("selection", "candidates")
 # {field of `LayerSpec`: its minimum}.
 _LEAST = {"compress_rate": 0, "index": 0, "window": 1, "index_topk": 1}
 
@@ -119,8 +120,8 @@ class LayerSpec:
 
         If the layer selects entries itself, `selection` is -1. If it makes candidates itself, `candidates` is -1.
         """
-        own: dict[str, Any] = {name: OWN for name in ("selection", "candidates") if getattr(self, name) == self.layer}
-        return dataclasses.replace(self, layer=OWN, index=0, **own)
+        sources: dict[str, Any] = {name: OWN for name in _SOURCES if getattr(self, name) == self.layer}
+        return dataclasses.replace(self, layer=OWN, index=0, **sources)
 
     @property
     def selects(self) -> bool:
@@ -140,10 +141,8 @@ def numbered(specs: Iterable[LayerSpec]) -> tuple[LayerSpec, ...]:
 
     Raises:
       TypeError: a layer is no LayerSpec, or a number in it is no integer.
-      ValueError: a number is out of range; a layer has only one of a rate and a group; its `layer` or `index` is given
-        and differs from its place; it differs in rate, overlap or keys from the other layers of its group; it reads
-        entries, keys or a selection that neither it nor an earlier layer makes; or other attributes contradict each
-        other.
+      ValueError: a number is out of range, or a layer's attributes contradict one another, its place in the model, its
+        group or the layers before it. The message names the layer and the attribute.
     """
     owners: dict[str | None, list[LayerSpec]] = {}
     placed: list[LayerSpec] = []
@@ -155,15 +154,25 @@ def numbered(specs: Iterable[LayerSpec]) -> tuple[LayerSpec, ...]:
             if (value := getattr(unplaced, field)) is not None:
                 check_whole(f"{name}.{field}", value, least, MAX_ROWS)
         stored = owners.setdefault(unplaced.group, [])
-        own: dict[str, Any] = {name: layer for name in ("selection", "candidates") if getattr(unplaced, name) == OWN}
+        sources: dict[str, Any] = {name: layer for name in _SOURCES if getattr(unplaced, name) == OWN}
         index = len(stored) if unplaced.owner else unplaced.index
-        spec = dataclasses.replace(unplaced, layer=layer, index=index, **own)
+        spec = dataclasses.replace(unplaced, layer=layer, index=index, **sources)
         placed.append(spec)
         if spec.owner:
             stored.append(spec)
         for fault in _faults(spec, unplaced, placed, stored):
             raise ValueError(f"{name} {fault}")
     return tuple(placed)
+
+
+def check_layers(name: str, layers: Sequence[int], num_layers: int) -> None:
+    """Checks numbers of layers of a model with `num_layers` layers.
+
+    Raises TypeError for a number that is no integer, and ValueError if one is out of range or they do not ascend.
+    """
+    for i, layer in enumerate(layers):
+        check_whole(f"{name}[{i}]", layer, 0, num_layers - 1)
+    check(sorted({*layers}) == list(layers), f"{name}={list(layers)} must ascend")
 
 
 def shared_specs(
@@ -183,26 +192,23 @@ def shared_specs(
 
     Raises:
       TypeError: the number of a source is no integer.
-      ValueError: the number of a source is out of range or belongs to a layer with rate 0; the numbers do not ascend;
-        `index_sources` lacks a KV source; `candidate_source` is no index source with rate 1; a layer has no KV source,
-        or its KV source has another rate. The messages call the arguments by their names in config.json.
+      ValueError: the number of a source is out of range, belongs to a layer with rate 0, or does not ascend.
+        `index_sources` lacks a KV source. `candidate_source` is no index source with rate 1. A layer has no KV source,
+        or one with another rate. The message calls the arguments by their names in config.json.
     """
     _check_sources(rates, kv_sources, index_sources, candidate_source)
     specs: list[LayerSpec] = []
     source_specs: list[LayerSpec] = []  # specs of the KV sources so far
-    num_sources = collections.Counter[int]()  # {rate: number of KV sources so far}
-    kv_layers = {*kv_sources}
-    index_layers = {*index_sources}
     index_source = None  # number of the index source
     for layer, rate in enumerate(rates):
         if rate == 0:
             specs.append(LayerSpec())
             continue
-        is_kv_source = layer in kv_layers
+        is_kv_source = layer in kv_sources
         if is_kv_source:
-            source_specs.append(LayerSpec.full(rate, index=num_sources[rate]))
-            num_sources[rate] += 1
-        is_index_source = layer in index_layers
+            index = sum(spec.compress_rate == rate for spec in source_specs)
+            source_specs.append(LayerSpec.full(rate, index=index))
+        is_index_source = layer in index_sources
         if is_index_source:
             index_source = layer
         check(
@@ -225,10 +231,9 @@ def shared_specs(
 def _check_sources(rates, kv_sources, index_sources, candidate_source):
     """Checks the arguments of `shared_specs`, except that layers have a source with their rate."""
     for name, layers in (("kv_source_layer_ids", kv_sources), ("index_source_layer_ids", index_sources)):
+        check_layers(name, layers, len(rates))
         for i, layer in enumerate(layers):
-            check_whole(f"{name}[{i}]", layer, 0, len(rates) - 1)
             check(rates[layer] > 0, f"{name}[{i}]={layer}, but compress_ratios[{layer}]=0: the layer has no entries")
-        check(sorted({*layers}) == list(layers), f"{name}={list(layers)} must ascend")
     missing = sorted({*kv_sources} - {*index_sources})
     check(not missing, f"index_source_layer_ids={list(index_sources)} must have kv_source_layer_ids' {missing}, too")
     if candidate_source is not None:

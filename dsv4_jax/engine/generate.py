@@ -152,6 +152,24 @@ def engine_for_prompts(model, manager: KVCacheManager, prompts, max_new_tokens: 
 
 
 def prefill(engine: Engine, requests: Sequence[Request]) -> None:
-    """Runs steps until each request has a slot and all of its tokens but the last have run."""
+    """Runs steps until each request has a slot and all of its tokens but the last have run.
+
+    Meanwhile no request draws tokens, so the running requests keep their slots and blocks.
+
+    Raises:
+      CacheFullError: a request waits for a slot or for blocks that running requests hold.
+      Exception: the `error` of a request that failed.
+    """
     while any(r.slot < 0 or engine.manager.length(r.slot) < len(r.tokens) - 1 for r in requests):
+        num_steps = engine.metrics.steps
         engine.step(decode=False)
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+        # A step admits every request that fits, so nothing changes after a step that had nothing to run.
+        if engine.metrics.steps == num_steps and (waiting := [request for request in requests if request.slot < 0]):
+            raise CacheFullError(
+                f"request {waiting[0].id!r} waits for a slot or blocks that running requests hold, and these draw no "
+                "tokens meanwhile: finish them with step() first, or make the cache larger (max_requests, memory or "
+                "num_blocks)"
+            )

@@ -27,6 +27,12 @@ class Layout:
     slots: np.ndarray
     prefill: bool
 
+    def place(self, values: np.ndarray, padding: int) -> np.ndarray:
+        """Returns an array [T] int32 with one of `values` for each token, request by request, and `padding` between."""
+        array = np.full(self.slots.shape, padding, np.int32)
+        array[self.indices] = values
+        return array
+
 
 @functools.lru_cache(maxsize=8)  # most steps have the same requests as the previous step
 def find_layout(
@@ -91,7 +97,8 @@ def find_new_rows(
     """
     rows = _blank_rows(shards, max_blocks)
     published = after.numbers["published_blocks"][slots]
-    changed = np.flatnonzero(now["is_new"] | (published > now["published_blocks"])).tolist()
+    is_new = now["changed"] == 0
+    changed = np.flatnonzero(is_new | (published > now["published_blocks"])).tolist()
     if not changed:
         return rows
     rows = {name: array.copy() for name, array in rows.items()}
@@ -105,7 +112,7 @@ def find_new_rows(
             blocks, _ = after.lists[slot]
             rows["new_blocks"][row] = local_slot, index, blocks[index] % shards.blocks
             num_blocks[shard] += 1
-        if now["is_new"][i]:
+        if is_new[i]:
             rows["reset_slots"][shard * shards.slots + num_resets[shard]] = local_slot
             num_resets[shard] += 1
     return rows

@@ -42,7 +42,7 @@ def check_blocks(devices: CacheDevices, cache: KVCache, nodes: Iterable[Any], re
       devices: transfers from the devices that hold the cache.
       cache: the cache; only read.
       nodes: the `CachedBlock` objects to check. Evicted blocks and blocks without checksums are skipped.
-      reader: name of who is about to read the blocks, such as "slot 3"; the error's message begins with it.
+      reader: name of the reader of the blocks, such as "slot 3", with which the error's message begins.
 
     Raises:
       CacheCorruptionError: the bytes of a block have changed.

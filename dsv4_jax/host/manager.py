@@ -457,7 +457,6 @@ class KVCacheManager(Summarized):
         layout = find_layout(
             self.shards, slots.tobytes(), counts.tobytes(), self.schema.max_query_tokens, prefill_size, decode_size
         )
-        num_tokens = len(layout.slots)
         states = table.states
         time = table.tick()
         missing = table.missing_blocks(slots, counts + reserve)
@@ -465,7 +464,6 @@ class KVCacheManager(Summarized):
         after = self._extended(now, counts)
         after["num_blocks"] += missing
         after["changed"] = time
-        after["is_new"] = False
         # A block is published when the device's block table gets it. Only blocks that this step can reach are
         # published, which bounds the size of `new_blocks`.
         after["published_blocks"] = np.maximum(now["published_blocks"], -(-(after["length"] + reserve) // block_tokens))
@@ -473,16 +471,13 @@ class KVCacheManager(Summarized):
         # the number of blocks of each request is rounded up. The step's tokens need the blocks that one request of so
         # many tokens needs.
         max_blocks = self.shards.slots * (1 + table.blocks_for(reserve))
-        max_blocks += table.blocks_for(num_tokens // self.shards.count)
-        token_ids = np.zeros((num_tokens,), np.int32)
-        token_ids[layout.indices] = ids
-        positions = np.full((num_tokens,), -1, np.int32)
-        positions[layout.indices] = consecutive(now["length"], counts)
+        max_blocks += table.blocks_for(len(layout.slots) // self.shards.count)
+        positions = layout.place(consecutive(now["length"], counts), -1)
         growing = missing > 0
         needed = dict(zip(slots[growing].tolist(), missing[growing].tolist(), strict=True))
         with table.transaction(needed) as acquired:
             states = states.replaced(slots, after, acquired)
-            arrays = {"token_ids": token_ids, "slots": layout.slots}
+            arrays = {"token_ids": layout.place(ids, 0), "slots": layout.slots}
             arrays |= find_new_rows(self.shards, slots, now, states, max_blocks)
             batch = Batch(
                 positions=self.devices.put(positions, "tokens"),  # always a new array: it carries the batch's record
@@ -618,17 +613,13 @@ class KVCacheManager(Summarized):
         shared = parent.blocks[:full]
         with table.transaction(dict.fromkeys(slots, int(partial > 0))) as copies:
             table.allocator.share(shared * n)
-            states = {}
             cached_blocks = parent.cached_blocks[:full]
-            for child in slots:
-                blocks = shared + copies[child]
-                states[child] = dataclasses.replace(
-                    parent,
-                    blocks=blocks,
-                    published_blocks=len(blocks),
-                    cached_blocks=cached_blocks,
-                    admitted=0,
+            states = {
+                child: dataclasses.replace(
+                    parent, blocks=shared + copies[child], cached_blocks=cached_blocks, admitted=0
                 )
+                for child in slots
+            }
             partial_block = parent.blocks[full] if partial else -1
             new_cache = self._copy_request(cache, slot, states, partial_block, copies)
             step_order.record_write(table, cache, new_cache, states)
@@ -680,14 +671,9 @@ class KVCacheManager(Summarized):
         with table.transaction({slot: len(written)} if table.is_shared(written) else None) as copies:
             blocks = state.blocks[:full] + (copies[slot] if copies else written)
             table.allocator.release((written if copies else []) + state.blocks[end:])
+            cached_blocks = state.cached_blocks[:full]
             state = dataclasses.replace(
-                state,
-                length=start,
-                min_length=min_length,
-                blocks=blocks,
-                published_blocks=end,
-                is_new=False,
-                cached_blocks=state.cached_blocks[:full],
+                state, length=start, min_length=min_length, blocks=blocks, cached_blocks=cached_blocks
             )
             if copies:
                 new_cache = self._copy_request(cache, slot, {slot: state}, written[0], copies)

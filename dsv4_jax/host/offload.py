@@ -165,7 +165,7 @@ def resume(
         new = devices.write_request(cache, slot, length, blocks, devices.put(rows), blocks, offloaded.blocks)
         # This cache's rings may have fewer spare rows than the rings of the cache that the request comes from.
         min_length = max(offloaded.min_length, length - (schema.max_query_tokens - 1))
-        state = RequestState(length, min_length, blocks, len(blocks), is_new=False, weights=offloaded.weights)
+        state = RequestState(length, min_length, blocks, weights=offloaded.weights)
         record_write(table, cache, new, {slot: state})
     return slot, new
 

@@ -31,10 +31,10 @@ class RequestState:
         newest rows, hold no older rows.
       blocks: ids of the reserved blocks in order, all from the slot's shard.
       published_blocks: number of these blocks that the device's block table holds.
-      is_new: whether the request has not been in a batch yet. Its slot then still holds rows of the previous request.
       cached_blocks: the `CachedBlock` objects that stand for its first full blocks in a `PrefixCache`, in order.
       admitted: time of its admission, by the table's clock, see `RequestTable.tick`.
-      changed: time of the last batch or copy that wrote its rows; see `host.step_order`.
+      changed: time of the last batch or copy that wrote its rows, see `host.step_order`; 0 = none yet, so that the slot
+        still holds rows of its previous request.
       weights: version of the weights that computed its first rows, see `RequestTable.weights`.
     """
 
@@ -42,7 +42,6 @@ class RequestState:
     min_length: int = 0
     blocks: list[int] = dataclasses.field(default_factory=list)
     published_blocks: int = 0
-    is_new: bool = True
     cached_blocks: list[Any] = dataclasses.field(default_factory=list)
     admitted: int = dataclasses.field(default=0, compare=False)
     changed: int = dataclasses.field(default=0, compare=False)
@@ -82,8 +81,8 @@ class RequestState:
 # The numbers of a `RequestState`, as the fields of a structured dtype. One array of this dtype has the numbers of all
 # slots, so that a step changes all its requests at once. The records of batches and caches in `host.step_order` are
 # earlier versions of the array.
-_NAMES = ("length", "min_length", "num_blocks", "published_blocks", "admitted", "changed", "weights", "is_new")
-NUMBERS = np.dtype([(name, np.bool_ if name == "is_new" else np.int64) for name in _NAMES])
+_NAMES = ("length", "min_length", "num_blocks", "published_blocks", "admitted", "changed", "weights")
+NUMBERS = np.dtype([(name, np.int64) for name in _NAMES])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

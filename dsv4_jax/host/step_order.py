@@ -62,7 +62,7 @@ class CacheContents:
         """Returns whether the cache is known to lack tokens of requests.
 
         Args:
-          numbers: [slots] array of dtype `NUMBERS`, the requests with all their tokens.
+          numbers: [slots] array of dtype `NUMBERS`, which counts all tokens of the requests.
           slots: a request's slot, or an [n] array of slots. The result then has shape [n], too.
         """
         present = self.numbers[slots]
@@ -103,7 +103,8 @@ def record_empty(cache: KVCache, table: RequestTable) -> None:
 def record_write(table: RequestTable, old: KVCache, new: KVCache, states: Mapping[int, RequestState]) -> None:
     """Commits the states of requests that a program wrote to the cache, and records the cache that it returned.
 
-    The requests' `changed` becomes a new time of the table's clock, and so does `admitted` if it is 0.
+    The program has written the requests' rows of the block table, so all blocks of `states` count as published. The
+    requests' `changed` becomes a new time of the table's clock, and so does `admitted` if it is 0.
 
     Args:
       table: table of the cache's manager.
@@ -112,8 +113,13 @@ def record_write(table: RequestTable, old: KVCache, new: KVCache, states: Mappin
       states: {slot: state} of the written requests.
     """
     time = table.tick()
-    states = {k: dataclasses.replace(s, admitted=s.admitted or time, changed=time) for k, s in states.items()}
-    table.commit(states)
+    written = {
+        slot: dataclasses.replace(
+            state, published_blocks=len(state.blocks), admitted=state.admitted or time, changed=time
+        )
+        for slot, state in states.items()
+    }
+    table.commit(written)
     _follow(table, old, new, list(states), table.states.numbers)
 
 
@@ -186,7 +192,7 @@ def check_order(cache: KVCache, batch: Batch) -> None:
             f"the cache has already run this batch, or one of slot {slots[wrong][0]} that was prepared after it: drop "
             "the batch; prepare_forward makes the next one"
         )
-    if (wrong := ~before["is_new"] & contents.is_behind(prepared.before, slots)).any():
+    if (wrong := (before["changed"] > 0) & contents.is_behind(prepared.before, slots)).any():
         behind = slots[wrong].tolist()
         raise ValueError(
             f"the batch follows on another one of slot {behind[0]} that has not run on this cache. "

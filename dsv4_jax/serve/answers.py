@@ -20,7 +20,7 @@ from dsv4_jax.engine import Candidate
 from dsv4_jax.engine.grammar import Grammar
 from dsv4_jax.engine.text import AnswerText, encode, token_offsets
 from dsv4_jax.serve.async_engine import Generation, QueueFullError, Update
-from dsv4_jax.serve.choices import Choice, ScoredToken
+from dsv4_jax.serve.choices import Choice
 from dsv4_jax.serve.errors import APIError
 from dsv4_jax.serve.protocol import CompletionBody, GenerationBody
 from dsv4_jax.serve.service import Service
@@ -84,8 +84,8 @@ class Answer:
         self._id = f"{self.id_prefix}{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._scores_prompts = getattr(body, "echo", False) and body.num_top is not None
-        self._check_size()
         count = len(self._prompts) * self._samples
+        self._check_size(count)
         self.choices: list[Any] = [self._new_choice(i, self._prompts[i // self._samples]) for i in range(count)]
 
     def _encode(self) -> Sequence[Sequence[int]]:
@@ -100,7 +100,7 @@ class Answer:
         """Returns an empty choice, which collects the text of request number `index` to the given prompt."""
         raise NotImplementedError
 
-    def _events(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[bytes]:
+    def _events(self, choice: Any) -> list[bytes]:
         """Returns the server-sent events for the new text and new tokens of a choice."""
         raise NotImplementedError
 
@@ -161,26 +161,26 @@ class Answer:
     async def events(self) -> AsyncIterator[bytes]:
         """Yields the answer as server-sent events."""
         try:
-            async for update in self._updates():
-                if update is None:
+            async for choice in self._updates():
+                if choice is None:
                     yield self._keep_alive
                     continue
-                choice, text, tokens = update
-                for event in await run_off_loop(len(tokens), self._events, choice, text, tokens):
+                for event in await run_off_loop(len(choice.new_tokens), self._events, choice):
                     yield event
             for event in self._last_events():
                 yield event
         except APIError as error:
             yield self._error_event(error)
 
-    async def _updates(self) -> AsyncIterator[tuple[Choice, str, list[ScoredToken]] | None]:
-        """Yields (choice, new text, new tokens) until all choices are complete.
+    async def _updates(self) -> AsyncIterator[Choice | None]:
+        """Yields each choice that has taken an update, until all choices are complete.
 
         Yields None if no update came for `_KEEP_ALIVE_SECONDS`. Raises APIError if a request fails or the time is over.
         """
         if self._generation is None:
             for choice in self.choices:
-                yield choice, *choice.take(Update(choice.index, finish_reason="length"))
+                choice.take(Update(choice.index, finish_reason="length"))
+                yield choice
             return
         limit = self._service.options.request_seconds
         metrics = self._service.metrics
@@ -207,10 +207,10 @@ class Answer:
             elif num_new:
                 metrics.first_token_seconds.observe(now - self._start)
             choice.last_seconds = now
-            text, tokens = await run_off_loop(0 if choice.scored else len(choice.prompt), choice.take, update)
+            await run_off_loop(0 if choice.scored else len(choice.prompt), choice.take, update)
             if choice.finish_reason is not None and update.finish_reason is None:
                 self._generation.cancel(choice.index)
-            yield choice, text, tokens
+            yield choice
 
     def _check(self, ids: Sequence[int], name: str) -> np.ndarray:
         try:
@@ -218,10 +218,9 @@ class Answer:
         except (ValueError, TypeError, OverflowError) as error:
             raise APIError(400, str(error), param=name) from None
 
-    def _check_size(self) -> None:
-        """Raises APIError if the answer has too many requests or log-probabilities, or samples that would be equal."""
+    def _check_size(self, count: int) -> None:
+        """Raises APIError if `count` requests or their log-probabilities are too many, or samples would be equal."""
         engine = self._service.engine
-        count = len(self._prompts) * self._samples
         if self._samples > 1 and self._body.temperature == 0:
             raise APIError(400, f"{self._samples} answers with temperature 0 would all be the same", param="n")
         if count > engine.capacity:
@@ -265,7 +264,7 @@ class OpenAIAnswer(Answer):
         """Returns the JSON of a choice in a complete answer, without its index."""
         raise NotImplementedError
 
-    def _chunks(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[dict[str, Any]]:
+    def _chunks(self, choice: Any) -> list[dict[str, Any]]:
         """Returns the JSON of a choice in each new event of a stream, without its index."""
         raise NotImplementedError
 
@@ -278,9 +277,8 @@ class OpenAIAnswer(Answer):
         choices = [self._json(choice) | {"index": i} for i, choice in enumerate(shown)]
         return JSONResponse(self._object(self.kind, choices) | {"usage": self._usage()})
 
-    def _events(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[bytes]:
-        chunks = self._chunks(choice, text, tokens)
-        return [self._event([chunk | {"index": choice.index}], None) for chunk in chunks]
+    def _events(self, choice: Any) -> list[bytes]:
+        return [self._event([chunk | {"index": choice.index}], None) for chunk in self._chunks(choice)]
 
     def _last_events(self) -> list[bytes]:
         usage = [self._event([], self._usage())] if self._body.stream_options.include_usage else []
@@ -338,16 +336,16 @@ class CompletionAnswer(OpenAIAnswer):
         return Choice(index, AnswerText(tokenizer, prompt, self._body.stop), echo, offsets)
 
     def _json(self, choice: Any) -> dict[str, Any]:
-        return self._part(choice.text, choice.scored, choice)
+        return self._part(choice.text, choice.scored, choice.finish_reason)
 
-    def _chunks(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[dict[str, Any]]:
-        is_shown = text or choice.finish_reason or self._body.num_top is not None
-        return [self._part(text, tokens, choice)] if is_shown else []
+    def _chunks(self, choice: Any) -> list[dict[str, Any]]:
+        is_shown = choice.new_text or choice.finish_reason or self._body.num_top is not None
+        return [self._part(choice.new_text, choice.new_tokens, choice.finish_reason)] if is_shown else []
 
-    def _part(self, text, tokens, choice):
+    def _part(self, text, tokens, finish_reason):
         num_top = self._body.num_top
         logprobs = None if num_top is None else self._service.names.of_completion(tokens, num_top)
-        return {"text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        return {"text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def _score(choice: Any) -> float:
@@ -356,14 +354,14 @@ def _score(choice: Any) -> float:
     return Candidate([t.token for t in tokens], sum(t.logprob or 0.0 for t in tokens)).score()
 
 
-async def run_off_loop[**P, T](tokens: int, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+async def run_off_loop[*Args, T](tokens: int, function: Callable[[*Args], T], *args: *Args) -> T:
     """Calls a function that handles `tokens` tokens. With many tokens it runs outside the event loop's thread."""
-    return await asyncio.to_thread(function, *args, **options) if tokens > 100 else function(*args, **options)
+    return await asyncio.to_thread(function, *args) if tokens > 100 else function(*args)
 
 
-def sse(content: dict[str, Any] | str, name: str | None = None) -> bytes:
-    """Returns a server-sent event. Its content is JSON, given as an object or as text; `name` is the event's name."""
-    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+def sse(content: dict[str, Any], name: str | None = None) -> bytes:
+    """Returns a server-sent event with JSON as its content; `name` is the event's name."""
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     return f"{'' if name is None else f'event: {name}\n'}data: {text}\n\n".encode()
 
 

@@ -45,20 +45,14 @@ class PastAnswer:
       tokens: [n] int32 token ids that the model wrote, without the token that ended the answer.
     """
 
-    message: recipe.AssistantMessage
+    message: recipe.Message
     thinks: bool
     tokens: np.ndarray
 
     def is_shown_by(self, message: recipe.Message) -> bool:
         """Returns whether a client's message repeats this answer, with or without its reasoning."""
-        calls = message.tool_calls or []
-        past_calls = self.message.tool_calls or []
-        return (
-            message.content == self.message.content
-            and message.reasoning_content in (None, "", self.message.reasoning_content)
-            and [(call.id, call.name) for call in calls] == [(call.id, call.name) for call in past_calls]
-            and all(_same_json(call.arguments, past.arguments) for call, past in zip(calls, past_calls, strict=True))
-        )
+        is_same_reasoning = message.reasoning_content in (None, "", self.message.reasoning_content)
+        return is_same_reasoning and _without_reasoning(message) == _without_reasoning(self.message)
 
 
 class PastAnswers:
@@ -157,9 +151,9 @@ class Chat:
             fields = (word for word in re.findall(r"\w+", message) if word in body.keys() - {"model"})
             raise APIError(error.status_code, message, param=next(fields, None)) from None
         except (ValueError, OverflowError, RecursionError) as error:  # the last two: huge numbers, deep nesting
-            place = _find_place(kind, body, str(error))
-            message = str(error).replace("invalid request body", place or "invalid request body")
-            raise APIError(400, message, param=place and place.partition("[")[0]) from None
+            field = _find_field(kind, body, str(error))
+            message = str(error).replace("invalid request body", field or "invalid request body")
+            raise APIError(400, message, param=field and field.partition("[")[0]) from None
         conversation = request.conversation
         parsing = request.parsing_options
         if kind is recipe.MessagesRequest:
@@ -198,7 +192,7 @@ class Chat:
         paragraphs = [f"{message.role.capitalize()}: {message.content}\n\n" for message in conversation.messages]
         return encode(self._tokenizer, "".join([*paragraphs, "Assistant:"]))
 
-    def remember(self, prompt: Sequence[int], message: recipe.AssistantMessage, tokens: list[int]) -> None:
+    def remember(self, prompt: Sequence[int], message: recipe.Message, tokens: list[int]) -> None:
         """Stores a complete answer, so that a later prompt that includes it has the same tokens; here it does nothing.
 
         Args:
@@ -273,7 +267,7 @@ class ReleaseChat(Chat):
                 ids[begin:end] = answer.tokens.tolist()
         return ids
 
-    def remember(self, prompt: Sequence[int], message: recipe.AssistantMessage, tokens: list[int]) -> None:
+    def remember(self, prompt: Sequence[int], message: recipe.Message, tokens: list[int]) -> None:
         # The prompt ends with `<think>` or `</think>`, perhaps followed by the beginning of a required tool call. After
         # any other end, the answer continues a message that the prompt begins, and is not stored.
         starts = [i for i, token in enumerate(prompt) if token in (self.ids[_THINK], self.ids["</think>"])]
@@ -349,19 +343,19 @@ def find_release(folder: Path, config: DSV4Config) -> Release:
     return "april" if file.exists() and "dspark_block_size" not in json.loads(file.read_text()) else "0731"
 
 
-def _find_place(kind: type, body: dict[str, Any], message: str) -> str | None:
+def _find_field(kind: type, body: dict[str, Any], message: str) -> str | None:
     """Finds the field of a body, or the item of a field, that causes an error of deepseek-recipe.
 
-    Returns its place, such as "messages[3]", if this part alone causes the same error message; None if no part does.
+    Returns its name, such as "messages[3]", if this part alone causes the same error message; None if no part does.
     """
-    for name, value in body.items():
-        places = [(f"{name}[{i}]", [item]) for i, item in enumerate(value)] if isinstance(value, list) else []
-        for place, part in [*places, (name, value)]:
+    for field, value in body.items():
+        items = [(f"{field}[{i}]", [item]) for i, item in enumerate(value)] if isinstance(value, list) else []
+        for name, part in [*items, (field, value)]:
             try:
-                kind({name: part})
+                kind({field: part})
             except (ValueError, OverflowError, RecursionError) as error:
                 if str(error) == message:
-                    return place
+                    return name
     return None
 
 
@@ -413,8 +407,14 @@ def _changed(conversation: recipe.Conversation, **changes: Any) -> recipe.Conver
     return recipe.Conversation(**fields | changes)
 
 
-def _same_json(one: str, other: str) -> bool:
+def _without_reasoning(message: recipe.Message) -> tuple[str, list[tuple[str, str, Any]]]:
+    """Returns (text, [(id, name, arguments) of each tool call]). Arguments are parsed: clients write JSON anew."""
+    calls = message.tool_calls or []
+    return message.content, [(call.id, call.name, _parsed(call.arguments)) for call in calls]
+
+
+def _parsed(arguments: str) -> Any:
     try:
-        return one == other or json.loads(one) == json.loads(other)
+        return json.loads(arguments)
     except (ValueError, RecursionError):
-        return False
+        return arguments

@@ -14,7 +14,7 @@ from dsv4_jax.serve.answers import Answer, OpenAIAnswer, sse
 from dsv4_jax.serve.async_engine import Update
 from dsv4_jax.serve.call_blocks import CallBlocks
 from dsv4_jax.serve.chat import Chat, Converted
-from dsv4_jax.serve.choices import Choice, ScoredToken
+from dsv4_jax.serve.choices import Choice
 from dsv4_jax.serve.constraints import compile_form
 from dsv4_jax.serve.errors import APIError
 from dsv4_jax.serve.protocol import ChatBody, CountBody, MessagesBody, ResponsesBody
@@ -59,12 +59,12 @@ class ParsedChoice(Choice):
         """The answer so far, as JSON."""
         return json.loads(self._answer.to_json())
 
-    def take(self, update: Update) -> tuple[str, list[ScoredToken]]:
+    def take(self, update: Update) -> None:
         if not self.scored:
             cached_tokens = 0 if update.request is None else update.request.cached_tokens
             usage = recipe.PromptUsage(prompt_tokens=self._prompt_tokens, prompt_cache_hit_tokens=cached_tokens)
             self._push([recipe.InferenceChunk.ready(prompt_usage=usage)])
-        text_and_tokens = super().take(update)
+        super().take(update)
         if self.finish_reason is not None:
             is_whole = update.finish_reason == "stop" and not self._is_stopped
             reasons = recipe.InferenceFinishReason
@@ -72,7 +72,6 @@ class ParsedChoice(Choice):
             self._push([recipe.InferenceChunk.finish(reason)])
             if is_whole and self._remember is not None:
                 self._remember(self.response, [scored.token for scored in self.generated[:-1]])
-        return text_and_tokens
 
     def take_events(self) -> list[tuple[str | None, dict[str, Any]]]:
         """Returns (name, JSON) of the events since the last call. The name is None if the protocol has no names."""
@@ -109,10 +108,14 @@ class ParsedAnswer(Answer):
     response_type: ClassVar[Any]
     _body: Any
     _chat: Chat
+    _options: dict[str, Any]  # the part of the body that deepseek-recipe converts, without the conversation
     _converted: Converted
 
-    def _read(self, response: dict[str, Any]) -> recipe.AssistantMessage:
-        """Returns a complete answer as the message with which a client repeats it in later requests."""
+    def _sent_back(self, response: dict[str, Any]) -> dict[str, Any]:
+        """Returns the conversation of a later request that repeats a complete answer, as fields of its body.
+
+        Empty results follow the answer's tool calls, because a conversation without results is refused.
+        """
         raise NotImplementedError
 
     def _as_sent(self, part: dict[str, Any]) -> dict[str, Any]:
@@ -129,6 +132,7 @@ class ParsedAnswer(Answer):
         self._chat = self._service.chat
         body, strict_tools = self._body.conversation()
         self._converted = self._chat.convert(self.request_type, body)
+        self._options = {name: value for name, value in body.items() if name not in ("messages", "input")}
         effort = self._body.effort
         if effort is not None and not self._chat.takes_numbers:
             field = self._body.effort_field
@@ -167,9 +171,15 @@ class ParsedAnswer(Answer):
         )
 
     def _remember(self, response: dict[str, Any], tokens: list[int]) -> None:
-        self._chat.remember(self._prompts[0].tolist(), self._read(response), tokens)
+        """Stores a complete answer, in the form that a later request which repeats it is converted to."""
+        try:
+            repeated = self._chat.convert(self.request_type, self._options | self._sent_back(response))
+        except APIError:  # no later request can repeat it
+            return
+        message = next(m for m in repeated.conversation.messages if m.role == "assistant")
+        self._chat.remember(self._prompts[0].tolist(), message, tokens)
 
-    def _events(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[bytes]:
+    def _events(self, choice: Any) -> list[bytes]:
         return [sse(self._as_sent(event), name) for name, event in choice.take_events()]
 
     def _response(self) -> Response:
@@ -202,20 +212,21 @@ class ChatAnswer(OpenAIAnswer, ParsedAnswer):
         reasoning_tokens = sum(detail.get("reasoning_tokens", 0) for detail in details)
         return super()._usage() | {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
 
-    def _chunks(self, choice: Any, text: str, tokens: Sequence[ScoredToken]) -> list[dict[str, Any]]:
+    def _chunks(self, choice: Any) -> list[dict[str, Any]]:
         chunks = [event["choices"][0] for _, event in choice.take_events()]
         if self._body.num_top is not None:
             chunks = chunks or [{"delta": {}, "finish_reason": None}]
-            chunks[0]["logprobs"] = self._logprobs(tokens)
+            chunks[0]["logprobs"] = self._logprobs(choice.new_tokens)
         return chunks
 
     def _logprobs(self, tokens):
         return None if self._body.num_top is None else self._service.names.of_chat(tokens)
 
-    def _read(self, response: dict[str, Any]) -> recipe.AssistantMessage:
+    def _sent_back(self, response: dict[str, Any]) -> dict[str, Any]:
         message = response["choices"][0]["message"]
-        calls = [recipe.ToolCall(call["id"], **call["function"]) for call in message.get("tool_calls") or []]
-        return recipe.AssistantMessage(message["content"] or "", message.get("reasoning_content"), calls)
+        calls = message.get("tool_calls") or []
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": ""} for call in calls]
+        return {"messages": [message, *results]}
 
 
 class ResponsesAnswer(ParsedAnswer):
@@ -231,9 +242,8 @@ class ResponsesAnswer(ParsedAnswer):
     def _make_generator(self) -> Any:
         body = self._body.asked()
         body["text"] = {"verbosity": "medium"} | body.get("text", {})
-        self._namespaces = self._chat.namespace_tools(body)
         generator = super()._make_generator().with_echo(recipe.ResponsesRequest(body).echo())
-        return generator.with_namespace_tool_map(self._namespaces)
+        return generator.with_namespace_tool_map(self._chat.namespace_tools(body))
 
     @property
     def headers(self) -> dict[str, str]:
@@ -254,21 +264,11 @@ class ResponsesAnswer(ParsedAnswer):
             usage["total_tokens"] = usage["input_tokens"] + usage["output_tokens"]
         return part
 
-    def _read(self, response: dict[str, Any]) -> recipe.AssistantMessage:
-        texts = {"reasoning": "", "message": ""}
-        calls = []
-        for item in response["output"]:
-            match item["type"]:
-                case "function_call":
-                    tool = item.get("namespace"), item["name"]
-                    names = (name for name, known in self._namespaces.items() if known == tool)
-                    calls.append(recipe.ToolCall(item["call_id"], next(names, item["name"]), item["arguments"]))
-                case "custom_tool_call":
-                    arguments = json.dumps({"input": item["input"]})
-                    calls.append(recipe.ToolCall(item["call_id"], item["name"], arguments))
-                case kind:
-                    texts[kind] += "".join(part["text"] for part in item["content"])
-        return recipe.AssistantMessage(texts["message"], texts["reasoning"], calls)
+    def _sent_back(self, response: dict[str, Any]) -> dict[str, Any]:
+        items = response["output"]
+        calls = [item for item in items if "call_id" in item]
+        results = [{"type": f"{call['type']}_output", "call_id": call["call_id"], "output": ""} for call in calls]
+        return {"input": [*items, *results]}
 
     def _error_event(self, error: APIError) -> bytes:
         event = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
@@ -292,7 +292,7 @@ class MessagesAnswer(ParsedAnswer):
     _stop_fields: ClassVar[dict[str, Any]] = dict.fromkeys(("container", "stop_details"))
 
     def _make_generator(self) -> Any:
-        # With `thinking_mode=True` each answer would begin with a block of thinking, even if it is empty.
+        # Otherwise each answer would begin with a block of thinking, even if it is empty.
         return recipe.MessagesChunkGenerator(self._id, self._body.model, thinking_mode=False)
 
     def _as_sent(self, part: dict[str, Any]) -> dict[str, Any]:
@@ -315,15 +315,11 @@ class MessagesAnswer(ParsedAnswer):
     def _too_long(self, longest: int, limit: int, context: int) -> str:
         return f"prompt is too long: {longest} tokens > {context} maximum"  # clients recognize the error by these words
 
-    def _read(self, response: dict[str, Any]) -> recipe.AssistantMessage:
-        texts = {"thinking": "", "text": ""}
-        calls = []
-        for block in response["content"]:
-            if block["type"] == "tool_use":
-                calls.append(recipe.ToolCall(block["id"], block["name"], json.dumps(block["input"])))
-            else:
-                texts[block["type"]] += block[block["type"]]
-        return recipe.AssistantMessage(texts["text"], texts["thinking"], calls)
+    def _sent_back(self, response: dict[str, Any]) -> dict[str, Any]:
+        blocks = response["content"]
+        calls = [block for block in blocks if block["type"] == "tool_use"]
+        results = [{"type": "tool_result", "tool_use_id": call["id"]} for call in calls]
+        return {"messages": [{"role": "assistant", "content": blocks}, {"role": "user", "content": results}]}
 
     def _error_event(self, error: APIError) -> bytes:
         return sse(error.anthropic_body, "error")

@@ -39,7 +39,9 @@ class Choice:
       index: index of the request in the `Generation`.
       prompt: (id, offset in the text) pairs of the prompt's tokens if their log-probabilities are shown, else empty.
       scored: tokens of the text so far, after those of `prompt`.
-      text: the text that `take` has returned so far.
+      text: text so far that can be shown.
+      new_text: end of `text` that came with the last update.
+      new_tokens: tokens of the last update, with those of `prompt` in the first one.
       finish_reason: "stop" or "length" if the choice is complete, else None.
       cached_tokens: number of prompt tokens that were found in the prefix cache.
       last_seconds: time of the last update by `time.monotonic`, set by the answer.
@@ -60,6 +62,8 @@ class Choice:
         self.prompt = prompt_offsets
         self.scored: list[ScoredToken] = []
         self.text = ""
+        self.new_text = ""
+        self.new_tokens: list[ScoredToken] = []
         self.finish_reason: str | None = None
         self.cached_tokens = 0
         self.last_seconds = 0.0
@@ -74,8 +78,8 @@ class Choice:
         """The number of generated tokens so far."""
         return max(len(self.scored) - len(self.prompt), 0)
 
-    def take(self, update: Update) -> tuple[str, list[ScoredToken]]:
-        """Adds the tokens of an update. Returns (text to show that is new, tokens that are new)."""
+    def take(self, update: Update) -> None:
+        """Adds the tokens of an update."""
         request = update.request
         new_text = self._unshown
         self._unshown = ""
@@ -106,7 +110,8 @@ class Choice:
                 new_text += self._finish()
         self.finish_reason = "stop" if self._is_stopped else update.finish_reason
         self.text += new_text
-        return new_text, self.scored[num_earlier:]
+        self.new_text = new_text
+        self.new_tokens = self.scored[num_earlier:]
 
     def _add(self, token: int) -> str:
         """Adds a token to the text. Returns the text that can be shown now."""

@@ -102,8 +102,8 @@ def _enforced(schema: Schema, whole: Schema, strict_tool: str | None) -> Schema:
         return {}
     moved = _moved(whole)
     path, fault = _deepest_fault(moved, moved) or ((), fault)
-    place = ".".join([*([f"tool {strict_tool!r}"] if strict_tool else []), "schema", *path])
-    raise ValueError(f"{place}: {fault}")
+    part = ".".join([*([f"tool {strict_tool!r}"] if strict_tool else []), "schema", *path])
+    raise ValueError(f"{part}: {fault}")
 
 
 def _deepest_fault(schema: Schema, whole: Schema) -> tuple[tuple[str, ...], str] | None:

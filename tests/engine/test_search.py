@@ -12,7 +12,8 @@ import pytest
 
 from dsv4_jax.decode import LogprobOptions, SamplingParams, sample_step
 from dsv4_jax.engine import Engine, beam_search, n_best
-from dsv4_jax.host import CacheFullError, KVCacheManager
+from dsv4_jax.engine.generate import prefill
+from dsv4_jax.host import CacheCorruptionError, CacheFullError, KVCacheManager, PrefixCache
 from tests.decode.conftest import EVERY_MODEL_SLOWLY
 
 
@@ -42,6 +43,32 @@ def test_n_best_are_the_answers_that_streams_draw(small, wide, prompt):
     assert {tuple(c.tokens): c.logprob for c in found} == pytest.approx(want, abs=0.02) and len(want) == 5
     assert [c.score() for c in found] == sorted((c.logprob / 20 for c in found), reverse=True)
     assert manager.free_slots == 3 and manager.free_blocks == 36
+
+
+def test_a_prompt_that_running_requests_leave_no_slot_is_refused(small, wide):
+    """Running requests draw nothing while a prompt is read, so their slots would never become free."""
+    engine = Engine(small[0], wide(), token_budget=CHUNK + 2)
+    running = [engine.add(PROMPT, max_new_tokens=3) for _ in range(3)]
+    prefill(engine, running)
+    late = engine.add([5], max_new_tokens=2)
+    with pytest.raises(CacheFullError, match=f"request {late.id!r} waits for a slot or blocks that running requests"):
+        prefill(engine, [late])
+    while engine.busy:
+        engine.step()
+    assert [len(request.generated) for request in (*running, late)] == [3, 3, 3, 2]
+
+
+def test_the_error_of_a_prompt_that_fails_is_raised(small, wide):
+    manager = wide()
+    prefix = PrefixCache(manager, key="", debug=True)
+    engine = Engine(small[0], manager, token_budget=CHUNK + 2, prefix=prefix)
+    engine.add(PROMPT, max_new_tokens=2)
+    while engine.busy:
+        engine.step()
+    for node in prefix._tree.nodes.values():
+        node.sums = [crc + 1 for crc in node.sums]
+    with pytest.raises(CacheCorruptionError):
+        prefill(engine, [engine.add(PROMPT, max_new_tokens=2)])
 
 
 @EVERY_MODEL_SLOWLY

@@ -112,7 +112,9 @@ def test_tokens_in_shapes_of_openai(tokenizer):
     request.extend([97], [-0.5], top=top)
     update = Update(0, request, 1)
     request.extend([98], [-0.5], top=top)  # the engine's thread goes on
-    assert choice.take(update) == ("a", [ScoredToken(97, -0.5, [(97, -0.5), (98, -9999.0)], 0)])
+    choice.take(update)
+    assert choice.new_text == "a"
+    assert choice.new_tokens == [ScoredToken(97, -0.5, [(97, -0.5), (98, -9999.0)], 0)]
 
 
 def test_a_chat_without_the_releases_tokens_is_plain_text(tokenizer):

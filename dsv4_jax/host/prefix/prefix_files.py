@@ -54,7 +54,7 @@ class PrefixFileMetrics:
     """Counters of a `PrefixFiles` since it was opened.
 
     Attributes:
-      blocks: number of blocks on disk. Blocks of other processes count if they were there at the last listing.
+      blocks: number of blocks on disk. Blocks of other processes count if the last listing of the folder found them.
       bytes: size of all files in bytes, counted in the same way.
       hit_tokens: number of prompt tokens whose blocks were read from disk.
       read_bytes, written_bytes: number of bytes read and written.
@@ -542,8 +542,7 @@ class StoredPrefixes:
         self._read(lambda: cache, np.array([-1], np.int32))
 
     def _chunks(self, blocks):
-        """Splits block ids as `CacheDevices.block_chunks` does. Up to `_FEW_BLOCKS` blocks get a chunk each,
-        unpadded."""
+        """Splits block ids as `CacheDevices.block_chunks` does, but few blocks into chunks of one block."""
         if len(blocks) > _FEW_BLOCKS:
             return self._devices.block_chunks(blocks)
         return ((i, np.array([block], np.int32)) for i, block in enumerate(blocks))
