@@ -54,6 +54,10 @@ def logprobs(
     before each chunk in its own format, so its memory grows with the square of the number of tokens: divide a large
     batch, and add up the gradients. Padding costs as much time as tokens, so pack sequences whose lengths differ much.
 
+    If the model lies on a mesh, its devices compute as in a step of an engine on this mesh, and gradients lie as their
+    parameters do. Axis 0 of tokens, lengths, adapters and result is sharded over the mesh axis "data". So with [N]
+    tokens, the sequences of one shard and their padding stand before those of the next one, in parts of equal size.
+
     Call it within `jax.jit`. Elsewhere each call compiles again.
 
     Args:
@@ -68,7 +72,8 @@ def logprobs(
       float32 in the shape of `tokens`; zeros for the first token of each sequence and for padding.
 
     Raises:
-      ValueError: the shapes do not agree, or a length is out of range.
+      ValueError: the shapes do not agree, a length is out of range, or the mesh axis "data" does not divide the number
+        of sequences or of packed tokens.
     """
     mesh = mesh_of(model)
     _check(tokens, lengths, shape, {} if mesh is None else mesh.shape)
@@ -116,8 +121,9 @@ def _check(tokens, lengths, shape, sizes):
         raise ValueError(f"lengths must be from 0 to {longest}, got {numbers.tolist()}")
     shards = sizes.get(DATA_AXIS, 1)
     total = numbers.reshape(shards, -1).sum(axis=1).max(initial=0)
-    if tokens.ndim == 1 and total > tokens.size // shards:
-        raise ValueError(f"the lengths sum up to {total}, but there are {tokens.size // shards} tokens")
+    if tokens.ndim == 1 and total > (room := tokens.size // shards):
+        where = " in a shard" * (shards > 1)
+        raise ValueError(f"the lengths sum up to {total}, but there are {room} tokens{where}")
 
 
 def _places(shape, lengths):

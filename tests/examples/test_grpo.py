@@ -37,7 +37,7 @@ def test_rollouts_and_training_on_a_mesh_agree_to_the_bit(tmp_path):
     assert [line["difference"] for line in lines] == [0.0, 0.0] and lines[0]["gradient"] > 0
     more = train(dataclasses.replace(recipe, iterations=3), tmp_path)
     assert more[:2] == lines and more[2]["difference"] == 0.0
-    with pytest.raises(ValueError, match=r"other settings \(mesh\): use another folder"):
+    with pytest.raises(ValueError, match=r"other settings \(iterations, mesh\): use another folder"):
         train(dataclasses.replace(recipe, mesh=""), tmp_path)
 
 

@@ -170,3 +170,20 @@ def test_the_engine_runs_from_the_trained_arrays():
         arrays = zip(engine._runner.model.arrays, jax.tree.leaves(trained), strict=True)
         assert all(mine is new for mine, new in arrays)
     assert learner.step._cache_size() == engine.metrics.compilations == 1
+
+
+def test_refuses_what_does_not_fit(untyped):
+    config = DSV4Config.small([LayerSpec()])
+    model = placed(DeepseekV4ForCausalLM(config, jnp.float32), make_mesh(dict(data=2)))
+    shape = RolloutShape(make_manager(config).schema, token_budget=16, logits_rows=3)
+    lengths = np.array([30, 2])
+    with pytest.raises(ValueError, match=r"mesh axis data=2 does not divide len\(tokens\)=3, len\(lengths\)=3: give"):
+        logprobs(model, np.zeros((3, 40), np.int32), np.array([1, 2, 3]), shape)
+    with pytest.raises(ValueError, match="sum up to 30, but there are 20 tokens in a shard"):
+        logprobs(model, np.zeros((40,), np.int32), lengths, shape)
+
+    mesh = make_mesh(dict(model=2))
+    manager = make_manager(SMALL, mesh=mesh, context_parallel=True)
+    engine = Engine(placed(DeepseekV4ForCausalLM(SMALL), mesh), manager, token_budget=8, batch_invariant=True)
+    with pytest.raises(ValueError, match="context_parallel=True: attention adds up"):
+        _ = engine.rollout_shape
