@@ -11,10 +11,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.cache import Batch, CacheSchema, KVCache
+from dsv4_jax.common.mesh_axes import DATA_AXIS
 from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.sampling import log_probabilities
 from dsv4_jax.decode.step import Model, run_model
 from dsv4_jax.nn.layer_stack import LayerStack
+from dsv4_jax.parallel.mesh import check_divisible
+from dsv4_jax.parallel.sharded_step import mesh_of, sharded_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +54,10 @@ def logprobs(
     before each chunk in its own format, so its memory grows with the square of the number of tokens: divide a large
     batch, and add up the gradients. Padding costs as much time as tokens, so pack sequences whose lengths differ much.
 
+    If the model lies on a mesh, its devices compute as in a step of an engine on this mesh, and gradients lie as their
+    parameters do. Axis 0 of tokens, lengths, adapters and result is sharded over the mesh axis "data". So with [N]
+    tokens, the sequences of one shard and their padding stand before those of the next one, in parts of equal size.
+
     Call it within `jax.jit`. Elsewhere each call compiles again.
 
     Args:
@@ -65,9 +72,18 @@ def logprobs(
       float32 in the shape of `tokens`; zeros for the first token of each sequence and for padding.
 
     Raises:
-      ValueError: the shapes do not agree, or a length is out of range.
+      ValueError: the shapes do not agree, a length is out of range, or the mesh axis "data" does not divide the number
+        of sequences or of packed tokens.
     """
-    _check(tokens, lengths, shape)
+    mesh = mesh_of(model)
+    _check(tokens, lengths, shape, {} if mesh is None else mesh.shape)
+    if adapters is None and getattr(_module(model), "adapter_names", ()):
+        adapters = jnp.full(lengths.shape, -1, jnp.int32)  # as in an engine's batches
+    return sharded_rows(functools.partial(_local_logprobs, shape), placed=1)(model, tokens, lengths, adapters)
+
+
+def _local_logprobs(shape, model, tokens, lengths, adapters):
+    """Computes `logprobs` of the sequences of a shard. The model's arrays are those of this device."""
     slots, positions = _places(tokens.shape, lengths)
     flat = tokens.reshape(-1)
     targets = jnp.roll(flat, -1)
@@ -82,8 +98,6 @@ def logprobs(
     leaves, structure = jax.tree.flatten(model)
     program = _Program(structure, dataclasses.replace(shape, schema=schema))
     floats, others = _split(leaves)
-    if adapters is None and getattr(_module(model), "adapter_names", ()):
-        adapters = jnp.full(lengths.shape, -1, jnp.int32)  # as in an engine's batches
     values = _run(program, floats, others, (lengths, adapters), chunks).reshape(-1)[: flat.size]
     return jnp.where(positions > 0, jnp.roll(values, 1), 0.0).reshape(tokens.shape)
 
@@ -92,20 +106,24 @@ def _module(model):
     return model.module if isinstance(model, CompiledModel) else model
 
 
-def _check(tokens, lengths, shape):
-    """Raises ValueError for arguments of `logprobs` that do not agree."""
+def _check(tokens, lengths, shape, sizes):
+    """Raises ValueError for arguments of `logprobs` that do not agree. `sizes` are those of the mesh's axes."""
     if tokens.ndim not in (1, 2) or (tokens.ndim == 2 and len(tokens) != len(lengths)):
         raise ValueError(
             f"tokens must be [S, N] or [N] for lengths [S], got {list(tokens.shape)} for lengths {list(lengths.shape)}"
         )
+    check_divisible(sizes, **{"len(tokens)": len(tokens), "len(lengths)": len(lengths)})
     if isinstance(lengths, jax.core.Tracer):
         return
     longest = min(tokens.shape[-1], shape.schema.max_context)
     numbers = np.asarray(lengths)
     if numbers.min(initial=0) < 0 or numbers.max(initial=0) > longest:
         raise ValueError(f"lengths must be from 0 to {longest}, got {numbers.tolist()}")
-    if tokens.ndim == 1 and numbers.sum() > tokens.size:
-        raise ValueError(f"the lengths sum up to {numbers.sum()}, but there are {tokens.size} tokens")
+    shards = sizes.get(DATA_AXIS, 1)
+    total = numbers.reshape(shards, -1).sum(axis=1).max(initial=0)
+    if tokens.ndim == 1 and total > (room := tokens.size // shards):
+        where = " in a shard" * (shards > 1)
+        raise ValueError(f"the lengths sum up to {total}, but there are {room} tokens{where}")
 
 
 def _places(shape, lengths):

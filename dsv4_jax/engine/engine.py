@@ -186,14 +186,17 @@ class Engine(Summarized):
         """The shapes of the engine's program, for `decode.logprobs`.
 
         Raises:
-          ValueError: the engine is not batch-invariant, so it has several programs; or its cache lies on a mesh.
+          ValueError: the engine is not batch-invariant, so it has several programs; or its cache has
+            `context_parallel`.
         """
         if not self.config.batch_invariant:
             raise ValueError(
                 "the bits of log-probabilities depend on the batch: make the engine with batch_invariant=True"
             )
-        if self.manager.mesh is not None:
-            raise ValueError("`logprobs` runs on one device, but the engine's cache lies on a mesh")
+        if self.manager.schema.context_parallel:
+            raise ValueError(
+                "context_parallel=True: attention adds up in an order that depends on which device has which block"
+            )
         return RolloutShape(self.manager.schema, self.config.token_budget, self._runner.decode_size)
 
     @property

@@ -53,7 +53,10 @@ def sharded_structs[M: nnx.Module](module: M, mesh: Mesh | None, *, expert_paral
 def parameter_sharding(parameter: nnx.Variable, mesh: Mesh, expert_parallel: bool = False) -> NamedSharding:
     """Returns the sharding of the arrays of a parameter, an `nnx.Variable`."""
     axes = parameter.get_metadata().get("axes", ())
-    return named_sharding([axis if axis != "experts" or expert_parallel else None for axis in axes], mesh)
+    logical = [axis if axis != "experts" or expert_parallel else None for axis in axes]
+    # A spec names every axis, like those of a program's results, so that trained weights lie as loaded ones do.
+    rank = len(parameter.get_value().shape)
+    return named_sharding([*logical, *[None] * (rank - len(axes))], mesh)
 
 
 def check_blocks(name: str, shape: tuple[int, ...], kind: QuantizedKind, where: NamedSharding) -> None:

@@ -28,8 +28,8 @@ def sharded_step(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(step)
     def call(model: Any, cache: Any, *args: Any, **options: Any) -> Any:
-        model_mesh = _mesh(model)
-        mesh = _mesh(cache)
+        model_mesh = mesh_of(model)
+        mesh = mesh_of(cache)
         if model_mesh != mesh and jax.tree.leaves(model):
             raise ValueError(
                 f"the model lies on {_words(model_mesh)} and the cache on {_words(mesh)}: give load_checkpoint and "
@@ -57,14 +57,14 @@ def check_within_shard_map(what: str, tree: Any) -> None:
       what: name of the arrays, for the message.
       tree: pytree of the arrays.
     """
-    if (mesh := _mesh(tree)) is not None:
+    if (mesh := mesh_of(tree)) is not None:
         raise ValueError(
             f"{what} lies on {_words(mesh)}, and a step on a mesh runs under jax.shard_map: decorate your function of "
             "(model, cache, batch) with `dsv4_jax.decode.sharded_step`, below `jax.jit` or `jax.grad`"
         )
 
 
-def sharded_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+def sharded_rows(function: Callable[..., Any], *, placed: int = 0) -> Callable[..., Any]:
     """Decorates a function so that it runs under `jax.shard_map`, with axis 0 of all arrays sharded over "data".
 
     Without a mesh it runs as it is.
@@ -72,13 +72,20 @@ def sharded_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     Args:
       function: function of pytrees of arrays that returns a pytree of arrays. Axis 0 of each array is sharded; scalars
         among the arguments are replicated.
+      placed: number of leading arguments, such as a model, whose arrays keep their shardings instead.
     """
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
-        if (mesh := _mesh(args)) is None:
+        if (mesh := mesh_of(args)) is None:
             return function(*args)
-        return _run(lambda args: function(*args), mesh, (), args, _requests_spec(mesh), _requests_spec(mesh))
+
+        def local(*inputs: Any) -> Any:
+            *leading, rows = inputs
+            return function(*leading, *rows)
+
+        requests_spec = _requests_spec(mesh)
+        return _run(local, mesh, args[:placed], args[placed:], requests_spec, requests_spec)
 
     return call
 
@@ -106,7 +113,7 @@ def sharded_update(function: Callable[..., Any]) -> Callable[..., Any]:
 def _on_shards(function, out_specs):
     @functools.wraps(function)
     def call(cache: Any, *args: Any, **options: Any) -> Any:
-        if (mesh := _mesh(cache)) is None:
+        if (mesh := mesh_of(cache)) is None:
             return function(cache, *args, **options)
 
         def local(cache, args):
@@ -140,7 +147,7 @@ def _specs(tree):
     return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
 
 
-def _mesh(tree):
+def mesh_of(tree: Any) -> Any:
     """Returns the mesh of the arrays in a pytree, if it has Explicit axes; else None."""
     meshes = {jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)}
     explicit = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]

@@ -1,5 +1,6 @@
 """Reinforcement learning in one process (GRPO): `python examples/grpo/grpo.py --help`."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -30,6 +31,8 @@ from dsv4_jax.config import LayerSpec
 from dsv4_jax.decode import logprobs
 from dsv4_jax.engine.generate import prefill
 from dsv4_jax.engine.requests import Request
+from dsv4_jax.nn import shardings
+from dsv4_jax.parallel.mesh import make_mesh, parse_mesh
 
 
 DIGITS = 10  # tokens 0 to 9 are digits; the model has to learn not to use the others
@@ -55,6 +58,7 @@ class Recipe:
       drafts: maximum number of drafts of a request in a step, which are looked up in its own text.
       kv_format: format of the cache, in rollouts and in training.
       seed: seed of the weights, the prompts and the answers.
+      mesh: devices of rollouts and of training, such as "data=2,model=2"; "" = one device.
     """
 
     iterations: int = 50
@@ -67,6 +71,7 @@ class Recipe:
     drafts: int = 0
     kv_format: str = "v4"
     seed: int = 0
+    mesh: str = ""
 
     def __post_init__(self):
         if not 1 <= self.prompts <= SLOTS:
@@ -75,6 +80,11 @@ class Recipe:
             raise ValueError(
                 f"group={self.group} must be at least 2: an answer is compared with the others of its group"
             )
+
+    @property
+    def devices(self) -> Any:
+        """The mesh of devices; None = one device."""
+        return make_mesh(parse_mesh(self.mesh)) if self.mesh else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,16 +116,16 @@ def reward(prompt: list[int], answer: list[int]) -> float:
 
 def make_engine(model: Any, recipe: Recipe) -> Engine:
     """Returns an engine with a prefix cache, and with so few blocks that requests are preempted."""
-    context = MAX_PROMPT + recipe.new_tokens
     manager = KVCacheManager(
         CONFIG,
         num_blocks=SLOTS * 5 // 4,
         max_requests=SLOTS,
-        max_context=context,
+        max_context=MAX_PROMPT + recipe.new_tokens,
         block_tokens=BLOCK_TOKENS,
         kv_format=recipe.kv_format,
         dtype=jnp.float32,
         max_query_tokens=1 + recipe.drafts,
+        mesh=recipe.devices,
     )
     drafter = PromptLookup() if recipe.drafts else None
     budget = SLOTS * (1 + recipe.drafts)
@@ -171,7 +181,9 @@ class Learner:
         self.recipe = recipe
         self._graph, floats, self._others = nnx.split(model, _is_float, ...)
         self._optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(recipe.learning_rate))
-        self.state: Any = {"floats": floats, "optimizer": self._optimizer.init(floats)}
+        # In the context of the mesh, Adam's counter lies on it too, so that `_step` compiles once.
+        with contextlib.nullcontext() if recipe.devices is None else jax.set_mesh(recipe.devices):
+            self.state: Any = {"floats": floats, "optimizer": self._optimizer.init(floats)}
 
     @property
     def model(self) -> Any:
@@ -217,7 +229,9 @@ def train(recipe: Recipe, folder: Path | None = None, console: Console | None = 
       An item for each iteration: the mean rewards of the trained and of the untrained policy on the same prompts, and
       the largest difference of log-probabilities between rollout and training.
     """
-    learner = Learner(recipe, DeepseekV4ForCausalLM(CONFIG, jnp.float32, rngs=nnx.Rngs(recipe.seed)))
+    model = DeepseekV4ForCausalLM(CONFIG, jnp.float32, rngs=nnx.Rngs(recipe.seed))
+    mesh = recipe.devices
+    learner = Learner(recipe, model if mesh is None else jax.device_put(model, shardings(model, mesh)))
     untrained = make_engine(learner.model, recipe)
     engine = make_engine(learner.model, recipe)
     lines: list[dict[str, Any]] = []
@@ -227,14 +241,11 @@ def train(recipe: Recipe, folder: Path | None = None, console: Console | None = 
         checkpoints = ocp.CheckpointManager((folder / "state").absolute(), options=options)
         if (last := checkpoints.latest_step()) is not None:
             earlier = json.loads((folder / "recipe.json").read_text())
-            if changed := [name for name, value in dataclasses.asdict(recipe).items() if earlier[name] != value]:
-                if changed != ["iterations"]:
-                    raise ValueError(
-                        f"{folder} has a run with other settings ({', '.join(changed)}): use another folder"
-                    )
+            changed = [name for name, value in dataclasses.asdict(recipe).items() if earlier.get(name, "") != value]
+            if {*changed} - {"iterations"}:
+                raise ValueError(f"{folder} has a run with other settings ({', '.join(changed)}): use another folder")
             learner.state = checkpoints.restore(last, args=ocp.args.StandardRestore(learner.state))
             lines = json.loads((folder / "log.json").read_text())[:last]
-    if folder is not None:
         (folder / "recipe.json").write_text(json.dumps(dataclasses.asdict(recipe)))
     for iteration in range(len(lines), recipe.iterations):
         begin = time.monotonic()

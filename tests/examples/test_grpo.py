@@ -30,6 +30,17 @@ def test_rollouts_and_training_agree_to_the_bit(tmp_path):
     assert (tmp_path / "reward.png").stat().st_size > 0
 
 
+@pytest.mark.slow
+def test_rollouts_and_training_on_a_mesh_agree_to_the_bit(tmp_path):
+    recipe = dataclasses.replace(RECIPE, prompts=2, mesh="data=2,model=2")
+    lines = train(recipe, tmp_path)
+    assert [line["difference"] for line in lines] == [0.0, 0.0] and lines[0]["gradient"] > 0
+    more = train(dataclasses.replace(recipe, iterations=3), tmp_path)
+    assert more[:2] == lines and more[2]["difference"] == 0.0
+    with pytest.raises(ValueError, match=r"other settings \(iterations, mesh\): use another folder"):
+        train(dataclasses.replace(recipe, mesh=""), tmp_path)
+
+
 def test_rollout_says_which_weights_drew_each_token():
     engine = make_engine(DeepseekV4ForCausalLM(CONFIG, jnp.float32), RECIPE)
     rollout = roll_out(engine, RECIPE, iteration=0, version=7)
