@@ -205,14 +205,14 @@ def flush_cases(schema: CacheSchema) -> Iterator[Case]:
 
 def _flush_case(schema, group, label, requests, tokens, closes):
     rate = group.compress_rate
-    codecs = (group.entry, group.key) if group.key and group.key_compressor else (group.entry,)
-    derived = group.key if group.key and not group.key_compressor else None  # codec of keys of pooled vectors
+    has_state = group.pooled_rows > 1
+    closed = int(closes) if tokens == 1 else tokens // rate  # number of windows that a request's tokens complete
+    codecs = [group.entry, group.key] if group.key_compressor else [group.entry]
+    keys = [] if group.key is None or group.key_compressor else [group.key]  # made from the entries' pooled vectors
     widths = [codec.dim * (1 + group.overlap) for codec in codecs]
 
     def state_view(width):
-        if group.pooled_rows == 1:
-            return ops.StateView(None, None, jnp.int32(0), rate, group.overlap)
-        values = normal_float32(1, requests, group.pooled_rows, width)
+        values = normal_float32(1, requests, group.pooled_rows, width) if has_state else lambda rng: None
         return lambda rng: ops.StateView(values(rng), values(rng), jnp.int32(0), rate, group.overlap)
 
     def positions(rng):
@@ -221,23 +221,12 @@ def _flush_case(schema, group, label, requests, tokens, closes):
         window = rng.integers(1, _FLUSH_CONTEXT // rate, requests)
         return window * rate + (rate - 1 if closes else rng.integers(0, rate - 1, requests))
 
-    def call_halves(state, weights, projections, slots, positions, *, implementation):
-        ((states, entries),) = state[:-1]
-        (compressor,) = weights
-        kv, gate = projections[0]
-        with ops.use_implementation(implementation):
-            closed, states = ops.pool_windows(states, kv, gate, compressor, slots, positions)
-            keys = dataclasses.replace(closed, values=closed.values[:, : derived.dim])  # in place of their projection
-            written = [
-                ops.write_entries(pool, windows, compressor.inv_freq)
-                for pool, windows in ((entries, closed), (state[-1], keys))
-            ]
-        return (states, written[0]), written[1]
-
     def call(state, weights, projections, slots, positions, *, implementation):
+        if keys:
+            return _flush_in_halves(state, weights, projections, slots, positions, implementation)
         compressors = [
-            ops.CompressorInputs(states, pool, kv, gate, compressor)
-            for (states, pool), (kv, gate), compressor in zip(state, projections, weights, strict=True)
+            ops.CompressorInputs(*pools, *values, compressor)
+            for pools, values, compressor in zip(state, projections, weights, strict=True)
         ]
         limit = 1 if tokens == 1 else None
         results = ops.flush(compressors, slots, positions, max_query_tokens=limit, implementation=implementation)
@@ -246,27 +235,38 @@ def _flush_case(schema, group, label, requests, tokens, closes):
     def pool(codec):
         return paged_view(schema, group, codec, [_FLUSH_CONTEXT // rate] * requests)
 
-    def projection(width):
-        values = normal_float32(requests * tokens, width)
-        return values, values if group.pooled_rows > 1 else None
-
-    request_bytes = sum(_flush_bytes(group, codec, tokens, closes) for codec in codecs)
-    if derived:
-        request_bytes += _closed_windows(group, tokens, closes) * tree_bytes(derived.struct)
-    projections = [projection(width) for width in widths]
+    request_bytes = sum(_flush_bytes(group, codec, tokens, closed) for codec in codecs)
+    request_bytes += sum(closed * tree_bytes(key.struct) for key in keys)
+    values = [normal_float32(requests * tokens, width) for width in widths]
     return Case(
         op="flush",
         shape=f"{group_label(schema, group)} {label}",
         nbytes=requests * (8 * tokens + request_bytes),
-        call=call_halves if derived else call,
+        call=call,
         state=(
             *((state_view(width), pool(codec)) for width, codec in zip(widths, codecs, strict=True)),
-            *([pool(derived)] if derived else []),
+            *map(pool, keys),
         ),
         weights=([_compressor_weights(schema, group, codec) for codec in codecs],),
-        inputs=(projections, permutation(requests, tokens), positions),
+        inputs=(
+            [(value, value if has_state else None) for value in values],
+            permutation(requests, tokens),
+            positions,
+        ),
         updates=True,
     )
+
+
+def _flush_in_halves(state, weights, projections, slots, positions, implementation):
+    """Stores entries and the index keys that are made from them, as `flush` does in two halves."""
+    (states, entries), keys = state
+    (compressor,) = weights
+    ((kv, gate),) = projections
+    with ops.use_implementation(implementation):
+        closed, states = ops.pool_windows(states, kv, gate, compressor, slots, positions)
+        projected = dataclasses.replace(closed, values=closed.values[:, : keys.codec.dim])  # in place of a projection
+        entries = ops.write_entries(entries, closed, compressor.inv_freq)
+        return (states, entries), ops.write_entries(keys, projected, compressor.inv_freq)
 
 
 def _compressor_weights(schema, group, codec):
@@ -279,22 +279,17 @@ def _compressor_weights(schema, group, codec):
     )
 
 
-def _flush_bytes(group, codec, tokens, closes):
-    """Returns the number of bytes that a flush reads and writes for one request.
+def _flush_bytes(group, codec, tokens, closed):
+    """Returns the number of bytes that a flush reads and writes for one request, whose tokens complete `closed` windows.
 
     It reads the projections and writes them to compressor state rows, at most to a full ring of rows. For each new
     entry, it writes a row. Only a decode step reads the other rows of the ring to make the entry. If an entry is a
     single token, there are no logits and no state.
     """
     ring = group.pooled_rows
-    entry_bytes = _closed_windows(group, tokens, closes) * tree_bytes(codec.struct)
+    entry_bytes = closed * tree_bytes(codec.struct)
     if ring == 1:
         return tokens * 4 * codec.dim + entry_bytes
     row_bytes = 8 * codec.dim * (1 + group.overlap)  # float32 values and logits
-    ring_bytes = closes * (ring - 1) * codec.dim * 8 if tokens == 1 else 0  # bytes read to make the entry
+    ring_bytes = closed * (ring - 1) * codec.dim * 8 if tokens == 1 else 0  # bytes read to make the entry
     return (tokens + min(tokens, ring)) * row_bytes + ring_bytes + entry_bytes
-
-
-def _closed_windows(group, tokens, closes):
-    """Returns the number of windows that a request's tokens complete."""
-    return int(closes) if tokens == 1 else tokens // group.compress_rate

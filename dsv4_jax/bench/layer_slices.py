@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dsv4_jax.config import DSV4Config
@@ -61,6 +61,12 @@ def slice_config(config: DSV4Config, layers: Iterable[int], repeats: int = 1) ->
     if config.engram is None or not engram_layers:
         return sliced
     return dataclasses.replace(sliced, engram=config.engram.resized(engram_layers, config.engram.vocab_size))
+
+
+def kind_config(config: DSV4Config, layers: Sequence[int], repeats: int = 1) -> DSV4Config:
+    """Returns the configuration of some layers as `slice_config` does, but without experts by token id."""
+    sliced = slice_config(config, layers, repeats)
+    return dataclasses.replace(sliced, mlp_layer_types=("moe",) * sliced.num_hidden_layers)
 
 
 def _sliced_specs(config, numbers):

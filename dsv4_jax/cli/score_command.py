@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dsv4_jax.cli import option_checks, options, startup
-from dsv4_jax.cli.options import ModelOptions, optional
+from dsv4_jax.cli.model_options import ModelOptions, open_checkpoint
+from dsv4_jax.cli.options import optional
 
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class ScoreCommand(ModelOptions):
             option_checks.check_writable("out", self.out)
         elif self.layers or self.drafts:
             raise ValueError("--layers and --drafts are for the file that --out names: give --out FILE.npz")
-        checkpoint, config = options.open_checkpoint(self.checkpoint, mtp=self.drafts > 0)
+        checkpoint, config = open_checkpoint(self.checkpoint, mtp=self.drafts > 0)
         if self.index_topk is not None:
             config = dataclasses.replace(config, index_topk=self.index_topk)
         self.check_devices(config)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dsv4_jax.cli import options, startup
-from dsv4_jax.cli.options import RandomModelOptions, optional
+from dsv4_jax.cli.model_options import RandomModelOptions
+from dsv4_jax.cli.options import optional
 from dsv4_jax.common.sizes import parse_bytes
 from dsv4_jax.config.draft_config import check_min_confidence
 from dsv4_jax.parallel.mesh import check_divisible
@@ -254,14 +255,23 @@ class ServeCommand(RandomModelOptions):
         return folders
 
     def weights_key(self, checkpoint: Path) -> str:
-        """Returns a text that identifies the weights, as for other commands, and those of the adapters."""
+        """Returns a text that identifies the weights of the model and of the adapters, and the way of running them.
+
+        Another checkpoint, another --weights or another JAX platform has another text. So prefixes that were cached
+        with one of them are not used with another.
+        """
+        import jax
+
         from dsv4_jax.checkpoint import weights_fingerprint
 
+        is_random = self.random_weights is not None
+        weights = f"random, skew={self.skew}" if is_random else weights_fingerprint(checkpoint)
         files = {
             name: (weights_fingerprint(path / "adapter_model.safetensors"), (path / "adapter_config.json").read_text())
             for name, path in self._adapters.items()
         }
-        return super().weights_key(checkpoint) + (f", adapters={files}" if files else "")
+        adapters = f", adapters={files}" if files else ""
+        return f"{weights}, weights={self.weights}, {jax.default_backend()}{adapters}"
 
     def _prefix(self, manager: "KVCacheManager", checkpoint: Path, name: str) -> "PrefixCache":
         """Returns the prefix cache. If --prefix-dir is given, the prefix cache has files in this folder.
