@@ -12,6 +12,7 @@ from dsv4_jax.bench.cases import (
     close,
     distinct,
     group_label,
+    group_with_keys,
     normal,
     normal_float32,
     paged_view,
@@ -102,7 +103,7 @@ def _norm_rope_case(schema, tokens, heads):
 def gather_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of the three gathers: of selected entries, of all entries, and of window rows of each token."""
     config = schema.config
-    group = next(group for group in schema.groups.values() if group.key is not None)
+    group = group_with_keys(schema)
     topk = config.index_topk
     for tokens in (8, 64, 128):
         view = paged_view(schema, group, group.entry, [4 * topk] * tokens)
@@ -280,11 +281,11 @@ def _compressor_weights(schema, group, codec):
 
 
 def _flush_bytes(group, codec, tokens, closed):
-    """Returns the number of bytes that a flush reads and writes for one request, whose tokens complete `closed` windows.
+    """Returns the number of bytes that a flush reads and writes for one request.
 
-    It reads the projections and writes them to compressor state rows, at most to a full ring of rows. For each new
-    entry, it writes a row. Only a decode step reads the other rows of the ring to make the entry. If an entry is a
-    single token, there are no logits and no state.
+    The request's tokens complete `closed` windows. The flush reads the projections and writes them to compressor state
+    rows, at most to a full ring of rows. For each new entry, it writes a row. Only a decode step reads the other rows
+    of the ring to make the entry. If an entry is a single token, there are no logits and no state.
     """
     ring = group.pooled_rows
     entry_bytes = closed * tree_bytes(codec.struct)

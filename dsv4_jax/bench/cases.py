@@ -181,6 +181,11 @@ def group_label(schema: CacheSchema, group: GroupSpec) -> str:
     return (stem if stems.count(stem) == 1 else group.name).upper()
 
 
+def group_with_keys(schema: CacheSchema) -> Any:
+    """Returns the first group of layers whose entries have index keys."""
+    return next(group for group in schema.groups.values() if group.key is not None)
+
+
 def window_view(schema: CacheSchema, slots: int) -> Draw:
     """Returns a draw of a layer's sliding-window rows of `slots` requests, with random contents."""
     window = schema.config.sliding_window

@@ -25,6 +25,7 @@ DRAWS = 32  # number of consecutive decode steps that have different tokens
 SAMPLING = SamplingParams(temperature=1.0)  # the on-device loop samples its tokens; greedy ones could repeat
 
 
+@dataclasses.dataclass(eq=False)
 class RandomSteps:
     """Runs steps of requests that all have the same length, in a cache that this object owns.
 
@@ -38,28 +39,30 @@ class RandomSteps:
       requests: number of requests.
       tokens: number of tokens of each request in a step.
       drafts: number of tokens that a step then drafts for each request.
-      is_prefill: whether a step reads a chunk of a prompt.
       cache: the cache; None before the first requests. Set it to None to free its memory.
       program: `decode.program_store.Program` of a step; None before the first step.
+      is_prefill: whether a step reads a chunk of a prompt.
     """
 
-    def __init__(self, model: CompiledModel, manager: KVCacheManager, requests: int, tokens: int = 1, drafts: int = 0):
-        self.model = model
-        self.manager = manager
-        self.requests = requests
-        self.tokens = tokens
-        self.drafts = drafts
-        self.is_prefill = tokens > manager.schema.max_query_tokens
-        self.cache: KVCache | None = None
-        self.program: Any = None
-        self._loop: Any = None
-        self._slots: list[int] = []
-        self._chunk: Batch | None = None
-        size = self.shard_requests * tokens
+    model: CompiledModel
+    manager: KVCacheManager
+    requests: int
+    tokens: int = 1
+    drafts: int = 0
+    cache: KVCache | None = None
+    program: Any = None
+    _loop: Any = None
+    _chunk: Batch | None = None
+    _slots: list[int] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self):
+        schema = self.manager.schema
+        self.is_prefill = self.tokens > schema.max_query_tokens
+        size = self.shard_requests * self.tokens
         # A decode step samples a token after each of its tokens, a chunk of a prompt only after its last token.
         indices = np.arange(size, dtype=np.int32)[-1 if self.is_prefill else 0 :]
-        self._logits_indices = manager.devices.put(np.tile(indices, manager.shards.count), "tokens")
-        self._seeds = manager.devices.put(np.arange(manager.schema.max_requests, dtype=np.uint32), "slots")
+        self._logits_indices = self.manager.devices.put(np.tile(indices, self.manager.shards.count), "tokens")
+        self._seeds = self.manager.devices.put(np.arange(schema.max_requests, dtype=np.uint32), "slots")
 
     @property
     def shard_requests(self) -> int:

@@ -5,7 +5,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -18,12 +18,6 @@ from dsv4_jax.common.arguments import check_temperature, check_top_k, check_top_
 from dsv4_jax.common.sizes import readable_bytes
 from dsv4_jax.config.draft_config import check_min_confidence
 
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-    from dsv4_jax.decode import CompiledModel
-    from dsv4_jax.host import KVCacheManager
 
 _DEFAULT_TEXT = "In the beginning"
 _DEFAULT_IDS = (5, 17, 42)
@@ -127,7 +121,7 @@ class GenerateCommand(RandomModelOptions):
         """The number of answers or beams that share the prompt."""
         return max(self.n_best, self.beams)
 
-    def _check(self) -> None:
+    def _check(self):
         """Raises ValueError if an option is out of range or contradicts another one."""
         check_temperature(self.temperature)
         check_top_k(self.top_k)
@@ -149,7 +143,7 @@ class GenerateCommand(RandomModelOptions):
         if self._answers > 1 and self.drafts:
             raise ValueError("--drafts makes one answer faster: leave out --n-best and --beams")
 
-    def _encode(self, tokenizer: "Tokenizer | None") -> tuple[str, list[int]]:
+    def _encode(self, tokenizer):
         """Returns (name of the option for the prompt, the prompt's token ids), if --prompt-ids is not given.
 
         Raises ValueError if --prompt is given and there is no tokenizer.
@@ -160,14 +154,7 @@ class GenerateCommand(RandomModelOptions):
             raise ValueError("--prompt needs a tokenizer.json beside the weights, and there is none: use --prompt-ids")
         return "--prompt", tokenizer.encode(_DEFAULT_TEXT if self.prompt is None else self.prompt).ids
 
-    def _generate(
-        self,
-        model: "CompiledModel",
-        manager: "KVCacheManager",
-        tokenizer: "Tokenizer | None",
-        prompt: list[int],
-        device: str,
-    ) -> dict[str, Any]:
+    def _generate(self, model, manager, tokenizer, prompt, device) -> dict[str, Any]:
         """Generates as the options ask. Unless --json is given, prints the prompt and each token of the first answer.
 
         Returns:
@@ -177,11 +164,11 @@ class GenerateCommand(RandomModelOptions):
 
         text = None if tokenizer is None else TextStream(tokenizer)
 
-        def show(token: int) -> None:
+        def show(token):
             if not self.as_json:
                 _print(f"{token} " if text is None else text.add(token))
 
-        def describe(tokens: list[int]) -> dict[str, Any]:
+        def describe(tokens):
             if tokenizer is None:
                 return {"tokens": tokens}
             return {"tokens": tokens, "text": tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]}
@@ -266,7 +253,7 @@ class GenerateCommand(RandomModelOptions):
         return candidates, _speed(compilations, seconds, timed_tokens, seconds)
 
 
-def _speed(compilations: int, seconds: float, timed_tokens: int, timed_seconds: float) -> dict[str, Any]:
+def _speed(compilations, seconds, timed_tokens, timed_seconds):
     """Returns the fields of --json about speed.
 
     Args:
@@ -283,19 +270,19 @@ def _speed(compilations: int, seconds: float, timed_tokens: int, timed_seconds: 
     }
 
 
-def _print(text: str) -> None:
+def _print(text):
     """Prints a model's text. If stdout is a terminal, control characters are left out."""
     print(startup.visible(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
-def _parse_ids(text: str) -> list[int]:
+def _parse_ids(text):
     try:
         return [int(part) for part in text.split(",")] if text.strip() else []
     except ValueError:
         raise ValueError(f"--prompt-ids {text!r} must be whole numbers separated by commas, such as 5,17,42") from None
 
 
-def _print_table(report: dict[str, Any], format_name: str) -> None:
+def _print_table(report, format_name):
     tokens = len(report["tokens"])
     speed = report["tokens_per_second"]
     cache = report["cache_bytes"]

@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from dsv4_jax.cli import options
 from dsv4_jax.cli.option_checks import check_writable
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from dsv4_jax.cache import CacheSchema
     from dsv4_jax.decode import CompiledModel
-    from dsv4_jax.expert_pages import ExpertMemory
     from dsv4_jax.host import KVCacheManager
 
 
@@ -126,7 +125,7 @@ class ModelOptions:
         model = CompiledModel(load(on_outline=on_outline), experts)
         return outlines[0].with_weights(model)
 
-    def _load(self, checkpoint: Path, config: DSV4Config, progress: bool, **arguments: Any) -> Any:
+    def _load(self, checkpoint, config, progress, **arguments):
         """Returns the module with its weights. `arguments` go to `load_checkpoint`, or to `random_model`."""
         import jax
 
@@ -136,7 +135,7 @@ class ModelOptions:
         weights = "quantized" if stay else self.weights
         return load_checkpoint(checkpoint, config, weights=weights, progress=progress, **arguments)
 
-    def _expert_memory(self, schema: "CacheSchema", step_tokens: int) -> "ExpertMemory | None":
+    def _expert_memory(self, schema, step_tokens):
         if (size := options.expert_bytes(self.expert_memory, self.mesh)) is None:
             return None
         from dsv4_jax.expert_pages import ExpertMemory, program_bytes
@@ -229,7 +228,7 @@ class RandomModelOptions(ModelOptions):
         folder = packaged_checkpoint().parent / "none" if self.random_weights in options.PRESETS else Path()
         return folder / self.random_weights, config
 
-    def _load(self, checkpoint: Path, config: DSV4Config, progress: bool, **arguments: Any) -> Any:
+    def _load(self, checkpoint, config, progress, **arguments):
         if self.random_weights is None:
             return super()._load(checkpoint, config, progress, **arguments)
         from dsv4_jax.checkpoint.random_weights import random_model
