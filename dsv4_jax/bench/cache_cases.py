@@ -37,8 +37,8 @@ _ATTENTION_AGREES = close(relative=2**-6, absolute=2**-6)
 def append_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of `append_swa`, and of `norm_rope_append`, which corresponds to a fused kernel of other projects.
 
-    T tokens belong to T requests. T=8192 is an exception, a prefill with as many tokens of each request as a window
-    holds.
+    T tokens belong to T requests. With T=8192, each request instead has as many tokens as a window holds, as in a
+    prefill.
     """
     for tokens in (1, 8, 64, 256, 8192):
         yield _append_case(schema, tokens)
@@ -58,8 +58,8 @@ def _append_case(schema, tokens):
         return rng.permutation(slots)[: tokens // request_tokens].repeat(request_tokens)
 
     def positions(rng):
-        first = rng.integers(0, config.max_position_embeddings - request_tokens, tokens // request_tokens)
-        return (first[:, None] + np.arange(request_tokens)).reshape(-1)
+        starts = rng.integers(0, config.max_position_embeddings - request_tokens, tokens // request_tokens)
+        return (starts[:, None] + np.arange(request_tokens)).reshape(-1)
 
     return Case(
         op="append_swa",
@@ -139,10 +139,10 @@ def _gather_case(op, codec, tokens, rows, view, inputs):
 def attention_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of `sparse_attention`, with one token per request.
 
-    A token attends to its window and to compressed entries. In a group without an indexer these are all 8,192 entries
-    of the request. In a group with an indexer, they are k entries that it selects. A request then has 4 * k entries of
-    its own. In further cases a request has 2**18 entries of a pool of 2**20 entries that all requests share, so that
-    selected rows are rarely adjacent.
+    A token attends to its window and to compressed entries. Without an indexer, it attends to all 8,192 entries of its
+    request. With an indexer, it attends to k selected entries, of 4 * k entries that belong to its request alone. In
+    further cases, all requests share a pool of 2**20 entries, and each has 2**18 of them, so that selected rows are
+    rarely adjacent.
     """
     topk = schema.config.index_topk
     for group in schema.groups.values():
@@ -226,8 +226,8 @@ def _flush_case(schema, group, label, requests, tokens, closes):
         if keys:
             return _flush_in_halves(state, weights, projections, slots, positions, implementation)
         compressors = [
-            ops.CompressorInputs(*pools, *values, compressor)
-            for pools, values, compressor in zip(state, projections, weights, strict=True)
+            ops.CompressorInputs(states, pool, kv, gate, compressor)
+            for (states, pool), (kv, gate), compressor in zip(state, projections, weights, strict=True)
         ]
         limit = 1 if tokens == 1 else None
         results = ops.flush(compressors, slots, positions, max_query_tokens=limit, implementation=implementation)

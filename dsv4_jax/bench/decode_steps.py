@@ -5,7 +5,6 @@
 
 import bisect
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 from flax import nnx
@@ -114,7 +113,7 @@ def _compare_with_one_token(results):
 
     A result is compared with the earlier results of the same batch size, context and skew.
     """
-    rows_by_place: dict[tuple[Any, ...], list[Row]] = {}
+    rows_by_place = {}  # {(requests, context, skew): results so far}
     for row in results:
         rows = rows_by_place.setdefault((row["requests"], row["context"], row["skew"]), [])
         rows.append(row)  # in the order of `StepOptions.step_sizes`
@@ -146,7 +145,7 @@ def measure(config: DSV4Config, options: StepOptions, report: Row, *, loop: bool
     model = options.make_model(config, options.largest_cache(config), max_tokens, max(options.skew))
     if model.expert_memory is not None:
         report["host_bytes"] = model.expert_memory.host_bytes
-    cases: list[StepCase] = []
+    cases = []
     for skew in options.skew:
         if len(options.skew) > 1:
             module = model.module

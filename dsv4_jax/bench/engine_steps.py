@@ -132,76 +132,65 @@ def run(config: DSV4Config, options: EngineOptions, report: Row) -> Iterator[Row
 def _measure(model, config, options):
     prompts = options.prompts
     for requests in options.requests:
-        case = _Case(model, config, options, requests)
-        yield from map(case.prompt, prompts)
-        yield case.decode()
-        prompts = ()  # are measured with the first number of requests only
-
-
-class _Case:
-    """An engine for a number of requests, with its programs compiled. The methods measure it."""
-
-    def __init__(self, model, config, options, requests):
-        self.model = model
-        self.options = options
-        self.requests = requests
-        self.manager = KVCacheManager(config, mesh=options.mesh, **options.cache_sizes(requests))
-        self._rng = np.random.default_rng(requests)
+        manager = KVCacheManager(config, mesh=options.mesh, **options.cache_sizes(requests))
         budget = max(options.token_budget, requests * (1 + options.drafts))
-        drafter = "model" if options.drafts else None
-        self.engine = Engine(model, self.manager, token_budget=budget, drafter=drafter)
-        self.compile_seconds = wall_seconds(self.engine.warm_up)
-        print(f"{requests} requests: programs compiled in {self.compile_seconds:.1f} s", file=sys.stderr)
-
-    def prompt(self, tokens):
-        """Measures the time until the first token of a prompt that runs alone. The second of two runs is measured."""
-        _, seconds = (wall_seconds(self._run_prompt, tokens) for _ in range(2))
-        return {
-            "measurement": "prompt",
-            "tokens": tokens,
-            "first_token_milliseconds": 1e3 * seconds,
-            "tokens_per_second": tokens / seconds,
-            "compile_seconds": self.compile_seconds,
-        }
-
-    def decode(self):
-        """Measures steps while all requests decode, then closes the engine and, without drafts, measures the loop."""
-        options = self.options
-        requests = [self._add(options.context, options.new_tokens) for _ in range(self.requests)]
-        while not all(request.generated for request in requests):
-            self.engine.step()
-        self._run_steps(WARM_UP)
-        before = sum(len(request.generated) for request in requests)
-        seconds = wall_seconds(self._run_steps, options.steps)
-        tokens = sum(len(request.generated) for request in requests) - before
-        row = {
-            "measurement": "decode",
-            "requests": self.requests,
-            "drafts": options.drafts,
-            "step_milliseconds": 1e3 * seconds / options.steps,
-            "tokens_per_second": tokens / seconds,
-            "token_milliseconds": 1e3 * seconds * self.requests / max(tokens, 1),
-            "acceptance": self.engine.metrics.acceptance,
-            "compile_seconds": self.compile_seconds,
-        }
-        self.engine.close()
+        engine = Engine(model, manager, token_budget=budget, drafter="model" if options.drafts else None)
+        rng = np.random.default_rng(requests)
+        compile_seconds = wall_seconds(engine.warm_up)
+        print(f"{requests} requests: programs compiled in {compile_seconds:.1f} s", file=sys.stderr)
+        for tokens in prompts:
+            _, seconds = (wall_seconds(_run_prompt, engine, rng, tokens) for _ in range(2))  # the second run counts
+            yield {
+                "measurement": "prompt",
+                "tokens": tokens,
+                "first_token_milliseconds": 1e3 * seconds,
+                "tokens_per_second": tokens / seconds,
+                "compile_seconds": compile_seconds,
+            }
+        prompts = ()  # prompts are measured with the first number of requests only
+        row = _decode(engine, rng, requests, options) | {"compile_seconds": compile_seconds}
+        engine.close()
         if not options.drafts:
             # Measure the on-device loop with the same number of requests in the same cache.
-            steps = RandomSteps(self.model, self.manager, self.requests)
-            steps.cache = self.engine.cache
+            steps = RandomSteps(model, manager, requests, cache=engine.cache)
             steps.start_requests(options.context)
             row["loop_milliseconds"] = 1e3 * loop_seconds(steps, LOOP_STEPS)
-        return row
+        yield row
 
-    def _add(self, tokens, new_tokens):
-        ids = self._rng.integers(2, self.manager.schema.config.vocab_size, size=tokens)
-        return self.engine.add(ids, max_new_tokens=new_tokens)
 
-    def _run_prompt(self, tokens):
-        request = self._add(tokens, 1)
-        while request.finish_reason is None:
-            self.engine.step()
+def _add(engine, rng, tokens, new_tokens):
+    """Adds a request with `tokens` random tokens."""
+    ids = rng.integers(2, engine.manager.schema.config.vocab_size, size=tokens)
+    return engine.add(ids, max_new_tokens=new_tokens)
 
-    def _run_steps(self, count):
-        for _ in range(count):
-            self.engine.step()
+
+def _run_prompt(engine, rng, tokens):
+    """Runs a prompt alone until its first token."""
+    request = _add(engine, rng, tokens, 1)
+    while request.finish_reason is None:
+        engine.step()
+
+
+def _run_steps(engine, count):
+    for _ in range(count):
+        engine.step()
+
+
+def _decode(engine, rng, requests, options):
+    """Measures steps while all requests decode."""
+    added = [_add(engine, rng, options.context, options.new_tokens) for _ in range(requests)]
+    while not all(request.generated for request in added):
+        engine.step()
+    _run_steps(engine, WARM_UP)
+    before = sum(len(request.generated) for request in added)
+    seconds = wall_seconds(_run_steps, engine, options.steps)
+    tokens = sum(len(request.generated) for request in added) - before
+    return {
+        "measurement": "decode",
+        "requests": requests,
+        "drafts": options.drafts,
+        "step_milliseconds": 1e3 * seconds / options.steps,
+        "tokens_per_second": tokens / seconds,
+        "token_milliseconds": 1e3 * seconds * requests / max(tokens, 1),
+        "acceptance": engine.metrics.acceptance,
+    }

@@ -54,26 +54,23 @@ def run(config: DSV4Config, options: StepOptions, report: Row) -> Iterator[Row]:
 
 
 def _measure(config, options, report):
-    # {(context, chunk): [(number of layers, amounts, floor)] of each kind}, with amounts as `_amounts` returns them
-    kinds: dict[tuple[int, int], list[tuple]] = {}
     measured: dict[tuple[int, ...], dict] = {(): {}}  # {numbers of layers: {(context, chunk): amounts of these layers}}
+    totals = {}  # {(context, chunk): sums over all layers of 1, the amounts and the floor}
     for layer, count in layer_kinds(config).items():
         layers = with_sources(config, [layer])
         for part in (layers[:-1], layers):
             if part not in measured:
                 steps = measure(kind_config(config, part).with_drafts(False), options, report)
                 measured[part] = {(step["context"], step["tokens"]): _amounts(step) for step in steps}
-        for place, whole in measured[layers].items():
-            amounts = whole - measured[layers[:-1]].get(place, 0)
+        for size, whole in measured[layers].items():
+            amounts = whole - measured[layers[:-1]].get(size, 0)
             operations, nbytes = amounts[:2]
             seconds = nbytes / report["copy_bytes_per_second"], operations / report["matmul_operations_per_second"]
             floor = 1e3 * max(seconds)
-            kinds.setdefault(place, []).append((count, amounts, floor))
-            yield _row(config.specs[layer].layer_type, layer, count, place, amounts, floor)
-    for place, parts in kinds.items():
-        count = sum(count for count, _, _ in parts)
-        amounts, floor = (sum(part[0] * part[i] for part in parts) for i in (1, 2))
-        yield _row(STACK, "", count, place, amounts, floor)
+            totals[size] = totals.get(size, 0) + count * np.array([1, *amounts, floor])
+            yield _row(config.specs[layer].layer_type, layer, count, size, amounts, floor)
+    for size, total in totals.items():
+        yield _row(STACK, "", round(total[0]), size, total[1:-1], total[-1])
 
 
 def _amounts(step):
@@ -86,9 +83,9 @@ def _amounts(step):
     return np.array([step["operations"], nbytes, sum(times) or step["milliseconds"], *times])
 
 
-def _row(layer_type, layer, count, place, amounts, floor):
+def _row(layer_type, layer, count, size, amounts, floor):
     """Returns a result: of one layer, of which the model has `count`, or of a stack of `count` layers."""
-    context, chunk = place
+    context, chunk = size
     operations, nbytes, milliseconds, *times = amounts.tolist()
     return {
         "layer_type": layer_type,

@@ -27,7 +27,7 @@ MAX_DRAFTS = 8  # maximum number of drafts if the model does not limit them
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSetup:
-    """How a benchmark makes a model with random weights.
+    """The options from which a benchmark makes a model with random weights.
 
     Attributes:
       layers: number of the model's layers, see `layer_slices.chosen_layers`; 0 for all.

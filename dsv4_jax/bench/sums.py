@@ -94,7 +94,7 @@ def _on_devices(function, mesh, mailboxes):
 
 
 def _loop_seconds(call, shards, mesh, mailboxes):
-    """Measures the seconds of one call in a loop on the devices. A call's argument is half the result before it."""
+    """Measures the seconds of one call in a loop on the devices. Each call gets half of the previous call's result."""
 
     def iteration(_, x):
         for _ in range(UNROLLED):

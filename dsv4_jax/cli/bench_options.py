@@ -72,10 +72,10 @@ class Benchmark:
         startup.notify("Starting JAX ...")
         import jax
 
-        report: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+        report = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
         report |= {"mesh": sizes} if sizes else {}
         rows = self._results(report, make_mesh(sizes) if sizes else None)
-        results: list[dict[str, Any]] = []
+        results = []
         for row in rows:
             results.append(row)
             if self.out is not None:

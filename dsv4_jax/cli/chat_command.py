@@ -85,7 +85,7 @@ class _Session:
         self._url = url
         self._headers = headers
         self._options = options
-        self._messages: list[dict[str, Any]] = []
+        self._messages = []
         self._begin(system)
 
     def _begin(self, system):

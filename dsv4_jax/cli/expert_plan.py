@@ -20,10 +20,8 @@ STEP_TOKENS = 256  # number of tokens of the largest step of `generate` and `ser
 def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_bytes: int, gpu: str) -> dict[str, Any]:
     """Decides how many experts lie in host memory, as `ExpertMemory.plan` does, and estimates the time of steps.
 
-    The model's weights are stored as in the release.
-
     Args:
-      config: configuration of the model.
+      config: configuration of the model, whose weights are stored as in the release.
       expert_memory: bytes of the GPU that experts may take, such as "60GB". "auto" = the memory that is left beside the
         other weights, the cache and the programs.
       memory: bytes of the GPU's memory.
@@ -47,11 +45,11 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
     from dsv4_jax.expert_pages.token_cost import READ_RATES
 
     layers, experts, matrices, other_weights, routed = _count_bytes(config)
-    expert_bytes = sum(matrices)
-    slice_bytes = layers * expert_bytes  # one expert of every layer
+    slice_bytes = layers * sum(matrices)  # one expert of every layer
     programs = program_bytes(STEP_TOKENS, config)
-    free = memory - other_weights - programs - cache_bytes
-    budget = free if expert_memory == "auto" else parse_bytes(expert_memory, "expert_memory")
+    budget = memory - other_weights - programs - cache_bytes
+    if expert_memory != "auto":
+        budget = parse_bytes(expert_memory, "expert_memory")
     on_device = min(experts, max(budget, 0) // slice_bytes)
     on_host = experts - on_device
     needed = other_weights + on_device * slice_bytes + programs
@@ -69,7 +67,7 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
         layers=config.num_hidden_layers,
         experts=experts,
         chosen=config.num_experts_per_tok,
-        expert_bytes=expert_bytes,
+        expert_bytes=sum(matrices),
         other_bytes=other_weights + experts * slice_bytes - routed,
         read_rate=READ_RATES[gpu],
     )

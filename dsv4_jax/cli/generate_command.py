@@ -177,13 +177,13 @@ class GenerateCommand(RandomModelOptions):
             show(token)
         if self._answers == 1:
             tokens, speed, accepted = self._stream_answer(model, manager, prompt, show)
-            others: dict[str, Any] = {"accepted": accepted} if self.drafts else {}
+            more = {"accepted": accepted} if self.drafts else {}
         else:
             candidates, speed = self._find_answers(model, manager, prompt)
             tokens = candidates[0].tokens
             for token in tokens:
                 show(token)
-            others = {"candidates": [describe(x.tokens) | {"logprob": x.logprob} for x in candidates]}
+            more = {"candidates": [describe(x.tokens) | {"logprob": x.logprob} for x in candidates]}
         if text is not None and not self.as_json:
             _print(text.finish())
         schema = manager.schema
@@ -193,7 +193,7 @@ class GenerateCommand(RandomModelOptions):
             "total": schema.memory_bytes(),
             "dense_bf16_per_token": schema.dense_bytes_per_token,
         }
-        return describe(tokens) | speed | {"device": device, "cache_bytes": cache_bytes} | others
+        return describe(tokens) | speed | {"device": device, "cache_bytes": cache_bytes} | more
 
     def _limits(self, manager):
         """Returns the parameters of a request that end an answer."""
@@ -219,8 +219,8 @@ class GenerateCommand(RandomModelOptions):
         from dsv4_jax.engine.generate import engine_for_prompts
 
         drafts = DraftOptions(self.drafts, self.min_confidence)
-        tokens: list[int] = []
-        timed: list[float] = []
+        tokens = []
+        timed = []
         with engine_for_prompts(model, manager, [prompt], self.max_new_tokens, self.chunk, drafts) as engine:
             request = engine.add(prompt, **self._draws(), **self._limits(manager))
             before = programs = model.compilations
@@ -290,17 +290,19 @@ def _print_table(report, format_name):
     dense = cache["dense_bf16_per_token"]
     saving = f"; dense BF16: {dense}, {dense / paged:.1f} times as many" if paged else ""
     total = cache["total"]
-    table = Table(title=f"{tokens} new tokens on {report['device']}", show_header=False, title_justify="left")
     timed = f"{speed:.1f} ({report['timed_tokens']} tokens, none compiling)" if speed else "not measured: all compiled"
-    table.add_row("tokens/s", timed)
+    cells = {"tokens/s": timed}
     if accepted := report.get("accepted"):
-        table.add_row("tokens a step", f"{tokens / len(accepted):.2f}, drafts included")
-    table.add_row("time", f"{report['seconds']:.2f} s after loading, compilation included")
-    table.add_row("compilations", str(report["compilations"]))
-    table.add_row("cache bytes a token", f"{paged:.2f}{saving}")
-    table.add_row(
-        "cache bytes a request", f"{cache['per_request']:,}, whatever its length: windows and compressor states"
-    )
-    table.add_row("cache bytes in all", f"{total:,} ({readable_bytes(total)}; format {format_name})")
+        cells["tokens a step"] = f"{tokens / len(accepted):.2f}, drafts included"
+    cells |= {
+        "time": f"{report['seconds']:.2f} s after loading, compilation included",
+        "compilations": str(report["compilations"]),
+        "cache bytes a token": f"{paged:.2f}{saving}",
+        "cache bytes a request": f"{cache['per_request']:,}, whatever its length: windows and compressor states",
+        "cache bytes in all": f"{total:,} ({readable_bytes(total)}; format {format_name})",
+    }
+    table = Table(title=f"{tokens} new tokens on {report['device']}", show_header=False, title_justify="left")
+    for row in cells.items():
+        table.add_row(*row)
     print()
     Console().print(table)

@@ -237,7 +237,7 @@ class ServeCommand(RandomModelOptions):
     @functools.cached_property
     def _adapters(self) -> dict[str, Path]:
         """The folders of --adapters by name. Raises ValueError if the option is malformed or has no adapter."""
-        folders: dict[str, Path] = {}
+        folders = {}
         for item in self.adapters.split(",") if self.adapters else ():
             name, _, folder = map(str.strip, item.partition("="))
             if not name.isprintable() or not name or not folder or name in folders:

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import unittest.mock
 
 import pytest
 
@@ -53,8 +52,8 @@ def test_experts_in_host_memory(monkeypatch):
     config = read_config(packaged_checkpoint())
     report = {}
     options = EngineOptions(requests=(1,), prompts=(), layers=1, skew=1.0, expert_memory=5 * each)
-    case = unittest.mock.Mock(decode=lambda: dict(measurement="decode", tokens_per_second=1.0))
-    monkeypatch.setattr(engine_steps, "_Case", lambda *_: case)
+    row = dict(measurement="decode", tokens_per_second=1.0)
+    monkeypatch.setattr(engine_steps, "_measure", lambda *_: [row])
     assert len(list(engine_steps.run(config, options, report))) == 1
     assert report["host_bytes"] == 3 * each and report["skew"] == 1.0
 
