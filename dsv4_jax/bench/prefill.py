@@ -54,8 +54,10 @@ def run(config: DSV4Config, options: StepOptions, report: Row) -> Iterator[Row]:
 
 
 def _measure(config, options, report):
-    measured: dict[tuple[int, ...], dict] = {(): {}}  # {numbers of layers: {(context, chunk): amounts of these layers}}
-    totals = {}  # {(context, chunk): sums over all layers of 1, the amounts and the floor}
+    # {numbers of layers: {(context, chunk): amounts of these layers}}
+    measured: dict[tuple[int, ...], dict] = {(): {}}
+    # {(context, chunk): sums over all layers of 1, the amounts and the floor}
+    totals: dict[tuple[int, int], np.ndarray] = {}
     for layer, count in layer_kinds(config).items():
         layers = with_sources(config, [layer])
         for part in (layers[:-1], layers):
