@@ -7,17 +7,10 @@ model therefore includes these other layers, too.
 import collections
 import dataclasses
 import itertools
-import math
-import os
 from collections.abc import Iterable, Sequence
 
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_spec import OWN
-from dsv4_jax.quant import quantized_shapes
-
-
-MAX_TABLE_BYTES = 8 << 30  # maximum bytes of Engram's tables on a device; the L2 cache is much smaller
-ENGRAM_KIND = "FP8_ROWS"  # storage of these tables
 
 
 def with_sources(config: DSV4Config, layers: Iterable[int]) -> tuple[int, ...]:
@@ -118,26 +111,3 @@ def numbers_label(numbers: Iterable[int]) -> str:
     groups = itertools.groupby(enumerate(numbers), lambda item: item[1] - item[0])
     ranges = [[number for _, number in group] for _, group in groups]
     return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in ranges)
-
-
-def with_fitting_tables(config: DSV4Config, devices: int = 1, *, on_host: bool = False) -> DSV4Config:
-    """Returns the configuration with Engram's tables reduced to what the machine holds, if they are larger.
-
-    A token reads as many rows of a smaller table. Tables on devices have about `MAX_TABLE_BYTES` bytes of each device
-    at most, and tables in host memory half of it.
-
-    Args:
-      config: configuration of the model.
-      devices: number of devices that share a table.
-      on_host: whether tables lie in host memory, see `HostTables`.
-    """
-    max_bytes = MAX_TABLE_BYTES * devices
-    if on_host:
-        max_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    engram = config.engram
-    if engram is None:
-        return config
-    row_bytes = sum(map(math.prod, quantized_shapes(ENGRAM_KIND, (1, engram.head_dim))))
-    hashes = len(engram.layer_ids) * engram.rows
-    size = max(2, min(engram.vocab_size, max_bytes // (row_bytes * hashes)))
-    return dataclasses.replace(config, engram=engram.resized(engram.layer_ids, size))

@@ -1,12 +1,13 @@
 """Options of benchmarks of steps: how the model is made, and which sizes of steps are measured."""
 
 import dataclasses
+import math
+import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from jax.sharding import Mesh
 
-from dsv4_jax.bench.layer_slices import with_fitting_tables
 from dsv4_jax.bench.random_steps import DRAWS
 from dsv4_jax.bench.tables import Row
 from dsv4_jax.cache import CacheSchema
@@ -16,12 +17,14 @@ from dsv4_jax.data import BLOCK_TOKENS
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.expert_pages import ExpertMemory, HostTables, program_bytes
 from dsv4_jax.parallel.mesh import check_divisible, check_shardable
-from dsv4_jax.quant import KVFormat
+from dsv4_jax.quant import KVFormat, quantized_shapes
 
 
 # Number of tokens by which a request is shorter than the measured context when it starts. It grows during the
 # measurement: by the steps that warm up, and by those whose time is measured.
 MARGIN = 4 * DRAWS
+MAX_TABLE_BYTES = 8 << 30  # maximum bytes of Engram's tables on a device; the L2 cache is much smaller
+ENGRAM_KIND = "FP8_ROWS"  # storage of these tables
 MAX_DRAFTS = 8  # maximum number of drafts if the model does not limit them
 
 
@@ -47,9 +50,22 @@ class ModelSetup:
     host_tables: bool = False
 
     def fit_tables(self, config: DSV4Config) -> DSV4Config:
-        """Returns the configuration with Engram's tables reduced to what the machine holds, if they are larger."""
-        devices = 1 if self.mesh is None else self.mesh.shape.get("model", 1)
-        return with_fitting_tables(config, devices, on_host=self.host_tables or self.expert_memory is not None)
+        """Returns the configuration with Engram's tables reduced to what the machine holds, if they are larger.
+
+        A token reads as many rows of a smaller table. Tables on devices take at most about `MAX_TABLE_BYTES` of each
+        device. Tables in host memory take at most half of the host's memory.
+        """
+        engram = config.engram
+        if engram is None:
+            return config
+        max_bytes = MAX_TABLE_BYTES * (1 if self.mesh is None else self.mesh.shape.get("model", 1))
+        if self.host_tables or self.expert_memory is not None:
+            max_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        row_bytes = sum(map(math.prod, quantized_shapes(ENGRAM_KIND, (1, engram.head_dim))))
+        rows = max_bytes // (row_bytes * len(engram.layer_ids) * engram.rows)
+        return dataclasses.replace(
+            config, engram=engram.resized(engram.layer_ids, max(2, min(engram.vocab_size, rows)))
+        )
 
     def reduce_tables(self, config: DSV4Config, report: Row) -> DSV4Config:
         """Does the same as `fit_tables`. If tables are reduced, prints and reports their numbers of rows."""
