@@ -52,8 +52,8 @@ def indexer_cases(schema: CacheSchema) -> Iterator[Case]:
     for requests, keys in _TOPK_SHAPES:
         yield _topk_case(config.index_topk, requests, keys, keys)
         if requests == 1:
-            yield _topk_case(config.index_topk, requests, keys, keys, ", all equal")
-            yield _topk_case(config.index_topk, requests, keys, 1024, ", 1024 visible")
+            yield _topk_case(config.index_topk, requests, keys, keys, are_equal=True)
+            yield _topk_case(config.index_topk, requests, keys, 1024)
     for requests, keys in _CANDIDATE_SHAPES if config.candidate_topk_blocks else ():
         if keys > config.candidate_topk_blocks * config.candidate_block_size:
             yield _blocks_case(config, requests, keys)
@@ -207,14 +207,15 @@ def _same_selection(indices, expected):
     return jnp.mean(jax.vmap(jnp.isin)(indices, expected).astype(jnp.float32)) >= 0.99
 
 
-def _topk_case(topk, requests, keys, visible, kind=""):
+def _topk_case(topk, requests, keys, visible, *, are_equal=False):
     """Returns a case that selects the top k of the first `visible` scores in each row of [requests, keys] scores.
 
-    The text `kind` is added to the case's label. If it contains "equal", all scores are the same, otherwise random.
+    The scores are random. If `are_equal` is True, they are all the same number.
     """
+    label = ", all equal" if are_equal else f", {visible} visible" if visible < keys else ""
 
     def scores(rng):
-        shape = () if "equal" in kind else (requests, keys)
+        shape = () if are_equal else (requests, keys)
         return jnp.broadcast_to(normal_float32(*shape)(rng), (requests, keys))
 
     def call(_, scores, lengths, *, implementation):
@@ -222,7 +223,7 @@ def _topk_case(topk, requests, keys, visible, kind=""):
 
     return Case(
         op="indexer_topk",
-        shape=f"{requests} x {keys}{kind}",
+        shape=f"{requests} x {keys}{label}",
         nbytes=requests * 4 * (visible + 1 + topk),
         call=call,
         inputs=(scores, np.full(requests, visible)),

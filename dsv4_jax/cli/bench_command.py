@@ -63,6 +63,9 @@ class _DecodeSteps(ModelBenchmark):
     """Options of the benchmarks of decode steps.
 
     Attributes:
+      batches: batch sizes, in requests. Default: 1 8 32 128; on a CPU 1 4
+      contexts: context lengths, in tokens a request. Default: 4096 65536; on a CPU 512 4096
+      plot: plot the time of each kind of kernel to this file.
       drafts: also measure a step that verifies K draft tokens of each request, and a step that then also makes K new
         drafts with the model's draft layers. Reports tokens a second for several acceptance rates.
     """
@@ -95,11 +98,6 @@ class LayerBench(_DecodeSteps):
 
     For example:
       dsv4-jax bench layer --json layer.json --plot layer.png
-
-    Attributes:
-      batches: batch sizes, in requests. Default: 1 8 32 128; on a CPU 1 4
-      contexts: context lengths, in tokens a request. Default: 4096 65536; on a CPU 512 4096
-      plot: plot the time of each kind of kernel to this file.
     """
 
     expert_parallel: options.ExpertParallel = False
@@ -123,12 +121,9 @@ class ModelBench(_DecodeSteps):
       dsv4-jax bench model --config v41_flash --mesh model=4 --host-tables --batches 1 --contexts 8192
 
     Attributes:
-      batches: batch sizes, in requests. Default: 1 8 32 128; on a CPU 1 4
-      contexts: context lengths, in tokens a request. Default: 4096 65536; on a CPU 512 4096
       layers: number of layers to run: one of each kind, with those that it reads from, as far as they fit, then the
         first ones; 0 = as many as fit, or all with --expert-memory. Engram's tables are reduced to what the machine
         holds.
-      plot: plot the time of each kind of kernel to this file.
       skew: how unequally tokens select experts: the expert of rank r has weight r**-S. Each S is measured. With
         --expert-memory, the experts that are frequent with the largest S lie on the GPU.
     """
@@ -214,7 +209,7 @@ class ServeBench(Benchmark):
     drafts: int = 0
     mesh: options.MeshOption = None
     plot: PlotFile = None
-    config: Annotated[str | None, options.optional("|".join((*options.PRESETS, "DIR")))] = None
+    config: Annotated[str | None, options.optional(options.MODELS)] = None
     layers: int = 0
     requests: Numbers = None
     prompts: Numbers = None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Config = Annotated[
     str,
     tyro.conf.arg(
-        metavar="|".join((*options.PRESETS, "DIR")),
+        metavar=options.MODELS,
         help="the model whose shapes are used: a released one, of which those with a date and v41_flash draft with "
         "DSpark, or a folder with a config.json. On a CPU, a tiny model replaces the releases of V4.",
     ),

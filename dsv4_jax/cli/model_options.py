@@ -200,7 +200,7 @@ class RandomModelOptions(ModelOptions):
         unless the folder has a tokenizer.json.
     """
 
-    random_weights: Annotated[str | None, optional("|".join((*options.PRESETS, "DIR")))] = None
+    random_weights: Annotated[str | None, optional(options.MODELS)] = None
     skew: options.Skew = 0.0
 
     def open_model(self, checkpoint: Path | None, *, mtp: bool = False) -> tuple[Path, DSV4Config]:

@@ -18,6 +18,7 @@ Dtype = Literal["float32", "bfloat16"]
 PRESETS = {name: getattr(DSV4Config, name) for name in ("v4_flash", "v4_pro", "v4_flash_0731", "v4_pro_0813")} | {
     "v41_flash": functools.partial(DSV4Config.v41_flash, mtp=True)
 }
+MODELS = "|".join((*PRESETS, "DIR"))  # text that stands for the value of an option that names a model
 
 
 def optional(metavar: str, **options: Any) -> Any:
