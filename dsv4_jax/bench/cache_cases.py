@@ -12,6 +12,7 @@ from dsv4_jax.bench.cases import (
     close,
     distinct,
     group_label,
+    group_with_keys,
     normal,
     normal_float32,
     paged_view,
@@ -36,8 +37,8 @@ _ATTENTION_AGREES = close(relative=2**-6, absolute=2**-6)
 def append_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of `append_swa`, and of `norm_rope_append`, which corresponds to a fused kernel of other projects.
 
-    T tokens belong to T requests. T=8192 is an exception, a prefill with as many tokens of each request as a window
-    holds.
+    T tokens belong to T requests. With T=8192, each request instead has as many tokens as a window holds, as in a
+    prefill.
     """
     for tokens in (1, 8, 64, 256, 8192):
         yield _append_case(schema, tokens)
@@ -57,8 +58,8 @@ def _append_case(schema, tokens):
         return rng.permutation(slots)[: tokens // request_tokens].repeat(request_tokens)
 
     def positions(rng):
-        first = rng.integers(0, config.max_position_embeddings - request_tokens, tokens // request_tokens)
-        return (first[:, None] + np.arange(request_tokens)).reshape(-1)
+        starts = rng.integers(0, config.max_position_embeddings - request_tokens, tokens // request_tokens)
+        return (starts[:, None] + np.arange(request_tokens)).reshape(-1)
 
     return Case(
         op="append_swa",
@@ -102,7 +103,7 @@ def _norm_rope_case(schema, tokens, heads):
 def gather_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of the three gathers: of selected entries, of all entries, and of window rows of each token."""
     config = schema.config
-    group = next(group for group in schema.groups.values() if group.key is not None)
+    group = group_with_keys(schema)
     topk = config.index_topk
     for tokens in (8, 64, 128):
         view = paged_view(schema, group, group.entry, [4 * topk] * tokens)
@@ -138,10 +139,10 @@ def _gather_case(op, codec, tokens, rows, view, inputs):
 def attention_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of `sparse_attention`, with one token per request.
 
-    A token attends to its window and to compressed entries. In a group without an indexer these are all 8,192 entries
-    of the request. In a group with an indexer, they are k entries that it selects. A request then has 4 * k entries of
-    its own. In further cases a request has 2**18 entries of a pool of 2**20 entries that all requests share, so that
-    selected rows are rarely adjacent.
+    A token attends to its window and to compressed entries. Without an indexer, it attends to all 8,192 entries of its
+    request. With an indexer, it attends to k selected entries, of 4 * k entries that belong to its request alone. In
+    further cases, all requests share a pool of 2**20 entries, and each has 2**18 of them, so that selected rows are
+    rarely adjacent.
     """
     topk = schema.config.index_topk
     for group in schema.groups.values():
@@ -205,14 +206,14 @@ def flush_cases(schema: CacheSchema) -> Iterator[Case]:
 
 def _flush_case(schema, group, label, requests, tokens, closes):
     rate = group.compress_rate
-    codecs = (group.entry, group.key) if group.key and group.key_compressor else (group.entry,)
-    derived = group.key if group.key and not group.key_compressor else None  # codec of keys of pooled vectors
+    has_state = group.pooled_rows > 1
+    closed = int(closes) if tokens == 1 else tokens // rate  # number of windows that a request's tokens complete
+    codecs = [group.entry, group.key] if group.key_compressor else [group.entry]
+    keys = [] if group.key is None or group.key_compressor else [group.key]  # made from the entries' pooled vectors
     widths = [codec.dim * (1 + group.overlap) for codec in codecs]
 
     def state_view(width):
-        if group.pooled_rows == 1:
-            return ops.StateView(None, None, jnp.int32(0), rate, group.overlap)
-        values = normal_float32(1, requests, group.pooled_rows, width)
+        values = normal_float32(1, requests, group.pooled_rows, width) if has_state else lambda rng: None
         return lambda rng: ops.StateView(values(rng), values(rng), jnp.int32(0), rate, group.overlap)
 
     def positions(rng):
@@ -221,20 +222,9 @@ def _flush_case(schema, group, label, requests, tokens, closes):
         window = rng.integers(1, _FLUSH_CONTEXT // rate, requests)
         return window * rate + (rate - 1 if closes else rng.integers(0, rate - 1, requests))
 
-    def call_halves(state, weights, projections, slots, positions, *, implementation):
-        ((states, entries),) = state[:-1]
-        (compressor,) = weights
-        kv, gate = projections[0]
-        with ops.use_implementation(implementation):
-            closed, states = ops.pool_windows(states, kv, gate, compressor, slots, positions)
-            keys = dataclasses.replace(closed, values=closed.values[:, : derived.dim])  # in place of their projection
-            written = [
-                ops.write_entries(pool, windows, compressor.inv_freq)
-                for pool, windows in ((entries, closed), (state[-1], keys))
-            ]
-        return (states, written[0]), written[1]
-
     def call(state, weights, projections, slots, positions, *, implementation):
+        if keys:
+            return _flush_in_halves(state, weights, projections, slots, positions, implementation)
         compressors = [
             ops.CompressorInputs(states, pool, kv, gate, compressor)
             for (states, pool), (kv, gate), compressor in zip(state, projections, weights, strict=True)
@@ -246,27 +236,38 @@ def _flush_case(schema, group, label, requests, tokens, closes):
     def pool(codec):
         return paged_view(schema, group, codec, [_FLUSH_CONTEXT // rate] * requests)
 
-    def projection(width):
-        values = normal_float32(requests * tokens, width)
-        return values, values if group.pooled_rows > 1 else None
-
-    request_bytes = sum(_flush_bytes(group, codec, tokens, closes) for codec in codecs)
-    if derived:
-        request_bytes += _closed_windows(group, tokens, closes) * tree_bytes(derived.struct)
-    projections = [projection(width) for width in widths]
+    request_bytes = sum(_flush_bytes(group, codec, tokens, closed) for codec in codecs)
+    request_bytes += sum(closed * tree_bytes(key.struct) for key in keys)
+    values = [normal_float32(requests * tokens, width) for width in widths]
     return Case(
         op="flush",
         shape=f"{group_label(schema, group)} {label}",
         nbytes=requests * (8 * tokens + request_bytes),
-        call=call_halves if derived else call,
+        call=call,
         state=(
             *((state_view(width), pool(codec)) for width, codec in zip(widths, codecs, strict=True)),
-            *([pool(derived)] if derived else []),
+            *map(pool, keys),
         ),
         weights=([_compressor_weights(schema, group, codec) for codec in codecs],),
-        inputs=(projections, permutation(requests, tokens), positions),
+        inputs=(
+            [(value, value if has_state else None) for value in values],
+            permutation(requests, tokens),
+            positions,
+        ),
         updates=True,
     )
+
+
+def _flush_in_halves(state, weights, projections, slots, positions, implementation):
+    """Stores entries and the index keys that are made from them, as `flush` does in two halves."""
+    (states, entries), keys = state
+    (compressor,) = weights
+    ((kv, gate),) = projections
+    with ops.use_implementation(implementation):
+        closed, states = ops.pool_windows(states, kv, gate, compressor, slots, positions)
+        projected = dataclasses.replace(closed, values=closed.values[:, : keys.codec.dim])  # in place of a projection
+        entries = ops.write_entries(entries, closed, compressor.inv_freq)
+        return (states, entries), ops.write_entries(keys, projected, compressor.inv_freq)
 
 
 def _compressor_weights(schema, group, codec):
@@ -279,22 +280,17 @@ def _compressor_weights(schema, group, codec):
     )
 
 
-def _flush_bytes(group, codec, tokens, closes):
+def _flush_bytes(group, codec, tokens, closed):
     """Returns the number of bytes that a flush reads and writes for one request.
 
-    It reads the projections and writes them to compressor state rows, at most to a full ring of rows. For each new
-    entry, it writes a row. Only a decode step reads the other rows of the ring to make the entry. If an entry is a
-    single token, there are no logits and no state.
+    The request's tokens complete `closed` windows. The flush reads the projections and writes them to compressor state
+    rows, at most to a full ring of rows. For each new entry, it writes a row. Only a decode step reads the other rows
+    of the ring to make the entry. If an entry is a single token, there are no logits and no state.
     """
     ring = group.pooled_rows
-    entry_bytes = _closed_windows(group, tokens, closes) * tree_bytes(codec.struct)
+    entry_bytes = closed * tree_bytes(codec.struct)
     if ring == 1:
         return tokens * 4 * codec.dim + entry_bytes
     row_bytes = 8 * codec.dim * (1 + group.overlap)  # float32 values and logits
-    ring_bytes = closes * (ring - 1) * codec.dim * 8 if tokens == 1 else 0  # bytes read to make the entry
+    ring_bytes = closed * (ring - 1) * codec.dim * 8 if tokens == 1 else 0  # bytes read to make the entry
     return (tokens + min(tokens, ring)) * row_bytes + ring_bytes + entry_bytes
-
-
-def _closed_windows(group, tokens, closes):
-    """Returns the number of windows that a request's tokens complete."""
-    return int(closes) if tokens == 1 else tokens // group.compress_rate

@@ -40,7 +40,8 @@ class Case:
       state: pytree of arrays and `Draw` objects that belong to one layer, such as views of its pools.
       updates: whether the result is the next state of the layer; the state is then donated.
       flops: number of floating-point operations of a call on the tensor cores.
-      reads: whether nearly all of `nbytes` are read. The bound is then the bandwidth of reading, otherwise of copying.
+      reads: whether a call reads nearly all of `nbytes`. Its floor then follows from the bandwidth of reading, and
+        otherwise from the bandwidth of copying.
       agree: function of (the kernel's array, XLA's array) that returns whether the two agree, a bool scalar. It is
         called for each array of a result. None compares bit for bit.
       xla_calls: number of timed calls of XLA's version; None for the number of calls of the kernel.
@@ -99,9 +100,10 @@ def _int32(values):
 
 
 def measured_config(config: DSV4Config, report: dict[str, Any], field: str = "shapes") -> DSV4Config:
-    """Returns the configuration to measure: `config`, or without a GPU a small one in place of a released model's.
+    """Returns the configuration to measure.
 
-    The small one is that of the packaged model, with draft layers of the kind that `config` has.
+    Without a GPU, the packaged model's small configuration replaces that of a released model. It then gets draft layers
+    of the kind that `config` has.
 
     Args:
       config: the requested configuration.
@@ -130,8 +132,7 @@ def close(relative: float, absolute: float) -> Callable[[Array, Array], Array]:
     """
 
     def agree(result, expected):
-        expected = expected.astype(jnp.float32)
-        return jnp.all(jnp.abs(result.astype(jnp.float32) - expected) <= relative * jnp.abs(expected) + absolute)
+        return jnp.allclose(result.astype(jnp.float32), expected.astype(jnp.float32), rtol=relative, atol=absolute)
 
     return agree
 
@@ -174,11 +175,16 @@ def distinct(tokens: int, count: int, limit: int) -> Draw:
 def group_label(schema: CacheSchema, group: GroupSpec) -> str:
     """Returns the name of a group of layers in capitals, such as "CSA".
 
-    It has the compression rate only if another group differs in nothing else.
+    The name ends in the compression rate only if another group has the same name apart from the rate.
     """
     stems = [name.rstrip("0123456789") for name in schema.groups]
     stem = group.name.rstrip("0123456789")
     return (stem if stems.count(stem) == 1 else group.name).upper()
+
+
+def group_with_keys(schema: CacheSchema) -> Any:
+    """Returns the first group of layers whose entries have index keys."""
+    return next(group for group in schema.groups.values() if group.key is not None)
 
 
 def window_view(schema: CacheSchema, slots: int) -> Draw:

@@ -7,23 +7,21 @@ import dataclasses
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from dsv4_jax.bench.decode_steps import check_numbers, loop_seconds, reduce_tables
 from dsv4_jax.bench.layer_slices import chosen_layers, numbers_label, slice_config
-from dsv4_jax.bench.random_steps import RandomSteps, expert_memory
+from dsv4_jax.bench.random_steps import RandomSteps
+from dsv4_jax.bench.step_cases import loop_seconds
+from dsv4_jax.bench.step_options import ModelSetup, check_numbers
 from dsv4_jax.bench.tables import Row, print_rows
+from dsv4_jax.bench.timing import wall_seconds
 from dsv4_jax.cache import CacheSchema
-from dsv4_jax.checkpoint.random_weights import random_model
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS
-from dsv4_jax.decode import CompiledModel
 from dsv4_jax.engine import Engine
-from dsv4_jax.expert_pages import HostTables
 from dsv4_jax.host import KVCacheManager
 
 
@@ -43,8 +41,8 @@ COLUMNS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """Options of a measurement, mostly the options of `dsv4-jax bench serve --config`.
+class EngineOptions(ModelSetup):
+    """Options of `dsv4-jax bench serve --config`.
 
     Attributes:
       requests: numbers of requests to measure decode steps with.
@@ -52,24 +50,15 @@ class EngineOptions:
       context: length of the requests' prompts before decode steps, in tokens.
       steps: number of decode steps whose mean time is reported.
       token_budget: maximum number of tokens of a step.
-      layers: number of the model's layers, see `layer_slices.chosen_layers`; 0 for all.
-      drafts: number of tokens that the draft layers draft for each request in a step; 0 for a model without them.
-      expert_memory, host_tables: see `decode_steps.StepOptions`.
       skew: skew of the routers, see `checkpoint.random_weights.random_model`.
-      mesh: the devices; None for the default one.
     """
 
-    requests: tuple[int, ...] = (1, 4, 16, 64)
-    prompts: tuple[int, ...] = (1024, 8192, 65536)
+    requests: tuple[int, ...]
+    prompts: tuple[int, ...]
     context: int = 512
     steps: int = 32
     token_budget: int = 2048
-    layers: int = 0
-    drafts: int = 0
-    expert_memory: int | Literal["auto"] | None = None
-    host_tables: bool = False
     skew: float = 0.0
-    mesh: Mesh | None = None
 
     @property
     def new_tokens(self) -> int:
@@ -118,110 +107,90 @@ def run(config: DSV4Config, options: EngineOptions, report: Row) -> Iterator[Row
     """
     check_numbers("requests", options.requests, 1)
     check_numbers("layers", (options.layers,), 0, config.num_hidden_layers)
-    count = options.layers or config.num_hidden_layers
-    layers = chosen_layers(config, count)
-    config = reduce_tables(slice_config(config, layers).with_drafts(options.drafts > 0), options, report)
+    layers = chosen_layers(config, options.layers or config.num_hidden_layers)
+    label = numbers_label(layers)
+    config = options.reduce_tables(slice_config(config, layers).with_drafts(options.drafts > 0), report)
     if options.max_context > (limit := config.max_position_embeddings):
         raise ValueError(f"--prompts and --context need {options.max_context} tokens; the model's context is {limit}")
-    largest = CacheSchema(config, **options.cache_sizes(max(options.requests)))
-    experts = expert_memory(options.expert_memory, largest, options.max_step_tokens)
+    schema = CacheSchema(config, **options.cache_sizes(max(options.requests)))
     begin = time.perf_counter()
-    tables = HostTables() if options.host_tables else None
-    model = random_model(config, options.mesh, expert_memory=experts, host_tables=tables, skew=options.skew)
-    model = CompiledModel(jax.block_until_ready(model), experts)
+    model = options.make_model(config, schema, options.max_step_tokens, options.skew)
+    jax.block_until_ready(model.arrays)
     report |= {
         "layers": len(layers),
-        "layer_numbers": numbers_label(layers),
+        "layer_numbers": label,
         "token_budget": options.token_budget,
         "context": options.context,
         "skew": options.skew,
-        "host_bytes": experts.host_bytes if experts else 0,
+        "host_bytes": model.expert_memory.host_bytes if model.expert_memory else 0,
         "weights_seconds": time.perf_counter() - begin,
     }
-    print(f"weights of layers {numbers_label(layers)} made in {report['weights_seconds']:.1f} s", file=sys.stderr)
+    print(f"weights of layers {label} made in {report['weights_seconds']:.1f} s", file=sys.stderr)
     yield from print_rows(_measure(model, config, options), COLUMNS, what=-7, tokens=7)
 
 
 def _measure(model, config, options):
     prompts = options.prompts
     for requests in options.requests:
-        case = _Case(model, config, options, requests)
-        yield from map(case.prompt, prompts)
-        yield case.decode()
-        prompts = ()  # are measured with the first number of requests only
-
-
-class _Case:
-    """An engine for a number of requests, with its programs compiled. The methods measure it."""
-
-    def __init__(self, model, config, options, requests):
-        self.model = model
-        self.options = options
-        self.requests = requests
-        self.manager = KVCacheManager(config, mesh=options.mesh, **options.cache_sizes(requests))
-        self._rng = np.random.default_rng(requests)
+        manager = KVCacheManager(config, mesh=options.mesh, **options.cache_sizes(requests))
         budget = max(options.token_budget, requests * (1 + options.drafts))
-        drafter = "model" if options.drafts else None
-        self.engine = Engine(model, self.manager, token_budget=budget, drafter=drafter)
-        begin = time.perf_counter()
-        self.engine.warm_up()
-        self.compile_seconds = time.perf_counter() - begin
-        print(f"{requests} requests: programs compiled in {self.compile_seconds:.1f} s", file=sys.stderr)
-
-    def prompt(self, tokens):
-        """Measures the time until the first token of a prompt that runs alone. The second of two runs is measured."""
-        seconds = 0.0
-        for _ in range(2):
-            begin = time.perf_counter()
-            request = self._add(tokens, 1)
-            while request.finish_reason is None:
-                self.engine.step()
-            seconds = time.perf_counter() - begin
-        return {
-            "measurement": "prompt",
-            "tokens": tokens,
-            "first_token_milliseconds": 1e3 * seconds,
-            "tokens_per_second": tokens / seconds,
-            "compile_seconds": self.compile_seconds,
-        }
-
-    def decode(self):
-        """Measures steps while all requests decode, then closes the engine and, without drafts, measures the loop."""
-        options = self.options
-        requests = [self._add(options.context, options.new_tokens) for _ in range(self.requests)]
-        while not all(request.generated for request in requests):
-            self.engine.step()
-        _seconds(self.engine, WARM_UP)
-        before = sum(len(request.generated) for request in requests)
-        seconds = _seconds(self.engine, options.steps)
-        tokens = sum(len(request.generated) for request in requests) - before
-        row = {
-            "measurement": "decode",
-            "requests": self.requests,
-            "drafts": options.drafts,
-            "step_milliseconds": 1e3 * seconds / options.steps,
-            "tokens_per_second": tokens / seconds,
-            "token_milliseconds": 1e3 * seconds * self.requests / max(tokens, 1),
-            "acceptance": self.engine.metrics.acceptance,
-            "compile_seconds": self.compile_seconds,
-        }
-        self.engine.close()
+        engine = Engine(model, manager, token_budget=budget, drafter="model" if options.drafts else None)
+        rng = np.random.default_rng(requests)
+        compile_seconds = wall_seconds(engine.warm_up)
+        print(f"{requests} requests: programs compiled in {compile_seconds:.1f} s", file=sys.stderr)
+        for tokens in prompts:
+            _, seconds = (wall_seconds(_run_prompt, engine, rng, tokens) for _ in range(2))  # the second run counts
+            yield {
+                "measurement": "prompt",
+                "tokens": tokens,
+                "first_token_milliseconds": 1e3 * seconds,
+                "tokens_per_second": tokens / seconds,
+                "compile_seconds": compile_seconds,
+            }
+        prompts = ()  # prompts are measured with the first number of requests only
+        row = _decode(engine, rng, requests, options) | {"compile_seconds": compile_seconds}
+        engine.close()
         if not options.drafts:
             # Measure the on-device loop with the same number of requests in the same cache.
-            steps = RandomSteps(self.model, self.manager, self.requests)
-            steps.cache = self.engine.cache
+            steps = RandomSteps(model, manager, requests, cache=engine.cache)
             steps.start_requests(options.context)
             row["loop_milliseconds"] = 1e3 * loop_seconds(steps, LOOP_STEPS)
-        return row
-
-    def _add(self, tokens, new_tokens):
-        ids = self._rng.integers(2, self.manager.schema.config.vocab_size, size=tokens)
-        return self.engine.add(ids, max_new_tokens=new_tokens)
+        yield row
 
 
-def _seconds(engine, steps):
-    """Runs a number of steps of an engine and returns the seconds that they took together."""
-    begin = time.perf_counter()
-    for _ in range(steps):
+def _add(engine, rng, tokens, new_tokens):
+    """Adds a request with `tokens` random tokens."""
+    ids = rng.integers(2, engine.manager.schema.config.vocab_size, size=tokens)
+    return engine.add(ids, max_new_tokens=new_tokens)
+
+
+def _run_prompt(engine, rng, tokens):
+    """Runs a prompt alone until its first token."""
+    request = _add(engine, rng, tokens, 1)
+    while request.finish_reason is None:
         engine.step()
-    return time.perf_counter() - begin
+
+
+def _run_steps(engine, count):
+    for _ in range(count):
+        engine.step()
+
+
+def _decode(engine, rng, requests, options):
+    """Measures steps while all requests decode."""
+    added = [_add(engine, rng, options.context, options.new_tokens) for _ in range(requests)]
+    while not all(request.generated for request in added):
+        engine.step()
+    _run_steps(engine, WARM_UP)
+    before = sum(len(request.generated) for request in added)
+    seconds = wall_seconds(_run_steps, engine, options.steps)
+    tokens = sum(len(request.generated) for request in added) - before
+    return {
+        "measurement": "decode",
+        "requests": requests,
+        "drafts": options.drafts,
+        "step_milliseconds": 1e3 * seconds / options.steps,
+        "tokens_per_second": tokens / seconds,
+        "token_milliseconds": 1e3 * seconds * requests / max(tokens, 1),
+        "acceptance": engine.metrics.acceptance,
+    }

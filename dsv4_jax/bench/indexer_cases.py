@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import ops
-from dsv4_jax.bench.cases import Case, distinct, normal, normal_float32, paged_view, tree_bytes
+from dsv4_jax.bench.cases import Case, distinct, group_with_keys, normal, normal_float32, paged_view, tree_bytes
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.ops.indexer_scores import round_index_query_operands, score_rounded_kernel, score_rounded_xla
 from pallas_kernels.indexer_scores.key_tiles import DIM, operand_dtype
@@ -16,17 +16,18 @@ from pallas_kernels.indexer_scores.round_index_query import round_index_query
 
 
 _RAGGED = [int(n) for n in np.exp(np.random.default_rng(5).uniform(np.log(1024), np.log(262144), 32))]
-# (label, number of keys of each request, tokens per request, whether scores followed by top-k are a case, too)
-_SCORES = (
-    ("1 x 16384", [16384], 1, False),
-    ("1 x 262144", [262144], 1, True),
-    ("8 x 262144", [262144] * 8, 1, True),
-    ("32 x 16384", [16384] * 32, 1, False),
-    ("32 x 65536", [65536] * 32, 1, True),
-    ("32 x 1k..262k", _RAGGED, 1, False),
-    ("32 x 16384, 8 each", [16384] * 32, 8, False),
-    ("65536, 2048 tokens", [65536], 2048, False),
-)
+# {label of a case: (number of keys of each request, tokens per request)}
+_SCORES = {
+    "1 x 16384": ([16384], 1),
+    "1 x 262144": ([262144], 1),
+    "8 x 262144": ([262144] * 8, 1),
+    "32 x 16384": ([16384] * 32, 1),
+    "32 x 65536": ([65536] * 32, 1),
+    "32 x 1k..262k": (_RAGGED, 1),
+    "32 x 16384, 8 each": ([16384] * 32, 8),
+    "65536, 2048 tokens": ([65536], 2048),
+}
+_SCORES_AND_TOPK = "1 x 262144", "8 x 262144", "32 x 65536"  # labels of cases of scores followed by top-k
 # (requests, keys of each request), for layers with candidates and for top-k
 _CANDIDATE_SHAPES = (1, 65536), (1, 262144), (32, 65536), (8, 262144)
 _TOPK_SHAPES = (*((n, 16384) for n in (1, 32)), *((n, keys) for keys in (65536, 262144) for n in (1, 8, 32, 64)))
@@ -40,34 +41,28 @@ def indexer_cases(schema: CacheSchema) -> Iterator[Case]:
     for requests of different lengths, from 1k to 262k keys. Their queries are already rotated and rounded; the cases
     "index query" measure this.
     """
-    if schema.config.index_head_dim == DIM:
+    config = schema.config
+    if config.index_head_dim == DIM:
         for tokens in (1, 32, 2048, 8192):
             yield _query_case(schema, tokens)
-    for label, lengths, tokens, _ in _SCORES:
+    for label, (lengths, tokens) in _SCORES.items():
         yield _scores_case(schema, label, lengths, tokens)
-    for label, lengths, tokens, selects in _SCORES:
-        if selects:
-            yield _scores_case(schema, label, lengths, tokens, topk=schema.config.index_topk)
+    for label in _SCORES_AND_TOPK:
+        yield _scores_case(schema, label, *_SCORES[label], topk=config.index_topk)
     for requests, keys in _TOPK_SHAPES:
-        yield _topk_case(schema, requests, keys, keys)
+        yield _topk_case(config.index_topk, requests, keys, keys)
         if requests == 1:
-            yield _topk_case(schema, requests, keys, keys, ", all equal")
-            yield _topk_case(schema, requests, keys, 1024, ", 1024 visible")
-
-    if schema.config.candidate_topk_blocks:
-        for requests, keys in _CANDIDATE_SHAPES:
-            if keys > schema.config.candidate_topk_blocks * schema.config.candidate_block_size:
-                yield _blocks_case(schema.config, requests, keys)
-                yield _within_case(schema, requests, keys)
-
-
-def _selecting_group(schema):
-    return next(group for group in schema.groups.values() if group.key is not None)
+            yield _topk_case(config.index_topk, requests, keys, keys, are_equal=True)
+            yield _topk_case(config.index_topk, requests, keys, 1024)
+    for requests, keys in _CANDIDATE_SHAPES if config.candidate_topk_blocks else ():
+        if keys > config.candidate_topk_blocks * config.candidate_block_size:
+            yield _blocks_case(config, requests, keys)
+            yield _within_case(schema, requests, keys)
 
 
 def _query_case(schema, tokens):
     config = schema.config
-    key = _selecting_group(schema).key
+    key = group_with_keys(schema).key
     heads = config.index_n_heads
     dim = config.index_head_dim
     inv_freq = jnp.asarray(config.inv_freq(next(spec.layer for spec in config.layers if spec.selects)))
@@ -99,7 +94,7 @@ def _scores_case(schema, label, lengths, tokens, topk=0):
       topk: number of entries to select.
     """
     config = schema.config
-    group = _selecting_group(schema)
+    group = group_with_keys(schema)
     key = group.key
     rate = group.compress_rate
     heads = config.index_n_heads
@@ -212,15 +207,15 @@ def _same_selection(indices, expected):
     return jnp.mean(jax.vmap(jnp.isin)(indices, expected).astype(jnp.float32)) >= 0.99
 
 
-def _topk_case(schema, requests, keys, visible, kind=""):
+def _topk_case(topk, requests, keys, visible, *, are_equal=False):
     """Returns a case that selects the top k of the first `visible` scores in each row of [requests, keys] scores.
 
-    The text `kind` is added to the case's label. If it contains "equal", all scores are the same, otherwise random.
+    The scores are random. If `are_equal` is True, they are all the same number.
     """
-    topk = schema.config.index_topk
+    label = ", all equal" if are_equal else f", {visible} visible" if visible < keys else ""
 
     def scores(rng):
-        shape = () if "equal" in kind else (requests, keys)
+        shape = () if are_equal else (requests, keys)
         return jnp.broadcast_to(normal_float32(*shape)(rng), (requests, keys))
 
     def call(_, scores, lengths, *, implementation):
@@ -228,7 +223,7 @@ def _topk_case(schema, requests, keys, visible, kind=""):
 
     return Case(
         op="indexer_topk",
-        shape=f"{requests} x {keys}{kind}",
+        shape=f"{requests} x {keys}{label}",
         nbytes=requests * 4 * (visible + 1 + topk),
         call=call,
         inputs=(scores, np.full(requests, visible)),

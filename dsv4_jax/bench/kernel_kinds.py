@@ -1,7 +1,7 @@
 """Classifies a program's kernels by the part of the model that they belong to, and lists the longest ones.
 
 In XLA's text of a compiled program, the `op_name` of each instruction is the path of its named scopes. The kernel
-of a fusion has the name of the instruction. The name of a Pallas kernel is the last but one element of the path.
+of a fusion has the name of the instruction. The name of a Pallas kernel is the second to last element of the path.
 """
 
 import collections
@@ -46,7 +46,7 @@ def kernel_report(launches: Sequence[tuple[str, float]], text: str, calls: int) 
     kinds = kinds_by_name(text)
     counts = collections.Counter()
     by_kind = dict.fromkeys([*KINDS, REST], 0.0)
-    by_name: dict[tuple[str, str], list[float]] = {}
+    by_name = {}  # {(name of a kernel, its kind): milliseconds a call of each launch}
     for name, milliseconds in launches:
         pallas = _PALLAS.fullmatch(name)
         key = pallas[1] if pallas else name
@@ -76,15 +76,15 @@ def kinds_by_name(text: str) -> dict[str, list[str]]:
       text: XLA's text of the program. The launches in a loop are repeated as often as the loop, if its trip count is
         known. Otherwise they count once.
     """
-    computations: dict[str, list[str]] = {}
-    entry: list[str] = []
-    lines: list[str] = []
+    computations = {}  # {name of a computation: its lines}
+    entry = []
+    lines = []
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
             lines = computations.setdefault(header[2], [])
             entry = lines if header[1] else entry
         lines.append(line)
-    kinds: dict[str, list[str]] = {}
+    kinds = {}
 
     def visit(lines: list[str]) -> None:
         for line in lines[1:]:

@@ -1,34 +1,23 @@
-"""Models that have some of a model's layers only, together with the layers whose entries and selections these read.
+"""Configurations of models that have only some of a model's layers.
 
-In V4.1, few layers store entries or select some. So a layer alone is no model, and the first layers are not like the
-others.
+A layer may read entries that another layer stores, or use another layer's selection, as most layers of V4.1 do. Such a
+model therefore includes these other layers, too.
 """
 
 import collections
 import dataclasses
-import math
-import os
-from collections.abc import Iterable
-from typing import Any
+import itertools
+from collections.abc import Iterable, Sequence
 
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_spec import OWN
-from dsv4_jax.quant import quantized_shapes
-
-
-MAX_TABLE_BYTES = 8 << 30  # maximum bytes of Engram's tables on a device; the L2 cache is much smaller
-ENGRAM_KIND = "FP8_ROWS"  # storage of these tables
 
 
 def with_sources(config: DSV4Config, layers: Iterable[int]) -> tuple[int, ...]:
     """Returns the numbers of some layers and of all layers that store or select entries for them, in order."""
-    needed: set[int] = set()
-    waiting = list(layers)
-    while waiting:
-        layer = waiting.pop()
-        if layer not in needed:
-            needed.add(layer)
-            waiting += _sources(config, layer)
+    needed = set(layers)
+    while more := {source for layer in needed for source in _sources(config, layer)} - needed:
+        needed |= more
     return tuple(sorted(needed))
 
 
@@ -63,10 +52,16 @@ def slice_config(config: DSV4Config, layers: Iterable[int], repeats: int = 1) ->
     return dataclasses.replace(sliced, engram=config.engram.resized(engram_layers, config.engram.vocab_size))
 
 
+def kind_config(config: DSV4Config, layers: Sequence[int], repeats: int = 1) -> DSV4Config:
+    """Returns the configuration of some layers as `slice_config` does, but without experts by token id."""
+    sliced = slice_config(config, layers, repeats)
+    return dataclasses.replace(sliced, mlp_layer_types=("moe",) * sliced.num_hidden_layers)
+
+
 def _sliced_specs(config, numbers):
     """Returns the specs of the layers of a slice, with what they read renumbered; see `slice_config`."""
     new_numbers = {number: i for i, number in enumerate(numbers)}
-    indices: dict[tuple[str | None, int], int] = {}  # {group and index in the whole model: index in the slice}
+    indices = {}  # {group and index in the whole model: index in the slice}
     counts = collections.Counter[str | None]()
     specs = []
     for number in numbers:
@@ -74,7 +69,7 @@ def _sliced_specs(config, numbers):
         if spec.owner:
             indices[_place(spec)] = counts[spec.group]
             counts[spec.group] += 1
-        changes: dict[str, Any] = {"layer": OWN, "index": 0 if spec.owner else indices.get(_place(spec), 0)}
+        changes = {"layer": OWN, "index": 0 if spec.owner else indices.get(_place(spec), 0)}
         for name in ("selection", "candidates"):
             source = getattr(spec, name)
             if source is not None:
@@ -86,24 +81,24 @@ def _sliced_specs(config, numbers):
 def layer_kinds(config: DSV4Config) -> dict[int, int]:
     """Returns {number of a layer: number of layers that are like it}, for the first layer of each kind.
 
-    Layers of a kind use the cache in the same way, as do the layers that they read from, and have Engram or have not.
+    Layers of one kind use the cache in the same way, and so do the layers that they read from. Either all of them have
+    Engram or none has.
     """
-    firsts: dict[Any, int] = {}
+    firsts = {}  # {what defines a kind: number of its first layer}
     counts = collections.Counter[int]()
     for layer in range(config.num_hidden_layers):
         specs = _sliced_specs(config, with_sources(config, [layer]))
-        first = firsts.setdefault((tuple(specs), config.has_engram(layer)), layer)
-        counts[first] += 1
+        counts[firsts.setdefault((tuple(specs), config.has_engram(layer)), layer)] += 1
     return dict(counts)
 
 
 def chosen_layers(config: DSV4Config, count: int) -> tuple[int, ...]:
     """Returns the numbers of up to `count` layers that stand for the model.
 
-    These are the first layer of each kind with the layers that it needs, as far as they fit, and then the first ones of
-    the other layers.
+    The first layer of each kind is chosen, with the layers that it needs, unless they are too many. Then the other
+    layers are chosen from the first one on.
     """
-    chosen: set[int] = set()
+    chosen = set()
     for layer in (*layer_kinds(config), *range(config.num_hidden_layers)):
         more = chosen.union(with_sources(config, [layer]))
         if len(more) <= count:
@@ -113,33 +108,6 @@ def chosen_layers(config: DSV4Config, count: int) -> tuple[int, ...]:
 
 def numbers_label(numbers: Iterable[int]) -> str:
     """Formats ascending numbers, with ranges of consecutive ones, such as "0-3, 14, 20-24"."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][-1] + 1:
-            ranges[-1].append(number)
-        else:
-            ranges.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ranges)
-
-
-def with_fitting_tables(config: DSV4Config, devices: int = 1, *, on_host: bool = False) -> DSV4Config:
-    """Returns the configuration with Engram's tables reduced to what the machine holds, if they are larger.
-
-    A token reads as many rows of a smaller table. Tables on devices have about `MAX_TABLE_BYTES` bytes of each device
-    at most, and tables in host memory half of it.
-
-    Args:
-      config: configuration of the model.
-      devices: number of devices that share a table.
-      on_host: whether tables lie in host memory, see `HostTables`.
-    """
-    max_bytes = MAX_TABLE_BYTES * devices
-    if on_host:
-        max_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    engram = config.engram
-    if engram is None:
-        return config
-    row_bytes = sum(map(math.prod, quantized_shapes(ENGRAM_KIND, (1, engram.head_dim))))
-    hashes = len(engram.layer_ids) * engram.rows
-    size = max(2, min(engram.vocab_size, max_bytes // (row_bytes * hashes)))
-    return dataclasses.replace(config, engram=engram.resized(engram.layer_ids, size))
+    groups = itertools.groupby(enumerate(numbers), lambda item: item[1] - item[0])
+    ranges = [[number for _, number in group] for _, group in groups]
+    return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in ranges)

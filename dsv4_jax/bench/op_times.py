@@ -31,7 +31,7 @@ CASES: dict[str, Callable[[CacheSchema], Iterator[Case]]] = {
     "hyper_connections": hyper_connections_cases,
     "router": router_cases,
 }
-# Ops that are measured in the packaged model's sizes if there is no GPU and the model is a larger one of the same kind.
+# Ops whose cases have the packaged model's sizes if there is no GPU and the model is a larger one of the same kind.
 _READ_WEIGHTS = "linear", "experts", "hyper_connections", "router"
 _MAX_CPU_BYTES = 1 << 25  # maximum bytes of a call, and of a layer, in cases that are measured without a GPU
 
@@ -57,7 +57,8 @@ def chosen_cases(
 ) -> Iterator[Case]:
     """Yields the cases to measure.
 
-    Without a GPU, these are only small cases, and only the first one of cases whose labels differ just in numbers.
+    Without a GPU, large cases are left out. Of several cases whose labels differ only in numbers, the first one is
+    measured.
 
     Args:
       config: configuration of the model.

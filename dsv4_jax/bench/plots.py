@@ -85,18 +85,15 @@ def _axes(path: Path, size: tuple[float, float] = (7.0, 4.5), **labels: str) -> 
       size: width and height in inches.
       labels: properties of the axes, such as `title` and `xlabel`.
     """
-    import matplotlib
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
     # There are different colors for up to 18 lines, the dark ones first. Grey is reserved for gaps and bounds.
-    tab20 = plt.get_cmap("tab20")
-    colors = [tab20(i) for i in (*range(0, 20, 2), *range(1, 20, 2)) if i not in (14, 15)]
-    with plt.rc_context({"axes.prop_cycle": plt.cycler(color=colors)}):
-        figure, axes = plt.subplots(figsize=size, layout="constrained")
-        axes.set(**labels)
-        axes.grid(alpha=0.3)
-        yield axes
+    tab20 = colormaps["tab20"]
+    axes.set_prop_cycle(color=[tab20(i) for i in (*range(0, 20, 2), *range(1, 20, 2)) if i not in (14, 15)])
+    axes.set(**labels)
+    axes.grid(alpha=0.3)
+    yield axes
     figure.savefig(path, dpi=150)
-    plt.close(figure)

@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator
 
-import jax
+import numpy as np
 
 from dsv4_jax.bench.cases import measured_config
-from dsv4_jax.bench.decode_steps import StepOptions, check_numbers, kind_config, measure
-from dsv4_jax.bench.layer_slices import layer_kinds, with_sources
+from dsv4_jax.bench.decode_steps import measure
+from dsv4_jax.bench.layer_slices import kind_config, layer_kinds, with_sources
+from dsv4_jax.bench.step_options import StepOptions, check_numbers
 from dsv4_jax.bench.tables import LAYER_KINDS, Row, kind_columns, print_rows
 from dsv4_jax.config import DSV4Config
 
 
-_SUMS = "flops", "bytes", "milliseconds"  # numbers of a layer's row that are subtracted and added up
 STACK = "stack"  # the "layer_type" of results for all layers together
 # {column of the printed table: format of its cell, with fields of a result}
 COLUMNS = {
@@ -26,13 +26,6 @@ COLUMNS = {
     "TFLOP/s": "{tflops:.0f}",
     **kind_columns("kernel_milliseconds", 3),
 }
-
-
-def default_sizes() -> dict[str, tuple[int, ...]]:
-    """Returns the default `chunks`, numbers of tokens of a chunk, and `contexts`, numbers of tokens before it."""
-    if jax.default_backend() == "gpu":
-        return {"chunks": (512, 2048, 8192), "contexts": (0, 65536, 524288)}
-    return {"chunks": (64,), "contexts": (0, 256)}
 
 
 def run(config: DSV4Config, options: StepOptions, report: Row) -> Iterator[Row]:
@@ -61,60 +54,53 @@ def run(config: DSV4Config, options: StepOptions, report: Row) -> Iterator[Row]:
 
 
 def _measure(config, options, report):
-    rows_by_place: dict[tuple[int, int], list[Row]] = {}
-    # {numbers of layers: {(context, chunk): the sums over these layers}}
-    measured: dict[tuple[int, ...], dict[tuple[int, int], Row]] = {(): {}}
+    # {numbers of layers: {(context, chunk): amounts of these layers}}
+    measured: dict[tuple[int, ...], dict] = {(): {}}
+    # {(context, chunk): sums over all layers of 1, the amounts and the floor}
+    totals: dict[tuple[int, int], np.ndarray] = {}
     for layer, count in layer_kinds(config).items():
         layers = with_sources(config, [layer])
         for part in (layers[:-1], layers):
             if part not in measured:
                 steps = measure(kind_config(config, part).with_drafts(False), options, report)
-                rows = map(_step_row, steps)
-                measured[part] = {(row["context"], row["chunk"]): row for row in rows}
-        for place, whole in measured[layers].items():
-            row = {"layer_type": config.specs[layer].layer_type, "layer": layer, "layers": count}
-            row |= _minus(whole, measured[layers[:-1]].get(place))
-            seconds = (
-                row["bytes"] / report["copy_bytes_per_second"],
-                row["flops"] / report["matmul_operations_per_second"],
-            )
-            row = _with_rates(row | {"floor_milliseconds": 1e3 * max(seconds)})
-            rows_by_place.setdefault(place, []).append(row)
-            yield row
-    yield from map(_total, rows_by_place.values())
+                measured[part] = {(step["context"], step["tokens"]): _amounts(step) for step in steps}
+        for size, whole in measured[layers].items():
+            amounts = whole - measured[layers[:-1]].get(size, 0)
+            operations, nbytes = amounts[:2]
+            seconds = nbytes / report["copy_bytes_per_second"], operations / report["matmul_operations_per_second"]
+            floor = 1e3 * max(seconds)
+            totals[size] = totals.get(size, 0) + count * np.array([1, *amounts, floor])
+            yield _row(config.specs[layer].layer_type, layer, count, size, amounts, floor)
+    for size, total in totals.items():
+        yield _row(STACK, "", round(total[0]), size, total[1:-1], total[-1])
 
 
-def _step_row(step):
-    times = {kind: step["kernel_milliseconds"].get(kind, 0.0) for kind in LAYER_KINDS}
-    row = {"context": step["context"], "chunk": step["tokens"]}
-    row |= {"flops": step["operations"], "bytes": step["floor_bytes"] - step["head_bytes"]}
-    return row | {"kernel_milliseconds": times, "milliseconds": sum(times.values()) or step["milliseconds"]}
+def _amounts(step):
+    """Returns the work and the times of a step, which are additive over layers, without the head.
+
+    The array has operations, bytes, milliseconds, and the milliseconds of each of `LAYER_KINDS`.
+    """
+    times = [step["kernel_milliseconds"].get(kind, 0.0) for kind in LAYER_KINDS]
+    nbytes = step["floor_bytes"] - step["head_bytes"]
+    return np.array([step["operations"], nbytes, sum(times) or step["milliseconds"], *times])
 
 
-def _minus(whole, other):
-    """Returns a row without the work and the times of the layers of another row of the same context and chunk."""
-    if other is None:
-        return whole
-    times = {kind: time - other["kernel_milliseconds"][kind] for kind, time in whole["kernel_milliseconds"].items()}
-    return whole | {name: whole[name] - other[name] for name in _SUMS} | {"kernel_milliseconds": times}
-
-
-def _with_rates(row):
-    milliseconds = row["milliseconds"]
-    return row | {
-        "percent_of_floor": 100 * row["floor_milliseconds"] / milliseconds,
-        "tokens_per_second": 1e3 * row["chunk"] / milliseconds,
-        "tflops": row["flops"] / milliseconds / 1e9,
+def _row(layer_type, layer, count, size, amounts, floor):
+    """Returns a result: of one layer, of which the model has `count`, or of a stack of `count` layers."""
+    context, chunk = size
+    operations, nbytes, milliseconds, *times = amounts.tolist()
+    return {
+        "layer_type": layer_type,
+        "layer": layer,
+        "layers": count,
+        "context": context,
+        "chunk": chunk,
+        "flops": round(operations),
+        "bytes": round(nbytes),
+        "kernel_milliseconds": dict(zip(LAYER_KINDS, times, strict=True)),
+        "milliseconds": milliseconds,
+        "floor_milliseconds": floor,
+        "percent_of_floor": 100 * floor / milliseconds,
+        "tokens_per_second": 1e3 * chunk / milliseconds,
+        "tflops": operations / milliseconds / 1e9,
     }
-
-
-def _total(rows):
-    """Returns the result for all layers of the model, from the results of one layer of each kind."""
-    row = rows[0] | {"layer_type": STACK, "layer": "", "layers": sum(row["layers"] for row in rows)}
-    for name in (*_SUMS, "floor_milliseconds"):
-        row[name] = sum(row["layers"] * row[name] for row in rows)
-    row["kernel_milliseconds"] = {
-        kind: sum(row["layers"] * row["kernel_milliseconds"][kind] for row in rows)
-        for kind in rows[0]["kernel_milliseconds"]
-    }
-    return _with_rates(row)

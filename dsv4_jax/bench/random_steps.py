@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,7 @@ from dsv4_jax.cache import Batch, CacheSchema, KVCache, PoolGroup
 from dsv4_jax.checkpoint.random_weights import as_released
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.decode import CompiledModel, SamplingParams, decode_loop, sample_step
-from dsv4_jax.decode.program_store import Program, compile_program, find_program
-from dsv4_jax.expert_pages import ExpertMemory, program_bytes
+from dsv4_jax.decode.program_store import compile_program, find_program
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.nn.layers import ABSTRACT
@@ -26,6 +25,7 @@ DRAWS = 32  # number of consecutive decode steps that have different tokens
 SAMPLING = SamplingParams(temperature=1.0)  # the on-device loop samples its tokens; greedy ones could repeat
 
 
+@dataclasses.dataclass(eq=False)
 class RandomSteps:
     """Runs steps of requests that all have the same length, in a cache that this object owns.
 
@@ -39,28 +39,30 @@ class RandomSteps:
       requests: number of requests.
       tokens: number of tokens of each request in a step.
       drafts: number of tokens that a step then drafts for each request.
+      cache: the cache; None before the first requests. Set it to None to free its memory.
+      program: `decode.program_store.Program` of a step; None before the first step.
       is_prefill: whether a step reads a chunk of a prompt.
-      cache: the cache, or None before the first request and after `free_cache`.
-      program: the compiled program of a step, and the time to make it; None before the first step.
     """
 
-    def __init__(self, model: CompiledModel, manager: KVCacheManager, requests: int, tokens: int = 1, drafts: int = 0):
-        self.model = model
-        self.manager = manager
-        self.requests = requests
-        self.tokens = tokens
-        self.drafts = drafts
-        self.is_prefill = tokens > manager.schema.max_query_tokens
-        self.cache: KVCache | None = None
-        self.program: Program | None = None
-        self._loop: Program | None = None
-        self._slots: list[int] = []
-        self._chunk: Batch | None = None
-        size = self.shard_requests * tokens
+    model: CompiledModel
+    manager: KVCacheManager
+    requests: int
+    tokens: int = 1
+    drafts: int = 0
+    cache: KVCache | None = None
+    program: Any = None
+    _loop: Any = None
+    _chunk: Batch | None = None
+    _slots: list[int] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self):
+        schema = self.manager.schema
+        self.is_prefill = self.tokens > schema.max_query_tokens
+        size = self.shard_requests * self.tokens
         # A decode step samples a token after each of its tokens, a chunk of a prompt only after its last token.
         indices = np.arange(size, dtype=np.int32)[-1 if self.is_prefill else 0 :]
-        self._logits_indices = manager.devices.put(np.tile(indices, manager.shards.count), "tokens")
-        self._seeds = manager.devices.put(np.arange(manager.schema.max_requests, dtype=np.uint32), "slots")
+        self._logits_indices = self.manager.devices.put(np.tile(indices, self.manager.shards.count), "tokens")
+        self._seeds = self.manager.devices.put(np.arange(schema.max_requests, dtype=np.uint32), "slots")
 
     @property
     def shard_requests(self) -> int:
@@ -114,8 +116,7 @@ class RandomSteps:
     def step(self, batch: Batch) -> Any:
         """Launches a step. Returns its `StepOutput`, whose arrays may still be computed."""
         args = self.model, self.cache, batch, self._logits_indices, SAMPLING, self._seeds
-        if self.program is None:
-            self.program = _program(sample_step, args, drafts=self.drafts)
+        self.program = self.program or _program(sample_step, args, drafts=self.drafts)
         output, self.cache = self.program.call(*args)
         return output
 
@@ -129,14 +130,9 @@ class RandomSteps:
         for slot in self._slots:
             self.manager.advance(slot, steps - 1)
         args = self.model, self.cache, batch, self._seeds, SAMPLING
-        if self._loop is None:
-            self._loop = _program(decode_loop, args, steps=steps)
+        self._loop = self._loop or _program(decode_loop, args, steps=steps)
         output, self.cache = self._loop.call(*args)
         return output
-
-    def free_cache(self) -> None:
-        """Frees the cache's memory. `start_requests` makes a new cache."""
-        self.cache = None
 
 
 def abstract_model(config: DSV4Config, mesh: Mesh | None = None, *, expert_parallel: bool = False) -> Any:
@@ -150,28 +146,13 @@ def random_cache(schema: CacheSchema, mesh: Mesh | None = None) -> KVCache:
 
     At most 1,024 different blocks are drawn. They are repeated in a pool, and are the same in every layer.
     """
-    make_cache = jax.jit(functools.partial(_random_cache, schema))
-    if mesh is None:
-        return make_cache()
     # The jitted function returns the leaves only. For a KVCache, `out_shardings` would be a KVCache of shardings, which
     # cannot be built if a group lacks a pool.
-    shardings, structure = jax.tree.flatten(KVCache.abstract(schema).shardings(mesh))
-    leaves = jax.jit(lambda: jax.tree.leaves(make_cache()), out_shardings=shardings)()
-    return dataclasses.replace(jax.tree.unflatten(structure, leaves), mailboxes=make_mailboxes(mesh))
-
-
-def expert_memory(given: int | Literal["auto"] | None, schema: CacheSchema, tokens: int) -> ExpertMemory | None:
-    """Returns the memory of experts that lie partly in host memory; None if all experts lie on the devices.
-
-    Args:
-      given: bytes of the GPU that experts may take. "auto" stands for the memory that is left beside a cache and
-        programs, and None for no experts in host memory.
-      schema: schema of the cache, for "auto".
-      tokens: number of tokens of the largest step, for "auto".
-    """
-    if given != "auto":
-        return None if given is None else ExpertMemory(given)
-    return ExpertMemory(reserved_bytes=program_bytes(tokens, schema.config) + schema.memory_bytes())
+    structs, structure = jax.tree.flatten(KVCache.abstract(schema, mesh))
+    shardings = [struct.sharding for struct in structs]
+    leaves = jax.jit(lambda: jax.tree.leaves(_random_cache(schema)), out_shardings=shardings)()
+    cache = jax.tree.unflatten(structure, leaves)
+    return cache if mesh is None else dataclasses.replace(cache, mailboxes=make_mailboxes(mesh))
 
 
 @functools.partial(jax.jit, donate_argnames="cache")

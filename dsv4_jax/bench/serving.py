@@ -41,7 +41,7 @@ COLUMNS = {
     "compilations": "{compilations} + {compilations_later}",
     "same tokens": "{same_tokens}",
 }
-# The type of conversations, each a list of turns: (new tokens of the prompt, number of tokens of the reply).
+# Conversations, each a list of turns. A turn is (new tokens of the prompt, number of tokens of the reply).
 Script = list[list[tuple[list[int], int]]]
 # Jitted functions that read, write or copy the bytes of requests in the cache. Their compilations are counted, too.
 MOVES: Any = moves.read_request, moves.write_request, moves.copy_request, moves.read_blocks, moves.write_blocks
@@ -150,7 +150,7 @@ def _engine(model, config, workload, cached, mesh):
 
 
 def _serve(engine, script):
-    """Serves all conversations. A conversation sends its next turn as soon as it has the reply to the last turn.
+    """Serves all conversations. A conversation sends its next turn as soon as it has the previous turn's reply.
 
     Returns:
       (measurements, {(conversation, turn): tokens of the reply}).

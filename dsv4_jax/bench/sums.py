@@ -2,7 +2,6 @@
 
 import functools
 import statistics
-import time
 from collections.abc import Iterator
 
 import jax
@@ -13,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv4_jax import ops
 from dsv4_jax.bench.tables import Row, print_rows
+from dsv4_jax.bench.timing import wall_seconds
 from dsv4_jax.common.mesh_axes import MODEL_AXIS
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 
@@ -78,9 +78,9 @@ def _measure(tokens, width, mesh, mailboxes):
 
 
 def _on_devices(function, mesh, mailboxes):
-    """Returns a function of [devices, T, width] shards that applies `function` to the [T, width] of each device.
+    """Returns a compiled function of [devices, T, width] shards that applies `function` to the shard of each device.
 
-    The function is compiled, and waits for its result, [devices, T, width] with a row for each device.
+    Its result has the shape [devices, T, width], too.
     """
 
     def local(x, mailboxes):
@@ -90,11 +90,11 @@ def _on_devices(function, mesh, mailboxes):
     sharded = PartitionSpec(MODEL_AXIS)
     specs = sharded, None if mailboxes is None else mailbox_sharding(mesh).spec
     compiled = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=sharded, check_vma=False))
-    return lambda shards: jax.block_until_ready(compiled(shards, mailboxes))
+    return lambda shards: compiled(shards, mailboxes)
 
 
 def _loop_seconds(call, shards, mesh, mailboxes):
-    """Measures the seconds of one call in a loop on the devices. A call's argument is half the result before it."""
+    """Measures the seconds of one call in a loop on the devices. Each call gets half of the previous call's result."""
 
     def iteration(_, x):
         for _ in range(UNROLLED):
@@ -103,12 +103,8 @@ def _loop_seconds(call, shards, mesh, mailboxes):
         return x
 
     loop = _on_devices(functools.partial(lax.fori_loop, 0, ITERATIONS, iteration), mesh, mailboxes)
-    loop(shards)  # the first run compiles
-    seconds = []
-    for _ in range(REPEATS):
-        begin = time.perf_counter()
-        loop(shards)
-        seconds.append(time.perf_counter() - begin)
+    jax.block_until_ready(loop(shards))  # the first run compiles
+    seconds = [wall_seconds(loop, shards) for _ in range(REPEATS)]
     return statistics.median(seconds) / (UNROLLED * ITERATIONS)
 
 

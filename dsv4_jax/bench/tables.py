@@ -90,7 +90,7 @@ def layer_share(row: Row) -> Row:
     outside = sum(times.get(kind, 0.0) for kind in OUTSIDE)
     floor = row["floor_milliseconds"] * (1 - row.get("head_bytes", 0) / row["floor_bytes"])
     kinds = {kind: share * times[kind] for kind in LAYER_KINDS if kind in times}
-    added: Row = {"layer": share * (row["milliseconds"] - outside), "layer_floor": share * floor, "kinds": kinds}
+    added = {"layer": share * (row["milliseconds"] - outside), "layer_floor": share * floor, "kinds": kinds}
     if times:
         added |= {"outside": outside, "gaps": share * row["gap_milliseconds"]}
     return row | added

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.profiler import ProfileData
 
 from dsv4_jax.bench.cases import Case
@@ -86,6 +85,13 @@ def matmul_rate() -> float:
     return 2 * size**3 / _median_of(lambda x: x @ x, x)
 
 
+def wall_seconds(function: Callable[..., Any], *args: Any) -> float:
+    """Measures the wall-clock seconds of a call, until its result is computed."""
+    begin = time.perf_counter()
+    jax.block_until_ready(function(*args))
+    return time.perf_counter() - begin
+
+
 def process_seconds() -> float:
     """Returns the seconds since this process started. It works on Linux only."""
     # Linux gives the start of the process in clock ticks since boot.
@@ -108,12 +114,12 @@ def kernels(calls: Callable[[], Any]) -> list[tuple[str, float]]:
             evict()
             calls()
         (path,) = Path(folder).rglob("*.xplane.pb")
-        planes = [plane for plane in ProfileData.from_file(str(path)).planes if plane.name.startswith("/device:GPU")]
-        devices = [[event for line in plane.lines for event in line.events] for plane in planes]
-    launches = []
-    for events in devices:
-        spans = [(x.start_ns, x.start_ns + x.duration_ns, x.name) for x in events if not x.name.startswith("Mem")]
-        launches += without_overlaps(sorted(spans))
+        launches = []
+        for plane in ProfileData.from_file(str(path)).planes:
+            if plane.name.startswith("/device:GPU"):
+                events = [event for line in plane.lines for event in line.events if not event.name.startswith("Mem")]
+                spans = [(event.start_ns, event.start_ns + event.duration_ns, event.name) for event in events]
+                launches += without_overlaps(sorted(spans))
     return launches[1:]  # without the kernel of `evict`
 
 
@@ -148,17 +154,12 @@ def _seconds(call, count):
     On a GPU this is the sum of the times of a call's kernels, elsewhere wall-clock time. Raises RuntimeError if the
     calls cannot have run equal numbers of kernels.
     """
-    wall = []
 
     def calls():
-        for i in range(count):
-            begin = time.perf_counter()
-            jax.block_until_ready(call(i))
-            wall.append(time.perf_counter() - begin)
+        return [wall_seconds(call, i) for i in range(count)]
 
     if not _on_gpu():
-        calls()
-        return wall
+        return calls()
     times = [milliseconds / 1e3 for _, milliseconds in kernels(calls)]
     if len(times) % count:
         raise RuntimeError(f"{len(times)} kernels in {count} equal calls")
@@ -183,7 +184,5 @@ def _jitted(case, implementation):
 
 @jax.jit
 def _same_bits(a, b):
-    def bits(x):
-        return x if x.dtype == bool else lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-
-    return jnp.all(bits(a) == bits(b))
+    bits = f"uint{8 * a.dtype.itemsize}"
+    return jnp.all(a.view(bits) == b.view(bits))

@@ -9,7 +9,6 @@ import numpy as np
 from dsv4_jax import ops
 from dsv4_jax.bench.cases import Case, close, group_label, normal, normal_float32, random_key
 from dsv4_jax.cache import CacheSchema
-from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.attention import Attention
 from dsv4_jax.nn.layers import ABSTRACT
 from dsv4_jax.ops import LinearSpec
@@ -35,16 +34,9 @@ def linear_cases(schema: CacheSchema) -> Iterator[Case]:
     """
     config = schema.config
     if config.weight_block != WEIGHT_BLOCK:
-        yield from _small_block_cases(config, devices=1)
-        yield from _small_block_cases(config, devices=4)
+        for devices in (1, 4):
+            yield from _small_block_cases(config, devices)
         return
-    width = config.num_attention_heads * config.head_dim
-    rank = config.o_groups * config.o_lora_rank
-    shapes = {
-        "q_b": (width, config.q_lora_rank),
-        "o_a": (rank, width // config.o_groups),
-        "o_b": (config.hidden_size, rank),
-    }
     for group in schema.groups.values():
         attention = Attention(config, group.layers[0], param_dtype=jnp.bfloat16, rngs=ABSTRACT)
         sources = {
@@ -57,6 +49,7 @@ def linear_cases(schema: CacheSchema) -> Iterator[Case]:
             spec = LinearSpec(sizes, tuple(output.out_dtype or jnp.bfloat16 for output in outputs))
             for tokens in (8, 32):
                 yield _linear_case(f"{group_label(schema, group)}, of {source}", (sum(sizes), columns), tokens, spec)
+    shapes = _attention_shapes(config)
     for name, groups in (("o_a", config.o_groups), ("o_b", 1)):
         for tokens in (8, 32):
             yield _linear_case(name, shapes[name], tokens, LinearSpec(output_dtype=jnp.bfloat16, num_groups=groups))
@@ -65,40 +58,47 @@ def linear_cases(schema: CacheSchema) -> Iterator[Case]:
             yield _linear_case(f"{name} in FP8", shapes[name], tokens, LinearSpec(output_dtype=jnp.bfloat16), "FP8")
 
 
-def _small_block_cases(config: DSV4Config, devices: int) -> Iterator[Case]:
-    """Yields cases of the maps in FP8 with small blocks, as each of `devices` devices has them."""
-    hidden = config.hidden_size
+def _attention_shapes(config, devices=1):
+    """Returns the shapes of the maps of attention that are sharded over `devices` devices."""
     groups = config.o_groups // devices
     group_width = config.num_attention_heads * config.head_dim // config.o_groups
-    inner = config.n_shared_experts * config.moe_intermediate_size // devices
-    shapes = {
+    return {
         "q_b": (groups * group_width, config.q_lora_rank),
         "o_a": (groups * config.o_lora_rank, group_width),
-        "o_b": (hidden, groups * config.o_lora_rank),
-        "shared gate_up": (2 * inner, hidden),
-        "shared down": (hidden, inner),
+        "o_b": (config.hidden_size, groups * config.o_lora_rank),
     }
+
+
+def _small_block_cases(config, devices):
+    """Yields cases of the maps in FP8 with small blocks, as each of `devices` devices has them."""
+    hidden = config.hidden_size
+    inner = config.n_shared_experts * config.moe_intermediate_size // devices
+    shapes = _attention_shapes(config, devices)
+    shapes |= {"shared gate_up": (2 * inner, hidden), "shared down": (hidden, inner)}
     if devices == 1:
         shapes["q_a and kv"] = config.q_lora_rank + config.head_dim, hidden
         shapes["index queries"] = config.index_n_heads * config.index_head_dim, config.q_lora_rank
         if config.engram is not None:
             shapes["Engram"] = (config.hc_mult + 1) * hidden, config.engram.rows * config.engram.head_dim
-    kind = fp8_kind(config.weight_block)
     for name, shape in shapes.items():
-        spec = LinearSpec(output_dtype=jnp.bfloat16, num_groups=groups if name == "o_a" else 1)
+        groups = config.o_groups // devices if name == "o_a" else 1
+        spec = LinearSpec(output_dtype=jnp.bfloat16, num_groups=groups)
         for tokens in (1, 32, 128, 8192):
+            kind = fp8_kind(config.weight_block)
             yield _linear_case(f"{name} / {devices} in FP8", shape, tokens, spec, kind)
 
 
-def _fp8_weight(shape, kind):
+def _quantized_weight(kind, *shape):
     """Returns a `QuantizedWeight` of draws."""
     codes_shape, scale_shape = quantized_shapes(kind, shape)
 
     def codes(rng):
+        if kind == "FP4":
+            return jax.random.bits(random_key(rng), codes_shape, jnp.uint8)
         return encode_e4m3(normal_float32(*codes_shape)(rng))
 
     def scale(rng):
-        return jnp.asarray(rng.integers(118, 123, scale_shape), jnp.uint8)
+        return jax.random.randint(random_key(rng), scale_shape, 118, 123, jnp.uint8)
 
     return QuantizedWeight(codes, scale, kind, jnp.dtype(jnp.bfloat16))
 
@@ -116,7 +116,7 @@ def _linear_case(name, shape, tokens, spec, kind=None):
         shape=f"{name}, T={tokens}",
         nbytes=(1 if kind else 2) * rows * depth + tokens * (2 * channels + output_bytes),
         call=call,
-        weights=(_fp8_weight(shape, kind) if kind else normal(*shape),),
+        weights=(_quantized_weight(kind, *shape) if kind else normal(*shape),),
         inputs=(normal(tokens, channels),),
         flops=2 * tokens * rows * depth,
         reads=True,
@@ -143,30 +143,21 @@ def experts_cases(schema: CacheSchema) -> Iterator[Case]:
             yield _experts_case(config, kind, tokens, width)
     for tokens in (1, 8) if is_v41 else ():
         for kind, width in kinds.items():
-            yield _experts_case(config, kind.replace("FP4", "FP4 and shared"), tokens, width)
+            yield _experts_case(config, kind, tokens, width, has_shared=True)
 
 
-def _experts_case(config, kind, tokens, inner):
+def _experts_case(config, kind, tokens, inner, *, has_shared=False):
     num_experts = config.n_routed_experts
     top_k = config.num_experts_per_tok
     hidden = config.hidden_size
-    shared_kind = fp8_kind(config.weight_block)
-    has_shared = "shared" in kind
-    shared = [_fp8_weight(shape, shared_kind) for shape in ((2 * inner, hidden), (hidden, inner)) if has_shared]
     pairs = tokens * top_k
     is_disjoint = tokens <= _DISJOINT and pairs <= num_experts
-
-    def weight(rows, columns):
-        if kind == "bfloat16":
-            return normal(num_experts, rows, columns, scale=2.0**-5)
-
-        def codes(rng):
-            return jax.random.bits(random_key(rng), (num_experts, rows, columns // 2), jnp.uint8)
-
-        def scale(rng):
-            return jax.random.randint(random_key(rng), (num_experts, rows, columns // 32), 118, 123, jnp.uint8)
-
-        return QuantizedWeight(codes, scale, "FP4", jnp.dtype(jnp.bfloat16))
+    shapes = (2 * inner, hidden), (hidden, inner)
+    if kind == "bfloat16":
+        weights = [normal(num_experts, *shape, scale=2.0**-5) for shape in shapes]
+    else:
+        weights = [_quantized_weight("FP4", num_experts, *shape) for shape in shapes]
+    shared = [_quantized_weight(fp8_kind(config.weight_block), *shape) for shape in shapes if has_shared]
 
     def selected(rng):
         if is_disjoint:
@@ -192,10 +183,10 @@ def _experts_case(config, kind, tokens, inner):
     expert_bytes = 3 * hidden * inner * (2 if kind == "bfloat16" else 17 / 32)
     return Case(
         op="experts",
-        shape=f"{kind}, T={tokens}",
+        shape=f"{kind.replace('FP4', 'FP4 and shared') if has_shared else kind}, T={tokens}",
         nbytes=int(num_read * expert_bytes) + tokens * hidden * 6 + 3 * hidden * inner * has_shared,
         call=call,
-        weights=(weight(2 * inner, hidden), weight(hidden, inner), *shared),
+        weights=(*weights, *shared),
         inputs=(normal(tokens, hidden), selected, normal_float32(tokens, top_k)),
         flops=6 * (pairs + tokens * has_shared) * hidden * inner,
         reads=True,

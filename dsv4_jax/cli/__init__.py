@@ -40,19 +40,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _exit_at_interrupt() -> None:
+def _exit_at_interrupt():
     """Makes Ctrl-C end the process at once, without a traceback.
 
     Python runs signal handlers only between its own instructions, and so not while XLA compiles. A thread therefore
     reads signals from the wakeup pipe.
     """
 
-    def end(*_: object) -> None:
+    def end(*_):
         if sys.stderr.isatty():
             os.write(sys.stderr.fileno(), b"\x1b[?25h")  # progress bars hide the cursor
         os._exit(130)
 
-    def wait() -> None:
+    def wait():
         while os.read(read, 1)[0] != signal.SIGINT or signal.getsignal(signal.SIGINT) is not end:
             pass
         end()

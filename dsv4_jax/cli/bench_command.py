@@ -63,11 +63,15 @@ class _DecodeSteps(ModelBenchmark):
     """Options of the benchmarks of decode steps.
 
     Attributes:
+      batches: batch sizes, in requests. Default: 1 8 32 128; on a CPU 1 4
+      contexts: context lengths, in tokens a request. Default: 4096 65536; on a CPU 512 4096
+      plot: plot the time of each kind of kernel to this file.
       drafts: also measure a step that verifies K draft tokens of each request, and a step that then also makes K new
         drafts with the model's draft layers. Reports tokens a second for several acceptance rates.
     """
 
     _plot = "plot_layers"
+    _sizes = {"batches": ((1, 8, 32, 128), (1, 4)), "contexts": ((4096, 65536), (512, 4096))}
     _each_kind: ClassVar[bool] = False
     batches: Numbers = None
     contexts: Numbers = None
@@ -77,11 +81,12 @@ class _DecodeSteps(ModelBenchmark):
     plot: PlotFile = None
 
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Rows:
-        from dsv4_jax.bench.decode_steps import StepOptions, default_sizes, run
+        from dsv4_jax.bench import decode_steps
+        from dsv4_jax.bench.step_options import StepOptions
 
         config, kv_format = self._model(report)
-        steps = self._options(StepOptions, mesh, **default_sizes(mesh), kv_format=kv_format)
-        return run(config, steps, report, each_kind=self._each_kind)
+        steps = self._options(StepOptions, mesh, kv_format=kv_format)
+        return decode_steps.run(config, steps, report, each_kind=self._each_kind)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,11 +98,6 @@ class LayerBench(_DecodeSteps):
 
     For example:
       dsv4-jax bench layer --json layer.json --plot layer.png
-
-    Attributes:
-      batches: batch sizes, in requests. Default: 1 8 32 128; on a CPU 1 4
-      contexts: context lengths, in tokens a request. Default: 4096 65536; on a CPU 512 4096
-      plot: plot the time of each kind of kernel to this file.
     """
 
     expert_parallel: options.ExpertParallel = False
@@ -121,12 +121,9 @@ class ModelBench(_DecodeSteps):
       dsv4-jax bench model --config v41_flash --mesh model=4 --host-tables --batches 1 --contexts 8192
 
     Attributes:
-      batches: batch sizes, in requests. Default: 1 8 32 128; on a CPU 1 4
-      contexts: context lengths, in tokens a request. Default: 4096 65536; on a CPU 512 4096
       layers: number of layers to run: one of each kind, with those that it reads from, as far as they fit, then the
         first ones; 0 = as many as fit, or all with --expert-memory. Engram's tables are reduced to what the machine
         holds.
-      plot: plot the time of each kind of kernel to this file.
       skew: how unequally tokens select experts: the expert of rank r has weight r**-S. Each S is measured. With
         --expert-memory, the experts that are frequent with the largest S lie on the GPU.
     """
@@ -159,6 +156,7 @@ class PrefillBench(ModelBenchmark):
     """
 
     _plot = "plot_prefill"
+    _sizes = {"chunks": ((512, 2048, 8192), (64,)), "contexts": ((0, 65536, 524288), (0, 256))}
     chunks: Numbers = None
     contexts: Numbers = None
     mesh: options.MeshOption = None
@@ -166,12 +164,11 @@ class PrefillBench(ModelBenchmark):
     plot: PlotFile = None
 
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Rows:
-        from dsv4_jax.bench import decode_steps, prefill
+        from dsv4_jax.bench import prefill
+        from dsv4_jax.bench.step_options import StepOptions
 
         config, kv_format = self._model(report)
-        sizes = prefill.default_sizes() | {"batches": (1,)}
-        steps = self._options(decode_steps.StepOptions, mesh, **sizes, kv_format=kv_format)
-        return prefill.run(config, steps, report)
+        return prefill.run(config, self._options(StepOptions, mesh, batches=(1,), kv_format=kv_format), report)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,12 +203,13 @@ class ServeBench(Benchmark):
     """
 
     _plot = "plot_serving"
+    _sizes = {"requests": ((1, 4, 16, 64), (1, 4)), "prompts": ((1024, 8192, 65536), (256,))}
     conversations: int = 12
     turns: int = 3
     drafts: int = 0
     mesh: options.MeshOption = None
     plot: PlotFile = None
-    config: Annotated[str | None, options.optional("|".join((*options.PRESETS, "DIR")))] = None
+    config: Annotated[str | None, options.optional(options.MODELS)] = None
     layers: int = 0
     requests: Numbers = None
     prompts: Numbers = None
@@ -230,23 +228,19 @@ class ServeBench(Benchmark):
         super().run()
 
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Rows:
-        if self.config is not None:
-            import jax
+        if self.config is None:
+            from dsv4_jax.bench import serving
 
-            from dsv4_jax.bench import engine_steps
-            from dsv4_jax.bench.cases import measured_config
+            workload = serving.Workload(self.conversations, self.turns, self.drafts)
+            report["workload"] = dataclasses.asdict(workload)
+            return serving.run(workload, mesh)
+        from dsv4_jax.bench import engine_steps
+        from dsv4_jax.bench.cases import measured_config
 
-            config = options.named_config(self.config, "--config", mtp=self.drafts > 0)
-            report["config"] = self.config
-            config = measured_config(config, report, "config")
-            defaults = {} if jax.default_backend() == "gpu" else {"requests": (1, 4), "prompts": (256,)}
-            steps = self._options(engine_steps.EngineOptions, mesh, **defaults)
-            return engine_steps.run(config, steps, report)
-        from dsv4_jax.bench import serving
-
-        workload = serving.Workload(self.conversations, self.turns, self.drafts)
-        report["workload"] = dataclasses.asdict(workload)
-        return serving.run(workload, mesh)
+        config = options.named_config(self.config, "--config", mtp=self.drafts > 0)
+        report["config"] = self.config
+        config = measured_config(config, report, "config")
+        return engine_steps.run(config, self._options(engine_steps.EngineOptions, mesh), report)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

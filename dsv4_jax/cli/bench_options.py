@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Config = Annotated[
     str,
     tyro.conf.arg(
-        metavar="|".join((*options.PRESETS, "DIR")),
+        metavar=options.MODELS,
         help="the model whose shapes are used: a released one, of which those with a date and v41_flash draft with "
         "DSpark, or a folder with a config.json. On a CPU, a tiny model replaces the releases of V4.",
     ),
@@ -41,21 +41,22 @@ class Benchmark:
     """The options that all benchmarks have, and the code that runs a benchmark.
 
     A subclass has a method `_results`, which yields its results. If it has the option `plot`, its `_plot` is the name
-    of a function in `bench.plots`.
+    of a function in `bench.plots`. Its `_sizes` are {option: (default sizes on a GPU, default sizes on a CPU)}.
 
     Attributes:
       out: also write the results to this file.
     """
 
     _plot: ClassVar[str]
+    _sizes: ClassVar[dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     out: Annotated[Path | None, options.optional("FILE.json", name="json")] = None
 
     def run(self) -> None:
         """Runs the benchmark and writes its files. Raises ValueError if an option is wrong."""
-        given = vars(self)
-        parallel = {name: given.get(name, False) for name in ("context_parallel", "expert_parallel")}
-        sizes = options.mesh_sizes(given.get("mesh"), None, **parallel)
-        plot = given.get("plot")
+        values = vars(self)
+        parallel = {name: values.get(name, False) for name in ("context_parallel", "expert_parallel")}
+        sizes = options.mesh_sizes(values.get("mesh"), None, **parallel)
+        plot = values.get("plot")
         if plot is not None and importlib.util.find_spec("matplotlib") is None:
             raise ValueError("--plot needs matplotlib: pip install 'dsv4-jax[notebooks]'")
         if plot is not None and plot.suffix != ".png":
@@ -64,17 +65,17 @@ class Benchmark:
         for option, path in (("json", self.out), ("plot", plot)):
             if path is not None:
                 option_checks.check_writable(option, path)
-        if options.expert_bytes(given.get("expert_memory"), given.get("mesh")) is not None:
+        if self._expert_bytes() is not None:
             startup.show_log()
         # XLA leaves a quarter of a GPU's memory unused by default.
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
         startup.notify("Starting JAX ...")
         import jax
 
-        report: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+        report = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
         report |= {"mesh": sizes} if sizes else {}
         rows = self._results(report, make_mesh(sizes) if sizes else None)
-        results: list[dict[str, Any]] = []
+        results = []
         for row in rows:
             results.append(row)
             if self.out is not None:
@@ -84,18 +85,27 @@ class Benchmark:
 
             getattr(plots, self._plot)(report | {"results": results}, plot)
 
-    def _options[Options](self, kind: type[Options], mesh: "Mesh | None", **defaults: Any) -> Options:
+    def _expert_bytes(self):
+        values = vars(self)
+        return options.expert_bytes(values.get("expert_memory"), values.get("mesh"))
+
+    def _options[Options](self, kind: type[Options], mesh: "Mesh | None", **values: Any) -> Options:
         """Makes an options object of a measurement, such as `StepOptions`, from the options of this command.
 
         Args:
           kind: class of the object. It gets the options that it has a parameter for.
-          mesh: the devices.
-          **defaults: values of options that the user did not give.
+          mesh: the devices. Default batches that its axis "data" does not divide are left out.
+          **values: values of parameters that are no options of this command.
         """
-        given = defaults | {name: value for name, value in vars(self).items() if value is not None}
-        given["expert_memory"] = options.expert_bytes(given.get("expert_memory"), given.get("mesh"))
-        given["mesh"] = mesh
-        return kind(**{name: given[name] for name in inspect.signature(kind).parameters if name in given})
+        import jax
+
+        shards = 1 if mesh is None else mesh.shape.get("data", 1)
+        for name, (on_gpu, on_cpu) in self._sizes.items():
+            sizes = on_gpu if jax.default_backend() == "gpu" else on_cpu
+            values[name] = tuple(size for size in sizes if name != "batches" or size % shards == 0)
+        values |= {name: value for name, value in vars(self).items() if value is not None}
+        values |= {"mesh": mesh, "expert_memory": self._expert_bytes()}
+        return kind(**{name: values[name] for name in inspect.signature(kind).parameters if name in values})
 
     def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Rows:
         raise NotImplementedError
@@ -116,8 +126,7 @@ class ModelBenchmark(Benchmark):
         """Returns the model's configuration and the format of the cache, and adds their names to the report."""
         from dsv4_jax.quant import kv_format
 
-        drafts: int = getattr(self, "drafts", 0)
-        config = options.named_config(self.config, "--config", mtp=drafts > 0)
+        config = options.named_config(self.config, "--config", mtp=vars(self).get("drafts", 0) > 0)
         cache_format = kv_format(self.cache_format or config.kv_format)
         report |= {"shapes": self.config.removeprefix("v4_"), "cache_format": cache_format.name}
         return config, cache_format

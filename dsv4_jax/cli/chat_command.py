@@ -10,7 +10,6 @@ import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +24,6 @@ _HELP = """/thinking off|low|high|max  how long the model thinks before it answe
 /new                        begin a new conversation
 /save FILE.json             write the conversation to a file
 /quit, Ctrl-D               leave; Ctrl-C stops an answer"""
-_EFFORTS = "low", "high", "max"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +85,7 @@ class _Session:
         self._url = url
         self._headers = headers
         self._options = options
-        self._messages: list[dict[str, Any]] = []
+        self._messages = []
         self._begin(system)
 
     def _begin(self, system):
@@ -139,14 +137,15 @@ class _Session:
 
     def think(self, effort: str) -> None:
         """Sets how long the model thinks: "off", "low", "high", "max", or "1" to "100". Raises ValueError otherwise."""
-        number = int(effort) if re.fullmatch("[0-9]{1,3}", effort) else None
-        if effort not in ("off", *_EFFORTS) and not (number is not None and 1 <= number <= 100):
-            known = ", ".join(_EFFORTS)
-            raise ValueError(f"thinking {effort} must be off, {known}, or with DeepSeek-V4.1 a number from 1 to 100")
+        value = int(effort) if re.fullmatch("[0-9]{1,3}", effort) else effort
+        if value not in ("off", "low", "high", "max", *range(1, 101)):
+            raise ValueError(
+                f"thinking {effort} must be off, low, high, max, or with DeepSeek-V4.1 a number from 1 to 100"
+            )
         self._options.pop("reasoning_effort", None)
-        self._options["thinking"] = {"type": "disabled" if effort == "off" else "enabled"}
-        if effort != "off":
-            self._options["reasoning_effort"] = number or effort
+        self._options["thinking"] = {"type": "disabled" if value == "off" else "enabled"}
+        if value != "off":
+            self._options["reasoning_effort"] = value
 
     def _answer(self, text):
         """Sends a message and shows the answer while it arrives.
@@ -182,7 +181,7 @@ class _Session:
         shown = visible(new.lstrip("\n") if is_first else new)
         self.console.print(shown, style="dim" if name != "content" else None, end="")
 
-    def _stream(self, messages) -> Iterator[dict[str, Any]]:
+    def _stream(self, messages):
         with self._open("/v1/chat/completions", self._options | {"messages": messages}) as response:
             for line in response:
                 data = line.decode().removeprefix("data:").strip()

@@ -10,7 +10,6 @@ from dsv4_jax.common.sizes import parse_bytes, readable_bytes
 
 if TYPE_CHECKING:
     from dsv4_jax.config import DSV4Config
-    from dsv4_jax.expert_pages import TokenCost
 
 SKEWS = 0.0, 1.0  # skews of the estimates, see `selection_shares`
 TOKENS = 1, 8, 32  # numbers of tokens in a step of the estimates
@@ -21,10 +20,8 @@ STEP_TOKENS = 256  # number of tokens of the largest step of `generate` and `ser
 def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_bytes: int, gpu: str) -> dict[str, Any]:
     """Decides how many experts lie in host memory, as `ExpertMemory.plan` does, and estimates the time of steps.
 
-    The model's weights are stored as in the release.
-
     Args:
-      config: configuration of the model.
+      config: configuration of the model, whose weights are stored as in the release.
       expert_memory: bytes of the GPU that experts may take, such as "60GB". "auto" = the memory that is left beside the
         other weights, the cache and the programs.
       memory: bytes of the GPU's memory.
@@ -44,54 +41,36 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
       ValueError: weights, with the experts on the GPU, and programs do not fit the GPU; layers have different numbers
         of experts; or an expert in host memory would be no whole number of pages.
     """
-    from flax import nnx
-
-    from dsv4_jax.bench.cases import tree_bytes
-    from dsv4_jax.checkpoint.keys import TABLES, weights
-    from dsv4_jax.checkpoint.placement import expert_shapes
-    from dsv4_jax.checkpoint.random_weights import as_released
     from dsv4_jax.expert_pages import TokenCost, program_bytes
     from dsv4_jax.expert_pages.token_cost import READ_RATES
-    from dsv4_jax.nn import DeepseekV4ForCausalLM
-    from dsv4_jax.nn.layers import ABSTRACT
-    from dsv4_jax.nn.parameters import parameter_views
 
-    layers, shapes = expert_shapes(weights(config, "release"))
-    model = as_released(DeepseekV4ForCausalLM(config, rngs=ABSTRACT), config)
-    matrices = [math.prod(shape[1:]) for shape in shapes]  # bytes of the FP4 codes of one expert
-    expert_bytes = sum(matrices)
-    experts = shapes[0][0]
-    slice_bytes = len(layers) * expert_bytes  # one expert of every layer
-    codes = experts * slice_bytes
-    # Tables lie in host memory, as some experts do.
-    tables = sum(tree_bytes(v.variable) for path, v in parameter_views(model).items() if path.endswith(TABLES))
-    whole = tree_bytes(nnx.state(model)) - tables  # all other weights, with all experts on the GPU
+    layers, experts, matrices, other_weights, routed = _count_bytes(config)
+    slice_bytes = layers * sum(matrices)  # one expert of every layer
     programs = program_bytes(STEP_TOKENS, config)
-    free = memory - (whole - codes) - programs - cache_bytes
-    budget = free if expert_memory == "auto" else parse_bytes(expert_memory, "expert_memory")
+    budget = memory - other_weights - programs - cache_bytes
+    if expert_memory != "auto":
+        budget = parse_bytes(expert_memory, "expert_memory")
     on_device = min(experts, max(budget, 0) // slice_bytes)
-    needed = whole - codes + on_device * slice_bytes + programs
+    on_host = experts - on_device
+    needed = other_weights + on_device * slice_bytes + programs
     if needed > memory:
         raise ValueError(
             f"--memory {readable_bytes(memory)} is too little for {readable_bytes(needed)}: weights, of which "
             f"{readable_bytes(on_device * slice_bytes)} experts, and {readable_bytes(programs)} for programs"
         )
-    if on_device < experts and any(nbytes % HOST_PAGE for nbytes in matrices):
+    if on_host and any(nbytes % HOST_PAGE for nbytes in matrices):
         raise ValueError(
-            f"{experts - on_device} of {experts} experts a layer would have to lie in host memory, where a matrix must "
+            f"{on_host} of {experts} experts a layer would have to lie in host memory, where a matrix must "
             f"be whole pages of {HOST_PAGE} bytes; the model's have {' and '.join(map(str, matrices))}"
         )
-    loops = model.model.layers.loops
-    routed = tree_bytes(model.drafts) + sum(tree_bytes(layer.mlp.experts) for loop in loops for layer in loop.layers)
     cost = TokenCost(
         layers=config.num_hidden_layers,
         experts=experts,
         chosen=config.num_experts_per_tok,
-        expert_bytes=expert_bytes,
-        other_bytes=whole - routed,
+        expert_bytes=sum(matrices),
+        other_bytes=other_weights + experts * slice_bytes - routed,
         read_rate=READ_RATES[gpu],
     )
-    on_host = experts - on_device
     return {
         "experts": experts,
         "on_host": on_host,
@@ -102,7 +81,35 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
     }
 
 
-def _estimate_steps(cost: "TokenCost", on_host: int) -> list[dict[str, Any]]:
+def _count_bytes(config):
+    """Counts the bytes of a model's weights, stored as in the release.
+
+    Returns:
+      (number of layers with experts, number of experts of a layer, bytes of the FP4 codes of each matrix of an expert,
+      bytes of all weights on the GPU other than these codes, bytes of the draft layers and of the experts with their
+      scales). Tables do not count: they lie in host memory, as some experts do.
+    """
+    from flax import nnx
+
+    from dsv4_jax.bench.cases import tree_bytes
+    from dsv4_jax.checkpoint.keys import TABLES, weights
+    from dsv4_jax.checkpoint.placement import expert_shapes
+    from dsv4_jax.checkpoint.random_weights import as_released
+    from dsv4_jax.nn import DeepseekV4ForCausalLM
+    from dsv4_jax.nn.layers import ABSTRACT
+    from dsv4_jax.nn.parameters import parameter_views
+
+    layers, shapes = expert_shapes(weights(config, "release"))
+    model = as_released(DeepseekV4ForCausalLM(config, rngs=ABSTRACT), config)
+    tables = sum(tree_bytes(v.variable) for path, v in parameter_views(model).items() if path.endswith(TABLES))
+    codes = len(layers) * sum(map(math.prod, shapes))
+    loops = model.model.layers.loops
+    routed = tree_bytes(model.drafts) + sum(tree_bytes(layer.mlp.experts) for loop in loops for layer in loop.layers)
+    matrices = [math.prod(shape[1:]) for shape in shapes]
+    return len(layers), shapes[0][0], matrices, tree_bytes(nnx.state(model)) - tables - codes, routed
+
+
+def _estimate_steps(cost, on_host):
     """Returns the field "steps" of `plan_experts`, for `on_host` experts of each layer in host memory."""
     return [
         {

@@ -4,28 +4,20 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 from dsv4_jax.cli import option_checks, options, startup
-from dsv4_jax.cli.options import RandomModelOptions, optional
+from dsv4_jax.cli.model_options import RandomModelOptions
+from dsv4_jax.cli.options import optional
 from dsv4_jax.common.arguments import check_temperature, check_top_k, check_top_p
 from dsv4_jax.common.sizes import readable_bytes
 from dsv4_jax.config.draft_config import check_min_confidence
 
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-    from dsv4_jax.cache import CacheSchema
-    from dsv4_jax.decode import CompiledModel
-    from dsv4_jax.engine import Candidate
-    from dsv4_jax.host import KVCacheManager
 
 _DEFAULT_TEXT = "In the beginning"
 _DEFAULT_IDS = (5, 17, 42)
@@ -116,14 +108,10 @@ class GenerateCommand(RandomModelOptions):
         model = self.load_model(checkpoint, manager.schema, step_tokens=step_tokens, progress=progress)
         device = jax.devices()[0].device_kind
         startup.notify(startup.compiling_for(device))
-
-        printer = _Printer(tokenizer, prompt, quiet=self.as_json)
-        result = self._generate(model, manager, prompt, () if self.ignore_eos else config.eos_token_id, printer.add)
-        report = self._report(result, manager.schema, device, tokenizer, prompt)
+        report = self._generate(model, manager, tokenizer, prompt, device)
         if self.as_json:
             print(json.dumps(report))
             return
-        printer.finish()
         for candidate in report.get("candidates", [])[1:]:
             _print("\n" + candidate.get("text", " ".join(map(str, candidate["tokens"]))))
         _print_table(report, manager.schema.kv_format.name)
@@ -133,7 +121,7 @@ class GenerateCommand(RandomModelOptions):
         """The number of answers or beams that share the prompt."""
         return max(self.n_best, self.beams)
 
-    def _check(self) -> None:
+    def _check(self):
         """Raises ValueError if an option is out of range or contradicts another one."""
         check_temperature(self.temperature)
         check_top_k(self.top_k)
@@ -155,7 +143,7 @@ class GenerateCommand(RandomModelOptions):
         if self._answers > 1 and self.drafts:
             raise ValueError("--drafts makes one answer faster: leave out --n-best and --beams")
 
-    def _encode(self, tokenizer: "Tokenizer | None") -> tuple[str, list[int]]:
+    def _encode(self, tokenizer):
         """Returns (name of the option for the prompt, the prompt's token ids), if --prompt-ids is not given.
 
         Raises ValueError if --prompt is given and there is no tokenizer.
@@ -166,176 +154,135 @@ class GenerateCommand(RandomModelOptions):
             raise ValueError("--prompt needs a tokenizer.json beside the weights, and there is none: use --prompt-ids")
         return "--prompt", tokenizer.encode(_DEFAULT_TEXT if self.prompt is None else self.prompt).ids
 
-    def _generate(
-        self,
-        model: "CompiledModel",
-        manager: "KVCacheManager",
-        prompt: list[int],
-        stop_tokens: tuple[int, ...],
-        show: Callable[[int], None],
-    ) -> "_Result":
-        """Generates as the options ask, and measures the speed.
+    def _generate(self, model, manager, tokenizer, prompt, device) -> dict[str, Any]:
+        """Generates as the options ask. Unless --json is given, prints the prompt and each token of the first answer.
 
-        Args:
-          model: the model.
-          manager: manager of the cache.
-          prompt: token ids of the prompt.
-          stop_tokens: token ids that end an answer.
-          show: function that is called with each new token of the first answer. With several answers, it is called
-            when all are complete.
+        Returns:
+          The JSON object of --json, see `as_json` of the command.
         """
-        from dsv4_jax.decode import DraftOptions, SamplingParams
-        from dsv4_jax.engine import beam_search, n_best
-        from dsv4_jax.engine.generate import engine_for_prompts
+        from dsv4_jax.checkpoint import TextStream
 
-        limits: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "stop_tokens": stop_tokens}
-        draws: dict[str, Any] = {
-            "sampling": SamplingParams(self.temperature, self.top_k, self.top_p),
-            "seed": self.seed,
-        }
-        if self._answers == 1:
-            drafts = DraftOptions(self.drafts, self.min_confidence)
-            with engine_for_prompts(model, manager, [prompt], self.max_new_tokens, self.chunk, drafts) as engine:
-                request = engine.add(prompt, **draws, **limits)
-                result = _measure_stream(model, engine.stream(request), show)
-                return dataclasses.replace(result, accepted=request.accepted)
-        programs = model.compilations
-        start = time.perf_counter()
-        if self.n_best > 1:
-            candidates = n_best(model, manager, prompt, n=self.n_best, chunk=self.chunk, **draws, **limits)
-        else:
-            candidates = beam_search(model, manager, prompt, beams=self.beams, chunk=self.chunk, **limits)
-        seconds = time.perf_counter() - start
-        compilations = model.compilations - programs
-        timed_tokens = 0 if compilations else sum(len(candidate.tokens) for candidate in candidates)
-        tokens = candidates[0].tokens
-        for token in tokens:
+        text = None if tokenizer is None else TextStream(tokenizer)
+
+        def show(token):
+            if not self.as_json:
+                _print(f"{token} " if text is None else text.add(token))
+
+        def describe(tokens):
+            if tokenizer is None:
+                return {"tokens": tokens}
+            return {"tokens": tokens, "text": tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]}
+
+        for token in () if text is None else prompt:
             show(token)
-        return _Result(tokens, compilations, seconds, timed_tokens, seconds, candidates=candidates)
-
-    def _report(
-        self, result: "_Result", schema: "CacheSchema", device: str, tokenizer: "Tokenizer | None", prompt: list[int]
-    ) -> dict[str, Any]:
-        """Returns the JSON object of --json, see `as_json` of the command.
-
-        Args:
-          result: the generated tokens and the times.
-          schema: schema of the cache.
-          device: name of the device.
-          tokenizer: the tokenizer; None to leave out texts.
-          prompt: token ids of the prompt.
-        """
-
-        def describe(tokens: list[int]) -> dict[str, Any]:
-            text = {} if tokenizer is None else {"text": _text_after(tokenizer, prompt, tokens)}
-            return {"tokens": tokens} | text
-
-        names = ("compilations", "seconds", "timed_tokens", "tokens_per_second")
-        report = describe(result.tokens) | {name: getattr(result, name) for name in names}
-        report["device"] = device
-        report["cache_bytes"] = {
+        if self._answers == 1:
+            tokens, speed, accepted = self._stream_answer(model, manager, prompt, show)
+            more = {"accepted": accepted} if self.drafts else {}
+        else:
+            candidates, speed = self._find_answers(model, manager, prompt)
+            tokens = candidates[0].tokens
+            for token in tokens:
+                show(token)
+            more = {"candidates": [describe(x.tokens) | {"logprob": x.logprob} for x in candidates]}
+        if text is not None and not self.as_json:
+            _print(text.finish())
+        schema = manager.schema
+        cache_bytes = {
             "per_token": schema.bytes_per_token,
             "per_request": schema.bytes_per_request,
             "total": schema.memory_bytes(),
             "dense_bf16_per_token": schema.dense_bytes_per_token,
         }
-        if self.drafts:
-            report["accepted"] = result.accepted
-        if result.candidates:
-            report["candidates"] = [describe(x.tokens) | {"logprob": x.logprob} for x in result.candidates]
-        return report
+        return describe(tokens) | speed | {"device": device, "cache_bytes": cache_bytes} | more
+
+    def _limits(self, manager):
+        """Returns the parameters of a request that end an answer."""
+        stop_tokens = () if self.ignore_eos else manager.schema.config.eos_token_id
+        return {"max_new_tokens": self.max_new_tokens, "stop_tokens": stop_tokens}
+
+    def _draws(self):
+        """Returns the parameters of a request by which tokens are drawn."""
+        from dsv4_jax.decode import SamplingParams
+
+        return {"sampling": SamplingParams(self.temperature, self.top_k, self.top_p), "seed": self.seed}
+
+    def _stream_answer(self, model, manager, prompt, show):
+        """Generates one answer, passes each token to `show`, and measures the time of tokens.
+
+        The first token is not timed, because its step runs the prompt. Steps that compile a program are not timed
+        either.
+
+        Returns:
+          (tokens, speed, number of accepted drafts of each step), with the speed as `_speed` returns it.
+        """
+        from dsv4_jax.decode import DraftOptions
+        from dsv4_jax.engine.generate import engine_for_prompts
+
+        drafts = DraftOptions(self.drafts, self.min_confidence)
+        tokens = []
+        timed = []
+        with engine_for_prompts(model, manager, [prompt], self.max_new_tokens, self.chunk, drafts) as engine:
+            request = engine.add(prompt, **self._draws(), **self._limits(manager))
+            before = programs = model.compilations
+            begin = step_begin = time.perf_counter()
+            for token in engine.stream(request):
+                seconds = time.perf_counter() - step_begin
+                if tokens and model.compilations == programs:
+                    timed.append(seconds)
+                tokens.append(token)
+                show(token)
+                programs = model.compilations
+                step_begin = time.perf_counter()
+            seconds = time.perf_counter() - begin
+        return tokens, _speed(programs - before, seconds, len(timed), sum(timed)), request.accepted
+
+    def _find_answers(self, model, manager, prompt):
+        """Returns (answers or beams, the best one first; speed), with the speed as `_speed` returns it."""
+        from dsv4_jax.engine import beam_search, n_best
+
+        programs = model.compilations
+        begin = time.perf_counter()
+        limits = self._limits(manager)
+        if self.n_best > 1:
+            candidates = n_best(model, manager, prompt, n=self.n_best, chunk=self.chunk, **self._draws(), **limits)
+        else:
+            candidates = beam_search(model, manager, prompt, beams=self.beams, chunk=self.chunk, **limits)
+        seconds = time.perf_counter() - begin
+        compilations = model.compilations - programs
+        timed_tokens = 0 if compilations else sum(len(candidate.tokens) for candidate in candidates)
+        return candidates, _speed(compilations, seconds, timed_tokens, seconds)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Result:
-    """The generated tokens and the measured times.
+def _speed(compilations, seconds, timed_tokens, timed_seconds):
+    """Returns the fields of --json about speed.
 
-    Attributes:
-      tokens: tokens of the answer, or of the best one.
+    Args:
       compilations: number of programs that were compiled.
       seconds: seconds of everything after loading, compilation included.
       timed_tokens: number of tokens whose steps did not compile and so count for the speed.
       timed_seconds: seconds in which these tokens were generated.
-      accepted: number of accepted drafts of each step; empty with several answers.
-      candidates: all answers, the best first, if there are several; otherwise empty.
     """
-
-    tokens: list[int]
-    compilations: int
-    seconds: float
-    timed_tokens: int
-    timed_seconds: float
-    accepted: list[int] = dataclasses.field(default_factory=list)
-    candidates: "list[Candidate]" = dataclasses.field(default_factory=list)
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        return self.timed_tokens / self.timed_seconds if self.timed_tokens else None
+    return {
+        "compilations": compilations,
+        "seconds": seconds,
+        "timed_tokens": timed_tokens,
+        "tokens_per_second": timed_tokens / timed_seconds if timed_tokens else None,
+    }
 
 
-class _Printer:
-    """Prints the prompt's text, then the text of each new token. Without a tokenizer, prints only the new ids."""
-
-    def __init__(self, tokenizer: "Tokenizer | None", prompt: list[int], *, quiet: bool):
-        from dsv4_jax.checkpoint import TextStream
-
-        self._text = None if tokenizer is None else TextStream(tokenizer)
-        self._quiet = quiet
-        if self._text is not None:
-            self._print("".join(map(self._text.add, prompt)))
-
-    def add(self, token: int) -> None:
-        self._print(f"{token} " if self._text is None else self._text.add(token))
-
-    def finish(self) -> None:
-        self._print("" if self._text is None else self._text.finish())
-
-    def _print(self, text: str) -> None:
-        if not self._quiet:
-            _print(text)
-
-
-def _print(text: str) -> None:
+def _print(text):
     """Prints a model's text. If stdout is a terminal, control characters are left out."""
     print(startup.visible(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
-def _parse_ids(text: str) -> list[int]:
+def _parse_ids(text):
     try:
         return [int(part) for part in text.split(",")] if text.strip() else []
     except ValueError:
         raise ValueError(f"--prompt-ids {text!r} must be whole numbers separated by commas, such as 5,17,42") from None
 
 
-def _text_after(tokenizer: "Tokenizer", prompt: list[int], tokens: list[int]) -> str:
-    return tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]
-
-
-def _measure_stream(model: "CompiledModel", stream: Iterator[int], show: Callable[[int], None]) -> _Result:
-    """Collects the tokens of a stream, passes each to `show`, and measures the time of tokens.
-
-    The first token is not timed, because its step runs the prompt. Steps that compile a program are not timed either.
-    """
-    tokens: list[int] = []
-    timed: list[float] = []
-    first_programs = model.compilations
-    num_programs = first_programs
-    start = time.perf_counter()
-    step_start = start
-    for token in stream:
-        seconds = time.perf_counter() - step_start
-        if tokens and model.compilations == num_programs:
-            timed.append(seconds)
-        tokens.append(token)
-        show(token)
-        num_programs = model.compilations
-        step_start = time.perf_counter()
-    seconds = time.perf_counter() - start
-    compilations = num_programs - first_programs
-    return _Result(tokens, compilations, seconds, len(timed), sum(timed))
-
-
-def _print_table(report: dict[str, Any], format_name: str) -> None:
+def _print_table(report, format_name):
     tokens = len(report["tokens"])
     speed = report["tokens_per_second"]
     cache = report["cache_bytes"]
@@ -343,17 +290,19 @@ def _print_table(report: dict[str, Any], format_name: str) -> None:
     dense = cache["dense_bf16_per_token"]
     saving = f"; dense BF16: {dense}, {dense / paged:.1f} times as many" if paged else ""
     total = cache["total"]
-    table = Table(title=f"{tokens} new tokens on {report['device']}", show_header=False, title_justify="left")
     timed = f"{speed:.1f} ({report['timed_tokens']} tokens, none compiling)" if speed else "not measured: all compiled"
-    table.add_row("tokens/s", timed)
+    cells = {"tokens/s": timed}
     if accepted := report.get("accepted"):
-        table.add_row("tokens a step", f"{tokens / len(accepted):.2f}, drafts included")
-    table.add_row("time", f"{report['seconds']:.2f} s after loading, compilation included")
-    table.add_row("compilations", str(report["compilations"]))
-    table.add_row("cache bytes a token", f"{paged:.2f}{saving}")
-    table.add_row(
-        "cache bytes a request", f"{cache['per_request']:,}, whatever its length: windows and compressor states"
-    )
-    table.add_row("cache bytes in all", f"{total:,} ({readable_bytes(total)}; format {format_name})")
+        cells["tokens a step"] = f"{tokens / len(accepted):.2f}, drafts included"
+    cells |= {
+        "time": f"{report['seconds']:.2f} s after loading, compilation included",
+        "compilations": str(report["compilations"]),
+        "cache bytes a token": f"{paged:.2f}{saving}",
+        "cache bytes a request": f"{cache['per_request']:,}, whatever its length: windows and compressor states",
+        "cache bytes in all": f"{total:,} ({readable_bytes(total)}; format {format_name})",
+    }
+    table = Table(title=f"{tokens} new tokens on {report['device']}", show_header=False, title_justify="left")
+    for row in cells.items():
+        table.add_row(*row)
     print()
     Console().print(table)

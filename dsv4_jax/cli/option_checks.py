@@ -13,29 +13,27 @@ if TYPE_CHECKING:
 
 
 # {option: its minimum}, the same in all commands. If an option has several numbers, each must reach the minimum.
-MINIMUMS = {
-    "beams": 1,
-    "block_tokens": 1,
-    "calls": 1,
-    "chunk": 1,
-    "context": 1,
-    "conversations": 1,
-    "decode_from": 0,
-    "drafts": 0,
-    "grace_seconds": 0,
-    "index_topk": 1,
-    "max_new_tokens": 1,
-    "max_query_tokens": 1,
-    "max_requests": 1,
-    "max_waiting": 0,
-    "n_best": 1,
-    "prompts": 1,
-    "request_seconds": 0,
-    "requests": 1,
-    "skew": 0,
-    "token_budget": 1,
-    "turns": 1,
-}
+MINIMUMS = dict.fromkeys(("decode_from", "drafts", "grace_seconds", "max_waiting", "request_seconds", "skew"), 0)
+MINIMUMS |= dict.fromkeys(
+    (
+        "beams",
+        "block_tokens",
+        "calls",
+        "chunk",
+        "context",
+        "conversations",
+        "index_topk",
+        "max_new_tokens",
+        "max_query_tokens",
+        "max_requests",
+        "n_best",
+        "prompts",
+        "requests",
+        "token_budget",
+        "turns",
+    ),
+    1,
+)
 
 
 def check_context(config: "DSV4Config", tokens: int, option: str) -> None:

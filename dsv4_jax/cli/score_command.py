@@ -2,21 +2,16 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 from dsv4_jax.cli import option_checks, options, startup
-from dsv4_jax.cli.options import ModelOptions, optional
-
-
-if TYPE_CHECKING:
-    import numpy as np
-    from tokenizers import Tokenizer
+from dsv4_jax.cli.model_options import ModelOptions, open_checkpoint
+from dsv4_jax.cli.options import optional
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +69,7 @@ class ScoreCommand(ModelOptions):
             option_checks.check_writable("out", self.out)
         elif self.layers or self.drafts:
             raise ValueError("--layers and --drafts are for the file that --out names: give --out FILE.npz")
-        checkpoint, config = options.open_checkpoint(self.checkpoint, mtp=self.drafts > 0)
+        checkpoint, config = open_checkpoint(self.checkpoint, mtp=self.drafts > 0)
         if self.index_topk is not None:
             config = dataclasses.replace(config, index_topk=self.index_topk)
         self.check_devices(config)
@@ -120,7 +115,7 @@ class ScoreCommand(ModelOptions):
                 np.savez(file, **results)
         _print_table(means, results.get("bits_per_byte"), total)
 
-    def _read_text(self, tokenizer: "Tokenizer | None") -> "np.ndarray":
+    def _read_text(self, tokenizer):
         """Returns the token ids [1, T] int32 of --text.
 
         Raises ValueError if there is no tokenizer, or the file is no UTF-8 text or has fewer than two tokens.
@@ -139,7 +134,7 @@ class ScoreCommand(ModelOptions):
         return np.asarray([ids], np.int32)
 
 
-def _collect(steps: "Iterator[dict[str, np.ndarray]]", rows: int, sizes: Sequence[int]) -> dict[str, Any]:
+def _collect(steps, rows, sizes):
     """Runs all steps and joins their arrays along the axis of tokens, while a progress bar is shown.
 
     Args:
@@ -164,7 +159,7 @@ def _collect(steps: "Iterator[dict[str, np.ndarray]]", rows: int, sizes: Sequenc
     return results
 
 
-def _print_table(means: "np.ndarray", bits: "np.ndarray | None", total: int) -> None:
+def _print_table(means, bits, total):
     table = Table("row", "tokens scored", "mean log-likelihood", "perplexity", *[] if bits is None else ["bits a byte"])
     for row, mean in enumerate(means):
         cells = [str(row), str(total - 1), f"{mean:.4f}", f"{math.exp(-mean):.3f}"]

@@ -217,11 +217,7 @@ class WindowOnlyHandle(LayerCacheHandle):
         none = jnp.zeros((0,), jnp.int32)
         return ClosedWindows(jnp.zeros((0, kv.shape[1]), self._dtype), none, none), self
 
-    def write_entries(self, *_: Any, **__: Any) -> "WindowOnlyHandle":
-        return self
-
-    def write_keys(self, *_: Any, **__: Any) -> "WindowOnlyHandle":
-        return self
+    write_entries = write_keys = flush
 
     def by_tiles(self, function: Any, *arrays: Any, candidates: Any = None) -> Any:
         return function(self, *arrays, candidates)

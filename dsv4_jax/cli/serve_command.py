@@ -10,19 +10,15 @@ import re
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from dsv4_jax.cli import options, startup
-from dsv4_jax.cli.options import RandomModelOptions, optional
+from dsv4_jax.cli.model_options import RandomModelOptions
+from dsv4_jax.cli.options import optional
 from dsv4_jax.common.sizes import parse_bytes
 from dsv4_jax.config.draft_config import check_min_confidence
 from dsv4_jax.parallel.mesh import check_divisible
 
-
-if TYPE_CHECKING:
-    from dsv4_jax.config import DSV4Config
-    from dsv4_jax.engine import Engine
-    from dsv4_jax.host import KVCacheManager, PrefixCache
 
 _KEY_VARIABLE = "DSV4_JAX_API_KEY"
 # Python's switch interval: the maximum time for which another thread keeps the GIL while the engine waits for it.
@@ -143,7 +139,7 @@ class ServeCommand(RandomModelOptions):
             server = ServerOptions(name, end_tokens, api_key, hosts, self.request_seconds, release, adapters)
             HTTPServer(create_app(engine, tokenizer, server), grace_seconds=self.grace_seconds).run([listener])
 
-    def _check(self) -> str | None:
+    def _check(self):
         """Checks the options that do not depend on the model.
 
         Returns:
@@ -180,7 +176,7 @@ class ServeCommand(RandomModelOptions):
             )
         return api_key
 
-    def _hosts(self, api_key: str | None) -> frozenset[str] | None:
+    def _hosts(self, api_key):
         """Returns the host names by which clients may call the server; None if all names are allowed."""
         if self.allowed_hosts is None and (api_key is not None or not _is_loopback(self.host)):
             return None
@@ -196,7 +192,7 @@ class ServeCommand(RandomModelOptions):
         decode = self.max_requests * (1 + self.drafts)
         return max(decode, self.token_budget or (decode if self.batch_invariant else 256))
 
-    def _check_model(self, config: "DSV4Config") -> int:
+    def _check_model(self, config):
         """Checks the options that depend on the model's configuration.
 
         Returns the maximum number of tokens of a request. Raises ValueError if an option does not fit the model.
@@ -209,7 +205,7 @@ class ServeCommand(RandomModelOptions):
         check_divisible(self.check_devices(config), max_requests=self.max_requests)
         return context
 
-    def _engine(self, checkpoint: Path, config: "DSV4Config", context: int, name: str) -> "Engine":
+    def _engine(self, checkpoint, config, context, name):
         from dsv4_jax.checkpoint import load_adapters
         from dsv4_jax.decode import CompiledModel
         from dsv4_jax.engine import Engine, PromptLookup
@@ -241,7 +237,7 @@ class ServeCommand(RandomModelOptions):
     @functools.cached_property
     def _adapters(self) -> dict[str, Path]:
         """The folders of --adapters by name. Raises ValueError if the option is malformed or has no adapter."""
-        folders: dict[str, Path] = {}
+        folders = {}
         for item in self.adapters.split(",") if self.adapters else ():
             name, _, folder = map(str.strip, item.partition("="))
             if not name.isprintable() or not name or not folder or name in folders:
@@ -254,16 +250,25 @@ class ServeCommand(RandomModelOptions):
         return folders
 
     def weights_key(self, checkpoint: Path) -> str:
-        """Returns a text that identifies the weights, as for other commands, and those of the adapters."""
+        """Returns a text that identifies the weights of the model and of the adapters, and the way of running them.
+
+        Another checkpoint, another --weights or another JAX platform has another text. So prefixes that were cached
+        with one of them are not used with another.
+        """
+        import jax
+
         from dsv4_jax.checkpoint import weights_fingerprint
 
+        is_random = self.random_weights is not None
+        weights = f"random, skew={self.skew}" if is_random else weights_fingerprint(checkpoint)
         files = {
             name: (weights_fingerprint(path / "adapter_model.safetensors"), (path / "adapter_config.json").read_text())
             for name, path in self._adapters.items()
         }
-        return super().weights_key(checkpoint) + (f", adapters={files}" if files else "")
+        adapters = f", adapters={files}" if files else ""
+        return f"{weights}, weights={self.weights}, {jax.default_backend()}{adapters}"
 
-    def _prefix(self, manager: "KVCacheManager", checkpoint: Path, name: str) -> "PrefixCache":
+    def _prefix(self, manager, checkpoint, name):
         """Returns the prefix cache. If --prefix-dir is given, the prefix cache has files in this folder.
 
         Raises ValueError if the folder cannot be used.
@@ -282,14 +287,14 @@ class ServeCommand(RandomModelOptions):
             raise ValueError(message) from None
 
 
-def _is_loopback(host: str) -> bool:
+def _is_loopback(host):
     """Whether an address to listen at, or the name "localhost", can be reached from this machine only."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host, port):
     """Returns a listening socket. Port 0 stands for any free port. Raises ValueError if the address cannot be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

@@ -65,7 +65,7 @@ def use_compilation_cache() -> None:
             compilation_cache.reset_cache()  # JAX notes at its first compilation whether there is a folder
 
 
-def _disable_compilation_cache() -> None:
+def _disable_compilation_cache():
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     if "jax" in sys.modules:
         import jax

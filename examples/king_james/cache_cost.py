@@ -18,7 +18,8 @@ from rich.progress import track
 
 from dsv4_jax.bench.reports import write_report
 from dsv4_jax.checkpoint import load_checkpoint
-from dsv4_jax.cli.options import Dtype, ModelOptions
+from dsv4_jax.cli.model_options import ModelOptions
+from dsv4_jax.cli.options import Dtype
 from dsv4_jax.cli.scoring import score_ids
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.ops.dispatch import use_implementation

@@ -9,13 +9,15 @@ import jax
 import pytest
 from flax import nnx
 
-from dsv4_jax.bench import decode_steps, plots, timing
+from dsv4_jax.bench import decode_steps, plots, step_cases, timing
 from dsv4_jax.bench.cases import tree_bytes
-from dsv4_jax.bench.decode_steps import STEPS, StepCase, StepOptions, default_sizes
 from dsv4_jax.bench.random_steps import DRAWS, RandomSteps, abstract_model, random_cache
+from dsv4_jax.bench.step_cases import STEPS, StepCase
+from dsv4_jax.bench.step_options import StepOptions
 from dsv4_jax.bench.step_work import step_work, weight_work
 from dsv4_jax.bench.tables import layer_share, print_rows
 from dsv4_jax.cache import CacheSchema, KVCache
+from dsv4_jax.cli.bench_command import ModelBench
 from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.decode import CompiledModel
@@ -165,7 +167,7 @@ def test_kernels_are_those_of_one_gpu(monkeypatch):
     steps.program.call.as_text.return_value = ""
     found = [("ncclDevKernel_AllReduce", 2.0)] * (2 * 3 * STEPS)
     monkeypatch.setattr(timing, "kernels", lambda calls: found)
-    monkeypatch.setattr(decode_steps, "step_work", lambda *_: (0, 1000, 0))
+    monkeypatch.setattr(step_cases, "step_work", lambda *_: (0, 1000, 0))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     row = StepCase(steps, 256).profile(dict(milliseconds=7.0), dict(copy_bytes_per_second=1e9))
     assert row["kernel_milliseconds"]["all_reduce"] == 6.0 and row["launches"] == 3 and row["gap_milliseconds"] == 1.0
@@ -190,9 +192,9 @@ def test_steps_in_a_row_leave_out_the_first_launch(monkeypatch, call, expected):
         device = max(now, device) + 5.0
         return Output(device)
 
-    monkeypatch.setattr(decode_steps.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(step_cases.time, "perf_counter", lambda: now)
     steps = unittest.mock.MagicMock(RandomSteps, step=step)
-    assert decode_steps._steps_in_a_row(steps, STEPS) == expected
+    assert step_cases._steps_in_a_row(steps, STEPS) == expected
 
 
 def test_steps_in_a_row_have_different_tokens():
@@ -269,11 +271,12 @@ def test_mistakes_are_explained(refused, options, message):
 def test_the_defaults_fit_the_model_that_runs(monkeypatch):
     tiny = read_config(packaged_checkpoint())
     flash = DSV4Config.v4_flash()
-    cpu = StepOptions(**default_sizes())
+    command = ModelBench()
+    cpu = command._options(StepOptions, None)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    gpu = StepOptions(**default_sizes())
+    gpu = command._options(StepOptions, None)
     assert (cpu.batches, cpu.contexts, gpu.contexts) == ((1, 4), (512, 4096), (4096, 65536))
-    assert default_sizes(make_mesh({"data": 2}))["batches"] == (8, 32, 128)
+    assert command._options(StepOptions, make_mesh({"data": 2})).batches == (8, 32, 128)
     cpu.check(tiny)
     gpu.check(flash)
     with pytest.raises(ValueError, match="--contexts 65536 must be from 129 to 32768"):

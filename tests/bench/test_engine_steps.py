@@ -1,13 +1,13 @@
 """`dsv4-jax bench serve --config` where there is no GPU: an engine with a tiny random model."""
 
+import functools
 import json
-import unittest.mock
 
 import pytest
 
-from dsv4_jax.bench import engine_steps
+from dsv4_jax.bench import engine_steps, step_options
 from dsv4_jax.bench.engine_steps import EngineOptions
-from dsv4_jax.bench.random_steps import expert_memory
+from dsv4_jax.bench.step_options import ModelSetup
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.expert_pages import ExpertMemory, program_bytes
@@ -30,25 +30,30 @@ def test_prompts_and_decode_steps(run, tmp_path, monkeypatch):
     assert decode["tokens_per_second"] == pytest.approx(2e3 / decode["step_milliseconds"], rel=0.01)
 
 
-def test_experts_leave_room_for_the_largest_cache():
+def test_experts_leave_room_for_the_largest_cache(monkeypatch):
     config = read_config(packaged_checkpoint())
     options = EngineOptions(requests=(1, 8), prompts=(), expert_memory="auto")
     schema = CacheSchema(config, **options.cache_sizes(8))
-    reserved = expert_memory("auto", schema, options.max_step_tokens).reserved_bytes
-    assert reserved == program_bytes(options.token_budget, config) + schema.memory_bytes()
-    assert expert_memory(None, schema, 1) is None and expert_memory(5, schema, 1).device_bytes == 5
+    monkeypatch.setattr(step_options, "random_model", lambda *_, **__: None)
+    tokens = options.max_step_tokens
+    made = {
+        size: ModelSetup(expert_memory=size).make_model(config, schema, tokens, 0.0).expert_memory
+        for size in ("auto", None, 5)
+    }
+    assert made["auto"].reserved_bytes == program_bytes(options.token_budget, config) + schema.memory_bytes()
+    assert made["auto"].device_bytes is None and made[None] is None and made[5].device_bytes == 5
     assert program_bytes(9, config) == program_bytes(9) + 2 * config.vocab_size * config.hidden_size
 
 
 def test_experts_in_host_memory(monkeypatch):
     each = 32768 + 16384
     memory = CpuMemory()
-    monkeypatch.setattr(engine_steps, "expert_memory", lambda *_: ExpertMemory(5 * each, memory=memory))
+    monkeypatch.setattr(step_options, "ExpertMemory", functools.partial(ExpertMemory, memory=memory))
     config = read_config(packaged_checkpoint())
     report = {}
-    options = EngineOptions(requests=(1,), prompts=(), layers=1, skew=1.0)
-    case = unittest.mock.Mock(decode=lambda: dict(measurement="decode", tokens_per_second=1.0))
-    monkeypatch.setattr(engine_steps, "_Case", lambda *_: case)
+    options = EngineOptions(requests=(1,), prompts=(), layers=1, skew=1.0, expert_memory=5 * each)
+    row = dict(measurement="decode", tokens_per_second=1.0)
+    monkeypatch.setattr(engine_steps, "_measure", lambda *_: [row])
     assert len(list(engine_steps.run(config, options, report))) == 1
     assert report["host_bytes"] == 3 * each and report["skew"] == 1.0
 

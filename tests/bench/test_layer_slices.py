@@ -7,10 +7,11 @@ from dsv4_jax.bench.layer_slices import (
     layer_kinds,
     numbers_label,
     slice_config,
-    with_fitting_tables,
     with_sources,
 )
+from dsv4_jax.bench.step_options import ModelSetup
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.parallel.mesh import make_mesh
 from tests.v41 import v41_config
 
 
@@ -63,10 +64,11 @@ def test_a_layer_is_repeated_behind_its_sources(layer, sources):
 
 
 def test_tables_are_reduced_to_what_a_device_holds():
-    one, two = (with_fitting_tables(V41, devices) for devices in (1, 2))
+    one = ModelSetup().fit_tables(V41)
+    two = ModelSetup(mesh=make_mesh({"model": 2})).fit_tables(V41)
     for config, devices in ((one, 1), (two, 2)):
         size = 264 * sum(config.engram.num_embeddings)
         assert size == pytest.approx(devices * 2**33, rel=2e-3)
     assert one.engram.rows == V41.engram.rows
     for config in (FLASH, v41_config()):
-        assert with_fitting_tables(config) == config
+        assert ModelSetup().fit_tables(config) == config

@@ -12,7 +12,7 @@ import pytest
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.checkpoint import read_tokenizer
 from dsv4_jax.cli.generate_command import _print
-from dsv4_jax.cli.options import ModelOptions
+from dsv4_jax.cli.model_options import ModelOptions
 from dsv4_jax.config import DSV4Config
 from tests.byte_tokenizer import write_byte_tokenizer
 from tests.paths import DATA, TINY

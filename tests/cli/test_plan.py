@@ -9,7 +9,7 @@ import pytest
 from dsv4_jax.bench.cases import tree_bytes
 from dsv4_jax.cache import CacheSchema, KVCache
 from dsv4_jax.cli import main
-from dsv4_jax.cli.options import ModelOptions
+from dsv4_jax.cli.model_options import ModelOptions
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.parallel.mesh import make_mesh
 from tests.paths import DATA, TINY

@@ -11,7 +11,7 @@ from flax import nnx
 
 from dsv4_jax.checkpoint import load as load_module, load_checkpoint, random_weights, save_release
 from dsv4_jax.checkpoint.random_weights import random_model
-from dsv4_jax.cli.options import ModelOptions
+from dsv4_jax.cli.model_options import ModelOptions
 from dsv4_jax.config import DSV4Config, EngramConfig, LayerSpec
 from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.expert_pages import ExpertMemory, HostTables
@@ -293,7 +293,7 @@ def test_the_option_of_the_command_line(monkeypatch, model):
     schema = KVCacheManager(read_config(CHECKPOINT), num_blocks=2, max_requests=1, max_context=128).schema
     for text, on_host in dict(auto=0, **{f"{5 * LAYERS * EACH}B": 3}).items():
         memory = CpuMemory()
-        monkeypatch.setattr("dsv4_jax.expert_pages.CudaMemory", lambda device: memory)  # noqa: B023
+        monkeypatch.setattr("dsv4_jax.expert_pages.expert_memory.CudaMemory", lambda device: memory)  # noqa: B023
         loaded = ModelOptions(expert_memory=text).load_model(CHECKPOINT, schema)
         assert (1 << 40) - memory.room[True] == on_host * LAYERS * EACH + whole_pages(EMBEDDING)
         assert jax.tree.structure(loaded.module) == jax.tree.structure(model)
