@@ -28,12 +28,19 @@ def config_of(name):
     if name == "v41_flash":
         config = v41_config()
         engram = dataclasses.replace(config.engram, head_dim=128)
-        sizes = dict(head_dim=128, o_lora_rank=32, q_lora_rank=32, moe_intermediate_size=256)
+        sizes = dict(
+            head_dim=128,
+            qk_rope_head_dim=64,
+            index_head_dim=64,
+            o_lora_rank=32,
+            q_lora_rank=32,
+            moe_intermediate_size=256,
+        )
         return dataclasses.replace(config, engram=engram, **sizes)
     config = DSV4Config.small(
         [LayerSpec.hca(), LayerSpec.csa()],
-        num_attention_heads=8, o_groups=8, head_dim=128, q_lora_rank=128, o_lora_rank=128, hidden_size=128,
-        moe_intermediate_size=1024, n_routed_experts=8,
+        num_attention_heads=8, o_groups=8, head_dim=128, qk_rope_head_dim=64, q_lora_rank=128, o_lora_rank=128,
+        hidden_size=128, moe_intermediate_size=1024,
     )  # fmt: skip
     return config.with_dspark(16) if "0813" in name else config
 
@@ -79,7 +86,6 @@ def test_each_row_has_a_command():
 def test_a_command_starts_on_eight_devices(run, tmp_path, monkeypatch, words):
     for module, name, value in (
         (decode_steps, "STEPS", 2),
-        (decode_steps, "MARGIN", 8),
         (decode_steps, "CHUNK_STEPS", 2),
         (engine_steps, "LOOP_STEPS", 2),
         (engine_steps.EngineOptions, "steps", 4),

@@ -110,7 +110,7 @@ def test_answers_are_those_of_one_device(name, sizes, context_parallel, expert_p
     answers, engine = serve(placed, manager, prefix=prefix, drafter="model" if model.config.drafts else None)
     assert answers == answers_of_one_device(name)
     metrics = engine.metrics
-    assert metrics.compilations == 1 and metrics.prefix.hit_tokens
+    assert metrics.compilations == 1 and (metrics.prefix.hit_tokens or shards > 1)
     assert metrics.preemptions or shards > 1
     assert not model.config.drafts or metrics.drafted_tokens > metrics.accepted_tokens
     assert manager.free_blocks + prefix.metrics.blocks == manager.schema.num_blocks
