@@ -100,8 +100,8 @@ def test_answers_are_those_of_one_device(name, sizes, context_parallel, expert_p
     shards = sizes.get("data", 1)
     manager = make_manager(
         model.config,
-        num_blocks=8 * shards if shards < 8 else 4 * shards,
-        max_requests=4 * shards if shards < 8 else 2 * shards,
+        num_blocks=8 * shards,
+        max_requests=4 * shards,
         mesh=mesh,
         context_parallel=context_parallel,
     )
