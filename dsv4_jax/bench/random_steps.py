@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from dsv4_jax.cache import Batch, CacheSchema, KVCache, PoolGroup
 from dsv4_jax.checkpoint.random_weights import as_released
@@ -135,7 +135,9 @@ class RandomSteps:
         return output
 
 
-def abstract_model(config: DSV4Config, mesh: Mesh | None = None, *, expert_parallel: bool = False) -> Any:
+def abstract_model(
+    config: DSV4Config, mesh: Mesh | AbstractMesh | None = None, *, expert_parallel: bool = False
+) -> Any:
     """Returns a model with `jax.ShapeDtypeStruct` in place of arrays, quantized as the release and with shardings."""
     model = DeepseekV4ForCausalLM(config, param_dtype=jnp.bfloat16, rngs=ABSTRACT)
     return as_released(model, config, mesh, expert_parallel=expert_parallel)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 from rich.console import Console
@@ -39,7 +39,7 @@ STD = 0.02  # standard deviation of weights, as in the released models' initiali
 
 
 def as_released[Module: nnx.Module](
-    module: Module, config: DSV4Config, mesh: Mesh | None = None, *, expert_parallel: bool = False
+    module: Module, config: DSV4Config, mesh: Mesh | AbstractMesh | None = None, *, expert_parallel: bool = False
 ) -> Module:
     """Returns a copy of a model as if it were loaded from a release, with `jax.ShapeDtypeStruct` in place of arrays.
 

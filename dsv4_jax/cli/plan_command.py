@@ -10,7 +10,8 @@ from rich.console import Console
 
 from dsv4_jax.cli import option_checks, options
 from dsv4_jax.cli.expert_plan import expert_table, number_table, plan_experts
-from dsv4_jax.cli.options import CacheFormat, ContextParallel, Dtype, JsonFlag, MeshOption, optional
+from dsv4_jax.cli.options import CacheFormat, ContextParallel, Dtype, ExpertParallel, JsonFlag, MeshOption, optional
+from dsv4_jax.cli.weight_plan import plan_weights, weight_table
 from dsv4_jax.common.sizes import parse_bytes, readable_bytes
 from dsv4_jax.data import block_tokens
 from dsv4_jax.parallel.mesh import check_context_parallel
@@ -33,6 +34,7 @@ class PlanCommand:
     For example:
       dsv4-jax plan --config v4_flash --memory 80GiB --context 1048576
       dsv4-jax plan --config path/to/folder --memory 141GB --weights 96GB --context 65536 --max-requests 64
+      dsv4-jax plan --config v4_pro --memory 141GB --weights quantized --context 131072 --mesh model=8
       dsv4-jax plan --config v4_flash --memory 80GiB --context 65536 --expert-memory auto
 
     Attributes:
@@ -46,7 +48,8 @@ class PlanCommand:
       max_query_tokens: maximum number of tokens of a request in a decode step (speculative decoding: more than 1).
       drafts: plan for K drafts of the model's multi-token-prediction block: its window, the residual streams that it
         starts from, and steps of 1 + K tokens.
-      weights: bytes of the memory that are already taken, for instance by the model's weights.
+      weights: bytes of the memory that are already taken, for instance by the model's weights. quantized: count the
+        weights, stored as in the release, on each device of --mesh; with --drafts, also those of the draft layers.
       expert_memory: for a model that is larger than its GPU: how much of --memory the routed experts may take, such as
         60GB, or auto for what the other weights, --max-requests (or one) full requests and the programs leave. Reports
         how many experts stay in host memory and estimates the time of a step.
@@ -63,8 +66,9 @@ class PlanCommand:
     block_tokens: Annotated[int | None, optional("N")] = None
     max_query_tokens: int = 1
     drafts: Annotated[int, tyro.conf.arg(metavar="K")] = 0
-    weights: Annotated[str | None, optional("SIZE")] = None
+    weights: Annotated[str | None, optional("quantized|SIZE")] = None
     mesh: MeshOption = None
+    expert_parallel: ExpertParallel = False
     context_parallel: ContextParallel = False
     expert_memory: Annotated[str | None, optional("auto|SIZE")] = None
     gpu: Literal["h100", "h200"] = "h100"
@@ -73,18 +77,24 @@ class PlanCommand:
     def run(self) -> None:
         """Runs the command. Raises ValueError after a user's mistake."""
         memory = parse_bytes(self.memory)
-        weights = 0 if self.weights is None else parse_bytes(self.weights, "weights")
-        if weights > memory:
-            raise ValueError(f"--weights {weights} bytes are more than --memory {memory} bytes")
+        given = None if self.weights in (None, "quantized") else parse_bytes(self.weights, "weights")
         config = options.named_config(self.config, "--config", mtp=self.drafts > 0)
         option_checks.check_context(config, self.context, "--context")
-        sizes = options.mesh_sizes(self.mesh, config, context_parallel=self.context_parallel)
+        sizes = options.mesh_sizes(
+            self.mesh, config, context_parallel=self.context_parallel, expert_parallel=self.expert_parallel
+        )
         one = self.schema(config, self.context)
+        kinds = plan_weights(config, sizes, self.expert_parallel) if self.weights == "quantized" else {}
+        weights = given or sum(kind["device"] for kind in kinds.values())
+        if weights > memory:
+            raise ValueError(f"--weights {self.weights}: {weights} bytes are more than --memory {memory} bytes")
         experts = self._plan_experts(config, memory)
         if experts is not None:
             weights = experts["weights_bytes"]
         holders = check_context_parallel(sizes, self.context_parallel)
         report = self._report(config, one, memory, _Device(memory - weights, sizes.get("data", 1), holders))
+        if kinds:
+            report["weights"] = kinds
         if experts is not None:
             report["expert_memory"] = experts
         if self.as_json:
@@ -243,6 +253,8 @@ def _print_report(report: dict[str, Any], one: "CacheSchema") -> None:
         console.print(
             f"A token takes {paged:.2f} bytes; dense BF16 would take {dense}, {dense / paged:.1f} times as many."
         )
+    if "weights" in report:
+        console.print(weight_table(report["weights"]))
     free = report["memory_bytes"] - report["weights_bytes"]
     title = f"Requests that fit {free:,} bytes ({readable_bytes(free)})"
     if report["mesh"]:

@@ -126,7 +126,8 @@ class CacheDevices:
         mesh = self.mesh
         if mesh is None:
             return jax.device_put(tree)
-        shardings = jax.tree.map(lambda x: named_sharding((axis,) if np.ndim(x) else (), mesh), tree)
+        # A spec names every axis, like those of a step's results. With a shorter one a step is compiled once more.
+        shardings = jax.tree.map(lambda x: named_sharding((axis, *(None,) * np.ndim(x))[: np.ndim(x)], mesh), tree)
         if mesh.is_multi_process:
             # Each process supplies the data of its own devices. `device_put` would first compare the whole array over
             # all processes.

@@ -2,14 +2,14 @@
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from dsv4_jax.parallel.axis_rules import named_sharding
 from dsv4_jax.parallel.mesh import check_mesh
 from dsv4_jax.quant import BLOCKS, QuantizedKind, QuantizedWeight
 
 
-def shardings[M: nnx.Module](module: M, mesh: Mesh, *, expert_parallel: bool = False) -> M:
+def shardings[M: nnx.Module](module: M, mesh: Mesh | AbstractMesh, *, expert_parallel: bool = False) -> M:
     """Returns the module with a `NamedSharding` in the place of each array, as `jax.device_put` takes it.
 
     `parallel.axis_rules` maps the logical axes of each parameter to axes of the mesh. Codes and scales of a
@@ -39,7 +39,7 @@ def shardings[M: nnx.Module](module: M, mesh: Mesh, *, expert_parallel: bool = F
     return nnx.merge(graph, nnx.map_state(place, state))
 
 
-def sharded_structs[M: nnx.Module](module: M, mesh: Mesh | None, *, expert_parallel: bool = False) -> M:
+def sharded_structs[M: nnx.Module](module: M, mesh: Mesh | AbstractMesh | None, *, expert_parallel: bool = False) -> M:
     """Returns a copy of a module of `jax.ShapeDtypeStruct` objects. With a mesh, the structs get shardings.
 
     The arguments and errors are those of `shardings`.
@@ -50,7 +50,9 @@ def sharded_structs[M: nnx.Module](module: M, mesh: Mesh | None, *, expert_paral
     return jax.tree.map(lambda struct, sharding: struct.update(sharding=sharding), module, where)
 
 
-def parameter_sharding(parameter: nnx.Variable, mesh: Mesh, expert_parallel: bool = False) -> NamedSharding:
+def parameter_sharding(
+    parameter: nnx.Variable, mesh: Mesh | AbstractMesh, expert_parallel: bool = False
+) -> NamedSharding:
     """Returns the sharding of the arrays of a parameter, an `nnx.Variable`."""
     axes = parameter.get_metadata().get("axes", ())
     logical = [axis if axis != "experts" or expert_parallel else None for axis in axes]

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from dsv4_jax.common.mesh_axes import DATA_AXIS, MODEL_AXIS
 
@@ -34,7 +34,7 @@ def mesh_axes(axis: LogicalAxis, present: Collection[str]) -> tuple[str, ...]:
     return tuple(mesh_axis for name in names for mesh_axis in RULES.get(name, ()) if mesh_axis in present)
 
 
-def partition_spec(axes: Sequence[LogicalAxis], mesh: Mesh) -> PartitionSpec:
+def partition_spec(axes: Sequence[LogicalAxis], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """Returns the PartitionSpec of an array whose dimensions have these logical axes.
 
     If a mesh axis could shard several dimensions, it shards the first of them.
@@ -48,6 +48,6 @@ def partition_spec(axes: Sequence[LogicalAxis], mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(*spec)
 
 
-def named_sharding(axes: Sequence[LogicalAxis], mesh: Mesh) -> NamedSharding:
+def named_sharding(axes: Sequence[LogicalAxis], mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Returns the NamedSharding of an array whose dimensions have these logical axes, see `partition_spec`."""
     return NamedSharding(mesh, partition_spec(axes, mesh))

@@ -9,7 +9,7 @@ from dsv4_jax.config import DSV4Config
 
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
+    from jax.sharding import AbstractMesh, Mesh
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -45,7 +45,14 @@ def make_mesh(sizes: Mapping[str, int]) -> "Mesh":
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices[:needed])
 
 
-def check_mesh(mesh: "Mesh") -> None:
+def abstract_mesh(sizes: Mapping[str, int]) -> "AbstractMesh":
+    """Returns a mesh with these sizes, as `make_mesh`, but without devices: for the shardings of shapes."""
+    from jax.sharding import AbstractMesh, AxisType
+
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Explicit,) * len(sizes))
+
+
+def check_mesh(mesh: "Mesh | AbstractMesh") -> None:
     """Raises ValueError if an axis of the mesh is unknown, or is not Explicit.
 
     On a mesh with Explicit axes an array's type includes its sharding, which `sharded_step` reads.

@@ -23,7 +23,8 @@ ENGRAM = dataclasses.replace(
         pad_token_id=2, compressed_vocab_size=8,
     ),
 )  # fmt: skip
-LARGER = dict(max_requests=6, num_blocks=20)
+LARGER = dict(max_requests=6, num_blocks=24)
+SHARDABLE = dataclasses.replace(SMALL, o_groups=4)  # over four devices, as its heads
 
 
 def manager(config=SMALL, **changes):
@@ -68,10 +69,10 @@ TestAnyLife = LifeMachine.TestCase
 
 
 class MeshLifeMachine(LifeMachine):
-    """The same over four devices, on two of which each request lives."""
+    """The same over eight devices, on four of which each request lives."""
 
     def changes(self):
-        return dict(mesh=make_mesh({"data": 2, "model": 2}))
+        return dict(config=SHARDABLE, mesh=make_mesh({"data": 2, "model": 4}))
 
 
 TestAnyLifeOnAMesh = pytest.mark.slow(MeshLifeMachine.TestCase)
@@ -83,14 +84,14 @@ TestAnyLifeOnAMesh.settings = settings(max_examples=4, stateful_step_count=24, d
     ("config", "changes"),
     [
         (SMALL, dict(kv_format="per_entry")),
-        (SMALL, dict(**LARGER, mesh=dict(data=2, model=2))),
-        (SMALL, dict(**LARGER, mesh=dict(data=2, model=2), context_parallel=True)),
+        (SHARDABLE, dict(**LARGER, mesh=dict(data=2, model=4))),
+        (SHARDABLE, dict(**LARGER, mesh=dict(data=2, model=4), context_parallel=True)),
         (SMALL, dict(kv_format="plain", dtype=jnp.float32, max_query_tokens=1)),
         (CONFIG, dict()),
         (config_of(CSA, WINDOW), dict(max_query_tokens=6)),
         (config_of(HCA), dict()),
         (v41_config(), dict()),
-        (v41_config(), dict(**LARGER, mesh=dict(data=2, model=2), context_parallel=True)),
+        (v41_config(), dict(**LARGER, mesh=dict(data=2, model=4), context_parallel=True)),
         (config_of(WINDOW), dict()),
     ],
     ids=[

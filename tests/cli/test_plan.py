@@ -1,21 +1,30 @@
 """`dsv4-jax plan` agrees with the schema: n requests fit, n + 1 do not."""
 
+import collections
 import dataclasses
+import functools
 import json
+import math
 
+import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
-from dsv4_jax.bench.cases import tree_bytes
 from dsv4_jax.cache import CacheSchema, KVCache
+from dsv4_jax.checkpoint.random_weights import as_released, random_model
 from dsv4_jax.cli import main
 from dsv4_jax.cli.model_options import ModelOptions
-from dsv4_jax.config import DSV4Config
-from dsv4_jax.parallel.mesh import make_mesh
+from dsv4_jax.cli.options import named_config
+from dsv4_jax.cli.weight_plan import plan_weights
+from dsv4_jax.config import DSV4Config, LayerSpec
+from dsv4_jax.nn import DeepseekV4ForCausalLM
+from dsv4_jax.parallel.mesh import make_mesh, parse_mesh
 from tests.paths import DATA, TINY
 
 
 GIB = 2**30
+SLOW = pytest.mark.slow
 CONFIGS = dict(v4_flash=DSV4Config.v4_flash(), v4_pro=DSV4Config.v4_pro(), tiny=DSV4Config.from_hf(TINY))
 
 
@@ -134,6 +143,25 @@ def test_longest_context_of_so_many_requests(run, requests, memory):
     assert memory_of(config, requests, longest + 128) > memory
 
 
+def bytes_of_a_device(tree):
+    """Bytes of the shards of a pytree of shapes, which are as many on each device of its mesh."""
+    count = collections.Counter()
+    for leaf in jax.tree.leaves(tree):
+        for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+            shape = (len(range(*part.indices(size))) for part, size in zip(index, leaf.shape, strict=True))
+            count[device] += math.prod(shape) * leaf.dtype.itemsize
+    (each,) = set(count.values())
+    return each
+
+
+def cache_bytes_of_a_device(config, mesh, context, split, requests, **sizes):
+    """Bytes, on each device, of a cache in which so many requests can fill their contexts."""
+    blocks = requests * -(-context // 128)
+    blocks += -blocks % (mesh.size if split else mesh.shape.get("data", 1))
+    sizes |= dict(num_blocks=blocks, max_requests=requests, max_context=context, context_parallel=split)
+    return bytes_of_a_device(KVCache.abstract(CacheSchema(config, **sizes), mesh))
+
+
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("sizes", [dict(data=2), dict(data=2, model=2), dict(model=8)], ids=str)
 def test_a_mesh_has_room_on_each_device(run, sizes, split):
@@ -149,19 +177,74 @@ def test_a_mesh_has_room_on_each_device(run, sizes, split):
     report = json.loads(run("plan", *given, *["--context-parallel"] * split))
     (row,) = (row for row in report["fits"] if row["context"] == context)
 
-    def on_a_device(requests):
-        holders = sizes.get("model", 1) if split else 1
-        blocks = requests * (context // 128)
-        each = -(-blocks // sizes.get("data", 1) // holders) * sizes.get("data", 1) * holders
-        given = dict(num_blocks=each, max_requests=requests, max_context=context, context_parallel=split)
-        return tree_bytes(KVCache.abstract(CacheSchema(config, **given), mesh))
-
+    on_a_device = functools.partial(cache_bytes_of_a_device, config, mesh, context, split)
     requests = row["requests"]
     parts = sizes.get("data", 1)
     assert on_a_device(requests) == memory - row["bytes_left"] <= memory < on_a_device(requests + parts)
     most = [*given, "--max-requests", requests + parts, *["--context-parallel"] * split]
     longest = json.loads(run("plan", *most))["longest_context"]
     assert context - 1024 <= longest < context
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "weights", "requests"),
+    [
+        ("v4_pro", ["--mesh", "model=8"], 109_785_598_180, (45, 5)),
+        pytest.param("v4_pro", ["--mesh", "model=8", "--context-parallel"], 109_785_598_180, (295, 45), marks=SLOW),
+        pytest.param("v4_pro_0813", ["--mesh", "model=8", "--drafts", "5"], 115_252_513_000, (37, 4), marks=SLOW),
+        pytest.param("v4_flash", ["--mesh", "model=8"], 20_735_960_956, (252, 32), marks=SLOW),
+        pytest.param("v4_flash", ["--mesh", "data=2,model=4"], 40_073_317_916, (424, 54), marks=SLOW),
+        pytest.param("v41_flash", ["--mesh", "model=8", "--context-parallel"], 63_776_698_178, (4460, 646), marks=SLOW),
+        ("v41_flash", ["--mesh", "data=2,model=4", "--drafts", "5", "--expert-parallel"], 128_393_359_436, (210, 26)),
+    ],
+    ids=str,
+)
+def test_weights_and_requests_are_those_of_the_shards(run, name, options, weights, requests):
+    """Each of eight devices holds as many bytes of the model and of a cache as the plan says."""
+    drafts = 5 if "--drafts" in options else 0
+    sizes = parse_mesh(options[1])
+    mesh = make_mesh(sizes)
+    given = ["--config", name, "--memory", "141GB", "--weights", "quantized", "--context", "131072", *options]
+    report = json.loads(run("plan", *given, "--json"))
+    config = named_config(name, "--config", mtp=drafts > 0)
+    model = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    model = as_released(model, config, mesh, expert_parallel="--expert-parallel" in options)
+    leaves = jax.tree.leaves(model)
+    sums = {key: sum(kind[key] for kind in report["weights"].values()) for key in ("model", "device", "replicated")}
+    assert sums == dict(
+        model=sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
+        device=bytes_of_a_device(model),
+        replicated=bytes_of_a_device([leaf for leaf in leaves if leaf.sharding.is_fully_replicated]),
+    )
+    assert report["weights_bytes"] == sums["device"]
+    split = "--context-parallel" in options
+    left = 141 * 10**9 - report["weights_bytes"]
+    for fit in report["fits"]:
+        cache_bytes = functools.partial(
+            cache_bytes_of_a_device, config, mesh, fit["context"], split, max_query_tokens=1 + drafts
+        )
+        shards = sizes.get("data", 1)
+        assert cache_bytes(shards) == fit["bytes_per_request"]
+        assert cache_bytes(fit["requests"]) == left - fit["bytes_left"] <= left
+        assert cache_bytes(fit["requests"] + shards) > left
+    numbers = {fit["context"]: fit["requests"] for fit in report["fits"]}
+    assert (report["weights_bytes"], numbers[131072], numbers[1048576]) == (weights, *requests)
+
+
+def test_weights_are_those_that_devices_hold():
+    sizes = dict(data=2, model=4)
+    config = DSV4Config.small(
+        [LayerSpec.hca(8), LayerSpec.csa(4)],
+        num_attention_heads=8, o_groups=8, head_dim=128, o_lora_rank=128, moe_intermediate_size=1024,
+    )  # fmt: skip
+    model = random_model(config, make_mesh(sizes))
+    count = collections.Counter()
+    for leaf in jax.tree.leaves(model):
+        for shard in leaf.addressable_shards:
+            count[shard.device] += shard.data.nbytes
+    assert len(count) == 8 and set(count.values()) == {
+        sum(kind["device"] for kind in plan_weights(config, sizes).values())
+    }
 
 
 def test_tables_show_the_numbers(run):
@@ -179,6 +262,16 @@ def test_tables_show_the_numbers(run):
     assert row.split("│")[3].strip() == "23"
 
 
+def test_tables_show_the_weights_of_a_device(run):
+    options = "--config", "v4_pro", "--memory", "141GB", "--weights", "quantized", "--mesh", "model=8"
+    out = run("plan", *options, "--context", "131072")
+    assert "Weights, 102.25 GiB on each device" in out and "Requests that fit 31,214,401,820 bytes" in out
+    cells = [[cell.strip() for cell in line.split("│")] for line in out.splitlines() if line.startswith("│")]
+    rows = {name: numbers for _, name, *numbers, _ in cells}
+    assert rows["attention"] == ["20,265,107,840", "5,040,924,992", "2,866,041,728"]
+    assert rows["routed experts"] == ["822,054,223,872", "102,756,777,984", "0"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -187,6 +280,11 @@ def test_tables_show_the_numbers(run):
         (["--memory", "-5"], "--memory '-5' must be a number"),
         (["--weights", "much"], "--weights 'much' must be a number"),
         (["--weights", "81GiB"], "are more than --memory"),
+        (
+            ["--weights", "quantized", "--mesh", "model=1"],
+            "156097459676 bytes are more than --memory 85899345920 bytes",
+        ),
+        (["--expert-parallel", ""], "--expert-parallel needs a mesh with more than one device"),
         (["--context", "0"], "--context 0 must be at least 1"),
         (["--context", "1048577"], "max_position_embeddings=1048576"),
         (["--block-tokens", "100"], "--block-tokens 100 must be a multiple of the compression rate 128"),

@@ -18,7 +18,7 @@ from dsv4_jax.ops.views import AttentionKV, ClassicalView, SWAView
 from dsv4_jax.parallel.local_ids import to_local_ids
 from dsv4_jax.parallel.mesh import make_mesh
 from dsv4_jax.quant import kv_format
-from tests.host.managers import make
+from tests.host.managers import CONFIG, make
 from tests.pallas_kernels.kernels import FORMATS
 from tests.pallas_kernels.sparse_attention.test_sparse_attention import (
     INV_FREQ,
@@ -129,7 +129,12 @@ def test_attention_by_the_kernels_is_that_of_one_device(many, implementation, mo
 
 @pytest.mark.parametrize(
     ("model", "sizes"),
-    [("v4", FOUR), pytest.param("v4", dict(data=2, model=4), marks=pytest.mark.slow), ("v41", FOUR)],
+    [
+        ("v4", dict(model=8)),
+        pytest.param("v4", dict(data=2, model=4), marks=pytest.mark.slow),
+        pytest.param("v41", dict(model=8), marks=pytest.mark.slow),
+        ("v41", dict(data=2, model=4)),
+    ],
     indirect=["model"],
     ids=str,
 )
@@ -137,29 +142,31 @@ def test_tokens_are_those_of_one_device(model, alone, sizes):
     mesh = make_mesh(sizes)
     parts = sizes.get("data", 1)
     placed = jax.device_put(model, shardings(model, mesh))
-    options = dict(context_parallel=True, num_blocks=12 * parts, max_requests=4 * parts)
+    each = 24 // mesh.size  # blocks of a device
+    options = dict(context_parallel=True, num_blocks=24, max_requests=4 * parts)
     tokens, cache, programs = run_engine(placed, model.config, mesh, **options)
     assert (tokens, programs) == (alone[0], 1)
     for group in cache.groups.values():
         for x in jax.tree.leaves(group.paged):
-            assert x.addressable_shards[0].data.shape[1] == 3
+            assert x.addressable_shards[0].data.shape[1] == each
     # The second prompt's three blocks lie on three devices.
     blocks = np.asarray(cache.block_table)[4 if parts == 2 else 1, :3]
-    assert len(set(blocks // 3)) == 3 and min(blocks) >= 0
+    assert len(set(blocks // each)) == 3 and min(blocks) >= 0
 
 
 def test_memory_of_a_device_holds_a_share_of_the_blocks():
-    mesh = make_mesh({"data": 2, "model": 2})
-    sizes = dict(num_blocks=None, memory="100KiB", mesh=mesh, max_context=4096)
+    mesh = make_mesh({"data": 2, "model": 4})
+    config = dataclasses.replace(CONFIG, num_attention_heads=8, o_groups=8)
+    sizes = dict(config=config, num_blocks=None, memory="100KiB", mesh=mesh, max_context=4096)
     whole, split = (make(**sizes, context_parallel=split) for split in (False, True))
-    assert split.schema.num_blocks == 2 * whole.schema.num_blocks
+    assert split.schema.num_blocks == 4 * whole.schema.num_blocks
     for manager in (whole, split):
         held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(manager.init_cache()))
         assert 0 <= 100 * 1024 - held < manager.schema.block_bytes
     with pytest.raises(ValueError, match="context_parallel=True needs a mesh with more than one device"):
         make(context_parallel=True, mesh=make_mesh({"data": 2}))
-    with pytest.raises(ValueError, match="context_parallel=True: the mesh's 4 devices do not divide num_blocks=10"):
-        make(context_parallel=True, mesh=mesh, num_blocks=10)
+    with pytest.raises(ValueError, match="context_parallel=True: the mesh's 8 devices do not divide num_blocks=10"):
+        make(config, context_parallel=True, mesh=mesh, num_blocks=10)
 
 
 def test_devices_give_blocks_in_turn():

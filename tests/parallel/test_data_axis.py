@@ -15,12 +15,19 @@ from dsv4_jax.parallel.mesh import make_mesh, parse_mesh
 from dsv4_jax.parallel.sharded_step import sharded_step
 from tests.decode.bigram import MODEL as BIGRAM, DraftingBigram
 from tests.engine.grammars import END, VOCABULARY, text
-from tests.host.managers import BLOCK, CONFIG, ids, make
+from tests.host.managers import BLOCK, CONFIG as SMALL, ids, make as make_any
 from tests.ops.pools import same_bytes
 from tests.parallel.conftest import PROMPTS, run_engine
 
 
-HALVES = {"data": 2}
+HALVES = {"data": 2, "model": 4}
+
+
+CONFIG = dataclasses.replace(SMALL, num_attention_heads=8, o_groups=8)
+
+
+def make(config=CONFIG, **changes):
+    return make_any(config, **changes)
 
 
 def bigram_on(mesh, model=BIGRAM):
@@ -38,9 +45,10 @@ def held(cache, slot, first_block=0):
 @pytest.mark.parametrize(
     ("model", "sizes"),
     [
-        ("v4", HALVES),
-        pytest.param("v4", dict(data=2, model=2), marks=pytest.mark.slow),
-        pytest.param("v41", dict(data=2, model=2), marks=pytest.mark.slow),
+        ("v4", dict(data=8)),
+        pytest.param("v4", dict(data=2), marks=pytest.mark.slow),
+        pytest.param("v4", HALVES, marks=pytest.mark.slow),
+        pytest.param("v41", HALVES, marks=pytest.mark.slow),
     ],
     indirect=["model"],
     ids=str,
@@ -50,9 +58,10 @@ def test_tokens_and_bytes_are_those_of_one_device(model, alone, sizes):
     placed = jax.device_put(model, shardings(model, mesh))
     tokens, cache, programs = run_engine(placed, model.config, mesh, max_requests=8, num_blocks=24)
     assert (tokens, programs) == (alone[0], 1)
-    if sizes == HALVES:  # along "model" sums have another order
+    if "model" not in sizes:  # along "model" sums have another order
         cut, one = jax.tree.map(np.asarray, (cache, alone[1]))
-        for (slot, first_block), number in {(0, 0): 0, (4, 12): 1, (1, 0): 2}.items():
+        places = ((0, 0), (4, 12), (1, 0)) if sizes["data"] == 2 else ((0, 0), (1, 3), (2, 6))
+        for number, (slot, first_block) in enumerate(places):
             same_bytes(held(cut, slot, first_block), held(one, number))
             assert held(one, number)[2] == len(PROMPTS[number]) + 7
 
@@ -86,7 +95,7 @@ def test_each_part_steps_with_its_own_requests():
 def test_a_step_that_is_not_under_shard_map_says_what_to_do():
     manager = make(mesh=make_mesh(HALVES))
     batch = manager.prepare_forward({manager.admit(): [7]})
-    message = r"the cache lies on a mesh of \{'data': 2\}, .* decorate your function .* `dsv4_jax.decode.sharded_step`"
+    message = r"a mesh of \{'data': 2, 'model': 4\}, .* decorate your function .* `dsv4_jax.decode.sharded_step`"
     with pytest.raises(ValueError, match=message):
         jax.jit(lambda cache, batch: cache.begin_step(batch))(manager.init_cache(), batch)
 
@@ -177,7 +186,8 @@ def test_steps_run_ahead_of_drafts_in_each_part():
         ]
         while engine.busy:
             engine.step()
-        assert engine.config.overlap == overlap and 0.1 < engine.metrics.acceptance < 0.9
+        assert engine.config.overlap == overlap and engine.metrics.compilations == 2
+        assert 0.1 < engine.metrics.acceptance < 0.9
         tokens.append([request.generated for request in requests])
     assert tokens[0] == tokens[1]
 

@@ -20,12 +20,11 @@ from dsv4_jax.decode import CompiledModel, decode_step, forward, sample_step
 from dsv4_jax.engine import Engine
 from dsv4_jax.host import KVCacheManager, PrefixCache
 from dsv4_jax.nn import shardings
-from dsv4_jax.ops import all_gather, all_reduce, model_index, use_implementation
-from dsv4_jax.ops.dispatch import REQUIRE_KERNELS
+from dsv4_jax.ops import all_gather, all_reduce, dispatch, model_index, use_implementation
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 from dsv4_jax.parallel.mesh import check_mesh, check_shardable, make_mesh, parse_mesh
 from tests.decode.bigram import MODEL as BIGRAM
-from tests.host.managers import make, random_cache
+from tests.host.managers import CONFIG, make, random_cache
 from tests.ops.pools import same_bytes
 from tests.pallas_kernels.kernels import compile_in_process
 from tests.parallel.conftest import run_engine
@@ -38,8 +37,8 @@ def sharded_step(model, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [4, 8])
-def test_tokens_and_cache_are_those_of_one_device(model, alone, devices):
+def test_tokens_and_cache_are_those_of_one_device(model, alone):
+    devices = 8
     cut, mesh = sharded_step(model, devices)
     layer = cut.model.layers[1]
     parts = {
@@ -210,11 +209,12 @@ def test_requests_move_within_a_mesh_as_on_one_device():
     """Preempted, resumed, forked and found in a prefix cache: the same tokens, and the same bytes on all devices."""
     tokens = []
     caches = []
-    for mesh in (None, make_mesh({"model": 2})):
-        manager = make(num_blocks=8, mesh=mesh)
+    config = dataclasses.replace(CONFIG, num_attention_heads=8, o_groups=8)
+    for mesh in (None, make_mesh({"model": 8})):
+        manager = make(config, num_blocks=8, mesh=mesh)
         # A copy: the cache itself is known to be another manager's.
         model = BIGRAM
-        cache = jax.tree.map(jnp.copy, random_cache(make(num_blocks=8)))
+        cache = jax.tree.map(jnp.copy, random_cache(make(config, num_blocks=8)))
         if mesh is not None:
             model = jax.device_put(BIGRAM, jax.NamedSharding(mesh, jax.P()))
             cache = jax.device_put(cache, cache.shardings(mesh))
@@ -234,7 +234,7 @@ def test_requests_move_within_a_mesh_as_on_one_device():
 
 @pytest.mark.parametrize(("model", "layers", "gathers"), [("v4", 3, 1), ("v41", 5, 2)], indirect=["model"])
 def test_a_step_has_two_reductions_a_layer(model, layers, gathers):
-    mesh = make_mesh({"model": 4})
+    mesh = make_mesh({"model": 8})
     abstract = jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), model, shardings(model, mesh)
     )
@@ -254,26 +254,50 @@ FLASH = DSV4Config.v4_flash().with_layers([LayerSpec(), LayerSpec.csa(), LayerSp
 V41_FLASH = DSV4Config.v41_flash().with_layers(shared_specs((0, 0, 2, 1, 1, 1), (2, 3), (2, 3, 4), 3))
 
 
+PRO = DSV4Config.v4_pro().with_layers([LayerSpec.hca(), LayerSpec.csa()], ["hash_moe", "moe"])
+# An eighth of the head's 129,280 rows. XLA multiplies them.
+HEAD = {("linear", "the kernel takes outputs of a multiple of 64 rows, got [16160]")}
+# An eighth of the 2,304 channels of an expert, and of V4.1's shared expert.
+SHARED = {
+    ("linear", "the kernel takes columns in multiples of 64, got 288"),
+    ("linear_swiglu", "the kernel takes outputs of a multiple of 64 rows, got [288, 288]"),
+}
+EXPERTS = {("experts", "the kernel takes channels of an expert in multiples of 64, got 288")}
+
+
 @pytest.mark.parametrize(
-    ("config", "max_context", "gathers"),
+    ("config", "max_context", "devices", "expert_parallel", "gathers", "by_xla"),
     [
-        pytest.param(FLASH, 1024, 2, id="v4_flash"),
-        pytest.param(V41_FLASH, 1 << 16, 3, id="v41_flash"),  # so long that only candidates are scored
+        pytest.param(FLASH, 1024, 4, False, 2, set(), id="v4_flash"),
+        pytest.param(FLASH, 1024, 8, False, 2, HEAD, id="v4_flash on 8", marks=pytest.mark.slow),
+        pytest.param(PRO, 1 << 20, 8, False, 2, HEAD, id="v4_pro"),
+        pytest.param(PRO, 1 << 20, 8, True, 2, HEAD, id="v4_pro, whole experts", marks=pytest.mark.slow),
+        pytest.param(V41_FLASH, 1 << 16, 4, False, 3, set(), id="v41_flash"),  # so long that only candidates are scored
+        pytest.param(
+            V41_FLASH, 1 << 16, 8, False, 3, HEAD | SHARED | EXPERTS, id="v41_flash on 8", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            V41_FLASH, 1 << 16, 8, True, 3, HEAD | SHARED, id="v41_flash, whole experts", marks=pytest.mark.slow
+        ),
     ],
 )
-def test_four_devices_take_every_kernel(monkeypatch, config, max_context, gathers):
-    """The parts of a release's layers that four devices get are of shapes that kernels take."""
-    mesh = make_mesh({"model": 4})
+def test_kernels_take_the_shards_of_releases(
+    monkeypatch, config, max_context, devices, expert_parallel, gathers, by_xla
+):
+    """The shards of a release's layers have shapes that kernels take, except those in `by_xla`."""
+    mesh = make_mesh({"model": devices})
     manager = KVCacheManager(config, num_blocks=64, max_requests=8, max_context=max_context, mesh=mesh)
-    table = jax.ShapeDtypeStruct((4, 4), jnp.uint32, sharding=mailbox_sharding(mesh))
+    table = jax.ShapeDtypeStruct((devices, 4), jnp.uint32, sharding=mailbox_sharding(mesh))
     cache = dataclasses.replace(KVCache.abstract(manager.schema, mesh), mailboxes=table)
     batch = manager.prepare_forward({manager.admit(): [1]})
-    monkeypatch.setenv(REQUIRE_KERNELS, "1")
+    reasons = set()
+    monkeypatch.setattr(dispatch, "_report", lambda op, reason, level: reasons.add((op, reason)))
     with use_implementation("mosaic_gpu"):
-        model = CompiledModel(abstract_model(config, mesh))
+        model = CompiledModel(abstract_model(config, mesh, expert_parallel=expert_parallel))
         for step in (decode_step, sample_step):  # the second finds the model traced, and takes its own mailboxes
             traced = step.trace(model, cache, batch)
             assert not any(isinstance(x, jax.core.Tracer) for x in traced._consts)
+    assert reasons == by_xla
     # The devices tell each other their mailboxes' addresses once, and gather the logits and Engram's rows; their sums
     # are kernels: two a layer, of the embedding, and of the zeros with which the residual begins.
     text = str(traced.jaxpr)
