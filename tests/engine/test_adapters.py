@@ -13,11 +13,13 @@ from tests.v41 import v41_config
 
 
 PROMPT = np.arange(3, 40).tolist()
+CONFIG = v41_config().first_layers(3)  # a window only, Engram, and candidates
+SIZES = {"num_blocks": 32, "max_requests": 3, "max_context": 64, "block_tokens": 8, "dtype": jnp.float32}
 
 
 @pytest.fixture(scope="module")
 def model():
-    model = DeepseekV4ForCausalLM(v41_config(), jnp.float32)
+    model = DeepseekV4ForCausalLM(CONFIG, jnp.float32)
     add_adapters(model, ["a", "b"], rank=2, targets=["o_b_proj", "kv_proj"])
     rng = np.random.default_rng(0)
     for path, view in parameter_views(model).items():
@@ -28,8 +30,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def engine(model):
-    sizes = {"num_blocks": 32, "max_requests": 3, "max_context": 64, "block_tokens": 8, "dtype": jnp.float32}
-    manager = KVCacheManager(model.config, **sizes)
+    manager = KVCacheManager(model.config, **SIZES)
     prefix = PrefixCache(manager, key="adapters")
     return Engine(model, manager, token_budget=40, prefix=prefix, batch_invariant=True)
 
@@ -49,8 +50,7 @@ def test_requests_get_the_tokens_of_their_adapters(engine, model):
     together = finish(engine, None, "a", "b")
     assert [request.generated for request in together] == [request.generated for request in alone]
     assert all(request.cached_tokens for request in together)  # each hits the prefix of its own adapter
-    sizes = {"num_blocks": 32, "max_requests": 3, "max_context": 64, "block_tokens": 8, "dtype": jnp.float32}
-    looped = generate(model, KVCacheManager(model.config, **sizes), [PROMPT], max_new_tokens=12, adapter="b")
+    looped = generate(model, KVCacheManager(model.config, **SIZES), [PROMPT], max_new_tokens=12, adapter="b")
     assert looped == [alone[2].generated]
     (child,) = engine.fork(running := engine.add(PROMPT, max_new_tokens=12, adapter="b"), seeds=[1])
     while engine.busy:
@@ -70,7 +70,7 @@ def test_no_salt_of_a_client_is_an_adapters(engine):
 @pytest.mark.slow
 def test_adapters_on_a_mesh(model, engine):
     """They are sharded as the maps that they stand beside."""
-    sharded = DeepseekV4ForCausalLM(v41_config(), jnp.float32)
+    sharded = DeepseekV4ForCausalLM(CONFIG, jnp.float32)
     mesh = jax.make_mesh((2,), ("model",))
     sharded = jax.device_put(sharded, shardings(sharded, mesh))
     add_adapters(sharded, ["a", "b"], rank=2, targets=["o_b_proj", "kv_proj"], place=False)
@@ -79,8 +79,7 @@ def test_adapters_on_a_mesh(model, engine):
         if ".adapters." in path:
             view.set_value(values[path])
     place_adapters(sharded)
-    sizes = {"num_blocks": 32, "max_requests": 3, "max_context": 64, "block_tokens": 8, "dtype": jnp.float32}
-    meshed = Engine(sharded, KVCacheManager(model.config, **sizes, mesh=mesh), token_budget=40, batch_invariant=True)
+    meshed = Engine(sharded, KVCacheManager(model.config, **SIZES, mesh=mesh), token_budget=40, batch_invariant=True)
     for mine, other in zip(finish(meshed, None, "a", "b"), finish(engine, None, "a", "b"), strict=True):
         assert mine.generated == other.generated
 

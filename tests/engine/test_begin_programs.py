@@ -3,37 +3,46 @@
 import jax
 import pytest
 
-from dsv4_jax.checkpoint import load_checkpoint
+from dsv4_jax.checkpoint import load_checkpoint, save_release
 from dsv4_jax.checkpoint.random_weights import random_model
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.decode import CompiledModel, program_store
 from dsv4_jax.decode.program_store import FOLDER
 from dsv4_jax.engine import Engine
 from dsv4_jax.host import KVCacheManager
+from dsv4_jax.nn import DeepseekV4ForCausalLM
 from dsv4_jax.parallel.mesh import make_mesh
 from tests.engine.test_engine import drain
-from tests.paths import DATA, TINY
+from tests.paths import DATA
 
 
-FP8 = DATA / "official_fp8"
+# A layer with a window only, and one with CSA.
+CONFIG = DSV4Config.from_hf(DATA / "official_fp8").first_layers(2)
 
 
-def from_files(on_outline, mesh=None):
-    return load_checkpoint(TINY, mesh=mesh, on_outline=on_outline)
+@pytest.fixture(scope="module")
+def release(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("release")
+    save_release(DeepseekV4ForCausalLM(CONFIG), folder)
+    return folder
 
 
-def quantized(on_outline, mesh=None):
-    return load_checkpoint(FP8, mesh=mesh, weights="quantized", on_outline=on_outline)
+def from_files(release, on_outline, mesh=None):
+    return load_checkpoint(release, mesh=mesh, on_outline=on_outline)
 
 
-def random(on_outline, mesh=None):
-    return random_model(DSV4Config.from_hf(FP8), mesh, on_outline=on_outline)
+def quantized(release, on_outline, mesh=None):
+    return load_checkpoint(release, mesh=mesh, weights="quantized", on_outline=on_outline)
+
+
+def random(_, on_outline, mesh=None):
+    return random_model(CONFIG, mesh, on_outline=on_outline)
 
 
 @pytest.mark.parametrize(
     ("load", "mesh"), [(from_files, None), (from_files, {"model": 2}), (quantized, None), (random, None)]
 )
-def test_an_engine_runs_programs_that_began_before_its_weights(load, mesh, tmp_path, monkeypatch):
+def test_an_engine_runs_programs_that_began_before_its_weights(load, mesh, release, tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER, str(tmp_path / "steps"))
     found = []
     find_program = program_store.find_program
@@ -48,7 +57,7 @@ def test_an_engine_runs_programs_that_began_before_its_weights(load, mesh, tmp_p
     def manager(config):
         return KVCacheManager(config, num_blocks=4, max_requests=2, max_context=256, mesh=mesh)
 
-    module = load(on_outline, mesh)
+    module = load(release, on_outline, mesh)
     engine = Engine(outlines[0].with_weights(module), manager(module.config), token_budget=8)
     engine.warm_up()
     assert len(found) == outlines[0].compilations == 2
