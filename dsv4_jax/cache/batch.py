@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from dsv4_jax.cache.decisions import Decisions, decode_ids, selection_rows
 from dsv4_jax.cache.schema import CacheSchema
 from dsv4_jax.common.summary import Summarized, Summary
+from dsv4_jax.config import DSV4Config
 from pallas_kernels.runtime.pytrees import static_field
 
 
@@ -41,6 +43,8 @@ class Batch(Summarized):
       is_image: [T] bool, whether a token is a part of an image; None = all tokens are text. A model that knows images
         (`DSV4Config.image_token_id`) routes such a token by another bias, and leaves it out of n-grams. Its embedding
         is that of its id: override `embed` for others.
+      decisions: Decisions [T, ...] that the layers take instead of making their own, see `with_decisions`; None = the
+        layers make all decisions.
       schema: geometry of the cache that the batch is for, which is checked at trace time; None = not checked (static).
     """
 
@@ -52,6 +56,7 @@ class Batch(Summarized):
     prefill: bool = static_field()
     adapters: Any = None
     is_image: Any = None
+    decisions: Decisions | None = None
     draft_block: int = static_field(default=0)
     schema: CacheSchema | None = static_field(default=None)
 
@@ -60,6 +65,43 @@ class Batch(Summarized):
         if self.schema is None:
             raise ValueError("the batch has no schema, which says how many slots there are")
         return dataclasses.replace(self, adapters=jnp.full((self.schema.max_requests,), number, jnp.int32))
+
+    def with_decisions(self, sequences: Decisions) -> "Batch":
+        """Returns the batch with the decisions of its tokens, which may be any part of the sequences.
+
+        A token whose row is 0 makes its own decisions, and so does a token at position N or above.
+
+        Args:
+          sequences: Decisions [S, N, ...] by slot and position, as `Decisions.padded` returns them.
+        """
+
+        def of_tokens(codes: Any) -> Any:
+            codes = jnp.asarray(codes)
+            slots = jnp.where(self.positions < codes.shape[1], self.slots, -1)
+            rows = codes[jnp.maximum(slots, 0), jnp.maximum(self.positions, 0)]
+            return jnp.where((slots >= 0)[:, None, None], rows, jnp.zeros((), codes.dtype))
+
+        return dataclasses.replace(self, decisions=jax.tree.map(of_tokens, sequences))
+
+    def layer_decisions(
+        self, config: DSV4Config, layer: Int[Array, ""] | int
+    ) -> tuple[Int[Array, "T k"] | None, Int[Array, "T K"] | None]:
+        """Returns the decisions that a layer has to take: [T, k] experts and [T, K] entries, int32 ids, -1 for none.
+
+        An item is None if the layer makes these decisions itself. The second one is undefined if it selects no entries.
+
+        Args:
+          config: the model's configuration.
+          layer: number of the layer, which may be traced.
+        """
+        if self.decisions is None:
+            return None, None
+
+        def of_layer(codes: Any, row: Any) -> Any:
+            return None if codes is None else decode_ids(jnp.asarray(codes)[:, row])
+
+        selection_row = jnp.asarray(selection_rows(config))[layer]
+        return of_layer(self.decisions.experts, layer), of_layer(self.decisions.selection, selection_row)
 
     def token_adapters(self) -> Int[Array, "T"] | None:
         """Returns [T] int32, the number of each token's adapter, -1 = none; None if `adapters` is."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from dsv4_jax.cache import Batch, KVCache
+from dsv4_jax.cache import Batch, Decisions, KVCache
 from dsv4_jax.decode.drafts import DraftOptions, check_drafts, draft, forward_for_drafts, one_token_batch
 from dsv4_jax.decode.logits_processor import LogitsProcessor, SlotRows
 from dsv4_jax.decode.sampling import (
@@ -97,6 +97,7 @@ class StepOutput:
       last_tokens: [slots] int32, each request's newest token, the one drawn after its last accepted token; undefined
         for slots that drew no token. None without drafts on the device.
       processor: the LogitsProcessor with the states of all slots after these tokens; None without a processor.
+      decisions: Decisions [T, ...] of the batch's tokens; None if not recorded.
     """
 
     tokens: Any
@@ -105,9 +106,10 @@ class StepOutput:
     draft_tokens: Any = None
     last_tokens: Any = None
     processor: LogitsProcessor | None = None
+    decisions: Decisions | None = None
 
     def __getitem__(self, rows: slice) -> "StepOutput":
-        """Returns an output with these rows of the arrays [n, ...], and with the arrays [slots, ...] unchanged."""
+        """Returns an output with these rows of the arrays [n, ...], and with other arrays unchanged."""
         top = None if self.top_logprobs is None else self.top_logprobs[rows]
         return dataclasses.replace(self, tokens=self.tokens[rows], logprobs=self.logprobs[rows], top_logprobs=top)
 
@@ -157,21 +159,25 @@ def logits_step(
     batch: Batch,
     logits_indices: Int[Array, "n"],
     earlier: EarlierTokens | None = None,
-) -> tuple[Float[Array, "n vocab"], KVCache]:
+    *,
+    record: tuple[str, ...] = (),
+) -> tuple[Float[Array, "n vocab"], Decisions | None, KVCache]:
     """Runs the batch's tokens and returns the logits after some of them, for `draw_step` to draw from.
 
     Args:
-      model, cache, batch, earlier: as for `sample_step`.
+      model, cache, batch, earlier, record: as for `sample_step`.
       logits_indices: [n] indices of the batch's tokens to return logits after; -1 = none.
 
     Returns:
-      (logits [n, vocab] float32, undefined where the index is -1; the cache, whose `lengths` count all tokens).
+      (logits [n, vocab] float32, undefined where the index is -1; `StepOutput.decisions`; the cache, whose `lengths`
+      count all tokens).
 
     Raises:
       RuntimeError, ValueError: as for `decode_step`.
     """
-    hidden, cache = run_model(model, cache, batch if earlier is None else earlier.fill(batch, cache.lengths))
-    return model.logits(hidden[jnp.maximum(logits_indices, 0)]), cache
+    batch = batch if earlier is None else earlier.fill(batch, cache.lengths)
+    hidden, _, decisions, cache = _run(model, cache, batch, DraftOptions(), record)
+    return model.logits(hidden[jnp.maximum(logits_indices, 0)]), decisions, cache
 
 
 @compiled_step
@@ -188,6 +194,7 @@ def sample_step(
     processor: LogitsProcessor | None = None,
     *,
     drafts: int | DraftOptions = 0,
+    record: tuple[str, ...] = (),
 ) -> tuple[StepOutput, KVCache]:
     """Runs the batch's tokens and draws the tokens that follow some of them.
 
@@ -213,6 +220,7 @@ def sample_step(
       processor: changes the logits before `token_mask` and `sampling` apply; it has the states of all slots. At most
         `max_query_tokens` tokens are drawn for a slot then. None = no changes.
       drafts: number of tokens to draft per request, less than the cache's `max_query_tokens`, or DraftOptions (static).
+      record: names of the fields of `Decisions` to return, which the model's `forward_decisions` records (static).
 
     Returns:
       (StepOutput, cache).
@@ -226,18 +234,41 @@ def sample_step(
     indices = last_token_indices(batch, num_slots) if logits_indices is None else logits_indices
     seeds = jnp.zeros((num_slots,), jnp.uint32) if seeds is None else seeds
     options = DraftOptions.of(drafts)
-    streams: Any = None
-    if options.count:
-        check_drafts(cache.schema, options)
-        hidden, streams, cache = forward_for_drafts(model, cache, batch)
-    else:
-        hidden, cache = run_model(model, cache, batch)
+    hidden, streams, decisions, cache = _run(model, cache, batch, options, record)
     logits = model.logits(hidden[jnp.maximum(indices, 0)])
     output = draw_tokens(logits, batch, indices, sampling, seeds, logprobs, token_mask, processor)
+    output = dataclasses.replace(output, decisions=decisions)
     cache = dataclasses.replace(cache, lengths=accepted_lengths(cache.lengths, batch, indices, output.tokens))
     if not options.count:
         return output, cache
     return _draft_next(model, cache, batch, indices, output, streams, sampling, seeds, options)
+
+
+def _run(model, cache, batch, drafts, record):
+    """Runs the model for a step.
+
+    Args:
+      model, cache, batch, record: as for `sample_step`.
+      drafts: DraftOptions.
+
+    Returns:
+      ([T, hidden] hidden states; the inputs of the draft layers, None without drafts; Decisions, None if none are
+      recorded; the updated cache, to which the draft layers have written).
+
+    Raises:
+      ValueError: as for `check_drafts`.
+    """
+    if drafts.count:
+        check_drafts(cache.schema, drafts)
+    if record:
+        hidden, streams, decisions, cache = model.forward_decisions(cache, batch, record)
+        cache = model.drafts.write(model, streams, cache, batch) if drafts.count else cache
+        return hidden, streams, decisions, cache
+    if drafts.count:
+        hidden, streams, cache = forward_for_drafts(model, cache, batch)
+        return hidden, streams, None, cache
+    hidden, cache = run_model(model, cache, batch)
+    return hidden, None, None, cache
 
 
 def _draft_next(model, cache, batch, indices, output, streams, sampling, seeds, options):
@@ -284,7 +315,7 @@ def draw_tokens(
       batch, logits_indices, sampling, seeds, logprobs, token_mask, processor: as for `sample_step`.
 
     Returns:
-      StepOutput without `draft_tokens` and `last_tokens`.
+      StepOutput without `draft_tokens`, `last_tokens` and `decisions`.
     """
     index = jnp.maximum(logits_indices, 0)
     num_slots = seeds.shape[0]

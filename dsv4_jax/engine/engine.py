@@ -498,5 +498,8 @@ class Engine(Summarized):
 def _make_runner(model, manager, drafter, options):
     """Returns the StepRunner of an engine; arguments as for `Engine`, `options` as a dict."""
     config = EngineConfig(**options).resolve(manager, drafter)
+    if config.record_decisions and not hasattr(model, "forward_decisions"):
+        kind = type(model.module).__name__
+        raise TypeError(f"record_decisions needs a model with a method forward_decisions, which {kind} lacks")
     drafts = DraftOptions(config.draft_tokens or 0, config.min_confidence) if drafter == "model" else DraftOptions()
     return StepRunner(model, manager, config, device_drafts=drafts)

@@ -1,8 +1,10 @@
 """The configuration of an engine."""
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from dsv4_jax.cache import Decisions
 from dsv4_jax.common.arguments import check_whole
 from dsv4_jax.decode.drafts import DraftOptions, check_drafts
 from dsv4_jax.decode.logits_processor import LogitsProcessor
@@ -35,6 +37,8 @@ class EngineConfig:
         that runs a request with a grammar compiles them. Steps without such requests run the same programs either way.
       logits_processor: changes the logits of all requests before grammars and sampling parameters apply; None = no
         changes. A request may bring an initial state of its own (`RequestParams.logits_state`).
+      record_decisions: names of the fields of `cache.Decisions` to record for all requests (`Request.decisions`), such
+        as ("experts", "selection"). They are copied to the host with each step's tokens.
     """
 
     token_budget: int = 256
@@ -45,6 +49,7 @@ class EngineConfig:
     overlap: bool = True
     structured_output: bool = False
     logits_processor: LogitsProcessor | None = dataclasses.field(default=None, repr=False, compare=False)
+    record_decisions: Sequence[str] = ()
 
     def resolve(self, manager: KVCacheManager, drafter: Any) -> "EngineConfig":
         """Checks the values, and returns a configuration in which `draft_tokens` and `overlap` are filled in.
@@ -54,7 +59,7 @@ class EngineConfig:
           drafter: the engine's `Drafter`, "model" for the model's draft layers, or None.
 
         Raises:
-          TypeError: `logits_processor` or `max_logprobs` has the wrong type.
+          TypeError: `logits_processor`, `max_logprobs` or `record_decisions` has the wrong type.
           ValueError: a value is out of its range, the drafter is of none of these kinds, or the model has no draft
             layers for "model".
         """
@@ -87,8 +92,15 @@ class EngineConfig:
                 raise TypeError(f"logits_processor must be a LogitsProcessor, not a {type(processor).__name__}")
             processor.check(schema.config.vocab_size)
         check_whole("max_logprobs", self.max_logprobs, 0, schema.config.vocab_size)
+        record = self.record_decisions
+        names = [field.name for field in dataclasses.fields(Decisions)]
+        if isinstance(record, str) or not isinstance(record, Iterable):
+            raise TypeError(f"record_decisions={record!r} must be a sequence of names, such as {names}")
+        if unknown := sorted({*record} - {*names}):
+            raise ValueError(f"record_decisions={unknown} are unknown; known: {', '.join(names)}")
         can_overlap = drafter is None or (on_device and not self.min_confidence)
-        return dataclasses.replace(config, overlap=self.overlap and can_overlap)
+        recorded = tuple(name for name in names if name in record)
+        return dataclasses.replace(config, overlap=self.overlap and can_overlap, record_decisions=recorded)
 
     def decode_size(self, slots: int) -> int:
         """Returns the maximum number of tokens in a decode step of `slots` requests, a token and its drafts each."""

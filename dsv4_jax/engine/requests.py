@@ -7,8 +7,10 @@ import reprlib
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import jax
 import numpy as np
 
+from dsv4_jax.cache import Decisions
 from dsv4_jax.common.arguments import check_whole
 from dsv4_jax.common.summary import Share, Summarized, Summary
 from dsv4_jax.decode.sampling import GREEDY, SamplingParams, TopLogprobs
@@ -129,6 +131,7 @@ class Request(Summarized):
         self._logprobs = np.zeros((self.max_tokens,))
         shape = self.max_tokens, params.top_logprobs
         self._top = TopLogprobs(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
+        self._decisions: Decisions | None = None  # with room for all tokens, once the first ones are kept
 
     @property
     def progress(self) -> Share:
@@ -154,6 +157,9 @@ class Request(Summarized):
         child._logprobs = self._logprobs.copy()
         child.accepted = self.accepted.copy()
         child._top = TopLogprobs(self._top.ids.copy(), self._top.logprobs.copy())
+        child._decisions = None
+        if self._decisions is not None:
+            child.keep_decisions(0, self._decisions)
         return child
 
     @property
@@ -208,6 +214,30 @@ class Request(Summarized):
     def prompt_top_logprobs(self) -> TopLogprobs:
         """The likeliest tokens in place of each token of `prompt_logprobs`: TopLogprobs [n, params.top_logprobs]."""
         return self._top[self._scored_prompt]
+
+    @property
+    def decisions(self) -> Decisions | None:
+        """Decisions [num_tokens, ...] by position, as NumPy arrays; a copy of the recorded ones.
+
+        They are 0 for tokens that the request has not run itself: those that the prefix cache held, and the last one.
+        None if the engine records no decisions (`EngineConfig.record_decisions`) or no step has been read yet.
+        """
+        if self._decisions is None:
+            return None
+        return jax.tree.map(np.copy, self._decisions[: self.num_tokens])
+
+    def keep_decisions(self, start: int, decisions: Decisions) -> None:
+        """Keeps the decisions [n, ...] of the tokens from position `start` on, up to the request's last token."""
+        if self._decisions is None:  # pages of zeros take no memory until they are written
+            self._decisions = jax.tree.map(lambda x: np.zeros((self.max_tokens, *x.shape[1:]), x.dtype), decisions)
+        places = self._decisions[start : max(start, self.num_tokens - 1)]
+        for old, new in zip(*map(jax.tree.leaves, (places, decisions)), strict=True):
+            count = min(len(old), len(new))
+            old[:count] = new[:count]
+
+    def forget_decisions(self) -> None:
+        """Forgets all recorded decisions, because other weights will run the tokens again."""
+        self._decisions = None
 
     @property
     def scores_prompt(self) -> bool:

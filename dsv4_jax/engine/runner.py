@@ -97,10 +97,11 @@ class StepRunner:
           (the launched step, the cache).
         """
         launched, function, args, options = self._prepare(schedule, after, has_grammars)
-        output, cache = self.model.run(function, cache, *args, **options)
+        *results, cache = self.model.run(function, cache, *args, **options)
         if function is logits_step:
-            return dataclasses.replace(launched, logits=output), cache
-        return self._with_output(launched, output), cache
+            logits, decisions = results
+            return dataclasses.replace(launched, logits=logits, decisions=decisions), cache
+        return self._with_output(launched, *results), cache
 
     def _prepare(self, schedule, after=None, has_grammars=False):
         """Prepares the batch of a step, with arguments as for a call of the runner.
@@ -135,14 +136,14 @@ class StepRunner:
             batch = dataclasses.replace(batch, adapters=adapters)
         earlier = EarlierTokens(self._no_tokens if after is None else after.tokens, sources)
         wants_top = options is not None and bool(options.wants_top)
-        launched = LaunchedStep(schedule, batch, first_rows, (logits_indices, *drawing), wants_top)
+        launched = LaunchedStep(schedule, batch, first_rows, begins, (logits_indices, *drawing), wants_top)
         self._begin_slots(schedule.requests)
         has_grammars = has_grammars or any(request.matcher is not None for request in schedule.requests)
         if has_grammars and config.overlap and not self._device_drafts.count:
-            return launched, logits_step, (batch, logits_indices, earlier), {}
+            return launched, logits_step, (batch, logits_indices, earlier), {"record": config.record_decisions}
         masks = self._token_masks(launched) if has_grammars else None
         args = (batch, *launched.drawing, earlier, masks, self._processor)
-        return launched, sample_step, args, {"drafts": self._device_drafts}
+        return launched, sample_step, args, {"drafts": self._device_drafts, "record": config.record_decisions}
 
     def draw(self, launched: LaunchedStep) -> LaunchedStep:
         """Launches the drawing of a step's tokens, after the previous step has been read.
@@ -155,7 +156,8 @@ class StepRunner:
         masks = self._token_masks(launched)
         output = draw_step(launched.logits, launched.batch, *launched.drawing, masks, self._processor)
         self._compilations_before -= draw_step._cache_size() - before
-        return self._with_output(dataclasses.replace(launched, logits=None), output)
+        output = dataclasses.replace(output, decisions=launched.decisions)
+        return self._with_output(dataclasses.replace(launched, logits=None, decisions=None), output)
 
     def _begin_slots(self, requests):
         """Sets the logits processor's states of requests that are new in their slots, after their generated tokens."""

@@ -165,6 +165,7 @@ class Scheduler:
         """
         for request in self.requests.values():
             request.offloaded = None
+            request.forget_decisions()
         self.restart()
 
     def admit(self) -> None:
@@ -254,6 +255,8 @@ class Scheduler:
         schedule = launched.schedule.select(is_unfinished)
         first_rows = launched.first_rows[is_unfinished]
         self._extend(schedule, first_rows, output)
+        if output.decisions is not None:
+            _keep_decisions(schedule, launched.begins[is_unfinished], output.decisions)
         lengths = self._forget_rejected(schedule, follower)
         self._observe(schedule, lengths, launched.snapshots)
         for request in schedule.requests:
@@ -515,6 +518,20 @@ def _accepted(schedule, first_rows, output):
     for i in np.flatnonzero(numbers["num_drafts"]).tolist():
         drawn[i] = accept(schedule.tokens[i][-numbers["num_drafts"][i] :].tolist(), drawn[i])
     return drawn
+
+
+def _keep_decisions(schedule, begins, decisions):
+    """Gives requests the decisions of their tokens in a step, except of rejected drafts.
+
+    Args:
+      schedule: the Schedule, after its requests have got their new tokens.
+      begins: [n] index of each request's first token in the batch.
+      decisions: Decisions [T, ...] of the batch, as NumPy arrays.
+    """
+    numbers = schedule.numbers
+    places = zip(begins.tolist(), numbers["num_tokens"].tolist(), numbers["start"].tolist(), strict=True)
+    for request, (begin, count, start) in zip(schedule.requests, places, strict=True):
+        request.keep_decisions(start, decisions[begin : begin + count])
 
 
 def _is_lost(cache):

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dsv4_jax.cache import Batch
+from dsv4_jax.cache import Batch, Decisions
 from dsv4_jax.decode.step import StepOutput
 from dsv4_jax.engine.requests import Request
 
@@ -96,10 +96,12 @@ class LaunchedStep:
       schedule: the requests that it runs, with their tokens.
       batch: the batch on the devices.
       first_rows: [n] index of each request's first row in the output.
+      begins: [n] index of each request's first token in the batch.
       drawing: arguments of `draw_step` that follow the batch: (logits_indices, sampling, seeds, logprobs).
       wants_top: whether a request wants the likeliest tokens of the output.
       logits: [rows, vocab] logits on the device if `draw_step` has to draw the tokens and was not launched yet; else
         None.
+      decisions: Decisions on the device that came with `logits`, or None.
       output: StepOutput whose copy to the host was started; None until the drawing is launched.
       tokens: the drawn tokens on the device for the next step, as in `EarlierTokens.tokens`; None as long as `output`.
       snapshots: {request: rows of its slot at a block boundary, for the prefix cache}, read before a later step was
@@ -109,9 +111,11 @@ class LaunchedStep:
     schedule: Schedule
     batch: Batch
     first_rows: np.ndarray
+    begins: np.ndarray
     drawing: tuple[Any, ...]
     wants_top: bool
     logits: Any = None
+    decisions: Decisions | None = None
     output: StepOutput | None = None
     tokens: Any = None
     snapshots: dict[Request, Any] = dataclasses.field(default_factory=dict)

@@ -112,7 +112,11 @@ class Attention(nnx.Module):
         self.latent_projections = FusedLinear(config.q_lora_rank, latents, **options)
 
     def __call__(
-        self, x: Float[Array, "T D"], handle: CacheHandle, carry: StepCarry
+        self,
+        x: Float[Array, "T D"],
+        handle: CacheHandle,
+        carry: StepCarry,
+        forced_selection: Int[Array, "T K"] | None = None,
     ) -> tuple[Float[Array, "T D"], StepCarry, Any]:
         """Stores the tokens' rows in the layer's cache, and computes attention.
 
@@ -120,6 +124,8 @@ class Attention(nnx.Module):
           x: [T, hidden] normed input in the model's dtype.
           handle: the layer's cache for this batch. Padding tokens write nothing, and their outputs are unspecified.
           carry: values of earlier layers of this step.
+          forced_selection: [T, K] int32 entries to take instead of the indexer's, in its first index_topk columns, see
+            `Batch.decisions`. A row of -1 = the indexer's. None = all are the indexer's.
 
         Returns:
           (y [T, hidden] in x's dtype; the carry with this layer's selection; the updated cache). On a mesh, y is this
@@ -145,7 +151,12 @@ class Attention(nnx.Module):
             # The carry lacks the candidates if this layer makes them itself, or if all blocks of the longest request
             # would be candidates (see `LayerCacheHandle.candidate_blocks`).
             candidates = None if spec.candidates is None else carry.candidates.get(spec.candidates)
-            carry = carry.with_selection(self.layer, *self.indexer(*queries, handle, candidates))
+            selection, made = self.indexer(*queries, handle, candidates)
+            if forced_selection is not None:
+                # Tokens that see an entry select one, so a row without entries is not recorded or selects none anyway.
+                forced = forced_selection[:, : selection.shape[1]]
+                selection = jnp.where(forced[:, :1] >= 0, forced, selection)
+            carry = carry.with_selection(self.layer, selection, made)
         indices = None if spec.selection is None else carry.selection[spec.selection]
         # Keys are also the values, and are rotated by their own positions. `attend` rotates the output back by the
         # query's position, so that it depends on relative positions only.

@@ -1,5 +1,6 @@
 """The base class of modules that draft tokens for speculative decoding."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -39,5 +40,6 @@ class DraftLayers(nnx.Module):
           streams: [T, hc_mult, hidden] residual streams that enter the first draft layer.
           cache, batch: cache and inputs of the step.
         """
+        batch = dataclasses.replace(batch, decisions=None)  # they are those of the model's layers
         residual, _, cache, _ = self.layers(ResidualStreams.begin(streams), cache, batch, StepCarry())
         return residual, cache

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from dsv4_jax.cache import Batch, KVCache, StepCache
+from dsv4_jax.cache import Batch, Decisions, KVCache, StepCache
 from dsv4_jax.cache.ngrams import advance_ngrams
 from dsv4_jax.config import DSparkConfig, DSV4Config, MTPConfig
 from dsv4_jax.nn.attention import StepCarry
@@ -68,11 +68,14 @@ class DeepseekV4Model(nnx.Module):
           `DeepseekV4ForCausalLM.forward_streams`; the recorded values; the updated cache).
 
         Raises:
-          ValueError: the cache was made for another model, or the batch for another cache.
+          ValueError: the cache was made for another model, or the batch for another cache, or its decisions for other
+            tokens or another model.
           TypeError: the model has Engram, and the cache is no KVCache.
         """
         if isinstance(cache, KVCache):
             cache.schema.check_config(self.config)
+        if batch.decisions is not None:
+            batch.decisions.check(self.config, len(batch.positions))
         targets = self.config.tap_layers
         cache = cache.begin_step(batch)
         x = self.embed(batch)
@@ -223,6 +226,22 @@ class DeepseekV4ForCausalLM(nnx.Module):
         """
         hidden, streams, _, cache = self.model(cache, batch)
         return hidden, streams, cache
+
+    def forward_decisions(
+        self, cache: KVCache, batch: Batch, names: Collection[str] = ("experts", "selection")
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T n D"], Decisions, Any]:
+        """Runs one step like `forward_streams`, and also returns the decisions of the layers.
+
+        Args:
+          cache, batch: as in `__call__`.
+          names: names of the fields of `Decisions` to return. The others are None.
+
+        Returns:
+          (hidden states [T, hidden]; inputs of the draft layers [T, n, hidden]; Decisions [T, ...]; the updated cache).
+        """
+        hidden, streams, recorded, new_cache = self.model(cache, batch, record=names)
+        decisions = Decisions.collect(recorded, names, self.config, cache.schema.max_context)
+        return hidden, streams, decisions, new_cache
 
     def embed(self, batch: Batch) -> Float[Array, "T D"]:
         """Returns [T, hidden] embeddings of the batch's tokens in the model's dtype."""

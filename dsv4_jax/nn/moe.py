@@ -58,6 +58,7 @@ class Router(nnx.Module):
         token_ids: Int[Array, "T"],
         slots: Int[Array, "T"] | None = None,
         is_image: Bool[Array, "T"] | None = None,
+        forced_experts: Int[Array, "T k"] | None = None,
     ) -> ops.Routing:
         """Selects and weights the experts of each token, see `ops.router`.
 
@@ -66,6 +67,8 @@ class Router(nnx.Module):
           token_ids: [T] int32 token ids, which hash layers use.
           slots: [T] int32; -1 = a padding token, which gets no experts. None = no token is padding.
           is_image: [T] bool, whether a token is a part of an image; None = none is. Only in models that know images.
+          forced_experts: [T, k] int32 experts to take instead, see `Batch.decisions`; a row of -1 = the token's own.
+            None = all tokens have their own.
 
         Returns:
           Routing, in which the weights of a token's experts are their scores `sqrt(softplus(logit))`, scaled so that
@@ -73,17 +76,15 @@ class Router(nnx.Module):
         """
         bias = None if self.hashed else self.e_score_correction_bias.get_value()
         table = self.tid2eid.get_value() if self.hashed else None
-        return ops.router(
-            x,
-            self.weight.get_value(),
-            bias,
-            table,
-            token_ids if self.hashed else None,
-            slots,
-            None if is_image is None else (self._image_bias(), is_image),
-            top_k=self.top_k,
-            scaling_factor=self.config.routed_scaling_factor,
-        )
+        weight = self.weight.get_value()
+        images = None if is_image is None else (self._image_bias(), is_image)
+        sizes = {"top_k": self.top_k, "scaling_factor": self.config.routed_scaling_factor}
+        routing = ops.router(x, weight, bias, table, token_ids if self.hashed else None, slots, images, **sizes)
+        if forced_experts is None:
+            return routing
+        # The given experts are a table by the token's index in the batch. XLA computes the scores once for both calls.
+        table = jnp.maximum(jnp.where(forced_experts >= 0, forced_experts, routing.experts), 0)
+        return ops.router(x, weight, None, table, jnp.arange(len(table), dtype=jnp.int32), slots, **sizes)
 
     def _image_bias(self):
         if not self.knows_images:

@@ -18,10 +18,9 @@ from jaxtyping import Array, Float, Int
 from tiny_model import Tensors, apart, assemble, for_training, named_tensors
 
 from dsv4_jax import KVCacheManager, load_checkpoint
-from dsv4_jax.cache import Batch
+from dsv4_jax.cache import Batch, Decisions
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import packaged_checkpoint
-from dsv4_jax.nn import HashTable, Router
 from dsv4_jax.quant import FakeQuantFormat, KVFormat
 
 
@@ -104,33 +103,20 @@ class _ByteHandle(DenseHandle):
         return dataclasses.replace(handle, entries=entries)
 
 
-class FixedRouter(Router):
-    """A router whose experts were selected before: its table holds those of each token of the call."""
-
-    def __call__(self, x, token_ids, slots=None):
-        return super().__call__(x, jnp.arange(token_ids.shape[0], dtype=jnp.int32))
-
-
 def paged_forward(
     config: DSV4Config, ids: Int[np.ndarray, "S"], kv_format: str | KVFormat
-) -> Callable[[Tensors, dict[int, Array] | None], tuple[Float[Array, "S V"], dict[int, Array]]]:
-    """Returns a function of (parameters, {layer: experts [S, k]} or None) to (logits, {layer: experts})."""
+) -> Callable[[Tensors, Decisions | None], tuple[Float[Array, "S V"], Decisions]]:
+    """Returns a function of (parameters, the experts to take, None = the model's own) to (logits, the experts)."""
     sizes = {"num_blocks": -(-len(ids) // 128), "max_requests": 1, "max_context": -(-len(ids) // 128) * 128}
     manager = KVCacheManager(config, kv_format=kv_format, dtype=jnp.float32, **sizes)
     batch = manager.prepare_forward({manager.admit(ids): ids}, prefill_size=len(ids))
     cache = manager.init_cache()
 
-    def forward(tensors, experts):
+    def forward(tensors, decisions):
         model = assemble(config, tensors, jnp.float32)
-        for loop in () if experts is None else model.model.layers.loops:
-            for position, layer in enumerate(loop.layers):
-                router: Any = layer.mlp.gate
-                if not router.hashed:
-                    router.__class__ = FixedRouter
-                    router.hashed = True
-                    router.tid2eid = HashTable(jnp.stack([experts[number] for number in loop.run.layers(position)]))
-        hidden, recorded, _ = model.record(cache, batch, ("experts",))
-        return model.logits(hidden), recorded["experts"]
+        given = dataclasses.replace(batch, decisions=decisions)
+        hidden, _, made, _ = model.forward_decisions(cache, given, ("experts",))
+        return model.logits(hidden), made
 
     return forward
 

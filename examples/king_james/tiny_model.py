@@ -199,11 +199,12 @@ class TrainedLayer(DecoderLayer):
     ) -> tuple[ResidualStreams, StepCarry, Any]:
         number = self.layer if number is None else number
         x, residual = self.attn_hc.pre(residual, self.input_layernorm)
-        y, carry, after = self.self_attn(x, cache.handle(number, batch, like=self.layer), carry)
+        forced_experts, forced_selection = batch.layer_decisions(self.self_attn.config, number)
+        y, carry, after = self.self_attn(x, cache.handle(number, batch, like=self.layer), carry, forced_selection)
         assert isinstance(after, DenseCache)
         residual = residual.post(after.dropped(y, 2 * number))
         x, residual = self.ffn_hc.pre(residual, self.post_attention_layernorm)
-        experts, weights, _ = self.mlp.gate(x, batch.token_ids)
+        experts, weights, _ = self.mlp.gate(x, batch.token_ids, forced_experts=forced_experts)
         routed = all_experts(self.mlp.experts, x, experts, weights)
         y = round_to(routed + self.mlp.shared_experts(x).astype(jnp.float32), x.dtype)
         after = after.with_load(number, experts)

@@ -159,7 +159,7 @@ def situations(drafter=None):
 def lives():
     with pytest.MonkeyPatch.context() as patch:
 
-        def run(model, function, *args, drafts):
+        def run(model, function, *args, drafts, record):
             assert function is sample_step
             return (formula_step_with_drafts if drafts.count else formula_step)(model, *args, drafts=drafts)
 

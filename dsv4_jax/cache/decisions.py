@@ -1,0 +1,152 @@
+"""The discrete decisions of a forward pass, which another forward pass can take instead of making its own."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Shaped
+
+from dsv4_jax.common.summary import Summarized, Summary
+from dsv4_jax.config import DSV4Config
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class Decisions(Summarized):
+    """The experts and the selected entries of tokens, in as few bytes as `decision_types` allows.
+
+    Arrays hold codes: an id plus one, or 0 for no id, see `encode_ids` and `decode_ids`. So zeros, such as padding, are
+    tokens without recorded decisions. The first axes belong to tokens: [T, ...] in a `Batch`.
+
+    Attributes:
+      experts: [T, L, num_experts_per_tok] codes of each token's experts in the L decoder layers, in the router's order;
+        None = the routers choose.
+      selection: [T, S, K] codes of the entries that each token selects in the S layers that select entries themselves,
+        in ascending order, then 0. K is the largest `index_topk` of these layers. None = the indexers choose.
+    """
+
+    experts: Any = None
+    selection: Any = None
+
+    @classmethod
+    def collect(
+        cls,
+        recorded: Sequence[tuple[Sequence[int], Mapping[str, Shaped[Array, "..."]]]],
+        names: Collection[str],
+        config: DSV4Config,
+        max_context: int,
+    ) -> "Decisions":
+        """Makes the decisions of a step from the values that its layers recorded.
+
+        Args:
+          recorded: items (numbers of n layers, {name: array [n, T, ...]}), see `nn.layer_stack.Recorded`.
+          names: names of the fields to keep.
+          config, max_context: as for `decision_types`.
+        """
+        fields = {}
+        for name, of_token in decision_types(config, max_context).items():
+            items = [(layers, values[name]) for layers, values in recorded if name in values and name in names]
+            if items:
+                order = np.argsort([*itertools.chain.from_iterable(layers for layers, _ in items)])
+                ids = [_widened(values, of_token.shape[-1]) for _, values in items]
+                codes = encode_ids(jnp.concatenate(ids), of_token.dtype)
+                fields[name] = codes[order].swapaxes(0, 1)
+        return cls(**fields)
+
+    @classmethod
+    def padded(cls, sequences: Sequence["Decisions"], length: int) -> "Decisions":
+        """Returns the decisions [S, length, ...] of S sequences of [n, ...] each, as NumPy arrays padded with zeros.
+
+        Args:
+          sequences: such as `Request.decisions` of each request, all of one model. A sequence may be longer than
+            `length`; the rest is left out.
+          length: number of tokens of the padded sequences.
+
+        Raises:
+          ValueError: a sequence is None, as `Request.decisions` is in an engine that records nothing.
+        """
+        if missing := [i for i, decisions in enumerate(sequences) if decisions is None]:
+            raise ValueError(f"sequences{missing} are None: make the engine with record_decisions")
+
+        def pad(*arrays: np.ndarray) -> np.ndarray:
+            result = np.zeros((len(arrays), length, *arrays[0].shape[1:]), arrays[0].dtype)
+            for row, array in zip(result, arrays, strict=True):
+                row[: len(array)] = array[:length]
+            return result
+
+        return jax.tree.map(pad, *sequences)
+
+    def __getitem__(self, index: Any) -> "Decisions":
+        """Returns the decisions of some tokens, by an index of the arrays' first axes."""
+        return jax.tree.map(lambda x: x[index], self)
+
+    def check(self, config: DSV4Config, num_tokens: int) -> None:
+        """Raises ValueError unless the arrays are codes of a model's decisions for `num_tokens` tokens."""
+        types = decision_types(config, 1)
+        for name, codes in vars(self).items():
+            if codes is None:
+                continue
+            if name not in types:
+                raise ValueError(f"decisions.{name} must be None: no layer of the model selects entries")
+            expected = num_tokens, *types[name].shape
+            if codes.shape != expected:
+                raise ValueError(f"decisions.{name} must be {list(expected)}, got {list(codes.shape)}")
+            if not jnp.issubdtype(codes.dtype, jnp.unsignedinteger):
+                raise ValueError(
+                    f"decisions.{name} must be unsigned codes, got {codes.dtype}: encode_ids makes them from ids"
+                )
+
+    def _summary(self) -> Summary:
+        fields = {name: str(getattr(x, "aval", getattr(x, "shape", x))) for name, x in vars(self).items()}
+        return Summary(tuple(f"{name}: {text}" for name, text in fields.items()), fields)
+
+
+def decision_types(config: DSV4Config, max_context: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns {field of `Decisions`: shape without the axis of tokens, and the smallest dtype for its codes}.
+
+    The sizes of these types in bytes add up to what the decisions of one token take. A model in which no layer selects
+    entries has no "selection".
+
+    Args:
+      config: the model's configuration.
+      max_context: maximum number of tokens of a request, which bounds the number of entries.
+    """
+    layers = config.layers[: config.num_hidden_layers]
+    experts, k = config.layer_experts(0)
+    types = {"experts": jax.ShapeDtypeStruct((len(layers), k), _code_dtype(experts))}
+    if selecting := [spec for spec in layers if spec.selects]:
+        shape = len(selecting), max(config.topk(spec.layer) for spec in selecting)
+        entries = max_context // min(spec.compress_rate for spec in selecting)
+        types["selection"] = jax.ShapeDtypeStruct(shape, _code_dtype(entries))
+    return types
+
+
+@functools.cache
+def selection_rows(config):
+    """Returns [layers] int32: the row in `Decisions.selection` of each layer that selects entries, any for others."""
+    return np.maximum(np.cumsum([spec.selects for spec in config.layers], dtype=np.int32) - 1, 0)
+
+
+def encode_ids(ids: Any, dtype: DTypeLike) -> Any:
+    """Returns the codes of ids, which are at least -1: the id plus one in an unsigned `dtype`."""
+    return (ids + 1).astype(dtype)
+
+
+def decode_ids(codes: Any) -> Any:
+    """Returns the int32 ids of codes; -1 for the code 0."""
+    return codes.astype(np.int32) - 1
+
+
+def _code_dtype(count):
+    """Returns the smallest unsigned dtype for the codes of `count` ids and of -1."""
+    return next(np.dtype(x) for x in (np.uint8, np.uint16, np.uint32) if count <= np.iinfo(x).max)
+
+
+def _widened(ids, width):
+    return jnp.pad(ids, [(0, 0)] * (ids.ndim - 1) + [(0, width - ids.shape[-1])], constant_values=-1)
