@@ -1,5 +1,7 @@
 """Converts a checkpoint to another storage or naming, tensor by tensor."""
 
+import collections
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +13,7 @@ from dsv4_jax.checkpoint.keys import Naming, Storage, Weight
 from dsv4_jax.checkpoint.match import match_weights
 from dsv4_jax.checkpoint.progress import byte_bar
 from dsv4_jax.checkpoint.reader import INDEX_NAME, StoredTensor, read_checkpoint
+from dsv4_jax.checkpoint.rounding_loss import RoundingLoss
 from dsv4_jax.checkpoint.save import (
     check_storage,
     describe_storage,
@@ -38,7 +41,7 @@ def convert_checkpoint(
     naming: Naming | None = None,
     shard_bytes: int = 5 * 10**9,
     progress: bool = False,
-) -> None:
+) -> dict[str, RoundingLoss]:
     """Writes a checkpoint's weights to another folder, in another storage or naming.
 
     FP8 and FP4 weights that keep their format are copied byte for byte. If they become bfloat16 or float32, each value
@@ -56,6 +59,10 @@ def convert_checkpoint(
       naming: naming of the tensors, see `checkpoint.keys`. None = that of the source.
       shard_bytes: maximum size of a file in bytes. A file is larger if a single tensor with its scale is.
       progress: whether to show a progress bar on standard error.
+
+    Returns:
+      {storage in the new files, such as "FP4": the loss that rounding caused in the tensors of this storage}. The loss
+      is 0 for weights that are copied, and for others that the new storage holds exactly.
 
     Raises:
       ValueError: `load_checkpoint` could not read the source; a value is NaN or infinite in the new storage; `weights`
@@ -81,20 +88,31 @@ def convert_checkpoint(
     partial = folder.with_name(f".{folder.name}.partial")
     if partial.exists():
         raise ValueError(f"{partial} exists: another conversion writes there, or was interrupted; then remove it")
+    losses: dict[str, RoundingLoss] = collections.defaultdict(RoundingLoss)
+
+    def arrays() -> Iterator[np.ndarray]:
+        for old, new in pairs:
+            dtype = new.stored_dtype(weights)
+            yield from _converted(old, new, dtype, tensors, losses[dtype])
+
     try:
-        arrays = (array for old, new in pairs for array in _converted(old, new, new.stored_dtype(weights), tensors))
         with byte_bar("Converting weights", total_bytes(headers), progress) as advance:
             content = describe_storage(content, weights, config.weight_block)
-            write_checkpoint(partial, content, headers, arrays, shard_bytes=shard_bytes, advance=advance)
+            write_checkpoint(partial, content, headers, arrays(), shard_bytes=shard_bytes, advance=advance)
         _copy_others(source if source.is_dir() else source.parent, partial)
         partial.rename(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    return dict(losses)
 
 
 def _converted(
-    old: Weight, new: Weight, dtype: str, tensors: Mapping[str, StoredTensor | QuantizedTensor]
+    old: Weight,
+    new: Weight,
+    dtype: str,
+    tensors: Mapping[str, StoredTensor | QuantizedTensor],
+    loss: RoundingLoss,
 ) -> Iterator[np.ndarray]:
     """Yields the arrays to write for one parameter, in the order of its tensors in the destination.
 
@@ -103,6 +121,7 @@ def _converted(
       new: the same parameter with its tensors in the destination. Both list the parameter's values in the same order.
       dtype: storage in the destination's files, such as "BF16" or "FP8", see `Weight`.
       tensors: the source's tensors by name.
+      loss: where the loss of rounding is summed up.
     """
     pieces = max(1, len(new.sources) // len(old.sources))  # number of new tensors for each old one
     for name in old.sources:
@@ -110,13 +129,14 @@ def _converted(
         if isinstance(tensor, QuantizedTensor) and tensor.dtype == dtype:
             yield tensor.codes.data
             yield tensor.scale.data
+            loss.keep(name, math.prod(tensor.shape))
             continue
         if isinstance(tensor, QuantizedTensor) and not is_quantized_kind(dtype):
             for start in range(0, tensor.shape[0], _ROWS):
-                yield from encode(name, tensor.load(start, start + _ROWS), dtype)
+                yield from encode(name, tensor.load(start, start + _ROWS), dtype, loss)
             continue
         for piece in tensor.load().reshape(pieces, -1, tensor.shape[-1]):
-            yield from encode(name, piece, dtype)
+            yield from encode(name, piece, dtype, loss)
 
 
 def _copy_others(source: Path, folder: Path) -> None:

@@ -14,11 +14,12 @@ from dsv4_jax.checkpoint import keys
 from dsv4_jax.checkpoint.keys import Naming, Storage, Weight
 from dsv4_jax.checkpoint.progress import byte_bar
 from dsv4_jax.checkpoint.reader import INDEX_NAME, SINGLE_NAME
-from dsv4_jax.checkpoint.storage import CODES, quantize_fp4, quantize_fp8, scale_name
+from dsv4_jax.checkpoint.rounding_loss import RoundingLoss
+from dsv4_jax.checkpoint.storage import CODES, dequantize, scale_name
 from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader, write_header
 from dsv4_jax.config.config_json import release_config
 from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
-from dsv4_jax.quant import is_quantized_kind, quantized_shapes
+from dsv4_jax.quant import QuantizedWeight, is_quantized_kind, quantized_shapes
 
 
 _CHUNK_BYTES = 1 << 26  # number of bytes of a tensor's values that are converted at a time
@@ -189,7 +190,7 @@ def describe_storage(config: Mapping[str, Any], weights: Storage, weight_block: 
     }
 
 
-def encode(name: str, values: np.ndarray, dtype: str) -> Iterator[np.ndarray]:
+def encode(name: str, values: np.ndarray, dtype: str, loss: RoundingLoss | None = None) -> Iterator[np.ndarray]:
     """Yields the arrays that store a tensor's values, in the order in which they are written.
 
     A quantized kind yields all codes, then all scales. A dtype yields the converted values, some rows at a time.
@@ -198,6 +199,7 @@ def encode(name: str, values: np.ndarray, dtype: str) -> Iterator[np.ndarray]:
       name: name of the tensor, for errors.
       values: [rows, ..] values; [out, in] if they are to be quantized.
       dtype: storage in the files, such as "BF16" or "FP8", see `Weight`.
+      loss: where the differences between given and stored values are counted, or None.
 
     Raises:
       ValueError: a value is not finite in this dtype.
@@ -205,14 +207,20 @@ def encode(name: str, values: np.ndarray, dtype: str) -> Iterator[np.ndarray]:
     if is_quantized_kind(dtype):
         exact = values.astype(np.float32)
         _check_finite(name, exact)
-        yield from quantize_fp4(exact) if dtype == "FP4" else quantize_fp8(exact, dtype)
+        stored = QuantizedWeight.encode(exact, dtype)
+        if loss is not None:
+            loss.add(name, exact, dequantize(stored.codes, stored.scale, dtype))
+        yield from (stored.codes, stored.scale)
         return
     rows = max(1, _CHUNK_BYTES * len(values) // max(1, values.nbytes))
     for start in range(0, len(values), rows):
+        chunk = values[start : start + rows]
         with np.errstate(over="ignore"):
-            chunk = values[start : start + rows].astype(DTYPES[dtype])
-        _check_finite(name, chunk)
-        yield chunk
+            converted = chunk.astype(DTYPES[dtype], copy=False)
+        _check_finite(name, converted)
+        if loss is not None:
+            loss.add(name, chunk, converted)
+        yield converted
 
 
 def _check_finite(name, values):

@@ -67,31 +67,40 @@ class QuantizedTensor:
             return 0
         return int(np.count_nonzero(codes & 0x7F == 0x7F))
 
-    @np.errstate(over="ignore")  # the caller looks for infinite values
     def load(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Returns the exact values of the rows from `start` to `stop`, float32; infinite if they exceed its range.
 
         `start` must be a multiple of the rows of a block. `stop` is cut to the number of rows; None = all of them.
         """
-        all_rows, columns = self.shape
-        rows = min(all_rows, all_rows if stop is None else stop) - start
-        codes = self.codes.data.reshape(self.codes.shape)[start : start + rows]
-        scale = self.scale.data.view(ml_dtypes.float8_e8m0fnu).reshape(self.scale.shape)
-        if self.dtype == "FP4":
-            values = np.empty((rows, columns), np.float32)
-            values[:, 0::2] = E2M1[codes & 15]
-            values[:, 1::2] = E2M1[codes >> 4]
-        else:
-            values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-        block_rows, block_columns = BLOCKS[self.dtype]
-        scale = scale[start // block_rows :]
-        for i in range(0, rows, _CHUNK):  # to avoid an array of scales as large as the weight
-            part = values[i : i + _CHUNK]
-            # The conversion is exact for each byte, also for 0 (a subnormal) and 255 (NaN).
-            factors = scale[i // block_rows : -(-(i + len(part)) // block_rows)].astype(np.float32)
-            factors = np.repeat(factors, block_columns, axis=1)[:, :columns]
-            part *= np.repeat(factors, block_rows, axis=0)[: len(part)]
-        return values
+        codes = self.codes.data.reshape(self.codes.shape)[start:stop]
+        scale = self.scale.data.reshape(self.scale.shape)
+        return dequantize(codes, scale[start // BLOCKS[self.dtype][0] :], self.dtype)
+
+
+@np.errstate(over="ignore")  # the caller looks for infinite values
+def dequantize(codes: np.ndarray, scale: np.ndarray, kind: QuantizedKind) -> np.ndarray:
+    """Returns the exact values [out, in] float32 of a quantized matrix; infinite if they exceed float32's range.
+
+    Args:
+      codes, scale: uint8, as in a `QuantizedWeight`. There may be more rows of scales than the codes have.
+      kind: the storage.
+    """
+    rows, width = codes.shape
+    scale = scale.view(ml_dtypes.float8_e8m0fnu)
+    if kind == "FP4":
+        values = np.empty((rows, 2 * width), np.float32)
+        values[:, 0::2] = E2M1[codes & 15]
+        values[:, 1::2] = E2M1[codes >> 4]
+    else:
+        values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    block_rows, block_columns = BLOCKS[kind]
+    for i in range(0, rows, _CHUNK):  # to avoid an array of scales as large as the weight
+        part = values[i : i + _CHUNK]
+        # The conversion is exact for each byte, also for 0 (a subnormal) and 255 (NaN).
+        factors = scale[i // block_rows : -(-(i + len(part)) // block_rows)].astype(np.float32)
+        factors = np.repeat(factors, block_columns, axis=1)[:, : values.shape[1]]
+        part *= np.repeat(factors, block_rows, axis=0)[: len(part)]
+    return values
 
 
 def scale_name(name: str) -> str:
@@ -147,42 +156,3 @@ def _wrong_scale(codes: StoredTensor, scale: StoredTensor | None, kind: Quantize
     if scale.dtype != "F8_E8M0" or scale.shape != shape:
         return f"{stored}; {scale.name} must be {needed}, and is {scale.dtype} {list(scale.shape)}"
     return ""
-
-
-def quantize_fp8(values: np.ndarray, kind: QuantizedKind = "FP8") -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes [out, in] float32 to (codes [out, in] e4m3, e8m0 scales of the kind's blocks)."""
-    rows, columns = values.shape
-    block_rows, block_columns = BLOCKS[kind]
-    padded = np.pad(values, [(0, -rows % block_rows), (0, -columns % block_columns)])
-    blocks = padded.reshape(-(-rows // block_rows), block_rows, -(-columns // block_columns), block_columns)
-    exponents = _exponents(np.abs(blocks).max(axis=(1, 3)), np.float32(448))
-    codes = np.ldexp(blocks, -exponents[:, None, :, None]).reshape(padded.shape)[:rows, :columns]
-    return codes.astype(ml_dtypes.float8_e4m3fn), _e8m0(exponents)
-
-
-def quantize_fp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes [out, in] float32 to (codes [out, in / 2] uint8, scales [out, in / 32] e8m0).
-
-    A byte has the codes of two inputs, that of the even one in the low nibble.
-    """
-    groups = values.reshape(len(values), -1, MXFP4_BLOCK)
-    exponents = _exponents(np.abs(groups).max(axis=2), np.float32(6))
-    codes = np.ldexp(groups, -exponents[:, :, None]).reshape(values.shape).astype(ml_dtypes.float4_e2m1fn)
-    codes = codes.view(np.uint8)
-    return codes[:, 0::2] | codes[:, 1::2] << 4, _e8m0(exponents)
-
-
-def _exponents(largest, limit):
-    """Returns the exponents of scales: the least integer e from -126 to 127 with largest <= limit * 2 ** e.
-
-    Args:
-      largest: float32 largest magnitude of each block. The exponent of 0 is 0.
-      limit: float32 scalar, the largest finite value of a code.
-    """
-    m, x = np.frexp(largest)
-    limit_m, limit_x = np.frexp(limit)
-    return np.where(largest > 0, np.clip(x - limit_x + (m > limit_m), -126, 127), 0)
-
-
-def _e8m0(exponents):
-    return (exponents + 127).astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)

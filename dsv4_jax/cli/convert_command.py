@@ -2,12 +2,18 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
+from rich.console import Console
 
 from dsv4_jax.cli import startup
+from dsv4_jax.cli.expert_plan import number_table
 from dsv4_jax.cli.options import optional
+
+
+if TYPE_CHECKING:
+    from dsv4_jax.checkpoint import RoundingLoss
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,6 +23,10 @@ class ConvertCommand:
     bfloat16 and float32 hold every value of the release's FP8 and FP4 exactly, so such a checkpoint can be converted
     back to the same values. Other weights that become FP8 or FP4 are rounded to nearest. Weights that stay FP8 or FP4
     are copied. One tensor is in memory at a time, and the folder appears when it is complete. Needs no GPU.
+
+    Prints the loss that rounding caused, for each storage in the new files: how many values changed, how many became 0,
+    and the relative error, which is the root mean square of the differences over that of the values: of all tensors,
+    and of the tensor where it is largest. It is 0 for weights that the new storage holds exactly.
 
     For example:
       dsv4-jax convert path/to/release path/to/new --weights bfloat16
@@ -45,5 +55,22 @@ class ConvertCommand:
         startup.show_log()
         from dsv4_jax.checkpoint import convert_checkpoint
 
-        convert_checkpoint(self.source, self.dest, weights=self.weights, naming=self.naming, progress=True)
+        losses = convert_checkpoint(self.source, self.dest, weights=self.weights, naming=self.naming, progress=True)
+        _print_losses(losses)
         print(f"wrote {startup.visible(str(self.dest))}")
+
+
+def _print_losses(losses: "dict[str, RoundingLoss]") -> None:
+    """Prints the result of `convert_checkpoint` as a table with a row for each storage."""
+    columns = "tensors", "values", "changed", "became 0", "relative error", "largest"
+    table = number_table("Loss of rounding", "stored as", *columns)
+    largest = []
+    for storage, loss in sorted(losses.items()):
+        error, name = loss.largest
+        shares = [f"{count / loss.num_values:.2%}" if count else "0" for count in (loss.num_rounded, loss.num_zeroed)]
+        errors = [f"{error:.2e}" if error else "0" for error in (loss.error, error)]
+        table.add_row(storage, str(len(loss.tensors)), str(loss.num_values), *shares, *errors)
+        if error:
+            largest.append(f"The largest error in {storage} is that of {startup.visible(name)}.\n")
+    Console().print(table)
+    print(*largest, sep="", end="")

@@ -5,11 +5,13 @@ from typing import Any, Literal, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from dsv4_jax.quant.fp4 import MXFP4_BLOCK, decode_mxfp4
-from dsv4_jax.quant.fp8 import decode_e4m3
+from dsv4_jax.quant.fp4 import E2M1_MAX, MXFP4_BLOCK, decode_mxfp4, encode_e2m1
+from dsv4_jax.quant.fp8 import E4M3_MAX, decode_e4m3
 from dsv4_jax.quant.numerics import e8m0_value, round_to
 from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
@@ -46,6 +48,35 @@ class QuantizedWeight:
     kind: QuantizedKind = static_field()
     dtype: DTypeLike = static_field()
 
+    @classmethod
+    def encode(cls, values: Array | np.ndarray, kind: QuantizedKind) -> "QuantizedWeight":
+        """Quantizes matrices, as files of the release's storage hold them.
+
+        A scale is the smallest power of two with which the largest value of its block does not overflow, and 1 for a
+        block of zeros. Values are rounded to nearest, ties to even. NumPy computes NumPy's arrays, on the host. JAX
+        computes all others, to the same bytes unless values are subnormal.
+
+        Args:
+          values: [..., out, in] finite values, float32 or bfloat16.
+          kind: the storage.
+        """
+        xp: Any = np if isinstance(values, np.ndarray) else jnp
+        *leading, rows, columns = values.shape
+        block_rows, block_columns = BLOCKS[kind]
+        padding = [(0, 0)] * len(leading) + [(0, -rows % block_rows), (0, -columns % block_columns)]
+        padded = xp.pad(values.astype(np.float32), padding)
+        shape = padded.shape[-2] // block_rows, block_rows, padded.shape[-1] // block_columns, block_columns
+        blocks = padded.reshape(*leading, *shape)
+        exponents = _exponents(xp, xp.abs(blocks).max(axis=(-3, -1)), E2M1_MAX if kind == "FP4" else E4M3_MAX)
+        reciprocals = ((127 - exponents) << 23).view(np.float32)
+        scaled = (blocks * reciprocals[..., :, None, :, None]).reshape(padded.shape)[..., :rows, :columns]
+        if kind != "FP4":
+            codes = scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        else:
+            codes = scaled.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) if xp is np else encode_e2m1(scaled)
+            codes = codes[..., 0::2] | codes[..., 1::2] << 4
+        return cls(codes, (exponents + 127).astype(np.uint8), kind, values.dtype)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape [..., out, in] of the dequantized values."""
@@ -68,6 +99,20 @@ class QuantizedWeight:
             scale = jnp.repeat(scale, rows, axis=-2)[..., : codes.shape[-2], :]
         scale = jnp.repeat(scale, columns, axis=-1)[..., : codes.shape[-1]]
         return round_to(decode_e4m3(codes) * scale, self.dtype)
+
+
+def _exponents(xp, largest, limit):
+    """Returns the exponents of scales: the least integer e from -126 to 126 with largest <= limit * 2 ** e.
+
+    Args:
+      xp: module of the array, `numpy` or `jax.numpy`.
+      largest: float32 largest magnitude of each block. The exponent of 0 is 0.
+      limit: the largest finite value of a code.
+    """
+    m, x = xp.frexp(largest)
+    limit_m, limit_x = math.frexp(limit)
+    exponents = xp.clip(x - limit_x + (m > limit_m).astype(np.int32), -126, 126)
+    return xp.where(largest > 0, exponents, 0)
 
 
 def is_quantized_kind(storage: str) -> TypeGuard[QuantizedKind]:

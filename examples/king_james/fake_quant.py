@@ -1,79 +1,98 @@
-"""Rounds weights in a training step to the values that `save_release` will store."""
+"""Fine-tunes a model with and without rounded weights: `python examples/king_james/fake_quant.py --help`."""
 
-import itertools
-import math
-from collections.abc import Callable
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import kjv
+import numpy as np
+import optax
+import tyro
+from dense_cache import DenseCache, whole_sequences
+from flax import nnx
+from rich.console import Console
+from rich.progress import track
+from tiny_model import for_training
 
-from dsv4_jax.checkpoint.keys import weights
-from dsv4_jax.config import DSV4Config
-from dsv4_jax.quant import WEIGHT_BLOCK, round_to
-from dsv4_jax.quant.fp4 import E2M1_MAX, MXFP4_BLOCK, decode_e2m1, encode_e2m1
-from dsv4_jax.quant.fp8 import E4M3_MAX, decode_e4m3, encode_e4m3
-from dsv4_jax.quant.numerics import e8m0_reciprocal, e8m0_value
-
-
-def as_stored(config: DSV4Config, parameters: dict[str, Array]) -> dict[str, Array]:
-    """Returns the parameters with the values that they have once saved, with straight-through gradients."""
-    kinds: dict[str, list[str]] = {"FP8": [], "FP4": [], "BF16": []}
-    for weight in weights(config, "release"):
-        if weight.path in parameters and weight.dtype in kinds:
-            kinds[weight.dtype].append(weight.path)
-    still = jax.lax.stop_gradient(parameters)
-    rounded = {path: round_to(still[path], jnp.bfloat16).astype(jnp.float32) for path in kinds["BF16"]}
-    rounded |= _together(_fp8, _blocks, _from_blocks, {path: still[path] for path in kinds["FP8"]})
-    rounded |= _together(_fp4, _groups, _from_groups, {path: still[path] for path in kinds["FP4"]})
-    return parameters | {path: value + (parameters[path] - still[path]) for path, value in rounded.items()}
+from dsv4_jax.checkpoint import fake_quantize, load_checkpoint, save_release
+from dsv4_jax.data import packaged_checkpoint
 
 
-def _together(rounding: Callable, apart: Callable, back: Callable, tensors: dict[str, Array]) -> dict[str, Array]:
-    """Rounds all tensors at once, as a matrix whose rows share a scale."""
-    rows = {path: apart(value) for path, value in tensors.items()}
-    if not rows:
-        return {}
-    bounds = list(itertools.accumulate(len(part) for part in rows.values()))
-    parts = jnp.split(rounding(jnp.concatenate(list(rows.values()))), bounds[:-1])
-    return {path: back(part, tensors[path].shape) for path, part in zip(rows, parts, strict=True)}
+@dataclasses.dataclass(frozen=True)
+class FineTune:
+    """Fine-tunes the packaged model on the bytes of a text, once with float weights and once with `fake_quantize`.
+
+    The cache is rounded in both. Writes the trained weights in float32 to OUT/float and OUT/fake_quant, for
+    `dsv4-jax convert` and `dsv4-jax score`.
+
+    For example:
+      python examples/king_james/fake_quant.py --text train.txt --out runs/served --steps 60
+
+    Attributes:
+      text: file to train on.
+      out: folder of the two models.
+      steps: number of steps of Adam.
+      rows, length: number of sequences in a step, and of bytes in each, a multiple of 128.
+      learning_rate: learning rate, which falls to 0 as a cosine.
+      seed: seed of the order of the text.
+    """
+
+    text: Annotated[Path, tyro.conf.arg(metavar="FILE")]
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    steps: int = 60
+    rows: int = 4
+    length: int = 256
+    learning_rate: float = 1e-3
+    seed: int = 0
+
+    def run(self) -> None:
+        """Trains and writes both models."""
+        text = np.frombuffer(self.text.read_bytes(), np.uint8).astype(np.int32)
+        for name, rounds in (("float", False), ("fake_quant", True)):
+            self._train(name, text, rounds=rounds)
+
+    def _train(self, name: str, text: np.ndarray, *, rounds: bool) -> None:
+        model = load_checkpoint(packaged_checkpoint(), dtype=jnp.float32)
+        graph, floats, others = nnx.split(model, _is_trained, ...)
+        optimizer = optax.adam(optax.cosine_decay_schedule(self.learning_rate, self.steps))
+        cache = DenseCache.make(model.config, self.rows, self.length, dtype=jnp.float32)
+        cache = dataclasses.replace(cache, quantize=jnp.bool_(True))
+
+        @jax.jit
+        def step(floats, state, ids):
+            def loss(floats):
+                model = nnx.merge(graph, floats, others)
+                model = for_training(fake_quantize(model) if rounds else model)
+                hidden, after = model(cache, whole_sequences(ids[:, :-1]))
+                losses = optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden), ids[:, 1:].reshape(-1))
+                return losses.mean() + after.index_loss, losses.mean()
+
+            gradient, value = jax.grad(loss, has_aux=True)(floats)
+            updates, state = optimizer.update(gradient, state)
+            return optax.apply_updates(floats, updates), state, value
+
+        rng = np.random.default_rng(self.seed)
+        state = optimizer.init(floats)
+        values = []
+        for _ in track(range(self.steps), name, console=Console(stderr=True)):
+            ids = np.full((self.rows, self.length + 1), kjv.BOS, np.int32)
+            for row in ids:
+                start = rng.integers(0, len(text) - self.length)
+                row[1:] = text[start : start + self.length]
+            floats, state, value = step(floats, state, ids)
+            values.append(float(value))
+        folder = self.out / name
+        save_release(nnx.merge(graph, floats, others), folder, weights="float32")
+        shutil.copy(packaged_checkpoint() / "tokenizer.json", folder)
+        Console().print(f"{name}: {np.mean(values[-10:]):.4f} nats a byte in the last ten steps")
 
 
-def _fp8(rows: Float[Array, "n block"]) -> Float[Array, "n block"]:
-    scale = _scale(rows, E4M3_MAX)
-    # Through the codes, because XLA removes a pair of casts.
-    return decode_e4m3(encode_e4m3(rows * e8m0_reciprocal(scale))) * e8m0_value(scale)
+def _is_trained(_, variable):
+    return jnp.issubdtype(variable.get_value().dtype, jnp.floating)
 
 
-def _fp4(rows: Float[Array, "n group"]) -> Float[Array, "n group"]:
-    scale = _scale(rows, E2M1_MAX)
-    return decode_e2m1(encode_e2m1(rows * e8m0_reciprocal(scale))) * e8m0_value(scale)
-
-
-def _scale(rows, limit):
-    """Returns E8M0 codes [n, 1] of the smallest 2 ** e with max |row| <= limit * 2 ** e; 1 for a row of zeros."""
-    largest = jnp.max(jnp.abs(rows), axis=1, keepdims=True)
-    m, e = jnp.frexp(largest)
-    limit_m, limit_e = math.frexp(limit)
-    exponent = jnp.clip(e - limit_e + (m > limit_m).astype(e.dtype), -126, 127)
-    return (jnp.where(largest > 0, exponent, 0) + 127).astype(jnp.uint8)
-
-
-def _blocks(x):
-    """Reshapes [m, n] to [blocks, 128 * 128], padded with zeros."""
-    x = jnp.pad(x, [(0, -size % WEIGHT_BLOCK) for size in x.shape])
-    x = x.reshape(x.shape[0] // WEIGHT_BLOCK, WEIGHT_BLOCK, -1, WEIGHT_BLOCK)
-    return jnp.swapaxes(x, 1, 2).reshape(-1, WEIGHT_BLOCK**2)
-
-
-def _from_blocks(rows, shape):
-    x = rows.reshape(-(-shape[0] // WEIGHT_BLOCK), -1, WEIGHT_BLOCK, WEIGHT_BLOCK)
-    return jnp.swapaxes(x, 1, 2).reshape(x.shape[0] * WEIGHT_BLOCK, -1)[: shape[0], : shape[1]]
-
-
-def _groups(x):
-    return x.reshape(-1, MXFP4_BLOCK)
-
-
-def _from_groups(rows, shape):
-    return rows.reshape(shape)
+if __name__ == "__main__":
+    tyro.cli(FineTune).run()

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.cache import Batch, StepCache
+from dsv4_jax.checkpoint import fake_quantize
 from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.nn import DeepseekV4ForCausalLM, FusedLinear, StepCarry, parameter_views
 from dsv4_jax.nn.hyper_connection import ResidualStreams
@@ -150,6 +151,11 @@ def assemble(config: DSV4Config, tensors: Tensors, dtype: DTypeLike) -> Deepseek
     for path, view in parameter_views(model).items():
         view.set_value(tensors[path].astype(view.dtype))
     return model
+
+
+def as_stored(config: DSV4Config, tensors: Tensors) -> Tensors:
+    """Returns all tensors of a model with the values that they have once saved, with straight-through gradients."""
+    return named_tensors(fake_quantize(assemble(config, tensors, jnp.float32)))
 
 
 def _layer(config, path):

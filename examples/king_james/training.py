@@ -11,10 +11,9 @@ import numpy as np
 import optax
 from dense_cache import DenseCache, whole_sequences
 from draft_training import draft_losses
-from fake_quant import as_stored
 from jaxtyping import Array, Float, Int
 from needles import training_row
-from tiny_model import Tensors, assemble, balanced, first_weights, for_training
+from tiny_model import Tensors, as_stored, assemble, balanced, first_weights, for_training
 
 from dsv4_jax.config import DSV4Config
 
@@ -175,7 +174,7 @@ def _losses(recipe, trained, fixed, ids, cache):
 
     The losses are the negative log-likelihoods of ids[:, 1:], or `draft_losses` of a multi-token-prediction block.
     """
-    tensors = as_stored(recipe.config, trained)
+    tensors = as_stored(recipe.config, trained | fixed)
     tensors = {path: jnp.where(cache.quantize, tensors[path], value) for path, value in trained.items()}
     model = for_training(assemble(recipe.config, tensors | fixed, recipe.dtype))
     if recipe.config.num_nextn_predict_layers:

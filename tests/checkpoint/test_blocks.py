@@ -11,12 +11,13 @@ from safetensors.numpy import save_file
 
 from dsv4_jax import ops
 from dsv4_jax.checkpoint import random_weights, read_checkpoint, read_file
-from dsv4_jax.checkpoint.storage import join_scales, quantize_fp8
+from dsv4_jax.checkpoint.storage import join_scales
 from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.nn import FusedLinear, parameter_views
 from dsv4_jax.nn.projections import Projection, merged_rows
 from dsv4_jax.nn.shardings import shardings
 from dsv4_jax.quant import QuantizedWeight
+from tests.checkpoint.test_storage import encoded
 from tests.nn.test_quantized import random_weight
 from tests.paths import DATA
 
@@ -58,7 +59,7 @@ def test_blocks_of_another_size_are_refused():
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, ml_dtypes.bfloat16])
 def test_scales_that_were_converted_as_numbers_are_refused(tmp_path, dtype):
     """2 ** -7 as uint8 is 0: only the bits of E8M0 hold a scale."""
-    codes, scale = quantize_fp8(np.ones((96, 40), np.float32), "FP8_32")
+    codes, scale = encoded(np.ones((96, 40), np.float32), "FP8_32")
     save_file({"a.weight": codes, "a.scale": scale.astype(np.float32).astype(dtype)}, tmp_path / "x.safetensors")
     tensors, problems = join_scales(read_file(tmp_path / "x.safetensors"), "FP8_32")
     assert not tensors and "a.scale must be F8_E8M0 [3, 2], and is " in problems["a.weight"]
@@ -68,7 +69,7 @@ def test_scales_that_were_converted_as_numbers_are_refused(tmp_path, dtype):
 def test_values_in_memory_are_those_in_the_file(tmp_path, kind):
     rng = np.random.default_rng(0)
     values = rng.standard_normal((72, 100)).astype(np.float32) * np.exp2(rng.integers(-9, 9, (72, 1)))
-    codes, scale = quantize_fp8(values, kind)
+    codes, scale = encoded(values, kind)
     save_file({"a.weight": codes, "a.scale": scale}, tmp_path / "x.safetensors")
     tensor = join_scales(read_file(tmp_path / "x.safetensors"), "FP8_32")[0]["a.weight"]
     assert tensor.dtype == kind and tensor.can_stay

@@ -153,10 +153,37 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(tmp_path, monkey
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "old"]
 
 
+def test_the_loss_of_rounding(tmp_path):
+    """Errors of tensors, and how many values changed or became 0; none if the values are those of the storage."""
+    losses = convert_checkpoint(TINY, tmp_path / "new", weights="quantized")
+    old = values(TINY)
+    new = values(tmp_path / "new")
+    tensors = join_scales(read_checkpoint(tmp_path / "new"))[0]
+    for storage, loss in losses.items():
+        names = [name for name, x in tensors.items() if x.dtype == storage]
+        errors = {name: np.sqrt(np.sum((new[name] - old[name]) ** 2) / np.sum(old[name] ** 2)) for name in names}
+        assert loss.num_values == sum(old[name].size for name in names)
+        assert loss.num_rounded == sum(np.count_nonzero(new[name] != old[name]) for name in names)
+        assert loss.num_zeroed == sum(np.count_nonzero((new[name] == 0) & (old[name] != 0)) for name in names)
+        total = np.sqrt(sum(old[name].size * errors[name] ** 2 for name in names) / loss.num_values)
+        # Differences were rounded to float32.
+        np.testing.assert_allclose([loss.error, loss.largest[0]], [total, max(errors.values())], rtol=1e-5)
+        assert loss.largest[0] == pytest.approx(errors[loss.largest[1]], rel=1e-5)
+    assert 0.1 < losses["FP4"].error < 0.13 and 0.02 < losses["FP8"].error < 0.03 and losses["FP4"].num_zeroed > 1000
+    convert_checkpoint(tmp_path / "new", tmp_path / "wide", weights="bfloat16")
+    for source in "wide", "new":  # rounded again, and copied
+        again = convert_checkpoint(tmp_path / source, tmp_path / f"from {source}", weights="quantized")
+        for storage, loss in losses.items():
+            assert again[storage].num_values == loss.num_values
+            assert again[storage].num_rounded == again[storage].error == again[storage].largest[0] == 0
+
+
 def test_the_command(tmp_path, capsys):
     arguments = [str(PACKAGED), str(tmp_path / "new"), "--weights", "bfloat16", "--naming", "hybrid"]
     assert main(["convert", *arguments]) == 0
-    assert capsys.readouterr().out == f"wrote {tmp_path / 'new'}\n"
+    *table, last = capsys.readouterr().out.splitlines()
+    assert last == f"wrote {tmp_path / 'new'}"
+    assert any(line.split()[1:8:2] == ["BF16", "297", "9857472", "0"] for line in table), table
     assert (tmp_path / "new" / "tokenizer.json").read_bytes() == (PACKAGED / "tokenizer.json").read_bytes()
     chex.assert_trees_all_equal(
         *(

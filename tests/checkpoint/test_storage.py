@@ -13,7 +13,8 @@ from hypothesis import given, settings, strategies as st
 from safetensors.numpy import save_file
 
 from dsv4_jax.checkpoint import load_checkpoint, read_checkpoint, read_file, save_release
-from dsv4_jax.checkpoint.storage import join_scales, quantize_fp4, quantize_fp8
+from dsv4_jax.checkpoint.storage import CODES, join_scales
+from dsv4_jax.common.safetensors_header import DTYPES
 from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
 from dsv4_jax.quant import QuantizedWeight
@@ -36,6 +37,12 @@ def load_all(folder, **options):
 def stored(tmp_path, **tensors):
     save_file(tensors, tmp_path / "x.safetensors")
     return read_file(tmp_path / "x.safetensors")
+
+
+def encoded(values, kind):
+    """Codes and scales of a matrix with the dtypes that they have in a file."""
+    weight = QuantizedWeight.encode(values, kind)
+    return weight.codes.view(DTYPES[CODES[kind]]), weight.scale.view(ml_dtypes.float8_e8m0fnu)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +106,7 @@ def test_a_model_of_one_expert(tmp_path):
 def test_fp8_is_the_nearest_value_under_the_least_scale(kind, block, rows, columns, exponent, random):
     values = np.random.default_rng(random.randrange(2**32)).standard_normal((rows, columns)).astype(np.float32)
     values = np.ldexp(values, exponent)
-    codes, scales = quantize_fp8(values, kind)
+    codes, scales = encoded(values, kind)
     assert scales.shape == (-(-rows // block[0]), -(-columns // block[1]))
     scale = np.repeat(np.repeat(scales.astype(np.float64), block[0], axis=0), block[1], axis=1)[:rows, :columns]
     assert np.isfinite(codes.astype(np.float32)).all()
@@ -113,9 +120,9 @@ def test_fp8_is_the_nearest_value_under_the_least_scale(kind, block, rows, colum
 def test_fp4_codes_are_packed_low_nibble_first_and_ties_go_to_even():
     values = np.zeros((1, 64), np.float32)
     values[0, :8] = [6, -6, 0.25, 0.75, 2.5, 3.5, 5, -0.5]
-    codes, scales = quantize_fp4(values)
+    codes, scales = encoded(values, "FP4")
     assert codes.shape == (1, 32) and scales.astype(np.float32).tolist() == [[1, 1]]
-    assert codes[0, :4].tolist() == [0xF7, 0x20, 0x64, 0x96]
+    assert codes[0, :4].view(np.uint8).tolist() == [0xF7, 0x20, 0x64, 0x96]
 
 
 @pytest.mark.parametrize(
@@ -233,10 +240,10 @@ def test_mutated_headers_give_the_same_values_or_an_error(tmp_path, count):
     """Data bytes stay as they are, so a tensor of the same name, dtype and shape must have the same values."""
     rng = np.random.default_rng(0)
     file = tmp_path / "x.safetensors"
-    codes, scales = quantize_fp8(rng.standard_normal((130, 200)).astype(np.float32))
-    packed, groups = quantize_fp4(rng.standard_normal((6, 64)).astype(np.float32))
+    codes, scales = encoded(rng.standard_normal((130, 200)).astype(np.float32), "FP8")
+    packed, groups = encoded(rng.standard_normal((6, 64)).astype(np.float32), "FP4")
     tensors = {
-        "a.weight": codes, "a.scale": scales, "b.weight": packed.view(np.int8), "b.scale": groups,
+        "a.weight": codes, "a.scale": scales, "b.weight": packed, "b.scale": groups,
         "c.weight": rng.standard_normal((3, 5)).astype(ml_dtypes.bfloat16), "d": np.arange(7),
         "e": rng.standard_normal(4).astype(np.float32),
     }  # fmt: skip

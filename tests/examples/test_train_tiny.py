@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from dense_cache import DenseCache, whole_sequences
 from draft_training import draft_losses
-from fake_quant import as_stored
 from flax import nnx
 from tiny_model import (
     TINY,
@@ -19,6 +18,7 @@ from tiny_model import (
     TOY,
     TOY_WINDOW_ONLY,
     apart,
+    as_stored,
     assemble,
     first_weights,
     for_training,
@@ -200,8 +200,8 @@ def test_trains_stops_goes_on_and_ships_what_it_trained(tmp_path):
     best = tmp_path / "whole" / "best"
     tensors = named_tensors(load_checkpoint(best, dtype=jnp.float32))
     trained, fixed = apart(tensors)
-    for path, value in as_stored(TOY, trained).items():
-        chex.assert_trees_all_equal(value, trained[path], custom_message=f"{path} is not a stored value")
+    for path, value in as_stored(TOY, tensors).items():
+        chex.assert_trees_all_equal(value, tensors[path], custom_message=f"{path} is not a stored value")
     recipe = Recipe(TOY, rows=2, length=LENGTH, learning_rate=2e-2, dtype="float32", select_from=0.0)
     held_out = np.frombuffer(text.read_bytes()[-550:] + b"", np.uint8).astype(np.int32)
     bits = evaluate(recipe, trained, fixed, held_out).mean()

@@ -1,0 +1,62 @@
+"""Training with the values that a checkpoint in the release's storage will hold."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from dsv4_jax.checkpoint import keys
+from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
+from dsv4_jax.quant import QuantizedWeight, is_quantized_kind, round_to, straight_through
+
+
+def fake_quantize(model: DeepseekV4ForCausalLM) -> DeepseekV4ForCausalLM:
+    """Returns a copy of a model whose weights have the values that `save_release` stores: FP8, FP4 and bfloat16.
+
+    The gradient is straight-through: that of the rounded weights is also that of the given ones. So call it within the
+    loss, and let the optimizer update the given model::
+
+        def loss(model):
+            return -logprobs(fake_quantize(model), tokens, lengths, shape).mean()
+
+        gradient = nnx.grad(loss)(model)
+        engine.update_weights(fake_quantize(model))
+
+    The copy has the structure, shapes and dtypes of the model, so everything takes it that takes the model. It costs a
+    second copy of the weights in memory, and one pass over them in each call. Weights that have a value of the storage,
+    such as those of the copy, do not change. Neither do quantized weights, and adapters.
+
+    On a mesh call it outside of `sharded_step`, because a shard may end within a block of values with one scale.
+
+    Args:
+      model: the model, with float32 or bfloat16 weights.
+    """
+    rounded = nnx.clone(model)
+    views = parameter_views(rounded)
+    # All parameters that share a variable have one storage.
+    variables = {id(views[weight.path].variable): weight for weight in keys.weights(model.config, "release")}
+    for weight in variables.values():
+        variable: Any = views[weight.path].variable
+        if not isinstance(variable.get_value(), QuantizedWeight):
+            variable.set_value(_as_stored(variable.get_value(), weight.dtype))
+    return rounded
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _as_stored(values: Array, dtype: str) -> Array:
+    """Returns parameters as they are read back from a storage, see `Weight.dtype`. The gradient is straight-through."""
+    if not is_quantized_kind(dtype) and dtype != "BF16":
+        return values
+
+    def rounded(still):
+        if is_quantized_kind(dtype):
+            return QuantizedWeight.encode(still, dtype)[...]
+        return round_to(round_to(still, jnp.bfloat16), values.dtype)
+
+    # The blocks of a matrix may be cut by the axes of a mesh, so XLA decides how the steps of rounding are sharded.
+    still = jax.lax.stop_gradient(values)
+    rounded = jax.sharding.auto_axes(rounded, out_sharding=jax.typeof(values).sharding)
+    return straight_through(rounded(still), values)
