@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv4_jax.bench import decode_steps, engine_steps, sums
+from dsv4_jax.bench import engine_steps, step_cases, sums
 from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.config.config_json import release_config
 from tests.v41 import v41_config
@@ -85,8 +85,8 @@ def test_each_row_has_a_command():
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[-1])
 def test_a_command_starts_on_eight_devices(run, tmp_path, monkeypatch, words):
     for module, name, value in (
-        (decode_steps, "STEPS", 2),
-        (decode_steps, "CHUNK_STEPS", 2),
+        (step_cases, "STEPS", 2),
+        (step_cases, "CHUNK_STEPS", 2),
         (engine_steps, "LOOP_STEPS", 2),
         (engine_steps.EngineOptions, "steps", 4),
         (sums, "TOKENS", (2,)),
