@@ -198,24 +198,17 @@ def _linear_kernel(x, weights, norm_weight, *, spec, eps, interpret, swiglu_limi
 
 
 def _quantized_kernel(x, weights, norm_weight, *, eps, **options):
-    """Runs `quantized_linear`, the kernel for few tokens, or `quantized_matmul`, the kernel for many.
-
-    The kernel for many tokens also multiplies few tokens by a weight whose columns the other one does not take, such as
-    a device's 384 columns of the shared expert of V4-Pro.
-    """
-    blocks = {weight.kind: weight.block for weight in layer_value(weights) if isinstance(weight, QuantizedWeight)}
+    """Runs `quantized_linear`, the kernel for few tokens, or `quantized_matmul`, the kernel for many."""
+    if x.shape[0] > kernels.MAX_NORMED_TOKENS:
+        x = _rms_norm(x, layer_value(norm_weight), eps)
+        norm_weight = None
+    (weights, norm_weight), layer = layer_stacks((weights, norm_weight))
+    blocks = {weight.kind: weight.block for weight in weights if isinstance(weight, QuantizedWeight)}
     if kinds := blocks.keys() - {"FP8", "FP8_32"}:
         raise NotImplementedError(f"the kernel takes weights stored as FP8, got {kinds.pop()}")
     ((scale_block, _),) = blocks.values()
     options["scale_block"] = scale_block
-    columns = layer_value(weights[0]).shape[-1]
-    only_many = len(weights) == 1 and not kernels.takes_columns(columns, scale_block)
-    many = only_many or x.shape[0] > kernels.MAX_QUANTIZED_TOKENS
-    if many or x.shape[0] > kernels.MAX_NORMED_TOKENS:
-        x = _rms_norm(x, layer_value(norm_weight), eps)
-        norm_weight = None
-    (weights, norm_weight), layer = layer_stacks((weights, norm_weight))
     weights = tuple((one.codes, one.scale) if isinstance(one, QuantizedWeight) else one for one in weights)
-    if not many:
+    if x.shape[0] <= kernels.MAX_QUANTIZED_TOKENS:
         return kernels.quantized_linear(x, weights, norm_weight, layer=layer, eps=eps, **options)
     return kernels.quantized_matmul(x, *weights[0], layer=layer, **options)

@@ -9,7 +9,6 @@ from pallas_kernels.linear.quantized_linear import (
     MAX_NORMED_TOKENS,
     MAX_TOKENS as MAX_QUANTIZED_TOKENS,
     quantized_linear,
-    takes_columns,
 )
 from pallas_kernels.linear.quantized_matmul import quantized_matmul
 from pallas_kernels.linear.spec import LinearSpec

@@ -112,11 +112,6 @@ def min_columns(matrices: tuple[tuple[WeightLayout, int], ...]) -> int:
     return step if any(layout.has_small_blocks for layout in layouts) else MULTIPLIERS * step
 
 
-def takes_columns(columns: int, scale_block: int) -> bool:
-    """Returns whether `quantized_linear` takes a single FP8 weight with this number of columns."""
-    return columns % min_columns(((WeightLayout(8, scale_block), 0),)) == 0
-
-
 @cached_trace("spec", "swiglu_limit", "eps", "scale_block", "config")
 def quantized_linear(
     x: jax.Array,

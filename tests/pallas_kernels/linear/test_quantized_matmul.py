@@ -27,12 +27,6 @@ def test_interpreted(tokens, outputs, depth, groups):
     check(linear, tokens, outputs, depth, groups)
 
 
-@pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
-def test_few_tokens_and_columns_that_the_other_kernel_does_not_take(implementation):
-    """As the shared expert of V4-Pro has on each of eight devices."""
-    check(implementation, 3, ((64, BF16), (64, F32)), 384)
-
-
 # Rows and columns in no multiples of 128; groups with inputs of their own.
 @pytest.mark.parametrize(("outputs", "depth", "groups"), [(((64, BF16), (128, F32)), 192, 1), (((256, F32),), 64, 2)])
 def test_blocks_of_32_interpreted(outputs, depth, groups):
