@@ -15,7 +15,7 @@ from dsv4_jax.host import PrefixCache
 from tests.decode.bigram import MODEL, TABLE, DraftingBigram, check
 from tests.engine.grammars import END, VOCABULARY, text
 from tests.host.managers import CONFIG, ids, make
-from tests.parallel.test_data_axis import HALVES, bigram_on, make_mesh
+from tests.parallel.test_data_axis import bigram_on, make_mesh
 
 
 WARM = SamplingParams(temperature=1.0)
@@ -189,7 +189,7 @@ def test_a_loop_on_the_device_and_the_next_one(expected, drafts):
 @pytest.mark.slow
 def test_on_a_mesh(expected):
     """Each shard keeps the states of its own slots."""
-    mesh = make_mesh(HALVES)
+    mesh = make_mesh({"data": 2, "model": 2})
     for options in ({}, dict(drafter="model")):
         model, config = (DRAFTING["model"], DRAFTING["config"]) if options else (MODEL, CONFIG)
         engine = engine_of(bigram_on(mesh, model), config, mesh=mesh, num_blocks=24, **options)

@@ -19,7 +19,7 @@ from tests.engine.grammars import END, VOCABULARY
 from tests.engine.test_engine import drain
 from tests.engine.test_exact_logprobs import Remembered
 from tests.host.managers import CONFIG, make
-from tests.parallel.test_data_axis import HALVES, bigram_on, make_mesh
+from tests.parallel.test_data_axis import bigram_on, make_mesh
 from tests.paths import TINY
 from tests.v41 import v41_config
 
@@ -86,7 +86,7 @@ def test_decisions_are_those_of_the_tokens_at_their_positions(drafter):
 
 
 def test_a_mesh_of_two_shards_of_requests():
-    mesh = make_mesh(HALVES)
+    mesh = make_mesh({"data": 2, "model": 2})
     manager = make(mesh=mesh)
     engine = Engine(bigram_on(mesh, BIGRAM), manager, token_budget=16, record_decisions=NAMES)
     requests = serve(engine)

@@ -70,7 +70,7 @@ def run(engine, prompt):
     [
         ("v4", 16, True),
         pytest.param("v41", 16, True, marks=pytest.mark.slow),
-        pytest.param("v4", 1000, True, marks=pytest.mark.slow),
+        pytest.param("v4", 300, True, marks=pytest.mark.slow),
         pytest.param("v4", 300, False, marks=pytest.mark.slow),  # 200 swaps preempt no request
     ],
     indirect=["small"],
