@@ -29,7 +29,7 @@ def pro_config(drafts):
         mlp_layer_types=("hash_moe",) * 3 + ("moe",) * 4,
         vocab_size=160, num_attention_heads=16, o_groups=16, n_routed_experts=16, index_topk=8, sliding_window=8,
     )  # fmt: skip
-    return with_dspark(config) if drafts == "DSpark" else config.with_drafts(drafts == "MTP")
+    return with_dspark(config) if drafts == "DSpark" else config.with_drafts(True)
 
 
 def with_dspark(config):
@@ -38,7 +38,6 @@ def with_dspark(config):
 
 
 CONFIGS = {
-    "pro": functools.partial(pro_config, None),
     "pro with MTP": functools.partial(pro_config, "MTP"),
     "pro with DSpark": functools.partial(pro_config, "DSpark"),
     "v41 with DSpark": functools.partial(v41_config, drafts=True),
@@ -51,7 +50,7 @@ def model_of(name):
 
 
 def make_manager(config, num_blocks, max_requests=4, **options):
-    sizes = dict(max_context=96, block_tokens=16, max_query_tokens=3 if config.drafts else 1, dtype=jnp.float32)
+    sizes = dict(max_context=96, block_tokens=16, max_query_tokens=3, dtype=jnp.float32)
     return KVCacheManager(config, num_blocks=num_blocks, max_requests=max_requests, **sizes | options)
 
 
@@ -83,10 +82,7 @@ def answers_of_one_device(name):
     ("name", "sizes", "context_parallel", "expert_parallel"),
     [
         ("pro with MTP", dict(model=8), True, False),
-        ("pro", dict(model=8), False, True),
-        ("pro", dict(data=4, model=2), False, False),
         ("pro with MTP", dict(data=8), False, False),
-        ("pro with DSpark", dict(model=8), False, False),
         ("pro with DSpark", dict(data=2, model=4), True, True),
         ("v41 with DSpark", dict(model=8), True, False),
         ("v41 with DSpark", dict(data=2, model=4), False, True),
@@ -107,10 +103,10 @@ def test_answers_are_those_of_one_device(name, sizes, context_parallel, expert_p
     )
     placed = jax.device_put(model, shardings(model, mesh, expert_parallel=expert_parallel))
     prefix = PrefixCache(manager, key="")
-    answers, engine = serve(placed, manager, prefix=prefix, drafter="model" if model.config.drafts else None)
+    answers, engine = serve(placed, manager, prefix=prefix, drafter="model")
     assert answers == answers_of_one_device(name)
     metrics = engine.metrics
     assert metrics.compilations == 1 and (metrics.prefix.hit_tokens or shards > 1)
     assert metrics.preemptions or shards > 1
-    assert not model.config.drafts or metrics.drafted_tokens > metrics.accepted_tokens
+    assert metrics.drafted_tokens > metrics.accepted_tokens
     assert manager.free_blocks + prefix.metrics.blocks == manager.schema.num_blocks

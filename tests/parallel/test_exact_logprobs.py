@@ -47,7 +47,7 @@ def make_engine(model, config, mesh, dtype=jnp.float32, drafter=None):
 @pytest.mark.parametrize(
     ("name", "dtype", "drafter", "sizes"),
     [
-        ("wide", jnp.float32, None, dict(model=2)),
+        pytest.param("wide", jnp.float32, None, dict(model=2), marks=pytest.mark.slow),
         ("v4", jnp.bfloat16, Remembered(), dict(data=2)),
         pytest.param("v4 drafts", jnp.bfloat16, "model", BOTH, marks=pytest.mark.slow),
         pytest.param("v4", jnp.float32, None, dict(model=4), marks=pytest.mark.slow),
@@ -123,12 +123,8 @@ def shardings_of(tree):
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [BOTH, pytest.param(dict(model=2), marks=pytest.mark.slow), pytest.param(dict(data=2), marks=pytest.mark.slow)],
-    ids=str,
-)
-def test_gradients_are_those_of_one_device(sizes):
+@pytest.mark.slow
+def test_gradients_are_those_of_one_device():
     """In the format "plain": rounding to codes could turn another order of sums into whole steps."""
     model = DeepseekV4ForCausalLM(SMALL, jnp.float32, rngs=nnx.Rngs(0))
     shape = RolloutShape(make_manager(SMALL, kv_format="plain").schema, token_budget=16, logits_rows=3)
@@ -136,7 +132,7 @@ def test_gradients_are_those_of_one_device(sizes):
     tokens = rng.integers(SMALL.vocab_size, size=(4, 40), dtype=np.int32)
     weights = rng.normal(size=tokens.shape).astype(np.float32)
     inputs = tokens, np.array([40, 23, 1, 34], np.int32), weights
-    mesh = make_mesh(sizes)
+    mesh = make_mesh(BOTH)
     one, on_mesh = (Learner(x, shape) for x in (model, placed(model, mesh)))
     expected = one.gradient(one.floats, *inputs)
     found = on_mesh.gradient(on_mesh.floats, *inputs)
