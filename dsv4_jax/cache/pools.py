@@ -85,9 +85,7 @@ class KVCache(Summarized):
         def place(path, x):
             if path[0].name == "mailboxes":
                 return mailbox_sharding(mesh)
-            # A spec names every axis, like those of a step's results. With a shorter one a step is compiled once more.
-            axes = self._axes(path)
-            return named_sharding((*axes, *[None] * (x.ndim - len(axes))), mesh)
+            return named_sharding(self._axes(path), mesh, x.ndim)
 
         return jax.tree.map_with_path(place, self)
 

@@ -126,8 +126,7 @@ class CacheDevices:
         mesh = self.mesh
         if mesh is None:
             return jax.device_put(tree)
-        # A spec names every axis, like those of a step's results. With a shorter one a step is compiled once more.
-        shardings = jax.tree.map(lambda x: named_sharding((axis, *(None,) * np.ndim(x))[: np.ndim(x)], mesh), tree)
+        shardings = jax.tree.map(lambda x: named_sharding((axis,)[: np.ndim(x)], mesh, np.ndim(x)), tree)
         if mesh.is_multi_process:
             # Each process supplies the data of its own devices. `device_put` would first compare the whole array over
             # all processes.

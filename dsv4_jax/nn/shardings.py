@@ -56,9 +56,7 @@ def parameter_sharding(
     """Returns the sharding of the arrays of a parameter, an `nnx.Variable`."""
     axes = parameter.get_metadata().get("axes", ())
     logical = [axis if axis != "experts" or expert_parallel else None for axis in axes]
-    # A spec names every axis, like those of a program's results, so that trained weights lie as loaded ones do.
-    rank = len(parameter.get_value().shape)
-    return named_sharding([*logical, *[None] * (rank - len(axes))], mesh)
+    return named_sharding(logical, mesh, len(parameter.get_value().shape))
 
 
 def check_blocks(name: str, shape: tuple[int, ...], kind: QuantizedKind, where: NamedSharding) -> None:

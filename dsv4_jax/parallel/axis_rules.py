@@ -48,6 +48,15 @@ def partition_spec(axes: Sequence[LogicalAxis], mesh: Mesh | AbstractMesh) -> Pa
     return PartitionSpec(*spec)
 
 
-def named_sharding(axes: Sequence[LogicalAxis], mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """Returns the NamedSharding of an array whose dimensions have these logical axes, see `partition_spec`."""
-    return NamedSharding(mesh, partition_spec(axes, mesh))
+def named_sharding(axes: Sequence[LogicalAxis], mesh: Mesh | AbstractMesh, ndim: int = 0) -> NamedSharding:
+    """Returns the NamedSharding of an array whose first dimensions have these logical axes, see `partition_spec`.
+
+    Its spec names all dimensions, like those of a program's results. With a shorter one, a program that takes arrays of
+    both kinds is compiled twice.
+
+    Args:
+      axes: logical axes of the first dimensions. The others are not sharded.
+      mesh: the mesh.
+      ndim: number of dimensions of the array, at least that of the axes; 0 = that of the axes.
+    """
+    return NamedSharding(mesh, partition_spec((*axes, *[None] * (ndim - len(axes))), mesh))
