@@ -189,7 +189,7 @@ def _cases(config, model, options, skew):
                 print(f"{requests} requests of {context} tokens do not fit this device's memory")
         for tokens, drafts in options.step_sizes if contexts else ():
             manager = KVCacheManager(config, mesh=options.mesh, **options.cache_sizes(requests, max(contexts)))
-            steps = RandomSteps(model, manager, requests, tokens, drafts)
+            steps = RandomSteps(model, manager, requests, tokens, drafts, options.batch_invariant)
             cases += [StepCase(steps, context, skew) for context in contexts]
     return cases
 

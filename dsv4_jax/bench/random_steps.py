@@ -39,6 +39,7 @@ class RandomSteps:
       requests: number of requests.
       tokens: number of tokens of each request in a step.
       drafts: number of tokens that a step then drafts for each request.
+      batch_invariant: whether decode steps run in the program for prompts, as in a batch-invariant engine.
       cache: the cache; None before the first requests. Set it to None to free its memory.
       program: `decode.program_store.Program` of a step; None before the first step.
       is_prefill: whether a step reads a chunk of a prompt.
@@ -49,10 +50,12 @@ class RandomSteps:
     requests: int
     tokens: int = 1
     drafts: int = 0
+    batch_invariant: bool = False
     cache: KVCache | None = None
     program: Any = None
     _loop: Any = None
     _chunk: Batch | None = None
+    _adapters: Any = None
     _slots: list[int] = dataclasses.field(default_factory=list)
 
     def __post_init__(self):
@@ -62,7 +65,10 @@ class RandomSteps:
         # A decode step samples a token after each of its tokens, a chunk of a prompt only after its last token.
         indices = np.arange(size, dtype=np.int32)[-1 if self.is_prefill else 0 :]
         self._logits_indices = self.manager.devices.put(np.tile(indices, self.manager.shards.count), "tokens")
-        self._seeds = self.manager.devices.put(np.arange(schema.max_requests, dtype=np.uint32), "slots")
+        slots = np.arange(schema.max_requests)
+        self._seeds = self.manager.devices.put(slots.astype(np.uint32), "slots")
+        names = self.model.module.adapter_names
+        self._adapters = self.manager.devices.put((slots % len(names)).astype(np.int32), "slots") if names else None
 
     @property
     def shard_requests(self) -> int:
@@ -103,8 +109,9 @@ class RandomSteps:
             dict(zip(self._slots, np.split(ids, self.requests), strict=True)),
             reserve=reserve,
             prefill_size=size,
-            decode_size=0 if self.is_prefill else size,
+            decode_size=0 if self.is_prefill or self.batch_invariant else size,
         )
+        batch = dataclasses.replace(batch, adapters=self._adapters)
         if self.is_prefill:
             self._chunk = batch
             return batch

@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import jax
+from flax import nnx
 from jax.sharding import Mesh
 
 from dsv4_jax.bench.random_steps import DRAWS
@@ -16,6 +18,8 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.expert_pages import ExpertMemory, HostTables, program_bytes
+from dsv4_jax.nn import add_adapters
+from dsv4_jax.nn.lora import place_adapters
 from dsv4_jax.parallel.mesh import check_divisible, check_shardable
 from dsv4_jax.quant import KVFormat, quantized_shapes
 
@@ -25,6 +29,7 @@ from dsv4_jax.quant import KVFormat, quantized_shapes
 MARGIN = 4 * DRAWS
 MAX_TABLE_BYTES = 8 << 30  # maximum bytes of Engram's tables on a device; the L2 cache is much smaller
 ENGRAM_KIND = "FP8_ROWS"  # storage of these tables
+ADAPTER_RANK = 16
 MAX_DRAFTS = 8  # maximum number of drafts if the model does not limit them
 
 
@@ -40,6 +45,7 @@ class ModelSetup:
       expert_memory: number of bytes of the GPU that experts may take. "auto" stands for the memory that is left beside
         a cache and programs, and None for no experts in host memory.
       host_tables: whether Engram's tables lie in host memory, see `expert_pages.HostTables`.
+      adapters: number of adapters beside all maps that can have some, see `nn.add_adapters`. Requests use them in turn.
     """
 
     layers: int = 0
@@ -48,6 +54,7 @@ class ModelSetup:
     expert_parallel: bool = False
     expert_memory: int | Literal["auto"] | None = None
     host_tables: bool = False
+    adapters: int = 0
 
     def fit_tables(self, config: DSV4Config) -> DSV4Config:
         """Returns the configuration with Engram's tables reduced to what the machine holds, if they are larger.
@@ -100,6 +107,8 @@ class ModelSetup:
             host_tables=HostTables() if self.host_tables else None,
             skew=skew,
         )
+        if self.adapters:
+            _add_random_adapters(model, self.adapters)
         return CompiledModel(model, experts)
 
 
@@ -116,6 +125,7 @@ class StepOptions(ModelSetup):
       chunks: chunk sizes to measure: numbers of tokens of one prompt that a step reads; empty for decode steps.
       context_parallel: whether the compressed entries of a request are distributed over the devices.
       skew: skews of the routers to measure, see `checkpoint.random_weights.random_model`.
+      batch_invariant: whether decode steps run in the program for prompts, see `EngineConfig.batch_invariant`.
       kv_format: storage format of the cache's rows; None = that of the model's release.
     """
 
@@ -124,6 +134,7 @@ class StepOptions(ModelSetup):
     chunks: tuple[int, ...] = ()
     context_parallel: bool = False
     skew: tuple[float, ...] = (0.0,)
+    batch_invariant: bool = False
     kv_format: KVFormat | str | None = None
 
     def check(self, config: DSV4Config) -> None:
@@ -138,6 +149,7 @@ class StepOptions(ModelSetup):
         check_numbers("contexts", self.contexts, 0 if self.chunks else MARGIN + 1, longest)
         check_numbers("drafts", (self.drafts,), 0, max_drafts)
         check_numbers("layers", (self.layers,), 0, config.num_hidden_layers)
+        check_numbers("adapters", (self.adapters,), 0)
 
     @property
     def step_sizes(self) -> list[tuple[int, int]]:
@@ -167,6 +179,15 @@ class StepOptions(ModelSetup):
     def largest_cache(self, config: DSV4Config) -> CacheSchema:
         """Returns the schema of the cache for the largest batch and the longest context."""
         return CacheSchema(config, **self.cache_sizes(max(self.batches), max(self.contexts)))
+
+
+def _add_random_adapters(model, count):
+    add_adapters(model, [f"adapter {i}" for i in range(count)], rank=ADAPTER_RANK, dtype=model.model.dtype, place=False)
+    variables = jax.tree.leaves(nnx.state(model, nnx.LoRAParam), is_leaf=lambda x: isinstance(x, nnx.Variable))
+    for i, variable in enumerate(variables):
+        value = variable.get_value()
+        variable.set_value(0.01 * jax.random.normal(jax.random.key(i), value.shape, value.dtype))
+    place_adapters(model)
 
 
 def check_numbers(option: str, numbers: Sequence[int], minimum: int, maximum: int | None = None) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from dsv4_jax.checkpoint.keys import weights
@@ -38,12 +39,15 @@ _PLAIN = {
 }  # fmt: skip
 
 
-def load_adapters(model: DeepseekV4ForCausalLM, folders: Mapping[str, str | Path]) -> None:
+def load_adapters(
+    model: DeepseekV4ForCausalLM, folders: Mapping[str, str | Path], *, dtype: DTypeLike = jnp.float32
+) -> None:
     """Puts adapters from files beside a model's linear maps, see `nn.lora.add_adapters`.
 
     Args:
       model: the model, which is changed.
       folders: {name of an adapter: its folder}. Their ranks and their maps may differ.
+      dtype: dtype of the adapters, see `nn.lora.cast_adapters`.
 
     Raises:
       TypeError, ValueError: a file is missing or broken, an adapter is of another kind than LoRA or is for another
@@ -56,7 +60,7 @@ def load_adapters(model: DeepseekV4ForCausalLM, folders: Mapping[str, str | Path
     rank = max(rank for rank, _, _ in adapters.values())
     targets = {_map_name(places[module][0]) for _, _, maps in adapters.values() for module in maps}
     scales = [scale for _, scale, _ in adapters.values()]
-    add_adapters(model, [*adapters], rank=rank, scales=scales, targets=targets, place=False)
+    add_adapters(model, [*adapters], rank=rank, scales=scales, targets=targets, dtype=dtype, place=False)
     views = parameter_views(model)
     for name, (_, _, maps) in adapters.items():
         if left_out := [module for module in maps if f"{places[module][0]}.up" not in views]:
@@ -72,8 +76,8 @@ def load_adapters(model: DeepseekV4ForCausalLM, folders: Mapping[str, str | Path
                     matrix = maps[module][side]
                     padding = [(0, 0), (0, 0)]
                     padding[axis] = 0, rank - matrix.shape[axis]
-                    values[number] = np.pad(matrix, padding)
-            view.set_value(jnp.asarray(values))
+                    values[_of_adapter(side, number)] = np.pad(matrix, padding)
+            view.set_value(jnp.asarray(values, dtype))
     place_adapters(model)
 
 
@@ -98,7 +102,7 @@ def save_adapter(model: DeepseekV4ForCausalLM, name: str, folder: str | Path) ->
         if f"{place}.up" in views:
             modules.append(module)
             for side, letter in _SIDES.items():
-                value = np.asarray(views[f"{place}.{side}"].get_value()[number])
+                value = np.asarray(views[f"{place}.{side}"].get_value()[_of_adapter(side, number)])
                 tensors[f"base_model.model.{module}.lora_{letter}.weight"] = value
     scales = next(module.scales for _, module in nnx.iter_modules(model) if isinstance(module, Adapters))
     rank = tensors[f"base_model.model.{modules[0]}.lora_A.weight"].shape[0]
@@ -124,6 +128,11 @@ def _places(model):
         elif name == "weight" and len(weight.source_shape) == 2:
             places[module] = f"{parent}.adapters", weight.source_shape
     return places
+
+
+def _of_adapter(side, number):
+    """Returns the index of an adapter's matrix in `Adapters.down` or `.up`."""
+    return number if side == "down" else (slice(None), number)
 
 
 def _map_name(place):

@@ -119,6 +119,7 @@ class ModelBench(_DecodeSteps):
       dsv4-jax bench model --mesh model=4 --expert-parallel
       dsv4-jax bench model --config v4_flash_0731 --drafts 5 --batches 1 --contexts 4096
       dsv4-jax bench model --config v41_flash --mesh model=4 --host-tables --batches 1 --contexts 8192
+      dsv4-jax bench model --layers 4 --batches 32 --contexts 4096 --adapters 8
 
     Attributes:
       layers: number of layers to run: one of each kind, with those that it reads from, as far as they fit, then the
@@ -126,12 +127,17 @@ class ModelBench(_DecodeSteps):
         holds.
       skew: how unequally tokens select experts: the expert of rank r has weight r**-S. Each S is measured. With
         --expert-memory, the experts that are frequent with the largest S lie on the GPU.
+      adapters: number of adapters (LoRA) of rank 16 beside attention's maps and the shared expert's. Requests use them
+        in turn.
+      batch_invariant: run decode steps in the program for prompts, as "serve --batch-invariant" does.
     """
 
     layers: int = 0
     expert_parallel: options.ExpertParallel = False
     expert_memory: options.ExpertMemoryOption = None
     host_tables: options.HostTablesOption = False
+    adapters: int = 0
+    batch_invariant: bool = False
     skew: Annotated[tuple[float, ...], tyro.conf.arg(metavar="S ...")] = (0.0,)
 
 

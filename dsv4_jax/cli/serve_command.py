@@ -230,7 +230,7 @@ class ServeCommand(RandomModelOptions):
         )
         if self._adapters:
             module = model.module
-            load_adapters(module, self._adapters)
+            load_adapters(module, self._adapters, dtype=module.model.dtype)
             model = CompiledModel(module, model.expert_memory)
         return Engine(model, manager, prefix=prefix, **options)
 

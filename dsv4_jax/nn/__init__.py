@@ -10,7 +10,7 @@ from dsv4_jax.nn.hyper_connection import HyperConnection, HyperHead, ResidualStr
 from dsv4_jax.nn.indexer import CSAIndexer
 from dsv4_jax.nn.layer_stack import LayerLoop, LayerStack, Recorded, stack_modules
 from dsv4_jax.nn.layers import Embedding, Linear, RMSNorm
-from dsv4_jax.nn.lora import add_adapters, merge_adapter
+from dsv4_jax.nn.lora import add_adapters, cast_adapters, merge_adapter
 from dsv4_jax.nn.model import DeepseekV4ForCausalLM, DeepseekV4Model
 from dsv4_jax.nn.moe import MLP, Experts, HashTable, MoE, Router
 from dsv4_jax.nn.mtp import MTPDrafts

@@ -16,13 +16,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from dsv4_jax import ops
 from dsv4_jax.common.arguments import check_positive, check_whole
 from dsv4_jax.nn.layers import ABSTRACT, AnyRngs, Axes, Linear, RMSNorm, StackedRngs, parameter
 from dsv4_jax.nn.projections import FusedLinear
 from dsv4_jax.nn.shardings import parameter_sharding
-from dsv4_jax.quant import layer_value, round_to
+from dsv4_jax.quant import round_to
 
 
 # Attributes of a `DecoderLayer` that hold its linear maps, outside the compressors and the routed experts.
@@ -52,60 +54,42 @@ class Adapters(nnx.Module):
     """The matrices of all adapters for one map, whose weight is [outputs, inputs / groups].
 
     Attributes:
-      down: [adapters, rank, inputs / groups] float32, an `nnx.LoRAParam`.
-      up: [adapters, outputs, rank] float32, an `nnx.LoRAParam`; zeros at first, so that adapters have no effect.
+      down: [adapters, rank, inputs / groups], an `nnx.LoRAParam`.
+      up: [outputs, adapters, rank], an `nnx.LoRAParam`; zeros at first, so that adapters have no effect.
       scales: factor of each adapter's product (static).
     """
 
     def __init__(
-        self, outputs: int, inputs: int, scales: Sequence[float], rank: int, *, axes: Axes = (), rngs: AnyRngs
+        self,
+        outputs: int,
+        inputs: int,
+        scales: Sequence[float],
+        rank: int,
+        *,
+        axes: Axes = (),
+        dtype: DTypeLike,
+        rngs: AnyRngs,
     ):
-        """Makes the matrices. `axes` are the logical axes of the map's weight, see `parallel.axis_rules`."""
+        """Makes the matrices in `dtype`. `axes` are the logical axes of the map's weight, see `parallel.axis_rules`."""
         self.scales = tuple(scales)
         out_axis, in_axis = (*axes, None, None)[:2]
         number = len(scales)
 
         def draw(key, shape):
-            return jax.random.normal(key, shape) / math.sqrt(inputs)
+            return jax.random.normal(key, shape, dtype) / math.sqrt(inputs)
 
-        shape = number, rank, inputs
-        self.down = parameter(nnx.LoRAParam, rngs, shape, jnp.float32, draw, (None, None, in_axis))
-        shape = number, outputs, rank
-        self.up = parameter(nnx.LoRAParam, rngs, shape, jnp.float32, _zeros, (None, out_axis, None))
+        def zeros(_, shape):
+            return jnp.zeros(shape, dtype)
 
-    def add(self, y: Float[Array, "T m"], x: Float[Array, "T n"]) -> Float[Array, "T m"]:
-        """Returns `y + scale * up @ down @ x` with each token's adapter, in the dtype of y.
-
-        Args:
-          y: [T, outputs] product of the map.
-          x: [T, inputs] input of the map.
-        """
-        numbers = _numbers.get()
-        if numbers is None:
-            return y
-        down, up = layer_value((self.down.get_value(), self.up.get_value()))
-        number, rank, inputs = down.shape
-        groups = x.shape[1] // inputs
-        is_chosen = numbers[:, None] == jnp.arange(number)[None]
-        factors = jnp.where(is_chosen, jnp.asarray(self.scales, jnp.float32)[None], 0.0)
-        options: Any = {"precision": "highest", "preferred_element_type": jnp.float32}
-        x = x.reshape(-1, groups, inputs)
-        # Products with the matrices of all adapters, of which only those of the token's adapter are kept: two matrix
-        # products, whose cost does not depend on how the tokens are distributed over the adapters.
-        inner = jnp.einsum("tgk,nrk->tgnr", x, down.astype(x.dtype), **options) * factors[:, None, :, None]
-        up = up.reshape(number, groups, -1, rank).astype(x.dtype)
-        added = jnp.einsum("tgnr,ngmr->tgm", round_to(inner, x.dtype), up, **options)
-        return round_to(y.astype(jnp.float32) + added.reshape(y.shape), y.dtype)
+        self.down = parameter(nnx.LoRAParam, rngs, (number, rank, inputs), dtype, draw, (None, None, in_axis))
+        self.up = parameter(nnx.LoRAParam, rngs, (outputs, number, rank), dtype, zeros, (out_axis, None, None))
 
     def product(self, number: int) -> Float[Array, "... m n"]:
         """Returns an adapter's product, `scale * up @ down`, which is added to the weight when it is merged."""
-        up = self.up[...][..., number, :, :]
+        up = self.up[...][..., number, :]
         down = self.down[...][..., number, :, :]
-        return self.scales[number] * jnp.matmul(up, down, precision="highest")
-
-
-def _zeros(_, shape):
-    return jnp.zeros(shape, jnp.float32)
+        product = jnp.matmul(up, down, precision="highest", preferred_element_type=jnp.float32)
+        return self.scales[number] * product
 
 
 class AdaptedLinear(Linear):
@@ -118,7 +102,7 @@ class AdaptedLinear(Linear):
         self.adapters = adapters
 
     def __call__(self, x: Float[Array, "T n"]) -> Float[Array, "T m"]:
-        return self.adapters.add(super().__call__(x), x)
+        return _add([super().__call__(x)], x, [self.adapters])[0]
 
 
 class AdaptedFusedLinear(FusedLinear):
@@ -132,8 +116,21 @@ class AdaptedFusedLinear(FusedLinear):
 
     def __call__(self, x: Float[Array, "T n"], norm: RMSNorm | None = None) -> dict[str, Float[Array, "T _"]]:
         outputs = super().__call__(x, norm)
-        normed = norm(x) if norm else x
-        return outputs | {name: adapters.add(outputs[name], normed) for name, adapters in self.adapters.items()}
+        names = [*self.adapters]
+        adapted = [outputs[name] for name in names]
+        added = _add(adapted, norm(x) if norm else x, [*self.adapters.values()])
+        return outputs | dict(zip(names, added, strict=True))
+
+
+@jax.named_scope("projections")
+def _add(outputs, x, adapters):
+    """Returns the outputs of maps of x, to which the products of the tokens' adapters are added."""
+    numbers = _numbers.get()
+    if numbers is None:
+        return outputs
+    downs = [matrices.down.get_value() for matrices in adapters]
+    ups = [matrices.up.get_value() for matrices in adapters]
+    return ops.add_adapters(outputs, x, downs, ups, numbers, adapters[0].scales)
 
 
 def add_adapters(
@@ -143,6 +140,7 @@ def add_adapters(
     rank: int,
     scales: Sequence[float] | None = None,
     targets: Collection[str] = TARGETS,
+    dtype: DTypeLike = jnp.float32,
     rngs: nnx.Rngs | None = None,
     place: bool = True,
 ) -> None:
@@ -159,6 +157,7 @@ def add_adapters(
       scales: factor of each adapter's product, `lora_alpha / r` in PEFT's terms; None = 1.
       targets: names of maps in attention and in the shared expert. Maps that a layer lacks, such as `indexer_q_b_proj`
         in layers that select nothing, are left out.
+      dtype: dtype of the matrices. Products round them to the dtype of activations, see `cast_adapters`.
       rngs: source of the random matrices `down`; None = seed 0.
       place: whether to call `place_adapters`; False if values are written to them before.
 
@@ -186,7 +185,7 @@ def add_adapters(
     rngs = nnx.Rngs(0) if rngs is None else rngs
     for loop in model.model.layers.loops:
         stacked = StackedRngs(rngs, loop.run.repeats)
-        make = functools.partial(Adapters, scales=scales, rank=rank, rngs=stacked)
+        make = functools.partial(Adapters, scales=scales, rank=rank, dtype=dtype, rngs=stacked)
         for parent, attribute in itertools.chain.from_iterable(map(_modules_with_maps, loop.layers)):
             base = getattr(parent, attribute)
             if isinstance(base, FusedLinear):
@@ -204,6 +203,19 @@ def add_adapters(
     model.adapter_names = tuple(names)
     if place:
         place_adapters(model)
+
+
+def cast_adapters(model: Any) -> Any:
+    """Returns a copy of a model whose adapters have the dtype of its activations. Other weights are not copied.
+
+    Products round adapters to this dtype anyway. On a GPU, adapters that have it already take fewer launches: roll out
+    and serve with the copy, and train the original. The cast passes gradients on. For exact log-probabilities, give the
+    copy to `decode.logprobs`, too.
+    """
+    copy = nnx.clone(model)
+    for variable in jax.tree.leaves(nnx.state(copy, nnx.LoRAParam), is_leaf=lambda x: isinstance(x, nnx.Variable)):
+        variable.set_value(variable.get_value().astype(model.model.dtype))
+    return copy
 
 
 def place_adapters(model: Any) -> None:

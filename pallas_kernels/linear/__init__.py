@@ -1,5 +1,11 @@
 """Linear maps of few tokens with bfloat16 or FP8 weights, and of any number of tokens with FP8 weights."""
 
+from pallas_kernels.linear.adapters import (
+    MAX_TOKENS as MAX_ADAPTED_TOKENS,
+    RANKS as ADAPTED_RANKS,
+    TOKENS as ADAPTED_TOKENS,
+    add_adapters,
+)
 from pallas_kernels.linear.bfloat16_linear import (
     MAX_TOKENS as MAX_BFLOAT16_TOKENS,
     TOKENS as BFLOAT16_TOKENS,

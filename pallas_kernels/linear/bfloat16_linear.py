@@ -20,7 +20,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.linear.spec import LinearSpec, Outputs, checked_outputs, out_types, store_tile
+from pallas_kernels.linear.spec import LinearSpec, Outputs, at_row, checked_outputs, out_types, store_tile
 from pallas_kernels.linear.sum_exchange import SumExchange
 from pallas_kernels.matmul.quantized_weights import ROWS
 from pallas_kernels.mgpu import barriers, wgmma
@@ -45,15 +45,19 @@ LOAD = 1
 
 @cached_trace("spec")
 def bfloat16_linear(
-    x: jax.Array, weight: jax.Array, *, layer: jax.Array | None = None, spec: LinearSpec, interpret: bool = False
+    x: jax.Array,
+    *weights: jax.Array,
+    layer: jax.Array | None = None,
+    spec: LinearSpec,
+    interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Computes `x @ weight.T` and splits it into the spec's outputs.
 
     Args:
       x: [T, num_groups * K] bfloat16 activations, T a multiple of 8 up to 64.
-      weight: [num_groups * M, K] bfloat16. K is a multiple of 256. M is a multiple of 64, or of 128 if there are
-        several groups.
-      layer: [] int32 index on a leading axis of layers of the weight. None: it has no such axis.
+      weights: matrices whose rows, one matrix after the other, form the weight, [num_groups * M, K] bfloat16. K is a
+        multiple of 256. M is a multiple of 64, or of 128 if there are several groups. So are the rows of each matrix.
+      layer: [] int32 index on a leading axis of layers of the weights. None: they have no such axis.
       spec: outputs in float32 or bfloat16, whose sizes are multiples of 64.
       interpret: run on the CPU, interpreted, with the race detector on.
 
@@ -65,14 +69,22 @@ def bfloat16_linear(
       NotImplementedError: the kernel does not take these shapes or dtypes.
     """
     tokens = x.shape[0]
-    rows, depth = weight.shape[-2:]
+    sizes = [weight.shape[-2] for weight in weights]
+    rows = sum(sizes)
+    depth = weights[0].shape[-1]
     groups = spec.num_groups
     check_array("x", x, jnp.bfloat16, tokens, groups * depth)
-    check_weight("weight", weight, layer, jnp.bfloat16, rows, depth)
+    for weight, size in zip(weights, sizes, strict=True):
+        check_weight("weight", weight, layer, jnp.bfloat16, size, depth)
     outputs = checked_outputs(spec, rows)
-    rule = f"{TOKENS}, {2 * TOKENS}, .. or {MAX_TOKENS} tokens, got {tokens}"
-    valid_tokens = tokens in range(TOKENS, MAX_TOKENS + 1, TOKENS)
-    check_rules({f"columns in multiples of {STEP}, got {depth}": depth % STEP == 0, rule: valid_tokens})
+    check_rules(
+        {
+            f"columns in multiples of {STEP}, got {depth}": depth % STEP == 0,
+            f"matrices of a multiple of {ROWS} rows, got {sizes}": not any(size % ROWS for size in sizes),
+            f"{TOKENS}, {2 * TOKENS}, .. or {MAX_TOKENS} tokens, got {tokens}": tokens
+            in range(TOKENS, MAX_TOKENS + 1, TOKENS),
+        }
+    )
     tiles = rows // ROWS
     splits = _splits(tiles, depth // STEP)
     workers = tiles if splits > 1 else min(tiles, 3 if interpret else MULTIPROCESSORS)
@@ -97,7 +109,7 @@ def bfloat16_linear(
         },
         interpret=interpret,
     )
-    return tuple(launch(x, weight, layer_operand(layer))[: len(outputs)])
+    return tuple(launch(x, weights, layer_operand(layer))[: len(outputs)])
 
 
 def _splits(tiles, steps):
@@ -141,8 +153,8 @@ class Stages(NamedTuple):
     weights_smem: Any  # [stages, 64, STEP] bfloat16
 
 
-def _body(p, x_gmem, weight_gmem, layer_gmem, *outs_gmem, inbox, stages):
-    weight_gmem = weights_of_layer(weight_gmem, layer_gmem)
+def _body(p, x_gmem, weights_gmem, layer_gmem, *outs_gmem, inbox, stages):
+    weights_gmem = weights_of_layer(weights_gmem, layer_gmem)
     worker, split, warpgroup = axis_indices("worker", "split", "warpgroup")
     # The range of stages of a tile, 256 columns each, that this block multiplies.
     tile_steps = jnp.int32(p.depth // STEP)
@@ -164,7 +176,7 @@ def _body(p, x_gmem, weight_gmem, layer_gmem, *outs_gmem, inbox, stages):
             exchange.add_up(tiles, lambda _, total: store(tile, total))
 
     def load():
-        load_stage = functools.partial(_load_stage, p, x_gmem, weight_gmem, stages, first_step, steps)
+        load_stage = functools.partial(_load_stage, p, x_gmem, weights_gmem, stages, first_step, steps)
         pl.loop(0, tiles * steps)(load_stage)
         if exchange is not None:
             barriers.wait_cluster(None)
@@ -176,7 +188,7 @@ def _body(p, x_gmem, weight_gmem, layer_gmem, *outs_gmem, inbox, stages):
     dispatch_warpgroups(warpgroup, {LOAD: load, MULTIPLY: multiply})
 
 
-def _load_stage(p, x_gmem, weight_gmem, stages, first, steps, i):
+def _load_stage(p, x_gmem, weights_gmem, stages, first, steps, i):
     """Copies the operands of the block's `i`-th stage, counted over all its tiles.
 
     `first` is the number of the block's first stage in a tile, and `steps` its number of stages of a tile.
@@ -185,8 +197,15 @@ def _load_stage(p, x_gmem, weight_gmem, stages, first, steps, i):
     tile = lax.axis_index("worker") + lax.div(i, steps) * p.workers
     column = (first + lax.rem(i, steps)) * STEP
     barriers.wait_empty(stages.empty, i)
-    place = pl.ds(tile * ROWS, ROWS), pl.ds(column, STEP)
-    plgpu.copy_gmem_to_smem(weight_gmem.at[place], stages.weights_smem.at[stage], stages.full.at[stage])
+
+    def load_weights(weight_gmem, row):
+        place = pl.ds(row, ROWS), pl.ds(column, STEP)
+        plgpu.copy_gmem_to_smem(weight_gmem.at[place], stages.weights_smem.at[stage], stages.full.at[stage])
+
+    if len(weights_gmem) == 1:
+        load_weights(weights_gmem[0], tile * ROWS)
+    else:
+        at_row(weights_gmem, [weight.shape[0] for weight in weights_gmem], tile * ROWS, load_weights)
     columns = pl.ds(lax.div(tile, p.group_tiles) * p.depth + column, STEP)
     plgpu.copy_gmem_to_smem(x_gmem.at[:, columns], stages.inputs_smem.at[stage], stages.full.at[stage])
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.linear.spec import LinearSpec, Outputs, checked_outputs, out_types, store_to
+from pallas_kernels.linear.spec import LinearSpec, Outputs, at_row, checked_outputs, out_types
 from pallas_kernels.matmul import epilogue
 from pallas_kernels.matmul.dequant_gemm import DequantGemm, Operands, OutputTile
 from pallas_kernels.matmul.quantized_weights import ROWS, SCALED, WeightLayout
@@ -188,6 +188,6 @@ def _body(p, x_gmem, codes_gmem, scales_gmem, layer_gmem, *outs_gmem, dequant):
             staging_smem = dequant.staging_smem.at[warpgroup]
             epilogue.store_many(out_gmem, sums, (row, token, p.tokens), staging_smem, limit=p.limit)
 
-        store_to(outs_gmem, p.outputs, row, store)
+        at_row(outs_gmem, [size for size, _ in p.outputs], row, store)
 
     p.gemm.run(warpgroup, Operands(tiles, x_gmem, codes_gmem, scales_gmem, locate, finish), dequant)

@@ -95,19 +95,19 @@ def out_types(outputs: Outputs, tokens: int) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((tokens, size), dtype) for size, dtype in outputs]
 
 
-def store_to(outs_gmem: Sequence[Any], outputs: Outputs, row: jax.Array, store: Callable[[Any, jax.Array], None]):
-    """Calls `store(out_gmem, row)` with the output to which a row of the product belongs, and its number there.
+def at_row(refs: Sequence[Any], sizes: Sequence[int], row: jax.Array, function: Callable[[Any, jax.Array], None]):
+    """Calls `function(ref, row)` with the reference that has a row of all references' rows, and its number there.
 
     Args:
-      outs_gmem: the outputs in global memory.
-      outputs: their sizes and dtypes.
-      row: int32 scalar, number of the row in the product.
-      store: function that stores to an output; it is not called for a row past the end.
+      refs: references in global memory, such as those of weights or of outputs.
+      sizes: number of rows of each reference.
+      row: int32 scalar, number of the row, counted over all references.
+      function: function of a reference and a row; it is not called for a row past the end.
     """
     first_row = 0
-    for out_gmem, (size, _) in zip(outs_gmem, outputs, strict=False):
+    for ref, size in zip(refs, sizes, strict=False):
         has_row = (row >= first_row) & (row < first_row + size)
-        pl.when(has_row)(lambda out_gmem=out_gmem, first_row=first_row: store(out_gmem, row - first_row))
+        pl.when(has_row)(lambda ref=ref, first_row=first_row: function(ref, row - first_row))
         first_row += size
 
 
@@ -124,4 +124,4 @@ def store_tile(outs_gmem: Sequence[Any], outputs: Outputs, tile: jax.Array, sums
     def store(out_gmem, row):
         wgmma.store(out_gmem.at[:, pl.ds(row, min(ROWS, out_gmem.shape[1]))], sums, transposed=True)
 
-    store_to(outs_gmem, outputs, tile * ROWS, store)
+    at_row(outs_gmem, [size for size, _ in outputs], tile * ROWS, store)

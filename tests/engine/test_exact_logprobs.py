@@ -144,7 +144,7 @@ def test_values_and_gradients_of_adapters():
     gradients, values = gradient(loras, jnp.array([1.0, 1.0, 0.0]))
     assert largest_difference(requests, values) == 0.0
     (up,) = (x for path, x in nnx.to_flat_state(gradients) if path[-1] == "up")
-    assert (up[...][:, 0] != 0).any() and (up[...][:, 1] == 0).all()
+    assert (up[...][:, :, 0] != 0).any() and (up[...][:, :, 1] == 0).all()
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from dsv4_jax.checkpoint import load_adapters, load_checkpoint, save_adapter, save_release
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
-from dsv4_jax.nn.lora import TARGETS, add_adapters, merge_adapter
+from dsv4_jax.nn.lora import TARGETS, add_adapters, cast_adapters, merge_adapter
 from tests.paths import DATA
 from tests.v41 import v41_config
 
@@ -84,6 +84,23 @@ def test_merged_equals_beside_and_each_request_has_its_adapter(make):
         chex.assert_trees_all_equal(mixed[rows], alone[number][rows])
 
 
+def test_adapters_in_the_dtype_of_activations_have_the_same_products():
+    model = DeepseekV4ForCausalLM(v41_config(), jnp.bfloat16)
+    add_adapters(model, ["a", "b"], rank=3, scales=[0.5, 2.0])
+    randomize(model)
+    copy = cast_adapters(model)
+    chex.assert_trees_all_equal(logits(copy, [1, -1, 0]), logits(model, [1, -1, 0]))
+    assert {x.dtype for x in jax.tree.leaves(nnx.state(copy, nnx.LoRAParam))} == {jnp.dtype(jnp.bfloat16)}
+    assert {x.dtype for x in jax.tree.leaves(nnx.state(model, nnx.LoRAParam))} == {jnp.dtype(jnp.float32)}
+    graph, adapters, others = nnx.split(model, nnx.LoRAParam, ...)
+
+    def total(adapters):
+        cast = cast_adapters(nnx.merge(graph, adapters, others))
+        return sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(nnx.state(cast, nnx.LoRAParam)))
+
+    chex.assert_trees_all_equal(jax.grad(total)(adapters), jax.tree.map(jnp.ones_like, adapters))
+
+
 def test_files_of_adapters(tmp_path):
     """As PEFT writes them; adapters of other ranks and maps run together."""
     model = v41()
@@ -103,14 +120,20 @@ def test_files_of_adapters(tmp_path):
     (tmp_path / "b" / "adapter_config.json").write_text(json.dumps(plain))
     loaded = v41()
     load_adapters(loaded, {"b": tmp_path / "b", "a": tmp_path / "a"})
+    rounded = v41()
+    load_adapters(rounded, {"b": tmp_path / "b", "a": tmp_path / "a"}, dtype=jnp.bfloat16)
+    expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(loaded, nnx.LoRAParam))
+    chex.assert_trees_all_equal(nnx.state(rounded, nnx.LoRAParam), expected)
     assert loaded.adapter_names == ("b", "a")
     views = parameter_views(loaded)
     for path, view in parameter_views(model).items():
         if ".adapters." in path:
-            chex.assert_trees_all_equal(views[path].read()[1], view.read()[0])
-    up = views["model.layers.2.self_attn.o_b_proj.adapters.up"].read()[0]
+            axis = 1 if path.endswith(".up") else 0
+            matrix = np.take(np.asarray(views[path].read()), 1, axis)
+            chex.assert_trees_all_equal(matrix, np.take(np.asarray(view.read()), 0, axis))
+    up = views["model.layers.2.self_attn.o_b_proj.adapters.up"].read()[:, 0]
     chex.assert_trees_all_equal(np.asarray(up), np.eye(1, 3, dtype=np.float32).repeat(64, 0))
-    assert not np.asarray(views["model.layers.3.self_attn.o_b_proj.adapters.up"].read()[0]).any()
+    assert not np.asarray(views["model.layers.3.self_attn.o_b_proj.adapters.up"].read()[:, 0]).any()
     assert loaded.model.layers[2].self_attn.o_b_proj.adapters.scales == (2.0, 0.5)
 
     def refused(match, tensors=small, **fields):

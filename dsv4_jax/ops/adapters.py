@@ -1,0 +1,99 @@
+"""Products of low-rank adapters (LoRA), of which each token has its own or none."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from dsv4_jax.ops.dispatch import PreferXla, dispatch
+from dsv4_jax.quant import LayerSlice, layer_stacks, layer_value, round_to
+from pallas_kernels import linear as kernels
+
+
+_SUMS = {"precision": "highest", "preferred_element_type": jnp.float32}
+
+
+def add_adapters(
+    outputs: Sequence[Float[Array, "T _"]],
+    x: Float[Array, "T k"],
+    downs: Sequence[Float[Array, "n r _"] | LayerSlice],
+    ups: Sequence[Float[Array, "_ n r"] | LayerSlice],
+    numbers: Int[Array, "T"],
+    scales: tuple[float, ...],
+    *,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T _"], ...]:
+    """Adds `scales[i] * up[:, i] @ down[i] @ x` to the outputs of maps of x, where i is the token's adapter.
+
+    The gradient is that of "xla", whichever implementation computes the values.
+
+    Args:
+      outputs: for each map its output [T, m].
+      x: [T, groups * k] input of the maps.
+      downs: for each map [n, r, k] matrices of the n adapters, arrays or a `LayerSlice`. With several groups, the g-th
+        share of the map's m channels gets the products of the g-th share of the input channels.
+      ups: for each map [m, n, r] matrices. All matrices and `scales[i] * down[i] @ x` are rounded to the dtype of x.
+      numbers: [T] int32 number of each token's adapter; none for other numbers, such as -1.
+      scales: factor of each adapter's product (static).
+      implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take inputs, outputs and matrices in
+        bfloat16, a number of tokens that is a multiple of 8 up to 64, and n * r that is a multiple of 64 up to 256.
+
+    Returns:
+      The outputs with the products added in float32, rounded to their dtypes.
+    """
+    args = tuple(outputs), x, tuple(downs), tuple(ups), numbers
+    return dispatch("add_adapters", implementation, *args, xla=_add_xla, kernel=_add_kernel, scales=scales)
+
+
+def _add_xla(outputs, x, downs, ups, numbers, *, scales):
+    is_chosen = numbers[:, None] == jnp.arange(len(scales))[None]
+    factors = jnp.where(is_chosen, jnp.asarray(scales, jnp.float32)[None], 0.0)
+    added = []
+    for y, down, up in zip(outputs, downs, ups, strict=True):
+        tokens, channels = y.shape
+        number, rank, depth = down.shape
+        # Products with the matrices of all adapters, of which only those of the token's adapter are kept. Their cost
+        # does not depend on how the tokens are distributed over the adapters.
+        inner = _multiply(x.reshape(-1, depth), down.reshape(-1, depth)).reshape(tokens, -1, number, rank)
+        groups = inner.shape[1]
+        inner = round_to(inner * factors[:, None, :, None], x.dtype).reshape(tokens, groups, -1)
+        up = up.astype(x.dtype).reshape(groups, channels // groups, -1)
+        product = jnp.einsum("tgk,gmk->tgm", inner, up, **_SUMS)
+        added.append(round_to(y.astype(jnp.float32) + product.reshape(y.shape), y.dtype))
+    return tuple(added)
+
+
+def _multiply(x, matrix):
+    return jax.lax.dot_general(x, matrix.astype(x.dtype), (((1,), (1,)), ((), ())), **_SUMS)
+
+
+def _add_kernel(outputs, x, downs, ups, numbers, *, scales, interpret):
+    tokens = len(numbers)
+    if tokens % kernels.ADAPTED_TOKENS or not 0 < tokens <= kernels.MAX_ADAPTED_TOKENS:
+        raise PreferXla(f"the kernel is for few tokens, in multiples of {kernels.ADAPTED_TOKENS}, got {tokens}")
+    if any(array.dtype != jnp.bfloat16 for array in (*outputs, x, *downs, *ups)):
+        raise PreferXla("the kernel is for inputs, outputs and matrices in bfloat16")
+    number, rank, depth = downs[0].shape
+    if number * rank not in kernels.ADAPTED_RANKS:
+        raise PreferXla(f"the kernel is for adapters times rank in {kernels.ADAPTED_RANKS}, got {number * rank}")
+    rows = x.reshape(-1, depth)
+    if len(rows) <= kernels.MAX_BFLOAT16_TOKENS:
+        stacks, layer = layer_stacks(downs)
+        matrices = [down.reshape(*down.shape[:-3], number * rank, depth) for down in stacks]
+        spec = kernels.LinearSpec((number * rank,) * len(matrices))
+        inners = kernels.bfloat16_linear(rows, *matrices, layer=layer, spec=spec, interpret=interpret)
+    else:
+        inners = [_multiply(rows, down.reshape(-1, depth)) for down in layer_value(downs)]
+    ups, layer = layer_stacks(ups)
+    return kernels.add_adapters(
+        outputs,
+        [inner.reshape(tokens, -1) for inner in inners],
+        [up.reshape(*up.shape[:-2], number * rank) for up in ups],
+        numbers,
+        jnp.asarray(np.repeat(np.float32(scales), rank)),
+        layer=layer,
+        rank=rank,
+        interpret=interpret,
+    )

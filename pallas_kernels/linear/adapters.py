@@ -1,0 +1,170 @@
+"""Products of low-rank adapters (LoRA) for few tokens: y[t, m] + sum_k up[m, k] * inner[t, k] of the token's adapter.
+
+All maps of one input take one launch. A block adds the products of 64 or 128 channels of a map. It copies its rows of
+`up`, its columns of `y`, and `inner` to shared memory. In `inner` it keeps the values of each token's adapter. In the
+`wgmma`, the tokens are the rows of the accumulator and the channels its columns.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.mgpu import wgmma
+from pallas_kernels.mgpu.wgmma import TRANSFORMS
+from pallas_kernels.runtime.checks import check_array, check_rules
+from pallas_kernels.runtime.hardware import MULTIPROCESSORS
+from pallas_kernels.runtime.launch import axis_indices, kernel
+from pallas_kernels.runtime.layer_operands import check_weight, layer_operand, weights_of_layer
+from pallas_kernels.runtime.lowering_cache import cached_trace
+
+
+MAX_TOKENS = 64  # rows of an accumulator
+TOKENS = 8  # the number of tokens is a multiple of this number
+CHANNELS = 64  # channels of a block
+MAX_BLOCKS = 3 * MULTIPROCESSORS  # with more blocks, they get twice as many channels
+RANKS = range(64, 257, 64)  # the depth, the number of adapters times their rank, is one of these numbers
+_FLOAT32_TRANSFORMS = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+
+
+class Scratch(NamedTuple):
+    """Shared memory of a block: outside the kernel the types to allocate, inside the references."""
+
+    inner_smem: Any  # [64, depth] float32
+    masked_smem: Any  # [64, depth] bfloat16, `inner` times the scales; 0 outside of the token's adapter
+    numbers_smem: Any  # [64] int32
+    out_smem: Any  # [64, channels] bfloat16: y, then the result
+    scales_smem: Any  # [depth] float32
+    up_smem: Any  # [channels, depth] bfloat16
+    ready: Any  # barrier of all copies
+
+
+@cached_trace("rank")
+def add_adapters(
+    outputs: Sequence[jax.Array],
+    inners: Sequence[jax.Array],
+    ups: Sequence[jax.Array],
+    numbers: jax.Array,
+    scales: jax.Array,
+    *,
+    layer: jax.Array | None = None,
+    rank: int,
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Adds the products of each token's adapter to the outputs of linear maps.
+
+    Args:
+      outputs: for each map its output [T, M] bfloat16. T is a multiple of 8 up to 64, M a multiple of 64.
+      inners: for each map [T, groups * depth] float32, the products of its input with the matrices `down` of all
+        adapters. The depth is the number of adapters times the rank, a multiple of 64 up to 256. If there are several
+        groups, the g-th share of the M channels takes the g-th share of `inner`.
+      ups: for each map [M, depth] bfloat16, the matrices `up` of all adapters side by side.
+      numbers: [T] int32 number of each token's adapter; none for other numbers, such as -1.
+      scales: [depth] float32 factors of `inner`. Each product with one is rounded to bfloat16.
+      layer: [] int32 index on a leading axis of layers of `ups`. None: they have no such axis.
+      rank: number of values of `inner` of an adapter.
+      interpret: run on the CPU, interpreted, with the race detector on.
+
+    Returns:
+      The outputs with the products added, rounded once to bfloat16.
+
+    Raises:
+      NotImplementedError: the kernel does not take these shapes or dtypes.
+    """
+    tokens = outputs[0].shape[0]
+    depth = ups[0].shape[-1]
+    check_array("numbers", numbers, jnp.int32, tokens)
+    check_array("scales", scales, jnp.float32, depth)
+    check_rules(
+        {
+            f"{TOKENS}, {2 * TOKENS}, .. or {MAX_TOKENS} tokens, got {tokens}": tokens
+            in range(TOKENS, MAX_TOKENS + 1, TOKENS),
+            f"adapters times rank in {RANKS}, got {depth}": depth in RANKS,
+        }
+    )
+    sizes = []
+    for y, inner, up in zip(outputs, inners, ups, strict=True):
+        check_array("outputs", y, jnp.bfloat16, tokens, None)
+        check_array("inners", inner, jnp.float32, tokens, None)
+        check_weight("ups", up, layer, jnp.bfloat16, y.shape[1], depth)
+        groups = inner.shape[1] // depth
+        rule = f"groups of a multiple of {CHANNELS} channels, got {groups} groups of {y.shape[1]} channels"
+        check_rules({rule: y.shape[1] % (groups * CHANNELS) == 0})
+        sizes.append(y.shape[1] // groups)
+    channels = CHANNELS
+    if sum(y.shape[1] for y in outputs) > MAX_BLOCKS * CHANNELS and not any(size % (2 * CHANNELS) for size in sizes):
+        channels *= 2
+    scratch = Scratch(
+        inner_smem=plgpu.SMEM((MAX_TOKENS, depth), jnp.float32, transforms=_FLOAT32_TRANSFORMS),
+        masked_smem=plgpu.SMEM((MAX_TOKENS, depth), jnp.bfloat16, transforms=TRANSFORMS),
+        numbers_smem=plgpu.SMEM((MAX_TOKENS,), jnp.int32),
+        out_smem=plgpu.SMEM((MAX_TOKENS, channels), jnp.bfloat16, transforms=TRANSFORMS),
+        scales_smem=plgpu.SMEM((depth,), jnp.float32),
+        up_smem=plgpu.SMEM((channels, depth), jnp.bfloat16, transforms=TRANSFORMS),
+        ready=plgpu.Barrier(num_arrivals=5),
+    )
+    launch = kernel(
+        functools.partial(_body, rank),
+        out_type=[jax.ShapeDtypeStruct(y.shape, y.dtype) for y in outputs],
+        kernel_name="add_adapters",
+        grid={"block": sum(y.shape[1] for y in outputs) // channels},
+        scratch_types={"scratch": scratch},
+        interpret=interpret,
+    )
+    maps = list(zip(outputs, inners, strict=True))
+    return tuple(launch(maps, list(ups), numbers, scales, layer_operand(layer)))
+
+
+def _body(rank, maps_gmem, ups_gmem, numbers_gmem, scales_gmem, layer_gmem, *outs_gmem, scratch):
+    (block,) = axis_indices("block")
+    ups_gmem = weights_of_layer(ups_gmem, layer_gmem)
+    first = 0
+    for (y_gmem, inner_gmem), up_gmem, out_gmem in zip(maps_gmem, ups_gmem, outs_gmem, strict=True):
+        blocks = y_gmem.shape[1] // scratch.out_smem.shape[1]
+        args = y_gmem, inner_gmem, up_gmem, numbers_gmem, scales_gmem, out_gmem
+        add = functools.partial(_add, rank, *args, scratch, block - first)
+        pl.when((block >= first) & (block < first + blocks))(add)
+        first += blocks
+
+
+def _add(rank, y_gmem, inner_gmem, up_gmem, numbers_gmem, scales_gmem, out_gmem, scratch, block):
+    """Adds the products to a block's channels of a map. `block` counts the blocks of this map."""
+    tokens, channels = y_gmem.shape
+    width, depth = scratch.up_smem.shape
+    groups = inner_gmem.shape[1] // depth
+    group_blocks = channels // (groups * width)
+    here = pl.ds(block * width, width)
+    rows = pl.ds(0, tokens)
+    columns = pl.ds(lax.div(block, group_blocks) * depth, depth)
+    copies = (
+        (up_gmem.at[here], scratch.up_smem),
+        (inner_gmem.at[:, columns], scratch.inner_smem.at[rows]),
+        (y_gmem.at[:, here], scratch.out_smem.at[rows]),
+        (numbers_gmem, scratch.numbers_smem.at[rows]),
+        (scales_gmem, scratch.scales_smem),
+    )
+    for source, destination in copies:
+        plgpu.copy_gmem_to_smem(source, destination, scratch.ready)
+    plgpu.barrier_wait(scratch.ready)
+    # The rows past the last token hold anything. Nothing of them is stored.
+    shape = MAX_TOKENS, depth
+    layout = plgpu.Layout.WGMMA
+    inner = plgpu.load(scratch.inner_smem, layout=layout)
+    numbers = lax.broadcast_in_dim(plgpu.load(scratch.numbers_smem, layout=layout.reduce(1)), shape, (0,))
+    scales = lax.broadcast_in_dim(plgpu.load(scratch.scales_smem, layout=layout.reduce(0)), shape, (1,))
+    adapters = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout), rank)
+    masked = jnp.where(adapters == numbers, inner * scales, 0.0)
+    scratch.masked_smem[...] = masked.astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    zeros = wgmma.zeros((MAX_TOKENS, width))
+    sums = wgmma.multiply_add(zeros, scratch.masked_smem, scratch.up_smem.transpose((1, 0)))
+    y = plgpu.load(scratch.out_smem, layout=layout).astype(jnp.float32)
+    scratch.out_smem[...] = (y + sums).astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(scratch.out_smem.at[rows], out_gmem.at[:, here])
+    plgpu.wait_smem_to_gmem(0)
