@@ -21,6 +21,7 @@ from dsv4_jax.config.draft_config import check_min_confidence
 
 _DEFAULT_TEXT = "In the beginning"
 _DEFAULT_IDS = (5, 17, 42)
+SHORT_PROMPT = 32  # maximum number of tokens of a prompt that is read token by token, in the decode program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,8 @@ class GenerateCommand(RandomModelOptions):
       top_k: sample among this many likeliest tokens; 0 = all.
       top_p: sample among the likeliest tokens that together have this probability; 1 = all.
       seed: seed of the sampling; the same seed gives the same tokens.
-      chunk: number of prompt tokens in a prefill step.
+      chunk: number of prompt tokens in a prefill step. Default: 256, or 1 for a prompt of up to 32 tokens, which then
+        needs no program of its own to be compiled.
       ignore_eos: continue after the model's end token.
       drafts: number of tokens K that the model's draft layers draft in each step, for the next step to verify: a
         multi-token-prediction block or DSpark's layers, whichever the checkpoint has. The output is the same.
@@ -72,7 +74,7 @@ class GenerateCommand(RandomModelOptions):
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
-    chunk: int = 256
+    chunk: Annotated[int | None, optional("N")] = None
     ignore_eos: bool = False
     drafts: Annotated[int, tyro.conf.arg(metavar="K")] = 0
     min_confidence: options.MinConfidence = 0.0
@@ -104,7 +106,7 @@ class GenerateCommand(RandomModelOptions):
         manager = self.make_manager(config, requests, options.whole_blocks(config, total), self.drafts)
         manager.check_ids(prompt, option)
         progress = not self.as_json and sys.stdout.isatty()
-        step_tokens = max(self.chunk, self._answers * (1 + self.drafts))
+        step_tokens = max(self._chunk(prompt), self._answers * (1 + self.drafts))
         model = self.load_model(checkpoint, manager.schema, step_tokens=step_tokens, progress=progress)
         device = jax.devices()[0].device_kind
         startup.notify(startup.compiling_for(device))
@@ -120,6 +122,10 @@ class GenerateCommand(RandomModelOptions):
     def _answers(self) -> int:
         """The number of answers or beams that share the prompt."""
         return max(self.n_best, self.beams)
+
+    def _chunk(self, prompt):
+        """Returns the number of prompt tokens in a step."""
+        return self.chunk or (1 if len(prompt) <= SHORT_PROMPT else 256)
 
     def _check(self):
         """Raises ValueError if an option is out of range or contradicts another one."""
@@ -221,7 +227,7 @@ class GenerateCommand(RandomModelOptions):
         drafts = DraftOptions(self.drafts, self.min_confidence)
         tokens = []
         timed = []
-        with engine_for_prompts(model, manager, [prompt], self.max_new_tokens, self.chunk, drafts) as engine:
+        with engine_for_prompts(model, manager, [prompt], self.max_new_tokens, self._chunk(prompt), drafts) as engine:
             request = engine.add(prompt, **self._draws(), **self._limits(manager))
             before = programs = model.compilations
             begin = step_begin = time.perf_counter()
@@ -242,11 +248,11 @@ class GenerateCommand(RandomModelOptions):
 
         programs = model.compilations
         begin = time.perf_counter()
-        limits = self._limits(manager)
+        options: dict[str, Any] = self._limits(manager) | {"chunk": self._chunk(prompt)}
         if self.n_best > 1:
-            candidates = n_best(model, manager, prompt, n=self.n_best, chunk=self.chunk, **self._draws(), **limits)
+            candidates = n_best(model, manager, prompt, n=self.n_best, **self._draws(), **options)
         else:
-            candidates = beam_search(model, manager, prompt, beams=self.beams, chunk=self.chunk, **limits)
+            candidates = beam_search(model, manager, prompt, beams=self.beams, **options)
         seconds = time.perf_counter() - begin
         compilations = model.compilations - programs
         timed_tokens = 0 if compilations else sum(len(candidate.tokens) for candidate in candidates)
