@@ -85,8 +85,8 @@ class DecoderLayer(nnx.Module):
           (residual streams, with the output of the MoE not merged yet; the carry; the updated cache).
         """
         if self.engram is not None:
-            assert carry.ngrams is not None
-            residual = residual.add(functools.partial(self.engram, ngrams=carry.ngrams, is_image=batch.is_image))
+            rows = carry.engram_rows[self.layer]
+            residual = residual.add(functools.partial(self.engram, rows=rows, is_image=batch.is_image))
         x, residual = self.attn_hc.pre(residual, self.input_layernorm)
         if tap_row is not None:
             carry = carry.with_tap(tap_row, residual.streams)  # `pre` merged the previous layer's output

@@ -22,7 +22,7 @@ from dsv4_jax.nn.engram import look_up
 from dsv4_jax.nn.token_map import compressed_token_ids
 from dsv4_jax.ops import hash_multipliers, ngram_rows
 from dsv4_jax.parallel.mesh import make_mesh
-from dsv4_jax.quant import LayerSlice, QuantizedWeight
+from dsv4_jax.quant import QuantizedWeight
 from tests.paths import DATA
 
 
@@ -30,6 +30,11 @@ SETS = ("official_v41", "official_v41_fp8")
 LAYERS = (1, 4)
 # The tolerance of the set's README: noise of three implementations in float32 was 1.1e-6.
 ATOL = 2e-5
+
+
+def look_up_rows(module, ngrams):
+    """The rows of a module's table for n-grams."""
+    return look_up(module.embedding.get_value(), module.row_ids(ngrams))
 
 
 class Golden:
@@ -203,7 +208,8 @@ def test_rows_at_the_released_size_are_those_of_exact_integers(layer):
 def test_values_are_the_releases(golden, layer):
     ngrams = golden.ngrams()
     streams = jnp.ones((len(ngrams), golden.config.hc_mult, golden.config.hidden_size))
-    _, value = golden.engram(layer).gate_and_value(streams, ngrams)
+    module = golden.engram(layer)
+    _, value = module.gate_and_value(streams, look_up_rows(module, ngrams))
     want = golden[f"engram_value_{layer}"].reshape(value.shape)
     np.testing.assert_allclose(value, want, rtol=0, atol=ATOL)
 
@@ -213,7 +219,7 @@ def gates(golden, layer, change=lambda module: None):
     before, ngrams, gate, _, _ = golden.at(layer)
     module = golden.engram(layer)
     change(module)
-    return np.asarray(module.gate_and_value(before, ngrams)[0]), np.asarray(gate)
+    return np.asarray(module.gate_and_value(before, look_up_rows(module, ngrams))[0]), np.asarray(gate)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -221,7 +227,8 @@ def test_gates_and_streams_are_the_releases(golden, layer):
     have, want = gates(golden, layer)
     np.testing.assert_allclose(have, want, rtol=0, atol=ATOL)
     before, ngrams, _, _, after = golden.at(layer)
-    np.testing.assert_allclose(golden.engram(layer)(before, ngrams), after, rtol=0, atol=ATOL)
+    module = golden.engram(layer)
+    np.testing.assert_allclose(module(before, look_up_rows(module, ngrams)), after, rtol=0, atol=ATOL)
 
 
 def test_the_weights_of_both_norms_count(golden):
@@ -248,7 +255,7 @@ def test_gates_near_zero_and_of_tiny_streams():
     ngrams = jnp.asarray([[1, 2], [3, 0], [2, 2]], jnp.int32)
     h = config.hc_mult
     hidden = config.hidden_size
-    rows = look_up(module.embedding.get_value(), ngram_rows(ngrams, module.multipliers, module.primes))
+    rows = look_up_rows(module, ngrams)
     key = module.kv_proj(rows.reshape(3, -1))[:, : h * hidden].reshape(3, h, hidden)
     weight = module.q_weight[...] * module.k_weight[...]
     rng = np.random.default_rng(1)
@@ -262,7 +269,7 @@ def test_gates_near_zero_and_of_tiny_streams():
     want = numpy_gate(streams, key, weight, 1e-20)
     assert ((want[1] > 0.5) == np.array([True, False, True, False])).all()
     np.testing.assert_allclose(np.abs(want[1] - 0.5), 2.5e-4, rtol=1e-2)
-    gate, _ = module.gate_and_value(streams, ngrams)
+    gate, _ = module.gate_and_value(streams, rows)
     np.testing.assert_allclose(gate, want, rtol=0, atol=ATOL)
 
 
@@ -288,9 +295,8 @@ ROWS = jnp.asarray([[0, 11], [5, 5]], jnp.int32)
 def test_only_rows_of_a_quantized_table_are_dequantized():
     table = random_table()
     np.testing.assert_array_equal(look_up(table, ROWS).astype(jnp.float32), dequantized(table)[np.asarray(ROWS)])
-    stack = jax.tree.map(lambda x: jnp.stack([x * 0, x]), table)
-    sliced = LayerSlice(jax.tree.map(lambda x: x[1], stack), stack, jnp.int32(1))
-    np.testing.assert_array_equal(look_up(sliced, ROWS), look_up(table, ROWS))
+    stack = jax.tree.map(lambda x: x[None], table)
+    np.testing.assert_array_equal(look_up(stack, ROWS), look_up(table, ROWS))
     big = jax.eval_shape(lambda: random_table(1 << 12))
     memory = jax.jit(look_up).lower(big, ROWS).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 1 << 14
@@ -300,7 +306,7 @@ def test_gradients_reach_every_parameter():
     module = Engram(small(), 1, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
     streams = jax.random.normal(jax.random.key(0), (3, 4, module.config.hidden_size))
     ngrams = jnp.asarray([[1, 2], [3, 0], [2, 2]], jnp.int32)
-    grads = nnx.grad(lambda module: jnp.sum(module(streams, ngrams) ** 2))(module)
+    grads = nnx.grad(lambda module: jnp.sum(module(streams, look_up_rows(module, ngrams)) ** 2))(module)
     for path, grad in nnx.to_flat_state(grads):
         assert np.isfinite(grad[...]).all() and np.abs(grad[...]).max() > 0, path
 
@@ -309,11 +315,12 @@ def test_activations_in_bfloat16_are_rounded_once():
     module = Engram(small(), 1, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     streams = jax.random.normal(jax.random.key(0), (3, 4, module.config.hidden_size), jnp.bfloat16)
     ngrams = jnp.asarray([[1, 2], [3, 0], [2, 2]], jnp.int32)
-    gate, value = module.gate_and_value(streams, ngrams)
+    rows = look_up_rows(module, ngrams)
+    gate, value = module.gate_and_value(streams, rows)
     assert gate.dtype == jnp.float32 and value.dtype == jnp.bfloat16
     added = np.asarray(gate)[:, :, None] * np.asarray(value.astype(jnp.float32))[:, None]
     want = np.asarray(streams.astype(jnp.float32)) + added
-    np.testing.assert_array_equal(module(streams, ngrams), jnp.asarray(want).astype(jnp.bfloat16))
+    np.testing.assert_array_equal(module(streams, rows), jnp.asarray(want).astype(jnp.bfloat16))
 
 
 def two_tables():
@@ -419,9 +426,10 @@ def test_nothing_is_added_to_parts_of_images():
     module = golden.engram(LAYERS[0])
     streams, ngrams, *_ = golden.at(LAYERS[0])
     is_image = jnp.arange(len(streams)) % 2 == 0
-    after = module(streams, ngrams, is_image)
+    rows = look_up_rows(module, ngrams)
+    after = module(streams, rows, is_image)
     np.testing.assert_array_equal(after[is_image], streams[is_image])
-    np.testing.assert_array_equal(after[~is_image], module(streams, ngrams)[~is_image])
+    np.testing.assert_array_equal(after[~is_image], module(streams, rows)[~is_image])
     assert (after[~is_image] != streams[~is_image]).any()
 
 
