@@ -118,18 +118,28 @@ def look_up_ahead(
     Returns:
       (x, {number of a layer: [T, rows, head_dim], argument `rows` of its Engram}).
     """
-    with jax.named_scope("engram"):
-        row_ids = {layer: module.row_ids(ngrams) for layer, module in modules.items()}
-        tables = {layer: module.embedding.get_value() for layer, module in modules.items()}
-        # XLA starts an operation of another stream as soon as its inputs exist, and awaits it where its result is used.
-        # With the barrier, the inputs exist before the layers. Otherwise XLA would compute row ids where they are used.
-        x, _ = jax.lax.optimization_barrier((x, jax.lax.stop_gradient((row_ids, tables))))
-        return x, {layer: look_up_on_stream(tables[layer], row_ids[layer]) for layer in modules}
+    looked_up = {}
+    # The last layer's look-up starts first, so that a pair of start and end lies within another one or apart from it.
+    # XLA records a step as few CUDA graphs then, because each pair that is interleaved with another one divides them.
+    for layer in sorted(modules, reverse=True):
+        with jax.named_scope("engram"):
+            row_ids = modules[layer].row_ids(ngrams)
+            table = modules[layer].embedding.get_value()
+            # XLA starts an operation of another stream once its inputs exist. With the barrier, they exist before the
+            # layers. Otherwise XLA would compute row ids where the rows are used, and start the look-up there.
+            (x, ngrams), _ = jax.lax.optimization_barrier(((x, ngrams), jax.lax.stop_gradient((row_ids, table))))
+            looked_up[layer] = look_up_on_stream(table, row_ids)
+    return x, looked_up
 
 
 def look_up_on_stream(table: Any, rows: Int[Array, "T n"]) -> Float[Array, "T n d"]:
     """Does the same as `look_up`. On a GPU it runs on a stream of its own, beside other operations of the program."""
-    on_stream = compute_on(look_up, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device)
+
+    def look_up_inline(table, rows):
+        with jax.disable_jit():  # XLA cannot compile a call within a call that runs on another stream
+            return look_up(table, rows)
+
+    on_stream = compute_on(look_up_inline, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device)
     return jax.lax.platform_dependent(table, rows, cuda=on_stream, default=look_up)
 
 

@@ -23,6 +23,7 @@ from dsv4_jax.nn.token_map import compressed_token_ids
 from dsv4_jax.ops import hash_multipliers, ngram_rows
 from dsv4_jax.parallel.mesh import make_mesh
 from dsv4_jax.quant import QuantizedWeight
+from tests.pallas_kernels.kernels import compile_in_process
 from tests.paths import DATA
 
 
@@ -460,3 +461,40 @@ def test_a_step_copies_no_table(whole):
     step = jax.jit(lambda *args: forward.__wrapped__(*args))
     compiled = step.lower(model, KVCache.abstract(manager.schema), batch).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < rows
+
+
+@pytest.mark.aot
+def test_layers_run_while_a_gpu_looks_up_rows():
+    """In the order in which XLA launches operations, other layers are between the start and the end of a look-up."""
+    compile_in_process("""
+import re
+import jax
+from dsv4_jax import ops
+from dsv4_jax.bench.layer_slices import slice_config
+from dsv4_jax.bench.random_steps import abstract_model
+from dsv4_jax.cache import KVCache
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.decode import forward
+from dsv4_jax.host import KVCacheManager
+config = slice_config(DSV4Config.v41_flash(), (0, 1, 2, 3, 4, 14))  # layers 1 and 14 have Engram, 3 and 4 are a loop
+manager = KVCacheManager(config, num_blocks=64, max_requests=1, max_context=4096)
+batch = manager.prepare_forward({manager.admit(): [0]})
+with ops.use_implementation("mosaic_gpu"):
+    args = abstract_model(config), KVCache.abstract(manager.schema), batch
+    compiled = compile_for_h100("step", forward.__wrapped__, *args, donate_argnums=1)
+assert compiled.memory_analysis().temp_size_in_bytes < 1 << 26  # no table is copied
+text = compiled.as_text()
+assert "is_scheduled=true" in text
+lines = text[text.index("ENTRY"):].splitlines()
+starts = {line.split()[0]: i for i, line in enumerate(lines) if " call-start(" in line}
+ends = {i: line for i, line in enumerate(lines) if " call-done(" in line and '_xla_stream_annotation="1"' in line}
+pairs = [(starts[re.search(r"call-done\\((%[^ ,)]+)\\)", line)[1]], i) for i, line in ends.items()]
+assert len(pairs) == 2, pairs
+(start_14, end_14), (start_1, end_1) = sorted(pairs)
+(loop,) = (i for i, line in enumerate(lines) if " while(" in line)
+# Layer 0 is within the inner pair. Pairs that are interleaved would divide the step's CUDA graph.
+assert start_14 < start_1 < end_1 < loop < end_14, (pairs, loop)
+kernels = [i for i, line in enumerate(lines) if 'custom_call_target="mosaic_gpu' in line]
+assert sum(start_1 < i < end_1 for i in kernels) > 9, (pairs, kernels)
+assert not any(loop < i < end_14 for i in kernels), (pairs, kernels)
+""")
