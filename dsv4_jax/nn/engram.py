@@ -133,13 +133,20 @@ def look_up_ahead(
 
 
 def look_up_on_stream(table: Any, rows: Int[Array, "T n"]) -> Float[Array, "T n d"]:
-    """Does the same as `look_up`. On a GPU it runs on a stream of its own, beside other operations of the program."""
+    """Does the same as `look_up`. A GPU reads a quantized table on a stream of its own, beside other operations."""
+    if not isinstance(table, QuantizedWeight):  # an array has gradients, which would run on that stream, too
+        return look_up(table, rows)
 
-    def look_up_inline(table, rows):
-        with jax.disable_jit():  # XLA cannot compile a call within a call that runs on another stream
+    def without_calls(table, rows):
+        with jax.disable_jit():  # XLA does not compile jitted functions within a function that has a stream of its own
             return look_up(table, rows)
 
-    on_stream = compute_on(look_up_inline, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device)
+    on_stream: Any = compute_on(
+        without_calls,
+        compute_type="gpu_stream:1",
+        out_memory_spaces=jax.memory.Space.Device,
+        compiler_options={"force_earliest_schedule": True},  # for the scheduler that XLA has for several devices
+    )
     return jax.lax.platform_dependent(table, rows, cuda=on_stream, default=look_up)
 
 
