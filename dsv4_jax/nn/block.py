@@ -86,7 +86,7 @@ class DecoderLayer(nnx.Module):
           (residual streams, with the output of the MoE not merged yet; the carry; the updated cache).
         """
         if self.engram is not None:
-            # With the barrier, XLA awaits the look-up here. Otherwise it would do so where the look-up starts.
+            # The barrier makes XLA await the look-up here. Otherwise XLA awaits it right after its start.
             residual, rows = jax.lax.optimization_barrier((residual, carry.engram_rows[self.layer]))
             residual = residual.add(functools.partial(self.engram, rows=rows, is_image=batch.is_image))
         x, residual = self.attn_hc.pre(residual, self.input_layernorm)
