@@ -28,7 +28,7 @@ class StepCarry:
       selection: {number of a layer with an indexer: [T, index_topk] int32 entries that it selected, -1 at the end}.
       candidates: {number of a layer: [T, B] int32 blocks of entries to which it restricts the selections of later
         layers, -1 at the end}, see `LayerSpec.candidates`.
-      ngrams: [T, max_ngram_size] int32 compressed ids for Engram, see `cache.ngrams`; None without Engram.
+      engram_rows: {number of a layer with Engram: [T, rows, head_dim] rows of its table}, see `engram.look_up_ahead`.
       taps: [n, T, hidden] inputs of DSpark's draft layers: the means over the residual streams that leave each of the n
         target layers, zeros if this layer has not run. None if there are no target layers.
       recorded: {name in `block.RECORDED`: value} of the layer that ran last, for the names that were asked for.
@@ -36,7 +36,7 @@ class StepCarry:
 
     selection: dict[int, Int[Array, "T k"]] = dataclasses.field(default_factory=dict)
     candidates: dict[int, Int[Array, "T B"]] = dataclasses.field(default_factory=dict)
-    ngrams: Int[Array, "T n"] | None = None
+    engram_rows: dict[int, Float[Array, "T r d"]] = dataclasses.field(default_factory=dict)
     taps: Float[Array, "n T D"] | None = None
     recorded: dict[str, Shaped[Array, "..."]] = dataclasses.field(default_factory=dict)
 

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Collection
 from typing import Any
 
+import jax
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
@@ -85,8 +86,9 @@ class DecoderLayer(nnx.Module):
           (residual streams, with the output of the MoE not merged yet; the carry; the updated cache).
         """
         if self.engram is not None:
-            assert carry.ngrams is not None
-            residual = residual.add(functools.partial(self.engram, ngrams=carry.ngrams, is_image=batch.is_image))
+            # The barrier makes XLA await the look-up here. Otherwise XLA awaits it right after its start.
+            residual, rows = jax.lax.optimization_barrier((residual, carry.engram_rows[self.layer]))
+            residual = residual.add(functools.partial(self.engram, rows=rows, is_image=batch.is_image))
         x, residual = self.attn_hc.pre(residual, self.input_layernorm)
         if tap_row is not None:
             carry = carry.with_tap(tap_row, residual.streams)  # `pre` merged the previous layer's output

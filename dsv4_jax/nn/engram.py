@@ -1,17 +1,19 @@
 """Engram: embeddings of the n-grams that end with a token, which gates add to the residual streams."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.compute_on import compute_on
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from dsv4_jax import ops
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.layers import AnyRngs, Linear, normal, parameter
-from dsv4_jax.quant import LayerSlice, QuantizedWeight, round_to
+from dsv4_jax.quant import QuantizedWeight, round_to
 
 
 _MIN_DOT = 1e-6  # lower bound of the absolute value under the gate's root
@@ -37,7 +39,8 @@ class Engram(nnx.Module):
     that depends on the normed product of stream and key.
 
     The table may lie in host memory that is mapped to the GPU's addresses, see `ExpertMemory`. Then the GPU reads the
-    rows of a token, 12.7 KB in V4.1-Flash, over the bus.
+    rows of a token, 12.7 KB in V4.1-Flash, over the bus. A model looks up the rows of all its layers before the first
+    layer runs, see `look_up_ahead`.
 
     Attributes:
       embedding: [num_embeddings, head_dim] in `param_dtype`, the table; or a QuantizedWeight with a scale for some
@@ -61,34 +64,37 @@ class Engram(nnx.Module):
         self.q_weight = normal(rngs, (h, config.hidden_size), mean=1.0)
         self.k_weight = normal(rngs, (h, config.hidden_size), mean=1.0)
 
+    def row_ids(self, ngrams: Int[Array, "T n"]) -> Int[Array, "T r"]:
+        """Returns [T, rows] int32 rows of the table for the tokens' n-grams, see `cache.ngrams.advance_ngrams`."""
+        return ops.ngram_rows(ngrams, self.multipliers, self.primes)
+
     @jax.named_scope("engram")
     def __call__(
-        self, streams: Float[Array, "T h D"], ngrams: Int[Array, "T n"], is_image: Bool[Array, "T"] | None = None
+        self, streams: Float[Array, "T h D"], rows: Float[Array, "T r d"], is_image: Bool[Array, "T"] | None = None
     ) -> Float[Array, "T h D"]:
         """Adds the gated values of the tokens' n-grams to their streams.
 
         Args:
           streams: [T, h, hidden] residual streams in the model's dtype.
-          ngrams: [T, max_ngram_size] int32 compressed ids, see `cache.ngrams.advance_ngrams`.
+          rows: [T, rows, head_dim] the table's rows `row_ids`, of which a device has some channels.
           is_image: [T] bool, whether a token is a part of an image, to whose streams nothing is added; None = none is.
 
         Returns:
           [T, h, hidden] in the streams' dtype.
         """
-        gate, value = self.gate_and_value(streams, ngrams)
+        gate, value = self.gate_and_value(streams, rows)
         if is_image is not None:
             gate = jnp.where(is_image[:, None], 0.0, gate)
         added = gate[:, :, None] * value.astype(jnp.float32)[:, None, :]
         return round_to(streams.astype(jnp.float32) + added, streams.dtype)
 
     def gate_and_value(
-        self, streams: Float[Array, "T h D"], ngrams: Int[Array, "T n"]
+        self, streams: Float[Array, "T h D"], rows: Float[Array, "T r d"]
     ) -> tuple[Float[Array, "T h"], Float[Array, "T D"]]:
         """Computes (gates [T, h] float32, values [T, hidden] in the streams' dtype); the arguments are as in a call."""
         tokens, h, hidden = streams.shape
-        row_ids = ops.ngram_rows(ngrams, self.multipliers, self.primes)
-        rows = ops.all_gather(look_up(self.embedding.get_value(), row_ids))  # a device has some channels of each row
-        projected = self.kv_proj(round_to(rows.reshape(tokens, -1), streams.dtype))
+        embeddings = ops.all_gather(rows).reshape(tokens, -1)
+        projected = self.kv_proj(round_to(embeddings, streams.dtype))
         key = projected[:, : h * hidden].astype(jnp.float32).reshape(streams.shape)
         x = streams.astype(jnp.float32)
         # Streams and keys are normed for each stream. The weights of both norms count only as a product.
@@ -99,22 +105,60 @@ class Engram(nnx.Module):
         return gate, projected[:, h * hidden :]
 
 
+def look_up_ahead(
+    modules: Mapping[int, Engram], ngrams: Int[Array, "T n"], x: Float[Array, "T D"]
+) -> tuple[Float[Array, "T D"], dict[int, Float[Array, "T r d"]]]:
+    """Looks up the rows of all layers with Engram. On a GPU, the layers run while it reads the rows.
+
+    Args:
+      modules: {number of a layer: its Engram}.
+      ngrams: [T, max_ngram_size] int32 compressed ids, see `cache.ngrams.advance_ngrams`.
+      x: input of the first layer.
+
+    Returns:
+      (x, {number of a layer: [T, rows, head_dim], argument `rows` of its Engram}).
+    """
+    looked_up = {}
+    # The last layer's look-up starts first, so that a pair of start and end lies within another one or apart from it.
+    # XLA records a step as few CUDA graphs then, because each pair that is interleaved with another one divides them.
+    for layer in sorted(modules, reverse=True):
+        with jax.named_scope("engram"):
+            row_ids = modules[layer].row_ids(ngrams)
+            table = modules[layer].embedding.get_value()
+            # XLA starts an operation of another stream once its inputs exist. With the barrier, they exist before the
+            # layers. Otherwise XLA would compute row ids where the rows are used, and start the look-up there.
+            (x, ngrams), _ = jax.lax.optimization_barrier(((x, ngrams), jax.lax.stop_gradient((row_ids, table))))
+            looked_up[layer] = look_up_on_stream(table, row_ids)
+    return x, looked_up
+
+
+def look_up_on_stream(table: Any, rows: Int[Array, "T n"]) -> Float[Array, "T n d"]:
+    """Does the same as `look_up`. A GPU reads a quantized table on a stream of its own, beside other operations."""
+    if not isinstance(table, QuantizedWeight):  # an array has gradients, which would run on that stream, too
+        return look_up(table, rows)
+
+    def without_calls(table, rows):
+        with jax.disable_jit():  # XLA does not compile jitted functions within a function that has a stream of its own
+            return look_up(table, rows)
+
+    on_stream: Any = compute_on(
+        without_calls,
+        compute_type="gpu_stream:1",
+        out_memory_spaces=jax.memory.Space.Device,
+        compiler_options={"force_earliest_schedule": True},  # for the scheduler that XLA has for several devices
+    )
+    return jax.lax.platform_dependent(table, rows, cuda=on_stream, default=look_up)
+
+
 def look_up(table: Any, rows: Int[Array, "T n"]) -> Float[Array, "T n d"]:
     """Reads rows [T, n] of a table [R, d], and dequantizes them if they are quantized.
 
     Args:
-      table: array, or QuantizedWeight of the kind "FP8_ROWS", or a LayerSlice of one of them.
+      table: array, or QuantizedWeight of the kind "FP8_ROWS". It may be a stack of a single table, [1, R, d], as in a
+        `LayerLoop`. Rows are read from the stack, because XLA could copy a table out of it.
       rows: [T, n] int32, in [0, R).
     """
-    index = (rows,)
-    if isinstance(table, LayerSlice):
-        # To gather from `value`, XLA would copy the layer's whole table out of the stack of layers. So rows of a
-        # quantized table are read from the stack. Rows of an array are read from `value`, because only `value` has
-        # gradients.
-        is_quantized = isinstance(table.value, QuantizedWeight)
-        index = (table.layer, rows) if is_quantized else index
-        table = table.stack if is_quantized else table.value
-    gathered = jax.tree.map(lambda x: x.at[index].get(mode="clip"), table)
+    gathered = jax.tree.map(lambda x: x.at[(0,) * (x.ndim - 2) + (rows,)].get(mode="clip"), table)
     return gathered[...] if isinstance(gathered, QuantizedWeight) else gathered
 
 

@@ -18,7 +18,7 @@ from dsv4_jax.config import DSparkConfig, DSV4Config, MTPConfig
 from dsv4_jax.nn.attention import StepCarry
 from dsv4_jax.nn.block import RECORDED, DecoderLayer
 from dsv4_jax.nn.dspark import DSparkDrafts
-from dsv4_jax.nn.engram import random_token_map
+from dsv4_jax.nn.engram import look_up_ahead, random_token_map
 from dsv4_jax.nn.hyper_connection import HyperHead, ResidualStreams
 from dsv4_jax.nn.layer_stack import LayerStack, Recorded
 from dsv4_jax.nn.layers import Embedding, Linear, RMSNorm
@@ -79,18 +79,22 @@ class DeepseekV4Model(nnx.Module):
         targets = self.config.tap_layers
         cache = cache.begin_step(batch)
         x = self.embed(batch)
-        ngrams = None
+        engram_rows = {}
         if self.token_map is not None:
             if not isinstance(cache, KVCache):
                 raise TypeError(
                     f"a model with Engram needs a KVCache, which keeps earlier tokens' ids; got {type(cache)}"
                 )
             ngrams, cache = advance_ngrams(cache, batch, self.token_map.get_value())
+            stacked = [layer for loop in self.layers.loops for layer in loop.layers]
+            modules = {layer.layer: layer.engram for layer in stacked if layer.engram is not None}
+            x, engram_rows = look_up_ahead(modules, ngrams, x)
         taps = jnp.zeros((len(targets), *x.shape), x.dtype) if targets else None
         residual = ResidualStreams.begin(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1])))
+        carry = StepCarry(engram_rows=engram_rows, taps=taps)
         with token_adapters(batch.token_adapters()):
             residual, carry, cache, recorded = self.layers(
-                residual, cache, batch, StepCarry(ngrams=ngrams, taps=taps), tap_layers=targets, record=record
+                residual, cache, batch, carry, tap_layers=targets, record=record
             )
         if self.hc_head is None:
             collapsed, streams = residual.collapsed()

@@ -22,7 +22,8 @@ from dsv4_jax.nn.engram import look_up
 from dsv4_jax.nn.token_map import compressed_token_ids
 from dsv4_jax.ops import hash_multipliers, ngram_rows
 from dsv4_jax.parallel.mesh import make_mesh
-from dsv4_jax.quant import LayerSlice, QuantizedWeight
+from dsv4_jax.quant import QuantizedWeight
+from tests.pallas_kernels.kernels import compile_in_process
 from tests.paths import DATA
 
 
@@ -30,6 +31,11 @@ SETS = ("official_v41", "official_v41_fp8")
 LAYERS = (1, 4)
 # The tolerance of the set's README: noise of three implementations in float32 was 1.1e-6.
 ATOL = 2e-5
+
+
+def look_up_rows(module, ngrams):
+    """The rows of a module's table for n-grams."""
+    return look_up(module.embedding.get_value(), module.row_ids(ngrams))
 
 
 class Golden:
@@ -203,7 +209,8 @@ def test_rows_at_the_released_size_are_those_of_exact_integers(layer):
 def test_values_are_the_releases(golden, layer):
     ngrams = golden.ngrams()
     streams = jnp.ones((len(ngrams), golden.config.hc_mult, golden.config.hidden_size))
-    _, value = golden.engram(layer).gate_and_value(streams, ngrams)
+    module = golden.engram(layer)
+    _, value = module.gate_and_value(streams, look_up_rows(module, ngrams))
     want = golden[f"engram_value_{layer}"].reshape(value.shape)
     np.testing.assert_allclose(value, want, rtol=0, atol=ATOL)
 
@@ -213,7 +220,7 @@ def gates(golden, layer, change=lambda module: None):
     before, ngrams, gate, _, _ = golden.at(layer)
     module = golden.engram(layer)
     change(module)
-    return np.asarray(module.gate_and_value(before, ngrams)[0]), np.asarray(gate)
+    return np.asarray(module.gate_and_value(before, look_up_rows(module, ngrams))[0]), np.asarray(gate)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -221,7 +228,8 @@ def test_gates_and_streams_are_the_releases(golden, layer):
     have, want = gates(golden, layer)
     np.testing.assert_allclose(have, want, rtol=0, atol=ATOL)
     before, ngrams, _, _, after = golden.at(layer)
-    np.testing.assert_allclose(golden.engram(layer)(before, ngrams), after, rtol=0, atol=ATOL)
+    module = golden.engram(layer)
+    np.testing.assert_allclose(module(before, look_up_rows(module, ngrams)), after, rtol=0, atol=ATOL)
 
 
 def test_the_weights_of_both_norms_count(golden):
@@ -248,7 +256,7 @@ def test_gates_near_zero_and_of_tiny_streams():
     ngrams = jnp.asarray([[1, 2], [3, 0], [2, 2]], jnp.int32)
     h = config.hc_mult
     hidden = config.hidden_size
-    rows = look_up(module.embedding.get_value(), ngram_rows(ngrams, module.multipliers, module.primes))
+    rows = look_up_rows(module, ngrams)
     key = module.kv_proj(rows.reshape(3, -1))[:, : h * hidden].reshape(3, h, hidden)
     weight = module.q_weight[...] * module.k_weight[...]
     rng = np.random.default_rng(1)
@@ -262,7 +270,7 @@ def test_gates_near_zero_and_of_tiny_streams():
     want = numpy_gate(streams, key, weight, 1e-20)
     assert ((want[1] > 0.5) == np.array([True, False, True, False])).all()
     np.testing.assert_allclose(np.abs(want[1] - 0.5), 2.5e-4, rtol=1e-2)
-    gate, _ = module.gate_and_value(streams, ngrams)
+    gate, _ = module.gate_and_value(streams, rows)
     np.testing.assert_allclose(gate, want, rtol=0, atol=ATOL)
 
 
@@ -288,9 +296,8 @@ ROWS = jnp.asarray([[0, 11], [5, 5]], jnp.int32)
 def test_only_rows_of_a_quantized_table_are_dequantized():
     table = random_table()
     np.testing.assert_array_equal(look_up(table, ROWS).astype(jnp.float32), dequantized(table)[np.asarray(ROWS)])
-    stack = jax.tree.map(lambda x: jnp.stack([x * 0, x]), table)
-    sliced = LayerSlice(jax.tree.map(lambda x: x[1], stack), stack, jnp.int32(1))
-    np.testing.assert_array_equal(look_up(sliced, ROWS), look_up(table, ROWS))
+    stack = jax.tree.map(lambda x: x[None], table)
+    np.testing.assert_array_equal(look_up(stack, ROWS), look_up(table, ROWS))
     big = jax.eval_shape(lambda: random_table(1 << 12))
     memory = jax.jit(look_up).lower(big, ROWS).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 1 << 14
@@ -300,7 +307,7 @@ def test_gradients_reach_every_parameter():
     module = Engram(small(), 1, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
     streams = jax.random.normal(jax.random.key(0), (3, 4, module.config.hidden_size))
     ngrams = jnp.asarray([[1, 2], [3, 0], [2, 2]], jnp.int32)
-    grads = nnx.grad(lambda module: jnp.sum(module(streams, ngrams) ** 2))(module)
+    grads = nnx.grad(lambda module: jnp.sum(module(streams, look_up_rows(module, ngrams)) ** 2))(module)
     for path, grad in nnx.to_flat_state(grads):
         assert np.isfinite(grad[...]).all() and np.abs(grad[...]).max() > 0, path
 
@@ -309,11 +316,12 @@ def test_activations_in_bfloat16_are_rounded_once():
     module = Engram(small(), 1, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     streams = jax.random.normal(jax.random.key(0), (3, 4, module.config.hidden_size), jnp.bfloat16)
     ngrams = jnp.asarray([[1, 2], [3, 0], [2, 2]], jnp.int32)
-    gate, value = module.gate_and_value(streams, ngrams)
+    rows = look_up_rows(module, ngrams)
+    gate, value = module.gate_and_value(streams, rows)
     assert gate.dtype == jnp.float32 and value.dtype == jnp.bfloat16
     added = np.asarray(gate)[:, :, None] * np.asarray(value.astype(jnp.float32))[:, None]
     want = np.asarray(streams.astype(jnp.float32)) + added
-    np.testing.assert_array_equal(module(streams, ngrams), jnp.asarray(want).astype(jnp.bfloat16))
+    np.testing.assert_array_equal(module(streams, rows), jnp.asarray(want).astype(jnp.bfloat16))
 
 
 def two_tables():
@@ -419,9 +427,10 @@ def test_nothing_is_added_to_parts_of_images():
     module = golden.engram(LAYERS[0])
     streams, ngrams, *_ = golden.at(LAYERS[0])
     is_image = jnp.arange(len(streams)) % 2 == 0
-    after = module(streams, ngrams, is_image)
+    rows = look_up_rows(module, ngrams)
+    after = module(streams, rows, is_image)
     np.testing.assert_array_equal(after[is_image], streams[is_image])
-    np.testing.assert_array_equal(after[~is_image], module(streams, ngrams)[~is_image])
+    np.testing.assert_array_equal(after[~is_image], module(streams, rows)[~is_image])
     assert (after[~is_image] != streams[~is_image]).any()
 
 
@@ -452,3 +461,54 @@ def test_a_step_copies_no_table(whole):
     step = jax.jit(lambda *args: forward.__wrapped__(*args))
     compiled = step.lower(model, KVCache.abstract(manager.schema), batch).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < rows
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("devices", [1, 2])
+def test_layers_run_while_gpus_look_up_rows(devices):
+    """In the order in which XLA launches operations, other layers are between the start and the end of a look-up."""
+    compile_in_process(
+        f"devices = {devices}"
+        + """
+import re
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from dsv4_jax import ops
+from dsv4_jax.bench.layer_slices import slice_config
+from dsv4_jax.bench.random_steps import abstract_model
+from dsv4_jax.cache import KVCache
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.decode import forward
+from dsv4_jax.host import KVCacheManager
+from tests.pallas_kernels.h100 import h100_mesh
+config = slice_config(DSV4Config.v41_flash(), (0, 1, 2, 3, 4, 14))  # layers 1 and 14 have Engram, 3 and 4 are a loop
+manager = KVCacheManager(config, num_blocks=64, max_requests=1, max_context=4096)
+batch = manager.prepare_forward({manager.admit(): [0]})
+step = forward.__wrapped__
+if devices == 1:
+    compile_step = lambda *args: compile_for_h100("step", step, *args, donate_argnums=1)
+    mesh = None
+else:
+    compile_step = lambda *args: jax.jit(step, donate_argnums=1).lower(*args).compile()
+    mesh = h100_mesh(devices)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), batch)
+with ops.use_implementation("mosaic_gpu"):
+    compiled = compile_step(abstract_model(config, mesh), KVCache.abstract(manager.schema, mesh), batch)
+assert compiled.memory_analysis().temp_size_in_bytes < 1 << 26  # no table is copied
+text = compiled.as_text()
+assert "is_scheduled=true" in text
+lines = text[text.index("ENTRY"):].splitlines()
+starts = {line.split()[0]: i for i, line in enumerate(lines) if " call-start(" in line}
+ends = {i: line for i, line in enumerate(lines) if " call-done(" in line and '_xla_stream_annotation="1"' in line}
+pairs = [(starts[re.search(r"call-done\\((%[^ ,)]+)\\)", line)[1]], i) for i, line in ends.items()]
+(start_1, end_1), (start_14, end_14) = sorted(pairs, key=lambda pair: pair[1])
+(loop,) = (i for i, line in enumerate(lines) if " while(" in line)
+assert max(start_1, start_14) < end_1 < loop < end_14, (pairs, loop)
+kernels = [i for i, line in enumerate(lines) if 'custom_call_target="mosaic_gpu' in line]
+assert sum(max(start_1, start_14) < i < end_1 for i in kernels) > 4, (pairs, kernels)  # those of layer 0
+assert not any(loop < i < end_14 for i in kernels), (pairs, kernels)
+if devices == 1:  # pairs that are interleaved would divide the step's CUDA graph
+    assert start_14 < start_1, pairs
+"""
+    )

@@ -23,6 +23,7 @@ from dsv4_jax.cli import main
 from dsv4_jax.engine import Engine, PromptLookup
 from dsv4_jax.host import KVCacheManager, PrefixCache
 from dsv4_jax.nn import ResidualStreams, StepCarry
+from dsv4_jax.nn.engram import look_up_ahead
 from dsv4_jax.ops import candidate_entries
 from dsv4_jax.quant import V41Format
 from tests.oracle.layers import RecordingHandle, Source, entries, reader, run_layer
@@ -186,7 +187,9 @@ def test_scores_candidates_and_mixing_weights(model, golden):
         ngrams, cache = advance_ngrams(cache, batch, model.model.token_map.get_value())
         x = model.model.embed(batch)
         residual = ResidualStreams.begin(jnp.broadcast_to(x[:, None], (x.shape[0], 4, x.shape[1])))
-        carry = StepCarry(ngrams=ngrams)
+        modules = {layer.layer: layer.engram for layer in model.model.layers if layer.engram is not None}
+        x, engram_rows = look_up_ahead(modules, ngrams, x)
+        carry = StepCarry(engram_rows=engram_rows)
         record = {}
         mixing = []
         for layer in model.model.layers:
