@@ -65,16 +65,16 @@ def run(config: DSV4Config, options: StepOptions, report: Row, *, each_kind: boo
     """Measures every batch size at every context that fits the device; prints and yields the results.
 
     All cases are timed first, then their kernels are profiled. With drafts, there are three kinds of steps. The first
-    has one token a request. The second has 1 + drafts tokens a request, as to verify drafts. The third also makes new
-    drafts. Without a GPU, the packaged model replaces `config`.
+    has one token a request. The second has 1 + drafts tokens a request, as when drafts are verified. The third also
+    makes new drafts. Without a GPU, the packaged model replaces `config`.
 
     Args:
       config: configuration of the model.
       options: the batch sizes, contexts and other options.
       report: the report that the results belong to. The bandwidth of a copy, the clock, and the seconds until the first
         step are added to it.
-      each_kind: if True, measures for each kind of the model's layers a model that has only layers of this kind, and
-        those that store or select entries for them. Each result then has the `layer_type` and the `layer_numbers`, and
+      each_kind: if True, measures a small model for each kind of layers. It has layers of this kind alone, and the
+        layers whose entries or selections they read. Each result then has the `layer_type` and the `layer_numbers`, and
         the on-device loop is measured only on a mesh.
 
     Raises:

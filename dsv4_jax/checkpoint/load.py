@@ -85,8 +85,8 @@ def load_checkpoint(
         place of arrays, so that its programs can be compiled meanwhile. None = no call.
 
     Returns:
-      The model. If the configuration has no draft layers, their tensors are left out, and that is logged; so are those
-      of an image encoder. The compressed token ids of Engram are computed from tokenizer.json beside the tensors.
+      The model. Tensors of draft layers are left out if the configuration has none, and those of an image encoder
+      always; the log says so. The compressed token ids of Engram are computed from tokenizer.json beside the tensors.
 
     Raises:
       ValueError: in one of these cases:
@@ -251,8 +251,8 @@ class _Loader:
         Args:
           weights: the weights.
           views: the place of each weight in the variable.
-          memory: places the codes of experts on the GPU or in host memory, and tables in host memory; None: all other
-            arrays than Engram's tables lie on the devices.
+          memory: places the experts' codes on the GPU or in host memory, and the embedding and Engram's tables in host
+            memory. None: everything lies on the devices, except Engram's tables if they are to lie in host memory.
         """
         variable = views[0].variable
         where = self._sharding(variable)

@@ -306,21 +306,23 @@ def _compile(groups: Sequence[tuple[_Draw, ...]]) -> list[jax.stages.Compiled]:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _drawn(numbers, draws):
-    """Returns the arrays of each draw. Each device makes its shard. `numbers` are the seeds, uint32 scalars."""
-    return [_draw_one(number, draw) for number, draw in zip(numbers, draws, strict=True)]
+def _drawn(seeds, draws):
+    """Returns the arrays of each draw. Each device makes its shard. `seeds` are uint32 scalars."""
+    return [_draw_one(seed, draw) for seed, draw in zip(seeds, draws, strict=True)]
 
 
-def _draw_one(number, draw):
-    def local(number):
-        for axis in () if draw.where is None else jax.tree.leaves(tuple(draw.where.spec)):
-            number = number * jax.lax.axis_size(axis) + jax.lax.axis_index(axis).astype(jnp.uint32)
-        start = number * np.uint32(2654435761)  # consecutive numbers have starts that are far apart
+def _draw_one(seed, draw):
+    axes = [] if draw.where is None else jax.tree.leaves(tuple(draw.where.spec))
+
+    def local(seed):
+        for axis in axes:  # each shard has another seed
+            seed = seed * jax.lax.axis_size(axis) + jax.lax.axis_index(axis).astype(jnp.uint32)
+        start = seed * np.uint32(2654435761)  # consecutive seeds have starts that are far apart
 
         def words(shape):
             """Returns random uint32 words: hashes of their indices.
 
-            JAX's generators would take longer to compile than the weights take to be made.
+            JAX's generators would take longer to compile than to run.
             """
             word = start + jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
             # The number of a layer makes layers differ, although indices of large stacks repeat after 2**32 words.
@@ -332,11 +334,11 @@ def _draw_one(number, draw):
         return draw.make(words, *draw.args)
 
     if draw.where is None:
-        return local(number)
+        return local(seed)
     draw_shards = jax.shard_map(
         local, mesh=draw.where.mesh, in_specs=jax.P(), out_specs=draw.where.spec, check_vma=False
     )
-    return draw_shards(number)
+    return draw_shards(seed)
 
 
 def _normal(words, shape, dtype, mean):

@@ -45,7 +45,8 @@ def save_release(
           and tables of Engram                          FP8           bfloat16     float32
         routed experts                                  FP4           bfloat16     float32
         norms, embedding, head, maps of compressors,
-          routers, indexers' weights and draft heads    bfloat16      bfloat16     float32
+          routers, maps to indexers' head weights,
+          draft heads                                   bfloat16      bfloat16     float32
         sinks, biases, hyper-connections                float32       float32      float32
         tables of hash-routed layers                    int64         int64        int64
 

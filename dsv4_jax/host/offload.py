@@ -293,6 +293,7 @@ def load_request(
 
 
 def _parse(path, manager, key):
+    """Returns (token ids, `OffloadedRequest`) of a file. Raises ValueError if it is none for this cache."""
     blob = path.read_bytes()
     try:
         stored, metadata = read_header(path)

@@ -112,8 +112,8 @@ class WindowLocation(NamedTuple):
 
     token: Any  # index of the token that closes the window
     ring: Any  # row of the states, with leading axes merged, that holds row 0 of the window
-    wrap: Any  # number of the first row of the window that is at the beginning of the ring again
-    new: Any  # number of the first row of the window that is in the call
+    wrap: Any  # index of the window's first row that lies at the beginning of the ring, because the ring has ended
+    new: Any  # index of the window's first row that is in the call
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

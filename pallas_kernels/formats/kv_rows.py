@@ -1,9 +1,9 @@
 """Loads and stores of the rows of quantized pools, by row number. One warp accesses a row.
 
-Pools are [rows, columns], with all leading axes merged. A row of 512 values is 8 groups of 64, or as many groups as it
-has scales. A warp accesses half a row at a time, 8 values in each lane, so that the bytes of an access are contiguous.
-Rows are loaded from global memory to registers directly, because bulk copies do not take rows of 448 bytes, and a step
-through shared memory adds latency.
+Pools are [rows, columns], with all leading axes merged. A row has 512 values. In registers it is [groups, 512 /
+groups], with a group for each of its scales, or with 8 groups. A warp accesses half a row at a time, 8 values in each
+lane, so that the bytes of an access are contiguous. Rows are loaded from global memory to registers directly, because
+bulk copies do not take rows of 448 bytes, and a step through shared memory adds latency.
 """
 
 import functools

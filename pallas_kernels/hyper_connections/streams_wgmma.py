@@ -297,7 +297,8 @@ def multiply_add(acc: jax.Array, operand, weights, chunk: jax.Array) -> jax.Arra
     """Returns acc plus the products of all four streams of a chunk with its weights.
 
     Args:
-      acc: [64, 3 * N] float32 sums of 64 tokens with the high, the middle and the low terms of N rows of fn.
+      acc: [64, 3 * N] float32 sums of the products of 64 tokens' streams with N rows of fn. The first N columns are for
+        the rows' high terms, the next for their middle terms, the last for their low terms.
       operand: streams from `mix_chunk`.
       weights: terms of fn from `split_weight`.
       chunk: int32 scalar, number of the chunk in the slice.

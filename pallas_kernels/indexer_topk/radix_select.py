@@ -60,8 +60,8 @@ def _for_thread(emit=None, *, returns: Any = None) -> Any:
 class RadixSelect:
     """The steps of one row's selection; every warpgroup of the cluster calls them.
 
-    A method with the decorator `_for_thread` is code for one thread. Its fields and arguments are MLIR values, as
-    `ops.inline` passes them.
+    A method with the decorator `_for_thread` is code for one thread. In it, the object's fields and the arguments are
+    MLIR values, as `ops.inline` passes them.
     """
 
     plan: RadixPlan = static_field()  # division of the row
@@ -467,9 +467,10 @@ class RadixSelect:
 
     @staticmethod
     def _bin(number, digit):
-        """Returns the number of the bin that counts a digit.
+        """Returns the index of the bin that counts a digit.
 
-        In the first pass it is the first 11 bits of the scores with this digit, otherwise the digit itself.
+        In the first pass, keys are counted by the first 11 bits of their float32 scores. So a digit, the first 11 bits
+        of a key, is converted back to these bits. In later passes the index is the digit.
         """
         return (digit >= BINS // 2).where(digit - BINS // 2, digit ^ (BINS - 1)) if number == 0 else digit
 

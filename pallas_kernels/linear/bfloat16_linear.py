@@ -6,8 +6,8 @@ stages of 256 columns, without a pause between tiles. If W has few rows, the blo
 one tile, and add up their sums (`sum_exchange`).
 
     warpgroup   role        does                                    waits for       signals
-    0           multiply    runs `wgmma`, stores tiles              stage_full      stage_empty
-    1           load        copies stages to shared memory          stage_empty     stage_full
+    0           multiply    runs `wgmma`, stores tiles              full            empty
+    1           load        copies stages to shared memory          empty           full
 """
 
 import dataclasses
@@ -171,7 +171,7 @@ def _body(p, x_gmem, weights_gmem, layer_gmem, *outs_gmem, inbox, stages):
         tile = worker + i * p.workers
         if exchange is None:
             store(tile, sums)
-        else:
+        else:  # the cluster has only this tile
             exchange.send(i, sums)
             exchange.add_up(tiles, lambda _, total: store(tile, total))
 
@@ -179,7 +179,7 @@ def _body(p, x_gmem, weights_gmem, layer_gmem, *outs_gmem, inbox, stages):
         load_stage = functools.partial(_load_stage, p, x_gmem, weights_gmem, stages, first_step, steps)
         pl.loop(0, tiles * steps)(load_stage)
         if exchange is not None:
-            barriers.wait_cluster(None)
+            barriers.wait_cluster(None)  # all threads of the cluster wait there, see `SumExchange`
         barriers.wait_for_last(stages.empty, tiles * steps)
 
     def multiply():

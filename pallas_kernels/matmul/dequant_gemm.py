@@ -115,8 +115,9 @@ class DequantGemm:
     def step_bytes(self) -> int:
         """The number of bytes of a weight row in a step.
 
-        With 128, a whole line of the L2 cache, FP4 took 6% less time than with 64. But shared memory has room for 128
-        only if a tile has few inputs. FP4 has fewer if a row is no multiple of so many.
+        Steps of 128 bytes are whole lines of the L2 cache: FP4 took 6% less time with them than with steps of 64.
+        Shared memory has room for them only if a tile has few inputs. A row has a whole number of steps, so FP4 rows of
+        other sizes have shorter steps.
         """
         most = 128 if self.layout.bits == 16 or (self.layout.bits == 4 and self.inputs <= MAX_WIDE) else 64
         return math.gcd(most, self.depth * self.layout.bits // 8)
@@ -163,37 +164,43 @@ class DequantGemm:
         return self.warpgroups == 4 and self.layout.bits < 16 and (self.layout.bits == 8 or self.step_bytes > 32)
 
     def scratch(self) -> DequantScratch:
-        """Returns the scratch types for `run`."""
+        """Returns the scratch types for `run`. If codes have a ring of their own, a stage has inputs alone."""
         has_codes_ring = self.code_steps > 1
         has_scales = self.layout.bits == 4
         matrix_rows = self.rows // self.matrices
         row_bytes = self.code_steps * self.step_bytes
         copies_all = self.layout.copies_all_scales(self.depth)
         line = self.layout.scale_line(self.depth) if copies_all else SCALE_BYTES
-        scales = self.scales_stages, self.matrices, matrix_rows * self.scales // line, line
-        ring_bytes = has_codes_ring * CODES_STAGES * self.rows * row_bytes + has_scales * math.prod(scales)
-        free_bytes = STAGING_BYTES - self.warpgroups * epilogue.STAGING_BYTES - ring_bytes
-        stage_bytes = self.rows * self.step_bytes * (not has_codes_ring) + 2 * self.step_columns * self.inputs
+        scales_shape = self.scales_stages, self.matrices, matrix_rows * self.scales // line, line
+        free_bytes = STAGING_BYTES - self.warpgroups * epilogue.STAGING_BYTES
+        stage_bytes = 2 * self.step_columns * self.inputs
+        if has_scales:
+            free_bytes -= math.prod(scales_shape)
+        if has_codes_ring:
+            free_bytes -= CODES_STAGES * self.rows * row_bytes
+        else:
+            stage_bytes += self.rows * self.step_bytes
         stages = min(free_bytes // stage_bytes, MAX_STAGES)
         codes_stages = CODES_STAGES if has_codes_ring else stages
-        codes = codes_stages, self.matrices, matrix_rows, self.layout.elements(self.layout.columns(row_bytes))
+        codes_columns = self.layout.elements(self.layout.columns(row_bytes))
         transforms = dequant_wgmma.code_transforms(self.layout, row_bytes)
-        inputs = stages, self.inputs, self.step_columns
-        empty = functools.partial(plgpu.Barrier, num_arrivals=self.warpgroups)
-        stage_empty = empty
+        empty_barrier = functools.partial(plgpu.Barrier, num_arrivals=self.warpgroups)
+        stage_empty = empty_barrier
         if self.blocks > 1:
             options = {"collective_axes": ("block",), "num_arrivals": self.warpgroups}
             stage_empty = functools.partial(plgpu.ClusterBarrier, **options)
         return DequantScratch(
-            codes_smem=plgpu.SMEM(codes, self.layout.dtype, transforms=transforms),
-            codes_empty=empty(num_barriers=CODES_STAGES) if has_codes_ring else None,
+            codes_smem=plgpu.SMEM(
+                (codes_stages, self.matrices, matrix_rows, codes_columns), self.layout.dtype, transforms=transforms
+            ),
+            codes_empty=empty_barrier(num_barriers=CODES_STAGES) if has_codes_ring else None,
             codes_full=plgpu.Barrier(num_barriers=CODES_STAGES) if has_codes_ring else None,
             stage_empty=stage_empty(num_barriers=stages),
             stage_full=plgpu.Barrier(num_arrivals=1 if has_codes_ring else 2, num_barriers=stages),
-            inputs_smem=plgpu.SMEM(inputs, jnp.bfloat16, transforms=TRANSFORMS),
-            scales_empty=empty(num_barriers=self.scales_stages) if has_scales else None,
+            inputs_smem=plgpu.SMEM((stages, self.inputs, self.step_columns), jnp.bfloat16, transforms=TRANSFORMS),
+            scales_empty=empty_barrier(num_barriers=self.scales_stages) if has_scales else None,
             scales_full=plgpu.Barrier(num_barriers=self.scales_stages) if has_scales else None,
-            scales_smem=plgpu.SMEM(scales, jnp.uint8) if has_scales else None,
+            scales_smem=plgpu.SMEM(scales_shape, jnp.uint8) if has_scales else None,
             staging_smem=plgpu.SMEM((self.warpgroups, epilogue.STAGING_BYTES), jnp.uint8),
         )
 

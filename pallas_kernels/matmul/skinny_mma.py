@@ -41,7 +41,8 @@ class StageFormat:
     step_segments: int  # number of segments of a step, whose stages one warpgroup multiplies
     # FP4: number of scales of a row, if all scales of a tile were copied together; otherwise 0.
     row_scales: int
-    # Whether all matrices have whole steps. Copies of tiles may not go past the end of a row.
+    # Whether a stage is stored as tiles [32, elements]. Then the columns of all matrices are a multiple of a step's,
+    # because a copy with tiles may not go past the end of a row.
     has_tiles: bool
 
     def transforms(self, elements: int) -> tuple[Any, ...]:
@@ -61,14 +62,14 @@ def load_scales(scales_gmem, rows: Sequence[jax.Array], first: jax.Array, step_s
       scales_gmem: [R / block, blocks] uint8, a scale for each block of 128, or of 32, rows and columns.
       rows: row of the tile's scales in `scales_gmem`, or two rows if the tile's halves have different scales.
       first: int32 scalar, the first block of columns, an even number.
-      step_segments: with blocks of 32 columns, the number of segments of a step. The scales are those of the segments,
-        two blocks each, of every fourth step. With blocks of 128 columns it is 0, and the scales are those of all
-        columns.
+      step_segments: with blocks of 32 columns, the number of segments of a step, each with two blocks. The scales are
+        those of the steps that a warpgroup multiplies, every fourth from block `first` on. With blocks of 128 columns
+        it is 0, and the scales are those of all columns.
 
     Returns:
       [128] int32, the same in each warp. Lane i has a byte for each of blocks `first + 2 * i` and `first + 2 * i + 1`
-      of the first row, then of the second row. With blocks of 32 columns, lane i has those of the i-th segment. Bytes
-      of blocks past the end are unspecified.
+      of the first row, then of the second row. With blocks of 32 columns, lane i has the scales of the i-th of these
+      segments. Bytes of blocks past the end are unspecified.
     """
     lanes = lax.iota(jnp.int32, mlir.THREADS) % mlir.WARP
     if step_segments:
@@ -106,16 +107,19 @@ def _emit_load_scales(scales_gmem, rows, first, step_segments=0):
 def multiply_add(
     acc: jax.Array, codes_smem, scales, inputs_smem, step: jax.Array, stage_format: StageFormat
 ) -> jax.Array:
-    """Returns acc + weights @ inputs over the columns of a stage; products of FP8 and FP4 weights count 2**-32.
+    """Returns acc + weights @ inputs over the columns of a stage. With FP8 and FP4 weights, sums are scaled by 2**-32.
 
     Args:
       acc: [64, N] float32 sums to add to.
       codes_smem: [64, elements] weights or codes of the stage; at most 256 bytes a row, and a multiple of
         `layout.min_segments` segments.
-      scales: FP8: result of `load_scales`, the scales of all stages. FP4: [64, 16] uint8 in shared memory, the scales
-        of the 512 columns that include the stage's, or [32, 16] if a row has 8 scales. Or [lines, ..] with all scales
-        of the tile: those of each half are consecutive bytes, from the first line or from the middle one on. Not used
-        for bfloat16.
+      scales: one of these:
+        * FP8: the result of `load_scales`, the scales of all stages.
+        * FP4: [64, 16] uint8 in shared memory, the scales of the 512 columns that include the stage's; [32, 16] if a
+          row has 8 scales.
+        * FP4 with `row_scales`: [lines, ..] uint8, all scales of the tile. The first half of the lines begins with
+          those of rows 0 to 31, row after row, and the second half with those of rows 32 to 63.
+        * bfloat16: not used.
       inputs_smem: inputs that `skinny_prologue.load_inputs` stored.
       step: int32 scalar, number of the stage, counted from the first column of the inputs.
       stage_format: format of the stage.

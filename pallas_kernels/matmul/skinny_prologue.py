@@ -1,6 +1,6 @@
 """The prologue of `skinny_gemm`: copies inputs to shared memory, in the order in which `skinny_mma` unpacks columns.
 
-Normed inputs are multiplied by their factor and by the weight of an RMSNorm on the way.
+If the map has an RMSNorm, inputs are multiplied by 1 / rms(input) and by the norm's weight before they are stored.
 """
 
 import functools
@@ -51,8 +51,8 @@ def _emit_store_factors(factors_smem, source_gmem, eps, warpgroup):
         with thread_ops.when(row < tokens):
             total = mlir.f32(0.0)
             for first_column in range(0, columns, 8 * mlir.WARP):
-                eight = row * (columns // 8) + (lane + first_column // 8)  # number of 8 values, 16 bytes
-                offset = arith.shli(mlir.to_u64(eight), mlir.i64(4))
+                group = row * (columns // 8) + (lane + first_column // 8)  # index of a group of 8 values, 16 bytes
+                offset = arith.shli(mlir.to_u64(group), mlir.i64(4))
                 for value in _unpack(_fetch(mlir.at(mlir.global_pointer(source_gmem), offset))):
                     total = thread_ops.fma(value, value, total)
             mean = thread_ops.fma(thread_ops.sum_lanes(total), mlir.f32(1 / columns), mlir.f32(eps))

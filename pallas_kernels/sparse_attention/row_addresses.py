@@ -51,7 +51,7 @@ class AttentionProblem:
     def tile_range(self, token: jax.Array, split: jax.Array, splits: int) -> tuple[jax.Array, jax.Array]:
         """Returns the range [first, last) of a token's tiles that belong to a KV split, as int32 scalars.
 
-        Every split has the same number of tiles, except that the last tiles may leave later splits shorter or empty.
+        Every split gets the same number of tiles until none are left, so the last splits may have fewer tiles or none.
         If entries are given by `indices`, the range does not depend on the position, which then need not be loaded.
 
         Args:

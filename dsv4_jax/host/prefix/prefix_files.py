@@ -474,7 +474,7 @@ class StoredPrefixes:
     def save_all(self, nodes: Iterable[CachedBlock], get_cache: Callable[[], KVCache]) -> None:
         """Writes blocks and their snapshots, and waits until they are on disk.
 
-        If they exceed `max_bytes` of the files, blocks of running requests come first, then the most recently used
+        If they exceed `files.max_bytes`, blocks of running requests come first, then the most recently used
         blocks. The blocks that no longer fit are not written.
 
         Args:
@@ -488,7 +488,7 @@ class StoredPrefixes:
             """Returns a sort key. As a rule, it puts the earlier blocks of a prefix before the later ones."""
             if node.in_use:
                 return 0, node.length
-            return 1, -node.last_used  # `PrefixTree.touch` marks the first block of a prefix as used last
+            return 1, -node.last_used  # `PrefixTree.touch` makes the first block of a prefix the most recently used
 
         for node in sorted(nodes, key=order):
             room -= self._blocks.nbytes
