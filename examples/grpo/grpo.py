@@ -245,6 +245,8 @@ def train(recipe: Recipe, folder: Path | None = None, console: Console | None = 
             if {*changed} - {"iterations"}:
                 raise ValueError(f"{folder} has a run with other settings ({', '.join(changed)}): use another folder")
             learner.state = checkpoints.restore(last, args=ocp.args.StandardRestore(learner.state))
+            if mesh is None:  # restored arrays are committed to the device, so that `_step` would compile again
+                learner.state = jax.tree.map(jnp.asarray, jax.device_get(learner.state))
             lines = json.loads((folder / "log.json").read_text())[:last]
         (folder / "recipe.json").write_text(json.dumps(dataclasses.asdict(recipe)))
     for iteration in range(len(lines), recipe.iterations):

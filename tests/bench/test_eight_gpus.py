@@ -38,7 +38,7 @@ def config_of(name):
         )
         return dataclasses.replace(config, engram=engram, **sizes)
     config = DSV4Config.small(
-        [LayerSpec.hca(), LayerSpec.csa()],
+        [LayerSpec.csa()] if "pro" in name else [LayerSpec.hca(), LayerSpec.csa()],
         num_attention_heads=8, o_groups=8, head_dim=128, qk_rope_head_dim=64, q_lora_rank=128, o_lora_rank=128,
         hidden_size=128, moe_intermediate_size=1024,
     )  # fmt: skip

@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import grpo
 import numpy as np
 import pytest
 from grpo import CONFIG, Recipe, make_engine, plot, reward, roll_out, train
 from jax import numpy as jnp
 
 from dsv4_jax import DeepseekV4ForCausalLM
+from dsv4_jax.config import LayerSpec
 
 
 RECIPE = Recipe(iterations=2, prompts=3, group=16, new_tokens=12, drafts=1)  # more answers than the engine has slots
@@ -31,7 +33,8 @@ def test_rollouts_and_training_agree_to_the_bit(tmp_path):
 
 
 @pytest.mark.slow
-def test_rollouts_and_training_on_a_mesh_agree_to_the_bit(tmp_path):
+def test_rollouts_and_training_on_a_mesh_agree_to_the_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr(grpo, "CONFIG", CONFIG.with_layers([LayerSpec.csa()], ["moe"]))
     recipe = dataclasses.replace(RECIPE, prompts=2, mesh="data=2,model=2")
     lines = train(recipe, tmp_path)
     assert [line["difference"] for line in lines] == [0.0, 0.0] and lines[0]["gradient"] > 0

@@ -192,9 +192,13 @@ def mean_loss(model, kv_format, ids):
 
 @pytest.mark.slow
 def test_gradients_of_v41_are_those_of_central_differences():
-    """All entries and experts are selected, since a selection that changes is no small change of the loss."""
+    """All entries and experts are selected, since a selection that changes is no small change of the loss.
+
+    The backward pass computes values again.
+    """
     config = dataclasses.replace(v41_config(), index_topk=64, candidate_topk_blocks=17, num_experts_per_tok=8)
     model = DeepseekV4ForCausalLM(config, jnp.float32)
+    model.model.layers.remat = True
     loss = mean_loss(model, "plain", np.random.default_rng(0).integers(159, size=48))
     graph, floats, others = nnx.split(model, lambda _, value: value.get_value().dtype == jnp.float32, ...)
     of_floats = jax.jit(lambda floats: loss(nnx.merge(graph, floats, others)))
@@ -224,22 +228,17 @@ def test_gradients_of_v41_are_those_of_central_differences():
 
 @pytest.mark.slow
 def test_parameters_of_v41_that_learn():
-    """Straight-through; recomputed in the backward pass, too. Those that only select have no gradient."""
+    """Straight-through. Those that only select have no gradient."""
     model = DeepseekV4ForCausalLM(v41_config(), jnp.float32)
-    ids = np.random.default_rng(0).integers(159, size=48)
-    gradients = []
-    for remat in (False, True):
-        model.model.layers.remat = remat
-        loss = mean_loss(model, FakeQuantFormat(V41Format()), ids)
-        graph, floats, others = nnx.split(model, lambda _, value: value.get_value().dtype == jnp.float32, ...)
-        gradient = jax.jit(jax.grad(lambda floats: loss(nnx.merge(graph, floats, others))))(floats)  # noqa: B023
-        views = parameter_views(nnx.merge(graph, gradient, others))
-        gradients.append({name: np.asarray(x.read()) for name, x in views.items() if x.dtype == jnp.float32})
-    assert all(np.isfinite(value).all() for value in gradients[0].values())
+    loss = mean_loss(model, FakeQuantFormat(V41Format()), np.random.default_rng(0).integers(159, size=48))
+    graph, floats, others = nnx.split(model, lambda _, value: value.get_value().dtype == jnp.float32, ...)
+    gradient = jax.jit(jax.grad(lambda floats: loss(nnx.merge(graph, floats, others))))(floats)
+    views = parameter_views(nnx.merge(graph, gradient, others))
+    values = {name: np.asarray(x.read()) for name, x in views.items() if x.dtype == jnp.float32}
+    assert all(np.isfinite(value).all() for value in values.values())
     selecting = "indexer", "_correction_bias", "compressor.key_"
-    for name, value in gradients[0].items():
+    for name, value in values.items():
         assert value.any() != any(part in name for part in selecting), name
-    chex.assert_trees_all_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-6)
 
 
 def test_draft_layers_of_v41_read_the_streams_that_enter_their_targets():

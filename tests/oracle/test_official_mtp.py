@@ -414,14 +414,14 @@ def test_the_loop_on_the_device_accepts_what_the_golden_does(model, golden):
 
 @pytest.mark.slow
 def test_drawn_tokens_are_the_same_by_every_road(model, golden):
-    """A stop in one row, prompts of unequal lengths; with 1 to 3 drafts in the loop on the device, and streamed."""
+    """A stop in one row, prompts of unequal lengths; with 1 and 3 drafts in the loop on the device, and streamed."""
     long, short = golden["greedy_prompt"].tolist()
     prompts = [long, short[:5]]
     options = dict(max_new_tokens=30, sampling=SamplingParams(temperature=1.0), seed=3, chunk=8)
     free = generate(model, manager_of(model, K), prompts, **options)
     stop = next(token for token in free[0][5:] if token not in free[1])
     want = [free[0][: free[0].index(stop) + 1], free[1]]
-    for drafts in range(1, 1 + K):
+    for drafts in (1, K):
         assert generate(model, manager_of(model, K), prompts, drafts=drafts, stop_tokens=(stop,), **options) == want
     streamed = [[], []]
     for i, token in stream(model, manager_of(model, K), prompts, drafts=K, stop_tokens=(stop,), **options):

@@ -44,9 +44,9 @@ def model():
     return load_checkpoint(FOLDER, dtype=jnp.float32)
 
 
-def make_manager(config, max_query_tokens=1):
+def make_manager(config):
     return KVCacheManager(
-        config, num_blocks=64, max_requests=2, max_context=128, block_tokens=16, max_query_tokens=max_query_tokens,
+        config, num_blocks=64, max_requests=2, max_context=128, block_tokens=16, max_query_tokens=4,
         kv_format="plain", dtype=jnp.float32,
     )  # fmt: skip
 
@@ -143,12 +143,12 @@ def test_chunks_give_the_same(model, golden, chunks):
 
 def test_forks_and_rewinds_give_the_same(model, golden):
     """A request and its copy read on side by side, and each first takes back three wrong tokens."""
-    manager = make_manager(model.config, max_query_tokens=4)
+    manager = make_manager(model.config)
     ids = golden["ids"][0].astype(np.int32)
     parent = manager.admit(num_tokens=ids.size)
     _, _, cache = record(model, manager.init_cache(), manager.prepare_forward({parent: ids[:21]}))
     (copy,), cache = manager.fork(cache, parent, 1)
-    wrong = (ids + 1) % 150
+    wrong = np.append((ids + 1) % 150, [1, 2])  # the last ones, too, are three for each request
     for at in range(21, 61, 4):
         batch = manager.prepare_forward({parent: wrong[at : at + 3], copy: wrong[at + 3 : at + 6]})
         _, _, cache = record(model, cache, batch)
@@ -222,7 +222,7 @@ def test_scores_candidates_and_mixing_weights(model, golden):
 
 def test_greedy_tokens_through_the_engine(model, golden):
     """Twice: the second time, prompts begin with blocks and windows of the first. Wrong drafts are rewound."""
-    manager = make_manager(model.config, max_query_tokens=4)
+    manager = make_manager(model.config)
     prefix = PrefixCache(manager, key="v41")
     engine = Engine(model, manager, token_budget=13, prefix=prefix, drafter=PromptLookup())
     for _ in range(2):
@@ -240,8 +240,8 @@ def test_greedy_tokens_through_the_engine(model, golden):
 def test_the_command_line_scores_as_the_golden_does(golden, tmp_path):
     np.save(tmp_path / "ids.npy", golden["ids"])
     arguments = ["score", "--checkpoint", FOLDER, "--ids", tmp_path / "ids.npy", "--out", tmp_path / "scores.npz"]
-    arguments += ["--dtype", "float32", "--cache-format", "plain", "--chunk", 25, "--decode-from", 50, "--layers"]
-    assert main([str(argument) for argument in arguments]) == 0
+    arguments += ["--dtype", "float32", "--cache-format", "plain", "--layers"]
+    assert main([str(argument) for argument in (*arguments, "--chunk", 25, "--decode-from", 50)]) == 0
     scores = np.load(tmp_path / "scores.npz")
     close(scores["logits"], golden["logits"], 1e-4)
     for layer in range(12):

@@ -131,8 +131,6 @@ def test_attention_by_the_kernels_is_that_of_one_device(many, implementation, mo
     ("model", "sizes"),
     [
         ("v4", dict(model=8)),
-        pytest.param("v4", dict(data=2, model=4), marks=pytest.mark.slow),
-        pytest.param("v41", dict(model=8), marks=pytest.mark.slow),
         ("v41", dict(data=2, model=4)),
     ],
     indirect=["model"],

@@ -45,8 +45,7 @@ def held(cache, slot, first_block=0):
 @pytest.mark.parametrize(
     ("model", "sizes"),
     [
-        ("v4", dict(data=8)),
-        pytest.param("v4", dict(data=2), marks=pytest.mark.slow),
+        ("v4", dict(data=2)),
         pytest.param("v4", HALVES, marks=pytest.mark.slow),
         pytest.param("v41", HALVES, marks=pytest.mark.slow),
     ],
@@ -60,8 +59,7 @@ def test_tokens_and_bytes_are_those_of_one_device(model, alone, sizes):
     assert (tokens, programs) == (alone[0], 1)
     if "model" not in sizes:  # along "model" sums have another order
         cut, one = jax.tree.map(np.asarray, (cache, alone[1]))
-        places = ((0, 0), (4, 12), (1, 0)) if sizes["data"] == 2 else ((0, 0), (1, 3), (2, 6))
-        for number, (slot, first_block) in enumerate(places):
+        for number, (slot, first_block) in enumerate(((0, 0), (4, 12), (1, 0))):
             same_bytes(held(cut, slot, first_block), held(one, number))
             assert held(one, number)[2] == len(PROMPTS[number]) + 7
 

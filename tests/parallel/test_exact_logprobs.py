@@ -47,18 +47,17 @@ def make_engine(model, config, mesh, dtype=jnp.float32, drafter=None):
 @pytest.mark.parametrize(
     ("name", "dtype", "drafter", "sizes"),
     [
-        pytest.param("wide", jnp.float32, None, dict(model=2), marks=pytest.mark.slow),
+        pytest.param("wide", jnp.float32, None, dict(model=4), marks=pytest.mark.slow),
         ("v4", jnp.bfloat16, Remembered(), dict(data=2)),
         pytest.param("v4 drafts", jnp.bfloat16, "model", BOTH, marks=pytest.mark.slow),
-        pytest.param("v4", jnp.float32, None, dict(model=4), marks=pytest.mark.slow),
         pytest.param("v41", jnp.bfloat16, None, BOTH, marks=pytest.mark.slow),
     ],
 )
 def test_values_are_those_of_the_rollout(name, dtype, drafter, sizes):
     """Also of requests that were preempted, hit a cached prefix, or had drafts accepted."""
     config = CONFIGS[name]()
-    if sizes == dict(model=4):
-        config = dataclasses.replace(config, num_attention_heads=8, o_groups=4)
+    if name == "wide":
+        config = dataclasses.replace(config, o_groups=4, vocab_size=260)  # which four devices divide
     mesh = make_mesh(sizes)
     alone = DeepseekV4ForCausalLM(config, dtype, rngs=nnx.Rngs(0))
     model = placed(alone, mesh)
@@ -72,8 +71,10 @@ def test_values_are_those_of_the_rollout(name, dtype, drafter, sizes):
     values = exact(model, tokens, lengths, engine.rollout_shape)
     assert largest_difference(requests, values) == 0.0
 
+    if drafter == "model" or "data" not in sizes:
+        return
     # Packed sequences: those of each shard stand side by side, with padding at the end.
-    halves = np.split(np.arange(len(requests)), sizes.get("data", 1))
+    halves = np.split(np.arange(len(requests)), sizes["data"])
     size = max(lengths[half].sum() for half in halves) + 5
     rows = [np.concatenate([requests[i].tokens for i in half]) for half in halves]
     packed = np.concatenate([np.pad(row, (0, size - len(row))) for row in rows])

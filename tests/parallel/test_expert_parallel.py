@@ -12,7 +12,6 @@ from tests.v41 import v41_config
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["v4", "v41"], indirect=True)
 def test_tokens_are_those_of_one_device(model, alone):
     devices = 8
     mesh = make_mesh({"model": devices})
