@@ -1,5 +1,7 @@
 """Programs are compiled while weights are read, and the engine runs these."""
 
+import queue
+
 import jax
 import pytest
 
@@ -44,15 +46,17 @@ def random(_, on_outline, mesh=None):
 )
 def test_an_engine_runs_programs_that_began_before_its_weights(load, mesh, release, tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER, str(tmp_path / "steps"))
-    found = []
+    asked = queue.SimpleQueue()
     find_program = program_store.find_program
-    monkeypatch.setattr(program_store, "find_program", lambda *args: found.append(args) or find_program(*args))
+    monkeypatch.setattr(program_store, "find_program", lambda *args: asked.put(args) or find_program(*args))
     mesh = mesh and make_mesh(mesh)
     outlines = []
 
     def on_outline(module):
         outlines.append(CompiledModel(module))
         Engine.begin_programs(outlines[0], manager(module.config), token_budget=8)
+        for _ in range(2):
+            asked.get(timeout=120)  # before any weight is read
 
     def manager(config):
         return KVCacheManager(config, num_blocks=4, max_requests=2, max_context=256, mesh=mesh)
@@ -60,7 +64,7 @@ def test_an_engine_runs_programs_that_began_before_its_weights(load, mesh, relea
     module = load(release, on_outline, mesh)
     engine = Engine(outlines[0].with_weights(module), manager(module.config), token_budget=8)
     engine.warm_up()
-    assert len(found) == outlines[0].compilations == 2
+    assert asked.empty() and outlines[0].compilations == 2
     other = Engine(module, manager(module.config), token_budget=8)
     requests = [one.add([5, 6, 7], max_new_tokens=4) for one in (engine, other)]
     drain(engine)

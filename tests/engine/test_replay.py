@@ -1,5 +1,7 @@
 """Training in one prefill with and without the rollout's decisions; `-s` shows the numbers of the documentation."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,10 +35,16 @@ NEW_TOKENS = 100
 SIZES = {"num_blocks": 16, "max_requests": 2, "max_context": 1024}
 
 
-def roll_out(model, dtype):
+@functools.cache
+def model_in(dtype):
+    return CompiledModel(load_checkpoint(packaged_checkpoint(), CONFIG, dtype=dtype))
+
+
+@functools.cache
+def roll_out(dtype):
     """Returns finished requests with their decisions."""
     manager = KVCacheManager(CONFIG, dtype=dtype, **SIZES)
-    engine = Engine(model, manager, token_budget=64, record_decisions=("experts", "selection"))
+    engine = Engine(model_in(dtype), manager, token_budget=64, record_decisions=("experts", "selection"))
     sampling = SamplingParams(temperature=1.0)
     requests = [
         engine.add(list(p), max_new_tokens=NEW_TOKENS, sampling=sampling, seed=i) for i, p in enumerate(PROMPTS)
@@ -92,14 +100,11 @@ def compare(requests, model, dtype, given=None):
 )
 def test_one_prefill_has_the_decisions_of_the_rollout(rollout, training):
     """Without them some selections are others; experts too if the rollout runs in bfloat16."""
-    models = {
-        dtype: CompiledModel(load_checkpoint(packaged_checkpoint(), CONFIG, dtype=dtype))
-        for dtype in {rollout, training}
-    }
-    requests = roll_out(models[rollout], rollout)
+    model = model_in(training)
+    requests = roll_out(rollout)
     given = Decisions.padded([request.decisions for request in requests], max(r.num_tokens for r in requests))
-    plain, *flips = compare(requests, models[training], training)
-    replayed, *left = compare(requests, models[training], training, given)
+    plain, *flips = compare(requests, model, training)
+    replayed, *left = compare(requests, model, training, given)
     rows = {"without": (plain, *flips), "with": (replayed, *left)}
     for name, (differences, experts, selection) in rows.items():
         numbers = f"mean {differences.mean():.2e}, max {differences.max():.2e}, of {len(differences)}"

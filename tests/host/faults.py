@@ -1,7 +1,11 @@
 """Exceptions at any point, and what must hold after them."""
 
+import functools
+import gc
 import sys
+import threading
 from pathlib import Path
+from types import CodeType, FunctionType
 
 import numpy as np
 
@@ -14,6 +18,9 @@ ENGINE = tuple(
     str(Path(dsv4_jax.engine.__file__).with_name(f"{n}.py"))
     for n in ("scheduler", "engine", "requests", "runner", "steps")
 )
+TOOL = 4  # of `sys.monitoring`: none of those with a purpose
+monitoring = sys.monitoring
+EVENTS = monitoring.events
 
 
 class Fault(BaseException):
@@ -29,36 +36,65 @@ class Fault(BaseException):
 
 
 class Inject:
-    """Raises `Fault` at the n-th line that runs in some files: before it, or with `opcodes` in the middle of it."""
+    """Raises `Fault` at the n-th line that runs in some files: before it, or with `opcodes` in the middle of it.
+
+    Only these files' code is watched: `sys.settrace` hears of every call, and most are JAX's.
+    """
 
     def __init__(self, n: int, files: tuple[str, ...] = HOST, opcodes: bool = False):
         self.left = n
         self.files = frozenset(files)
-        self.event = "opcode" if opcodes else "line"
+        if opcodes:
+            self.callbacks = {EVENTS.INSTRUCTION: self.opcode}
+        else:
+            self.callbacks = {EVENTS.LINE: self.at, EVENTS.JUMP: self.jump}
+        self.thread = threading.get_ident()
 
     def __enter__(self):
-        self.before = sys.gettrace()
-        # CPython 3.12 looks only here whether anybody wants to hear of opcodes.
-        sys._getframe().f_trace_opcodes = self.event == "opcode"
-        sys.settrace(self.enter)
+        if monitoring.get_tool(TOOL) is None:
+            monitoring.use_tool_id(TOOL, "faults")
+        events = sum(self.callbacks)
+        for code in codes():
+            if monitoring.get_local_events(TOOL, code) != events:
+                monitoring.set_local_events(TOOL, code, events)
+        for event, callback in self.callbacks.items():
+            monitoring.register_callback(TOOL, event, callback)
 
     def __exit__(self, *_):
-        sys.settrace(self.before)
+        for event in self.callbacks:
+            monitoring.register_callback(TOOL, event, None)
 
-    def enter(self, frame, event, _):
-        if frame.f_code.co_filename not in self.files:
-            return None
-        frame.f_trace_opcodes = self.event == "opcode"
-        return self.trace
-
-    def trace(self, frame, event, _):
+    def at(self, code, line):
         # Opcodes without a line are those of a generator that is being forgotten: errors there go nowhere.
-        if event == self.event and frame.f_lineno is not None:
+        if code.co_filename in self.files and line is not None and threading.get_ident() == self.thread:
             self.left -= 1
-            if self.left < 0:
-                sys.settrace(None)
-                raise Fault(frame.f_code, frame.f_lineno)
-        return self.trace
+            if self.left == -1:
+                raise Fault(code, line)
+
+    def opcode(self, code, offset):
+        self.at(code, lines_of(code).get(offset))
+
+    def jump(self, code, offset, target):
+        """A loop within one line begins again, which is no LINE event."""
+        lines = lines_of(code)
+        if target < offset and lines.get(offset) == lines.get(target):
+            self.at(code, lines[target])
+
+
+@functools.cache
+def codes():
+    """Returns the code of all functions of HOST and ENGINE."""
+    functions = [x for x in gc.get_objects() if type(x) is FunctionType]
+    found = [function.__code__ for function in functions if function.__code__.co_filename in HOST + ENGINE]
+    for code in found:  # also of those that it adds
+        found += [constant for constant in code.co_consts if type(constant) is CodeType]
+    return found
+
+
+@functools.cache
+def lines_of(code):
+    """Returns {offset of an instruction: its line or None}."""
+    return {at: line for begin, end, line in code.co_lines() for at in range(begin, end, 2)}
 
 
 def consistent(manager, prefix=None):

@@ -7,18 +7,18 @@ import numpy as np
 import openai
 import pytest
 
-from dsv4_jax.checkpoint import read_tokenizer, save_adapter
+from dsv4_jax.checkpoint import save_adapter, save_release
 from dsv4_jax.cli.serve_command import ServeCommand
-from dsv4_jax.data import packaged_checkpoint, read_config
 from dsv4_jax.nn import DeepseekV4ForCausalLM, add_adapters, parameter_views
 from tests.serve.conftest import serving
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server(bytes_model, tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
-    config = read_config(packaged_checkpoint())
+    _, config = bytes_model
     model = DeepseekV4ForCausalLM(config)
+    save_release(model, folder)
     add_adapters(model, ["a", "b"], rank=2, targets=["o_b_proj"])
     rng = np.random.default_rng(0)
     for path, view in parameter_views(model).items():
@@ -30,9 +30,9 @@ def server(tmp_path_factory):
     command = ServeCommand(adapters=adapters, max_requests=4, structured_output=False, token_budget=32)
     others = [dataclasses.replace(command, adapters=given) for given in (f"b={folder / 'b'}", None)]
     # Prefixes on disk belong to these weights.
-    assert len({one.weights_key(packaged_checkpoint()) for one in (command, *others)}) == 3
-    engine = command._engine(packaged_checkpoint(), config, 128, "tiny")
-    with serving(engine, read_tokenizer(packaged_checkpoint()), adapters=("a", "b")) as server:
+    assert len({one.weights_key(folder) for one in (command, *others)}) == 3
+    engine = command._engine(folder, config, 128, "tiny")
+    with serving(engine, tokenizer, adapters=("a", "b")) as server:
         yield server
 
 
