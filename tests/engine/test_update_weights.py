@@ -72,8 +72,8 @@ def run(engine, prompt):
     [
         ("v4", 24, True),
         pytest.param("v41", 24, True, marks=pytest.mark.slow),
-        pytest.param("v4", 60, True, marks=pytest.mark.slow),
-        pytest.param("v4", 60, False, marks=pytest.mark.slow),
+        pytest.param("v4", 120, True, marks=pytest.mark.slow),
+        pytest.param("v4", 120, False, marks=pytest.mark.slow),
     ],
     indirect=["small"],
 )
