@@ -89,7 +89,7 @@ def _emit_group_pairs(selected_gmem, table_gmem, counts_gmem, experts, scratch_s
     num_counts = counts_gmem.type.shape[0]
     padded = (scratch_smem.type.shape[0] - _WARPS) // (_WARPS + 1)
     ids = _Ids(ops.thread(), ops.lane(), ops.thread() >> 5)
-    # [warps, padded] number of pairs that each warp has of each expert. `_fill_groups` replaces it by the number of this
+    # [warps, padded] number of pairs that each warp has of each expert. `_fill_groups` replaces it by the number of the
     # expert's pairs in the lower warps.
     sizes = ops.shared(scratch_smem)
     first_groups = sizes + 4 * _WARPS * padded  # [padded] index of each expert's first group

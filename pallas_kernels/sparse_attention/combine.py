@@ -50,8 +50,8 @@ def combine(
     """
     tokens, splits, _, dim = sums.shape
     heads = sinks.shape[-1]
-    # Number of columns of a block, and number of splits that it loads at once. A split takes `columns / 128` registers
-    # of each thread.
+    # Number of columns of a block, and number of splits that a block loads at once. A split takes `columns / 128`
+    # registers of each thread.
     columns, splits_at_once = (512, splits) if splits <= 16 else (128, min(splits, 32))
     launch = kernel(
         functools.partial(_combine_kernel, columns, splits_at_once),
@@ -95,7 +95,7 @@ def _combine_kernel(columns, splits_at_once, sums_gmem, stats_gmem, sinks_gmem, 
             new_max = jnp.where(exists, jnp.maximum(running_max, split_max), running_max)
             rescale = jnp.exp2(running_max - new_max)
             split_scale = jnp.where(exists, jnp.exp2(split_max - new_max), 0.0)
-            # A select, since a product with 0 may be NaN: the sums of a split without rows are unspecified.
+            # The sums of a split without rows are unspecified. A select leaves them out; times 0 they might be NaN.
             acc = acc * rescale + jnp.where(exists, values * split_scale, 0.0)
             carry = new_max, running_sum * rescale + jnp.where(exists, weight * split_scale, 0.0), acc
         return carry
