@@ -3,11 +3,11 @@
 There are two launches, for up to 256 tokens. `router_products` has blocks of one warpgroup. Each block writes partial
 sums of the logits of 32 tokens and 32 experts over a slice of 128 channels. `router_select` has a block for each token:
 
-    warpgroup          does                                                       waits for         signals
-    0..3               adds up a quarter of the slices                                              partials_full
-    0                  adds up the quarters, computes scores, selects experts     partials_full     selection_ready
-    0 of token 0       with up to 8 tokens: groups all (token, expert) pairs      selection_ready
-                       by expert
+    warpgroup      role             does                                              waits for         signals
+    0..3           add_slices       adds up a quarter of the slices                                     partials_full
+    0              select_experts   adds up the quarters, computes scores, selects    partials_full     selection_ready
+    0 of token 0   group_pairs      groups the (token, expert) pairs of all tokens    selection_ready
+                                    by expert, if there are up to 8 tokens
 
 With up to 8 tokens, the blocks of `router_select` are one cluster. The kernel `experts` takes the groups as an
 argument, so that it needs no separate launch to group the pairs.
@@ -167,7 +167,7 @@ def multiply_slice(part: jax.Array, group: jax.Array, tile: jax.Array, x_gmem, w
     """Writes partial sums of logits, `out[part, t, e]`, for the tokens t and experts e of a block.
 
     On a GPU, a warp multiplies the weights of 8 experts by `mma`. The float32 weights are split into sums of three
-    bfloat16.
+    bfloat16, so that products are as exact as float32 products.
 
     Args:
       part: int32 scalar, index of the slice of 128 channels to sum over.

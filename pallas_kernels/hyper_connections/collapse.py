@@ -223,7 +223,7 @@ def _compute_weights(p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gme
     factors = vectors.take(scale_gmem, jnp.minimum(lane >> 2, scale_gmem.shape[0] - 1))
 
     def add_slices(group):
-        """Adds up the partial sums of a group over all slices, and returns [128]: 32 sums of its token in each warp.
+        """Adds up the partial sums of a group over all slices. Returns [128] float32: each warp's 32 sums of its token.
 
         A chunk of 128 partial sums belongs to four slices of one token, or to one slice of four tokens.
         """

@@ -64,7 +64,8 @@ def add_adapters(
         adapters. The depth is the number of adapters times the rank, a multiple of 64 up to 256. If there are several
         groups, the g-th share of the M channels takes the g-th share of `inner`.
       ups: for each map [M, depth] bfloat16, the matrices `up` of all adapters side by side.
-      numbers: [T] int32, index of each token's adapter. A token with any other value, such as -1, has no adapter.
+      numbers: [T] int32, index of each token's adapter, below `depth / rank`. A token with another value, such as -1,
+        has no adapter.
       scales: [depth] float32 factors of the values of `inner`. Each product of a value and its factor is rounded to
         bfloat16.
       layer: [] int32 index on a leading axis of layers of `ups`. None: they have no such axis.

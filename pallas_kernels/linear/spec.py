@@ -112,7 +112,9 @@ def at_row(refs: Sequence[Any], sizes: Sequence[int], row: jax.Array, function: 
 
 
 def store_tile(outs_gmem: Sequence[Any], outputs: Outputs, tile: jax.Array, sums: jax.Array) -> None:
-    """Writes a tile of 64 rows of the product to the output that has these rows, or the first rows of the tile.
+    """Writes a tile of 64 rows of the product to the output that has these rows.
+
+    An output of only 32 rows gets the first 32 rows of the tile.
 
     Args:
       outs_gmem: [tokens, size] outputs in global memory.

@@ -86,7 +86,7 @@ class DequantScratch(NamedTuple):
     inputs_smem: Any  # [stages, inputs, columns of a step] bfloat16
     scales_empty: Any  # barriers of the ring of FP4's scales; None unless the weights are FP4
     scales_full: Any  # like `scales_empty`
-    scales_smem: Any  # [.., matrices of a tile, .., ..] uint8 scales of FP4; otherwise None
+    scales_smem: Any  # [stages, matrices of a tile, lines, scales of a line] uint8 scales of FP4; otherwise None
     staging_smem: Any  # [warpgroups, bytes] uint8, memory in which `epilogue.store_many` transposes sums
 
 

@@ -59,7 +59,8 @@ def multiply_tile(
       acc: [64, N] float32 sums to add to.
       codes_smem: [1, R, n], or if gated [2, R / 2, n], weights or codes. A row of bfloat16 has 128 bytes. If the codes
         have twice as many columns as `inputs_smem`, they are two consecutive tiles, of which `scale_at` selects one.
-      scales_smem: FP4's [.., .., ..] uint8 scales, 16, 8 or all for each row, one for 32 columns; otherwise None.
+      scales_smem: for FP4 [1 or if gated 2, lines, scales of a line] uint8, with 16, 8 or all scales of each row, one
+        for 32 columns; otherwise None.
       scale_at: int32 scalar, one of these:
         * FP4: index of the tile's first scale in its row.
         * FP8: the tile's scale; if gated, the gate's scale plus 256 times the up projection's scale.

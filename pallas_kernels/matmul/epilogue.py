@@ -1,8 +1,8 @@
 """The epilogues of `skinny_gemm` and `dequant_gemm`, which store a tile of sums [64 weight rows, N inputs] transposed.
 
 Each input gets a row of the output array. An epilogue first multiplies the sums by 2**32, because unpacked weights are
-2**-32 times their values (`quantized_weights.SHIFT`). If `limit` is given, the epilogue stores SwiGLU with this limit
-for clipping instead of the sums. A thread then holds the sums of a channel's gate row and up row, see
+2**-32 times their values (`quantized_weights.SHIFT`). If `limit` is given, the epilogue stores SwiGLU, with this
+clipping limit, instead of the sums. A thread then holds the sums of a channel's gate row and up row, see
 `quantized_weights.interleave_halves`. For many inputs a warpgroup transposes bfloat16 values in shared memory, so that
 it writes long pieces of rows.
 """

@@ -98,15 +98,17 @@ class SkinnyScratch(NamedTuple):
     sums_full: Any  # a barrier for each slot of `sums_smem`
     inputs_ready: Any  # one barrier of the multiplying warpgroups
     scales_smem: Any  # [stages, 64, 16] uint8 scales of FP4; None if no matrix has scales that are copied with codes
-    sums_smem: Any  # [slots, places, 64 * tokens] float32: a slot for a tile, a place for each partial sum of the tile
+    # [slots, places, 64 * tokens] float32 (interpreted, [.., 64, tokens]): a slot for a tile, and in it a place for the
+    # partial sums of each warpgroup, or a single place.
+    sums_smem: Any
     sums_empty: Any  # a barrier for each slot of `sums_smem`
     # None if a slot has a place for each warpgroup. Otherwise barriers that order the additions to the slot's only
     # place. If `takes_turns`, a slot has four barriers, and warpgroup w waits at barrier w until it may add its sums.
     # Else a slot has three, and warpgroup w + 1 waits at barrier w until warpgroup w has added its sums.
     turns: Any
     # [slots, 2 * lines, ..] uint8, all FP4 scales of a tile in each slot. The scales of the tile's first half are
-    # consecutive bytes from line 0 on, and those of its second half from line `lines` on. None unless a matrix's
-    # scales are copied so.
+    # consecutive bytes from line 0 on, and those of its second half from line `lines` on. None unless there is a matrix
+    # of which all scales of a tile are copied together.
     tile_scales_smem: Any
     tile_scales_empty: Any  # a barrier for each slot of `tile_scales_smem`
     tile_scales_full: Any  # a barrier for each slot of `tile_scales_smem`
@@ -129,7 +131,7 @@ class SkinnyGemm:
 
     @property
     def depth(self) -> int:
-        """The largest number of columns of a matrix, with the zeros that `padded` counts."""
+        """The largest number of columns of a matrix, rounded up to whole steps."""
         return max(self.padded(*matrix) for matrix in self.matrices)
 
     @property
@@ -303,8 +305,7 @@ def _copy_stage(gemm, product, refs, before, i):
             target = refs.scales_smem.at[stage, pl.ds(half * lines, lines)]
             plgpu.copy_gmem_to_smem(product.scales_gmem.at[source, columns], target, full)
         elif refs.scales_smem is not None:
-            # The barrier expects an arrival for scales because another product is FP4. This product has no scales to
-            # copy.
+            # The barrier expects an arrival for scales, because another product is FP4. This one copies no scales.
             plgpu.barrier_arrive(full)
 
 

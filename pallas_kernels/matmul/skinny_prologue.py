@@ -26,7 +26,7 @@ def store_factors(factors_smem, source_gmem, eps: float, warpgroup: jax.Array) -
     The four multiplying warpgroups call it together. The caller synchronizes them before it reads the factors.
 
     Args:
-      factors_smem: float32, T values or more.
+      factors_smem: [T or more] float32 to write.
       source_gmem: [T, K] bfloat16, K a multiple of 256.
       eps: epsilon of the norm.
       warpgroup: int32 scalar, index of the warpgroup, 0 to 3.

@@ -3,8 +3,9 @@
     out = rope^-1(sum_s 2 ** (max_s - max) sums_s / (sum_s 2 ** (max_s - max) weight_s + 2 ** (sink - max)))
 
 Here s counts the splits, max_s and weight_s are a split's statistics, max is the largest of all max_s and the sink, and
-rope^-1 is the optional inverse rotation. The grid is (token, head, slice of columns). A block is one warpgroup and adds
-the splits in their order, so that the result's rounding does not depend on which split was computed first.
+rope^-1 is the optional inverse rotation. All scores and the sink include the factor log2(e). The grid is (token, head,
+slice of columns). A block is one warpgroup and adds the splits in their order, so that the result's rounding does not
+depend on which split was computed first.
 """
 
 import functools

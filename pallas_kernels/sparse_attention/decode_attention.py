@@ -11,9 +11,9 @@ of groups is even, two blocks with the same rows form a cluster, and each dequan
     2 load      dequantizes rows to shared memory             keys_empty                 keys_full
 
 `score` computes the weights of the next tile while `add` still works on this one. After the last tile, `score` passes
-the factors of the final sums to `add` (barrier `scale_full`). With KV splits, both store their sums for `combine`
-instead. The order in which a token's rows are added depends on the shapes of the arguments and on the token's own
-position, never on another token.
+the factors of the final sums to `add` (barrier `scale_full`). With KV splits, both roles store their sums for `combine`
+instead. The order in which a token's rows are added depends on the shapes of the arguments and on the token's position,
+never on another token.
 """
 
 import dataclasses
@@ -118,7 +118,7 @@ def decode_attention(
 
 @pytree_dataclass
 class DecodeBuffers:
-    """Shared memory and barriers of a block: the types to allocate, and within the kernel references to them.
+    """Shared memory and barriers of a block: types to allocate outside the kernel, references inside it.
 
     Each role is a warpgroup, see the module. A barrier `x_full` says that x was written, `x_empty` that it was read.
     """

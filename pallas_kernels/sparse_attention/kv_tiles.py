@@ -5,7 +5,7 @@
 
 Loading and storing are separate, so that loads of several units can be in flight at once. Each warp of a warpgroup
 holds 4 rows of a unit, and 8 lanes share a row. A lane loads 8 bytes of every 64 bytes of codes: 8 E4M3 values of every
-group of 64 columns, or 16 E2M1 values of every 128 columns, which share a scale.
+group of 64 columns, or of every 128 columns 16 E2M1 values, which share a scale.
 
 A unit's rows lie in the first or in the second of two sets of pools, such as rings and pools of compressed entries. If
 these have different layouts, a unit has registers for a row of the first pools, which takes more. `entry_part` returns
@@ -38,7 +38,7 @@ type RowLayouts = tuple[RowLayout, RowLayout]
 
 UNIT = 16  # number of rows of a unit
 LANES = 8  # number of lanes that share a row
-TILE_BYTES = 16 * GROUP  # a group of 64 columns is a tile of 8 rows in shared memory, 128 bytes each
+TILE_BYTES = 16 * GROUP  # bytes of a tile in shared memory: 8 rows of a group of 64 columns, 128 bytes each
 # Number of bytes of a unit's bfloat16 values and float32 biases, as sent to the other block of a cluster.
 UNIT_BYTES = UNIT * (2 * ROW_DIM + 4)
 

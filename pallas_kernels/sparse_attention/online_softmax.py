@@ -74,7 +74,7 @@ def load_sink(sinks_gmem) -> jax.Array:
 def final_scale(sink: jax.Array, running_max: jax.Array, running_sum: jax.Array) -> jax.Array:
     """Returns the factor [64 heads] that turns the sums of weighted rows into attention.
 
-    It is 1 over the sum of all weights and the sink's weight `2 ** (sink - running_max)`.
+    The factor is 1 divided by the sum of all weights, among them the sink's weight `2 ** (sink - running_max)`.
     """
     peak = jnp.maximum(running_max, sink)
     scale = jnp.exp2(running_max - peak)

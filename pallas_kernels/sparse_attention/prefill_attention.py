@@ -2,9 +2,9 @@
 
     out[t, h] = sum_n p[n] kv[n], p = softmax over n of (q[t, h] . kv[n] / sqrt(512)) and the sink
 
-The grid is one persistent block per SM. A block walks over work items, pairs of a token and a group of 64 heads, and
-for each item over the token's tiles of 64 rows. A tile is copied as four chunks of 128 columns. Shared memory has nine
-stages, which hold a chunk each.
+The grid is one persistent block per SM. A work item is a pair of a token and a group of 64 heads. A block walks over
+items, and for each item over the token's tiles of 64 rows. A tile is copied as four chunks of 128 columns. Shared
+memory has nine stages, which hold a chunk each.
 
     warpgroup   does                              waits for                             signals
     0 score     loads queries, q @ kv.T, weights  queries_full, keys_full, scale_empty  scored, weights_full, scale_full
@@ -132,7 +132,7 @@ def _check(q, sinks, layer, rows, inv_freq):
 
 @pytree_dataclass
 class PrefillBuffers:
-    """Shared memory and barriers of a block: the types to allocate, and within the kernel references to them.
+    """Shared memory and barriers of a block: types to allocate outside the kernel, references inside it.
 
     Each role is a warpgroup, see the module. A barrier `x_full` says that x was written, `x_empty` that it was read.
     """
