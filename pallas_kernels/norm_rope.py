@@ -2,12 +2,14 @@
 
     q_out = rope(q / rms(q))        kv_out = rope(weight * kv / rms(kv))
 
-In DeepSeek-V4.1, queries have no norm. Then only groups of 64 channels with rotated ones are read and written, in
-place if the program does not need the old queries afterwards. Otherwise the queries are stored. The key-value rows are
-stored (`norm_rope`) or appended to the rings of window rows of the KV cache (`norm_rope_append`). A warp computes a row
-of 512 channels at a time. The first blocks compute four key-value rows each; each other block computes heads of one
-token. Every block loads its first rows before it computes the rotation's cosines and sines, which hides the latency of
-the loads.
+Normed queries are stored in a new array. In DeepSeek-V4.1, queries have no norm. Then the kernel reads and writes only
+the groups of 64 channels that have rotated channels, and it writes them in place if the program does not need the old
+queries afterwards. The key-value rows are stored (`norm_rope`) or appended to the rings of window rows of the KV cache
+(`norm_rope_append`).
+
+A warp computes a row of 512 channels at a time. The first blocks compute four key-value rows each. Each other block
+computes heads of one token. Every block loads its first rows before it computes the rotation's cosines and sines, which
+hides the latency of the loads.
 """
 
 import dataclasses
@@ -45,9 +47,13 @@ class Config:
 
     @classmethod
     def choose(cls, tokens: int, heads: int) -> "Config":
-        """Chooses about four blocks of queries per multiprocessor, if there are enough heads, or rows of 512 channels.
+        """Chooses about four blocks of queries per multiprocessor, if there are enough rows of queries.
 
         Warps load 4 rows at once if there are 16 rows or more for each multiprocessor.
+
+        Args:
+          tokens: number of tokens.
+          heads: number of a token's rows of 512 channels, `QueryRows.rows`: with a norm, its number of heads.
         """
         rows_at_once = 4 if tokens * heads >= MULTIPROCESSORS * WARPS * 4 else 1
         steps = -(-heads // (WARPS * rows_at_once))
@@ -178,10 +184,11 @@ def _launch(name, arrays, rings, destination, eps, norms_queries, interpret):
 
 @dataclasses.dataclass(frozen=True)
 class QueryRows:
-    """The division of a token's queries into rows of 512 channels, each of which a warp computes at a time.
+    """The division of a token's queries into rows of 512 channels. A warp computes one row at a time.
 
-    With a norm, a row is a head. Without one, only groups with rotated channels are computed, and a row has such groups
-    of several heads. The queries are then [T * H * 8, 64], in which each group of a head is a row.
+    A row has 8 groups of 64 channels. With a norm, a row is a head. Without a norm, only groups with rotated channels
+    are computed, and a row has such groups of several heads. The array of queries is then [T * H * 8, 64], with a line
+    for each group.
     """
 
     heads: int
@@ -198,12 +205,18 @@ class QueryRows:
         return -(-self.heads * self.groups // GROUPS)
 
     def first_channel(self, shape) -> jax.Array:
-        """Returns the channel of its head at which each group of a row begins, for an array of this shape."""
+        """Returns the index, in its head, of the first channel of each group of a row: int32 of this shape.
+
+        Axis 1 of the shape is the groups.
+        """
         group = kv_rows.iota(shape, 1)
         return (GROUPS - self.groups + (group & (self.groups - 1))) * GROUP
 
     def places(self, token, row: jax.Array) -> jax.Array:
-        """Returns the rows of the queries in global memory, [4] or [4, 8] int32, of a token's rows [4]; -1 = none."""
+        """Returns where a token's rows `row` [4] lie in the array of queries in global memory.
+
+        With a norm these are int32 indices of rows [4], otherwise of the rows' groups [4, 8]; -1 = none.
+        """
         if self.pairs is None:
             return jnp.where(row < self.heads, token * self.heads + row, -1)
         shape = (WARPS, GROUPS)
@@ -223,8 +236,8 @@ def _norm_rope_kernel(config, queries, eps, rings, arrays_gmem, destination_gmem
     kv_blocks = -(-tokens // WARPS)
     shape = (WARPS, GROUPS, GROUP)
     channel = kv_rows.iota(shape, 1) * GROUP + kv_rows.iota(shape, 2)
-    # This is computed outside of the branches below. Within a branch, LLVM would compute it in pairs of 16-bit
-    # integers, which ptxas adds wrongly.
+    # `pair` and `query_pair` are computed outside of the branches below. Within a branch, LLVM would compute them in
+    # pairs of 16-bit integers, which ptxas adds wrongly.
     pair = (channel - first_rotated) >> 1
     if norms_queries:
         query_pair = pair
@@ -252,7 +265,7 @@ def _norm_rope_kernel(config, queries, eps, rings, arrays_gmem, destination_gmem
         else:
             row = kv_rows.ring_rows(row_number, *destination_gmem[:3], shape=rings.pools[0].shape)
         layer = 0 if layer_gmem is None else layer_gmem[0]
-        weight_row = jnp.minimum(row_number, 0) + layer  # the layer's number, for each warp
+        weight_row = jnp.minimum(row_number, 0) + layer  # the layer's index, for each warp
         weight = kv_rows.load_rows(weight_gmem, weight_row, shape)
         angles = rotation(token, pair)
         rotated = rotate(weight * _norm(x, eps), angles)
@@ -285,7 +298,7 @@ def _norm_rope_kernel(config, queries, eps, rings, arrays_gmem, destination_gmem
 
         first_step = part * steps_per_block
         loaded = load_heads(first_step)
-        angles = rotation(jnp.where(warp >= 0, token, 0), query_pair)  # of the same token for each warp
+        angles = rotation(jnp.where(warp >= 0, token, 0), query_pair)  # all warps have the same token
         store_heads(loaded, angles)
         end = jnp.minimum((part + 1) * steps_per_block, steps)
         pl.loop(first_step + 1, end)(lambda step: store_heads(load_heads(step), angles))
@@ -297,7 +310,7 @@ def _rotation(positions, inv_freq_gmem, pair):
     Args:
       positions: [4] int32 position of each row.
       inv_freq_gmem: [P] float32 inverse frequencies.
-      pair: [4, 8, 64] int32 number of the pair that a channel belongs to, negative before the rotated channels.
+      pair: [4, 8, 64] int32 index of the pair that a channel belongs to, negative before the rotated channels.
     """
     positions = jnp.maximum(positions, 0).astype(jnp.float32)
     # For channels before the rotated ones, `_take` returns frequency 0. A rotation by an angle of 0 changes nothing.
@@ -322,7 +335,7 @@ def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, first: int) -> jax.Arr
     Args:
       x: [n, 8, 64] float32 rows.
       cos, sin: as `_rotation` returns them; the angle is 0 before channel `first`.
-      first: first rotated channel.
+      first: index of the first rotated channel.
     """
     rounded = round_bfloat16(x)
     other = rounded.reshape(*x.shape[:-1], -1, 2)[..., ::-1].reshape(x.shape)

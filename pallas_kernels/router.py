@@ -1,16 +1,16 @@
 """Router of a mixture of experts: scores = sqrt(softplus(x @ weight.T)), from which each token's experts are selected.
 
-There are two launches, for up to 256 tokens. `router_products` has blocks of one warpgroup. Each writes partial sums of
-the logits of 32 tokens and 32 experts over a slice of 128 channels. `router_select` has a block for each token:
+There are two launches, for up to 256 tokens. `router_products` has blocks of one warpgroup. Each block writes partial
+sums of the logits of 32 tokens and 32 experts over a slice of 128 channels. `router_select` has a block for each token:
 
-    warpgroup          does                                                       waits for         signals
-    0..3               adds up a quarter of the slices                                              partials_full
-    0                  adds up the quarters, computes scores, selects experts     partials_full     selection_ready
-    0 of token 0       with up to 8 tokens: groups all (token, expert) pairs      selection_ready
-                       by expert
+    warpgroup      role             does                                              waits for         signals
+    0..3           add_slices       adds up a quarter of the slices                                     partials_full
+    0              select_experts   adds up the quarters, computes scores, selects    partials_full     selection_ready
+    0 of token 0   group_pairs      groups the (token, expert) pairs of all tokens    selection_ready
+                                    by expert, if there are up to 8 tokens
 
-With up to 8 tokens, the blocks of `router_select` are one cluster. The kernel `experts` takes the groups, so that it
-needs no launch to make them.
+With up to 8 tokens, the blocks of `router_select` are one cluster. The kernel `experts` takes the groups as an
+argument, so that it needs no separate launch to group the pairs.
 """
 
 import functools
@@ -34,13 +34,13 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
 MAX_TOKENS = 256
-MAX_GROUPED_TOKENS = 8  # number of blocks of a cluster that every Hopper GPU supports
-SLICE = 4 * WARP  # channels of a slice
-STEP = 16  # channels that an `mma` multiplies
-WARP_EXPERTS = 8  # experts of a warp of `router_products`
-BLOCK_EXPERTS = WARP_EXPERTS * THREADS // WARP  # experts of a block of `router_products`
-BLOCK_TOKENS = 32  # tokens of a block of `router_products`
-ADDERS = 4  # warpgroups of a block of `router_select`
+MAX_GROUPED_TOKENS = 8  # one block each: every Hopper GPU supports clusters of 8 blocks
+SLICE = 4 * WARP  # number of channels of a slice
+STEP = 16  # number of channels that an `mma` multiplies
+WARP_EXPERTS = 8  # number of experts of a warp of `router_products`
+BLOCK_EXPERTS = WARP_EXPERTS * THREADS // WARP  # number of experts of a block of `router_products`
+BLOCK_TOKENS = 32  # number of tokens of a block of `router_products`
+ADDERS = 4  # number of warpgroups of a block of `router_select`
 
 
 @cached_trace("top_k", "scaling_factor")
@@ -60,7 +60,7 @@ def router(
     """Selects the experts of each token by score, or by token id.
 
     The scores are `sqrt(softplus(x @ weight.T))`. With a bias, the experts with the `top_k` largest `score + bias` are
-    selected; of equal ones, the first. Without a bias, `table[token_id]` has the experts.
+    selected; of equal sums, the first ones. Without a bias, `table[token_id]` has the experts.
 
     Args:
       x: [T, D] bfloat16 activations, T from 1 to 256, D a multiple of 512.
@@ -68,7 +68,7 @@ def router(
       bias: [E] float32, or None to select by token id.
       table: [V, top_k] int32 experts of each token id; required without a bias.
       token_ids: [T] int32, clipped to [0, V); required without a bias.
-      slots: [T] int32 slot of each token's request, -1 for a padding token, whose experts are -1 with weights 0. None:
+      slots: [T] int32 slot of each token's request; -1 = padding. A padding token gets experts -1 and weights 0. None:
         there is no padding.
       layer: [] int32 index on a leading axis of layers of weight, bias and table. None: they have no such axis.
       top_k: number of experts of a token, at most 32 and E.
@@ -129,7 +129,7 @@ def _select_experts(products, weights, token_arrays, layer, top_k, scaling_facto
       products: [slices, T, E] float32 partial sums of the logits.
       weights: {"bias", "table": array or None}.
       token_arrays: {"token_ids", "slots": array or None}.
-      layer: [1] int32 number of the layer, or None.
+      layer: [1] int32 index of the layer, or None.
       top_k, scaling_factor, interpret: as in `router`.
     """
     slices, tokens, experts = products.shape
@@ -167,12 +167,12 @@ def multiply_slice(part: jax.Array, group: jax.Array, tile: jax.Array, x_gmem, w
     """Writes partial sums of logits, `out[part, t, e]`, for the tokens t and experts e of a block.
 
     On a GPU, a warp multiplies the weights of 8 experts by `mma`. The float32 weights are split into sums of three
-    bfloat16.
+    bfloat16, so that products are as exact as float32 products.
 
     Args:
-      part: int32 scalar, number of the slice of 128 channels to sum over.
-      group: int32 scalar, number of the group of 32 experts.
-      tile: int32 scalar, number of the tile of 32 tokens.
+      part: int32 scalar, index of the slice of 128 channels to sum over.
+      group: int32 scalar, index of the group of 32 experts.
+      tile: int32 scalar, index of the tile of 32 tokens.
       x_gmem: [T, D] bfloat16.
       weight_gmem: [E, D] float32.
       out_gmem: [slices, T, E] float32 to write.
@@ -196,13 +196,13 @@ def _emit_multiply_slice(part, group, tile, x_gmem, weight_gmem, out_gmem):
     lane = thread & 31
     first_token = tile * BLOCK_TOKENS
     # In each step, a lane loads four adjacent channels of an expert and of several tokens. `mma` expects other channels
-    # in this lane. But their order does not matter to a sum, if it is the same in both operands.
+    # in this lane, but the order of channels does not matter to a sum if both operands have the same order.
     row = lane >> 2
     column = part * SLICE + ((lane & 3) << 2)
     first_expert = group * BLOCK_EXPERTS + (thread >> 5) * WARP_EXPERTS
     weight_address = mlir.element(weight_gmem, (first_expert + row) * depth + column, 4)
     weights = [words.load_four(mlir.at(weight_address, 4 * STEP * step)) for step in steps]
-    # Token numbers past the end are clamped. Their sums are not stored.
+    # Indices of tokens past the end are clamped. The sums of these tokens are not stored.
     clamped = [(first_token + row + 8 * i).minimum(tokens - 1) for i in range(2 * halves)]
     x_addresses = [mlir.element(x_gmem, token * depth + column, 2) for token in clamped]
     inputs = [[words.load_pair(mlir.at(address, 2 * STEP * step)) for address in x_addresses] for step in steps]
@@ -295,7 +295,7 @@ def _group_cluster(token, warpgroup, experts, experts_gmem, groups_gmem, counts_
 def _softplus(x):
     """Returns log(1 + exp(x)) to float32 accuracy.
 
-    It sums a series of log(1 + exp(-|x|)), because a logarithm of a number near 1 would lose accuracy.
+    log(1 + exp(-|x|)) is summed as a series, because a logarithm of a number near 1 would lose accuracy.
     """
     small = jnp.exp(-jnp.abs(x))
     ratio = small / (2.0 + small)
@@ -315,7 +315,7 @@ def select(
     Args:
       experts_gmem: [T * top_k] int32 to write.
       weights_gmem: [T * top_k] float32 to write.
-      token: int32 scalar, number of the token.
+      token: int32 scalar, index of the token.
       scores_smem: [E] float32 scores.
       biased_smem: [E] float32 scores plus bias, if there is one.
       selection: {name: reference} of the arrays "bias", "table", "token_ids" and "slots", without those that are None.
@@ -371,7 +371,7 @@ def _top_k(values, lane, num_values, top_k):
 
     Args:
       values: address of `num_values` float32 values in shared memory.
-      lane: number of the thread in its warp.
+      lane: index of the thread in its warp.
       num_values: number of values, a multiple of 32.
       top_k: number of indices to find, at most 32.
     """

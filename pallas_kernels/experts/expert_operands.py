@@ -25,8 +25,8 @@ def check_operands(
       number: number of experts of a layer.
       inner: number of hidden channels, between the two maps of an expert.
       matrices: (codes or weights, scales or None) of gate_up and of down. Codes of gate_up are [layers * 2 * number,
-        inner, ..], and codes of down [layers * number, D, ..]. Scales are [.., rows, columns / 32], or if a row has 8
-        scales, [.., .., 16], or see `WeightLayout.scale_line`.
+        inner, ..], and codes of down [layers * number, D, ..]. Scales have the same first axis, and are [.., lines,
+        `WeightLayout.scale_line`].
 
     Raises:
       NotImplementedError: a shape or dtype is not one that `experts` documents.

@@ -4,16 +4,20 @@ The kernel is bound by the bandwidth of reading the selected experts' weights on
 first groups the (token, expert) pairs: a group has up to 8 pairs of one expert. A persistent grid of one block per SM
 then walks over tiles of 64 weight rows of all groups: first all tiles of gate_up, which compute the hidden channels,
 then all tiles of down. Each block has a consecutive range of the tiles of each map. The warpgroups have the roles of
-`skinny_gemm`. In addition they do:
+`skinny_gemm`. Their additional work is:
 
-    warpgroup   role        additional work                                          waits for              signals
-    0..3        multiply    loads a group's inputs before the group's first tile     hidden tiles (down)
-    4           load        none: weights of down are loaded during gate_up's tiles
-    5           epilogue    SwiGLU or the final store; with a shared expert, also    groups_ready, terms    hidden tiles
-                            a part of the sums over a token's pairs at the end                              and terms
+    warpgroup   role        additional work                                          waits for       signals
+    0..3        multiply    loads a group's inputs before the group's first tile     hidden tiles
+    4           load        none: it loads weights of down without waiting for the
+                            hidden tiles
+    5           epilogue    first: copies the block's groups to shared memory                        groups_ready
+                            each tile: stores SwiGLU or outputs of down                              hidden tiles, terms
+                            last, with a shared expert: a block's part of the        terms
+                            sums over a token's pairs
 
-Blocks wait for each other through counters in global memory (`tile_counters`). There is one counter of hidden tiles for
-each group, and one counter of terms for each tile of the sums over a token's pairs.
+All warpgroups meet at the barrier `groups_ready`. Hidden tiles and terms are counters in global memory through which
+blocks wait for each other (`tile_counters`): a counter of hidden tiles for each group, and a counter of terms for each
+tile of the sums over a token's pairs.
 """
 
 import dataclasses
@@ -43,7 +47,7 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 
 MAX_PAIRS = 1024  # maximum number of pairs of a token and an expert; one warpgroup groups them
 MAX_SHARED_TOKENS = COLUMNS  # maximum number of tokens with a shared expert
-# Numbers of the linear maps of an expert.
+# Indices of the linear maps of an expert.
 GATE_UP = 0
 DOWN = 1
 
@@ -79,8 +83,8 @@ def experts(
       permutation: pairs grouped by expert as `router` returns them; None to group them in a separate launch.
       shared: ((codes, scales) of gate_up, (codes, scales) of down) of an FP8 expert that all tokens share, or None. The
         codes are E4M3, [2 * S, D] and [D, S] uint8. The scales are E8M0 uint8, one for each block of codes. S is a
-        multiple of 256. It requires T <= 8, and FP4 experts with I a multiple of 512. If `scale_block` is 32, S and I
-        are multiples of 64.
+        multiple of 256. A shared expert requires T <= 8, and FP4 experts with I a multiple of 512. If `scale_block` is
+        32, S and I need only be multiples of 64.
       layer: [] int32 index on a leading axis of layers of all matrices and scales. None: they have no such axis.
       limit: clipping limit of SwiGLU.
       scale_block: number of rows and of columns of a block of the shared expert's codes with one scale, 128 or 32.
@@ -145,7 +149,7 @@ def _run_maps(p, x, routing, operands, interpret):
             y_types.append(jax.ShapeDtypeStruct((p.tokens, p.depth), jnp.bfloat16))
         _, y = _launch(p, (hidden_types, y_types), inputs, routing, operands, interpret)
         return y
-    # Blocks that may run one after the other cannot wait for each other, so each map has a launch of its own.
+    # Blocks that may run one after the other cannot wait for each other, so each map has a separate launch.
     gate_up = dataclasses.replace(p, maps=(GATE_UP,))
     down = dataclasses.replace(p, maps=(DOWN,))
     (hidden,) = _launch(gate_up, (hidden_types,), inputs, routing, operands, interpret)
@@ -191,7 +195,7 @@ class ExpertsProblem:
     depth: int  # number of channels of a token
     inner: int  # number of hidden channels, between the two maps of an expert
     shared: int  # number of hidden channels of the shared expert; 0 if there is none
-    limit: float  # SwiGLU's limit
+    limit: float  # clipping limit of SwiGLU
     maps: tuple[int, ...] = (GATE_UP, DOWN)  # maps that the launch computes
     shared_layout: WeightLayout = FP8  # storage of the shared expert's weights
 
@@ -219,16 +223,16 @@ class ExpertsProblem:
 
     @property
     def groups(self) -> int:
-        """The largest number of groups of pairs. As a group's number, it stands for the shared expert."""
+        """The largest number of groups of pairs. As the index of a group, this number stands for the shared expert."""
         return max_groups(self.pairs, self.experts)
 
     @property
     def first_term(self) -> int:
-        """The number of the first counter of terms. Counters of groups and of the shared expert precede it."""
+        """The index of the first counter of terms. Counters of groups and of the shared expert precede this one."""
         return self.groups + 1
 
     def first_tiles(self, groups, i: int, worker, workers: int) -> tuple[Any, Any]:
-        """Returns the first tile of a block, which is also the end of the tiles of the block before it.
+        """Returns the indices of a block's first tiles, at which the tiles of the previous block end.
 
         The shared expert's tiles, which have more bits, are divided evenly among blocks. Tiles of groups are divided so
         that every block reads the same number of bytes, up to a part of a tile.
@@ -236,11 +240,11 @@ class ExpertsProblem:
         Args:
           groups: number of groups.
           i: the map, GATE_UP or DOWN.
-          worker: number of the block.
+          worker: index of the block.
           workers: number of blocks.
 
         Returns:
-          (number among the tiles of all groups, number among the tiles of the shared expert).
+          (index among the tiles of all groups, index among the tiles of the shared expert).
         """
         workers = jnp.int32(workers)
         tiles = groups * self.tiles[i]
@@ -275,7 +279,7 @@ def _launch(p, out_type, inputs, routing, operands, interpret):
       out_type: for each map, the types of its outputs: of the routed experts, then of the shared expert.
       inputs: inputs of the first map: of the routed experts, then of the shared expert.
       routing: the pairs.
-      operands: (matrices of the routed and of the shared experts, number of the layer).
+      operands: (matrices of the routed experts and of the shared expert, [1] int32 index of the layer or None).
       interpret: whether to interpret the kernel.
 
     Returns:
@@ -361,7 +365,7 @@ def _routed_product(p, i, block_tiles, tables, source_gmem, out_gmem, matrix):
     Args:
       p: description of the launch.
       i: the map.
-      block_tiles: (first tile, number of tiles, first group) of the block.
+      block_tiles: (index of the block's first tile, number of its tiles, index of its first group).
       tables: (table of the block's groups, routing weights of their pairs, both in shared memory; counters).
       source_gmem: [.., channels] bfloat16 inputs of the map.
       out_gmem: [P, channels] bfloat16 outputs of the map.
@@ -373,14 +377,14 @@ def _routed_product(p, i, block_tiles, tables, source_gmem, out_gmem, matrix):
     gated = i == GATE_UP
 
     def group_of(n):
-        """Returns the number of the group of the block's n-th tile among the groups in `tables_smem`."""
+        """Returns the index in `tables_smem` of the group to which the block's n-th tile belongs."""
         return lax.div(begin + n, tiles) - first_group
 
     def pairs_of(n):
         return tables_smem.at[pl.ds(group_of(n) * GROUP_WORDS + FIRST_PAIR, COLUMNS)]
 
     def rows_of(n):
-        """Returns the first weight rows of the two halves of the block's n-th tile."""
+        """Returns the indices of the first weight rows of the two halves of the block's n-th tile."""
         expert = tables_smem[group_of(n) * GROUP_WORDS]
         tile = lax.rem(begin + n, tiles)
         if gated:
@@ -408,7 +412,10 @@ def _routed_product(p, i, block_tiles, tables, source_gmem, out_gmem, matrix):
 
 
 def _shared_product(p, i, block_tiles, counts, source_gmem, out_gmem, matrix):
-    """Returns the product of a block's tiles of map `i` of the shared expert; `block_tiles` is (first, count)."""
+    """Returns the product of a block's tiles of map `i` of the shared expert.
+
+    `block_tiles` is (index of the block's first tile, number of its tiles).
+    """
     begin, count = block_tiles
     gated = i == GATE_UP
     group = jnp.int32(p.groups)

@@ -1,7 +1,7 @@
 """Gathers the inputs of pairs in the order of their experts: y[p] = x[pairs[p] // divisor].
 
 For FP4 weights, columns are permuted as the weights are unpacked (`dequant_wgmma.permute_columns`). The grid has a
-block of one warpgroup for each two rows. A thread copies 16 bytes at a time.
+block of one warpgroup for every two rows. A thread copies 16 bytes at a time.
 """
 
 import jax
@@ -13,7 +13,7 @@ from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops
 from pallas_kernels.runtime.launch import kernel, primitive
 
 
-ROWS = 2  # rows of a block
+ROWS = 2  # number of rows of a block
 
 
 def gather_inputs(x: jax.Array, pairs: jax.Array, divisor: int, permuted: bool, *, interpret: bool) -> jax.Array:
@@ -21,7 +21,7 @@ def gather_inputs(x: jax.Array, pairs: jax.Array, divisor: int, permuted: bool, 
 
     Args:
       x: [T, D] bfloat16, D a multiple of 256.
-      pairs: [P] int32, P a multiple of 2.
+      pairs: [P] int32 indices of pairs, P a multiple of 2. Pair t * divisor + j belongs to token t.
       divisor: number of pairs of a token.
       permuted: whether to reorder the columns as `permute_columns` does.
       interpret: run on the CPU, interpreted, with the race detector on.
@@ -80,7 +80,7 @@ def _permute(four):
 
 
 def _by_lane(four):
-    """Returns [four[i ^ j] for i in 0 .. 3], where j is the number of the thread in its quad."""
+    """Returns [four[i ^ j] for i in 0 .. 3], where j is the index of the thread in its quad."""
     for bit in (1, 2):
         odd = (thread_ops.lane() & bit) > 0
         four = [odd.where(four[i ^ bit], four[i]) for i in range(4)]

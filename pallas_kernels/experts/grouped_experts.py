@@ -51,7 +51,8 @@ class Config:
         """Chooses the tile size for `pairs` pairs of `experts` experts.
 
         With uniform routing, nearly every expert has at most `mean + 2 * sqrt(mean)` pairs, the mean plus twice the
-        standard deviation. The tiles are as small as they can be if so many pairs are to fill as few tiles as possible.
+        standard deviation. The tile size is the smallest multiple of 16 with which an expert with this number of pairs
+        has as few tiles as possible.
         """
         mean = pairs / experts
         likely = int(mean + 2 * math.sqrt(mean))
@@ -118,7 +119,7 @@ class GroupedGemm:
     experts: int  # number of experts of a layer
     rows: int  # number of rows of the output
     width: int  # number of columns of the output
-    limit: float  # SwiGLU's limit
+    limit: float  # clipping limit of SwiGLU
 
     @property
     def channels(self) -> int:
@@ -127,7 +128,7 @@ class GroupedGemm:
 
     @property
     def tiles(self) -> int:
-        """The number of output tiles of a block of pairs, which are up to `tile_pairs` pairs of an expert."""
+        """The number of output tiles of a block of pairs. Such a block is up to `tile_pairs` pairs of an expert."""
         return -(-self.width // (self.channels * self.gemm.warpgroups))
 
 
@@ -136,11 +137,11 @@ def _launch(p, table, x, weight, *, tiles, layer, interpret):
 
     Args:
       p: description of the launch.
-      table: if gated, [N] float32 routing weight of each sorted pair; otherwise [N] int32 output row of each.
+      table: if gated, [N] float32 routing weight of each sorted pair; otherwise [N] int32 index of its output row.
       x: [N, channels] bfloat16 inputs of the sorted pairs.
       weight: (codes or weights, scales or None) of all experts.
       tiles: (count, tiles) from `sort_by_expert`.
-      layer: [1] int32 number of the layer, or None.
+      layer: [1] int32 index of the layer, or None.
       interpret: whether to interpret the kernel.
     """
     launch = kernel(
@@ -162,7 +163,7 @@ def _body(p, count_gmem, blocks_gmem, table_gmem, x_gmem, codes_gmem, scales_gme
     first_expert = 0 if layer_gmem is None else layer_gmem[0] * p.experts
 
     def block_and_tile(n):
-        """Returns (number of the block of pairs, number of the tile in it) of this worker's n-th output tile."""
+        """Returns (index of the block of pairs, index of the tile in it) of this worker's n-th output tile."""
         tile = worker + n * workers
         block = lax.div(tile, p.tiles)
         return block, tile - block * p.tiles

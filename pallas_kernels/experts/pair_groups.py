@@ -47,7 +47,7 @@ def group_by_expert(
 
 @primitive
 def load_groups(table_gmem, first: jax.Array, groups_smem) -> None:
-    """Copies groups of the table, from number `first` on, to shared memory. One warpgroup runs it.
+    """Copies groups of the table, from index `first` on, to shared memory. One warpgroup runs it.
 
     `groups_smem` is [16 * n] int32 for n groups. Groups past the end of the table are unspecified.
     """

@@ -1,4 +1,4 @@
-"""Sorts pairs of a token and an expert by expert, and lists output tiles of up to `size` pairs of one expert.
+"""Sorts (token, expert) pairs by expert, and lists output tiles of up to `size` pairs of one expert.
 
 One block of 1024 threads does a counting sort. Threads first count the pairs of each expert by atomics. Then each
 thread stands for one expert: prefix sums over the threads give the expert's first place and first tile. Last, threads
@@ -38,11 +38,11 @@ def sort_by_expert(
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      order: [at least P] int32, numbers of the pairs by expert, in any order within an expert. The pairs of an expert
-        begin at a multiple of 8. Places that no pair has hold 0.
+      order: [at least P] int32, indices of the pairs ordered by expert, and in any order within an expert. The pairs of
+        an expert begin at a multiple of 8. Places without a pair hold 0.
       count: [1] int32, the number of tiles.
-      tiles: [3, N] int32, for each tile its expert, its first place in `order`, and the end of the expert's pairs;
-        unspecified after the last tile.
+      tiles: [3, N] int32, for each tile its expert, the index of its first place in `order`, and the index after the
+        last place of the expert's pairs; unspecified after the last tile.
     """
     pairs = len(selected)
     places = -(-(pairs + (ALIGNMENT - 1) * min(number, pairs)) // ALIGNMENT) * ALIGNMENT
@@ -114,7 +114,7 @@ def _emit_sort_pairs(selected, order, count, tiles, number, size, scratch):
     ops.sync()
     for_each_pair(lambda pair, expert: ops.add(sizes + (expert << 2), 1))
     ops.sync()
-    # From here on, each thread stands for the expert that has its number.
+    # From here on, each thread stands for the expert whose index is the thread's.
     expert_pairs = ops.load(own_size)
     expert_places = (expert_pairs + (ALIGNMENT - 1)) & ((1 << 32) - ALIGNMENT)
     first_place, _ = ops.block_prefix_sum(expert_places, sums, warps)
@@ -129,7 +129,7 @@ def _emit_sort_pairs(selected, order, count, tiles, number, size, scratch):
             ops.store_global(tiles, first_tile + i + j * max_tiles, value)
 
     def write_pair(pair, expert):
-        place = ops.fetch_add(sizes + (expert << 2), 1)  # holds the place of the expert's next pair from here on
+        place = ops.fetch_add(sizes + (expert << 2), 1)  # the word now has the place of the expert's next pair
         ops.store_global(order, place, pair)
 
     ops.loop(expert_tiles, write_tile)

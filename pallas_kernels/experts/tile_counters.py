@@ -67,8 +67,8 @@ def add_up_terms(
       last_gmem: [T, D] bfloat16 outputs of the shared expert.
       selected_gmem: [P] int32 experts of the pairs. A pair whose expert is not in [0, experts) is left out.
       counts_gmem: counters, see the module.
-      counter: number of the first counter of terms, which is `counts_gmem[1 + counter]`.
-      worker: number of this block.
+      counter: index of the first counter of terms, which is `counts_gmem[1 + counter]`.
+      worker: index of this block.
       workers: number of blocks.
       experts: number of experts.
     """
@@ -82,8 +82,8 @@ def _emit_add_up_terms(
 ):
     tokens, width = total_gmem.type.shape
     top_k = terms_gmem.type.shape[0] // tokens
-    # A word is two channels of a token. A tile is 64 channels. Words are numbered tile by tile, then token by token.
-    words_per_tile = ROWS // 2  # words of one token
+    # A word is two channels of a token. A tile is 64 channels. Words are ordered tile by tile, then token by token.
+    words_per_tile = ROWS // 2  # number of words of one token in a tile
     words_per_block = -(-tokens * width // (2 * workers))
     first_word = worker * words_per_block
     num_terms = ops.load_global(counts_gmem, 0) + 1  # every group and the shared expert write a term of each tile

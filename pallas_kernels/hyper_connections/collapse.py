@@ -9,8 +9,8 @@ per SM walks over groups of 1 or 4 tokens. A block has n + 1 warpgroups, with n 
     n           compute_weights    computes `pre` and signals it, then `post` and       pre_empty             pre_full
                                    `comb` by Sinkhorn's iterations; a warp has a token
 
-If the weights `pre` of the block before collapse the streams (V4.1), they are read from global memory. Then the
-warpgroups of one role do not wait for those of the other.
+In V4.1, the weights `pre` that collapse the streams come from the previous call and are read from global memory. The
+warpgroups of the two roles then do not wait for each other.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from pallas_kernels.runtime.layer_operands import weights_of_layer
 from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
-CHANNELS = 1024  # channels of a warpgroup
+CHANNELS = 1024  # number of channels of a warpgroup
 STAGES = 2  # number of groups of tokens whose `pre` shared memory holds
 WARPS = THREADS // WARP
 MAX_LOADS = 16  # number of vectors of 128 partial sums that fit into registers at once
@@ -48,10 +48,10 @@ class CollapseProblem:
     """Static description of a launch."""
 
     tokens: int
-    width: int  # channels of a stream
+    width: int  # number of channels of a stream
     rows: int  # number of mixing weights of a token: 24, or 4 for the head
     slices: int  # number of slices of channels whose partial sums are to be added up
-    tokens_each: int  # tokens of a group
+    tokens_each: int  # number of tokens of a group, 1 or 4
     # Constants of the norm and of the mixing weights, and number of Sinkhorn iterations: see `hyper_connections`.
     norm_eps: float
     hc_eps: float
@@ -75,15 +75,15 @@ class CollapseProblem:
 
 @pytree_dataclass
 class CollapseScratch:
-    """Shared memory and barriers of the launch: outside the kernel the types to allocate, inside the references.
+    """Shared memory and barriers of the launch: types to allocate outside the kernel, references inside it.
 
-    The fields of `pre` are None if the weights `pre` of the block before collapse the streams.
+    `pre_empty`, `pre_smem` and `pre_full` are None if the weights `pre` of the previous call collapse the streams.
     """
 
     pre_empty: Any  # one barrier for each stage of `pre_smem`
-    norms_smem: Any  # [2, step, warps] float32 sums of squares; the two buffers are used in turns
+    norms_smem: Any  # [2, step, warps] float32 sums of squares; the two buffers on axis 0 are used in turns
     norms_full: Any  # barrier of the warpgroups that collapse
-    pre_smem: Any  # [STAGES, 128] float32, the weights `pre` of a token in each warp
+    pre_smem: Any  # [STAGES, 128] float32; the first 4 of each 32 are the weights `pre` of a warp's token
     exchange_smem: Any  # [128] float32, scratch of `vectors.butterfly`
     pre_full: Any  # one barrier for each stage of `pre_smem`
 
@@ -98,7 +98,8 @@ def collapse(p: CollapseProblem, streams, partials, weights, layer, pre=None, *,
         N * 32] with N = T rounded up to a multiple of 4.
       weights: (base, scale, weight) as in `hyper_connections`.
       layer: [1] int32 index on a leading axis of layers of the weights. None: they have no such axis.
-      pre: [T, 24] float32 mixing weights of which the first 4 collapse the streams; None for those of this launch.
+      pre: [T, 24] float32 mixing weights of the previous call, of which the first 4 collapse the streams. None: this
+        launch computes the weights that collapse them.
       interpret: whether to interpret the kernel.
 
     Returns:
@@ -144,7 +145,7 @@ def _body(p, streams_gmem, pre_gmem, partials_gmem, weights_gmem, layer_gmem, x_
 def _collapse_streams(p, groups, warpgroup, streams_gmem, pre_gmem, weight_gmem, x_gmem, scratch):
     """Collapses and norms a warpgroup's channels of all groups of tokens of the block.
 
-    `groups` is (number of the block, number of blocks, number of the block's groups).
+    `groups` is (index of the block, number of blocks, number of the block's groups).
     """
     block, blocks, count = groups
     own_channels = pl.ds(warpgroup * CHANNELS, CHANNELS)
@@ -162,13 +163,13 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, pre_gmem, weight_gmem,
         return streams, None if pre_gmem is None else [pre_gmem[token, j] for j in range(STREAMS)]
 
     def load_tokens(i, turn):
-        """Loads the tokens of turn `turn` of the block's i-th group, whose turns have `p.step` tokens."""
+        """Loads the `p.step` tokens of turn `turn` of the block's i-th group: a list of results of `load_token`."""
         tokens = [jnp.minimum(token_of(i, turn, n), p.tokens - 1) for n in range(p.step)]
         return [load_token(token) for token in tokens]
 
     def collapse_token(stage, parity, turn, n, streams, pre):
         """Returns a token's collapsed channels. Writes each warp's sum of their squares to `norms_smem`."""
-        first_lane = (turn * p.step + n) * WARP  # of the warp that has computed the token's weights
+        first_lane = (turn * p.step + n) * WARP  # first lane of the warp that has computed the token's weights
         terms = [
             row.astype(jnp.float32) * (scratch.pre_smem[stage, first_lane + j] if pre is None else pre[j])
             for j, row in enumerate(streams)
@@ -180,13 +181,14 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, pre_gmem, weight_gmem,
     def collapse_group(i, ahead):
         """Stores x of the block's i-th group of tokens.
 
-        `ahead` has the tokens of the group's first turn. Returns the tokens of the next group's first turn.
+        `ahead` is the result of `load_tokens` for the group's first turn. Returns its result for the first turn of the
+        next group.
         """
         stage = lax.rem(i, STAGES)
         if pre_gmem is None:
             plgpu.barrier_wait(scratch.pre_full.at[stage])
         for turn in range(turns):
-            # The buffers of `norms_smem` take turns, because other warpgroups may still read the previous one.
+            # The buffers of `norms_smem` take turns, because other warpgroups may still read the previous turn's.
             parity = lax.rem(i * turns + turn, 2)
             values = [collapse_token(stage, parity, turn, n, *loaded) for n, loaded in enumerate(ahead)]
             if turn + 1 < turns:
@@ -221,7 +223,10 @@ def _compute_weights(p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gme
     factors = vectors.take(scale_gmem, jnp.minimum(lane >> 2, scale_gmem.shape[0] - 1))
 
     def add_slices(group):
-        """Adds up the partial sums of a group, in chunks of 128, the sums of a slice in each warp."""
+        """Adds up the partial sums of a group over all slices. Returns [128] float32: each warp's 32 sums of its token.
+
+        A chunk of 128 partial sums belongs to four slices of one token, or to one slice of four tokens.
+        """
         totals = []
         chunks = range(p.slices * p.tokens_each // WARPS)
         for begin in chunks[::MAX_LOADS]:
@@ -257,7 +262,7 @@ def _compute_weights(p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gme
 
 
 def _pairwise_sum(terms, add=jnp.add):
-    """Adds neighbours, and neighbouring sums, until a single sum is left."""
+    """Adds neighbouring terms, then neighbouring sums, until a single sum is left."""
     while len(terms) > 1:
         terms = [*map(add, terms[::2], terms[1::2]), *terms[len(terms) & ~1 :]]
     return terms[0]

@@ -9,8 +9,8 @@ next block collapses the streams to its normed input x [D]:
 The mixing weights of a token are `pre` [4], `post` [4] and `comb` [4, 4]. `pre` of this call, and `post` and `comb` of
 the next one, are computed from logits = fn @ new / rms(new), where new is flattened to [4 * D]. The first launch writes
 the new streams. Each of its blocks also writes partial sums of the logits over a slice of channels. The second launch,
-`collapse`, adds up the slices and computes x and the mixing weights. In V4.1 (`delays_pre`), `pre` is not that of this
-call but that of the call before, as `post` and `comb` are. There are three kernels for the first launch:
+`collapse`, adds up the slices and computes x and the mixing weights. In V4.1 (`delays_pre`), `pre` comes from the
+previous call, too, like `post` and `comb`. There are three kernels for the first launch:
 
     kernel            tokens      multiplies fn with the new streams by
     streams_fma       1 .. 4      float32 FMAs; it can also sum y over GPUs
@@ -31,7 +31,7 @@ from pallas_kernels.runtime.layer_operands import check_weight, layer_operand, w
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-MAX_WIDTH = 7 * collapse.CHANNELS  # channels of 7 warpgroups; `collapse` has one more, so 1024 threads
+MAX_WIDTH = 7 * collapse.CHANNELS  # number of channels of 7 warpgroups; `collapse` has an eighth one: 1024 threads
 # On an H100, both launches together take 19.0 us with `mma` and 22.0 us with `wgmma` for 256 tokens, but 36.9 us and
 # 29.5 us for 512 tokens.
 MAX_MMA_TOKENS = 256
@@ -65,8 +65,8 @@ def hyper_connections(
       weight: [D] float32 weight of the norm.
       y: [T, D] bfloat16 output of the block; None: the streams stay as they are.
       mixing: [T, 24] float32 mixing weights that the call before the block returned; required with y or delays_pre.
-      table: table of mailboxes, see `mailbox.check_table`. If given, this GPU's y is a term of a sum over GPUs, which
-        is computed as by `all_reduce`; at most 4 tokens. None: y is complete.
+      table: table of mailboxes, see `mailbox.check_table`, for at most 4 tokens. If given, y is first summed over GPUs,
+        as `all_reduce` does. None: y is complete.
       layer: [] int32 index on a leading axis of layers of fn, base, scale and weight. None: they have no such axis.
       norm_eps: constant added to the mean square of the streams, and to the mean square of the collapsed stream.
       hc_eps: constant added to `pre`, to the softmax of `comb`, and to each sum of a Sinkhorn iteration.
@@ -146,8 +146,8 @@ def _launch_slices(streams, fn, layer, added, new_type, interpret):
 
     Args:
       streams: [T, 4, D] bfloat16.
-      fn: weights of the logits.
-      layer: [1] int32 number of the layer within fn, or None.
+      fn: [R, 4 * D] float32 weights of the logits, or with `layer` a stack of them.
+      layer: [1] int32 index of the layer within fn, or None.
       added: (y, mixing, table) of `hyper_connections`.
       new_type: shape and dtype of the new streams, or None without y.
       interpret: whether to interpret the kernel.

@@ -19,9 +19,9 @@ from pallas_kernels.mgpu.thread_ops import fma
 
 
 STREAMS = 4
-MIXING = STREAMS * (2 + STREAMS)  # mixing weights of a token: 4 of `pre`, 4 of `post`, 16 of `comb`
-# Partial sums of a token over a slice of channels: value r is the product of row r of fn with the new streams, and
-# value SQUARES is the sum of their squares.
+MIXING = STREAMS * (2 + STREAMS)  # number of mixing weights of a token: 4 of `pre`, 4 of `post`, 16 of `comb`
+# Number of partial sums of a token over a slice of channels. Sum r is the product of row r of fn with the new streams,
+# and sum SQUARES is the sum of the new streams' squares.
 SUMS = 32
 SQUARES = 31
 
@@ -94,7 +94,7 @@ def add_channels(refs: StreamRefs, index: jax.Array, channels: int) -> None:
 def load_streams(streams, y, token: U32, channel: U32) -> list[list[U32]]:
     """Loads 8 channels from `channel` on of each stream of a token, and of y unless it is None.
 
-    Returns four words of two bfloat16 for each.
+    Returns four words of two bfloat16 for each stream, then for y.
     """
     width = streams.type.shape[2]
     pointer = mlir.element(streams, token * (STREAMS * width) + channel, 2)

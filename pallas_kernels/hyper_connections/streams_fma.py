@@ -22,9 +22,9 @@ from pallas_kernels.mgpu.thread_ops import fma
 from pallas_kernels.runtime.launch import primitive
 
 
-CHANNELS = WARP  # channels of a slice, one for each lane
-MAX_TOKENS = 4  # tokens of a launch: at the end, each warp adds up the sums of one token
-TOKENS = MAX_TOKENS  # tokens of a tile, so there is one tile
+CHANNELS = WARP  # number of channels of a slice, one for each lane
+MAX_TOKENS = 4  # largest number of tokens: at the end, each of the four warps adds up the sums of one token
+TOKENS = MAX_TOKENS  # number of tokens of a tile, so there is one tile
 
 
 def scratch_types(tokens: int, rows: int, fuses_all_reduce: bool) -> dict:
@@ -46,8 +46,8 @@ def update_slice(index: jax.Array, tile: jax.Array, refs: StreamRefs, inbox_smem
     """Writes a slice of the new streams of all tokens, and its partial sums.
 
     Args:
-      index: int32 scalar, number of the slice.
-      tile: number of the tile of tokens, always 0.
+      index: int32 scalar, index of the slice.
+      tile: index of the tile of tokens, always 0.
       refs: references of the launch.
       inbox_smem: [T * 4 * 32] float32, partial sums of each token and stream.
       total_smem: [T * 16] uint32, the slice's channels of the sum of y over GPUs; None if y is complete.
@@ -69,7 +69,7 @@ def _emit_update_slice(index, tile, refs, inbox_smem, total_smem=None):
         value = values[0] if term is None else thread.update_stream(U32(token), values, factors, term)
         products = [arith.mulf(value, weight) for weight in fn_column]
         products += [None] * (SQUARES - len(products)) + [arith.mulf(value, value)]
-        number = ((U32(token) * STREAMS + thread.warp) << 5) + thread.lane  # of the sum in the inbox
+        number = ((U32(token) * STREAMS + thread.warp) << 5) + thread.lane  # index of the sum in the inbox
         thread_ops.store(inbox + (number << 2), thread_ops.lane_sums(products))
     mgpu.utils.warpgroup_barrier()
     with thread_ops.when(thread.warp < tokens):
@@ -147,7 +147,7 @@ class _Thread:
         return arith.extf(self.f32, low)
 
     def store_partials(self, inbox):
-        """Adds the partial sums of the four streams of token number `self.warp`, and stores the totals.
+        """Adds the partial sums of the four streams of the token with index `self.warp`, and stores the totals.
 
         `inbox` is the address of the partial sums in shared memory.
         """

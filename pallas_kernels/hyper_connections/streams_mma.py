@@ -24,9 +24,9 @@ from pallas_kernels.mgpu.mlir import THREADS, U32, WARP
 from pallas_kernels.runtime.launch import primitive
 
 
-CHANNELS = 32  # channels of a slice
-TOKENS = 32  # tokens of a tile
-STEP = 16  # channels that an `mma` multiplies
+CHANNELS = 32  # number of channels of a slice
+TOKENS = 32  # number of tokens of a tile
+STEP = 16  # number of channels that an `mma` multiplies
 STEPS = CHANNELS // STEP
 HALVES = TOKENS // 16  # an `mma` multiplies 16 tokens, half of a tile
 
@@ -50,8 +50,8 @@ def update_slice(index: jax.Array, tile: jax.Array, refs: StreamRefs, values_sme
     """Writes a slice of the new streams of a tile of tokens, and its partial sums.
 
     Args:
-      index: int32 scalar, number of the slice of 32 channels.
-      tile: int32 scalar, number of the tile of 32 tokens.
+      index: int32 scalar, index of the slice of 32 channels.
+      tile: int32 scalar, index of the tile of 32 tokens.
       refs: references of the launch.
       values_smem: [4 * 32, 32] bfloat16, the new streams of the tile; on a GPU, in the order of `_address`.
       sums_smem: float32, the sums of each warp.
@@ -65,16 +65,16 @@ def _emit_update_slice(index, tile, refs, values_smem, sums_smem):
     tokens, _, width = refs.streams.type.shape
     rows = refs.fn.type.shape[0]
     slices = width // CHANNELS
-    groups = -(-rows // 8)  # of 8 rows of fn, which an `mma` multiplies
+    groups = -(-rows // 8)  # number of groups of 8 rows of fn, which an `mma` multiplies
     thread = mlir.thread()
     first_token = tile * TOKENS
     warp = thread >> 5
     lane = thread & 31
     values = thread_ops.shared(values_smem)
     sums = thread_ops.shared(sums_smem)
-    # Token numbers past the end are clamped, so the last token may be written several times, with the same values.
+    # Indices of tokens past the end are clamped, so the last token may be written several times, with equal values.
     row = thread >> 2
-    eight = thread & 3  # number of the thread's 8 channels in the slice
+    eight = thread & 3  # index of the thread's group of 8 channels in the slice
     token = (first_token + row).minimum(tokens - 1)
     channel = index * CHANNELS + eight * 8
     loaded = mixing.load_streams(refs.streams, refs.y, token, channel)
@@ -94,7 +94,7 @@ def _emit_update_slice(index, tile, refs, values_smem, sums_smem):
     # Each warp stores its sums, four of each lane for an `mma`. Then `store_sums` adds up the sums of the four warps.
     num_products = HALVES * groups
     for (half, group), acc in _multiply(values, warp, weights, groups).items():
-        number = (warp * num_products + half * groups + group) * WARP + lane  # of this lane's four sums
+        number = (warp * num_products + half * groups + group) * WARP + lane  # index of this lane's four sums
         thread_ops.store_vector(sums + (number << 4), [thread_ops.bits(x) for x in acc])
     mgpu.utils.warpgroup_barrier()
 
@@ -102,7 +102,7 @@ def _emit_update_slice(index, tile, refs, values_smem, sums_smem):
         terms = [thread_ops.load_vector(sums + ((number + j * num_products * WARP) << 4)) for j in range(STREAMS)]
         totals = [_sum_four(*map(thread_ops.as_float, four)) for four in zip(*terms, strict=True)]
         lane = number & 31
-        product = number >> 5  # number of the `mma`, by half of the tile, then by group of rows
+        product = number >> 5  # index of the `mma`, ordered by half of the tile, then by group of rows
         token = first_token + (product // groups) * 16 + (lane >> 2)
         logit = (product % groups) * 8 + (lane & 3) * 2
         for i in range(2):
@@ -130,7 +130,7 @@ def _load_fn(fn, column, rows, width):
 
 
 def _multiply(values, warp, weights, groups):
-    """Multiplies the stream of warp `warp` in shared memory, at address `values`, with the weights of `_load_fn`.
+    """Multiplies stream `warp` of the tile, in shared memory at address `values`, with the weights of `_load_fn`.
 
     Returns {(half of the tile's tokens, group of 8 rows): this lane's four MLIR float32 sums}.
     """
@@ -142,7 +142,7 @@ def _multiply(values, warp, weights, groups):
             for line in (16 * half, 16 * half + 8):
                 inner = lane & 3
                 eight = _address(values, warp, (lane >> 2) + line, (inner >> 1) + 2 * step)
-                address = eight + ((inner & 1) << 3)  # of four adjacent channels
+                address = eight + ((inner & 1) << 3)  # address of four adjacent channels
                 pairs.append(thread_ops.ptx_words(2, "ld.shared.v2.b32 {$0, $1}, [$2];", address))
             operand = [pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]]
             for group in range(groups):

@@ -7,9 +7,9 @@ take the tiles of its group in turns:
      shared memory. So products with bfloat16 streams are as exact as float32 products. The warpgroups synchronize at
      `weights_ready`.
   2. For each tile and each chunk of 64 channels, a warpgroup computes the new streams and writes them to global and to
-     shared memory (`mix_chunk`). Then it multiplies them with the chunk's weights by `wgmma` (`multiply_add`). It loads
-     the first rows of the next chunk ahead.
-  3. At the end of a tile, it stores the partial sums (`store_sums`).
+     shared memory (`mix_chunk`), while it loads the first rows of the next chunk. Then it multiplies the new streams
+     with the chunk's weights by `wgmma` (`multiply_add`).
+  3. At the end of a tile, the warpgroup stores the partial sums (`store_sums`).
 """
 
 from typing import Any
@@ -35,12 +35,12 @@ from pallas_kernels.runtime.launch import axis_indices, kernel, primitive
 from pallas_kernels.runtime.layer_operands import weights_of_layer
 
 
-CHANNELS = 128  # channels of a slice
-CHUNK = 64  # channels that are multiplied at a time
+CHANNELS = 128  # number of channels of a slice
+CHUNK = 64  # number of channels that are multiplied at a time
 CHUNKS = CHANNELS // CHUNK
-TOKENS = 64  # tokens of a tile
+TOKENS = 64  # number of tokens of a tile
 WARPGROUPS = 3
-ROWS = 4  # number of a tile's rows (tokens) for each thread, which computes 8 channels of them
+ROWS = 4  # number of a tile's rows (tokens) of which a thread computes 8 channels each
 AHEAD = 2  # number of rows that a thread loads ahead
 
 
@@ -49,8 +49,8 @@ def launch(streams, fn, layer, added, new_type, interpret):
 
     Args:
       streams: [T, 4, D] bfloat16.
-      fn: weights of the logits.
-      layer: [1] int32 number of the layer within fn, or None.
+      fn: [R, 4 * D] float32 weights of the logits, or with `layer` a stack of them.
+      layer: [1] int32 index of the layer within fn, or None.
       added: (y, mixing, None) of `hyper_connections`.
       new_type: shape and dtype of the new streams, or None without y.
       interpret: whether to interpret the kernel.
@@ -104,7 +104,7 @@ def _body(index, group, warpgroup, refs, operand_smem, weights_smem, weights_rea
     def chunk_at(i, chunk):
         """Returns (first token, first channel) of chunk `chunk` of this warpgroup's i-th tile.
 
-        The number after the last chunk of a tile is the first chunk of the next tile.
+        `chunk` may be CHUNKS, for the first chunk of the next tile.
         """
         i = i + lax.div(chunk, CHUNKS)
         chunk = lax.rem(chunk, CHUNKS)
@@ -138,8 +138,8 @@ def split_weight(target, fn, index: jax.Array, warpgroup: jax.Array) -> None:
       target: [2 * 4, 3 * N, 64] bfloat16 with TRANSFORMS to write. For each chunk of 64 channels and each stream it
         receives the high, then the middle, then the low terms of N rows: the R rows of fn, then zeros.
       fn: [R, 4 * D] float32 in global memory.
-      index: int32 scalar, number of the slice.
-      warpgroup: int32 scalar, number of this warpgroup.
+      index: int32 scalar, index of the slice.
+      warpgroup: int32 scalar, index of this warpgroup.
     """
     rows = fn.shape[0]
     width = fn.shape[1] // STREAMS
@@ -162,8 +162,8 @@ def _emit_split_weight(target, fn, index, warpgroup):
     rows, columns = fn.type.shape
     width = columns // STREAMS
     padded = -(-rows // 8) * 8
-    eights = CHANNELS // 8  # pieces of 8 channels of a row and stream
-    units = padded * STREAMS * eights  # a thread splits such a piece at a time
+    eights = CHANNELS // 8  # number of pieces of 8 channels of a row and stream
+    units = padded * STREAMS * eights  # number of all such pieces; a thread splits one at a time
     thread = mlir.thread() + warpgroup * THREADS
     base = thread_ops.shared(target)
     column = index * CHANNELS
@@ -281,7 +281,7 @@ def _ahead_shape(refs):
 
 
 def _row_of(i):
-    """Returns the number of a thread's i-th row in its tile. A warp mixes the 16 rows that it also multiplies."""
+    """Returns the index of a thread's i-th row in its tile. A warp mixes the 16 rows that it also multiplies."""
     thread = mlir.thread()
     return ((thread >> 5) << 4) + (i << 2) + ((thread & 31) >> 3)
 
@@ -297,11 +297,11 @@ def multiply_add(acc: jax.Array, operand, weights, chunk: jax.Array) -> jax.Arra
     """Returns acc plus the products of all four streams of a chunk with its weights.
 
     Args:
-      acc: [64, 3 * N] float32 sums of the products of 64 tokens' streams with N rows of fn. The first N columns are for
-        the rows' high terms, the next for their middle terms, the last for their low terms.
+      acc: [64, 3 * N] float32 sums of the products of 64 tokens' streams with N rows of fn. N columns are for the rows'
+        high terms, the next N for their middle terms, and the last N for their low terms.
       operand: streams from `mix_chunk`.
       weights: terms of fn from `split_weight`.
-      chunk: int32 scalar, number of the chunk in the slice.
+      chunk: int32 scalar, index of the chunk in the slice.
     """
     for j in range(STREAMS):
         stream = operand[j].astype(jnp.float32)
@@ -326,7 +326,7 @@ def store_sums(partials, start: jax.Array, acc: jax.Array, squares: jax.Array) -
 
     Args:
       partials: [T, 32] float32 to write, see `mixing.SUMS`.
-      start: int32 scalar, first token of the tile.
+      start: int32 scalar, index of the tile's first token.
       acc: [64, 3 * N] result of `multiply_add`, whose three terms are added up.
       squares: [128] float32 sums of squares from `mix_chunk`. Lane 8 * a + b of warp w has token 16 * w + 4 * b + a for
         b < 4; other lanes have none.
@@ -348,7 +348,7 @@ def _emit_store_sums(partials, start, acc, squares):
     def place(row, column):
         return mlir.element(partials, (row << 5) + column)
 
-    # Of each 8 columns, a thread holds two in row lane // 4 of its warp's rows and two in row lane // 4 + 8.
+    # For every 8 columns, a thread holds two sums in row lane // 4 of its warp's 16 rows and two in row lane // 4 + 8.
     registers = list(acc.registers.flat)
     share = len(registers) // PARTS
     for i in range(share):

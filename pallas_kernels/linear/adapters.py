@@ -1,8 +1,8 @@
 """Products of low-rank adapters (LoRA) for few tokens: y[t, m] + sum_k up[m, k] * inner[t, k] of the token's adapter.
 
 All maps of one input take one launch. A block adds the products of 64 or 128 channels of a map. It copies its rows of
-`up`, its columns of `y`, and `inner` to shared memory. In `inner` it keeps the values of each token's adapter. In the
-`wgmma`, the tokens are the rows of the accumulator and the channels its columns.
+`up`, its columns of `y`, and `inner` to shared memory, and replaces the values of `inner` that do not belong to a
+token's adapter by zeros. In the `wgmma`, the tokens are the rows of the accumulator and the channels its columns.
 """
 
 import functools
@@ -24,20 +24,20 @@ from pallas_kernels.runtime.layer_operands import check_weight, layer_operand, w
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-MAX_TOKENS = 64  # rows of an accumulator
+MAX_TOKENS = 64  # number of rows of an accumulator
 TOKENS = 8  # the number of tokens is a multiple of this number
-CHANNELS = 64  # channels of a block
-MAX_BLOCKS = 3 * MULTIPROCESSORS  # with more blocks, they get twice as many channels
+CHANNELS = 64  # number of channels of a block
+MAX_BLOCKS = 3 * MULTIPROCESSORS  # if more blocks were needed, a block gets 128 channels where this divides all groups
 RANKS = range(64, 257, 64)  # the depth, the number of adapters times their rank, is one of these numbers
 _FLOAT32_TRANSFORMS = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
 
 class Scratch(NamedTuple):
-    """Shared memory of a block: outside the kernel the types to allocate, inside the references."""
+    """Shared memory of a block: types to allocate outside the kernel, references inside it."""
 
     inner_smem: Any  # [64, depth] float32
     masked_smem: Any  # [64, depth] bfloat16, `inner` times the scales; 0 outside of the token's adapter
-    numbers_smem: Any  # [64] int32
+    numbers_smem: Any  # [64] int32, index of each token's adapter
     out_smem: Any  # [64, channels] bfloat16: y, then the result
     scales_smem: Any  # [depth] float32
     up_smem: Any  # [channels, depth] bfloat16
@@ -64,10 +64,12 @@ def add_adapters(
         adapters. The depth is the number of adapters times the rank, a multiple of 64 up to 256. If there are several
         groups, the g-th share of the M channels takes the g-th share of `inner`.
       ups: for each map [M, depth] bfloat16, the matrices `up` of all adapters side by side.
-      numbers: [T] int32 number of each token's adapter; none for other numbers, such as -1.
-      scales: [depth] float32 factors of `inner`. Each product with one is rounded to bfloat16.
+      numbers: [T] int32, index of each token's adapter, below `depth / rank`. A token with another value, such as -1,
+        has no adapter.
+      scales: [depth] float32 factors of the values of `inner`. Each product of a value and its factor is rounded to
+        bfloat16.
       layer: [] int32 index on a leading axis of layers of `ups`. None: they have no such axis.
-      rank: number of values of `inner` of an adapter.
+      rank: rank of the adapters, the number of values of `inner` that belong to one adapter.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
@@ -133,7 +135,7 @@ def _body(rank, maps_gmem, ups_gmem, numbers_gmem, scales_gmem, layer_gmem, *out
 
 
 def _add(rank, y_gmem, inner_gmem, up_gmem, numbers_gmem, scales_gmem, out_gmem, scratch, block):
-    """Adds the products to a block's channels of a map. `block` counts the blocks of this map."""
+    """Adds the products to a block's channels of a map. `block` is the index of the block among those of this map."""
     tokens, channels = y_gmem.shape
     width, depth = scratch.up_smem.shape
     groups = inner_gmem.shape[1] // depth
@@ -151,7 +153,7 @@ def _add(rank, y_gmem, inner_gmem, up_gmem, numbers_gmem, scales_gmem, out_gmem,
     for source, destination in copies:
         plgpu.copy_gmem_to_smem(source, destination, scratch.ready)
     plgpu.barrier_wait(scratch.ready)
-    # The rows past the last token hold anything. Nothing of them is stored.
+    # Rows past the last token are unspecified, and are not stored.
     shape = MAX_TOKENS, depth
     layout = plgpu.Layout.WGMMA
     inner = plgpu.load(scratch.inner_smem, layout=layout)

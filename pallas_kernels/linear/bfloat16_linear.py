@@ -33,12 +33,12 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 from pallas_kernels.runtime.roles import dispatch_warpgroups
 
 
-STEP = 256  # columns of a stage
+STEP = 256  # number of columns of a stage
 MAX_TOKENS = 64
 TOKENS = 8  # the number of columns of a `wgmma` is a multiple of this number
 STAGING_BYTES = SHARED_BYTES - (18 << 10)  # shared memory for stages and the inbox of `SumExchange`
 MAX_SPLITS = 8  # number of blocks of a cluster that every Hopper GPU supports
-# Numbers of warpgroups.
+# Indices of warpgroups.
 MULTIPLY = 0
 LOAD = 1
 
@@ -56,7 +56,8 @@ def bfloat16_linear(
     Args:
       x: [T, num_groups * K] bfloat16 activations, T a multiple of 8 up to 64.
       weights: matrices whose rows, one matrix after the other, form the weight, [num_groups * M, K] bfloat16. K is a
-        multiple of 256. M is a multiple of 64, or of 128 if there are several groups. So are the rows of each matrix.
+        multiple of 256. M is a multiple of 64, or of 128 if there are several groups. Each matrix has a multiple of 64
+        rows.
       layer: [] int32 index on a leading axis of layers of the weights. None: they have no such axis.
       spec: outputs in float32 or bfloat16, whose sizes are multiples of 64.
       interpret: run on the CPU, interpreted, with the race detector on.
@@ -115,8 +116,8 @@ def bfloat16_linear(
 def _splits(tiles, steps):
     """Returns the number of blocks that split the columns of a tile.
 
-    The number is the largest power of two with which all blocks run at once. Other numbers are left out: three blocks
-    took longer than two.
+    The number is the largest power of two, up to 8, with which all blocks run at once and have a stage. Other numbers
+    are left out, because three blocks took longer than two.
 
     Args:
       tiles: number of tiles.
@@ -131,11 +132,11 @@ class Bfloat16LinearProblem:
     """Static description of a launch."""
 
     tokens: int
-    depth: int  # columns of W
+    depth: int  # number of columns of W
     group_tiles: int  # number of tiles of a group of rows
     tiles: int
     splits: int  # number of blocks of a cluster
-    workers: int  # number of clusters; each takes every `workers`-th tile, or only one tile if it has several blocks
+    workers: int  # number of clusters; each takes every `workers`-th tile, or one tile if a cluster has several blocks
     outputs: Outputs
 
     @property
@@ -145,7 +146,7 @@ class Bfloat16LinearProblem:
 
 
 class Stages(NamedTuple):
-    """The ring of stages: outside the kernel the types to allocate, inside the references."""
+    """The ring of stages: types to allocate outside the kernel, references inside it."""
 
     inputs_smem: Any  # [stages, tokens, STEP] bfloat16
     empty: Any  # a barrier for each stage
@@ -191,7 +192,7 @@ def _body(p, x_gmem, weights_gmem, layer_gmem, *outs_gmem, inbox, stages):
 def _load_stage(p, x_gmem, weights_gmem, stages, first, steps, i):
     """Copies the operands of the block's `i`-th stage, counted over all its tiles.
 
-    `first` is the number of the block's first stage in a tile, and `steps` its number of stages of a tile.
+    Of the stages of a tile, the block multiplies `steps` stages, and `first` is the index of the first of these.
     """
     stage = barriers.turn(stages.full, i)
     tile = lax.axis_index("worker") + lax.div(i, steps) * p.workers

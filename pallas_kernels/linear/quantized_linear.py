@@ -1,9 +1,10 @@
 """Linear maps of few tokens: y[t, r] = sum_k W[r, k] * x[t, k], with W in FP8 or bfloat16, or SwiGLU of two such maps.
 
 The kernel is bound by the bandwidth of reading W once. Each cluster of a persistent grid has a consecutive range of the
-tiles of 64 rows. The blocks of a cluster split the columns of its tiles. Their number is the smallest with which the
-inputs fit into shared memory. The warpgroups have the roles of `skinny_gemm`. If a cluster has several blocks, their
-epilogues send the sums of a tile to one of the blocks, which adds them up at the end (`sum_exchange`).
+tiles of 64 rows. The blocks of a cluster split the columns of its tiles, so that each block's part of the inputs fits
+into shared memory, see `Config.choose`. The warpgroups have the roles of `skinny_gemm`. If a cluster has several
+blocks, their epilogues send the sums of a tile to one of the blocks, which adds up the sums at the end
+(`sum_exchange`).
 """
 
 import dataclasses
@@ -35,8 +36,8 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 
 MAX_TOKENS = 32
 MAX_NORMED_TOKENS = 16  # maximum number of tokens with a norm; registers do not suffice for more
-FEW_TOKENS = 16  # `Config.choose` takes as many blocks of a cluster as this number of tokens needs
-MIN_STAGES = 8  # two for each warpgroup that multiplies
+FEW_TOKENS = 16  # number of tokens for which `Config.choose` chooses the number of blocks of a cluster
+MIN_STAGES = 8  # smallest number of stages: two for each warpgroup that multiplies
 # {number of blocks of a cluster: number of such clusters that run at once}. The blocks of a cluster run in one GPC, a
 # group of multiprocessors of the GPU.
 CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 32}
@@ -59,15 +60,15 @@ class Config:
         """Chooses the division of the work, with stages as large as possible.
 
         `splits` is the smallest number of blocks with which 16 tokens fit into shared memory and more than half of the
-        multiprocessors have work. If no number gives work to so many, it is the largest with which 16 tokens fit.
-        `splits` decides the order in which products are added, so it does not depend on the number of tokens.
+        multiprocessors have work. If no number gives work to more than half, it is the largest with which 16 tokens
+        fit. `splits` decides the order in which products are added, so it does not depend on the number of tokens.
 
         Args:
           p: the problem; its `config` is not used.
           interpret: whether the kernel is interpreted, with at most two clusters of two blocks.
 
         Returns:
-          The config, or None if 16 tokens do not fit.
+          The config, or None if 16 tokens do not fit with any number of blocks.
         """
         chosen = None
         tokens = -(-p.tokens // COLUMNS) * COLUMNS
@@ -101,11 +102,12 @@ def _configs_with_room(p, tokens, splits, workers) -> Iterator[Config]:
 
 
 def min_columns(matrices: tuple[tuple[WeightLayout, int], ...]) -> int:
-    """Returns the smallest number of columns that a block can multiply: four steps of the smallest size.
+    """Returns the smallest number of columns that a block can multiply: four of the smallest steps.
 
-    With blocks of 32 x 32 values it is one such step.
+    With FP8 in blocks of 32 x 32 values, it is one of the smallest steps. All matrices have equally many columns.
 
-    `matrices` has the layout of each matrix and a number, which is not used. All matrices have equally many columns.
+    Args:
+      matrices: (layout, number that is not used) of each matrix.
     """
     layouts = [layout for layout, _ in matrices]
     step = max(layout.segment for layout in layouts) * max(layout.min_segments for layout in layouts)
@@ -138,9 +140,9 @@ def quantized_linear(
       layer: [] int32 index on a leading axis of layers of all weights and of the norm's weight. None: they have no such
         axis.
       spec: outputs in float32 or bfloat16, whose sizes are multiples of 64. The last one may have 32 rows if the last
-        matrix is bfloat16. Each output has rows of one matrix only.
-        With several groups, there is one matrix, and each group has a multiple of 128 rows.
-      swiglu_limit: limit of SwiGLU, or None. If given, the spec has two bfloat16 outputs, the gate and the up
+        matrix is bfloat16. Each output has rows of one matrix only. With several groups, there is one matrix, and each
+        group has a multiple of 128 rows.
+      swiglu_limit: clipping limit of SwiGLU, or None. If given, the spec has two bfloat16 outputs, the gate and the up
         projection, whose sizes are equal and multiples of 128, or if `scale_block` is 32, of 64.
       eps: constant that the norm adds to the mean square.
       scale_block: number of rows and of columns of a block of codes with one scale, 128 or 32.
@@ -205,9 +207,9 @@ class QuantizedLinearProblem:
     matrices: tuple[tuple[WeightLayout, int], ...]  # (layout, number of tiles) of each matrix
     depth: int  # number of columns of the matrices
     tokens: int
-    num_groups: int  # number of groups of tiles; each group has its own inputs
+    num_groups: int  # number of groups of tiles; each group multiplies different input channels
     outputs: Outputs
-    limit: float | None  # SwiGLU's limit
+    limit: float | None  # clipping limit of SwiGLU
     eps: float
     config: Config = Config()
 
@@ -235,7 +237,7 @@ class QuantizedLinearProblem:
         return OTHER_BYTES + self.exchange.num_bytes
 
     def first_tile(self, worker):
-        """Returns the first tile of cluster `worker`, an int or an int32 scalar.
+        """Returns the index of the first tile of cluster `worker`; both are ints or int32 scalars.
 
         The ranges of all clusters have equally many bytes of weights, up to a part of a tile.
         """
@@ -280,8 +282,8 @@ def _body(p, x_gmem, weights_gmem, norm_gmem, layer_gmem, *outs_gmem, factors_sm
         # No kernel writes the weights, so the loading warpgroup starts while the previous kernel ends.
         pl.when(warpgroup != LOAD)(wait_for_inputs)
     else:
-        # The layer's number may be the result of a kernel that still runs, also of an older one than the previous
-        # kernel: every kernel lets the next one start before it waits for its own inputs.
+        # The layer's index may be written by a kernel that still runs. That may even be an older kernel than the
+        # previous one, because every kernel lets the next one start before it waits for its own inputs.
         wait_for_inputs()
     weights_gmem, norm_gmem = weights_of_layer((weights_gmem, norm_gmem), layer_gmem)
     store = functools.partial(_store, p, outs_gmem)
@@ -327,9 +329,9 @@ def _product(p, weight, place, own, split, load_inputs, finish):
       p: the problem.
       weight: (layout, codes or weights, scales or None) of the matrix.
       place: (number of tiles of the matrices before this one, number of tiles of this matrix).
-      own: (first, end) of the block's tiles in this matrix.
-      split: number of the block in its cluster, which selects its columns.
-      load_inputs, finish: as in `Product`, but with the number of a tile among the tiles of all matrices.
+      own: (index of the block's first tile in this matrix, index after its last one).
+      split: index of the block in its cluster, which selects its columns.
+      load_inputs, finish: as in `Product`, but with the index of a tile among the tiles of all matrices.
     """
     layout, codes_gmem, scales_gmem = weight
     gated = p.limit is not None
@@ -359,7 +361,7 @@ def _product(p, weight, place, own, split, load_inputs, finish):
 def _store(p, outs_gmem, tile, sums):
     """Writes a tile, 64 rows of the product, or its SwiGLU, to the output that has these rows.
 
-    `sums` [64, tokens] float32 are 2**-32 of the product.
+    `sums` [64, tokens] float32 are 2**-32 times the product.
     """
     if p.limit is not None:
         epilogue.store_few(outs_gmem[0], sums, tile, limit=p.limit)

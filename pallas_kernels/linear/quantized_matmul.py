@@ -37,12 +37,15 @@ class Config:
     """The division of a launch's work into tiles, and their order."""
 
     tile_tokens: int  # number of tokens of a tile, a multiple of 16 up to 256, or up to 240 with SwiGLU
-    # Tiles of tokens are multiplied with all weights in batches, one batch after the other. This is a batch's size.
+    # Number of tiles of tokens in a batch. A batch is multiplied with all weights before the next batch begins, so that
+    # clusters that run at the same time share weights and inputs in the L2 cache.
     batch_tiles: int = 12
 
     @classmethod
     def choose(cls, tokens: int, row_tiles: int, clusters: int, gated: bool) -> "Config":
-        """Chooses the number of tokens per tile with the least time: number of waves of clusters times time of a tile.
+        """Chooses the number of tokens per tile that takes the least time: number of waves times time of a tile.
+
+        A wave is the tiles that run at once, one in each cluster.
 
         Args:
           tokens: number of tokens.
@@ -137,11 +140,11 @@ class QuantizedMatmulProblem:
 
     gemm: DequantGemm
     tokens: int
-    rows: int  # rows of W
+    rows: int  # number of rows of W
     row_tiles: int  # number of tiles of rows
-    num_groups: int  # number of groups of rows; each group has its own inputs
+    num_groups: int  # number of groups of rows; each group multiplies different input channels
     outputs: Outputs
-    limit: float | None  # SwiGLU's limit
+    limit: float | None  # clipping limit of SwiGLU
     batch_tiles: int  # see `Config`
 
     @property
@@ -158,7 +161,7 @@ class QuantizedMatmulProblem:
         return self.row_tiles * self.token_tiles
 
     def place(self, tile):
-        """Returns the first output channel and the first token of a cluster's tile."""
+        """Returns the indices of the first output channel and of the first token of a cluster's tile."""
         batch = lax.div(tile, self.batch_tiles * self.row_tiles)
         inner = tile - batch * (self.batch_tiles * self.row_tiles)
         size = jnp.minimum(self.token_tiles - batch * self.batch_tiles, self.batch_tiles)

@@ -1,4 +1,4 @@
-"""The static description of a linear map, and functions of kernels that check it and store tiles to its outputs."""
+"""The static description of a linear map, and functions by which kernels check it and store tiles to its outputs."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -65,9 +65,9 @@ def checked_outputs(
     Args:
       spec: description of the linear map.
       rows: number of rows of all weights.
-      swiglu_limit: limit of SwiGLU, or None.
-      gate_multiple: number of which the rows of the gate must be a multiple.
-      min_last: smallest size of the last output, if that is not a multiple of 64.
+      swiglu_limit: clipping limit of SwiGLU, or None.
+      gate_multiple: with SwiGLU, the number of rows of the gate must be a multiple of this number.
+      min_last: the only size of the last output that need not be a multiple of 64.
 
     Raises:
       NotImplementedError: kernels do not take the outputs' sizes or dtypes, or the size of the groups.
@@ -96,13 +96,13 @@ def out_types(outputs: Outputs, tokens: int) -> list[jax.ShapeDtypeStruct]:
 
 
 def at_row(refs: Sequence[Any], sizes: Sequence[int], row: jax.Array, function: Callable[[Any, jax.Array], None]):
-    """Calls `function(ref, row)` with the reference that has a row of all references' rows, and its number there.
+    """Calls `function(ref, r)` with the reference that has row `row` of all references, and the row's index r in it.
 
     Args:
       refs: references in global memory, such as those of weights or of outputs.
       sizes: number of rows of each reference.
-      row: int32 scalar, number of the row, counted over all references.
-      function: function of a reference and a row; it is not called for a row past the end.
+      row: int32 scalar, index of the row, counted over all references.
+      function: function of a reference and the index of a row in it; it is not called for a row past the end.
     """
     first_row = 0
     for ref, size in zip(refs, sizes, strict=False):
@@ -112,12 +112,14 @@ def at_row(refs: Sequence[Any], sizes: Sequence[int], row: jax.Array, function: 
 
 
 def store_tile(outs_gmem: Sequence[Any], outputs: Outputs, tile: jax.Array, sums: jax.Array) -> None:
-    """Writes a tile of 64 rows of the product to the output that has these rows. It may have the first ones only.
+    """Writes a tile of 64 rows of the product to the output that has these rows.
+
+    An output of only 32 rows gets the first 32 rows of the tile.
 
     Args:
       outs_gmem: [tokens, size] outputs in global memory.
-      outputs: their sizes and dtypes.
-      tile: int32 scalar, number of the tile in the product.
+      outputs: sizes and dtypes of the outputs.
+      tile: int32 scalar, index of the tile in the product.
       sums: [64, tokens] float32 rows of the product.
     """
 

@@ -1,8 +1,8 @@
 """The addition of the partial sums of a cluster's blocks. Each block multiplies some columns of a tile (split-K).
 
-The tiles of a cluster are owned by its `splits` blocks in turns. Each block sends its partial sums of a tile to the
-owner. Once all have come, one warpgroup of the owner adds them up, in the order of blocks. Interpreted blocks exchange
-their sums through global memory.
+The `splits` blocks of a cluster own its tiles in turns: block `n % splits` owns tile n. Each block sends its partial
+sums of a tile to the tile's owner. Once the sums of all blocks have come, one warpgroup of the owner adds them up, in
+the order of blocks. Interpreted blocks exchange their sums through global memory.
 """
 
 import dataclasses
@@ -70,7 +70,8 @@ class SumExchange:
     def start(self, scratch: tuple[Any, Any], outs_gmem) -> "SumExchange":
         """Initializes the exchange within a kernel, and returns it with its references.
 
-        All warpgroups call it. They call `barriers.wait_cluster` before they use the barrier; `send` does so.
+        All warpgroups call it, and then call `barriers.wait_cluster` once. The warpgroup that uses the barrier calls
+        `wait_cluster` before, as `send` does for tile 0.
 
         Args:
           scratch: references to the scratch of `types`.
@@ -84,7 +85,7 @@ class SumExchange:
         return dataclasses.replace(self, inbox=inbox, inbox_full=full)
 
     def send(self, n: jax.Array, sums: jax.Array) -> None:
-        """Sends this block's partial sums [rows, tokens] of the cluster's tile `n` to the owner of the tile."""
+        """Sends this block's partial sums [rows, tokens] float32 of the cluster's tile `n` to the tile's owner."""
         # Before its first tile, a block waits until the other blocks of the cluster run.
         pl.when(n == 0)(lambda: barriers.wait_cluster(None))
         splits = jnp.int32(self.splits)
@@ -101,7 +102,7 @@ class SumExchange:
 
         Args:
           tiles: int32 scalar, number of tiles of the cluster.
-          store: function called with the number `n` of each owned tile and its total [rows, tokens] float32.
+          store: function called with the index of each owned tile and the tile's total [rows, tokens] float32.
         """
         split = lax.axis_index("split")
         if interpreting():

@@ -1,20 +1,20 @@
 """GEMM with quantized weights: sums[r, n] = sum_k W[matrix, r, k] * x[n, k], for many inputs x.
 
 The kernel is bound by the throughput of `wgmma`. A block walks over the output tiles that the caller gives it, see
-`Operands`. A step is 32, 64 or 128 bytes of each weight row of a tile. A stage of shared memory holds the weights and
-the inputs of a step.
+`Operands`. The columns of a tile are split into steps of 32, 64 or 128 bytes of each weight row. A stage of shared
+memory holds the weights and the inputs of one step. With n = `DequantGemm.warpgroups`:
 
     warpgroup   role        does                                                waits for       signals
-    0..n-1      multiply    unpacks its 64 rows in registers, runs `wgmma`,     stage_full      stage_empty
-                            and finishes its rows of the tile                   codes_full      codes_empty
+    0..n-1      multiply    unpacks 64 weight rows in registers, runs `wgmma`,  stage_full      stage_empty
+                            and calls `finish` with their sums                  codes_full      codes_empty
                                                                                 scales_full     scales_empty
-    n           load        copies steps, without a pause between tiles         stage_empty     stage_full
+    n           load        copies operands, without a pause between tiles      stage_empty     stage_full
                                                                                 codes_empty     codes_full
                                                                                 scales_empty    scales_full
 
-One copy brings FP4's scales of several steps to a separate ring. If FP4 steps have 64 bytes a row, one copy also brings
-the codes of two steps to a separate ring: experts may lie in host memory, and PCIe reads 64 bytes at a lower rate than
-128. The two blocks of a cluster multiply the same inputs, and each copies half of them to both blocks.
+One copy brings FP4's scales of several steps to a separate ring. If FP4 steps have 64 bytes a row, one copy may also
+bring the codes of two steps to a separate ring: experts may lie in host memory, and PCIe reads 64 bytes at a lower rate
+than 128. The two blocks of a cluster multiply the same inputs, and each block copies half of the inputs to both.
 """
 
 import dataclasses
@@ -42,18 +42,18 @@ MAX_WIDE = 80  # largest number of inputs of a tile with which three stages of 1
 MAX_CODES_RING = 224  # largest number of inputs of a tile with which three stages fit beside a separate ring of codes
 SCALES_STAGES = 3
 CODES_STAGES = 2  # stages of the separate ring of codes
-# {number of multiplying warpgroups: (registers of a loading thread, registers of a multiplying thread)}. All warpgroups
-# together can have 512, since a multiprocessor has 512 * 128 registers.
+# {number of multiplying warpgroups: (registers of a loading thread, registers of a multiplying thread)}. The sum over
+# the warpgroups of a block is at most 512, since a multiprocessor has 512 * 128 registers.
 REGISTERS = {2: (40, 232), 4: (24, 112)}
 
 
 class OutputTile(NamedTuple):
-    """The place of a tile's operands."""
+    """The place of a tile's operands, as int32 indices."""
 
-    matrix: Any  # number of the matrix; if gated, of the gate's matrix, and the up projection's matrix comes next
-    row: Any  # first row of the matrix
-    input: Any  # first row of the inputs, a multiple of 8
-    column: Any = 0  # first column of the inputs
+    matrix: Any  # index of the matrix; if gated, of the gate's matrix, and the up projection's matrix comes next
+    row: Any  # index of the tile's first row in the matrix
+    input: Any  # index of the first row of the inputs, a multiple of 8
+    column: Any = 0  # index of the first column of the inputs
 
 
 class Operands(NamedTuple):
@@ -65,18 +65,18 @@ class Operands(NamedTuple):
     tiles: jax.Array  # int32 scalar, number of tiles of this block; equal for both blocks of a cluster
     inputs_gmem: Any  # [.., width] bfloat16; for FP4 in the order of `dequant_wgmma.permute_columns`
     codes_gmem: Any  # [matrices, R, elements of a row] of the layout's dtype: bfloat16 weights, or codes of FP8 or FP4
-    # E8M0 scales. FP4: [matrices, R, columns / 32] uint8, or if a weight row has 8 scales, [matrices, R / 2, 16], each
-    # line with the scales of two weight rows, or see `WeightLayout.scale_line`. FP8: [matrices, R / block, columns /
-    # block] uint8. bfloat16: None.
+    # E8M0 scales, uint8. FP8: [matrices, R / block, columns / block]. FP4: [matrices, R, columns / 32]; if a weight row
+    # has 8 scales, [matrices, R / 2, 16], where a line has the scales of two weight rows; if one copy brings all scales
+    # of a tile, [matrices, lines, `WeightLayout.scale_line`]. bfloat16: None.
     scales_gmem: Any
-    locate: Callable[[jax.Array], OutputTile]  # number of a tile of this block -> place of its operands
-    # (tile, sums) -> None. Each multiplying warpgroup calls it with the sums [64, inputs] float32 of its 64 rows, which
-    # are 2**-32 of the sums of products.
+    locate: Callable[[jax.Array], OutputTile]  # index of a tile of this block -> place of its operands
+    # (index of a tile of this block, sums) -> None. Each multiplying warpgroup calls it with sums [64, inputs] float32:
+    # 2**-32 times the sums of products of the warpgroup's 64 rows.
     finish: Callable[[jax.Array, jax.Array], None]
 
 
 class DequantScratch(NamedTuple):
-    """Shared memory and barriers of a GEMM: outside the kernel the types to allocate, inside the references."""
+    """Shared memory and barriers of a GEMM: types to allocate outside the kernel, references inside it."""
 
     codes_smem: Any  # [stages, matrices of a tile, rows of each, elements] weights or codes
     codes_empty: Any  # barriers of the separate ring of codes; None if codes and inputs share their stages
@@ -86,7 +86,7 @@ class DequantScratch(NamedTuple):
     inputs_smem: Any  # [stages, inputs, columns of a step] bfloat16
     scales_empty: Any  # barriers of the ring of FP4's scales; None unless the weights are FP4
     scales_full: Any  # like `scales_empty`
-    scales_smem: Any  # [.., matrices of a tile, .., ..] uint8 scales of FP4; otherwise None
+    scales_smem: Any  # [stages, matrices of a tile, lines, scales of a line] uint8 scales of FP4; otherwise None
     staging_smem: Any  # [warpgroups, bytes] uint8, memory in which `epilogue.store_many` transposes sums
 
 
@@ -116,8 +116,8 @@ class DequantGemm:
         """The number of bytes of a weight row in a step.
 
         Steps of 128 bytes are whole lines of the L2 cache: FP4 took 6% less time with them than with steps of 64.
-        Shared memory has room for them only if a tile has few inputs. A row has a whole number of steps, so FP4 rows of
-        other sizes have shorter steps.
+        Shared memory has room for steps of 128 bytes only if a tile has few inputs. A row has a whole number of steps,
+        so FP4 rows that are no multiple of 64 or 128 bytes have shorter steps.
         """
         most = 128 if self.layout.bits == 16 or (self.layout.bits == 4 and self.inputs <= MAX_WIDE) else 64
         return math.gcd(most, self.depth * self.layout.bits // 8)
@@ -157,14 +157,13 @@ class DequantGemm:
         """Whether a step's weights are unpacked while the products of the previous step still run.
 
         With four warpgroups, a tile has few inputs, so its sums leave enough registers for the unpacked weights.
-        bfloat16 weights do not overlap. Their step has a single chunk of 64 columns, so the weights of the next step
-        would be loaded into registers that the running products still read. The same holds for steps of 32 bytes of
-        FP4.
+        A step that is a single chunk of 64 columns does not overlap, since the weights of the next step would be loaded
+        into registers that the running products still read. These are the steps of bfloat16, and FP4's of 32 bytes.
         """
         return self.warpgroups == 4 and self.layout.bits < 16 and (self.layout.bits == 8 or self.step_bytes > 32)
 
     def scratch(self) -> DequantScratch:
-        """Returns the scratch types for `run`. If codes have a ring of their own, a stage has inputs alone."""
+        """Returns the scratch types for `run`. If codes have a separate ring, a stage holds only inputs."""
         has_codes_ring = self.code_steps > 1
         has_scales = self.layout.bits == 4
         matrix_rows = self.rows // self.matrices
@@ -205,7 +204,7 @@ class DequantGemm:
         )
 
     def run(self, warpgroup: jax.Array, operands: Operands, refs: DequantScratch) -> None:
-        """Multiplies all tiles of the operands. Every warpgroup calls it with its number."""
+        """Multiplies all tiles of the operands. Every warpgroup calls it with its index in the block."""
         load_registers, multiply_registers = REGISTERS[self.warpgroups]
 
         @pl.when(warpgroup == self.warpgroups)
@@ -239,7 +238,7 @@ def _load(gemm, operands, refs):
 
 def _load_step(gemm, operands, refs, n, place, codes_gmem, step):
     """Copies the operands of a step of the block's tile `n` to shared memory, once their stages are empty."""
-    i = n * gemm.steps + step  # number of the step among all steps of the block
+    i = n * gemm.steps + step  # index of the step among all steps of the block
     stage = barriers.turn(refs.stage_full, i)
     stage_full = refs.stage_full.at[stage]
     barriers.wait_empty(refs.stage_empty, i)
@@ -266,13 +265,13 @@ def _load_step(gemm, operands, refs, n, place, codes_gmem, step):
 
 
 def _load_codes(codes_gmem, piece, codes_smem, full):
-    """Copies the `piece`-th group of columns of a tile's codes [matrices, rows, all elements] to a stage."""
+    """Copies part `piece` of a tile's codes [matrices, rows, all elements] to a stage, which is as wide as a part."""
     elements = codes_smem.shape[2]
     plgpu.copy_gmem_to_smem(codes_gmem.at[:, :, pl.ds(piece * elements, elements)], codes_smem, full)
 
 
 def _load_scales(gemm, operands, refs, tile, number, step):
-    """Copies the FP4 scales of the steps from `step` on; it is the block's `number`-th copy of scales."""
+    """Copies the FP4 scales of the steps from `step` on. `number` is the index of this copy among the block's."""
     slot = barriers.turn(refs.scales_full, number)
     barriers.wait_empty(refs.scales_empty, number)
     lines, line = refs.scales_smem.shape[2:]

@@ -1,11 +1,11 @@
 """Products of quantized weights with many inputs, by the instruction `wgmma` with unpacked weights in registers.
 
-A tile of weights is 64 or 128 bytes of each row, in shared memory. A thread unpacks weights of the two rows that it
+A tile of weights is 32, 64 or 128 bytes of each row, in shared memory. A thread unpacks weights of the two rows that it
 multiplies:
 
   * FP8: the weights of the columns that `wgmma` expects in the thread, in order.
-  * FP4: four of 16 consecutive bytes. This word is 8 columns with one scale. They are not the columns that `wgmma`
-    expects in the thread, so the inputs' columns are reordered in the same way, see `permute_columns`.
+  * FP4: of every 16 bytes of a row, four consecutive ones: 8 columns with one scale. `wgmma` expects other columns in
+    the thread, so the columns of the inputs are reordered like those of the weights, see `permute_columns`.
   * bfloat16: weights are loaded by `ldmatrix` without any unpacking.
 """
 
@@ -27,7 +27,7 @@ from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.launch import primitive
 
 
-CHUNK = 64  # columns of `wgmma`'s operands in shared memory
+CHUNK = 64  # number of columns of `wgmma`'s operands in shared memory
 
 
 def code_transforms(layout: WeightLayout, row_bytes: int) -> tuple[Any, ...]:
@@ -36,7 +36,7 @@ def code_transforms(layout: WeightLayout, row_bytes: int) -> tuple[Any, ...]:
 
 
 def permute_columns(x: jax.Array) -> jax.Array:
-    """Reorders inputs x [.., columns] as FP4 weights are unpacked: columns change places within each 32."""
+    """Reorders the columns of inputs x [.., columns], 32 by 32, to the order in which FP4 weights are unpacked."""
     # Axes within 32 columns: (thread of four, with 8 columns each; half of a word; k step of 16 columns; half of the
     # step) -> (k step, half of the step, thread, half of a word).
     *lead, columns = x.shape
@@ -49,23 +49,26 @@ def permute_columns(x: jax.Array) -> jax.Array:
 def multiply_tile(
     acc: jax.Array, codes_smem, scales_smem, scale_at, inputs_smem, warpgroup, layout, gated: bool, complete=True
 ) -> jax.Array:
-    """Returns acc + weights @ inputs.T of a tile, [64, N] float32; products of FP8 and FP4 count 2**-32.
+    """Returns acc + weights @ inputs.T of a tile, [64, N] float32, with FP8 and FP4 weights scaled by 2**-32.
 
     The R rows of a tile are divided among all warpgroups that multiply. Warpgroup w multiplies the 64 rows from
     `64 * w` on. If gated, it multiplies 32 rows of the gate, from `32 * w` on, and 32 rows of the up projection, from
-    `R / 2 + 32 * w` on. A thread gets the sums of both, see `interleave_halves`.
+    `R / 2 + 32 * w` on. A thread then gets the sums of a gate row and of its up row, see `interleave_halves`.
 
     Args:
       acc: [64, N] float32 sums to add to.
-      codes_smem: [1, R, n], or if gated [2, R / 2, n], weights or codes. A row of bfloat16 has 128 bytes. If it has
-        twice as many columns as `inputs_smem`, it holds this tile and the one before or after it.
-      scales_smem: FP4's [.., .., ..] uint8 scales, 16, 8 or all for each row, one for 32 columns; otherwise None.
-      scale_at: int32 scalar. FP4: index of the tile's first scale in its row, which also says which of two tiles in
-        `codes_smem` it is. FP8: the tile's scale; if gated, the gate's scale plus 256 times the up projection's scale.
-        FP8 with blocks of 32 x 32 values: a byte for each block of 32 of the tile's 64 columns, first of the first 32
-        rows of this warpgroup, then of the others.
+      codes_smem: [1, R, n], or if gated [2, R / 2, n], weights or codes. A row of bfloat16 has 128 bytes. If the codes
+        have twice as many columns as `inputs_smem`, they are two consecutive tiles, of which `scale_at` selects one.
+      scales_smem: for FP4 [1 or if gated 2, lines, scales of a line] uint8, with 16, 8 or all scales of each row, one
+        for 32 columns; otherwise None.
+      scale_at: int32 scalar, one of these:
+        * FP4: index of the tile's first scale in its row.
+        * FP8: the tile's scale; if gated, the gate's scale plus 256 times the up projection's scale.
+        * FP8 with blocks of 32 x 32 values: a byte for each block. The two low bytes are for the two blocks of columns
+          of the warpgroup's first 32 rows, the two high bytes for those of its other 32 rows.
+        * bfloat16: not used.
       inputs_smem: [N, columns] bfloat16 with `TRANSFORMS`.
-      warpgroup: int32 scalar, number w of this warpgroup.
+      warpgroup: int32 scalar, index w of this warpgroup.
       layout: storage of the weights.
       gated: whether half of the rows are the gate's.
       complete: whether to wait for all products. If not, the products of the last 64 columns may still run, and
@@ -114,16 +117,16 @@ def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, w
             row = (lane & 7) + ((lane >> 3) & 1) * row_distance
             part = (lane >> 4) << 4
         line = (thread >> 5) * (8 if gated else 16) + row
-        line = line + warpgroup * (HALF if gated else ROWS)  # number of the thread's first row in the tile
-        # The swizzle permutes the 16-byte pieces of a row: their number is XORed with the number of the 128-byte line.
+        line = line + warpgroup * (HALF if gated else ROWS)  # index of the thread's first row in the tile
+        # The swizzle permutes the 16-byte pieces of a row: a piece's index is XORed with that of the 128-byte line.
         swizzle = ((line * row_bytes) >> 7) & (row_bytes // 16 - 1)
         if layout.columns(row_bytes) > chunks * CHUNK:
-            # `codes` has two tiles. A block with one scale has 16 bytes, so scale number `scale_at` gives the distance.
+            # `codes` has two tiles. A scale belongs to 16 bytes, so the index `scale_at` gives the tile's first byte.
             part = part ^ ((scale_at << 4) & (row_bytes - 1))
         place = thread_ops.shared(codes) + line * row_bytes + ((swizzle << 4) ^ part)
         if scales:
             (table,) = scales
-            size = math.prod(table.type.shape) // rows  # scales of a row
+            size = math.prod(table.type.shape) // rows  # number of scales of a row
             # A step of a single chunk has two scales of a row, whose address is even.
             kind = "u16" if chunks == 1 else "u32"
             row_scales = thread_ops.shared(table) + line * size + scale_at, row_distance * size, kind
@@ -188,7 +191,7 @@ def _fp8_unpacker(place, other, scales):
       scales: E8M0 scales of the two rows, each a list with one scale or a scale for each 32 columns.
 
     Returns:
-      Function: number of the chunk -> [4][4] registers of `wgmma`'s left operand, four for each k step of 16 columns.
+      Function: index of a chunk -> [4][4] registers of `wgmma`'s left operand, four for each k step of 16 columns.
     """
     factors = [[power_pair(x + (120 - SHIFT)) for x in row] for row in scales]
 
@@ -221,7 +224,7 @@ def _fp4_unpacker(place, other, scales):
         for half in range(2):
             exponents = _load(scale_place, half * other_scales + chunk // 2 * 4, kind) + (126 - SHIFT) * 0x01010101
             for block in range(2):
-                number = 2 * chunk + block  # of the block of 32 columns, 16 bytes, with one scale
+                number = 2 * chunk + block  # index of the block of 32 columns, 16 bytes, with one scale
                 # Two equal bfloat16 whose exponent bits are byte `number % 4` of `exponents`.
                 factor = _permute_bytes(exponents, 0, 0x4040 | (number % 4) * 0x0101) << 7
                 word = _load(place ^ (number << 4), half * other)
@@ -253,7 +256,7 @@ def _multiply(sums, weights, inputs, chunk, chunks):
       sums: this thread's N / 2 float32 sums.
       weights: 16 registers of unpacked weights, four for each k step.
       inputs: 64-bit address of the inputs [N / 8, chunks, 8, 64] bfloat16 in shared memory.
-      chunk: number of the chunk.
+      chunk: index of the chunk.
       chunks: number of chunks of the inputs.
 
     Returns:

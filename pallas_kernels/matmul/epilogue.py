@@ -1,8 +1,8 @@
 """The epilogues of `skinny_gemm` and `dequant_gemm`, which store a tile of sums [64 weight rows, N inputs] transposed.
 
-Each input gets a row of the output array. The epilogue first multiplies the sums by 2**32, because unpacked weights are
-2**-32 of their values (`quantized_weights.SHIFT`). If `limit` is given, it stores SwiGLU with this clipping limit in
-place of the sums. A thread then holds the sums of a channel's gate row and up row, see
+Each input gets a row of the output array. An epilogue first multiplies the sums by 2**32, because unpacked weights are
+2**-32 times their values (`quantized_weights.SHIFT`). If `limit` is given, the epilogue stores SwiGLU, with this
+clipping limit, instead of the sums. A thread then holds the sums of a channel's gate row and up row, see
 `quantized_weights.interleave_halves`. For many inputs a warpgroup transposes bfloat16 values in shared memory, so that
 it writes long pieces of rows.
 """
@@ -26,24 +26,25 @@ from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import primitive
 
 
-COLUMNS = 32  # inputs that a warpgroup transposes at a time
-LINE_BYTES = 2 * ROWS + 16  # bytes of an input's line in shared memory; the padding avoids bank conflicts
-STAGING_BYTES = COLUMNS * LINE_BYTES  # shared memory of a warpgroup
+COLUMNS = 32  # number of inputs that a warpgroup transposes at a time
+LINE_BYTES = 2 * ROWS + 16  # bytes of an input's line in shared memory; the 16 bytes of padding avoid bank conflicts
+STAGING_BYTES = COLUMNS * LINE_BYTES  # bytes of shared memory of a warpgroup
 
 
 @primitive
 def store_few(
     out_gmem, sums: jax.Array, tile: jax.Array, *, limit: float | None = None, rows_smem=None, weights_smem=None
 ) -> None:
-    """Stores a tile of channels of a few inputs: 64 products, or 32 values of SwiGLU, in a row for each input.
+    """Stores a tile of a few inputs: 64 products, or 32 values of SwiGLU, to the output row of each input.
 
     Args:
       out_gmem: [P, channels] bfloat16.
       sums: [64, N] float32 sums of N inputs.
-      tile: int32 scalar, number of the tile; its channels begin at 64 times, or 32 times, this number.
-      limit: limit of SwiGLU; None to store the products.
-      rows_smem: [N] int32, row of each input; an input with -1 is not stored. None: input n has row n if n < P.
-      weights_smem: [N] float32, factors of SwiGLU before it is rounded; None for 1.
+      tile: int32 scalar, index of the tile. Its first channel is `64 * tile`, or `32 * tile` with SwiGLU.
+      limit: clipping limit of SwiGLU; None to store the products.
+      rows_smem: [N] int32, index of each input's output row; an input with -1 is not stored. None: input n has row n,
+        and inputs from P on are not stored.
+      weights_smem: [N] float32, factor of each input's values of SwiGLU, applied before rounding; None for 1.
     """
     values = _finished(sums, limit)
     for n in range(values.shape[0] if rows_smem is not None else min(values.shape[0], out_gmem.shape[0])):
@@ -65,7 +66,7 @@ def _emit_store_few(out_gmem, sums, tile, *, limit=None, rows_smem=None, weights
     values = mlir.values(sums)
 
     def finished(gate, up, number):
-        """Yields the values to store of an input's two sums: both products, or one value of SwiGLU."""
+        """Yields the values to store for the two sums of input `number`: both products, or one value of SwiGLU."""
         if not gated:
             yield from (arith.mulf(x, mlir.f32(2.0**SHIFT)) for x in (gate, up))
             return
@@ -75,10 +76,10 @@ def _emit_store_few(out_gmem, sums, tile, *, limit=None, rows_smem=None, weights
             value = arith.mulf(value, ops.as_float(weight))
         yield value
 
-    # A thread has sums of two weight rows: of every 8 inputs two of the first row, then two of the second row.
+    # A thread has sums of two weight rows. For every 8 inputs it has two sums of the first row, then two of the second.
     for n in range(0, len(values), 4):
         for i in range(2):
-            number = ((thread & 3) << 1) + (2 * n + i)  # of the input
+            number = ((thread & 3) << 1) + (2 * n + i)  # index of the input
             row = number if rows_smem is None else ops.load(ops.shared(rows_smem) + (number << 2))
             with ops.when(row < count):
                 offset = mlir.multiply_add(mlir.to_i64(row), width, mlir.to_i64(channel + line))
@@ -92,16 +93,17 @@ def _emit_store_few(out_gmem, sums, tile, *, limit=None, rows_smem=None, weights
 def store_many(
     out_gmem, sums: jax.Array, place, staging_smem, *, limit=None, rows_gmem=None, weights_gmem=None, permuted=False
 ) -> None:
-    """Stores a tile of channels of many inputs: 64 products, or 32 values of SwiGLU, in a row for each input.
+    """Stores a tile of many inputs: 64 products, or 32 values of SwiGLU, to the output row of each input.
 
     Args:
       out_gmem: [rows, channels] bfloat16; float32 only for products, without `rows_gmem`.
       sums: [64, N] float32 sums of the inputs from `first` on, N a multiple of 16.
-      place: (column, first, end): the first channel to store, the number of the first input, and the end of the inputs.
+      place: (column, first, end), int32 scalars: the indices of the first channel to store, of the first input, and of
+        the input after the last one.
       staging_smem: [STAGING_BYTES] uint8, memory that only this warpgroup uses.
-      limit: limit of SwiGLU; None to store the products.
-      rows_gmem: int32 row of each input, only for products; None: the row is the input's number.
-      weights_gmem: float32 factor of each input, only for SwiGLU; None for 1.
+      limit: clipping limit of SwiGLU; None to store the products.
+      rows_gmem: [inputs] int32, index of each input's output row, only for products; None: input n has row n.
+      weights_gmem: [inputs] float32, factor of each input's values of SwiGLU; None for 1.
       permuted: whether SwiGLU is stored in FP4's order, see `permute_columns`.
     """
     column, first_input, end = place
@@ -152,7 +154,7 @@ def _put_transposed(values, start, place):
 
 
 def _put_swiglu(sums, limit, inputs, weights, permuted, start, place):
-    """Writes the lines of SwiGLU of up to 32 inputs from `start` on to shared memory at address `place`."""
+    """Writes SwiGLU of up to 32 inputs from `start` on, a line for each, to shared memory at address `place`."""
     first_input, end = inputs
     f32 = mlir.f32_type()
     thread = mlir.thread()
@@ -163,7 +165,7 @@ def _put_swiglu(sums, limit, inputs, weights, permuted, start, place):
     position = ((row >> 1) & 1) * 16 + (row & 1) * 8 + warp * 2 + (row >> 2) if permuted else in_order
     for n in range(start, min(start + COLUMNS, 2 * len(sums)), 8):
         for i in range(2):
-            number = (thread & 3) * 2 + (n + i)  # of the input in the tile
+            number = (thread & 3) * 2 + (n + i)  # index of the input in the tile
             value = _emit_swiglu(sums[n // 2 + i], sums[n // 2 + 2 + i], limit)
             if weights is not None:
                 # Inputs past the end, which are not stored, read the weight of the last input.
@@ -186,7 +188,7 @@ def _store_lines(
       width: number of channels of a line, 32 or 64.
       place: (column, first, end), see `store_many`.
       staging: the warpgroup's shared memory.
-      rows: int32 row of each input in global memory, or None.
+      rows: [inputs] int32 in global memory, index of each input's output row; None: input n has row n.
     """
     column, first_input, end = place
     memory = ops.shared(staging)
@@ -228,9 +230,9 @@ def _element(ref, row, element, column=None):
 
     Args:
       ref: [rows] array, or [rows, width] if `column` is given; both sizes are at most 2**31.
-      row: U32, row of the element.
+      row: U32, row index of the element.
       element: MLIR type of an element.
-      column: U32, column of the element.
+      column: U32, column index of the element.
     """
     offset = mlir.to_u64(row)
     if column is not None:
@@ -254,7 +256,7 @@ def _finished(sums, limit):
 
 
 def _emit_swiglu(gate, up, limit):
-    """Returns the MLIR float32 value of SwiGLU of a thread's two sums, 2**-32 of the products of gate and up."""
+    """Returns SwiGLU as an MLIR float32. `gate` and `up` are a thread's two sums, 2**-32 times the products."""
     low = mlir.f32(-limit)
     high = mlir.f32(limit)
     f32 = mlir.f32_type()

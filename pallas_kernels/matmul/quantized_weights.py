@@ -1,8 +1,8 @@
 """The storage of weights: FP8 with a scale for a block of values, FP4 with a scale for 32 columns, and bfloat16.
 
 Kernels unpack FP8 and FP4 weights to bfloat16 numbers that are 2**-32 times the weights. This is exact for E8M0 scales
-from 2**-85 to 2**33. The epilogues multiply sums by 2**32. So that they need not know the storage, the GEMMs multiply
-sums of bfloat16 weights by 2**-32 first.
+from 2**-85 to 2**33. The epilogues multiply sums by 2**32. The GEMMs first multiply sums of bfloat16 weights by 2**-32,
+so that the epilogues need not know how weights are stored.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ from pallas_kernels.mgpu.bfloat16_words import e2m1_value
 from pallas_kernels.mgpu.mlir import U32
 
 
-ROWS = 64  # rows of a tile
-HALF = ROWS // 2  # rows of each half of a tile; the halves may lie apart in the matrix
-SEGMENT = 64  # bytes of a row that four threads share
-SHIFT = 32  # unpacked weights are 2**-SHIFT of their values
+ROWS = 64  # number of rows of a tile
+HALF = ROWS // 2  # number of rows of each half of a tile; the halves may lie apart in the matrix
+SEGMENT = 64  # number of bytes of a row that four threads share
+SHIFT = 32  # unpacked weights are 2**-SHIFT times their values
 SCALED = 128  # number of columns and number of rows of an FP8 block with one scale in V4
-# The minimum size of a bulk copy, in bytes: FP4's scales are copied as 16 of one row, or as 8 of each of two rows. If a
-# row has another number of scales that is no multiple of 16, one copy brings all scales of 32 rows or more.
+# The minimum size of a bulk copy, in bytes. A copy of FP4's scales brings 16 of one row, or if a row has 8, the 16 of
+# two rows. With another number of scales that 16 does not divide, one copy brings all scales of 32 rows or more.
 SCALE_BYTES = 16
 
 
@@ -31,14 +31,14 @@ SCALE_BYTES = 16
 class WeightLayout:
     """The storage of a matrix [out, in]."""
 
-    bits: int  # bits of a weight: 4 (FP4, with even columns in the low nibbles), 8 (FP8) or 16 (bfloat16)
+    bits: int  # number of bits of a weight: 4 (FP4, with even columns in the low nibbles), 8 (FP8) or 16 (bfloat16)
     block: int = SCALED  # FP8: number of columns and number of rows of a block with one scale, 128 or 32
 
     @property
     def has_small_blocks(self) -> bool:
         """Whether the weights are FP8 with a scale for 32 x 32 values.
 
-        Each half of a tile then has scales of its own.
+        Each half of a tile, 32 rows, then has different scales.
         """
         return self.bits == 8 and self.block == HALF
 
@@ -50,7 +50,7 @@ class WeightLayout:
     def scale_line(self, columns: int) -> int:
         """Returns the number of scales in a line of the array [lines, scales] from which FP4's scales are copied.
 
-        A line belongs to one weight row or to several, and a copy has at most 256 lines.
+        A copy can have at most 256 lines, so a line may have the scales of several weight rows.
         """
         if self.copies_all_scales(columns):
             return 128 if columns % 128 == 0 else 64
@@ -63,7 +63,7 @@ class WeightLayout:
 
     @property
     def min_segments(self) -> int:
-        """The number of segments that are multiplied together: four threads hold 64 columns in FP8's order."""
+        """The number of segments that are multiplied together: bfloat16 needs two for the 64 columns of FP8's order."""
         return 2 if self.bits == 16 else 1
 
     @property
@@ -76,7 +76,7 @@ class WeightLayout:
         return 8 * num_bytes // self.bits
 
     def elements(self, columns):
-        """Returns the number of elements of `dtype` in `columns` columns. This number is an int or an array."""
+        """Returns the number of elements of `dtype` in `columns` columns, both ints or int32 scalars."""
         return columns // 2 if self.bits == 4 else columns
 
 

@@ -17,7 +17,7 @@ from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import primitive
 
 
-GROUP_SIZE = 8  # maximum number of pairs of a group
+GROUP_SIZE = 8  # largest number of pairs of a group
 GROUP_WORDS = 16  # 32-bit words of a group in the table: word 0 is the expert, words FIRST_PAIR .. are the pairs
 FIRST_PAIR = 8
 _WARPS = mlir.THREADS // mlir.WARP
@@ -31,7 +31,7 @@ def max_groups(pairs: int, experts: int) -> int:
 def counts_size(groups: int, channels: int) -> int:
     """Returns the size of the array of counters in `experts`, see `experts.tile_counters`.
 
-    It has the number of groups, a counter for each group and for the shared expert, and a counter for each 64 channels.
+    The array has the number of groups, a counter for each group, for the shared expert and for each 64 channels.
     """
     return 2 + groups + channels // ROWS
 
@@ -45,13 +45,13 @@ def rank_pairs(chosen: jax.Array, experts: int) -> tuple[jax.Array, ...]:
     """Ranks each pair among the pairs of the same expert; for interpreted kernels.
 
     Args:
-      chosen: [P] int32, the expert of each pair. A number outside of 0 .. experts - 1 stands for no expert.
+      chosen: [P] int32, the expert of each pair. A value outside of 0 .. experts - 1 stands for no expert.
       experts: number of experts.
 
     Returns:
-      (pairs, has_expert, rank, sizes). `pairs` [P] are the numbers of the pairs. `has_expert` [P] bool says whether a
-      pair has an expert. `rank` [P] is the number of earlier pairs of the same expert. `sizes` [experts] is the number
-      of pairs of each expert. Numbers are int32.
+      (pairs, has_expert, rank, sizes). `pairs` [P] int32 are the indices 0 .. P - 1 of the pairs. `has_expert` [P] bool
+      says whether a pair has an expert. `rank` [P] int32 is the number of earlier pairs of the pair's expert. `sizes`
+      [experts] int32 is the number of pairs of each expert.
     """
     pairs = lax.iota(jnp.int32, chosen.shape[0])
     rank = jnp.sum((chosen[None, :] == chosen[:, None]) & (pairs[None, :] < pairs[:, None]), axis=1)
@@ -65,8 +65,8 @@ def group_pairs(selected_gmem, table_gmem, counts_gmem, experts: int, scratch_sm
 
     Args:
       selected_gmem: [P] int32, the expert of each pair. A pair whose expert is not in 0 .. experts - 1 gets no group.
-      table_gmem: [groups * 16] int32 to write. Word 0 of a group is its expert, words 8 .. 15 are its pairs, -1 after
-        the last pair. Words after the last group are unspecified.
+      table_gmem: [groups * 16] int32 to write. Word 0 of a group is its expert. Words 8 .. 15 are its pairs, with -1
+        after the last pair. Words after the last group are unspecified.
       counts_gmem: [N] int32 to write: the number of groups, then zeros.
       experts: number of experts.
       scratch_smem: [`scratch_words(experts)`] int32.
@@ -89,10 +89,10 @@ def _emit_group_pairs(selected_gmem, table_gmem, counts_gmem, experts, scratch_s
     num_counts = counts_gmem.type.shape[0]
     padded = (scratch_smem.type.shape[0] - _WARPS) // (_WARPS + 1)
     ids = _Ids(ops.thread(), ops.lane(), ops.thread() >> 5)
-    # [warps, padded] number of a warp's pairs of each expert. `_fill_groups` replaces it by the number of pairs of the
-    # warps before.
+    # [warps, padded] number of pairs that each warp has of each expert. `_fill_groups` replaces it by the number of the
+    # expert's pairs in the lower warps.
     sizes = ops.shared(scratch_smem)
-    first_groups = sizes + 4 * _WARPS * padded  # [padded] number of each expert's first group
+    first_groups = sizes + 4 * _WARPS * padded  # [padded] index of each expert's first group
     sums = first_groups + 4 * padded  # [warps] number of groups of each warp's experts
     own_sizes = sizes + ((ids.warp * padded) << 2)
     ops.for_each(_WARPS * padded, lambda i: ops.store(sizes + (i << 2), 0), ids.thread)
@@ -117,21 +117,22 @@ def _emit_group_pairs(selected_gmem, table_gmem, counts_gmem, experts, scratch_s
 
 
 class _Ids(NamedTuple):
-    """Numbers of a thread."""
+    """The indices of a thread."""
 
-    thread: U32  # number of the thread in the block
-    lane: U32  # number of the thread in its warp
-    warp: U32  # number of the warp in the block
+    thread: U32  # index of the thread in the block
+    lane: U32  # index of the thread in its warp
+    warp: U32  # index of the warp in the block
 
 
 def _rank_pair(ids, selected, own_sizes, turn, turns, pairs, experts):
-    """Counts a thread's pair of turn `turn` in its warp's counts of pairs of each expert, at address `own_sizes`.
+    """Ranks a thread's pair of turn `turn` among its warp's pairs of the same expert, and counts the pair.
 
-    A warp has `turns * 32` consecutive pairs, 32 of them in each turn.
+    A warp has `turns * 32` consecutive pairs, 32 of them in each turn. At address `own_sizes` it has a word for each
+    expert, the number of the warp's pairs of this expert that were counted.
 
     Returns:
-      (pair, expert, rank, inside). `rank` is the number of the warp's earlier pairs of this expert. `inside` says
-      whether there is such a pair and its expert is valid.
+      (pair, expert, rank, inside). `pair` is the index of the pair. `rank` is the number of the warp's earlier pairs of
+      its expert. `inside` says whether the pair exists and its expert is valid.
     """
     pair = ids.warp * (turns * mlir.WARP) + ids.lane + turn * mlir.WARP
     expert = ops.load_global(selected, pair.minimum(pairs - 1))
@@ -148,13 +149,13 @@ def _rank_pair(ids, selected, own_sizes, turn, turns, pairs, experts):
 
 
 def _fill_groups(ids, sizes, padded, i):
-    """Replaces each warp's number of pairs of an expert by the number of pairs of the warps before it.
+    """Replaces each warp's number of pairs of an expert by the number of the expert's pairs in the lower warps.
 
     Args:
-      ids: numbers of the thread.
+      ids: indices of the thread.
       sizes: address of the counts [warps, padded].
       padded: number of experts, rounded up to a multiple of 128.
-      i: the thread has `padded / 128` consecutive experts; this call treats the `i`-th.
+      i: index of the expert among the `padded / 128` consecutive experts of the thread.
 
     Returns:
       The number of groups of the expert.
@@ -170,10 +171,10 @@ def _fill_groups(ids, sizes, padded, i):
 
 
 def _start_groups(ids, filled, first_groups, sums):
-    """Stores the number of the first group of each of a thread's experts at address `first_groups`.
+    """Stores the index of the first group of each of a thread's experts at address `first_groups`.
 
-    `filled` has the number of groups of each of the thread's experts; `sums` is the address of a word for each warp.
-    Returns the number of groups of all experts.
+    `filled` has the number of groups of each of the thread's experts. `sums` is the address of scratch, a word for each
+    warp. Returns the number of groups of all experts.
     """
     total = U32(0)
     for count in filled:

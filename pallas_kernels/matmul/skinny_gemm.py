@@ -11,8 +11,8 @@ ring in shared memory. The inputs stay in shared memory.
     5           epilogue    adds a tile's four partial sums in order and    sums_full       sums_empty
                             finishes the tile
 
-FP4's scales are copied with the codes of a stage if bulk copies can address them. Otherwise one copy brings the scales
-of a whole tile to a ring of their own, with the barriers tile_scales_empty and tile_scales_full.
+FP4's scales are copied with the codes of a stage if bulk copies can address them. Otherwise all scales of a tile are
+copied together to a separate ring, with the barriers tile_scales_empty and tile_scales_full.
 
 The multiplying warpgroups synchronize at `inputs_ready` before and after they load inputs. If shared memory is short,
 they add their partial sums in one place, one warpgroup after the other. The order in which products are added depends
@@ -46,11 +46,11 @@ from pallas_kernels.runtime.hardware import SHARED_BYTES
 
 
 LOAD = MULTIPLIERS
-EPILOGUE = MULTIPLIERS + 1  # LOAD and EPILOGUE are numbers of warpgroups
+EPILOGUE = MULTIPLIERS + 1  # LOAD and EPILOGUE are indices of warpgroups
 WARPGROUPS = MULTIPLIERS + 2  # number of warpgroups of a block
 STAGING_BYTES = SHARED_BYTES - (2 << 10)  # shared memory of a block for stages, inputs, sums and the caller's arrays
 MAX_STAGES = 32
-TILE_SCALES_BYTES = 8 << 10  # shared memory for FP4 scales of whole tiles; it may be more for two tiles
+TILE_SCALES_BYTES = 8 << 10  # shared memory for FP4 scales of whole tiles; more if two tiles need more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,19 +59,22 @@ class Product:
 
     layout: WeightLayout
     codes_gmem: Any  # [R, elements of a row] of the layout's dtype: bfloat16 weights, or codes of FP8 or FP4
-    # E8M0 scales. FP4: [R, columns / 32] uint8, or if a weight row has 8 scales, [R / 2, 16], each line with the scales
-    # of two weight rows, or see `WeightLayout.scale_line`. FP8: [R / block, columns / block] uint8. bfloat16: None.
+    # E8M0 scales, uint8. FP8: [R / block, columns / block]. FP4: [R, columns / 32]; if a weight row has 8 scales,
+    # [R / 2, 16], where a line has the scales of two weight rows; if all scales of a tile are copied together, [lines,
+    # `WeightLayout.scale_line`]. bfloat16: None.
     scales_gmem: Any
     tiles: jax.Array  # int32 scalar, number of tiles
     depth: int  # number of columns that this block multiplies
-    first_column: jax.Array | int  # first of these columns
+    first_column: jax.Array | int  # index of the first of these columns
     gated: bool  # whether row i of a tile's first half and row i of its second half are passed to one thread's `finish`
-    # tile -> first row of each half of the tile. A half is 32 consecutive rows of the matrix.
+    # Index of a tile -> index of the first row of each half of the tile. A half is 32 consecutive rows of the matrix.
     rows_of: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
-    # (tile, load) -> None. Calls `load(source, rows, divisor, column, norm, eps)` unless the tile has the inputs of the
-    # tile before. The arguments are those of `skinny_prologue.load_inputs`; `column` counts from `first_column`.
+    # (index of a tile, load) -> None. Calls `load(source, rows, divisor, column, norm, eps)` unless the previous tile
+    # has the same inputs. `eps` is an argument of `skinny_prologue.store_factors`, the others are arguments of
+    # `skinny_prologue.load_inputs`; `column` counts from `first_column`.
     load_inputs: Callable[[jax.Array, Callable[..., None]], None]
-    # (tile, sums) -> None. The epilogue calls it with sums [64, tokens] float32, 2**-32 of the sums of products.
+    # (index of a tile, sums) -> None. The epilogue calls it with sums [64, tokens] float32: 2**-32 times the sums of
+    # products.
     finish: Callable[[jax.Array, jax.Array], None]
 
     @property
@@ -81,12 +84,12 @@ class Product:
 
     @property
     def copies_all_scales(self) -> bool:
-        """Whether all scales of a tile are copied together, to a ring of their own."""
+        """Whether all FP4 scales of a tile are copied together, to a separate ring."""
         return self.layout.copies_all_scales(self.depth)
 
 
 class SkinnyScratch(NamedTuple):
-    """Shared memory and barriers of a skinny GEMM: outside the kernel the types to allocate, inside the references."""
+    """Shared memory and barriers of a skinny GEMM: types to allocate outside the kernel, references inside it."""
 
     codes_smem: Any  # [stages, 64, elements] weights or codes, one array for each dtype
     weights_empty: Any  # a barrier for each stage
@@ -95,13 +98,17 @@ class SkinnyScratch(NamedTuple):
     sums_full: Any  # a barrier for each slot of `sums_smem`
     inputs_ready: Any  # one barrier of the multiplying warpgroups
     scales_smem: Any  # [stages, 64, 16] uint8 scales of FP4; None if no matrix has scales that are copied with codes
-    sums_smem: Any  # float32 sums: slots (tiles), places (partial sums of a tile), then 64 * tokens values
+    # [slots, places, 64 * tokens] float32 (interpreted, [.., 64, tokens]): a slot for a tile, and in it a place for the
+    # partial sums of each warpgroup, or a single place.
+    sums_smem: Any
     sums_empty: Any  # a barrier for each slot of `sums_smem`
-    # Three barriers for each slot. At the w-th, warpgroup w lets warpgroup w + 1 add its sums to the slot's only place.
-    # If warpgroups take turns, four: at the w-th, warpgroup w waits. None if each warpgroup has a place of its own.
+    # None if a slot has a place for each warpgroup. Otherwise barriers that order the additions to the slot's only
+    # place. If `takes_turns`, a slot has four barriers, and warpgroup w waits at barrier w until it may add its sums.
+    # Else a slot has three, and warpgroup w + 1 waits at barrier w until warpgroup w has added its sums.
     turns: Any
-    # [slots, 2 * lines, ..] uint8, all FP4 scales of a tile: those of each half are consecutive bytes, from the first
-    # line or from the middle one on. None unless a matrix has such scales.
+    # [slots, 2 * lines, ..] uint8, all FP4 scales of a tile in each slot. The scales of the tile's first half are
+    # consecutive bytes from line 0 on, and those of its second half from line `lines` on. None unless there is a matrix
+    # of which all scales of a tile are copied together.
     tile_scales_smem: Any
     tile_scales_empty: Any  # a barrier for each slot of `tile_scales_smem`
     tile_scales_full: Any  # a barrier for each slot of `tile_scales_smem`
@@ -119,12 +126,12 @@ class SkinnyGemm:
     matrices: tuple[tuple[WeightLayout, int], ...]
     tokens: int  # number of inputs, a multiple of 8
     segments: int  # number of segments, 64 bytes of each row, in a stage: 4, 2 or 1
-    places: int = MULTIPLIERS  # places for a tile's sums: 4, one for each multiplying warpgroup, or 1 to save memory
+    places: int = MULTIPLIERS  # number of places for a tile's partial sums: 4, one a warpgroup, or 1 to save memory
     max_stages: int = MAX_STAGES  # largest number of stages of weights in shared memory
 
     @property
     def depth(self) -> int:
-        """The largest number of columns of a matrix."""
+        """The largest number of columns of a matrix, rounded up to whole steps."""
         return max(self.padded(*matrix) for matrix in self.matrices)
 
     @property
@@ -142,7 +149,7 @@ class SkinnyGemm:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the tiles of a matrix have no multiple of four steps."""
+        """Whether there is a matrix whose tiles have a number of steps that four does not divide."""
         steps = (self.padded(*matrix) // (self.step_segments * matrix[0].segment) for matrix in self.matrices)
         return any(count % MULTIPLIERS for count in steps)
 
@@ -153,7 +160,10 @@ class SkinnyGemm:
 
     @property
     def tile_scales(self) -> tuple[int, int, int]:
-        """The shape of `SkinnyScratch.tile_scales_smem`, or zeros without it. Slots and halves begin at 128 bytes."""
+        """The shape of `SkinnyScratch.tile_scales_smem`, or zeros without it.
+
+        Slots and halves begin at multiples of 128 bytes.
+        """
         for layout, depth in self.matrices:
             if layout.copies_all_scales(depth):
                 line = layout.scale_line(depth)
@@ -167,7 +177,7 @@ class SkinnyGemm:
         return 2 if self.tokens == COLUMNS else 1
 
     def padded(self, layout: WeightLayout, depth: int) -> int:
-        """Returns the number of columns of whole steps. Columns from `depth` on are zeros."""
+        """Returns the number of columns `depth`, rounded up to whole steps. Columns from `depth` on are zeros."""
         step = self.step_segments * layout.segment
         return -(-depth // step) * step
 
@@ -190,7 +200,7 @@ class SkinnyGemm:
     def stages(self, other_bytes: int) -> int:
         """Returns the number of stages that fit into shared memory beside `other_bytes` bytes of the caller's arrays.
 
-        The number is a multiple of the stages of four steps, so that each warpgroup always reads the same stages.
+        It is a multiple of the number of stages of four steps, so that a warpgroup always reads the same stages.
         """
         used = other_bytes + 2 * self.depth * self.tokens + 4 * self.slots * self.places * ROWS * self.tokens
         used += math.prod(self.tile_scales)
@@ -231,17 +241,18 @@ class SkinnyGemm:
         )
 
     def run(self, warpgroup: jax.Array, products: Sequence[Product], refs: SkinnyScratch) -> None:
-        """Multiplies all tiles of the products, one after the other. Every warpgroup calls it with its number."""
+        """Multiplies all tiles of the products, one after the other. Every warpgroup calls it with its index."""
         pl.when(warpgroup == LOAD)(lambda: _load_weights(self, products, refs))
         pl.when(warpgroup < MULTIPLIERS)(lambda: _multiply(self, products, refs, warpgroup))
         pl.when(warpgroup == EPILOGUE)(lambda: _finish_tiles(self, products, refs))
 
 
 def most_segments(*matrices: tuple[WeightLayout, int]) -> int:
-    """Returns the largest number of segments of a step, 4, 2 or 1, that gives every matrix a multiple of four steps.
+    """Returns the number of segments of a step, the largest of 4, 2, 1 that gives every matrix a multiple of 4 steps.
 
-    If no number does, it is the largest one that gives every matrix whole steps, or 2 if none does. FP8 with blocks of
-    32 columns always takes that one, because its blocks of a cluster may have any number of segments.
+    If there is none, the largest one that gives every matrix whole steps is taken, or else 2. With a matrix of FP8 with
+    blocks of 32 columns, a multiple of 4 steps is not asked for, because the blocks of a cluster may have any number of
+    its segments. With bfloat16, the number is at least 2, see `WeightLayout.min_segments`.
 
     Args:
       matrices: (layout, number of columns) of each matrix.
@@ -269,7 +280,7 @@ def _load_weights(gemm, products, refs):
 
 
 def _copy_stage(gemm, product, refs, before, i):
-    """Copies the weights of stage `i` of a product. The block copied `before` stages of earlier products."""
+    """Copies the weights of stage `i` of a product. The block has copied `before` stages of earlier products."""
     tile_stages = gemm.tile_stages(product)
     codes_smem = refs.codes(product.layout)
     stage = barriers.turn(refs.weights_full, before + i)
@@ -294,8 +305,7 @@ def _copy_stage(gemm, product, refs, before, i):
             target = refs.scales_smem.at[stage, pl.ds(half * lines, lines)]
             plgpu.copy_gmem_to_smem(product.scales_gmem.at[source, columns], target, full)
         elif refs.scales_smem is not None:
-            # The barrier expects an arrival for scales because another product is FP4. This product has no scales to
-            # copy.
+            # The barrier expects an arrival for scales, because another product is FP4. This one copies no scales.
             plgpu.barrier_arrive(full)
 
 
@@ -332,17 +342,17 @@ class Steps:
 
     Warpgroup w of the four multiplies steps w, w + 4, .. of each tile, if a tile's number of steps is a multiple of
     four. Otherwise the warpgroups take turns: the block counts the steps of all its tiles, and step n belongs to
-    warpgroup n % 4. Either way, a stage of the ring is always read by the same warpgroup.
+    warpgroup n % 4. Either way, each stage of the ring is read by only one of the warpgroups.
     """
 
     gemm: SkinnyGemm
     product: Product
-    warpgroup: jax.Array  # int32 scalar, number of the warpgroup
+    warpgroup: jax.Array  # int32 scalar, index of the warpgroup
     copied: jax.Array  # int32 scalar, number of stages of the block's earlier products
-    take_turns: bool  # whether this product or an earlier one has tiles without a multiple of four steps
+    take_turns: bool  # whether four does not divide the number of steps of a tile of this product or of an earlier one
 
     def first(self, tile: jax.Array) -> jax.Array:
-        """Returns the number of the warpgroup's first step in a tile. It is 0 to 3, also if there is no such step."""
+        """Returns the index of the warpgroup's first step in a tile: 0 to 3, even if the tile has fewer steps."""
         if not self.take_turns:
             return self.warpgroup
         per_step = self.gemm.stages_per_step
@@ -350,7 +360,7 @@ class Steps:
         return (self.warpgroup - copied_steps - tile * self.gemm.tile_steps(self.product)) & (MULTIPLIERS - 1)
 
     def count_stages(self, first: jax.Array) -> jax.Array | int:
-        """Returns the number of stages of the warpgroup's steps, of which `first` is the first one."""
+        """Returns the number of stages of the warpgroup's steps in a tile. `first` is the index of the first step."""
         steps = self.gemm.tile_steps(self.product)
         if not self.take_turns:
             return self.gemm.tile_stages(self.product) // MULTIPLIERS
@@ -360,10 +370,10 @@ class Steps:
         return count if self.gemm.stages_per_step == 1 else count * self.gemm.stages_per_step
 
     def place(self, first: jax.Array) -> jax.Array:
-        """Returns the place of this warpgroup's partial sum in the order of addition; its first step is `first`.
+        """Returns the place of this warpgroup's partial sum in the order of addition.
 
-        The place follows from the step, whichever warpgroup multiplies it, so that the bits of the sum do not depend
-        on turns. With one or two steps the place is any, because two terms have the same sum in both orders.
+        The place is the index `first` of the warpgroup's first step in the tile, so that the bits of the sum do not
+        depend on turns. With one or two steps any order gives the same bits, because the sum has at most two terms.
         """
         return first if self.gemm.tile_steps(self.product) > 2 else self.warpgroup
 
@@ -375,7 +385,7 @@ def _multiply_tile(steps, refs, done, tile, scales):
       steps: the warpgroup's steps of the product.
       refs: the scratch.
       done: number of tiles of the earlier products.
-      tile: number of the tile in this product.
+      tile: index of the tile in this product.
       scales: FP8 scales of the tile, from `_load_scales`.
 
     Returns:
@@ -409,7 +419,7 @@ def _multiply_tile(steps, refs, done, tile, scales):
 
 
 def _multiply_steps(steps, refs, tile, scales):
-    """Returns (partial sums [64, tokens] of a tile over a warpgroup's steps, their place in the order of adding).
+    """Returns (a warpgroup's partial sums [64, tokens] of a tile, their place in the order of addition).
 
     The arguments are those of `_multiply_tile`.
     """
@@ -463,11 +473,12 @@ def _load_scales(steps, tile):
 
 
 def _add_in_turn(steps, refs, acc, turn, slot):
-    """Adds a warpgroup's partial sums to the only place of a slot, after the partial sums with lower turns."""
+    """Adds a warpgroup's partial sums to the only place of a slot, after those of the warpgroups with lower turns."""
     place = refs.sums_smem.at[slot, 0]
     takes_turns = steps.gemm.takes_turns
     if takes_turns:
-        # A warpgroup has to wait for every arrival at a barrier at which it waits at all.
+        # Turns change from tile to tile, and a warpgroup that uses a barrier has to wait for every arrival there. So
+        # each warpgroup waits at a barrier that no other one waits at, and this is the one of the next warpgroup.
         barrier = slot * MULTIPLIERS + ((steps.warpgroup + 1) & (MULTIPLIERS - 1))
     else:
         barrier = slot * (MULTIPLIERS - 1) + turn

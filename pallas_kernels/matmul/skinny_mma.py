@@ -1,9 +1,9 @@
 """Products of weights in shared memory with a few inputs, by the instruction `mma`: [64 rows, 8 inputs] at a time.
 
-A warp multiplies 16 rows, and a thread holds weights of two of them. Four threads share a row: each reads 16 of 64
-consecutive bytes, so that it has whole scale blocks of FP4. `mma` expects other columns in these threads. Since a sum
-does not depend on the order of columns if weights and inputs share it, `skinny_prologue` reorders the inputs. bfloat16
-weights are read in the order of unpacked FP8, so that both can be multiplied with the same inputs.
+A warp multiplies 16 rows, and a thread holds weights of two of these rows. Four threads share a row: each thread reads
+16 of 64 consecutive bytes, so that it has whole scale blocks of FP4. `mma` expects other columns in these threads, so
+`skinny_prologue` reorders the columns of the inputs in the same way. bfloat16 weights are read in the order of unpacked
+FP8, so that weights of both kinds can be multiplied with the same inputs.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import primitive
 
 
-UNIT = 32  # columns of two `mma` instructions; a thread reads 16 bytes of inputs for both
-COLUMNS = 8  # inputs of an `mma`
-MULTIPLIERS = 4  # warpgroups that multiply
+UNIT = 32  # number of columns of two `mma` instructions; a thread reads 16 bytes of inputs for both
+COLUMNS = 8  # number of inputs of an `mma`
+MULTIPLIERS = 4  # number of warpgroups that multiply
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +41,16 @@ class StageFormat:
     step_segments: int  # number of segments of a step, whose stages one warpgroup multiplies
     # FP4: number of scales of a row, if all scales of a tile were copied together; otherwise 0.
     row_scales: int
-    # Whether a stage is stored as tiles [32, elements]. Then the columns of all matrices are a multiple of a step's,
-    # because a copy with tiles may not go past the end of a row.
+    # Whether a stage is stored as tiles [32, elements]. Then each matrix has whole steps, because a copy with tiles may
+    # not go past the end of a row.
     has_tiles: bool
 
     def transforms(self, elements: int) -> tuple[Any, ...]:
         """Returns the transforms of a stage [64, elements] in shared memory: two tiles [32, elements], or none.
 
-        Both are row after row. A tile has whole rows, because shorter pieces are slow to read from experts in host
-        memory: PCIe carries reads of 64 bytes at 0.75 of the rate of 256 bytes.
+        The bytes are in the same order with tiles and without, row after row. Tiles have whole rows of the stage,
+        because shorter pieces are slow to read from experts in host memory: PCIe carries reads of 64 bytes at 0.75 of
+        the rate of 256 bytes.
         """
         return (plgpu.TilingTransform((HALF, elements)),) if self.has_tiles else ()
 
@@ -60,16 +61,17 @@ def load_scales(scales_gmem, rows: Sequence[jax.Array], first: jax.Array, step_s
 
     Args:
       scales_gmem: [R / block, blocks] uint8, a scale for each block of 128, or of 32, rows and columns.
-      rows: row of the tile's scales in `scales_gmem`, or two rows if the tile's halves have different scales.
-      first: int32 scalar, the first block of columns, an even number.
-      step_segments: with blocks of 32 columns, the number of segments of a step, each with two blocks. The scales are
-        those of the steps that a warpgroup multiplies, every fourth from block `first` on. With blocks of 128 columns
-        it is 0, and the scales are those of all columns.
+      rows: int32 index of the tile's row of `scales_gmem`, or two indices if the tile's halves have different scales.
+      first: int32 scalar, index of the first block of columns, an even number.
+      step_segments: 0 with blocks of 128 columns, to load the scales of all columns. With blocks of 32 columns, the
+        number of segments of a step, each with two blocks, to load the scales of the steps that one warpgroup
+        multiplies: the step that begins with block `first`, and every fourth one after it.
 
     Returns:
-      [128] int32, the same in each warp. Lane i has a byte for each of blocks `first + 2 * i` and `first + 2 * i + 1`
-      of the first row, then of the second row. With blocks of 32 columns, lane i has the scales of the i-th of these
-      segments. Bytes of blocks past the end are unspecified.
+      [128] int32, equal in all warps. With blocks of 128 columns, lane i has a byte for each of blocks `first + 2 * i`
+      and `first + 2 * i + 1`: two bytes of the first row, then two of the second row. With blocks of 32 columns, lane i
+      has these bytes for the two blocks of the i-th segment of the warpgroup's steps. Bytes of blocks past the end are
+      unspecified.
     """
     lanes = lax.iota(jnp.int32, mlir.THREADS) % mlir.WARP
     if step_segments:
@@ -115,13 +117,13 @@ def multiply_add(
         `layout.min_segments` segments.
       scales: one of these:
         * FP8: the result of `load_scales`, the scales of all stages.
-        * FP4: [64, 16] uint8 in shared memory, the scales of the 512 columns that include the stage's; [32, 16] if a
-          row has 8 scales.
-        * FP4 with `row_scales`: [lines, ..] uint8, all scales of the tile. The first half of the lines begins with
-          those of rows 0 to 31, row after row, and the second half with those of rows 32 to 63.
+        * FP4: [64, 16] uint8 in shared memory, the scales of 512 columns, among them the stage's; [32, 16] if a row has
+          8 scales.
+        * FP4 with `row_scales`: [lines, ..] uint8 in shared memory, all scales of the tile. The first half of the lines
+          begins with the scales of rows 0 to 31, row after row, and the second half with the scales of rows 32 to 63.
         * bfloat16: not used.
       inputs_smem: inputs that `skinny_prologue.load_inputs` stored.
-      step: int32 scalar, number of the stage, counted from the first column of the inputs.
+      step: int32 scalar, index of the stage, counted from the first column of the inputs.
       stage_format: format of the stage.
     """
     layout = stage_format.layout
@@ -162,9 +164,10 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, stage_forma
 
     def emit(acc, codes, scales, inputs, step):
         thread = mlir.thread()
-        inner = thread & 3  # number of the thread among the four that share a row
-        line = (thread % 32) >> 2  # number of these four in the warp
-        # Addresses of the thread's two rows. If gated, they are the same row of both halves of the tile.
+        inner = thread & 3  # index of the thread among the four that share a row
+        line = (thread % 32) >> 2  # index of these four threads in the warp
+        # `rows` are the addresses of the thread's two rows. If gated, these are row i of the tile's first half and row
+        # i of its second half.
         if layout.bits == 16:
             # As in FP8's order, each of four threads has 16 consecutive columns, 32 bytes. Two threads begin with their
             # second 16 bytes, so that the four read from different banks.
@@ -190,7 +193,7 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, stage_forma
         step_inputs = thread_ops.shared(inputs) + ((thread % 32) << 4) + ((step * (segments * segment_units)) << 9)
 
         def add_segments(i, *sums):
-            """Adds the products of the segments `i * together ..`, in a loop, because less code is fetched sooner."""
+            """Adds the products of `together` segments. This is the body of a loop, as short code is fetched sooner."""
             sums = list(sums)
             segment = i * together
             segment_inputs = step_inputs + segment * (segment_units << 9)
@@ -214,7 +217,7 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, stage_forma
 
 
 def _weights_fp(layout, factors, segment, places):
-    """Yields (number of a unit in the segment, weights of the thread's two rows in this unit).
+    """Yields (index of a unit in the segment, weights of the thread's two rows in this unit).
 
     The weights of a row are four words of two bfloat16. `places` are the addresses of the thread's codes of both rows.
     """
@@ -236,14 +239,14 @@ def _weights_bf16(late, segment, places):
 
 
 def _factors_fp4(scales, thread, step, segments, gated):
-    """Returns a function from a segment of the stage to the factors of the thread's codes in its two rows.
+    """Returns a function: index of a segment in the stage -> two factors, of the thread's codes in its two rows.
 
     A factor is a word of two equal bfloat16.
     """
     line = (thread % 32) >> 2
     inner = thread & 3
     row = (thread >> 5) * (8 if gated else 16) + line
-    size = scales.type.shape[0] * quantized_weights.SCALE_BYTES // ROWS  # scales of a row
+    size = scales.type.shape[0] * quantized_weights.SCALE_BYTES // ROWS  # number of scales of a row
     first_place = thread_ops.shared(scales) + row * size + inner + ((step * (4 * segments)) & (size - 1))
     code = "{ .reg .u16 s; ld.shared.u8 s, [$1]; cvt.u32.u16 $0, s; }"
 
@@ -255,7 +258,7 @@ def _factors_fp4(scales, thread, step, segments, gated):
 
 
 def _factors_of_tile(row_scales, scales, thread, step, segments, gated):
-    """Returns a function of a segment, as `_factors_fp4` does, for all scales of the tile in shared memory."""
+    """Returns the function that `_factors_fp4` returns, if shared memory has all scales of the tile."""
     half_bytes = math.prod(scales.type.shape) // 2
     line = (thread % 32) >> 2
     row = thread_ops.shared(scales) + (thread & 3) + ((step * segments) << 2)
@@ -274,7 +277,7 @@ def _factors_of_tile(row_scales, scales, thread, step, segments, gated):
 
 
 def _factors_fp8(scales, thread, step, segments, gated):
-    """Returns a function of a segment, as `_factors_fp4` does. `scales` is the result of `load_scales`."""
+    """Returns the function that `_factors_fp4` returns, for FP8. `scales` is the result of `load_scales`."""
     word = U32(mlir.scalar(scales))
 
     def factors(segment):
@@ -289,7 +292,7 @@ def _factors_fp8(scales, thread, step, segments, gated):
 
 
 def _factors_fp8_32(step_segments, scales, thread, step, segments, gated):
-    """Returns a function of a segment, as `_factors_fp4` does, for blocks of 32 columns."""
+    """Returns the function that `_factors_fp4` returns, for FP8 with blocks of 32 columns."""
     word = U32(mlir.scalar(scales))
     # The first two threads of four have the first block of a segment, and the others have the second block.
     block = ((thread & 3) >> 1) << 3

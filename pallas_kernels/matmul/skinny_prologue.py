@@ -26,10 +26,10 @@ def store_factors(factors_smem, source_gmem, eps: float, warpgroup: jax.Array) -
     The four multiplying warpgroups call it together. The caller synchronizes them before it reads the factors.
 
     Args:
-      factors_smem: float32, T values or more.
+      factors_smem: [T or more] float32 to write.
       source_gmem: [T, K] bfloat16, K a multiple of 256.
       eps: epsilon of the norm.
-      warpgroup: int32 scalar, number of the warpgroup, 0 to 3.
+      warpgroup: int32 scalar, index of the warpgroup, 0 to 3.
     """
     for n in range(source_gmem.shape[0]):
 
@@ -82,15 +82,16 @@ def load_inputs(
     The four multiplying warpgroups call it together. The caller synchronizes them before it reads the inputs.
 
     Args:
-      inputs_smem: [N / 8, units, 8, 32] bfloat16 to write, in units of 32 columns; interpreted, columns are in order.
+      inputs_smem: [N / 8, units, 8, 32] bfloat16 to write, in units of 32 columns. The interpreter keeps the columns in
+        order.
       source_gmem: [.., width] bfloat16 rows. This kernel may have written them.
       rows: [N] int32 in shared memory: input n is row `rows[n] // divisor`, or if `rows[n]` is negative, the row of
         input 0. Or an int, the number of inputs to copy: input n is row `n // divisor`.
       divisor: see `rows`.
-      column: first column to copy, a multiple of 64.
+      column: index of the first column to copy, a multiple of 64.
       columns: (number of columns to copy, a multiple of 32; number of columns to write, a multiple of the layout's
         segment). Columns that are written but not copied are zeros.
-      warpgroup: int32 scalar, number of the warpgroup, 0 to 3.
+      warpgroup: int32 scalar, index of the warpgroup, 0 to 3.
       layout: storage of the weights, which decides the order of columns.
       norm: () or (weight [width] float32 in global memory, factors [N] float32 in shared memory, see `store_factors`).
         An input is multiplied by its factor, then by the weight, and rounded.
@@ -116,10 +117,10 @@ def load_inputs(
 @mlir.emits(load_inputs)
 def _emit_load_inputs(inputs_smem, source_gmem, rows, divisor, column, columns, warpgroup, layout, norm=()):
     tiles, units, _, _ = inputs_smem.type.shape
-    copied, eights = (count // 8 for count in columns)  # numbers of pieces of 8 columns, 16 bytes, of an input
+    copied, eights = (count // 8 for count in columns)  # an input's numbers of pieces of 8 columns, 16 bytes
     threads = MULTIPLIERS * mlir.THREADS
-    # The threads copy `lines` rows at once. A thread loads its 8 columns of `rows_at_once` rows before it stores them;
-    # with a norm or scales of small blocks, which take registers, of fewer rows.
+    # The threads copy `lines` rows at once. A thread loads its 8 columns of `rows_at_once` rows before it stores them.
+    # With a norm or scales of small blocks, which take registers, these are fewer rows.
     lines = max(1, threads // eights)
     count = rows if isinstance(rows, int) else tiles * COLUMNS
     fewer = 4 if norm else 2 if layout.has_small_blocks and count > 2 * COLUMNS else 1
@@ -173,14 +174,14 @@ def _placed(eight, four, layout):
     """Finds the place in shared memory of 8 input columns, from `8 * eight` on.
 
     Args:
-      eight: number of the 8 columns.
+      eight: index of the group of 8 columns.
       four: the 8 values, as words of two bfloat16.
       layout: storage of the weights.
 
     Returns:
-      (unit, inner, words). `unit` is the number of the unit. `inner` is the number of the thread that has the weights
-      of these columns, among the four threads that share a row. `words` has the values in the order in which that
-      thread unpacks its weights.
+      (unit, inner, words). `unit` is the index of the unit. `inner` is the index of the thread that has the weights of
+      these columns, among the four threads that share a row. `words` has the values in the order in which this thread
+      unpacks its weights.
     """
     if layout.bits == 4:
         # A word has eight codes, which `e2m1_pairs` unpacks to pairs of codes i and i + 4.

@@ -3,8 +3,9 @@
     out = rope^-1(sum_s 2 ** (max_s - max) sums_s / (sum_s 2 ** (max_s - max) weight_s + 2 ** (sink - max)))
 
 Here s counts the splits, max_s and weight_s are a split's statistics, max is the largest of all max_s and the sink, and
-rope^-1 is the optional inverse rotation. The grid is (token, head, slice of columns). A block is one warpgroup and adds
-the splits in their order, so that the result's rounding does not depend on which split was computed first.
+rope^-1 is the optional inverse rotation. All scores and the sink include the factor log2(e). The grid is (token, head,
+slice of columns). A block is one warpgroup and adds the splits in their order, so that the result's rounding does not
+depend on which split was computed first.
 """
 
 import functools
@@ -50,8 +51,8 @@ def combine(
     """
     tokens, splits, _, dim = sums.shape
     heads = sinks.shape[-1]
-    # Number of columns of a block, and number of splits that it loads at once. A split takes `columns / 128` registers
-    # of each thread.
+    # Number of columns of a block, and number of splits that a block loads at once. A split takes `columns / 128`
+    # registers of each thread.
     columns, splits_at_once = (512, splits) if splits <= 16 else (128, min(splits, 32))
     launch = kernel(
         functools.partial(_combine_kernel, columns, splits_at_once),
@@ -95,7 +96,7 @@ def _combine_kernel(columns, splits_at_once, sums_gmem, stats_gmem, sinks_gmem, 
             new_max = jnp.where(exists, jnp.maximum(running_max, split_max), running_max)
             rescale = jnp.exp2(running_max - new_max)
             split_scale = jnp.where(exists, jnp.exp2(split_max - new_max), 0.0)
-            # A select, since a product with 0 may be NaN: the sums of a split without rows are unspecified.
+            # The sums of a split without rows are unspecified. A select leaves them out; times 0 they might be NaN.
             acc = acc * rescale + jnp.where(exists, values * split_scale, 0.0)
             carry = new_max, running_sum * rescale + jnp.where(exists, weight * split_scale, 0.0), acc
         return carry

@@ -11,9 +11,9 @@ of groups is even, two blocks with the same rows form a cluster, and each dequan
     2 load      dequantizes rows to shared memory             keys_empty                 keys_full
 
 `score` computes the weights of the next tile while `add` still works on this one. After the last tile, `score` passes
-the factors of the final sums to `add` (barrier `scale_full`). With KV splits, both store their sums for `combine`
-instead. The order in which a token's rows are added depends on the shapes of the arguments and on the token's own
-position, never on another token.
+the factors of the final sums to `add` (barrier `scale_full`). With KV splits, both roles store their sums for `combine`
+instead. The order in which a token's rows are added depends on the shapes of the arguments and on the token's position,
+never on another token.
 """
 
 import dataclasses
@@ -60,8 +60,8 @@ class Config:
     def choose(cls, problem: AttentionProblem, tokens: int, heads: int) -> "Config":
         """Returns the largest number of splits, up to 66, with which all blocks run at once on an H100.
 
-        Then it is reduced as far as the number of tiles per split stays the same, so that a token with the maximum
-        number of tiles has no empty split.
+        The number is then lowered to the smallest one with equally many tiles per split, so that a token with the
+        maximum number of tiles has no empty split.
         """
         tiles = problem.max_tiles
         # Combining more than 66 splits takes more time than the additional blocks save.
@@ -84,10 +84,10 @@ def decode_attention(
     Args:
       problem: the rows that each token attends to.
       q: [T, H, 512] bfloat16 queries.
-      sinks: [H'] float32 sink logits, or a stack [layers, H'], where H' is H rounded up to a multiple of 64. None if
-        `splits` is a number.
+      sinks: [H'] float32 sink logits, or a stack [layers, H'], where H' is H rounded up to a multiple of 64. None with
+        `splits`.
       layer: [] int32, index of this layer if `sinks` is a stack; None if it is not.
-      angles: (cos, sin), each [T, P] float32, to rotate the result back; None for no rotation or with splits.
+      angles: (cos, sin), each [T, P] float32, to rotate the result back; None for no rotation, and with `splits`.
       splits: number of KV splits whose sums are returned; None to return the finished attention.
       interpret: whether to run on the CPU, interpreted, with race detection.
 
@@ -118,7 +118,7 @@ def decode_attention(
 
 @pytree_dataclass
 class DecodeBuffers:
-    """Shared memory and barriers of a block: the types to allocate, and within the kernel references to them.
+    """Shared memory and barriers of a block: types to allocate outside the kernel, references inside it.
 
     Each role is a warpgroup, see the module. A barrier `x_full` says that x was written, `x_empty` that it was read.
     """
@@ -136,7 +136,8 @@ class DecodeBuffers:
     scale_smem: Any = plgpu.SMEM((HEADS,), jnp.float32)  # factors of the final sums
     queries_full: Any = plgpu.Barrier()
     keys_full: Any = plgpu.Barrier(num_barriers=STAGES)
-    keys_empty: Any = plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)  # both blocks' `score` and `add` arrive
+    # `score` and `add` arrive, in a cluster those of both blocks.
+    keys_empty: Any = plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)
     weights_full: Any = plgpu.Barrier(num_barriers=STAGES)
     weights_empty: Any = plgpu.Barrier(num_barriers=STAGES)
     scale_full: Any = plgpu.Barrier()
@@ -164,8 +165,8 @@ class DecodeBuffers:
     def signal_keys_full(self, stage, units):
         """Signals that this block has stored its `units` units (of 16 rows) of a stage.
 
-        In a cluster, it also announces as many units from the other block. The stage is full when these units have
-        come.
+        In a cluster, it also announces to the barrier the `units` units that the other block sends. The stage is full
+        when these have come.
         """
         kv_tiles.fence()
         if self.blocks == 1:
@@ -179,8 +180,8 @@ class DecodeBuffers:
             plgpu.barrier_wait(self.keys_full.at[stage])
             return
         transaction_barriers.wait(self.keys_full.at[stage], lax.div(tile - tiles.first, STAGES) & 1)
-        # `wgmma` reads through the async proxy. The other block's loader cannot make its writes visible to it; only a
-        # fence in this block can.
+        # `wgmma` reads through the async proxy. Only a fence in this block makes the other block's writes visible to
+        # this proxy.
         kv_tiles.fence()
 
     def signal_keys_empty(self, stage):
@@ -287,7 +288,7 @@ def _put_result(warpgroup, result, buffers):
 def _load_tiles(problem, addresses, tiles, buffers, other_block):
     """Dequantizes this block's units of tile after tile to shared memory, while loads of the next tiles are in flight.
 
-    `other_block` is the number of the other block in the cluster, to which the units are also sent if there is one.
+    `other_block` is the index of the other block in the cluster. If there is one, the units are sent to it, too.
     """
     rings = problem.rings
     compressed = problem.compressed or rings
@@ -305,9 +306,9 @@ def _load_tiles(problem, addresses, tiles, buffers, other_block):
         return list(addresses.pool_rows(entries, blocks))
 
     def load_tile(layout, find_rows, load_unit, tile, carry):
-        # A row is found by a chain of loads: entry number, block id, then the row itself. An iteration starts the loads
-        # of rows of the next tile, of block ids two tiles ahead and of entry numbers three tiles ahead. Their addresses
-        # come from loads of earlier iterations.
+        # A row is found by a chain of loads: the entry's index, the block's id, then the row itself. An iteration
+        # starts the loads of rows of the next tile, of block ids two tiles ahead and of entry indices three tiles
+        # ahead. The addresses of these loads come from loads of earlier iterations.
         units, rows, next_entries, next_blocks, later_entries = carry
         stage = tiles.stage(tile)
         next_units = []
@@ -316,7 +317,7 @@ def _load_tiles(problem, addresses, tiles, buffers, other_block):
         keys_smem = buffers.keys_smem.at[stage]
         biases_smem = buffers.biases_smem.at[stage]
         peer = (other_block, buffers.keys_full.at[stage]) if buffers.blocks > 1 else None
-        # A number that is always 0, see `store_unit`. With a single layout, the compiler needs no such help.
+        # A value that is always 0, see `store_unit`. With a single layout, the compiler needs no such help.
         zero = None if layouts[0] == layouts[1] else lax.shift_right_logical(tile, jnp.int32(30))
         for i in range(addresses.units):
             first_row = jnp.int32((addresses.first_unit + i) * UNIT)
@@ -338,7 +339,7 @@ def _load_tiles(problem, addresses, tiles, buffers, other_block):
         if layouts[0] == layouts[1]:
             lax.fori_loop(tiles.first, tiles.last, load_rows, carry)
         else:
-            # Entries have a loop of their own, whose rows take fewer instructions and registers.
+            # Entries have a separate loop, because their rows take fewer instructions and registers.
             first_entries = jnp.minimum(jnp.maximum(tiles.first, problem.window_tiles), tiles.last)
             units, *carry = lax.fori_loop(tiles.first, first_entries, load_rows, carry)
             load_rows = functools.partial(load_tile, compressed.layout, find_entries, load_entries)
@@ -350,15 +351,16 @@ def _load_tiles(problem, addresses, tiles, buffers, other_block):
 
 
 def _score_tile(buffers, tiles, tile, carry):
-    """Computes the softmax weights of a tile, stores them for `add`, and adds columns 0 .. 255 of the tile.
+    """Computes the softmax weights of a tile, stores them for `add`, and adds columns 0 .. 255 of the weighted rows.
 
-    The carry and the result are (sums [64 heads, 256 columns], running maximum [64], running sum of weights [64]).
+    The carry and the result are (sums [64 heads, 256 columns], running maximum [64], running sum of weights [64]), all
+    float32.
     """
     acc, running_max, running_sum = carry
     stage = tiles.stage(tile)
     buffers.wait_keys_full(tiles, tile)
-    # An index that is always 0. The compiler does not know that: it computes the addresses of the queries for each tile
-    # again instead of keeping 64 registers of them.
+    # An index that is always 0. Since the compiler does not know that, it computes the addresses of the queries for
+    # each tile again instead of keeping 64 registers of addresses.
     zero = lax.shift_right_logical(tile, jnp.int32(30))
 
     def multiply(products_reg):
@@ -379,7 +381,7 @@ def _score_tile(buffers, tiles, tile, carry):
 
 
 def _add_tile(buffers, tiles, tile, acc):
-    """Adds columns 256 .. 511 of a tile to `acc` [64 heads, 256 columns], with the weights that `score` stored."""
+    """Adds columns 256 .. 511 of a tile's rows, weighted by what `score` stored, to `acc` [64 heads, 256 columns]."""
     stage = tiles.stage(tile)
     buffers.wait_keys_full(tiles, tile)
     plgpu.barrier_wait(buffers.weights_full.at[stage])

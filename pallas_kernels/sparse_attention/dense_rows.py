@@ -1,6 +1,6 @@
 """Dequantized rows for prefill attention: which rows a token attends to, and how they are copied to shared memory.
 
-A tile is 64 rows, and a unit is 16 rows of a tile. A token's first tiles hold its window, the tiles after them its
+A tile is 64 rows, and a unit is 16 rows of a tile. A token's first tiles hold its window, and its other tiles hold its
 compressed entries.
 """
 
@@ -36,13 +36,14 @@ class DenseRows:
     """The rows that the tokens of a call attend to: arrays, and within the kernel references to them.
 
     Attributes:
-      window_rows: [N, 512] bfloat16, first a row for each of the call's T tokens, then the older rows of each request,
-        from before its first token in the call.
+      window_rows: [N, 512] bfloat16. A row for each of the call's T tokens comes first. The older rows of each request
+        follow: rows of tokens before its first token in the call.
       entries: [E, 512] bfloat16 compressed entries, request by request, or None.
-      indices: [T, K] int32, entries of each token, numbered within its request; -1 = none. None: a token attends to the
+      indices: [T, K] int32, indices of each token's entries within its request; -1 = none. None: a token attends to the
         first `counts` entries of its request.
       metadata: [T, 4] int32. The columns are a token's position, the index of its request's first token in the call,
-        the end of its request's older rows in `window_rows`, and the first of its request's entries in `entries`.
+        the index after the last of its request's older rows in `window_rows`, and the index of its request's first
+        entry in `entries`.
       counts: [T] int32, number of entries that a token attends to, or with `indices` the number of leading indices that
         are read; -1 = padding.
       window: number of window rows that a token sees, its own included; a multiple of 64.
@@ -68,7 +69,7 @@ class DenseRows:
 
 
 class TokenRows:
-    """Computes the row numbers of a token's tiles within a kernel, where `rows` has references."""
+    """Computes the indices of the rows of a token's tiles within a kernel, where `rows` has references."""
 
     def __init__(self, rows: DenseRows, token: jax.Array):
         self.rows = rows
@@ -81,7 +82,7 @@ class TokenRows:
         self.count = take(rows.counts, kv_tiles.splat(token))
 
     def tile_rows(self, tile: jax.Array) -> list[jax.Array]:
-        """Returns the numbers of a tile's rows in `window_rows` or `entries`: [16] int32 for each unit; -1 = none."""
+        """Returns the indices of a tile's rows in `window_rows` or `entries`: [16] int32 for each unit; -1 = none."""
         return [self._unit_rows(tile * TILE + unit * UNIT + kv_tiles.iota()) for unit in range(UNITS)]
 
     def _unit_rows(self, item):
@@ -105,11 +106,12 @@ class TokenRows:
 class WorkItems:
     """The work items of a persistent block. An item is a token and a group of 64 heads.
 
-    All items are numbered, first by token, then by group. Item i of block b is number `b + i * blocks`.
+    The items of all blocks are ordered by token, then by group. Item i of block b has the index `b + i * blocks` in
+    this order.
     """
 
     rows: DenseRows  # references to the rows that the tokens attend to
-    block: jax.Array  # int32 scalar, number of this block
+    block: jax.Array  # int32 scalar, index of this block
     blocks: int  # number of blocks
     tokens: int  # number of tokens
     groups: int  # number of groups of heads
@@ -119,7 +121,7 @@ class WorkItems:
         return lax.div(self.tokens * self.groups - self.block + (self.blocks - 1), self.blocks)
 
     def locate(self, i: jax.Array) -> tuple[jax.Array, Any]:
-        """Returns (token, slice of the heads) of this block's item i, or of the last item of all if there is none."""
+        """Returns (token, slice of heads) of this block's item i, or if there is none, of the last of all items."""
         item = jnp.minimum(self.block + i * self.blocks, self.tokens * self.groups - 1)
         token = lax.div(item, self.groups)
         group = lax.rem(item, self.groups)
@@ -131,8 +133,8 @@ class WorkItems:
     def loop(self, body) -> jax.Array:
         """Calls `body(i, first, tiles)` for each item i, and returns the total number of tiles.
 
-        `tiles` is the item's number of tiles, and `first` the total of the block's items before it. Both are int32
-        scalars. The next item's number of tiles is loaded before the call of `body`.
+        `tiles` is the item's number of tiles, and `first` the number of tiles of the block's earlier items. Both are
+        int32 scalars. The next item's number of tiles is loaded before the call of `body`.
         """
 
         def step(i, carry):
@@ -153,10 +155,10 @@ def start_unit(chunk_smem, bias_smem, in_window: jax.Array, row: jax.Array, sour
       bias_smem: [64] float32. With chunk 0, elements first .. first + 15 are set to 0 for rows that exist, otherwise
         to -inf.
       in_window: int32 scalar; not 0 if the rows are in the first of the `sources`, else they are in the second.
-      row: [16] int32 row numbers in the layout `PER_ROW`; rows of number -1 become zeros.
+      row: [16] int32 indices of rows in the layout `PER_ROW`; a row with -1 becomes zeros.
       sources: `DenseRows.sources` in global memory.
-      first: number of the unit's first row in the tile.
-      chunk: number of the chunk; its columns begin at `chunk * CHUNK`.
+      first: index of the unit's first row in the tile.
+      chunk: index of the chunk; its columns begin at `chunk * CHUNK`.
     """
 
     def load_rows(source):

@@ -36,7 +36,7 @@ def inverse_rope(values: jax.Array, angles_gmem, token: jax.Array) -> jax.Array:
       values: [64, columns] float32 in the layout of `wgmma` accumulators. The rotated columns are rounded to bfloat16
         before the rotation.
       angles_gmem: (cos, sin), each [T, P] float32.
-      token: int32 scalar, row of the angles.
+      token: int32 scalar, index of the token.
 
     Returns:
       Array of the shape, dtype and layout of `values`.
@@ -90,8 +90,8 @@ def vector_inverse_rope(positions_gmem, inv_freq_gmem, token, channels: jax.Arra
       positions_gmem: [T] int32; negative positions count as 0.
       inv_freq_gmem: [P] float32 frequencies of the pairs.
       token: int32 scalar, index of the position.
-      channels: [n] int32 in a layout of `mgpu.vectors`, the number of each channel counted from the first rotated one.
-        Channels with negative numbers are only rounded.
+      channels: [n] int32 in a layout of `mgpu.vectors`, index of each channel, counted from the first rotated one.
+        Channels with negative indices are only rounded.
 
     Returns:
       Function of a [n] float32 vector in the layout of `channels`, which returns such a vector.

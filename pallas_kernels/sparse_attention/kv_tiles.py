@@ -3,12 +3,13 @@
     load_unit    global memory -> registers: codes, RoPE values and scales
     store_unit   registers -> shared memory: bfloat16, in the swizzled 8 x 64 tiles that `wgmma` reads
 
-With two functions, loads of several units can be in flight at once. Each warp of a warpgroup holds 4 rows of a unit,
-and 8 lanes share a row. A lane loads 8 bytes of every 64 bytes of codes. Of E4M3 codes, these are 8 values of every
-group of 64 columns. Of E2M1 codes, they are 16 values of every 128 columns, which share a scale.
+Loading and storing are separate, so that loads of several units can be in flight at once. Each warp of a warpgroup
+holds 4 rows of a unit, and 8 lanes share a row. A lane loads 8 bytes of every 64 bytes of codes: 8 E4M3 values of every
+group of 64 columns, or of every 128 columns 16 E2M1 values, which share a scale.
 
-A unit's rows lie in one of two places, whose rows may have different layouts. Then the unit has registers for rows of
-the first place, which are larger. `entry_part` returns those that rows of the second place fill.
+A unit's rows lie in the first or in the second of two sets of pools, such as rings and pools of compressed entries. If
+these have different layouts, a unit has registers for a row of the first pools, which takes more. `entry_part` returns
+the registers that a row of the second pools fills.
 """
 
 import contextlib
@@ -35,9 +36,9 @@ from pallas_kernels.runtime.launch import primitive
 
 type RowLayouts = tuple[RowLayout, RowLayout]
 
-UNIT = 16
+UNIT = 16  # number of rows of a unit
 LANES = 8  # number of lanes that share a row
-TILE_BYTES = 16 * GROUP  # a group of 64 columns is a tile of 8 rows in shared memory, 128 bytes each
+TILE_BYTES = 16 * GROUP  # bytes of a tile in shared memory: 8 rows of a group of 64 columns, 128 bytes each
 # Number of bytes of a unit's bfloat16 values and float32 biases, as sent to the other block of a cluster.
 UNIT_BYTES = UNIT * (2 * ROW_DIM + 4)
 
@@ -60,7 +61,7 @@ _ENTRY_CODES = plgpu.ShapeDtypeStruct((UNIT, ROW_DIM // 8), jnp.int32, _CODES)
 
 
 def iota() -> jax.Array:
-    """Returns the numbers 0 .. 15 of a unit's rows, [16] int32 in the layout PER_ROW."""
+    """Returns the indices 0 .. 15 of a unit's rows, [16] int32 in the layout PER_ROW."""
     return plgpu.broadcasted_iota(jnp.int32, (UNIT,), 0, layout=PER_ROW)
 
 
@@ -88,8 +89,8 @@ def load_unit(first_pools, second_pools, use_second: jax.Array, row: jax.Array, 
       first_pools, second_pools: (nope, rope, scale) in global memory, as in `Paged`. `rope` is None if all values are
         codes.
       use_second: int32 scalar; 0 to load from `first_pools`, else from `second_pools`.
-      row: [16] int32 row numbers in the layout PER_ROW, with all axes of a pool but the last merged; -1 = none, which
-        is read as zeros.
+      row: [16] int32 in the layout PER_ROW, index of each row in pools whose axes but the last are merged. A row with
+        -1 does not exist and is read as zeros.
       layouts: byte layouts of the rows in `first_pools` and in `second_pools`, see `check_layouts`.
 
     Returns:
@@ -114,15 +115,15 @@ def check_layouts(layouts: RowLayouts) -> None:
 
 
 def entry_part(unit: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Returns the arrays of a unit that rows of E2M1 codes use; the unit was loaded with layouts of both codes."""
+    """Returns the arrays that rows of E2M1 codes fill, of a unit loaded with layouts of E4M3 and of E2M1 codes."""
     return unit[:2]
 
 
 def _unit_types(layout):
     """Returns the types of a unit's arrays: words of codes, of RoPE values and of scales.
 
-    If a scale belongs to less than 64 codes, these are the codes of half of an E4M3 row or of an E2M1 row, a word of
-    scales in each lane, and the codes of an E4M3 row's other half.
+    If a scale belongs to fewer than 64 codes, the arrays are the codes of an E2M1 row or of the first half of an E4M3
+    row, a word of scales for each lane, and if the codes are E4M3, those of the row's second half.
     """
     if _is_fine(layout):
         return (_ENTRY_CODES, _SCALES) if layout.codes == "e2m1" else (_ENTRY_CODES, _SCALES, _ENTRY_CODES)
@@ -134,7 +135,7 @@ def _unit_types(layout):
 
 
 def _is_fine(layout):
-    """Returns whether a scale belongs to less than a group of 64 codes."""
+    """Returns whether a scale belongs to fewer than the 64 codes of a group."""
     return layout.scale_block is not None and layout.scale_block < GROUP
 
 
@@ -185,10 +186,10 @@ def _emit_load_unit(first_pools, second_pools, use_second, row, layouts):
 
 
 def _scale_offset(lane, row_bytes):
-    """Returns the offset of the word of scales that a lane loads, in the `row_bytes` bytes of a row's scales.
+    """Returns the offset in bytes of the word of scales that a lane loads, in the `row_bytes` bytes of a row's scales.
 
-    Lanes i and 4 + i have scales of columns 128 * i .. 128 * i + 127: both the same word, if this is a single one, and
-    otherwise a word each.
+    Lanes i and 4 + i load the scales of columns 128 * i .. 128 * i + 127. If these are a single word, both lanes load
+    it. Otherwise they are two words, and each lane loads one.
     """
     quarter = (lane & 3) * (row_bytes // 4)
     return quarter if row_bytes == 16 else quarter + (lane >> 2) * 4
@@ -210,15 +211,15 @@ def store_unit(
     Args:
       tile_smem: [rows, 512] bfloat16 with `TRANSFORMS`; rows first .. first + 15 are written.
       bias_smem: [rows] float32; elements first .. first + 15 are set to 0 for rows that exist, otherwise to -inf.
-      first: int32 scalar, number of the unit's first row in the tile.
+      first: int32 scalar, index of the unit's first row in the tile.
       unit: result of `load_unit`, or its `entry_part` for E2M1 codes.
       row: [16] int32, the argument of `load_unit`.
       layout: byte layout of the rows.
-      peer: None, or (number of another block of the cluster, one of this block's `transaction_barriers`). The same
-        values and biases, `UNIT_BYTES` in all, are then also stored at the same places in the other block's shared
-        memory. The other block's barrier at the same place counts the bytes.
-      zero: None, or an int32 scalar that is 0, which the compiler does not know. Then the unit is dequantized in a
-        branch, so that the compiler does not mix the code of several units, for which it would spill registers.
+      peer: None, or (index of another block of the cluster, one of this block's `transaction_barriers`). The values and
+        biases, `UNIT_BYTES` in all, are then also stored at the same places in the other block's shared memory. The
+        other block's barrier at the same place counts the bytes.
+      zero: None, or an int32 scalar that the compiler does not know to be 0. With it, the unit is dequantized in a
+        branch. This keeps the compiler from mixing the code of several units, for which it would spill registers.
     """
     tile_smem[pl.ds(first, UNIT)] = unit[0]
     bias_smem[pl.ds(first, UNIT)] = jnp.where(row >= 0, 0.0, -jnp.inf).astype(jnp.float32)
@@ -252,7 +253,8 @@ def _emit_store_unit(tile_smem, bias_smem, first, unit, row, layout, peer=None, 
 def _put_e4m3(unit, scales, layout, lane, put):
     """Emits the decoding of a thread's part of a row of E4M3 codes.
 
-    `put` is a function (4 words of bfloat16 pairs, offset in bytes from the place of chunk `lane` of group 0).
+    `put` is a function of (4 words of bfloat16 pairs, offset in bytes from the place of chunk `lane` of group 0), which
+    stores the words.
     """
     parts = [unit[0], unit[2]] if _is_fine(layout) else [unit[0]]
     codes = [register for part in parts for register in part.registers.flat]
@@ -266,8 +268,9 @@ def _put_e4m3(unit, scales, layout, lane, put):
 def _put_e2m1(codes, scale, lane, own_row, put):
     """Emits the decoding of a thread's part of a row of E2M1 codes; `put` is as in `_put_e4m3`.
 
-    Lane l has 16 codes of groups l // 4, 2 + l // 4, ..: chunks 2 * (l % 4) and the one after it, of 8 codes each.
-    Lanes 4 to 7 store the second one first. So the 8 lanes of a row store to all banks of shared memory at once.
+    Lane l has 16 codes of each of the groups l // 4, 2 + l // 4, ..: chunks 2 * (l % 4) and 2 * (l % 4) + 1, of 8 codes
+    each. Lanes 4 to 7 store the second chunk first, so that the 8 lanes of a row store to all banks of shared memory at
+    once.
     """
     is_upper = lane >= 4
     line = own_row % 8
@@ -288,7 +291,7 @@ def _senders(first_value, bias, block, barrier):
     Args:
       first_value: pointer to this thread's first value in this block's shared memory.
       bias: pointer to the bias of this thread's row in this block's shared memory.
-      block: number of the other block.
+      block: index of the other block in the cluster.
       barrier: one of this block's `transaction_barriers`; the other block's barrier at the same place counts the bytes.
     """
 
@@ -308,8 +311,8 @@ def _senders(first_value, bias, block, barrier):
 def unit_offsets(tile, columns: int) -> tuple[U32, Any, U32]:
     """Returns (chunk, pointer, row): the place of this thread's values in a tile in shared memory.
 
-    A thread holds 16 bytes, number `chunk` of 8, of every group of 64 columns in row `row` of a unit. `pointer` is the
-    address of its 16 bytes of group 0, for the unit that begins at row 0 of the tile.
+    A group of 64 columns has 8 chunks of 16 bytes. A thread holds the chunk with index `chunk` of every group in row
+    `row` of a unit. `pointer` is the address of this chunk of group 0, for the unit that begins at row 0 of the tile.
 
     Args:
       tile: memref [rows, columns] bfloat16 with `TRANSFORMS`.
@@ -326,11 +329,11 @@ def unit_offsets(tile, columns: int) -> tuple[U32, Any, U32]:
 
 
 def store_bias(bias, chunk: U32, exists: U32, send: Any = None) -> None:
-    """Stores the bias of this thread's row to its logits: 0 if the row exists, else -inf.
+    """Stores the bias of this thread's row, which is added to the row's scores: 0 if the row exists, else -inf.
 
     Args:
       bias: pointer to the row's float32 bias.
-      chunk: number of the thread's chunk of the row, from `unit_offsets`. The thread with chunk 0 stores the bias.
+      chunk: index of the thread's chunk, from `unit_offsets`. The thread with chunk 0 stores the bias.
       exists: 1 if the row exists, else 0.
       send: function to which the storing thread also passes the MLIR value of the bias, or None.
     """
@@ -355,7 +358,7 @@ def _():
 
 
 def _dequantize(pools, row, layout):
-    """Returns the dequantized rows [16, 512] bfloat16, zeros for row number -1; for interpreted kernels."""
+    """Returns the dequantized rows [16, 512] bfloat16, zeros where `row` is -1; for interpreted kernels."""
 
     def take_rows(pool):
         return pool[...].reshape(-1, pool.shape[-1])[jnp.maximum(row, 0)]
@@ -377,8 +380,8 @@ def _dequantize(pools, row, layout):
 
 
 # Instructions that turn two E4M3 codes, also subnormal ones, into a pair of bfloat16 with their values times 2**-120.
-# They sign-extend each byte to 16 bits, shift it so that its lower 7 bits are the lowest exponent bits and the highest
-# mantissa bits of bfloat16, and clear all other bits but the sign.
+# The instructions sign-extend each byte to 16 bits, shift it so that its lower 7 bits are the lowest exponent bits and
+# the highest mantissa bits of bfloat16, and clear all other bits but the sign.
 _SPREAD_PAIR = "prmt.b32 {to}, ${word}, 0, {select}; shl.b32 {to}, {to}, 4; and.b32 {to}, {to}, 0x87F087F0;"
 # {register: (operand that holds its two codes, selector by which `prmt` sign-extends them)}.
 _REGISTERS = {"a": (4, "0x9180"), "b": (4, "0xB3A2"), "c": (5, "0x9180"), "d": (5, "0xB3A2")}
@@ -403,8 +406,8 @@ def _decode_e4m3(codes, scales, layout, lane, group):
 def _decode_block_scale(codes, factor):
     """Emits the decoding of a thread's 8 codes of a group to 4 words of bfloat16 pairs.
 
-    `factor` is a word with two copies of the codes' scale in bfloat16, a power of two. It is multiplied after 2**120,
-    in a step of its own, so that both products are exact and cannot overflow.
+    `factor` is a word with two copies of the codes' scale in bfloat16, a power of two. Values are multiplied first by
+    2**120 and then by the scale, so that both products are exact and cannot overflow.
     """
     code = "{ .reg .b32 a, b, c, d, k; mov.b32 k, 0x7B807B80;" + _SPREAD
     for i, x in enumerate(_REGISTERS):
@@ -427,8 +430,8 @@ def _decode_row_scale(codes, scale):
 
 
 # Instructions that turn two E2M1 codes into a pair of bfloat16 with their values times 2**-126, as `_SPREAD_PAIR` does.
-# Register z has the codes $4 shifted left by one code (4 bits), so that a code of each word lies in the upper half of a
-# byte.
+# Register z has the codes of $4, shifted left by one code (4 bits), so that each code lies in the upper half of a byte
+# of $4 or of z.
 _SPREAD_CODES = "prmt.b32 a, z, $4, {select:#x}; shl.b32 a, a, 2; and.b32 a, a, 0x81C081C0;"
 
 
@@ -445,9 +448,9 @@ def _decode_e2m1(codes, factor):
 
 
 def _e4m3_factor(scales, own_byte):
-    """Emits the conversion of one of a word's four E4M3 scales to a word with two equal bfloat16.
+    """Emits the conversion of one of the four E4M3 scales in the word `scales` to a word with two equal bfloat16.
 
-    `own_byte` is the selector by which `prmt` copies the scale to both halves, and extends its sign.
+    `own_byte` is the selector by which `prmt` copies the scale to both halves of a word, and extends its sign.
     """
     spread = _SPREAD_PAIR.format(to="a", word=1, select="$2")
     return multiply(thread_ops.pure(f"{{ .reg .b32 a; {spread} mov.b32 $0, a; }}", scales, own_byte), 0x7B807B80)

@@ -16,10 +16,10 @@ from pallas_kernels.formats.kv_rows import ROW_DIM
 
 HEADS = 64  # number of heads of a block: the M dimension of one `wgmma`
 HALF = ROW_DIM // 2  # number of columns of the result that one warpgroup adds up
-# The running maximum before the first row. It is below every score, but finite: the difference of two maxima without
-# rows is 0, not NaN.
+# The running maximum before the first row. It is below every score, but finite, so that the difference of two maxima
+# without rows is 0, not NaN.
 LOWEST = -1e30
-SCALE = ROW_DIM**-0.5 * math.log2(math.e)
+SCALE = ROW_DIM**-0.5 * math.log2(math.e)  # factor of a dot product in its score
 
 LAYOUT = plgpu.Layout.WGMMA
 PER_HEAD = LAYOUT.reduce(1)
@@ -74,7 +74,7 @@ def load_sink(sinks_gmem) -> jax.Array:
 def final_scale(sink: jax.Array, running_max: jax.Array, running_sum: jax.Array) -> jax.Array:
     """Returns the factor [64 heads] that turns the sums of weighted rows into attention.
 
-    It is 1 over the sum of all weights and the sink's weight `2 ** (sink - running_max)`.
+    The factor is 1 divided by the sum of all weights, among them the sink's weight `2 ** (sink - running_max)`.
     """
     peak = jnp.maximum(running_max, sink)
     scale = jnp.exp2(running_max - peak)

@@ -2,9 +2,9 @@
 
     out[t, h] = sum_n p[n] kv[n], p = softmax over n of (q[t, h] . kv[n] / sqrt(512)) and the sink
 
-The grid is one persistent block per SM. A block walks over work items, pairs of a token and a group of 64 heads, and
-for each item over the token's tiles of 64 rows. A tile is copied as four chunks of 128 columns. Shared memory has nine
-stages, which hold a chunk each.
+The grid is one persistent block per SM. A work item is a pair of a token and a group of 64 heads. A block walks over
+items, and for each item over the token's tiles of 64 rows. A tile is copied as four chunks of 128 columns. Shared
+memory has nine stages, which hold a chunk each.
 
     warpgroup   does                              waits for                             signals
     0 score     loads queries, q @ kv.T, weights  queries_full, keys_full, scale_empty  scored, weights_full, scale_full
@@ -132,7 +132,7 @@ def _check(q, sinks, layer, rows, inv_freq):
 
 @pytree_dataclass
 class PrefillBuffers:
-    """Shared memory and barriers of a block: the types to allocate, and within the kernel references to them.
+    """Shared memory and barriers of a block: types to allocate outside the kernel, references inside it.
 
     Each role is a warpgroup, see the module. A barrier `x_full` says that x was written, `x_empty` that it was read.
     """
@@ -147,8 +147,8 @@ class PrefillBuffers:
     # Softmax weights before the division by their sum. `keys_empty` of the tile's keys also says that they were read.
     weights_smem: Any = plgpu.SMEM((STAGES, HEADS, TILE), jnp.bfloat16, transforms=TRANSFORMS)
     # Rows 0 .. STAGES - 1: factors for the sums of earlier tiles, written and read together with the weights. Row
-    # STAGES: factors of the final sums, guarded by `scale_full` and `scale_empty`. They share an array, because each
-    # array takes at least 1024 bytes.
+    # STAGES: factors of the final sums, guarded by `scale_full` and `scale_empty`. All factors share an array, because
+    # an array takes at least 1024 bytes.
     factors_smem: Any = plgpu.SMEM((STAGES + 1, HEADS), jnp.float32)
     queries_full: Any = plgpu.Barrier()
     keys_full: Any = plgpu.Barrier(num_barriers=CHUNK_STAGES)
@@ -223,8 +223,8 @@ def _copy_items(items, rows, buffers):
         def copy_tile(t, tile_rows):
             in_window = (t < rows.window // TILE).astype(jnp.int32)
             start_chunk(first + t, 0, tile_rows, in_window)
-            # The previous tile's last chunk is finished here. The chunks below may wait for stages that become empty
-            # only after that chunk was used.
+            # The last chunk of the previous tile is finished here, because the chunks below may wait for stages that
+            # become empty only after that chunk was used.
             pl.when(t > 0)(lambda: finish_chunk(first + t - 1, CHUNKS - 1, 1))
             for chunk in range(1, CHUNKS):
                 start_chunk(first + t, chunk, tile_rows, in_window)
@@ -251,7 +251,7 @@ def _score_items(items, q_gmem, sinks_gmem, buffers):
     def score_item(i, first, tiles):
         _, heads = items.locate(i)
         sink = online_softmax.load_sink(sinks_gmem.at[heads])
-        # Prefetches the next item's queries to L2, which halves the time to copy them from there.
+        # Prefetches the next item's queries to the L2 cache, which halves the time to copy them to shared memory.
         next_token, next_heads = items.locate(i + 1)
         for half in range(2):
             plgpu.async_prefetch(q_gmem.at[next_token, next_heads, pl.ds(half * HALF, HALF)])
@@ -263,8 +263,8 @@ def _score_items(items, q_gmem, sinks_gmem, buffers):
             pl.when(t > 0)(lambda: plgpu.barrier_arrive(buffers.scored.at[stage]))
             pl.when(t == tiles - 1)(lambda: fetch_queries(i + 1))
             weights, rescale, *stats = online_softmax.weigh(products, _bias_smem(buffers, first + t), *stats)
-            # This stage of weights is empty: this tile's keys are in shared memory, where they replace keys of two
-            # tiles before. Those keys were read together with the weights in this stage.
+            # This stage of weights is empty. Tile `first + t - 2` used it, and both warpgroups that add have released
+            # that tile's keys, because keys of this tile have replaced them.
             wgmma.put_shared(buffers.weights_smem.at[stage], weights.astype(jnp.bfloat16))
             wgmma.put_shared(buffers.factors_smem.at[stage], rescale)
             kv_tiles.fence()
@@ -284,8 +284,8 @@ def _score_items(items, q_gmem, sinks_gmem, buffers):
 
 def _multiply_keys(buffers, tile):
     """Returns the [64 heads, 64 rows] float32 products of the queries and a tile."""
-    # An index that is always 0. The compiler does not know that: it computes the addresses of the queries for each tile
-    # again instead of keeping 64 registers of them.
+    # An index that is always 0. Since the compiler does not know that, it computes the addresses of the queries for
+    # each tile again instead of keeping 64 registers of addresses.
     zero = lax.shift_right_logical(tile, jnp.int32(30))
 
     def multiply(products_reg):
@@ -300,7 +300,7 @@ def _multiply_keys(buffers, tile):
 
 
 def _add_items(items, chunks, angles_gmem, out_gmem, buffers):
-    """Adds up weight times row over each item's rows, for the columns of `chunks`, and stores the result."""
+    """Adds up each item's rows times their weights, for the columns of `chunks`, and stores the attention."""
     has_last = CHUNKS - 1 in chunks
 
     def release_keys(tile):
@@ -316,7 +316,7 @@ def _add_items(items, chunks, angles_gmem, out_gmem, buffers):
             if has_last:
                 pl.when(t < tiles - 1)(lambda: plgpu.barrier_wait(buffers.scored.at[_stage(first + t + 1)]))
             values_smem = tuple(buffers.keys_smem.at[_chunk_stage(first + t, chunk)] for chunk in chunks)
-            # The products of all chunks need the weights. They are read to registers once, because reading the rows
+            # The products of all chunks need the weights. These are read to registers once, because reading the rows
             # already takes all of shared memory's bandwidth.
             weights = plgpu.load(buffers.weights_smem.at[stage], layout=LAYOUT)
             sums = wgmma.multiply_add_all(sums, weights, values_smem)

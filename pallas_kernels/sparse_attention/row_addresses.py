@@ -1,9 +1,9 @@
 """Row addresses of decode attention: a token's window rows in a ring, then its compressed entries behind a block table.
 
-A tile is 64 rows, and a unit is 16 rows of a tile. A token's first tiles hold its window, the last of them partly empty
-if the window is not a multiple of 64; the tiles after them hold its compressed entries. The address of an entry is
-found in three steps: `RowAddresses.entries` loads the entry numbers, `blocks` loads the id of each entry's block from
-the block table, and `rows` computes the row numbers.
+A tile is 64 rows, and a unit is 16 rows of a tile. A token's first tiles hold its window. The last tile of the window
+is partly empty if the window is not a multiple of 64. Further tiles hold the token's compressed entries. The address of
+an entry is found in three steps: `RowAddresses.entries` loads the indices of entries within their request, `blocks`
+loads the id of each entry's block from the block table, and `rows` computes the indices of rows in the pools.
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ from pallas_kernels.sparse_attention.kv_tiles import UNIT, take
 
 TILE = 64
 UNITS = TILE // UNIT
-# Stands for the position of padding, and for the first row of rings that are left out. It stays negative when a row
-# number or a position is added.
+# Stands for the position of padding, and for the first row of rings that are left out. It stays negative when the index
+# of a row or a position is added.
 NOWHERE = -(1 << 30)
 
 
@@ -56,7 +56,7 @@ class AttentionProblem:
 
         Args:
           token: int32 scalar, index of the token.
-          split: int32 scalar, number of the split.
+          split: int32 scalar, index of the split.
           splits: number of splits.
         """
         tiles = jnp.int32(self.max_tiles)
@@ -71,7 +71,7 @@ class AttentionProblem:
 
 
 class RowAddresses:
-    """Computes the row numbers of a token's tiles, in units of 16 rows.
+    """Computes the indices of the rows of a token's tiles, in units of 16 rows.
 
     Methods return a list with an array [16] int32 for each unit, in the layout `kv_tiles.PER_ROW`.
     """
@@ -82,8 +82,8 @@ class RowAddresses:
         Args:
           problem: references to the rows that the tokens attend to.
           token: int32 scalar, index of the token.
-          last: int32 scalar, end of the tiles; rows of tiles from `last` on are -1.
-          first_unit: int, or int32 scalar, number of the first unit in each tile.
+          last: int32 scalar, index after the last tile; rows of tiles from `last` on are -1.
+          first_unit: int, or int32 scalar, index of the first unit to compute in each tile.
           units: number of units of each tile to compute.
         """
         self.problem = problem
@@ -111,7 +111,10 @@ class RowAddresses:
             self.pool_start = take(problem.compressed.layer, zero) * problem.compressed.pools[0].shape[1]
 
     def entries(self, tile: jax.Array) -> list[jax.Array]:
-        """Returns the entry numbers of each unit of a tile; -1 = none. The list is empty without compressed entries."""
+        """Returns the index of each row's entry within its request, for each unit of a tile; -1 = none.
+
+        The list is empty without compressed entries.
+        """
         paged = self.problem.compressed
         if paged is None:
             return []
@@ -129,7 +132,7 @@ class RowAddresses:
         return units
 
     def blocks(self, entries: list[jax.Array]) -> list[jax.Array]:
-        """Returns the block id of each entry, from the block table; -1 = none. The id of an entry -1 is unspecified."""
+        """Returns each entry's block id from the block table; -1 = none. The block id of entry -1 is unspecified."""
         paged = self.problem.compressed
         if paged is None:
             return []
@@ -140,11 +143,11 @@ class RowAddresses:
         return [take(paged.block_table, table_row + column) for column in table_columns]
 
     def rows(self, tile: jax.Array, entries: list[jax.Array], blocks: list[jax.Array]) -> list[jax.Array]:
-        """Returns the row numbers of each unit of a tile; -1 = none.
+        """Returns the indices of the rows of each unit of a tile; -1 = none.
 
-        For a tile of the window, rows of the rings are numbered, otherwise rows of the pools of compressed entries, in
-        both cases with all axes but the last merged. `entries` and `blocks` are the results of the methods of these
-        names for this tile.
+        For a tile of the window, these are indices into the pools of the rings, and otherwise into the pools of
+        compressed entries, whose axes but the last are merged. `entries` and `blocks` are the results of the methods of
+        these names for this tile.
         """
         window_rows = [self._window_row(tile, unit) for unit in range(self.units)]
         if self.problem.compressed is None:
@@ -154,7 +157,7 @@ class RowAddresses:
         return [jnp.where(in_window, row, pool_row) for row, pool_row in zip(window_rows, pool_rows, strict=True)]
 
     def pool_rows(self, entries: list[jax.Array], blocks: list[jax.Array]) -> Iterator[jax.Array]:
-        """Yields the row numbers of each unit of a tile of compressed entries; arguments and numbers as in `rows`."""
+        """Yields the indices of the rows of each unit of a tile of compressed entries, as `rows` does."""
         paged = self.problem.compressed
         return (self._pool_row(paged, entry, block) for entry, block in zip(entries, blocks, strict=True))
 
@@ -176,5 +179,5 @@ class RowAddresses:
         return jnp.where(valid, row, -1)
 
     def _items(self, tile, unit):
-        """Returns the numbers [16] of a unit's rows, counted from the first row of tile 0."""
+        """Returns the indices [16] of a unit's rows, counted from the first row of tile 0."""
         return tile * TILE + (self.first_unit + unit) * UNIT + kv_tiles.iota()

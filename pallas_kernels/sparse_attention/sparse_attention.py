@@ -38,11 +38,11 @@ def sparse_attention(
 ) -> jax.Array:
     """Computes attention of each token to its window and its compressed entries.
 
-    A row of 512 values is both the key and the value of all heads. The window is the newest rows up to the token's own.
-    Compressed entries are rows of their own, each made from `compress_rate` tokens.
+    A row of 512 values is both the key and the value of all heads. The window is the token's own row and the newest
+    rows before it. Compressed entries are further rows, each made from `compress_rate` tokens.
 
     Args:
-      q: [T, H, 512] bfloat16, H a multiple of 64, or of 8 below that. Scores are scaled by `512 ** -0.5`.
+      q: [T, H, 512] bfloat16. H is a multiple of 64, or below 64 a multiple of 8. Scores are scaled by `512 ** -0.5`.
       sinks: [H] float32 sink logits. A sink adds a weight to the denominator of the softmax and has no value.
       slots: [T] int32, each token's request slot; -1 = padding.
       positions: [T] int32, each token's position in its request; -1 = padding.
@@ -88,7 +88,7 @@ def attention_sums(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the sums of each KV split of `sparse_attention`, without combining the splits.
 
-    `combine` makes the result from them, also together with the splits that other devices computed.
+    `combine` computes the attention from these sums, or from them and the sums of other devices.
 
     Args:
       q, slots, positions, rings, compressed, interpret: as in `sparse_attention`; T at least 1.
