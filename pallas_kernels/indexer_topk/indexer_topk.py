@@ -207,7 +207,7 @@ def _list_candidates(radix, scores, low, chunks):
 def _refine(radix, number, search, shared, for_each_list):
     """Narrows the interval of the search by the next digit of the k-th largest key.
 
-    The search is over, and its state stays as it is, if all scores in the interval are selected.
+    If all scores in the interval are selected, the search is over, and its state stays as it is.
 
     Args:
       radix: the steps of the row's selection.

@@ -91,14 +91,14 @@ class RadixPlan:
 
     @functools.cached_property
     def offsets(self) -> types.SimpleNamespace:
-        """The index of the first word of each area of a block's shared memory, by name; `end` is the number of words."""
+        """The index of each area's first word in a block's shared memory, by name. `end` is the number of all words."""
         cluster = self.blocks > 1
         sizes = {
             "counts": len(SHIFTS) * BINS,  # this block's histogram of each pass
             "cluster_counts": len(SHIFTS) * BINS if cluster else 0,  # the cluster's histogram of each pass
             "results": len(SHIFTS) * RESULT,  # result of each pass
-            "above": self.marks,  # bitmap of the entries whose keys are above the k-th largest
-            "ties": self.marks,  # bitmap of the entries whose keys equal the k-th largest
+            "above": self.marks,  # bitmap of the entries whose keys are above the search's last interval
+            "ties": self.marks,  # bitmap of the entries whose keys are in the search's last interval
             "overflow": 4,  # 1 if some thread has too few slots for its candidates
             "totals": MAX_BLOCKS,  # number of marks in each block: above in the upper 16 bits, ties in the lower 16
             "zeroed": 0,  # end of the areas that `RadixSelect.zero` clears

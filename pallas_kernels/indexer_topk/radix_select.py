@@ -9,8 +9,9 @@ Candidates are few unless many scores are equal. Each thread lists its candidate
 than `RadixPlan.max_shared`, all blocks send their lists to each other, and need not wait for each other in the later
 passes.
 
-Bitmaps mark the entries above the k-th largest key, which are all selected, and the ties, the entries with this key. A
-thread writes its selected entries at the position that is the number of selected entries before them.
+Two bitmaps mark the entries with keys above the last interval, which are all selected, and the ties, the entries with
+keys in it. After three passes, all ties have the same key. A search that ends earlier selects all ties. A thread counts
+the selected entries before its marks to find the position at which it writes.
 """
 
 import functools
