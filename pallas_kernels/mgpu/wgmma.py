@@ -196,7 +196,7 @@ def _when_below(number, end):
 
 
 def _own_pairs(inbox, values):
-    """Yields (register, pointer to its place in an inbox) for each of this thread's registers, which hold two values."""
+    """Yields (register, pointer to its place in an inbox) for each of this thread's registers of two values each."""
     first_place = _own_place(inbox)
     for i, pair in enumerate(values.registers.flat):
         yield pair, mlir.at(first_place, 8 * mlir.THREADS * i)
