@@ -52,7 +52,7 @@ def rows_in_call(ctx: FlushContext, token) -> Any:
         return jnp.int32(1)
     back = vectors.thread()  # thread i looks at token `token - i`
     slots = vectors.take(ctx.slots_gmem, token - back)
-    # The tokens of a slot are adjacent, so the rows are those of the last `limit` tokens that have the same slot.
+    # The tokens of a slot are adjacent. So among the last `limit` tokens, the tokens with the same slot are the rows.
     is_row = (slots == ctx.slots_gmem[token]) & (back <= token) & (back < limit)
     return vectors.count(jnp.where(is_row, 1, 0))
 

@@ -45,7 +45,7 @@ class CompressorOperands:
       layout: format in which entries are stored, a `RowLayout` for KV rows or a `KeyLayout` for indexer keys.
       rate: number of tokens after which a window closes.
       eps: epsilon of the RMS norm.
-      overlap: whether an entry also pools the `rate` rows before its own `rate` rows.
+      overlap: whether windows overlap: a window then also has the `rate` rows before its last `rate` rows.
       num_slots: number of slots.
       ring: number of rows in a ring. `in_place` sets `num_slots` and `ring`, because it merges their axes.
     """
@@ -183,7 +183,7 @@ class Config:
     # Number of warpgroups per block for long windows, if a request has fewer tokens in the call than a window has. More
     # warpgroups take longer to start.
     decode_warpgroups: int = 2
-    # Number of warpgroups per block for long windows, if a request may have as many tokens in the call as a window has.
+    # Number of warpgroups per block for long windows, if a request may have all tokens of a window in the call.
     prefill_warpgroups: int = 4
     stages: int = 2  # number of chunks of a long window that a block copies at once, if shared memory has room for them
     # Maximum number of warpgroups for short windows: a little less than the number that runs at once, and odd, see

@@ -146,7 +146,7 @@ def _store_rows(ctx, first, step, share):
     def store_rows(number, _):
         token, is_stored, slot, _ = scan(ctx, first, step, number * SCAN, tokens)
         if ctx.max_in_call > ring:
-            # Skips a token if a later token of the call has the same row of the ring.
+            # Skips a token whose row of the ring a later token of the call also has: the later row is the one to keep.
             later_slot = vectors.take(ctx.slots_gmem, jnp.where(token + ring < tokens, token + ring, -1))
             is_stored &= (token + ring >= tokens) | (later_slot != slot)
 
@@ -171,7 +171,7 @@ def _read_row(ctx, token, end):
     position = ctx.positions_gmem[safe]
     is_stored = (token < end) & has_state(ctx, slot, position)
     if ctx.max_in_call > ring:
-        # Skips a token if a later token of the call has the same row of the ring.
+        # Skips a token whose row of the ring a later token of the call also has: the later row is the one to keep.
         is_stored &= (token + ring >= tokens) | (ctx.slots_gmem[later] != slot)
     phase = lax.rem(jnp.maximum(position, 0), c.rate)
     halves = [pl.ds(half * c.dim, c.dim) for half in range(1 + c.overlap)]

@@ -36,8 +36,9 @@ WARPS = 4  # number of warps in a warpgroup
 def _layout(shape):
     """Returns the register layout of an array [n], [n, groups] or [n, groups, values] for n rows, n a multiple of 4.
 
-    Warp w has rows w, w + 4, ... A lane has two vectors of 8 values of each row, or of 4 bytes with the codes of 8
-    values. The 32 lanes' first vectors are the first half of the row's groups, and their second vectors the other half.
+    Warp w has rows w, w + 4, ... Of each row, a lane has two vectors of 8 values, or of 4 bytes if a byte has the codes
+    of two values. The first vectors of the 32 lanes are the first half of the row's groups, and the second vectors are
+    the second half.
     """
     if len(shape) == 1:
         return VALUES.reduce((1, 2))

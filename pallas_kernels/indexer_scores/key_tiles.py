@@ -11,9 +11,9 @@ of its head's largest scale. Codes times smaller scales are exact in these units
 
   * The tensor core aligns 32 products and the running sum to the largest of these 33 terms, and drops bits below 2**-13
     of the largest term (a gpu test shows this).
-  * Products of two codes other than 0 are 0.25 to 36. If all scales of a key are within NEAR binades (factors of 2) of
-    the key's largest scale, and those of the query likewise, products are multiples of 2**-6. Sums below 2**8 are then
-    exact. Sums of independent keys and queries are about 55.
+  * Products of two codes other than 0 are 0.25 to 36. If the scales of a key are within NEAR binades (factors of 2) of
+    the key's largest scale, and the scales of a query within NEAR binades of the query's largest scale, products are
+    multiples of 2**-6. Sums below 2**8 are then exact. Sums of independent keys and queries are about 55.
   * If one of a warp's 16 keys has scales farther apart, the warp scores all 16 keys again as bfloat16 with float32
     sums. This is rare: values are about normal after the Hadamard rotation, and 1 of 4 million keys of normal values
     had such scales. Without the rotation it would be frequent, since a key can have a few large channels.
@@ -407,7 +407,7 @@ def code_values(words):
 
 
 def largest_scales(scales):
-    """Emits the largest scale byte of each of a thread's two keys, over the four lanes that share them.
+    """Emits the largest scale byte of each of a thread's two keys, over the four lanes that share the keys.
 
     `scales` are two words, the scale byte of the thread's 32 dims of each of its two keys.
     """

@@ -82,9 +82,10 @@ def _score_mosaic(keys, *, queries, weights, token, tokens, out, row, first, blo
 
 @primitive
 def score_far(tile: tuple[jax.Array, jax.Array], *, queries, weights, tokens, out, row, first, block, factor) -> None:
-    """Scores MXFP4 keys whose scales are far apart again, as bfloat16 with float32 sums, for all tokens of a chunk.
+    """Scores the MXFP4 keys with scales far apart a second time, as bfloat16 with float32 sums.
 
-    If a key of a warp has scales more than NEAR binades apart, all 16 keys of the warp are scored.
+    If a key of a warp has scales more than NEAR binades apart, all 16 keys of the warp are scored, for all tokens of
+    the chunk.
 
     Args:
       tile: result of `load_tile`.

@@ -35,7 +35,7 @@ class RadixPlan:
     blocks: int  # number of blocks in the cluster that shares a row
     warpgroups: int  # number of warpgroups in a block
     values: int  # number of scores that a thread holds at a time; a multiple of 4, at most 32
-    chunks: int = 1  # number of times that a thread loads `values` scores to see all of the longest row
+    chunks: int = 1  # number of chunks of `values` scores that a thread loads of a row of maximum length
 
     @classmethod
     def for_rows(cls, rows: int, entries: int, k: int) -> "RadixPlan":
@@ -131,7 +131,7 @@ class RadixPlan:
 
 
 class CandidateList(NamedTuple):
-    """The scores that each thread of a warpgroup has listed as candidates, from one chunk of scores or from all.
+    """The scores that each thread of a warpgroup has listed as candidates, from one chunk of scores or from all chunks.
 
     The scores themselves are in shared memory, see `RadixSelect.collect` and `RadixSelect.append`.
     """

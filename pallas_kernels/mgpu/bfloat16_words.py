@@ -16,21 +16,21 @@ from pallas_kernels.mgpu import mlir, thread_ops
 from pallas_kernels.mgpu.mlir import U32
 
 
-PARTS = 3  # number of bfloat16 terms whose sum is any float32
+PARTS = 3  # number of bfloat16 terms of which every float32 is a sum
 
 
 def load_four(pointer) -> list[U32]:
-    """Loads 16 bytes of global memory that the kernel does not write."""
+    """Loads 16 bytes, as four words, of global memory that the kernel does not write."""
     return thread_ops.ptx_words(4, "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", pointer)
 
 
 def load_pair(pointer) -> list[U32]:
-    """Loads 8 bytes of global memory that the kernel does not write."""
+    """Loads 8 bytes, as two words, of global memory that the kernel does not write."""
     return thread_ops.ptx_words(2, "ld.global.nc.v2.b32 {$0, $1}, [$2];", pointer)
 
 
 def store_four(pointer, four: Sequence[U32]) -> None:
-    """Stores 16 bytes to global memory."""
+    """Stores four words, 16 bytes, to global memory."""
     mlir.ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", pointer, *four)
 
 

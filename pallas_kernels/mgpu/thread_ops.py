@@ -247,7 +247,7 @@ def fma(x, y, z):
 
 
 def sum_lanes(x, lanes: int = 32):
-    """Returns the sum of an MLIR float32 over `lanes` consecutive lanes, a power of two; each of them gets the sum."""
+    """Returns the sum of an MLIR float32 over `lanes` consecutive lanes, a power of two. Each of the lanes gets it."""
     while lanes > 1:
         lanes //= 2
         x = arith.addf(x, mgpu.utils.shfl_bfly(x, lanes))

@@ -49,7 +49,7 @@ def cached_trace(*static: str, writes: bool = False) -> Callable[[Callable], Cal
 
     Args:
       static: names of the static arguments; `interpret` is always static.
-      writes: whether the function writes its arguments in place. A function that does so does not support `jax.vmap`.
+      writes: whether the function writes its arguments in place. If True, the function does not support `jax.vmap`.
     """
 
     def decorate(function):
