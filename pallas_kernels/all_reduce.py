@@ -1,9 +1,9 @@
 """All-reduce over the GPUs of one process: y = sum of x over the GPUs, in float32, in the order of their ranks.
 
 The grid has up to 128 blocks of one warpgroup. A thread exchanges units of 8 values with the same thread of the same
-block on every other GPU. It stores its values in the mailboxes of all GPUs, waits for the values of all GPUs in the
-mailbox of its own GPU, adds them up and stores the sum. `mgpu.mailbox` describes the protocol. Blocks of one GPU do not
-wait for each other.
+block on every other GPU. The thread stores its values in the mailboxes of all GPUs. Then it waits for the values of all
+GPUs in the mailbox of this GPU, adds them up and stores the sum. `mgpu.mailbox` describes the protocol. Blocks of one
+GPU do not wait for each other.
 """
 
 import functools
@@ -21,14 +21,14 @@ from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-MAX_VALUES = ROUNDS * BLOCKS * THREADS * UNIT
+MAX_VALUES = ROUNDS * BLOCKS * THREADS * UNIT  # maximum number of values of x
 
 
 @cached_trace()
 def all_reduce(x: jax.Array, table: jax.Array, *, interpret: bool = False) -> jax.Array:
     """Returns the sum of x over the GPUs, added in float32 in the order of ranks and rounded to bfloat16.
 
-    All GPUs get the same bits. Every GPU has to make the same calls in the same order, with values of the same shape.
+    All GPUs get the same bits. Every GPU has to make the same calls in the same order, with x of the same shape.
 
     Args:
       x: [...] bfloat16, this GPU's term. The number of values is a multiple of 8 and at most 524,288.

@@ -1,7 +1,7 @@
 """The kernel that quantizes the KV rows of a call's tokens and stores them in the rings of sliding windows.
 
-A token's row is `position % ring` of its slot's ring. The grid has a block of one warpgroup for every four tokens. Each
-warp loads, quantizes and stores the row of one token.
+A token is stored in row `position % ring` of its slot's ring. The grid has a block of one warpgroup for every four
+tokens. Each warp loads, quantizes and stores the row of one token.
 """
 
 import jax
@@ -24,10 +24,11 @@ def append_swa(
 
     Args:
       kv: [T, 512] bfloat16 rows. The last `rope_dim` values are stored in bfloat16, the others as E4M3 codes.
-      slots: [T] int32, each token's request slot; -1 = padding. The tokens of a slot are consecutive and in order.
-      positions: [T] int32, each token's position in its request; -1 = padding, which writes nothing.
-      rings: the rings to write to. If a slot has more tokens than its ring has rows, only the last of them are stored,
-        one for each row.
+      slots: [T] int32, each token's request slot; -1 = padding. The tokens of a slot are adjacent and in order.
+      positions: [T] int32, each token's position in its request; -1 = padding, which writes nothing. Positions of a
+        slot are consecutive.
+      rings: the rings to write to. If a slot has more tokens than its ring has rows, its last tokens are stored, one in
+        each row.
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:

@@ -1,8 +1,8 @@
 """Gathers of quantized KV rows: dequantizes rows of the pools to dense bfloat16 arrays, with a mask of valid rows.
 
-Three public functions gather compressed entries by index, all visible compressed entries, and window rows. They share
-the kernel of `_gather`. Its grid has a block of one warpgroup for every eight rows. Each warp loads, dequantizes and
-stores two rows.
+Three public functions gather compressed entries by index, all visible compressed entries, and window rows. All three
+launch the kernel of `_gather`. Its grid has a block of one warpgroup for every eight rows of the result. Each warp
+loads, dequantizes and stores two rows.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def gather_compressed_kv(slots: jax.Array, entries: Paged, *, interpret: bool = 
     """Gathers the compressed entries that `entries.indices` lists for each token.
 
     Args:
-      slots: [T] int32, each token's request slot, a row of the block table; -1 = padding.
+      slots: [T] int32, each token's request slot, the index of a row of the block table; -1 = padding.
       entries: the compressed entries, with `indices` [T, K].
       interpret: whether to run on the CPU, interpreted, with race detection.
 
@@ -57,14 +57,14 @@ def gather_compressed_kv(slots: jax.Array, entries: Paged, *, interpret: bool = 
 def gather_all_compressed_kv(
     slots: jax.Array, positions: jax.Array, entries: Paged, *, only_visible: bool = False, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Gathers all compressed entries visible to each token, `0 .. (position + 1) // compress_rate - 1` of its request.
+    """Gathers all compressed entries visible to each token: 0 .. (position + 1) // compress_rate - 1 of its request.
 
     Args:
-      slots: [T] int32, each token's request slot, a row of the block table; -1 = padding.
+      slots: [T] int32, each token's request slot, the index of a row of the block table; -1 = padding.
       positions: [T] int32, each token's position in its request; -1 = padding.
       entries: the compressed entries; `indices` is None.
-      only_visible: whether to skip blocks of results without visible entries. Their elements of `kv` and `valid` are
-        then unspecified.
+      only_visible: whether thread blocks whose eight rows are all invisible write nothing. These rows of `kv` and
+        `valid` are then unspecified.
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
@@ -103,7 +103,7 @@ def gather_all_compressed_kv(
 def gather_swa_kv(
     slots: jax.Array, positions: jax.Array, rings: Rings, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Gathers the window rows of each token, from the oldest one to the token's own.
+    """Gathers the window rows of each token, in order of positions up to the token's own row.
 
     Args:
       slots: [T] int32, each token's request slot; -1 = padding.
@@ -142,14 +142,15 @@ def _through_table(slot, entry, layer, table_gmem, entries):
     """Finds the rows of compressed entries through the block table, within a kernel.
 
     Args:
-      slot, entry: [n] int32 in layout `kv_rows.PER_ROW`, the request slot, and the number of the entry in the request;
+      slot, entry: [n] int32 in layout `kv_rows.PER_ROW`, the request slot, and the index of the entry in the request;
         negative if there is none.
       layer: int32 scalar, index of the layer in the pools.
-      table_gmem: the block table, flattened.
-      entries: the compressed entries, for shapes.
+      table_gmem: [slots * max_blocks] int32, the block table, flattened.
+      entries: the compressed entries; only the shapes of its arrays are read.
 
     Returns:
-      (row numbers in the pools with leading axes merged, whether the entry exists), [n] each.
+      (row, exists), [n] each. `row` is int32, the index of the row in the pools with leading axes merged. `exists` says
+      whether there is such an entry and the block table has a block for it.
     """
     num_slots, max_blocks = entries.block_table.shape
     blocks, per_block = entries.pools[0].shape[1:3]
@@ -173,13 +174,14 @@ def _gather(
     """Launches the gather kernel. An item is one row of the result.
 
     Args:
-      shape: (T, number of items of each token); items are numbered in this order.
-      address: function (item numbers [8] int32, layer, *operands) that returns (row numbers in the pools, whether the
-        row is valid), [8] each. It is called in the kernel, where operands are references in global memory.
-      operands: arrays that the functions need.
+      shape: (T, number of items of each token). The index of an item counts items in row-major order of this shape.
+      address: function (indices of items [8] int32, layer, *operands) that returns (indices of rows in the pools with
+        leading axes merged, whether each row is valid), [8] each. It is called in the kernel, where operands are
+        references in global memory.
+      operands: arrays that `address` and `is_wanted` need.
       rows: the quantized rows.
       interpret: whether to run on the CPU, interpreted, with race detection.
-      is_wanted: function (number of a block's first item, *operands) that returns whether the block writes its rows;
+      is_wanted: function (index of a block's first item, *operands) that returns whether the block writes its rows;
         None if all blocks do.
 
     Returns:
@@ -221,13 +223,13 @@ def _gather(
 def _load_dense(pools_gmem, layout, row: jax.Array, valid: jax.Array) -> jax.Array:
     """Loads and dequantizes rows of the pools to [8 rows, 8 groups, 64] bfloat16, zeros where not valid.
 
-    `row` is [8] int32 and `valid` [8] bool.
+    `row` is [8] int32, indices of rows, and `valid` [8] bool.
     """
     nope_gmem, rope_gmem, scale_gmem = pools_gmem
-    size = layout.scale_block or kv_rows.GROUP  # number of values that are loaded with a scale
+    size = layout.scale_block or kv_rows.GROUP  # number of values in a group
     groups = kv_rows.ROW_DIM // size
     nope_groups = layout.nope_dim // size
-    # Row 0 is loaded for rows that are not valid. It stays in L1 or L2.
+    # Row 0 is loaded in place of invalid rows, because it stays in L1 or L2.
     row = jnp.where(valid, row, 0)
     dense = (BLOCK_ROWS, groups, size)
     if layout.codes == "e2m1":

@@ -27,19 +27,20 @@ class FlushContext:
     positions_gmem: Any  # [T] int32
     max_in_call: int  # maximum number of tokens of a slot in the call; rows of earlier tokens are in the ring
     results_gmem: Any = None  # [n, D] bfloat16, pooled vectors; None if they are stored as entries
-    result_rows_gmem: Any = None  # [T] int32, the row in `results_gmem` of the window that a token closes; None: t
-    first: Any = 0  # first channel of the warpgroup
+    # [T] int32, the row of `results_gmem` for the window that token t closes; None: row t.
+    result_rows_gmem: Any = None
+    first: Any = 0  # index of the warpgroup's first channel
     scratch_smem: Any = None  # [channels of the warpgroup] float32, scratch for `vectors.exchange`
-    stage_smem: Any = None  # [2 * rows * D] float32, values, then logits of a short window
-    biases_smem: Any = None  # [n * D] float32, position biases of the n rows of a short window that can be in the call
+    stage_smem: Any = None  # [2 * rows * D] float32, the values, then the logits of a short window
+    biases_smem: Any = None  # [n * D] float32, position biases of the last n rows of a short window: `first_in_call` on
 
     @property
     def first_in_call(self) -> int:
-        """The number of the first row of a window that can be in the call; rows before it are always in the ring."""
+        """The index of a window's first row that can be in the call; the rows before it are always in the ring."""
         return max(self.c.rows - self.max_in_call, 0)
 
     def state_row(self, slot, position):
-        """Returns the row of a position in `c.state_kv` and `c.state_gate`, whose leading axes are merged."""
+        """Returns the row of a slot's position in `c.state_kv` and `c.state_gate`, whose leading axes are merged."""
         c = self.c
         return (c.state_layer[0] * c.num_slots + slot) * c.ring + lax.rem(position, c.ring)
 
@@ -49,9 +50,9 @@ def rows_in_call(ctx: FlushContext, token) -> Any:
     limit = min(ctx.max_in_call, ctx.c.rows)
     if limit == 1:
         return jnp.int32(1)
-    back = vectors.thread()  # thread i looks at the token that is i tokens before
+    back = vectors.thread()  # thread i looks at token `token - i`
     slots = vectors.take(ctx.slots_gmem, token - back)
-    # The tokens of a slot are adjacent, so the window's rows are the tokens nearby that have the same slot.
+    # The tokens of a slot are adjacent. So among the last `limit` tokens, the tokens with the same slot are the rows.
     is_row = (slots == ctx.slots_gmem[token]) & (back <= token) & (back < limit)
     return vectors.count(jnp.where(is_row, 1, 0))
 
@@ -61,13 +62,13 @@ class EntryTarget:
     """The place where an entry is stored, and the operands of its norm and rotation for the warpgroup's channels."""
 
     row_gmem: Any  # references to the entry's row in each pool, a tuple like the pools
-    keep: Any  # bool scalar; False if the request has no block for the entry, which then is not stored
+    keep: Any  # bool scalar, whether the request has a block for the entry; otherwise the entry is not stored
     norm: Any  # [channels] float32, weights of the norm; None if the entry is normed already
     angle: jax.Array  # [channels] float32, angles of the rotation in radians, arbitrary for channels without RoPE
 
 
 def find_target(ctx: FlushContext, slot, position) -> EntryTarget:
-    """Returns the target of a request's window that closes at a position."""
+    """Returns the target of the window of a request, given by its slot, that closes at a position."""
     c = ctx.c
     per_block = jnp.int32(c.pools[0].shape[2])
     entry = lax.div(position, c.rate)
@@ -108,9 +109,9 @@ def store_entry(
       target: result of `find_target`.
       rotation: result of the function `rotation`.
       x: [channels] float32, the warpgroup's channels of the pooled entry.
-      across: function (combine, x) that reduces x by a function `combine`, such as `jnp.maximum`, over all slices of 64
-        channels of the entry, including the slices of other warpgroups. All channels of a slice have the same value in
-        x.
+      across: function (combine, values). `values`, [channels] float32, are equal within each slice of 64 channels. The
+        function reduces them by a function `combine`, such as `jnp.maximum`, over all slices of the entry, including
+        the slices of other warpgroups.
     """
     channel = vectors.channels(x.shape[0]) + ctx.first
     if target.norm is not None:
@@ -125,29 +126,36 @@ def store_entry(
 
 
 def max_logit(logits: list[jax.Array]) -> jax.Array:
-    """Returns the largest logit of each channel; a finite number if all are -inf, because no row exists."""
+    """Returns the largest logit of each channel. If all logits are -inf, because no row exists, it returns `LOWEST`."""
     return jnp.maximum(functools.reduce(jnp.maximum, logits), exact_math.LOWEST)
 
 
 def softmax_weights(logits: list[jax.Array], peak: jax.Array) -> list[jax.Array]:
-    """Returns exp(logit - peak) for each of the logits; `peak` is at least as large as all of them."""
+    """Returns exp(logit - peak) for each of the logits; no logit may be above `peak`."""
     return [exact_math.exp_negative(logit - peak, vector_product) for logit in logits]
 
 
 def weighted_sum(weights: list[jax.Array], values: list[jax.Array]) -> jax.Array:
-    """Returns the sum of weight * value."""
+    """Returns the sum of weight * value over the rows, for each channel."""
     return exact_math.tree_sum([vector_product(w, x) for w, x in zip(weights, values, strict=True)])
 
 
 def normalize(weight: jax.Array, total: jax.Array) -> jax.Array:
-    """Returns the pooled entry, `total / weight`: the weighted sum of values over the sum of weights."""
+    """Returns the pooled entry: `total`, the weighted sum of values, divided by `weight`, the sum of weights."""
     return total * exact_math.reciprocal(weight, vector_product)
 
 
 def rms_norm(ctx: FlushContext, norm: jax.Array, x: jax.Array, across: Callable) -> jax.Array:
-    """Applies the RMS norm to the warpgroup's channels x of an entry, and rounds to bfloat16 before and after it.
+    """Applies the RMS norm to the warpgroup's channels of an entry. Rounds to bfloat16 before and after the norm.
 
-    `norm` has the channels' weights, and `across` is as in `store_entry`.
+    Args:
+      ctx: the warpgroup's view of the compressor.
+      norm: [channels] float32, weights of the norm.
+      x: [channels] float32, the channels.
+      across: as in `store_entry`.
+
+    Returns:
+      [channels] float32.
     """
     product = vector_product
     x = round_bfloat16(x)
@@ -156,12 +164,12 @@ def rms_norm(ctx: FlushContext, norm: jax.Array, x: jax.Array, across: Callable)
 
 
 def _over_channels(ctx, across, combine, x):
-    """Reduces x over all channels of the entry by `across`, see `store_entry`."""
+    """Reduces x over all channels of the entry: within each slice, then by `across` over slices, see `store_entry`."""
     return across(combine, vectors.butterfly(combine, x, exact_math.SLICE // 2, 1, ctx.scratch_smem))
 
 
 def _rotate(ctx, rotation, x, channel):
-    """Applies RoPE to x, and rounds rotated channels to bfloat16."""
+    """Applies RoPE to x, and rounds the rotated channels to bfloat16."""
     c = ctx.c
     product = vector_product
     partner = vectors.exchange(x, 1, ctx.scratch_smem)

@@ -2,18 +2,20 @@
 
     entry = rope(norm(sum_r softmax_r(gate[r] + bias[r]) * kv[r])) over the rows r of the window, for each channel
 
-A window is `rate` consecutive tokens of a request. If windows overlap, it also has the `rate` tokens before these.
-It closes at its last token. A token's row, its kv and gate, comes from the call, or from the request's ring of state
-rows if an earlier call had the token. Entries are stored by one of two kernels:
+A window is `rate` consecutive tokens of a request. If windows overlap, a window also has the `rate` tokens before these
+tokens. A window closes at its last token. The row of a token is its kv and gate. If the token is in the call, its row
+is an operand. If an earlier call had the token, its row is in the request's ring of state rows. Entries are stored by
+one of two kernels:
 
-  * `short_windows`, at most 16 rows: each warpgroup pools whole windows.
-  * `long_windows`, more than 16 rows: the blocks of a cluster pool chunks of a window.
+  * `short_windows`, for windows of at most 16 rows: each warpgroup pools whole windows.
+  * `long_windows`, for windows of more than 16 rows: the blocks of a cluster pool chunks of a window.
 
-The same kernel also stores the state rows, if no token of the call overwrites a row of a ring that the kernel reads.
-Otherwise a second launch stores them, see `states`.
+The kernel also stores the state rows, if no token of the call overwrites a row of a ring that the kernel reads.
+Otherwise a second launch stores the state rows, see `states`.
 
-`pool_windows` and `write_entries` are the two halves, for models that make index keys from the pooled vectors. The
-first half ends with the norm, and the second half begins with the rotation. Both are kernels of `short_windows`.
+`pool_windows` and `write_entries` are the two halves of a flush, for models that make index keys from the pooled
+vectors. The first half ends with the norm, and the second half begins with the rotation. Both launch kernels of
+`short_windows`.
 """
 
 import dataclasses
@@ -44,13 +46,13 @@ def flush(
     """Stores the state rows of a call's tokens and the entries of the windows that close, in place.
 
     Args:
-      compressors: one compressor, or several with windows of at most 16 rows, which share a launch.
+      compressors: one compressor, or several compressors with windows of at most 16 rows, which share a launch.
       slots: [T] int32, each token's request slot; -1 = padding. The tokens of a slot are adjacent and in order.
       positions: [T] int32, each token's position in its request; -1 = padding. Positions of a slot are consecutive.
       layer: [] int32, index of this layer if every compressor's `position_bias` and `norm_weight` are stacks; None if
-        they are not.
-      max_query_tokens: maximum number of tokens of a slot; None for T. If it is at most `ring - rows + 1` for every
-        compressor, a single launch is enough.
+        they are single weights.
+      max_query_tokens: maximum number of tokens of a slot in the call; None for T. If it is at most `ring - rows + 1`
+        for every compressor, a single launch is enough.
       config: tuning choices, or None for `Config()`.
       interpret: whether to run on the CPU, interpreted, with race detection.
 
@@ -58,8 +60,8 @@ def flush(
       The updated (state_kv, state_gate, pools) of each compressor.
 
     Raises:
-      NotImplementedError: a layout, a shape or a dtype is not supported, or there are several compressors and one has
-        windows of more than 16 rows.
+      NotImplementedError: a layout, a shape or a dtype is not supported, or one of several compressors has windows of
+        more than 16 rows.
     """
     for c in compressors:
         c.check_windows(layer)
@@ -104,13 +106,13 @@ def pool_windows(
 
     Args:
       compressor: the compressor, with windows of at most 16 rows.
-      rows: [T] int32, the row in the result of the window that a token closes, below `count`; None for the number of
-        the token.
+      rows: [T] int32. If token t closes a window, `rows[t]`, below `count`, is the row of the result that gets the
+        window's vector. None: row t gets it.
       count: number of rows in the result.
       slots, positions, layer, max_query_tokens, config, interpret: as in `flush`.
 
     Returns:
-      (vectors [count, D] bfloat16, state_kv, state_gate). Rows of no window are unspecified.
+      (vectors [count, D] bfloat16, state_kv, state_gate). Rows that get no vector are unspecified.
 
     Raises:
       NotImplementedError: a shape or a dtype is not supported.
@@ -147,8 +149,8 @@ def write_entries(
 
     Args:
       compressor: the operands, with vectors [n, D] bfloat16 in `kv`.
-      slots: [n] int32 request slots; -1 = none.
-      entries: [n] int32 numbers of the entries in their requests; -1 = none, for which nothing is stored.
+      slots: [n] int32, the request slot of each vector; -1 = nothing is stored.
+      entries: [n] int32, the index in its request of the entry that each vector becomes; -1 = nothing is stored.
       config, interpret: as in `flush`.
 
     Returns:

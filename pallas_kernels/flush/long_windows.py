@@ -2,17 +2,18 @@
 
 A window is pooled in 8 chunks of consecutive rows. The sums of the chunks are always added in the order of `tree_sum`,
 so that an entry's bytes do not depend on the number of blocks. The grid is clusters of n blocks. A cluster takes
-consecutive tokens of the call and the windows that they close. Each warpgroup of a block works on its own slice of the
-channels, from the copies to the entry.
+consecutive tokens of the call and the windows that these tokens close. Each warpgroup of a block works on one slice of
+the channels, from the copies to the entry.
 
-    block    role           does                                                   waits for     signals
+    block    step           does                                          waits for              signals
     all      row_writer     stores the state rows of the cluster's tokens
-    all      _start_rows    copies the next chunks, also of the next window
-                            (cp.async)
-    all      _pool_chunk    pools chunks b, b + n, .. for block b                  own copies    chunks_full
-    first    _finish_entry  adds up the chunks, stores the entry                   chunks_full   arrive (cluster)
+    all      _start_rows    starts to copy the next chunks (cp.async),
+                            also chunks of the next window
+    all      _pool_chunk    pools chunks b, b + n, .. for block b         copies, `wait`         chunks_full
+    first    _finish_entry  adds up the chunks, stores the entry          chunks_full            `arrive`
 
-With `arrive`, the first block tells the other blocks that it has read the results of a window's chunks.
+`arrive` and `wait` use the barrier of the cluster. With `arrive`, the first block tells the other blocks that it has
+read the results of a window's chunks. With `wait`, blocks await this before they send results of the next window.
 """
 
 import dataclasses
@@ -35,32 +36,32 @@ from pallas_kernels.runtime.hardware import SHARED_BYTES
 from pallas_kernels.runtime.launch import axis_indices, kernel
 
 
-MAX_SCANS = 4  # maximum number of scans, of 32 tokens each, whose loads overlap
+MAX_SCANS = 4  # maximum number of scans whose loads overlap; a scan examines 32 tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class LongWindowPlan:
     """The division of a call's work on long windows among clusters, blocks and warpgroups."""
 
-    c: CompressorOperands  # compressor, for its shapes
+    c: CompressorOperands  # operands of the compressor; only their shapes and static options are read
     max_in_call: int  # maximum number of tokens of a slot in the call
     blocks: int  # number of blocks in a cluster, which share each window
     warpgroups: int  # number of warpgroups in a block, which share the channels
     workers: int  # number of clusters
-    share: int  # number of consecutive tokens that a cluster takes
-    stages: int  # number of chunks that a block copies at once; it divides `chunks`
+    share: int  # maximum number of consecutive tokens that a cluster takes
+    stages: int  # number of chunks that a block copies at once; must divide `chunks`
 
     @classmethod
     def for_call(cls, config: Config, c: CompressorOperands, tokens: int, max_in_call: int) -> "LongWindowPlan":
-        """Returns the plan for a call of `tokens` tokens."""
+        """Returns the plan for a call of `tokens` tokens, with at most `max_in_call` tokens of a slot."""
         windows = -(-tokens // min(max_in_call, c.rate))
         blocks = next((blocks for at_most, blocks in config.cluster_sizes if windows <= at_most), 1)
         share = -(-tokens // min(windows, config.long_blocks // blocks))
         warpgroups = config.prefill_warpgroups if max_in_call >= c.rate else config.decode_warpgroups
         warpgroups = min(warpgroups, c.dim // vectors.THREADS)
         single = cls(c, max_in_call, blocks, warpgroups, -(-tokens // share), share, 1)
-        # If all rows of a chunk may be in the call, the position biases take so much shared memory that a second stage
-        # may not fit.
+        # If all rows of a chunk can be in the call, a stage also has position biases for all of them. Then shared
+        # memory may not have room for a second stage.
         staged = dataclasses.replace(single, stages=min(config.stages, single.chunks))
         return staged if 4 * sum(staged.shared.values()) <= SHARED_BYTES else single
 
@@ -80,15 +81,15 @@ class LongWindowPlan:
 
     @property
     def bias_rows(self) -> int:
-        """The maximum number of a chunk's rows that can be in the call, rounded up to a multiple of 4.
+        """The number of a chunk's last rows for which a stage has biases.
 
-        They are the chunk's last rows.
+        It is the maximum number of a chunk's rows that can be in the call, rounded up to a multiple of 4.
         """
         return min(self.chunk_rows, -(-self.max_in_call // 4) * 4)
 
     @property
     def stage_size(self) -> int:
-        """The number of float32 values in a stage of a warpgroup, which holds a chunk's logits, biases and values."""
+        """The number of float32 values in a stage, which holds the logits, biases and values of a chunk."""
         return (2 * self.chunk_rows + self.bias_rows) * self.channels
 
     @property
@@ -97,9 +98,9 @@ class LongWindowPlan:
 
         The buffers are:
 
-          * stages_smem: the stages; each warpgroup has its own part.
-          * scratch_smem: scratch for exchanges; each warpgroup has its own part.
-          * sums_smem: sums over slices of channels, of two entries and two sums each, see `_across`.
+          * stages_smem: the stages; each warpgroup has a part.
+          * scratch_smem: scratch for exchanges; each warpgroup has a part.
+          * sums_smem: results of two reductions over channels, for each of two entries, see `_across`.
           * partials_smem: the results of every chunk: largest logits, sums of weights and weighted sums.
         """
         stages = self.stages * self.stage_size * self.warpgroups
@@ -108,11 +109,11 @@ class LongWindowPlan:
 
 
 class WindowLocation(NamedTuple):
-    """The location of a window's rows, as int32 scalars. Rows of the window are numbered from 0."""
+    """The location of a window's rows, as int32 scalars. Row 0 of the window is its oldest row."""
 
     token: Any  # index of the token that closes the window
     ring: Any  # row of the states, with leading axes merged, that holds row 0 of the window
-    wrap: Any  # index of the window's first row that lies at the beginning of the ring, because the ring has ended
+    wrap: Any  # number of window rows up to the ring's end; row `wrap`, if it exists, is at the ring's beginning
     new: Any  # index of the window's first row that is in the call
 
 
@@ -121,36 +122,36 @@ class LongWindowWorker(FlushContext):
     """A warpgroup's view of the compressor and of its cluster."""
 
     plan: LongWindowPlan  # division of the work
-    block: Any  # int32 scalar, number of the block in the cluster
+    block: Any  # int32 scalar, index of the block in the cluster
     stages_smem: Any  # [stages * stage_size] float32, the warpgroup's stages
     sums_smem: Any  # [4 * D] float32, the block's buffer for sums over channels
-    # [3 * CHUNKS * D] float32, results of a window's chunks. The first block receives the results of all chunks. If
-    # interpreted with several blocks, the partials are in global memory.
+    # [3 * CHUNKS * D] float32, the partials: results of a window's chunks. The first block receives the results of all
+    # chunks. If interpreted with several blocks, the partials are in global memory.
     partials_smem: Any
-    # [warpgroups, 2] int32, a barrier of `transaction_barriers` for each warpgroup's channels of the partials. None for
-    # clusters of one block, and if interpreted.
+    # [warpgroups, 2] int32, a barrier of `transaction_barriers` for each warpgroup, which counts bytes in the partials
+    # of the warpgroup's channels. None for clusters of one block, and if interpreted.
     chunks_full: Any = None
     block_barrier: Any = None  # barrier of the block's warpgroups, if interpreted
     cluster_barrier: Any = None  # barrier of the cluster's warpgroups, if interpreted
 
     def row(self, k):
-        """Returns the number of the first row of this block's chunk k, counted from the window's first row."""
+        """Returns the index in the window of the first row of this block's chunk k."""
         return (self.block + self.plan.blocks * k) * self.plan.chunk_rows
 
     def staged(self, k, begin: int, rows: int):
-        """Returns a reference to rows begin .. begin + rows - 1 of the stage of chunk k.
+        """Returns a reference to rows begin .. begin + rows - 1 of the stage of this block's chunk k.
 
         A stage has `chunk_rows` rows of logits, then `bias_rows` rows of biases, then `chunk_rows` rows of values. A
-        row is the warpgroup's channels.
+        row has the warpgroup's channels.
         """
         p = self.plan
         first_value = lax.rem(k, p.stages) * p.stage_size + begin * p.channels
         return self.stages_smem.at[pl.ds(first_value, rows * p.channels)]
 
     def place(self, i: int, chunk):
-        """Returns the slice of the partials for a chunk's result i, in the warpgroup's channels.
+        """Returns the slice of the partials that holds result i of a chunk, for the warpgroup's channels.
 
-        Result 0 is the largest logits, 1 the sums of weights and 2 the weighted sums of values.
+        Result 0 is the largest logits, result 1 the sums of weights and result 2 the weighted sums of values.
         """
         return pl.ds((i * CHUNKS + chunk) * self.c.dim + self.first, self.plan.channels)
 
@@ -163,7 +164,7 @@ class LongWindowWorker(FlushContext):
         return self.chunks_full.at[lax.axis_index("warpgroup")]
 
     def arrive(self):
-        """Arrives at the cluster's barrier; makes this thread's writes visible to threads that `wait`."""
+        """Arrives at the cluster's barrier, and makes this thread's writes visible to threads that `wait`."""
         if self.plan.blocks > 1:
             barriers.arrive_cluster(self.cluster_barrier)
 
@@ -174,7 +175,7 @@ class LongWindowWorker(FlushContext):
 
 
 def store_entries(call: FlushCall) -> None:
-    """Launches the kernel, which stores the entries of all windows that close, and the state rows if `with_states`."""
+    """Launches the kernel: stores the entries of all windows that close, and the state rows if `call.with_states`."""
     interpret = call.interpret
     (compressor,) = call.compressors
     p = LongWindowPlan.for_call(call.config, compressor, call.slots.shape[0], call.max_tokens)
@@ -231,9 +232,10 @@ def store_entries(call: FlushCall) -> None:
 
 
 def _run(worker, first, writer, with_states):
-    """Stores the entries of the windows that close at the cluster's tokens, and its state rows if `with_states`.
+    """Stores the entries of the windows that close at the cluster's tokens, and their state rows if `with_states`.
 
-    `first` is the first token, and `writer` the number of this warpgroup among the warpgroups of the cluster.
+    `first` is the index of the cluster's first token, and `writer` the index of this warpgroup among the warpgroups of
+    the cluster.
     """
     p = worker.plan
     end = jnp.minimum(first + p.share, worker.slots_gmem.shape[0])
@@ -251,7 +253,7 @@ def _run(worker, first, writer, with_states):
                 copies.commit_copies()
 
     if store:
-        # If there is a single row, it was loaded before the copies started. It is stored while they are in flight.
+        # A single state row was loaded before the copies started, and is stored while they are in flight.
         store()
     if worker.chunks_full is not None:
         pl.when(window.token < end)(lambda: barriers.wait_cluster(None))
@@ -316,7 +318,7 @@ def _find_window(worker, first, end) -> WindowLocation:
         clipped = jnp.minimum(token, tokens - 1)
         slot = worker.slots_gmem[clipped]
         position = worker.positions_gmem[clipped]
-    oldest = lax.rem(position - (c.rows - 1) + ring, ring)  # place in the slot's ring of row 0 of the window
+    oldest = lax.rem(position - (c.rows - 1) + ring, ring)  # index in the slot's ring of row 0 of the window
     ring_begin = worker.state_row(slot, position) - lax.rem(position, ring)
     new = c.rows - entry.rows_in_call(worker, clipped)
     return WindowLocation(token, ring=ring_begin + oldest, wrap=ring - oldest, new=new)
@@ -329,8 +331,8 @@ def _start_rows(worker, window, k, i):
     c = worker.c
     row = worker.row(k)
     new, old = ((c.gate, c.state_gate), (c.kv, c.state_kv))[i]
-    # The chunk has up to three pieces (see `copies.start_rows`): rows of the ring, rows from the ring's beginning on if
-    # the window wraps around its end, and rows of the tokens in this call, which the arrays `new` hold.
+    # The chunk has up to three pieces (see `copies.start_rows`): rows of the ring; rows from the ring's beginning on,
+    # if the window wraps around the ring's end; and rows of this call, from the array `new`.
     pieces = [(old, window.ring + row, jnp.int32(0))]
     if c.ring % c.rows:
         pieces.append((old, window.ring + row - c.ring, window.wrap - row))
@@ -348,10 +350,10 @@ def _store_window(worker, window, following, end, count):
 
     Args:
       worker: the warpgroup's view of its cluster.
-      window: the window; copies of its first `stages` chunks have been started.
+      window: the window; copies of this block's first `stages` chunks have been started.
       following: the cluster's next window; its token is `end` if there is none.
       end: int32 scalar, end of the cluster's tokens.
-      count: int32 scalar, number of windows of this cluster before this one.
+      count: int32 scalar, number of the cluster's windows before this one.
     """
     p = worker.plan
     target = entry.find_target(worker, worker.slots_gmem[window.token], worker.positions_gmem[window.token])
@@ -359,17 +361,17 @@ def _store_window(worker, window, following, end, count):
     rotation = entry.rotation(worker, target)
 
     if p.share > 1:
-        # Waits until the first block has read the partials of the previous window, which are overwritten below.
+        # The results sent below overwrite the partials of the previous window. The first block must have read them.
         pl.when(count > 0)(worker.wait)
 
     def pool_chunk(k, _):
-        # The chunk that is copied to this chunk's stage is of the same window, or of the following one.
+        # The next chunk that is copied to this chunk's stage belongs to this window or to the following one.
         same_window = k + p.stages < p.chunks
         next_window = jax.tree.map(functools.partial(jnp.where, same_window), window, following)
         next_chunk = jnp.where(same_window, k + p.stages, k + p.stages - p.chunks)
 
         def refill(i):
-            # The copies overwrite rows that were just read. Wait until all threads of the warp have read them.
+            # The copies overwrite rows that were just read, so all threads of the warp must have read them.
             copies.sync_warp()
             start_rows = functools.partial(_start_rows, worker, next_window, next_chunk, i)
             pl.when(next_window.token < end)(start_rows)
@@ -408,13 +410,14 @@ def _finish_entry(worker, target, rotation, count):
 def _pool_chunk(worker, window, k, refill):
     """Pools this block's chunk k and sends the three results to the first block, see `LongWindowWorker.place`.
 
-    `refill(i)` is called when the stage's logits and biases (i = 0), or its values (i = 1), have been read.
+    `refill(i)` is called when the stage's logits and biases (i = 0), or its values (i = 1), have been read. It starts
+    the copies that overwrite them.
     """
     p = worker.plan
 
     def arrive():
-        # The logits and the values of a chunk are two groups of copies. The first call waits for chunk k's logits, the
-        # second for its values.
+        # The logits and the values of a chunk are two groups of copies. At each call, 2 * stages groups are in flight,
+        # and the oldest one is awaited: chunk k's logits in the first call, its values in the second.
         copies.wait_copies(2 * p.stages - 1)
         # A thread also reads rows that other threads of its warp have copied.
         copies.sync_warp()
@@ -454,15 +457,18 @@ def _across(worker, count, uses, combine, x):
 
     Args:
       worker: the warpgroup's view of its cluster.
-      count: number of the cluster's windows before this one.
-      uses: iterator that returns the number of this call for the entry, 0 or 1.
+      count: int32 scalar, number of the cluster's windows before this one.
+      uses: iterator that returns the index of this call among the calls for the entry, 0 or 1.
       combine: `jnp.add` or another reduction, such as `jnp.maximum`.
       x: [channels] float32, the warpgroup's channels; the values of each slice are equal.
+
+    Returns:
+      [channels] float32; all values are equal.
     """
     p = worker.plan
     dim = worker.c.dim
-    # A warpgroup is at most one entry ahead of the other warpgroups. So two places in the buffer, used in turn, suffice
-    # for each call.
+    # A warpgroup is at most one entry ahead of the other warpgroups. So each of the two calls needs two places in the
+    # buffer, for even and for odd entries.
     base = (lax.rem(count, 2) * 2 + next(uses)) * dim
     worker.sums_smem.at[pl.ds(base + worker.first, p.channels)][...] = x
     barriers.sync_block(worker.block_barrier)

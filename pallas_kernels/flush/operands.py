@@ -15,22 +15,23 @@ from pallas_kernels.runtime.layer_operands import check_weight, weights_of_layer
 from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
-NO_SLOTS = 2**31 - 1  # number of slots where neither a state nor a block table limits it
+NO_SLOTS = 2**31 - 1  # value of `num_slots` if there is neither a state nor a block table, so that every slot is valid
 
 
 @pytree_dataclass
 class CompressorOperands:
     """The operands of a compressor, or references to them within a kernel.
 
-    An entry has D channels, 128, 256 or 512. Entries with a `RowLayout` have 512 on a GPU. `pool_windows` takes
-    operands without those of entries, from `inv_freq` to `layout`, and `write_entries` without those of windows.
+    An entry has D channels, 128, 256 or 512. Entries with a `RowLayout` have 512 on a GPU. `pool_windows` does not read
+    `inv_freq`, `block_table`, `pool_layer`, `pools` and `layout`. `write_entries` reads only these, `kv` and `rate`.
 
     Attributes:
-      kv: [T, width] float32 projections of this call's tokens. The width is D, or 2 * D with overlap: channels for the
-        next entry, then channels for the token's own entry. For `write_entries`: [n, D] bfloat16, the pooled vectors.
+      kv: [T, width] float32 projections of this call's tokens. The width is D, or 2 * D with overlap: D channels for
+        the next entry, then D channels for the token's own entry. For `write_entries`: [n, D] bfloat16 pooled vectors.
       gate: [T, width] float32 pooling logits, without position bias; None if a window is a single token.
-      position_bias: [rate, width] float32, or a stack [layers, rate, width]; None if there is none.
-      norm_weight: [D] float32, or a stack [layers, D].
+      position_bias: [rate, width] float32, or a stack [layers, rate, width]. Row `p % rate` is added to the logits of
+        position p. None = no bias.
+      norm_weight: [D] float32, weight of the RMS norm, or a stack [layers, D].
       inv_freq: [P] float32, radians per token; the last 2 * P channels are rotated.
       block_table: [slots, max_blocks] int32, ids of each request's blocks of entries; -1 = none.
       state_layer: int32 scalar, index on axis 0 of `state_kv` and `state_gate`.
@@ -44,8 +45,9 @@ class CompressorOperands:
       layout: format in which entries are stored, a `RowLayout` for KV rows or a `KeyLayout` for indexer keys.
       rate: number of tokens after which a window closes.
       eps: epsilon of the RMS norm.
-      overlap: whether an entry also pools the `rate` rows before its own `rate` rows.
-      num_slots, ring: number of slots, and of rows in a ring; set by `in_place`, which merges these axes.
+      overlap: whether windows overlap: a window then also has the `rate` rows before its last `rate` rows.
+      num_slots: number of slots.
+      ring: number of rows in a ring. `in_place` sets `num_slots` and `ring`, because it merges their axes.
     """
 
     kv: Any
@@ -72,7 +74,7 @@ class CompressorOperands:
 
     @property
     def rows(self) -> int:
-        """The number of rows in a window, which an entry pools: `rate`, or twice as many with overlap."""
+        """The number of rows in a window, which an entry pools: `rate`, or `2 * rate` with overlap."""
         return self.rate * (2 if self.overlap else 1)
 
     @property
@@ -83,7 +85,8 @@ class CompressorOperands:
     def in_place(self) -> "CompressorOperands":
         """Returns the operands with references to copies of states and pools, which a kernel updates.
 
-        The states are [layers * slots * ring, width], and the layer indices are [1] int32.
+        The states become [layers * slots * ring, width], and the layer indices [1] int32. XLA leaves out the copy of a
+        donated array.
         """
         num_slots = NO_SLOTS if self.block_table is None else self.block_table.shape[0]
         ring = 0
@@ -173,13 +176,15 @@ class CompressorOperands:
 class Config:
     """Tuning choices of the flush kernels."""
 
-    # Pairs (maximum number of long windows that may close in a call, number of blocks that share each of them).
+    # Pairs (maximum number of long windows that can close in a call, number of blocks that share a window). A call with
+    # more windows has one block for each.
     cluster_sizes: tuple[tuple[int, int], ...] = ((14, 8), (30, 4), (130, 2))
     long_blocks: int = MULTIPROCESSORS  # maximum number of blocks for long windows: all run at once, one per SM
-    # Number of warpgroups per block for long windows, if a call has fewer tokens of a request than a window. More
+    # Number of warpgroups per block for long windows, if a request has fewer tokens in the call than a window has. More
     # warpgroups take longer to start.
     decode_warpgroups: int = 2
-    prefill_warpgroups: int = 4  # the same number if a call may have a whole window of a request
+    # Number of warpgroups per block for long windows, if a request may have all tokens of a window in the call.
+    prefill_warpgroups: int = 4
     stages: int = 2  # number of chunks of a long window that a block copies at once, if shared memory has room for them
     # Maximum number of warpgroups for short windows: a little less than the number that runs at once, and odd, see
     # `short_windows._workers`.
@@ -194,17 +199,18 @@ class FlushCall:
     compressors: list[CompressorOperands]  # results of `CompressorOperands.in_place`
     slots: jax.Array  # [T] int32
     positions: jax.Array  # [T] int32
-    layer: jax.Array | None  # the operand [1] int32 of `layer_operand`
-    max_tokens: int  # maximum number of tokens of a slot
+    layer: jax.Array | None  # [1] int32 index of the layer, from `layer_operand`
+    max_tokens: int  # maximum number of tokens of a slot in the call
     config: Config
     interpret: bool
     results: jax.ShapeDtypeStruct | None = None  # [n, D] bfloat16, pooled vectors to return; None to store entries
-    result_rows: jax.Array | None = None  # [T] int32, the row of the window that a token closes; None: the token
+    # [T] int32, the row of the results for the window that token t closes; None: row t.
+    result_rows: jax.Array | None = None
 
     @property
     def with_states(self) -> bool:
         """Whether the launch that stores entries also stores the state rows.
 
-        It may, if the rings are so long that no token of the call overwrites a row that the launch reads.
+        It does if the rings are so long that no token of the call overwrites a row that the launch reads.
         """
         return all(c.state_kv is not None and self.max_tokens <= c.ring - c.rows + 1 for c in self.compressors)

@@ -1,15 +1,17 @@
 """The kernels for windows of at most 16 rows. A warpgroup pools whole windows.
 
-The grid is (compressor, block). Each of n warpgroups takes every n-th token of the call and the windows that these
-tokens close. Warpgroups share nothing, so there are no barriers between them. A warpgroup runs these steps:
+The grid is (compressor, block). Of the n warpgroups of a compressor, each takes every n-th token of the call and the
+windows that these tokens close. Warpgroups share nothing, so there are no barriers between them. A warpgroup runs these
+steps:
 
     step            does
-    row_writer      stores the state rows of its tokens
-    _start_window   copies a window's rows from the call or the ring to shared memory; each thread its own channels
+    row_writer      stores the state rows of the warpgroup's tokens
+    _start_window   starts to copy a window's rows from the call or the ring to shared memory
     _store_windows  pools the rows, starts to copy the next window's rows, finishes and stores the entry
 
-If vectors are to be returned, a window is finished by its norm. `write_entries` stores such vectors as entries, with a
-warpgroup for each.
+Each thread copies and pools its own channels. The kernel of `pool_windows` stores entries, or returns pooled vectors,
+which are finished by the norm alone. The kernel of `write_entries` stores such vectors as entries; a warpgroup stores a
+whole vector.
 """
 
 import dataclasses
@@ -29,9 +31,9 @@ from pallas_kernels.mgpu import copies, vectors
 
 
 def pool_windows(call: FlushCall) -> list[jax.Array]:
-    """Launches the kernel, which pools all windows that close, and stores the state rows if `with_states`.
+    """Launches the kernel, which pools all windows that close, and stores the state rows if `call.with_states`.
 
-    The results are stored as entries, or returned if `call.results` is given.
+    The pooled vectors are stored as entries, or returned if `call.results` is given.
     """
     max_tokens = call.max_tokens
     workers, share = _workers(call.slots.shape[0], max_tokens, call.config.short_workers)
@@ -47,17 +49,17 @@ def pool_windows(call: FlushCall) -> list[jax.Array]:
 
 
 def write_entries(call: FlushCall) -> None:
-    """Launches the kernel that stores vectors as entries. `call.positions` has the numbers of the entries."""
+    """Launches the kernel that stores vectors as entries. `call.positions` has the entries' indices, not positions."""
     workers, share = _workers(call.slots.shape[0], 1, call.config.short_workers)
     work = functools.partial(_write, step=workers, share=share)
     run_workers("write_entries", work, workers, call, lambda c: {"scratch_smem": c.dim})
 
 
 def _write(ctx, first, step, share):
-    """Stores up to `share` vectors, first, first + step, ..., as entries."""
+    """Stores up to `share` vectors, with indices first, first + step, ..., as entries."""
     c = ctx.c
-    # The compiler must not know the range of channel numbers. LLVM would compute the numbers of rotated pairs in pairs
-    # of 16-bit integers, which ptxas adds wrongly.
+    # The compiler must not know the range of channel indices. LLVM would compute the indices of rotated pairs in
+    # vectors of two 16-bit integers, which ptxas adds wrongly.
     ctx = dataclasses.replace(ctx, first=vectors.opaque(jnp.int32(0)))
     vectors_in_call = ctx.slots_gmem.shape[0]
 
@@ -76,17 +78,17 @@ def _write(ctx, first, step, share):
 
 
 def _workers(tokens, max_tokens, limit):
-    """Returns (number of warpgroups, maximum number of tokens of each).
+    """Returns (number of warpgroups, maximum number of tokens of a warpgroup).
 
     Args:
       tokens: number of tokens in the call.
-      max_tokens: maximum number of tokens of a slot.
+      max_tokens: maximum number of tokens of a slot in the call.
       limit: maximum number of warpgroups, an odd number.
     """
     share = -(-tokens // limit)
     workers = -(-tokens // share)
-    # In a request with many tokens, every `rate`-th token, such as every 4th, closes a window. With an odd number of
-    # warpgroups, all of them get such tokens.
+    # In a request with many tokens, every `rate`-th token closes a window, and `rate` is a power of two. An odd number
+    # of warpgroups has no factor in common with `rate`, so that all warpgroups get such tokens.
     if max_tokens > 1 and share > 1 and workers % 2 == 0:
         workers += 1
     return workers, share
@@ -98,7 +100,7 @@ def _run(ctx, first, step, share, with_states):
     store = with_states and row_writer(ctx, first, step, share, tokens)
     started = _start_scan(ctx, first, step, 0)
     if store:
-        # If there is a single row, it was loaded before `_start_scan`. It is stored while the window's rows are copied.
+        # A single state row was loaded before `_start_scan`, and is stored while the window's rows are copied.
         store()
     _store_windows(ctx, first, step, 0, share, *started)
     if share > SCAN:
@@ -115,11 +117,11 @@ def _start_scan(ctx, first, step, number):
     Args:
       ctx: the warpgroup's view of the compressor.
       first, step: the warpgroup's tokens are first, first + step, ...
-      number: number of the scan; it examines the warpgroup's tokens number 32 * number + i, i = 0 .. 31.
+      number: index of the scan. Its 32 tokens are the warpgroup's tokens 32 * number to 32 * number + 31.
 
     Returns:
       (bits, rows_in_call), int32 scalars. Bit i of `bits` says whether token i of the scan closes a window.
-      `rows_in_call` is the number of the first such window's rows that are in the call.
+      `rows_in_call` says how many rows of the first of these windows are in the call.
     """
     _, exists, _, position = scan(ctx, first, step, number * SCAN, ctx.slots_gmem.shape[0])
     bits = vectors.ballot(jnp.where(exists & is_last(ctx, position), 1, 0))
@@ -129,7 +131,7 @@ def _start_scan(ctx, first, step, number):
 
 @jax.named_scope("store_windows")
 def _store_windows(ctx, first, step, number, share, bits, rows_in_call):
-    """Stores the entries of the windows that scan `number` found.
+    """Stores the entries, or the vectors, of the windows that the scan with index `number` found.
 
     `bits` and `rows_in_call` are the results of `_start_scan`. The other arguments are as in `_run`.
     """
@@ -141,7 +143,7 @@ def _store_windows(ctx, first, step, number, share, bits, rows_in_call):
         x = _pool_window(ctx, token, rows_in_call)
         bits &= bits - 1  # clears the bit of this window
         if share > 1:
-            # The next copies overwrite the window's rows, which now all threads of the warp have read.
+            # The next copies overwrite the window's rows, so all threads of the warp must have read them.
             copies.sync_warp()
             token = first + (number * SCAN + vectors.lowest_bit(bits)) * step
             rows_in_call = _start_window(ctx, token, bits)
@@ -156,9 +158,9 @@ def _store_windows(ctx, first, step, number, share, bits, rows_in_call):
 
 
 def _start_finish(ctx, token):
-    """Returns a function of the pooled vector that finishes the window that closes at `token`.
+    """Returns a function of a pooled vector that finishes and stores it, for the window that closes at `token`.
 
-    The function's operands in global memory are loaded before it is called.
+    The function's operands in global memory are loaded here already, while the window's rows are copied.
     """
     across = functools.partial(_across, ctx)
     if ctx.results_gmem is None:
@@ -176,12 +178,12 @@ def _start_finish(ctx, token):
 
 
 def _across(ctx, combine, x):
-    """Combines x, whose values are equal within each slice of 64 channels, over all slices of the entry."""
+    """Combines x over all slices of 64 channels of the entry; the values of x are equal within each slice."""
     return vectors.butterfly(combine, x, ctx.c.dim // 2, SLICE, ctx.scratch_smem)
 
 
 def _pool_window(ctx, token, rows_in_call):
-    """Returns the pooled vector, [D] float32, of the window that closes at `token`. Its copies have been started."""
+    """Returns the pooled vector, [D] float32, of the window that closes at `token`, after `_start_window`."""
     c = ctx.c
     if c.gate is None:
         return vectors.load(c.kv.at[token])
@@ -195,10 +197,16 @@ def _pool_window(ctx, token, rows_in_call):
 
 
 def _start_window(ctx, token, bits, also=lambda ctx: None):
-    """Starts to copy the rows of the window that closes at `token`. If `bits` is 0, there is no window.
+    """Starts to copy the rows of the window that closes at `token`. A window of a single token needs no copies.
 
-    `also(ctx)` is called before the copies start. Returns the number of the window's rows that are in the call, or 1 if
-    there is no window. A window of a single token needs no copies.
+    Args:
+      ctx: the warpgroup's view of the compressor.
+      token: int32 scalar, index of the token.
+      bits: int32 scalar; 0 if there is no window.
+      also: function of `ctx` that starts further copies; called before the rows' copies start.
+
+    Returns:
+      The number of the window's rows that are in the call, an int32 scalar; 1 if there is no window.
     """
     if ctx.c.gate is None:
         return jnp.int32(1)
@@ -213,9 +221,9 @@ def _start_window(ctx, token, bits, also=lambda ctx: None):
 
 
 def _start_biases(ctx: FlushContext) -> None:
-    """Starts to copy the position biases of the rows of a window that can be in the call.
+    """Starts to copy the position biases of the rows of a window that can be in the call, if there are biases.
 
-    The biases are the same for every window. Rows in the ring already include their biases.
+    The biases are the same for every window. The logits in the ring already include their biases.
     """
     c = ctx.c
     if c.position_bias is None:
@@ -242,7 +250,7 @@ def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
     ring = jnp.int32(c.ring)
     last = ctx.state_row(slot, position)
     first_of_ring = last - lax.rem(position, ring)
-    oldest = lax.rem(position - (c.rows - 1) + ring, ring)  # place of row 0 of the window in the ring
+    oldest = lax.rem(position - (c.rows - 1) + ring, ring)  # index in the ring of row 0 of the window
     column_of = _first_column(ctx)
 
     def in_ring(row):
@@ -251,7 +259,7 @@ def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
 
     def start_row(row, _=None):
         column = column_of(row)
-        # A negative number stands for a row of the ring, see `start_copy`.
+        # A negative index stands for a row of the ring, see `start_copy`.
         source = jnp.where(row >= c.rows - rows_in_call, token - (c.rows - 1) + row, -1 - in_ring(row))
         for i, (new, old) in enumerate([(c.kv, c.state_kv), (c.gate, c.state_gate)]):
             copies.start_copy(_staged(ctx, i, row), new, source, column, other=old)
@@ -264,8 +272,8 @@ def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
         if j >= ctx.first_in_call:
             start_row(jnp.int32(j))
             continue
-        # If the ring's length is a multiple of `rate`, each group of `rate` rows is contiguous in the ring. The address
-        # of the group's first row is then computed once, and each row has a constant distance, `below`, from it.
+        # If the ring's length is a multiple of `rate`, each group of `rate` rows is contiguous in the ring. Then the
+        # addresses of the group's rows are the address of its first row plus a constant, `below` rows.
         below = j % c.rate if c.ring % c.rate == 0 else 0
         row = jnp.int32(j - below)
         column = column_of(row)
@@ -274,9 +282,9 @@ def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
 
 
 def _take_logits(ctx: FlushContext, exists, rows_in_call) -> tuple[list[jax.Array], jax.Array]:
-    """Returns (logits of the window's rows, the largest logit), each [D] float32, with position biases.
+    """Returns (list of the logits of the window's rows, the largest logits), [D] float32 each, with position biases.
 
-    The copies of the window have arrived in shared memory. Logits of rows that do not exist are -inf.
+    The copies of the window must have arrived in shared memory. Logits of rows that do not exist are -inf.
     """
     c = ctx.c
 
@@ -294,7 +302,8 @@ def _take_logits(ctx: FlushContext, exists, rows_in_call) -> tuple[list[jax.Arra
 def _where_exists(ctx, exists, j, i, other):
     """Loads the values (i = 0) or the logits (i = 1) of row j of the window, or `other` if the row does not exist.
 
-    With overlap, the first `rate` rows of a request's first window do not exist; `exists` is False for this window.
+    With overlap, the first `rate` rows of a request's first window do not exist. `exists` is False for this window and
+    True for others.
     """
     x = vectors.load(_staged(ctx, i, j))
     if not ctx.c.overlap or j >= ctx.c.rate:
@@ -303,14 +312,15 @@ def _where_exists(ctx, exists, j, i, other):
 
 
 def _first_column(ctx):
-    """Returns a function from the number of a window's row to this thread's first column of it in kv, gate and states.
+    """Returns a function from the index of a row of a window to this thread's first column of kv, gate and states.
 
-    With overlap, these arrays have 2 * D columns. The entry's own rows, the last `rate`, use the second D columns.
+    With overlap, these arrays have 2 * D columns. The last `rate` rows of a window use the second D columns, see
+    `CompressorOperands.kv`.
     """
     c = ctx.c
     thread = vectors.thread()
     per_thread = c.dim // vectors.THREADS
-    second = c.rate if c.overlap else c.rows  # the first row that uses the second D columns
+    second = c.rate if c.overlap else c.rows  # index of the first row that uses the second D columns
     return lambda row: thread * per_thread + jnp.where(row >= second, c.dim, 0)
 
 

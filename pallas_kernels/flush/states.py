@@ -1,11 +1,13 @@
-"""The store of state rows, and parts that all flush kernels share.
+"""The kernel that stores state rows, and parts that all flush kernels share.
 
 The main functions are:
 
-  * `scan` finds tokens that have state rows, 32 at a time.
+  * `scan` loads the slots and positions of 32 tokens and finds the tokens that have state rows.
   * `row_writer` stores state rows from within a kernel that stores entries.
-  * `run_workers` launches a kernel of n independent warpgroups. A warpgroup takes every n-th token.
-  * `store_state_rows` is a kernel of its own that stores all state rows of a call.
+  * `run_workers` launches a kernel of independent warpgroups.
+  * `store_state_rows` launches a separate kernel that stores all state rows of a call.
+
+A token has a state row unless it is padding. Of n independent warpgroups, each takes every n-th token.
 """
 
 import functools
@@ -33,14 +35,14 @@ def scan(ctx: FlushContext, first, step: int, number, end) -> tuple[jax.Array, j
 
     Args:
       ctx: the warpgroup's view of the compressor.
-      first: int32 scalar, the first token.
+      first: int32 scalar, index of the first token.
       step: distance between tokens.
-      number: int32 scalar; the 32 tokens are `first + (number + i) * step`, i = 0 .. 31.
-      end: int32 scalar, end of the tokens.
+      number: int32 scalar; token i of the scan has index `first + (number + i) * step`, i = 0 .. 31.
+      end: int32 scalar, end of the tokens' indices.
 
     Returns:
-      (token, exists, slot, position), [128] each. Lane i of every warp has the i-th of the 32 tokens. `exists` says
-      whether the token is below `end` and has a state row.
+      (token, exists, slot, position), [128] each: int32 index of the token, bool, int32, int32. Lane i of every warp
+      has token i of the scan. `exists` says whether the token is below `end` and has a state row.
     """
     token = first + (number + (vectors.thread() & (SCAN - 1))) * step
     clipped = jnp.where(token < end, token, -1)
@@ -50,7 +52,7 @@ def scan(ctx: FlushContext, first, step: int, number, end) -> tuple[jax.Array, j
 
 
 def has_state(ctx: FlushContext, slot, position) -> jax.Array:
-    """Returns whether a token with this slot and position has a state row; False for padding."""
+    """Returns whether a token with this slot and position has a state row. Padding has none."""
     return (slot >= 0) & (slot < ctx.c.num_slots) & (position >= 0)
 
 
@@ -62,8 +64,8 @@ def is_last(ctx: FlushContext, position) -> jax.Array:
 def row_writer(ctx: FlushContext, first, step: int, count: int, end) -> Callable[[], None]:
     """Returns a function that stores the state rows of tokens first, first + step, ... < end.
 
-    `count` is the maximum number of these tokens. If it is 1, the token's row is loaded before the function is
-    returned, so that the load overlaps with work before the call of the function.
+    `count` is the maximum number of these tokens. If it is 1, the token's row is loaded here already, so that the load
+    overlaps with the caller's work until the function is called.
     """
     if count == 1:
         return _read_row(ctx, first, end)
@@ -75,7 +77,7 @@ def row_writer(ctx: FlushContext, first, step: int, count: int, end) -> Callable
 
 
 def store_state_rows(call: FlushCall) -> None:
-    """Stores the state rows of all tokens of a call in a launch of its own."""
+    """Launches the kernel that stores the state rows of all tokens of a call."""
     tokens = call.slots.shape[0]
     workers = min(tokens, call.config.state_workers)
     work = functools.partial(_store_rows, step=workers, share=-(-tokens // workers))
@@ -89,12 +91,13 @@ def run_workers(
 
     Args:
       name: name of the kernel.
-      work: function (FlushContext, number of the warpgroup) that a warpgroup runs. If the last block has a warpgroup
-        too many, its number is the number of tokens, so that it has no tokens.
+      work: function (FlushContext, index of the first token) that a warpgroup runs. The first token has the index of
+        the warpgroup. If the last block has a warpgroup too many, this warpgroup gets the number of tokens instead, so
+        that it finds no token.
       workers: number of warpgroups for each compressor.
       call: arguments of the flush.
-      sizes: function that returns {name: number of float32 values} of a warpgroup's buffers in shared memory for a
-        compressor; the names are fields of `FlushContext`.
+      sizes: function of a compressor that returns {name of a field of `FlushContext`: number of float32 values}, the
+        buffers of a warpgroup in shared memory.
 
     Returns:
       The array that `call.results` describes, or an empty list.
@@ -123,8 +126,8 @@ def run_workers(
         run_compressors,
         out_type=[] if call.results is None else [call.results],
         kernel_name=name,
-        # Blocks start in order of their index, whose last axis runs fastest. So the blocks of the first compressor,
-        # which take longest, start first.
+        # Blocks start in the order of their indices, the last axis fastest. So the blocks of the first compressor, the
+        # slowest one, start first.
         grid={"compressor": len(call.compressors), "block": -(-workers // WARPGROUPS)},
         num_threads=WARPGROUPS,
         scratch_types={buffer: plgpu.SMEM((WARPGROUPS * size,), jnp.float32) for buffer, size in strides.items()},
@@ -143,7 +146,7 @@ def _store_rows(ctx, first, step, share):
     def store_rows(number, _):
         token, is_stored, slot, _ = scan(ctx, first, step, number * SCAN, tokens)
         if ctx.max_in_call > ring:
-            # Skips a token if a later token of the call has the same row of the ring.
+            # Skips a token whose row of the ring a later token of the call also has: the later row is the one to keep.
             later_slot = vectors.take(ctx.slots_gmem, jnp.where(token + ring < tokens, token + ring, -1))
             is_stored &= (token + ring >= tokens) | (later_slot != slot)
 
@@ -168,7 +171,7 @@ def _read_row(ctx, token, end):
     position = ctx.positions_gmem[safe]
     is_stored = (token < end) & has_state(ctx, slot, position)
     if ctx.max_in_call > ring:
-        # Skips a token if a later token of the call has the same row of the ring.
+        # Skips a token whose row of the ring a later token of the call also has: the later row is the one to keep.
         is_stored &= (token + ring >= tokens) | (ctx.slots_gmem[later] != slot)
     phase = lax.rem(jnp.maximum(position, 0), c.rate)
     halves = [pl.ds(half * c.dim, c.dim) for half in range(1 + c.overlap)]

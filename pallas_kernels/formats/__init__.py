@@ -1,1 +1,1 @@
-"""The bytes of quantized rows and index keys: their layouts, their encoders, and arithmetic with reproducible bits."""
+"""The stored bytes of quantized KV rows and index keys: layouts, encoders, and arithmetic with reproducible bits."""

@@ -1,16 +1,16 @@
-"""Functions whose float32 bits are the same from every compiler: XLA on CPU and GPU, Mosaic, the interpreter.
+"""Functions of float32 whose results have the same bits with every compiler: XLA on CPU and GPU, Mosaic, interpreter.
 
-They only use additions, products, comparisons and integer operations, which every backend rounds in the same way. They
-do not use the backends' divisions, square roots, exp, sin and cos, whose approximations differ. Compilers may contract
+The functions use additions, products, comparisons and integer operations, which every backend rounds in the same way.
+They avoid the backends' divisions, square roots, exp, sin and cos, whose approximations differ. Compilers may contract
 a product and an addition to an FMA. Therefore, a product that is an operand of an addition is either exact or made by
-`product`, which prevents that by a comparison (`fence`). Kernels pass their own `product`, an instruction that is never
-contracted, and is faster.
+`product`, which prevents the contraction by a comparison (`fence`). Kernels pass another `product`, an instruction that
+is never contracted and is faster than the comparison.
 
 The functions `exp_negative`, `reciprocal`, `inverse_sqrt` and `cos_sin` use operations on bits, which have no
-derivative. Called without a `product`, they have the derivative of the function that they compute. Within kernels,
-which pass a `product`, they have none.
+derivative. If the caller passes no `product`, the functions have the derivatives of e**x, 1 / x and so on. If the
+caller passes a `product`, as kernels do, the functions have no derivative.
 
-Arguments must be finite, and results are within about two units in the last place, unless a function says otherwise.
+Unless a function says otherwise, arguments must be finite, and results are within about two units in the last place.
 """
 
 import functools
@@ -25,8 +25,8 @@ from pallas_kernels.mgpu import mlir, thread_ops, vectors
 from pallas_kernels.runtime.launch import primitive
 
 
-# The order of sums: a softmax over more than MAX_SHORT rows sums each of CHUNKS chunks of consecutive rows, then adds
-# up the chunks.
+# The order of sums, on which their bits depend. A softmax over at most MAX_SHORT rows sums all rows at once. A softmax
+# over more rows sums each of CHUNKS chunks of consecutive rows, then adds up the chunks.
 MAX_SHORT = 16
 CHUNKS = 8
 # A sum over channels sums each slice of SLICE consecutive channels, then adds up the slices.
@@ -34,7 +34,7 @@ SLICE = 64
 
 LOWEST = -3.0e38  # a number below all finite values that occur
 _LOG2E = 1.4426950408889634
-# 1.5 * 2**23. Adding this number to a float32 rounds it to an integer, which is in the low bits of the sum.
+# 1.5 * 2**23. Adding this number to a float32 rounds the float32 to an integer, which is in the low bits of the sum.
 _ROUND = 12582912.0
 # Coefficients of a polynomial for 2**f, |f| <= 1/2, without the constant term 1; largest relative error 2**-23.4.
 _EXP2 = (0.6931469775915049, 0.24022242080355077, 0.05550733754236157, 0.009671512869934276, 0.001326472389622271)
@@ -42,13 +42,13 @@ _EXP2 = (0.6931469775915049, 0.24022242080355077, 0.05550733754236157, 0.0096715
 # exact.
 _HALF_PI = (1.5706787109375, 0.00011761486530303955, 9.920313459588215e-10, 5.684341886080802e-14)
 _SIN = (-1.6666654611e-1, 8.3321608736e-3, -1.9515295891e-4)
-# Coefficients for powers of minus the square. For powers of the square, LLVM would know the terms' signs and remove the
-# fence.
+# Coefficients for powers of minus the square of an angle. With powers of the square, LLVM would know the signs of the
+# terms, and so remove the fence.
 _COS = (4.166664568298827e-2, 1.388731625493765e-3, 2.443315711809948e-5)
 
 
 def fence(x: jax.Array) -> jax.Array:
-    """Returns x, for x >= -3e38, by a comparison that compilers cannot remove."""
+    """Returns x, which must be at least -3e38, as the result of a comparison that compilers cannot remove."""
     return jnp.maximum(x, LOWEST)
 
 
@@ -60,7 +60,8 @@ def product(x: jax.Array, y: jax.Array | float) -> jax.Array:
 def product_in(layout: Callable[..., Any]) -> Callable[[jax.Array, jax.Array | float], jax.Array]:
     """Returns an implementation of `product` for kernels.
 
-    It uses an instruction that compilers never contract with an addition to an FMA, and that is faster than `fence`.
+    The implementation is an instruction that compilers never contract with an addition to an FMA. The instruction is
+    faster than a product and a `fence`.
 
     Args:
       layout: function of a shape that returns the register layout of float32 arrays of this shape.
@@ -83,7 +84,7 @@ def _differentiable(derivative: Callable[[jax.Array, Any], Any]) -> Callable[[Ca
     """Returns a decorator that gives a function (x, product) a derivative, and makes `product` optional.
 
     If the caller passes no `product`, the function uses `exact_math.product` and has the derivative
-    `derivative(x, result)`. Otherwise it has none.
+    `derivative(x, result)`. If the caller passes one, the function has no derivative.
     """
 
     def decorate(function):
@@ -189,7 +190,7 @@ def hadamard(x: jax.Array) -> jax.Array:
 def round_bfloat16(x: jax.Array) -> jax.Array:
     """Rounds float32 to values of bfloat16, ties to even, and returns float32.
 
-    It uses integer operations, since compilers may delete a cast to bfloat16 and back.
+    The function uses integer operations, since compilers may delete a cast to bfloat16 and back.
     """
     bits = _bits(x)
     return _float((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF)

@@ -1,9 +1,9 @@
-"""Loads and stores of the rows of quantized pools, by row number. One warp accesses a row.
+"""Loads and stores of the rows of quantized pools, by row index. One warp accesses a row.
 
-Pools are [rows, columns], with all leading axes merged. A row has 512 values. In registers it is [groups, 512 /
-groups], with a group for each of its scales, or with 8 groups. A warp accesses half a row at a time, 8 values in each
-lane, so that the bytes of an access are contiguous. Rows are loaded from global memory to registers directly, because
-bulk copies do not take rows of 448 bytes, and a step through shared memory adds latency.
+Pools are [rows, columns], with all leading axes merged. A row has 512 values. In registers a row is [groups, 512 /
+groups], with a group for each of its scales, or with 8 groups if it has one scale. A warp accesses half a row at a
+time, 8 values in each lane, so that the bytes of an access are contiguous. Rows are loaded from global memory to
+registers directly, because bulk copies do not take rows of 448 bytes, and a step through shared memory adds latency.
 """
 
 import functools
@@ -36,8 +36,9 @@ WARPS = 4  # number of warps in a warpgroup
 def _layout(shape):
     """Returns the register layout of an array [n], [n, groups] or [n, groups, values] for n rows, n a multiple of 4.
 
-    Warp w has rows w, w + 4, ... A lane has two vectors of 8 values of each row, or of 4 bytes with the codes of 8
-    values. The 32 lanes' first vectors are the first half of the row's groups, and their second vectors the other half.
+    Warp w has rows w, w + 4, ... Of each row, a lane has two vectors of 8 values, or of 4 bytes if a byte has the codes
+    of two values. The first vectors of the 32 lanes are the first half of the row's groups, and the second vectors are
+    the second half.
     """
     if len(shape) == 1:
         return VALUES.reduce((1, 2))
@@ -59,9 +60,9 @@ def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
 
 
 def ring_rows(token: jax.Array, slots, positions, layer, shape: tuple[int, ...]) -> jax.Array:
-    """Returns the number of the row to which a call stores each token, `position % ring` of its slot's ring.
+    """Returns the index of the row in which a call stores each token, row `position % ring` of its slot's ring.
 
-    Rows are numbered through the pools with leading axes merged.
+    The index counts rows of the pools with leading axes merged.
 
     Args:
       token: [n] int32 in layout PER_ROW, indices of tokens, at least 0.
@@ -88,16 +89,20 @@ def ring_rows(token: jax.Array, slots, positions, layer, shape: tuple[int, ...])
 
 @primitive
 def load_rows(ref, rows: jax.Array, shape: tuple[int, ...], *, first_group: int = 0) -> jax.Array:
-    """Loads rows of a pool by number.
+    """Loads rows of a pool by index.
 
     Args:
       ref: [R, C] or [R] in global memory.
-      rows: [n] int32, each in 0 .. R - 1. Or [n, groups], for a result [n, groups, C]: then a group is a row of the
-        pool.
-      shape: shape of the result. (n,): the first value of each row. (n, C): rows with a value for each group. (n, 8,
-        64) and other numbers of groups: rows of values in groups.
-      first_group: for three axes, number of the group at which the pool's groups begin; values of groups that the pool
-        lacks are unspecified.
+      rows: [n] int32, indices of rows, each in 0 .. R - 1. If each group is a row of the pool: [n, groups] int32, for a
+        result [n, groups, C].
+      shape: shape of the result.
+
+          * (n,): the first value of each row.
+          * (n, C): rows with one value for each group.
+          * (n, groups, size), such as (n, 8, 64): rows of values in groups.
+
+      first_group: for a result of three axes, the index of the group of the result that is the pool's first group.
+        Values of groups that the pool lacks are unspecified.
 
     Returns:
       Array of this shape in the layout of `_layout`.
@@ -120,8 +125,8 @@ def _emit_load_rows(ref, rows, shape, *, first_group=0):
     kind = mlir.vector_type(layout.vector_length, ref.type.element_type)
     for _, row, group, column in _positions(layout, shape, rows):
         if len(shape) == 3:
-            # The numbers are clipped as unsigned ones: a group before the first is a large number, which becomes the
-            # last group.
+            # The minimum is one of unsigned integers. So a group before the pool's first one, a large unsigned integer,
+            # becomes the last group.
             group = arith.subi(group, mlir.index(first_group))
             group = arith.minui(group, mlir.index(_width(ref) // shape[2] - 1))
         loaded = llvm.load(bits, _pointer(ref, shape, row, group, column), alignment=_bytes(bits))
@@ -130,11 +135,11 @@ def _emit_load_rows(ref, rows, shape, *, first_group=0):
 
 @primitive
 def store_rows(ref, rows: jax.Array, values: jax.Array, *, first_group: int = 0) -> None:
-    """Stores rows of a pool by number.
+    """Stores rows of a pool by index.
 
     Args:
       ref: [R, C] or [R] in global memory.
-      rows: as in `load_rows`; rows with a negative number are not stored.
+      rows: as in `load_rows`; rows with a negative index are not stored.
       values: array of a shape and layout as `load_rows` returns, with the pool's dtype; uint8 0 and 1 for a bool pool.
       first_group: as in `load_rows`; groups that the pool lacks are not stored.
     """
@@ -155,7 +160,7 @@ def _emit_store_rows(ref, rows, values, *, first_group=0):
     for register, row, group, column in _positions(values.layout, values.shape, rows):
         inside = arith.cmpi(arith.CmpIPredicate.sge, row, mlir.index(0))
         if len(values.shape) == 3:
-            # The numbers are compared as unsigned ones. A group before the first is then past the end.
+            # The comparison is one of unsigned integers. So a group before the pool's first one is past the end.
             group = arith.subi(group, mlir.index(first_group))
             in_pool = arith.cmpi(arith.CmpIPredicate.ult, group, mlir.index(_width(ref) // values.shape[2]))
             inside = arith.andi(inside, in_pool)
@@ -168,8 +173,8 @@ def _emit_store_rows(ref, rows, values, *, first_group=0):
 def regroup(x: jax.Array, groups: int) -> jax.Array:
     """Reshapes rows of 512 values, [n, .., ..], to [n, groups, 512 / groups]. No value moves to another lane.
 
-    Rows divided into other groups have other layouts, also in arrays with one value for each row: the layout PER_ROW of
-    such arrays is for rows in 8 groups.
+    The register layout depends on the number of groups. This is true also of an array [n] with one value for each row:
+    PER_ROW is the layout of the reduction of rows in 8 groups.
     """
     return x if x.shape[1] == groups else _regroup(x, groups)
 
@@ -203,7 +208,8 @@ def e2m1_values(codes: jax.Array) -> jax.Array:
 def _emit_e2m1_values(codes):
     for register in codes.registers.flat:
         word = U32(mlir.scalar(vector.bitcast(mlir.vector_type(1, mlir.int_type()), register)))
-        # `e2m1_pairs` returns values times 2**-126, pair i with values i and i + 4. Two bfloat16 of 2**126 undo this.
+        # `e2m1_pairs` returns values times 2**-126, pair i with values i and i + 4. A product with 2**126, in both
+        # halves of a word, undoes the factor. `pack` below undoes the order.
         pairs = [unpack(multiply(pair, (127 + 126) * 0x00800080)) for pair in e2m1_pairs(word)]
         yield mlir.pack(pair[half] for half in range(2) for pair in pairs)
 
@@ -211,9 +217,10 @@ def _emit_e2m1_values(codes):
 def _positions(layout, shape, rows):
     """Yields (register, row, group, column) for each of this thread's registers.
 
-    `register` is the index of the register. `row`, `group` and `column` are MLIR index values: the row of the
-    register's first value, its group, and its column in the group. Axes that `shape` lacks have index 0. `rows` has the
-    row numbers, as in `load_rows`. If each group is a row of the pool, its group is 0.
+    `register` is the index of the register. `row`, `group` and `column` are MLIR index values that belong to the
+    register's first value: its row in the pool, its group in the row, and its column in the group. The index is 0 on an
+    axis that `shape` lacks. `rows` are the indices of rows, as in `load_rows`. If each group is a row of the pool,
+    `group` is 0.
     """
     numbers = [arith.index_cast(ir.IndexType.get(), mlir.scalar(row)) for row in rows.registers.flat]
     registers = np.ndindex(layout.registers_shape(shape))

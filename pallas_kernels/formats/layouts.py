@@ -9,19 +9,23 @@ from jax.typing import DTypeLike
 from pallas_kernels.runtime.checks import check_array, check_rules
 
 
-GROUP = 64  # number of channels of a row that kernels copy and scale together
+GROUP = 64  # number of values in a group; the codes of a row are a whole number of groups
 
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """The layout of a quantized KV row: codes, then RoPE values in bfloat16, and scales of the codes."""
+    """The layout of a quantized KV row: codes of its first values, its last (RoPE) values in bfloat16, and scales.
+
+    Codes, RoPE values and scales are in three arrays, the pools.
+    """
 
     nope_dim: int  # number of values stored as codes
-    rope_dim: int  # number of values stored in bfloat16, the last ones of the row; 0 = there is no pool of them
-    # Number of codes that share a scale, a uint8. None: a row has one float32 by which its codes are multiplied.
+    rope_dim: int  # number of values stored in bfloat16; 0 = the layout has no pool of RoPE values
+    # Number of codes that share a scale of one byte. None: a row has a single scale, a float32. A value is its code
+    # times its scale.
     scale_block: int | None
-    # "e4m3": a code is a uint8, with E8M0 scales that are padded with zeros to a multiple of 8. "e2m1": a uint8 has the
-    # codes of two dims, the even dim in the lower 4 bits, with E4M3 scales.
+    # Format of the codes. "e4m3": a uint8 is one code. Scales of one byte are E8M0, padded with zeros to a multiple of
+    # 8 scales. "e2m1": a uint8 has two codes, the code of the even channel in its lower 4 bits. Scales are E4M3.
     codes: str = "e4m3"
 
     @property
@@ -39,12 +43,12 @@ class RowLayout:
 
     @property
     def row_bytes(self) -> list[int]:
-        """The number of bytes of a row in each array."""
+        """The number of bytes of a row in each array, in the order of `columns`."""
         return [width * jnp.dtype(dtype).itemsize for _, dtype, width in self.columns]
 
     @property
     def columns(self) -> list[tuple[str, DTypeLike, int]]:
-        """(name, dtype, number of elements per row) of each array."""
+        """The arrays of the pools, as tuples (name, dtype, number of elements per row)."""
         scale = jnp.float32 if self.scale_block is None else jnp.uint8
         code_width = self.nope_dim // (1 if self.codes == "e4m3" else 2)
         widths = code_width, self.rope_dim, self.scale_width
@@ -55,18 +59,18 @@ class RowLayout:
 class KeyLayout:
     """The layout of a quantized indexer key: E2M1 codes and their scales.
 
-    A byte has the codes of two dims, with the even dim in the lower 4 bits.
+    A byte has two codes, with the code of the even channel in the lower 4 bits.
     """
 
-    dim: int  # number of dims of a key
-    scale_block: int  # number of dims that share a scale
-    scale: str  # dtype of scales: "e8m0", a power of two (MXFP4), or "e4m3", multiplied by `global_scale` (NVFP4)
+    dim: int  # number of channels of a key
+    scale_block: int  # number of channels that share a scale
+    scale: str  # format of scales: "e8m0", a power of two (MXFP4), or "e4m3", multiplied by `global_scale` (NVFP4)
     hadamard: bool  # whether keys and queries are multiplied by a Hadamard matrix before they are quantized
     global_scale: float = 1.0  # factor of all "e4m3" scales
 
     @property
     def columns(self) -> list[tuple[str, DTypeLike, int]]:
-        """(name, dtype, number of elements per key) of each array."""
+        """The arrays of the pools, as tuples (name, dtype, number of elements per key)."""
         return [("codes", jnp.uint8, self.dim // 2), ("scale", jnp.uint8, self.dim // self.scale_block)]
 
 
@@ -78,7 +82,7 @@ def quantized[L: (RowLayout, KeyLayout)](layout: L | None) -> L:
 
 
 def check_row_layout(layout: RowLayout) -> None:
-    """Raises NotImplementedError unless codes come in groups of 64, with scales of a size that kernels take."""
+    """Raises NotImplementedError unless the number of codes is a multiple of 64 and kernels take the scale block."""
     blocks = {"e4m3": (None, GROUP, 32), "e2m1": (16,)}[layout.codes]
     check_rules(
         {
@@ -91,7 +95,8 @@ def check_row_layout(layout: RowLayout) -> None:
 def check_pools(layout: RowLayout | KeyLayout, pools: tuple[Any, ...]) -> None:
     """Raises NotImplementedError unless the pools have this layout and are not empty.
 
-    Pools are arrays [layers, blocks or slots, rows, width] with the same first three axes; None for a width of 0.
+    Pools are arrays [layers, blocks or slots, rows, width], in the order of `layout.columns`. Their first three axes
+    are equal. A pool with a width of 0 is None.
     """
     for (name, dtype, width), pool in zip(layout.columns, pools, strict=True):
         if width:

@@ -1,7 +1,7 @@
 """The quantized KV rows of a layer as operands of kernels: window rows in rings, and compressed entries in blocks.
 
-A pool is an array that holds one part of all rows, such as their codes. The fields are arrays, or within a kernel
-references to them.
+A pool is an array that holds one part of all rows, such as their codes. The fields of the dataclasses are arrays, or
+within a kernel references to arrays.
 """
 
 from typing import Any
@@ -17,17 +17,17 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 @pytree_dataclass
 class Rings:
-    """Window rows of requests. Every slot has a ring, and position p of a request is row `p % ring` of its slot's ring.
+    """Window rows of requests. Every slot has a ring of rows. Position p of a request is row `p % ring` of its slot.
 
     Attributes:
       layer: int32 scalar, index on axis 0 of the pools.
       pools: (nope, rope, scale), each [layers, slots, ring, ..]: codes, RoPE values and scales, see `RowLayout`. The
         pool of RoPE values is None if the layout has none.
-      window: number of rows that a token sees, its own included; at most the ring.
-      layout: layout of a row. It has 512 values, such as 448 codes and 64 RoPE values.
-      own_rows: [T] int32, or None. If None, a token's position gives its row in its slot's ring. Otherwise token t has
-        row `own_rows[t]` of the ring of slot 0, and its window ends with this row. Only `sparse_attention` reads
-        `own_rows`, for calls with more tokens of a request than a ring has rows.
+      window: number of rows that a token sees, including the token's row; at most the number of rows in a ring.
+      layout: layout of a row of 512 values, such as 448 codes and 64 RoPE values.
+      own_rows: [T] int32, or None. If None, the row of a token in its slot's ring is given by the token's position.
+        Otherwise token t has row `own_rows[t]` of the ring of slot 0, and its window ends with this row. Only
+        `sparse_attention` reads `own_rows`, for calls with more tokens of a request than a ring has rows.
     """
 
     layer: Any
@@ -37,7 +37,7 @@ class Rings:
     own_rows: Any = None
 
     def check(self) -> None:
-        """Raises NotImplementedError unless kernels take rows of this layout, and the pools have it."""
+        """Raises NotImplementedError unless kernels take the layout, and the pools have this layout."""
         check_rules({f"window rows of E4M3 codes, got {self.layout.codes!r}": self.layout.codes == "e4m3"})
         _check_pools(self)
 
@@ -61,7 +61,8 @@ class Paged:
       layer: int32 scalar, index on axis 0 of the pools.
       block_table: [slots, max_blocks] int32, ids of each request's blocks; -1 = none.
       pools: (nope, rope, scale), each [layers, blocks, entries per block, ..], as in `Rings`.
-      indices: [T, K] int32, entries of each token, numbered within its request; -1 = none. None: all visible entries.
+      indices: [T, K] int32, indices in its request of the entries that each token sees; -1 = none. If None, a token
+        sees all visible entries.
       compress_rate: number of tokens per entry; entry e is visible from position `(e + 1) * compress_rate - 1` on.
       layout: layout of a row, as in `Rings`.
     """
@@ -75,13 +76,13 @@ class Paged:
 
     @property
     def count(self) -> int:
-        """The maximum number of entries of a token."""
+        """The maximum number of entries that a token sees."""
         if self.indices is None:
             return self.block_table.shape[1] * self.pools[0].shape[2]
         return self.indices.shape[1]
 
     def check(self, tokens: int) -> None:
-        """Raises NotImplementedError unless kernels take the pools and, for a call's number of tokens, the indices."""
+        """Raises NotImplementedError unless kernels take the pools, and the indices for a call of `tokens` tokens."""
         _check_pools(self)
         check_array("block_table", self.block_table, jnp.int32, None, None)
         if self.indices is not None:

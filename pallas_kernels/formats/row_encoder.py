@@ -1,7 +1,8 @@
 """Quantization of KV rows and indexer keys within kernels, with the same bits as `dsv4_jax.quant`.
 
-Functions that return scales and codes take arrays in any register layout. `store_quantized` takes rows, each held by
-one warp (see `kv_rows`). `encode_row` and `encode_key` take a vector over a warpgroup (see `mgpu.vectors`).
+Functions that return scales and codes take arrays in any register layout. `store_quantized` takes rows, each in the
+registers of one warp (see `kv_rows`). `encode_row` and `encode_key` take a vector over a warpgroup (see
+`mgpu.vectors`).
 """
 
 from collections.abc import Callable
@@ -31,8 +32,8 @@ def block_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
       amax: float32, the largest magnitude of each block.
 
     Returns:
-      (bits, factor). `bits` are the E8M0 bits of the scale, int32. Values are multiplied by `factor`, float32, which is
-      1 / scale.
+      (bits, factor). `bits` are the E8M0 bits of the scale, int32. `factor`, float32, is 1 / scale. A value times
+      `factor` is rounded to its code.
     """
     bits = _e8m0_ceil(jnp.maximum(amax, 1e-4) * jnp.float32(1 / E4M3_MAX))
     return bits, _power_of_two(254 - bits)
@@ -52,7 +53,7 @@ def entry_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def scale_values(bits: jax.Array, layout: RowLayout) -> jax.Array:
-    """Returns the float32 values of the scales, uint8, of rows with this layout: E8M0, or E4M3 for E2M1 codes."""
+    """Returns the float32 values of scales with the bits `bits`, uint8: E4M3 scales for E2M1 codes, otherwise E8M0."""
     return _e4m3_value(bits) if layout.codes == "e2m1" else _power_of_two(bits.astype(jnp.int32))
 
 
@@ -64,14 +65,15 @@ def row_scale(amax: jax.Array, layout) -> tuple[jax.Array, jax.Array]:
       layout: register layout of `amax`.
 
     Returns:
-      (stored, factor), both float32. Codes are multiplied by `stored`, and values by `factor`, which is 1 / stored.
+      (stored, factor), both float32. `stored` is the scale that is stored: a value is its code times `stored`. `factor`
+      is 1 / stored: a value times `factor` is rounded to its code.
     """
     inverse_scale = jnp.maximum(amax * jnp.float32(1 / E4M3_MAX), 1e-12)
     return inverse_scale, divide_one(inverse_scale, layout)
 
 
 def e4m3_codes(x: jax.Array) -> jax.Array:
-    """Rounds float32 to E4M3 and returns the bits, uint8. Larger magnitudes than 448 become 448."""
+    """Rounds float32 to E4M3 and returns the bits, uint8. Magnitudes above 448 become 448."""
     return lax.bitcast_convert_type(_saturated(x).astype(jnp.float8_e4m3fn), jnp.uint8)
 
 
@@ -80,7 +82,7 @@ def _saturated(x: jax.Array) -> jax.Array:
     return jnp.minimum(jnp.maximum(x, -E4M3_MAX), E4M3_MAX)
 
 
-# On a GPU, the conversion to E4M3 saturates by itself.
+# On a GPU, the conversion to E4M3 already saturates.
 _saturated.mosaic(lambda x: x)
 
 
@@ -105,7 +107,7 @@ def store_quantized(x: jax.Array, pools, row: jax.Array, layout: RowLayout) -> N
     Args:
       x: [4, 8, 64] float32 rows in the layout `kv_rows.VALUES`.
       pools: references to (nope, rope, scale), each [R, ..] in global memory. rope is None if `layout.rope_dim` is 0.
-      row: [4] int32 row numbers in the layout `kv_rows.PER_ROW`; -1 stores nothing.
+      row: [4] int32, indices of rows in the pools, in the layout `kv_rows.PER_ROW`; -1 stores nothing.
       layout: layout of a row in the pools.
     """
     nope, rope, scale = pools
@@ -131,13 +133,13 @@ def encode_row(x: jax.Array, pools, layout: RowLayout, largest: Callable, first,
 
     Args:
       x: [size] float32 vector over the warpgroup, consecutive channels of the row.
-      pools: references to the row's codes, RoPE values (or None) and scales in the pools.
+      pools: references to (codes, RoPE values or None, scales) of this row in the pools, [width] each.
       layout: layout of the row.
-      largest: function of a [size] float32 vector that returns its maximum over all channels of the row, including the
-        channels of other warpgroups. It is only called if the row has a single scale.
-      first: number of the first channel in `x`, a multiple of 64.
-      keep: bool scalar, whether to store anything.
-      scratch: scratch memory of `vectors.exchange`.
+      largest: function of a [size] float32 vector that returns the vector's maximum over all channels of the row,
+        including the channels of other warpgroups. It is only called if the row has a single scale.
+      first: index of the first channel in `x`, a multiple of 64.
+      keep: bool scalar, whether to store the row.
+      scratch: [size] float32 scratch memory of `vectors.exchange`.
     """
     nope, rope, scale = pools
     magnitude = jnp.abs(x)
@@ -177,7 +179,7 @@ def encode_key(x: jax.Array, pools, layout: KeyLayout, scratch) -> None:
       x: [D] float32 vector over the warpgroup, the key.
       pools: references to the key's codes [D / 2] and scales in the pools, uint8.
       layout: layout of the key.
-      scratch: scratch memory of `vectors.exchange`.
+      scratch: [D] float32 scratch memory of `vectors.exchange`.
     """
     codes, scale = pools
     channel = vectors.channels(x.shape[0])
@@ -194,13 +196,13 @@ def key_scales(amax: jax.Array, layout: KeyLayout, registers) -> tuple[jax.Array
 
     Args:
       amax: float32, the largest magnitude of each block.
-      layout: layout of the key, which has the format of the scales.
+      layout: layout of the key, which says the format of the scales.
       registers: register layout of `amax`.
 
     Returns:
-      (stored, scale, factor). `stored` are the bits of the scale, uint8. Codes are multiplied by `scale`, float32,
-      which includes `global_scale`. Values are multiplied by `factor`, float32, which is 1 / scale, or 0 if the scale
-      is 0.
+      (stored, scale, factor). `stored` are the bits of the scale, uint8. `scale`, float32, is the value of these bits
+      times `global_scale`: a value is its code times `scale`. `factor`, float32, is 1 / scale, or 0 if the scale is 0:
+      a value times `factor` is rounded to its code.
     """
     if layout.scale == "e8m0":
         bits = _e8m0_ceil(jnp.maximum(amax, E2M1_MAX * 2.0**-126) * (1 / E2M1_MAX))
@@ -212,7 +214,7 @@ def key_scales(amax: jax.Array, layout: KeyLayout, registers) -> tuple[jax.Array
 
 
 def _pairs(code, scratch):
-    """Packs E2M1 codes to bytes, uint8. Even channels have the byte of a pair, their own code in the lower 4 bits."""
+    """Packs E2M1 codes to uint8. At an even channel c, the result has code c in its lower bits and c + 1 above it."""
     return (code | (vectors.exchange(code, 1, scratch) << 4)).astype(jnp.uint8)
 
 
@@ -238,7 +240,7 @@ def _power_of_two(bits):
 def _e4m3_value(bits):
     """Returns the float32 values of non-negative E4M3 codes.
 
-    It uses integer operations, since compilers may delete a cast to E4M3 and back, and the rounding with it.
+    The function uses integer operations, since compilers may delete a cast to E4M3 and back, and its rounding.
     """
     size = bits.astype(jnp.int32)
     normal = lax.bitcast_convert_type((size << 20) + (120 << 23), jnp.float32)
@@ -248,8 +250,8 @@ def _e4m3_value(bits):
 def e2m1_codes(x: jax.Array, step: jax.Array | float = 1.0) -> jax.Array:
     """Rounds float32 x / step to E2M1, ties to even, and returns the codes 0 .. 15, int32.
 
-    Nothing is divided: x is compared with the midpoints of E2M1 times `step`. These products are exact if `step` has
-    few enough bits, as E4M3 values have. Then ties are those of the exact quotients.
+    Instead of a division, x is compared with the midpoints of E2M1 times `step`. These products are exact if `step` has
+    few enough bits, as E4M3 values have. Then the ties are the ties of the exact quotients.
     """
     size = jnp.abs(x)
     code = (lax.bitcast_convert_type(x, jnp.int32) >> 28) & 8

@@ -1,4 +1,4 @@
-"""Kernels of the lightning indexer, which scores compressed keys. Attention reads the entries with the best scores."""
+"""Kernels of the lightning indexer, which scores the keys of compressed entries. Attention reads the best entries."""
 
 from pallas_kernels.indexer_scores.indexer_scores import indexer_scores
 from pallas_kernels.indexer_scores.key_tiles import IndexerKeys

@@ -18,7 +18,7 @@ from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
-MAX_HEADS = 64  # number of heads in a product
+MAX_HEADS = 64  # maximum number of heads in a product
 FLAGS = 32  # number of tiles whose flags "has scales far apart" fit into an int32
 
 
@@ -29,9 +29,9 @@ class Config:
     blocks: int = MULTIPROCESSORS  # number of blocks, which share the work equally
     warpgroups: int = 4  # number of warpgroups in a block; they hide each other's waits
     stages: int = 4  # number of tiles of a warpgroup that are being copied or read
-    # Maximum number of tokens in a chunk; shared memory has to hold their queries. 1 if there are candidates.
+    # Maximum number of tokens in a chunk, whose queries shared memory has to hold. Must be 1 if there are candidates.
     chunk_tokens: int = 8
-    plan_in_xla: bool = False  # whether XLA computes all shares of the work; otherwise each block searches for its own
+    plan_in_xla: bool = False  # whether XLA computes all shares of the work; otherwise each block searches for a share
 
     @classmethod
     def for_tokens(
@@ -45,13 +45,13 @@ class Config:
           gathers: whether there are candidates.
           small_products: whether keys are multiplied as bfloat16 with 32 heads, for which a thread needs few registers.
         """
-        # If interpreted, several warpgroups that wait for each other would block the CPU's few threads.
+        # The interpreter has one warpgroup, because several that wait for each other would block the CPU's few threads.
         blocks, warpgroups = (3, 1) if interpret else (MULTIPROCESSORS, 4)
         chunk_tokens = 1 if gathers else min(8, tokens)
         if small_products and chunk_tokens == 1 and not interpret:
             # A thread has 128 registers if there are four warpgroups, 96 if there are five, and 80 if there are six.
             warpgroups = 5 if gathers else 6
-        # The search of a block for its own share takes 0.2 ms for 8,192 tokens.
+        # A block's search for its share takes 0.2 ms for 8,192 tokens, so XLA computes the shares for many tokens.
         return cls(blocks, warpgroups, chunk_tokens=chunk_tokens, plan_in_xla=tokens > 256)
 
 
@@ -59,11 +59,11 @@ class Config:
 class Scratch:
     """The shared memory and barriers of a block."""
 
-    queries_full: Any  # a barrier for each token of a chunk: its queries and head weights were copied
+    queries_full: Any  # barriers, one for each token of a chunk: the token's queries and head weights have come
     queries_empty: Any  # a barrier: every warpgroup has read the queries of the previous chunk
     queries_smem: Any  # [chunk_tokens * heads, 128] queries of the chunk
     weights_smem: Any  # [chunk_tokens, heads] float32 head weights of the chunk
-    # ([tiles, 64, 64] uint8 codes, [tiles, 64, 4 or 8] uint8 scales), `config.stages` tiles for each warpgroup
+    # ([tiles, 64, 64] uint8 codes, [tiles, 64, 4 or 8] uint8 scales) with `config.stages` tiles for each warpgroup.
     tiles_smem: Any
 
     @classmethod
@@ -84,21 +84,22 @@ class Scratch:
 class ChunkScorer:
     """A warpgroup's view of a chunk and of the block's share of the chunk's tiles.
 
-    In all methods, `i` is the number of a tile among this warpgroup's tiles of the share.
+    In methods on a tile, `i` is the index of the tile among this warpgroup's tiles of the share.
     """
 
-    token: Any  # int32 scalar, the chunk's first token
+    token: Any  # int32 scalar, index of the chunk's first token
     count: Any  # int32 scalar, number of tokens in the chunk
-    slot: Any  # int32 scalar, row of the block table
-    # int32 scalar, first tile of the block's share; tile n has keys from 64 * n on, of the request or of the candidates
+    slot: Any  # int32 scalar, index of the request's row of the block table
+    # int32 scalar, index of the first tile of the block's share. Tile n has keys 64 * n .. 64 * n + 63 of the request,
+    # or with candidates, the keys of candidate blocks 8 * n .. 8 * n + 7 of the token.
     first_tile: Any
     end_tile: Any  # int32 scalar, end of the tiles of the block's share
     config: Config
-    warpgroup: Any  # int32 scalar, number of the warpgroup
+    warpgroup: Any  # int32 scalar, index of the warpgroup in the block
     q_gmem: Any  # [T, heads, 128] rounded queries
     weights_gmem: Any  # [T, heads] float32 head weights
     keys: key_tiles.IndexerKeys  # references, with `layer` a scalar
-    candidates_gmem: Any  # [T, C] int32 numbers of blocks of 8 keys; None = all keys are scored
+    candidates_gmem: Any  # [T, C] int32 indices of candidate blocks of 8 keys; None = all keys are scored
     out_gmem: Any  # [T, E] float32 scores
     scratch: Scratch
 
@@ -140,7 +141,7 @@ class ChunkScorer:
     # --- addresses ---
 
     def _tile(self, i):
-        """Returns the number of the tile among all tiles of the request's keys."""
+        """Returns the index of the tile among all tiles of the chunk's keys, see `first_tile`."""
         return self.first_tile + self.warpgroup + i * self.config.warpgroups
 
     def _stage(self, i):
@@ -148,11 +149,14 @@ class ChunkScorer:
 
     @property
     def _layout(self):
-        """The layout of arrays with a value for each range of consecutive keys: 16 of a warp, or a candidate block."""
+        """The layout of arrays with a value for each range of consecutive keys of a tile.
+
+        A range is the 16 keys of a warp, or with candidates, the 8 keys of a candidate block.
+        """
         return PER_WARP if self.candidates_gmem is None else PER_HALF
 
     def _load_candidates(self, i):
-        """Loads the numbers of a tile's candidate blocks, [4, 2] int32 in layout PER_HALF; None if there are none."""
+        """Loads the indices of a tile's candidate blocks, [4, 2] int32 in layout PER_HALF; None without candidates."""
         if self.candidates_gmem is None:
             return None
         count = self.candidates_gmem.shape[1]
@@ -161,10 +165,10 @@ class ChunkScorer:
         return key_tiles.load_words(self.candidates_gmem, self.token * count + number, PER_HALF)
 
     def _in_blocks(self, operation, i, candidates):
-        """Returns the block, or the place in the block, of the first key of each range, int32 in the layout `_layout`.
+        """Returns where the first key of each range is, int32 in the layout `_layout`.
 
-        `operation` is `lax.div` for the block's column in the block table, `lax.rem` for the place. The numbers are
-        unsigned, because an unsigned division is faster.
+        If `operation` is `lax.div`, the result is the column of its block in the block table. If it is `lax.rem`, the
+        result is the index of the key in the block. The operands are unsigned, because unsigned division is faster.
         """
         if candidates is None:
             warp_key = plgpu.broadcasted_iota(jnp.int32, (4,), 0, layout=PER_WARP) * WARP_KEYS
@@ -174,19 +178,22 @@ class ChunkScorer:
         return operation(key.astype(jnp.uint32), jnp.uint32(self.keys.per_block)).astype(jnp.int32)
 
     def _load_block_ids(self, i, candidates):
-        """Loads the block id of each range of keys, which is in one block: int32 in the layout `_layout`."""
+        """Loads the id of the block that has each range of keys, int32 in the layout `_layout`; negative if missing.
+
+        A range lies in one block, because blocks have a multiple of 16 keys.
+        """
         max_blocks = self.keys.block_table.shape[1]
         column = jnp.minimum(self._in_blocks(lax.div, i, candidates), max_blocks - 1)
         ids = key_tiles.load_words(self.keys.block_table, self.slot * max_blocks + column, self._layout)
         return ids if candidates is None else jnp.where(candidates < 0, -1, ids)
 
     def _first_rows(self, i, candidates, block_ids):
-        """Returns the row of the first key of each range in the pools, leading axes merged, like `block_ids`."""
+        """Returns the row in the pools, leading axes merged, of each range's first key; shaped like `block_ids`."""
         block = self.keys.layer * self.keys.codes.shape[1] + jnp.maximum(block_ids, 0)
         return block * self.keys.per_block + self._in_blocks(lax.rem, i, candidates)
 
     def _start_copy(self, i, candidates, block_ids):
-        """Starts to copy a tile to its stage. Past the last tile of the share, it commits a group without copies."""
+        """Starts to copy a tile to its stage, as one group of copies. The group of a tile past the share is empty."""
         stage = self._stage(i)
         rows = self._first_rows(i, candidates, block_ids)
         is_wanted = self._tile(i) < self.end_tile
@@ -200,13 +207,14 @@ class ChunkScorer:
         return self.keys.dtype == jnp.float8_e4m3fn
 
     def _score_run(self, own_tiles, run, carry):
-        """Scores a run of up to 32 tiles. Afterwards it scores a tile again if its keys have scales far apart.
+        """Scores a run of up to 32 tiles. Afterwards, tiles with a key whose scales are far apart are scored again.
 
         Args:
           own_tiles: int32 scalar, number of tiles of this warpgroup.
-          run: int32 scalar, number of the run.
-          carry: (candidates, block_ids, missing). `candidates` are those of the next two tiles to copy, and `block_ids`
-            the block ids of the next one. The bits of `missing` say which block ids were missing, see `_push_sign`.
+          run: int32 scalar, index of the run.
+          carry: (candidates, block_ids, missing). `candidates` is a list of the candidate blocks of the next two tiles
+            to copy. `block_ids` are the block ids of the next tile to copy. The bits of `missing` say for which ranges
+            of the last tiles the blocks are missing, see `_push_sign`.
 
         Returns:
           The new carry.
@@ -244,7 +252,8 @@ class ChunkScorer:
 
         def score_tokens(j, tokens):
             row = self.token + j
-            # The copies are `stages - 1` tiles ahead. The shift makes the bit of this tile the sign bit.
+            # The last bit of `missing` is that of the tile `stages - 1` ahead. The shift makes the bit of tile i the
+            # sign bit.
             score(keys, token=j, tokens=tokens, row=row, **self._operands(i, missing << (32 - stages)))
 
         if self.config.chunk_tokens == 1 or self.q_gmem.shape[1] == MAX_HEADS:
@@ -275,5 +284,5 @@ class ChunkScorer:
 
 
 def _push_sign(words, block_ids):
-    """Shifts the sign of each block id into the lowest bit of its word: 1 if the block is missing (id -1)."""
+    """Shifts words left by one bit. The new lowest bit is the sign of a block id: 1 if the block is missing (id -1)."""
     return (words << 1) | lax.shift_right_logical(block_ids, jnp.int32(31))

@@ -1,6 +1,6 @@
 """The division of tokens into chunks, and of the chunks' work into equal shares for the blocks of a kernel.
 
-A chunk is adjacent tokens of one request. A tile of 64 of the request's keys is loaded once for all of them.
+A chunk is adjacent tokens of one request. A tile, 64 keys of the request, is loaded once for all tokens of the chunk.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ _SCALAR = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 def run_bounds(slots: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the start and the end of each token's run, each [T] int32.
+    """Returns (start, end) of each token's run, indices of tokens, [T] int32 each. `end` is past the run's last token.
 
     A run is a maximal sequence of adjacent tokens with the same slot. `slots` is [T] int32.
     """
@@ -40,7 +40,7 @@ def run_bounds(slots: jax.Array) -> tuple[jax.Array, jax.Array]:
 class Chunks:
     """The division of a call's tokens into chunks.
 
-    Each request's tokens are divided into chunks of `size` tokens, except that its last chunk may have fewer. The cost
+    Each request's tokens are divided into chunks of `size` tokens; the last chunk of a request may have fewer. The cost
     of a chunk is its number of tokens times the number of tiles of 64 keys that are visible to its last token.
     """
 
@@ -58,7 +58,7 @@ class Chunks:
     def costs(self) -> jax.Array:
         """Returns the cost of the chunk that starts at each token, [T] int32; 0 for tokens at which no chunk starts.
 
-        It is for arrays, outside of kernels.
+        This method is called outside of kernels, where the fields are arrays.
         """
         token = jnp.arange(self.slots.shape[0], dtype=jnp.int32)
         start, end = run_bounds(self.slots)
@@ -70,12 +70,12 @@ class Chunks:
         """Computes `costs` of 32 tokens within a kernel.
 
         Args:
-          first: int32 scalar, the first of the tokens.
-          run: int32 scalar, start of the run that token `first - 1` is in, see `run_bounds`; ignored if `first` is 0.
+          first: int32 scalar, index of the first of the 32 tokens.
+          run: int32 scalar, start of the run of token `first - 1`, see `run_bounds`; ignored if `first` is 0.
 
         Returns:
-          (costs, run). `costs` [32] int32 in layout LANES has the costs of the tokens first .. first + 31. `run` is the
-          start of the run that token `first + 31` is in, the argument for the next 32 tokens.
+          (costs, run). `costs` [32] int32 in layout LANES are the costs of the tokens first .. first + 31. `run` is the
+          start of the run of token `first + 31`, the argument for the next 32 tokens.
         """
         tokens = self.slots.shape[0]
 
@@ -108,16 +108,16 @@ class Chunks:
     def share(self, number: jax.Array, num_shares: int) -> tuple[jax.Array, ...]:
         """Finds a share of the work within a kernel.
 
-        The units of work are numbered in the order of the chunks; a chunk has as many as it costs. The shares are
+        The number of a chunk's units of work is its cost. Units are indexed in the order of the chunks. The shares are
         ranges of units, whose sizes differ by at most 1.
 
         Args:
-          number: int32 scalar, number of the share.
+          number: int32 scalar, index of the share.
           num_shares: number of shares.
 
         Returns:
-          (begin, end, token, before), int32 scalars. The share has the units begin .. end - 1. `token` is the first
-          token of the chunk that unit `begin` belongs to, and `before` the sum of the costs before that chunk.
+          (begin, end, token, before), int32 scalars. The share has the units begin .. end - 1. `token` is the index of
+          the first token of the chunk that has unit `begin`, and `before` is the sum of the costs of earlier chunks.
         """
         tokens = self.slots.shape[0]
         zero = jnp.int32(0)
@@ -139,7 +139,7 @@ class Chunks:
             return next_token + 32, next_token + lane, before, run
 
         def is_unfinished(carry):
-            # `find_share` returned lane 32 if the unit is in none of the last 32 tokens' chunks.
+            # `find_share` returned lane 32 if no chunk of the last 32 tokens has the unit.
             next_token, token, _, _ = carry
             return (next_token < tokens) & (next_token == token)
 
@@ -180,15 +180,15 @@ def _(x):
 
 @primitive
 def latest_start(starts: jax.Array, earlier: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Finds the start of the run that each lane's token is in.
+    """Finds the start of the run of each lane's token.
 
     Args:
-      starts: [32] int32 in layout LANES, the token of a lane if a run starts there, otherwise -1.
-      earlier: int32 scalar, start of the run that the token before lane 0 is in.
+      starts: [32] int32 in layout LANES, the index of a lane's token if a run starts at this token, otherwise -1.
+      earlier: int32 scalar, start of the run of the token before lane 0.
 
     Returns:
-      (start, last). `start` [32] int32 in layout LANES is the start of each lane's run. `last` is its value in lane 31,
-      an int32 scalar.
+      (start, last). `start` [32] int32 in layout LANES is the start of the run of each lane's token. `last`, an int32
+      scalar, is the start in lane 31.
     """
     lane = lax.iota(jnp.int32, 32)
     start = jnp.max(jnp.where(lane[None, :] <= lane[:, None], starts[None, :], -1), axis=1)
@@ -198,7 +198,8 @@ def latest_start(starts: jax.Array, earlier: jax.Array) -> tuple[jax.Array, jax.
 
 @mlir.emits(latest_start, LANES, returns=(plgpu.ShapeDtypeStruct((32,), jnp.int32, LANES), _SCALAR))
 def _emit_latest_start(starts, earlier):
-    # A mask has a bit for each lane in which a run starts. The highest bit up to this lane is the lane of the start.
+    # The mask m has a bit for each lane at which a run starts. The run of this lane's token starts at the highest of
+    # these lanes that is not above this lane. If there is none, it starts at `earlier`.
     lines = [
         "{ .reg .pred p; .reg .b32 m, v; setp.ge.s32 p, $2, 0; vote.sync.ballot.b32 m, p, 0xffffffff;",
         "mov.u32 v, %lanemask_le; and.b32 m, m, v; bfind.u32 v, m;",
@@ -212,11 +213,11 @@ def _emit_latest_start(starts, earlier):
 
 @primitive
 def find_share(x: jax.Array, begin: jax.Array, base: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Finds the lane whose units of work include unit number `begin`.
+    """Finds the lane whose units of work include the unit with index `begin`.
 
     Args:
       x: [32] int32 in layout LANES, at least 0, the number of units of each lane.
-      begin: int32 scalar, number of a unit, counted from the first unit of lane 0.
+      begin: int32 scalar, index of a unit; the first unit of lane 0 has index 0.
       base: int32 scalar, number of units before lane 0.
 
     Returns:
@@ -224,7 +225,7 @@ def find_share(x: jax.Array, begin: jax.Array, base: jax.Array) -> tuple[jax.Arr
       number of units before this lane.
     """
     lane = lax.iota(jnp.int32, 32)
-    # No `cumsum`, in which the interpreter's threads can block each other.
+    # This is no `cumsum`, because the interpreter's threads can block each other in it.
     ends = jnp.sum(jnp.where(lane[None, :] <= lane[:, None], x[None, :], 0), axis=1)
     before = ends <= begin
     return jnp.sum(before.astype(jnp.int32)), base + jnp.max(jnp.where(before, ends, 0))
@@ -232,7 +233,7 @@ def find_share(x: jax.Array, begin: jax.Array, base: jax.Array) -> tuple[jax.Arr
 
 @mlir.emits(find_share, LANES, returns=(_SCALAR, _SCALAR))
 def _emit_find_share(x, begin, base):
-    # A prefix sum gives the end of each lane's units. The lanes that end up to `begin` are counted.
+    # A prefix sum gives the end of each lane's units. The lanes whose end is at most `begin` are counted.
     lines = ["{ .reg .pred p; .reg .s32 n, other; .reg .b32 votes; mov.s32 n, $2;"]
     for distance in (1, 2, 4, 8, 16):
         lines.append(f"shfl.sync.up.b32 other|p, n, {distance}, 0, 0xffffffff; @p add.s32 n, n, other;")

@@ -3,18 +3,19 @@
     score[t, s] = sum_h weights[t, h] * relu(q[t, h] . key[s])
 
 A tile is 64 keys. Up to 8 adjacent tokens of a request form a chunk. A unit of work is a tile and a token, so that a
-chunk's work is its number of visible tiles times its number of tokens. The grid is one persistent block per SM, and
-each block gets an equal share of the units.
+chunk's number of units is its number of visible tiles times its number of tokens. The grid is one persistent block per
+SM, and each block gets an equal share of the units, rounded to whole tiles.
 
-    warpgroup  role          does                                                     waits for      signals
-    0          load_queries  copies a chunk's queries and head weights (TMA)          queries_empty  queries_full
-    all        start_copy    copies packed keys 3 tiles ahead of their use; each                     (cp.async groups)
-                             thread copies the keys that it reads
-    all        score_tile    unpacks a tile, multiplies it with each token's queries  queries_full   queries_empty
-                             (wgmma) and adds up the heads
+    warpgroup  step           does                                                     waits for      signals
+    0          _load_queries  copies a chunk's queries and head weights (TMA)          queries_empty  queries_full
+    all        _start_copy    starts to copy a tile of packed keys 3 tiles ahead of                   (cp.async groups)
+                              its use; each thread copies the bytes that it reads
+    all        _score_tile    unpacks a tile, multiplies it with each token's queries  queries_full   queries_empty
+                              (wgmma) and adds up the heads                            and copies
 
-Warpgroups take a chunk's tiles in turn. With candidates, a chunk is one token, and a tile is 8 of its candidate blocks.
-The module `key_tiles` explains the formats of keys, and when a tile is scored a second time.
+The steps are methods of `ChunkScorer`. Warpgroups take a chunk's tiles in turn. With candidates, a chunk is one token,
+and a tile is 8 of the token's candidate blocks. The module `key_tiles` explains the formats of keys, and when a tile is
+scored a second time.
 """
 
 import dataclasses
@@ -49,19 +50,22 @@ def indexer_scores(
     Args:
       q: [T, H, 128] queries of 32 or 64 heads from `round_index_query`, in the dtype `keys.dtype`.
       weights: [T, H] float32 head weights from `round_index_query`.
-      slots: [T] int32, each token's request slot, a row of the block table; -1 = padding. The tokens of a slot are
-        adjacent.
+      slots: [T] int32, each token's request slot, the index of a row of the block table; -1 = padding. The tokens of a
+        slot are adjacent.
       positions: [T] int32, each token's position in its request, ascending in a slot; -1 = padding.
       keys: the layer's keys.
-      candidates: [T, C] int32 numbers of blocks of 8 consecutive keys, C even; -1 = none. Only the keys of these blocks
-        are scored, as if each token had no others. None = all keys are scored.
+      candidates: [T, C] int32, indices of each token's candidate blocks, C even; -1 = none. Block b has keys 8 * b ..
+        8 * b + 7 of the request. Only the keys of candidate blocks are scored. None = all keys are scored.
       config: tuning choices, or None for `Config.for_tokens`.
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
       [T, E] float32 scores, E = max_blocks * keys per block. The score of a visible key is -inf if the block table has
-      no block for it. Scores of keys that are not visible, and rows of padding, are unspecified. With candidates, E =
-      8 * C. If the blocks are those from `dsv4_jax.ops.candidate_blocks`, visible keys come first.
+      no block for it. Scores of keys that are not visible, and rows of padding, are unspecified.
+
+      With candidates, E = 8 * C, and columns 8 * c .. 8 * c + 7 are for the keys of block `candidates[t, c]`. If token
+      t sees n keys, its columns from n on are unspecified. The blocks from `dsv4_jax.ops.candidate_blocks` are in
+      ascending order, so that the columns of visible keys come first.
 
     Raises:
       NotImplementedError: the layout, a shape or a dtype is not supported.
@@ -109,7 +113,7 @@ def indexer_scores(
             slot, count, tiles = chunks.at(token)
 
             def first_tile_from(unit):
-                """Returns the number of the chunk's first tile whose units are all at or after `unit`."""
+                """Returns the index of the chunk's first tile whose units are all at or after `unit`."""
                 return jnp.minimum(lax.div(jnp.maximum(unit - base, 0) + (count - 1), count), tiles)
 
             first_tile = first_tile_from(begin)

@@ -1,22 +1,22 @@
 """Tiles of packed FP4 indexer keys in registers, as the left operand of Hopper's matrix product (`wgmma`).
 
-A tile is 64 keys of 128 dims, held by a warpgroup. Warp w has keys 16w .. 16w + 15. Its 32 lanes are numbered (r, c),
-8 x 4, and lane (r, c) has dims 32c .. 32c + 31 of the warp's keys r and r + 8. These dims are whole scale blocks, and
-16 contiguous bytes of each key, which the thread copies itself. `wgmma` expects other dims in this thread. A dot
-product does not depend on the order of the dims, so `permute_dims` reorders the queries instead.
+A tile is 64 keys of 128 dims, held by a warpgroup. Warp w has keys 16w .. 16w + 15. Lane 4r + c of the warp, r = 0 .. 7
+and c = 0 .. 3, has dims 32c .. 32c + 31 of the warp's keys r and r + 8. These dims are whole scale blocks, and 16
+contiguous bytes of each key, which the thread copies itself. `wgmma` expects other dims in this thread. But a dot
+product does not depend on the order of the dims, so `permute_dims` gives the queries the order of the keys.
 
 Keys are multiplied as bfloat16, which is exact for all scales that occur. Only MXFP4 keys after a Hadamard rotation are
 multiplied as E4M3, which is twice as fast. Such a key is expressed in units of its largest scale, and a query in units
 of its head's largest scale. Codes times smaller scales are exact in these units, but sums of products may not be:
 
-  * The tensor core aligns 32 products and the running sum to the largest of them, and drops bits below 2**-13 of it (a
-    gpu test shows this).
-  * Products of two codes are 0.25 to 36. If all scales of a key and all scales of a query are within NEAR binades
-    (factors of 2) of the largest one, products are multiples of 2**-6. Sums below 2**8 are then exact. Sums of
-    independent keys and queries are about 55.
-  * If one of a warp's 16 keys has scales farther apart, the warp scores all 16 again as bfloat16 with float32 sums.
-    This is rare: values are about normal after the Hadamard rotation, and 1 of 4 million keys of normal values had such
-    scales. Without the rotation it would not be rare, since a key can have a few large channels.
+  * The tensor core aligns 32 products and the running sum to the largest of these 33 terms, and drops bits below 2**-13
+    of the largest term (a gpu test shows this).
+  * Products of two codes other than 0 are 0.25 to 36. If the scales of a key are within NEAR binades (factors of 2) of
+    the key's largest scale, and the scales of a query within NEAR binades of the query's largest scale, products are
+    multiples of 2**-6. Sums below 2**8 are then exact. Sums of independent keys and queries are about 55.
+  * If one of a warp's 16 keys has scales farther apart, the warp scores all 16 keys again as bfloat16 with float32
+    sums. This is rare: values are about normal after the Hadamard rotation, and 1 of 4 million keys of normal values
+    had such scales. Without the rotation it would be frequent, since a key can have a few large channels.
 """
 
 from typing import Any
@@ -43,23 +43,23 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 KEYS = 64  # number of keys in a tile
 DIM = 128  # number of dims of a key and of a head
 WARPS = 4  # number of warps in a warpgroup
-WARP_KEYS = 16  # number of keys of a tile in a warp
+WARP_KEYS = 16  # number of keys of a tile that a warp has
 CANDIDATE_KEYS = 8  # number of keys in a candidate block
-SCALE_BLOCKS = {"e8m0": 32, "e4m3": 16}  # {dtype of scales: number of dims that share a scale}
+SCALE_BLOCKS = {"e8m0": 32, "e4m3": 16}  # {format of scales: number of dims that share a scale}
 
-# Keys in bfloat16 are multiplied by 2**-SHIFTS[dtype of scales]. A code times a scale times this factor is exact in
+# Keys in bfloat16 are multiplied by 2**-SHIFTS[format of scales]. A code times a scale times this factor is exact in
 # bfloat16 for every E4M3 scale, and for E8M0 scales from 2**-68 to 2**65.
 SHIFTS = {"e8m0": 64, "e4m3": 10}
-MAX_E8M0 = 127 + 65  # bits of the largest E8M0 scale that keys in bfloat16 can have; larger scales count as this
+MAX_E8M0 = 127 + 65  # bits of the largest E8M0 scale of keys in bfloat16; larger scales are replaced by this scale
 # The E4M3 values of MXFP4 keys and queries are 2**TOP times the values in units of the largest scale. The largest code,
 # 6, becomes 384, which is in E4M3's range up to 448.
 TOP = 6
-NEAR = 2  # maximum number of binades between scales of a key that is only scored as E4M3, see the module
+NEAR = 2  # maximum number of binades between a key's scales for which E4M3 products are exact enough, see the module
 
 _WARP_TILING = plgpu.Tiling(((WARPS,), (1,)))
 _ALL_LANES = plgpu.Replicated(32)
 PER_WARP = plgpu.Layout.TILED(_WARP_TILING, warp_dims=(-2,), lane_dims=(_ALL_LANES,), vector_dim=-1)
-# Layout of arrays [4, 2], of which the threads of a warp all have the two values of their warp.
+# Layout of arrays [4, 2]: all threads of warp w have the two values of row w.
 _HALF_TILING = plgpu.Tiling(((WARPS, 2),))
 PER_HALF = plgpu.Layout.TILED(_HALF_TILING, warp_dims=(-2,), lane_dims=(_ALL_LANES,), vector_dim=-1)
 PER_THREAD = plgpu.ShapeDtypeStruct((mlir.THREADS,), jnp.int32, plgpu.Layout.WG_STRIDED((mlir.THREADS,), vec_size=1))
@@ -88,8 +88,8 @@ class IndexerKeys:
     """The paged indexer keys of a layer, or references to them within a kernel.
 
     Attributes:
-      layer: int32 scalar, index on axis 0 of the pools.
-      block_table: [slots, max_blocks] int32 block ids; -1 = none.
+      layer: int32 scalar, index on axis 0 of the pools, `codes` and `scales`.
+      block_table: [slots, max_blocks] int32, ids of each request's blocks of keys; -1 = none.
       codes: [layers, blocks, keys per block, 64] uint8, pairs of E2M1 codes. The number of keys per block is a multiple
         of 16.
       scales: [layers, blocks, keys per block, scales] uint8, 4 E8M0 or 8 E4M3 scales per key, as the layout says.
@@ -133,8 +133,9 @@ def permute_dims[A: (jax.Array, np.ndarray)](x: A, dtype: Any) -> A:
 
     `dtype` is the dtype of the multiplied keys and queries, float8_e4m3fn or bfloat16.
     """
-    # The digits of a dim's number, and their order in the result. A k step is the 16 (bfloat16) or 32 (E4M3) dims of
-    # one `wgmma`; "nibble" numbers the FP4 codes in a half word.
+    # `sizes` splits the index of a dim into digits, and `order` is the order of these digits in the result. A k step is
+    # the 16 (bfloat16) or 32 (E4M3) dims of one `wgmma`. The digit "nibble" is the index of an FP4 code in a half word
+    # (E4M3) or in half of a half word (bfloat16).
     # dim = (lane's 32, word's 8, half word, k step's half, nibble) -> (k step, nibble, lane, half word)
     sizes = (4, 4, 2, 2, 2)
     order = (1, 3, 4, 0, 2)
@@ -174,10 +175,10 @@ def start_tile(tiles_smem, stage: jax.Array, pools, rows: jax.Array, is_wanted: 
       tiles_smem: (codes [stages, 64, 64] uint8, scales [stages, 64, 4 or 8] uint8) in shared memory.
       stage: int32 scalar, index of the stage to write to.
       pools: (codes, scales) in global memory, as in `IndexerKeys`.
-      rows: [4] int32 in layout PER_WARP, row of each warp's first key in the pools with leading axes merged. The warp's
-        other 15 keys are in the rows after it. Or [4, 2] int32 in layout PER_HALF, the rows of a warp's keys 0 and 8,
-        each with 7 keys in the rows after it.
-      is_wanted: bool scalar, whether to copy anything.
+      rows: [4] int32 in layout PER_WARP, the row of each warp's key 0 in the pools with leading axes merged. The warp's
+        other 15 keys are in the next 15 rows. Or [4, 2] int32 in layout PER_HALF, the rows of each warp's keys 0 and 8.
+        The next 7 keys after each of these are in the next 7 rows.
+      is_wanted: bool scalar, whether to copy the tile.
     """
     offsets = lax.iota(jnp.int32, KEYS // rows.size)
     rows = (jnp.where(is_wanted, rows, 0).reshape(-1, 1) + offsets[None, :]).reshape(-1)
@@ -201,7 +202,8 @@ def _emit_start_tile(tiles_smem, stage, pools, rows, is_wanted):
             operands.append(mlir.at(mlir.global_pointer(source), mlir.multiply_add(row, size, mlir.to_i64(offset))))
         per_copy = min(size, 16)
         copy = f"@p cp.async.{'cg' if per_copy == 16 else 'ca'}.shared.global"
-        # The second key is 8 rows after the first one, in global memory unless it has a row of its own.
+        # The thread's second key is 8 rows after its first key in shared memory. So it is in global memory, unless
+        # `rows` has a row for each of the two keys.
         below = 8 * size
         second = f"${number + 1} + {below}" if len(rows) == 1 else f"${number + 2} + 0"
         code.append(f"{copy} [${number} + 0], [${number + 1} + 0], {per_copy};")
@@ -243,9 +245,9 @@ def _emit_read_tile(tiles_smem, stage):
 
 @primitive
 def load_tile(pools, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Loads a tile from global memory to registers. Arguments are as in `start_tile`, results as in `read_tile`.
+    """Loads a tile from global memory to registers. The results are as in `read_tile`.
 
-    `rows` is [4].
+    `pools` and `rows` are as in `start_tile`, but `rows` must be [4].
     """
     rows = (rows[:, None] + lax.iota(jnp.int32, WARP_KEYS)[None, :]).reshape(-1)
     return _pack_bytes(*(pool[...].reshape(-1, pool.shape[-1])[rows] for pool in pools))
@@ -263,7 +265,7 @@ def _words(codes, scales, row, width):
 
     Args:
       codes, scales: MLIR pointers to the codes and scales of row 0.
-      row: row of the thread's first key, 64 bits; the second key is 8 rows after it.
+      row: index of the row of the thread's first key, 64 bits; the second key is 8 rows after it.
       width: number of scales of a key, 4 or 8.
 
     Returns:
@@ -285,13 +287,13 @@ def _words(codes, scales, row, width):
 
 
 def _own_key():
-    """Returns (number of this thread's first key in a tile, c), where 32c .. 32c + 31 are the thread's dims."""
+    """Returns (index of this thread's first key in a tile, c), where 32c .. 32c + 31 are the thread's dims."""
     thread = thread_ops.thread() % mlir.THREADS
     return (thread >> 5) * WARP_KEYS + ((thread >> 2) & 7), thread & 3
 
 
 def _own_rows(rows):
-    """Returns the row of this thread's first key in the pools, or for rows [4, 2] those of both of its keys."""
+    """Returns a list of rows of the pools: that of this thread's first key, or for rows [4, 2], of both of its keys."""
     return [mlir.to_i64(U32(row) + _own_key()[0] % WARP_KEYS) for row in mlir.values(rows)]
 
 
@@ -301,11 +303,11 @@ def unpack_bfloat16(tile: tuple[jax.Array, jax.Array], *, scale: str) -> tuple[j
 
     Args:
       tile: result of `read_tile`.
-      scale: dtype of the scales, "e8m0" or "e4m3".
+      scale: format of the scales, "e8m0" or "e4m3".
 
     Returns:
       (low, high), each [64, 64] bfloat16: the two halves of the dims in the order of `permute_dims`, as left operands
-      of `wgmma`. They are the values times 2**-SHIFTS[scale].
+      of `wgmma`. Their elements are the values of the keys times 2**-SHIFTS[scale].
     """
     words, scales = tile
     if scale == "e8m0":
@@ -335,7 +337,8 @@ def _emit_unpack_bfloat16(tile, scale):
             factors = [multiply(x, (127 + 126 - SHIFTS[scale]) * 0x00800080) for x in exact]
         for i, word in enumerate(mlir.values(quad)):
             for pair, value in enumerate(e2m1_pairs(U32(word))):
-                # The product has 8 k steps of 16 dims. This is the place of the register in the operand of a step.
+                # The product has 8 k steps of 16 dims, 4 for each half. The index below is the register's place in the
+                # operands of a half.
                 step = 2 * i + pair // 2
                 column = pair % 2
                 product = multiply(value, factors[i // 2 % len(factors)])
@@ -349,15 +352,15 @@ def unpack_e4m3(tile: tuple[jax.Array, jax.Array], far: jax.Array) -> tuple[jax.
 
     Args:
       tile: result of `read_tile`.
-      far: [128] int32 in layout PER_THREAD, flags of earlier tiles.
+      far: [128] int32 in layout PER_THREAD, a word for each thread with flags of earlier tiles.
 
     Returns:
       values: [64, 32] int32, the left operand of `wgmma`: words of 4 E4M3 values, dims in the order of `permute_dims`.
-        They are 2**TOP times the values in units of the key's largest scale. Values of scales that are more than NEAR
-        binades smaller are wrong.
-      largest: [64, 4] int32, the key's largest scale byte, four times.
-      far: the flags shifted left by one bit. The lowest bit is set if the scale of one of the thread's two keys is more
-        than NEAR binades smaller than the key's largest scale.
+        They are 2**TOP times the values in units of the key's largest scale. Values whose scale is more than NEAR
+        binades smaller than the largest scale are wrong.
+      largest: [64, 4] int32, the largest scale byte of each key, equal in all four columns.
+      far: the flags shifted left by one bit. The lowest bit is set if, for one of the thread's two keys, the scale of
+        the thread's dims is more than NEAR binades smaller than the key's largest scale.
     """
     words, scales = tile
     largest = jnp.broadcast_to(jnp.max(scales, axis=1, keepdims=True), scales.shape)
@@ -382,9 +385,9 @@ def _emit_unpack_e4m3(tile, far):
 
 @primitive
 def any_set(words: jax.Array, bits: jax.Array) -> jax.Array:
-    """Returns, as a bool scalar, whether any of the warpgroup's words has one of the bits of a mask.
+    """Returns, as a bool scalar, whether any bit of the mask `bits` is set in any of the words `words`.
 
-    `words` is [128] int32 in layout PER_THREAD, and `bits` is the mask, an int32 scalar.
+    `words` is [128] int32 in layout PER_THREAD, and `bits` is an int32 scalar.
     """
     return jnp.any(words & bits != 0)
 
@@ -392,7 +395,7 @@ def any_set(words: jax.Array, bits: jax.Array) -> jax.Array:
 @mlir.emits(any_set, PER_THREAD.layout, returns=jax.ShapeDtypeStruct((), jnp.bool_))
 def _emit_any_set(words, bits):
     code = "{ .reg .pred p; setp.ne.u32 p, $1, 0; bar.red.or.pred p, $2, 128, p; "
-    # The vote tells the compiler that the result is uniform in the warp, which `bar.red` does not.
+    # After `bar.red`, the compiler does not know that the result is uniform in the warp. After the vote it does.
     code += "vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
     barrier = mgpu.utils.warpgroup_barrier_idx(sync=False)
     return thread_ops.ptx(code, U32(mlir.scalar(words)) & bits, barrier) > 0
@@ -404,9 +407,9 @@ def code_values(words):
 
 
 def largest_scales(scales):
-    """Emits the largest scale byte of each of a thread's two keys, over the four lanes that share them.
+    """Emits the largest scale byte of each of a thread's two keys, over the four lanes that share the keys.
 
-    `scales` are the two words with the scale of the thread's own 32 dims of each key.
+    `scales` are two words, the scale byte of the thread's 32 dims of each of its two keys.
     """
     scale, other_scale = map(U32, scales)
     both = scale | (other_scale << 16)
@@ -419,17 +422,17 @@ def largest_scales(scales):
 def e4m3_keys(words, below):
     """Emits the E4M3 values of a thread's codes times 2**(TOP - below), as words in the order of the `wgmma` operand.
 
-    A byte permutation looks up four magnitudes at once in a table that includes the factor; the signs are added then.
+    A byte permutation looks up four magnitudes at once in a table that includes the factor. Then the signs are added.
 
     Args:
-      words: words of 8 codes of the thread's first key, then as many of its second key.
+      words: 8 words of 8 codes, 4 of the thread's first key, then 4 of its second key.
       below: for each of the two keys, the number of binades by which the scale of the thread's dims is smaller than the
         key's largest scale.
     """
     keys: list[Any] = [None] * (2 * len(words))
     for number, word in enumerate(map(U32, words)):
         row, i = divmod(number, len(words) // 2)
-        # E4M3 codes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2**TOP. A factor of 2 is 8 in the code.
+        # E4M3 codes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2**TOP. A code minus 8 is half of the value.
         low = U32(0x6C686000) - below[row] * 0x08080800
         high = U32(0x7C787470) - below[row] * 0x08080808
         sizes = word & 0x77777777

@@ -1,9 +1,9 @@
 """Operations on tiles of indexer queries in registers: load, rotate, quantize and store.
 
 A tile is 32 heads of 128 dims, held by a warpgroup as an array [32 heads, 4 lanes, 32 dims]. Warp w has heads
-8w .. 8w + 7. Its 32 lanes are numbered (r, c), 8 x 4, and lane (r, c) has dims 32c .. 32c + 31 of head 8w + r. These
-are whole scale blocks. Therefore threads exchange values only in two of the seven steps of the Hadamard rotation, and
-to reorder dims before a store.
+8w .. 8w + 7. Lane 4r + c of the warp, r = 0 .. 7 and c = 0 .. 3, has dims 32c .. 32c + 31 of head 8w + r. These dims
+are whole scale blocks. Therefore threads exchange values only in two of the seven steps of the Hadamard rotation, to
+find a head's largest scale, and to reorder dims before a store.
 """
 
 import jax
@@ -25,10 +25,10 @@ from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import primitive
 
 
-HEADS = 32  # heads in a tile
-LANES = 4  # threads per head
+HEADS = 32  # number of heads in a tile
+LANES = 4  # number of threads that share a head
 HELD = DIM // LANES  # number of dims that a thread holds
-# Size of a vector of angles over a warpgroup, see `mgpu.vectors`. Each warp has the angles of all 64 pairs of dims.
+# Number of values in a vector of angles over a warpgroup, see `mgpu.vectors`. Each warp has the angles of all 64 pairs.
 ANGLES = mlir.THREADS * 2
 
 
@@ -57,7 +57,7 @@ def load_heads(ref, head: jax.Array) -> jax.Array:
 
 @mlir.emits(load_heads, returns=_TILE)
 def _emit_load_heads(ref, head):
-    part = head * LANES + thread_ops.thread() % mlir.THREADS  # number of the thread's 32 dims, a quarter of a row
+    part = head * LANES + thread_ops.thread() % mlir.THREADS  # index of the thread's quarter of a row, 32 dims
     pointer = mlir.element(ref, part, 2 * HELD)
     for i in range(HELD // 8):
         words = llvm.load(mlir.vector_type(4, mlir.int_type()), mlir.at(pointer, 16 * i), alignment=16)
@@ -70,7 +70,7 @@ def spread_angles(x: jax.Array) -> jax.Array:
     """Broadcasts values for the 64 pairs of dims to all heads of a tile.
 
     Args:
-      x: [256] float32 vector over the warpgroup; it has the values of the 64 pairs four times, once for each warp.
+      x: [256] float32 vector over the warpgroup, which has the values of the 64 pairs four times, once for each warp.
 
     Returns:
       [32 heads, 4 lanes, 16 pairs] float32.
@@ -89,9 +89,15 @@ def _emit_spread_angles(x):
 
 @primitive
 def turn(x: jax.Array, cos: jax.Array, sin: jax.Array, *, first: int) -> jax.Array:
-    """Rotates a tile's interleaved pairs from dim `first` on, and rounds these dims to bfloat16.
+    """Rotates the interleaved pairs of a tile's dims from dim `first` on, and rounds these dims to bfloat16.
 
-    `x` is the tile [32, 4, 32] float32; `cos` and `sin` are [32, 4, 16] float32, from `spread_angles`.
+    Args:
+      x: [32, 4, 32] float32 tile.
+      cos, sin: [32, 4, 16] float32 from `spread_angles`.
+      first: index of the first rotated dim, an even number.
+
+    Returns:
+      [32, 4, 32] float32 tile.
     """
     even = x[..., 0::2]
     odd = x[..., 1::2]
@@ -133,7 +139,8 @@ def _emit_hadamard(x):
                 x[i + step] = arith.subf(low, high)
         step *= 2
     for distance in (1, 2):
-        # Computes value + other or other - value in one instruction: the product with the sign is exact.
+        # Computes value + other (lower lane) or other - value (upper lane) in one instruction. Though this is an FMA,
+        # the sum is rounded as in the reference, because the product with the sign is exact.
         upper = ((lane & distance) > 0).value
         sign = arith.select(upper, mlir.f32(-1.0), mlir.f32(1.0))
         x = [math.fma(value, sign, mgpu.utils.shfl_bfly(value, distance)) for value in x]
@@ -142,7 +149,7 @@ def _emit_hadamard(x):
 
 @primitive
 def block_largest(x: jax.Array, *, block: int) -> jax.Array:
-    """Returns a tile in which each value is the largest magnitude of its block of `block` dims, 16 or 32."""
+    """Returns a tile in which each value is the largest magnitude in its block of `block` dims, 16 or 32."""
     blocks = jnp.abs(x).reshape(HEADS, -1, block)
     return jnp.broadcast_to(jnp.max(blocks, axis=2, keepdims=True), blocks.shape).reshape(x.shape)
 
@@ -168,7 +175,7 @@ def _emit_round_e2m1(x):
     def rounded(value):
         bits = thread_ops.bits(value)
         # The step between values of E2M1 is half of the value's power of two (exponent without mantissa), and 0.5 below
-        # 1. Adding 1.5 * 2**22 times this power, and subtracting it again, rounds to a multiple of the step.
+        # 1. Let `large` be 1.5 * 2**22 times this power. Adding and subtracting it rounds to a multiple of the step.
         power = (bits & 0x7F800000).maximum(0x3F800000)
         large = thread_ops.as_float(power + ((22 << 23) | (1 << 22)))
         whole = thread_ops.bits(arith.subf(arith.addf(value, large), large))
@@ -182,7 +189,8 @@ def _emit_round_e2m1(x):
 def pack_words(x: jax.Array) -> jax.Array:
     """Rounds a tile to bfloat16 and packs pairs of dims to words, [32, 4, 16] int32.
 
-    Word `4 * w + i` of a thread has its dims `8 * w + i`, in the lower half, and `8 * w + i + 4`; i is 0 .. 3.
+    Word `4 * w + i` of a thread, i = 0 .. 3, has the thread's dim `8 * w + i` in its lower half, and dim
+    `8 * w + i + 4` in its upper half.
     """
     bits = lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16).astype(jnp.int32)
     halves_of_eight = bits.reshape(HEADS, LANES, -1, 2, 4)
@@ -202,10 +210,10 @@ def mxfp4_words(x: jax.Array, layout: KeyLayout) -> tuple[jax.Array, jax.Array]:
     """Rounds a tile to bfloat16, then to MXFP4 in blocks of 32 dims, and expresses the values in E4M3.
 
     Returns:
-      words: [32, 4, 8] int32. Word w of a thread has the E4M3 values of its dims `4 * w .. 4 * w + 3`, in units of
-        2**-TOP times the head's largest scale. Values of blocks whose scale is up to 14 binades smaller than the
-        largest are exact; others are truncated to multiples of 2**-9.
-      largest: [32, 4] int32, E8M0 bits of the head's largest scale, the same in its four lanes.
+      words: [32, 4, 8] int32. Word w of a thread has the E4M3 values of the thread's dims `4 * w .. 4 * w + 3`, in
+        units of 2**-TOP times the head's largest scale. Values of blocks whose scale is up to 14 binades smaller than
+        the largest are exact. Other values are truncated to multiples of 2**-9 units.
+      largest: [32, 4] int32, E8M0 bits of the head's largest scale, equal in the four lanes of a head.
     """
     x = round_bfloat16(x)
     bits, _, factor = key_scales(jnp.max(jnp.abs(x), axis=2, keepdims=True), layout, VALUES)
@@ -233,8 +241,8 @@ def _emit_mxfp4_words(x, layout):
     top = bits
     for distance in (1, 2):
         top = top.maximum(U32(mgpu.utils.shfl_bfly(top.value, distance)))
-    # Biased exponents of 1 over the block's scale, and of the block's scale over the head's largest scale. Then pairs
-    # of equal bfloat16 with these exponents.
+    # The biased exponents of two factors: 1 over the block's scale, and the block's scale over the head's largest
+    # scale. Then each factor as a pair of equal bfloat16.
     factor_exponent = U32(254) - bits
     step_exponent = U32(127) - (top - bits).minimum(30)
     factor = (factor_exponent << 7) * 0x00010001
@@ -261,7 +269,7 @@ def _emit_mxfp4_words(x, layout):
 
 @primitive
 def load_weights(ref, head: jax.Array) -> jax.Array:
-    """Loads elements head .. head + 31 of `ref`, [n] float32 in global memory, as [32, 4], each in 4 lanes."""
+    """Loads elements head .. head + 31 of `ref`, [n] float32 in global memory, as [32, 4], equal in a head's lanes."""
     return jnp.broadcast_to(ref[pl.ds(head, HEADS)][:, None], _PER_HEAD.shape)
 
 
@@ -274,7 +282,7 @@ def _emit_load_weights(ref, head):
 def store_weights(ref, head: jax.Array, weights: jax.Array, scale: jax.Array) -> None:
     """Stores weights times scales in elements head .. head + 31 of `ref`, [n] float32 in global memory.
 
-    `weights` is [32, 4] float32 from `load_weights`, and `scale` is [32, 4] int32, E8M0 bits from `mxfp4_words`.
+    `weights` is [32, 4] float32 from `load_weights`, and `scale` is [32, 4] int32, the E8M0 bits from `mxfp4_words`.
     """
     ref[pl.ds(head, HEADS)] = (weights * lax.bitcast_convert_type(scale << 23, jnp.float32))[:, 0]
 
@@ -296,8 +304,8 @@ def store_words(ref, head: jax.Array, words: jax.Array) -> None:
 
     Args:
       ref: [n, 128] bfloat16 or float8_e4m3fn in global memory.
-      head: int32 scalar, number of the first row.
-      words: from `pack_words` if `ref` is bfloat16, or the first result of `mxfp4_words` if it is float8_e4m3fn.
+      head: int32 scalar, index of the first row.
+      words: result of `pack_words` if `ref` is bfloat16, or first result of `mxfp4_words` if `ref` is float8_e4m3fn.
     """
     if ref.dtype == jnp.float8_e4m3fn:
         values = lax.bitcast_convert_type(words, jnp.float8_e4m3fn).reshape(HEADS, DIM)
@@ -320,8 +328,8 @@ def _store_words_mosaic(ref, head, words):
         offset = mlir.multiply_add(mlir.to_i64(_own_head(head)), size * DIM, mlir.to_i64((lane & 3) << 4))
         pointer = mlir.at(mlir.global_pointer(ref), offset)
         for start in range(0, len(words), LANES):
-            # In the order of `permute_dims`, 16 adjacent bytes have a word of each of a head's four lanes. The lanes
-            # exchange words by a 4 x 4 transpose, so that each stores 16 adjacent bytes.
+            # In the order of `permute_dims`, 16 adjacent bytes have one word from each of a head's four lanes. The
+            # lanes exchange words by a 4 x 4 transpose, so that each lane stores 16 adjacent bytes.
             four = words[start : start + LANES]
             for distance in (1, 2):
                 upper = (lane & distance) > 0
@@ -338,5 +346,5 @@ def _store_words_mosaic(ref, head, words):
 
 
 def _channels():
-    """Returns the number of the dim of each value in a tile, [32, 4, 32] int32; for interpreted kernels."""
+    """Returns the index of the dim of each value in a tile, [32, 4, 32] int32; for interpreted kernels."""
     return HELD * lax.broadcasted_iota(jnp.int32, _TILE.shape, 1) + lax.broadcasted_iota(jnp.int32, _TILE.shape, 2)

@@ -1,8 +1,8 @@
-"""The queries of the lightning indexer: their rotation by RoPE, and the quantization that indexer keys also go through.
+"""The kernel that rotates queries of the lightning indexer by RoPE and quantizes them as indexer keys are quantized.
 
 The grid is (token, slice of the heads). A block is one warpgroup and holds 32 heads at a time in registers, see
-`query_tiles`. If the call has at least as many tokens as the GPU has SMs, a block takes all heads of a token and
-computes the token's angles once.
+`query_tiles`. If the call has at least as many tokens as the GPU has SMs, a block takes all heads of a token, and so
+computes the token's angles once. Otherwise a block takes 32 heads.
 """
 
 import jax
@@ -35,22 +35,24 @@ def round_index_query(
 
     MXFP4 queries after a Hadamard rotation are returned in units of the largest scale of their head, and the weight of
     the head is multiplied by this scale instead. Values of scale blocks whose scale is up to 14 binades (factors of 2)
-    smaller than the largest are exact. Values of blocks with smaller scales lose up to 2**-15 of the largest scale.
+    smaller than the largest scale are exact. Values of blocks with smaller scales lose up to 2**-15 of the largest
+    scale.
 
     Args:
       q: [T, H, 128] bfloat16 queries, H a multiple of 32.
       weights: [T, H] float32 head weights.
       positions: [T] int32, at most 2**20; a negative position counts as 0. None if `inv_freq` is None.
-      inv_freq: [P] float32 frequencies, at most 1, P at most 64. The last 2 * P channels are rotated, in interleaved
-        pairs, and rounded. None if q is already rotated.
-      layout: format of the keys: MXFP4, with or without a Hadamard rotation and rounding to bfloat16 before it, or
-        NVFP4.
+      inv_freq: [P] float32, radians per token, at most 1; P is at most 64. The last 2 * P channels are rotated, in
+        interleaved pairs, and rounded to bfloat16. None if q is already rotated.
+      layout: format of the keys: NVFP4, or MXFP4 with or without a Hadamard rotation. After a Hadamard rotation, values
+        are rounded to bfloat16 before they are quantized.
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
       (queries [T, H, 128] of `operand_dtype(layout)` with channels in the order of `permute_dims`, weights [T, H]
-      float32). In bfloat16, the queries are the dequantized values, and the weights are the argument. In float8_e4m3fn,
-      they are in units of 2**-TOP times the head's largest scale, and the weights are multiplied by this scale.
+      float32). Queries in bfloat16 are the dequantized values, and the weights are the argument. Queries in
+      float8_e4m3fn are in units of 2**-TOP times the head's largest scale, and the weights are multiplied by this
+      scale.
 
     Raises:
       NotImplementedError: the layout, a shape or a dtype is not supported.
@@ -64,7 +66,7 @@ def round_index_query(
     tiles = heads // query_tiles.HEADS
     splits = tiles if tokens < MULTIPROCESSORS else 1
 
-    first_rotated = DIM if inv_freq is None else DIM - 2 * inv_freq.size  # first channel that is rotated
+    first_rotated = DIM if inv_freq is None else DIM - 2 * inv_freq.size  # index of the first rotated channel
 
     def body(q_gmem, weights_gmem, positions_gmem, inv_freq_gmem, out_gmem, scaled_gmem):
         token, split = axis_indices("token", "split")
@@ -115,10 +117,9 @@ def _check(q, weights, positions, inv_freq, layout):
 
 
 def _round_e4m3(x, layout, head, weights_gmem, scaled_gmem):
-    """Returns a tile's MXFP4 words and stores the weights of its 32 heads times their largest scales.
+    """Returns the words of a tile from `query_tiles.mxfp4_words`, and stores weights times the heads' largest scales.
 
-    See `query_tiles.mxfp4_words` for the words. `head` is the index of the tile's first head in `weights_gmem` and
-    `scaled_gmem`, both [T * H] float32.
+    `head` is the index of the tile's first head in `weights_gmem` and `scaled_gmem`, both [T * H] float32.
     """
     weight = query_tiles.load_weights(weights_gmem, head)
     words, scale = query_tiles.mxfp4_words(x, layout)
@@ -127,7 +128,7 @@ def _round_e4m3(x, layout, head, weights_gmem, scaled_gmem):
 
 
 def _round_bfloat16(x, layout, *_):
-    """Returns a tile's values quantized as keys are and dequantized, as words from `query_tiles.pack_words`."""
+    """Quantizes a tile as keys are quantized. Returns the dequantized values as words of `query_tiles.pack_words`."""
     largest = query_tiles.block_largest(x, block=layout.scale_block)
     _, step, factor = key_scales(largest, layout=layout, registers=query_tiles.VALUES)
     # E4M3 scales are rounded to nearest, so that scaled values may exceed the largest code. E8M0 scales are rounded up.

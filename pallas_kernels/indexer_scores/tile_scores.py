@@ -17,8 +17,8 @@ from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import primitive
 
 
-# The maximum number of binades (factors of 2) from a scale to the key's largest scale. A scale that is farther away
-# counts as this far, so that the quotient of both is a normal float32.
+# The maximum number of binades (factors of 2) from a scale to the key's largest scale. A smaller scale is replaced by
+# the scale at this distance, so that the quotient of both is a normal float32.
 MAX_BELOW = 126
 
 
@@ -28,18 +28,20 @@ def score(
 ) -> None:
     """Stores out[row, first + s] = factor * sum_h weights[token, h] * relu(queries[token, h] . keys[s]) for a tile.
 
-    It does so for several adjacent tokens, whose rows are adjacent, too.
+    With `tokens` > 1, the scores of `tokens` adjacent tokens are stored in adjacent rows.
 
     Args:
       keys: the tile: the result of `unpack_bfloat16`, or the first two results of `unpack_e4m3`.
       queries: [tokens * heads, 128] of the dtype of the keys, with `transforms`, in shared memory.
       weights: [tokens, heads] float32 head weights in shared memory.
-      token: int32 scalar, number of the first token in the chunk.
-      tokens: number of tokens, of at most 64 heads in all.
-      out: [T, E] float32 in global memory; entries past E are not written.
-      row, first: int32 scalars, row of `out` of the first token, and column of the tile's first key.
-      block: [4] int32 in layout PER_WARP, or [4, 2] in layout PER_HALF. If it is negative, the warp's 16 keys, or the
-        first or the last 8 of them, do not exist, and their scores are -inf.
+      token: int32 scalar, index in the chunk of the first token.
+      tokens: number of tokens, whose heads are at most 64 in all.
+      out: [T, E] float32 in global memory; nothing is written past column E - 1.
+      row: int32 scalar, row of `out` of the first token.
+      first: int32 scalar, column of the tile's first key.
+      block: [4] int32 in layout PER_WARP, an element for each warp's 16 keys. Or [4, 2] int32 in layout PER_HALF, an
+        element for the first 8 and one for the last 8 keys of each warp. If an element is negative, its keys do not
+        exist, and their scores are -inf.
       factor: positive factor of all scores.
     """
     if queries.dtype == jnp.float8_e4m3fn:
@@ -80,9 +82,10 @@ def _score_mosaic(keys, *, queries, weights, token, tokens, out, row, first, blo
 
 @primitive
 def score_far(tile: tuple[jax.Array, jax.Array], *, queries, weights, tokens, out, row, first, block, factor) -> None:
-    """Scores MXFP4 keys whose scales are far apart again, as bfloat16 with float32 sums, for all tokens of a chunk.
+    """Scores the MXFP4 keys with scales far apart a second time, as bfloat16 with float32 sums.
 
-    If a key of a warp has scales more than NEAR binades apart, all 16 keys of the warp are scored.
+    If a key of a warp has scales more than NEAR binades apart, all 16 keys of the warp are scored, for all tokens of
+    the chunk.
 
     Args:
       tile: result of `load_tile`.
@@ -161,10 +164,10 @@ def _far_sums(keys, queries, weights, token):
     Args:
       keys: 8 words of codes, 4 for each key, each as a list of four words with two bfloat16 values.
       queries, weights: as in `score`.
-      token: number of the token in the chunk.
+      token: index of the token in the chunk.
 
     Returns:
-      MLIR values of the result of `_add_up`, for the first and for the second key.
+      The two sums of `_add_up`, for the first and for the second key, as MLIR float32.
     """
     heads = weights.type.shape[1]
     lane = thread_ops.lane()
@@ -175,18 +178,18 @@ def _far_sums(keys, queries, weights, token):
     def add_heads(i, *sums):
         dots = [zero.value] * 4
         for word in range(4):
-            # The 128-byte swizzle of the queries XORs the number of 16 bytes with the head's number.
+            # The 128-byte swizzle of the queries XORs the index of 16 bytes in a head with the head's index modulo 8.
             places = [first_query + i * (8 * DIM) + ((head ^ (2 * word + half)) << 4) for half in range(2)]
             first, second = (thread_ops.ptx("ld.shared.b32 $0, [$1];", place) for place in places)
-            # Pairs of values i and i + 4 of 8, as `e2m1_pairs` orders the keys. `e4m3_pairs` returns values times
-            # 2**-120.
+            # Pairs of values i and i + 4 of 8, in the order in which `e2m1_pairs` returns keys. `e4m3_pairs` returns
+            # values times 2**-120, which the product undoes.
             q = [multiply(x, 0x7B807B80) for high in range(2) for x in e4m3_pairs(halves(first, second, high))]
             for pair in (0, 2):
                 a = [keys[word + 4 * key][pair + j] for j in range(2) for key in range(2)]
                 dots = bfloat16_words.multiply_add(dots, a, q[pair : pair + 2])
         return map(U32, _add_up(dots, weights, token * heads + i * 8, [x.value for x in sums]))
 
-    # The instruction hides the constant from the compiler. It does not unroll a loop of unknown length, and so the
+    # The instruction hides the number of iterations from the compiler, which then does not unroll the loop. So the
     # operands fit into registers.
     count = thread_ops.ptx("mov.b32 $0, $1;", U32(heads // 8))
     return [x.value for x in thread_ops.loop(count, add_heads, zero, zero)]
@@ -196,14 +199,14 @@ def _add_up(dots, weights, head, sums):
     """Emits `sums` plus the sum over a thread's heads of 2 * relu(dot) * head weight, for its two keys.
 
     Args:
-      dots: float32 values of a thread in the layout of `wgmma` accumulators [64 keys, heads]: for every 8 heads two of
-        the first key, then two of the second key.
+      dots: float32 values of a thread in the layout of `wgmma` accumulators [64 keys, heads]: for every 8 heads, two
+        values of the first key, then two values of the second key.
       weights: float32 head weights in shared memory.
       head: index of the weight of the first head.
       sums: float32 sums of the first and of the second key so far.
 
     Returns:
-      The two new sums. The factor 2 is left to `_store`.
+      The two new sums. `_store` takes out the factor 2.
     """
     weight_index = head + ((thread_ops.lane() & 3) << 1)
     sums = list(sums)
@@ -223,8 +226,8 @@ def _add_up(dots, weights, head, sums):
 def _store(sums, largest, out, row, first, block, factor):
     """Emits the sum over the four lanes that share two keys, times `factor / 2`, and the store of the scores.
 
-    `sums` are from `_add_up`. If `largest` is not None, the scores of the thread's two keys are also multiplied by the
-    two scales whose E8M0 bits it has. The other arguments are as in `score`.
+    `sums` are from `_add_up`. `largest` are the E8M0 bits of two scales, by which the scores of the thread's two keys
+    are also multiplied, or None. The other arguments are as in `score`.
     """
     lane = thread_ops.lane()
     total = arith.mulf(_add_quads(sums, lane), mlir.f32(0.5 * factor))
@@ -244,9 +247,10 @@ def _store(sums, largest, out, row, first, block, factor):
 
 
 def _add_quads(sums, lane):
-    """Emits the sums over the four lanes that share two keys. Even lanes get the first key's sum, odd lanes the other.
+    """Emits the sums over the four lanes that share two keys.
 
-    `sums` are this lane's sums of the first and of the second key.
+    `sums` are this lane's sums of the first and of the second key. Even lanes get the total of the first key, and odd
+    lanes the total of the second key.
     """
     odd = (lane & 1) > 0
     first, second = sums
@@ -257,15 +261,18 @@ def _add_quads(sums, lane):
 
 
 def _dots(registers, queries, token, heads, tokens, kind):
-    """Emits the `wgmma` products of a tile and queries, [64 keys, tokens * heads] float32, 1/128 of them per thread.
+    """Emits the `wgmma` products of a tile and queries, [64 keys, tokens * heads] float32.
 
     Args:
       registers: a thread's part of the keys, the left operand, as MLIR values of 32 bits.
       queries: memref of the chunk's queries in shared memory.
-      token: number of the first token in the chunk.
+      token: index in the chunk of the first token.
       heads: number of heads of a query.
       tokens: number of tokens.
       kind: PTX type of keys and queries, "e4m3" or "bf16".
+
+    Returns:
+      This thread's products, 1/128 of all, as MLIR float32 in the order of a `wgmma` accumulator's registers.
     """
     size = {"e4m3": 1, "bf16": 2}[kind]
     registers = [mgpu.utils.bitcast(register, mlir.int_type()) for register in registers]

@@ -1,19 +1,19 @@
-"""Exact top-k of each row's first scores by radix select, in one launch.
+"""Exact top-k of the scores of each row by radix select, in one launch.
 
     selected(row) = indices of the k largest of scores[row, : lengths[row]], in ascending order
 
-The grid is one cluster of `plan.blocks` blocks for each row. Warpgroups have no special roles: all of them run these
-steps of `RadixSelect`, each on its own part of the row. A key is an unsigned integer of 32 bits that rises with the
-score, and its digits are its first 11, its next 11 and its last 10 bits.
+The grid is one cluster of `plan.blocks` blocks for each row. Warpgroups have no special roles: each runs these steps of
+`RadixSelect` on its part of the row. A key is an unsigned integer of 32 bits that rises with the score. The digits of a
+key are its first 11, its next 11 and its last 10 bits.
 
     step                      does                                                         waits for
-    zero, load, count         counts scores by the first digit of their keys               zeroed counts of all blocks
+    zero, wait, load, count   counts scores by the first digit of their keys               zeroed counts of all blocks
     find                      finds the first digit of the k-th largest key                counts of all blocks
     collect, append           lists the scores that have this digit or a larger one
     share_candidates          sends the lists to all blocks, if they are short             lists of all blocks
     count_candidates, find    repeats the search with the second and the third digit       counts unless lists were sent
-    mark                      sets one bit for each selected entry
-    write                     writes the marked entries in ascending order                 marks unless lists were sent
+    mark                      sets a bit for each entry that is selected or is a tie
+    write                     writes the selected entries in ascending order               marks unless lists were sent
 """
 
 from typing import Any, NamedTuple
@@ -35,17 +35,17 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 def indexer_topk(scores: jax.Array, lengths: jax.Array, k: int, *, interpret: bool = False) -> jax.Array:
     """Selects the k largest of the first lengths[t] scores of each row.
 
-    Among equal scores, those with lower indices are selected first; 0 and -0 are equal. NaN is not allowed.
+    Among equal scores, the scores with the lowest indices are selected; 0 and -0 are equal. NaN is not allowed.
 
     Args:
-      scores: [T, E] float32 scores, E a multiple of 4. -inf is never selected, nor is a score from index lengths[t] on,
-        which may have any value.
+      scores: [T, E] float32 scores, E a multiple of 4. Scores of -inf are never selected. Scores from index lengths[t]
+        on are ignored and may have any value.
       lengths: [T] int32, number of scores to select from in each row, 0 .. E.
       k: number of entries to select, 1 .. 2048.
       interpret: must be False, because the steps are PTX, which the interpreter cannot run.
 
     Returns:
-      [T, k] int32 indices in ascending order. If a row has fewer than k scores to select, -1 fills it up at the end.
+      [T, k] int32 indices in ascending order. If a row has fewer than k scores to select, its last elements are -1.
 
     Raises:
       NotImplementedError: `interpret` is set, a shape or dtype is not supported, or a row has more than about 1.4
@@ -69,7 +69,7 @@ def select(scores, lengths, plan: RadixPlan, *, algorithm=RadixSelect, interpret
     Args:
       scores, lengths: as in `indexer_topk`.
       plan: division of a row among blocks and warps.
-      algorithm: class with the interface of `RadixSelect`. Tests pass an implementation in jax.numpy.
+      algorithm: class with the interface of `RadixSelect`. Tests pass a class that is written in jax.numpy.
       interpret: whether to run on the CPU, interpreted; only for an `algorithm` in jax.numpy.
 
     Returns:
@@ -107,7 +107,7 @@ class _Search(NamedTuple):
 
 
 def _select_row(radix: RadixSelect) -> None:
-    """Runs all steps of `radix` for its row."""
+    """Runs all steps of the selection for the row of `radix`."""
     per_chunk = radix.plan.values // VECTOR
     chunks = lax.div(radix.steps + (per_chunk - 1), per_chunk)
     with jax.named_scope("count_scores"):
@@ -119,9 +119,10 @@ def _select_row(radix: RadixSelect) -> None:
         listed, overflowed = _list_candidates(radix, scores, low, chunks)
 
     def for_each_list(visit):
-        """Calls `visit` on this warpgroup's candidates.
+        """Calls `visit` on each list of this warpgroup's candidates.
 
-        They are in one list, `listed`. If that overflowed, each chunk of scores is loaded again and listed by itself.
+        As a rule, there is one list, `listed`. If a thread had too few slots for it, there is one list for each chunk,
+        whose scores are loaded again.
         """
         pl.when(~overflowed)(lambda: visit(listed))
         if radix.plan.chunks > 1:
@@ -156,7 +157,8 @@ def _count_scores(radix, chunks):
       chunks: int32 scalar, number of chunks of scores that a thread loads.
 
     Returns:
-      (scores of chunk 0, whether the row has more than k scores).
+      (scores, is_long). `scores` are the scores of chunk 0, from `radix.load`, and `is_long` is a bool scalar, whether
+      the row has more than k scores.
     """
     plan = radix.plan
     first_chunk = jnp.int32(0)
@@ -182,17 +184,17 @@ def _count_scores(radix, chunks):
 
 
 def _list_candidates(radix, scores, low, chunks):
-    """Lists the scores of the row with keys of at least `low`.
+    """Lists the scores of the row whose keys are at least `low`, as candidates.
 
     Args:
       radix: the steps of the row's selection.
-      scores: scores of chunk 0.
+      scores: scores of chunk 0, from `radix.load`.
       low: int32 scalar, smallest key to list.
       chunks: int32 scalar, number of chunks.
 
     Returns:
-      (candidates, overflowed). `candidates` is the list. `overflowed` says whether it is incomplete, because a thread
-      has more candidates than slots.
+      (candidates, overflowed). `candidates` is the `CandidateList`. `overflowed` is a bool scalar: whether the list is
+      incomplete, because some thread has too few slots for its candidates.
     """
     first_chunk = jnp.int32(0)
     if radix.plan.chunks == 1:
@@ -205,11 +207,11 @@ def _list_candidates(radix, scores, low, chunks):
 def _refine(radix, number, search, shared, for_each_list):
     """Narrows the interval of the search by the next digit of the k-th largest key.
 
-    Nothing is done if all scores in the interval are selected.
+    If all scores in the interval are selected, the search is over, and its state stays as it is.
 
     Args:
       radix: the steps of the row's selection.
-      number: number of the pass, 1 or 2, whose digit is found.
+      number: index of the pass, 1 or 2, which finds the digit with this index.
       search: state of the search.
       shared: bool scalar, whether all blocks have sent their candidates to each other.
       for_each_list: function that calls a function on each list of this warpgroup's candidates.

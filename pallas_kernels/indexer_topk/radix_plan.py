@@ -11,15 +11,15 @@ from pallas_kernels.runtime.hardware import SHARED_BYTES
 
 MAX_K = 2048  # maximum k
 BINS = 2048  # number of bins of a histogram, one for each value of a digit of up to 11 bits
-SHIFTS = (21, 10, 0)  # numbers of the lowest bit of the three digits in a key
+SHIFTS = (21, 10, 0)  # index of the lowest bit of each of the three digits in a key
 FIRST_KEY = 0x00800000  # key of the smallest finite score
 VECTOR = 4  # number of scores in a load of 16 bytes
 STEP = 32 * VECTOR  # number of scores that a warp loads at a time
 RESULT = 4  # number of words that hold the result of one pass
 MAX_BLOCKS = 8  # maximum number of blocks in a cluster
-# {number of blocks in a cluster: number of clusters, one for each row, that run at once}. A block fills an SM. Fewer
-# than 132 / blocks clusters run at once, because all SMs of a cluster are in the same group of up to 18 SMs. In tests,
-# neither 16 clusters of 8 blocks nor 32 clusters of 4 blocks ran at once.
+# {number of blocks in a cluster: number of clusters, one for each row, that run at once}. A block fills an SM. The 132
+# SMs do not always run 132 / blocks clusters at once, because all SMs of a cluster are in the same group of up to 18
+# SMs. In tests, neither 16 clusters of 8 blocks nor 32 clusters of 4 blocks ran at once.
 _ROWS_AT_ONCE = {8: 14, 4: 30, 3: 40, 2: 66}
 
 
@@ -28,21 +28,21 @@ class RadixPlan:
     """The division of a row, and the tuning choices of the kernel.
 
     Each warp of the cluster reads a contiguous part of the row, 128 scores with each load. `RadixSelect.steps` is the
-    number of its loads: it depends on the row's length, and is at most `chunks * values / 4`.
+    number of loads of a warp. The number depends on the row's length, and is at most `chunks * values / 4`.
     """
 
     k: int  # number of entries to select
     blocks: int  # number of blocks in the cluster that shares a row
     warpgroups: int  # number of warpgroups in a block
     values: int  # number of scores that a thread holds at a time; a multiple of 4, at most 32
-    chunks: int = 1  # number of times that a thread loads `values` scores to see all of the longest row
+    chunks: int = 1  # number of chunks of `values` scores that a thread loads of a row of maximum length
 
     @classmethod
     def for_rows(cls, rows: int, entries: int, k: int) -> "RadixPlan":
-        """Chooses the plan for `rows` rows of `entries` scores; measured on an H100 and an H200."""
-        # Clusters are as large as they can be if all rows are to run at once: a further row would wait for all others.
-        # If even two blocks per row are too many, a row has one block, since blocks that share a row wait for each
-        # other.
+        """Chooses the plan for `rows` rows of `entries` scores; its limits were measured on an H100 and an H200."""
+        # The largest clusters with which all rows run at once: with larger ones, some rows would wait until others have
+        # ended. If not even clusters of two blocks all run at once, a row has one block, since blocks that share a row
+        # also lose time by waiting for each other.
         max_blocks = next((blocks for blocks, at_once in _ROWS_AT_ONCE.items() if rows <= at_once), 1)
         if entries <= 32768:
             # For short rows, starting and synchronizing a cluster takes more time than it saves.
@@ -80,7 +80,7 @@ class RadixPlan:
     def slots(self) -> int:
         """The number of candidates that a thread can list.
 
-        With several chunks, half of the memory holds the candidates' numbers.
+        With several chunks, half of the memory holds the indices of the candidates, see `RadixSelect.append`.
         """
         return self.values if self.chunks == 1 else self.values // 2
 
@@ -91,15 +91,15 @@ class RadixPlan:
 
     @functools.cached_property
     def offsets(self) -> types.SimpleNamespace:
-        """The number of the first word of each area of a block's shared memory, by name; `end` counts all words."""
+        """The index of each area's first word in a block's shared memory, by name. `end` is the number of all words."""
         cluster = self.blocks > 1
         sizes = {
             "counts": len(SHIFTS) * BINS,  # this block's histogram of each pass
             "cluster_counts": len(SHIFTS) * BINS if cluster else 0,  # the cluster's histogram of each pass
             "results": len(SHIFTS) * RESULT,  # result of each pass
-            "above": self.marks,  # bitmap of the entries whose keys are above the k-th largest
-            "ties": self.marks,  # bitmap of the entries whose keys equal the k-th largest
-            "overflow": 4,  # 1 if some thread has more candidates than slots
+            "above": self.marks,  # bitmap of the entries whose keys are above the search's last interval
+            "ties": self.marks,  # bitmap of the entries whose keys are in the search's last interval
+            "overflow": 4,  # 1 if some thread has too few slots for its candidates
             "totals": MAX_BLOCKS,  # number of marks in each block: above in the upper 16 bits, ties in the lower 16
             "zeroed": 0,  # end of the areas that `RadixSelect.zero` clears
             "candidate_counts": MAX_BLOCKS,  # number of candidates in each block
@@ -110,18 +110,18 @@ class RadixPlan:
         return types.SimpleNamespace(**dict(zip((*sizes, "end"), first_words, strict=True)))
 
     def counts(self, number: int) -> int:
-        """Returns the number of the first word of this block's histogram of pass `number`."""
+        """Returns the index of the first word of this block's histogram of the pass with index `number`."""
         return self.offsets.counts + number * BINS
 
     def cluster_counts(self, number: int) -> int:
-        """Returns the number of the first word of the cluster's histogram of pass `number`.
+        """Returns the index of the first word of the cluster's histogram of the pass with index `number`.
 
-        For a cluster of one block, it is the block's own histogram.
+        In a cluster of one block, this is the block's histogram.
         """
         return self.offsets.cluster_counts + number * BINS if self.blocks > 1 else self.counts(number)
 
     def results(self, number: int) -> int:
-        """Returns the number of the first word of the result of pass `number`."""
+        """Returns the index of the first word of the result of the pass with index `number`."""
         return self.offsets.results + number * RESULT
 
     @property
@@ -131,12 +131,12 @@ class RadixPlan:
 
 
 class CandidateList(NamedTuple):
-    """The scores that each thread of a warpgroup has listed as candidates, from one chunk of scores or from all.
+    """The scores that each thread of a warpgroup has listed as candidates, from one chunk of scores or from all chunks.
 
     The scores themselves are in shared memory, see `RadixSelect.collect` and `RadixSelect.append`.
     """
 
-    # [128] int32, a word for each thread. List of one chunk: bit i says whether the thread's score i is listed. List of
-    # all chunks: number of the thread's candidates.
+    # [128] int32, a word for each thread. In a list of one chunk, bit i says whether the thread's score i is listed. In
+    # a list of all chunks, the word is the number of the thread's candidates.
     mask_or_count: Any
-    chunk: Any  # int32 scalar, number of the chunk; None for a list of all chunks
+    chunk: Any  # int32 scalar, index of the chunk; None for a list of all chunks

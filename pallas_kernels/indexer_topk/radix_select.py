@@ -2,13 +2,16 @@
 
 A key is an unsigned integer of 32 bits that rises with the score; zeros of both signs have the same key. The search
 for the k-th largest key takes three passes, for digits of 11, 11 and 10 bits. Each pass counts the keys of an interval
-by their next digit. The keys with the digit of the k-th largest key are the interval of the next pass.
+by their next digit. The keys whose digit equals that of the k-th largest key are the interval of the next pass.
 
 After the first pass, scores are candidates if their first digit is at least the first digit of the k-th largest key.
-Candidates are few unless many scores are equal. Each thread lists its candidates in shared memory. If no block has
-many, all blocks send their lists to each other, and need not wait for each other in the later passes.
+Candidates are few unless many scores are equal. Each thread lists its candidates in shared memory. If no block has more
+than `RadixPlan.max_shared`, all blocks send their lists to each other, and need not wait for each other in the later
+passes.
 
-A bitmap marks the selected entries. A thread counts the marks before its own to find where to write its entries.
+Two bitmaps mark the entries with keys above the last interval, which are all selected, and the ties, the entries with
+keys in it. After three passes, all ties have the same key. A search that ends earlier selects all ties. A thread counts
+the selected entries before its marks to find the position at which it writes.
 """
 
 import functools
@@ -33,7 +36,7 @@ _PER_THREAD = jax.ShapeDtypeStruct((128,), jnp.int32)
 
 
 def key_of(bits: U32) -> U32:
-    """Returns the key of a score, from the bits of the float32."""
+    """Returns the key of a score; `bits` are the bits of the float32."""
     return bits ^ ((U32(0) - (bits >> 31)) | _SIGN)
 
 
@@ -44,7 +47,7 @@ def _score_bits(key: U32) -> U32:
 def _for_thread(emit=None, *, returns: Any = None) -> Any:
     """Decorates a method that emits code for one thread, so that a call puts the code into the kernel.
 
-    `returns` has the types of the results, as `ops.inline` takes them, or is a function of `self` that returns them.
+    `returns` is the type of the result, as `ops.inline` takes it, or a function of `self` that returns the type.
     """
     if emit is None:
         return functools.partial(_for_thread, returns=returns)
@@ -69,9 +72,9 @@ class RadixSelect:
     out: Any  # reference to the result [T, k] int32 in global memory
     memory: Any  # reference to the plan's areas in shared memory, see `scratch_types`
     candidates: Any  # reference to the threads' lists of candidates in shared memory, see `scratch_types`
-    row: Any  # int32 scalar, number of the row
-    block: Any  # int32 scalar, number of the block in the cluster
-    warpgroup: Any  # int32 scalar, number of the warpgroup in the block
+    row: Any  # int32 scalar, index of the row
+    block: Any  # int32 scalar, index of the block in the cluster
+    warpgroup: Any  # int32 scalar, index of the warpgroup in the block
     length: Any  # int32 scalar, number of scores of the row to select from
     alone: Any  # bool scalar, whether the row is so short that the first of several blocks processes it alone
     steps: Any  # int32 scalar, number of loads of 128 scores for a warp's part of the row
@@ -106,12 +109,12 @@ class RadixSelect:
         return [jax.ShapeDtypeStruct((tokens, plan.k), jnp.int32)]
 
     def _word(self, number):
-        """Returns the address of a word of the plan's areas."""
+        """Returns the address of the word with index `number` in the plan's areas."""
         return ops.shared(self.memory, number)
 
     @_for_thread
     def zero(self):
-        """Clears this block's counts and marks. `wait` has to follow before `count`."""
+        """Clears this block's counts and marks. `wait` has to be called between `zero` and `count`."""
         plan = self.plan
 
         def clear(i):
@@ -175,11 +178,12 @@ class RadixSelect:
 
     @_for_thread
     def count(self, scores, chunk):
-        """Counts the scores of a chunk, from `load`, by the first digit of their keys, in this block's histogram."""
+        """Adds the scores of a chunk, from `load`, to this block's histogram of the first digits of keys."""
         begin, limit = self._chunk_range(chunk)
         histogram = self._word(self.plan.counts(0))
-        # A bin's number is the first 11 bits of the score, not of its key. `_search` reads bins in the order of keys.
-        # `a` is the bin's distance in bytes, 4 * (score >> 21), then its address.
+        # The index of a score's bin is the first 11 bits of the score, so that its key need not be computed here.
+        # `_search` reads bins in the order of keys. Register `a` is the offset of the bin in bytes, 4 * (score >> 21),
+        # then the bin's address.
         code = "shr.u32 a, $0, 19; and.b32 a, a, 8188; add.u32 a, a, $1; red.shared.add.u32 [a], 1;"
         code = "{ .reg .b32 a; " + code + " }"
         for r in range(self.plan.values // VECTOR):
@@ -201,7 +205,7 @@ class RadixSelect:
         begin, limit = self._chunk_range(chunk)
         lowest_score = ops.as_float(_score_bits(low))
         slots = ops.shared(self.candidates, ops.thread())
-        # Stores score $1 in its slot and sets its bit in mask $0, if it is at least $2. $3 is the address of slot 0.
+        # If score $1 is at least $2, stores it in its slot and sets its bit in mask $0. $3 is the address of slot 0.
         template = "{{ .reg .pred p; setp.ge.f32 p, $1, $2; @p st.shared.f32 [$3+{}], $1; @p or.b32 $0, $0, {}; }}"
         mask = U32(0)
         for r in range(self.plan.values // VECTOR):
@@ -217,19 +221,19 @@ class RadixSelect:
 
     @_for_thread(returns=_PER_THREAD)
     def append(self, count, scores, low, chunk):
-        """Appends the scores of one more chunk whose keys are at least `low` to a thread's list.
+        """Appends to each thread's list the thread's scores of one more chunk whose keys are at least `low`.
 
-        The list has scores and their numbers, `chunk * values + i` for score i of a chunk. If a thread has too few
+        The list has scores and their indices, `chunk * values + i` for score i of a chunk. If a thread has too few
         slots, the word that `overflowed` reads is set.
 
         Args:
           count: [128] int32, number of candidates that each thread has listed.
           scores: scores of the chunk, from `load`.
           low: int32 scalar, smallest key to list.
-          chunk: int32 scalar, number of the chunk.
+          chunk: int32 scalar, index of the chunk.
 
         Returns:
-          The new count.
+          [128] int32, the new number of candidates that each thread has listed.
         """
         plan = self.plan
         stride = 4 * self.plan.threads
@@ -237,7 +241,7 @@ class RadixSelect:
         lowest_score = ops.as_float(_score_bits(low))
         slots = ops.shared(self.candidates, ops.thread())
         last_with_room = slots + (plan.slots - VECTOR) * stride
-        # Stores score $1 and its number $3 in slot $0 and moves on to the next slot, if the score is at least $2.
+        # If score $1 is at least $2, stores it and its index $3 in slot $0, and moves $0 on to the next slot.
         code = """{{ .reg .pred p; setp.ge.f32 p, $1, $2; @p st.shared.f32 [$0], $1; @p st.shared.u32 [$0+{}], $3;
             @p add.u32 $0, $0, {}; }}"""
         code = code.format(stride * plan.slots, stride)
@@ -256,19 +260,20 @@ class RadixSelect:
         return (slot - slots) // stride
 
     def overflowed(self) -> jax.Array:
-        """Returns whether some thread of the block had more candidates than slots. Synchronizes the block."""
+        """Returns whether some thread of the block had too few slots for its candidates. Synchronizes the block."""
         ops.inline(ops.sync)
         return self.memory[self.plan.offsets.overflow] > 0
 
     def no_candidates(self) -> jax.Array:
-        """Returns the count of an empty list, for `append`."""
+        """Returns zeros, [128] int32: the count with which calls of `append` begin."""
         return ops.inline(lambda: U32(0), returns=_PER_THREAD)
 
     def _each_candidate(self, kept, visit):
         """Calls `visit(bits, number, nth)` for each candidate in this thread's list.
 
-        `bits` are the bits of the score. `number` is the number of the score among the thread's scores: those of one
-        chunk if `kept` lists one chunk, those of all chunks otherwise. `nth` counts the visited candidates, from 0 on.
+        `bits` are the bits of the score. If `kept` lists one chunk, `number` is the index of the score among the
+        thread's scores of this chunk, otherwise among the thread's scores of all chunks. `nth` is the index of the
+        candidate among the candidates of the thread.
         """
         slots = ops.shared(self.candidates, ops.thread())
         stride = 4 * self.plan.threads
@@ -292,7 +297,8 @@ class RadixSelect:
     def share_candidates(self, kept: CandidateList, overflowed):
         """Sends the number and the keys of this block's candidates to all blocks of the cluster.
 
-        If there are more than `max_shared`, or `overflowed` is set, it sends a number above `max_shared` and no keys.
+        If there are more candidates than `max_shared`, or if the list has overflowed, it sends a number above
+        `max_shared` and no keys.
         """
         plan = self.plan
         count = kept.mask_or_count if kept.chunk is None else ops.count_bits(kept.mask_or_count)
@@ -319,7 +325,7 @@ class RadixSelect:
         ops.cluster_wait()
 
     def all_shared(self) -> jax.Array:
-        """Returns whether `share_candidates` sent the candidates of every block."""
+        """Returns whether every block has sent its candidates in `share_candidates`."""
         plan = self.plan
         fits = [self.memory[plan.offsets.candidate_counts + block] <= plan.max_shared for block in range(plan.blocks)]
         return functools.reduce(jnp.logical_and, fits)
@@ -328,17 +334,17 @@ class RadixSelect:
 
     @_for_thread
     def count_candidates(self, number: int, kept: CandidateList, low, width):
-        """Counts this thread's candidates with keys low .. low + width - 1 by their digit of pass `number`."""
+        """Counts this thread's candidates with keys low .. low + width - 1 by the digit with index `number`."""
         count_key = self._key_counter(number, low, width)
         self._each_candidate(kept, lambda bits, *_: count_key(key_of(bits)))
 
     @_for_thread
     def count_shared_candidates(self, number: int, low, width):
-        """Counts the candidates of all blocks with keys low .. low + width - 1 by their digit of pass `number`."""
+        """Counts all blocks' candidates with keys low .. low + width - 1 by the digit with index `number`."""
         self._each_shared_candidate(self._key_counter(number, low, width))
 
     def _key_counter(self, number, low, width):
-        """Returns a function that counts a key by its digit, if the key is in low .. low + width - 1."""
+        """Returns a function that counts a key by the digit with index `number`, if it is in low .. low + width - 1."""
         histogram = self._word(self.plan.counts(number))
 
         def count_key(key):
@@ -350,9 +356,9 @@ class RadixSelect:
 
     @_for_thread
     def total_shared_marks(self, low, width):
-        """Computes for `write` how many entries each block marks in `mark(.., low, width)`.
+        """Stores for `write` how many entries each block marks in `mark(.., low, width)`.
 
-        The numbers come from the keys that the blocks have sent to each other, so that no block has to wait.
+        The entries are counted in the lists that the blocks have sent to each other, so that no block has to wait.
         """
 
         def add_mark(key, so_far):
@@ -368,16 +374,16 @@ class RadixSelect:
     def _each_shared_candidate(self, visit, *carried):
         """Runs `carried = visit(key, *carried)` over candidates that the blocks have sent to each other.
 
-        The warps of this block share the work: each group of warps has the list of one block of the cluster.
+        The warps of this block share the work: each group of warps visits the list of one block of the cluster.
 
         Returns:
-          (block, carried). `block` is the number of the block whose list this warp has, `plan.blocks` or more if the
-          warp has none. `carried` are the last values.
+          (block, carried). `block` is the index of the block whose list this warp visits; `plan.blocks` or more if the
+          warp visits none. `carried` are the last values of this thread.
         """
         plan = self.plan
         warps = plan.warps // plan.blocks
         block = ops.warp() // warps
-        number = ((ops.warp() % warps) << 5) + ops.lane()  # of the first key that this thread visits
+        number = ((ops.warp() % warps) << 5) + ops.lane()  # index of the first key that this thread visits
         count = ops.load(self._word(block.minimum(plan.blocks - 1) + plan.offsets.candidate_counts))
         count = (block < plan.blocks).where(count, 0)
         keys = self._word(block * plan.max_shared + number + plan.offsets.shared_candidates)
@@ -385,22 +391,23 @@ class RadixSelect:
         def visit_key(i, *carried):
             return visit(ops.load(keys + i * (128 * warps)), *carried)
 
-        # The thread visits every key that is a multiple of this stride behind its first key.
+        # From its first key on, the thread visits every key at this stride. `left` is the number of these keys times
+        # the stride, plus a rest below the stride.
         stride = 32 * warps
         left = count + (stride - 1) - number.minimum(count + (stride - 1))
         return block, ops.loop(left // stride, visit_key, *carried)
 
     @_for_thread
     def find(self, number: int, rank, shared):
-        """Finds the digit of the `rank`-th largest key among the keys that pass `number` has counted.
+        """Finds the digit of the `rank`-th largest key among the keys that a pass has counted.
 
         `found` returns the result. In the first pass, scores of -inf are left out.
 
         Args:
-          number: number of the pass, 0 .. 2.
-          rank: int32 scalar, 1 for the largest key.
-          shared: bool scalar, whether this block has counted the keys of all blocks. Otherwise it has counted its own,
-            and the counts of all blocks are added up first.
+          number: index of the pass, 0 .. 2.
+          rank: int32 scalar, rank of the key to find, 1 for the largest key.
+          shared: bool scalar. True if this block's histogram counts keys of the whole row. False if it counts keys of
+            the block's part; then the histograms of all blocks are added up first.
         """
         plan = self.plan
         ops.sync()
@@ -430,14 +437,14 @@ class RadixSelect:
     def _search(self, number, rank, source):
         """Searches a histogram for the digit of the `rank`-th largest key and stores the result of `find`.
 
-        One warp searches, because sharing the work among warps takes more time than it saves. It first finds a chunk of
-        128 bins, four for each lane, then the bin. `source` is the address of the histogram of pass `number`.
+        One warp searches, because sharing the work among warps takes more time than it saves. The warp first finds a
+        chunk of 128 bins, four for each lane, then the bin. `source` is the address of the histogram.
         """
         chunk_bins = 32 * VECTOR
         chunks = BINS // chunk_bins
         above = U32(0)  # number of keys in the chunks so far
-        chunk = U32(chunks)  # the chunk with the key of this rank, or `chunks` if there is none
-        before = U32(0)  # number of keys in the chunks before it
+        chunk = U32(chunks)  # index of the chunk with the key of this rank, or `chunks` if no chunk has it
+        before = U32(0)  # number of keys in the chunks before that chunk
         for i in range(chunks):  # from the largest digits on
             first_bin = lowest_digit = BINS - (i + 1) * chunk_bins
             if number == 0:  # as in `_bin`
@@ -478,9 +485,9 @@ class RadixSelect:
         """Returns the result of `find` in a pass, as int32 scalars.
 
         Returns:
-          (digit_plus_1, rank, spare). `rank` is the key's rank among the keys with this digit, and `spare` the number
-          of keys with this digit that have a larger rank. All are 0 if the pass was skipped, or if there are fewer keys
-          than the rank that was searched.
+          (digit_plus_1, rank, spare). `rank` is the rank of the key that `find` searched among the keys with its digit,
+          and `spare` the number of keys with this digit and a larger rank. All three are 0 if the pass was skipped, or
+          if there are fewer keys than the rank that was searched.
         """
         result = self.plan.results(number)
         return self.memory[result], self.memory[result + 1], self.memory[result + 2]
@@ -504,7 +511,7 @@ class RadixSelect:
         def mark_candidate(bits, number, _):
             key = key_of(bits)
             with ops.when(key >= low):
-                score_number = number + chunk * plan.values  # number of the score among all scores of the thread
+                score_number = number + chunk * plan.values  # index of the score among all scores of the thread
                 # The words of `ties` follow those of `above`, which are `plan.marks` words.
                 bitmap_offset = (key - low < width).where(plan.marks, 0)
                 mark = U32(1) << (first_bit + (score_number & (VECTOR - 1)))
@@ -518,14 +525,15 @@ class RadixSelect:
         """Writes the indices of the selected entries in ascending order, and pads the row with -1.
 
         Args:
-          ties: int32 scalar, number of entries marked as ties that are selected, those with the lowest indices.
+          ties: int32 scalar, number of ties to select; the ties with the lowest indices are selected.
           shared: bool scalar, whether `total_shared_marks` has counted every block's marks.
         """
         plan = self.plan
         ops.sync()
         marks, counts = self._load_marks()
         before, total = ops.block_prefix_sum(counts, self._word(plan.offsets.scratch), plan.warps)
-        # Words of a block have the number of ties in their lower 20 bits. Words of `totals` have it in their lower 16.
+        # A word has the number of entries above in its upper bits and the number of ties in its lower bits: the lower
+        # 20 bits of `before` and `total`, the lower 16 bits of words of `totals`.
         above = before >> 20
         tied = before & 0xFFFFF
         all_above = total >> 20
@@ -575,15 +583,17 @@ class RadixSelect:
         return marks, counts
 
     def _exchange_totals(self, above, tied, shared):
-        """Tells all blocks of the cluster how many entries this block has marked above, and as ties.
+        """Sends the numbers of entries that this block has marked above, and as ties, to all blocks of the cluster.
 
-        If `shared`, they know it already. If the first block is alone with the row, it only stores its own numbers.
+        If `shared`, all blocks have these numbers already. If the first block processes the row alone, it only stores
+        its own numbers.
         """
         plan = self.plan
         with ops.when((shared | self.alone).equals(0)):
             totals = self._word(plan.offsets.totals)
             with ops.when(ops.thread() < plan.blocks):
-                # Both counts are in one word, which `write` adds up over blocks: 8 * k ties fit into the lower 16 bits.
+                # Both counts are in one word, so that `write` adds up one word per block. The sum does not overflow,
+                # because up to 8 * k ties fit into the lower 16 bits. No more than k ties are ever selected.
                 address = ops.peer(totals + (self.block << 2), ops.thread())
                 ops.store_peer(address, (above << 16) | tied.minimum(plan.k))
             ops.cluster_arrive()
@@ -600,7 +610,7 @@ class RadixSelect:
         Args:
           marks: list of (word of entries above, word of ties, index of the entry of bit 0), from `_load_marks`.
           ties: number of ties that are selected in the row.
-          above, tied: number of entries before this thread's that are marked above, and as ties.
+          above, tied: numbers of the row's entries marked above, and as ties, that come before this thread's entries.
         """
         k = self.plan.k
         for above_bits, tie_bits, entry in marks:
@@ -618,7 +628,7 @@ class RadixSelect:
             ops.loop(ops.count_bits(above_bits | selected_ties), write_lowest_bit, above_bits | selected_ties)
 
     def _pad(self, first):
-        """Fills the rest of the result's row with -1; `first` is the first place that this thread fills."""
+        """Fills the rest of the result's row with -1. `first` is the index of the first element that a thread fills."""
         plan = self.plan
 
         def pad(i):

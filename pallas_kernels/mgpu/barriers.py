@@ -1,8 +1,8 @@
 """Barriers over a warpgroup, a block and a cluster, by hardware instructions, and rings of Pallas barriers.
 
-A ring is an array of places in shared memory, with a barrier for each place. Number i of a sequence of tiles uses place
-i modulo the size of the ring. The blocks of an interpreted cluster share no memory: interpreted kernels use global
-memory and a Pallas barrier instead.
+A ring is an array of places in shared memory, with a barrier for each place. Item i of a sequence, such as a tile, uses
+place i modulo the number of places. The blocks of an interpreted cluster share no memory: interpreted kernels use
+global memory and a Pallas barrier instead.
 """
 
 import jax
@@ -18,23 +18,23 @@ from pallas_kernels.runtime.launch import interpreting, primitive
 
 
 def turn(ring, i: jax.Array) -> jax.Array:
-    """Returns the place of number `i` in a ring, an array of barriers or of memory: `i` modulo its size."""
+    """Returns the index of item i's place in a ring, an array of barriers or of memory: i modulo the array's length."""
     return lax.rem(i, ring.shape[0])
 
 
 def wait_empty(empty, i: jax.Array) -> None:
-    """Waits until the place of number `i` in a ring is empty. The first numbers find empty places and do not wait.
+    """Waits until the place of item `i` in a ring is empty. For the first items, places are empty, and nothing waits.
 
-    `empty` has a barrier for each place. A reader arrives at it when it has read the place.
+    `empty` has a barrier for each place. The reader of a place arrives at the place's barrier after the read.
     """
     pl.when(i >= empty.shape[0])(lambda: plgpu.barrier_wait(empty.at[turn(empty, i)]))
 
 
 def wait_for_last(ring, count: jax.Array) -> None:
-    """Waits for the last arrival at each barrier of a ring, if `count` numbers have used the ring.
+    """Waits for the last arrival at each barrier of a ring, after `count` items have used the ring.
 
-    No `wait_empty` waited for these arrivals. The interpreter requires a wait for every arrival. On a GPU, no block of
-    a cluster may end before the other blocks have arrived at its barriers.
+    `wait_empty` has not waited for these arrivals. The interpreter requires a wait for every arrival. On a GPU, a block
+    of a cluster must not end before the other blocks have arrived at its barriers.
     """
     pl.loop(jnp.maximum(count - ring.shape[0], 0), count)(lambda i: plgpu.barrier_wait(ring.at[turn(ring, i)]))
 
@@ -42,8 +42,8 @@ def wait_for_last(ring, count: jax.Array) -> None:
 def release(barrier) -> None:
     """Tells the loading warpgroup that a place of a ring was read and can be overwritten by a bulk copy.
 
-    The values must be in registers and used. Then the reads have ended on a GPU, and no fence is needed between the
-    reads and the copy.
+    The caller must have used the values that it has read into registers. Then the reads have ended on a GPU, and no
+    fence is needed between the reads and the copy.
     """
     if interpreting():
         plgpu.commit_smem()

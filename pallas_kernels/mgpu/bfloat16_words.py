@@ -1,7 +1,7 @@
 """Pairs of bfloat16 in 32-bit words, in code for one thread.
 
 The functions load, store and multiply such words, and convert FP4 and FP8 codes to them. A conversion shifts bits, so
-that its result is a power of two times the value; a product with a power of two corrects that exactly.
+that its result is the value times a power of two. A product with the inverse power of two is exact.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,21 +16,21 @@ from pallas_kernels.mgpu import mlir, thread_ops
 from pallas_kernels.mgpu.mlir import U32
 
 
-PARTS = 3  # number of bfloat16 terms whose sum is any float32
+PARTS = 3  # number of bfloat16 terms of which every float32 is a sum
 
 
 def load_four(pointer) -> list[U32]:
-    """Loads 16 bytes of global memory that the kernel does not write."""
+    """Loads 16 bytes, as four words, of global memory that the kernel does not write."""
     return thread_ops.ptx_words(4, "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", pointer)
 
 
 def load_pair(pointer) -> list[U32]:
-    """Loads 8 bytes of global memory that the kernel does not write."""
+    """Loads 8 bytes, as two words, of global memory that the kernel does not write."""
     return thread_ops.ptx_words(2, "ld.global.nc.v2.b32 {$0, $1}, [$2];", pointer)
 
 
 def store_four(pointer, four: Sequence[U32]) -> None:
-    """Stores 16 bytes to global memory."""
+    """Stores four words, 16 bytes, to global memory."""
     mlir.ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", pointer, *four)
 
 
@@ -54,9 +54,10 @@ def rotate(word: U32, cos, sin) -> U32:
 
 
 def split(four: Sequence[U32]) -> Iterator[list[U32]]:
-    """Splits four float32 exactly into sums of three bfloat16 terms.
+    """Splits each of four float32 exactly into a sum of three bfloat16 terms.
 
-    `four` has their bits. Yields the high terms of all four as two words, then the middle and the low terms.
+    `four` are the bits of the float32. Yields three lists of two words: the high terms of all four, then the middle
+    terms, then the low terms.
     """
     remainders = [thread_ops.as_float(x) for x in four]
     for _ in range(PARTS):
@@ -69,14 +70,18 @@ def split(four: Sequence[U32]) -> Iterator[list[U32]]:
 def multiply_add(acc: Sequence[Any], a: Sequence[U32], b: Sequence[U32], *, pure: bool = False) -> list[Any]:
     """Returns acc + a @ b, computed by a warp with `mma.m16n8k16`.
 
-    The 16 terms of a sum are spread over four lanes. Their order does not matter, if it is the same in a and b.
+    The 16 products of a sum are spread over four lanes. The columns of a and the rows of b may be in any order, if it
+    is the same order.
 
     Args:
       acc: [16, 8] float32. Lane 4 * i + j holds columns 2 * j and 2 * j + 1 of row i, then of row i + 8.
       a: [16, 16] bfloat16. Lane 4 * i + j holds four words: two columns of row i, the same two columns of row i + 8,
-        then two other columns of row i and of row i + 8.
-      b: [16, 8] bfloat16. Lane 4 * i + j holds two words of column i, whose rows are the columns that it holds of a.
+        then two other columns of row i, and these columns of row i + 8.
+      b: [16, 8] bfloat16. Lane 4 * i + j holds two words of column i. Their rows are the lane's four columns of a.
       pure: as in `mlir.ptx`.
+
+    Returns:
+      The lane's four MLIR float32 of the result, in the order of `acc`.
     """
     code = (
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -86,7 +91,7 @@ def multiply_add(acc: Sequence[Any], a: Sequence[U32], b: Sequence[U32], *, pure
 
 
 def e2m1_value(code: jax.Array) -> jax.Array:
-    """Returns the exact float32 values of E2M1 codes, int32 from 0 to 15. It is written in jax.numpy."""
+    """Returns the exact float32 values of E2M1 codes, int32 from 0 to 15; a function of arrays, not for one thread."""
     size = code & 7
     normal = lax.bitcast_convert_type((size << 22) + (126 << 23), jnp.float32)
     size = jnp.where(size < 2, size.astype(jnp.float32) * 0.5, normal)
@@ -131,5 +136,5 @@ def fp8_pairs(words: list[U32]) -> list[U32]:
 
 
 def halves(x: U32, y: U32, high: int) -> U32:
-    """Returns a word of the high (`high` = 1) or low (0) halves of x and y, with the half of x in the low bits."""
+    """Returns a word of the high (`high` = 1) or low (`high` = 0) halves of x and y; the half of x is the low half."""
     return thread_ops.ptx(f"prmt.b32 $0, $1, $2, {'0x7632' if high else '0x5410'};", x, y)

@@ -1,6 +1,6 @@
 """Asynchronous copies (`cp.async`) of rows from global to shared memory.
 
-Values are copied by the thread or the warp that reads them from shared memory later, so no barrier over a warpgroup is
+Each value is copied by the thread or the warp that later reads it from shared memory. So no barrier over a warpgroup is
 needed. A vector is spread over the threads of a warpgroup as in `vectors`.
 """
 
@@ -25,10 +25,10 @@ def start_copy(target, source, row: jax.Array, column: jax.Array, *, below: int 
     Args:
       target: [size] float32 in shared memory.
       source: [.., width] float32 in global memory.
-      row: int32 scalar.
+      row: int32 scalar, index of the row.
       column: [128] int32, the first of the `size / 128` consecutive columns that each thread copies.
-      below: number to add to the row; 0 if `other` is given.
-      other: array like `source`, or None. If it is given, a negative `row` means row `-1 - row` of this array.
+      below: number of rows to add to `row`; 0 if `other` is given.
+      other: array like `source`, or None. If it is given, a negative `row` means row `-1 - row` of `other`.
     """
     per_thread = target.shape[0] // THREADS
     columns = jnp.repeat(column, per_thread) + jnp.tile(lax.iota(jnp.int32, per_thread), THREADS)
@@ -61,12 +61,13 @@ def _emit_start_copy(target, source, row, column, *, below=0, other=None):
 def start_rows(target, pieces, *, column: jax.Array, size: int) -> None:
     """Starts to copy `size` columns of consecutive rows to shared memory. The rows may come from several arrays.
 
-    After `wait_copies` and `sync_warp`, a warp may read its own columns of the rows.
+    A warp copies the columns that its threads hold of a vector [size]. After `wait_copies` and `sync_warp`, the warp
+    may read these columns.
 
     Args:
       target: [rows * size] float32 in shared memory, the number of rows a multiple of 4.
-      pieces: tuples (array [.., width] float32 in global memory, int32 scalar `row`, int32 scalar `begin`). From row
-        `begin` of the target to the next piece's `begin`, row r of the target is row `row + r` of the array.
+      pieces: tuples (array, row, begin): an array [.., width] float32 in global memory, and two int32 scalars. Row r of
+        the target is copied from the last piece with `begin <= r`, from row `row + r` of its array.
       column: int32 scalar, the first of the columns to copy.
       size: number of columns to copy.
     """
@@ -84,8 +85,8 @@ def start_rows(target, pieces, *, column: jax.Array, size: int) -> None:
 def _emit_start_rows(target, pieces, *, column, size):
     rows = target.type.shape[0] // size
     per_thread = size // THREADS
-    # A thread reads `per_thread` values of a row, but copies 4 at a time. So a warp's columns of a row are copied by
-    # `row_threads` of its threads, and the warp copies `warp_rows` rows at once.
+    # A thread reads `per_thread` values of a row, but copies 4 values at a time. So `row_threads` threads of a warp
+    # copy the warp's columns of a row, and the warp copies `warp_rows` rows at once.
     row_threads = 8 * per_thread
     warp_rows = 4 // per_thread
     thread = mlir.wide_thread()
@@ -112,7 +113,7 @@ def _emit_start_rows(target, pieces, *, column, size):
 
 @primitive
 def commit_copies() -> None:
-    """Closes a group of copies: all copies that this thread started since it closed the last group."""
+    """Closes a group of copies, which has all copies that this thread started after it closed the last group."""
 
 
 commit_copies.mosaic(lambda: mlir.inline(nvvm.cp_async_commit_group))

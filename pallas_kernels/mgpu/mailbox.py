@@ -1,18 +1,19 @@
 """Mailboxes: buffers through which the GPUs of one process add up values, written by peers without any barrier.
 
 Each GPU owns a mailbox, memory that never moves and whose address all GPUs know. A thread sends its values by storing
-them into its slots of every mailbox. It receives values by polling its GPU's own mailbox. A 4-byte word of values and
-the number of the call are stored together as 8 bytes. So a slot is complete if it holds the call's number, and no slot
-has to be cleared. The counter of calls is part of the mailbox, so different kernels, programs and models can share one.
+them into its slots of every mailbox. It receives values by polling the mailbox of its GPU. Calls are counted, and a
+4-byte word of values is stored together with the count of the call, as 8 bytes. So a slot is complete if it holds the
+call's count, and no slot has to be cleared. The counter of calls is part of the mailbox, so different kernels, programs
+and models can share a mailbox.
 
-Two generations of slots are enough. A GPU sends the values of call n + 2 into the slots of call n after it has received
-the values of call n + 1 from all other GPUs. By then, each of them has started call n + 1, and so finished call n. This
-holds for each thread block by itself: a block has its own slots and counter, and exchanges values only with the blocks
-of the same number on the other GPUs.
+Two generations of slots, for even and for odd calls, are enough. A GPU sends the values of call n + 2 into the slots of
+call n after it has received the values of call n + 1 from all other GPUs. By then, every other GPU has started call
+n + 1, and so finished call n. This holds for each thread block by itself: a block has its own slots and counter, and
+exchanges values only with the blocks of the same index on the other GPUs.
 
-Before its first exchange a program has to run a collective of XLA over all its GPUs. CUDA loads a kernel at its first
-launch, and cannot do so while another kernel of that GPU waits for its peers. XLA loads all kernels of a program before
-the collective.
+Before its first exchange, a program has to run a collective of XLA over all its GPUs. CUDA loads a kernel at its first
+launch, and cannot load it while another kernel of that GPU waits for its peers. XLA loads all kernels of a program
+before the collective.
 """
 
 import functools
@@ -28,25 +29,25 @@ from pallas_kernels.mgpu.mlir import THREADS, U32
 from pallas_kernels.runtime.checks import check_array, check_rules
 
 
-GENERATIONS = 2  # sets of slots, which calls use in turns
+GENERATIONS = 2  # number of sets of slots, which calls use in turns
 BLOCKS = 128  # number of thread blocks whose slots and counters form a bank of the mailbox
-BANKS = 2
+BANKS = 2  # number of banks in a mailbox
 MAX_BLOCKS = BANKS * BLOCKS  # maximum number of thread blocks of a kernel; the GPU runs them all at once
 ROUNDS = 4  # maximum number of units that a thread exchanges in a call
-UNIT = 8  # bfloat16 values of a unit, 16 bytes
-SLOT_BYTES = 16  # a slot is two 32-bit words of values, each followed by the number of the call
+UNIT = 8  # number of bfloat16 values in a unit, which is 16 bytes
+SLOT_BYTES = 16  # a slot is two 32-bit words of values, each followed by the 32-bit count of the call
 SLOTS_PER_UNIT = 2
 # Indices of entries of the table, see `check_table`.
-OWN = 1  # the address of this GPU's mailbox
-PEERS = 2  # the address of the mailbox of rank 0, which the other ranks' follow
+OWN = 1  # index of the address of this GPU's mailbox
+PEERS = 2  # index of the address of the mailbox of rank 0; the other ranks' addresses follow in order
 # A thread traps after this number of polls, about half a minute, because another GPU has probably failed.
 MAX_POLLS = 1 << 25
 
 
 class Unit(NamedTuple):
-    """Eight bfloat16 values that a thread replaces by their sum over the GPUs."""
+    """Eight bfloat16 values that a thread replaces by their sums over the GPUs."""
 
-    active: U32  # whether this thread has such values
+    active: U32  # condition, whether this thread has the unit
     load: Callable[[], list[U32]]  # returns the thread's values, four words of two bfloat16
     store: Callable[[list[U32]], None]  # stores the sum, four words of two bfloat16
 
@@ -68,14 +69,14 @@ def _num_ranks(table):
 
 
 def slot_offset(generation, rank, round_: int, block, thread, *, ranks: int):
-    """Returns the byte offset of a unit's first slot in a bank. The second is THREADS * SLOT_BYTES bytes behind it.
+    """Returns the byte offset in a bank of a unit's first slot. The second slot is THREADS * SLOT_BYTES bytes further.
 
     Args:
-      generation: 0 or 1, number of the call modulo 2.
+      generation: 0 or 1, count of the call modulo 2.
       rank: rank of the sender.
-      round_: number of the unit among the thread's units.
-      block: number of the thread block in the bank.
-      thread: number of the thread in its block.
+      round_: index of the unit among the thread's units.
+      block: index of the thread block in the bank.
+      thread: index of the thread in its block.
       ranks: number of GPUs.
     """
     row = ((generation * ranks + rank) * ROUNDS + round_) * BLOCKS + block
@@ -83,12 +84,15 @@ def slot_offset(generation, rank, round_: int, block, thread, *, ranks: int):
 
 
 def counter_offset(block, *, ranks: int):
-    """Returns the byte offset of a thread block's call counter in a bank."""
+    """Returns the byte offset in a bank of a thread block's counter of calls.
+
+    `block` is the index of the thread block in the bank, and `ranks` the number of GPUs.
+    """
     return block * 4 + GENERATIONS * ranks * ROUNDS * BLOCKS * SLOTS_PER_UNIT * THREADS * SLOT_BYTES
 
 
 def mailbox_bytes(ranks: int) -> int:
-    """Returns the size of each GPU's mailbox, which has to hold zeros before the first call."""
+    """Returns the number of bytes of a GPU's mailbox, all of which have to be zero before the first call."""
     return BANKS * _bank_bytes(ranks)
 
 
@@ -97,12 +101,12 @@ def _bank_bytes(ranks):
 
 
 def exchange(block: U32, blocks: int, table_gmem, units: Sequence[Unit]) -> None:
-    """Emits code for one thread that replaces each of its units by the sum over the GPUs.
+    """Emits code for one thread that replaces each of its units by the unit's sum over the GPUs.
 
     Values are added in float32, in the order of ranks, and the sum is rounded to bfloat16.
 
     Args:
-      block: number of the thread block.
+      block: index of the thread block.
       blocks: number of thread blocks of the kernel, up to `MAX_BLOCKS`.
       table_gmem: table of mailboxes, see `check_table`.
       units: up to `ROUNDS` units of this thread.
@@ -151,7 +155,7 @@ def _add_offset(address, offset):
 
 
 def _send(address, four, call):
-    """Stores four words, each with the number of the call, into a unit's two slots."""
+    """Stores four words, each with the count of the call, into a unit's two slots."""
     for slot in range(SLOTS_PER_UNIT):
         code = f"""{{ .reg .b64 a, b; mov.b64 a, {{$1, $3}}; mov.b64 b, {{$2, $3}};
             st.relaxed.sys.global.v2.b64 [$0 + {slot * THREADS * SLOT_BYTES}], {{a, b}}; }}"""
@@ -163,14 +167,14 @@ def _receive(address, call, ranks, rank_stride):
 
     Args:
       address: 64-bit address of the first slot of rank 0's unit.
-      call: number of the call, which complete slots hold.
+      call: count of the call, which complete slots hold.
       ranks: number of GPUs.
-      rank_stride: distance in bytes from a rank's slots to the next rank's.
+      rank_stride: distance in bytes from a rank's slots to the next rank's slots.
 
     Returns:
-      The four words of the unit of each rank.
+      A list with the four words of each rank's unit.
     """
-    count = 2 * SLOTS_PER_UNIT * ranks  # number of words, the results. Operands are $count, the address, then the call.
+    count = 2 * SLOTS_PER_UNIT * ranks  # number of result words; the operands `address` and `call` follow them
     loads = []
     checks = []
     for i in range(SLOTS_PER_UNIT * ranks):
@@ -178,7 +182,7 @@ def _receive(address, call, ranks, rank_stride):
         offset = rank * rank_stride + slot * THREADS * SLOT_BYTES
         loads.append(f"ld.relaxed.sys.global.v2.b64 {{a{i}, b{i}}}, [${count} + {offset}];")
         for j, name in enumerate("ab"):
-            # The lower half of 8 bytes is a word of values, and the upper half the number of the call that sent it.
+            # The lower half of 8 bytes is a word of values, and the upper half the count of the call that sent it.
             checks.append(f"mov.b64 {{${2 * i + j}, f}}, {name}{i}; setp.eq.and.u32 p, f, ${count + 1}, p;")
     code = f"""{{ .reg .b64 a<{count}>, b<{count}>; .reg .b32 f, n; .reg .pred p, q;
         mov.u32 n, 0;

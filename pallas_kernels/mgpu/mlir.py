@@ -1,8 +1,9 @@
 """Inline MLIR and PTX in Pallas kernels.
 
 Pallas has no operation for some instructions (shuffles, loads with a cache hint, stores to another block of a cluster).
-`inline` puts a function that emits MLIR for one thread into a kernel, and turns its results into Pallas arrays. `emits`
-does so for a primitive. The other functions are called within such an emitting function.
+`inline` puts a function that emits MLIR for one thread into a kernel, and turns the function's results into Pallas
+arrays. `emits` registers such a function as the code of a primitive. The other functions of this module are called
+within a function that emits MLIR.
 """
 
 import inspect
@@ -21,8 +22,8 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, vector
 from pallas_kernels.runtime.pytrees import on_leaves
 
 
-WARP = 32  # threads of a warp
-THREADS = 128  # threads of a warpgroup. Pallas calls a warpgroup a thread.
+WARP = 32  # number of threads in a warp
+THREADS = 128  # number of threads in a warpgroup, which Pallas calls a thread
 
 
 def inline(emit: Callable, *args, layout: Callable[..., Any] | None = None, returns=None):
@@ -30,14 +31,14 @@ def inline(emit: Callable, *args, layout: Callable[..., Any] | None = None, retu
 
     Args:
       emit: function of one argument for each of `args`: a memref for a reference, a `U32` for an integer or bool
-        scalar, and a `FragmentedArray` for an array (see `scalar` and `values`). It returns a result for each of
-        `returns`. For shape () this is an MLIR scalar or a `U32`. Otherwise it is a list of the values that this thread
-        holds of the array, in the layout's order, as registers (MLIR vectors), MLIR scalars or `U32`.
+        scalar, and a `FragmentedArray` for an array (see `scalar` and `values`). `emit` returns a result for each of
+        `returns`. For shape (), the result is an MLIR scalar or a `U32`. For other shapes, it is a list of the values
+        that this thread holds, in the layout's order, as registers (MLIR vectors), MLIR scalars or `U32`.
       args: references and arrays, or pairs (reference, its `plgpu.RefType`) and (array, its layout).
-      layout: function from an array's shape to its layout, the default for arrays. Scalars are the same in all threads
-        (WG_SPLAT).
-      returns: None, or one object or a tuple of objects with a `shape` and a `dtype`. An object whose layout is not the
-        default is a `plgpu.ShapeDtypeStruct`.
+      layout: function from a shape to a layout, for arrays that come without a layout. Scalars are the same in all
+        threads (WG_SPLAT).
+      returns: None, or one object or a tuple of objects with a `shape` and a `dtype`. If the layout of a result is not
+        `layout(shape)`, its object is a `plgpu.ShapeDtypeStruct`.
 
     Returns:
       An array, or a tuple of arrays, like `returns`; None if `returns` is None.
@@ -75,8 +76,8 @@ def emits(primitive, *layouts, layout: Callable[..., Any] | None = None, returns
 
     Args:
       primitive: the primitive, see `runtime.launch`.
-      layouts: layouts (or for references, `plgpu.RefType`) of the first references and arrays; None for the default.
-        Or one function from the primitive's arguments to a tuple of these.
+      layouts: layouts of the first references and arrays: a layout for an array, a `plgpu.RefType` for a reference, or
+        None for the default. Or one function from the primitive's arguments to a tuple of such layouts.
       layout: as in `inline`.
       returns: as in `inline`, or a function from the primitive's arguments to such a value.
     """
@@ -286,12 +287,12 @@ def pack(scalars: Iterable[Any]):
 
 
 def thread() -> U32:
-    """Returns this thread's number in its warpgroup."""
+    """Returns this thread's index in its warpgroup."""
     return U32(_thread(int_type()))
 
 
 def wide_thread():
-    """Returns this thread's number in its warpgroup, as an MLIR integer of 64 bits."""
+    """Returns this thread's index in its warpgroup, as an MLIR integer of 64 bits."""
     return _thread(int_type(64))
 
 
@@ -307,7 +308,8 @@ def global_pointer(ref):
 def at(pointer, offset, element=None):
     """Returns the pointer `pointer + offset`.
 
-    `offset` is an integer that `U32` takes. It counts elements of the MLIR type `element`, or bytes if that is None.
+    `offset` is an integer that `U32` takes. It counts elements of the MLIR type `element`, or bytes if `element` is
+    None.
     """
     offset = offset if isinstance(offset, int) else U32(offset).value
     return mgpu.utils.getelementptr(pointer, [offset], int_type(8) if element is None else element)
@@ -318,7 +320,7 @@ def element(ref, index, size: int | None = None):
 
     Args:
       ref: the reference.
-      index: number of the element in row-major order, a signed integer.
+      index: row-major index of the element, a signed integer.
       size: number of bytes of an element; None for the size of the reference's element type.
     """
     if size is None:

@@ -1,7 +1,7 @@
 """Functions that emit instructions for one thread, on 32-bit values (`mlir.U32`).
 
 There are instructions for shared memory and its atomics, shuffles, barriers, and the shared memory of other blocks of
-the cluster. `inline` puts a function that calls them into a kernel.
+the cluster. `inline` puts a function that calls these functions into a kernel.
 """
 
 import contextlib
@@ -24,8 +24,9 @@ def inline(emit: Callable, *args, returns: jax.ShapeDtypeStruct | None = None):
     """Puts code for one thread into a kernel, as `mlir.inline` does, with U32 for integers.
 
     Args:
-      emit: function of the same arguments, in which a memref stands for a reference, a U32 for a scalar or an array
-        [128], and a list of this thread's MLIR values for another array. It returns None, a U32, or such a list.
+      emit: function of the arguments `args`, in which a memref stands for a reference, a U32 for a scalar or an array
+        [128], and a list of this thread's MLIR values for another array. It returns None, a U32, or a list of MLIR
+        values.
       args: pytrees of references, scalars, and arrays of 128 values or a multiple of 512. A bool becomes 0 or 1.
       returns: shape and dtype of the result, int32 [128] for a U32; None for no result. The order of a list's values in
         the result is unspecified. If the array is passed to `inline` again, each thread gets the same list.
@@ -68,17 +69,17 @@ def ptx_words(count: int, code: str, *args) -> list[U32]:
 
 
 def thread() -> U32:
-    """Returns this thread's number in its block."""
+    """Returns this thread's index in its block."""
     return U32(nvvm.read_ptx_sreg_tid_x(results=[mlir.int_type()]))
 
 
 def lane() -> U32:
-    """Returns this thread's number in its warp."""
+    """Returns this thread's index in its warp."""
     return thread() & 31
 
 
 def warp() -> U32:
-    """Returns this warp's number in its block, which the compiler knows to be uniform. All lanes have to call it."""
+    """Returns this warp's index in its block, which the compiler knows to be uniform. All lanes have to call it."""
     return U32(mgpu.utils.warp_idx())
 
 
@@ -102,9 +103,9 @@ def loop(count: U32 | int, body: Callable[..., Iterable[U32] | None], *carried: 
 
 
 def for_each(total: int, visit: Callable[[U32], None], thread: U32 | None = None) -> None:
-    """Emits code that visits the numbers 0 .. total - 1. Thread t of a warpgroup visits t, t + 128, t + 256, ..
+    """Emits code that visits the indices 0 .. total - 1. Thread t of a warpgroup visits t, t + 128, t + 256, ..
 
-    `thread` is the thread's number in the warpgroup; None to compute it.
+    `visit` is a function of an index. `thread` is the thread's index in the warpgroup; None to compute it.
     """
     thread = thread or mlir.thread()
     for first in range(0, total, mlir.THREADS):
@@ -117,7 +118,10 @@ def for_each(total: int, visit: Callable[[U32], None], thread: U32 | None = None
 
 
 def replace_if(condition: U32, values: Sequence[Any], others: Callable[[], Sequence[Any]]) -> list[Any]:
-    """Returns the MLIR values of `others()` if the condition holds, else `values`. `others` runs only in that case."""
+    """Returns the MLIR values of `others()` if the condition holds, else `values`.
+
+    The code of `others` runs only if the condition holds.
+    """
     branch: Any = scf.IfOp(condition.value, [value.type for value in values], has_else=True)
     with ir.InsertionPoint(branch.then_block):
         scf.yield_(others())
@@ -180,9 +184,9 @@ def store_global(ref, index: U32 | int, value: U32 | int) -> None:
 
 
 count_bits = partial(ptx, "popc.b32 $0, $1;")
-# The number of the lowest bit that is set, or 32 if none is.
+# The index of the lowest bit that is set, or 32 if no bit is set.
 lowest_bit = partial(ptx, "{ .reg .b32 r; brev.b32 r, $1; clz.b32 $0, r; }")
-# The highest set bit alone, x with all lower bits cleared; 0 for 0.
+# x with all bits but the highest set bit cleared; 0 for 0.
 highest_bit = partial(ptx, "{ .reg .b32 r; clz.b32 r, $1; shr.u32 $0, 0x80000000, r; }")
 # Reductions over the lanes of a warp; every lane gets the result.
 warp_sum = partial(ptx, "redux.sync.add.u32 $0, $1, 0xffffffff;")
@@ -202,7 +206,7 @@ def warp_prefix_sum(x: U32) -> U32:
 def block_prefix_sum(x: U32, scratch: U32, warps: int) -> tuple[U32, U32]:
     """Returns (the sum of x over the threads before this one, the sum over all threads of the block).
 
-    It synchronizes the block. Until the next synchronization, no thread may access the scratch memory.
+    The function synchronizes the block. Until the next synchronization, no thread may access the scratch memory.
 
     Args:
       x: the value of this thread.
@@ -243,7 +247,7 @@ def fma(x, y, z):
 
 
 def sum_lanes(x, lanes: int = 32):
-    """Returns the sum of an MLIR float32 over `lanes` consecutive lanes, a power of two; each of them gets the sum."""
+    """Returns the sum of an MLIR float32 over `lanes` consecutive lanes, a power of two. Each of the lanes gets it."""
     while lanes > 1:
         lanes //= 2
         x = arith.addf(x, mgpu.utils.shfl_bfly(x, lanes))
@@ -261,8 +265,8 @@ def lane_sums(terms: Sequence[Any]) -> U32:
         upper = (lane() & half) > 0
         zero = mlir.f32(0.0)
 
-        # Of two terms, a lane of the upper half keeps `high`, and its partner in the lower half keeps `low`. Each sends
-        # the other term to its partner.
+        # Of two terms, a lane with bit `half` set keeps `high`, and its partner, with the bit cleared, keeps `low`.
+        # Each lane sends the other term to its partner.
         def exchange(low, high, half=half, upper=upper, zero=zero):
             if low is None and high is None:
                 return None

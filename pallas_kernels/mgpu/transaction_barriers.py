@@ -1,8 +1,8 @@
 """Transaction barriers (`mbarrier`), which count bytes that other blocks of a cluster store in this block's memory.
 
 A phase of a barrier ends when all 128 threads of one warpgroup have arrived and all bytes that they announced have
-come. Bytes may come before the arrivals. The sender does not wait. It needs the address of the barrier, which Pallas's
-own barriers do not disclose. The module is for GPUs alone: interpreted blocks share no memory.
+come. Bytes may come before the arrivals. The sender does not wait. The sender needs the address of the barrier, which
+Pallas's own barriers do not disclose. The module is for GPUs alone, because interpreted blocks share no memory.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def scratch_type(count: int):
 def start(barriers) -> None:
     """Initializes barriers [count, 2] int32 in shared memory, and arrives at the barrier of the cluster.
 
-    All warpgroups call it. They call `barriers.wait_cluster` before they use the barriers.
+    All warpgroups call `start`, and then `barriers.wait_cluster` before they use the barriers.
     """
 
     def emit(barriers):
@@ -47,9 +47,11 @@ def arrive(barrier, expected: jax.Array | int) -> None:
 
 
 def wait(barrier, parity: jax.Array) -> None:
-    """Waits while the number of a barrier's current phase, counted from 0, has the parity `parity`.
+    """Waits until a phase of a barrier has ended. The next phase may have begun, but must not have ended.
 
-    The barrier is [2] int32 in shared memory, and `parity` an int32 scalar, 0 or 1.
+    Args:
+      barrier: [2] int32 in shared memory.
+      parity: int32 scalar, the index of the phase modulo 2. The first phase has index 0.
     """
     code = """{ .reg .pred ended;
         again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 ended, [$0], $1;
@@ -58,12 +60,14 @@ def wait(barrier, parity: jax.Array) -> None:
 
 
 def _at_barrier(code, barrier, value):
-    """Executes instructions on a barrier's address `$0` and a number `$1`."""
+    """Executes PTX instructions on a barrier's address, `$0`, and an int32 value, `$1`."""
     mlir.inline(lambda barrier, value: mlir.ptx(code, thread_ops.shared(barrier), value), barrier, value)
 
 
 def send(address: U32, values: Sequence[Any], barrier: U32) -> None:
-    """Stores values in another block's shared memory, whose barrier counts the bytes. Call it within `mlir.inline`.
+    """Stores values in another block's shared memory. A barrier of that block counts the bytes.
+
+    The function is code for one thread, to be called within `mlir.inline`.
 
     Args:
       address: address of the values in the other block, from `thread_ops.peer`; a multiple of their size in bytes.
@@ -77,13 +81,14 @@ def send(address: U32, values: Sequence[Any], barrier: U32) -> None:
 
 
 def put(x: jax.Array, target, block: int, barrier) -> None:
-    """Stores a vector in the shared memory of a block of the cluster, whose barrier counts the bytes.
+    """Stores a vector in the shared memory of a block of the cluster. A barrier of that block counts the bytes.
 
     Args:
       x: [size] vector of a 32-bit type, see `vectors`.
-      target: [size] reference to shared memory; the same place of the other block is written.
-      block: number of the block in the cluster.
-      barrier: [2] int32 reference to a barrier; the barrier at the same place of the other block counts the bytes.
+      target: [size] reference to this block's shared memory; the same place of the other block is written.
+      block: index of the other block in the cluster.
+      barrier: [2] int32 reference to a barrier of this block; the barrier at the same place of the other block counts
+        the bytes.
     """
 
     def emit(x, target, barrier):

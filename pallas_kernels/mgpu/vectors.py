@@ -20,7 +20,7 @@ from pallas_kernels.mgpu.mlir import THREADS as THREADS, U32, WARP
 from pallas_kernels.runtime.launch import primitive
 
 
-SLICE = 64  # the first channel of `store_channels` is a multiple of this number
+SLICE = 64  # in `store_channels`, the first channel is a multiple of this number
 
 
 def layout(size: int):
@@ -37,12 +37,12 @@ emits = functools.partial(mlir.emits, layout=_layout)
 
 
 def load(ref) -> jax.Array:
-    """Loads a reference [size] to a vector."""
+    """Loads a reference [size] to shared or global memory to a vector [size]."""
     return plgpu.load(ref, layout=layout(ref.shape[0]), optimized=False)
 
 
 def channels(size: int) -> jax.Array:
-    """Returns the vector of int32 numbers 0 .. size - 1."""
+    """Returns the vector of the int32 indices 0 .. size - 1."""
     return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout(size))
 
 
@@ -76,7 +76,7 @@ def _emit_exchange(x, distance, scratch):
 def butterfly(combine, x: jax.Array, first: int, last: int, scratch) -> jax.Array:
     """Reduces groups of channels of x [size] by exchanges at the distances first, first / 2, .. last.
 
-    The numbers of a group's 2 * first / last channels differ in the bits `first`, `first / 2`, .. `last` alone. Each
+    A group has 2 * first / last channels, whose indices differ only in the bits `first`, `first / 2`, .. `last`. Each
     channel of the result has the reduction of its group.
 
     Args:
@@ -139,8 +139,8 @@ def store_channels(ref, x: jax.Array, channel: jax.Array, *, every: int = 1) -> 
     Args:
       ref: [n] in global memory.
       x: [size] values.
-      channel: [size] int32, consecutive numbers; the first is a multiple of 64 and may be negative.
-      every: number; only channels that are multiples of it are stored.
+      channel: [size] int32, consecutive indices of channels; the first is a multiple of 64 and may be negative.
+      every: distance between stored channels; only channels that are multiples of it are stored.
     """
     n = ref.shape[0]
     for begin in range(0, x.shape[0], SLICE):
@@ -164,7 +164,7 @@ def _emit_store_channels(ref, x, channel, *, every=1):
     step = max(width, min(every, per_thread))
     for i in range(0, per_thread, step):
         number = channels_of_thread[i]
-        # A negative channel is past the end, because the comparison is unsigned.
+        # The comparison is one of unsigned integers, so a negative channel is past the end.
         inside = number < end
         if every > per_thread:
             inside = inside & (number % every).equals(0)
@@ -178,9 +178,9 @@ def _emit_store_channels(ref, x, channel, *, every=1):
 
 @primitive
 def thread() -> jax.Array:
-    """Returns the threads' numbers in the warpgroup, [128] int32.
+    """Returns the index of each thread in the warpgroup, [128] int32.
 
-    Each call reads them from a special register again, so that they occupy no register throughout a loop.
+    Each call reads the index from a special register again, so that it occupies no register throughout a loop.
     """
     return channels(THREADS)
 
@@ -195,8 +195,8 @@ def _():
 def opaque(x: jax.Array) -> jax.Array:
     """Returns the int32 scalar x, but hides from the compiler that the result equals x.
 
-    Within a loop, the compiler therefore recomputes what depends on the result, rather than hoisting it out of the loop
-    into registers.
+    Within a loop, the compiler therefore recomputes values that depend on the result, and does not hoist them out of
+    the loop into registers.
     """
     return x
 
@@ -228,7 +228,7 @@ any_in_warp.mosaic(lambda x: _vote(x, "vote.sync.ballot.b32 $0, p, 0xffffffff;")
 
 
 def lowest_bit(bits: jax.Array) -> jax.Array:
-    """Returns the number of the lowest set bit of integers that are not 0."""
+    """Returns the index of the lowest set bit of integers that are not 0."""
     return 31 - lax.clz(bits & -bits)
 
 
@@ -244,7 +244,7 @@ count.mosaic(lambda x: _vote(x, "bar.red.popc.u32 $0, $2, 128, p;"))
 def _vote(x, vote):
     """Returns the int32 scalar result `$0` of the PTX instruction `vote`, in which p is x != 0.
 
-    In the instruction, `$2` is the number of the warpgroup's hardware barrier.
+    In the instruction, `$2` is the index of the warpgroup's hardware barrier.
     """
 
     def emit(x):

@@ -1,6 +1,7 @@
 """Accumulators of `wgmma`, [64, columns] float32 in registers: products, exchange between warpgroups, and stores.
 
-An inbox is shared memory for one accumulator. It holds each thread's values in the order of its registers, not in rows.
+An inbox is shared memory for one accumulator, ordered by registers and threads, not by rows: each register of a thread
+has two values, and the pairs of the 128 threads for one register are adjacent.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from pallas_kernels.mgpu import mlir, thread_ops, transaction_barriers
 from pallas_kernels.runtime.launch import primitive
 
 
-# The layout of bfloat16 operands in shared memory.
+# The tiling and the swizzle of bfloat16 operands in shared memory.
 TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
@@ -46,7 +47,7 @@ def multiply_add(acc: jax.Array, a, b) -> jax.Array:
 
 @primitive
 def multiply_add_all(accs: tuple[jax.Array, ...], a, bs: tuple) -> tuple[jax.Array, ...]:
-    """Returns `multiply_add(acc, a, b)` for each pair of accs and bs. It waits once for all products."""
+    """Returns `multiply_add(acc, a, b)` for each pair of `accs` and `bs`, and waits once for all products."""
     # Pallas's interpreter supports neither an initial accumulator nor an operand in registers in `plgpu.wgmma`.
     left = a[...].astype(jnp.float32)
     products = [jnp.dot(left, b[...].astype(jnp.float32), precision="highest") for b in bs]
@@ -76,12 +77,12 @@ def _(inbox, values):
 
 
 def send(inbox, values: jax.Array, block: jax.Array, barrier) -> None:
-    """Writes an accumulator to the inbox of another block of the cluster. It is for GPUs alone.
+    """Writes an accumulator to the inbox of another block of the cluster. The function is for GPUs alone.
 
     Args:
       inbox: this block's inbox; the same place of the other block's shared memory is written.
       values: [64, columns] float32.
-      block: int32 scalar, number of the other block in the cluster.
+      block: int32 scalar, index of the other block in the cluster.
       barrier: [2] int32, a transaction barrier; the barrier at the same place of the other block counts the bytes.
     """
 
@@ -111,8 +112,8 @@ def _(values, inbox):
 def put_shared(ref, values: jax.Array) -> None:
     """Writes values to shared memory without synchronizing threads, unlike an assignment.
 
-    The caller makes sure that earlier accesses have ended. A barrier at which every thread arrives has to follow. If
-    `wgmma` reads the values, a fence has to come before that barrier.
+    The caller makes sure that earlier accesses to the memory have ended. A barrier at which every thread arrives has to
+    follow. If `wgmma` reads the values, a fence has to come between the writes and that barrier.
 
     Args:
       ref: reference of the shape and dtype of the values; bfloat16 with `TRANSFORMS`.
@@ -151,8 +152,8 @@ def store(ref, values: jax.Array, *, transposed: bool = False) -> None:
     """Writes an accumulator [rows, columns] to global memory.
 
     Args:
-      ref: [rows, columns] float32 reference. If `transposed`, [n, m] float32 or bfloat16, n up to `columns` and m up to
-        `rows`, which receives the first n columns and m rows.
+      ref: [rows, columns] float32 reference. If `transposed`: [n, m] float32 or bfloat16 reference, n up to `columns`
+        and m up to `rows`, for the first n columns of the first m rows.
       values: [rows, columns] float32 in the layout of an accumulator.
       transposed: whether to transpose the values.
     """
@@ -195,12 +196,12 @@ def _when_below(number, end):
 
 
 def _own_pairs(inbox, values):
-    """Yields each of this thread's registers, which hold two values, with a pointer to its place in an inbox."""
+    """Yields (register, pointer to its place in an inbox) for each of this thread's registers of two values each."""
     first_place = _own_place(inbox)
     for i, pair in enumerate(values.registers.flat):
         yield pair, mlir.at(first_place, 8 * mlir.THREADS * i)
 
 
 def _own_place(inbox):
-    """Returns a pointer to this thread's first two values in an inbox; two more follow every 8 * THREADS bytes."""
+    """Returns a pointer to this thread's first two values in an inbox. The next two are 8 * THREADS bytes further."""
     return mlir.at(mlir.shared_pointer(inbox), mlir.thread() * 8)

@@ -10,10 +10,10 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file for writing that appears at `path`, complete, when the context ends without an error.
+    """Opens a file for writing, which appears at `path`, complete, when the context ends without an error.
 
-    It then replaces an older file. Only the user may read it. Until then, the bytes are in a hidden file in the same
-    folder, which is removed if an error ends the context.
+    The file replaces an older file at `path`. Only the user may read and write it. Until the context ends, the bytes
+    are in a hidden file in the same folder. If an error ends the context, the hidden file is removed.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:

@@ -1,6 +1,6 @@
 """Checks of a kernel's arguments before its launch.
 
-They raise NotImplementedError. `dsv4_jax.ops` catches this error and computes the reference in XLA instead.
+The checks raise NotImplementedError. `dsv4_jax.ops` catches this error and computes the reference in XLA instead.
 """
 
 import jax
@@ -12,9 +12,9 @@ def check_array(name: str, array: jax.Array | None, dtype, *shape: int | None) -
 
     Args:
       name: name of the array, for the error.
-      array: the array, or None, which is an error.
-      dtype: the dtype.
-      shape: length of each axis; None for any length.
+      array: the array; None raises the error.
+      dtype: the dtype that the kernel takes.
+      shape: length of each axis that the kernel takes; None for any length.
     """
     if array is not None and array.ndim == len(shape) and array.dtype == dtype:
         if all(want in (None, got) for want, got in zip(shape, array.shape, strict=True)):
@@ -34,8 +34,8 @@ def check_rules(rules: dict[str, bool]) -> None:
     """Raises NotImplementedError with the first rule that does not hold.
 
     Args:
-      rules: {text of a rule: whether it holds}. The text completes "the kernel takes ..", as "up to 8 tokens, got 9"
-        does.
+      rules: {text of a rule: whether the rule holds}. The text completes the sentence "the kernel takes ..", such as
+        "up to 8 tokens, got 9".
     """
     for rule, holds in rules.items():
         if not holds:

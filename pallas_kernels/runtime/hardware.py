@@ -4,16 +4,17 @@ import jax
 
 
 # Number of streaming multiprocessors (SMs) of an H100 and an H200. Kernels divide their work by this constant, not by
-# the device's own number, so that sums are added in the same order and have the same bits on every device.
+# the number of SMs of the device, so that sums are added in the same order and have the same bits on every device.
 MULTIPROCESSORS = 132
-# Bytes of shared memory for a block's arrays: the maximum of 227 KiB, less 1 KiB for Mosaic's barriers.
+# Number of bytes of shared memory for a block's arrays: the maximum of 227 KiB, less 1 KiB for Mosaic's barriers.
 SHARED_BYTES = 226 << 10
 
 
 def why_no_mosaic_gpu() -> str | None:
-    """Returns None if the Mosaic GPU kernels run on the default device, else the reason why not.
+    """Returns None if the Mosaic GPU kernels run on the default device, else the reason why they do not.
 
-    The kernels need an NVIDIA GPU of compute capability 9.x (Hopper) as JAX's default backend: newer GPUs lack `wgmma`.
+    The kernels need an NVIDIA GPU of compute capability 9.x (Hopper) as JAX's default backend. Older and newer GPUs
+    lack the instruction `wgmma`.
     """
     backend = jax.default_backend()
     if backend != "gpu":
@@ -28,6 +29,6 @@ def why_no_mosaic_gpu() -> str | None:
 def runs_all_blocks_at_once() -> bool:
     """Returns whether the default device runs `MULTIPROCESSORS` blocks at once.
 
-    Without a GPU the result is True, because kernels are then only compiled for a GPU, not run.
+    Without a GPU the result is True, because kernels are then compiled for a GPU but not run.
     """
     return getattr(jax.devices()[0], "core_count", MULTIPROCESSORS) >= MULTIPROCESSORS

@@ -1,10 +1,10 @@
-"""Patches of JAX's lowering of kernels for GPUs. They are applied when the first kernel is made for a GPU.
+"""Patches of JAX's lowering of kernels for GPUs. `apply_patches` is called when the first kernel is made for a GPU.
 
 versions        patch
-JAX 0.11        two functions as in JAX 0.12. They halve the time to lower the kernels of a decode step. The modules
-                that Mosaic makes of the kernels are the same, byte for byte.
-PDL_VERSIONS    the attribute `uses_pdl` on the call of a kernel with programmatic dependent launch. Without it, CUDA
-                graphs do not overlap consecutive kernels.
+JAX 0.11        Two functions of Mosaic's search for register layouts become those of JAX 0.12. This halves the time to
+                lower the kernels of a decode step. The lowered modules stay the same, byte for byte.
+PDL_VERSIONS    The call of a kernel with programmatic dependent launch gets the attribute `uses_pdl`. Without the
+                attribute, CUDA graphs do not overlap consecutive kernels.
 """
 
 import functools
@@ -36,8 +36,8 @@ def apply_patches() -> None:
 def equal_variables(system: constraints.ConstraintSystem) -> dict[constraints.Variable, list[constraints.Variable]]:
     """Returns {variable: all other variables that equal it}, for each variable in an equation of two variables.
 
-    Equality is transitive. The variables are in order of appearance. The function of JAX 0.11, which this one replaces,
-    sorts them by the text of their operations, and takes 3 ms to print one operation.
+    Equality is transitive. The variables are in the order of their first appearance. The function of JAX 0.11, which
+    this function replaces, sorts variables by the text of their operations, and takes 3 ms to print an operation.
     """
     groups: dict[constraints.Variable, list[constraints.Variable]] = {}
     for constraint in system.constraints:
@@ -56,8 +56,8 @@ def join_systems(
 ) -> constraints.ConstraintSystem | constraints.Unsatisfiable:
     """Returns the constraints of both systems, or Unsatisfiable if they assign different layouts to a variable.
 
-    The function of JAX 0.11 compares all assignments of the first system, whose number grows with every operation of a
-    kernel. This function compares the assignments of the system that has fewer.
+    The function of JAX 0.11 looks up all assignments of the first system, whose number grows with every operation of a
+    kernel. This function looks up the assignments of the system that has fewer assignments.
     """
     if isinstance(other, constraints.Unsatisfiable):
         return other
@@ -70,9 +70,9 @@ def join_systems(
 
 
 def _marks_dependent_launches(lower):
-    """Wraps `lower`, JAX's lowering rule for kernels, so that it also sets `uses_pdl` on XLA's custom call.
+    """Wraps `lower`, JAX's lowering rule for kernels, so that XLA's custom call also gets the attribute `uses_pdl`.
 
-    JAX itself sets the attribute only on the MLIR module of the kernel.
+    JAX sets the attribute only on the MLIR module of the kernel.
     """
 
     @functools.wraps(lower)

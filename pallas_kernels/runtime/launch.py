@@ -1,8 +1,8 @@
 """Launches of kernels, and primitives, which are functions with separate code for a GPU and for the interpreter.
 
-Pallas interprets kernels on the CPU, but cannot interpret code that is written in MLIR. A function that needs such code
-is a primitive. The decorated function is written in jax.numpy, for the interpreter. The function registered with
-`mosaic` is the code for the GPU:
+Pallas interprets kernels on the CPU, but cannot interpret code that is written in MLIR. A function that needs MLIR is
+made a primitive. The decorated function is written in jax.numpy, for the interpreter. The function that is registered
+with `mosaic` is the code for the GPU:
 
     @primitive
     def sync_warp() -> None:
@@ -10,8 +10,8 @@ is a primitive. The decorated function is written in jax.numpy, for the interpre
 
     sync_warp.mosaic(lambda: mlir.inline(mgpu.utils.warp_barrier))
 
-The body of a kernel made by `kernel` calls it as `sync_warp()`. JAX's trace context holds whether the kernel is
-interpreted, so that JAX does not reuse an interpreted trace for a GPU or the reverse.
+The body of a kernel made by `kernel` calls the primitive as `sync_warp()`. JAX's trace context holds whether the kernel
+is interpreted. So JAX keeps separate traces for the interpreter and for the GPU.
 """
 
 import functools
@@ -37,19 +37,20 @@ def kernel(
 ) -> Callable:
     """Returns a kernel made by `plgpu.kernel`, whose body may call primitives, with programmatic dependent launch.
 
-    Blocks of the kernel may start while the last blocks of the previous kernel still run.
+    With this launch, blocks of the kernel may start while the last blocks of the previous kernel still run.
 
     Args:
-      body: the kernel's code, a function of references and keyword arguments for scratch.
+      body: the kernel's code, a function of references to the operands and the outputs, and of keyword arguments for
+        scratch.
       interpret: whether to interpret the kernel on the CPU, with the race detector on.
       grid, cluster: {name of an axis: its size}; None for one block.
-      waits_in_body: whether the body calls `wait_for_inputs` itself. Until it does, it may only read memory that no
-        kernel writes, such as weights. By default, it is called before the body.
-      options: arguments of `plgpu.kernel`. With `num_threads`, the number of warpgroups of a block, the warpgroups are
-        the axis "warpgroup".
+      waits_in_body: whether the body calls `wait_for_inputs` itself. Before this call, the body may only read memory
+        that no kernel writes, such as weights. If False, `wait_for_inputs` is called before the body.
+      options: arguments of `plgpu.kernel`. If `num_threads`, the number of warpgroups of a block, is given, the body
+        finds its warpgroup's index on the axis "warpgroup".
 
     Returns:
-      A function of the operands, which may be pytrees. The body gets references in the same structure.
+      A function of the operands, which may be pytrees. The body gets pytrees of references with the same structure.
     """
 
     if not interpret:
@@ -77,7 +78,7 @@ def axis_indices(*names: str) -> tuple[jax.Array, ...]:
 
 
 def wait_for_inputs() -> None:
-    """Waits until the previous kernels have ended and their writes are visible to this thread. Interpreted, no-op."""
+    """Waits until the previous kernels have ended and their writes are visible. Does nothing if interpreted."""
     if not interpreting():
         plgpu.griddepcontrol_wait()
 
@@ -88,7 +89,7 @@ def interpreting() -> bool:
 
 
 class Primitive[**P, R]:
-    """A function with one implementation in jax.numpy, for the interpreter, and one for the GPU; see the module."""
+    """A function with an implementation in jax.numpy for the interpreter, and another for the GPU; see the module."""
 
     def __init__(self, interpreted: Callable[P, R]):
         self._interpreted = interpreted
@@ -96,7 +97,7 @@ class Primitive[**P, R]:
         functools.update_wrapper(self, interpreted)
 
     def mosaic(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Registers the implementation for the GPU, a function of the same arguments."""
+        """Registers the implementation for the GPU, a function of the primitive's arguments. Returns this function."""
         self._mosaic = function
         return function
 

@@ -1,9 +1,9 @@
 """Weights that are stacked over the layers of a model. A kernel reads the weights of one layer.
 
-A kernel has an optional argument `layer`. Without it, the weights belong to one layer. With it, the weights have a
+A kernel has an optional argument `layer`. If it is None, the weights belong to one layer. Otherwise the weights have a
 leading axis of layers, and `layer` is the index on this axis. The index is an operand in global memory, because it is
-the counter of a loop in the program that calls the kernel. The previous kernel may write it, so it is read after
-`runtime.launch.wait_for_inputs`.
+the counter of a loop in the program that calls the kernel. The previous kernel may write the index, so the kernel reads
+it after `runtime.launch.wait_for_inputs`.
 """
 
 import jax
@@ -13,9 +13,10 @@ from pallas_kernels.runtime.checks import check_array
 
 
 def check_weight(name: str, weight: jax.Array | None, layer: jax.Array | None, dtype, *shape: int | None) -> None:
-    """Raises NotImplementedError unless a weight has this dtype and shape, after an axis of layers if `layer` is given.
+    """Raises NotImplementedError unless a weight has this dtype and shape.
 
-    `shape` is as in `check_array`.
+    If `layer` is given, the weight has a leading axis of layers before the axes of `shape`, which is as in
+    `check_array`.
     """
     check_array(name, weight, dtype, *([] if layer is None else [None]), *shape)
 
@@ -32,11 +33,11 @@ def layer_operand(layer: jax.Array | None) -> jax.Array | None:
 
 
 def weights_of_layer(weights_gmem, layer_gmem):
-    """Returns references to the weights of the kernel's layer. It is called within a kernel.
+    """Returns references to the weights of the kernel's layer, within a kernel.
 
     Args:
       weights_gmem: pytree of references to weights.
-      layer_gmem: reference to the operand that `layer_operand` made, or None if the weights belong to one layer.
+      layer_gmem: reference to the operand [1] int32 from `layer_operand`, or None if the weights belong to one layer.
     """
     if layer_gmem is None:
         return weights_gmem

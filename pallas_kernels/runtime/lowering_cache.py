@@ -1,14 +1,15 @@
 """Lowered kernels on disk, and worker processes that lower kernels in parallel.
 
-JAX keeps compiled programs in the folder `jax_compilation_cache_dir`, by their lowered text. Lowering the kernels of
-one decode step takes 20 to 30 seconds of Python, most of it Mosaic's search for register layouts. The text also depends
-on the kernels that the process lowered earlier, because Mosaic numbers them. Therefore the lowered module of each
-kernel is stored, as `jax.export` writes it, in the subfolder `kernels`. The name of a file is a hash of everything that
-the module depends on: the arguments' types, the static arguments, the kernels' sources, and the versions of JAX.
+JAX keeps compiled programs in the folder `jax_compilation_cache_dir`, and finds them by their lowered text. This does
+not save the lowering, which takes 20 to 30 seconds of Python for the kernels of one decode step, most of it in Mosaic's
+search for register layouts. And the text also depends on the kernels that the process lowered earlier, because Mosaic
+numbers them. Therefore the lowered module of each kernel is stored, as `jax.export` writes it, in the subfolder
+`kernels`. The name of a file is a hash of everything that the module depends on: the arguments' types, the static
+arguments, the kernels' sources, and the versions of JAX.
 
 A kernel that is not stored is lowered by a worker process, while this process continues to trace the program. Then a
-thread compiles it. When XLA compiles the program, it finds these kernels compiled, and need not compile one after the
-other.
+thread of this process compiles the kernel. When XLA compiles the program, it finds these kernels compiled already, and
+need not compile one after the other.
 """
 
 import contextlib
@@ -40,14 +41,15 @@ MAX_WORKERS = 8  # maximum number of worker processes; each takes 0.4 GB of memo
 
 
 def cached_trace(*static: str, writes: bool = False) -> Callable[[Callable], Callable]:
-    """Returns a decorator for a kernel's public function. It makes a program trace the function once per set of shapes.
+    """Returns a decorator for a kernel's public function, which a program then traces once per set of shapes.
 
-    A model has dozens of layers, and lowering a kernel takes seconds. The lowered kernel is also stored on disk. Under
-    `jax.vmap` the calls run one after another, because batched attention of 32 requests gave wrong results on a GPU.
+    This saves time, because a model has dozens of layers, and lowering a kernel takes seconds. The lowered kernel is
+    also stored on disk. Under `jax.vmap` the calls run one after another, because batched attention of 32 requests gave
+    wrong results on a GPU.
 
     Args:
-      static: names of the arguments, beside `interpret`, that are not arrays.
-      writes: whether the function writes its arguments in place. Such a function does not support `jax.vmap`.
+      static: names of the static arguments; `interpret` is always static.
+      writes: whether the function writes its arguments in place. If True, the function does not support `jax.vmap`.
     """
 
     def decorate(function):
@@ -78,8 +80,8 @@ def _call(on_arrays: Callable, function: Callable, args, kwargs, *arrays: jax.Ar
     Args:
       on_arrays: the function, bound to all arguments except arrays.
       function: the function that `cached_trace` decorates.
-      args, kwargs: all its arguments, with ShapeDtypeStructs in place of arrays.
-      arrays: its arrays.
+      args, kwargs: all arguments of the function, with ShapeDtypeStructs in place of arrays.
+      arrays: the arrays among the arguments.
 
     Returns:
       The results of the function.
@@ -96,8 +98,8 @@ def _call(on_arrays: Callable, function: Callable, args, kwargs, *arrays: jax.Ar
     else:
         results = jax.tree.unflatten(stored.out_tree, stored.out_avals)
         build = functools.partial(lambda exported: exported, stored)
-    # Within `jax.shard_map`, the types of the results have to name the mesh and the axes along which values differ.
-    # These are copied from the type of the first array.
+    # Within `jax.shard_map`, the types of the results have to name the mesh and the axes along which values differ. The
+    # axes are copied from the type of the first array.
     array_type = jax.typeof(arrays[0])
     mesh = jax.sharding.get_abstract_mesh()
     leaves, structure = jax.tree.flatten(results)
@@ -123,8 +125,8 @@ mlir.register_lowering(_kernel_p, mlir.lower_fun(_run, multiple_results=True))
 def _build(path: Path, function: Callable, args, kwargs) -> Callable[[], export.Exported]:
     """Returns a function that returns the lowered kernel.
 
-    If there are worker processes, one of them lowers the kernel from now on, and the function waits for the result.
-    Otherwise the function lowers the kernel itself, at its first call.
+    If there are worker processes, one of them starts to lower the kernel now, and the function waits for the result.
+    Otherwise the function lowers the kernel at its first call.
     """
     lower = functools.partial(_lower, path, function.__module__, function.__qualname__, args, kwargs)
     executors = _executors()
@@ -146,7 +148,7 @@ def _lower(path: Path, module: str, name: str, args, kwargs) -> bytes:
       path: file of the module.
       module: name of the Python module of the function that `cached_trace` decorates.
       name: name of the function.
-      args, kwargs: all its arguments, with ShapeDtypeStructs in place of arrays.
+      args, kwargs: all arguments of the function, with ShapeDtypeStructs in place of arrays.
     """
     function = getattr(importlib.import_module(module), name).__wrapped__.__wrapped__
     on_arrays, shapes = on_leaves(function, args, kwargs, lambda x: isinstance(x, jax.ShapeDtypeStruct))
@@ -156,7 +158,7 @@ def _lower(path: Path, module: str, name: str, args, kwargs) -> bytes:
 
 
 def _finish(lowering: Future[bytes], lower: Callable[[], bytes]) -> export.Exported:
-    """Waits for the module of a kernel from a worker, and compiles it. Calls `lower` itself if the worker failed."""
+    """Waits for the module of a kernel from a worker, and compiles it. If the worker failed, it calls `lower` here."""
     try:
         data = lowering.result()
     except Exception as error:
@@ -183,7 +185,7 @@ def _executors() -> tuple[Executor, Executor] | None:
     count = min(MAX_WORKERS, loky.cpu_count() // 2)
     if count < 2 or why_no_mosaic_gpu() is not None or not runs_all_blocks_at_once():
         return None
-    # Idle workers end after a minute. If one ends just when it is given a kernel, loky warns and starts another.
+    # Idle workers end after a minute. If a worker ends just when it gets a kernel, loky warns and starts another one.
     warnings.filterwarnings("ignore", "A worker stopped while some jobs were given", UserWarning)
     workers = loky.ProcessPoolExecutor(count, timeout=60, env={"JAX_PLATFORMS": "cpu"})
     return workers, ThreadPoolExecutor(count, "compile-kernels")
@@ -215,7 +217,7 @@ def _read(path: Path) -> export.Exported | None:
 def _write(path: Path, data: bytes) -> None:
     """Writes a lowered kernel to a file atomically, after its SHA-256 digest.
 
-    Errors are ignored, as in a read-only folder: the next process lowers the kernel again.
+    Errors, such as those of a read-only folder, are ignored. The next process then lowers the kernel again.
     """
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

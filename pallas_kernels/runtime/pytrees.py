@@ -1,4 +1,4 @@
-"""Frozen dataclasses that are pytrees, such as the operands of a kernel, and functions of some leaves of arguments."""
+"""Frozen dataclasses that are pytrees, such as a kernel's operands, and functions of some leaves of their arguments."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ def static_field(**options):
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, static_field))
 def pytree_dataclass[T](cls: type[T]) -> type[T]:
-    """Makes a class a frozen dataclass, and a pytree whose children are its fields except static ones."""
+    """Makes a class a frozen dataclass, and a pytree whose children are all fields except static fields."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
 
@@ -25,8 +25,8 @@ def on_leaves(
 
     Args:
       function: the function.
-      args, kwargs: its arguments, which may be pytrees.
-      is_wanted: function that returns whether a leaf is to remain an argument.
+      args, kwargs: the arguments of the function, which may be pytrees.
+      is_wanted: function of a leaf that returns whether the leaf is to remain an argument.
 
     Returns:
       (call, wanted). `wanted` is the list of the wanted leaves, and `call(*wanted)` is `function(*args, **kwargs)`.

@@ -10,8 +10,8 @@ def dispatch_warpgroups(warpgroup: jax.Array, roles: Mapping[int, Callable[[], N
     """Runs each warpgroup's role in a named scope, so that a profile shows the roles.
 
     Args:
-      warpgroup: int32 number of this warpgroup.
-      roles: warpgroup number -> function without arguments.
+      warpgroup: int32 scalar, index of this warpgroup in its block.
+      roles: {index of a warpgroup: function without arguments}. The scope has the name of the function.
     """
     for number, role in roles.items():
         pl.when(warpgroup == number)(jax.named_scope(role.__name__)(role))
