@@ -5,8 +5,8 @@
   front, with a few exceptions.
 - "module": names of transformers' modules, such as `model.layers.1.self_attn.kv_proj.weight`.
 
-The paths of this package's modules are those of "module", except for linear maps with the same input, which are fused
-into one `FusedLinear`.
+This package's modules have the paths of transformers' modules, except for linear maps with the same input, which are
+fused into one `FusedLinear`.
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ ENGRAM_TABLE = "engram.embedding"  # end of the paths of Engram's tables
 TABLES = ("embed_tokens.weight", ENGRAM_TABLE)  # ends of the paths of tables of which a step reads few rows
 # Rows for the parameters outside the layers. A row has the path in this package's model ("our path"), the name in the
 # release, the storage in the release's files (see `Weight`; "FP8" stands for the kind that the configuration says) and,
-# if it differs from our path, transformers' name. A row counts only if the model has a parameter at our path, and the
-# shape is that of the parameter.
+# if it differs from our path, transformers' name. A row is used only if the model has a parameter at our path. This
+# parameter gives the shape.
 _TOP = (
     (EMBEDDING, "embed.weight", "BF16"),
     ("model.norm.weight", "norm.weight", "BF16"),
@@ -143,8 +143,8 @@ class Weight:
       shape: shape of the parameter.
       dtype: storage of its tensors in the release's files: a `QuantizedKind`, or the dtype "BF16", "F32", or "I64" for
         ids of experts, the model's only integers.
-      sources: names of the stored tensors. Their values, one tensor after the other, are the parameter's in row-major
-        order.
+      sources: names of the stored tensors. Their values, one tensor after the other, are the values of the parameter in
+        row-major order.
       source_shape: shape of the values of each stored tensor.
     """
 
@@ -170,7 +170,7 @@ class Weight:
         return *self.shape[:-1], self.shape[-1] // 2
 
     def stored_dtype(self, storage: Storage) -> str:
-        """Returns what `dtype` is for the parameter's tensors in files with this storage, see `save_release`."""
+        """Returns the dtype or kind of the parameter's tensors in files of the given storage, see `save_release`."""
         if storage == "quantized" or self.dtype == "I64":
             return self.dtype
         return "BF16" if storage == "bfloat16" and self.dtype != "F32" else "F32"
