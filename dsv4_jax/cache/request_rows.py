@@ -45,7 +45,8 @@ class RequestRows:
       streams: [1, n, hc_mult * hidden] residual streams of the last n tokens, or None.
       ngram_ids: [1, n, 1] int32 compressed ids of the last n tokens, or None.
       groups: {name: PoolGroup} with only the states set: CompressorState [layers, n, width] of the last n tokens. With
-        `boundary`, see `read_request`, it is empty if windows do not overlap, and else holds half of the channels.
+        `boundary`, see `read_request`, a group is empty if its windows do not overlap, and otherwise holds the first
+        half of the channels.
     """
 
     swa: Rows
@@ -71,8 +72,8 @@ def read_request(
         - 1` tokens and, if entries overlap, the first half of the channels of the last `compress_rate` compressor rows.
 
     Returns:
-      RequestRows with as many rows as the rings have, zeros where a row is not live. With `boundary`, it has only the
-      rows listed there.
+      RequestRows with all rows of the slot's rings, zeros where a row is not live. With `boundary`, only the rows that
+      are listed at this argument.
     """
     schema = cache.schema
     slot = _local_slots(cache, slot)

@@ -1,4 +1,4 @@
-"""Products of low-rank adapters (LoRA), of which each token has its own or none."""
+"""Products with low-rank adapters (LoRA). Each token has one of several adapters, or none."""
 
 from collections.abc import Sequence
 
@@ -33,9 +33,9 @@ def add_adapters(
       outputs: for each map its output [T, m].
       x: [T, groups * k] input of the maps.
       downs: for each map [n, r, k] matrices of the n adapters, arrays or a `LayerSlice`. With several groups, the g-th
-        share of the map's m channels gets the products of the g-th share of the input channels.
+        slice of the map's m output channels gets the products of the g-th slice of the input channels.
       ups: for each map [m, n, r] matrices. All matrices and `scales[i] * down[i] @ x` are rounded to the dtype of x.
-      numbers: [T] int32 number of each token's adapter; none for other numbers, such as -1.
+      numbers: [T] int32 index of each token's adapter, 0 to n - 1. Any other value, such as -1, means no adapter.
       scales: factor of each adapter's product (static).
       implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take inputs, outputs and matrices in
         bfloat16, a number of tokens that is a multiple of 8 up to 64, and n * r that is a multiple of 64 up to 256.

@@ -63,10 +63,10 @@ def indexer_scores(
         not of the format "v4".
 
     Returns:
-      [T, E] float32 scores, with E = max_blocks * entries per block, or count * block_size if there are candidates. The
-      first `valid_lengths(positions[t])` values of row t, of candidates the first `candidate_lengths`, are scores, or
-      -inf for an entry without a block in the block table. Other values are unspecified: "xla" writes -inf, and a
-      kernel leaves the memory as it is.
+      [T, E] float32 scores, with E = max_blocks * entries per block, or count * block_size if there are candidates. In
+      row t, the first `valid_lengths(positions[t])` values are scores; with candidates, the first `candidate_lengths`
+      values. An entry without a block in the block table has the score -inf. All other values are unspecified: "xla"
+      writes -inf, and a kernel leaves the memory as it is.
     """
     entries = None if candidates is None else candidate_entries(candidates, block_size)
     q = round_index_query_xla(view.codec, q, positions, inv_freq)

@@ -68,8 +68,8 @@ def linear_swiglu(
 
     Args:
       x: [..., k] activations.
-      gate_up: [2 * n, k] matrix, of the types that `linear` takes. The first n rows are the gate's, the others those of
-        the up projection.
+      gate_up: [2 * n, k] matrix, of the types that `linear` takes. The first n rows are the matrix of the gate, the
+        other rows are the matrix of the up projection.
       limit: bound on the values of gate and up projection, see `ops.swiglu`.
       implementation: as in `linear`.
 
@@ -77,7 +77,7 @@ def linear_swiglu(
       [..., n] in the dtype of x.
 
     Raises:
-      ValueError: the weight has an odd number of rows, or not as many columns as `x` has channels.
+      ValueError: the weight has an odd number of rows, or its number of columns is not the number of channels of `x`.
     """
     rows = gate_up.shape[0]
     if rows % 2:

@@ -108,7 +108,7 @@ class _PagedView:
 
         Args:
           slots: slot of each entry; -1 = none.
-          entries: number of each entry within its request; -1 = none.
+          entries: index of each entry within its request; -1 = none.
 
         Returns:
           (block id or -1, row in the block, valid). An entry without a slot or an allocated block is not valid.
@@ -127,7 +127,10 @@ class _PagedView:
     def write(
         self, slots: Int[Array, "n"], entries: Int[Array, "n"], keep: Bool[Array, "n"], values: Float[Array, "n D"]
     ) -> Any:
-        """Encodes and stores `values` as entries where `keep`, except invalid ones. Returns the updated view."""
+        """Encodes `values` and stores them as entries where `keep` is True and the address is valid.
+
+        Returns the updated view.
+        """
         block, row, valid = self.address(slots, entries)
         rows = put(self.rows, self.codec.encode(values), keep & valid, self.layer, block, row)
         return dataclasses.replace(self, rows=rows)
