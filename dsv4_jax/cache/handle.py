@@ -321,7 +321,7 @@ class LayerCacheHandle(Summarized):
         return ops.entries_at(chosen, candidates, size)
 
     def by_tiles(self, function: Callable[..., Any], *arrays: Any, candidates: Int[Array, "T B"] | None = None) -> Any:
-        """Calls `function(handle, *arrays, candidates)`, for one tile of tokens at a time if all have many scores.
+        """Calls `function(handle, *arrays, candidates)`, in tiles of tokens if all have more than `MAX_SCORES` scores.
 
         This bounds the memory of a long chunk's scores in a long context.
 

@@ -96,7 +96,7 @@ def read_request(
         if boundary:
             states = jax.tree.map(lambda x: x[..., : x.shape[-1] // 2], states)
         elif overlap:
-            # Of the window before the open one, the next entry pools only the first half of the channels.
+            # The next entry pools only the first half of the channels of the window before the open one.
             states = jax.tree.map(functools.partial(_pooled_again, is_open=positions >= opened), states)
         groups[name] = states
     return all_reduce_bits(RequestRows(rows, streams, ngram_ids, groups), "slots")

@@ -53,7 +53,7 @@ class GroupSpec:
 class CompressorState:
     """A compressor's projections of recent tokens, for entries that are not complete yet.
 
-    They lie in a ring buffer: a token's row is `position % ring`.
+    The projections lie in a ring buffer: a token's row is `position % ring`.
 
     Attributes:
       kv: [layers, slots, ring, width] float32 values to pool.
@@ -280,7 +280,7 @@ class CacheSchema:
         """Returns {name: bytes} of the arrays that have a fixed size per slot."""
         return dict(self._slot_bytes)
 
-    # These are computed once, because an engine asks for the sizes at every step.
+    # The sizes are computed once, because an engine asks for them at every step.
     @functools.cached_property
     def _block_bytes(self):
         return self._group_bytes({"entries": "entries", "keys": "indexer keys"})

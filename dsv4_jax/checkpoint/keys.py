@@ -270,6 +270,6 @@ def is_image_part(name: str, *, biases: bool) -> bool:
 def is_draft_copy(name: str) -> bool:
     """Whether a tensor of a draft layer is a copy of the model's embedding or head.
 
-    The rule is that of the release's conversion script: the name contains "emb" or ends with "head.weight".
+    The rule comes from the release's conversion script: the name contains "emb" or ends with "head.weight".
     """
     return is_draft(name) and ("emb" in name or name.endswith("head.weight"))

@@ -248,7 +248,7 @@ class _Loader:
         return None if self._mesh is None else parameter_sharding(variable, self._mesh, self._expert_parallel)
 
     def load(self, weights: list[Weight], views: list[ParameterView], memory: ExpertMemory | None) -> None:
-        """Loads all weights of a variable. They are converted to its dtype unless it is quantized.
+        """Loads all weights of a variable. Unless the variable is quantized, values are converted to its dtype.
 
         Args:
           weights: the weights.

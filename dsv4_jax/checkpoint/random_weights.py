@@ -357,7 +357,7 @@ def _scales(words, shape):
 
 
 def _codes(words, shape, scales, kind):
-    """Returns codes and scales without NaN. Their values are about as large as those of `_normal` with mean 0."""
+    """Returns codes and scales without NaN. The values are about as large as the values of `_normal` with mean 0."""
     codes = _bytes(words, shape)
     if kind == "FP4":
         return codes, _scales(words, scales)

@@ -17,7 +17,7 @@ class TensorLoss:
 
     @property
     def error(self) -> float:
-        """The relative error: the root mean square of the differences over that of the values."""
+        """The relative error: the root mean square of the differences divided by the root mean square of the values."""
         return math.sqrt(self.differences / self.values) if self.differences else 0.0
 
 

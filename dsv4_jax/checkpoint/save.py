@@ -150,7 +150,7 @@ def total_bytes(headers: Iterable[list[TensorHeader]]) -> int:
 
 
 def tensor_headers(weight: Weight, weights: Storage) -> Iterator[list[TensorHeader]]:
-    """Yields a list for each stored tensor of a parameter: its header, then that of its scales if it is quantized."""
+    """Yields a list for each stored tensor of a parameter: its header, then the header of its scales if it has any."""
     dtype = weight.stored_dtype(weights)
     for name in weight.sources:
         if not is_quantized_kind(dtype):

@@ -2,11 +2,11 @@
 
 - FP8: codes F8_E4M3 [out, in], and scales F8_E8M0 [ceil(out / 128), ceil(in / 128)], one per block of 128 x 128. In
   V4.1 blocks are 32 x 32, and in the tables of Engram 1 x 32.
-- FP4: codes I8 [out, in / 2], and scales F8_E8M0 [out, in / 32], one per 32 inputs. A byte has two e2m1 codes, that of
-  the even input in the low nibble.
+- FP4: codes I8 [out, in / 2], and scales F8_E8M0 [out, in / 32], one per 32 inputs. A byte has the e2m1 codes of two
+  inputs, the even one in the low nibble.
 
 A scale of byte e is 2 ** (e - 127); byte 255 is NaN. The dtype of the codes in the file says whether a weight is FP8 or
-FP4, not config.json. The shape of the scales must be that of the configuration's blocks, or of blocks of 1 x 32.
+FP4, not config.json. The shape of the scales must fit the configuration's blocks, or blocks of 1 x 32.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.flo
 class QuantizedTensor:
     """A quantized weight: its codes, its scales, and the kind of storage.
 
-    It has the properties of a `StoredTensor` that loading needs.
+    This class has the properties of a `StoredTensor` that loading needs.
     """
 
     codes: StoredTensor

@@ -58,7 +58,7 @@ class TokenBytes:
         self._is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
 
     def __getitem__(self, token: int) -> bytes | None:
-        """Returns the bytes of a token; for a special token, those of its name. None if they cannot be determined."""
+        """Returns the bytes of a token, or of the name of a special token; None if they cannot be determined."""
         name = self._tokenizer.id_to_token(token) or ""
         is_byte_level = self._is_byte_level and token not in self._named_otherwise
         if is_byte_level and self._bytes.keys() >= set(name):

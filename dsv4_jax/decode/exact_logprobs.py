@@ -85,7 +85,7 @@ def logprobs(
 
 
 def _local_logprobs(shape, model, tokens, lengths, adapters):
-    """Computes `logprobs` of the sequences of a shard. The model's arrays are those of this device."""
+    """Computes `logprobs` of the sequences of a shard. The model's arrays are this device's shards."""
     slots, positions = _places(tokens.shape, lengths)
     flat = tokens.reshape(-1)
     targets = jnp.roll(flat, -1)

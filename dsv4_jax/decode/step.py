@@ -215,7 +215,7 @@ def sample_step(
         n is the number of slots.
       sampling: sampling parameters, one for all requests (static) or arrays [slots].
       seeds: [slots] one seed per slot; None = zeros.
-      logprobs: the log-probabilities to compute besides those of the drawn tokens; None = no others.
+      logprobs: which log-probabilities to compute besides those of the drawn tokens; None = no further ones.
       earlier: tokens of the batch that only the device knows; None = the batch has all tokens.
       token_mask: [n, ceil(vocab / 32)] uint32 bits, the tokens that may be drawn, as in `sample`; None = all.
       processor: changes the logits before `token_mask` and `sampling` apply; it has the states of all slots. At most

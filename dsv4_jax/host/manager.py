@@ -338,7 +338,7 @@ class KVCacheManager(Summarized):
         return any(self.requests.fits(shard, num_tokens) for shard in range(self.shards.count))
 
     def free_slots_beside(self, slot: int) -> int:
-        """Returns the number of free slots in the shard of a slot: as many copies can `fork` make of its request."""
+        """Returns the number of free slots in the shard of a slot, which limits the copies that `fork` can make."""
         return len(self.requests.free_slots(self.shards.of(slot)))
 
     def missing_blocks(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -54,7 +54,7 @@ class DSparkDrafts(DraftLayers):
 
     The input of a block is the request's newest token, which the model has not run yet, followed by `noise_token_id`.
     Each token of a block sees the whole block and the window before it. The window rows of earlier tokens are computed
-    from the streams of the model's target layers, see `write`. Embedding and head are those of the argument `model`.
+    from the streams of the model's target layers, see `write`. Methods use the embedding and the head of `model`.
 
     Attributes:
       layers: LayerStack of DecoderLayers.

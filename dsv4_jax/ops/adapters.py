@@ -27,7 +27,7 @@ def add_adapters(
 ) -> tuple[Float[Array, "T _"], ...]:
     """Adds `scales[i] * up[:, i] @ down[i] @ x` to the outputs of maps of x, where i is the token's adapter.
 
-    The gradient is that of "xla", whichever implementation computes the values.
+    Gradients always come from "xla", whichever implementation computes the values.
 
     Args:
       outputs: for each map its output [T, m].
@@ -54,8 +54,8 @@ def _add_xla(outputs, x, downs, ups, numbers, *, scales):
     for y, down, up in zip(outputs, downs, ups, strict=True):
         tokens, channels = y.shape
         number, rank, depth = down.shape
-        # Products with the matrices of all adapters, of which only those of the token's adapter are kept. Their cost
-        # does not depend on how the tokens are distributed over the adapters.
+        # x is multiplied by the matrices of all adapters, and only the products of the token's adapter are kept. The
+        # cost of this does not depend on how the tokens are distributed over the adapters.
         inner = _multiply(x.reshape(-1, depth), down.reshape(-1, depth)).reshape(tokens, -1, number, rank)
         groups = inner.shape[1]
         inner = round_to(inner * factors[:, None, :, None], x.dtype).reshape(tokens, groups, -1)

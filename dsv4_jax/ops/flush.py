@@ -331,7 +331,7 @@ def _pool_windows(state, kv, gate, closing, slot, position, run_start):
 
     before_start = (source < 0)[..., None]
     logits = jnp.where(before_start, -jnp.inf, half(gate, state.gate))
-    # Where there is no window, all logits may be -inf. The softmax then has derivatives NaN, which no later mask
+    # In rows without a window, all logits may be -inf. The softmax then has NaN derivatives, which no later mask
     # removes.
     logits = jnp.where((closing >= 0)[:, None, None], logits, 0.0)
     values = jnp.where(before_start, 0.0, half(kv, state.kv))

@@ -59,8 +59,8 @@ def hyper_connections(
     """Applies the post-mapping of one block, then the pre-mapping and the norm of the next block.
 
     The steps are `apply_post`, `mixing_weights`, `apply_pre` and an RMS norm. Section 2.2 of the DeepSeek-V4 report has
-    the formulas. The new streams and the collapsed streams are rounded to the streams' dtype before they are used. The
-    gradient is that of "xla".
+    the formulas. The new streams and the collapsed streams are rounded to the streams' dtype before they are used.
+    Gradients always come from "xla".
 
     Args:
       streams: [T, h, D] residual streams before the block.

@@ -31,7 +31,7 @@ def linear(
 ) -> tuple[Float[Array, "... _"], ...]:
     """Computes `x @ weight.T` with exact products and float32 sums, and splits it into the outputs of `spec`.
 
-    The gradient is that of "xla", whichever implementation computes the values.
+    Gradients always come from "xla", whichever implementation computes the values.
 
     Args:
       x: [..., num_groups * k] activations.
@@ -64,7 +64,7 @@ def linear_swiglu(
 ) -> Float[Array, "... n"]:
     """Computes the SwiGLU of the two halves of `x @ gate_up.T`. Products and result are rounded to the dtype of x.
 
-    The gradient is that of "xla", whichever implementation computes the values.
+    Gradients always come from "xla", whichever implementation computes the values.
 
     Args:
       x: [..., k] activations.

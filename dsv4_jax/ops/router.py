@@ -82,8 +82,8 @@ def router(
 
     Either a bias or a table selects the experts. Their weights are their scores, scaled to the sum `scaling_factor`.
 
-    Implementations add up products in different orders. They may select different experts if two scores are equal up to
-    float32 rounding. The gradient is that of "xla".
+    Implementations add up products in different orders, so they may select different experts if two scores are equal up
+    to float32 rounding. Gradients always come from "xla".
 
     Args:
       x: [T, D] activations.

@@ -1,7 +1,7 @@
 """Typed views of the arrays of the KV cache that belong to one layer, as ops take them.
 
 A view holds the arrays of all layers of a kind, stacked on axis 0, and the layer's index on this axis. Ops read and
-write single rows of the stack, because slicing the layer out of it would copy a whole pool.
+write single rows of the stack, because slicing out the layer would copy a whole pool.
 """
 
 import dataclasses
@@ -175,7 +175,7 @@ class IndexerView(_PagedView):
 class StateView:
     """The compressor state of one layer: projections of recent tokens, for entries that are not complete yet.
 
-    It is a ring buffer for each slot: a token's row is `position % ring`.
+    The state is a ring buffer for each slot: a token's row is `position % ring`.
 
     Attributes:
       kv: [layers, slots, ring, width] float32 values to pool; None if a window is a single token.

@@ -395,8 +395,8 @@ class PrefixCache(Summarized):
         keep their blocks, but these are not cached again.
 
         Args:
-          key: name of the new weights. It is required with `files`: prefixes that earlier processes computed with
-            these weights are found by it. None = a name that no other weights had.
+          key: name of the new weights. With `files` a name is required, because prefixes that earlier processes
+            computed with these weights are found by their name. None = a name that no other weights had.
 
         Raises:
           ValueError: `key` is the name of the weights so far, it is None although there are files, or another prefix
@@ -426,7 +426,7 @@ class PrefixCache(Summarized):
     def save(self, cache: KVCache) -> None:
         """Writes the cached blocks and snapshots to the files, up to `max_bytes` of the files, and waits for the disk.
 
-        Nothing is evicted. If not all blocks fit, those of running requests come first, then the most recently used.
+        Nothing is evicted. If not all blocks fit, blocks of running requests come first, then the most recently used.
 
         Args:
           cache: the cache after a step; only read.
