@@ -131,7 +131,7 @@ def measure(config: DSV4Config, options: StepOptions, report: Row, *, loop: bool
     """Makes the model and yields the results of all cases.
 
     All steps are timed before the first profile, because launches take up to twice as long after a profile. The
-    bandwidth of a copy is measured with a profile, too, and so after the steps.
+    bandwidth of a copy is measured with a profile, too, and therefore after the steps.
 
     Args:
       config: configuration of the model.

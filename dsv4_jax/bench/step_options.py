@@ -116,7 +116,7 @@ class ModelSetup:
 class StepOptions(ModelSetup):
     """Options of `dsv4-jax bench layer`, `model` and `prefill`.
 
-    If `layers` is 0, all layers are measured, or the largest number of layers that fits the device.
+    If `layers` is 0, all layers are measured, or as many of them as the device can hold.
 
     Attributes:
       batches: batch sizes to measure, in requests.

@@ -206,7 +206,7 @@ def _weight(shapes: Mapping[str, tuple[int, ...]], path: str, names: str, dtype:
     Args:
       shapes: shape of each parameter of the model by path.
       path: path of the parameter.
-      names: names of its tensors, separated by spaces. One with {expert} stands for a tensor of each expert.
+      names: names of its tensors, separated by spaces. A name with {expert} stands for a tensor of each expert.
       dtype: storage in the release's files. "FP4" becomes "BF16" if the inputs do not divide into FP4's groups.
     """
     shape = shapes.get(path)
@@ -246,7 +246,7 @@ def detect_naming(config: DSV4Config, names: Iterable[str]) -> Naming:
 
 
 def tied(table: list[Weight], names: Collection[str]) -> Iterator[Weight]:
-    """Yields the weights of the table. If `names` lacks the head's tensor, the head gets the embedding's as source."""
+    """Yields the weights of the table. If `names` lacks the head's tensor, the head takes the embedding's tensor."""
     (embedding,) = (weight.sources for weight in table if weight.path == EMBEDDING)
     for weight in table:
         absent = weight.path == HEAD and weight.sources[0] not in names

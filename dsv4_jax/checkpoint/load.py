@@ -81,8 +81,8 @@ def load_checkpoint(
       host_tables: places Engram's tables in host memory, from which each device reads the rows of a step; the tables
         take 203 GB in V4.1-Flash. None = the tables lie on the devices, unless there is an `expert_memory`.
       progress: whether to show a progress bar on standard error.
-      on_outline: function that is called before weights are read, with the model that has `jax.ShapeDtypeStruct` in
-        place of arrays, so that its programs can be compiled meanwhile. None = no call.
+      on_outline: function that is called before weights are read, with a model that has `jax.ShapeDtypeStruct` in
+        place of arrays. The function can begin to compile programs with this model meanwhile. None = no call.
 
     Returns:
       The model. Tensors of draft layers are left out if the configuration has no draft layers. The tensors of V4.1's

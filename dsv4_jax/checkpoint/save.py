@@ -34,7 +34,7 @@ def save_release(
     shard_bytes: int = 5 * 10**9,
     progress: bool = False,
 ) -> None:
-    """Writes the weights of a model, and config.json with the names of fields that the release uses, to a folder.
+    """Writes the weights of a model to a folder, and a config.json whose fields have the names of the release.
 
     A model with Engram can be loaded again only if its tokenizer.json lies in the folder, too.
 

@@ -68,7 +68,7 @@ class QuantizedTensor:
         return int(np.count_nonzero(codes & 0x7F == 0x7F))
 
     def load(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Returns the exact values of rows `start` to `stop - 1`, [rows, in] float32; infinite if out of range.
+        """Returns the exact values of rows `start` to `stop - 1`, [rows, in] float32; infinite if float32 overflows.
 
         `start` must be a multiple of the number of rows in a block. None for `stop`, or a `stop` beyond the last row,
         means all rows from `start` on.

@@ -49,11 +49,11 @@ def logprobs(
     The values equal `Request.logprobs` in a batch-invariant engine with this model, bit for bit: the sequences run in
     chunks of `token_budget` tokens, with the shapes and the cache of the engine's program.
 
-    The gradient is the gradient of the same computation with the cache in `FakeQuantFormat`, at the values of the
-    rollout: straight-through where rows are quantized. The backward pass computes chunks and layers again, from a copy
-    of the cache before each chunk, in the cache's own format. The memory of these copies grows with the square of the
-    number of tokens: divide a large batch, and add up the gradients. Padding costs as much time as tokens, so pack
-    sequences whose lengths differ much.
+    Gradients are taken at the values of the rollout. For them the cache counts as one in `FakeQuantFormat`, through
+    whose quantized rows gradients pass unchanged (straight-through). The backward pass computes chunks and layers
+    again, from a copy of the cache before each chunk, in the cache's own format. The memory of these copies grows with
+    the square of the number of tokens: divide a large batch, and add up the gradients. Padding costs as much time as
+    tokens, so pack sequences whose lengths differ much.
 
     If the model lies on a mesh, its devices compute as in a step of an engine on this mesh, and each gradient has the
     sharding of its parameter. Axis 0 of tokens, lengths, adapters and result is sharded over the mesh axis "data".

@@ -144,7 +144,7 @@ class SlotRows:
 
         Args:
           tokens: [n] the token drawn in each row.
-          last: [slots] index in [0, n) of the last row whose token counts; -1 = no token counts.
+          last: [slots] index in [0, n) of the last row whose drawn token becomes part of the request; -1 = no such row.
         """
         state = self.processor.state
         for i in range(self.rows.shape[1]):

@@ -23,7 +23,8 @@ class SamplingParams:
         among equal ones.
       top_k: number of largest logits to keep. Logits that equal the smallest of these are kept, too. 0 = keep all.
       top_p: probability that the kept tokens must reach together. Of the tokens that `top_k` keeps, the smallest set of
-        most probable ones that reaches it is kept. Tokens as probable as the last of these are kept, too. 1 = keep all.
+        most probable tokens that reaches this probability is kept. Tokens as probable as the last one in this set are
+        kept, too. 1 = keep all.
 
     Raises:
       TypeError: a parameter is not a number, or `top_k` is not an integer.

@@ -28,14 +28,14 @@ class Layout:
     prefill: bool
 
     def place(self, values: np.ndarray, padding: int) -> np.ndarray:
-        """Puts the values of tokens in the tokens' places.
+        """Returns an array with one value for each of the T places of tokens.
 
         Args:
           values: [total number of tokens] one value for each token, request by request.
           padding: value of the places that have no token.
 
         Returns:
-          Array [T] int32.
+          [T] int32, each token's value at the token's index.
         """
         array = np.full(self.slots.shape, padding, np.int32)
         array[self.indices] = values

@@ -628,9 +628,10 @@ class KVCacheManager(Summarized):
     def truncate(self, cache: KVCache, slot: int, length: int) -> tuple[int, KVCache]:
         """Truncates a request to any length.
 
-        Down to `min_length` no token has to run again. Below it, the rows that the next token reads are overwritten.
-        The request then goes back to the last block boundary up to `length` for which a `PrefixCache` has a snapshot,
-        or to no tokens if there is no such boundary. The caller runs the tokens from there up to `length` again.
+        If `length` is at least `min_length`, no token has to run again. If it is less, the rows that the next token
+        reads are overwritten. The request then goes back to the last block boundary up to `length` for which a
+        `PrefixCache` has a snapshot, or to no tokens if there is no such boundary. The caller runs the tokens from
+        there up to `length` again.
 
         Blocks beyond the kept tokens are released. If the last kept block is not full and is shared, it is replaced by
         a copy, since later tokens are written to it.

@@ -108,7 +108,7 @@ class PrefixCache(Summarized):
           manager, every, max_bytes, debug, files: see the class.
           key: name of the model's weights. Other weights must have another name, see
             `checkpoint.weights_fingerprint`.
-          seed: secret seed of the hashes. Without it nobody can construct prompts whose hashes collide.
+          seed: secret seed of the hashes. Nobody who does not know it can construct prompts whose hashes collide.
 
         Raises:
           ValueError: `every` is not positive, `max_bytes` is less than a snapshot's size, the limit of `files` is less
@@ -265,10 +265,10 @@ class PrefixCache(Summarized):
     ) -> None:
         """Caches a request's full blocks, and a snapshot at the end of its last full block if `every` asks for it.
 
-        Nothing is cached of a request whose first rows come from earlier weights.
+        A request whose first rows come from earlier weights is not cached.
 
         A snapshot can only be read if the request's length is at the block's end or can still be rewound to it. So call
-        this after steps that end at a block boundary, and after rejected drafts were rewound.
+        this method after steps that end at a block boundary, and after rejected drafts were rewound.
 
         Args:
           cache: the cache after the step; only read.
