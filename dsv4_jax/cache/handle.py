@@ -129,8 +129,8 @@ class LayerCacheHandle(Summarized):
           kv: [T, head_dim] float32 projections, or [T, 2 * head_dim] if the windows of entries overlap.
           gate: float32 pooling logits without position bias, with kv's shape; None if a window is a single token.
           weights: the compressor's other parameters.
-          index: (kv, gate, weights) of the compressor of index keys, with the keys' dim for head_dim. Required if the
-            layer has such a compressor, otherwise None.
+          index: (kv, gate, weights) of the compressor of index keys, with index_head_dim in place of head_dim. Required
+            if the layer has such a compressor, otherwise None.
 
         Raises:
           ValueError: the layer stores no entries, `index` is missing or superfluous, or a shape is wrong.

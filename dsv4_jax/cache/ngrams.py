@@ -24,8 +24,8 @@ def advance_ngrams(cache: KVCache, batch: Batch, token_map: Int[Array, "vocab"])
 
     Returns:
       ([T, max_ngram_size] int32 compressed ids: the id of the token itself, of the token before it, and so on; the
-      cache with the new ids). Some ids are replaced by the compressed id of `EngramConfig.pad_token_id`: those before
-      the start of the request, those up to the last part of an image, and those of padding.
+      cache with the new ids). Some ids are replaced by the compressed id of `EngramConfig.pad_token_id`: ids before the
+      start of the request, ids up to the last part of an image, and ids of padding.
     """
     engram = cache.schema.config.engram
     assert engram is not None

@@ -122,7 +122,7 @@ class KVCache(Summarized):
         return dataclasses.replace(self, expert_counts=jnp.zeros(shape, jnp.int32, device=where))
 
     def with_groups(self, new: dict[str, PoolGroup]) -> "KVCache":
-        """Returns the cache with fields of its groups replaced: those that are not None in `new` {name: PoolGroup}."""
+        """Returns the cache with group fields replaced by those fields of `new` {name: PoolGroup} that are not None."""
         groups = {name: group.replace(new.get(name, PoolGroup())) for name, group in self.groups.items()}
         return dataclasses.replace(self, groups=groups)
 

@@ -107,7 +107,7 @@ class DSparkDrafts(DraftLayers):
           model, streams, cache, batch, draw, count: as in `decode.drafts.Drafts.draft`; the streams are not used.
 
         Returns:
-          As `decode.drafts.Drafts.draft` does; the confidences are logits.
+          The tuple of `decode.drafts.Drafts.draft`, with confidence logits.
         """
         assert isinstance(self.config.drafts, DSparkConfig)
         size = self.config.drafts.block_size

@@ -162,7 +162,7 @@ def add_adapters(
       place: whether to call `place_adapters`; False if the caller first writes values to the adapters.
 
     Raises:
-      TypeError: a name is no text, `targets` is text, or a number is of another type.
+      TypeError: a name is no text, `targets` is text, or `rank` or a scale has a wrong type.
       ValueError: the model has adapters already, names are empty or not different, no layer has a target, or `rank` or
         `scales` are wrong.
     """
@@ -238,7 +238,7 @@ def _in_features(fused):
 
 
 def merge_adapter(model: Any, name: str) -> Any:
-    """Returns a copy of a model without adapters, to whose weights the product of one adapter is added.
+    """Returns a copy of a model in which one adapter's products are added to the weights, and which has no adapters.
 
     Weights that get a product are no longer quantized: they have the dtype of unquantized weights of the model.
 

@@ -106,7 +106,7 @@ class MTPDrafts(DraftLayers):
           model, streams, cache, batch, draw, count: as in `decode.drafts.Drafts.draft`.
 
         Returns:
-          As `decode.drafts.Drafts.draft` does, without confidences (None).
+          The tuple of `decode.drafts.Drafts.draft`, with None in place of confidence logits.
         """
 
         def draft_one(carry: Any, _: None) -> tuple[Any, Any]:

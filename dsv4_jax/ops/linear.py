@@ -119,9 +119,9 @@ def _check(x, weights, spec, norm):
 
 
 def _fit_one_launch(x, weights):
-    """Returns whether one kernel launch can multiply x by all weights: FP8 and perhaps bfloat16, and few tokens.
+    """Returns whether one kernel launch can multiply x by all weights.
 
-    All FP8 weights must be of one kind.
+    It can for few tokens, and for FP8 weights of one kind, also together with bfloat16 weights.
     """
     kinds = {weight.kind if isinstance(weight, QuantizedWeight) else weight.dtype for weight in layer_value(weights)}
     return (
