@@ -50,8 +50,8 @@ _DRAFT_INPUTS = (
     ("main_proj.weight", "main_proj.weight", "FP8"),
     ("main_norm.weight", "main_norm.weight", "BF16"),
 )
-# Rows for the parameters that compute the outputs of the draft layers. The prefixes are the same, but N is the last
-# draft layer.
+# Rows for the parameters that compute the outputs of the draft layers. The prefixes are as in `_DRAFT_INPUTS`, but N is
+# the last draft layer.
 _DRAFT_OUTPUTS = (
     ("norm.weight", "norm.weight", "BF16"),
     ("hc_head.hc_fn", "hc_head_fn", "F32"),

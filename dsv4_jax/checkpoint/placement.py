@@ -69,7 +69,7 @@ def fill(target: np.ndarray, pieces: Pieces, check: Check | None = None) -> None
     with concurrent.futures.ThreadPoolExecutor() as pool:
         # For a small array, starting threads would take longer than copying.
         run = pool.map if target.nbytes > _BLOCK_BYTES else map
-        for number, index in enumerate(np.ndindex(stack)):  # one piece after another, since each may be made in memory
+        for number, index in enumerate(np.ndindex(stack)):  # one piece at a time, since a piece may be made in memory
             part = target[index] if stack else target
             blocks = _blocks(number, np.asarray(pieces[number]()).reshape(part.shape), part)
             collections.deque(run(functools.partial(_fill_block, check=check), blocks), maxlen=0)

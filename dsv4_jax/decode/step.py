@@ -383,7 +383,7 @@ def last_accepted(
     is_rejected = is_draft & (batch.token_ids[tokens_index] != jnp.roll(tokens, 1))
     last_rejected = jax.lax.cummax(jnp.where(is_rejected, index, -1))
     first_of_request = jax.lax.cummax(jnp.where(is_draft, 0, index))
-    # An entry is accepted if no entry of its request is rejected from the request's first entry up to this entry.
+    # An entry is accepted if neither it nor an earlier entry of its request is rejected.
     is_accepted = last_rejected < first_of_request
     accepted_slots = jnp.where(is_accepted & (slots >= 0), slots, num_slots)  # `num_slots` is dropped below
     return jnp.full((num_slots,), -1, jnp.int32).at[accepted_slots].max(index, mode="drop")

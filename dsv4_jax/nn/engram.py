@@ -120,8 +120,8 @@ def look_up_ahead(
       (x, {index of a layer: [T, rows, head_dim], argument `rows` of its Engram}).
     """
     looked_up = {}
-    # The last layer's look-up starts first, so that a pair of start and end lies within another one or apart from it.
-    # XLA records a step as few CUDA graphs then, because each pair that is interleaved with another one divides them.
+    # The last layer's look-up starts first, so that a pair of start and end lies within another pair or apart from it.
+    # XLA then records a step as few CUDA graphs: a graph is divided where two pairs are interleaved.
     for layer in sorted(modules, reverse=True):
         with jax.named_scope("engram"):
             row_ids = modules[layer].row_ids(ngrams)

@@ -83,7 +83,8 @@ class Router(nnx.Module):
         routing = ops.router(x, weight, bias, table, token_ids if self.hashed else None, slots, images, **sizes)
         if forced_experts is None:
             return routing
-        # The given experts are a table by the token's index in the batch. XLA computes the scores once for both calls.
+        # The second call gets the forced experts as a table, with each token's index in the batch in place of its id.
+        # XLA computes the scores once for both calls.
         table = jnp.maximum(jnp.where(forced_experts >= 0, forced_experts, routing.experts), 0)
         return ops.router(x, weight, None, table, jnp.arange(len(table), dtype=jnp.int32), slots, **sizes)
 

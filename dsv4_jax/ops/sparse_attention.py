@@ -25,7 +25,7 @@ from pallas_kernels.sparse_attention import (
 )
 
 
-# The number of query tokens that XLA computes at a time. It bounds the memory of the rows that are gathered for them.
+# The number of query tokens that XLA computes at a time. It bounds the memory for the rows that these tokens gather.
 QUERY_BLOCK = 32
 # The largest score of a token that sees no row. It is finite, so that the difference of two such values is not NaN.
 LOWEST = -1e30

@@ -168,7 +168,7 @@ class PrefixFiles(Summarized):
         self._pending_bytes = 0
         self._pending = threading.Condition()
         self._warned: dict[str, float] = {}
-        self._unlisted_bytes = 0  # written since the folder was listed
+        self._unlisted_bytes = 0  # number of bytes written since the folder was listed
         partial = self.directory / f".{'0' * 64}.block.{secrets.token_hex(8)}"
         try:
             make_private_folder(self.directory)

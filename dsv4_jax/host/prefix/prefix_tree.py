@@ -117,7 +117,7 @@ class PrefixTree:
                 released.append(node)
             elif not node.in_use:
                 self.idle[self._allocator.shard(node.block)][node.block] = node
-        for node in sorted(released, key=lambda node: -node.length):  # as a request releases its last block first
+        for node in sorted(released, key=lambda node: -node.length):  # a request releases its last block first
             self._clock += 1
             node.last_used = self._clock
             self.idle[self._allocator.shard(node.block)][node.block] = node
