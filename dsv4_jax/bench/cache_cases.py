@@ -37,8 +37,7 @@ _ATTENTION_AGREES = close(relative=2**-6, absolute=2**-6)
 def append_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of `append_swa`, and of `norm_rope_append`, which corresponds to a fused kernel of other projects.
 
-    T tokens belong to T requests. With T=8192, each request instead has as many tokens as a window holds, as in a
-    prefill.
+    T tokens belong to T requests. With T=8192, each request instead has `sliding_window` tokens, as in a prefill.
     """
     for tokens in (1, 8, 64, 256, 8192):
         yield _append_case(schema, tokens)
@@ -191,11 +190,11 @@ def _attention_case(schema, group, tokens, attended, entries, shared=0):
 
 
 def flush_cases(schema: CacheSchema) -> Iterator[Case]:
-    """Yields cases of `flush`, for entries and, if a group has them, index keys.
+    """Yields cases of `flush`, which makes the entries of a group of layers, and index keys if the group has any.
 
     If keys are made from the pooled vectors of the entries (V4.1), a case has the two halves of `flush`, without the
     projection between them. There are decode steps in which every request completes a compression window, decode steps
-    in which none does, and a prefill.
+    in which no request does, and a prefill.
     """
     for group in schema.groups.values():
         for shape in _FLUSH_SHAPES:
@@ -285,7 +284,7 @@ def _flush_bytes(group, codec, tokens, closed):
 
     The request's tokens complete `closed` windows. The flush reads the projections and writes them to compressor state
     rows, at most to a full ring of rows. For each new entry, it writes a row. Only a decode step reads the other rows
-    of the ring to make the entry. If an entry is a single token, there are no logits and no state.
+    of the ring to make the entry. If an entry is made from a single token, there are no logits and no state.
     """
     ring = group.pooled_rows
     entry_bytes = closed * tree_bytes(codec.struct)

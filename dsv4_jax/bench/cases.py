@@ -22,7 +22,8 @@ from dsv4_jax.quant import KeyCodec, RowCodec
 
 # A function that returns random arrays. A numpy array of integers is converted to an int32 array on the device.
 Draw = Callable[[np.random.Generator], Any]
-# Size of all layers through which calls rotate, in bytes. Attention reads a quarter of it, twice the L2 cache's size.
+# Size in bytes of all layers together, through which calls rotate. Attention reads a quarter of these bytes, which is
+# twice the size of the L2 cache.
 _LAYERS_BYTES = 1 << 29
 
 
@@ -102,8 +103,8 @@ def _int32(values):
 def measured_config(config: DSV4Config, report: dict[str, Any], field: str = "shapes") -> DSV4Config:
     """Returns the configuration to measure.
 
-    Without a GPU, the packaged model's small configuration replaces that of a released model. It then gets draft layers
-    of the kind that `config` has.
+    Without a GPU, the packaged model's small configuration replaces the configuration of a released model. The packaged
+    model then gets draft layers of the same kind as the released model has.
 
     Args:
       config: the requested configuration.
@@ -128,7 +129,7 @@ def measured_config(config: DSV4Config, report: dict[str, Any], field: str = "sh
 def close(relative: float, absolute: float) -> Callable[[Array, Array], Array]:
     """Returns a function for `Case.agree`: whether |result - expected| <= relative * |expected| + absolute holds.
 
-    It compares in float32 and must hold for all values.
+    The values are compared in float32. The result is True only if the inequality holds for all values.
     """
 
     def agree(result, expected):

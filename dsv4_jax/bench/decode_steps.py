@@ -73,9 +73,9 @@ def run(config: DSV4Config, options: StepOptions, report: Row, *, each_kind: boo
       options: the batch sizes, contexts and other options.
       report: the report that the results belong to. The bandwidth of a copy, the clock, and the seconds until the first
         step are added to it.
-      each_kind: if True, measures a small model for each kind of layers. It has layers of this kind alone, and the
-        layers whose entries or selections they read. Each result then has the `layer_type` and the `layer_numbers`, and
-        the on-device loop is measured only on a mesh.
+      each_kind: if True, measures a small model for each kind of layers. The small model has only layers of this kind,
+        and the layers whose entries or selections they read. Each result then has the `layer_type` and the
+        `layer_numbers`, and the on-device loop is measured only on a mesh.
 
     Raises:
       ValueError: an option is out of range.
@@ -100,7 +100,7 @@ def run(config: DSV4Config, options: StepOptions, report: Row, *, each_kind: boo
 
 
 def _run(config, options, report, layer_numbers, *, loop=True):
-    """Prints and yields the results of a model, whose layers have `layer_numbers` in the whole model, a text."""
+    """Prints and yields the results of a model. `layer_numbers` is text: its layers' indices in the whole model."""
     print(f"Numbers of the layers in {model_title(report['shapes'])}: {layer_numbers}")
     columns = COLUMNS | (DRAFT_COLUMNS if options.drafts else {})
     rows = _compare_with_one_token(measure(config, options, report, loop=loop))
@@ -131,7 +131,7 @@ def measure(config: DSV4Config, options: StepOptions, report: Row, *, loop: bool
     """Makes the model and yields the results of all cases.
 
     All steps are timed before the first profile, because launches take up to twice as long after a profile. The
-    bandwidth of a copy is measured with a profile, too, and so after the steps.
+    bandwidth of a copy is measured with a profile, too, and therefore after the steps.
 
     Args:
       config: configuration of the model.

@@ -62,7 +62,7 @@ class EngineOptions(ModelSetup):
 
     @property
     def new_tokens(self) -> int:
-        """The maximum number of tokens that a request generates, including those while other requests read prompts."""
+        """The maximum number of tokens that a request generates, also while other requests still read their prompts."""
         prompts = -(-max(self.requests) * self.context // self.token_budget)
         return (1 + self.drafts) * (prompts + 2 * WARM_UP + 2 * self.steps) + 2 * LOOP_STEPS
 
@@ -79,7 +79,7 @@ class EngineOptions(ModelSetup):
     def cache_sizes(self, requests: int) -> dict[str, Any]:
         """Returns the sizes of a cache, as arguments of `CacheSchema`.
 
-        The cache has room for `requests` requests that decode, and for one request with the longest prompt.
+        The cache has room for `requests` requests that decode, or for one request with the longest prompt.
         """
         decoding = requests * -(-(self.context + self.new_tokens) // BLOCK_TOKENS)
         return {
@@ -95,7 +95,7 @@ def run(config: DSV4Config, options: EngineOptions, report: Row) -> Iterator[Row
 
     A result whose "measurement" is "prompt" has the time until the first token of a prompt that runs alone. A "decode"
     result has the mean time of `Engine.step` while all requests decode. Without drafts, it also has the time of a step
-    of the on-device loop, which does the same without the engine's work on the host.
+    of the on-device loop, which decodes the same number of requests without the engine's work on the host.
 
     Args:
       config: configuration of the model.

@@ -38,8 +38,8 @@ def indexer_cases(schema: CacheSchema) -> Iterator[Case]:
 
     If layers select within candidate blocks (V4.1), there are cases of choosing the blocks and of scores within them.
     Scores are measured for one token of each request, for 8 tokens of each request, for the prefill of one request, and
-    for requests of different lengths, from 1k to 262k keys. Their queries are already rotated and rounded; the cases
-    "index query" measure this.
+    for requests of different lengths, from 1k to 262k keys. The queries of these cases are already rotated and rounded.
+    The cases "index query" measure the rotation and the rounding.
     """
     config = schema.config
     if config.index_head_dim == DIM:
@@ -195,7 +195,8 @@ def _within_case(schema, requests, keys):
 def _same_scores(scores, expected):
     """Returns whether all visible scores differ by at most 2**-15 times the largest magnitude in their row.
 
-    They may differ, because they are sums in different orders. XLA's scores of keys that are not visible are -inf.
+    Scores may differ, because the kernel and XLA add in different orders. XLA's scores of keys that are not visible are
+    -inf.
     """
     visible = expected > -jnp.inf
     size = jnp.max(jnp.where(visible, jnp.abs(expected), 0.0), axis=1, keepdims=True)
@@ -203,14 +204,14 @@ def _same_scores(scores, expected):
 
 
 def _same_selection(indices, expected):
-    """Returns whether at most 1% of the selected entries differ, as they may if scores differ by rounding."""
+    """Returns whether at most 1% of the selected entries differ. Some may differ, since scores differ by rounding."""
     return jnp.mean(jax.vmap(jnp.isin)(indices, expected).astype(jnp.float32)) >= 0.99
 
 
 def _topk_case(topk, requests, keys, visible, *, are_equal=False):
     """Returns a case that selects the top k of the first `visible` scores in each row of [requests, keys] scores.
 
-    The scores are random. If `are_equal` is True, they are all the same number.
+    The scores are random. If `are_equal` is True, all scores are the same random number.
     """
     label = ", all equal" if are_equal else f", {visible} visible" if visible < keys else ""
 

@@ -73,8 +73,8 @@ def kinds_by_name(text: str) -> dict[str, list[str]]:
     """Returns {name of a kernel: kind of each of its launches in a call of the program, in order}.
 
     Args:
-      text: XLA's text of the program. The launches in a loop are repeated as often as the loop, if its trip count is
-        known. Otherwise they count once.
+      text: XLA's text of the program. The launches of a loop's body are listed once for each iteration, or only once if
+        the text does not say the number of iterations.
     """
     computations = {}  # {name of a computation: its lines}
     entry = []

@@ -1,7 +1,7 @@
 """Configurations of models that have only some of a model's layers.
 
-A layer may read entries that another layer stores, or use another layer's selection, as most layers of V4.1 do. Such a
-model therefore includes these other layers, too.
+A layer may read entries that another layer stores, or use another layer's selection, as most layers of V4.1 do. A model
+with this layer therefore includes the other layer, too.
 """
 
 import collections
@@ -14,7 +14,7 @@ from dsv4_jax.config.layer_spec import OWN
 
 
 def with_sources(config: DSV4Config, layers: Iterable[int]) -> tuple[int, ...]:
-    """Returns the numbers of some layers and of all layers that store or select entries for them, in order."""
+    """Returns the indices of some layers and of all layers that store or select entries for them, in order."""
     needed = set(layers)
     while more := {source for layer in needed for source in _sources(config, layer)} - needed:
         needed |= more
@@ -22,7 +22,7 @@ def with_sources(config: DSV4Config, layers: Iterable[int]) -> tuple[int, ...]:
 
 
 def _sources(config, layer):
-    """Returns the numbers of the layers whose entries, selection or candidates a layer reads, itself included."""
+    """Returns the indices of the layers whose entries, selection or candidates a layer reads. It may read its own."""
     spec = config.specs[layer]
     owners = [other.layer for other in config.specs if other.owner and (other.group, other.index) == _place(spec)]
     return [source for source in (*owners, spec.selection, spec.candidates) if source is not None]
@@ -37,7 +37,7 @@ def slice_config(config: DSV4Config, layers: Iterable[int], repeats: int = 1) ->
 
     Args:
       config: configuration of the whole model.
-      layers: numbers of the layers in order, with all layers that they need, see `with_sources`.
+      layers: indices of the layers in ascending order, with all layers that they need, see `with_sources`.
       repeats: number of copies of the last layer.
     """
     numbers = list(layers)
@@ -53,13 +53,13 @@ def slice_config(config: DSV4Config, layers: Iterable[int], repeats: int = 1) ->
 
 
 def kind_config(config: DSV4Config, layers: Sequence[int], repeats: int = 1) -> DSV4Config:
-    """Returns the configuration of some layers as `slice_config` does, but without experts by token id."""
+    """Returns the configuration of some layers as `slice_config` does, but no layer selects experts by token id."""
     sliced = slice_config(config, layers, repeats)
     return dataclasses.replace(sliced, mlp_layer_types=("moe",) * sliced.num_hidden_layers)
 
 
 def _sliced_specs(config, numbers):
-    """Returns the specs of the layers of a slice, with what they read renumbered; see `slice_config`."""
+    """Returns the specs of a slice's layers, which refer to other layers by their indices in the slice."""
     new_numbers = {number: i for i, number in enumerate(numbers)}
     indices = {}  # {group and index in the whole model: index in the slice}
     counts = collections.Counter[str | None]()
@@ -79,12 +79,12 @@ def _sliced_specs(config, numbers):
 
 
 def layer_kinds(config: DSV4Config) -> dict[int, int]:
-    """Returns {number of a layer: number of layers that are like it}, for the first layer of each kind.
+    """Returns {index of the first layer of a kind: number of layers of this kind} for all kinds of layers.
 
-    Layers of one kind use the cache in the same way, and so do the layers that they read from. Either all of them have
-    Engram or none has.
+    Layers of one kind use the cache in the same way, and so do the layers that they read from. Either all layers of a
+    kind have Engram or none has.
     """
-    firsts = {}  # {what defines a kind: number of its first layer}
+    firsts = {}  # {what defines a kind: index of its first layer}
     counts = collections.Counter[int]()
     for layer in range(config.num_hidden_layers):
         specs = _sliced_specs(config, with_sources(config, [layer]))
@@ -93,10 +93,10 @@ def layer_kinds(config: DSV4Config) -> dict[int, int]:
 
 
 def chosen_layers(config: DSV4Config, count: int) -> tuple[int, ...]:
-    """Returns the numbers of up to `count` layers that stand for the model.
+    """Returns the indices of up to `count` layers that represent the model.
 
-    The first layer of each kind is chosen, with the layers that it needs, unless they are too many. Then the other
-    layers are chosen from the first one on.
+    The first layer of each kind is chosen, with the layers that it needs, unless the result would exceed `count`. Then
+    other layers are added in ascending order in the same way.
     """
     chosen = set()
     for layer in (*layer_kinds(config), *range(config.num_hidden_layers)):

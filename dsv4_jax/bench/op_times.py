@@ -57,8 +57,8 @@ def chosen_cases(
 ) -> Iterator[Case]:
     """Yields the cases to measure.
 
-    Without a GPU, large cases are left out. Of several cases whose labels differ only in numbers, the first one is
-    measured.
+    Without a GPU, large cases are left out, and so are all but the first of the cases whose labels differ only in
+    numbers.
 
     Args:
       config: configuration of the model.

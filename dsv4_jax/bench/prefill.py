@@ -31,10 +31,10 @@ COLUMNS = {
 def run(config: DSV4Config, options: StepOptions, report: Row) -> Iterator[Row]:
     """Measures a model of one layer for each kind of layer; prints and yields the results.
 
-    If a layer needs others that store or select entries for it, a model of these is measured, too, and subtracted. The
-    last results are for all layers of the model: the sum over kinds of the time of a layer times the number of
-    layers. All contexts are measured in a cache for the longest one, so that a program is compiled only once for each
-    kind of layer and size of a chunk.
+    If a layer needs other layers that store or select entries for it, a model of these other layers is measured, too,
+    and its work and time are subtracted. The last results are for all layers of the model. Their time is the sum, over
+    all kinds, of the time of a layer times the number of layers of this kind. All contexts are measured in a cache for
+    the longest context, so that a program is compiled only once for each kind of layer and size of a chunk.
 
     On a GPU, a time is the sum of the kernels' times, without the embedding, the head and sampling. Without a GPU, the
     packaged model replaces `config`, and a time is the time of the whole step.
@@ -54,7 +54,7 @@ def run(config: DSV4Config, options: StepOptions, report: Row) -> Iterator[Row]:
 
 
 def _measure(config, options, report):
-    # {numbers of layers: {(context, chunk): amounts of these layers}}
+    # {indices of layers: {(context, chunk): amounts of these layers, see `_amounts`}}
     measured: dict[tuple[int, ...], dict] = {(): {}}
     # {(context, chunk): sums over all layers of 1, the amounts and the floor}
     totals: dict[tuple[int, int], np.ndarray] = {}

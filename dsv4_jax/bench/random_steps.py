@@ -92,8 +92,8 @@ class RandomSteps:
     def batch(self, reserve: int = 0) -> Batch:
         """Returns the batch of the next step, with `tokens` tokens of every request.
 
-        The first of a decode step's tokens of a request counts as accepted: the manager is rewound by the other tokens.
-        Steps that read a chunk of a prompt all have the same batch, which is made once.
+        If a decode step has several tokens of a request, only the first one counts as accepted: the manager is rewound
+        by the other tokens. Steps that read a chunk of a prompt all have the same batch, which is made once.
 
         Args:
           reserve: number of further tokens of each request that blocks are allocated for.
@@ -121,14 +121,14 @@ class RandomSteps:
         return batch
 
     def step(self, batch: Batch) -> Any:
-        """Launches a step. Returns its `StepOutput`, whose arrays may still be computed."""
+        """Launches a step. Returns its `StepOutput` without waiting until the arrays are computed."""
         args = self.model, self.cache, batch, self._logits_indices, SAMPLING, self._seeds
         self.program = self.program or _program(sample_step, args, drafts=self.drafts)
         output, self.cache = self.program.call(*args)
         return output
 
     def loop(self, batch: Batch, steps: int) -> Any:
-        """Launches the on-device loop. Returns its `LoopOutput`, whose arrays may still be computed.
+        """Launches the on-device loop. Returns its `LoopOutput` without waiting until the arrays are computed.
 
         Args:
           batch: the first step's batch, made with `reserve=steps - 1`.

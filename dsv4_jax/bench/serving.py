@@ -22,7 +22,7 @@ from dsv4_jax.host import KVCacheManager, PrefixCache
 SLOTS = 4  # maximum number of requests that run at a time
 TOKEN_BUDGET = 192  # maximum number of tokens of a step
 SYSTEM_PROMPTS = 2  # number of different system prompts
-# Minimum and maximum number of tokens of a system prompt, a user's message and a reply.
+# Lower and upper bound of the number of tokens of a system prompt, of a user's message, and of a reply.
 SYSTEM_TOKENS = (280, 330)
 MESSAGE_TOKENS = (16, 80)
 REPLY_TOKENS = (16, 32)

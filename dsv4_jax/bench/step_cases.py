@@ -53,8 +53,8 @@ class StepCase:
         """Measures a step by the wall clock.
 
         Args:
-          loop: whether to measure the on-device loop, too. It is measured only for one token a request, because its
-            steps have one.
+          loop: whether to measure the on-device loop, too. It is measured only if a step has one token a request, as a
+            step of the loop has.
 
         Returns:
           {"milliseconds": time of a step, "dispatch_milliseconds": time until the call of a step returns,

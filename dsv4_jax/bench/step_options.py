@@ -24,11 +24,11 @@ from dsv4_jax.parallel.mesh import check_divisible, check_shardable
 from dsv4_jax.quant import KVFormat, quantized_shapes
 
 
-# Number of tokens by which a request is shorter than the measured context when it starts. It grows during the
-# measurement: by the steps that warm up, and by those whose time is measured.
+# Number of tokens by which a request is shorter than the measured context when it starts. The request grows by a token
+# in each step that warms up or is measured.
 MARGIN = 4 * DRAWS
 MAX_TABLE_BYTES = 8 << 30  # maximum bytes of Engram's tables on a device; the L2 cache is much smaller
-ENGRAM_KIND = "FP8_ROWS"  # storage of these tables
+ENGRAM_KIND = "FP8_ROWS"  # storage of Engram's tables
 ADAPTER_RANK = 16
 MAX_DRAFTS = 8  # maximum number of drafts if the model does not limit them
 
@@ -59,8 +59,8 @@ class ModelSetup:
     def fit_tables(self, config: DSV4Config) -> DSV4Config:
         """Returns the configuration with Engram's tables reduced to what the machine holds, if they are larger.
 
-        A token reads as many rows of a smaller table. Tables on devices take at most about `MAX_TABLE_BYTES` of each
-        device. Tables in host memory take at most half of the host's memory.
+        A token reads the same number of rows from a smaller table. Tables on devices take at most about
+        `MAX_TABLE_BYTES` of each device. Tables in host memory take at most half of the host's memory.
         """
         engram = config.engram
         if engram is None:
@@ -75,7 +75,7 @@ class ModelSetup:
         )
 
     def reduce_tables(self, config: DSV4Config, report: Row) -> DSV4Config:
-        """Does the same as `fit_tables`. If tables are reduced, prints and reports their numbers of rows."""
+        """Does the same as `fit_tables`. Prints and reports the numbers of rows of the tables if they are reduced."""
         reduced = self.fit_tables(config)
         if config.engram is not None and reduced.engram is not None and reduced != config:
             tables = {"engram_rows": reduced.engram, "engram_rows_of_release": config.engram}
@@ -90,7 +90,7 @@ class ModelSetup:
         Args:
           config: configuration of the model.
           schema: schema of the largest cache, for which `expert_memory` "auto" leaves room.
-          tokens: number of tokens of the largest step, for whose program it leaves room, too.
+          tokens: number of tokens of the largest step, for whose program `expert_memory` "auto" leaves room, too.
           skew: skew of the routers, see `checkpoint.random_weights.random_model`.
         """
         experts = None
@@ -116,7 +116,7 @@ class ModelSetup:
 class StepOptions(ModelSetup):
     """Options of `dsv4-jax bench layer`, `model` and `prefill`.
 
-    If `layers` is 0, as many layers are measured as fit the device.
+    If `layers` is 0, all layers are measured, or as many of them as the device can hold.
 
     Attributes:
       batches: batch sizes to measure, in requests.
@@ -126,7 +126,7 @@ class StepOptions(ModelSetup):
       context_parallel: whether the compressed entries of a request are distributed over the devices.
       skew: skews of the routers to measure, see `checkpoint.random_weights.random_model`.
       batch_invariant: whether decode steps run in the program for prompts, see `EngineConfig.batch_invariant`.
-      kv_format: storage format of the cache's rows; None = that of the model's release.
+      kv_format: storage format of the cache's rows; None = the format of the model's release.
     """
 
     batches: tuple[int, ...]

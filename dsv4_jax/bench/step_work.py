@@ -65,7 +65,7 @@ def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: in
         nbytes += tree_bytes(weight) * times * (1 - (1 - share) ** rows if is_expert else 1)
         if "layers" in path and not is_draft and len(weight.shape) > 2:
             whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weight))
-            values = math.prod(weight.shape) * tree_bytes(weight) / whole  # those of this device's shard
+            values = math.prod(weight.shape) * tree_bytes(weight) / whole  # number of values in this device's shard
             operations += 2 * rows * times * values * (share if is_expert else 1)
     return round(operations), round(nbytes)
 

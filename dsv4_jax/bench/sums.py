@@ -80,7 +80,7 @@ def _measure(tokens, width, mesh, mailboxes):
 def _on_devices(function, mesh, mailboxes):
     """Returns a compiled function of [devices, T, width] shards that applies `function` to the shard of each device.
 
-    Its result has the shape [devices, T, width], too.
+    The result of the compiled function has the shape [devices, T, width], too.
     """
 
     def local(x, mailboxes):

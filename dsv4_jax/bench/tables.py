@@ -9,8 +9,8 @@ from dsv4_jax.bench.kernel_kinds import KINDS, OUTSIDE, REST
 Row = dict[str, Any]  # the fields of a result, or of a report of many results
 # Kinds of kernels that belong to layers.
 LAYER_KINDS = tuple(kind for kind in (*KINDS, REST) if kind not in OUTSIDE)
-# {"shapes" of a report: name of the model in titles}. They are the names of configurations without "v4_", or a folder.
-# Without a GPU, "tiny" replaces models of V4.
+# {"shapes" of a report: name of the model in titles}. The "shapes" are the name of a configuration without "v4_", or a
+# folder, which is its own title. Without a GPU, "tiny" replaces models of V4.
 MODELS = {
     "flash": "V4-Flash",
     "pro": "V4-Pro",
@@ -24,7 +24,7 @@ ACCEPTANCES = (0.5, 0.7, 0.9)
 
 
 def model_title(shapes: str) -> str:
-    """Returns the name in titles of a report's model."""
+    """Returns the name of the model with the given `shapes`, a field of reports, as titles show it."""
     return MODELS.get(shapes, shapes)
 
 
@@ -97,6 +97,6 @@ def layer_share(row: Row) -> Row:
 
 
 def tokens_per_second(row: Row) -> dict[str, float]:
-    """Returns {acceptance rate: tokens a second of all requests} for a step with drafts, for each of `ACCEPTANCES`."""
+    """Returns {acceptance rate as text: tokens a second of all requests}, for a step with drafts and `ACCEPTANCES`."""
     steps = 1e3 * row["requests"] / row["milliseconds"]
     return {str(share): steps * sum(share**i for i in range(1 + row["drafts"])) for share in ACCEPTANCES}

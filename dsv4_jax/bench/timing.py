@@ -48,8 +48,8 @@ def median_seconds(case: Case, implementation: str, layers: list[tuple], inputs:
     Args:
       case: the case.
       implementation: "xla" or "mosaic_gpu".
-      layers: the state and the weights of each layer. If the case updates states, the new ones replace the old ones,
-        which are donated.
+      layers: the state and the weights of each layer. If the case updates states, they are donated, and the new states
+        replace them in this list.
       inputs: inputs of each call.
     """
     function = _jitted(case, implementation)
@@ -93,7 +93,7 @@ def wall_seconds(function: Callable[..., Any], *args: Any) -> float:
 
 
 def process_seconds() -> float:
-    """Returns the seconds since this process started. It works on Linux only."""
+    """Returns the seconds since this process started. Works on Linux only."""
     # Linux gives the start of the process in clock ticks since boot.
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -102,8 +102,8 @@ def process_seconds() -> float:
 def kernels(calls: Callable[[], Any]) -> list[tuple[str, float]]:
     """Runs `calls` with a cold L2 cache; returns (name, milliseconds) of each kernel, GPU by GPU in order of start.
 
-    While kernels of a GPU overlap, the time counts only for the one that started first. So the sum is the time in which
-    at least one kernel runs.
+    While kernels of a GPU overlap, the time counts only for the kernel that started first. The sum over a GPU's kernels
+    is therefore the time in which at least one of them runs.
     """
     evict = _evict()
     evict()
@@ -124,7 +124,7 @@ def kernels(calls: Callable[[], Any]) -> list[tuple[str, float]]:
 
 
 def without_overlaps(spans: list[tuple[float, float, str]]) -> list[tuple[str, float]]:
-    """Returns (name, milliseconds) of each kernel. The time in which it overlaps an earlier kernel does not count.
+    """Returns (name, milliseconds) of each kernel, without the time in which the kernel overlaps an earlier one.
 
     Args:
       spans: (start, end, name) of each kernel, in nanoseconds, sorted by start.

@@ -25,9 +25,9 @@ class Batch(Summarized):
     you index with one of these arrays, replace -1 by 0 to read, or by the length of the axis to write nothing. For an
     example, see `dsv4_jax.decode.last_token_indices`.
 
-    A batch runs once, on a cache that has run the earlier batches of its requests. Otherwise a step raises ValueError.
-    It can check this only for a batch from a manager and a cache from a manager or from a step of this package, see
-    `dsv4_jax.host.step_order`.
+    A batch runs once, on a cache that has run the earlier batches of its requests. Otherwise the step raises
+    ValueError. A step can check this only if a manager made the batch, and a manager or a step of this package returned
+    the cache, see `dsv4_jax.host.step_order`.
 
     Attributes:
       token_ids: [T] int32, token ids.
@@ -39,10 +39,10 @@ class Batch(Summarized):
         overwrite each other in the ring, so attention takes them from the step's own tokens instead (static).
       draft_block: number of adjacent tokens that all see each other and the window before them, as in a block of
         DSpark drafts; 0 = each token sees a window that ends with itself (static).
-      adapters: [max_requests] int32, number of each slot's adapter, -1 = none (see `nn.lora`); None = no adapters.
+      adapters: [max_requests] int32, index of each slot's adapter, -1 = none (see `nn.lora`); None = no adapters.
       is_image: [T] bool, whether a token is a part of an image; None = all tokens are text. A model that knows images
         (`DSV4Config.image_token_id`) routes such a token by another bias, and leaves it out of n-grams. Its embedding
-        is that of its id: override `embed` for others.
+        is looked up by its id, like a text token's; override `embed` to use another embedding.
       decisions: Decisions [T, ...] that the layers take instead of making their own, see `with_decisions`; None = the
         layers make all decisions.
       schema: geometry of the cache that the batch is for, which is checked at trace time; None = not checked (static).
@@ -61,15 +61,15 @@ class Batch(Summarized):
     schema: CacheSchema | None = static_field(default=None)
 
     def with_adapter(self, number: int) -> "Batch":
-        """Returns a batch, made for a known cache, all of whose requests use the adapter of this number."""
+        """Returns the batch with the adapter of index `number` for all requests. Raises ValueError without a schema."""
         if self.schema is None:
             raise ValueError("the batch has no schema, which says how many slots there are")
         return dataclasses.replace(self, adapters=jnp.full((self.schema.max_requests,), number, jnp.int32))
 
     def with_decisions(self, sequences: Decisions) -> "Batch":
-        """Returns the batch with the decisions of its tokens, which may be any part of the sequences.
+        """Returns the batch with the decisions of its tokens. The tokens may be any part of the sequences.
 
-        A token whose row is 0 makes its own decisions, and so does a token at position N or above.
+        The layers make the decisions for a token whose row is all zeros, and for a token at position N or above.
 
         Args:
           sequences: Decisions [S, N, ...] by slot and position, as `Decisions.padded` returns them.
@@ -88,11 +88,12 @@ class Batch(Summarized):
     ) -> tuple[Int[Array, "T k"] | None, Int[Array, "T K"] | None]:
         """Returns the decisions that a layer has to take: [T, k] experts and [T, K] entries, int32 ids, -1 for none.
 
-        An item is None if the layer makes these decisions itself. The second one is undefined if it selects no entries.
+        An item is None if the layer makes these decisions itself. The second item is undefined if the layer selects no
+        entries.
 
         Args:
           config: the model's configuration.
-          layer: number of the layer, which may be traced.
+          layer: index of the layer, which may be traced.
         """
         if self.decisions is None:
             return None, None
@@ -104,7 +105,7 @@ class Batch(Summarized):
         return of_layer(self.decisions.experts, layer), of_layer(self.decisions.selection, selection_row)
 
     def token_adapters(self) -> Int[Array, "T"] | None:
-        """Returns [T] int32, the number of each token's adapter, -1 = none; None if `adapters` is."""
+        """Returns the index of each token's adapter, [T] int32, -1 = none; None if `adapters` is None."""
         if self.adapters is None:
             return None
         return jnp.where(self.slots >= 0, self.adapters[jnp.maximum(self.slots, 0)], -1)

@@ -21,8 +21,8 @@ from dsv4_jax.config import DSV4Config
 class Decisions(Summarized):
     """The experts and the selected entries of tokens, in as few bytes as `decision_types` allows.
 
-    Arrays hold codes: an id plus one, or 0 for no id, see `encode_ids` and `decode_ids`. So zeros, such as padding, are
-    tokens without recorded decisions. The first axes belong to tokens: [T, ...] in a `Batch`.
+    Arrays hold codes: an id plus one, or 0 for no id, see `encode_ids` and `decode_ids`. A token whose codes are all 0,
+    such as padding, has no recorded decisions. The first axes belong to tokens: [T, ...] in a `Batch`.
 
     Attributes:
       experts: [T, L, num_experts_per_tok] codes of each token's experts in the L decoder layers, in the router's order;
@@ -45,7 +45,7 @@ class Decisions(Summarized):
         """Makes the decisions of a step from the values that its layers recorded.
 
         Args:
-          recorded: items (numbers of n layers, {name: array [n, T, ...]}), see `nn.layer_stack.Recorded`.
+          recorded: items (indices of n layers, {name: array [n, T, ...]}), see `nn.layer_stack.Recorded`.
           names: names of the fields to keep.
           config, max_context: as for `decision_types`.
         """
@@ -110,8 +110,8 @@ class Decisions(Summarized):
 def decision_types(config: DSV4Config, max_context: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns {field of `Decisions`: shape without the axis of tokens, and the smallest dtype for its codes}.
 
-    The sizes of these types in bytes add up to what the decisions of one token take. A model in which no layer selects
-    entries has no "selection".
+    Together, arrays of these types have the size of one token's decisions. A model in which no layer selects entries
+    has no "selection".
 
     Args:
       config: the model's configuration.
@@ -129,7 +129,10 @@ def decision_types(config: DSV4Config, max_context: int) -> dict[str, jax.ShapeD
 
 @functools.cache
 def selection_rows(config):
-    """Returns [layers] int32: the row in `Decisions.selection` of each layer that selects entries, any for others."""
+    """Returns [layers] int32: the index on axis S of `Decisions.selection` of each layer that selects entries.
+
+    The other layers have an arbitrary valid index.
+    """
     return np.maximum(np.cumsum([spec.selects for spec in config.layers], dtype=np.int32) - 1, 0)
 
 

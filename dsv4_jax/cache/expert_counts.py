@@ -20,7 +20,7 @@ def count_experts(cache: Any, experts: Int[Array, "L T k"], layers: tuple[int, .
     Args:
       cache: the cache; it must have `expert_counts`.
       experts: [L, T, k] int32 experts of each token; -1 = padding, which is not counted.
-      layers: numbers of the L layers on axis 0 of `experts`, in any order.
+      layers: indices of the L layers on axis 0 of `experts`, in any order.
     """
     counts = cache.expert_counts
     experts = jnp.where(experts >= 0, experts, counts.shape[-1])

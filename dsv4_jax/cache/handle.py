@@ -20,8 +20,8 @@ from dsv4_jax.quant import LayerSlice
 from pallas_kernels.runtime.pytrees import static_field
 
 
-# The maximum number of scores, one for a token and an entry, that are in memory at once. They take 256 MiB, and XLA's
-# selection of the highest ones takes several times as much.
+# The maximum number of scores, one for a token and an entry, that are in memory at once. They take 256 MiB, and XLA
+# takes several times this memory to select the highest scores.
 MAX_SCORES = 1 << 26
 
 
@@ -40,7 +40,7 @@ class LayerCacheHandle(Summarized):
       batch: inputs of the step.
       pending: [T, head_dim] window rows of a prefill step that are not in the ring yet, or None.
       spec: spec of the layer (static). If `layer` is traced, it is the spec of some layer of the same kind.
-      layer: [] int32, number of the layer if it is traced, as in a loop over layers; else None.
+      layer: [] int32, index of the layer if it is traced, as in a loop over layers; else None.
     """
 
     _cache: Any
@@ -68,7 +68,7 @@ class LayerCacheHandle(Summarized):
     # --- writes ---
 
     def write_swa(self, kv: Float[Array, "T D"]) -> "LayerCacheHandle":
-        """Stores the tokens' rows of the sliding window. In a prefill step `attend` or `cache` writes them to the ring.
+        """Stores the tokens' window rows. In a prefill step, only `attend` or `cache` writes these rows to the ring.
 
         Args:
           kv: [T, head_dim] in the model's dtype, after norm and RoPE. Padding tokens write nothing.
@@ -129,8 +129,8 @@ class LayerCacheHandle(Summarized):
           kv: [T, head_dim] float32 projections, or [T, 2 * head_dim] if the windows of entries overlap.
           gate: float32 pooling logits without position bias, with kv's shape; None if a window is a single token.
           weights: the compressor's other parameters.
-          index: (kv, gate, weights) of the compressor of index keys, with the keys' dim for head_dim. Required if the
-            layer has such a compressor, otherwise None.
+          index: (kv, gate, weights) of the compressor of index keys, with index_head_dim in place of head_dim. Required
+            if the layer has such a compressor, otherwise None.
 
         Raises:
           ValueError: the layer stores no entries, `index` is missing or superfluous, or a shape is wrong.
@@ -169,7 +169,7 @@ class LayerCacheHandle(Summarized):
     ) -> tuple[ClosedWindows, "LayerCacheHandle"]:
         """Runs the first half of `flush`: pools each completed window to a vector, and stores the tokens' state rows.
 
-        It is for models that make index keys from the pooled vectors. See `ops.pool_windows`.
+        This method is for models that make index keys from the pooled vectors. See `ops.pool_windows`.
 
         Args:
           kv, gate, weights: as for `flush`. `gate` is None if a window is a single token.
@@ -242,7 +242,7 @@ class LayerCacheHandle(Summarized):
         """Reads the compressed entries with the given indices.
 
         Args:
-          indices: [T, K] int32 entry numbers within each token's request; -1 = none.
+          indices: [T, K] int32 indices of entries within each token's request; -1 = none.
 
         Returns:
           (kv [T, K, head_dim] in the model's dtype; valid [T, K] bool).
@@ -280,8 +280,8 @@ class LayerCacheHandle(Summarized):
         Returns:
           [T, E] float32 scores, E = the largest number of entries of a request. With context parallelism, entries that
           lie on other devices score -inf. Scores behind the visible entries are unspecified. With candidates, entries
-          outside their blocks score -inf; if B blocks have less than half of the entries, only these are scored, and E
-          is their number.
+          outside of the candidate blocks score -inf. If the B blocks have less than half of all E entries, only the
+          entries in the blocks are scored, and E is instead B * `candidate_block_size`.
         """
         view = self.read_indexer_view()
         self._check_shape("q", q, None, view.codec.dim)
@@ -310,7 +310,7 @@ class LayerCacheHandle(Summarized):
           candidates: as given to `indexer_scores`.
 
         Returns:
-          [T, topk] int32 entry numbers in ascending order, then -1 if fewer than topk entries are visible.
+          [T, topk] int32 indices of entries in ascending order, then -1 if fewer than topk entries are visible.
         """
         k = self._cache.schema.config.topk(self.spec.layer)
         lengths = self.valid_lengths()
@@ -321,7 +321,7 @@ class LayerCacheHandle(Summarized):
         return ops.entries_at(chosen, candidates, size)
 
     def by_tiles(self, function: Callable[..., Any], *arrays: Any, candidates: Int[Array, "T B"] | None = None) -> Any:
-        """Calls `function(handle, *arrays, candidates)`, for one tile of the tokens at a time if they have many scores.
+        """Calls `function(handle, *arrays, candidates)`, in tiles of tokens if all have more than `MAX_SCORES` scores.
 
         This bounds the memory of a long chunk's scores in a long context.
 
@@ -361,8 +361,8 @@ class LayerCacheHandle(Summarized):
           scores: [T, E] float32 result of `indexer_scores`, without candidates.
 
         Returns:
-          [T, candidate_topk_blocks] int32 numbers of blocks in ascending order, then -1. None if these are all blocks
-          of the longest request, so that later layers need no restriction.
+          [T, candidate_topk_blocks] int32 indices of blocks in ascending order, then -1. None if the longest request
+          has no more blocks than this, so that later layers need no restriction.
         """
         config = self._cache.schema.config
         size = config.candidate_block_size
@@ -418,8 +418,8 @@ class LayerCacheHandle(Summarized):
         positions = self.batch.positions
         block = self.batch.draft_block
         if block:
-            # Every token of a block sees the rows that its last token sees, so attention gets the last one's position.
-            # RoPE below rotates by the token's own position.
+            # Every token of a block sees the rows that the block's last token sees, so attention gets the position of
+            # the last token. RoPE below rotates by the token's own position.
             offsets = jnp.arange(positions.shape[0], dtype=jnp.int32) % block
             positions = jnp.where(positions >= 0, positions + (block - 1) - offsets, -1)
         out = ops.sparse_attention(

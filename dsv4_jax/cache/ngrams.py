@@ -23,9 +23,9 @@ def advance_ngrams(cache: KVCache, batch: Batch, token_map: Int[Array, "vocab"])
       token_map: [vocab] int32 compressed id of each token id, see `EngramConfig`.
 
     Returns:
-      ([T, max_ngram_size] int32 compressed ids: that of the token itself, of the token before it, and so on. Before the
-      start of a request, from the last part of an image back, and for padding, they are the id of
-      `EngramConfig.pad_token_id`. The cache with the new ids).
+      ([T, max_ngram_size] int32 compressed ids: the id of the token itself, of the token before it, and so on; the
+      cache with the new ids). Some ids are replaced by the compressed id of `EngramConfig.pad_token_id`: ids before the
+      start of the request, ids up to the last part of an image, and ids of padding.
     """
     engram = cache.schema.config.engram
     assert engram is not None

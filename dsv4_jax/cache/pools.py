@@ -46,7 +46,7 @@ class KVCache(Summarized):
       mailboxes: addresses of the buffers for all-reduce between GPUs (see `parallel.mailboxes`), or None. They are not
         part of the cache's contents.
       expert_counts: [2, layers, E] int32, the number of tokens that selected each of E experts, and the number of steps
-        that read it, both since `with_expert_counts`. None if steps do not count.
+        that read this expert, both since `with_expert_counts`. None if steps do not count.
     """
 
     groups: dict[str, PoolGroup]
@@ -122,7 +122,7 @@ class KVCache(Summarized):
         return dataclasses.replace(self, expert_counts=jnp.zeros(shape, jnp.int32, device=where))
 
     def with_groups(self, new: dict[str, PoolGroup]) -> "KVCache":
-        """Returns the cache with fields of its groups replaced: those that are not None in `new` {name: PoolGroup}."""
+        """Returns the cache with group fields replaced by those fields of `new` {name: PoolGroup} that are not None."""
         groups = {name: group.replace(new.get(name, PoolGroup())) for name, group in self.groups.items()}
         return dataclasses.replace(self, groups=groups)
 
@@ -148,7 +148,7 @@ class KVCache(Summarized):
         """Stores window rows of several layers in one launch, like `LayerCacheHandle.write_swa` for each layer.
 
         Args:
-          rows: {number of the layer: [T, head_dim] rows in the model's dtype, after norm and RoPE}.
+          rows: {index of a layer: [T, head_dim] rows in the model's dtype, after norm and RoPE}.
           batch: positions and slots of the T tokens. Padding tokens write nothing.
         """
         num_slots = jax.tree.leaves(self.swa)[0].shape[1]
@@ -165,9 +165,9 @@ class KVCache(Summarized):
         """Returns the handle by which a layer reads and writes the cache in one step. Call `begin_step` first.
 
         Args:
-          layer: number of the layer, an int or a traced scalar, as in a `jax.lax.scan` over stacked layers of one kind.
+          layer: index of the layer, an int or a traced scalar, as in a `jax.lax.scan` over stacked layers of one kind.
           batch: inputs of the step.
-          like: if `layer` is traced, the number of some layer of the same kind (`LayerSpec.kind`). None if all layers
+          like: if `layer` is traced, the index of some layer of the same kind (`LayerSpec.kind`). None if all layers
             of the model are of one kind.
 
         Raises:
@@ -220,7 +220,8 @@ class KVCache(Summarized):
     def reset_slots(self, slots: Int[Array, "n"]) -> "KVCache":
         """Empties slots: no blocks, length 0, and empty rings and compressor states.
 
-        Steps do not need this. They address rows by position, so a new request reads only rows that it has written.
+        Steps do not need this method: they address rows by position, so a new request reads only rows that it has
+        written.
 
         Args:
           slots: [n] int32, the slots to empty; -1 = none.

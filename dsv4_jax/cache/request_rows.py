@@ -45,7 +45,8 @@ class RequestRows:
       streams: [1, n, hc_mult * hidden] residual streams of the last n tokens, or None.
       ngram_ids: [1, n, 1] int32 compressed ids of the last n tokens, or None.
       groups: {name: PoolGroup} with only the states set: CompressorState [layers, n, width] of the last n tokens. With
-        `boundary`, see `read_request`, it is empty if windows do not overlap, and else holds half of the channels.
+        `boundary`, see `read_request`, a group is empty if its windows do not overlap, and otherwise holds the first
+        half of the channels.
     """
 
     swa: Rows
@@ -67,12 +68,13 @@ def read_request(
       length: scalar, number of tokens up to which rows are read.
       min_length: scalar, the shortest length that the request may be rewound to.
       boundary: whether `length` equals `min_length` and is a multiple of every compression rate (static). Then only
-        these rows are live and read: the last window, the last token's streams, the ids of the last `max_ngram_size
-        - 1` tokens and, if entries overlap, the first half of the channels of the last `compress_rate` compressor rows.
+        these rows are live and read: the last window, the last token's streams, the ids of the last
+        `max_ngram_size - 1` tokens and, if entries overlap, the first half of the channels of the last `compress_rate`
+        compressor rows.
 
     Returns:
-      RequestRows with as many rows as the rings have, zeros where a row is not live. With `boundary`, it has only the
-      rows listed there.
+      RequestRows with all rows of the slot's rings, zeros where a row is not live. With `boundary`, only the rows that
+      are listed at this argument.
     """
     schema = cache.schema
     slot = _local_slots(cache, slot)
@@ -95,7 +97,7 @@ def read_request(
         if boundary:
             states = jax.tree.map(lambda x: x[..., : x.shape[-1] // 2], states)
         elif overlap:
-            # Of the window before the open one, the next entry pools only the first half of the channels.
+            # The next entry pools only the first half of the channels of the window before the open one.
             states = jax.tree.map(functools.partial(_pooled_again, is_open=positions >= opened), states)
         groups[name] = states
     return all_reduce_bits(RequestRows(rows, streams, ngram_ids, groups), "slots")

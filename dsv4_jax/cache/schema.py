@@ -27,7 +27,7 @@ class GroupSpec:
 
     Attributes:
       name: name of the group, as in `LayerSpec.group`.
-      layers: numbers of the layers that store entries in the group, in the order of axis 0 of its arrays.
+      layers: indices of the layers that store entries in the group, in the order of axis 0 of its arrays.
       compress_rate: number of tokens per entry.
       overlap: whether an entry pools its own window of tokens and the previous one.
       entry: codec of the entries.
@@ -53,7 +53,7 @@ class GroupSpec:
 class CompressorState:
     """A compressor's projections of recent tokens, for entries that are not complete yet.
 
-    They lie in a ring buffer: a token's row is `position % ring`.
+    The projections lie in a ring buffer: a token's row is `position % ring`.
 
     Attributes:
       kv: [layers, slots, ring, width] float32 values to pool.
@@ -95,7 +95,7 @@ class PoolGroup:
         return PoolGroup(**{name: getattr(self, name) for name, part in vars(other).items() if part is not None})
 
     def replace(self, new: "PoolGroup") -> "PoolGroup":
-        """Returns this group with the fields that are not None in `new` replaced by those."""
+        """Returns this group with fields replaced by the fields of `new` that are not None."""
         return dataclasses.replace(self, **{name: part for name, part in vars(new).items() if part is not None})
 
 
@@ -161,7 +161,7 @@ class CacheSchema:
             )
 
     def differences(self, other: "CacheSchema", name: str) -> str:
-        """Returns a text that says how `other`, called `name` there, differs from this schema; empty if it does not."""
+        """Returns text about how `other`, which the text calls `name`, differs from this schema; empty if equal."""
         if self == other:
             return ""
         fields = [f.name for f in dataclasses.fields(self) if f.name != "config"]
@@ -255,7 +255,7 @@ class CacheSchema:
         return PoolGroup(paged(spec.entry), paged(spec.key), state(spec.entry), key_state)
 
     def slot_structs(self) -> dict[str, Any]:
-        """Returns {field of `KVCache`: structs} of arrays outside groups; None for those that the model lacks."""
+        """Returns {field of `KVCache`: structs} of arrays outside groups; None for an array that the model lacks."""
         config = self.config
         slots = self.max_requests
         struct = jax.ShapeDtypeStruct
@@ -280,7 +280,7 @@ class CacheSchema:
         """Returns {name: bytes} of the arrays that have a fixed size per slot."""
         return dict(self._slot_bytes)
 
-    # These are computed once, because an engine asks for the sizes at every step.
+    # The sizes are computed once, because an engine asks for them at every step.
     @functools.cached_property
     def _block_bytes(self):
         return self._group_bytes({"entries": "entries", "keys": "indexer keys"})
@@ -353,7 +353,7 @@ def compute_block_budget(config: DSV4Config, memory_bytes: int, **sizes) -> int:
 
     Returns:
       The largest `num_blocks` for which `CacheSchema.memory_bytes()` is within the budget. If the model has no
-      compressed entries, blocks take no memory, and it is `max_requests * max_blocks`.
+      compressed entries, blocks take no memory, and the result is `max_requests * max_blocks`.
 
     Raises:
       ValueError: the fixed bytes of all slots and one block exceed the budget.

@@ -29,7 +29,7 @@ _CONFIG = "adapter_config.json"
 _TENSORS = "adapter_model.safetensors"
 _SIDES = {"down": "A", "up": "B"}  # {attribute of `Adapters`: PEFT's letter}
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-# {field of adapter_config.json: the values that mean a plain adapter}. Others change what an adapter computes.
+# {field of adapter_config.json: the values that mean a plain adapter}. Other values change what an adapter computes.
 _PLAIN = {
     "peft_type": ("LORA",), "bias": (None, "none"), "use_dora": (None, False), "fan_in_fan_out": (None, False),
     "modules_to_save": (None, []), "rank_pattern": (None, {}), "alpha_pattern": (None, {}), "lora_bias": (None, False),
@@ -46,7 +46,7 @@ def load_adapters(
 
     Args:
       model: the model, which is changed.
-      folders: {name of an adapter: its folder}. Their ranks and their maps may differ.
+      folders: {name of an adapter: its folder}. The adapters may differ in their rank and in the maps that they adapt.
       dtype: dtype of the adapters, see `nn.lora.cast_adapters`.
 
     Raises:
@@ -131,7 +131,7 @@ def _places(model):
 
 
 def _of_adapter(side, number):
-    """Returns the index of an adapter's matrix in `Adapters.down` or `.up`."""
+    """Returns the index expression that selects adapter `number` in `Adapters.down` or `Adapters.up`."""
     return number if side == "down" else (slice(None), number)
 
 

@@ -29,7 +29,7 @@ from dsv4_jax.config.config_json import read_json
 from dsv4_jax.quant import is_quantized_kind
 
 
-_ROWS = 1 << 16  # number of rows of a quantized weight that are dequantized at a time, a multiple of a block's
+_ROWS = 1 << 16  # number of rows of a quantized weight that are dequantized at a time, a multiple of a block's rows
 _COPIED = ".json", ".jinja", ".txt", ".md", ""  # suffixes of the files that are copied, such as tokenizer.json
 
 
@@ -45,24 +45,25 @@ def convert_checkpoint(
     """Writes a checkpoint's weights to another folder, in another storage or naming.
 
     FP8 and FP4 weights that keep their format are copied byte for byte. If they become bfloat16 or float32, each value
-    stays exact. All other weights are rounded as `save_release` rounds them. One tensor at a time is in memory. Parts
-    for images are left out, and that is logged.
+    stays exact. All other weights are rounded as `save_release` rounds them. One tensor at a time is in memory. Tensors
+    for images are left out; the log says so.
 
-    Draft layers are converted too, without their copies of the embedding and the head, which the model shares. Small
-    files of the source folder that are not about weights, such as tokenizer.json, are copied.
+    Draft layers are converted too. Copies of the embedding and the head among their tensors are left out, because draft
+    layers share these weights with the model. Small files of the source folder that are not about weights, such as
+    tokenizer.json, are copied.
 
     Args:
       source: folder of the checkpoint, or one `.safetensors` file with its config.json beside it.
       folder: destination: a path that does not exist, or an empty folder. It appears when everything is written; until
         then the files are in the folder `.NAME.partial` beside it.
       weights: storage of the weights, as in `save_release`.
-      naming: naming of the tensors, see `checkpoint.keys`. None = that of the source.
+      naming: naming of the tensors, see `checkpoint.keys`. None = the source's naming.
       shard_bytes: maximum size of a file in bytes. A file is larger if a single tensor with its scale is.
       progress: whether to show a progress bar on standard error.
 
     Returns:
       {storage in the new files, such as "FP4": the loss that rounding caused in the tensors of this storage}. The loss
-      is 0 for weights that are copied, and for others that the new storage holds exactly.
+      is 0 for weights that are copied, and for weights that the new storage holds exactly.
 
     Raises:
       ValueError: `load_checkpoint` could not read the source; a value is NaN or infinite in the new storage; `weights`

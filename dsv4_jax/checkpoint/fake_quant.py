@@ -16,8 +16,8 @@ from dsv4_jax.quant import QuantizedWeight, is_quantized_kind, round_to, straigh
 def fake_quantize(model: DeepseekV4ForCausalLM) -> DeepseekV4ForCausalLM:
     """Returns a copy of a model whose weights have the values that `save_release` stores: FP8, FP4 and bfloat16.
 
-    The gradient is straight-through: that of the rounded weights is also that of the given ones. So call it within the
-    loss, and let the optimizer update the given model::
+    The gradient is straight-through: the gradient of a rounded weight is passed on to the given weight unchanged. Call
+    this function within the loss, and let the optimizer update the given model::
 
         def loss(model):
             return -logprobs(fake_quantize(model), tokens, lengths, shape).mean()
@@ -25,11 +25,13 @@ def fake_quantize(model: DeepseekV4ForCausalLM) -> DeepseekV4ForCausalLM:
         gradient = nnx.grad(loss)(model)
         engine.update_weights(fake_quantize(model))
 
-    The copy has the structure, shapes and dtypes of the model, so everything takes it that takes the model. It costs a
-    second copy of the weights in memory, and one pass over them in each call. Weights that have a value of the storage,
-    such as those of the copy, do not change. Neither do quantized weights, and adapters.
+    The copy has the structure, shapes and dtypes of the model, so it can take the model's place everywhere. It takes
+    the memory of a second set of weights. Each call makes one pass over the weights. Weights that already have a value
+    of the storage do not change, for instance the weights of such a copy. Quantized weights and adapters do not change
+    either.
 
-    On a mesh call it outside of `sharded_step`, because a shard may end within a block of values with one scale.
+    On a mesh call this function outside of `sharded_step`, because a shard may end within a block of values with one
+    scale.
 
     Args:
       model: the model, with float32 or bfloat16 weights.
@@ -56,7 +58,7 @@ def _as_stored(values: Array, dtype: str) -> Array:
             return QuantizedWeight.encode(still, dtype)[...]
         return round_to(round_to(still, jnp.bfloat16), values.dtype)
 
-    # The blocks of a matrix may be cut by the axes of a mesh, so XLA decides how the steps of rounding are sharded.
+    # A shard may end within a block of values with one scale, so XLA decides how the steps of rounding are sharded.
     still = jax.lax.stop_gradient(values)
     rounded = jax.sharding.auto_axes(rounded, out_sharding=jax.typeof(values).sharding)
     return straight_through(rounded(still), values)

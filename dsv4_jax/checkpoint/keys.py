@@ -5,8 +5,8 @@
   front, with a few exceptions.
 - "module": names of transformers' modules, such as `model.layers.1.self_attn.kv_proj.weight`.
 
-The paths of this package's modules are those of "module", except for linear maps with the same input, which are fused
-into one `FusedLinear`.
+This package's modules have the paths of transformers' modules, except for linear maps with the same input, which are
+fused into one `FusedLinear`.
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ ENGRAM_TABLE = "engram.embedding"  # end of the paths of Engram's tables
 TABLES = ("embed_tokens.weight", ENGRAM_TABLE)  # ends of the paths of tables of which a step reads few rows
 # Rows for the parameters outside the layers. A row has the path in this package's model ("our path"), the name in the
 # release, the storage in the release's files (see `Weight`; "FP8" stands for the kind that the configuration says) and,
-# if it differs from our path, transformers' name. A row counts only if the model has a parameter at our path, and the
-# shape is that of the parameter.
+# if it differs from our path, transformers' name. A row is used only if the model has a parameter at our path. This
+# parameter gives the shape.
 _TOP = (
     (EMBEDDING, "embed.weight", "BF16"),
     ("model.norm.weight", "norm.weight", "BF16"),
@@ -50,8 +50,8 @@ _DRAFT_INPUTS = (
     ("main_proj.weight", "main_proj.weight", "FP8"),
     ("main_norm.weight", "main_norm.weight", "BF16"),
 )
-# Rows for the parameters that compute the outputs of the draft layers. The prefixes are the same, but N is the last
-# draft layer.
+# Rows for the parameters that compute the outputs of the draft layers. The prefixes are as in `_DRAFT_INPUTS`, but N is
+# the last draft layer.
 _DRAFT_OUTPUTS = (
     ("norm.weight", "norm.weight", "BF16"),
     ("hc_head.hc_fn", "hc_head_fn", "F32"),
@@ -143,8 +143,8 @@ class Weight:
       shape: shape of the parameter.
       dtype: storage of its tensors in the release's files: a `QuantizedKind`, or the dtype "BF16", "F32", or "I64" for
         ids of experts, the model's only integers.
-      sources: names of the stored tensors. Their values, one tensor after the other, are the parameter's in row-major
-        order.
+      sources: names of the stored tensors. Their values, one tensor after the other, are the values of the parameter in
+        row-major order.
       source_shape: shape of the values of each stored tensor.
     """
 
@@ -170,7 +170,7 @@ class Weight:
         return *self.shape[:-1], self.shape[-1] // 2
 
     def stored_dtype(self, storage: Storage) -> str:
-        """Returns what `dtype` is for the parameter's tensors in files with this storage, see `save_release`."""
+        """Returns the dtype or kind of the parameter's tensors in files of the given storage, see `save_release`."""
         if storage == "quantized" or self.dtype == "I64":
             return self.dtype
         return "BF16" if storage == "bfloat16" and self.dtype != "F32" else "F32"
@@ -206,7 +206,7 @@ def _weight(shapes: Mapping[str, tuple[int, ...]], path: str, names: str, dtype:
     Args:
       shapes: shape of each parameter of the model by path.
       path: path of the parameter.
-      names: names of its tensors, separated by spaces. One with {expert} stands for a tensor of each expert.
+      names: names of its tensors, separated by spaces. A name with {expert} stands for a tensor of each expert.
       dtype: storage in the release's files. "FP4" becomes "BF16" if the inputs do not divide into FP4's groups.
     """
     shape = shapes.get(path)
@@ -246,7 +246,7 @@ def detect_naming(config: DSV4Config, names: Iterable[str]) -> Naming:
 
 
 def tied(table: list[Weight], names: Collection[str]) -> Iterator[Weight]:
-    """Yields the weights of the table. If `names` lacks the head's tensor, the head gets the embedding's as source."""
+    """Yields the weights of the table. If `names` lacks the head's tensor, the head takes the embedding's tensor."""
     (embedding,) = (weight.sources for weight in table if weight.path == EMBEDDING)
     for weight in table:
         absent = weight.path == HEAD and weight.sources[0] not in names
@@ -270,6 +270,6 @@ def is_image_part(name: str, *, biases: bool) -> bool:
 def is_draft_copy(name: str) -> bool:
     """Whether a tensor of a draft layer is a copy of the model's embedding or head.
 
-    The rule is that of the release's conversion script: the name contains "emb" or ends with "head.weight".
+    The rule comes from the release's conversion script: the name contains "emb" or ends with "head.weight".
     """
     return is_draft(name) and ("emb" in name or name.endswith("head.weight"))

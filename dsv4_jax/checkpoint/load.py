@@ -78,15 +78,16 @@ def load_checkpoint(
       expert_parallel: whether each device along "model" gets whole experts instead of a shard of each expert.
       expert_memory: places some of the routed experts, the embedding and Engram's tables in host memory, for a model
         that is larger than its GPU. It needs weights="quantized" and no mesh. None = all weights lie on the devices.
-      host_tables: places Engram's tables in host memory, from which each device reads the rows of a step; they have
-        203 GB in V4.1-Flash. None = they lie on the devices, unless there is an `expert_memory`.
+      host_tables: places Engram's tables in host memory, from which each device reads the rows of a step; the tables
+        take 203 GB in V4.1-Flash. None = the tables lie on the devices, unless there is an `expert_memory`.
       progress: whether to show a progress bar on standard error.
-      on_outline: function that is called before weights are read, with the model that has `jax.ShapeDtypeStruct` in
-        place of arrays, so that its programs can be compiled meanwhile. None = no call.
+      on_outline: function that is called before weights are read, with a model that has `jax.ShapeDtypeStruct` in
+        place of arrays. The function can begin to compile programs with this model meanwhile. None = no call.
 
     Returns:
-      The model. Tensors of draft layers are left out if the configuration has none, and those of an image encoder
-      always; the log says so. The compressed token ids of Engram are computed from tokenizer.json beside the tensors.
+      The model. Tensors of draft layers are left out if the configuration has no draft layers. The tensors of V4.1's
+      image encoder are left out, too. The log says so in both cases. The compressed token ids of Engram are computed
+      from tokenizer.json beside the tensors.
 
     Raises:
       ValueError: in one of these cases:
@@ -161,7 +162,7 @@ def _name_if_out_of_memory(path: Path, weight: Weight, place: str, mesh: Mesh | 
     Args:
       path: the checkpoint.
       weight: the weight that is loaded in this context.
-      place: the weight's place among all, such as "number 3 of 40".
+      place: the place of the weight's variable among all variables, such as "number 3 of 40".
       mesh: the mesh that the model is sharded over; None for one device.
     """
     try:
@@ -182,7 +183,8 @@ def _name_if_out_of_memory(path: Path, weight: Weight, place: str, mesh: Mesh | 
 class _Loader:
     """Loads the variables of a model one by one.
 
-    A variable holds one weight, or several: those of equal layers, stacked, or of linear maps fused into one matrix.
+    A variable holds one weight, or several weights: stacked weights of equal layers, or weights of linear maps that are
+    fused into one matrix.
     """
 
     def __init__(
@@ -218,7 +220,7 @@ class _Loader:
         return sum(self._tensors[source].nbytes for weight in weights for source in weight.sources)
 
     def _quantized_kind(self, weights: list[Weight]) -> QuantizedKind | None:
-        """Returns the kind in which all these weights are stored if they can stay so in one array; None otherwise."""
+        """Returns the quantized kind of these weights if they can stay quantized in one array; None otherwise."""
         kinds: set[QuantizedKind] = set()
         for weight in weights:
             for source in weight.sources:
@@ -232,7 +234,7 @@ class _Loader:
         return kinds.pop() if len(kinds) == 1 else None
 
     def keep_quantized(self, weights: list[Weight], variable: nnx.Variable) -> None:
-        """Gives a variable the structure of a quantized weight, if all its weights are quantized alike and can stay so.
+        """Makes a variable's value a `QuantizedWeight` if its weights have one quantized kind and can stay quantized.
 
         Raises ValueError if the mesh would split a block of weights that has one scale.
         """
@@ -246,13 +248,13 @@ class _Loader:
         return None if self._mesh is None else parameter_sharding(variable, self._mesh, self._expert_parallel)
 
     def load(self, weights: list[Weight], views: list[ParameterView], memory: ExpertMemory | None) -> None:
-        """Loads all weights of a variable. They are converted to its dtype unless it is quantized.
+        """Loads all weights of a variable. Unless the variable is quantized, values are converted to its dtype.
 
         Args:
           weights: the weights.
           views: the place of each weight in the variable.
           memory: places the experts' codes on the GPU or in host memory, and the embedding and Engram's tables in host
-            memory. None: everything lies on the devices, except Engram's tables if they are to lie in host memory.
+            memory. None = all weights lie on the devices, except Engram's tables if the loader has `host_tables`.
         """
         variable = views[0].variable
         where = self._sharding(variable)
@@ -286,13 +288,13 @@ class _Loader:
                 set_leaf(variable, field, self._staging.place([whole.view], whole.shape, whole.dtype, where))
 
     def _host_tables(self, path, memory):
-        """Returns the host memory for a variable if it lies there; None otherwise."""
+        """Returns the host memory for the variable at `path`; None if the variable lies on the devices."""
         if memory is not None:
             return memory.tables if path.endswith(keys.TABLES) else None
         return self._tables if path.endswith(keys.ENGRAM_TABLE) else None
 
     def _table_on_host(self, weights, views, field, tables, where):
-        """Loads tables, which are one variable, to host memory. Returns them as one array."""
+        """Loads the tables of one variable to host memory, and returns the array of the variable."""
         struct = get_leaf(views[0].variable, field)
         array, shards = tables.empty(struct.shape, struct.dtype, where)
         for weight, view in zip(weights, views, strict=True):
@@ -302,7 +304,7 @@ class _Loader:
         return array
 
     def _paged_codes(self, weights, shape, memory):
-        """Copies the FP4 codes of experts to the GPU or to host memory, as planned. Returns them as one array."""
+        """Copies the FP4 codes of experts to the GPU or to host memory, as planned. Returns the codes as one array."""
         stack = memory.place_stack([weight.module for weight in weights], shape)
         for number, weight in enumerate(weights):
             stack.write(number, [self._quantized(source).codes.data for source in weight.sources])

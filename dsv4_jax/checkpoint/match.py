@@ -32,9 +32,12 @@ def match_weights(
 
     Returns:
       (the weights of the model, with the names of their tensors; the tensors by name, in which a quantized weight
-      includes its scale). Tensors of draft layers are left out, and that is logged, if the configuration has no such
-      layers; so are those for images, except the routers' biases for a configuration with a token for images. The draft
-      layers' copies of the embedding and the head are always left out.
+      includes its scale). Some tensors are left out:
+
+      * Tensors of draft layers, if the configuration has no draft layers. This is logged.
+      * Tensors for images, if the configuration is that of V4.1 (`delays_pre`). This is logged. The routers' biases for
+        tokens of images are kept if the configuration has such a token.
+      * The draft layers' copies of the embedding and the head.
 
     Raises:
       ValueError: tensors are missing, extra, mis-shaped, of the wrong kind or have wrong scales (all in one message),
@@ -117,6 +120,6 @@ def _with_nearest(names: list[str], others: list[str]) -> list[str]:
 
 
 def listing(lines: list[str]) -> str:
-    """Returns up to 10 lines as text, each indented on a new line. A last line counts those that are left out."""
+    """Returns up to 10 lines as text, each indented on a new line. A last line says how many lines are left out."""
     more = [f"... and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
     return "".join(f"\n  {line}" for line in lines[:_MAX_LISTED] + more)

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 def expert_shapes(table: Iterable[Weight]) -> tuple[list[str], list[tuple[int, ...]]]:
-    """Returns (paths of the layers' experts, shapes of the codes of a layer's matrices), as `ExpertMemory.plan` takes.
+    """Returns (paths of the layers' experts, shapes of the codes of a layer's matrices), for `ExpertMemory.plan`.
 
     Args:
       table: all weights of the model, in the order of its layers.
@@ -69,13 +69,13 @@ def fill(target: np.ndarray, pieces: Pieces, check: Check | None = None) -> None
     with concurrent.futures.ThreadPoolExecutor() as pool:
         # For a small array, starting threads would take longer than copying.
         run = pool.map if target.nbytes > _BLOCK_BYTES else map
-        for number, index in enumerate(np.ndindex(stack)):  # one piece after another, since each may be made in memory
+        for number, index in enumerate(np.ndindex(stack)):  # one piece at a time, since a piece may be made in memory
             part = target[index] if stack else target
             blocks = _blocks(number, np.asarray(pieces[number]()).reshape(part.shape), part)
             collections.deque(run(functools.partial(_fill_block, check=check), blocks), maxlen=0)
 
 
-_Block = tuple[int, np.ndarray, np.ndarray | None]  # number of a piece, some of its rows, and the rows to write, if any
+_Block = tuple[int, np.ndarray, np.ndarray | None]  # index of a piece, some of its rows, and the rows to write, if any
 
 
 def _blocks(number: int, values: np.ndarray, target: np.ndarray | None) -> Iterator[_Block]:
@@ -125,7 +125,7 @@ class Staging:
             whole array. Several pieces are the array's matrices (its last two axes), in row-major order.
           shape, dtype: shape and dtype of the whole array. Values are cast.
           where: sharding of the array; None = the default device.
-          check: function that is called for each block of values, from any thread. Its arguments are the number of the
+          check: function that is called for each block of values, from any thread. Its arguments are the index of the
             piece, the block before the cast, and the block after it.
           threads: whether several threads copy pieces, which is faster for views of a file. Otherwise one piece is
             made at a time.

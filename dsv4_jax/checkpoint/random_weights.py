@@ -33,7 +33,7 @@ from dsv4_jax.quant import QuantizedWeight, is_quantized_kind, quantized_struct
 
 
 SELECTS = "tid2eid", "e_score_correction_bias"  # the parameters of a router that decide which experts it selects
-MAX_ROWS = 1 << 18  # number of rows of a table in host memory that are drawn; the table repeats them
+MAX_ROWS = 1 << 18  # maximum number of rows that are drawn for a table in host memory; the table repeats these rows
 MAX_SMALL = 1 << 20  # variables with fewer values than this are all made by one program
 STD = 0.02  # standard deviation of weights, as in the released models' initialization
 
@@ -156,7 +156,7 @@ def _first_rows(table):
 
 
 def _repeat_on_host(host_tables, first_rows, table):
-    """Returns an array in host memory, of the shape, dtype and mesh of `table`, that repeats its first rows."""
+    """Returns an array in host memory with the shape and dtype of `table`, which repeats the array `first_rows`."""
     where = first_rows.sharding if isinstance(first_rows.sharding, NamedSharding) else None
     array, shards = host_tables.empty(table.shape, table.dtype, where)
     first_rows = np.asarray(first_rows)
@@ -239,8 +239,8 @@ def _place_experts(config, views, expert_memory):
             stacks[id(view.variable)].append((module, view))
     # A matrix of an expert has half a byte for each FP4 code.
     max_bytes = max(math.prod(view.shape[1:]) // 2 for stack in stacks.values() for _, view in stack)
-    # All matrices are copied from one array of random bytes. The copies of experts and layers begin at different
-    # multiples of 4096 bytes, as far as there are so many.
+    # All matrices are copied from one array of random bytes. The copies for experts and layers begin at different
+    # multiples of 4096 bytes, as far as the array has enough of these places.
     draw_bytes = _Draw(_bytes, ((2 * max_bytes,),))
     (random_bytes,) = jax.block_until_ready(_drawn([np.uint32(0)], (draw_bytes,)))
     address = random_bytes.unsafe_buffer_pointer()
@@ -325,7 +325,8 @@ def _draw_one(seed, draw):
             JAX's generators would take longer to compile than to run.
             """
             word = start + jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
-            # The number of a layer makes layers differ, although indices of large stacks repeat after 2**32 words.
+            # The index on axis 0 makes layers of a stack differ, although indices of large stacks repeat after
+            # 2**32 words.
             word += jax.lax.broadcasted_iota(jnp.uint32, shape, 0) * np.uint32(0x9E3779B1)
             for factor in (np.uint32(0x7FEB352D), np.uint32(0x846CA68B)):
                 word = (word ^ word >> 16) * factor
@@ -356,7 +357,7 @@ def _scales(words, shape):
 
 
 def _codes(words, shape, scales, kind):
-    """Returns codes and scales without NaN. Their values are about as large as those of `_normal` with mean 0."""
+    """Returns codes and scales without NaN. The values are about as large as the values of `_normal` with mean 0."""
     codes = _bytes(words, shape)
     if kind == "FP4":
         return codes, _scales(words, scales)

@@ -27,7 +27,7 @@ class StoredTensor(TensorHeader):
     Attributes:
       name, dtype, shape: as in the file's header.
       file: path of the file.
-      data: [bytes] uint8 view of the mapped file.
+      data: [nbytes] uint8 view of the tensor's bytes in the mapped file.
     """
 
     file: Path
@@ -108,8 +108,8 @@ def _shortened(names: Collection[str]) -> str:
 def weights_fingerprint(path: str | Path) -> str:
     """Returns a SHA-256 hash, in hexadecimal, that tells different checkpoints apart without reading them whole.
 
-    It hashes the name, the dtype, the shape and up to 4 KiB from the middle of each tensor. It does not depend on the
-    number, the names and the times of the files.
+    The hash covers the name, the dtype, the shape and up to 4 KiB from the middle of each tensor. The number of files,
+    their names and their times do not matter.
 
     Args:
       path: the checkpoint, as for `read_checkpoint`.

@@ -17,7 +17,7 @@ class TensorLoss:
 
     @property
     def error(self) -> float:
-        """The relative error: the root mean square of the differences over that of the values."""
+        """The relative error: the root mean square of the differences divided by the root mean square of the values."""
         return math.sqrt(self.differences / self.values) if self.differences else 0.0
 
 
@@ -25,8 +25,8 @@ class TensorLoss:
 class RoundingLoss:
     """The loss in the tensors of one storage, summed up while they are written.
 
-    Errors are those of tensors. The largest error of a single value would say little, because a small value in a block
-    of larger ones becomes 0, an error of 1.
+    Errors are computed per tensor. The largest relative error of a single value would say little, because a small value
+    in a block of larger ones becomes 0, a relative error of 1.
 
     Attributes:
       num_rounded: number of values that changed.
@@ -48,12 +48,12 @@ class RoundingLoss:
         self.tensors[name].num_values += num_values
 
     def add(self, name: str, values: np.ndarray, stored: np.ndarray) -> None:
-        """Counts values of a tensor, and compares them with those that are stored in their place.
+        """Counts values of a tensor, and compares them with the values that are stored in their place.
 
         Args:
           name: name of the tensor.
           values: some of its values.
-          stored: the stored values, of the same shape; `values` itself if the storage is that of the values.
+          stored: the stored values, in the shape of `values`; `values` itself if no value was converted.
         """
         self.keep(name, values.size)
         if stored is values:

@@ -34,7 +34,7 @@ def save_release(
     shard_bytes: int = 5 * 10**9,
     progress: bool = False,
 ) -> None:
-    """Writes the weights of a model, and config.json with the names of fields that the release uses, to a folder.
+    """Writes the weights of a model to a folder, and a config.json whose fields have the names of the release.
 
     A model with Engram can be loaded again only if its tokenizer.json lies in the folder, too.
 
@@ -50,11 +50,11 @@ def save_release(
         sinks, biases, hyper-connections                float32       float32      float32
         tables of hash-routed layers                    int64         int64        int64
 
-    FP8 is e4m3 with a power-of-two scale per block of 128 x 128, or of 32 x 32 if the configuration says so; in tables
-    of Engram, per 32 channels of a row. FP4 is e2m1 with a power-of-two scale per 32 inputs;
-    experts whose inputs do not divide into groups of 32 become bfloat16. A scale is the smallest with which the largest
-    value of its block does not overflow. Values are rounded to nearest, ties to even. Values that were read from the
-    quantized storage are written back unchanged, and bfloat16 holds all of them exactly.
+    FP8 is e4m3 with a power-of-two scale per block of 128 x 128 values, or of 32 x 32 if the configuration says so. In
+    tables of Engram, a block has 32 channels of a row. FP4 is e2m1 with a power-of-two scale per block of 32 inputs;
+    experts whose inputs do not divide into blocks of 32 become bfloat16. A scale is the smallest power of two with
+    which the largest value of its block does not overflow. Values are rounded to nearest, ties to even. Values that
+    were read from the quantized storage are written back unchanged, and bfloat16 holds all of these values exactly.
 
     Args:
       model: the model.
@@ -150,7 +150,7 @@ def total_bytes(headers: Iterable[list[TensorHeader]]) -> int:
 
 
 def tensor_headers(weight: Weight, weights: Storage) -> Iterator[list[TensorHeader]]:
-    """Yields a list for each stored tensor of a parameter: its header, then that of its scales if it is quantized."""
+    """Yields a list for each stored tensor of a parameter: its header, then the header of its scales if it has any."""
     dtype = weight.stored_dtype(weights)
     for name in weight.sources:
         if not is_quantized_kind(dtype):
@@ -161,7 +161,7 @@ def tensor_headers(weight: Weight, weights: Storage) -> Iterator[list[TensorHead
 
 
 def check_storage(weights: str, naming: str) -> None:
-    """Raises ValueError if the storage or the naming is unknown, or for "quantized" with "module"."""
+    """Raises ValueError if the storage or the naming is unknown, or if "quantized" is combined with "module"."""
     if weights not in get_args(Storage.__value__) or naming not in get_args(Naming.__value__):
         raise ValueError(f"{weights=} must be quantized, bfloat16 or float32, and {naming=} release, hybrid or module")
     if weights == "quantized" and naming == "module":

@@ -2,11 +2,11 @@
 
 - FP8: codes F8_E4M3 [out, in], and scales F8_E8M0 [ceil(out / 128), ceil(in / 128)], one per block of 128 x 128. In
   V4.1 blocks are 32 x 32, and in the tables of Engram 1 x 32.
-- FP4: codes I8 [out, in / 2], and scales F8_E8M0 [out, in / 32], one per 32 inputs. A byte has two e2m1 codes, that of
-  the even input in the low nibble.
+- FP4: codes I8 [out, in / 2], and scales F8_E8M0 [out, in / 32], one per 32 inputs. A byte has the e2m1 codes of two
+  inputs, the even one in the low nibble.
 
 A scale of byte e is 2 ** (e - 127); byte 255 is NaN. The dtype of the codes in the file says whether a weight is FP8 or
-FP4, not config.json. The shape of the scales must be that of the configuration's blocks, or of blocks of 1 x 32.
+FP4, not config.json. The shape of the scales must fit the configuration's blocks, or blocks of 1 x 32.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ from dsv4_jax.quant.fp4 import MXFP4_BLOCK
 
 # {kind: dtype of the codes}.
 CODES: dict[str, str] = {kind: "I8" if kind == "FP4" else "F8_E4M3" for kind in BLOCKS}
-_CHUNK = 1 << 10  # number of rows that are scaled at a time, a multiple of a block's
+_CHUNK = 1 << 10  # number of rows that are scaled at a time, a multiple of a block's rows
 # The smallest and the largest byte of a scale with which kernels compute exactly. Kernels compute with 2 ** -32 times
-# the values; between these scales each is zero or a normal bfloat16. The largest value, without this factor, is
-# 448 * 2 ** 33, the smallest 2 ** -9 * 2 ** -85.
+# the values. With scales in this range, each of these products is zero or a normal bfloat16. Before this factor, the
+# largest value is 448 * 2 ** 33, and the smallest positive value is 2 ** -9 * 2 ** -85.
 STORED_SCALES = 42, 160
 # The value of each e2m1 code.
 E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
@@ -34,7 +34,7 @@ E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.flo
 class QuantizedTensor:
     """A quantized weight: its codes, its scales, and the kind of storage.
 
-    It has the properties of a `StoredTensor` that loading needs.
+    This class has the properties of a `StoredTensor` that loading needs.
     """
 
     codes: StoredTensor
@@ -57,7 +57,7 @@ class QuantizedTensor:
 
     @property
     def can_stay(self) -> bool:
-        """Whether kernels compute with every value exactly, unless a code is NaN: all scales are in `STORED_SCALES`."""
+        """Whether all scales are in the range `STORED_SCALES`, in which kernels compute exactly."""
         low, high = STORED_SCALES
         return not self.scale.data.size or bool(low <= self.scale.data.min() <= self.scale.data.max() <= high)
 
@@ -68,9 +68,10 @@ class QuantizedTensor:
         return int(np.count_nonzero(codes & 0x7F == 0x7F))
 
     def load(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Returns the exact values of the rows from `start` to `stop`, float32; infinite if they exceed its range.
+        """Returns the exact values of rows `start` to `stop - 1`, [rows, in] float32; infinite if float32 overflows.
 
-        `start` must be a multiple of the rows of a block. `stop` is cut to the number of rows; None = all of them.
+        `start` must be a multiple of the number of rows in a block. None for `stop`, or a `stop` beyond the last row,
+        means all rows from `start` on.
         """
         codes = self.codes.data.reshape(self.codes.shape)[start:stop]
         scale = self.scale.data.reshape(self.scale.shape)
@@ -82,7 +83,7 @@ def dequantize(codes: np.ndarray, scale: np.ndarray, kind: QuantizedKind) -> np.
     """Returns the exact values [out, in] float32 of a quantized matrix; infinite if they exceed float32's range.
 
     Args:
-      codes, scale: uint8, as in a `QuantizedWeight`. There may be more rows of scales than the codes have.
+      codes, scale: uint8, as in a `QuantizedWeight`. `scale` may have more rows than the codes need.
       kind: the storage.
     """
     rows, width = codes.shape

@@ -39,8 +39,8 @@ def read_tokenizer(path: str | Path) -> Tokenizer | None:
 def byte_characters() -> list[str]:
     """Returns the characters that stand for the bytes 0 to 255 in byte-level vocabularies (GPT-2's `bytes_to_unicode`).
 
-    The bytes of printable Latin-1 characters stand for themselves. For the other bytes stand the characters from
-    U+0100 on, in order.
+    A byte that is the code of a printable Latin-1 character is represented by this character. The other bytes, in
+    order, are represented by the characters from U+0100 on.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     stand_ins = iter(character for character in alphabet if ord(character) > 255)
@@ -58,7 +58,7 @@ class TokenBytes:
         self._is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
 
     def __getitem__(self, token: int) -> bytes | None:
-        """Returns the bytes of a token; for a special token, those of its name. None if they cannot be determined."""
+        """Returns the bytes of a token, or of the name of a special token; None if they cannot be determined."""
         name = self._tokenizer.id_to_token(token) or ""
         is_byte_level = self._is_byte_level and token not in self._named_otherwise
         if is_byte_level and self._bytes.keys() >= set(name):

@@ -17,8 +17,8 @@ class Drafts(Protocol):
     """The interface of a model's attribute `drafts`, its draft layers, such as `nn.MTPDrafts` and `nn.DSparkDrafts`.
 
     Methods are called inside a traced function. Their argument `model` is the model that owns the draft layers; it has
-    `embed`, `logits` and `forward_streams`, see `DeepseekV4ForCausalLM`. The maximum number of drafts in a step and the
-    number of spare rows in the draft layers' windows are known without a model: `config.drafts` has them.
+    `embed`, `logits` and `forward_streams`, see `DeepseekV4ForCausalLM`. The configuration alone (`config.drafts`) says
+    how many drafts a step can have, and how many spare rows the draft layers' windows have.
     """
 
     def write(self, model: Any, streams: Float[Array, "T h D"], cache: KVCache, batch: Batch) -> KVCache:
@@ -47,8 +47,8 @@ class Drafts(Protocol):
 
         Args:
           model: the model.
-          streams: [n, h, hidden] residual streams from `forward_streams` of the token before the newest one, for each
-            request.
+          streams: [n, h, hidden] residual streams that `forward_streams` returned for the token before each request's
+            newest token.
           cache: the cache, to which `write` has written all tokens before the newest ones.
           batch: the newest tokens of n requests at their positions, one token for each slot.
           draw: function (logits [n, vocab] float32, positions [n] of the tokens to draw) -> tokens [n] int32.
@@ -71,8 +71,8 @@ class DraftOptions:
 
     Attributes:
       count: maximum number of drafts per request; 0 = no drafts.
-      min_confidence: minimum probability of being accepted, as the draft layers estimate it. The first draft below it
-        and all drafts behind this draft are dropped; 0 = none are dropped.
+      min_confidence: minimum probability that a draft is accepted, as the draft layers estimate it. The first draft
+        below this minimum and all drafts behind it are dropped; 0 = no draft is dropped.
 
     Raises:
       ValueError: `min_confidence` is not from 0 to 1.
@@ -99,8 +99,8 @@ def check_drafts(schema: CacheSchema, drafts: int | DraftOptions) -> None:
       drafts: number of drafts per request, or DraftOptions.
 
     Raises:
-      ValueError: the model has no draft layers, the number of drafts is below 1, above the layers' maximum or not less
-        than the cache's `max_query_tokens`, or the layers estimate no confidence although `min_confidence` is set.
+      ValueError: the model has no draft layers; the number of drafts is below 1, above the layers' maximum, or not less
+        than the cache's `max_query_tokens`; or `min_confidence` is set although the layers estimate no confidence.
     """
     options = DraftOptions.of(drafts)
     layers = schema.config.drafts
@@ -149,8 +149,8 @@ def forward_for_drafts(
       batch: the batch, of T tokens.
 
     Returns:
-      (hidden states [T, hidden] of the batch's tokens; inputs of the draft layers [T, h, hidden], h streams of each
-      token, see `forward_streams`; the updated cache).
+      ([T, hidden] hidden states of the batch's tokens; [T, h, hidden] inputs of the draft layers, which are the h
+      streams of each token that `forward_streams` returns; the updated cache).
     """
     hidden, streams, cache = model.forward_streams(cache, batch)
     return hidden, streams, model.drafts.write(model, streams, cache, batch)

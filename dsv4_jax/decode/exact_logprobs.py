@@ -1,4 +1,4 @@
-"""`logprobs`: differentiable log-probabilities of sequences, whose values have the bits of an engine's rollout."""
+"""`logprobs`: differentiable log-probabilities of sequences, whose values equal an engine's rollout bit for bit."""
 
 import dataclasses
 import functools
@@ -24,10 +24,10 @@ from dsv4_jax.parallel.sharded_step import mesh_of, sharded_rows
 class RolloutShape:
     """The shapes of a batch-invariant engine's program, on which the bits of its log-probabilities depend.
 
-    `Engine.rollout_shape` has those of an engine.
+    For an engine, `Engine.rollout_shape` has these shapes.
 
     Attributes:
-      schema: geometry of the engine's cache. Its numbers of blocks and of slots do not matter.
+      schema: geometry of the engine's cache. Its fields `num_blocks` and `max_requests` do not matter.
       token_budget: number of tokens in each step.
       logits_rows: number of tokens for which a step computes logits.
     """
@@ -46,30 +46,32 @@ def logprobs(
 ) -> Float[Array, "*shape"]:
     """Computes the log-probability of each token given the earlier tokens of its sequence.
 
-    The values are those of `Request.logprobs` in a batch-invariant engine with this model, bit for bit: the sequences
-    run in chunks of `token_budget` tokens, with the shapes and the cache of the engine's program.
+    The values equal `Request.logprobs` in a batch-invariant engine with this model, bit for bit: the sequences run in
+    chunks of `token_budget` tokens, with the shapes and the cache of the engine's program.
 
-    The gradient is that of the same computation with the cache in `FakeQuantFormat`, at the values of the rollout:
-    straight-through where rows are quantized. The backward pass computes chunks and layers again. It keeps the cache
-    before each chunk in its own format, so its memory grows with the square of the number of tokens: divide a large
-    batch, and add up the gradients. Padding costs as much time as tokens, so pack sequences whose lengths differ much.
+    Gradients are taken at the values of the rollout. For them the cache counts as one in `FakeQuantFormat`, through
+    whose quantized rows gradients pass unchanged (straight-through). The backward pass computes chunks and layers
+    again, from a copy of the cache before each chunk, in the cache's own format. The memory of these copies grows with
+    the square of the number of tokens: divide a large batch, and add up the gradients. Padding costs as much time as
+    tokens, so pack sequences whose lengths differ much.
 
-    If the model lies on a mesh, its devices compute as in a step of an engine on this mesh, and gradients lie as their
-    parameters do. Axis 0 of tokens, lengths, adapters and result is sharded over the mesh axis "data". So with [N]
-    tokens, the sequences of one shard and their padding stand before those of the next one, in parts of equal size.
+    If the model lies on a mesh, its devices compute as in a step of an engine on this mesh, and each gradient has the
+    sharding of its parameter. Axis 0 of tokens, lengths, adapters and result is sharded over the mesh axis "data".
+    Packed tokens [N] are therefore divided into one range of equal size for each shard, which holds the shard's
+    sequences and then padding.
 
-    Call it within `jax.jit`. Elsewhere each call compiles again.
+    Call this function within `jax.jit`. Elsewhere each call compiles again.
 
     Args:
       model: the model. Gradients are with respect to its floating-point arrays.
       tokens: [S, N] int32 sequences, padded at the end; or [N] sequences one after another, padded at the end.
-      lengths: [S] int32 number of tokens of each sequence, at most N and `max_context`; packed ones have N tokens at
-        most together. Within `jax.jit` the lengths are not checked.
+      lengths: [S] int32 number of tokens of each sequence, at most N and `max_context`. Packed sequences have at most N
+        tokens together. Within `jax.jit` the lengths are not checked.
       shape: shapes of the rollout's program (static).
-      adapters: [S] int32 number of each sequence's adapter (see `nn.lora`), -1 = none; None = none has one.
+      adapters: [S] int32 index of each sequence's adapter (see `nn.lora`), -1 = no adapter; None = no sequence has one.
 
     Returns:
-      float32 in the shape of `tokens`; zeros for the first token of each sequence and for padding.
+      float32 array in the shape of `tokens`; zeros for the first token of each sequence and for padding.
 
     Raises:
       ValueError: the shapes do not agree, a length is out of range, or the mesh axis "data" does not divide the number
@@ -83,7 +85,7 @@ def logprobs(
 
 
 def _local_logprobs(shape, model, tokens, lengths, adapters):
-    """Computes `logprobs` of the sequences of a shard. The model's arrays are those of this device."""
+    """Computes `logprobs` of the sequences of a shard. The model's arrays are this device's shards."""
     slots, positions = _places(tokens.shape, lengths)
     flat = tokens.reshape(-1)
     targets = jnp.roll(flat, -1)
@@ -107,7 +109,7 @@ def _module(model):
 
 
 def _check(tokens, lengths, shape, sizes):
-    """Raises ValueError for arguments of `logprobs` that do not agree. `sizes` are those of the mesh's axes."""
+    """Raises ValueError for arguments of `logprobs` that do not agree. `sizes` is {mesh axis: its size}."""
     if tokens.ndim not in (1, 2) or (tokens.ndim == 2 and len(tokens) != len(lengths)):
         raise ValueError(
             f"tokens must be [S, N] or [N] for lengths [S], got {list(tokens.shape)} for lengths {list(lengths.shape)}"
@@ -127,7 +129,7 @@ def _check(tokens, lengths, shape, sizes):
 
 
 def _places(shape, lengths):
-    """Returns (slots, positions) of the tokens in a row, both -1 for padding. The slot is the sequence's number."""
+    """Returns (slots, positions) of the flattened tokens, both -1 for padding. A slot is the index of a sequence."""
     if len(shape) == 2:
         positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None, :], shape).reshape(-1)
         slots = jnp.repeat(jnp.arange(shape[0], dtype=jnp.int32), shape[1])
@@ -142,7 +144,7 @@ def _places(shape, lengths):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """The static part of `logprobs`: tree structure of the model, and a RolloutShape with room for all tokens."""
+    """The static part of `logprobs`: the model's tree structure, and a RolloutShape with blocks for all tokens."""
 
     structure: Any
     shape: RolloutShape
@@ -163,12 +165,12 @@ class _Program:
           leaves: the model's arrays.
           cache: the cache before the chunk.
           chunk: (ids, slots, positions, targets), each [token_budget] int32.
-          adapters: [S] int32 number of each sequence's adapter, or None.
+          adapters: [S] int32 index of each sequence's adapter, or None.
           remat: whether a backward pass computes the values within layers again. The bits of the log-probabilities
             then may differ.
 
         Returns:
-          (log-probability of each target after its token, [token_budget] float32; the cache).
+          ([token_budget] float32 log-probability of each target after the chunk's token; the cache after the chunk).
         """
         model = _module(jax.tree.unflatten(self.structure, leaves))
         if remat and isinstance(model, nnx.Module):
@@ -208,7 +210,7 @@ def _join(floats, others):
 
 
 def _scan(program, floats, others, sequences, chunks, *, keep):
-    """Runs all chunks. Returns the log-probabilities [chunks, token_budget], and with `keep` the cache before each."""
+    """Runs all chunks. Returns (log-probabilities [chunks, token_budget], with `keep` the cache before each chunk)."""
     leaves = _join(floats, others)
     lengths, adapters = sequences
 
@@ -231,7 +233,7 @@ def _run_forward(program, floats, others, sequences, chunks):
 
 
 def _run_backward(program, saved, cotangents):
-    """Goes through the chunks from the last one, with the cotangents of the model and of the cache after the chunk.
+    """Goes through the chunks from last to first, and carries the cotangents of the model and of the cache.
 
     Caches are in `FakeQuantFormat` here, so that cotangents pass through them.
     """

@@ -81,13 +81,13 @@ class LogitsProcessor:
 
 @dataclasses.dataclass(frozen=True)
 class SlotRows:
-    """The rows of a step's logits [n, vocab] by slot, for a processor, whose states are by slot too.
+    """The rows of a step's logits [n, vocab], grouped by slot as the states of a processor are.
 
-    The first row of a slot follows its request's newest token, and the further rows follow its drafts.
+    The first row of a slot follows its request's newest token, and the further rows follow the request's drafts.
 
     Attributes:
       processor: the LogitsProcessor with the states of all slots.
-      rows: [slots, r] int32, indices in [0, n) of each slot's rows in order; -1 = no row.
+      rows: [slots, r] int32, indices in [0, n) of each slot's rows in order; -1 = no row. A slot has at most r rows.
       tokens: [slots, r] int32, the token of the batch that each row follows.
     """
 
@@ -144,7 +144,7 @@ class SlotRows:
 
         Args:
           tokens: [n] the token drawn in each row.
-          last: [slots] index in [0, n) of the last row whose token counts; -1 = no token counts.
+          last: [slots] index in [0, n) of the last row whose drawn token becomes part of the request; -1 = no such row.
         """
         state = self.processor.state
         for i in range(self.rows.shape[1]):
@@ -153,7 +153,7 @@ class SlotRows:
         return dataclasses.replace(self.processor, state=state)
 
     def _updated(self, state, tokens, is_new):
-        """Returns the states [slots, ...] updated with `tokens` [slots]; slots without `is_new` [slots] keep theirs."""
+        """Returns the states [slots, ...] updated with `tokens` [slots] in the slots where `is_new` [slots] is True."""
         if self.processor.update is None:
             return state
         new = jax.vmap(self.processor.update)(state, tokens)
@@ -171,7 +171,8 @@ def begin_slot(
       processor: the LogitsProcessor with the states of all slots; donated.
       slot: scalar, the slot.
       state: the request's state before its first new token.
-      tokens: [n] the tokens that the request already got, with padding at the end. The state is updated with them.
+      tokens: [n] int32, the tokens that the request already got, with padding at the end. The processor's `update` is
+        called with each of these tokens.
       count: scalar, number of these tokens without padding.
 
     Returns:

@@ -22,10 +22,10 @@ class LoopOutput:
     """The tokens that a loop of decode steps drew.
 
     Attributes:
-      tokens: [slots, steps] int32, each request's new tokens, its stop token included; -1 behind them.
+      tokens: [slots, steps] int32, each request's new tokens, its stop token included; -1 behind the last of them.
       logprobs: [slots, steps] float32, log-probabilities of `tokens`, 0 where there is no token; None if not asked for.
-      top_logprobs: TopLogprobs [slots, steps, k], the likeliest tokens in place of each of `tokens`; None if not asked
-        for.
+      top_logprobs: TopLogprobs [slots, steps, k], the k likeliest tokens at the position of each of `tokens`; None if
+        not asked for.
       accepted: [slots, steps] int32, number of drafts that each step of a request accepted; -1 behind the request's
         last step. None without drafts.
       processor: the LogitsProcessor with the states of all slots after `tokens`; None without a processor.
@@ -80,8 +80,8 @@ def decode_loop(
     options = DraftOptions.of(drafts)
     if options.count:
         check_drafts(cache.schema, options)
-    # The batch's new blocks and reset slots are applied once, before the loop. The loop's own batches have neither, as
-    # resetting a slot again would lose its blocks.
+    # The batch's new blocks and reset slots are applied once, before the loop. The batches of the loop have neither,
+    # because resetting a slot again would lose its blocks.
     cache = cache.begin_step(batch)
     num_slots = cache.lengths.shape[0]
     last = last_token_indices(batch, num_slots)

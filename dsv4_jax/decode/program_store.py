@@ -7,7 +7,7 @@ that the program depends on:
 
   * the function, its static arguments, and the tree structure of all arguments with their static fields,
   * types and shardings of the arguments' arrays,
-  * the sources of this package,
+  * the sources of `dsv4_jax` and `pallas_kernels`,
   * versions, devices, and the settings of JAX and XLA.
 
 Executables are pickled, and loading a pickle runs code. So the folder must belong to the user, and no other user may
@@ -63,9 +63,9 @@ class Program:
     """A compiled program, and the time that it took to make or load it.
 
     Attributes:
-      call: the executable, a function of the program's arguments without the static ones.
-      seconds: {"trace", "lower", "compile": seconds of this phase}. For a program loaded from disk, "compile" is the
-        time to load it and the others are 0.
+      call: the executable, a function of all arguments that are not static.
+      seconds: {name of a phase, "trace", "lower" or "compile": its duration in seconds}. For a program loaded from
+        disk, "compile" is the time to load it, and the other durations are 0.
     """
 
     call: jax.stages.Compiled
@@ -101,8 +101,8 @@ class ProgramTable:
           options: keyword arguments, the static ones and possibly others.
 
         Returns:
-          (program, its positional arguments). The program is None where `find_program` returns None; call the function
-          with the arguments then.
+          (program, its positional arguments). The program is None if `find_program` returns None; then call the jitted
+          function instead.
         """
         if not os.environ.get(FOLDER):
             return None, args
@@ -183,7 +183,7 @@ def find_program(function: Any, args: tuple, options: Mapping[str, Any]) -> Prog
 def _name(function, args, options):
     """Returns the name of a program's file: a hash of everything that the program of this call depends on.
 
-    Raises _UnknownObjectError if an object among them cannot be described.
+    Raises _UnknownObjectError if the program depends on an object that cannot be described.
     """
     static = [_definition(function), _describe(jax.tree.structure((args, {}))), _describe(dict(options))]
     types = [_describe_leaf(leaf) for leaf in jax.tree.leaves(args)]
@@ -192,7 +192,7 @@ def _name(function, args, options):
 
 
 def _load(data, args):
-    """Returns the executable in the content of a file, for a call with these positional arguments."""
+    """Returns the executable from `data`, the content of a file, for calls with the positional arguments `args`."""
     payload, outputs = pickle.loads(data)
     cache = jax.tree.structure(args[1])
     out_tree = jax.tree.structure((*outputs, cache.unflatten(range(cache.num_leaves))))

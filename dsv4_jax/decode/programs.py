@@ -22,7 +22,7 @@ class CompiledModel:
     """A model in a form with which a call of a compiled step takes little time on the host.
 
     A jitted function flattens its arguments at each call. For the modules of the DeepSeek-V4-Flash model this takes
-    half a millisecond of Python, and a hundredth of that for the flat list of arrays that this object holds.
+    half a millisecond of Python. The flat list of arrays that this object holds takes a hundredth of that time.
 
     Each step is a method with the name and arguments of the function in `dsv4_jax.decode`, without the model. The
     functions also accept this object as their model. Models with the same tree structure share compiled programs.
@@ -71,8 +71,8 @@ class CompiledModel:
           model: a model of the same structure, such as an nnx.Module.
 
         Raises:
-          ValueError: the models differ in more than the values of their arrays. Or this model has arrays, and one of
-            the models has `expert_memory`.
+          ValueError: the models differ in more than the values of their arrays; or one of them has an `expert_memory`,
+            and this model has arrays instead of `jax.ShapeDtypeStruct`.
         """
         new = CompiledModel.of(model)
         is_outline = any(isinstance(x, jax.ShapeDtypeStruct) for x in self.arrays)

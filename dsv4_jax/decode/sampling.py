@@ -22,8 +22,9 @@ class SamplingParams:
       temperature: divisor of the logits, from 1e-5 to 1e5. 0 = greedy: the token with the largest logit, the lowest id
         among equal ones.
       top_k: number of largest logits to keep. Logits that equal the smallest of these are kept, too. 0 = keep all.
-      top_p: probability that the kept tokens must reach together. Of the tokens that `top_k` keeps, the most probable
-        ones are kept, and no more than are needed to reach it; 1 = keep all.
+      top_p: probability that the kept tokens must reach together. Of the tokens that `top_k` keeps, the smallest set of
+        most probable tokens that reaches this probability is kept. Tokens as probable as the last one in this set are
+        kept, too. 1 = keep all.
 
     Raises:
       TypeError: a parameter is not a number, or `top_k` is not an integer.
@@ -76,13 +77,13 @@ class BatchedSamplingParams:
 
 @pytree_dataclass
 class LogprobOptions:
-    """Options for log-probabilities that a step computes in addition to the drawn tokens' own.
+    """Options for log-probabilities that a step computes in addition to the log-probabilities of the drawn tokens.
 
     Attributes:
       forced_tokens: [n] int32, a known token for each row, such as the next token of a prompt. It replaces the drawn
         token, so that its log-probability is computed; -1 = keep the drawn token. None = -1 for all rows.
-      wants_top: [] bool, whether any row asks for its likeliest tokens. If not, they are not computed, and TopLogprobs
-        of zeros are returned. None = True.
+      wants_top: [] bool, whether any row asks for its likeliest tokens. If it is False, the search is skipped, and
+        TopLogprobs of zeros are returned. None = True.
       num_top: number of likeliest tokens to find per row (static).
     """
 
@@ -117,8 +118,8 @@ def sample(
 ) -> Int[Array, "n"]:
     """Draws one token per row.
 
-    The random bits of a row depend only on its seed and position. So a request draws the same tokens in any batch, in
-    single steps or in a loop on the device, and with or without drafts to verify.
+    The random bits of a row depend only on its seed and position. From equal logits, a request therefore draws equal
+    tokens in any batch, in single steps or in a loop on the device, and with or without drafts to verify.
 
     Args:
       logits: [n, vocab] float32.

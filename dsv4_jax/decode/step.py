@@ -64,7 +64,7 @@ def forward(model: Model, cache: KVCache, batch: Batch) -> tuple[Float[Array, "T
 def decode_step(model: Model, cache: KVCache, batch: Batch) -> tuple[Float[Array, "slots vocab"], KVCache]:
     """Runs the batch's tokens and returns the logits after each request's last token, by slot.
 
-    Prefill batches can run through it too. Logits after other tokens are not computed.
+    Prefill batches can run through this step too. Only the last token of each request gets logits.
 
     Args:
       model: the model, or a `CompiledModel` if many steps run.
@@ -91,12 +91,13 @@ class StepOutput:
       tokens: [n] int32, for each index in `logits_indices` the token drawn after the batch's token at this index;
         undefined where the index is -1.
       logprobs: [n] float32, log-probabilities of `tokens` under the model, before temperature and `top_p`.
-      top_logprobs: TopLogprobs [n, k], the likeliest tokens in place of each of `tokens`; None if not asked for.
-      draft_tokens: [slots, drafts] int32, drafts of the tokens after `last_tokens`, -1 behind them; undefined for slots
-        that drew no token. None without drafts on the device.
+      top_logprobs: TopLogprobs [n, k], the k likeliest tokens at the position of each of `tokens`; None if not asked
+        for.
+      draft_tokens: [slots, drafts] int32, drafts of the tokens after `last_tokens`, -1 behind the last draft; undefined
+        for slots that drew no token. None without drafts on the device.
       last_tokens: [slots] int32, each request's newest token, the one drawn after its last accepted token; undefined
         for slots that drew no token. None without drafts on the device.
-      processor: the LogitsProcessor with the states of all slots after these tokens; None without a processor.
+      processor: the LogitsProcessor with the states of all slots after the accepted tokens; None without a processor.
       decisions: Decisions [T, ...] of the batch's tokens; None if not recorded.
     """
 
@@ -120,8 +121,8 @@ class EarlierTokens:
 
     Attributes:
       tokens: [m] int32, `StepOutput.tokens` of the earlier step. If the earlier step made K drafts: the pair of its
-        `last_tokens` [slots] and `draft_tokens` [slots, K]. They are indexed as one array [slots * (1 + K)], in which
-        the drafts of a slot stand behind its last token.
+        `last_tokens` [slots] and `draft_tokens` [slots, K]. `indices` then count in one array [slots * (1 + K)], in
+        which the drafts of a slot stand behind its last token.
       indices: [T] int32, for each token of the batch the index in `tokens` of the token to put in its place; -1 = the
         batch's own token stays.
     """
@@ -203,8 +204,8 @@ def sample_step(
     differs from the token drawn before it, that draft and the drafts behind it are rejected, and the cache's `lengths`
     do not count them.
 
-    With `drafts`, the model's draft layers also draft the next tokens of each request, see `decode.drafts.draft`. They
-    need all tokens of a request, so prompts have to run with `drafts` too.
+    With `drafts`, the model's draft layers also draft the next tokens of each request, see `decode.drafts.draft`. The
+    draft layers need rows of all tokens of a request, so prompts have to run with `drafts` too.
 
     Args:
       model: the model, or a `CompiledModel` if many steps run. With `drafts`, it has draft layers, see `Drafts`.
@@ -214,7 +215,7 @@ def sample_step(
         n is the number of slots.
       sampling: sampling parameters, one for all requests (static) or arrays [slots].
       seeds: [slots] one seed per slot; None = zeros.
-      logprobs: the log-probabilities to compute besides those of the drawn tokens; None = no others.
+      logprobs: which log-probabilities to compute besides those of the drawn tokens; None = no further ones.
       earlier: tokens of the batch that only the device knows; None = the batch has all tokens.
       token_mask: [n, ceil(vocab / 32)] uint32 bits, the tokens that may be drawn, as in `sample`; None = all.
       processor: changes the logits before `token_mask` and `sampling` apply; it has the states of all slots. At most
@@ -307,8 +308,8 @@ def draw_tokens(
     """Draws the tokens of a step from their logits. Call it inside a traced function.
 
     Log-probabilities are computed from `logits`, before the processor changes them. If the processor gives the drawn
-    token the logit -inf or NaN, its log-probability is NaN. This happens if the processor forbids all tokens or returns
-    NaN.
+    token the logit -inf or NaN, the token's log-probability is NaN. This happens if the processor forbids all tokens or
+    returns NaN.
 
     Args:
       logits: [n, vocab] float32, the model's logits after the tokens of `logits_indices`.
@@ -351,7 +352,7 @@ def accepted_lengths(
 ) -> Int[Array, "slots"]:
     """Returns the [slots] int32 lengths of requests without their rejected drafts.
 
-    The host computes the same with `engine.drafters.accept`.
+    The host computes the number of accepted drafts by the same rule in `engine.drafters.accept`.
 
     Args:
       lengths: [slots] lengths that count all tokens of the batch.
@@ -373,7 +374,7 @@ def last_accepted(
     A token is accepted if it is no draft, or if it and all drafts before it equal the tokens drawn before them.
 
     Returns:
-      [num_slots] int32, the index in [0, n) of the entry of `logits_indices` for this token; -1 = none.
+      [num_slots] int32, the index in [0, n) of this token's entry of `logits_indices`; -1 = the slot has no entry.
     """
     tokens_index = jnp.maximum(logits_indices, 0)
     index = jnp.arange(logits_indices.shape[0], dtype=jnp.int32)
@@ -382,7 +383,7 @@ def last_accepted(
     is_rejected = is_draft & (batch.token_ids[tokens_index] != jnp.roll(tokens, 1))
     last_rejected = jax.lax.cummax(jnp.where(is_rejected, index, -1))
     first_of_request = jax.lax.cummax(jnp.where(is_draft, 0, index))
-    # An entry is accepted if no entry of its request is rejected from the request's first entry up to this entry.
+    # An entry is accepted if neither it nor an earlier entry of its request is rejected.
     is_accepted = last_rejected < first_of_request
     accepted_slots = jnp.where(is_accepted & (slots >= 0), slots, num_slots)  # `num_slots` is dropped below
     return jnp.full((num_slots,), -1, jnp.int32).at[accepted_slots].max(index, mode="drop")

@@ -1,6 +1,6 @@
 """Bookkeeping of the KV cache on the host: slots, blocks and lengths of requests, prefix caching and offloading.
 
-All of it is plain Python and NumPy, and none of it is traced by JAX.
+This code is plain Python and NumPy; JAX does not trace it.
 """
 
 from dsv4_jax.common.sizes import parse_bytes

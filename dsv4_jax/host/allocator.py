@@ -14,11 +14,12 @@ class CacheFullError(ValueError):
 class BlockAllocator:
     """Hands out the block ids 0 .. num_blocks - 1 and counts the owners of each block.
 
-    Each shard owns an equal, contiguous range of ids. If a shard has several devices, each of them owns an equal,
-    contiguous range of the shard's ids. The blocks of a new allocator are handed out in rotation over the devices.
+    Each shard owns an equal, contiguous range of ids. If a shard has several devices, each device owns an equal,
+    contiguous range of the shard's ids. A new allocator hands out blocks of all devices of a shard in rotation.
 
-    A block's reference count is its number of owners; a free block has none. Bad arguments raise and change nothing. If
-    an exception interrupts a method, `recount` restores the counts from the blocks that the owners list.
+    A block's reference count is the number of its owners, 0 for a free block. A method with bad arguments raises and
+    changes nothing. If an exception interrupts a method, `recount` restores the counts from the blocks that the owners
+    list.
 
     Attributes:
       num_blocks: number of blocks, free or not, in all shards.
@@ -63,7 +64,7 @@ class BlockAllocator:
         return len(self._free[shard])
 
     def acquire(self, n: int, shard: int = 0) -> list[int]:
-        """Takes `n` free blocks of a shard, each with one reference.
+        """Takes `n` free blocks of a shard, gives each of them one reference, and returns their ids.
 
         Raises:
           ValueError: `n` is negative.
@@ -99,7 +100,9 @@ class BlockAllocator:
         self._notify(blocks)
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drops a reference of each block; a block that is listed twice loses two. A block without references is free.
+        """Drops one reference to each block; a block that is listed twice loses two.
+
+        A block becomes free when its last reference is dropped.
 
         Raises:
           ValueError: an id is unknown, or its block is released more often than it is held.

@@ -16,8 +16,8 @@ class Layout:
     T is the number of tokens after padding. Each shard has an equal range of these arrays, padded at its end.
 
     Attributes:
-      begins: [n] int, index in [0, T) of each request's first token.
-      indices: [total number of tokens] int, index in [0, T) of each token, request by request.
+      begins: [n] int64, index in [0, T) of each request's first token.
+      indices: [total number of tokens] int64, index in [0, T) of each token, request by request.
       slots: [T] int32, the field `Batch.slots`: local id of each token's slot in its shard; -1 = padding.
       prefill: the field `Batch.prefill`: whether the batch runs as a prefill rather than as a decode step.
     """
@@ -28,7 +28,15 @@ class Layout:
     prefill: bool
 
     def place(self, values: np.ndarray, padding: int) -> np.ndarray:
-        """Returns an array [T] int32 with one of `values` for each token, request by request, and `padding` between."""
+        """Returns an array with one value for each of the T places of tokens.
+
+        Args:
+          values: [total number of tokens] one value for each token, request by request.
+          padding: value of the places that have no token.
+
+        Returns:
+          [T] int32, each token's value at the token's index.
+        """
         array = np.full(self.slots.shape, padding, np.int32)
         array[self.indices] = values
         return array
@@ -47,8 +55,9 @@ def find_layout(
 
     Args:
       shards: the shards of the cache.
-      slots: the bytes of an [n] int64 array, the slot of each request. Bytes can be a key of `lru_cache`.
-      counts: the bytes of an [n] int64 array, the number of tokens of each request.
+      slots: the slot of each request, as the bytes of an [n] int64 array. Bytes, unlike arrays, can be a key of
+        `lru_cache`.
+      counts: the number of tokens of each request, as the bytes of an [n] int64 array.
       max_query_tokens: as in `CacheSchema`.
       prefill_size, decode_size: as in `KVCacheManager.prepare_forward`.
 
@@ -85,13 +94,14 @@ def find_new_rows(
     """Returns the fields `new_blocks` and `reset_slots` of a batch, as {name: array}.
 
     `new_blocks` [shards * max_blocks, 3] int32 has a row (slot, index in the request's block table, block) for each
-    block that the device's block table lacks. `reset_slots` [max_requests] int32 has the slots of the requests that
-    begin with this batch. Each shard has an equal range of rows, with local ids; unused rows are -1.
+    block that the batch adds to the device's block table. `reset_slots` [max_requests] int32 has the slots of the
+    requests that begin with this batch. In both arrays each shard has an equal range of rows, with local ids; unused
+    rows are -1.
 
     Args:
       shards: the shards of the cache.
       slots: [n] slots of the batch's requests.
-      now: [n] array of dtype `request_table.NUMBERS`, the state of these requests before the batch.
+      now: [n] array of dtype `request_table.NUMBERS`, the state of the batch's requests before the batch.
       after: the states of all requests after the batch.
       max_blocks: maximum number of blocks that the batch can add to the block tables of one shard.
     """

@@ -20,10 +20,10 @@ MAX_BLOCKS_PER_TRANSFER = 16
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The shards of a cache's slots and blocks. There is one for each index of the mesh axis "data", or one without it.
+    """The shards of a cache's slots and blocks: one for each index of the mesh axis "data", or one without this axis.
 
-    The host uses global ids, which count on from shard to shard. Steps and block tables on the device use local ids,
-    which begin at 0 in each shard.
+    The host uses global ids, which count on from one shard to the next. Steps and block tables on the device use local
+    ids, which begin at 0 in each shard.
 
     Attributes:
       count: number of shards.
@@ -51,7 +51,7 @@ class Shards:
         Args:
           slots: [n] slots of the requests.
           counts: [n] number of rows of each request.
-          size: number of the array's rows that each shard has.
+          size: number of rows that each shard has in the array.
         """
         shards = self.of(slots)
         begins = np.empty_like(counts)
@@ -83,10 +83,10 @@ class CacheDevices:
         return padded(np.asarray(blocks, int) % self.shards.blocks, self.schema.max_blocks)
 
     def block_chunks(self, blocks: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """Splits block ids into chunks of equal size, so that one compiled program moves each chunk.
+        """Splits block ids into chunks of equal size, so that the same compiled program moves every chunk.
 
-        The size bounds the device memory of a transfer. It is `MAX_BLOCKS_PER_TRANSFER`, or less if requests have fewer
-        blocks.
+        The size of a chunk bounds the device memory that a transfer takes. It is `MAX_BLOCKS_PER_TRANSFER`, or the
+        maximum number of blocks of a request if that is less.
 
         Yields:
           (index in `blocks` of the chunk's first block, [size] int32 ids of the chunk, padded with -1).
@@ -96,12 +96,12 @@ class CacheDevices:
             yield start, padded(blocks[start : start + size], size)
 
     def read_blocks(self, cache: KVCache, blocks: Sequence[int], length: int) -> dict[str, PoolGroup]:
-        """Copies consecutive blocks of a request to the host.
+        """Copies the first n blocks of a request to the host.
 
         Args:
           cache: the cache; only read.
-          blocks: [n] ids of the request's blocks, beginning with its first block.
-          length: number of tokens of the request. Entries of later tokens are returned as zeros.
+          blocks: [n] ids of the blocks, in the request's order.
+          length: number of tokens of the request. Entries behind this length are returned as zeros.
 
         Returns:
           {name of a pool group: its entries and keys [layers, n, entries per block, ...]}, as NumPy arrays.
@@ -121,7 +121,7 @@ class CacheDevices:
             None replicates the arrays on all devices. Scalars are always replicated.
 
         Returns:
-          The same pytree of arrays on the devices.
+          A pytree of the same structure, with the arrays on the devices.
         """
         mesh = self.mesh
         if mesh is None:
@@ -147,7 +147,7 @@ class CacheDevices:
     ) -> KVCache:
         """Writes a request to a slot: its length, its block table, and optionally its rows and the entries of blocks.
 
-        All transfers come before the first program that donates the cache. So if one fails, the cache is not lost.
+        All transfers come before the first program that donates the cache, so a failed transfer leaves the cache valid.
 
         Args:
           cache: the cache; donated.
@@ -182,7 +182,7 @@ class CacheDevices:
           axis: as for `put`.
 
         Returns:
-          The same pytree of arrays on the devices.
+          A pytree of the same structure, with the arrays on the devices.
         """
         leaves, structure = jax.tree.flatten(tree)
         keys = [(structure, i, np.shape(leaf), axis) for i, leaf in enumerate(leaves)]
@@ -207,8 +207,8 @@ class CacheDevices:
     def begin_get(self, tree: Any) -> Any:
         """Starts an asynchronous copy of a step's results to the host.
 
-        Returns a pytree of device arrays, whose values a later `get` returns without a further transfer. On a mesh of
-        several processes the arrays are replicated first.
+        Returns a pytree of device arrays. A later `get` of this pytree waits for the copies and starts no other ones.
+        On a mesh of several processes the arrays are replicated first.
         """
         if self.mesh is not None and self.mesh.is_multi_process:
             tree = jax.reshard(tree, named_sharding((), self.mesh))

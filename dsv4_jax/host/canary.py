@@ -16,7 +16,7 @@ from dsv4_jax.host.cache_devices import CacheDevices
 
 
 class CacheCorruptionError(RuntimeError):
-    """Cached bytes that nothing may write have changed; the message names the reader, the layer and the block."""
+    """Bytes of the prefix cache changed after they were cached; the message names the reader, layer and block."""
 
 
 def block_sums(devices: CacheDevices, cache: KVCache, blocks: Sequence[int]) -> list[list[int]]:
@@ -78,7 +78,7 @@ def _check(reader, what, since, before, now):
 def _layer_sums(schema, parts):
     """Returns a CRC-32 checksum for each layer of the model.
 
-    `parts` are pairs (layers, tree): the numbers of n layers of the model, and a pytree of arrays [n, ...] with a row
+    `parts` are pairs (layers, tree): the indices of n layers of the model, and a pytree of arrays [n, ...] with a row
     for each of these layers.
     """
     sums = [0] * len(schema.layers)

@@ -82,7 +82,7 @@ class KVCacheManager(Summarized):
           config: configuration of the model.
           memory: memory for the cache on each device, in bytes or as text ("20GiB"). The cache takes less if requests
             of `max_context` tokens in all slots need less.
-          num_blocks: number of blocks in each compressed pool, in all shards.
+          num_blocks: number of blocks in each compressed pool, in all shards together.
           max_requests: number of slots, and the smallest number of tokens that a step is padded to.
           mesh: devices that hold the cache, for instance `jax.make_mesh((2, 4), ("data", "model"))`. Slots and blocks
             are sharded over "data", each shard with its own requests. Each device along "model" holds a whole shard.
@@ -129,7 +129,7 @@ class KVCacheManager(Summarized):
         return Summary(words, self.use())
 
     def use(self) -> dict[str, Share]:
-        """Returns {name: used share} for a repr: of the slots, of the blocks, and of `max_context` by each request."""
+        """Returns {name: share in use} for a repr: of slots, of blocks, and of `max_context` for each request."""
         schema = self.schema
         shares = {
             "slots": Share(len(self.slots), schema.max_requests),
@@ -163,22 +163,22 @@ class KVCacheManager(Summarized):
 
     @property
     def lengths(self) -> np.ndarray:
-        """The [max_requests] numbers of tokens that requests hold, by slot; 0 in free slots."""
+        """The number of tokens that the request in each slot holds, [max_requests] int64; 0 in free slots."""
         return self.requests.states.numbers["length"].copy()
 
     @property
     def admission_times(self) -> np.ndarray:
-        """The [max_requests] times of admission by slot, which tell apart successive requests in one slot.
+        """The time at which the request in each slot was admitted, [max_requests] int64; 0 in free slots.
 
-        A time is a number of the request table's clock, which counts events and begins at 1. Free slots have time 0.
+        Times tell apart successive requests in one slot. The request table's clock counts events, from 1 on.
         """
         return self.requests.states.numbers["admitted"].copy()
 
     @property
     def block_table(self) -> np.ndarray:
-        """A copy of the device's block table for admitted slots, [max_requests, max_blocks] int32; -1 = none.
+        """A copy of the device's block table for admitted slots, [max_requests, max_blocks] int32; -1 = no block.
 
-        On a mesh with an axis "data" the ids are local: they begin at 0 in each shard.
+        On a mesh with an axis "data" the block ids are local: they begin at 0 in each shard.
         """
         table = np.full((self.schema.max_requests, self.schema.max_blocks), -1, np.int32)
         for slot, state in self.requests.states.items():
@@ -267,8 +267,8 @@ class KVCacheManager(Summarized):
             prompt.
 
         Returns:
-          The lowest free slot. On a mesh with an axis "data" it is the lowest free slot of the shard with the most free
-          slots, among shards with enough free blocks if there are any.
+          The lowest free slot. On a mesh with an axis "data", it is the lowest free slot of one shard: of the shards
+          with enough free blocks, or else of all shards, the shard with the most free slots.
 
         Raises:
           TypeError, ValueError: the ids are bad, or the request needs more tokens than `max_context` or than all blocks
@@ -334,15 +334,15 @@ class KVCacheManager(Summarized):
         return self.shards.blocks * self.schema.block_tokens
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether a shard has a free slot, and enough free or evictable blocks for a new request of this length."""
+        """Whether any shard has a free slot, and enough free or evictable blocks for a new request of this length."""
         return any(self.requests.fits(shard, num_tokens) for shard in range(self.shards.count))
 
     def free_slots_beside(self, slot: int) -> int:
-        """Returns the number of free slots in the shard of a slot, which copies of its request can get (`fork`)."""
+        """Returns the number of free slots in the shard of a slot, which limits the copies that `fork` can make."""
         return len(self.requests.free_slots(self.shards.of(slot)))
 
     def missing_blocks(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Returns the [n] numbers of blocks that requests have to reserve for more tokens.
+        """Returns how many blocks each request has to reserve for more tokens, [n] int64.
 
         Args:
           slots: [n] slots of the requests.
@@ -393,9 +393,10 @@ class KVCacheManager(Summarized):
 
         Args:
           tokens: {slot: [n] token ids that follow the request's tokens}.
-          reserve: number of further tokens per slot that the device will decode without the host. Their blocks are in
-            the batch too. Report the decoded tokens with `advance`.
-          prefill_size: T of all steps but decode steps, the first case above. With it two programs are enough.
+          reserve: number of further tokens per slot that the device will decode without the host. The batch contains
+            the blocks for these tokens too. Report the decoded tokens with `advance`.
+          prefill_size: T of every step that is not a decode step, the first case above. With it two programs are
+            enough.
           decode_size: T of decode steps; None = the number of slots, `max_requests`. A larger size makes room for draft
             tokens. 0 gives every step the size `prefill_size`.
 
@@ -441,8 +442,8 @@ class KVCacheManager(Summarized):
         """Builds a step's inputs as `prepare_forward` does, from arrays that the caller has checked.
 
         Args:
-          slots: [n] admitted slots, each of them once.
-          counts: [n] number of tokens of each request in the batch, at least 1.
+          slots: [n] int64, distinct slots of admitted requests.
+          counts: [n] int64, number of tokens of each request in the batch, at least 1.
           ids: [sum of counts] int32 token ids, request by request.
           reserve, prefill_size, decode_size: as for `prepare_forward`.
 
@@ -468,8 +469,8 @@ class KVCacheManager(Summarized):
         # published, which bounds the size of `new_blocks`.
         after["published_blocks"] = np.maximum(now["published_blocks"], -(-(after["length"] + reserve) // block_tokens))
         # The maximum number of new blocks in a shard. Each slot can have the blocks of `reserve`, and one more because
-        # the number of blocks of each request is rounded up. The step's tokens need the blocks that one request of so
-        # many tokens needs.
+        # the number of blocks of each request is rounded up. The step's tokens need at most the blocks of a single
+        # request with all these tokens.
         max_blocks = self.shards.slots * (1 + table.blocks_for(reserve))
         max_blocks += table.blocks_for(len(layout.slots) // self.shards.count)
         positions = layout.place(consecutive(now["length"], counts), -1)
@@ -503,7 +504,7 @@ class KVCacheManager(Summarized):
 
         Args:
           cache: the cache, after `begin_step`.
-          layer: number of the layer.
+          layer: index of the layer in the model.
           batch: inputs of the step.
         """
         return cache.handle(layer, batch)
@@ -518,8 +519,7 @@ class KVCacheManager(Summarized):
           num_tokens: number of decoded tokens.
 
         Raises:
-          ValueError: the slot is not admitted, the number is negative, or the reserved blocks have no room for so many
-            tokens.
+          ValueError: the slot is not admitted, or `num_tokens` is negative or exceeds the room in the reserved blocks.
         """
         state = self.requests.state(slot)
         if num_tokens < 0:
@@ -536,9 +536,9 @@ class KVCacheManager(Summarized):
     def rewind(self, slot: int, num_tokens: int, *, is_followed: bool = False) -> None:
         """Forgets a request's last `num_tokens` tokens without touching the device; its blocks stay reserved.
 
-        The rings keep `max_query_tokens - 1` spare rows, so a request can go back that many tokens from its greatest
-        length (see `min_length`). `truncate` goes to any length. The device's array `lengths` in the cache is set with
-        the request's next batch.
+        The rings keep `max_query_tokens - 1` spare rows, so a request can go back by at most this number of tokens from
+        its greatest length (see `min_length`). `truncate` goes to any length. The device's array `lengths` in the cache
+        is set with the request's next batch.
 
         A prepared batch may never run, for instance after an exception. Any number of tokens of such batches can be
         taken back, as long as the cache on which they should have run still exists and is the manager's newest cache.
@@ -551,8 +551,8 @@ class KVCacheManager(Summarized):
             at the positions of the rejected drafts (see `EarlierTokens.fill`).
 
         Raises:
-          ValueError: the slot is not admitted, the number is negative, the rings do not reach back so far, or a block
-            from the new length on is shared.
+          ValueError: the slot is not admitted, `num_tokens` is negative, the rings do not reach back to the new length,
+            or a block from the new length on is shared.
         """
         state = self.requests.state(slot)
         if num_tokens < 0:
@@ -628,9 +628,10 @@ class KVCacheManager(Summarized):
     def truncate(self, cache: KVCache, slot: int, length: int) -> tuple[int, KVCache]:
         """Truncates a request to any length.
 
-        Down to `min_length` no token has to run again. Below it, the rows that the next token reads are overwritten.
-        The request then goes back to the last block boundary up to `length` for which a `PrefixCache` has a snapshot.
-        Without one it goes back to no tokens. The caller runs the tokens from there up to `length` again.
+        If `length` is at least `min_length`, no token has to run again. If it is less, the rows that the next token
+        reads are overwritten. The request then goes back to the last block boundary up to `length` for which a
+        `PrefixCache` has a snapshot, or to no tokens if there is no such boundary. The caller runs the tokens from
+        there up to `length` again.
 
         Blocks beyond the kept tokens are released. If the last kept block is not full and is shared, it is replaced by
         a copy, since later tokens are written to it.
@@ -701,7 +702,7 @@ class KVCacheManager(Summarized):
     def release(self, slot: int) -> None:
         """Ends a request, frees its slot and drops its references to blocks.
 
-        Its rows, and its blocks without another owner, are not read again before they are overwritten or reset.
+        The slot's rows and the freed blocks are overwritten or reset before they are read again.
         """
         state = self.requests.state(slot)
         with self.requests.transaction():

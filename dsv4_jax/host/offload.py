@@ -32,8 +32,8 @@ FILE_FORMAT = "dsv4_jax request"
 VERSION = "2"
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NO_DIGEST = "0" * 64
-# The configuration's fields that `identity` hashes even if they have their default values. Others with a default are
-# hashed only if they have another value, so that a new field leaves the identities of earlier models as they are.
+# The configuration's fields that `identity` hashes even if they have their default values. Other fields with a default
+# are hashed only if they have another value, so that a new field leaves the identities of earlier models as they are.
 _ALWAYS_HASHED = frozenset(
     "bos_token_id eos_token_id num_nextn_predict_layers tie_word_embeddings dspark layer compress_rate overlap group "
     "index owner keys key_compressor selection window index_topk".split()
@@ -138,8 +138,8 @@ def resume(
       cache: the cache; donated.
       offloaded: result of `offload` or `capture`; it stays valid.
       key: name of the model's weights, as for `capture`.
-      num_tokens: number of tokens that the request will hold in the end, by which a shard with room is chosen; None =
-        the request's length.
+      num_tokens: number of tokens that the request will hold in the end; None = the request's length. A shard with room
+        for them is preferred.
 
     Returns:
       (the slot, the cache).
@@ -173,7 +173,7 @@ def resume(
 def identity(schema: CacheSchema, key: str) -> dict[str, str]:
     """Returns the properties of a cache that a request's bytes depend on, as {name: value}.
 
-    The numbers of blocks and slots, `max_context` and `max_query_tokens` are not among them.
+    The number of blocks, the number of slots, `max_context` and `max_query_tokens` are not among these properties.
 
     Args:
       schema: geometry of the cache.
@@ -221,7 +221,7 @@ def blocks_struct(schema: CacheSchema, n: int) -> dict[str, PoolGroup]:
 
 
 def _fit(x, struct):
-    """Returns x [layers, n, width] with as many rows as `struct`. Drops the first rows, or puts zeros before them."""
+    """Returns x [layers, n, width] with the shape of `struct`: drops its first rows, or puts zeros before them."""
     x = x[:, max(0, x.shape[1] - struct.shape[1]) :]
     return np.pad(x, [(0, 0), (struct.shape[1] - x.shape[1], 0), (0, 0)])
 
@@ -293,7 +293,7 @@ def load_request(
 
 
 def _parse(path, manager, key):
-    """Returns (token ids, `OffloadedRequest`) of a file. Raises ValueError if it is none for this cache."""
+    """Returns (token ids, `OffloadedRequest`) of a file. Raises ValueError if this cache cannot take the request."""
     blob = path.read_bytes()
     try:
         stored, metadata = read_header(path)

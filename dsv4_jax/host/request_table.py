@@ -27,15 +27,15 @@ class RequestState:
 
     Attributes:
       length: number of tokens that the cache holds.
-      min_length: the shortest length that the request can be rewound to. The rings, circular buffers of its slot's
-        newest rows, hold no older rows.
+      min_length: the shortest length that the request can be rewound to. To go on from a shorter length, a step would
+        need rows that are overwritten in the rings, the circular buffers of the slot's newest rows.
       blocks: ids of the reserved blocks in order, all from the slot's shard.
       published_blocks: number of these blocks that the device's block table holds.
-      cached_blocks: the `CachedBlock` objects that stand for its first full blocks in a `PrefixCache`, in order.
-      admitted: time of its admission, by the table's clock, see `RequestTable.tick`.
-      changed: time of the last batch or copy that wrote its rows, see `host.step_order`; 0 = none yet, so that the slot
-        still holds rows of its previous request.
-      weights: version of the weights that computed its first rows, see `RequestTable.weights`.
+      cached_blocks: the `CachedBlock` objects of the request's first full blocks in a `PrefixCache`, in order.
+      admitted: time of the request's admission, by the table's clock, see `RequestTable.tick`.
+      changed: time of the last batch or copy that wrote rows of the request, see `host.step_order`; 0 = none yet, so
+        that the slot still holds rows of its previous request.
+      weights: version of the weights that computed the request's first rows, see `RequestTable.weights`.
     """
 
     length: int = 0
@@ -79,8 +79,8 @@ class RequestState:
 
 
 # The numbers of a `RequestState`, as the fields of a structured dtype. One array of this dtype has the numbers of all
-# slots, so that a step changes all its requests at once. The records of batches and caches in `host.step_order` are
-# earlier versions of the array.
+# slots, so that a step changes all its requests at once. The records of batches and caches in `host.step_order` hold
+# earlier versions of this array.
 _NAMES = ("length", "min_length", "num_blocks", "published_blocks", "admitted", "changed", "weights")
 NUMBERS = np.dtype([(name, np.int64) for name in _NAMES])
 
@@ -125,7 +125,7 @@ class RequestStates(Mapping[int, RequestState]):
 
         Args:
           slots: [n] slots of the requests.
-          numbers: [n] array of dtype `NUMBERS`. Its `num_blocks` count the new blocks.
+          numbers: [n] array of dtype `NUMBERS`. Its field `num_blocks` includes the new blocks.
           new_blocks: {slot: ids of the blocks to append}.
         """
         all_numbers = self.numbers.copy()
@@ -273,9 +273,9 @@ class RequestTable:
     def find_slot(self, num_tokens: int, prefixes: Sequence[FoundPrefix] = ()) -> int:
         """Returns the slot for a new request: the lowest free slot in the best shard.
 
-        A shard with a free slot and enough blocks for the request is better than one without. Among these the best
-        shard has the longest cached prefix of the prompt, then the most free slots, then the most free or evictable
-        blocks.
+        Shards are compared by these criteria in turn, each of which decides only between shards that are equal so far:
+        a free slot, enough blocks for the request, the longest cached prefix of the prompt, the most free slots, and
+        the most free or evictable blocks.
 
         Args:
           num_tokens: number of tokens that the request will hold in the end.
@@ -300,7 +300,7 @@ class RequestTable:
         Args:
           shard: index of the shard.
           num_tokens: number of tokens that the request needs room for.
-          prefix: size of its prompt's cached prefix in the shard, whose blocks the request shares.
+          prefix: size of the cached prefix of its prompt in the shard. The request shares the blocks of this prefix.
         """
         missing = self.blocks_for(num_tokens) - prefix.blocks
         return bool(self.free_slots(shard)) and missing <= self.room(shard) - prefix.evictable
@@ -314,7 +314,7 @@ class RequestTable:
         return -(-num_tokens // self.schema.block_tokens)
 
     def missing_blocks(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Returns the [n] numbers of blocks that requests have to acquire for more tokens.
+        """Returns how many blocks each request has to acquire for more tokens, [n] int64.
 
         Args:
           slots: [n] slots of the requests.

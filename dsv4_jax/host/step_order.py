@@ -2,12 +2,13 @@
 
 Batches have to run in the order in which they were prepared, each on the cache that has run the batches before it. The
 host keeps a record of each batch and of each cache to check this. A record is a Python attribute of one array: of
-`positions` of a batch, of `lengths` of a cache. So pytrees and compiled programs are as they would be without records,
-and a record vanishes with its array.
+`positions` of a batch, of `lengths` of a cache. Records therefore change neither pytrees nor compiled programs, and a
+record vanishes with its array.
 
-`decode.step_launch` records the caches that the steps of this package return. An array that a user's own program
-returned carries no record, so its batch or cache is not checked. If a step runs such a batch, the cache that it returns
-has no record either. If a step runs on such a cache, the record of the returned cache covers only the step's requests.
+`decode.step_launch` records the caches that the steps of this package return. An array that a user's program returned
+carries no record, so the batch or cache that contains the array is not checked. If a step runs a batch without a
+record, the returned cache has no record either. If a step runs on a cache without a record, the record of the returned
+cache covers only the step's requests.
 """
 
 import dataclasses
@@ -50,7 +51,8 @@ class CacheContents:
 
     Attributes:
       table: table of its manager.
-      numbers: [slots] `NUMBERS` of the requests whose tokens the cache is known to hold; zeros in other slots.
+      numbers: [slots] array of dtype `NUMBERS`: the states of the requests whose tokens the cache is known to hold, and
+        zeros in other slots.
       is_complete: whether the other slots are known to be empty.
     """
 
@@ -130,7 +132,7 @@ def record_step(old: KVCache, batch: Batch, new: KVCache) -> None:
 
 
 def check_manager(table: RequestTable, cache: KVCache, slot: int | None = None) -> None:
-    """Checks that a cache is not donated, and is not known to be unusable for a manager.
+    """Checks that a cache was not donated, and that according to its record a manager can use it.
 
     Args:
       table: table of the manager.
@@ -139,8 +141,8 @@ def check_manager(table: RequestTable, cache: KVCache, slot: int | None = None) 
 
     Raises:
       RuntimeError: the cache was donated.
-      ValueError: the cache is known to be another manager's, or to lack tokens of the request. Or it has a record, and
-        the slot is not admitted.
+      ValueError: by its record, the cache belongs to another manager, or lacks tokens of the request. A slot that is
+        not admitted is also refused, but only if the cache has a record.
     """
     check_not_donated(cache)
     if (contents := _record_of(cache.lengths)) is None:
@@ -162,7 +164,7 @@ def check_not_donated(cache: Any) -> None:
 
 
 def check_order(cache: KVCache, batch: Batch) -> None:
-    """Raises ValueError if the cache is known not to be in the state that the batch was prepared for."""
+    """Raises ValueError if the records show that the batch was prepared for another state of the cache."""
     prepared = _record_of(batch.positions)
     contents = _record_of(cache.lengths)
     if prepared is None or contents is None:
@@ -212,9 +214,9 @@ def device_state(table: RequestTable, slot: int) -> RequestState:
 
 
 def commit_length(table: RequestTable, slot: int, state: RequestState) -> None:
-    """Commits the state of a request whose length changed without a batch, as by `rewind`.
+    """Commits the state of a request whose length changed without a batch, for instance by `rewind`.
 
-    If the newest cache holds all of the request's batches, its record gets the new numbers too.
+    If the newest cache holds all of the request's batches, the record of this cache gets the new numbers too.
     """
     table.commit({slot: state})
     contents = _newest(table)

@@ -25,12 +25,12 @@ class StepCarry:
     """Values that layers pass on to later layers of a step, besides the residual streams and the cache.
 
     Attributes:
-      selection: {number of a layer with an indexer: [T, index_topk] int32 entries that it selected, -1 at the end}.
-      candidates: {number of a layer: [T, B] int32 blocks of entries to which it restricts the selections of later
+      selection: {index of a layer with an indexer: [T, index_topk] int32 entries that it selected, -1 at the end}.
+      candidates: {index of a layer: [T, B] int32 blocks of entries to which it restricts the selections of later
         layers, -1 at the end}, see `LayerSpec.candidates`.
-      engram_rows: {number of a layer with Engram: [T, rows, head_dim] rows of its table}, see `engram.look_up_ahead`.
+      engram_rows: {index of a layer with Engram: [T, rows, head_dim] rows of its table}, see `engram.look_up_ahead`.
       taps: [n, T, hidden] inputs of DSpark's draft layers: the means over the residual streams that leave each of the n
-        target layers, zeros if this layer has not run. None if there are no target layers.
+        target layers; zeros for a target layer that has not run yet. None if there are no target layers.
       recorded: {name in `block.RECORDED`: value} of the layer that ran last, for the names that were asked for.
     """
 
@@ -49,12 +49,12 @@ class StepCarry:
     def with_selection(
         self, layer: int, indices: Int[Array, "T k"], candidates: Int[Array, "T B"] | None = None
     ) -> "StepCarry":
-        """Returns the carry with what a layer selected.
+        """Returns the carry with the selection of a layer, and with its candidate blocks if there are any.
 
         Args:
-          layer: number of the layer.
-          indices: [T, index_topk] entries that it selected.
-          candidates: [T, B] its candidate blocks; None if it makes none.
+          layer: index of the layer.
+          indices: [T, index_topk] int32 entries that the layer selected.
+          candidates: [T, B] int32 candidate blocks of the layer; None if it makes none.
         """
         made = {} if candidates is None else {layer: candidates}
         selection = self.selection | {layer: indices}
@@ -66,10 +66,14 @@ class Attention(nnx.Module):
 
     Attributes:
       input_projections: FusedLinear of the layer's input, with these maps:
-        "q_a_proj" to the query latent; "kv_proj" to the head that is both key and value; in layers with an indexer
-        "indexer_weights_proj" to the weights of its heads; in layers with a compressor "compressor_kv_proj" and
-        "compressor_gate_proj", and for index keys "indexer_kv_proj" and "indexer_gate_proj", all four in float32. There
-        is no gate if an entry is a single token; then "compressor_kv_proj" is in the input's dtype.
+
+        * "q_a_proj" to the query latent.
+        * "kv_proj" to the head that is both key and value.
+        * In layers with an indexer, "indexer_weights_proj" to the weights of the indexer's heads.
+        * In layers with a compressor, "compressor_kv_proj" and "compressor_gate_proj" in float32.
+        * In layers with a compressor of index keys, "indexer_kv_proj" and "indexer_gate_proj" in float32.
+
+        If an entry is a single token, there are no gates, and the `kv` maps of compressors have the input's dtype.
       latent_projections: FusedLinear of the normed query latent: "q_b_proj" to heads * head_dim, and in layers with an
         indexer "indexer_q_b_proj" to its queries.
       q_a_norm, kv_norm: RMSNorm of the query latent, and of the key-value head.
@@ -124,8 +128,8 @@ class Attention(nnx.Module):
           x: [T, hidden] normed input in the model's dtype.
           handle: the layer's cache for this batch. Padding tokens write nothing, and their outputs are unspecified.
           carry: values of earlier layers of this step.
-          forced_selection: [T, K] int32 entries to take instead of the indexer's, in its first index_topk columns, see
-            `Batch.decisions`. A row of -1 = the indexer's. None = all are the indexer's.
+          forced_selection: [T, K] int32 entries to take instead of the indexer's selection, in the first index_topk
+            columns, see `Batch.decisions`. A row of -1 keeps the indexer's selection. None = keep it for all tokens.
 
         Returns:
           (y [T, hidden] in x's dtype; the carry with this layer's selection; the updated cache). On a mesh, y is this
@@ -153,7 +157,8 @@ class Attention(nnx.Module):
             candidates = None if spec.candidates is None else carry.candidates.get(spec.candidates)
             selection, made = self.indexer(*queries, handle, candidates)
             if forced_selection is not None:
-                # Tokens that see an entry select one, so a row without entries is not recorded or selects none anyway.
+                # A token that sees an entry selects at least one. A forced row without entries is therefore either not
+                # recorded, or belongs to a token that sees no entry.
                 forced = forced_selection[:, : selection.shape[1]]
                 selection = jnp.where(forced[:, :1] >= 0, forced, selection)
             carry = carry.with_selection(self.layer, selection, made)

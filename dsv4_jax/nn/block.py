@@ -40,7 +40,7 @@ class DecoderLayer(nnx.Module):
     """A layer of two blocks, attention and MoE. A hyper-connection joins each block to the residual streams.
 
     Attributes:
-      layer: number of the layer (static). If the parameters of equal layers are stacked, it is the first one's number.
+      layer: index of the layer (static). If the parameters of equal layers are stacked, the index of the first of them.
       self_attn: Attention.
       mlp: MoE.
       input_layernorm, post_attention_layernorm: RMSNorm of the collapsed streams, the inputs of attention and of MoE.
@@ -76,9 +76,9 @@ class DecoderLayer(nnx.Module):
           residual: residual streams; the output of the previous block is not merged yet.
           cache, batch: cache and inputs of the step.
           carry: values of earlier layers.
-          number: [] int32 number of the layer in a loop over equal layers; None = `layer`.
-          tap_row: [] int32 row of the carry's taps that gets the streams leaving the previous layer; it is past the end
-            if these are no tap. None = no layer of the loop has a tap.
+          number: [] int32 index of the layer in a loop over equal layers; None = `layer`.
+          tap_row: [] int32 row of the carry's taps that gets the streams leaving the previous layer. A row past the end
+            means that these streams are no tap. None = no layer of the loop has a tap.
           record: names of the values to return in the carry's `recorded`: those of `RECORDED`, and "candidates" as in
             `StepCarry`.
 

@@ -40,6 +40,6 @@ class DraftLayers(nnx.Module):
           streams: [T, hc_mult, hidden] residual streams that enter the first draft layer.
           cache, batch: cache and inputs of the step.
         """
-        batch = dataclasses.replace(batch, decisions=None)  # they are those of the model's layers
+        batch = dataclasses.replace(batch, decisions=None)  # a batch's decisions are for the model's layers only
         residual, _, cache, _ = self.layers(ResidualStreams.begin(streams), cache, batch, StepCarry())
         return residual, cache

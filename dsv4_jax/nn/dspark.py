@@ -54,7 +54,7 @@ class DSparkDrafts(DraftLayers):
 
     The input of a block is the request's newest token, which the model has not run yet, followed by `noise_token_id`.
     Each token of a block sees the whole block and the window before it. The window rows of earlier tokens are computed
-    from the streams of the model's target layers, see `write`. Embedding and head are those of the argument `model`.
+    from the streams of the model's target layers, see `write`. Methods use the embedding and the head of `model`.
 
     Attributes:
       layers: LayerStack of DecoderLayers.
@@ -107,7 +107,7 @@ class DSparkDrafts(DraftLayers):
           model, streams, cache, batch, draw, count: as in `decode.drafts.Drafts.draft`; the streams are not used.
 
         Returns:
-          As `decode.drafts.Drafts.draft` does; the confidences are logits.
+          The tuple of `decode.drafts.Drafts.draft`, with confidence logits.
         """
         assert isinstance(self.config.drafts, DSparkConfig)
         size = self.config.drafts.block_size

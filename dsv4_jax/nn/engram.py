@@ -43,7 +43,7 @@ class Engram(nnx.Module):
     layer runs, see `look_up_ahead`.
 
     Attributes:
-      embedding: [num_embeddings, head_dim] in `param_dtype`, the table; or a QuantizedWeight with a scale for some
+      embedding: [num_embeddings, head_dim] in `param_dtype`, the table; or a QuantizedWeight with a scale for each 32
         channels of a row, of which only the rows that are looked up are dequantized.
       kv_proj: Linear from rows * head_dim to (h + 1) * hidden: the keys of the streams, then the value.
       q_weight, k_weight: [h, hidden] float32 weights of the streams' and the keys' norms.
@@ -65,7 +65,7 @@ class Engram(nnx.Module):
         self.k_weight = normal(rngs, (h, config.hidden_size), mean=1.0)
 
     def row_ids(self, ngrams: Int[Array, "T n"]) -> Int[Array, "T r"]:
-        """Returns [T, rows] int32 rows of the table for the tokens' n-grams, see `cache.ngrams.advance_ngrams`."""
+        """Returns the indices [T, rows] int32 of the table's rows for n-grams from `cache.ngrams.advance_ngrams`."""
         return ops.ngram_rows(ngrams, self.multipliers, self.primes)
 
     @jax.named_scope("engram")
@@ -76,8 +76,9 @@ class Engram(nnx.Module):
 
         Args:
           streams: [T, h, hidden] residual streams in the model's dtype.
-          rows: [T, rows, head_dim] the table's rows `row_ids`, of which a device has some channels.
-          is_image: [T] bool, whether a token is a part of an image, to whose streams nothing is added; None = none is.
+          rows: [T, rows, head_dim] the table's rows at `row_ids`; on a mesh, this device's channels of these rows.
+          is_image: [T] bool, whether a token is a part of an image. Nothing is added to the streams of such a token.
+            None = all tokens are text.
 
         Returns:
           [T, h, hidden] in the streams' dtype.
@@ -108,19 +109,19 @@ class Engram(nnx.Module):
 def look_up_ahead(
     modules: Mapping[int, Engram], ngrams: Int[Array, "T n"], x: Float[Array, "T D"]
 ) -> tuple[Float[Array, "T D"], dict[int, Float[Array, "T r d"]]]:
-    """Looks up the rows of all layers with Engram. On a GPU, the layers run while it reads the rows.
+    """Looks up the rows of all layers with Engram. On a GPU, layers run while the rows are read.
 
     Args:
-      modules: {number of a layer: its Engram}.
+      modules: {index of a layer: its Engram}.
       ngrams: [T, max_ngram_size] int32 compressed ids, see `cache.ngrams.advance_ngrams`.
       x: input of the first layer.
 
     Returns:
-      (x, {number of a layer: [T, rows, head_dim], argument `rows` of its Engram}).
+      (x, {index of a layer: [T, rows, head_dim], argument `rows` of its Engram}).
     """
     looked_up = {}
-    # The last layer's look-up starts first, so that a pair of start and end lies within another one or apart from it.
-    # XLA records a step as few CUDA graphs then, because each pair that is interleaved with another one divides them.
+    # The last layer's look-up starts first, so that a pair of start and end lies within another pair or apart from it.
+    # XLA then records a step as few CUDA graphs: a graph is divided where two pairs are interleaved.
     for layer in sorted(modules, reverse=True):
         with jax.named_scope("engram"):
             row_ids = modules[layer].row_ids(ngrams)

@@ -1,11 +1,11 @@
 """Manifold-constrained hyper-connections (mHC), whose residual is `hc_mult` parallel streams.
 
-Before a block, attention or MoE, the pre-mapping collapses the streams into one vector. After it, the post-mapping adds
-the block's output to each stream, and mixes the streams by a doubly stochastic matrix. The mixing weights are functions
-of the streams (section 2.2 of the DeepSeek-V4 report). All computations are in float32.
+Before a block, attention or MoE, the pre-mapping collapses the streams into one vector. After the block, the
+post-mapping adds its output to each stream, and mixes the streams by a doubly stochastic matrix. The mixing weights are
+functions of the streams (section 2.2 of the DeepSeek-V4 report). All computations are in float32.
 
-The post-mapping of a block and the pre-mapping of the next one are a single op, `ops.hyper_connections`. So between
-blocks the output of the last one is not merged into the streams yet.
+The post-mapping of a block and the pre-mapping of the next one are a single op, `ops.hyper_connections`. So between two
+blocks, the output of the earlier one is not merged into the streams yet.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ class ResidualStreams:
     def add(self, update: Callable[[Float[Array, "T h D"]], Float[Array, "T h D"]]) -> "ResidualStreams":
         """Returns the residual of `update(streams)`, for the streams with the last block's output merged.
 
-        It keeps the mixing weights, whose `pre` collapses the streams in V4.1.
+        The result keeps the mixing weights, whose `pre` collapses the streams in V4.1.
         """
         return ResidualStreams(update(self.merged()), None, self.mixing)
 

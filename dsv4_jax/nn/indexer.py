@@ -38,9 +38,9 @@ class CSAIndexer(nnx.Module):
           candidates: [T, B] int32 blocks of entries within which entries are selected; None = no restriction.
 
         Returns:
-          (selection, candidates). `selection` is [T, index_topk] int32, entry numbers in ascending order. If a token
-          sees fewer entries, all of them are selected, and the row ends with -1. `candidates` are [T, B] int32, the
-          blocks to which this layer restricts later layers; None if it restricts none.
+          (selection, candidates). `selection` is [T, index_topk] int32, indices of entries in ascending order. If a
+          token sees fewer entries, all of them are selected, and the row ends with -1. `candidates` is [T, B] int32,
+          the blocks to which this layer restricts later layers; None if it restricts no layer.
         """
         config = self.config
         q = q.reshape(-1, config.index_n_heads, config.index_head_dim)

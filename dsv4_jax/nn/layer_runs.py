@@ -13,7 +13,7 @@ class LayerRun:
     """A sequence of layers, the period, that occurs `repeats` times in a row.
 
     Attributes:
-      start: number of the run's first layer.
+      start: index of the run's first layer.
       period: number of layers in a period.
       repeats: number of periods.
     """
@@ -24,16 +24,16 @@ class LayerRun:
 
     @property
     def stop(self) -> int:
-        """The number of the first layer after the run."""
+        """The index of the first layer after the run."""
         return self.start + self.period * self.repeats
 
     def layers(self, position: int) -> range:
-        """Returns the numbers of the layers at a position within the period, one for each repeat."""
+        """Returns the indices of the layers at a position within the period, one for each repeat."""
         return range(self.start + position, self.stop, self.period)
 
 
 def find_runs(forms: Sequence[tuple[Hashable, Sequence[int | None]]], start: int = 0) -> tuple[LayerRun, ...]:
-    """Divides layers into runs with the smallest sum of periods. Among these divisions, it takes one with fewest runs.
+    """Divides layers into runs with the smallest sum of periods. Of such divisions, one with the fewest runs is taken.
 
     A layer of a run repeats the layer one period earlier: their forms are equal, and so are their sources. Two sources
     count as equal in three cases:
@@ -43,10 +43,10 @@ def find_runs(forms: Sequence[tuple[Hashable, Sequence[int | None]]], start: int
     * They are one period apart, and each lies in the same repeat of the period as the layer that reads from it.
 
     Args:
-      forms: (form, sources) of each layer. The form is equal for layers of one kind. A source is the number of an
-        earlier layer from which the layer reads a value, such as the selected entries, or None. All layers have equally
-        many sources.
-      start: number of the first layer.
+      forms: (form, sources) of each layer. The form is equal for layers of one kind. A source is the index of an
+        earlier layer from which the layer reads a value, such as the selected entries, or None. All layers have the
+        same number of sources.
+      start: index of the first layer.
 
     Returns:
       The runs, in the order of the layers.
@@ -63,7 +63,7 @@ def find_runs(forms: Sequence[tuple[Hashable, Sequence[int | None]]], start: int
         )
 
     def is_same(source: int | None, earlier: int | None, first: int, period: int, layer: int) -> bool:
-        """Returns whether a source of a layer is to it what `earlier` is to the layer a period before."""
+        """Returns whether a layer's source counts as equal to `earlier`, the source of the layer a period before."""
         if source is None or earlier is None:
             return source == earlier
         if source == earlier:

@@ -20,7 +20,7 @@ from dsv4_jax.nn.layers import StackedRngs
 from dsv4_jax.quant import LayerSlice
 
 
-# The values that a step recorded. An item is for layers with stacked parameters: (numbers of the layers, {name in
+# The values that a step recorded. An item is for layers with stacked parameters: (indices of the layers, {name in
 # `block.RECORDED`: array [layers, ...]}).
 Recorded = list[tuple[tuple[int, ...], dict[str, Shaped[Array, "..."]]]]
 
@@ -29,7 +29,7 @@ class LayerLoop(nnx.Module):
     """A run of layers, see `LayerRun`, as a loop over its repeats. Each iteration runs the layers of a period.
 
     Attributes:
-      run: LayerRun with the numbers of the layers (static).
+      run: LayerRun with the indices of the layers (static).
       layers: the layers of the period. Their parameters are stacked over the repeats: [repeats, ...].
     """
 
@@ -59,9 +59,9 @@ class LayerLoop(nnx.Module):
           x: input of the first layer, a tree of arrays. Every layer returns a tree of the same structure and types.
           cache, batch: cache and inputs of the step.
           carry: values of earlier layers.
-          tap_layers: numbers of the model's layers whose output streams go to the carry's taps.
+          tap_layers: indices of the model's layers whose output streams go to the carry's taps.
           record: names of the values to return, see `block.RECORDED`.
-          exports: {name in `StepCarry`: numbers of layers whose value of that name is read by layers after this run}.
+          exports: {name in `StepCarry`: indices of layers whose value of that name is read by layers after this run}.
           remat: whether a backward pass computes the values within a period again, instead of keeping them.
 
         Returns:
@@ -123,7 +123,7 @@ class LayerStack(nnx.Module):
     `nn.parameters.parameter_views`.
 
     Attributes:
-      start: number of the first layer (static).
+      start: index of the first layer (static).
       remat: whether a backward pass keeps only the inputs of each period of layers and computes other values again
         (`jax.checkpoint`). It is False, and can be set to True (static).
       loops: LayerLoop of each run.
@@ -150,7 +150,7 @@ class LayerStack(nnx.Module):
         tap_layers: Sequence[int] = (),
         record: Collection[str] = (),
     ) -> tuple[Any, StepCarry, Any, Recorded]:
-        """Runs all layers, see `LayerLoop.__call__`. Counts the experts that they use if the cache has counts."""
+        """Runs all layers, see `LayerLoop.__call__`. Counts the experts that tokens select if the cache has counts."""
         names = {*record, "experts"} if counts_experts(cache) else {*record}
         recorded: Recorded = []
         for loop in self.loops:
@@ -192,7 +192,7 @@ class LayerStack(nnx.Module):
         return *nnx.split(loop.layers[position]), repeat
 
     def _exports(self, run):
-        """Returns {name in `StepCarry`: numbers of the layers of a run whose value is read by layers after the run}."""
+        """Returns {name in `StepCarry`: indices of the layers of a run whose value is read by layers after the run}."""
         later = self.config.layers[run.stop : self.start + len(self)]
         layers = {*range(run.start, run.stop)}
         sources = {"selection": [s.selection for s in later], "candidates": [s.candidates for s in later]}
@@ -200,9 +200,10 @@ class LayerStack(nnx.Module):
 
 
 def stack_modules[M: nnx.Module](modules: Sequence[M]) -> M:
-    """Stacks modules of equal structure: returns such a module whose variables are [modules, ...].
+    """Stacks modules of equal structure: returns one module of this structure, whose variables are [modules, ...].
 
-    A user can put it in the place of a submodule of a `LayerLoop`'s layers. The loop calls it with each layer's values.
+    A user can put the result in the place of a submodule of a `LayerLoop`'s layers. The loop calls it with each layer's
+    values.
     """
     graph, _ = nnx.split(modules[0])
     return nnx.merge(graph, jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(nnx.state, modules)))
@@ -216,7 +217,7 @@ def _row(array, repeat):
 
 
 def _numbered(layer, number):
-    """Sets the attribute `layer` of all modules of a layer to its number, and returns the layer."""
+    """Sets the attribute `layer` of all modules of a layer to the layer's index, and returns the layer."""
     for _, module in nnx.iter_modules(layer):
         if hasattr(module, "layer"):
             setattr(module, "layer", number)  # noqa: B010

@@ -20,7 +20,7 @@ Axes = tuple[str | None, ...]
 
 
 class AbstractRngs(nnx.Rngs):
-    """An argument `rngs` with which parameters are structs without arrays. It is faster than `nnx.eval_shape`."""
+    """An argument `rngs` that makes parameters `jax.ShapeDtypeStruct` objects, faster than `nnx.eval_shape` does."""
 
     def __init__(self):
         """Makes an object without random streams."""

@@ -41,7 +41,7 @@ def token_adapters(numbers: Int[Array, "T"] | None) -> Iterator[None]:
     """Sets the adapter of each token for the calls of modules in this context.
 
     Args:
-      numbers: [T] int32 numbers of adapters; -1 = none. None = no token has one.
+      numbers: [T] int32 index of each token's adapter; -1 = none. None = no token has an adapter.
     """
     token = _numbers.set(numbers)
     try:
@@ -85,7 +85,7 @@ class Adapters(nnx.Module):
         self.up = parameter(nnx.LoRAParam, rngs, (outputs, number, rank), dtype, zeros, (out_axis, None, None))
 
     def product(self, number: int) -> Float[Array, "... m n"]:
-        """Returns an adapter's product, `scale * up @ down`, which is added to the weight when it is merged."""
+        """Returns `scale * up @ down` of the adapter with index `number`, in float32. Merging adds it to the weight."""
         up = self.up[...][..., number, :]
         down = self.down[...][..., number, :, :]
         product = jnp.matmul(up, down, precision="highest", preferred_element_type=jnp.float32)
@@ -146,23 +146,23 @@ def add_adapters(
 ) -> None:
     """Puts adapters beside linear maps of all layers of a model.
 
-    A batch uses them if it says so (`Batch.with_adapter`, or `adapter=` of a request). Train them with
+    A batch uses an adapter only if it says so (`Batch.with_adapter`, or `adapter=` of a request). Train adapters with
     `nnx.Optimizer(model, .., wrt=nnx.LoRAParam)` and `nnx.grad(.., argnums=nnx.DiffState(0, nnx.LoRAParam))`: the other
     weights have no gradient and no optimizer state. Draft layers, Engram, routers and the head get no adapters.
 
     Args:
       model: DeepseekV4ForCausalLM, which is changed.
-      names: names of the adapters, in the order of their numbers.
+      names: names of the adapters, in the order of their indices.
       rank: rank of the products.
       scales: factor of each adapter's product, `lora_alpha / r` in PEFT's terms; None = 1.
       targets: names of maps in attention and in the shared expert. Maps that a layer lacks, such as `indexer_q_b_proj`
         in layers that select nothing, are left out.
       dtype: dtype of the matrices. Products round them to the dtype of activations, see `cast_adapters`.
       rngs: source of the random matrices `down`; None = seed 0.
-      place: whether to call `place_adapters`; False if values are written to them before.
+      place: whether to call `place_adapters`; False if the caller first writes values to the adapters.
 
     Raises:
-      TypeError: a name is no text, `targets` is text, or a number is of another type.
+      TypeError: a name is no text, `targets` is text, or `rank` or a scale has a wrong type.
       ValueError: the model has adapters already, names are empty or not different, no layer has a target, or `rank` or
         `scales` are wrong.
     """
@@ -208,9 +208,9 @@ def add_adapters(
 def cast_adapters(model: Any) -> Any:
     """Returns a copy of a model whose adapters have the dtype of its activations. Other weights are not copied.
 
-    Products round adapters to this dtype anyway. On a GPU, adapters that have it already take fewer launches: roll out
-    and serve with the copy, and train the original. The cast passes gradients on. For exact log-probabilities, give the
-    copy to `decode.logprobs`, too.
+    Products round adapters to this dtype anyway. On a GPU, adapters that already have this dtype take fewer launches:
+    roll out and serve with the copy, and train the original. The cast passes gradients on. For exact log-probabilities,
+    give the copy to `decode.logprobs`, too.
     """
     copy = nnx.clone(model)
     for variable in jax.tree.leaves(nnx.state(copy, nnx.LoRAParam), is_leaf=lambda x: isinstance(x, nnx.Variable)):
@@ -238,7 +238,7 @@ def _in_features(fused):
 
 
 def merge_adapter(model: Any, name: str) -> Any:
-    """Returns a copy of a model without adapters, to whose weights the product of one adapter is added.
+    """Returns a copy of a model in which one adapter's products are added to the weights, and which has no adapters.
 
     Weights that get a product are no longer quantized: they have the dtype of unquantized weights of the model.
 

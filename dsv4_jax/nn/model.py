@@ -68,8 +68,8 @@ class DeepseekV4Model(nnx.Module):
           `DeepseekV4ForCausalLM.forward_streams`; the recorded values; the updated cache).
 
         Raises:
-          ValueError: the cache was made for another model, or the batch for another cache, or its decisions for other
-            tokens or another model.
+          ValueError: the cache was made for another model, the batch was made for another cache, or the decisions of
+            the batch were made for other tokens or another model.
           TypeError: the model has Engram, and the cache is no KVCache.
         """
         if isinstance(cache, KVCache):
@@ -197,11 +197,11 @@ class DeepseekV4ForCausalLM(nnx.Module):
         Args:
           cache, batch: as in `__call__`.
           names: names of the values, from `nn.block.RECORDED`, where a comment describes them.
-          layers: numbers of the layers whose values are returned; None = all layers.
+          layers: indices of the layers whose values are returned; None = all layers.
 
         Returns:
-          (hidden states [T, hidden]; {name: {number of the layer: value}}; the updated cache). A layer that lacks a
-          value is left out, such as one that selects no entries.
+          (hidden states [T, hidden]; {name: {index of a layer: value}}; the updated cache). A layer that lacks a value
+          is left out, for instance a layer that selects no entries.
 
         Raises:
           ValueError: there is no value of a name, or no such layer.

@@ -19,7 +19,7 @@ class HashTable(nnx.Variable):
 
 
 class Router(nnx.Module):
-    """Scores the E experts, and selects k of them for each token. Their normalized scores are their weights.
+    """Scores the E experts, and selects k of them for each token. The weights of these are their normalized scores.
 
     The experts are those with the largest `score + bias`, or in hash layers those that a table lists for the token id.
     Parts of images have a bias of their own, in hash layers too.
@@ -66,9 +66,10 @@ class Router(nnx.Module):
           x: [T, hidden] normed input of the MoE.
           token_ids: [T] int32 token ids, which hash layers use.
           slots: [T] int32; -1 = a padding token, which gets no experts. None = no token is padding.
-          is_image: [T] bool, whether a token is a part of an image; None = none is. Only in models that know images.
-          forced_experts: [T, k] int32 experts to take instead, see `Batch.decisions`; a row of -1 = the token's own.
-            None = all tokens have their own.
+          is_image: [T] bool, whether a token is a part of an image, only in models that know images. None = all tokens
+            are text.
+          forced_experts: [T, k] int32 experts to take instead of the router's choice, see `Batch.decisions`. A row of
+            -1 keeps the router's choice. None = keep it for all tokens.
 
         Returns:
           Routing, in which the weights of a token's experts are their scores `sqrt(softplus(logit))`, scaled so that
@@ -82,7 +83,8 @@ class Router(nnx.Module):
         routing = ops.router(x, weight, bias, table, token_ids if self.hashed else None, slots, images, **sizes)
         if forced_experts is None:
             return routing
-        # The given experts are a table by the token's index in the batch. XLA computes the scores once for both calls.
+        # The second call gets the forced experts as a table, with each token's index in the batch in place of its id.
+        # XLA computes the scores once for both calls.
         table = jnp.maximum(jnp.where(forced_experts >= 0, forced_experts, routing.experts), 0)
         return ops.router(x, weight, None, table, jnp.arange(len(table), dtype=jnp.int32), slots, **sizes)
 
@@ -97,7 +99,7 @@ class MLP(nnx.Module):
 
     Attributes:
       gate_up_proj: FusedLinear of "gate_proj" and "up_proj", from hidden to n_shared_experts * moe_intermediate_size.
-      down_proj: Linear, from there to hidden.
+      down_proj: Linear from n_shared_experts * moe_intermediate_size to hidden.
     """
 
     def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: AnyRngs):

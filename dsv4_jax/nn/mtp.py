@@ -19,9 +19,9 @@ from dsv4_jax.quant import round_to
 
 
 class MTPDrafts(DraftLayers):
-    """Drafts token after token with one layer. Its input is the model's last streams and the next token's embedding.
+    """Drafts token after token with one layer, from the model's last streams and the next token's embedding.
 
-    The embedding and the head are those of the argument `model` of methods.
+    Methods use the embedding and the head of their argument `model`.
 
     Attributes:
       layers: LayerStack of one DecoderLayer.
@@ -62,10 +62,10 @@ class MTPDrafts(DraftLayers):
 
         Args:
           model: the model; its `embed` is called.
-          streams: [T, hc_mult, hidden] residual streams at the positions of the batch. For the first draft they are the
-            model's. For later drafts they are those that this method returned for the position before.
+          streams: [T, hc_mult, hidden] residual streams at the positions of the batch. For the first draft, these are
+            the streams of the model; for later drafts, the streams that this method returned for the position before.
           cache: the cache; the layer's window rows at the positions of the batch are written.
-          batch: T tokens. Each is the token *after* the token at its position.
+          batch: T tokens. `token_ids[i]` is the token *after* position `positions[i]`.
 
         Returns:
           (hidden states [T, hidden], for the model's `logits`; streams [T, hc_mult, hidden] after the layer; the
@@ -106,7 +106,7 @@ class MTPDrafts(DraftLayers):
           model, streams, cache, batch, draw, count: as in `decode.drafts.Drafts.draft`.
 
         Returns:
-          As `decode.drafts.Drafts.draft` does, without confidences (None).
+          The tuple of `decode.drafts.Drafts.draft`, with None in place of confidence logits.
         """
 
         def draft_one(carry: Any, _: None) -> tuple[Any, Any]:

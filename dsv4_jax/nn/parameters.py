@@ -61,7 +61,8 @@ class ParameterView:
     def set_value(self, new: Array | QuantizedWeight) -> None:
         """Writes the parameter into the variable, whose old arrays are donated.
 
-        Raises ValueError if the new value has another shape, or only one of it and the variable is quantized.
+        Raises ValueError if the new value has another shape, or if only one of the new value and the variable is
+        quantized.
         """
         if new.shape != self.shape or isinstance(new, QuantizedWeight) != (leaf_names(self.variable) != (None,)):
             raise ValueError(f"the new value must be stored like the old one, with shape {self.shape}; got {new.shape}")
@@ -78,7 +79,7 @@ class ParameterView:
 
 
 def _of_scales(place, rows):
-    """Converts an int or a slice of rows of codes to that of the scales, of which there is one for `rows` rows."""
+    """Converts an item of an index of codes to one of scales: a slice of rows is divided by `rows`, an int stays."""
     return slice(place.start // rows, math.ceil(place.stop / rows)) if isinstance(place, slice) else place
 
 

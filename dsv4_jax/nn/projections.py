@@ -86,7 +86,10 @@ class FusedLinear(nnx.Module):
         return self.weights[key][...][rows]
 
     def rows_of(self, name: str) -> tuple[str, tuple[int | slice, ...]]:
-        """Returns (key of a map's matrix in `weights`, index of the map's rows in it). Raises KeyError for others."""
+        """Returns (key of a map's matrix in `weights`, index of the map's rows in this matrix).
+
+        Raises KeyError if there is no map of this name.
+        """
         for names in self.groups:
             if name in names:
                 position = names.index(name)

@@ -11,10 +11,11 @@ _UNDECODABLE = "\ufffd"  # the replacement character, to which broken UTF-8 is d
 
 
 def compressed_token_ids(tokenizer: Tokenizer, config: DSV4Config) -> np.ndarray:
-    """Computes the compressed id of each token id. Tokens have one if they differ in case, accents or blanks only.
+    """Computes the compressed id of each token id. Tokens share an id if they differ only in case, accents or blanks.
 
-    A token whose text is one blank keeps it, one whose normalized text is empty keeps its text, and one whose bytes are
-    no valid UTF-8 keeps its name in the vocabulary. Compressed ids are numbers in the order of their first tokens.
+    More precisely, the normalized texts of these tokens are equal. A text of one blank is its own normalized text, and
+    so is a text that normalization would make empty. For a token whose bytes are no valid UTF-8, its name in the
+    vocabulary is compared instead. Compressed ids count from 0, in the order of the first token of each.
 
     Args:
       tokenizer: the tokenizer of the model's checkpoint.

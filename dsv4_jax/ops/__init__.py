@@ -1,4 +1,4 @@
-"""The ops of the model and its KV cache: public functions with a jnp reference and mostly a GPU kernel each.
+"""The ops of the model and its KV cache: public functions, each with a jnp reference and most with a GPU kernel.
 
 Examples:
   An op runs the best implementation for its device and arguments. The argument `implementation` chooses one for a call,

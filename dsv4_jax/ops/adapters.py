@@ -1,4 +1,4 @@
-"""Products of low-rank adapters (LoRA), of which each token has its own or none."""
+"""Products with low-rank adapters (LoRA). Each token has one of several adapters, or none."""
 
 from collections.abc import Sequence
 
@@ -27,15 +27,15 @@ def add_adapters(
 ) -> tuple[Float[Array, "T _"], ...]:
     """Adds `scales[i] * up[:, i] @ down[i] @ x` to the outputs of maps of x, where i is the token's adapter.
 
-    The gradient is that of "xla", whichever implementation computes the values.
+    Gradients always come from "xla", whichever implementation computes the values.
 
     Args:
       outputs: for each map its output [T, m].
       x: [T, groups * k] input of the maps.
       downs: for each map [n, r, k] matrices of the n adapters, arrays or a `LayerSlice`. With several groups, the g-th
-        share of the map's m channels gets the products of the g-th share of the input channels.
+        slice of the map's m output channels gets the products of the g-th slice of the input channels.
       ups: for each map [m, n, r] matrices. All matrices and `scales[i] * down[i] @ x` are rounded to the dtype of x.
-      numbers: [T] int32 number of each token's adapter; none for other numbers, such as -1.
+      numbers: [T] int32 index of each token's adapter, 0 to n - 1. Any other value, such as -1, means no adapter.
       scales: factor of each adapter's product (static).
       implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take inputs, outputs and matrices in
         bfloat16, a number of tokens that is a multiple of 8 up to 64, and n * r that is a multiple of 64 up to 256.
@@ -54,8 +54,8 @@ def _add_xla(outputs, x, downs, ups, numbers, *, scales):
     for y, down, up in zip(outputs, downs, ups, strict=True):
         tokens, channels = y.shape
         number, rank, depth = down.shape
-        # Products with the matrices of all adapters, of which only those of the token's adapter are kept. Their cost
-        # does not depend on how the tokens are distributed over the adapters.
+        # x is multiplied by the matrices of all adapters, and only the products of the token's adapter are kept. The
+        # cost of this does not depend on how the tokens are distributed over the adapters.
         inner = _multiply(x.reshape(-1, depth), down.reshape(-1, depth)).reshape(tokens, -1, number, rank)
         groups = inner.shape[1]
         inner = round_to(inner * factors[:, None, :, None], x.dtype).reshape(tokens, groups, -1)

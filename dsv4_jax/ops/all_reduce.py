@@ -69,7 +69,7 @@ def mailboxes() -> UInt32[Array, "n"] | None:
 
 
 def all_gather(x: Float[Array, "... n"]) -> Float[Array, "... m"]:
-    """Concatenates x of all devices on the mesh axis "model" along the last axis. Returns x without such an axis."""
+    """Concatenates x of all devices on the mesh axis "model" along the last axis. Without this axis, returns x."""
     return jax.lax.all_gather(x, MODEL_AXIS, axis=x.ndim - 1, tiled=True) if _is_sharded() else x
 
 

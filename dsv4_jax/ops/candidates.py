@@ -26,13 +26,13 @@ def candidate_blocks(
       topk: `indexer_topk`, or `topk_of_shards` if entries lie on several devices.
 
     Returns:
-      [T, count] int32 numbers of blocks in ascending order, then -1 if fewer blocks have visible entries.
+      [T, count] int32 indices of blocks in ascending order, then -1 if fewer blocks have visible entries.
     """
     tokens, entries = scores.shape
     blocks = (lengths + block_size - 1) // block_size
     entry = jnp.arange(entries, dtype=jnp.int32)[None, :]
-    # The newest block scores inf, but not on a device that holds other entries. Everything before the maximum is part
-    # of its loop, so that scores are read once.
+    # The newest block scores inf, but not on a device that holds other entries. XLA fuses all of this into the loop of
+    # the maximum, so that scores are read once.
     is_newest = (entry >= (blocks[:, None] - 1) * block_size) & (scores > -jnp.inf)
     scores = jnp.where(is_newest, jnp.inf, scores)
     scores = jnp.where(entry < lengths[:, None], scores, -jnp.inf)
@@ -43,11 +43,11 @@ def candidate_blocks(
 def within_candidates(
     scores: Float[Array, "T E"], blocks: Int[Array, "T count"], block_size: int
 ) -> Float[Array, "T E"]:
-    """Returns scores with -inf for entries outside of blocks.
+    """Returns the scores, with -inf for entries that lie in none of the given blocks.
 
     Args:
       scores: [T, E] float32 scores of all entries.
-      blocks: [T, count] int32 numbers of blocks; -1 = none.
+      blocks: [T, count] int32 indices of blocks; -1 = no block.
       block_size: number of entries in a block.
     """
     tokens, entries = scores.shape
@@ -60,8 +60,9 @@ def within_candidates(
 def candidate_lengths(lengths: Int[Array, "T"], count: int, block_size: int) -> Int[Array, "T"]:
     """Returns the number of visible entries in the blocks that `candidate_blocks` returns, [T] int32.
 
-    They are the first of the blocks' entries: all blocks but the last one, which is the newest, are full. This assumes
-    that the block table has blocks for all visible entries, because otherwise the newest block may not be the last one.
+    These visible entries are the first of the blocks' entries: all blocks but the last one, which is the newest, are
+    full. This assumes that the block table has blocks for all visible entries. Otherwise the newest block may not be
+    the last one.
 
     Args:
       lengths: [T] int32 number of visible entries of each token.
@@ -72,11 +73,11 @@ def candidate_lengths(lengths: Int[Array, "T"], count: int, block_size: int) -> 
 
 
 def entries_at(indices: Int[Array, "T k"], blocks: Int[Array, "T count"], block_size: int) -> Int[Array, "T k"]:
-    """Returns the numbers of entries, given by their indices among the entries of blocks; -1 for the index -1.
+    """Converts indices among the entries of chosen blocks to indices among all entries of a request; -1 stays -1.
 
     Args:
-      indices: [T, k] int32 indices, as of `candidate_entries(blocks, block_size)`.
-      blocks: [T, count] int32 numbers of blocks.
+      indices: [T, k] int32 indices on the last axis of `candidate_entries(blocks, block_size)`.
+      blocks: [T, count] int32 indices of blocks.
       block_size: number of entries in a block.
     """
     block = jnp.take_along_axis(blocks, jnp.maximum(indices, 0) // block_size, axis=1)
@@ -84,7 +85,7 @@ def entries_at(indices: Int[Array, "T k"], blocks: Int[Array, "T count"], block_
 
 
 def candidate_entries(blocks: Int[Array, "*T count"], block_size: int) -> Int[Array, "*T n"]:
-    """Returns the numbers [..., count * block_size] of the entries in blocks [..., count]; -1 for the block -1."""
+    """Returns the indices [..., count * block_size] of the entries in blocks [..., count]; -1 for the block -1."""
     offsets = jax.lax.broadcasted_iota(jnp.int32, (*blocks.shape, block_size), blocks.ndim)
     entries = jnp.where(blocks[..., None] >= 0, blocks[..., None] * block_size + offsets, -1)
     return entries.reshape(*blocks.shape[:-1], -1)

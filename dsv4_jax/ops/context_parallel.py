@@ -32,7 +32,7 @@ def topk_of_shards(scores: Float[Array, "T E"], lengths: Int[Array, "T"], k: int
     """
     local = indexer_topk(scores, lengths, k)
     local_scores = jnp.take_along_axis(scores, jnp.maximum(local, 0), axis=1)
-    # The gathered entries are sorted by number, because `indexer_topk` prefers the first of equal scores. Missing
+    # The gathered entries are sorted by their index, because `indexer_topk` prefers the first of equal scores. Missing
     # entries come last.
     missing = jnp.iinfo(jnp.int32).max
     pairs = jnp.where(local >= 0, local, missing), jnp.where(local >= 0, local_scores, -jnp.inf)

@@ -28,7 +28,7 @@ class _Runs:
     real: Array  # [T] bool, False for padding
     begin: Array  # [T] index of the first token of each token's run
     end: Array  # [T] one more than the index of the last token of each token's run
-    index: Array  # [T] number of each token's run, from 0
+    index: Array  # [T] index of each token's run, from 0
     first_token: Array  # [R] index of the run's first token
     slot: Array  # [R] slot of the run's request
     past: Array  # [R, window - 1] positions before the run's first token; negative = none
@@ -36,7 +36,7 @@ class _Runs:
 
 
 def max_runs(window: SWAView, tokens: int) -> int:
-    """Returns the maximum number of requests in a call of so many tokens: at most one per token and one per slot."""
+    """Returns the maximum number of requests in a call with `tokens` tokens: one per token, and one per slot."""
     return min(tokens, jax.tree.leaves(window.rows)[0].shape[1])
 
 
@@ -65,8 +65,8 @@ def dense_rows(
       implementation: implementation of `gather_all_compressed_kv`.
 
     Returns:
-      Arrays with the call's T rows. They also have, for each of `max_runs` requests, the window rows before the call
-      and as many entries as a request may have. Entries that no token sees are unspecified.
+      Arrays with the call's T rows. For each of `max_runs` requests, they also have the window rows before the call,
+      and room for the maximum number of entries of a request. Entries that no token sees are unspecified.
     """
     tokens = slots.shape[0]
     window = kv.window
@@ -102,7 +102,7 @@ def ring_of_call(
 ) -> Rings:
     """Makes a ring with the quantized rows that a call sees, for kernels that read windows from rings.
 
-    For each request it holds the window before the request's first token and then the request's rows of this call.
+    For each request the ring holds the window before the request's first token, then the request's rows of this call.
 
     Args:
       window: the layer's rings.

@@ -73,7 +73,7 @@ def dispatch(
       implementation: name of the implementation to run; None = the best one that takes the device and the arguments.
       args: pytrees of arrays, in which a weight may be a `LayerSlice`. A kernel takes arrays of one device only, see
         `why_not_local`.
-      xla: the reference. It gets `LayerSlice.value` in the place of each `LayerSlice`.
+      xla: the reference, which gets `LayerSlice.value` in the place of each `LayerSlice`.
       kernel: the kernel, with the additional argument `interpret`. Before it launches anything, it raises
         NotImplementedError for arguments that it does not take, and PreferXla for arguments with which XLA is faster. A
         result that is None in the reference has no gradient.

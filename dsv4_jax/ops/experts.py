@@ -32,14 +32,14 @@ def experts(
 ) -> Float[Array, "T D"]:
     """Returns the sum of `down_e(w * swiglu(gate_up_e(x)))` over each token's experts e, with routing weights w.
 
-    The routing weight is multiplied before the last linear map, as in the release. So the product is rounded to
-    bfloat16 at the same point. A token's experts are added up in the order of `selected`, so a token's bits do not
+    The routing weight is multiplied before the last linear map, so that the product is rounded to the dtype of x at the
+    same point as in the release. A token's experts are added up in the order of `selected`, so a token's bits do not
     depend on other tokens. Gradients come from "xla".
 
     Args:
       x: [T, D] activations.
-      selected: [T, k] int32 experts of each token. Numbers outside of [0, E) add nothing, such as experts that lie on
-        other devices.
+      selected: [T, k] int32 ids of each token's experts. Ids outside of [0, E) add nothing, for instance those of
+        experts on other devices.
       weights: [T, k] float32 routing weights.
       gate_up: [E, 2 * I, D] matrices, each with the gate's rows first; an array, a `QuantizedWeight`, or a `LayerSlice`
         of either.

@@ -56,7 +56,7 @@ class ClosedWindows:
     Attributes:
       values: [n, D] vectors in the model's dtype, after the RMS norm and before RoPE.
       slots: [n] int32 request slots.
-      entries: [n] int32 entry numbers within the request; -1 = none, a row to be ignored.
+      entries: [n] int32 index of each window's entry within the request; -1 = no window, so that the row is ignored.
     """
 
     values: Any
@@ -103,7 +103,7 @@ def _check_bfloat16(dtype):
 
 
 def _windows(state, kv, gate, position_bias, norm_weight, eps):
-    """Returns the operands of windows, without those of entries."""
+    """Returns the kernel's operands for pooling windows, without the operands for storing entries."""
     is_pooled = state.kv is not None
     return CompressorOperands(
         kv=kv,
@@ -218,9 +218,9 @@ def pool_windows(
       slots, positions, dtype, max_query_tokens, implementation: as in `flush`.
 
     Returns:
-      (complete windows, updated state). There are rows for `T // rate` windows and one more for each slot, but for at
-      most T. If there are T rows, row t is the window that token t completes. Rows without a window have entry -1 and
-      unspecified values.
+      (complete windows, updated state). The number of rows is `T // rate` plus the number of slots, but at most T. If
+      there are T rows, row t is the window that token t completes. Rows without a window have entry -1 and unspecified
+      values.
     """
     _check_inputs(kv, gate)
     rate = state.compress_rate
@@ -250,7 +250,7 @@ def _closes_window(state, slots, positions):
 
 
 def _closing_tokens(state, slots, positions):
-    """Returns the tokens that complete windows, [n] int32 for the n rows of `pool_windows`; -1 = none."""
+    """Returns the index of the token that completes each of the n windows of `pool_windows`, [n] int32; -1 = none."""
     closes = _closes_window(state, slots, positions)
     tokens = slots.shape[0]
     # A request with t tokens completes at most t // rate + 1 windows.
@@ -304,13 +304,13 @@ def _check_inputs(kv, gate):
 def _pool_windows(state, kv, gate, closing, slot, position, run_start):
     """Pools the windows of `rate` tokens that end at `position` to vectors [n, D].
 
-    A row of a token of this call comes from `kv` and `gate`, that of an earlier token from the state's ring.
+    The row of a token of this call comes from `kv` and `gate`, the row of an earlier token from the state's ring.
 
     Args:
       state, kv, gate: as in `CompressorInputs`, `gate` with the position bias.
       closing: [n] index of the last token of each window in the call; -1 = none.
-      slot, position: [n] slot and position of this token.
-      run_start: [n] index of its request's first token in the call.
+      slot, position: [n] slot and position of the last token of each window.
+      run_start: [n] index of the first token of the window's request in the call.
     """
     rate = state.compress_rate
     rows = 2 * rate if state.overlap else rate
@@ -331,7 +331,7 @@ def _pool_windows(state, kv, gate, closing, slot, position, run_start):
 
     before_start = (source < 0)[..., None]
     logits = jnp.where(before_start, -jnp.inf, half(gate, state.gate))
-    # Where there is no window, all logits may be -inf. The softmax then has derivatives NaN, which no later mask
+    # In rows without a window, all logits may be -inf. The softmax then has NaN derivatives, which no later mask
     # removes.
     logits = jnp.where((closing >= 0)[:, None, None], logits, 0.0)
     values = jnp.where(before_start, 0.0, half(kv, state.kv))

@@ -46,7 +46,7 @@ def gather_compressed_kv(
 
     Args:
       view: the layer's entries.
-      indices: [T, K] int32 entry numbers within each token's request; -1 = none.
+      indices: [T, K] int32 indices of entries within each token's request; -1 = none.
       slots: [T] int32, slot of each token's request; -1 = padding.
       dtype: dtype of the result.
       implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take rows of 448 + 64 dims in the formats

@@ -31,7 +31,7 @@ class HyperConnectionWeights:
       fn: [m, h * D] projection of the streams to the m logits of the mixing weights; m = (2 + h) * h, or h in the head.
       base: [m] bias of the logits.
       scale: [3] factors of the logits of `pre`, `post` and `comb`; [1] in the head.
-      norm_eps: constant added to mean squares, in the norm of the streams and in that of the collapsed streams.
+      norm_eps: constant added to mean squares, in the norm of the streams and in the norm of the collapsed streams.
       hc_eps: constant added to `pre`, to the softmax of `comb`, and to the sums by which Sinkhorn iterations divide.
       iterations: number of Sinkhorn iterations that make `comb` doubly stochastic, at least 1.
       delays_pre: whether the streams are collapsed by the weights `pre` of the block before, as in V4.1. The weights
@@ -59,8 +59,8 @@ def hyper_connections(
     """Applies the post-mapping of one block, then the pre-mapping and the norm of the next block.
 
     The steps are `apply_post`, `mixing_weights`, `apply_pre` and an RMS norm. Section 2.2 of the DeepSeek-V4 report has
-    the formulas. The new streams and the collapsed streams are rounded to the streams' dtype before they are used. The
-    gradient is that of "xla".
+    the formulas. The new streams and the collapsed streams are rounded to the streams' dtype before they are used.
+    Gradients always come from "xla".
 
     Args:
       streams: [T, h, D] residual streams before the block.

@@ -59,14 +59,14 @@ def indexer_scores(
         token's request.
       block_size: number of entries in a candidate block.
       implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take 32 or 64 heads of 128 dims in
-        bfloat16, and keys in the formats "v4", "v41" and "per_entry". Candidates must be an even number of blocks of 8,
-        not of the format "v4".
+        bfloat16, and keys in the formats "v4", "v41" and "per_entry". Candidates must be an even number of blocks of 8
+        entries, in another format than "v4".
 
     Returns:
-      [T, E] float32 scores, with E = max_blocks * entries per block, or count * block_size if there are candidates. The
-      first `valid_lengths(positions[t])` values of row t, of candidates the first `candidate_lengths`, are scores, or
-      -inf for an entry without a block in the block table. Other values are unspecified: "xla" writes -inf, and a
-      kernel leaves the memory as it is.
+      [T, E] float32 scores, with E = max_blocks * entries per block, or count * block_size if there are candidates. In
+      row t, the first `valid_lengths(positions[t])` values are scores; with candidates, the first `candidate_lengths`
+      values. An entry without a block in the block table has the score -inf. All other values are unspecified: "xla"
+      writes -inf, and a kernel leaves the memory as it is.
     """
     entries = None if candidates is None else candidate_entries(candidates, block_size)
     q = round_index_query_xla(view.codec, q, positions, inv_freq)

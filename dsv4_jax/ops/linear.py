@@ -31,7 +31,7 @@ def linear(
 ) -> tuple[Float[Array, "... _"], ...]:
     """Computes `x @ weight.T` with exact products and float32 sums, and splits it into the outputs of `spec`.
 
-    The gradient is that of "xla", whichever implementation computes the values.
+    Gradients always come from "xla", whichever implementation computes the values.
 
     Args:
       x: [..., num_groups * k] activations.
@@ -64,12 +64,12 @@ def linear_swiglu(
 ) -> Float[Array, "... n"]:
     """Computes the SwiGLU of the two halves of `x @ gate_up.T`. Products and result are rounded to the dtype of x.
 
-    The gradient is that of "xla", whichever implementation computes the values.
+    Gradients always come from "xla", whichever implementation computes the values.
 
     Args:
       x: [..., k] activations.
-      gate_up: [2 * n, k] matrix, of the types that `linear` takes. The first n rows are the gate's, the others those of
-        the up projection.
+      gate_up: [2 * n, k] matrix, of the types that `linear` takes. The first n rows are the matrix of the gate, the
+        other rows are the matrix of the up projection.
       limit: bound on the values of gate and up projection, see `ops.swiglu`.
       implementation: as in `linear`.
 
@@ -77,7 +77,7 @@ def linear_swiglu(
       [..., n] in the dtype of x.
 
     Raises:
-      ValueError: the weight has an odd number of rows, or not as many columns as `x` has channels.
+      ValueError: the weight has an odd number of rows, or its number of columns is not the number of channels of `x`.
     """
     rows = gate_up.shape[0]
     if rows % 2:
@@ -119,9 +119,9 @@ def _check(x, weights, spec, norm):
 
 
 def _fit_one_launch(x, weights):
-    """Returns whether one kernel launch can multiply x by all weights: FP8 and perhaps bfloat16, and few tokens.
+    """Returns whether one kernel launch can multiply x by all weights.
 
-    All FP8 weights must be of one kind.
+    It can for few tokens, and for FP8 weights of one kind, also together with bfloat16 weights.
     """
     kinds = {weight.kind if isinstance(weight, QuantizedWeight) else weight.dtype for weight in layer_value(weights)}
     return (

@@ -35,8 +35,8 @@ def norm_rope(
     """Applies RMS norm and RoPE to queries and to key-value rows (docs/dsv4.md 2).
 
     Each head of a query is normalized by itself, without a weight. Values are rounded after the norm and again after
-    the rotation. Implementations add in different orders, so that results differ by a unit in the last place. The
-    gradient is always that of "xla".
+    the rotation. Implementations add in different orders, so that results differ by a unit in the last place. Gradients
+    always come from "xla".
 
     Args:
       q: [T, H, D] queries.

@@ -82,21 +82,21 @@ def router(
 
     Either a bias or a table selects the experts. Their weights are their scores, scaled to the sum `scaling_factor`.
 
-    Implementations add up products in different orders. They may select different experts if two scores are equal up to
-    float32 rounding. The gradient is that of "xla".
+    Implementations add up products in different orders, so they may select different experts if two scores are equal up
+    to float32 rounding. Gradients always come from "xla".
 
     Args:
       x: [T, D] activations.
-      weight: [E, D] float32 projection to the logits. It, `bias` and `table` may be a `LayerSlice` each, all of the
-        same layer.
-      bias: [E] float32. The experts with the `top_k` largest values of `score + bias` are selected, the first ones of
-        equal values. The bias does not enter the weights.
+      weight: [E, D] float32 projection to the logits. Each of `weight`, `bias` and `table` may be a `LayerSlice`; then
+        all are slices of the same layer.
+      bias: [E] float32. The experts with the `top_k` largest values of `score + bias` are selected; among equal values,
+        the lowest ids. The bias does not enter the weights.
       table: [V, k] int32 experts of each token id, in hash layers; the alternative to `bias`.
       token_ids: [T] int32 token ids, clipped to [0, V); required with a table, otherwise None.
       slots: [T] int32; -1 = a padding token, which gets experts -1 with weight 0, so that `ops.experts` reads no expert
         for it. None = no token is padding.
-      images: (bias [E] float32, [T] bool whether a token is a part of an image). The experts of such tokens are
-        selected by this bias, whatever selects those of other tokens. Runs as "xla". None = no token is.
+      images: (bias [E] float32, [T] bool whether a token is a part of an image). This bias selects the experts of image
+        tokens, in place of `bias` or `table`. A call with images runs as "xla". None = no token is a part of an image.
       top_k: number of experts per token.
       scaling_factor: sum of a token's weights.
       implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take up to 256 tokens in bfloat16, D a

@@ -25,7 +25,7 @@ from pallas_kernels.sparse_attention import (
 )
 
 
-# The number of query tokens that XLA computes at a time. It bounds the memory of the rows that are gathered for them.
+# The number of query tokens that XLA computes at a time. It bounds the memory for the rows that these tokens gather.
 QUERY_BLOCK = 32
 # The largest score of a token that sees no row. It is finite, so that the difference of two such values is not NaN.
 LOWEST = -1e30
@@ -35,19 +35,20 @@ LOWEST = -1e30
 class PrefillConfig:
     """Heuristics that decide which calls use the prefill kernel.
 
-    The prefill kernel dequantizes each row of a call once, and not again for each token that reads it. It then holds
-    the dequantized rows of all requests in memory.
+    The prefill kernel dequantizes each row of a call once, instead of once for each token that reads the row. For this
+    it holds the dequantized rows of all requests in memory.
     """
 
     min_tokens: int = 128  # minimum number of tokens
     # Maximum number of dequantized entries, by default 272 MB. A call makes room for all entries that its requests can
     # have.
     max_rows: int = (1 << 18) + (1 << 12)
-    # Maximum number of dequantized entries per token of the call. With more, writing them takes longer than it saves.
+    # Maximum number of dequantized entries per token of the call. With more, it takes longer to write the entries than
+    # the prefill kernel saves.
     max_rows_per_token: int = 512
 
     def takes(self, kv: AttentionKV, tokens: int) -> bool:
-        """Returns whether a call with so many tokens uses the prefill kernel."""
+        """Returns whether a call with `tokens` tokens uses the prefill kernel."""
         if kv.new_kv is None or tokens < self.min_tokens:
             return False
         max_rows = min(self.max_rows, self.max_rows_per_token * tokens)
@@ -108,8 +109,8 @@ def sparse_attention(
     kernel also requires a window of a multiple of 64 tokens. Kernels and "xla" differ in how they round the weights of
     the softmax, so that results differ by about one part in 2 ** 8.
 
-    A token's bits depend on T and the number of its indices, or without indices on the width of the block table. They
-    never depend on other tokens.
+    The bits of a token's result depend on T and K, the number of its indices, or without indices on the width of the
+    block table. The bits never depend on other tokens.
 
     Args:
       q: [T, H, D] queries after norm and RoPE, in the model's dtype.

@@ -1,7 +1,7 @@
 """Typed views of the arrays of the KV cache that belong to one layer, as ops take them.
 
 A view holds the arrays of all layers of a kind, stacked on axis 0, and the layer's index on this axis. Ops read and
-write single rows of the stack, because slicing the layer out of it would copy a whole pool.
+write single rows of the stack, because slicing out the layer would copy a whole pool.
 """
 
 import dataclasses
@@ -108,7 +108,7 @@ class _PagedView:
 
         Args:
           slots: slot of each entry; -1 = none.
-          entries: number of each entry within its request; -1 = none.
+          entries: index of each entry within its request; -1 = none.
 
         Returns:
           (block id or -1, row in the block, valid). An entry without a slot or an allocated block is not valid.
@@ -127,7 +127,10 @@ class _PagedView:
     def write(
         self, slots: Int[Array, "n"], entries: Int[Array, "n"], keep: Bool[Array, "n"], values: Float[Array, "n D"]
     ) -> Any:
-        """Encodes and stores `values` as entries where `keep`, except invalid ones. Returns the updated view."""
+        """Encodes `values` and stores them as entries where `keep` is True and the address is valid.
+
+        Returns the updated view.
+        """
         block, row, valid = self.address(slots, entries)
         rows = put(self.rows, self.codec.encode(values), keep & valid, self.layer, block, row)
         return dataclasses.replace(self, rows=rows)
@@ -172,7 +175,7 @@ class IndexerView(_PagedView):
 class StateView:
     """The compressor state of one layer: projections of recent tokens, for entries that are not complete yet.
 
-    It is a ring buffer for each slot: a token's row is `position % ring`.
+    The state is a ring buffer for each slot: a token's row is `position % ring`.
 
     Attributes:
       kv: [layers, slots, ring, width] float32 values to pool; None if a window is a single token.

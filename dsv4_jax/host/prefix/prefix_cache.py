@@ -31,7 +31,7 @@ class PrefixMetrics:
       requests: number of admitted requests.
       hits: number of requests with at least one cached block.
       prompt_tokens: number of prompt tokens of the admitted requests.
-      hit_tokens: number of these tokens that were cached.
+      hit_tokens: number of these prompt tokens that were cached.
       blocks: number of blocks in the prefix cache.
       snapshots: number of snapshots in the prefix cache.
       snapshot_bytes: size of these snapshots in bytes.
@@ -62,8 +62,8 @@ class PrefixCache(Summarized):
 
     A full block is found by a hash over its tokens and the hash of the block before it. To continue after a cached
     block, a request also needs the rows of a slot at the block's end, the boundary: the last window, and the
-    previous-window rows of CSA's compressors. A copy of these rows is a snapshot, an array on the device beside the
-    cache. A request that hits has the same bytes in the cache as one that ran all its tokens.
+    previous-window rows of CSA's compressors. A copy of these rows is a snapshot, which is kept in arrays on the device
+    beside the cache. A request that hits has the same bytes in the cache as a request that ran all its tokens.
 
     * Snapshots: `every` chooses the boundaries that get one. If they would exceed `max_bytes`, the least recently used
       snapshot is dropped. A step leaves only the rows of its last tokens, so there is at most one snapshot for each
@@ -108,7 +108,7 @@ class PrefixCache(Summarized):
           manager, every, max_bytes, debug, files: see the class.
           key: name of the model's weights. Other weights must have another name, see
             `checkpoint.weights_fingerprint`.
-          seed: secret seed of the hashes. Without it nobody can construct prompts whose hashes collide.
+          seed: secret seed of the hashes. Nobody who does not know it can construct prompts whose hashes collide.
 
         Raises:
           ValueError: `every` is not positive, `max_bytes` is less than a snapshot's size, the limit of `files` is less
@@ -183,8 +183,8 @@ class PrefixCache(Summarized):
           salt: text that separates prefixes: only prefixes that were cached with the same salt are found.
 
         Returns:
-          (the slot, number of tokens in the cached prefix, the cache). Run the prompt from this number of tokens on
-          next.
+          (the slot, number of tokens in the cached prefix, the cache). The next step runs the prompt's tokens behind
+          this prefix.
 
         Raises:
           TypeError, ValueError: as for `KVCacheManager.admit`, the cache belongs to another manager, or another prefix
@@ -265,10 +265,10 @@ class PrefixCache(Summarized):
     ) -> None:
         """Caches a request's full blocks, and a snapshot at the end of its last full block if `every` asks for it.
 
-        Nothing is cached of a request whose first rows come from earlier weights.
+        A request whose first rows come from earlier weights is not cached.
 
         A snapshot can only be read if the request's length is at the block's end or can still be rewound to it. So call
-        this after steps that end at a block boundary, and after rejected drafts were rewound.
+        this method after steps that end at a block boundary, and after rejected drafts were rewound.
 
         Args:
           cache: the cache after the step; only read.
@@ -349,7 +349,7 @@ class PrefixCache(Summarized):
     def fits(self, prompt_ids: TokenIds, num_tokens: int, *, salt: str = "") -> bool:
         """Whether `admit` would find a slot and enough free or evictable blocks for a request.
 
-        Cached blocks of the prompt need no room. The call does not mark them as used.
+        Cached blocks of the prompt need no room. The call does not mark these blocks as used.
 
         Args:
           prompt_ids: [n] token ids of the request's prompt.
@@ -395,8 +395,8 @@ class PrefixCache(Summarized):
         keep their blocks, but these are not cached again.
 
         Args:
-          key: name of the new weights. It is required with `files`: prefixes that earlier processes computed with
-            these weights are found by it. None = a name that no other weights had.
+          key: name of the new weights. With `files` a name is required, because prefixes that earlier processes
+            computed with these weights are found by their name. None = a name that no other weights had.
 
         Raises:
           ValueError: `key` is the name of the weights so far, it is None although there are files, or another prefix
@@ -424,9 +424,9 @@ class PrefixCache(Summarized):
         return count
 
     def save(self, cache: KVCache) -> None:
-        """Writes all cached blocks and snapshots to the files, as many as their limit allows, and waits for the disk.
+        """Writes the cached blocks and snapshots to the files, up to `max_bytes` of the files, and waits for the disk.
 
-        Nothing is evicted. If not all fit, the most recently used blocks are written.
+        Nothing is evicted. If not all blocks fit, blocks of running requests come first, then the most recently used.
 
         Args:
           cache: the cache after a step; only read.
@@ -450,9 +450,10 @@ class PrefixCache(Summarized):
         return len(self._tree.idle[shard])
 
     def reclaim(self, n_blocks: int, shards: Iterable[int]) -> None:
-        """Evicts `n_blocks` blocks of some shards that no request holds, the least recently used ones.
+        """Evicts the `n_blocks` least recently used blocks of some shards, among the blocks that no request holds.
 
-        The shards must have that many. With `files` and `get_cache`, the evicted blocks are queued to be written.
+        The shards must have at least `n_blocks` blocks of this kind. With `files` and `get_cache`, the evicted blocks
+        are queued to be written.
         """
         nodes = []
         with self._table.transaction():
@@ -505,7 +506,7 @@ class PrefixCache(Summarized):
     def _salted_root(self, salt):
         """Returns the 32-byte digest that precedes a prompt's first block, as a block's digest precedes the next block.
 
-        With a salt it is hashed in another way than blocks are, so it is not the digest of any block.
+        A salt is hashed in another way than blocks are, so the result is not the digest of any block.
         """
         data = salt.encode("utf-8", "surrogatepass")
         return hashlib.blake2b(data, key=self._root, person=b"salt", digest_size=32).digest() if salt else self._root
@@ -531,7 +532,7 @@ class PrefixCache(Summarized):
         return paths, [FoundPrefix(len(path), sum(not node.in_use for node in path)) for path in paths]
 
     def _nodes(self, ids, salt, shard, path=()):
-        """Returns the nodes of the longest prefix of `ids` that is in memory in a shard; `path` has its first ones."""
+        """Returns the nodes of the longest prefix of `ids` that is in memory in a shard. `path` has the first nodes."""
         nodes = list(path)
         for digest in self._digests(ids[len(path) * self.manager.schema.block_tokens :], salt, path):
             if (node := self._tree.nodes.get((shard, digest))) is None:

@@ -1,8 +1,8 @@
 """Files of a prefix cache: one for each block and each snapshot, written by a thread while steps go on.
 
-The name of a file is the digest of its `CachedBlock`, with an extension. It is a safetensors file with a constant
-header, the arrays, and a SHA-256 of the digest and of the file's other bytes. A file gets its name when all bytes are
-on disk, so a process that is killed leaves no incomplete file under such a name.
+The name of a file is the digest of its `CachedBlock`, with an extension. Each file is a safetensors file with a
+constant header, the arrays, and a SHA-256 of the digest and of the file's other bytes. A file gets its name when all
+bytes are on disk, so a process that is killed leaves no incomplete file under such a name.
 """
 
 import concurrent.futures
@@ -43,7 +43,7 @@ FORMAT = "dsv4_jax prefix, version 2"  # all digests depend on this text
 _SUM_BYTES = hashlib.sha256().digest_size
 _NAME = re.compile(r"[0-9a-f]{64}\.(block|snapshot)")
 _PARTIAL = re.compile(r"\.[0-9a-f]{64}\.(block|snapshot)\.[0-9a-f]{16}")
-_PARTIAL_SECONDS = 600.0  # an unfinished file that is older counts as abandoned and is deleted
+_PARTIAL_SECONDS = 600.0  # an unfinished file that is older than this counts as abandoned and is deleted
 _READERS = 8  # threads that read files; most of their time goes into SHA-256
 _WARNING_SECONDS = 60.0  # minimum time between two log messages of the same kind of fault
 _FEW_BLOCKS = 4  # up to this number of blocks are read from the device one by one, more in padded chunks
@@ -136,9 +136,9 @@ class PrefixFiles(Summarized):
 
     The folder has mode 0700 and the files have mode 0600, since the files reveal what users wrote.
 
-    One thread writes the files. Arrays wait for it in a queue. If they would exceed `max_pending_bytes`, further arrays
-    are dropped and counted, so that no step waits for the disk. A file that cannot be read or written raises nothing:
-    the fault is logged and counted, and the block or snapshot counts as not cached.
+    One thread writes the files. Arrays wait for this thread in a queue. Arrays with which the queue would exceed
+    `max_pending_bytes` are dropped and counted, so that no step waits for the disk. A file that cannot be read or
+    written raises no exception: the fault is logged and counted, and the block or snapshot counts as not cached.
 
     If the files would exceed `max_bytes`, the least recently used files are deleted. A process learns of the files of
     other processes by listing the folder, again after each 1/16 of `max_bytes` that it has written. So each process
@@ -168,7 +168,7 @@ class PrefixFiles(Summarized):
         self._pending_bytes = 0
         self._pending = threading.Condition()
         self._warned: dict[str, float] = {}
-        self._unlisted_bytes = 0  # written since the folder was listed
+        self._unlisted_bytes = 0  # number of bytes written since the folder was listed
         partial = self.directory / f".{'0' * 64}.block.{secrets.token_hex(8)}"
         try:
             make_private_folder(self.directory)
@@ -207,7 +207,7 @@ class PrefixFiles(Summarized):
           get_arrays: function that returns the arrays of all files, on the device or the host. It is called only if the
             queue has room.
           used: time of the first file's last use in ns since the epoch. Each further file counts as used 1 ns earlier.
-          nbytes: size of the arrays in bytes, if they are larger than the files, because of padding.
+          nbytes: size of the arrays in bytes, needed only if padding makes the arrays larger than the files.
           wait: whether to wait until the queue has room.
 
         Returns:
@@ -236,7 +236,8 @@ class PrefixFiles(Summarized):
         """Reads files up to the first one that is missing or damaged. Damaged files are deleted.
 
         Returns:
-          (the number n of files that were read, their arrays on the host or None if n is 0).
+          (the number n of files that were read, the arrays [layers, n * rows, ...] of these files as NumPy arrays, or
+          None if n is 0).
         """
         contents = np.empty((len(digests), layout.nbytes), np.uint8)
         are_whole = self._readers.map(functools.partial(self._read_file, layout), digests, contents)
@@ -262,7 +263,7 @@ class PrefixFiles(Summarized):
         return os.path.join(self.directory, layout.name(digest))
 
     def _has_room(self, nbytes):
-        # Arrays that alone exceed the limit are accepted if nothing else is pending.
+        # Arrays that exceed the limit by themselves are accepted if nothing else is pending.
         return not self._pending_bytes or self._pending_bytes + nbytes <= self.max_pending_bytes
 
     def _read_file(self, layout, digest, content):
@@ -361,7 +362,7 @@ class PrefixFiles(Summarized):
             self._count(name.rpartition(".")[2], -size)
 
     def _list(self):
-        """Returns [(time of last use in ns, size in bytes, name)] of all files, and sets the counters by them.
+        """Returns [(time of last use in ns, size in bytes, name)] of all files, and sets the counters from this list.
 
         Deletes unfinished files that are older than `_PARTIAL_SECONDS`.
         """
@@ -512,9 +513,9 @@ class StoredPrefixes:
 
         Args:
           digests: digests of the prompt's blocks that may be used, in order.
-          nodes: nodes of those first blocks of the prompt that are in the cache.
-          min_blocks: number of blocks of the longest prefix that can be used without files.
-          room: maximum number of blocks of the prefix.
+          nodes: nodes of the prompt's first blocks, as far as these are in the cache.
+          min_blocks: number of blocks in the longest prefix that can be used without files.
+          room: maximum number of blocks in the prefix.
 
         Returns:
           The prefix; None if no such prefix has more than `min_blocks` blocks.

@@ -50,7 +50,8 @@ class PrefixTree:
 
     A request releases its last block first, so as a rule a block is evicted before its parent, the block that it
     follows. The parent can be evicted first only if several requests computed the same tokens at the same time. The
-    child cannot be found then. It is found again if the parent is cached again, or is evicted later in its turn.
+    child cannot be found then until the parent is cached again. If that does not happen, the child is evicted later, in
+    its turn.
 
     Attributes:
       nodes: {(shard, digest): node}. All other state follows from the live nodes and the allocator.
@@ -58,7 +59,7 @@ class PrefixTree:
     """
 
     def __init__(self, allocator: BlockAllocator):
-        """Makes an empty tree and sets the allocator's `listener`, which reports changes of reference counts to it."""
+        """Makes an empty tree, to which the allocator's `listener` reports changes of reference counts."""
         self.nodes: dict[tuple[int, bytes], CachedBlock] = {}
         self._allocator = allocator
         self._clock = 0
@@ -116,7 +117,7 @@ class PrefixTree:
                 released.append(node)
             elif not node.in_use:
                 self.idle[self._allocator.shard(node.block)][node.block] = node
-        for node in sorted(released, key=lambda node: -node.length):  # as a request releases its last block first
+        for node in sorted(released, key=lambda node: -node.length):  # a request releases its last block first
             self._clock += 1
             node.last_used = self._clock
             self.idle[self._allocator.shard(node.block)][node.block] = node
