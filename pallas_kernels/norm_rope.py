@@ -298,7 +298,8 @@ def _norm_rope_kernel(config, queries, eps, rings, arrays_gmem, destination_gmem
 
         first_step = part * steps_per_block
         loaded = load_heads(first_step)
-        angles = rotation(jnp.where(warp >= 0, token, 0), query_pair)  # all warps have the same token
+        # The condition always holds. It makes an array of the token's index, with a value for each warp.
+        angles = rotation(jnp.where(warp >= 0, token, 0), query_pair)
         store_heads(loaded, angles)
         end = jnp.minimum((part + 1) * steps_per_block, steps)
         pl.loop(first_step + 1, end)(lambda step: store_heads(load_heads(step), angles))

@@ -37,12 +37,12 @@ class Case:
       nbytes: number of bytes that a call has to read and write, by the op's definition.
       call: function of (state, *weights, *inputs, implementation=...) that runs the op and returns its result.
       inputs: the arrays of one call, each an array or a `Draw`.
-      weights: the arrays of one layer that a call reads only, each an array or a `Draw`.
+      weights: the arrays of one layer that a call does not change, each an array or a `Draw`.
       state: pytree of arrays and `Draw` objects that belong to one layer, such as views of its pools.
       updates: whether the result is the next state of the layer; the state is then donated.
       flops: number of floating-point operations of a call on the tensor cores.
-      reads: whether a call reads nearly all of `nbytes`. Its floor then follows from the bandwidth of reading, and
-        otherwise from the bandwidth of copying.
+      reads: whether a call reads nearly all of `nbytes`. The least time of a call then follows from the bandwidth of
+        reading, and otherwise from the bandwidth of copying.
       agree: function of (the kernel's array, XLA's array) that returns whether the two agree, a bool scalar. It is
         called for each array of a result. None compares bit for bit.
       xla_calls: number of timed calls of XLA's version; None for the number of calls of the kernel.

@@ -16,7 +16,7 @@ from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader, read_header
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _log = logging.getLogger(__name__)
-# Dtypes of the release's quantized storage: FP8 codes, scales, FP4 codes. `storage.join_scales` pairs them.
+# Dtypes of the release's quantized storage: FP8 codes, scales, FP4 codes. `storage.join_scales` joins codes and scales.
 _QUANTISED = ("F8_E4M3", "F8_E8M0", "I8")
 
 

@@ -166,11 +166,12 @@ class _Program:
           cache: the cache before the chunk.
           chunk: (ids, slots, positions, targets), each [token_budget] int32.
           adapters: [S] int32 index of each sequence's adapter, or None.
-          remat: whether a backward pass computes the values within layers again. The bits of the log-probabilities
-            then may differ.
+          remat: whether a backward pass recomputes the values within layers. The bits of the log-probabilities then may
+            differ.
 
         Returns:
-          ([token_budget] float32 log-probability of each target after the chunk's token; the cache after the chunk).
+          ([token_budget] float32 log-probabilities, entry i that of targets[i] after the tokens up to ids[i]; the cache
+          after the chunk).
         """
         model = _module(jax.tree.unflatten(self.structure, leaves))
         if remat and isinstance(model, nnx.Module):

@@ -371,7 +371,8 @@ def last_accepted(
 ) -> Int[Array, "slots"]:
     """Finds the last accepted token of each slot. Arguments are as for `accepted_lengths`.
 
-    A token is accepted if it is no draft, or if it and all drafts before it equal the tokens drawn before them.
+    A token that is not a draft is accepted. A draft is accepted if it and all earlier drafts of its request equal the
+    tokens drawn at the entries before them.
 
     Returns:
       [num_slots] int32, the index in [0, n) of this token's entry of `logits_indices`; -1 = the slot has no entry.

@@ -106,5 +106,6 @@ def array_over(
     return cast("Any", type(array))(array.aval, array.sharding, [array], committed=False)
 
 
-_nothing = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p)  # C code that ignores its argument
+# A C function without effects, for a deleter that frees nothing.
+_nothing = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p)
 _delete_pointer = ctypes.cast(_delete, ctypes.c_void_p)

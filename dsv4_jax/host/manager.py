@@ -684,10 +684,16 @@ class KVCacheManager(Summarized):
         return start, new_cache
 
     def _copy_request(self, cache, source: int, states: Mapping[int, RequestState], block: int, copies):
-        """Copies the rows of slot `source` to the slots of `states`, and `block` (-1 = none) to the blocks of `copies`.
+        """Copies the rows of slot `source` to other slots, and a block that requests cannot share to blocks of theirs.
 
-        `states` {slot: state} and `copies` {slot: acquired blocks} describe the targets, which have equal lengths.
         Donates the cache and returns the updated one.
+
+        Args:
+          cache: the cache.
+          source: slot whose rows are copied.
+          states: {slot: state} of the requests that get the rows. All hold the same number of tokens.
+          block: the source's last block if it is filled in part; -1 = none.
+          copies: {slot: acquired blocks} to which `block` is copied.
         """
         max_requests = self.schema.max_requests
         slots = padded(list(states), max_requests)

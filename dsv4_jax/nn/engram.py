@@ -38,8 +38,8 @@ class Engram(nnx.Module):
     projected to a key for each stream and to a value. The value is added to each stream, times a gate between 0 and 1
     that depends on the normed product of stream and key.
 
-    The table may lie in host memory that is mapped to the GPU's addresses, see `HostTables` and `ExpertMemory`. Then the
-    GPU reads the rows of a token, 12.7 KB in V4.1-Flash, over the bus. A model looks up the rows of all its layers
+    The table may lie in host memory that is mapped to the GPU's addresses, see `HostTables` and `ExpertMemory`. Then
+    the GPU reads the rows of a token, 12.7 KB in V4.1-Flash, over the bus. A model looks up the rows of all its layers
     before the first layer runs, see `look_up_ahead`.
 
     Attributes:

@@ -360,11 +360,11 @@ def _signal_tile(p, counts, i, group, tile):
 
 
 def _routed_product(p, i, block_tiles, tables, source_gmem, out_gmem, matrix):
-    """Returns the product of a block's tiles of map `i` of the routed experts, group after group.
+    """Makes the `Product` that describes a block's tiles of linear map `i` of the routed experts, in order of groups.
 
     Args:
       p: description of the launch.
-      i: the map.
+      i: index of the map, GATE_UP or DOWN.
       block_tiles: (index of the block's first tile, number of its tiles, index of its first group).
       tables: (table of the block's groups, routing weights of their pairs, both in shared memory; counters).
       source_gmem: [.., channels] bfloat16 inputs of the map.

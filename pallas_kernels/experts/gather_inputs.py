@@ -1,7 +1,8 @@
-"""Gathers the inputs of pairs in the order of their experts: y[p] = x[pairs[p] // divisor].
+"""Gathers the input of each (token, expert) pair, in the order of experts: y[p] = x[pairs[p] // divisor].
 
-For FP4 weights, columns are permuted as the weights are unpacked (`dequant_wgmma.permute_columns`). The grid has a
-block of one warpgroup for every two rows. A thread copies 16 bytes at a time.
+A token has `divisor` pairs. For FP4 weights, the columns of y are put into the order in which the weights are unpacked
+(`dequant_wgmma.permute_columns`). The grid has a block of one warpgroup for every two rows. A thread copies 16 bytes at
+a time.
 """
 
 import jax

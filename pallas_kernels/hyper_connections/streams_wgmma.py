@@ -236,7 +236,8 @@ def mix_chunk(operand, ahead: jax.Array, here, following, refs: StreamRefs) -> t
         refs.new[tokens, :, columns] = values.astype(jnp.bfloat16)
     for j in range(STREAMS):
         operand[j] = values[:, j].astype(jnp.bfloat16)
-    squares = jnp.sum(values * values, axis=(1, 2)).reshape(4, 4, 4).transpose(0, 2, 1)  # warp, lane // 8, lane % 8
+    # The axes become warp, lane // 8 and lane % 8. The last one is padded from 4 to 8 lanes below.
+    squares = jnp.sum(values * values, axis=(1, 2)).reshape(4, 4, 4).transpose(0, 2, 1)
     return jnp.pad(squares, ((0, 0), (0, 0), (0, 4))).reshape(-1), ahead
 
 
@@ -327,7 +328,7 @@ def store_sums(partials, start: jax.Array, acc: jax.Array, squares: jax.Array) -
     Args:
       partials: [T, 32] float32 to write, see `mixing.SUMS`.
       start: int32 scalar, index of the tile's first token.
-      acc: [64, 3 * N] result of `multiply_add`, whose three terms are added up.
+      acc: [64, 3 * N] float32 from `multiply_add`: the high, middle and low terms of N sums, which are added up here.
       squares: [128] float32 sums of squares from `mix_chunk`. Lane 8 * a + b of warp w has token 16 * w + 4 * b + a for
         b < 4; other lanes have none.
     """

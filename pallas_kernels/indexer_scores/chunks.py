@@ -139,7 +139,7 @@ class Chunks:
             return next_token + 32, next_token + lane, before, run
 
         def is_unfinished(carry):
-            # `find_share` returned lane 32 if no chunk of the last 32 tokens has the unit.
+            # `find_share` returns lane 32 if unit `begin` is in no chunk of the 32 tokens that it searched.
             next_token, token, _, _ = carry
             return (next_token < tokens) & (next_token == token)
 

@@ -337,8 +337,8 @@ def _emit_unpack_bfloat16(tile, scale):
             factors = [multiply(x, (127 + 126 - SHIFTS[scale]) * 0x00800080) for x in exact]
         for i, word in enumerate(mlir.values(quad)):
             for pair, value in enumerate(e2m1_pairs(U32(word))):
-                # The product has 8 k steps of 16 dims, 4 for each half. The index below is the register's place in the
-                # operands of a half.
+                # `wgmma` multiplies the 128 dims in eight steps of 16, four for each half. The index below is the
+                # register's place among those of its half.
                 step = 2 * i + pair // 2
                 column = pair % 2
                 product = multiply(value, factors[i // 2 % len(factors)])

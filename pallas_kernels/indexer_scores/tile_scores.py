@@ -124,7 +124,7 @@ def _emit_score_far(tile, *, queries, weights, tokens, out, row, first, block, f
         _store(sums, largest, out, row + j, first, block, factor * 2.0**TOP)
 
     with thread_ops.when(far > 0):
-        # `e2m1_pairs` returns the codes' values times 2**-126. The factor includes 2**126.
+        # `e2m1_pairs` returns the codes' values times 2**-126, which `factors` undo.
         factors = [(U32(127 + 126) - x) * 0x00800080 for x in below]
         keys = [[multiply(x, factors[i // 4]) for x in e2m1_pairs(U32(word))] for i, word in enumerate(words)]
         thread_ops.loop(tokens, score_token)

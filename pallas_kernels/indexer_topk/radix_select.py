@@ -592,8 +592,8 @@ class RadixSelect:
         with ops.when((shared | self.alone).equals(0)):
             totals = self._word(plan.offsets.totals)
             with ops.when(ops.thread() < plan.blocks):
-                # Both counts are in one word, so that `write` adds up one word per block. The sum does not overflow,
-                # because up to 8 * k ties fit into the lower 16 bits. No more than k ties are ever selected.
+                # Both counts are in one word, so that `write` adds up one word per block. At most k ties are selected,
+                # so a block's count of ties is limited to k. Then the sum of 8 blocks fits into the lower 16 bits.
                 address = ops.peer(totals + (self.block << 2), ops.thread())
                 ops.store_peer(address, (above << 16) | tied.minimum(plan.k))
             ops.cluster_arrive()

@@ -29,9 +29,10 @@ def max_groups(pairs: int, experts: int) -> int:
 
 
 def counts_size(groups: int, channels: int) -> int:
-    """Returns the size of the array of counters in `experts`, see `experts.tile_counters`.
+    """Returns the number of int32 counters of the kernel `experts`, see `experts.tile_counters`.
 
-    The array has the number of groups, a counter for each group, for the shared expert and for each 64 channels.
+    Entry 0 is the number of groups. One counter for each group follows, one for the shared expert, and one for each 64
+    output channels.
     """
     return 2 + groups + channels // ROWS
 

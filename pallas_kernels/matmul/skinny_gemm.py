@@ -102,9 +102,10 @@ class SkinnyScratch(NamedTuple):
     # partial sums of each warpgroup, or a single place.
     sums_smem: Any
     sums_empty: Any  # a barrier for each slot of `sums_smem`
-    # None if a slot has a place for each warpgroup. Otherwise barriers that order the additions to the slot's only
-    # place. If `takes_turns`, a slot has four barriers, and warpgroup w waits at barrier w until it may add its sums.
-    # Else a slot has three, and warpgroup w + 1 waits at barrier w until warpgroup w has added its sums.
+    # Barriers that order the additions to a slot's only place; None if a slot has a place for each warpgroup. Without
+    # `takes_turns` the order is 0, 1, 2, 3: warpgroup w signals barrier w of the slot's three, and w + 1 waits there.
+    # With it, the order changes from tile to tile: a slot has four barriers, each warpgroup waits at barrier w, and the
+    # warpgroup before it in the order signals that.
     turns: Any
     # [slots, 2 * lines, ..] uint8, all FP4 scales of a tile in each slot. The scales of the tile's first half are
     # consecutive bytes from line 0 on, and those of its second half from line `lines` on. None unless there is a matrix
