@@ -66,7 +66,7 @@ class Operands(NamedTuple):
     inputs_gmem: Any  # [.., width] bfloat16; for FP4 in the order of `dequant_wgmma.permute_columns`
     codes_gmem: Any  # [matrices, R, elements of a row] of the layout's dtype: bfloat16 weights, or codes of FP8 or FP4
     # E8M0 scales, uint8. FP8: [matrices, R / block, columns / block]. FP4: [matrices, R, columns / 32]; if a weight row
-    # has 8 scales, [matrices, R / 2, 16], where a line has the scales of two weight rows; if one copy brings all scales
+    # has 8 scales, [matrices, R / 2, 16], with the scales of two weight rows in a line; if one copy brings all scales
     # of a tile, [matrices, lines, `WeightLayout.scale_line`]. bfloat16: None.
     scales_gmem: Any
     locate: Callable[[jax.Array], OutputTile]  # index of a tile of this block -> place of its operands
@@ -97,7 +97,7 @@ class DequantGemm:
     layout: WeightLayout
     depth: int  # number of columns of the weights, a multiple of 64
     inputs: int  # number of inputs of a tile, a multiple of 16 up to 256
-    warpgroups: int  # number of warpgroups that multiply, 2 or 4; each has 64 rows of a tile
+    warpgroups: int  # number of warpgroups that multiply, 2 or 4; each multiplies 64 rows of a tile
     gated: bool = False  # whether half of a tile's rows are the gate's and half the up projection's, for SwiGLU
     blocks: int = 1  # number of blocks of a cluster, 1 or 2, along the cluster's axis "block"
 
@@ -108,7 +108,7 @@ class DequantGemm:
 
     @property
     def matrices(self) -> int:
-        """The number of matrices whose rows a tile has: 2 if gated, else 1."""
+        """The number of matrices from which a tile takes rows: 2 if gated, else 1."""
         return 1 + self.gated
 
     @property
@@ -117,7 +117,7 @@ class DequantGemm:
 
         Steps of 128 bytes are whole lines of the L2 cache: FP4 took 6% less time with them than with steps of 64.
         Shared memory has room for steps of 128 bytes only if a tile has few inputs. A row has a whole number of steps,
-        so FP4 rows that are no multiple of 64 or 128 bytes have shorter steps.
+        so FP4 rows whose size is not a multiple of 64 or 128 bytes have shorter steps.
         """
         most = 128 if self.layout.bits == 16 or (self.layout.bits == 4 and self.inputs <= MAX_WIDE) else 64
         return math.gcd(most, self.depth * self.layout.bits // 8)
@@ -158,7 +158,8 @@ class DequantGemm:
 
         With four warpgroups, a tile has few inputs, so its sums leave enough registers for the unpacked weights.
         A step that is a single chunk of 64 columns does not overlap, since the weights of the next step would be loaded
-        into registers that the running products still read. These are the steps of bfloat16, and FP4's of 32 bytes.
+        into registers that the running products still read. A step of bfloat16 is such a single chunk, and so is an FP4
+        step of 32 bytes.
         """
         return self.warpgroups == 4 and self.layout.bits < 16 and (self.layout.bits == 8 or self.step_bytes > 32)
 
@@ -265,13 +266,13 @@ def _load_step(gemm, operands, refs, n, place, codes_gmem, step):
 
 
 def _load_codes(codes_gmem, piece, codes_smem, full):
-    """Copies part `piece` of a tile's codes [matrices, rows, all elements] to a stage, which is as wide as a part."""
+    """Copies a piece, as wide as a stage, of a tile's codes [matrices, rows, all elements]. `piece` is its index."""
     elements = codes_smem.shape[2]
     plgpu.copy_gmem_to_smem(codes_gmem.at[:, :, pl.ds(piece * elements, elements)], codes_smem, full)
 
 
 def _load_scales(gemm, operands, refs, tile, number, step):
-    """Copies the FP4 scales of the steps from `step` on. `number` is the index of this copy among the block's."""
+    """Copies the FP4 scales of the steps from `step` on. `number` counts the block's copies of scales."""
     slot = barriers.turn(refs.scales_full, number)
     barriers.wait_empty(refs.scales_empty, number)
     lines, line = refs.scales_smem.shape[2:]
@@ -288,7 +289,7 @@ def _multiply_tile(gemm, operands, refs, warpgroup, n):
     if gemm.overlaps:
         sums = dequant_wgmma.complete_sums(sums)
         barriers.release(refs.stage_empty.at[barriers.turn(refs.stage_full, (n + 1) * gemm.steps - 1)])
-    # `finish` expects 2**-32 of the sums, the scale of unpacked FP8 and FP4.
+    # `finish` expects the sums times 2**-32. Sums of unpacked FP8 and FP4 weights have this factor already.
     operands.finish(n, sums * 2.0**-SHIFT if gemm.layout.bits == 16 else sums)
 
 
@@ -338,7 +339,7 @@ def _fp8_scales(gemm, operands, tile, step, warpgroup):
 
 
 def _fp8_32_scales(gemm, operands, tile, column, warpgroup):
-    """Returns `_fp8_scales` for blocks of 32 x 32 values; `column` is the first of the step's two blocks of columns."""
+    """Does the work of `_fp8_scales` for blocks of 32 x 32 values. `column` is the index of the step's first block."""
     last = operands.scales_gmem.shape[1] - 1
     first = lax.div(tile.row, HALF)
     halves = [(tile.matrix, first + 2 * warpgroup), (tile.matrix, first + 2 * warpgroup + 1)]

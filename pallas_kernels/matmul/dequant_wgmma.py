@@ -4,8 +4,8 @@ A tile of weights is 32, 64 or 128 bytes of each row, in shared memory. A thread
 multiplies:
 
   * FP8: the weights of the columns that `wgmma` expects in the thread, in order.
-  * FP4: of every 16 bytes of a row, four consecutive ones: 8 columns with one scale. `wgmma` expects other columns in
-    the thread, so the columns of the inputs are reordered like those of the weights, see `permute_columns`.
+  * FP4: four consecutive bytes of every 16 bytes of a row, which are 8 columns with one scale. `wgmma` expects other
+    columns in the thread, so the columns of the inputs are reordered like those of the weights, see `permute_columns`.
   * bfloat16: weights are loaded by `ldmatrix` without any unpacking.
 """
 
@@ -37,8 +37,8 @@ def code_transforms(layout: WeightLayout, row_bytes: int) -> tuple[Any, ...]:
 
 def permute_columns(x: jax.Array) -> jax.Array:
     """Reorders the columns of inputs x [.., columns], 32 by 32, to the order in which FP4 weights are unpacked."""
-    # Axes within 32 columns: (thread of four, with 8 columns each; half of a word; k step of 16 columns; half of the
-    # step) -> (k step, half of the step, thread, half of a word).
+    # 32 columns are split into the axes (thread of four, with 8 columns each; half of a word; k step of 16 columns;
+    # half of the step), which are then reordered to (k step, half of the step, thread, half of a word).
     *lead, columns = x.shape
     parts = x.reshape(*lead, columns // 32, 4, 2, 2, 2)
     order = [len(lead) + i for i in (0, 3, 4, 1, 2)]
@@ -164,7 +164,7 @@ def _(acc):
 
 
 def _wait(values, pending):
-    """Waits for all products except the last `pending` chunks of 64 columns, and returns the sums `values`.
+    """Waits for all products except those of the `pending` newest chunks of 64 columns, and returns the sums `values`.
 
     Code that uses the returned values cannot be moved before the wait.
     """
@@ -188,7 +188,7 @@ def _fp8_unpacker(place, other, scales):
     Args:
       place: address of the thread's first bytes in shared memory.
       other: distance in bytes from the thread's first row to its second row.
-      scales: E8M0 scales of the two rows, each a list with one scale or a scale for each 32 columns.
+      scales: two lists of E8M0 scales, for the two rows: one scale, or a scale for each 32 columns.
 
     Returns:
       Function: index of a chunk -> [4][4] registers of `wgmma`'s left operand, four for each k step of 16 columns.

@@ -23,7 +23,7 @@ SEGMENT = 64  # number of bytes of a row that four threads share
 SHIFT = 32  # unpacked weights are 2**-SHIFT times their values
 SCALED = 128  # number of columns and number of rows of an FP8 block with one scale in V4
 # The minimum size of a bulk copy, in bytes. A copy of FP4's scales brings 16 of one row, or if a row has 8, the 16 of
-# two rows. With another number of scales that 16 does not divide, one copy brings all scales of 32 rows or more.
+# two rows. If a row has neither 8 scales nor a multiple of 16, one copy brings all scales of 32 rows or more.
 SCALE_BYTES = 16
 
 
@@ -50,7 +50,7 @@ class WeightLayout:
     def scale_line(self, columns: int) -> int:
         """Returns the number of scales in a line of the array [lines, scales] from which FP4's scales are copied.
 
-        A copy can have at most 256 lines, so a line may have the scales of several weight rows.
+        A copy brings at most 256 lines, so a line may hold the scales of several weight rows.
         """
         if self.copies_all_scales(columns):
             return 128 if columns % 128 == 0 else 64

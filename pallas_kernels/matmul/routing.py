@@ -66,8 +66,8 @@ def group_pairs(selected_gmem, table_gmem, counts_gmem, experts: int, scratch_sm
 
     Args:
       selected_gmem: [P] int32, the expert of each pair. A pair whose expert is not in 0 .. experts - 1 gets no group.
-      table_gmem: [groups * 16] int32 to write. Word 0 of a group is its expert. Words 8 .. 15 are its pairs, with -1
-        after the last pair. Words after the last group are unspecified.
+      table_gmem: [groups * 16] int32 to write. Word 0 of a group is its expert. Words 8 .. 15 are the indices of its
+        pairs, and -1 if it has fewer than 8. The words of unused groups are unspecified.
       counts_gmem: [N] int32 to write: the number of groups, then zeros.
       experts: number of experts.
       scratch_smem: [`scratch_words(experts)`] int32.
@@ -90,7 +90,7 @@ def _emit_group_pairs(selected_gmem, table_gmem, counts_gmem, experts, scratch_s
     num_counts = counts_gmem.type.shape[0]
     padded = (scratch_smem.type.shape[0] - _WARPS) // (_WARPS + 1)
     ids = _Ids(ops.thread(), ops.lane(), ops.thread() >> 5)
-    # [warps, padded] number of pairs that each warp has of each expert. `_fill_groups` replaces it by the number of the
+    # [warps, padded] number of each warp's pairs of each expert. `_fill_groups` replaces it by the number of the
     # expert's pairs in the lower warps.
     sizes = ops.shared(scratch_smem)
     first_groups = sizes + 4 * _WARPS * padded  # [padded] index of each expert's first group
@@ -100,7 +100,7 @@ def _emit_group_pairs(selected_gmem, table_gmem, counts_gmem, experts, scratch_s
     ops.for_each(num_counts, lambda i: ops.store_global(counts_gmem, i, 0), ids.thread)
     ops.for_each(table_words, lambda i: ops.store_global(table_gmem, i, 0xFFFFFFFF), ids.thread)
     mgpu.utils.warpgroup_barrier()
-    # A thread keeps its pairs of all turns in registers. In the last turns it may have none.
+    # In each turn, a thread ranks one pair, or none past the last pair. It keeps its pairs of all turns in registers.
     turns = -(-pairs // mlir.THREADS)
     ranked = [_rank_pair(ids, selected_gmem, own_sizes, turn, turns, pairs, experts) for turn in range(turns)]
     mgpu.utils.warpgroup_barrier()
@@ -128,12 +128,12 @@ class _Ids(NamedTuple):
 def _rank_pair(ids, selected, own_sizes, turn, turns, pairs, experts):
     """Ranks a thread's pair of turn `turn` among its warp's pairs of the same expert, and counts the pair.
 
-    A warp has `turns * 32` consecutive pairs, 32 of them in each turn. At address `own_sizes` it has a word for each
-    expert, the number of the warp's pairs of this expert that were counted.
+    A warp ranks `turns * 32` consecutive pairs, 32 of them in each turn. Address `own_sizes` holds a word for each
+    expert: the number of the warp's pairs of this expert that were counted in earlier turns.
 
     Returns:
       (pair, expert, rank, inside). `pair` is the index of the pair. `rank` is the number of the warp's earlier pairs of
-      its expert. `inside` says whether the pair exists and its expert is valid.
+      the same expert. `inside` says whether the pair exists and has a valid expert.
     """
     pair = ids.warp * (turns * mlir.WARP) + ids.lane + turn * mlir.WARP
     expert = ops.load_global(selected, pair.minimum(pairs - 1))
@@ -174,8 +174,8 @@ def _fill_groups(ids, sizes, padded, i):
 def _start_groups(ids, filled, first_groups, sums):
     """Stores the index of the first group of each of a thread's experts at address `first_groups`.
 
-    `filled` has the number of groups of each of the thread's experts. `sums` is the address of scratch, a word for each
-    warp. Returns the number of groups of all experts.
+    `filled` lists the number of groups of each of the thread's experts. `sums` is the address of scratch memory, a word
+    for each warp. Returns the number of groups of all experts.
     """
     total = U32(0)
     for count in filled:

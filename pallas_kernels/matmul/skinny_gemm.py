@@ -1,8 +1,8 @@
 """Skinny GEMM: sums[r, n] = sum_k W[r, k] * x[n, k] for few inputs x, with W quantized in global memory.
 
-The kernel is bound by the bandwidth of reading W once. The caller gives each block a list of products, see `Product`:
-tiles of 64 rows of a matrix. The columns of a tile are split into steps, and a step into one or several stages of a
-ring in shared memory. The inputs stay in shared memory.
+The kernel is bound by the bandwidth of reading W once. The caller gives each block a list of `Product` objects, which
+describe tiles of 64 rows of a matrix. The columns of a tile are split into steps, and a step into one or several stages
+of a ring in shared memory. The inputs stay in shared memory.
 
     warpgroup   role        does                                            waits for       signals
     0..3        multiply    loads inputs, multiplies every fourth step      weights_full    weights_empty
@@ -55,19 +55,19 @@ TILE_SCALES_BYTES = 8 << 10  # shared memory for FP4 scales of whole tiles; more
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """The tiles of one matrix that a block multiplies, and functions that find a tile's rows, inputs and outputs."""
+    """The tiles of one matrix that a block multiplies, and functions to find a tile's rows, load inputs, store sums."""
 
     layout: WeightLayout
     codes_gmem: Any  # [R, elements of a row] of the layout's dtype: bfloat16 weights, or codes of FP8 or FP4
     # E8M0 scales, uint8. FP8: [R / block, columns / block]. FP4: [R, columns / 32]; if a weight row has 8 scales,
-    # [R / 2, 16], where a line has the scales of two weight rows; if all scales of a tile are copied together, [lines,
+    # [R / 2, 16], with the scales of two weight rows in a line; if all scales of a tile are copied together, [lines,
     # `WeightLayout.scale_line`]. bfloat16: None.
     scales_gmem: Any
     tiles: jax.Array  # int32 scalar, number of tiles
     depth: int  # number of columns that this block multiplies
     first_column: jax.Array | int  # index of the first of these columns
     gated: bool  # whether row i of a tile's first half and row i of its second half are passed to one thread's `finish`
-    # Index of a tile -> index of the first row of each half of the tile. A half is 32 consecutive rows of the matrix.
+    # Maps the index of a tile to the first row index of each half. A half is 32 consecutive rows of the matrix.
     rows_of: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
     # (index of a tile, load) -> None. Calls `load(source, rows, divisor, column, norm, eps)` unless the previous tile
     # has the same inputs. `eps` is an argument of `skinny_prologue.store_factors`, the others are arguments of
@@ -98,18 +98,18 @@ class SkinnyScratch(NamedTuple):
     sums_full: Any  # a barrier for each slot of `sums_smem`
     inputs_ready: Any  # one barrier of the multiplying warpgroups
     scales_smem: Any  # [stages, 64, 16] uint8 scales of FP4; None if no matrix has scales that are copied with codes
-    # [slots, places, 64 * tokens] float32 (interpreted, [.., 64, tokens]): a slot for a tile, and in it a place for the
-    # partial sums of each warpgroup, or a single place.
+    # [slots, places, 64 * tokens] float32 (interpreted, [.., 64, tokens]). A slot holds the sums of one tile. It has a
+    # place for the partial sums of each warpgroup, or a single place to which all warpgroups add.
     sums_smem: Any
     sums_empty: Any  # a barrier for each slot of `sums_smem`
     # Barriers that order the additions to a slot's only place; None if a slot has a place for each warpgroup. Without
-    # `takes_turns` the order is 0, 1, 2, 3: warpgroup w signals barrier w of the slot's three, and w + 1 waits there.
-    # With it, the order changes from tile to tile: a slot has four barriers, each warpgroup waits at barrier w, and the
-    # warpgroup before it in the order signals that.
+    # `takes_turns` the order is 0, 1, 2, 3, and a slot has three barriers: warpgroup w signals barrier w, and warpgroup
+    # w + 1 waits there. With `takes_turns` the order changes from tile to tile, and a slot has four barriers: warpgroup
+    # w waits at barrier w, which the preceding warpgroup in the order signals.
     turns: Any
     # [slots, 2 * lines, ..] uint8, all FP4 scales of a tile in each slot. The scales of the tile's first half are
     # consecutive bytes from line 0 on, and those of its second half from line `lines` on. None unless there is a matrix
-    # of which all scales of a tile are copied together.
+    # with `WeightLayout.copies_all_scales`.
     tile_scales_smem: Any
     tile_scales_empty: Any  # a barrier for each slot of `tile_scales_smem`
     tile_scales_full: Any  # a barrier for each slot of `tile_scales_smem`
@@ -126,8 +126,8 @@ class SkinnyGemm:
     # (layout, number of columns) of each matrix that a block multiplies. FP4 and bfloat16 cannot be combined.
     matrices: tuple[tuple[WeightLayout, int], ...]
     tokens: int  # number of inputs, a multiple of 8
-    segments: int  # number of segments, 64 bytes of each row, in a stage: 4, 2 or 1
-    places: int = MULTIPLIERS  # number of places for a tile's partial sums: 4, one a warpgroup, or 1 to save memory
+    segments: int  # number of segments in a stage, 4, 2 or 1; a segment is 64 bytes of each row
+    places: int = MULTIPLIERS  # number of places for a tile's partial sums: one for each warpgroup, or 1 to save memory
     max_stages: int = MAX_STAGES  # largest number of stages of weights in shared memory
 
     @property
@@ -161,9 +161,9 @@ class SkinnyGemm:
 
     @property
     def tile_scales(self) -> tuple[int, int, int]:
-        """The shape of `SkinnyScratch.tile_scales_smem`, or zeros without it.
+        """The shape of `SkinnyScratch.tile_scales_smem`, or zeros if there is no such array.
 
-        Slots and halves begin at multiples of 128 bytes.
+        Each half of a slot begins at a multiple of 128 bytes.
         """
         for layout, depth in self.matrices:
             if layout.copies_all_scales(depth):
@@ -201,7 +201,7 @@ class SkinnyGemm:
     def stages(self, other_bytes: int) -> int:
         """Returns the number of stages that fit into shared memory beside `other_bytes` bytes of the caller's arrays.
 
-        It is a multiple of the number of stages of four steps, so that a warpgroup always reads the same stages.
+        The result is a multiple of the number of stages of four steps, so a warpgroup always reads the same stages.
         """
         used = other_bytes + 2 * self.depth * self.tokens + 4 * self.slots * self.places * ROWS * self.tokens
         used += math.prod(self.tile_scales)
@@ -251,9 +251,9 @@ class SkinnyGemm:
 def most_segments(*matrices: tuple[WeightLayout, int]) -> int:
     """Returns the number of segments of a step, the largest of 4, 2, 1 that gives every matrix a multiple of 4 steps.
 
-    If there is none, the largest one that gives every matrix whole steps is taken, or else 2. With a matrix of FP8 with
-    blocks of 32 columns, a multiple of 4 steps is not asked for, because the blocks of a cluster may have any number of
-    its segments. With bfloat16, the number is at least 2, see `WeightLayout.min_segments`.
+    If none does, the result is the largest that gives every matrix whole steps, or else 2. The thread blocks of a
+    cluster may multiply any number of segments of an FP8 matrix with scales of 32 columns, so if there is such a
+    matrix, whole steps are enough. With bfloat16, the number is at least 2, see `WeightLayout.min_segments`.
 
     Args:
       matrices: (layout, number of columns) of each matrix.
@@ -281,7 +281,7 @@ def _load_weights(gemm, products, refs):
 
 
 def _copy_stage(gemm, product, refs, before, i):
-    """Copies the weights of stage `i` of a product. The block has copied `before` stages of earlier products."""
+    """Copies the weights of a stage. `i` counts stages of this product, and `before` those of the earlier products."""
     tile_stages = gemm.tile_stages(product)
     codes_smem = refs.codes(product.layout)
     stage = barriers.turn(refs.weights_full, before + i)
@@ -326,7 +326,7 @@ def _multiply(gemm, products, refs, warpgroup):
     copied = jnp.int32(0)
     done_tiles = jnp.int32(0)
     take_turns = False
-    assert sum(product.copies_all_scales for product in products) <= 1  # only its tiles use the ring of scales
+    assert sum(product.copies_all_scales for product in products) <= 1  # the ring of scales counts one product's tiles
     for product in products:
         take_turns |= gemm.tile_steps(product) % MULTIPLIERS > 0
         steps = Steps(gemm, product, warpgroup, copied, take_turns)
@@ -374,7 +374,8 @@ class Steps:
         """Returns the place of this warpgroup's partial sum in the order of addition.
 
         The place is the index `first` of the warpgroup's first step in the tile, so that the bits of the sum do not
-        depend on turns. With one or two steps any order gives the same bits, because the sum has at most two terms.
+        depend on which warpgroup multiplies which steps. If a tile has one or two steps, the sum has at most two terms,
+        and any order gives the same bits.
         """
         return first if self.gemm.tile_steps(self.product) > 2 else self.warpgroup
 
@@ -390,7 +391,7 @@ def _multiply_tile(steps, refs, done, tile, scales):
       scales: FP8 scales of the tile, from `_load_scales`.
 
     Returns:
-      FP8 scales of the next tile, which are loaded during the products of this one.
+      FP8 scales of the next tile, which load while this tile is multiplied.
     """
 
     gemm = steps.gemm
@@ -479,7 +480,7 @@ def _add_in_turn(steps, refs, acc, turn, slot):
     takes_turns = steps.gemm.takes_turns
     if takes_turns:
         # Turns change from tile to tile, and a warpgroup that uses a barrier has to wait for every arrival there. So
-        # each warpgroup waits at a barrier that no other one waits at, and this is the one of the next warpgroup.
+        # each warpgroup waits at a barrier of its own. `barrier` is that of the warpgroup with the next turn.
         barrier = slot * MULTIPLIERS + ((steps.warpgroup + 1) & (MULTIPLIERS - 1))
     else:
         barrier = slot * (MULTIPLIERS - 1) + turn
@@ -510,7 +511,7 @@ def _finish_tile(gemm, product, refs, done, tile):
     for i in range(gemm.places):
         total = wgmma.add(total, refs.sums_smem.at[slot, i])
     plgpu.barrier_arrive(refs.sums_empty.at[slot])
-    # `finish` expects 2**-32 of the sums, the scale of unpacked FP8 and FP4.
+    # `finish` expects the sums times 2**-32. Sums of unpacked FP8 and FP4 weights have this factor already.
     product.finish(tile, total * 2.0**-SHIFT if product.layout.bits == 16 else total)
 
 

@@ -38,7 +38,7 @@ class StageFormat:
 
     layout: WeightLayout
     gated: bool  # whether a thread gets the sums of rows i and 32 + i, see `quantized_weights.interleave_halves`
-    step_segments: int  # number of segments of a step, whose stages one warpgroup multiplies
+    step_segments: int  # number of segments of a step; one warpgroup multiplies all stages of the step
     # FP4: number of scales of a row, if all scales of a tile were copied together; otherwise 0.
     row_scales: int
     # Whether a stage is stored as tiles [32, elements]. Then each matrix has whole steps, because a copy with tiles may
@@ -50,7 +50,7 @@ class StageFormat:
 
         The bytes are in the same order with tiles and without, row after row. Tiles have whole rows of the stage,
         because shorter pieces are slow to read from experts in host memory: PCIe carries reads of 64 bytes at 0.75 of
-        the rate of 256 bytes.
+        the rate of reads of 256 bytes.
         """
         return (plgpu.TilingTransform((HALF, elements)),) if self.has_tiles else ()
 
@@ -61,17 +61,17 @@ def load_scales(scales_gmem, rows: Sequence[jax.Array], first: jax.Array, step_s
 
     Args:
       scales_gmem: [R / block, blocks] uint8, a scale for each block of 128, or of 32, rows and columns.
-      rows: int32 index of the tile's row of `scales_gmem`, or two indices if the tile's halves have different scales.
+      rows: one int32 row index of `scales_gmem` for the whole tile, or two if the tile's halves have different scales.
       first: int32 scalar, index of the first block of columns, an even number.
-      step_segments: 0 with blocks of 128 columns, to load the scales of all columns. With blocks of 32 columns, the
-        number of segments of a step, each with two blocks, to load the scales of the steps that one warpgroup
-        multiplies: the step that begins with block `first`, and every fourth one after it.
+      step_segments: 0 for blocks of 128 columns: the scales of all columns are loaded. For blocks of 32 columns, the
+        number of segments of a step; a segment has two blocks. Only the scales of one warpgroup's steps are loaded:
+        the step that begins with block `first`, and every fourth step from there on.
 
     Returns:
-      [128] int32, equal in all warps. With blocks of 128 columns, lane i has a byte for each of blocks `first + 2 * i`
-      and `first + 2 * i + 1`: two bytes of the first row, then two of the second row. With blocks of 32 columns, lane i
-      has these bytes for the two blocks of the i-th segment of the warpgroup's steps. Bytes of blocks past the end are
-      unspecified.
+      [128] int32, equal in all warps. A lane holds the scales of two blocks: two bytes of the first row, then two of
+      the second row. With blocks of 128 columns, lane i holds blocks `first + 2 * i` and `first + 2 * i + 1`. With
+      blocks of 32 columns, lane i holds the two blocks of the i-th segment of the warpgroup's steps. Bytes of blocks
+      past the end are unspecified.
     """
     lanes = lax.iota(jnp.int32, mlir.THREADS) % mlir.WARP
     if step_segments:
@@ -112,7 +112,7 @@ def multiply_add(
     """Returns acc + weights @ inputs over the columns of a stage. With FP8 and FP4 weights, sums are scaled by 2**-32.
 
     Args:
-      acc: [64, N] float32 sums to add to.
+      acc: [64, N] float32 sums to add to, for N inputs.
       codes_smem: [64, elements] weights or codes of the stage; at most 256 bytes a row, and a multiple of
         `layout.min_segments` segments.
       scales: one of these:
@@ -169,8 +169,8 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, stage_forma
         # `rows` are the addresses of the thread's two rows. If gated, these are row i of the tile's first half and row
         # i of its second half.
         if layout.bits == 16:
-            # As in FP8's order, each of four threads has 16 consecutive columns, 32 bytes. Two threads begin with their
-            # second 16 bytes, so that the four read from different banks.
+            # As in FP8's order, each of four threads reads 16 consecutive columns, 32 bytes. Two threads begin with the
+            # second 16 of their bytes, so that the four read from different banks.
             late = inner >> 1
             first_row = thread_ops.shared(codes) + late * SEGMENT + ((inner & 1) << 5)
             weights = functools.partial(_weights_bf16, late)
@@ -193,7 +193,7 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, stage_forma
         step_inputs = thread_ops.shared(inputs) + ((thread % 32) << 4) + ((step * (segments * segment_units)) << 9)
 
         def add_segments(i, *sums):
-            """Adds the products of `together` segments. This is the body of a loop, as short code is fetched sooner."""
+            """Adds the products of `together` segments. It is looped over, as unrolled code is fetched more slowly."""
             sums = list(sums)
             segment = i * together
             segment_inputs = step_inputs + segment * (segment_units << 9)
@@ -239,7 +239,7 @@ def _weights_bf16(late, segment, places):
 
 
 def _factors_fp4(scales, thread, step, segments, gated):
-    """Returns a function: index of a segment in the stage -> two factors, of the thread's codes in its two rows.
+    """Returns a function that maps a segment's index in the stage to two factors, one for each row of the thread.
 
     A factor is a word of two equal bfloat16.
     """
@@ -294,7 +294,7 @@ def _factors_fp8(scales, thread, step, segments, gated):
 def _factors_fp8_32(step_segments, scales, thread, step, segments, gated):
     """Returns the function that `_factors_fp4` returns, for FP8 with blocks of 32 columns."""
     word = U32(mlir.scalar(scales))
-    # The first two threads of four have the first block of a segment, and the others have the second block.
+    # Of the four threads that share a row, two read the first block of a segment, and two the second block.
     block = ((thread & 3) >> 1) << 3
     # Without a gate, both rows of a thread are in the same half of the tile.
     half = U32(0) if gated else (thread >> 6) << 4
@@ -309,5 +309,5 @@ def _factors_fp8_32(step_segments, scales, thread, step, segments, gated):
 
 
 def _lane_of_segment(segment, step_segments):
-    """Returns the lane that has the scales of a segment of one of the warpgroup's steps, see `load_scales`."""
+    """Returns the lane that holds the scales of a segment of one of the warpgroup's steps, see `load_scales`."""
     return (segment // (MULTIPLIERS * step_segments)) * step_segments + segment % step_segments

@@ -117,7 +117,7 @@ def load_inputs(
 @mlir.emits(load_inputs)
 def _emit_load_inputs(inputs_smem, source_gmem, rows, divisor, column, columns, warpgroup, layout, norm=()):
     tiles, units, _, _ = inputs_smem.type.shape
-    copied, eights = (count // 8 for count in columns)  # an input's numbers of pieces of 8 columns, 16 bytes
+    copied, eights = (count // 8 for count in columns)  # counted in pieces of 8 columns, 16 bytes
     threads = MULTIPLIERS * mlir.THREADS
     # The threads copy `lines` rows at once. A thread loads its 8 columns of `rows_at_once` rows before it stores them.
     # With a norm or scales of small blocks, which take registers, these are fewer rows.
@@ -139,7 +139,7 @@ def _emit_load_inputs(inputs_smem, source_gmem, rows, divisor, column, columns, 
         return [words.pack(*pair) for pair in zip(values[::2], values[1::2], strict=True)]
 
     def copy(n, row, eight):
-        """Loads columns `8 * eight ..` of input `n` from row `row`; returns a function that stores them."""
+        """Loads the 8 columns from `8 * eight` on of input `n` from row `row`; returns a function that stores them."""
         source_eight = eight if eights == copied else eight.minimum(copied - 1)
         offset = mlir.multiply_add(mlir.to_i64(row // divisor), 2 * width, mlir.to_u64(source_eight << 4))
         four = _fetch(mlir.at(base, offset))
@@ -179,9 +179,9 @@ def _placed(eight, four, layout):
       layout: storage of the weights.
 
     Returns:
-      (unit, inner, words). `unit` is the index of the unit. `inner` is the index of the thread that has the weights of
-      these columns, among the four threads that share a row. `words` has the values in the order in which this thread
-      unpacks its weights.
+      (unit, inner, words). `unit` is the index of the unit. `inner` is the index of the thread that unpacks the weights
+      of these columns, among the four threads that share a row. `words` lists the values in the order in which this
+      thread unpacks its weights.
     """
     if layout.bits == 4:
         # A word has eight codes, which `e2m1_pairs` unpacks to pairs of codes i and i + 4.
