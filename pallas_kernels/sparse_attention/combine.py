@@ -2,7 +2,7 @@
 
     out = rope^-1(sum_s 2 ** (max_s - max) sums_s / (sum_s 2 ** (max_s - max) weight_s + 2 ** (sink - max)))
 
-Here s counts the splits, max_s and weight_s are a split's statistics, max is the largest of all max_s and the sink, and
+Here s is the index of a split, and max_s and weight_s are its statistics. max is the largest of all max_s and the sink.
 rope^-1 is the optional inverse rotation. All scores and the sink include the factor log2(e). The grid is (token, head,
 slice of columns). A block is one warpgroup and adds the splits in their order, so that the result's rounding does not
 depend on which split was computed first.
@@ -39,7 +39,7 @@ def combine(
       sums: [T, S, H', D] float32, for each of S splits the sum of its rows times their weights; D is a multiple of 512
         and H' at least H. The sums of a split without rows are ignored.
       stats: [T, S, 2, H'] float32. Element 0 is the largest score of a split's rows, where scores include the factor
-        `log2(e)`. Element 1 is the sum of their weights `2 ** (score - largest)`, 0 if the split has no rows.
+        `log2(e)`. Element 1 is the sum of the rows' weights `2 ** (score - largest)`, 0 if the split has no rows.
       sinks: [H] float32 sink logits, or a stack [layers, H].
       positions: [T] int32; negative positions count as 0. None if `inv_freq` is None.
       inv_freq: [P] float32 RoPE frequencies for the inverse rotation, or None, as in `sparse_attention`.
@@ -96,7 +96,7 @@ def _combine_kernel(columns, splits_at_once, sums_gmem, stats_gmem, sinks_gmem, 
             new_max = jnp.where(exists, jnp.maximum(running_max, split_max), running_max)
             rescale = jnp.exp2(running_max - new_max)
             split_scale = jnp.where(exists, jnp.exp2(split_max - new_max), 0.0)
-            # The sums of a split without rows are unspecified. A select leaves them out; times 0 they might be NaN.
+            # The sums of a split without rows are unspecified. A select leaves them out, since 0 times NaN is NaN.
             acc = acc * rescale + jnp.where(exists, values * split_scale, 0.0)
             carry = new_max, running_sum * rescale + jnp.where(exists, weight * split_scale, 0.0), acc
         return carry

@@ -84,10 +84,10 @@ def decode_attention(
     Args:
       problem: the rows that each token attends to.
       q: [T, H, 512] bfloat16 queries.
-      sinks: [H'] float32 sink logits, or a stack [layers, H'], where H' is H rounded up to a multiple of 64. None with
-        `splits`.
+      sinks: [H'] float32 sink logits, or a stack [layers, H'], where H' is H rounded up to a multiple of 64. None if
+        `splits` is given.
       layer: [] int32, index of this layer if `sinks` is a stack; None if it is not.
-      angles: (cos, sin), each [T, P] float32, to rotate the result back; None for no rotation, and with `splits`.
+      angles: (cos, sin), each [T, P] float32, to rotate the result back. None for no rotation, or if `splits` is given.
       splits: number of KV splits whose sums are returned; None to return the finished attention.
       interpret: whether to run on the CPU, interpreted, with race detection.
 
@@ -127,16 +127,16 @@ class DecodeBuffers:
     # The queries, overwritten by the result at the end. The axis of size 1 is indexed by the `zero` of `_score_tile`.
     queries_smem: Any = plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS)
     keys_smem: Any = plgpu.SMEM((STAGES, TILE, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS)
-    # Terms of the scores: 0 for a row that exists, otherwise -inf. `keys_full` also says that they were written.
+    # Terms added to the scores: 0 for a row that exists, otherwise -inf. `keys_full` also says that they were written.
     biases_smem: Any = plgpu.SMEM((STAGES, TILE), jnp.float32)
     # Softmax weights before the division by their sum.
     weights_smem: Any = plgpu.SMEM((STAGES, HEADS, TILE), jnp.bfloat16, transforms=TRANSFORMS)
-    # Factors for the sums of earlier tiles. `weights_full` also says that they were written.
+    # Factors that rescale the sums of earlier tiles. `weights_full` also says that they were written.
     rescale_smem: Any = plgpu.SMEM((STAGES, HEADS), jnp.float32)
     scale_smem: Any = plgpu.SMEM((HEADS,), jnp.float32)  # factors of the final sums
     queries_full: Any = plgpu.Barrier()
     keys_full: Any = plgpu.Barrier(num_barriers=STAGES)
-    # `score` and `add` arrive, in a cluster those of both blocks.
+    # `score` and `add` arrive here; in a cluster, `score` and `add` of both blocks.
     keys_empty: Any = plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)
     weights_full: Any = plgpu.Barrier(num_barriers=STAGES)
     weights_empty: Any = plgpu.Barrier(num_barriers=STAGES)
@@ -165,8 +165,8 @@ class DecodeBuffers:
     def signal_keys_full(self, stage, units):
         """Signals that this block has stored its `units` units (of 16 rows) of a stage.
 
-        In a cluster, it also announces to the barrier the `units` units that the other block sends. The stage is full
-        when these have come.
+        In a cluster, the call also makes the barrier expect `units` units from the other block. The stage is full when
+        those have arrived as well.
         """
         kv_tiles.fence()
         if self.blocks == 1:
@@ -208,7 +208,7 @@ class Tiles:
         barriers.wait_empty(empty, tile - self.first)
 
     def wait_all_empty(self, empty):
-        """Waits until the last `STAGES` tiles have been read; `wait_empty` has waited for the tiles before these."""
+        """Waits until the final `STAGES` tiles have been read; `wait_empty` has waited for all preceding tiles."""
 
         @pl.loop(jnp.maximum(self.last - STAGES, self.first), self.last)
         def _(tile):
@@ -278,7 +278,7 @@ def _columns(warpgroup):
 
 
 def _put_result(warpgroup, result, buffers):
-    """Writes a warpgroup's half of the result to shared memory and waits until the other half is there, too."""
+    """Writes a warpgroup's half of the result to shared memory, and waits until the other half is written as well."""
     buffers.queries_smem[0, :, _columns(warpgroup)] = result.astype(jnp.bfloat16)
     plgpu.commit_smem()
     plgpu.barrier_arrive(buffers.result_full)
@@ -339,7 +339,7 @@ def _load_tiles(problem, addresses, tiles, buffers, other_block):
         if layouts[0] == layouts[1]:
             lax.fori_loop(tiles.first, tiles.last, load_rows, carry)
         else:
-            # Entries have a separate loop, because their rows take fewer instructions and registers.
+            # Tiles of compressed entries get a separate loop, because their rows take fewer instructions and registers.
             first_entries = jnp.minimum(jnp.maximum(tiles.first, problem.window_tiles), tiles.last)
             units, *carry = lax.fori_loop(tiles.first, first_entries, load_rows, carry)
             load_rows = functools.partial(load_tile, compressed.layout, find_entries, load_entries)

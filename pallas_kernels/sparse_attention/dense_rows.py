@@ -36,8 +36,8 @@ class DenseRows:
     """The rows that the tokens of a call attend to: arrays, and within the kernel references to them.
 
     Attributes:
-      window_rows: [N, 512] bfloat16. A row for each of the call's T tokens comes first. The older rows of each request
-        follow: rows of tokens before its first token in the call.
+      window_rows: [N, 512] bfloat16. The first T rows are those of the call's T tokens. The others are each request's
+        older rows, of tokens that precede the request's first token in the call.
       entries: [E, 512] bfloat16 compressed entries, request by request, or None.
       indices: [T, K] int32, indices of each token's entries within its request; -1 = none. None: a token attends to the
         first `counts` entries of its request.
@@ -69,7 +69,7 @@ class DenseRows:
 
 
 class TokenRows:
-    """Computes the indices of the rows of a token's tiles within a kernel, where `rows` has references."""
+    """Computes the indices of the rows of a token's tiles within a kernel, where `rows` holds references."""
 
     def __init__(self, rows: DenseRows, token: jax.Array):
         self.rows = rows
@@ -121,7 +121,7 @@ class WorkItems:
         return lax.div(self.tokens * self.groups - self.block + (self.blocks - 1), self.blocks)
 
     def locate(self, i: jax.Array) -> tuple[jax.Array, Any]:
-        """Returns (token, slice of heads) of this block's item i, or if there is none, of the last of all items."""
+        """Returns (token, slice of heads) of this block's item i, or of the last of all items if i is too large."""
         item = jnp.minimum(self.block + i * self.blocks, self.tokens * self.groups - 1)
         token = lax.div(item, self.groups)
         group = lax.rem(item, self.groups)
@@ -154,7 +154,7 @@ def start_unit(chunk_smem, bias_smem, in_window: jax.Array, row: jax.Array, sour
       chunk_smem: [64, CHUNK] bfloat16 with `TRANSFORMS`; rows first .. first + 15 are written.
       bias_smem: [64] float32. With chunk 0, elements first .. first + 15 are set to 0 for rows that exist, otherwise
         to -inf.
-      in_window: int32 scalar; not 0 if the rows are in the first of the `sources`, else they are in the second.
+      in_window: int32 scalar; 0 if the rows are in the second of the `sources`, otherwise they are in the first.
       row: [16] int32 indices of rows in the layout `PER_ROW`; a row with -1 becomes zeros.
       sources: `DenseRows.sources` in global memory.
       first: index of the unit's first row in the tile.

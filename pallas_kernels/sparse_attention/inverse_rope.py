@@ -63,7 +63,7 @@ def _emit_inverse_rope(values, angles_gmem, token):
     strides = layout.tiling.tile_strides((width, 1))
     factors: dict[int, list[Any]] = {}  # {`rotated`: [cosine, sine]}
     for indices in np.ndindex(values.registers.shape):
-        # Distance of the register's column from the thread's first column, which is the same in all threads.
+        # `distance` counts columns from the thread's first one to the register's. It is the same in all threads.
         distance = sum(i * stride for i, stride in zip(indices, strides, strict=False)) % width
         rotated = distance - (width - 2 * pairs)  # the same distance, counted over rotated columns
         pair = values.registers[indices]
@@ -89,7 +89,7 @@ def vector_inverse_rope(positions_gmem, inv_freq_gmem, token, channels: jax.Arra
     Args:
       positions_gmem: [T] int32; negative positions count as 0.
       inv_freq_gmem: [P] float32 frequencies of the pairs.
-      token: int32 scalar, index of the position.
+      token: int32 scalar, index of the token.
       channels: [n] int32 in a layout of `mgpu.vectors`, index of each channel, counted from the first rotated one.
         Channels with negative indices are only rounded.
 

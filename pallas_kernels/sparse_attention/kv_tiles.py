@@ -4,12 +4,12 @@
     store_unit   registers -> shared memory: bfloat16, in the swizzled 8 x 64 tiles that `wgmma` reads
 
 Loading and storing are separate, so that loads of several units can be in flight at once. Each warp of a warpgroup
-holds 4 rows of a unit, and 8 lanes share a row. A lane loads 8 bytes of every 64 bytes of codes: 8 E4M3 values of every
-group of 64 columns, or of every 128 columns 16 E2M1 values, which share a scale.
+holds 4 rows of a unit, and 8 lanes share a row. A lane loads 8 bytes of every 64 bytes of codes. These are 8 E4M3
+values of every group of 64 columns, or 16 E2M1 values, with a common scale, of every 128 columns.
 
 A unit's rows lie in the first or in the second of two sets of pools, such as rings and pools of compressed entries. If
-these have different layouts, a unit has registers for a row of the first pools, which takes more. `entry_part` returns
-the registers that a row of the second pools fills.
+the two sets have different layouts, a unit has registers for a row of the first set, which needs more of them.
+`entry_part` returns the registers that a row of the second set fills.
 """
 
 import contextlib
@@ -115,15 +115,15 @@ def check_layouts(layouts: RowLayouts) -> None:
 
 
 def entry_part(unit: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Returns the arrays that rows of E2M1 codes fill, of a unit loaded with layouts of E4M3 and of E2M1 codes."""
+    """Returns those arrays of a unit, loaded with layouts of E4M3 and of E2M1 codes, that rows of E2M1 codes fill."""
     return unit[:2]
 
 
 def _unit_types(layout):
     """Returns the types of a unit's arrays: words of codes, of RoPE values and of scales.
 
-    If a scale belongs to fewer than 64 codes, the arrays are the codes of an E2M1 row or of the first half of an E4M3
-    row, a word of scales for each lane, and if the codes are E4M3, those of the row's second half.
+    If a scale belongs to fewer than 64 codes, there are two or three arrays: the codes of an E2M1 row or of the first
+    half of an E4M3 row; a word of scales for each lane; for E4M3 also the codes of the row's second half.
     """
     if _is_fine(layout):
         return (_ENTRY_CODES, _SCALES) if layout.codes == "e2m1" else (_ENTRY_CODES, _SCALES, _ENTRY_CODES)
@@ -253,8 +253,8 @@ def _emit_store_unit(tile_smem, bias_smem, first, unit, row, layout, peer=None, 
 def _put_e4m3(unit, scales, layout, lane, put):
     """Emits the decoding of a thread's part of a row of E4M3 codes.
 
-    `put` is a function of (4 words of bfloat16 pairs, offset in bytes from the place of chunk `lane` of group 0), which
-    stores the words.
+    `put` stores 4 words of bfloat16 pairs. Its second argument is the offset in bytes from the place of chunk `lane` of
+    group 0, where a chunk is 16 bytes of a group.
     """
     parts = [unit[0], unit[2]] if _is_fine(layout) else [unit[0]]
     codes = [register for part in parts for register in part.registers.flat]
@@ -394,7 +394,7 @@ def _decode_e4m3(codes, scales, layout, lane, group):
     if layout.scale_block is None:
         return _decode_row_scale(codes, scales[0])
     if layout.scale_block == GROUP:
-        # A word with two equal bfloat16, whose exponent bits are the byte of the group's scale.
+        # `factor` is a word of two equal bfloat16, whose exponent bits are the byte of the group's scale.
         factor = ((U32(scales[group // 4]) >> (8 * (group % 4))) & 0xFF) * 0x00800080
         return _decode_block_scale(codes, factor)
     # A group has two scales, the first one for lanes 0 to 3.

@@ -1,4 +1,4 @@
-"""The prefill attention kernel, whose rows another kernel has dequantized to bfloat16.
+"""The prefill attention kernel, which reads rows that another kernel has dequantized to bfloat16.
 
     out[t, h] = sum_n p[n] kv[n], p = softmax over n of (q[t, h] . kv[n] / sqrt(512)) and the sink
 
@@ -139,10 +139,11 @@ class PrefillBuffers:
 
     # Queries of an item. The axis of size 1 is indexed by the `zero` of `_multiply_keys`.
     queries_smem: Any = plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS)
-    # Chunks of tiles. The warpgroup that adds a chunk's columns signals `keys_empty`. An item's result overwrites the
-    # chunks of its last tile before it is copied to global memory.
+    # Chunks of tiles. The warpgroup that adds a chunk's columns signals `keys_empty`. The result of an item overwrites
+    # the chunks of the item's last tile, and is copied from there to global memory.
     keys_smem: Any = plgpu.SMEM((CHUNK_STAGES, TILE, CHUNK), jnp.bfloat16, transforms=TRANSFORMS)
-    # Terms of the scores: 0 for a row that exists, otherwise -inf. `keys_full` of chunk 0 says that they were written.
+    # Terms added to the scores: 0 for a row that exists, otherwise -inf. `keys_full` of a tile's chunk 0 says that the
+    # terms were written.
     biases_smem: Any = plgpu.SMEM((STAGES + 1, TILE), jnp.float32)
     # Softmax weights before the division by their sum. `keys_empty` of the tile's keys also says that they were read.
     weights_smem: Any = plgpu.SMEM((STAGES, HEADS, TILE), jnp.bfloat16, transforms=TRANSFORMS)
@@ -153,7 +154,8 @@ class PrefillBuffers:
     queries_full: Any = plgpu.Barrier()
     keys_full: Any = plgpu.Barrier(num_barriers=CHUNK_STAGES)
     keys_empty: Any = plgpu.Barrier(num_barriers=CHUNK_STAGES)
-    scored: Any = plgpu.Barrier(num_barriers=STAGES)  # `score` has read the keys of a tile other than an item's first
+    # `score` signals that it has read a tile's keys, except for an item's first tile.
+    scored: Any = plgpu.Barrier(num_barriers=STAGES)
     weights_full: Any = plgpu.Barrier(num_barriers=STAGES)
     scale_full: Any = plgpu.Barrier()
     scale_empty: Any = plgpu.Barrier(num_arrivals=2)
@@ -240,7 +242,7 @@ def _copy_items(items, rows, buffers):
 
 
 def _score_items(items, q_gmem, sinks_gmem, buffers):
-    """Computes the softmax weights of each item's tiles, and the factors of its final sums."""
+    """Computes the softmax weights of each item's tiles, and the factors of the item's final sums."""
 
     def fetch_queries(i):
         @pl.when(i < items.count)
@@ -316,8 +318,8 @@ def _add_items(items, chunks, angles_gmem, out_gmem, buffers):
             if has_last:
                 pl.when(t < tiles - 1)(lambda: plgpu.barrier_wait(buffers.scored.at[_stage(first + t + 1)]))
             values_smem = tuple(buffers.keys_smem.at[_chunk_stage(first + t, chunk)] for chunk in chunks)
-            # The products of all chunks need the weights. These are read to registers once, because reading the rows
-            # already takes all of shared memory's bandwidth.
+            # Reading the rows already takes all of shared memory's bandwidth. So the weights, which the products of all
+            # chunks need, are read to registers once.
             weights = plgpu.load(buffers.weights_smem.at[stage], layout=LAYOUT)
             sums = wgmma.multiply_add_all(sums, weights, values_smem)
             pl.when(t < tiles - 1)(lambda: release_keys(first + t))

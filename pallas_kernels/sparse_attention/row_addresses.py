@@ -1,4 +1,4 @@
-"""Row addresses of decode attention: a token's window rows in a ring, then its compressed entries behind a block table.
+"""Row addresses of decode attention: a token's window rows in a ring, and its compressed entries via a block table.
 
 A tile is 64 rows, and a unit is 16 rows of a tile. A token's first tiles hold its window. The last tile of the window
 is partly empty if the window is not a multiple of 64. Further tiles hold the token's compressed entries. The address of
@@ -111,7 +111,7 @@ class RowAddresses:
             self.pool_start = take(problem.compressed.layer, zero) * problem.compressed.pools[0].shape[1]
 
     def entries(self, tile: jax.Array) -> list[jax.Array]:
-        """Returns the index of each row's entry within its request, for each unit of a tile; -1 = none.
+        """Returns the index within the request of each row's entry, for each unit of a tile; -1 = none.
 
         The list is empty without compressed entries.
         """
@@ -145,9 +145,9 @@ class RowAddresses:
     def rows(self, tile: jax.Array, entries: list[jax.Array], blocks: list[jax.Array]) -> list[jax.Array]:
         """Returns the indices of the rows of each unit of a tile; -1 = none.
 
-        For a tile of the window, these are indices into the pools of the rings, and otherwise into the pools of
-        compressed entries, whose axes but the last are merged. `entries` and `blocks` are the results of the methods of
-        these names for this tile.
+        The rows of a window tile are in the pools of the rings, and those of other tiles in the pools of compressed
+        entries. Either way, an index counts rows over all axes of a pool but the last. `entries` and `blocks` are what
+        the methods of these names returned for this tile.
         """
         window_rows = [self._window_row(tile, unit) for unit in range(self.units)]
         if self.problem.compressed is None:
