@@ -7,7 +7,7 @@ per SM walks over groups of 1 or 4 tokens. A block has n + 1 warpgroups, with n 
     0..n-1      collapse_streams   collapses and norms its 1024 channels of a group     pre_full, norms_full  pre_empty,
                                                                                                               norms_full
     n           compute_weights    computes `pre` and signals it, then `post` and       pre_empty             pre_full
-                                   `comb` by Sinkhorn's iterations; a warp has a token
+                                   `comb` by Sinkhorn's iterations; one token per warp
 
 In V4.1, the weights `pre` that collapse the streams come from the previous call and are read from global memory. The
 warpgroups of the two roles then do not wait for each other.
@@ -98,8 +98,8 @@ def collapse(p: CollapseProblem, streams, partials, weights, layer, pre=None, *,
         N * 32] with N = T rounded up to a multiple of 4.
       weights: (base, scale, weight) as in `hyper_connections`.
       layer: [1] int32 index on a leading axis of layers of the weights. None: they have no such axis.
-      pre: [T, 24] float32 mixing weights of the previous call, of which the first 4 collapse the streams. None: this
-        launch computes the weights that collapse them.
+      pre: [T, 24] float32 mixing weights of the previous call, of which the first 4 collapse the streams. None: the
+        streams are collapsed by weights that this launch computes.
       interpret: whether to interpret the kernel.
 
     Returns:
@@ -168,7 +168,7 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, pre_gmem, weight_gmem,
         return [load_token(token) for token in tokens]
 
     def collapse_token(stage, parity, turn, n, streams, pre):
-        """Returns a token's collapsed channels. Writes each warp's sum of their squares to `norms_smem`."""
+        """Returns a token's collapsed channels, and writes each warp's sum of the channels' squares to `norms_smem`."""
         first_lane = (turn * p.step + n) * WARP  # first lane of the warp that has computed the token's weights
         terms = [
             row.astype(jnp.float32) * (scratch.pre_smem[stage, first_lane + j] if pre is None else pre[j])
@@ -181,14 +181,15 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, pre_gmem, weight_gmem,
     def collapse_group(i, ahead):
         """Stores x of the block's i-th group of tokens.
 
-        `ahead` is the result of `load_tokens` for the group's first turn. Returns its result for the first turn of the
-        next group.
+        `ahead` is the result of `load_tokens` for the group's first turn. Returns the result of `load_tokens` for the
+        first turn of the next group.
         """
         stage = lax.rem(i, STAGES)
         if pre_gmem is None:
             plgpu.barrier_wait(scratch.pre_full.at[stage])
         for turn in range(turns):
-            # The buffers of `norms_smem` take turns, because other warpgroups may still read the previous turn's.
+            # The two buffers of `norms_smem` alternate, because other warpgroups may still read the sums of the
+            # previous turn.
             parity = lax.rem(i * turns + turn, 2)
             values = [collapse_token(stage, parity, turn, n, *loaded) for n, loaded in enumerate(ahead)]
             if turn + 1 < turns:
@@ -273,7 +274,7 @@ def mixing_matrix(logits: jax.Array, *, iterations: int, eps: float) -> jax.Arra
     """Computes `comb` of each warp's token from its logits: softmax of each row plus eps, then `sinkhorn`.
 
     Args:
-      logits: [128] float32. Lane 8 + 4 * j + k of a warp has the logit of comb[j, k].
+      logits: [128] float32. Lane 8 + 4 * j + k of a warp holds the logit of comb[j, k].
       iterations: number of Sinkhorn iterations, at least 1.
       eps: constant added to the softmax and to the sums.
 
@@ -339,7 +340,7 @@ def _approximate(code, x):
 
 @primitive
 def from_lane(x: jax.Array, lane: int) -> jax.Array:
-    """Returns [128] float32 in which every lane of a warp has the value of lane `lane` of the same warp of x."""
+    """Returns [128] float32 in which every lane of a warp holds the value that lane `lane` of this warp holds in x."""
     return jnp.repeat(x.reshape(WARPS, WARP)[:, lane], WARP)
 
 

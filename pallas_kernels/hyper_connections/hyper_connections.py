@@ -1,16 +1,16 @@
 """Hyper-connections between two blocks of a model (attention or experts), in two launches.
 
-The post-mapping of the earlier block adds its output y [D] to the 4 residual streams of a token. The pre-mapping of the
-next block collapses the streams to its normed input x [D]:
+The post-mapping of a block adds the block's output y [D] to the 4 residual streams of a token. The pre-mapping of the
+next block collapses the streams to that block's normed input x [D]:
 
     new[k] = post[k] * y + sum_j comb[j, k] * streams[j]
     x = norm(sum_j pre[j] * new[j])
 
-The mixing weights of a token are `pre` [4], `post` [4] and `comb` [4, 4]. `pre` of this call, and `post` and `comb` of
-the next one, are computed from logits = fn @ new / rms(new), where new is flattened to [4 * D]. The first launch writes
-the new streams. Each of its blocks also writes partial sums of the logits over a slice of channels. The second launch,
-`collapse`, adds up the slices and computes x and the mixing weights. In V4.1 (`delays_pre`), `pre` comes from the
-previous call, too, like `post` and `comb`. There are three kernels for the first launch:
+The mixing weights of a token are `pre` [4], `post` [4] and `comb` [4, 4]. A call computes `pre` for itself, and `post`
+and `comb` for the next call, from logits = fn @ new / rms(new), where new is flattened to [4 * D]. The first launch
+writes the new streams. Each of its thread blocks also writes partial sums of the logits over a slice of channels. The
+second launch, `collapse`, adds up the slices and computes x and the mixing weights. In V4.1 (`delays_pre`), `pre` comes
+from the previous call, too, like `post` and `comb`. There are three kernels for the first launch:
 
     kernel            tokens      multiplies fn with the new streams by
     streams_fma       1 .. 4      float32 FMAs; it can also sum y over GPUs
@@ -31,7 +31,7 @@ from pallas_kernels.runtime.layer_operands import check_weight, layer_operand, w
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-MAX_WIDTH = 7 * collapse.CHANNELS  # number of channels of 7 warpgroups; `collapse` has an eighth one: 1024 threads
+MAX_WIDTH = 7 * collapse.CHANNELS  # 7 warpgroups collapse 1024 each; an eighth makes 1024 threads, the maximum
 # On an H100, both launches together take 19.0 us with `mma` and 22.0 us with `wgmma` for 256 tokens, but 36.9 us and
 # 29.5 us for 512 tokens.
 MAX_MMA_TOKENS = 256
@@ -58,24 +58,24 @@ def hyper_connections(
     """Adds a block's output to the streams and collapses them to the normed input of the next block.
 
     Args:
-      streams: [T, 4, D] bfloat16 streams before the block; D is a multiple of 1024 up to 7168.
+      streams: [T, 4, D] bfloat16 old streams; D is a multiple of 1024 up to 7168.
       fn: [24, 4 * D] float32 projection to logits; [4, 4 * D] for the head.
       base: [24] or [4] float32 bias of the logits.
       scale: [3] or [1] float32 factors of the logits of `pre`, `post` and `comb`.
       weight: [D] float32 weight of the norm.
       y: [T, D] bfloat16 output of the block; None: the streams stay as they are.
-      mixing: [T, 24] float32 mixing weights that the call before the block returned; required with y or delays_pre.
+      mixing: [T, 24] float32 mixing weights that the previous call returned; required with y or delays_pre.
       table: table of mailboxes, see `mailbox.check_table`, for at most 4 tokens. If given, y is first summed over GPUs,
         as `all_reduce` does. None: y is complete.
       layer: [] int32 index on a leading axis of layers of fn, base, scale and weight. None: they have no such axis.
       norm_eps: constant added to the mean square of the streams, and to the mean square of the collapsed stream.
       hc_eps: constant added to `pre`, to the softmax of `comb`, and to each sum of a Sinkhorn iteration.
       iterations: number of Sinkhorn iterations, at least 1.
-      delays_pre: whether the weights `pre` of `mixing`, which is then required, collapse the streams.
+      delays_pre: whether the `pre` of `mixing`, instead of a new `pre`, collapses the streams.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      streams: [T, 4, D] bfloat16 streams after the block.
+      streams: [T, 4, D] bfloat16 new streams; the argument if y is None.
       x: [T, D] bfloat16 normed input of the next block.
       mixing: [T, 24] float32: 4 of `pre`, 4 of `post`, 16 of `comb`; None for the head.
 
@@ -149,7 +149,7 @@ def _launch_slices(streams, fn, layer, added, new_type, interpret):
       fn: [R, 4 * D] float32 weights of the logits, or with `layer` a stack of them.
       layer: [1] int32 index of the layer within fn, or None.
       added: (y, mixing, table) of `hyper_connections`.
-      new_type: shape and dtype of the new streams, or None without y.
+      new_type: shape and dtype of the new streams, or None if y is None.
       interpret: whether to interpret the kernel.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The arithmetic of residual streams that the kernels of the first launch share.
+"""The arithmetic of residual streams that the kernels of the first launch of `hyper_connections` share.
 
 Functions of arrays are written in jax.numpy, for the interpreter. The others emit code for one thread.
 """
@@ -29,10 +29,10 @@ SQUARES = 31
 class StreamRefs(NamedTuple):
     """References to global memory in the kernels of the first launch."""
 
-    streams: Any  # [T, 4, D] bfloat16 streams before the block
+    streams: Any  # [T, 4, D] bfloat16 old streams
     fn: Any  # [R, 4 * D] float32 weights of the logits
-    partials: Any  # float32 partial sums of each token and slice: [T, slices * 32], or [T, 32] of a slice with `wgmma`
-    new: Any = None  # [T, 4, D] bfloat16 streams after the block; None without y
+    partials: Any  # float32 partial sums: [T, slices * 32] of all slices, or with `wgmma` [T, 32] of one slice
+    new: Any = None  # [T, 4, D] bfloat16 new streams; None if y is None
     y: Any = None  # [T, D] bfloat16 output of the block; None: the streams stay as they are
     mixing: Any = None  # [T, 24] float32 mixing weights of the block
     table: Any = None  # table of mailboxes if y is to be summed over GPUs, see `mailbox.check_table`; otherwise None
@@ -122,14 +122,14 @@ def load_factors(pointer) -> list[list[Any]]:
 def mix(streams_and_y: Sequence[Sequence[U32]], factors: Sequence[Sequence[Any]]) -> list[Sequence[U32]]:
     """Returns the words of each new stream.
 
-    `streams_and_y` has words of two bfloat16 of each old stream, then of y; `factors` is the result of `load_factors`.
+    `streams_and_y` lists words of two bfloat16 of each old stream, then of y. `factors` comes from `load_factors`.
     """
     new_words = [_mix_word(old_words, factors) for old_words in zip(*streams_and_y, strict=True)]
     return list(zip(*new_words, strict=True))
 
 
 def _mix_word(streams_and_y, factors):
-    """Yields a word of each new stream. `streams_and_y` has a word of each old stream, then of y."""
+    """Yields a word of each new stream. `streams_and_y` lists a word of each old stream, then one of y."""
     *streams, y = [words.unpack(word) for word in streams_and_y]
     for k in range(STREAMS):
         both = []

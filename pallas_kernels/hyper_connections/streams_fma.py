@@ -1,9 +1,9 @@
 """The first launch of `hyper_connections` for up to 4 tokens: new streams, and partial sums of the logits of mixing.
 
 The grid is one block of one warpgroup for each 32 channels. Each warp computes one of the 4 streams, and each lane one
-channel of it with float32 FMAs. A lane keeps its column of `fn` [R, 4 * D], the weights of the logits, in registers. If
-y is to be summed over GPUs, a block first exchanges its channels of y with the same block of the other GPUs, see
-`mgpu.mailbox`.
+channel of this stream with float32 FMAs. A lane keeps its column of `fn` [R, 4 * D], the weights of the logits, in
+registers. If y is to be summed over GPUs, a block first exchanges its channels of y with the same block of the other
+GPUs, see `mgpu.mailbox`.
 """
 
 import jax
@@ -104,7 +104,7 @@ class _Thread:
 
         Returns:
           (values, factors). `values` are the values of all streams, and `factors` the factors of y and of these streams
-          in the new stream. Without y, `values` has only the value of this thread's stream, and `factors` is empty.
+          in the new stream. If y is None, `values` is only the value of this thread's stream, and `factors` is empty.
         """
         index = token * (STREAMS * self.width) + self.column
         if self.refs.y is None:
@@ -129,7 +129,7 @@ class _Thread:
     def load_y(self, token):
         if self.total is None:
             return self.load_bf16(mlir.element(self.refs.y, token * self.width + self.column))
-        # A word has two channels, this lane's and its neighbour's.
+        # A word holds two channels, this lane's and the adjacent lane's.
         word = thread_ops.load(thread_ops.shared(self.total) + (((token * CHANNELS + self.lane) >> 1) << 2))
         return thread_ops.as_float((self.lane & 1).equals(0).where(word << 16, word & 0xFFFF0000))
 

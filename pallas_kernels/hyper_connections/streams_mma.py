@@ -65,7 +65,7 @@ def _emit_update_slice(index, tile, refs, values_smem, sums_smem):
     tokens, _, width = refs.streams.type.shape
     rows = refs.fn.type.shape[0]
     slices = width // CHANNELS
-    groups = -(-rows // 8)  # number of groups of 8 rows of fn, which an `mma` multiplies
+    groups = -(-rows // 8)  # number of groups of 8 rows of fn; an `mma` multiplies one group
     thread = mlir.thread()
     first_token = tile * TOKENS
     warp = thread >> 5
@@ -91,7 +91,7 @@ def _emit_update_slice(index, tile, refs, values_smem, sums_smem):
         llvm.store(squares, mlir.element(refs.partials, (token * slices + index) * SUMS + SQUARES, 4), alignment=4)
     mgpu.utils.warpgroup_barrier()
 
-    # Each warp stores its sums, four of each lane for an `mma`. Then `store_sums` adds up the sums of the four warps.
+    # Each warp stores its sums; a lane holds four for each `mma`. Then `store_sums` adds up the sums of the four warps.
     num_products = HALVES * groups
     for (half, group), acc in _multiply(values, warp, weights, groups).items():
         number = (warp * num_products + half * groups + group) * WARP + lane  # index of this lane's four sums
@@ -114,7 +114,7 @@ def _emit_update_slice(index, tile, refs, values_smem, sums_smem):
 
 
 def _load_fn(fn, column, rows, width):
-    """Loads this lane's weights of fn [rows, 4 * width] for the columns of a stream and slice, `column` ..
+    """Loads this lane's weights of fn [rows, 4 * width] for one stream and slice, whose columns begin at `column`.
 
     Returns:
       {(group of 8 rows, step of 16 columns): bits of four float32 weights, 4 consecutive columns of one row}.
@@ -154,7 +154,7 @@ def _multiply(values, warp, weights, groups):
 
 
 def _address(values, stream, row, eight):
-    """Returns the shared memory address of channels `8 * eight` .. of a stream of token `row`.
+    """Returns the shared memory address of the 8 channels from `8 * eight` on of a stream of token `row`.
 
     The places of the 8-channel pieces are swizzled, so that neither stores nor loads have bank conflicts.
     """

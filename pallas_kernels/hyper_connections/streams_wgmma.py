@@ -40,7 +40,7 @@ CHUNK = 64  # number of channels that are multiplied at a time
 CHUNKS = CHANNELS // CHUNK
 TOKENS = 64  # number of tokens of a tile
 WARPGROUPS = 3
-ROWS = 4  # number of a tile's rows (tokens) of which a thread computes 8 channels each
+ROWS = 4  # number of a tile's rows (tokens) that a thread mixes, 8 channels of each
 AHEAD = 2  # number of rows that a thread loads ahead
 
 
@@ -52,7 +52,7 @@ def launch(streams, fn, layer, added, new_type, interpret):
       fn: [R, 4 * D] float32 weights of the logits, or with `layer` a stack of them.
       layer: [1] int32 index of the layer within fn, or None.
       added: (y, mixing, None) of `hyper_connections`.
-      new_type: shape and dtype of the new streams, or None without y.
+      new_type: shape and dtype of the new streams, or None if y is None.
       interpret: whether to interpret the kernel.
 
     Returns:
@@ -71,7 +71,7 @@ def launch(streams, fn, layer, added, new_type, interpret):
         refs = StreamRefs(streams_gmem, fn_gmem, partials_gmem.at[index], new_gmem, *added_gmem)
         _body(index, group, warpgroup, refs, **scratch)
 
-    # The second launch reads groups of four tokens. Sums past the last token are never written, and not used.
+    # The second launch reads groups of four tokens. Their sums past the last token are neither written nor used.
     padded = -(-tokens // WARPS) * WARPS
     weights = (CHUNKS * STREAMS, columns, CHUNK)
     operand = (warpgroups, STREAMS, TOKENS, CHUNK)
@@ -162,7 +162,7 @@ def _emit_split_weight(target, fn, index, warpgroup):
     rows, columns = fn.type.shape
     width = columns // STREAMS
     padded = -(-rows // 8) * 8
-    eights = CHANNELS // 8  # number of pieces of 8 channels of a row and stream
+    eights = CHANNELS // 8  # number of pieces of 8 channels of a row in one stream
     units = padded * STREAMS * eights  # number of all such pieces; a thread splits one at a time
     thread = mlir.thread() + warpgroup * THREADS
     base = thread_ops.shared(target)
@@ -198,7 +198,7 @@ def load_rows(start: jax.Array, column: jax.Array, refs: StreamRefs) -> jax.Arra
     """Loads each thread's first two rows of the chunk at (token `start`, channel `column`), for `mix_chunk`.
 
     Returns int32 [2 * 512 * n], words of two bfloat16 of n arrays: the 4 streams, and y if there is one. Interpreted,
-    they are zeros, which `mix_chunk` ignores.
+    the words are zeros, which `mix_chunk` ignores.
     """
     return jnp.zeros(_ahead_shape(refs), jnp.int32)
 
@@ -236,7 +236,7 @@ def mix_chunk(operand, ahead: jax.Array, here, following, refs: StreamRefs) -> t
         refs.new[tokens, :, columns] = values.astype(jnp.bfloat16)
     for j in range(STREAMS):
         operand[j] = values[:, j].astype(jnp.bfloat16)
-    # The axes become warp, lane // 8 and lane % 8. The last one is padded from 4 to 8 lanes below.
+    # The axes become warp, lane // 8 and lane % 8. The axis lane % 8 has 4 entries here, and is padded to 8 below.
     squares = jnp.sum(values * values, axis=(1, 2)).reshape(4, 4, 4).transpose(0, 2, 1)
     return jnp.pad(squares, ((0, 0), (0, 0), (0, 4))).reshape(-1), ahead
 
@@ -249,7 +249,7 @@ def _emit_mix_chunk(operand, ahead, here, following, refs):
     start, column = here
     eight = mlir.thread() & 7
     base = thread_ops.shared(operand)
-    # Each warp has waited for the `wgmma` that last read `operand`. After the barrier it can be overwritten.
+    # Each warp has waited until its `wgmma` has read `operand`. So after this barrier `operand` can be overwritten.
     mgpu.utils.warpgroup_barrier()
 
     def mix_row(i, squares, *rows_ahead):
@@ -329,8 +329,8 @@ def store_sums(partials, start: jax.Array, acc: jax.Array, squares: jax.Array) -
       partials: [T, 32] float32 to write, see `mixing.SUMS`.
       start: int32 scalar, index of the tile's first token.
       acc: [64, 3 * N] float32 from `multiply_add`: the high, middle and low terms of N sums, which are added up here.
-      squares: [128] float32 sums of squares from `mix_chunk`. Lane 8 * a + b of warp w has token 16 * w + 4 * b + a for
-        b < 4; other lanes have none.
+      squares: [128] float32 sums of squares from `mix_chunk`. Lane 8 * a + b of warp w holds that of token
+        16 * w + 4 * b + a if b < 4; other lanes hold none.
     """
     tokens = pl.ds(start, TOKENS)
     rows = acc.shape[1] // PARTS
