@@ -27,7 +27,7 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 MAX_TOKENS = 64  # number of rows of an accumulator
 TOKENS = 8  # the number of tokens is a multiple of this number
 CHANNELS = 64  # number of channels of a block
-MAX_BLOCKS = 3 * MULTIPROCESSORS  # if more blocks were needed, a block gets 128 channels where this divides all groups
+MAX_BLOCKS = 3 * MULTIPROCESSORS  # if there were more, a block gets 128 channels, provided that 128 divides all groups
 RANKS = range(64, 257, 64)  # the depth, the number of adapters times their rank, is one of these numbers
 _FLOAT32_TRANSFORMS = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
@@ -41,7 +41,7 @@ class Scratch(NamedTuple):
     out_smem: Any  # [64, channels] bfloat16: y, then the result
     scales_smem: Any  # [depth] float32
     up_smem: Any  # [channels, depth] bfloat16
-    ready: Any  # barrier of all copies
+    ready: Any  # barrier that completes when all copies have arrived
 
 
 @cached_trace("rank")
@@ -60,7 +60,7 @@ def add_adapters(
 
     Args:
       outputs: for each map its output [T, M] bfloat16. T is a multiple of 8 up to 64, M a multiple of 64.
-      inners: for each map [T, groups * depth] float32, the products of its input with the matrices `down` of all
+      inners: for each map [T, groups * depth] float32, the products of the map's input with the matrices `down` of all
         adapters. The depth is the number of adapters times the rank, a multiple of 64 up to 256. If there are several
         groups, the g-th share of the M channels takes the g-th share of `inner`.
       ups: for each map [M, depth] bfloat16, the matrices `up` of all adapters side by side.

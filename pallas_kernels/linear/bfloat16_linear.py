@@ -116,8 +116,8 @@ def bfloat16_linear(
 def _splits(tiles, steps):
     """Returns the number of blocks that split the columns of a tile.
 
-    The number is the largest power of two, up to 8, with which all blocks run at once and have a stage. Other numbers
-    are left out, because three blocks took longer than two.
+    The number is the largest power of two, up to 8, with which all blocks run at once and each multiplies at least one
+    stage. Other numbers are left out, because three blocks took longer than two.
 
     Args:
       tiles: number of tiles.
@@ -180,7 +180,7 @@ def _body(p, x_gmem, weights_gmem, layer_gmem, *outs_gmem, inbox, stages):
         load_stage = functools.partial(_load_stage, p, x_gmem, weights_gmem, stages, first_step, steps)
         pl.loop(0, tiles * steps)(load_stage)
         if exchange is not None:
-            barriers.wait_cluster(None)  # all threads of the cluster wait there, see `SumExchange`
+            barriers.wait_cluster(None)  # required in all warpgroups, see `SumExchange.start`
         barriers.wait_for_last(stages.empty, tiles * steps)
 
     def multiply():
@@ -192,7 +192,7 @@ def _body(p, x_gmem, weights_gmem, layer_gmem, *outs_gmem, inbox, stages):
 def _load_stage(p, x_gmem, weights_gmem, stages, first, steps, i):
     """Copies the operands of the block's `i`-th stage, counted over all its tiles.
 
-    Of the stages of a tile, the block multiplies `steps` stages, and `first` is the index of the first of these.
+    The block multiplies the stages `first` .. `first + steps - 1` of each tile.
     """
     stage = barriers.turn(stages.full, i)
     tile = lax.axis_index("worker") + lax.div(i, steps) * p.workers

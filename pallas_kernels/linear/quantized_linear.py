@@ -1,7 +1,7 @@
 """Linear maps of few tokens: y[t, r] = sum_k W[r, k] * x[t, k], with W in FP8 or bfloat16, or SwiGLU of two such maps.
 
-The kernel is bound by the bandwidth of reading W once. Each cluster of a persistent grid has a consecutive range of the
-tiles of 64 rows. The blocks of a cluster split the columns of its tiles, so that each block's part of the inputs fits
+The kernel is bound by the bandwidth of reading W once. Each cluster of a persistent grid multiplies a range of
+consecutive tiles of 64 rows. The blocks of a cluster split the columns of a tile, so that each block's inputs fit
 into shared memory, see `Config.choose`. The warpgroups have the roles of `skinny_gemm`. If a cluster has several
 blocks, their epilogues send the sums of a tile to one of the blocks, which adds up the sums at the end
 (`sum_exchange`).
@@ -86,9 +86,10 @@ class Config:
 
 
 def _configs_with_room(p, tokens, splits, workers) -> Iterator[Config]:
-    """Yields the configs that have at least `MIN_STAGES` stages.
+    """Yields the configs with which at least `MIN_STAGES` stages fit into shared memory.
 
-    The order is: configs with a place for each warpgroup's sums before those with one place, then large stages first.
+    Configs with a place for each warpgroup's sums come first, then those with one place. Either kind is ordered from
+    large stages to small ones.
     """
     matrices = tuple((layout, p.depth // splits) for layout, _ in p.matrices)
     fewest = max(layout.min_segments for layout, _ in matrices)
@@ -104,7 +105,7 @@ def _configs_with_room(p, tokens, splits, workers) -> Iterator[Config]:
 def min_columns(matrices: tuple[tuple[WeightLayout, int], ...]) -> int:
     """Returns the smallest number of columns that a block can multiply: four of the smallest steps.
 
-    With FP8 in blocks of 32 x 32 values, it is one of the smallest steps. All matrices have equally many columns.
+    With FP8 in blocks of 32 x 32 values, one such step is enough. All matrices have equally many columns.
 
     Args:
       matrices: (layout, number that is not used) of each matrix.
@@ -243,7 +244,7 @@ class QuantizedLinearProblem:
         """
         clip, divide = (jnp.clip, lax.div) if isinstance(worker, jax.Array) else (np.clip, operator.floordiv)
         bits = [layout.bits * tiles for layout, tiles in self.matrices]
-        # Size of the tiles before the cluster's tiles, in units of a tile of one bit per weight.
+        # The size of all tiles of the preceding clusters, in units of a tile with one bit per weight.
         begin = divide(worker * sum(bits), np.int32(self.config.workers))
         tile = 0
         for (layout, tiles), size in zip(self.matrices, bits, strict=True):
@@ -282,8 +283,8 @@ def _body(p, x_gmem, weights_gmem, norm_gmem, layer_gmem, *outs_gmem, factors_sm
         # No kernel writes the weights, so the loading warpgroup starts while the previous kernel ends.
         pl.when(warpgroup != LOAD)(wait_for_inputs)
     else:
-        # The layer's index may be written by a kernel that still runs. That may even be an older kernel than the
-        # previous one, because every kernel lets the next one start before it waits for its own inputs.
+        # A kernel that still runs may have yet to write the layer's index. It need not be the previous kernel, because
+        # every kernel lets the next one start before it waits for its own inputs.
         wait_for_inputs()
     weights_gmem, norm_gmem = weights_of_layer((weights_gmem, norm_gmem), layer_gmem)
     store = functools.partial(_store, p, outs_gmem)
@@ -323,12 +324,12 @@ def _body(p, x_gmem, weights_gmem, norm_gmem, layer_gmem, *outs_gmem, factors_sm
 
 
 def _product(p, weight, place, own, split, load_inputs, finish):
-    """Returns the product of a block's tiles of one matrix.
+    """Returns the `Product` that describes a block's tiles of one matrix.
 
     Args:
       p: the problem.
       weight: (layout, codes or weights, scales or None) of the matrix.
-      place: (number of tiles of the matrices before this one, number of tiles of this matrix).
+      place: (number of tiles of the preceding matrices, number of tiles of this matrix).
       own: (index of the block's first tile in this matrix, index after its last one).
       split: index of the block in its cluster, which selects its columns.
       load_inputs, finish: as in `Product`, but with the index of a tile among the tiles of all matrices.
@@ -359,7 +360,7 @@ def _product(p, weight, place, own, split, load_inputs, finish):
 
 
 def _store(p, outs_gmem, tile, sums):
-    """Writes a tile, 64 rows of the product, or its SwiGLU, to the output that has these rows.
+    """Writes a tile, 64 rows of the product, or SwiGLU of the tile, to the output that contains these rows.
 
     `sums` [64, tokens] float32 are 2**-32 times the product.
     """

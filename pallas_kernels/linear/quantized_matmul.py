@@ -43,9 +43,10 @@ class Config:
 
     @classmethod
     def choose(cls, tokens: int, row_tiles: int, clusters: int, gated: bool) -> "Config":
-        """Chooses the number of tokens per tile that takes the least time: number of waves times time of a tile.
+        """Chooses the number of tokens per tile that takes the least time.
 
-        A wave is the tiles that run at once, one in each cluster.
+        The time is the number of waves times the time of a tile. A wave is the tiles that run at once, one in each
+        cluster.
 
         Args:
           tokens: number of tokens.

@@ -67,7 +67,7 @@ def checked_outputs(
       rows: number of rows of all weights.
       swiglu_limit: clipping limit of SwiGLU, or None.
       gate_multiple: with SwiGLU, the number of rows of the gate must be a multiple of this number.
-      min_last: the only size of the last output that need not be a multiple of 64.
+      min_last: size that the last output may have besides multiples of 64.
 
     Raises:
       NotImplementedError: kernels do not take the outputs' sizes or dtypes, or the size of the groups.
@@ -96,7 +96,7 @@ def out_types(outputs: Outputs, tokens: int) -> list[jax.ShapeDtypeStruct]:
 
 
 def at_row(refs: Sequence[Any], sizes: Sequence[int], row: jax.Array, function: Callable[[Any, jax.Array], None]):
-    """Calls `function(ref, r)` with the reference that has row `row` of all references, and the row's index r in it.
+    """Calls `function(ref, r)` with the reference that contains row `row`, and the row's index r in that reference.
 
     Args:
       refs: references in global memory, such as those of weights or of outputs.
@@ -112,7 +112,7 @@ def at_row(refs: Sequence[Any], sizes: Sequence[int], row: jax.Array, function: 
 
 
 def store_tile(outs_gmem: Sequence[Any], outputs: Outputs, tile: jax.Array, sums: jax.Array) -> None:
-    """Writes a tile of 64 rows of the product to the output that has these rows.
+    """Writes a tile of 64 rows of the product to the output that contains these rows.
 
     An output of only 32 rows gets the first 32 rows of the tile.
 

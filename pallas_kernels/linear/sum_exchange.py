@@ -1,7 +1,7 @@
 """The addition of the partial sums of a cluster's blocks. Each block multiplies some columns of a tile (split-K).
 
 The `splits` blocks of a cluster own its tiles in turns: block `n % splits` owns tile n. Each block sends its partial
-sums of a tile to the tile's owner. Once the sums of all blocks have come, one warpgroup of the owner adds them up, in
+sums of a tile to the tile's owner. When those of all blocks have arrived, one warpgroup of the owner adds them up, in
 the order of blocks. Interpreted blocks exchange their sums through global memory.
 """
 
@@ -55,8 +55,8 @@ class SumExchange:
           interpret: whether the kernel is interpreted.
 
         Returns:
-          (out_types, scratch). `out_types` are the types of further outputs of the kernel, after its own. `scratch` is
-          the scratch types (barrier, inbox). Without splits there are no further outputs, and `scratch` is None.
+          (out_types, scratch). `out_types` are the types of outputs that the kernel has to append to its own outputs.
+          `scratch` is the scratch types (barrier, inbox). If `splits` is 1, `out_types` is empty and `scratch` is None.
         """
         if self.splits == 1:
             return [], None
@@ -70,8 +70,8 @@ class SumExchange:
     def start(self, scratch: tuple[Any, Any], outs_gmem) -> "SumExchange":
         """Initializes the exchange within a kernel, and returns it with its references.
 
-        All warpgroups call it, and then call `barriers.wait_cluster` once. The warpgroup that uses the barrier calls
-        `wait_cluster` before, as `send` does for tile 0.
+        All warpgroups call it, and then call `barriers.wait_cluster` once. The warpgroup that sends sums has to call
+        `wait_cluster` before it sends any, and `send` does this for tile 0.
 
         Args:
           scratch: references to the scratch of `types`.
@@ -86,7 +86,7 @@ class SumExchange:
 
     def send(self, n: jax.Array, sums: jax.Array) -> None:
         """Sends this block's partial sums [rows, tokens] float32 of the cluster's tile `n` to the tile's owner."""
-        # Before its first tile, a block waits until the other blocks of the cluster run.
+        # Before a block sends the sums of its first tile, it waits until the other blocks of the cluster run.
         pl.when(n == 0)(lambda: barriers.wait_cluster(None))
         splits = jnp.int32(self.splits)
         split = lax.axis_index("split")
