@@ -3,7 +3,7 @@
 The kernel is bound by the bandwidth of reading the selected experts' weights once. The router, or a separate launch,
 first groups the (token, expert) pairs: a group has up to 8 pairs of one expert. A persistent grid of one block per SM
 then walks over tiles of 64 weight rows of all groups: first all tiles of gate_up, which compute the hidden channels,
-then all tiles of down. Each block has a consecutive range of the tiles of each map. The warpgroups have the roles of
+then all tiles of down. Each block multiplies a range of consecutive tiles of each map. The warpgroups have the roles of
 `skinny_gemm`. Their additional work is:
 
     warpgroup   role        additional work                                          waits for       signals
@@ -12,8 +12,8 @@ then all tiles of down. Each block has a consecutive range of the tiles of each 
                             hidden tiles
     5           epilogue    first: copies the block's groups to shared memory                        groups_ready
                             each tile: stores SwiGLU or outputs of down                              hidden tiles, terms
-                            last, with a shared expert: a block's part of the        terms
-                            sums over a token's pairs
+                            at the end, with a shared expert: computes the block's   terms
+                            part of the sums over a token's pairs
 
 All warpgroups meet at the barrier `groups_ready`. Hidden tiles and terms are counters in global memory through which
 blocks wait for each other (`tile_counters`): a counter of hidden tiles for each group, and a counter of terms for each
@@ -252,7 +252,7 @@ class ExpertsProblem:
         even_first = lax.div(worker * tiles, workers)
         if not shared:
             return even_first, jnp.int32(0)
-        # Number of bits per weight, which stands for the size of a tile.
+        # The numbers of bits per weight stand for the sizes of tiles.
         bits = self.layout.bits
         shared_bits = FP8.bits
         shared_first = lax.div(worker * shared, workers)
@@ -412,7 +412,7 @@ def _routed_product(p, i, block_tiles, tables, source_gmem, out_gmem, matrix):
 
 
 def _shared_product(p, i, block_tiles, counts, source_gmem, out_gmem, matrix):
-    """Returns the product of a block's tiles of map `i` of the shared expert.
+    """Makes the `Product` that describes a block's tiles of map `i` of the shared expert.
 
     `block_tiles` is (index of the block's first tile, number of its tiles).
     """

@@ -58,7 +58,7 @@ def _emit_copy_row(y_gmem, x_gmem, row, pairs_gmem, divisor, permuted):
     source = thread_ops.load_global(pairs_gmem, row) // divisor
 
     def copy_eight(eight):
-        """Copies columns `8 * eight` .. of the row. All lanes of a warp call it together."""
+        """Copies the 8 columns from `8 * eight` on of the row. All lanes of a warp call it together."""
         four = words.load_four(_address(x_gmem, source, width, eight))
         four = _permute(four) if permuted else four
         words.store_four(_address(y_gmem, row, width, eight), four)
@@ -67,7 +67,7 @@ def _emit_copy_row(y_gmem, x_gmem, row, pairs_gmem, divisor, permuted):
 
 
 def _permute(four):
-    """Permutes 32 columns as `permute_columns` does. Four consecutive threads, a quad, have eight columns each.
+    """Permutes 32 columns as `permute_columns` does. Four consecutive threads, a quad, hold eight columns each.
 
     `four` are this thread's columns, as words of two bfloat16. Each word of the result comes from another thread of the
     quad.

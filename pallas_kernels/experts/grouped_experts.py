@@ -137,7 +137,7 @@ def _launch(p, table, x, weight, *, tiles, layer, interpret):
 
     Args:
       p: description of the launch.
-      table: if gated, [N] float32 routing weight of each sorted pair; otherwise [N] int32 index of its output row.
+      table: if gated, [N] float32 routing weight of each of N sorted pairs; else [N] int32 output row of each pair.
       x: [N, channels] bfloat16 inputs of the sorted pairs.
       weight: (codes or weights, scales or None) of all experts.
       tiles: (count, tiles) from `sort_by_expert`.
@@ -186,7 +186,7 @@ def _body(p, count_gmem, blocks_gmem, table_gmem, x_gmem, codes_gmem, scales_gme
             epilogue.store_many, y_gmem, sums, place, dequant.staging_smem.at[warpgroup], **options
         )
         if p.width % (p.channels * p.gemm.warpgroups):
-            pl.when(column < p.width)(store)  # the last tile has warpgroups without channels
+            pl.when(column < p.width)(store)  # in the last tile, some warpgroups have no channels
         else:
             store()
 

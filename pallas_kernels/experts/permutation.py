@@ -1,8 +1,8 @@
 """Sorts (token, expert) pairs by expert, and lists output tiles of up to `size` pairs of one expert.
 
 One block of 1024 threads does a counting sort. Threads first count the pairs of each expert by atomics. Then each
-thread stands for one expert: prefix sums over the threads give the expert's first place and first tile. Last, threads
-write the pairs to their places.
+thread stands for one expert: prefix sums over the threads give the expert's first place and first tile. Finally,
+threads write the pairs to their places.
 """
 
 import functools
@@ -114,7 +114,7 @@ def _emit_sort_pairs(selected, order, count, tiles, number, size, scratch):
     ops.sync()
     for_each_pair(lambda pair, expert: ops.add(sizes + (expert << 2), 1))
     ops.sync()
-    # From here on, each thread stands for the expert whose index is the thread's.
+    # From here on, each thread computes values of the expert that has the same index as the thread.
     expert_pairs = ops.load(own_size)
     expert_places = (expert_pairs + (ALIGNMENT - 1)) & ((1 << 32) - ALIGNMENT)
     first_place, _ = ops.block_prefix_sum(expert_places, sums, warps)
@@ -129,7 +129,7 @@ def _emit_sort_pairs(selected, order, count, tiles, number, size, scratch):
             ops.store_global(tiles, first_tile + i + j * max_tiles, value)
 
     def write_pair(pair, expert):
-        place = ops.fetch_add(sizes + (expert << 2), 1)  # the word now has the place of the expert's next pair
+        place = ops.fetch_add(sizes + (expert << 2), 1)  # the word now holds the place of the expert's next pair
         ops.store_global(order, place, pair)
 
     ops.loop(expert_tiles, write_tile)

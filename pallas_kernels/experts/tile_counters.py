@@ -41,7 +41,7 @@ def _(counts_gmem, number):
 
 @primitive
 def wait_for_tiles(counts_gmem, group: jax.Array, tiles: int) -> None:
-    """Waits until `counts_gmem[1 + group]` is at least `tiles`. The caller may then read these tiles."""
+    """Waits until `counts_gmem[1 + group]` is at least `tiles`. The caller may then read the group's tiles."""
 
 
 @mlir.emits(wait_for_tiles)
@@ -96,7 +96,7 @@ def _emit_add_up_terms(
         return ops.ptx("ld.relaxed.gpu.global.u32 $0, [$1];", address(ref, row, column))
 
     def store_sum(word):
-        tile = word // (tokens * words_per_tile)  # a block has words of few tiles, so it waits for few counters
+        tile = word // (tokens * words_per_tile)  # a block computes words of few tiles, so it waits for few counters
         token = (word // words_per_tile) % tokens
         column = tile * ROWS + ((word % words_per_tile) << 1)
         pairs = [token * top_k + j for j in range(top_k)]
