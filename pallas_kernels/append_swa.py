@@ -1,6 +1,6 @@
 """The kernel that quantizes the KV rows of a call's tokens and stores them in the rings of sliding windows.
 
-A token is stored in row `position % ring` of its slot's ring. The grid has a block of one warpgroup for every four
+A slot's ring of R rows stores a token in row `position % R`. The grid has a block of one warpgroup for every four
 tokens. Each warp loads, quantizes and stores the row of one token.
 """
 
@@ -27,8 +27,8 @@ def append_swa(
       slots: [T] int32, each token's request slot; -1 = padding. The tokens of a slot are adjacent and in order.
       positions: [T] int32, each token's position in its request; -1 = padding, which writes nothing. Positions of a
         slot are consecutive.
-      rings: the rings to write to. If a slot has more tokens than its ring has rows, its last tokens are stored, one in
-        each row.
+      rings: the rings to write to. If a slot has more tokens than its ring has rows, only those with the highest
+        positions are stored, one in each row.
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:

@@ -57,7 +57,7 @@ def gather_compressed_kv(slots: jax.Array, entries: Paged, *, interpret: bool = 
 def gather_all_compressed_kv(
     slots: jax.Array, positions: jax.Array, entries: Paged, *, only_visible: bool = False, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Gathers all compressed entries visible to each token: 0 .. (position + 1) // compress_rate - 1 of its request.
+    """Gathers the compressed entries visible to each token, 0 .. (position + 1) // compress_rate - 1 of the request.
 
     Args:
       slots: [T] int32, each token's request slot, the index of a row of the block table; -1 = padding.
@@ -112,8 +112,8 @@ def gather_swa_kv(
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
-      (kv [T, window, 512] bfloat16, zeros where not valid; valid [T, window] bool). Rows before position 0 and rows of
-      padding are not valid.
+      (kv [T, window, 512] bfloat16, zeros where not valid; valid [T, window] bool). Rows of negative positions and rows
+      of padding are not valid.
 
     Raises:
       NotImplementedError: a layout, a shape or a dtype is not supported.
@@ -250,5 +250,5 @@ def _load_dense(pools_gmem, layout, row: jax.Array, valid: jax.Array) -> jax.Arr
     else:
         rope = kv_rows.load_rows(rope_gmem, row, dense, first_group=nope_groups)
         kv = jnp.where(kv_rows.iota(dense, 1) < nope_groups, values.astype(jnp.bfloat16), rope)
-    # A select, not a product with 0, since rows that were never written may hold NaN.
+    # Rows that were never written may hold NaN. So a select replaces invalid rows; a product with 0 would keep the NaN.
     return jnp.where(lax.broadcast_in_dim(valid, kv.shape, (0,)), kv, jnp.zeros((), jnp.bfloat16))

@@ -3,9 +3,9 @@
     q_out = rope(q / rms(q))        kv_out = rope(weight * kv / rms(kv))
 
 Normed queries are stored in a new array. In DeepSeek-V4.1, queries have no norm. Then the kernel reads and writes only
-the groups of 64 channels that have rotated channels, and it writes them in place if the program does not need the old
-queries afterwards. The key-value rows are stored (`norm_rope`) or appended to the rings of window rows of the KV cache
-(`norm_rope_append`).
+the groups of 64 channels that contain rotated channels. These groups are written in place if the program does not need
+the old queries afterwards. The key-value rows are stored in a new array (`norm_rope`) or in the rings of window rows of
+the KV cache (`norm_rope_append`).
 
 A warp computes a row of 512 channels at a time. The first blocks compute four key-value rows each. Each other block
 computes heads of one token. Every block loads its first rows before it computes the rotation's cosines and sines, which
@@ -187,8 +187,8 @@ class QueryRows:
     """The division of a token's queries into rows of 512 channels. A warp computes one row at a time.
 
     A row has 8 groups of 64 channels. With a norm, a row is a head. Without a norm, only groups with rotated channels
-    are computed, and a row has such groups of several heads. The array of queries is then [T * H * 8, 64], with a line
-    for each group.
+    are computed, and a row consists of such groups of several heads. The array of queries is then [T * H * 8, 64], with
+    a line for each group.
     """
 
     heads: int
@@ -196,7 +196,7 @@ class QueryRows:
 
     @property
     def groups(self) -> int:
-        """The number of a head's groups that are computed: a power of two, so that rows have whole heads."""
+        """The number of a head's groups that are computed: a power of two, so that a row consists of whole heads."""
         return GROUPS if self.pairs is None else 1 << (-(-2 * self.pairs // GROUP) - 1).bit_length()
 
     @property
@@ -215,7 +215,7 @@ class QueryRows:
     def places(self, token, row: jax.Array) -> jax.Array:
         """Returns where a token's rows `row` [4] lie in the array of queries in global memory.
 
-        With a norm these are int32 indices of rows [4], otherwise of the rows' groups [4, 8]; -1 = none.
+        With a norm, the result is int32 indices of rows [4], otherwise of the rows' groups [4, 8]; -1 = none.
         """
         if self.pairs is None:
             return jnp.where(row < self.heads, token * self.heads + row, -1)
@@ -298,7 +298,7 @@ def _norm_rope_kernel(config, queries, eps, rings, arrays_gmem, destination_gmem
 
         first_step = part * steps_per_block
         loaded = load_heads(first_step)
-        # The condition always holds. It makes an array of the token's index, with a value for each warp.
+        # The condition always holds. The `where` makes the token's index an array, with a value for each warp.
         angles = rotation(jnp.where(warp >= 0, token, 0), query_pair)
         store_heads(loaded, angles)
         end = jnp.minimum((part + 1) * steps_per_block, steps)
@@ -311,10 +311,10 @@ def _rotation(positions, inv_freq_gmem, pair):
     Args:
       positions: [4] int32 position of each row.
       inv_freq_gmem: [P] float32 inverse frequencies.
-      pair: [4, 8, 64] int32 index of the pair that a channel belongs to, negative before the rotated channels.
+      pair: [4, 8, 64] int32 index of the pair that a channel belongs to, negative for channels that are not rotated.
     """
     positions = jnp.maximum(positions, 0).astype(jnp.float32)
-    # For channels before the rotated ones, `_take` returns frequency 0. A rotation by an angle of 0 changes nothing.
+    # For channels that are not rotated, `_take` returns frequency 0. A rotation by an angle of 0 changes nothing.
     frequency = _take(inv_freq_gmem, pair)
     angle = kv_rows.product(frequency, lax.broadcast_in_dim(positions, frequency.shape, (0,)))
     return cos_sin(angle, kv_rows.product)
@@ -335,7 +335,7 @@ def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, first: int) -> jax.Arr
 
     Args:
       x: [n, 8, 64] float32 rows.
-      cos, sin: as `_rotation` returns them; the angle is 0 before channel `first`.
+      cos, sin: as `_rotation` returns them; the angle of a channel below `first` is 0.
       first: index of the first rotated channel.
     """
     rounded = round_bfloat16(x)

@@ -34,7 +34,7 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
 MAX_TOKENS = 256
-MAX_GROUPED_TOKENS = 8  # one block each: every Hopper GPU supports clusters of 8 blocks
+MAX_GROUPED_TOKENS = 8  # each token takes a block, and every Hopper GPU supports clusters of 8
 SLICE = 4 * WARP  # number of channels of a slice
 STEP = 16  # number of channels that an `mma` multiplies
 WARP_EXPERTS = 8  # number of experts of a warp of `router_products`
@@ -60,7 +60,7 @@ def router(
     """Selects the experts of each token by score, or by token id.
 
     The scores are `sqrt(softplus(x @ weight.T))`. With a bias, the experts with the `top_k` largest `score + bias` are
-    selected; of equal sums, the first ones. Without a bias, `table[token_id]` has the experts.
+    selected; of equal sums, those with the lowest indices. Without a bias, `table[token_id]` lists the experts.
 
     Args:
       x: [T, D] bfloat16 activations, T from 1 to 256, D a multiple of 512.
@@ -127,8 +127,8 @@ def _select_experts(products, weights, token_arrays, layer, top_k, scaling_facto
 
     Args:
       products: [slices, T, E] float32 partial sums of the logits.
-      weights: {"bias", "table": array or None}.
-      token_arrays: {"token_ids", "slots": array or None}.
+      weights: dict of "bias" and "table", each an array or None.
+      token_arrays: dict of "token_ids" and "slots", each an array or None.
       layer: [1] int32 index of the layer, or None.
       top_k, scaling_factor, interpret: as in `router`.
     """
@@ -277,7 +277,10 @@ def _select_body(
 
 
 def _group_cluster(token, warpgroup, experts, experts_gmem, groups_gmem, counts_gmem, *, sort_smem, selection_ready):
-    """Groups the (token, expert) pairs of all tokens, once every block of the cluster has selected its experts."""
+    """Groups the (token, expert) pairs of all tokens, once every block of the cluster has selected experts for a token.
+
+    The warpgroups of all blocks call it.
+    """
 
     @pl.when(warpgroup > 0)
     def _():
@@ -365,7 +368,7 @@ def _emit_select(experts_gmem, weights_gmem, token, scores_smem, biased_smem, se
 
 
 def _top_k(values, lane, num_values, top_k):
-    """Returns in lane i < top_k the index of the i-th largest value; of equal values, the first comes first.
+    """Returns in lane i < top_k the index of the i-th largest value; equal values are ordered by index.
 
     All lanes of a warp call it.
 
