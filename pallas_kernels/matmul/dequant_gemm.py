@@ -36,12 +36,12 @@ from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.hardware import SHARED_BYTES
 
 
-STAGING_BYTES = SHARED_BYTES - (1 << 10)  # shared memory for stages, scales and the epilogue's staging
+STAGING_BYTES = SHARED_BYTES - (1 << 10)  # bytes of shared memory for stages, scales and the epilogue's staging
 MAX_STAGES = 8
 MAX_WIDE = 80  # largest number of inputs of a tile with which three stages of 128 bytes a row fit
 MAX_CODES_RING = 224  # largest number of inputs of a tile with which three stages fit beside a separate ring of codes
 SCALES_STAGES = 3
-CODES_STAGES = 2  # stages of the separate ring of codes
+CODES_STAGES = 2  # number of stages of the separate ring of codes
 # {number of multiplying warpgroups: (registers of a loading thread, registers of a multiplying thread)}. The sum over
 # the warpgroups of a block is at most 512, since a multiprocessor has 512 * 128 registers.
 REGISTERS = {2: (40, 232), 4: (24, 112)}
@@ -52,8 +52,8 @@ class OutputTile(NamedTuple):
 
     matrix: Any  # index of the matrix; if gated, of the gate's matrix, and the up projection's matrix comes next
     row: Any  # index of the tile's first row in the matrix
-    input: Any  # index of the first row of the inputs, a multiple of 8
-    column: Any = 0  # index of the first column of the inputs
+    input: Any  # index of the tile's first input, a row of the array of inputs; a multiple of 8
+    column: Any = 0  # index of the first column of the array of inputs
 
 
 class Operands(NamedTuple):
@@ -69,7 +69,7 @@ class Operands(NamedTuple):
     # has 8 scales, [matrices, R / 2, 16], with the scales of two weight rows in a line; if one copy brings all scales
     # of a tile, [matrices, lines, `WeightLayout.scale_line`]. bfloat16: None.
     scales_gmem: Any
-    locate: Callable[[jax.Array], OutputTile]  # index of a tile of this block -> place of its operands
+    locate: Callable[[jax.Array], OutputTile]  # maps the index of a tile of this block to its place
     # (index of a tile of this block, sums) -> None. Each multiplying warpgroup calls it with sums [64, inputs] float32:
     # 2**-32 times the sums of products of the warpgroup's 64 rows.
     finish: Callable[[jax.Array, jax.Array], None]
@@ -294,7 +294,7 @@ def _multiply_tile(gemm, operands, refs, warpgroup, n):
 
 
 def _add_step(gemm, operands, refs, warpgroup, n, place, step, acc):
-    """Returns acc [64, inputs] plus the products of a step of the block's tile `n`; releases stages that were read."""
+    """Adds the products of a step of the block's tile `n` to acc [64, inputs], and releases stages that were read."""
     i = n * gemm.steps + step
     scale_steps = gemm.scale_steps
     stage = barriers.turn(refs.stage_full, i)

@@ -31,12 +31,12 @@ CHUNK = 64  # number of columns of `wgmma`'s operands in shared memory
 
 
 def code_transforms(layout: WeightLayout, row_bytes: int) -> tuple[Any, ...]:
-    """Returns the transforms of a tile of codes in shared memory that has `row_bytes` bytes of each row."""
+    """Returns the transforms of a tile in shared memory that holds `row_bytes` bytes of codes of each row."""
     return plgpu.TilingTransform((8, layout.elements(layout.columns(row_bytes)))), plgpu.SwizzleTransform(row_bytes)
 
 
 def permute_columns(x: jax.Array) -> jax.Array:
-    """Reorders the columns of inputs x [.., columns], 32 by 32, to the order in which FP4 weights are unpacked."""
+    """Reorders each 32 columns of inputs x [.., columns] to the order in which FP4 weights are unpacked."""
     # 32 columns are split into the axes (thread of four, with 8 columns each; half of a word; k step of 16 columns;
     # half of the step), which are then reordered to (k step, half of the step, thread, half of a word).
     *lead, columns = x.shape
@@ -112,7 +112,7 @@ def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, w
         row_distance = rows // 2 if gated else 8  # from the thread's first row to its second row
         lane = thread % 32
         row = lane >> 2
-        part = (lane & 3) * layout.columns(2)  # byte in the row
+        part = (lane & 3) * layout.columns(2)  # offset in bytes in the row
         if layout.bits == 16:  # in `ldmatrix`, a thread gives the address of one row and receives values of other rows
             row = (lane & 7) + ((lane >> 3) & 1) * row_distance
             part = (lane >> 4) << 4
@@ -121,13 +121,14 @@ def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, w
         # The swizzle permutes the 16-byte pieces of a row: a piece's index is XORed with that of the 128-byte line.
         swizzle = ((line * row_bytes) >> 7) & (row_bytes // 16 - 1)
         if layout.columns(row_bytes) > chunks * CHUNK:
-            # `codes` has two tiles. A scale belongs to 16 bytes, so the index `scale_at` gives the tile's first byte.
+            # `codes` holds two tiles. A scale belongs to 16 bytes, so `scale_at`, the index of the tile's first scale,
+            # gives the tile's first byte.
             part = part ^ ((scale_at << 4) & (row_bytes - 1))
         place = thread_ops.shared(codes) + line * row_bytes + ((swizzle << 4) ^ part)
         if scales:
             (table,) = scales
             size = math.prod(table.type.shape) // rows  # number of scales of a row
-            # A step of a single chunk has two scales of a row, whose address is even.
+            # A step of a single chunk needs only two scales of a row, 2 bytes at an even address.
             kind = "u16" if chunks == 1 else "u32"
             row_scales = thread_ops.shared(table) + line * size + scale_at, row_distance * size, kind
         elif layout.has_small_blocks:
@@ -225,7 +226,7 @@ def _fp4_unpacker(place, other, scales):
             exponents = _load(scale_place, half * other_scales + chunk // 2 * 4, kind) + (126 - SHIFT) * 0x01010101
             for block in range(2):
                 number = 2 * chunk + block  # index of the block of 32 columns, 16 bytes, with one scale
-                # Two equal bfloat16 whose exponent bits are byte `number % 4` of `exponents`.
+                # `factor` holds two equal bfloat16, whose exponent bits are byte `number % 4` of `exponents`.
                 factor = _permute_bytes(exponents, 0, 0x4040 | (number % 4) * 0x0101) << 7
                 word = _load(place ^ (number << 4), half * other)
                 for pair, value in enumerate(e2m1_pairs(word)):

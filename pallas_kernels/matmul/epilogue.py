@@ -28,14 +28,14 @@ from pallas_kernels.runtime.launch import primitive
 
 COLUMNS = 32  # number of inputs that a warpgroup transposes at a time
 LINE_BYTES = 2 * ROWS + 16  # bytes of an input's line in shared memory; the 16 bytes of padding avoid bank conflicts
-STAGING_BYTES = COLUMNS * LINE_BYTES  # bytes of shared memory of a warpgroup
+STAGING_BYTES = COLUMNS * LINE_BYTES  # bytes of shared memory in which a warpgroup transposes
 
 
 @primitive
 def store_few(
     out_gmem, sums: jax.Array, tile: jax.Array, *, limit: float | None = None, rows_smem=None, weights_smem=None
 ) -> None:
-    """Stores a tile of a few inputs: 64 products, or 32 values of SwiGLU, to the output row of each input.
+    """Stores a tile of few inputs: for each input, 64 products or 32 values of SwiGLU go to the input's output row.
 
     Args:
       out_gmem: [P, channels] bfloat16.
@@ -76,7 +76,7 @@ def _emit_store_few(out_gmem, sums, tile, *, limit=None, rows_smem=None, weights
             value = arith.mulf(value, ops.as_float(weight))
         yield value
 
-    # A thread has sums of two weight rows. For every 8 inputs it has two sums of the first row, then two of the second.
+    # A thread holds sums of two weight rows: for every 8 inputs, two sums of the first row, then two of the second.
     for n in range(0, len(values), 4):
         for i in range(2):
             number = ((thread & 3) << 1) + (2 * n + i)  # index of the input
@@ -93,7 +93,7 @@ def _emit_store_few(out_gmem, sums, tile, *, limit=None, rows_smem=None, weights
 def store_many(
     out_gmem, sums: jax.Array, place, staging_smem, *, limit=None, rows_gmem=None, weights_gmem=None, permuted=False
 ) -> None:
-    """Stores a tile of many inputs: 64 products, or 32 values of SwiGLU, to the output row of each input.
+    """Stores a tile of many inputs: for each input, 64 products or 32 values of SwiGLU go to the input's output row.
 
     Args:
       out_gmem: [rows, channels] bfloat16; float32 only for products, without `rows_gmem`.
@@ -160,7 +160,7 @@ def _put_swiglu(sums, limit, inputs, weights, permuted, start, place):
     thread = mlir.thread()
     warp = thread >> 5
     row = (thread % 32) >> 2
-    # Position of channel 8 * warp + row in the line, see `permute_columns`.
+    # `position` is the place of channel `8 * warp + row` in the line, see `permute_columns`.
     in_order = warp * 8 + row
     position = ((row >> 1) & 1) * 16 + (row & 1) * 8 + warp * 2 + (row >> 2) if permuted else in_order
     for n in range(start, min(start + COLUMNS, 2 * len(sums)), 8):
@@ -195,7 +195,7 @@ def _store_lines(
     thread = mlir.thread()
     parts = width // 8  # number of threads that copy a line, 16 bytes each
     for start in range(0, inputs, COLUMNS):
-        # Wait until all threads have read the earlier lines, also the lines of the previous tile.
+        # Wait until all threads have read the lines that were put before, also those of the previous tile.
         mgpu.utils.warpgroup_barrier()
         put(start, memory)
         mgpu.utils.warpgroup_barrier()

@@ -38,7 +38,7 @@ class WeightLayout:
     def has_small_blocks(self) -> bool:
         """Whether the weights are FP8 with a scale for 32 x 32 values.
 
-        Each half of a tile, 32 rows, then has different scales.
+        The two halves of a tile, 32 rows each, then have different scales.
         """
         return self.bits == 8 and self.block == HALF
 

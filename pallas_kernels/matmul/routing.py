@@ -18,7 +18,8 @@ from pallas_kernels.runtime.launch import primitive
 
 
 GROUP_SIZE = 8  # largest number of pairs of a group
-GROUP_WORDS = 16  # 32-bit words of a group in the table: word 0 is the expert, words FIRST_PAIR .. are the pairs
+# Number of 32-bit words of a group in the table. Word 0 is the expert, and the words from FIRST_PAIR on are the pairs.
+GROUP_WORDS = 16
 FIRST_PAIR = 8
 _WARPS = mlir.THREADS // mlir.WARP
 

@@ -96,7 +96,7 @@ class SkinnyScratch(NamedTuple):
     weights_full: Any  # a barrier for each stage
     inputs_smem: Any  # [tokens / 8, columns / 32, 8, 32] bfloat16, in the order of `skinny_prologue.load_inputs`
     sums_full: Any  # a barrier for each slot of `sums_smem`
-    inputs_ready: Any  # one barrier of the multiplying warpgroups
+    inputs_ready: Any  # one barrier at which the multiplying warpgroups meet
     scales_smem: Any  # [stages, 64, 16] uint8 scales of FP4; None if no matrix has scales that are copied with codes
     # [slots, places, 64 * tokens] float32 (interpreted, [.., 64, tokens]). A slot holds the sums of one tile. It has a
     # place for the partial sums of each warpgroup, or a single place to which all warpgroups add.
@@ -115,7 +115,7 @@ class SkinnyScratch(NamedTuple):
     tile_scales_full: Any  # a barrier for each slot of `tile_scales_smem`
 
     def codes(self, layout: WeightLayout):
-        """Returns the array of `codes_smem` that has the dtype of a layout."""
+        """Returns the array of `codes_smem` whose dtype is that of the layout."""
         return next(ref for ref in self.codes_smem if ref.dtype == layout.dtype)
 
 
@@ -306,7 +306,7 @@ def _copy_stage(gemm, product, refs, before, i):
             target = refs.scales_smem.at[stage, pl.ds(half * lines, lines)]
             plgpu.copy_gmem_to_smem(product.scales_gmem.at[source, columns], target, full)
         elif refs.scales_smem is not None:
-            # The barrier expects an arrival for scales, because another product is FP4. This one copies no scales.
+            # The barrier expects an arrival for scales, because another product is FP4. This product copies no scales.
             plgpu.barrier_arrive(full)
 
 
@@ -385,7 +385,7 @@ def _multiply_tile(steps, refs, done, tile, scales):
 
     Args:
       steps: the warpgroup's steps of the product.
-      refs: the scratch.
+      refs: references to the shared memory and the barriers.
       done: number of tiles of the earlier products.
       tile: index of the tile in this product.
       scales: FP8 scales of the tile, from `_load_scales`.

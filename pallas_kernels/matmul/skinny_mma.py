@@ -165,7 +165,7 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, stage_forma
     def emit(acc, codes, scales, inputs, step):
         thread = mlir.thread()
         inner = thread & 3  # index of the thread among the four that share a row
-        line = (thread % 32) >> 2  # index of these four threads in the warp
+        line = (thread % 32) >> 2  # index of this group of four threads in the warp
         # `rows` are the addresses of the thread's two rows. If gated, these are row i of the tile's first half and row
         # i of its second half.
         if layout.bits == 16:
@@ -189,7 +189,7 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, stage_forma
             row = first_row + (thread >> 6) * (HALF * row_bytes)
             row = row + ((((thread >> 5) & 1) << 4) + line) * row_bytes
             rows = [row, row + 8 * row_bytes]
-        # A unit of 8 inputs has 512 bytes, 16 for each thread of a warp.
+        # A unit of 8 inputs takes 512 bytes, 16 for each thread of a warp.
         step_inputs = thread_ops.shared(inputs) + ((thread % 32) << 4) + ((step * (segments * segment_units)) << 9)
 
         def add_segments(i, *sums):
@@ -258,7 +258,7 @@ def _factors_fp4(scales, thread, step, segments, gated):
 
 
 def _factors_of_tile(row_scales, scales, thread, step, segments, gated):
-    """Returns the function that `_factors_fp4` returns, if shared memory has all scales of the tile."""
+    """Returns the function that `_factors_fp4` returns, for FP4 with all scales of the tile in shared memory."""
     half_bytes = math.prod(scales.type.shape) // 2
     line = (thread % 32) >> 2
     row = thread_ops.shared(scales) + (thread & 3) + ((step * segments) << 2)
@@ -270,7 +270,8 @@ def _factors_of_tile(row_scales, scales, thread, step, segments, gated):
     code = "{ .reg .u16 s; ld.shared.u8 s, [$1]; cvt.u32.u16 $0, s; }"
 
     def factors(segment):
-        # Columns past the end of a row have unspecified scales. Their codes are 0, and `power_pair` is finite.
+        # Columns past the end of a row have unspecified scales. Their products are 0 nevertheless, because the codes
+        # are 0 and `power_pair` is finite.
         return [power_pair(thread_ops.ptx(code, row + (segment << 2)) + (126 - SHIFT)) for row in rows]
 
     return factors

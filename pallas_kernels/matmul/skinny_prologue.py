@@ -184,7 +184,7 @@ def _placed(eight, four, layout):
       thread unpacks its weights.
     """
     if layout.bits == 4:
-        # A word has eight codes, which `e2m1_pairs` unpacks to pairs of codes i and i + 4.
+        # A word of weights holds eight codes, which `e2m1_pairs` unpacks to pairs of codes i and i + 4.
         pairs = [halves(four[i // 2], four[2 + i // 2], i % 2) for i in range(4)]
         return ((eight >> 4) << 2) + (eight & 3), (eight >> 2) & 3, pairs
     return ((eight >> 3) << 1) + (eight & 1), (eight >> 1) & 3, fp8_pairs(four)
