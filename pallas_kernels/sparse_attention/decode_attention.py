@@ -317,7 +317,7 @@ def _load_tiles(problem, addresses, tiles, buffers, other_block):
         keys_smem = buffers.keys_smem.at[stage]
         biases_smem = buffers.biases_smem.at[stage]
         peer = (other_block, buffers.keys_full.at[stage]) if buffers.blocks > 1 else None
-        # A value that is always 0, see `store_unit`. With a single layout, the compiler needs no such help.
+        # `zero` is always 0, but the compiler does not know that, see `store_unit`. It is needed only for two layouts.
         zero = None if layouts[0] == layouts[1] else lax.shift_right_logical(tile, jnp.int32(30))
         for i in range(addresses.units):
             first_row = jnp.int32((addresses.first_unit + i) * UNIT)
@@ -359,7 +359,7 @@ def _score_tile(buffers, tiles, tile, carry):
     acc, running_max, running_sum = carry
     stage = tiles.stage(tile)
     buffers.wait_keys_full(tiles, tile)
-    # An index that is always 0. Since the compiler does not know that, it computes the addresses of the queries for
+    # The index `zero` is always 0, but the compiler does not know that. So it computes the addresses of the queries for
     # each tile again instead of keeping 64 registers of addresses.
     zero = lax.shift_right_logical(tile, jnp.int32(30))
 

@@ -62,7 +62,7 @@ class DenseRows:
         return (self.window_rows,) if self.entries is None else (self.window_rows, self.entries)
 
     def tiles(self, token: jax.Array) -> jax.Array:
-        """The number of a token's tiles; padding has one tile without rows."""
+        """Returns the number of a token's tiles; padding has one tile without rows."""
         count = self.counts[token]
         tiles = self.window // TILE + lax.div(jnp.maximum(count, 0) + TILE - 1, TILE)
         return jnp.where(count >= 0, tiles, 1)
@@ -182,7 +182,7 @@ def _emit_start_unit(chunk_smem, bias_smem, in_window, row, sources, *, first, c
     exists = U32(row).is_at_least(0)
     clamped_row = mlir.to_i64(arith.maxsi(row, mlir.i32(0)))
     source = mlir.at(base, mlir.multiply_add(clamped_row, 2 * ROW_DIM, mlir.to_u64(lane * 16)))
-    size = exists.where(16, 0)  # bytes to read; the instruction writes zeros for the rest of 16
+    size = exists.where(16, 0)  # number of bytes to read; the instruction adds zeros up to 16 bytes
     for group in range(CHUNK // GROUP):
         target_offset = 2 * (first * CHUNK + 8 * GROUP * group)
         source_offset = 2 * (chunk * CHUNK + GROUP * group)

@@ -65,7 +65,7 @@ def _emit_inverse_rope(values, angles_gmem, token):
     for indices in np.ndindex(values.registers.shape):
         # `distance` counts columns from the thread's first one to the register's. It is the same in all threads.
         distance = sum(i * stride for i, stride in zip(indices, strides, strict=False)) % width
-        rotated = distance - (width - 2 * pairs)  # the same distance, counted over rotated columns
+        rotated = distance - (width - 2 * pairs)  # the same, but counted from the first rotated column
         pair = values.registers[indices]
         if rotated < 0:
             yield pair

@@ -115,7 +115,7 @@ def check_layouts(layouts: RowLayouts) -> None:
 
 
 def entry_part(unit: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Returns those arrays of a unit, loaded with layouts of E4M3 and of E2M1 codes, that rows of E2M1 codes fill."""
+    """Returns the arrays that rows of E2M1 codes fill, of a unit loaded with a layout of E4M3 and one of E2M1 codes."""
     return unit[:2]
 
 
@@ -188,8 +188,8 @@ def _emit_load_unit(first_pools, second_pools, use_second, row, layouts):
 def _scale_offset(lane, row_bytes):
     """Returns the offset in bytes of the word of scales that a lane loads, in the `row_bytes` bytes of a row's scales.
 
-    Lanes i and 4 + i load the scales of columns 128 * i .. 128 * i + 127. If these are a single word, both lanes load
-    it. Otherwise they are two words, and each lane loads one.
+    Lanes i and 4 + i load the scales of columns 128 * i .. 128 * i + 127. If these scales are a single word, both lanes
+    load this word. Otherwise the scales are two words, and each lane loads one.
     """
     quarter = (lane & 3) * (row_bytes // 4)
     return quarter if row_bytes == 16 else quarter + (lane >> 2) * 4
@@ -268,9 +268,9 @@ def _put_e4m3(unit, scales, layout, lane, put):
 def _put_e2m1(codes, scale, lane, own_row, put):
     """Emits the decoding of a thread's part of a row of E2M1 codes; `put` is as in `_put_e4m3`.
 
-    Lane l has 16 codes of each of the groups l // 4, 2 + l // 4, ..: chunks 2 * (l % 4) and 2 * (l % 4) + 1, of 8 codes
-    each. Lanes 4 to 7 store the second chunk first, so that the 8 lanes of a row store to all banks of shared memory at
-    once.
+    Lane l holds 16 codes of each of the groups l // 4, 2 + l // 4, ..: chunks 2 * (l % 4) and 2 * (l % 4) + 1, of 8
+    codes each. Lanes 4 to 7 store the second chunk first, so that the 8 lanes of a row store to all banks of shared
+    memory at once.
     """
     is_upper = lane >= 4
     line = own_row % 8
@@ -324,7 +324,7 @@ def unit_offsets(tile, columns: int) -> tuple[U32, Any, U32]:
     chunk = lane % 8
     row = warp * 4 + lane // 8
     line = row % 8
-    offset = (row // 8) * (2 * 8 * columns) + line * (2 * GROUP) + (chunk ^ line) * 16  # swizzled
+    offset = (row // 8) * (2 * 8 * columns) + line * (2 * GROUP) + (chunk ^ line) * 16  # swizzled as by `TRANSFORMS`
     return chunk, mlir.at(mlir.shared_pointer(tile), offset), row
 
 
@@ -383,7 +383,7 @@ def _dequantize(pools, row, layout):
 # The instructions sign-extend each byte to 16 bits, shift it so that its lower 7 bits are the lowest exponent bits and
 # the highest mantissa bits of bfloat16, and clear all other bits but the sign.
 _SPREAD_PAIR = "prmt.b32 {to}, ${word}, 0, {select}; shl.b32 {to}, {to}, 4; and.b32 {to}, {to}, 0x87F087F0;"
-# {register: (operand that holds its two codes, selector by which `prmt` sign-extends them)}.
+# {register: (operand that holds the register's two codes, selector by which `prmt` sign-extends the codes)}.
 _REGISTERS = {"a": (4, "0x9180"), "b": (4, "0xB3A2"), "c": (5, "0x9180"), "d": (5, "0xB3A2")}
 # Instructions that decode the 8 codes in operands $4 and $5 of an inline assembly block to its registers a .. d.
 _SPREAD = "".join(_SPREAD_PAIR.format(to=to, word=word, select=select) for to, (word, select) in _REGISTERS.items())
@@ -397,7 +397,7 @@ def _decode_e4m3(codes, scales, layout, lane, group):
         # `factor` is a word of two equal bfloat16, whose exponent bits are the byte of the group's scale.
         factor = ((U32(scales[group // 4]) >> (8 * (group % 4))) & 0xFF) * 0x00800080
         return _decode_block_scale(codes, factor)
-    # A group has two scales, the first one for lanes 0 to 3.
+    # A group has two scales, one for lanes 0 to 3 and one for lanes 4 to 7.
     own_byte = (lane >> 2) * 0x0101 + (0x4040 + 0x0202 * (group % 2))
     factor = thread_ops.pure("prmt.b32 $0, $1, 0, $2;", _from_lane(scales[0], group // 2), own_byte) << 7
     return _decode_block_scale(codes, factor)
@@ -430,8 +430,8 @@ def _decode_row_scale(codes, scale):
 
 
 # Instructions that turn two E2M1 codes into a pair of bfloat16 with their values times 2**-126, as `_SPREAD_PAIR` does.
-# Register z has the codes of $4, shifted left by one code (4 bits), so that each code lies in the upper half of a byte
-# of $4 or of z.
+# Register z holds the codes of $4 shifted left by one code, 4 bits. So each code is the upper half of a byte of $4 or
+# of z.
 _SPREAD_CODES = "prmt.b32 a, z, $4, {select:#x}; shl.b32 a, a, 2; and.b32 a, a, 0x81C081C0;"
 
 
@@ -457,7 +457,7 @@ def _e4m3_factor(scales, own_byte):
 
 
 def _from_lane(word, lane):
-    """Emits a shuffle: returns the word in lane `lane` of the 4 lanes, aligned, to which this thread belongs."""
+    """Emits a shuffle: returns the word in lane `lane` of the aligned group of 4 lanes to which this thread belongs."""
     code = f"shfl.sync.idx.b32 $0, $1, {lane}, 0x1c1f, 0xffffffff;"
     return mlir.ptx(code, word, results=mlir.int_type(), pure=True, convergent=True)
 

@@ -16,8 +16,8 @@ from pallas_kernels.formats.kv_rows import ROW_DIM
 
 HEADS = 64  # number of heads of a block: the M dimension of one `wgmma`
 HALF = ROW_DIM // 2  # number of columns of the result that one warpgroup adds up
-# The running maximum before the first row. It is below every score, but finite, so that the difference of two maxima
-# without rows is 0, not NaN.
+# The running maximum of no rows. It is below every score, but finite, so that the difference of two such maxima is 0,
+# not NaN.
 LOWEST = -1e30
 SCALE = ROW_DIM**-0.5 * math.log2(math.e)  # factor of a dot product in its score
 

@@ -48,7 +48,7 @@ from pallas_kernels.sparse_attention.row_addresses import TILE
 STAGES = 2  # number of tiles of weights in shared memory
 CHUNKS = ROW_DIM // CHUNK
 CHUNK_STAGES = 9  # number of chunks of rows in shared memory
-# Maximum number of pairs of columns to rotate back, so that all of them are in the last chunk.
+# Maximum number of pairs of columns to rotate back. With more, they would not all be in the last chunk.
 MAX_PAIRS = CHUNK // 2
 SCORE, ADD_LOW, ADD_HIGH, COPY = range(4)
 # Number of registers of a thread of each role; both add roles have the same number. All threads start with 128
@@ -84,7 +84,7 @@ def prefill_attention(
       rows: the rows that the tokens attend to; the window is a multiple of 64 rows.
       inv_freq: [P] float32 RoPE frequencies or None, as in `sparse_attention`; P is at most `MAX_PAIRS`.
       layer: [] int32, index of this layer if `sinks` is a stack [layers, H]; None if it is not.
-      config: tuning.
+      config: tuning, which limits the number of blocks.
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
@@ -265,8 +265,8 @@ def _score_items(items, q_gmem, sinks_gmem, buffers):
             pl.when(t > 0)(lambda: plgpu.barrier_arrive(buffers.scored.at[stage]))
             pl.when(t == tiles - 1)(lambda: fetch_queries(i + 1))
             weights, rescale, *stats = online_softmax.weigh(products, _bias_smem(buffers, first + t), *stats)
-            # This stage of weights is empty. Tile `first + t - 2` used it, and both warpgroups that add have released
-            # that tile's keys, because keys of this tile have replaced them.
+            # This stage of weights, which tile `first + t - 2` used, is empty: keys of this tile have replaced keys of
+            # that tile, so both warpgroups that add have released that tile.
             wgmma.put_shared(buffers.weights_smem.at[stage], weights.astype(jnp.bfloat16))
             wgmma.put_shared(buffers.factors_smem.at[stage], rescale)
             kv_tiles.fence()
@@ -286,7 +286,7 @@ def _score_items(items, q_gmem, sinks_gmem, buffers):
 
 def _multiply_keys(buffers, tile):
     """Returns the [64 heads, 64 rows] float32 products of the queries and a tile."""
-    # An index that is always 0. Since the compiler does not know that, it computes the addresses of the queries for
+    # The index `zero` is always 0, but the compiler does not know that. So it computes the addresses of the queries for
     # each tile again instead of keeping 64 registers of addresses.
     zero = lax.shift_right_logical(tile, jnp.int32(30))
 

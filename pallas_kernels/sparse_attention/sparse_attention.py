@@ -38,8 +38,8 @@ def sparse_attention(
 ) -> jax.Array:
     """Computes attention of each token to its window and its compressed entries.
 
-    A row of 512 values is both the key and the value of all heads. The window is the token's own row and the newest
-    rows before it. Compressed entries are further rows, each made from `compress_rate` tokens.
+    A row of 512 values is both the key and the value of all heads. The window is the token's own row and the rows of
+    the preceding positions. Compressed entries are further rows, each made from `compress_rate` tokens.
 
     Args:
       q: [T, H, 512] bfloat16. H is a multiple of 64, or below 64 a multiple of 8. Scores are scaled by `512 ** -0.5`.
