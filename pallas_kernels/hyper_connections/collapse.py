@@ -45,7 +45,7 @@ _RECIPROCAL = "rcp.approx.ftz.f32 $0, $1;"
 
 @dataclasses.dataclass(frozen=True)
 class CollapseProblem:
-    """Static description of a launch."""
+    """Static description of a launch of `collapse`."""
 
     tokens: int
     width: int  # number of channels of a stream
@@ -69,7 +69,7 @@ class CollapseProblem:
 
     @property
     def step(self) -> int:
-        """The number of tokens that a warpgroup collapses at once, which its registers limit to 1 or 2."""
+        """The number of tokens that a warpgroup collapses at once, 1 or 2. Registers limit this number."""
         return min(2 if self.workers <= 4 else 1, self.tokens_each)
 
 
@@ -82,7 +82,7 @@ class CollapseScratch:
 
     pre_empty: Any  # one barrier for each stage of `pre_smem`
     norms_smem: Any  # [2, step, warps] float32 sums of squares; the two buffers on axis 0 are used in turns
-    norms_full: Any  # barrier of the warpgroups that collapse
+    norms_full: Any  # barrier at which the warpgroups that collapse meet
     pre_smem: Any  # [STAGES, 128] float32; the first 4 of each 32 are the weights `pre` of a warp's token
     exchange_smem: Any  # [128] float32, scratch of `vectors.butterfly`
     pre_full: Any  # one barrier for each stage of `pre_smem`
@@ -97,7 +97,7 @@ def collapse(p: CollapseProblem, streams, partials, weights, layer, pre=None, *,
       partials: partial sums of the first launch, float32: [T, slices * 32] if a group has one token, otherwise [slices,
         N * 32] with N = T rounded up to a multiple of 4.
       weights: (base, scale, weight) as in `hyper_connections`.
-      layer: [1] int32 index on a leading axis of layers of the weights. None: they have no such axis.
+      layer: [1] int32 index of this layer if the weights have a leading axis of layers, else None.
       pre: [T, 24] float32 mixing weights of the previous call, of which the first 4 collapse the streams. None: the
         streams are collapsed by weights that this launch computes.
       interpret: whether to interpret the kernel.
@@ -366,7 +366,7 @@ def _emit_warp_sums(x, target):
 
 @primitive
 def put_rows(target, x: jax.Array, first: jax.Array, *, rows: int) -> None:
-    """Writes a row of each of the first `rows` warps to `target` [T, N] in global memory.
+    """Writes one row for each of the first `rows` warps to `target` [T, N] in global memory.
 
     Row `first + i` of the target receives the first N lanes of warp i of x [128], if `first + i` is less than T.
     """

@@ -31,7 +31,7 @@ from pallas_kernels.runtime.layer_operands import check_weight, layer_operand, w
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-MAX_WIDTH = 7 * collapse.CHANNELS  # 7 warpgroups collapse 1024 each; an eighth makes 1024 threads, the maximum
+MAX_WIDTH = 7 * collapse.CHANNELS  # `collapse` has a warpgroup for each 1024, and one more: 1024 threads
 # On an H100, both launches together take 19.0 us with `mma` and 22.0 us with `wgmma` for 256 tokens, but 36.9 us and
 # 29.5 us for 512 tokens.
 MAX_MMA_TOKENS = 256
@@ -67,7 +67,7 @@ def hyper_connections(
       mixing: [T, 24] float32 mixing weights that the previous call returned; required with y or delays_pre.
       table: table of mailboxes, see `mailbox.check_table`, for at most 4 tokens. If given, y is first summed over GPUs,
         as `all_reduce` does. None: y is complete.
-      layer: [] int32 index on a leading axis of layers of fn, base, scale and weight. None: they have no such axis.
+      layer: [] int32 index of this layer if fn, base, scale and weight have a leading axis of layers, else None.
       norm_eps: constant added to the mean square of the streams, and to the mean square of the collapsed stream.
       hc_eps: constant added to `pre`, to the softmax of `comb`, and to each sum of a Sinkhorn iteration.
       iterations: number of Sinkhorn iterations, at least 1.

@@ -34,7 +34,7 @@ class StreamRefs(NamedTuple):
     partials: Any  # float32 partial sums: [T, slices * 32] of all slices, or with `wgmma` [T, 32] of one slice
     new: Any = None  # [T, 4, D] bfloat16 new streams; None if y is None
     y: Any = None  # [T, D] bfloat16 output of the block; None: the streams stay as they are
-    mixing: Any = None  # [T, 24] float32 mixing weights of the block
+    mixing: Any = None  # [T, 24] float32 mixing weights that the previous call returned
     table: Any = None  # table of mailboxes if y is to be summed over GPUs, see `mailbox.check_table`; otherwise None
 
 

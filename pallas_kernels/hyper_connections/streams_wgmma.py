@@ -45,7 +45,7 @@ AHEAD = 2  # number of rows that a thread loads ahead
 
 
 def launch(streams, fn, layer, added, new_type, interpret):
-    """Runs the launch.
+    """Launches the kernel, which computes new streams and partial sums of the logits.
 
     Args:
       streams: [T, 4, D] bfloat16.
@@ -71,7 +71,7 @@ def launch(streams, fn, layer, added, new_type, interpret):
         refs = StreamRefs(streams_gmem, fn_gmem, partials_gmem.at[index], new_gmem, *added_gmem)
         _body(index, group, warpgroup, refs, **scratch)
 
-    # The second launch reads groups of four tokens. Their sums past the last token are neither written nor used.
+    # The second launch reads whole groups of four tokens. Sums past the last token are neither written nor used.
     padded = -(-tokens // WARPS) * WARPS
     weights = (CHUNKS * STREAMS, columns, CHUNK)
     operand = (warpgroups, STREAMS, TOKENS, CHUNK)
@@ -295,7 +295,7 @@ def _load(token, column, refs):
 
 @primitive
 def multiply_add(acc: jax.Array, operand, weights, chunk: jax.Array) -> jax.Array:
-    """Returns acc plus the products of all four streams of a chunk with its weights.
+    """Returns acc plus the products of all four streams of a chunk with the weights of this chunk.
 
     Args:
       acc: [64, 3 * N] float32 sums of the products of 64 tokens' streams with N rows of fn. N columns are for the rows'
