@@ -27,7 +27,7 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 MAX_TOKENS = 64  # number of rows of an accumulator
 TOKENS = 8  # the number of tokens is a multiple of this number
 CHANNELS = 64  # number of channels of a block
-MAX_BLOCKS = 3 * MULTIPROCESSORS  # if there were more, a block gets 128 channels, provided that 128 divides all groups
+MAX_BLOCKS = 3 * MULTIPROCESSORS  # if there were more, and 128 divides all groups, a block gets 128 channels
 RANKS = range(64, 257, 64)  # the depth, the number of adapters times their rank, is one of these numbers
 _FLOAT32_TRANSFORMS = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
@@ -68,7 +68,7 @@ def add_adapters(
         has no adapter.
       scales: [depth] float32 factors of the values of `inner`. Each product of a value and its factor is rounded to
         bfloat16.
-      layer: [] int32 index on a leading axis of layers of `ups`. None: they have no such axis.
+      layer: [] int32 index of this layer if `ups` have a leading axis of layers, else None.
       rank: rank of the adapters, the number of values of `inner` that belong to one adapter.
       interpret: run on the CPU, interpreted, with the race detector on.
 

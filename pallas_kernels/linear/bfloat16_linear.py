@@ -58,7 +58,7 @@ def bfloat16_linear(
       weights: matrices whose rows, one matrix after the other, form the weight, [num_groups * M, K] bfloat16. K is a
         multiple of 256. M is a multiple of 64, or of 128 if there are several groups. Each matrix has a multiple of 64
         rows.
-      layer: [] int32 index on a leading axis of layers of the weights. None: they have no such axis.
+      layer: [] int32 index of this layer if the weights have a leading axis of layers, else None.
       spec: outputs in float32 or bfloat16, whose sizes are multiples of 64.
       interpret: run on the CPU, interpreted, with the race detector on.
 
@@ -129,7 +129,7 @@ def _splits(tiles, steps):
 
 @dataclasses.dataclass(frozen=True)
 class Bfloat16LinearProblem:
-    """Static description of a launch."""
+    """Static description of a launch of `bfloat16_linear`."""
 
     tokens: int
     depth: int  # number of columns of W
@@ -141,7 +141,7 @@ class Bfloat16LinearProblem:
 
     @property
     def exchange(self) -> SumExchange:
-        """The addition of the sums of a cluster's blocks."""
+        """The `SumExchange` that adds up the sums of a cluster's blocks."""
         return SumExchange(self.splits, 1, (ROWS, self.tokens))
 
 

@@ -60,8 +60,9 @@ class Config:
         """Chooses the division of the work, with stages as large as possible.
 
         `splits` is the smallest number of blocks with which 16 tokens fit into shared memory and more than half of the
-        multiprocessors have work. If no number gives work to more than half, it is the largest with which 16 tokens
-        fit. `splits` decides the order in which products are added, so it does not depend on the number of tokens.
+        multiprocessors have work. If no number gives work to more than half, `splits` is the largest with which 16
+        tokens fit. `splits` does not depend on the number of tokens, because it decides the order in which products are
+        added.
 
         Args:
           p: the problem; its `config` is not used.
@@ -138,8 +139,7 @@ def quantized_linear(
         is a multiple of 256, or if `scale_block` is 32, of 64.
       norm: [K] float32 weight of an RMS norm, or None. If given, each row of x is normalized and rounded first, and
         `spec.num_groups` is 1.
-      layer: [] int32 index on a leading axis of layers of all weights and of the norm's weight. None: they have no such
-        axis.
+      layer: [] int32 index of this layer if all weights and the norm have a leading axis of layers, else None.
       spec: outputs in float32 or bfloat16, whose sizes are multiples of 64. The last one may have 32 rows if the last
         matrix is bfloat16. Each output has rows of one matrix only. With several groups, there is one matrix, and each
         group has a multiple of 128 rows.
@@ -203,7 +203,7 @@ def _problem(x, pairs, norm, layer, spec, swiglu_limit, eps, fp8):
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedLinearProblem:
-    """Static description of a launch."""
+    """Static description of a launch of `quantized_linear`."""
 
     matrices: tuple[tuple[WeightLayout, int], ...]  # (layout, number of tiles) of each matrix
     depth: int  # number of columns of the matrices
@@ -227,7 +227,7 @@ class QuantizedLinearProblem:
 
     @property
     def exchange(self) -> SumExchange:
-        """The addition of the sums of a cluster's blocks."""
+        """The `SumExchange` that adds up the sums of a cluster's blocks."""
         ranges = itertools.pairwise(self.first_tile(worker) for worker in range(self.config.workers + 1))
         tiles = max(end - begin for begin, end in ranges)
         return SumExchange(self.config.splits, int(tiles), (ROWS, self.config.tokens))
@@ -283,8 +283,8 @@ def _body(p, x_gmem, weights_gmem, norm_gmem, layer_gmem, *outs_gmem, factors_sm
         # No kernel writes the weights, so the loading warpgroup starts while the previous kernel ends.
         pl.when(warpgroup != LOAD)(wait_for_inputs)
     else:
-        # A kernel that still runs may have yet to write the layer's index. It need not be the previous kernel, because
-        # every kernel lets the next one start before it waits for its own inputs.
+        # A kernel that still runs may have yet to write the layer's index. That kernel may be older than the previous
+        # one, because every kernel lets the next one start before it waits for its own inputs.
         wait_for_inputs()
     weights_gmem, norm_gmem = weights_of_layer((weights_gmem, norm_gmem), layer_gmem)
     store = functools.partial(_store, p, outs_gmem)
@@ -327,7 +327,7 @@ def _product(p, weight, place, own, split, load_inputs, finish):
     """Returns the `Product` that describes a block's tiles of one matrix.
 
     Args:
-      p: the problem.
+      p: description of the launch.
       weight: (layout, codes or weights, scales or None) of the matrix.
       place: (number of tiles of the preceding matrices, number of tiles of this matrix).
       own: (index of the block's first tile in this matrix, index after its last one).
@@ -341,7 +341,7 @@ def _product(p, weight, place, own, split, load_inputs, finish):
     begin, end = own
 
     def rows_of(n):
-        # The minimum is for blocks without a tile of this matrix, which call this function, too.
+        # Blocks without a tile of this matrix call this function, too. The minimum keeps their rows inside the matrix.
         row = jnp.minimum(begin + n, tiles - 1) * (HALF if gated else ROWS)
         return row, row + (p.outputs[0][0] if gated else HALF)
 

@@ -87,7 +87,7 @@ def quantized_matmul(
       codes: [num_groups * M, K] uint8 E4M3 codes of the weight. K is a multiple of 128, or if `scale_block` is 32, of
         64. If there are several groups, M is a multiple of 128.
       scales: [num_groups * M / scale_block, K / scale_block] uint8, E8M0 bits, one for each block of codes.
-      layer: [] int32 index on a leading axis of layers of codes and scales. None: they have no such axis.
+      layer: [] int32 index of this layer if codes and scales have a leading axis of layers, else None.
       spec, swiglu_limit, scale_block: see `quantized_linear`.
       config: the division of the launch's work; None to choose it.
       interpret: run on the CPU, interpreted, with the race detector on.
@@ -137,7 +137,7 @@ def quantized_matmul(
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedMatmulProblem:
-    """Static description of a launch."""
+    """Static description of a launch of `quantized_matmul`."""
 
     gemm: DequantGemm
     tokens: int
