@@ -85,7 +85,7 @@ def experts(
         codes are E4M3, [2 * S, D] and [D, S] uint8. The scales are E8M0 uint8, one for each block of codes. S is a
         multiple of 256. A shared expert requires T <= 8, and FP4 experts with I a multiple of 512. If `scale_block` is
         32, S and I need only be multiples of 64.
-      layer: [] int32 index on a leading axis of layers of all matrices and scales. None: they have no such axis.
+      layer: [] int32 index of this layer if all matrices and scales have a leading axis of layers, else None.
       limit: clipping limit of SwiGLU.
       scale_block: number of rows and of columns of a block of the shared expert's codes with one scale, 128 or 32.
       interpret: run on the CPU, interpreted, with the race detector on.
@@ -186,7 +186,7 @@ class RoutedPairs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsProblem:
-    """Static description of a launch."""
+    """Static description of a launch of `experts`."""
 
     layout: WeightLayout  # storage of the routed experts' weights
     pairs: int  # number of pairs of a token and an expert
@@ -213,12 +213,12 @@ class ExpertsProblem:
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """The number of tiles of (gate_up, down) of an expert. A tile of gate_up has 32 rows each of gate and of up."""
+        """The numbers of tiles of an expert's (gate_up, down). A tile of gate_up has 32 rows each of gate and of up."""
         return self.inner // HALF, self.depth // ROWS
 
     @property
     def shared_tiles(self) -> tuple[int, int]:
-        """The number of tiles of (gate_up, down) of the shared expert."""
+        """The numbers of tiles of the shared expert's (gate_up, down)."""
         return self.shared // HALF, self.depth // ROWS if self.shared else 0
 
     @property
@@ -278,7 +278,7 @@ def _launch(p, out_type, inputs, routing, operands, interpret):
       p: description of the launch.
       out_type: for each map, the types of its outputs: of the routed experts, then of the shared expert.
       inputs: inputs of the first map: of the routed experts, then of the shared expert.
-      routing: the pairs.
+      routing: the (token, expert) pairs, their groups and their routing weights.
       operands: (matrices of the routed experts and of the shared expert, [1] int32 index of the layer or None).
       interpret: whether to interpret the kernel.
 
@@ -354,7 +354,7 @@ def _wait_for_inputs(p, counts, i, group, tiles):
 
 
 def _signal_tile(p, counts, i, group, tile):
-    """Counts a written tile of map `i` in `tile_counters`, if this launch waits for it."""
+    """Counts a written tile of map `i` in `tile_counters`, if blocks of this launch wait for the tile."""
     if len(p.maps) > 1 and (i == GATE_UP or p.shared):
         tile_counters.signal_tile(counts, group if i == GATE_UP else p.first_term + tile)
 
@@ -421,7 +421,7 @@ def _shared_product(p, i, block_tiles, counts, source_gmem, out_gmem, matrix):
     group = jnp.int32(p.groups)
 
     def rows_of(n):
-        # The minimum is for blocks without a tile, which call this function, too.
+        # Blocks without a tile call this function, too. The minimum keeps their rows inside the matrix.
         row = jnp.minimum(begin + n, p.shared_tiles[i] - 1) * (HALF if gated else ROWS)
         return row, row + (p.shared if gated else HALF)
 

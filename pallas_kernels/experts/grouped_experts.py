@@ -84,7 +84,7 @@ def grouped_experts(
       weights: [T, k] float32 routing weights.
       gate_up: weights of all experts, the gate's rows first, as for `experts`.
       down: weights of all experts, as for `experts`.
-      layer: [] int32 index on a leading axis of layers of both maps' weights. None: they have no such axis.
+      layer: [] int32 index of this layer if both maps' weights have a leading axis of layers, else None.
       limit: clipping limit of SwiGLU.
       config: tuning constants; None: `Config.heuristic`.
       interpret: run on the CPU, interpreted, with the race detector on.

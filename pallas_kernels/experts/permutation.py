@@ -19,7 +19,7 @@ from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import kernel, primitive
 
 
-MAX_EXPERTS = 1024  # one for each thread
+MAX_EXPERTS = 1024  # number of threads; each thread stands for one expert
 WARPGROUPS = MAX_EXPERTS // mlir.THREADS
 # The first place of an expert's pairs is a multiple of this number, because bulk copies take whole tiles of 8 rows.
 ALIGNMENT = 8
