@@ -166,7 +166,8 @@ def _launch(name, arrays, rings, destination, eps, norms_queries, interpret):
         q_operand = q.reshape(-1, DIM)
         out_types.insert(0, jax.ShapeDtypeStruct(q_operand.shape, q.dtype))
     else:
-        # Without the barrier, XLA would fuse a slice of an array with the kernel, and lose the write in place.
+        # Without the barrier, if q is a slice of an array, XLA would fuse the slice with the kernel, and the kernel
+        # could not write in place.
         q_operand = jax.new_ref(jax.lax.optimization_barrier(q).reshape(-1, GROUP))
     launch = kernel(
         functools.partial(_norm_rope_kernel, config, queries, eps, rings),
@@ -236,8 +237,8 @@ def _norm_rope_kernel(config, queries, eps, rings, arrays_gmem, destination_gmem
     kv_blocks = -(-tokens // WARPS)
     shape = (WARPS, GROUPS, GROUP)
     channel = kv_rows.iota(shape, 1) * GROUP + kv_rows.iota(shape, 2)
-    # `pair` and `query_pair` are computed outside of the branches below. Within a branch, LLVM would compute them in
-    # pairs of 16-bit integers, which ptxas adds wrongly.
+    # `pair` and `query_pair` are computed outside of the branches below. Within a branch, LLVM would compute two values
+    # at once as 16-bit integers, which ptxas adds wrongly.
     pair = (channel - first_rotated) >> 1
     if norms_queries:
         query_pair = pair

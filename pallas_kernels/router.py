@@ -70,7 +70,7 @@ def router(
       token_ids: [T] int32, clipped to [0, V); required without a bias.
       slots: [T] int32 slot of each token's request; -1 = padding. A padding token gets experts -1 and weights 0. None:
         there is no padding.
-      layer: [] int32 index on a leading axis of layers of weight, bias and table. None: they have no such axis.
+      layer: [] int32 index of this layer if weight, bias and table have a leading axis of layers, else None.
       top_k: number of experts of a token, at most 32 and E.
       scaling_factor: sum of a token's routing weights.
       interpret: run on the CPU, interpreted, with the race detector on.
@@ -313,7 +313,9 @@ def _softplus(x):
 def select(
     experts_gmem, weights_gmem, token: jax.Array, scores_smem, biased_smem, selection, top_k: int, scaling_factor: float
 ) -> None:
-    """Selects a token's experts and writes them and their routing weights, see `router`. One warpgroup runs it.
+    """Selects a token's experts, and writes the experts and their routing weights, see `router`.
+
+    One warpgroup runs it.
 
     Args:
       experts_gmem: [T * top_k] int32 to write.
@@ -359,7 +361,7 @@ def _emit_select(experts_gmem, weights_gmem, token, scores_smem, biased_smem, se
             place = token * top_k + lane
             weight = arith.mulf(share, mlir.f32(scaling_factor))
             if "slots" in selection:
-                is_padding = thread_ops.load_global(selection["slots"], token) >> 31  # the sign bit
+                is_padding = thread_ops.load_global(selection["slots"], token) >> 31  # the sign bit, 1 if negative
                 is_padding = is_padding.equals(1)
                 expert = is_padding.where(0xFFFFFFFF, expert)
                 weight = arith.select(is_padding.value, mlir.f32(0.0), weight)
@@ -384,7 +386,7 @@ def _top_k(values, lane, num_values, top_k):
         # The keys are unsigned integers in the order of the floats: all bits of a negative float are flipped, and only
         # the sign bit of any other.
         value = thread_ops.load(values + (index << 2))
-        is_negative = U32(arith.shrsi(value.value, mlir.i32(31)))  # all bits set, or none
+        is_negative = U32(arith.shrsi(value.value, mlir.i32(31)))  # all bits are set, or none
         keys.append(value ^ (is_negative | 0x80000000))
     selected = U32(0)
     for i in range(top_k):
