@@ -62,7 +62,7 @@ def multiply_tile(
       scales_smem: for FP4 [1 or if gated 2, lines, scales of a line] uint8, with 16, 8 or all scales of each row, one
         for 32 columns; otherwise None.
       scale_at: int32 scalar, one of these:
-        * FP4: index of the tile's first scale in its row.
+        * FP4: index of the tile's first scale among the scales of a row in `scales_smem`.
         * FP8: the tile's scale; if gated, the gate's scale plus 256 times the up projection's scale.
         * FP8 with blocks of 32 x 32 values: a byte for each block. The two low bytes are for the two blocks of columns
           of the warpgroup's first 32 rows, the two high bytes for those of its other 32 rows.
@@ -192,7 +192,8 @@ def _fp8_unpacker(place, other, scales):
       scales: two lists of E8M0 scales, for the two rows: one scale, or a scale for each 32 columns.
 
     Returns:
-      Function: index of a chunk -> [4][4] registers of `wgmma`'s left operand, four for each k step of 16 columns.
+      A function that maps the index of a chunk to [4][4] registers of `wgmma`'s left operand, four for each k step of
+      16 columns.
     """
     factors = [[power_pair(x + (120 - SHIFT)) for x in row] for row in scales]
 

@@ -68,7 +68,7 @@ def group_pairs(selected_gmem, table_gmem, counts_gmem, experts: int, scratch_sm
     Args:
       selected_gmem: [P] int32, the expert of each pair. A pair whose expert is not in 0 .. experts - 1 gets no group.
       table_gmem: [groups * 16] int32 to write. Word 0 of a group is its expert. Words 8 .. 15 are the indices of its
-        pairs, and -1 if it has fewer than 8. The words of unused groups are unspecified.
+        pairs, filled up with -1. The words of unused groups are unspecified.
       counts_gmem: [N] int32 to write: the number of groups, then zeros.
       experts: number of experts.
       scratch_smem: [`scratch_words(experts)`] int32.

@@ -1,7 +1,7 @@
 """Products of weights in shared memory with a few inputs, by the instruction `mma`: [64 rows, 8 inputs] at a time.
 
 A warp multiplies 16 rows, and a thread holds weights of two of these rows. Four threads share a row: each thread reads
-16 of 64 consecutive bytes, so that it has whole scale blocks of FP4. `mma` expects other columns in these threads, so
+16 of 64 consecutive bytes, which are whole scale blocks of FP4. `mma` expects other columns in these threads, so
 `skinny_prologue` reorders the columns of the inputs in the same way. bfloat16 weights are read in the order of unpacked
 FP8, so that weights of both kinds can be multiplied with the same inputs.
 """
@@ -119,8 +119,9 @@ def multiply_add(
         * FP8: the result of `load_scales`, the scales of all stages.
         * FP4: [64, 16] uint8 in shared memory, the scales of 512 columns, among them the stage's; [32, 16] if a row has
           8 scales.
-        * FP4 with `row_scales`: [lines, ..] uint8 in shared memory, all scales of the tile. The first half of the lines
-          begins with the scales of rows 0 to 31, row after row, and the second half with the scales of rows 32 to 63.
+        * FP4 with `stage_format.row_scales`: [lines, ..] uint8 in shared memory, all scales of the tile. The first half
+          of the lines begins with the scales of rows 0 to 31, row after row, and the second half with those of rows 32
+          to 63.
         * bfloat16: not used.
       inputs_smem: inputs that `skinny_prologue.load_inputs` stored.
       step: int32 scalar, index of the stage, counted from the first column of the inputs.

@@ -23,7 +23,7 @@ from pallas_kernels.runtime.launch import primitive
 def store_factors(factors_smem, source_gmem, eps: float, warpgroup: jax.Array) -> None:
     """Stores the factor of RMSNorm, 1 / sqrt(mean(source[n]**2) + eps), of each row n.
 
-    The four multiplying warpgroups call it together. The caller synchronizes them before it reads the factors.
+    The four multiplying warpgroups call it together, and have to synchronize before they read the factors.
 
     Args:
       factors_smem: [T or more] float32 to write.
@@ -79,7 +79,7 @@ def load_inputs(
 ) -> None:
     """Copies N inputs to shared memory, with columns in the order of unpacked weights.
 
-    The four multiplying warpgroups call it together. The caller synchronizes them before it reads the inputs.
+    The four multiplying warpgroups call it together, and have to synchronize before they read the inputs.
 
     Args:
       inputs_smem: [N / 8, units, 8, 32] bfloat16 to write, in units of 32 columns. The interpreter keeps the columns in
