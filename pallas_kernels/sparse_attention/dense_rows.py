@@ -42,8 +42,8 @@ class DenseRows:
       indices: [T, K] int32, indices of each token's entries within its request; -1 = none. None: a token attends to the
         first `counts` entries of its request.
       metadata: [T, 4] int32. The columns are a token's position, the index of its request's first token in the call,
-        the index after the last of its request's older rows in `window_rows`, and the index of its request's first
-        entry in `entries`.
+        the end of its request's older rows in `window_rows` (the index after them), and the index of its request's
+        first entry in `entries`.
       counts: [T] int32, number of entries that a token attends to, or with `indices` the number of leading indices that
         are read; -1 = padding.
       window: number of window rows that a token sees, its own included; a multiple of 64.

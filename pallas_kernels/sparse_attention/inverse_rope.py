@@ -94,7 +94,7 @@ def vector_inverse_rope(positions_gmem, inv_freq_gmem, token, channels: jax.Arra
         Channels with negative indices are only rounded.
 
     Returns:
-      Function of a [n] float32 vector in the layout of `channels`, which returns such a vector.
+      A function from a [n] float32 vector to another one, both in the layout of `channels`.
     """
     frequency = vectors.take(inv_freq_gmem, channels >> 1)
     position = jnp.maximum(positions_gmem[token], 0).astype(jnp.float32)

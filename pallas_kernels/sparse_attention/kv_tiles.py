@@ -219,7 +219,7 @@ def store_unit(
         biases, `UNIT_BYTES` in all, are then also stored at the same places in the other block's shared memory. The
         other block's barrier at the same place counts the bytes.
       zero: None, or an int32 scalar that the compiler does not know to be 0. With it, the unit is dequantized in a
-        branch. This keeps the compiler from mixing the code of several units, for which it would spill registers.
+        branch. This keeps the compiler from mixing the code of several units, which would spill registers.
     """
     tile_smem[pl.ds(first, UNIT)] = unit[0]
     bias_smem[pl.ds(first, UNIT)] = jnp.where(row >= 0, 0.0, -jnp.inf).astype(jnp.float32)

@@ -82,7 +82,7 @@ class RowAddresses:
         Args:
           problem: references to the rows that the tokens attend to.
           token: int32 scalar, index of the token.
-          last: int32 scalar, index after the last tile; rows of tiles from `last` on are -1.
+          last: int32 scalar, end of the range of tiles; rows of tiles from `last` on are -1.
           first_unit: int, or int32 scalar, index of the first unit to compute in each tile.
           units: number of units of each tile to compute.
         """
