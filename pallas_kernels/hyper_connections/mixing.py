@@ -74,7 +74,7 @@ def mixed_streams(streams: jax.Array, y: jax.Array, mixing: jax.Array) -> jax.Ar
 
 
 def add_channels(refs: StreamRefs, index: jax.Array, channels: int) -> None:
-    """Writes slice `index` of the new streams of all tokens, and its partial sums; for interpreted kernels.
+    """Writes slice `index` of the new streams of all tokens, and the slice's partial sums; for interpreted kernels.
 
     A slice is `channels` consecutive channels of each stream.
     """

@@ -1,4 +1,4 @@
-"""The first launch of `hyper_connections` for up to 4 tokens: new streams, and partial sums of the logits of mixing.
+"""The first launch of `hyper_connections` for up to 4 tokens: new streams, and partial sums of the logits.
 
 The grid is one block of one warpgroup for each 32 channels. Each warp computes one of the 4 streams, and each lane one
 channel of this stream with float32 FMAs. A lane keeps its column of `fn` [R, 4 * D], the weights of the logits, in
@@ -43,12 +43,12 @@ def scratch_types(tokens: int, rows: int, fuses_all_reduce: bool) -> dict:
 
 @primitive
 def update_slice(index: jax.Array, tile: jax.Array, refs: StreamRefs, inbox_smem, total_smem=None) -> None:
-    """Writes a slice of the new streams of all tokens, and its partial sums.
+    """Writes a slice of the new streams of all tokens, and the slice's partial sums of the logits.
 
     Args:
       index: int32 scalar, index of the slice.
       tile: index of the tile of tokens, always 0.
-      refs: references of the launch.
+      refs: references to the launch's arrays.
       inbox_smem: [T * 4 * 32] float32, partial sums of each token and stream.
       total_smem: [T * 16] uint32, the slice's channels of the sum of y over GPUs; None if y is complete.
     """

@@ -1,4 +1,4 @@
-"""The first launch of `hyper_connections` for 5 to 256 tokens: new streams, and partial sums of the logits of mixing.
+"""The first launch of `hyper_connections` for 5 to 256 tokens: new streams, and partial sums of the logits.
 
 The grid has a block of one warpgroup for each 32 channels and 32 tokens. A block does three steps:
 
@@ -47,12 +47,12 @@ def scratch_types(tokens: int, rows: int, fuses_all_reduce: bool) -> dict:
 
 @primitive
 def update_slice(index: jax.Array, tile: jax.Array, refs: StreamRefs, values_smem, sums_smem) -> None:
-    """Writes a slice of the new streams of a tile of tokens, and its partial sums.
+    """Writes a slice of the new streams of a tile of tokens, and the slice's partial sums of the logits.
 
     Args:
       index: int32 scalar, index of the slice of 32 channels.
       tile: int32 scalar, index of the tile of 32 tokens.
-      refs: references of the launch.
+      refs: references to the launch's arrays.
       values_smem: [4 * 32, 32] bfloat16, the new streams of the tile; on a GPU, in the order of `_address`.
       sums_smem: float32, the sums of each warp.
     """

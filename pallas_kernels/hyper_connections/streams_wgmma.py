@@ -222,7 +222,7 @@ def mix_chunk(operand, ahead: jax.Array, here, following, refs: StreamRefs) -> t
       ahead: first rows of this chunk, from `load_rows` or from the call for the previous chunk.
       here: (first token, first channel) of this chunk.
       following: (first token, first channel) of the next chunk.
-      refs: references of the launch.
+      refs: references to the launch's arrays.
 
     Returns:
       (squares, ahead). `squares` [128] float32 are the sums of squares of each token over the chunk's channels, in the
