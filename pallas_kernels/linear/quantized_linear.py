@@ -65,7 +65,7 @@ class Config:
         added.
 
         Args:
-          p: the problem; its `config` is not used.
+          p: description of the launch; `p.config` is not used.
           interpret: whether the kernel is interpreted, with at most two clusters of two blocks.
 
         Returns:
@@ -141,7 +141,7 @@ def quantized_linear(
         `spec.num_groups` is 1.
       layer: [] int32 index of this layer if all weights and the norm have a leading axis of layers, else None.
       spec: outputs in float32 or bfloat16, whose sizes are multiples of 64. The last one may have 32 rows if the last
-        matrix is bfloat16. Each output has rows of one matrix only. With several groups, there is one matrix, and each
+        matrix is bfloat16. Each output takes rows of one matrix only. With several groups, there is one matrix, and each
         group has a multiple of 128 rows.
       swiglu_limit: clipping limit of SwiGLU, or None. If given, the spec has two bfloat16 outputs, the gate and the up
         projection, whose sizes are equal and multiples of 128, or if `scale_block` is 32, of 64.
@@ -152,8 +152,8 @@ def quantized_linear(
 
     Returns:
       [T, size] of each output. Sums are computed in float32. The order in which a sum's products are added depends on
-      the weights' shapes and storage alone. With a limit, one [T, size] bfloat16 array, `silu(min(gate, limit)) *
-      clip(up, -limit, limit)`.
+      the weights' shapes and storage alone. With a limit, there is one output, [T, size] bfloat16: `silu(min(gate,
+      limit)) * clip(up, -limit, limit)`.
 
     Raises:
       NotImplementedError: the kernel does not take these shapes or dtypes.
@@ -331,7 +331,7 @@ def _product(p, weight, place, own, split, load_inputs, finish):
       weight: (layout, codes or weights, scales or None) of the matrix.
       place: (number of tiles of the preceding matrices, number of tiles of this matrix).
       own: (index of the block's first tile in this matrix, index after its last one).
-      split: index of the block in its cluster, which selects its columns.
+      split: index of the block in its cluster, which selects the block's columns.
       load_inputs, finish: as in `Product`, but with the index of a tile among the tiles of all matrices.
     """
     layout, codes_gmem, scales_gmem = weight

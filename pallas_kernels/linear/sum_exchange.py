@@ -1,7 +1,7 @@
 """The addition of the partial sums of a cluster's blocks. Each block multiplies some columns of a tile (split-K).
 
 The `splits` blocks of a cluster own its tiles in turns: block `n % splits` owns tile n. Each block sends its partial
-sums of a tile to the tile's owner. When those of all blocks have arrived, one warpgroup of the owner adds them up, in
+sums of a tile to the tile's owner. When all blocks' sums have arrived, one warpgroup of the owner adds them up, in
 the order of blocks. Interpreted blocks exchange their sums through global memory.
 """
 
@@ -68,7 +68,7 @@ class SumExchange:
         return [], (transaction_barriers.scratch_type(1), inbox)
 
     def start(self, scratch: tuple[Any, Any], outs_gmem) -> "SumExchange":
-        """Initializes the exchange within a kernel, and returns it with its references.
+        """Initializes the exchange within a kernel, and returns a copy of it that holds the kernel's references.
 
         All warpgroups call it, and then call `barriers.wait_cluster` once. The warpgroup that sends sums has to call
         `wait_cluster` before it sends any, and `send` does this for tile 0.
