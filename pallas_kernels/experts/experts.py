@@ -239,7 +239,7 @@ class ExpertsProblem:
 
         Args:
           groups: number of groups.
-          i: the map, GATE_UP or DOWN.
+          i: index of the map, GATE_UP or DOWN.
           worker: index of the block.
           workers: number of blocks.
 

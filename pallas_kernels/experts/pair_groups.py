@@ -30,7 +30,7 @@ def group_by_expert(
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      (table, counts), see `matmul.routing.group_pairs`, int32.
+      (table, counts), int32, as `matmul.routing.group_pairs` writes them.
     """
     groups = routing.max_groups(selected.size, experts)
     sizes = groups * GROUP_WORDS, routing.counts_size(groups, channels)

@@ -42,7 +42,7 @@ def sort_by_expert(
         an expert begin at a multiple of 8. Places without a pair hold 0.
       count: [1] int32, the number of tiles.
       tiles: [3, N] int32, for each tile its expert, the index of its first place in `order`, and the index after the
-        last place of the expert's pairs; unspecified after the last tile.
+        last place of the expert's pairs. The columns of unused tiles are unspecified.
     """
     pairs = len(selected)
     places = -(-(pairs + (ALIGNMENT - 1) * min(number, pairs)) // ALIGNMENT) * ALIGNMENT
