@@ -146,7 +146,7 @@ def _through_table(slot, entry, layer, table_gmem, entries):
         negative if there is none.
       layer: int32 scalar, index of the layer in the pools.
       table_gmem: [slots * max_blocks] int32, the block table, flattened.
-      entries: the compressed entries; only the shapes of its arrays are read.
+      entries: the compressed entries; only the shapes of their arrays are read.
 
     Returns:
       (row, exists), [n] each. `row` is int32, the index of the row in the pools with leading axes merged. `exists` says

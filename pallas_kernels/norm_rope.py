@@ -53,7 +53,7 @@ class Config:
 
         Args:
           tokens: number of tokens.
-          heads: number of a token's rows of 512 channels, `QueryRows.rows`: with a norm, its number of heads.
+          heads: number of a token's rows of 512 channels, `QueryRows.rows`: with a norm, the token's number of heads.
         """
         rows_at_once = 4 if tokens * heads >= MULTIPROCESSORS * WARPS * 4 else 1
         steps = -(-heads // (WARPS * rows_at_once))
@@ -82,7 +82,7 @@ def norm_rope(
       positions: [T] int32, up to 2**20; negative positions count as 0.
       inv_freq: [P] float32 inverse frequencies, each at most 1, P at most 256. The last 2 * P channels are rotated, in
         interleaved pairs.
-      layer: [] int32 index of the weight in a stack [layers, 512]. None: it is not stacked.
+      layer: [] int32 index of this layer if the weight is a stack [layers, 512], else None.
       eps: constant added to the mean square.
       norms_queries: whether queries are normed before they are rotated.
       interpret: run on the CPU, interpreted, with the race detector on.
