@@ -141,7 +141,7 @@ def quantized_linear(
         `spec.num_groups` is 1.
       layer: [] int32 index of this layer if all weights and the norm have a leading axis of layers, else None.
       spec: outputs in float32 or bfloat16, whose sizes are multiples of 64. The last one may have 32 rows if the last
-        matrix is bfloat16. Each output takes rows of one matrix only. With several groups, there is one matrix, and each
+        matrix is bfloat16. Each output takes rows of one matrix only. With several groups, there is one matrix, and a
         group has a multiple of 128 rows.
       swiglu_limit: clipping limit of SwiGLU, or None. If given, the spec has two bfloat16 outputs, the gate and the up
         projection, whose sizes are equal and multiples of 128, or if `scale_block` is 32, of 64.

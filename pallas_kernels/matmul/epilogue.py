@@ -195,7 +195,7 @@ def _store_lines(
     thread = mlir.thread()
     parts = width // 8  # number of threads that copy a line, 16 bytes each
     for start in range(0, inputs, COLUMNS):
-        # Wait until all threads have read the lines that were put before, also those of the previous tile.
+        # Wait until all threads have read the lines that `put` will overwrite, also those of the previous tile.
         mgpu.utils.warpgroup_barrier()
         put(start, memory)
         mgpu.utils.warpgroup_barrier()
