@@ -25,7 +25,7 @@ def scratch_type(count: int):
 def start(barriers) -> None:
     """Initializes barriers [count, 2] int32 in shared memory, and arrives at the barrier of the cluster.
 
-    All warpgroups call `start`, and then `barriers.wait_cluster` before they use the barriers.
+    All warpgroups call `start`, and then `wait_cluster` of `mgpu.barriers` before they use the barriers.
     """
 
     def emit(barriers):

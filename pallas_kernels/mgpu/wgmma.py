@@ -1,7 +1,7 @@
 """Accumulators of `wgmma`, [64, columns] float32 in registers: products, exchange between warpgroups, and stores.
 
-An inbox is shared memory for one accumulator, ordered by registers and threads, not by rows: each register of a thread
-has two values, and the pairs of the 128 threads for one register are adjacent.
+An inbox is shared memory for one accumulator from another warpgroup. The values are ordered by registers and threads,
+not by rows: each register of a thread holds two values, and the pairs of the 128 threads for one register are adjacent.
 """
 
 import contextlib
