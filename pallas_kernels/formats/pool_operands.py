@@ -49,7 +49,7 @@ class Rings:
         return jax.tree.map(lambda pool: jax.new_ref(pool.reshape(-1, pool.shape[-1])), self.pools)
 
     def freeze(self, refs: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        """Returns the pools with the contents of `refs`, the result of `mutable_pools`, after a kernel has written."""
+        """Returns the pools with the contents of `refs`, from `mutable_pools`, to which a kernel has written."""
         return jax.tree.map(lambda pool, ref: jax.freeze(ref).reshape(pool.shape), self.pools, refs)
 
 
@@ -61,8 +61,8 @@ class Paged:
       layer: int32 scalar, index on axis 0 of the pools.
       block_table: [slots, max_blocks] int32, ids of each request's blocks; -1 = none.
       pools: (nope, rope, scale), each [layers, blocks, entries per block, ..], as in `Rings`.
-      indices: [T, K] int32, indices in its request of the entries that each token sees; -1 = none. If None, a token
-        sees all visible entries.
+      indices: [T, K] int32, indices of the entries that each token sees, among the entries of the token's request;
+        -1 = none. If None, a token sees all visible entries.
       compress_rate: number of tokens per entry; entry e is visible from position `(e + 1) * compress_rate - 1` on.
       layout: layout of a row, as in `Rings`.
     """
