@@ -109,7 +109,7 @@ def _differentiable(derivative: Callable[[jax.Array, Any], Any]) -> Callable[[Ca
 def tree_sum(terms: list[jax.Array]) -> jax.Array:
     """Returns the sum of 2**n terms, adding the second half to the first half until a single term is left.
 
-    `dsv4_jax.quant.ordered_sum` has the same order.
+    `dsv4_jax.quant.ordered_sum` adds in the same order.
     """
     while len(terms) > 1:
         half = len(terms) // 2
@@ -164,8 +164,8 @@ def cos_sin(angle: jax.Array, product: Callable) -> tuple[jax.Array, jax.Array]:
     cos = (1.0 - square * 0.5) + product(product(square, square), _polynomial(-square, _COS, product))
     quadrant = _bits(rounded) & 3
     odd = (quadrant & 1) == 1
-    # Each sign is 1.0 or -1.0. Bit 1 of an integer becomes the sign bit, and 0x3F800000 has the other bits of 1.0. The
-    # sine is negative in quadrants 2 and 3, the cosine in quadrants 1 and 2.
+    # Each sign is 1.0 or -1.0: 0x3F800000 are the bits of 1.0, and bit 1 of an integer becomes the sign bit. The sine
+    # is negative in quadrants 2 and 3, the cosine in quadrants 1 and 2.
     sin_sign = _float(((quadrant & 2) << 30) | 0x3F800000)
     cos_sign = _float((((quadrant + 1) & 2) << 30) | 0x3F800000)
     return jnp.where(odd, sin, cos) * cos_sign, jnp.where(odd, cos, sin) * sin_sign

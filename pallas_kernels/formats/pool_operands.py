@@ -17,12 +17,12 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 @pytree_dataclass
 class Rings:
-    """Window rows of requests. Every slot has a ring of rows. Position p of a request is row `p % ring` of its slot.
+    """Window rows of requests. Every slot has a ring of rows: of n rows, row `p % n` holds position p of the request.
 
     Attributes:
       layer: int32 scalar, index on axis 0 of the pools.
       pools: (nope, rope, scale), each [layers, slots, ring, ..]: codes, RoPE values and scales, see `RowLayout`. The
-        pool of RoPE values is None if the layout has none.
+        pool of RoPE values is None if the layout has no RoPE values.
       window: number of rows that a token sees, including the token's row; at most the number of rows in a ring.
       layout: layout of a row of 512 values, such as 448 codes and 64 RoPE values.
       own_rows: [T] int32, or None. If None, the row of a token in its slot's ring is given by the token's position.

@@ -21,7 +21,7 @@ from pallas_kernels.runtime.launch import primitive
 
 E4M3_MAX = 448.0  # largest value of E4M3
 E2M1_MAX = 6.0  # largest value of E2M1
-# Midpoints between E2M1 magnitudes, and whether the midpoint itself rounds up.
+# Pairs (midpoint between adjacent E2M1 magnitudes, whether the midpoint itself is rounded up).
 _MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 
 
@@ -136,8 +136,8 @@ def encode_row(x: jax.Array, pools, layout: RowLayout, largest: Callable, first,
       x: [size] float32 vector over the warpgroup, consecutive channels of the row.
       pools: references to (codes, RoPE values or None, scales) of this row in the pools, [width] each.
       layout: layout of the row.
-      largest: function of a [size] float32 vector that returns the maximum of the vectors of all warpgroups, which
-        together are all channels of the row. It is only called if the row has a single scale.
+      largest: function of this warpgroup's [size] float32 vector that returns [size] equal values, the maximum over the
+        vectors of all warpgroups, that is, over the whole row. It is only called if the row has a single scale.
       first: index of the first channel in `x`, a multiple of 64.
       keep: bool scalar, whether to store the row.
       scratch: [size] float32 scratch memory of `vectors.exchange`.
