@@ -102,8 +102,8 @@ def e2m1_value(code: jax.Array) -> jax.Array:
 def e2m1_pairs(word: U32) -> list[U32]:
     """Converts a word of eight E2M1 codes to four words of two bfloat16, which are 2**-126 times the values.
 
-    Word i of the result holds codes i and i + 4. An E2M1 code consists of the sign bit, the two lowest exponent bits and
-    the highest mantissa bit of a bfloat16. So a conversion moves the sign away from the other bits. One instruction
+    Word i of the result holds codes i and i + 4. An E2M1 code consists of the sign bit, the two lowest exponent bits
+    and the highest mantissa bit of a bfloat16. So a conversion moves the sign away from the other bits. One instruction
     does this for two words of the result, whose bits lie 4 positions apart.
     """
     pairs = []

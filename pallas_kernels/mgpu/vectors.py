@@ -1,4 +1,4 @@
-"""Operations on vectors that Mosaic lacks: exchanges between threads, partial loads and stores.
+"""Vector operations that Mosaic lacks: exchanges between threads, partial loads and stores.
 
 A vector [128 * n], n = 1, 2 or 4, is spread over a warpgroup: thread t holds values n * t .. n * t + n - 1.
 """
