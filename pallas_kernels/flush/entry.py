@@ -23,8 +23,8 @@ class FlushContext:
     """A warpgroup's view of a compressor, with the warpgroup's own buffers in shared memory."""
 
     c: CompressorOperands  # references to the compressor's operands and its static options
-    slots_gmem: Any  # [T] int32
-    positions_gmem: Any  # [T] int32
+    slots_gmem: Any  # [T] int32, each token's request slot; -1 = padding
+    positions_gmem: Any  # [T] int32, each token's position in its request; -1 = padding
     max_in_call: int  # maximum number of tokens of a slot in the call; rows of earlier tokens are in the ring
     results_gmem: Any = None  # [n, D] bfloat16, pooled vectors; None if they are stored as entries
     # [T] int32, the row of `results_gmem` for the window that token t closes. If None, this is row t.
@@ -52,7 +52,8 @@ def rows_in_call(ctx: FlushContext, token) -> Any:
         return jnp.int32(1)
     back = vectors.thread()  # thread i looks at token `token - i`
     slots = vectors.take(ctx.slots_gmem, token - back)
-    # The tokens of a slot are adjacent. So the rows are those of the `limit` tokens up to `token` with the same slot.
+    # The tokens of a slot are adjacent. So of `token` and the `limit - 1` preceding tokens, those with the same slot
+    # are rows of the window.
     is_row = (slots == ctx.slots_gmem[token]) & (back <= token) & (back < limit)
     return vectors.count(jnp.where(is_row, 1, 0))
 

@@ -183,8 +183,8 @@ class Config:
     # with more windows, blocks do not share windows.
     cluster_sizes: tuple[tuple[int, int], ...] = ((14, 8), (30, 4), (130, 2))
     long_blocks: int = MULTIPROCESSORS  # maximum number of blocks for long windows: all run at once, one per SM
-    # Number of warpgroups per block for long windows, if a request has fewer tokens in the call than a window has. More
-    # warpgroups take longer to start.
+    # Number of warpgroups per block for long windows, if a request has fewer tokens in the call than a window has rows.
+    # More warpgroups take longer to start.
     decode_warpgroups: int = 2
     # Number of warpgroups per block for long windows, if a request may have all tokens of a window in the call.
     prefill_warpgroups: int = 4
@@ -200,8 +200,8 @@ class FlushCall:
     """The arguments of `flush`, `pool_windows` or `write_entries`, in the form that the kernel launches take."""
 
     compressors: list[CompressorOperands]  # results of `CompressorOperands.in_place`
-    slots: jax.Array  # [T] int32
-    positions: jax.Array  # [T] int32
+    slots: jax.Array  # [T] int32, each token's request slot; -1 = padding
+    positions: jax.Array  # [T] int32, each token's position; for `write_entries`, each entry's index
     layer: jax.Array | None  # [1] int32 index of the layer, from `layer_operand`
     max_tokens: int  # maximum number of tokens of a slot in the call
     config: Config

@@ -183,7 +183,7 @@ def _across(ctx, combine, x):
 
 
 def _pool_window(ctx, token, rows_in_call):
-    """Waits for the copies of `_start_window` and returns the window's pooled vector, [D] float32."""
+    """Waits for copies, and returns the pooled vector, [D] float32, of the window that closes at `token`."""
     c = ctx.c
     if c.gate is None:
         return vectors.load(c.kv.at[token])
