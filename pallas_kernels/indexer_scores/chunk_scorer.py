@@ -27,7 +27,7 @@ class Config:
     """Tuning choices of `indexer_scores`."""
 
     blocks: int = MULTIPROCESSORS  # number of blocks, which share the work equally
-    warpgroups: int = 4  # number of warpgroups in a block; they hide each other's waits
+    warpgroups: int = 4  # number of warpgroups in a block; while one waits, the others compute
     stages: int = 4  # number of tiles of a warpgroup that are being copied or read
     # Maximum number of tokens in a chunk. Shared memory has to hold a chunk's queries. With candidates, this must be 1.
     chunk_tokens: int = 8
@@ -52,7 +52,7 @@ class Config:
         if small_products and chunk_tokens == 1 and not interpret:
             # A thread has 128 registers if there are four warpgroups, 96 if there are five, and 80 if there are six.
             warpgroups = 5 if gathers else 6
-        # A block's search for its share takes 0.2 ms for 8,192 tokens, so XLA computes the shares for many tokens.
+        # A block's search for its share takes 0.2 ms for 8,192 tokens, so for many tokens XLA computes the shares.
         return cls(blocks, warpgroups, chunk_tokens=chunk_tokens, plan_in_xla=tokens > 256)
 
 
@@ -99,7 +99,7 @@ class ChunkScorer:
     warpgroup: Any  # int32 scalar, index of the warpgroup in the block
     q_gmem: Any  # [T, heads, 128] rounded queries
     weights_gmem: Any  # [T, heads] float32 head weights
-    keys: key_tiles.IndexerKeys  # references, with `layer` a scalar
+    keys: key_tiles.IndexerKeys  # references to the operands; only `layer` is an int32 scalar
     candidates_gmem: Any  # [T, C] int32 indices of candidate blocks of 8 keys; None = all keys are scored
     out_gmem: Any  # [T, E] float32 scores
     scratch: Scratch

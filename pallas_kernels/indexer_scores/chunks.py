@@ -108,8 +108,8 @@ class Chunks:
     def share(self, number: jax.Array, num_shares: int) -> tuple[jax.Array, ...]:
         """Finds a share of the work within a kernel.
 
-        A chunk is as many units of work as its cost. Units are indexed in the order of the chunks. A share is a range
-        of units. The sizes of the shares differ by at most 1.
+        The cost of a chunk is its number of units of work. Units are indexed in the order of the chunks. A share is a
+        range of units. The sizes of the shares differ by at most 1.
 
         Args:
           number: int32 scalar, index of the share.

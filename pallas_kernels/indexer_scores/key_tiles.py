@@ -293,7 +293,7 @@ def _own_key():
 
 
 def _own_rows(rows):
-    """Returns the row of this thread's first key in the pools, or if `rows` is [4, 2], the rows of both of its keys."""
+    """Returns a list of rows of the pools: the row of this thread's first key, or if `rows` is [4, 2], of both keys."""
     return [mlir.to_i64(U32(row) + _own_key()[0] % WARP_KEYS) for row in mlir.values(rows)]
 
 
@@ -327,7 +327,7 @@ def _emit_unpack_bfloat16(tile, scale):
     halves: list[list[Any]] = [[None] * 16, [None] * 16]
     pair_type = mlir.vector_type(2, ir.BF16Type.get())
     for row, (quad, bits) in enumerate(zip(words.registers.flat, mlir.values(scales), strict=True)):
-        # `e2m1_pairs` returns values times 2**-126.
+        # The factors include 2**126, because `e2m1_pairs` returns values times 2**-126.
         if scale == "e8m0":
             factors = [(U32(bits).minimum(MAX_E8M0) + (126 - SHIFTS[scale])) * 0x00800080]
         else:
@@ -432,8 +432,8 @@ def e4m3_keys(words, below):
     keys: list[Any] = [None] * (2 * len(words))
     for number, word in enumerate(map(U32, words)):
         row, i = divmod(number, len(words) // 2)
-        # The constants are the E4M3 codes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2**TOP. To subtract 8 from a code
-        # halves the value.
+        # The constants are the E4M3 codes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2**TOP. A code less 8 has half the
+        # value.
         low = U32(0x6C686000) - below[row] * 0x08080800
         high = U32(0x7C787470) - below[row] * 0x08080808
         sizes = word & 0x77777777
