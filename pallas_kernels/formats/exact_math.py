@@ -25,8 +25,9 @@ from pallas_kernels.mgpu import mlir, thread_ops, vectors
 from pallas_kernels.runtime.launch import primitive
 
 
-# The next three constants fix the order of sums, on which the bits depend. A softmax over at most MAX_SHORT rows sums
-# all rows at once. A softmax over more rows sums each of CHUNKS chunks of consecutive rows, then adds up the chunks.
+# The next three constants fix the order of additions, on which the bits of sums depend. A softmax over at most
+# MAX_SHORT rows sums all rows at once. A softmax over more rows sums each of CHUNKS chunks of consecutive rows, then
+# adds up the chunks.
 MAX_SHORT = 16
 CHUNKS = 8
 # A sum over channels sums each slice of SLICE consecutive channels, then adds up the slices.

@@ -174,8 +174,8 @@ def _emit_store_rows(ref, rows, values, *, first_group=0):
 def regroup(x: jax.Array, groups: int) -> jax.Array:
     """Reshapes rows of 512 values, [n, .., ..], to [n, groups, 512 / groups]. No value moves to another lane.
 
-    The register layout depends on the number of groups, also that of an array [n] to which rows are reduced. `PER_ROW`
-    is the layout to which rows of 8 groups are reduced.
+    Rows in different numbers of groups have different register layouts, even after a reduction to one value per row.
+    `PER_ROW` is the layout of such values for rows of 8 groups.
     """
     return x if x.shape[1] == groups else _regroup(x, groups)
 

@@ -17,7 +17,7 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 @pytree_dataclass
 class Rings:
-    """Window rows of requests. Every slot has a ring of rows: of n rows, row `p % n` holds position p of the request.
+    """Window rows of requests. Every slot has a ring of n rows, in which row `p % n` holds position p of the request.
 
     Attributes:
       layer: int32 scalar, index on axis 0 of the pools.
