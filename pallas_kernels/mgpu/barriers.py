@@ -25,7 +25,8 @@ def turn(ring, i: jax.Array) -> jax.Array:
 def wait_empty(empty, i: jax.Array) -> None:
     """Waits until the place of item `i` in a ring is empty. The first items find their places empty without a wait.
 
-    `empty` is an array with one barrier for each place. A place's reader arrives at its barrier after the read.
+    `empty` is an array with one barrier for each place. The reader of a place arrives at the place's barrier after the
+    read.
     """
     pl.when(i >= empty.shape[0])(lambda: plgpu.barrier_wait(empty.at[turn(empty, i)]))
 

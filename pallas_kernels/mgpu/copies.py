@@ -67,7 +67,7 @@ def start_rows(target, pieces, *, column: jax.Array, size: int) -> None:
     Args:
       target: [rows * size] float32 in shared memory, the number of rows a multiple of 4.
       pieces: tuples (array, row, begin): an array [.., width] float32 in global memory, and two int32 scalars. Row r of
-        the target is a copy of row `row + r` of an array, the array of the last tuple with `begin <= r`.
+        the target comes from the last tuple with `begin <= r`: it is a copy of row `row + r` of that tuple's array.
       column: int32 scalar, the first of the columns to copy.
       size: number of columns to copy.
     """
@@ -100,7 +100,7 @@ def _emit_start_rows(target, pieces, *, column, size):
         width = array.type.shape[1]
         offset = mlir.multiply_add(arith.addi(mlir.to_i64(row), first_row), width, mlir.to_i64(column))
         offset = arith.addi(offset, own_column)
-        begin -= U32(arith.trunci(mlir.int_type(), first_row))  # r below counts from this thread's first row
+        begin -= U32(arith.trunci(mlir.int_type(), first_row))  # the loop over r counts from this thread's first row
         sources.append((mlir.at(mlir.global_pointer(array), offset, mlir.f32_type()), width, begin))
     for r in range(0, rows, warp_rows):
         source: Any = None

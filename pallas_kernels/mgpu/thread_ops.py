@@ -145,7 +145,7 @@ def shared(ref, offset: U32 | int = 0) -> U32:
     return base + (offset << 2)
 
 
-# Function of (address, block) that returns the address of the same place in the shared memory of another block.
+# Function of (address, index of a block in the cluster) that returns the address of the same place in that block.
 peer = partial(ptx, "mapa.shared::cluster.u32 $0, $1, $2;")
 load = partial(ptx, "ld.shared.u32 $0, [$1];")
 # Functions of (address, value). `fetch_add`, `add`, `add_peer` and `set_bits` are atomic. `fetch_add` returns the old
