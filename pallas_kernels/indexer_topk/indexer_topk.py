@@ -12,7 +12,7 @@ key are its first 11, its next 11 and its last 10 bits.
     collect, append           lists the scores that have this digit or a larger one
     share_candidates          sends the lists to all blocks, if they are short             lists of all blocks
     count_candidates, find    repeats the search with the second and the third digit       counts unless lists were sent
-    mark                      sets a bit for each entry that is selected or may be
+    mark                      sets a bit for each entry that is or may be selected
     write                     writes the selected entries in ascending order               marks unless lists were sent
 """
 

@@ -443,7 +443,7 @@ class RadixSelect:
         """
         chunk_bins = 32 * VECTOR
         chunks = BINS // chunk_bins
-        above = U32(0)  # number of keys in the chunks so far
+        above = U32(0)  # number of keys in the chunks searched so far
         chunk = U32(chunks)  # index of the chunk with the key of this rank, or `chunks` if no chunk has it
         before = U32(0)  # number of keys in the chunks that precede `chunk`, which count larger digits
         for i in range(chunks):  # chunk 0 counts the largest digits
@@ -453,7 +453,7 @@ class RadixSelect:
                 first_bin = lowest_digit - BINS // 2 if is_positive else BINS - lowest_digit - chunk_bins
             count_here = functools.reduce(operator.add, ops.load_vector(source + 4 * first_bin + (ops.lane() << 4)))
             if number == 0 and i == chunks - 1:
-                count_here = ops.lane().equals(31).where(0, count_here)  # the bins of the last lane count -inf
+                count_here = ops.lane().equals(31).where(0, count_here)  # lane 31 reads the bins of -inf
             up_to = above + ops.warp_sum(count_here)
             contains_rank = (above < rank) & (rank <= up_to)
             chunk = contains_rank.where(i, chunk)
