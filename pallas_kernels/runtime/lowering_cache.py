@@ -8,8 +8,8 @@ subfolder `kernels`. The name of a file is a hash of everything that the module 
 static arguments, the kernels' sources, and the versions of JAX.
 
 A kernel that is not stored is lowered by a worker process, while this process continues to trace the program. Then a
-thread of this process compiles the kernel. XLA, which would compile the kernels of the program one after another, then
-finds them compiled.
+thread of this process compiles the kernel. This saves time, because XLA would compile the program's kernels one after
+another.
 """
 
 import contextlib
@@ -34,7 +34,8 @@ from pallas_kernels.runtime.hardware import runs_all_blocks_at_once, why_no_mosa
 from pallas_kernels.runtime.pytrees import on_leaves
 
 
-# Only the version of JAX that wrote a lowered kernel reads it, so calls of Mosaic need not have a stable format.
+# Allows exports to contain Mosaic's custom calls, whose format may change in a later version of JAX. Only the version
+# that wrote a lowered kernel reads it.
 _CHECKS = [export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
 logger = logging.getLogger("pallas_kernels")
 MAX_WORKERS = 8  # maximum number of worker processes; each takes 0.4 GB of memory and 3 seconds to start
@@ -135,7 +136,7 @@ def _build(path: Path, function: Callable, args, kwargs) -> Callable[[], export.
     workers, compilers = executors
     try:
         lowering = workers.submit(lower)
-    except Exception as error:  # processes cannot be started, or were ended
+    except Exception as error:  # worker processes could not be started, or have ended
         lowering = Future()
         lowering.set_exception(error)
     return compilers.submit(_finish, lowering, lower).result
