@@ -164,7 +164,7 @@ class LongWindowWorker(FlushContext):
         return self.chunks_full.at[lax.axis_index("warpgroup")]
 
     def arrive(self):
-        """Arrives at the cluster's barrier, and makes this thread's writes visible to threads that `wait`."""
+        """Arrives at the cluster's barrier, and makes this thread's writes visible to threads that call `wait`."""
         if self.plan.blocks > 1:
             barriers.arrive_cluster(self.cluster_barrier)
 
@@ -351,7 +351,7 @@ def _store_window(worker, window, following, end, count):
     Args:
       worker: the warpgroup's view of its cluster.
       window: the window; copies of this block's first `stages` chunks have been started.
-      following: the cluster's next window; its token is `end` if there is none.
+      following: the cluster's next window; `following.token` is `end` if there is none.
       end: int32 scalar, end of the cluster's tokens.
       count: int32 scalar, number of windows that the cluster has stored so far.
     """

@@ -40,8 +40,8 @@ class CompressorOperands:
       state_kv: [layers, slots, ring, width] float32, `kv` of earlier tokens; position p of a request is row `p % ring`
         of the request's slot. A ring has at least `rate` rows, or `2 * rate` with overlap. None if a window is a single
         token.
-      state_gate: [layers, slots, ring, width] float32, `gate` plus position bias of earlier tokens; None like
-        `state_kv`.
+      state_gate: [layers, slots, ring, width] float32, `gate` plus position bias of earlier tokens; None if
+        `state_kv` is None.
       pools: arrays [layers, blocks, entries per block, ..], as the layout describes them: (nope, rope or None, scale)
         or (codes, scale).
       layout: format in which entries are stored, a `RowLayout` for KV rows or a `KeyLayout` for indexer keys.
@@ -49,7 +49,7 @@ class CompressorOperands:
       eps: epsilon of the RMS norm.
       overlap: whether windows overlap. If they do, a window has `2 * rate` rows, and its first `rate` rows are also the
         last `rate` rows of the preceding window.
-      num_slots: number of slots.
+      num_slots: number of request slots.
       ring: number of rows in a ring. `in_place` sets `num_slots` and `ring`, because it merges their axes.
     """
 

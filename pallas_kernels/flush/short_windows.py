@@ -201,7 +201,7 @@ def _start_window(ctx, token, bits, also=lambda ctx: None):
 
     Args:
       ctx: the warpgroup's view of the compressor.
-      token: int32 scalar, index of the token.
+      token: int32 scalar, index of the token that closes the window.
       bits: int32 scalar; 0 if there is no window.
       also: function of `ctx` that starts further copies; called before the rows' copies start.
 
@@ -303,7 +303,7 @@ def _where_exists(ctx, exists, j, i, other):
     """Loads the values (i = 0) or the logits (i = 1) of row j of the window, or `other` if the row does not exist.
 
     With overlap, the first `rate` rows of a request's first window do not exist. `exists` is False for this window and
-    True for others.
+    True for all other windows.
     """
     x = vectors.load(_staged(ctx, i, j))
     if not ctx.c.overlap or j >= ctx.c.rate:
