@@ -168,8 +168,9 @@ class ChunkScorer:
     def _in_blocks(self, operation, i, candidates):
         """Returns where the first key of each range is, int32 in the layout `_layout`.
 
-        If `operation` is `lax.div`, the result is the column of its block in the block table. If it is `lax.rem`, the
-        result is the index of the key in the block. The operands are unsigned, because unsigned division is faster.
+        If `operation` is `lax.div`, the result is the column of the key's block in the block table. If `operation` is
+        `lax.rem`, the result is the index of the key in this block. The operands are unsigned, because unsigned
+        division is faster.
         """
         if candidates is None:
             warp_key = plgpu.broadcasted_iota(jnp.int32, (4,), 0, layout=PER_WARP) * WARP_KEYS

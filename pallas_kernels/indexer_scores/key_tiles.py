@@ -16,7 +16,7 @@ of its head's largest scale. Codes times smaller scales are exact in these units
     multiples of 2**-6. Sums below 2**8 are then exact. Sums of independent keys and queries are about 55.
   * If one of a warp's 16 keys has scales farther apart, the warp scores all 16 keys again as bfloat16 with float32
     sums. This is rare: values are about normal after the Hadamard rotation, and 1 of 4 million keys of normal values
-    had such scales. Without the rotation it would be frequent, since a key can have a few large channels.
+    had such scales. Without the rotation this would be frequent, since a key can have a few large channels.
 """
 
 from typing import Any
