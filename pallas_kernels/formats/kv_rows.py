@@ -93,7 +93,7 @@ def load_rows(ref, rows: jax.Array, shape: tuple[int, ...], *, first_group: int 
     """Loads rows of a pool by index.
 
     Args:
-      ref: [R, C] or [R] in global memory.
+      ref: [R, C] or [R] in global memory, R rows of C values or of one value.
       rows: [n] int32, indices of rows, each in 0 .. R - 1. If each group is a row of the pool: [n, groups] int32, for a
         result [n, groups, C].
       shape: shape of the result.
@@ -139,7 +139,7 @@ def store_rows(ref, rows: jax.Array, values: jax.Array, *, first_group: int = 0)
     """Stores rows of a pool by index.
 
     Args:
-      ref: [R, C] or [R] in global memory.
+      ref: [R, C] or [R] in global memory, R rows of C values or of one value.
       rows: as in `load_rows`; rows with a negative index are not stored.
       values: array of a shape and layout as `load_rows` returns, with the pool's dtype; uint8 0 and 1 for a bool pool.
       first_group: as in `load_rows`; groups that the pool does not hold are not stored.

@@ -49,7 +49,7 @@ class Rings:
         return jax.tree.map(lambda pool: jax.new_ref(pool.reshape(-1, pool.shape[-1])), self.pools)
 
     def freeze(self, refs: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        """Returns the pools with the contents of `refs`, from `mutable_pools`, to which a kernel has written."""
+        """Returns the pools with the contents of `refs`, which `mutable_pools` made and a kernel has written to."""
         return jax.tree.map(lambda pool, ref: jax.freeze(ref).reshape(pool.shape), self.pools, refs)
 
 
