@@ -47,7 +47,7 @@ def pack(low, high) -> U32:
 
 
 def rotate(word: U32, cos, sin) -> U32:
-    """Rotates a pair of bfloat16 by an angle, given by its cosine and sine as MLIR float32; uses no FMA."""
+    """Rotates a word's pair of bfloat16 by an angle without FMAs. `cos` and `sin` of the angle are MLIR float32."""
     even, odd = unpack(word)
     multiply = thread_ops.multiply
     rotated_even = arith.subf(multiply(even, cos), multiply(odd, sin))
