@@ -3,8 +3,8 @@
     selected(row) = indices of the k largest of scores[row, : lengths[row]], in ascending order
 
 The grid has one cluster of `plan.blocks` blocks for each row. Every warpgroup runs all of these steps of `RadixSelect`
-on its part of the row. A key is an unsigned integer of 32 bits that rises with the score. The digits of a
-key are its first 11, its next 11 and its last 10 bits.
+on its part of the row. A key is an unsigned integer of 32 bits that rises with the score. The digits of a key are its
+first 11, its next 11 and its last 10 bits.
 
     step                      does                                                         waits for
     zero, wait, load, count   counts scores by the first digit of their keys               zeroed counts of all blocks
@@ -207,7 +207,7 @@ def _list_candidates(radix, scores, low, chunks):
 def _refine(radix, number, search, shared, for_each_list):
     """Narrows the interval of the search by the next digit of the k-th largest key.
 
-    If all scores in the interval are selected, the search is over, and its state stays as it is.
+    If all scores in the interval are selected, the search is over, and the state does not change.
 
     Args:
       radix: the steps of the row's selection.

@@ -64,8 +64,8 @@ def _for_thread(emit=None, *, returns: Any = None) -> Any:
 class RadixSelect:
     """The steps of one row's selection; every warpgroup of the cluster calls them.
 
-    A method with the decorator `_for_thread` is code for one thread. In it, the object's fields and the arguments are
-    MLIR values, as `ops.inline` passes them.
+    A method with the decorator `_for_thread` is code for one thread. In such a method, the object's fields and the
+    arguments are MLIR values, as `ops.inline` passes them.
     """
 
     plan: RadixPlan = static_field()  # division of the row
