@@ -126,7 +126,7 @@ def _emit_load_rows(ref, rows, shape, *, first_group=0):
     kind = mlir.vector_type(layout.vector_length, ref.type.element_type)
     for _, row, group, column in _positions(layout, shape, rows):
         if len(shape) == 3:
-            # As an unsigned integer, a negative index of a group is large, so the minimum replaces it by the index of
+            # A negative index of a group is large as an unsigned integer, so the minimum replaces it by the index of
             # the pool's last group.
             group = arith.subi(group, mlir.index(first_group))
             group = arith.minui(group, mlir.index(_width(ref) // shape[2] - 1))
@@ -161,7 +161,7 @@ def _emit_store_rows(ref, rows, values, *, first_group=0):
     for register, row, group, column in _positions(values.layout, values.shape, rows):
         inside = arith.cmpi(arith.CmpIPredicate.sge, row, mlir.index(0))
         if len(values.shape) == 3:
-            # As an unsigned integer, a negative index of a group is large, so one comparison finds groups to skip.
+            # A negative index of a group is large as an unsigned integer, so one comparison finds all groups to skip.
             group = arith.subi(group, mlir.index(first_group))
             in_pool = arith.cmpi(arith.CmpIPredicate.ult, group, mlir.index(_width(ref) // values.shape[2]))
             inside = arith.andi(inside, in_pool)
