@@ -23,20 +23,20 @@ class FlushContext:
     """A warpgroup's view of a compressor, with the warpgroup's own buffers in shared memory."""
 
     c: CompressorOperands  # references to the compressor's operands and its static options
-    slots_gmem: Any  # [T] int32
-    positions_gmem: Any  # [T] int32
+    slots_gmem: Any  # [T] int32, each token's request slot; -1 = padding
+    positions_gmem: Any  # [T] int32, each token's position in its request; -1 = padding
     max_in_call: int  # maximum number of tokens of a slot in the call; rows of earlier tokens are in the ring
     results_gmem: Any = None  # [n, D] bfloat16, pooled vectors; None if they are stored as entries
-    # [T] int32, the row of `results_gmem` for the window that token t closes; None: row t.
+    # [T] int32, the row of `results_gmem` for the window that token t closes. If None, this is row t.
     result_rows_gmem: Any = None
     first: Any = 0  # index of the warpgroup's first channel
     scratch_smem: Any = None  # [channels of the warpgroup] float32, scratch for `vectors.exchange`
     stage_smem: Any = None  # [2 * rows * D] float32, the values, then the logits of a short window
-    biases_smem: Any = None  # [n * D] float32, position biases of the last n rows of a short window: `first_in_call` on
+    biases_smem: Any = None  # [n * D] float32, position biases of the n rows of a short window from `first_in_call` on
 
     @property
     def first_in_call(self) -> int:
-        """The index of a window's first row that can be in the call; the rows before it are always in the ring."""
+        """The index of a window's first row that can be in the call. The preceding rows are always in the ring."""
         return max(self.c.rows - self.max_in_call, 0)
 
     def state_row(self, slot, position):
@@ -52,7 +52,8 @@ def rows_in_call(ctx: FlushContext, token) -> Any:
         return jnp.int32(1)
     back = vectors.thread()  # thread i looks at token `token - i`
     slots = vectors.take(ctx.slots_gmem, token - back)
-    # The tokens of a slot are adjacent. So among the last `limit` tokens, the tokens with the same slot are the rows.
+    # The tokens of a slot are adjacent. So of `token` and the `limit - 1` preceding tokens, those with the same slot
+    # are rows of the window.
     is_row = (slots == ctx.slots_gmem[token]) & (back <= token) & (back < limit)
     return vectors.count(jnp.where(is_row, 1, 0))
 
@@ -68,7 +69,7 @@ class EntryTarget:
 
 
 def find_target(ctx: FlushContext, slot, position) -> EntryTarget:
-    """Returns the target of the window of a request, given by its slot, that closes at a position."""
+    """Returns the target of the window that closes at `position` in the request with this slot."""
     c = ctx.c
     per_block = jnp.int32(c.pools[0].shape[2])
     entry = lax.div(position, c.rate)
@@ -102,16 +103,16 @@ def rotation(ctx: FlushContext, target: EntryTarget) -> tuple[jax.Array, jax.Arr
 def store_entry(
     ctx: FlushContext, target: EntryTarget, rotation: tuple[jax.Array, jax.Array], x: jax.Array, across: Callable
 ) -> None:
-    """Normalizes, rotates, quantizes and stores a pooled entry. Without `target.norm`, it is normalized already.
+    """Normalizes, rotates, quantizes and stores a pooled entry. If `target.norm` is None, x is already normalized.
 
     Args:
       ctx: the warpgroup's view of the compressor.
       target: result of `find_target`.
       rotation: result of the function `rotation`.
       x: [channels] float32, the warpgroup's channels of the pooled entry.
-      across: function (combine, values). `values`, [channels] float32, are equal within each slice of 64 channels. The
-        function reduces them by a function `combine`, such as `jnp.maximum`, over all slices of the entry, including
-        the slices of other warpgroups.
+      across: function (combine, values) that reduces `values` by `combine`, such as `jnp.maximum`, over all slices of
+        64 channels of the entry, including the slices of other warpgroups. `values`, [channels] float32, are equal
+        within each slice.
     """
     channel = vectors.channels(x.shape[0]) + ctx.first
     if target.norm is not None:

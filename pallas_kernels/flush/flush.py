@@ -2,15 +2,15 @@
 
     entry = rope(norm(sum_r softmax_r(gate[r] + bias[r]) * kv[r])) over the rows r of the window, for each channel
 
-A window is `rate` consecutive tokens of a request. If windows overlap, a window also has the `rate` tokens before these
-tokens. A window closes at its last token. The row of a token is its kv and gate. If the token is in the call, its row
-is an operand. If an earlier call had the token, its row is in the request's ring of state rows. Entries are stored by
-one of two kernels:
+A window is `rate` consecutive tokens of a request. If windows overlap, a window also includes the `rate` preceding
+tokens. A window closes at its last token. The row of a token is the token's kv and gate. The rows of the call's tokens
+are operands. The rows of tokens of earlier calls are in the request's ring of state rows. Entries are stored by one of
+two kernels:
 
   * `short_windows`, for windows of at most 16 rows: each warpgroup pools whole windows.
   * `long_windows`, for windows of more than 16 rows: the blocks of a cluster pool chunks of a window.
 
-The kernel also stores the state rows, if no token of the call overwrites a row of a ring that the kernel reads.
+The same launch also stores the state rows, if no token of the call overwrites a row of a ring that the launch reads.
 Otherwise a second launch stores the state rows, see `states`.
 
 `pool_windows` and `write_entries` are the two halves of a flush, for models that make index keys from the pooled
@@ -51,8 +51,8 @@ def flush(
       positions: [T] int32, each token's position in its request; -1 = padding. Positions of a slot are consecutive.
       layer: [] int32, index of this layer if every compressor's `position_bias` and `norm_weight` are stacks; None if
         they are single weights.
-      max_query_tokens: maximum number of tokens of a slot in the call; None for T. If it is at most `ring - rows + 1`
-        for every compressor, a single launch is enough.
+      max_query_tokens: maximum number of tokens of a slot in the call; None for T. A single launch is enough if every
+        compressor's ring has at least `max_query_tokens - 1` more rows than a window.
       config: tuning choices, or None for `Config()`.
       interpret: whether to run on the CPU, interpreted, with race detection.
 
@@ -106,8 +106,8 @@ def pool_windows(
 
     Args:
       compressor: the compressor, with windows of at most 16 rows.
-      rows: [T] int32. If token t closes a window, `rows[t]`, below `count`, is the row of the result that gets the
-        window's vector. None: row t gets it.
+      rows: [T] int32. If token t closes a window, the window's vector is stored in row `rows[t]` of the result, which
+        must be below `count`. If `rows` is None, the vector is stored in row t.
       count: number of rows in the result.
       slots, positions, layer, max_query_tokens, config, interpret: as in `flush`.
 
@@ -150,7 +150,8 @@ def write_entries(
     Args:
       compressor: the operands, with vectors [n, D] bfloat16 in `kv`.
       slots: [n] int32, the request slot of each vector; -1 = nothing is stored.
-      entries: [n] int32, the index in its request of the entry that each vector becomes; -1 = nothing is stored.
+      entries: [n] int32, index of the entry that each vector becomes, among the entries of the request; -1 = nothing is
+        stored.
       config, interpret: as in `flush`.
 
     Returns:

@@ -12,8 +12,8 @@ the channels, from the copies to the entry.
     all      _pool_chunk    pools chunks b, b + n, .. for block b         copies, `wait`         chunks_full
     first    _finish_entry  adds up the chunks, stores the entry          chunks_full            `arrive`
 
-`arrive` and `wait` use the barrier of the cluster. With `arrive`, the first block tells the other blocks that it has
-read the results of a window's chunks. With `wait`, blocks await this before they send results of the next window.
+`arrive` and `wait` use the barrier of the cluster. By `arrive`, the first block tells the other blocks that it has read
+the results of a window's chunks. By `wait`, blocks wait for this before they send results of the next window.
 """
 
 import dataclasses
@@ -60,8 +60,8 @@ class LongWindowPlan:
         warpgroups = config.prefill_warpgroups if max_in_call >= c.rate else config.decode_warpgroups
         warpgroups = min(warpgroups, c.dim // vectors.THREADS)
         single = cls(c, max_in_call, blocks, warpgroups, -(-tokens // share), share, 1)
-        # If all rows of a chunk can be in the call, a stage also has position biases for all of them. Then shared
-        # memory may not have room for a second stage.
+        # If all rows of a chunk can be in the call, a stage also holds position biases for all of them. Then a second
+        # stage may not fit into shared memory.
         staged = dataclasses.replace(single, stages=min(config.stages, single.chunks))
         return staged if 4 * sum(staged.shared.values()) <= SHARED_BYTES else single
 
@@ -81,9 +81,9 @@ class LongWindowPlan:
 
     @property
     def bias_rows(self) -> int:
-        """The number of a chunk's last rows for which a stage has biases.
+        """The number of rows at the end of a chunk for which a stage holds biases.
 
-        It is the maximum number of a chunk's rows that can be in the call, rounded up to a multiple of 4.
+        This is the maximum number of a chunk's rows that can be in the call, rounded up to a multiple of 4.
         """
         return min(self.chunk_rows, -(-self.max_in_call // 4) * 4)
 
@@ -98,8 +98,8 @@ class LongWindowPlan:
 
         The buffers are:
 
-          * stages_smem: the stages; each warpgroup has a part.
-          * scratch_smem: scratch for exchanges; each warpgroup has a part.
+          * stages_smem: the stages; each warpgroup uses a part.
+          * scratch_smem: scratch for exchanges; each warpgroup uses a part.
           * sums_smem: results of two reductions over channels, for each of two entries, see `_across`.
           * partials_smem: the results of every chunk: largest logits, sums of weights and weighted sums.
         """
@@ -113,7 +113,7 @@ class WindowLocation(NamedTuple):
 
     token: Any  # index of the token that closes the window
     ring: Any  # row of the states, with leading axes merged, that holds row 0 of the window
-    wrap: Any  # number of window rows up to the ring's end; row `wrap`, if it exists, is at the ring's beginning
+    wrap: Any  # number of rows from `ring` to the ring's end; row `wrap` of a longer window is at the ring's beginning
     new: Any  # index of the window's first row that is in the call
 
 
@@ -128,8 +128,8 @@ class LongWindowWorker(FlushContext):
     # [3 * CHUNKS * D] float32, the partials: results of a window's chunks. The first block receives the results of all
     # chunks. If interpreted with several blocks, the partials are in global memory.
     partials_smem: Any
-    # [warpgroups, 2] int32, a barrier of `transaction_barriers` for each warpgroup, which counts bytes in the partials
-    # of the warpgroup's channels. None for clusters of one block, and if interpreted.
+    # [warpgroups, 2] int32, a barrier of `transaction_barriers` for each warpgroup, which counts the bytes of results
+    # that blocks send for the warpgroup's channels. None for clusters of one block, and if interpreted.
     chunks_full: Any = None
     block_barrier: Any = None  # barrier of the block's warpgroups, if interpreted
     cluster_barrier: Any = None  # barrier of the cluster's warpgroups, if interpreted
@@ -141,8 +141,8 @@ class LongWindowWorker(FlushContext):
     def staged(self, k, begin: int, rows: int):
         """Returns a reference to rows begin .. begin + rows - 1 of the stage of this block's chunk k.
 
-        A stage has `chunk_rows` rows of logits, then `bias_rows` rows of biases, then `chunk_rows` rows of values. A
-        row has the warpgroup's channels.
+        A stage holds `chunk_rows` rows of logits, then `bias_rows` rows of biases, then `chunk_rows` rows of values. A
+        row holds the warpgroup's channels.
         """
         p = self.plan
         first_value = lax.rem(k, p.stages) * p.stage_size + begin * p.channels
@@ -164,7 +164,7 @@ class LongWindowWorker(FlushContext):
         return self.chunks_full.at[lax.axis_index("warpgroup")]
 
     def arrive(self):
-        """Arrives at the cluster's barrier, and makes this thread's writes visible to threads that `wait`."""
+        """Arrives at the cluster's barrier, and makes this thread's writes visible to threads that call `wait`."""
         if self.plan.blocks > 1:
             barriers.arrive_cluster(self.cluster_barrier)
 
@@ -223,8 +223,8 @@ def store_entries(call: FlushCall) -> None:
         cluster={"block": p.blocks},
         num_threads=p.warpgroups,
         scratch_types=shared,
-        # No automatic barriers: primitives synchronize threads where they exchange data, and otherwise a thread reads
-        # only shared memory that it has written itself.
+        # Turns off Pallas's automatic barriers. They are not needed, because the primitives by which threads exchange
+        # data synchronize the threads, and otherwise a thread reads only shared memory that it has written itself.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
@@ -232,7 +232,7 @@ def store_entries(call: FlushCall) -> None:
 
 
 def _run(worker, first, writer, with_states):
-    """Stores the entries of the windows that close at the cluster's tokens, and their state rows if `with_states`.
+    """Stores the entries of the windows that the cluster's tokens close, and the tokens' state rows if `with_states`.
 
     `first` is the index of the cluster's first token, and `writer` the index of this warpgroup among the warpgroups of
     the cluster.
@@ -279,7 +279,7 @@ def _run(worker, first, writer, with_states):
 def _find_window(worker, first, end) -> WindowLocation:
     """Returns the first window that one of the tokens first .. end - 1 closes.
 
-    If there is none, its `token` is `end`, and its other fields are arbitrary.
+    If there is no such window, `token` of the result is `end`, and the other fields are arbitrary.
     """
     tokens = worker.slots_gmem.shape[0]
     c = worker.c
@@ -351,9 +351,9 @@ def _store_window(worker, window, following, end, count):
     Args:
       worker: the warpgroup's view of its cluster.
       window: the window; copies of this block's first `stages` chunks have been started.
-      following: the cluster's next window; its token is `end` if there is none.
+      following: the cluster's next window; `following.token` is `end` if there is none.
       end: int32 scalar, end of the cluster's tokens.
-      count: int32 scalar, number of the cluster's windows before this one.
+      count: int32 scalar, number of windows that the cluster has stored so far.
     """
     p = worker.plan
     target = entry.find_target(worker, worker.slots_gmem[window.token], worker.positions_gmem[window.token])
@@ -361,7 +361,8 @@ def _store_window(worker, window, following, end, count):
     rotation = entry.rotation(worker, target)
 
     if p.share > 1:
-        # The results sent below overwrite the partials of the previous window. The first block must have read them.
+        # Waits until the first block has read the partials of the preceding window, because the results that are sent
+        # below overwrite these partials.
         pl.when(count > 0)(worker.wait)
 
     def pool_chunk(k, _):
@@ -391,7 +392,7 @@ def _store_window(worker, window, following, end, count):
 
 @jax.named_scope("finish_entry")
 def _finish_entry(worker, target, rotation, count):
-    """Combines the results of a window's chunks and stores its entry; runs in the first block of the cluster."""
+    """Combines the results of a window's chunks and stores the entry. Only the first block of a cluster runs this."""
     p = worker.plan
     if worker.chunks_full is not None:
         transaction_barriers.arrive(worker.barrier(), 3 * CHUNKS * 4 * p.channels // vectors.THREADS)
@@ -416,8 +417,8 @@ def _pool_chunk(worker, window, k, refill):
     p = worker.plan
 
     def arrive():
-        # The logits and the values of a chunk are two groups of copies. At each call, 2 * stages groups are in flight,
-        # and the oldest one is awaited: chunk k's logits in the first call, its values in the second.
+        # The logits and the values of a chunk are two groups of copies. At each call, 2 * stages groups are in flight.
+        # The first call waits for the group of chunk k's logits, and the second call for that of chunk k's values.
         copies.wait_copies(2 * p.stages - 1)
         # A thread also reads rows that other threads of its warp have copied.
         copies.sync_warp()
@@ -457,7 +458,7 @@ def _across(worker, count, uses, combine, x):
 
     Args:
       worker: the warpgroup's view of its cluster.
-      count: int32 scalar, number of the cluster's windows before this one.
+      count: int32 scalar, number of windows that the cluster has stored so far.
       uses: iterator that returns the index of this call among the calls for the entry, 0 or 1.
       combine: `jnp.add` or another reduction, such as `jnp.maximum`.
       x: [channels] float32, the warpgroup's channels; the values of each slice are equal.

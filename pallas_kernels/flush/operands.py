@@ -22,8 +22,9 @@ NO_SLOTS = 2**31 - 1  # value of `num_slots` if there is neither a state nor a b
 class CompressorOperands:
     """The operands of a compressor, or references to them within a kernel.
 
-    An entry has D channels, 128, 256 or 512. Entries with a `RowLayout` have 512 on a GPU. `pool_windows` does not read
-    `inv_freq`, `block_table`, `pool_layer`, `pools` and `layout`. `write_entries` reads only these, `kv` and `rate`.
+    An entry has D = 128, 256 or 512 channels. On a GPU, D is 512 for entries with a `RowLayout`. `pool_windows` does
+    not read `inv_freq`, `block_table`, `pool_layer`, `pools` and `layout`. `write_entries` reads only these five
+    fields, `kv` and `rate`.
 
     Attributes:
       kv: [T, width] float32 projections of this call's tokens. The width is D, or 2 * D with overlap: D channels for
@@ -37,16 +38,18 @@ class CompressorOperands:
       state_layer: int32 scalar, index on axis 0 of `state_kv` and `state_gate`.
       pool_layer: int32 scalar, index on axis 0 of `pools`.
       state_kv: [layers, slots, ring, width] float32, `kv` of earlier tokens; position p of a request is row `p % ring`
-        of its slot. The ring is at least `rate`, or `2 * rate` with overlap. None if a window is a single token.
-      state_gate: [layers, slots, ring, width] float32, `gate` plus position bias of earlier tokens; None like
-        `state_kv`.
+        of the request's slot. A ring has at least `rate` rows, or `2 * rate` with overlap. None if a window is a single
+        token.
+      state_gate: [layers, slots, ring, width] float32, `gate` plus position bias of earlier tokens; None if
+        `state_kv` is None.
       pools: arrays [layers, blocks, entries per block, ..], as the layout describes them: (nope, rope or None, scale)
         or (codes, scale).
       layout: format in which entries are stored, a `RowLayout` for KV rows or a `KeyLayout` for indexer keys.
       rate: number of tokens after which a window closes.
       eps: epsilon of the RMS norm.
-      overlap: whether windows overlap: a window then also has the `rate` rows before its last `rate` rows.
-      num_slots: number of slots.
+      overlap: whether windows overlap. If they do, a window has `2 * rate` rows, and its first `rate` rows are also the
+        last `rate` rows of the preceding window.
+      num_slots: number of request slots.
       ring: number of rows in a ring. `in_place` sets `num_slots` and `ring`, because it merges their axes.
     """
 
@@ -176,12 +179,12 @@ class CompressorOperands:
 class Config:
     """Tuning choices of the flush kernels."""
 
-    # Pairs (maximum number of long windows that can close in a call, number of blocks that share a window). A call with
-    # more windows has one block for each.
+    # Pairs (maximum number of long windows that can close in a call, number of blocks that share a window). In a call
+    # with more windows, blocks do not share windows.
     cluster_sizes: tuple[tuple[int, int], ...] = ((14, 8), (30, 4), (130, 2))
     long_blocks: int = MULTIPROCESSORS  # maximum number of blocks for long windows: all run at once, one per SM
-    # Number of warpgroups per block for long windows, if a request has fewer tokens in the call than a window has. More
-    # warpgroups take longer to start.
+    # Number of warpgroups per block for long windows, if a request has fewer tokens in the call than a window has rows.
+    # More warpgroups take longer to start.
     decode_warpgroups: int = 2
     # Number of warpgroups per block for long windows, if a request may have all tokens of a window in the call.
     prefill_warpgroups: int = 4
@@ -194,23 +197,23 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class FlushCall:
-    """The arguments of `flush` or one of its halves in the form that its launches take."""
+    """The arguments of `flush`, `pool_windows` or `write_entries`, in the form that the kernel launches take."""
 
     compressors: list[CompressorOperands]  # results of `CompressorOperands.in_place`
-    slots: jax.Array  # [T] int32
-    positions: jax.Array  # [T] int32
+    slots: jax.Array  # [T] int32, each token's request slot; -1 = padding
+    positions: jax.Array  # [T] int32, each token's position; for `write_entries`, each entry's index
     layer: jax.Array | None  # [1] int32 index of the layer, from `layer_operand`
     max_tokens: int  # maximum number of tokens of a slot in the call
     config: Config
     interpret: bool
     results: jax.ShapeDtypeStruct | None = None  # [n, D] bfloat16, pooled vectors to return; None to store entries
-    # [T] int32, the row of the results for the window that token t closes; None: row t.
+    # [T] int32, the row of the results for the window that token t closes. If None, this is row t.
     result_rows: jax.Array | None = None
 
     @property
     def with_states(self) -> bool:
         """Whether the launch that stores entries also stores the state rows.
 
-        It does if the rings are so long that no token of the call overwrites a row that the launch reads.
+        This is so if the rings are so long that no token of the call overwrites a row that the launch reads.
         """
         return all(c.state_kv is not None and self.max_tokens <= c.ring - c.rows + 1 for c in self.compressors)

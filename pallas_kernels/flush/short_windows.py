@@ -49,7 +49,7 @@ def pool_windows(call: FlushCall) -> list[jax.Array]:
 
 
 def write_entries(call: FlushCall) -> None:
-    """Launches the kernel that stores vectors as entries. `call.positions` has the entries' indices, not positions."""
+    """Launches the kernel that stores vectors as entries. `call.positions` are the entries' indices, not positions."""
     workers, share = _workers(call.slots.shape[0], 1, call.config.short_workers)
     work = functools.partial(_write, step=workers, share=share)
     run_workers("write_entries", work, workers, call, lambda c: {"scratch_smem": c.dim})
@@ -58,8 +58,8 @@ def write_entries(call: FlushCall) -> None:
 def _write(ctx, first, step, share):
     """Stores up to `share` vectors, with indices first, first + step, ..., as entries."""
     c = ctx.c
-    # The compiler must not know the range of channel indices. LLVM would compute the indices of rotated pairs in
-    # vectors of two 16-bit integers, which ptxas adds wrongly.
+    # Hides the range of channel indices from the compiler. Otherwise, LLVM would compute the indices of rotated pairs
+    # in vectors of two 16-bit integers, which ptxas adds wrongly.
     ctx = dataclasses.replace(ctx, first=vectors.opaque(jnp.int32(0)))
     vectors_in_call = ctx.slots_gmem.shape[0]
 
@@ -158,9 +158,9 @@ def _store_windows(ctx, first, step, number, share, bits, rows_in_call):
 
 
 def _start_finish(ctx, token):
-    """Returns a function of a pooled vector that finishes and stores it, for the window that closes at `token`.
+    """Returns a function that finishes and stores the pooled vector of the window that closes at `token`.
 
-    The function's operands in global memory are loaded here already, while the window's rows are copied.
+    The other operands of the function are loaded from global memory here, while the window's rows are copied.
     """
     across = functools.partial(_across, ctx)
     if ctx.results_gmem is None:
@@ -183,7 +183,7 @@ def _across(ctx, combine, x):
 
 
 def _pool_window(ctx, token, rows_in_call):
-    """Returns the pooled vector, [D] float32, of the window that closes at `token`, after `_start_window`."""
+    """Waits for copies, and returns the pooled vector, [D] float32, of the window that closes at `token`."""
     c = ctx.c
     if c.gate is None:
         return vectors.load(c.kv.at[token])
@@ -201,7 +201,7 @@ def _start_window(ctx, token, bits, also=lambda ctx: None):
 
     Args:
       ctx: the warpgroup's view of the compressor.
-      token: int32 scalar, index of the token.
+      token: int32 scalar, index of the token that closes the window.
       bits: int32 scalar; 0 if there is no window.
       also: function of `ctx` that starts further copies; called before the rows' copies start.
 
@@ -265,7 +265,7 @@ def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
             copies.start_copy(_staged(ctx, i, row), new, source, column, other=old)
 
     if ctx.max_in_call >= c.rows:
-        # Each row may come from the call or from the ring. Without a loop, the addresses take too many registers.
+        # Each row may come from the call or from the ring. Without a loop, the addresses would take too many registers.
         lax.fori_loop(0, c.rows, start_row, None)
         return
     for j in range(c.rows):
@@ -303,7 +303,7 @@ def _where_exists(ctx, exists, j, i, other):
     """Loads the values (i = 0) or the logits (i = 1) of row j of the window, or `other` if the row does not exist.
 
     With overlap, the first `rate` rows of a request's first window do not exist. `exists` is False for this window and
-    True for others.
+    True for all other windows.
     """
     x = vectors.load(_staged(ctx, i, j))
     if not ctx.c.overlap or j >= ctx.c.rate:

@@ -37,12 +37,13 @@ def scan(ctx: FlushContext, first, step: int, number, end) -> tuple[jax.Array, j
       ctx: the warpgroup's view of the compressor.
       first: int32 scalar, index of the first token.
       step: distance between tokens.
-      number: int32 scalar; token i of the scan has index `first + (number + i) * step`, i = 0 .. 31.
+      number: int32 scalar, number of tokens to skip: token i of the scan, i = 0 .. 31, has the index
+        `first + (number + i) * step`.
       end: int32 scalar, end of the tokens' indices.
 
     Returns:
       (token, exists, slot, position), [128] each: int32 index of the token, bool, int32, int32. Lane i of every warp
-      has token i of the scan. `exists` says whether the token is below `end` and has a state row.
+      holds token i of the scan. `exists` says whether the token is below `end` and has a state row.
     """
     token = first + (number + (vectors.thread() & (SCAN - 1))) * step
     clipped = jnp.where(token < end, token, -1)
@@ -52,7 +53,7 @@ def scan(ctx: FlushContext, first, step: int, number, end) -> tuple[jax.Array, j
 
 
 def has_state(ctx: FlushContext, slot, position) -> jax.Array:
-    """Returns whether a token with this slot and position has a state row. Padding has none."""
+    """Returns whether a token with this slot and position has a state row, which padding does not."""
     return (slot >= 0) & (slot < ctx.c.num_slots) & (position >= 0)
 
 
@@ -92,8 +93,8 @@ def run_workers(
     Args:
       name: name of the kernel.
       work: function (FlushContext, index of the first token) that a warpgroup runs. The first token has the index of
-        the warpgroup. If the last block has a warpgroup too many, this warpgroup gets the number of tokens instead, so
-        that it finds no token.
+        the warpgroup. The last block may have a warpgroup with an index of `workers`. This warpgroup gets the number of
+        tokens instead, so that it finds no token.
       workers: number of warpgroups for each compressor.
       call: arguments of the flush.
       sizes: function of a compressor that returns {name of a field of `FlushContext`: number of float32 values}, the
@@ -126,13 +127,13 @@ def run_workers(
         run_compressors,
         out_type=[] if call.results is None else [call.results],
         kernel_name=name,
-        # Blocks start in the order of their indices, the last axis fastest. So the blocks of the first compressor, the
-        # slowest one, start first.
+        # Blocks start in the order of their indices, and the index on the last axis changes fastest. So the blocks of
+        # the first compressor, which takes longest, start first.
         grid={"compressor": len(call.compressors), "block": -(-workers // WARPGROUPS)},
         num_threads=WARPGROUPS,
         scratch_types={buffer: plgpu.SMEM((WARPGROUPS * size,), jnp.float32) for buffer, size in strides.items()},
-        # No automatic barriers: primitives synchronize threads where they exchange data, and otherwise a thread reads
-        # only shared memory that it has written itself.
+        # Turns off Pallas's automatic barriers. They are not needed, because the primitives by which threads exchange
+        # data synchronize the threads, and otherwise a thread reads only shared memory that it has written itself.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=call.interpret,
     )
@@ -146,7 +147,7 @@ def _store_rows(ctx, first, step, share):
     def store_rows(number, _):
         token, is_stored, slot, _ = scan(ctx, first, step, number * SCAN, tokens)
         if ctx.max_in_call > ring:
-            # Skips a token whose row of the ring a later token of the call also has: the later row is the one to keep.
+            # Skips a token if a later token of the call belongs in the same row of the ring, which keeps the later one.
             later_slot = vectors.take(ctx.slots_gmem, jnp.where(token + ring < tokens, token + ring, -1))
             is_stored &= (token + ring >= tokens) | (later_slot != slot)
 
@@ -161,7 +162,7 @@ def _store_rows(ctx, first, step, share):
 
 
 def _read_row(ctx, token, end):
-    """Loads a token's kv, gate and position bias, and returns a function that stores its state row in the ring."""
+    """Loads a token's kv, gate and position bias, and returns a function that stores the token's state row."""
     c = ctx.c
     tokens = ctx.slots_gmem.shape[0]
     ring = c.ring
@@ -171,7 +172,7 @@ def _read_row(ctx, token, end):
     position = ctx.positions_gmem[safe]
     is_stored = (token < end) & has_state(ctx, slot, position)
     if ctx.max_in_call > ring:
-        # Skips a token whose row of the ring a later token of the call also has: the later row is the one to keep.
+        # Skips a token if a later token of the call belongs in the same row of the ring, which keeps the later one.
         is_stored &= (token + ring >= tokens) | (ctx.slots_gmem[later] != slot)
     phase = lax.rem(jnp.maximum(position, 0), c.rate)
     halves = [pl.ds(half * c.dim, c.dim) for half in range(1 + c.overlap)]

@@ -25,8 +25,9 @@ from pallas_kernels.mgpu import mlir, thread_ops, vectors
 from pallas_kernels.runtime.launch import primitive
 
 
-# The order of sums, on which their bits depend. A softmax over at most MAX_SHORT rows sums all rows at once. A softmax
-# over more rows sums each of CHUNKS chunks of consecutive rows, then adds up the chunks.
+# The next three constants fix the order of additions, on which the bits of sums depend. A softmax over at most
+# MAX_SHORT rows sums all rows at once. A softmax over more rows sums each of CHUNKS chunks of consecutive rows, then
+# adds up the chunks.
 MAX_SHORT = 16
 CHUNKS = 8
 # A sum over channels sums each slice of SLICE consecutive channels, then adds up the slices.
@@ -42,8 +43,8 @@ _EXP2 = (0.6931469775915049, 0.24022242080355077, 0.05550733754236157, 0.0096715
 # exact.
 _HALF_PI = (1.5706787109375, 0.00011761486530303955, 9.920313459588215e-10, 5.684341886080802e-14)
 _SIN = (-1.6666654611e-1, 8.3321608736e-3, -1.9515295891e-4)
-# Coefficients for powers of minus the square of an angle. With powers of the square, LLVM would know the signs of the
-# terms, and so remove the fence.
+# Coefficients of a polynomial in -angle**2. In a polynomial in angle**2, LLVM would know the signs of the terms, and so
+# remove the fence.
 _COS = (4.166664568298827e-2, 1.388731625493765e-3, 2.443315711809948e-5)
 
 
@@ -84,7 +85,7 @@ def _differentiable(derivative: Callable[[jax.Array, Any], Any]) -> Callable[[Ca
     """Returns a decorator that gives a function (x, product) a derivative, and makes `product` optional.
 
     If the caller passes no `product`, the function uses `exact_math.product` and has the derivative
-    `derivative(x, result)`. If the caller passes one, the function has no derivative.
+    `derivative(x, result)`. If the caller passes a `product`, the function has no derivative.
     """
 
     def decorate(function):
@@ -109,7 +110,7 @@ def _differentiable(derivative: Callable[[jax.Array, Any], Any]) -> Callable[[Ca
 def tree_sum(terms: list[jax.Array]) -> jax.Array:
     """Returns the sum of 2**n terms, adding the second half to the first half until a single term is left.
 
-    `dsv4_jax.quant.ordered_sum` has the same order.
+    `dsv4_jax.quant.ordered_sum` adds in the same order.
     """
     while len(terms) > 1:
         half = len(terms) // 2
@@ -151,7 +152,7 @@ def cos_sin(angle: jax.Array, product: Callable) -> tuple[jax.Array, jax.Array]:
     """Returns (cosine, sine) of angles from 0 to 2**20 radians, with an absolute error up to 2e-7."""
     rounded = fence(product(angle, 0.6366197723675814) + _ROUND)
     quarters = rounded - _ROUND
-    # `quarters` is split into two numbers of ten bits each, so that their products below are exact.
+    # `quarters` is split into `high` and `low`, numbers of ten bits each, so that their products below are exact.
     high = fence(quarters + 1024 * _ROUND) - 1024 * _ROUND
     low = quarters - high
     remainder = angle
@@ -164,8 +165,8 @@ def cos_sin(angle: jax.Array, product: Callable) -> tuple[jax.Array, jax.Array]:
     cos = (1.0 - square * 0.5) + product(product(square, square), _polynomial(-square, _COS, product))
     quadrant = _bits(rounded) & 3
     odd = (quadrant & 1) == 1
-    # 1 or -1: 0x3F800000 has the bits of 1.0, and bit 1 of an integer becomes the sign bit. The sine is negative in
-    # quadrants 2 and 3, the cosine in quadrants 1 and 2.
+    # Each sign is 1.0 or -1.0: 0x3F800000 are the bits of 1.0, and bit 1 of an integer becomes the sign bit. The sine
+    # is negative in quadrants 2 and 3, the cosine in quadrants 1 and 2.
     sin_sign = _float(((quadrant & 2) << 30) | 0x3F800000)
     cos_sign = _float((((quadrant + 1) & 2) << 30) | 0x3F800000)
     return jnp.where(odd, sin, cos) * cos_sign, jnp.where(odd, cos, sin) * sin_sign

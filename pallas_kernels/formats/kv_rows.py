@@ -1,9 +1,10 @@
 """Loads and stores of the rows of quantized pools, by row index. One warp accesses a row.
 
-Pools are [rows, columns], with all leading axes merged. A row has 512 values. In registers a row is [groups, 512 /
-groups], with a group for each of its scales, or with 8 groups if it has one scale. A warp accesses half a row at a
-time, 8 values in each lane, so that the bytes of an access are contiguous. Rows are loaded from global memory to
-registers directly, because bulk copies do not take rows of 448 bytes, and a step through shared memory adds latency.
+Pools are [rows, columns], with all leading axes merged. A row has 512 values. In registers, a row is [groups, 512 /
+groups]. A row with several scales has a group for each scale, and a row with one scale has 8 groups. A warp accesses
+half a row at a time, 8 values in each lane, so that the bytes of an access are contiguous. Rows are loaded from global
+memory to registers directly, because bulk copies do not take rows of 448 bytes, and a step through shared memory adds
+latency.
 """
 
 import functools
@@ -36,9 +37,9 @@ WARPS = 4  # number of warps in a warpgroup
 def _layout(shape):
     """Returns the register layout of an array [n], [n, groups] or [n, groups, values] for n rows, n a multiple of 4.
 
-    Warp w has rows w, w + 4, ... Of each row, a lane has two vectors of 8 values, or of 4 bytes if a byte has the codes
-    of two values. The first vectors of the 32 lanes are the first half of the row's groups, and the second vectors are
-    the second half.
+    Warp w holds rows w, w + 4, ... Of each row, a lane holds two vectors of 8 values, or of 4 bytes if a byte holds the
+    codes of two values. The first vectors of the 32 lanes form the first half of the row's groups, and the second
+    vectors form the second half.
     """
     if len(shape) == 1:
         return VALUES.reduce((1, 2))
@@ -60,7 +61,7 @@ def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
 
 
 def ring_rows(token: jax.Array, slots, positions, layer, shape: tuple[int, ...]) -> jax.Array:
-    """Returns the index of the row in which a call stores each token, row `position % ring` of its slot's ring.
+    """Returns the index of the row that stores each token: row `position % ring` in the ring of the token's slot.
 
     The index counts rows of the pools with leading axes merged.
 
@@ -92,7 +93,7 @@ def load_rows(ref, rows: jax.Array, shape: tuple[int, ...], *, first_group: int 
     """Loads rows of a pool by index.
 
     Args:
-      ref: [R, C] or [R] in global memory.
+      ref: [R, C] or [R] in global memory, R rows of C values or of one value.
       rows: [n] int32, indices of rows, each in 0 .. R - 1. If each group is a row of the pool: [n, groups] int32, for a
         result [n, groups, C].
       shape: shape of the result.
@@ -101,8 +102,8 @@ def load_rows(ref, rows: jax.Array, shape: tuple[int, ...], *, first_group: int 
           * (n, C): rows with one value for each group.
           * (n, groups, size), such as (n, 8, 64): rows of values in groups.
 
-      first_group: for a result of three axes, the index of the group of the result that is the pool's first group.
-        Values of groups that the pool lacks are unspecified.
+      first_group: for a result of three axes, the index that the pool's first group has in the result. Values of groups
+        that the pool does not hold are unspecified.
 
     Returns:
       Array of this shape in the layout of `_layout`.
@@ -125,8 +126,8 @@ def _emit_load_rows(ref, rows, shape, *, first_group=0):
     kind = mlir.vector_type(layout.vector_length, ref.type.element_type)
     for _, row, group, column in _positions(layout, shape, rows):
         if len(shape) == 3:
-            # The minimum is one of unsigned integers. So a group before the pool's first one, a large unsigned integer,
-            # becomes the last group.
+            # A negative index of a group is large as an unsigned integer, so the minimum replaces it by the index of
+            # the pool's last group.
             group = arith.subi(group, mlir.index(first_group))
             group = arith.minui(group, mlir.index(_width(ref) // shape[2] - 1))
         loaded = llvm.load(bits, _pointer(ref, shape, row, group, column), alignment=_bytes(bits))
@@ -138,10 +139,10 @@ def store_rows(ref, rows: jax.Array, values: jax.Array, *, first_group: int = 0)
     """Stores rows of a pool by index.
 
     Args:
-      ref: [R, C] or [R] in global memory.
+      ref: [R, C] or [R] in global memory, R rows of C values or of one value.
       rows: as in `load_rows`; rows with a negative index are not stored.
       values: array of a shape and layout as `load_rows` returns, with the pool's dtype; uint8 0 and 1 for a bool pool.
-      first_group: as in `load_rows`; groups that the pool lacks are not stored.
+      first_group: as in `load_rows`; groups that the pool does not hold are not stored.
     """
     if rows.ndim == 2:
         rows = rows.reshape(-1)
@@ -160,7 +161,7 @@ def _emit_store_rows(ref, rows, values, *, first_group=0):
     for register, row, group, column in _positions(values.layout, values.shape, rows):
         inside = arith.cmpi(arith.CmpIPredicate.sge, row, mlir.index(0))
         if len(values.shape) == 3:
-            # The comparison is one of unsigned integers. So a group before the pool's first one is past the end.
+            # A negative index of a group is large as an unsigned integer, so one comparison finds all groups to skip.
             group = arith.subi(group, mlir.index(first_group))
             in_pool = arith.cmpi(arith.CmpIPredicate.ult, group, mlir.index(_width(ref) // values.shape[2]))
             inside = arith.andi(inside, in_pool)
@@ -173,8 +174,8 @@ def _emit_store_rows(ref, rows, values, *, first_group=0):
 def regroup(x: jax.Array, groups: int) -> jax.Array:
     """Reshapes rows of 512 values, [n, .., ..], to [n, groups, 512 / groups]. No value moves to another lane.
 
-    The register layout depends on the number of groups. This is true also of an array [n] with one value for each row:
-    PER_ROW is the layout of the reduction of rows in 8 groups.
+    Rows in different numbers of groups have different register layouts, even after a reduction to one value per row.
+    `PER_ROW` is the layout of such values for rows of 8 groups.
     """
     return x if x.shape[1] == groups else _regroup(x, groups)
 

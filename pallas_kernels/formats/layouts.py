@@ -21,11 +21,11 @@ class RowLayout:
 
     nope_dim: int  # number of values stored as codes
     rope_dim: int  # number of values stored in bfloat16; 0 = the layout has no pool of RoPE values
-    # Number of codes that share a scale of one byte. None: a row has a single scale, a float32. A value is its code
+    # Number of codes that share a scale of one byte. If None, a row has a single float32 scale. A value is its code
     # times its scale.
     scale_block: int | None
     # Format of the codes. "e4m3": a uint8 is one code. Scales of one byte are E8M0, padded with zeros to a multiple of
-    # 8 scales. "e2m1": a uint8 has two codes, the code of the even channel in its lower 4 bits. Scales are E4M3.
+    # 8 scales. "e2m1": a uint8 holds two codes, the code of the even channel in its lower 4 bits. Scales are E4M3.
     codes: str = "e4m3"
 
     @property
@@ -59,7 +59,7 @@ class RowLayout:
 class KeyLayout:
     """The layout of a quantized indexer key: E2M1 codes and their scales.
 
-    A byte has two codes, with the code of the even channel in the lower 4 bits.
+    A byte holds two codes, with the code of the even channel in the lower 4 bits.
     """
 
     dim: int  # number of channels of a key
@@ -82,7 +82,7 @@ def quantized[L: (RowLayout, KeyLayout)](layout: L | None) -> L:
 
 
 def check_row_layout(layout: RowLayout) -> None:
-    """Raises NotImplementedError unless the number of codes is a multiple of 64 and kernels take the scale block."""
+    """Raises NotImplementedError unless the number of codes is a multiple of 64 and kernels take the block size."""
     blocks = {"e4m3": (None, GROUP, 32), "e2m1": (16,)}[layout.codes]
     check_rules(
         {
@@ -95,8 +95,8 @@ def check_row_layout(layout: RowLayout) -> None:
 def check_pools(layout: RowLayout | KeyLayout, pools: tuple[Any, ...]) -> None:
     """Raises NotImplementedError unless the pools have this layout and are not empty.
 
-    Pools are arrays [layers, blocks or slots, rows, width], in the order of `layout.columns`. Their first three axes
-    are equal. A pool with a width of 0 is None.
+    Pools are arrays [layers, blocks or slots, rows, width], in the order of `layout.columns`. Only the width differs
+    between pools. A pool with a width of 0 is None.
     """
     for (name, dtype, width), pool in zip(layout.columns, pools, strict=True):
         if width:

@@ -17,12 +17,12 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 @pytree_dataclass
 class Rings:
-    """Window rows of requests. Every slot has a ring of rows. Position p of a request is row `p % ring` of its slot.
+    """Window rows of requests. Every slot has a ring of n rows, in which row `p % n` holds position p of the request.
 
     Attributes:
       layer: int32 scalar, index on axis 0 of the pools.
       pools: (nope, rope, scale), each [layers, slots, ring, ..]: codes, RoPE values and scales, see `RowLayout`. The
-        pool of RoPE values is None if the layout has none.
+        pool of RoPE values is None if the layout has no RoPE values.
       window: number of rows that a token sees, including the token's row; at most the number of rows in a ring.
       layout: layout of a row of 512 values, such as 448 codes and 64 RoPE values.
       own_rows: [T] int32, or None. If None, the row of a token in its slot's ring is given by the token's position.
@@ -49,7 +49,7 @@ class Rings:
         return jax.tree.map(lambda pool: jax.new_ref(pool.reshape(-1, pool.shape[-1])), self.pools)
 
     def freeze(self, refs: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        """Returns the pools with the contents of `refs`, the result of `mutable_pools`, after a kernel has written."""
+        """Returns the pools with the contents of `refs`, which `mutable_pools` made and a kernel has written to."""
         return jax.tree.map(lambda pool, ref: jax.freeze(ref).reshape(pool.shape), self.pools, refs)
 
 
@@ -61,8 +61,8 @@ class Paged:
       layer: int32 scalar, index on axis 0 of the pools.
       block_table: [slots, max_blocks] int32, ids of each request's blocks; -1 = none.
       pools: (nope, rope, scale), each [layers, blocks, entries per block, ..], as in `Rings`.
-      indices: [T, K] int32, indices in its request of the entries that each token sees; -1 = none. If None, a token
-        sees all visible entries.
+      indices: [T, K] int32, indices of the entries that each token sees, among the entries of the token's request;
+        -1 = none. If None, a token sees all visible entries.
       compress_rate: number of tokens per entry; entry e is visible from position `(e + 1) * compress_rate - 1` on.
       layout: layout of a row, as in `Rings`.
     """

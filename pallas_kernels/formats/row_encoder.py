@@ -21,7 +21,7 @@ from pallas_kernels.runtime.launch import primitive
 
 E4M3_MAX = 448.0  # largest value of E4M3
 E2M1_MAX = 6.0  # largest value of E2M1
-# Midpoints between E2M1 magnitudes, and whether the midpoint itself rounds up.
+# Pairs (midpoint between adjacent E2M1 magnitudes, whether the midpoint itself is rounded up).
 _MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 
 
@@ -106,7 +106,8 @@ def store_quantized(x: jax.Array, pools, row: jax.Array, layout: RowLayout) -> N
 
     Args:
       x: [4, 8, 64] float32 rows in the layout `kv_rows.VALUES`.
-      pools: references to (nope, rope, scale), each [R, ..] in global memory. rope is None if `layout.rope_dim` is 0.
+      pools: references to (nope, rope, scale), each [rows, ..] in global memory: codes, RoPE values (None if
+        `layout.rope_dim` is 0) and scales.
       row: [4] int32, indices of rows in the pools, in the layout `kv_rows.PER_ROW`; -1 stores nothing.
       layout: layout of a row in the pools.
     """
@@ -135,8 +136,8 @@ def encode_row(x: jax.Array, pools, layout: RowLayout, largest: Callable, first,
       x: [size] float32 vector over the warpgroup, consecutive channels of the row.
       pools: references to (codes, RoPE values or None, scales) of this row in the pools, [width] each.
       layout: layout of the row.
-      largest: function of a [size] float32 vector that returns the vector's maximum over all channels of the row,
-        including the channels of other warpgroups. It is only called if the row has a single scale.
+      largest: function of this warpgroup's [size] float32 vector that returns [size] equal values, the maximum over the
+        vectors of all warpgroups, that is, over the whole row. It is only called if the row has a single scale.
       first: index of the first channel in `x`, a multiple of 64.
       keep: bool scalar, whether to store the row.
       scratch: [size] float32 scratch memory of `vectors.exchange`.
@@ -214,7 +215,7 @@ def key_scales(amax: jax.Array, layout: KeyLayout, registers) -> tuple[jax.Array
 
 
 def _pairs(code, scratch):
-    """Packs E2M1 codes to uint8. At an even channel c, the result has code c in its lower bits and c + 1 above it."""
+    """Packs E2M1 codes to uint8. At an even channel c, code c is in the lower 4 bits, and code c + 1 above them."""
     return (code | (vectors.exchange(code, 1, scratch) << 4)).astype(jnp.uint8)
 
 

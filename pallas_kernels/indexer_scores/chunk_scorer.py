@@ -27,9 +27,9 @@ class Config:
     """Tuning choices of `indexer_scores`."""
 
     blocks: int = MULTIPROCESSORS  # number of blocks, which share the work equally
-    warpgroups: int = 4  # number of warpgroups in a block; they hide each other's waits
+    warpgroups: int = 4  # number of warpgroups in a block; while one waits, the others compute
     stages: int = 4  # number of tiles of a warpgroup that are being copied or read
-    # Maximum number of tokens in a chunk, whose queries shared memory has to hold. Must be 1 if there are candidates.
+    # Maximum number of tokens in a chunk. Shared memory has to hold a chunk's queries. With candidates, this must be 1.
     chunk_tokens: int = 8
     plan_in_xla: bool = False  # whether XLA computes all shares of the work; otherwise each block searches for a share
 
@@ -45,13 +45,14 @@ class Config:
           gathers: whether there are candidates.
           small_products: whether keys are multiplied as bfloat16 with 32 heads, for which a thread needs few registers.
         """
-        # The interpreter has one warpgroup, because several that wait for each other would block the CPU's few threads.
+        # Interpreted blocks have one warpgroup, because warpgroups that wait for each other would block the CPU's few
+        # threads.
         blocks, warpgroups = (3, 1) if interpret else (MULTIPROCESSORS, 4)
         chunk_tokens = 1 if gathers else min(8, tokens)
         if small_products and chunk_tokens == 1 and not interpret:
             # A thread has 128 registers if there are four warpgroups, 96 if there are five, and 80 if there are six.
             warpgroups = 5 if gathers else 6
-        # A block's search for its share takes 0.2 ms for 8,192 tokens, so XLA computes the shares for many tokens.
+        # A block's search for its share takes 0.2 ms for 8,192 tokens, so for many tokens XLA computes the shares.
         return cls(blocks, warpgroups, chunk_tokens=chunk_tokens, plan_in_xla=tokens > 256)
 
 
@@ -59,8 +60,8 @@ class Config:
 class Scratch:
     """The shared memory and barriers of a block."""
 
-    queries_full: Any  # barriers, one for each token of a chunk: the token's queries and head weights have come
-    queries_empty: Any  # a barrier: every warpgroup has read the queries of the previous chunk
+    queries_full: Any  # barriers, one for each token of a chunk: the token's queries and head weights have been copied
+    queries_empty: Any  # a barrier: every warpgroup has read the queries of the preceding chunk
     queries_smem: Any  # [chunk_tokens * heads, 128] queries of the chunk
     weights_smem: Any  # [chunk_tokens, heads] float32 head weights of the chunk
     # ([tiles, 64, 64] uint8 codes, [tiles, 64, 4 or 8] uint8 scales) with `config.stages` tiles for each warpgroup.
@@ -90,22 +91,22 @@ class ChunkScorer:
     token: Any  # int32 scalar, index of the chunk's first token
     count: Any  # int32 scalar, number of tokens in the chunk
     slot: Any  # int32 scalar, index of the request's row of the block table
-    # int32 scalar, index of the first tile of the block's share. Tile n has keys 64 * n .. 64 * n + 63 of the request,
-    # or with candidates, the keys of candidate blocks 8 * n .. 8 * n + 7 of the token.
+    # int32 scalar, index of the first tile of the block's share. Tile n consists of the request's keys 64 * n ..
+    # 64 * n + 63, or with candidates, of the keys of the token's candidate blocks 8 * n .. 8 * n + 7.
     first_tile: Any
     end_tile: Any  # int32 scalar, end of the tiles of the block's share
     config: Config
     warpgroup: Any  # int32 scalar, index of the warpgroup in the block
     q_gmem: Any  # [T, heads, 128] rounded queries
     weights_gmem: Any  # [T, heads] float32 head weights
-    keys: key_tiles.IndexerKeys  # references, with `layer` a scalar
+    keys: key_tiles.IndexerKeys  # references to the operands; only `layer` is an int32 scalar
     candidates_gmem: Any  # [T, C] int32 indices of candidate blocks of 8 keys; None = all keys are scored
     out_gmem: Any  # [T, E] float32 scores
     scratch: Scratch
 
     def run(self) -> None:
         """Scores the chunk's tiles for its tokens."""
-        # Orders this warpgroup's reads of the previous chunk's queries before the bulk copies that overwrite them.
+        # Makes sure that this warpgroup's reads of the preceding chunk's queries end before bulk copies overwrite them.
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.scratch.queries_empty)
         pl.when(self.warpgroup == 0)(jax.named_scope("load_queries")(self._load_queries))
@@ -167,8 +168,9 @@ class ChunkScorer:
     def _in_blocks(self, operation, i, candidates):
         """Returns where the first key of each range is, int32 in the layout `_layout`.
 
-        If `operation` is `lax.div`, the result is the column of its block in the block table. If it is `lax.rem`, the
-        result is the index of the key in the block. The operands are unsigned, because unsigned division is faster.
+        If `operation` is `lax.div`, the result is the column of the key's block in the block table. If `operation` is
+        `lax.rem`, the result is the index of the key in this block. The operands are unsigned, because unsigned
+        division is faster.
         """
         if candidates is None:
             warp_key = plgpu.broadcasted_iota(jnp.int32, (4,), 0, layout=PER_WARP) * WARP_KEYS
@@ -178,7 +180,7 @@ class ChunkScorer:
         return operation(key.astype(jnp.uint32), jnp.uint32(self.keys.per_block)).astype(jnp.int32)
 
     def _load_block_ids(self, i, candidates):
-        """Loads the id of the block that has each range of keys, int32 in the layout `_layout`; negative if missing.
+        """Loads the id of the block that holds each range of keys, int32 in the layout `_layout`; negative if missing.
 
         A range lies in one block, because blocks have a multiple of 16 keys.
         """
@@ -213,8 +215,9 @@ class ChunkScorer:
           own_tiles: int32 scalar, number of tiles of this warpgroup.
           run: int32 scalar, index of the run.
           carry: (candidates, block_ids, missing). `candidates` is a list of the candidate blocks of the next two tiles
-            to copy. `block_ids` are the block ids of the next tile to copy. The bits of `missing` say for which ranges
-            of the last tiles the blocks are missing, see `_push_sign`.
+            to copy. `block_ids` are the block ids of the next tile to copy. `missing` has a word for each range of keys
+            in a tile. Its bits say in which of the most recently copied tiles the range's block is missing, see
+            `_push_sign`.
 
         Returns:
           The new carry.
@@ -252,8 +255,8 @@ class ChunkScorer:
 
         def score_tokens(j, tokens):
             row = self.token + j
-            # The last bit of `missing` is that of the tile `stages - 1` ahead. The shift makes the bit of tile i the
-            # sign bit.
+            # The lowest bit of `missing` belongs to tile `i + stages - 1`. The shift makes the bit of tile i the sign
+            # bit.
             score(keys, token=j, tokens=tokens, row=row, **self._operands(i, missing << (32 - stages)))
 
         if self.config.chunk_tokens == 1 or self.q_gmem.shape[1] == MAX_HEADS:

@@ -16,7 +16,7 @@ from pallas_kernels.runtime.launch import primitive
 from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
-# Layout of arrays [32]: each lane of a warp has one value, and all four warps have the same values.
+# Layout of arrays [32]: each lane of a warp holds one value, and all four warps hold the same values.
 _TILING = plgpu.Tiling(((32,), (1,)))
 _ALL_WARPS = plgpu.Replicated(4)
 LANES = plgpu.Layout.TILED(_TILING, warp_dims=(_ALL_WARPS,), lane_dims=(-2,), vector_dim=-1)
@@ -24,7 +24,7 @@ _SCALAR = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 def run_bounds(slots: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (start, end) of each token's run, indices of tokens, [T] int32 each. `end` is past the run's last token.
+    """Returns (start, end), [T] int32 each: the tokens start[t] .. end[t] - 1 are the run that contains token t.
 
     A run is a maximal sequence of adjacent tokens with the same slot. `slots` is [T] int32.
     """
@@ -108,16 +108,17 @@ class Chunks:
     def share(self, number: jax.Array, num_shares: int) -> tuple[jax.Array, ...]:
         """Finds a share of the work within a kernel.
 
-        The number of a chunk's units of work is its cost. Units are indexed in the order of the chunks. The shares are
-        ranges of units, whose sizes differ by at most 1.
+        The cost of a chunk is its number of units of work. Units are indexed in the order of the chunks. A share is a
+        range of units. The sizes of the shares differ by at most 1.
 
         Args:
           number: int32 scalar, index of the share.
           num_shares: number of shares.
 
         Returns:
-          (begin, end, token, before), int32 scalars. The share has the units begin .. end - 1. `token` is the index of
-          the first token of the chunk that has unit `begin`, and `before` is the sum of the costs of earlier chunks.
+          (begin, end, token, before), int32 scalars. The share consists of the units begin .. end - 1. `token` is the
+          index of the first token of the chunk that contains unit `begin`, and `before` is the sum of the costs of all
+          chunks that precede this chunk.
         """
         tokens = self.slots.shape[0]
         zero = jnp.int32(0)
@@ -184,7 +185,7 @@ def latest_start(starts: jax.Array, earlier: jax.Array) -> tuple[jax.Array, jax.
 
     Args:
       starts: [32] int32 in layout LANES, the index of a lane's token if a run starts at this token, otherwise -1.
-      earlier: int32 scalar, start of the run of the token before lane 0.
+      earlier: int32 scalar, start of the run of the token that precedes the token of lane 0.
 
     Returns:
       (start, last). `start` [32] int32 in layout LANES is the start of the run of each lane's token. `last`, an int32
@@ -199,7 +200,7 @@ def latest_start(starts: jax.Array, earlier: jax.Array) -> tuple[jax.Array, jax.
 @mlir.emits(latest_start, LANES, returns=(plgpu.ShapeDtypeStruct((32,), jnp.int32, LANES), _SCALAR))
 def _emit_latest_start(starts, earlier):
     # The mask m has a bit for each lane at which a run starts. The run of this lane's token starts at the highest of
-    # these lanes that is not above this lane. If there is none, it starts at `earlier`.
+    # these lanes that is not above this lane. If there is no such lane, the run starts at `earlier`.
     lines = [
         "{ .reg .pred p; .reg .b32 m, v; setp.ge.s32 p, $2, 0; vote.sync.ballot.b32 m, p, 0xffffffff;",
         "mov.u32 v, %lanemask_le; and.b32 m, m, v; bfind.u32 v, m;",
@@ -218,14 +219,14 @@ def find_share(x: jax.Array, begin: jax.Array, base: jax.Array) -> tuple[jax.Arr
     Args:
       x: [32] int32 in layout LANES, at least 0, the number of units of each lane.
       begin: int32 scalar, index of a unit; the first unit of lane 0 has index 0.
-      base: int32 scalar, number of units before lane 0.
+      base: int32 scalar, number of units that precede the units of lane 0.
 
     Returns:
       (lane, before), int32 scalars. `lane` is 32 if `begin` is past the units of all lanes. `before` is `base` plus the
-      number of units before this lane.
+      number of units of all lanes below `lane`.
     """
     lane = lax.iota(jnp.int32, 32)
-    # This is no `cumsum`, because the interpreter's threads can block each other in it.
+    # The sum is not written as a `cumsum`, because the interpreter's threads can block each other in `cumsum`.
     ends = jnp.sum(jnp.where(lane[None, :] <= lane[:, None], x[None, :], 0), axis=1)
     before = ends <= begin
     return jnp.sum(before.astype(jnp.int32)), base + jnp.max(jnp.where(before, ends, 0))

@@ -13,9 +13,9 @@ SM, and each block gets an equal share of the units, rounded to whole tiles.
     all        _score_tile    unpacks a tile, multiplies it with each token's queries  queries_full   queries_empty
                               (wgmma) and adds up the heads                            and copies
 
-The steps are methods of `ChunkScorer`. Warpgroups take a chunk's tiles in turn. With candidates, a chunk is one token,
-and a tile is 8 of the token's candidate blocks. The module `key_tiles` explains the formats of keys, and when a tile is
-scored a second time.
+The steps are methods of `ChunkScorer`. Warpgroups take a chunk's tiles in turn. If only the keys of candidate blocks
+are scored, a chunk is one token, and a tile is 8 candidate blocks of 8 keys each. The module `key_tiles` explains the
+formats of keys, and when a tile is scored a second time.
 """
 
 import dataclasses
@@ -54,14 +54,15 @@ def indexer_scores(
         slot are adjacent.
       positions: [T] int32, each token's position in its request, ascending in a slot; -1 = padding.
       keys: the layer's keys.
-      candidates: [T, C] int32, indices of each token's candidate blocks, C even; -1 = none. Block b has keys 8 * b ..
-        8 * b + 7 of the request. Only the keys of candidate blocks are scored. None = all keys are scored.
+      candidates: [T, C] int32, indices of each token's candidate blocks, C even; -1 = none. Block b consists of the
+        request's keys 8 * b .. 8 * b + 7. Only the keys of candidate blocks are scored. If None, all keys are scored.
       config: tuning choices, or None for `Config.for_tokens`.
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
-      [T, E] float32 scores, E = max_blocks * keys per block. The score of a visible key is -inf if the block table has
-      no block for it. Scores of keys that are not visible, and rows of padding, are unspecified.
+      [T, E] float32 scores. E is `keys.max_keys`, the number of keys that a row of the block table can hold. The score
+      of a visible key is -inf if the block table lacks the key's block. Scores of keys that are not visible, and rows
+      of padding, are unspecified.
 
       With candidates, E = 8 * C, and columns 8 * c .. 8 * c + 7 are for the keys of block `candidates[t, c]`. If token
       t sees n keys, its columns from n on are unspecified. The blocks from `dsv4_jax.ops.candidate_blocks` are in
@@ -107,13 +108,13 @@ def indexer_scores(
         def score_next_chunk(state):
             """Scores this block's share of a chunk, and returns the state for the next chunk.
 
-            The state is (first token of the chunk, number of units of work before the chunk).
+            The state is (first token of the chunk, number of units of work of all preceding chunks).
             """
             token, base = state
             slot, count, tiles = chunks.at(token)
 
             def first_tile_from(unit):
-                """Returns the index of the chunk's first tile whose units are all at or after `unit`."""
+                """Returns the index of the chunk's first tile whose units all have an index of at least `unit`."""
                 return jnp.minimum(lax.div(jnp.maximum(unit - base, 0) + (count - 1), count), tiles)
 
             first_tile = first_tile_from(begin)

@@ -1,8 +1,8 @@
 """Tiles of packed FP4 indexer keys in registers, as the left operand of Hopper's matrix product (`wgmma`).
 
-A tile is 64 keys of 128 dims, held by a warpgroup. Warp w has keys 16w .. 16w + 15. Lane 4r + c of the warp, r = 0 .. 7
-and c = 0 .. 3, has dims 32c .. 32c + 31 of the warp's keys r and r + 8. These dims are whole scale blocks, and 16
-contiguous bytes of each key, which the thread copies itself. `wgmma` expects other dims in this thread. But a dot
+A tile is 64 keys of 128 dims, held by a warpgroup. Warp w holds keys 16w .. 16w + 15. Lane 4r + c of the warp, r =
+0 .. 7 and c = 0 .. 3, holds dims 32c .. 32c + 31 of the warp's keys r and r + 8. These dims are whole scale blocks, and
+16 contiguous bytes of each key, which the thread copies itself. `wgmma` expects other dims in this thread. But a dot
 product does not depend on the order of the dims, so `permute_dims` gives the queries the order of the keys.
 
 Keys are multiplied as bfloat16, which is exact for all scales that occur. Only MXFP4 keys after a Hadamard rotation are
@@ -16,7 +16,7 @@ of its head's largest scale. Codes times smaller scales are exact in these units
     multiples of 2**-6. Sums below 2**8 are then exact. Sums of independent keys and queries are about 55.
   * If one of a warp's 16 keys has scales farther apart, the warp scores all 16 keys again as bfloat16 with float32
     sums. This is rare: values are about normal after the Hadamard rotation, and 1 of 4 million keys of normal values
-    had such scales. Without the rotation it would be frequent, since a key can have a few large channels.
+    had such scales. Without the rotation this would be frequent, since a key can have a few large channels.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 KEYS = 64  # number of keys in a tile
 DIM = 128  # number of dims of a key and of a head
 WARPS = 4  # number of warps in a warpgroup
-WARP_KEYS = 16  # number of keys of a tile that a warp has
+WARP_KEYS = 16  # number of keys of a tile that a warp holds
 CANDIDATE_KEYS = 8  # number of keys in a candidate block
 SCALE_BLOCKS = {"e8m0": 32, "e4m3": 16}  # {format of scales: number of dims that share a scale}
 
@@ -54,12 +54,12 @@ MAX_E8M0 = 127 + 65  # bits of the largest E8M0 scale of keys in bfloat16; large
 # The E4M3 values of MXFP4 keys and queries are 2**TOP times the values in units of the largest scale. The largest code,
 # 6, becomes 384, which is in E4M3's range up to 448.
 TOP = 6
-NEAR = 2  # maximum number of binades between a key's scales for which E4M3 products are exact enough, see the module
+NEAR = 2  # maximum number of binades between a key's scales for which E4M3 products are exact enough, see above
 
 _WARP_TILING = plgpu.Tiling(((WARPS,), (1,)))
 _ALL_LANES = plgpu.Replicated(32)
 PER_WARP = plgpu.Layout.TILED(_WARP_TILING, warp_dims=(-2,), lane_dims=(_ALL_LANES,), vector_dim=-1)
-# Layout of arrays [4, 2]: all threads of warp w have the two values of row w.
+# Layout of arrays [4, 2]: all threads of warp w hold the two values of row w.
 _HALF_TILING = plgpu.Tiling(((WARPS, 2),))
 PER_HALF = plgpu.Layout.TILED(_HALF_TILING, warp_dims=(-2,), lane_dims=(_ALL_LANES,), vector_dim=-1)
 PER_THREAD = plgpu.ShapeDtypeStruct((mlir.THREADS,), jnp.int32, plgpu.Layout.WG_STRIDED((mlir.THREADS,), vec_size=1))
@@ -133,14 +133,14 @@ def permute_dims[A: (jax.Array, np.ndarray)](x: A, dtype: Any) -> A:
 
     `dtype` is the dtype of the multiplied keys and queries, float8_e4m3fn or bfloat16.
     """
-    # `sizes` splits the index of a dim into digits, and `order` is the order of these digits in the result. A k step is
-    # the 16 (bfloat16) or 32 (E4M3) dims of one `wgmma`. The digit "nibble" is the index of an FP4 code in a half word
-    # (E4M3) or in half of a half word (bfloat16).
-    # dim = (lane's 32, word's 8, half word, k step's half, nibble) -> (k step, nibble, lane, half word)
+    # `sizes` splits the index of a dim into digits, and `order` is the order of these digits in the result. A lane
+    # holds words of 8 FP4 codes. For E4M3, a `wgmma` multiplies one word of each lane (32 dims). For bfloat16, one word
+    # of each lane takes two `wgmma`, of 16 dims each. For bfloat16, the digits are (lane, word, half word, `wgmma`,
+    # code), where `wgmma` is 0 or 1. Their order in the result is (word, `wgmma`, code, lane, half word).
     sizes = (4, 4, 2, 2, 2)
     order = (1, 3, 4, 0, 2)
     if dtype == jnp.float8_e4m3fn:
-        # dim = (lane's 32, word's 8, half word, nibble) -> (k step, half word, lane, nibble)
+        # The digits are (lane, word, half word, code). Their order in the result is (word, half word, lane, code).
         sizes = (4, 4, 2, 4)
         order = (1, 2, 0, 3)
     lead = x.ndim - 1
@@ -177,7 +177,7 @@ def start_tile(tiles_smem, stage: jax.Array, pools, rows: jax.Array, is_wanted: 
       pools: (codes, scales) in global memory, as in `IndexerKeys`.
       rows: [4] int32 in layout PER_WARP, the row of each warp's key 0 in the pools with leading axes merged. The warp's
         other 15 keys are in the next 15 rows. Or [4, 2] int32 in layout PER_HALF, the rows of each warp's keys 0 and 8.
-        The next 7 keys after each of these are in the next 7 rows.
+        The 7 keys that follow each of these are in the next 7 rows.
       is_wanted: bool scalar, whether to copy the tile.
     """
     offsets = lax.iota(jnp.int32, KEYS // rows.size)
@@ -202,8 +202,8 @@ def _emit_start_tile(tiles_smem, stage, pools, rows, is_wanted):
             operands.append(mlir.at(mlir.global_pointer(source), mlir.multiply_add(row, size, mlir.to_i64(offset))))
         per_copy = min(size, 16)
         copy = f"@p cp.async.{'cg' if per_copy == 16 else 'ca'}.shared.global"
-        # The thread's second key is 8 rows after its first key in shared memory. So it is in global memory, unless
-        # `rows` has a row for each of the two keys.
+        # In shared memory, the thread's second key is 8 rows after its first key. The same is true in global memory,
+        # unless `rows` contains a row for each of the two keys.
         below = 8 * size
         second = f"${number + 1} + {below}" if len(rows) == 1 else f"${number + 2} + 0"
         code.append(f"{copy} [${number} + 0], [${number + 1} + 0], {per_copy};")
@@ -222,8 +222,8 @@ def read_tile(tiles_smem, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Reads a tile that `start_tile` has copied.
 
     Returns:
-      (words [64, 16] int32 of 8 codes each, scales [64, 4] int32). An element of the scales has the bytes for 32 dims:
-      one E8M0 scale, or two E4M3 scales.
+      (words [64, 16] int32 of 8 codes each, scales [64, 4] int32). An element of the scales holds the bytes for 32
+      dims: one E8M0 scale, or two E4M3 scales.
     """
     return _pack_bytes(*(ref[stage] for ref in tiles_smem))
 
@@ -293,7 +293,7 @@ def _own_key():
 
 
 def _own_rows(rows):
-    """Returns a list of rows of the pools: that of this thread's first key, or for rows [4, 2], of both of its keys."""
+    """Returns a list of rows of the pools: the row of this thread's first key, or if `rows` is [4, 2], of both keys."""
     return [mlir.to_i64(U32(row) + _own_key()[0] % WARP_KEYS) for row in mlir.values(rows)]
 
 
@@ -327,18 +327,18 @@ def _emit_unpack_bfloat16(tile, scale):
     halves: list[list[Any]] = [[None] * 16, [None] * 16]
     pair_type = mlir.vector_type(2, ir.BF16Type.get())
     for row, (quad, bits) in enumerate(zip(words.registers.flat, mlir.values(scales), strict=True)):
-        # `e2m1_pairs` returns values times 2**-126.
+        # The factors include 2**126, because `e2m1_pairs` returns values times 2**-126.
         if scale == "e8m0":
             factors = [(U32(bits).minimum(MAX_E8M0) + (126 - SHIFTS[scale])) * 0x00800080]
         else:
-            # The bits of an E4M3 scale, shifted, are a bfloat16 of the scale times 2**-120. The constants undo both
-            # factors.
+            # The bits of an E4M3 scale, shifted, are a bfloat16 of the scale times 2**-120. The first product removes
+            # this factor, and the second the factor of `e2m1_pairs`.
             exact = [multiply(((U32(bits) >> (8 * i)) & 0x7F) * 0x00100010, 0x7B807B80) for i in range(2)]
             factors = [multiply(x, (127 + 126 - SHIFTS[scale]) * 0x00800080) for x in exact]
         for i, word in enumerate(mlir.values(quad)):
             for pair, value in enumerate(e2m1_pairs(U32(word))):
-                # `wgmma` multiplies the 128 dims in eight steps of 16, four for each half. The index below is the
-                # register's place among those of its half.
+                # `wgmma` multiplies the 128 dims in eight steps of 16, four for each half. The index below is the place
+                # of a register among all registers of its half.
                 step = 2 * i + pair // 2
                 column = pair % 2
                 product = multiply(value, factors[i // 2 % len(factors)])
@@ -356,8 +356,8 @@ def unpack_e4m3(tile: tuple[jax.Array, jax.Array], far: jax.Array) -> tuple[jax.
 
     Returns:
       values: [64, 32] int32, the left operand of `wgmma`: words of 4 E4M3 values, dims in the order of `permute_dims`.
-        They are 2**TOP times the values in units of the key's largest scale. Values whose scale is more than NEAR
-        binades smaller than the largest scale are wrong.
+        They are the keys' values times 2**TOP, in units of the key's largest scale. Values whose scale is more than
+        NEAR binades smaller than the largest scale are wrong.
       largest: [64, 4] int32, the largest scale byte of each key, equal in all four columns.
       far: the flags shifted left by one bit. The lowest bit is set if, for one of the thread's two keys, the scale of
         the thread's dims is more than NEAR binades smaller than the key's largest scale.
@@ -407,9 +407,9 @@ def code_values(words):
 
 
 def largest_scales(scales):
-    """Emits the largest scale byte of each of a thread's two keys, over the four lanes that share the keys.
+    """Emits code that finds the largest scale byte of each of a thread's two keys. Four lanes share the two keys.
 
-    `scales` are two words, the scale byte of the thread's 32 dims of each of its two keys.
+    `scales` are two words: for each key, the scale byte of the thread's 32 dims.
     """
     scale, other_scale = map(U32, scales)
     both = scale | (other_scale << 16)
@@ -432,7 +432,8 @@ def e4m3_keys(words, below):
     keys: list[Any] = [None] * (2 * len(words))
     for number, word in enumerate(map(U32, words)):
         row, i = divmod(number, len(words) // 2)
-        # E4M3 codes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2**TOP. A code minus 8 is half of the value.
+        # The constants are the E4M3 codes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2**TOP. A code less 8 has half the
+        # value.
         low = U32(0x6C686000) - below[row] * 0x08080800
         high = U32(0x7C787470) - below[row] * 0x08080808
         sizes = word & 0x77777777

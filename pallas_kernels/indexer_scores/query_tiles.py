@@ -1,7 +1,7 @@
 """Operations on tiles of indexer queries in registers: load, rotate, quantize and store.
 
-A tile is 32 heads of 128 dims, held by a warpgroup as an array [32 heads, 4 lanes, 32 dims]. Warp w has heads
-8w .. 8w + 7. Lane 4r + c of the warp, r = 0 .. 7 and c = 0 .. 3, has dims 32c .. 32c + 31 of head 8w + r. These dims
+A tile is 32 heads of 128 dims, held by a warpgroup as an array [32 heads, 4 lanes, 32 dims]. Warp w holds heads
+8w .. 8w + 7. Lane 4r + c of the warp, r = 0 .. 7 and c = 0 .. 3, holds dims 32c .. 32c + 31 of head 8w + r. These dims
 are whole scale blocks. Therefore threads exchange values only in two of the seven steps of the Hadamard rotation, to
 find a head's largest scale, and to reorder dims before a store.
 """
@@ -28,7 +28,7 @@ from pallas_kernels.runtime.launch import primitive
 HEADS = 32  # number of heads in a tile
 LANES = 4  # number of threads that share a head
 HELD = DIM // LANES  # number of dims that a thread holds
-# Number of values in a vector of angles over a warpgroup, see `mgpu.vectors`. Each warp has the angles of all 64 pairs.
+# Number of values in a vector of angles over a warpgroup, see `mgpu.vectors`. Each warp holds all 64 pairs' angles.
 ANGLES = mlir.THREADS * 2
 
 
@@ -43,7 +43,7 @@ _PAIRS = plgpu.ShapeDtypeStruct((HEADS, LANES, HELD // 2), jnp.float32, _layout(
 
 _WORDS = plgpu.ShapeDtypeStruct(_PAIRS.shape, jnp.int32, _PAIRS.layout)
 _E4M3_WORDS = plgpu.ShapeDtypeStruct((HEADS, LANES, HELD // 4), jnp.int32, _layout(HELD // 4))
-# Layout of arrays [32 heads, 4 lanes] in which the lanes of a head have the same value.
+# Layout of arrays [32 heads, 4 lanes] in which the lanes of a head hold the same value.
 _HEAD_TILING = plgpu.Tiling(((HEADS, LANES), (8, LANES), (1,)))
 _HEAD_LAYOUT = plgpu.Layout.TILED(_HEAD_TILING, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 _PER_HEAD = plgpu.ShapeDtypeStruct((HEADS, LANES), jnp.int32, _HEAD_LAYOUT)
@@ -70,7 +70,7 @@ def spread_angles(x: jax.Array) -> jax.Array:
     """Broadcasts values for the 64 pairs of dims to all heads of a tile.
 
     Args:
-      x: [256] float32 vector over the warpgroup, which has the values of the 64 pairs four times, once for each warp.
+      x: [256] float32 vector over the warpgroup, the values of the 64 pairs repeated four times, once for each warp.
 
     Returns:
       [32 heads, 4 lanes, 16 pairs] float32.
@@ -174,8 +174,8 @@ def round_e2m1(x: jax.Array) -> jax.Array:
 def _emit_round_e2m1(x):
     def rounded(value):
         bits = thread_ops.bits(value)
-        # The step between values of E2M1 is half of the value's power of two (exponent without mantissa), and 0.5 below
-        # 1. Let `large` be 1.5 * 2**22 times this power. Adding and subtracting it rounds to a multiple of the step.
+        # Adjacent E2M1 values differ by `power / 2`, where `power` is the value's power of two, or 1 for a value below
+        # 1. The addition and subtraction of `large`, 1.5 * 2**22 * power, round to a multiple of `power / 2`.
         power = (bits & 0x7F800000).maximum(0x3F800000)
         large = thread_ops.as_float(power + ((22 << 23) | (1 << 22)))
         whole = thread_ops.bits(arith.subf(arith.addf(value, large), large))
@@ -189,8 +189,8 @@ def _emit_round_e2m1(x):
 def pack_words(x: jax.Array) -> jax.Array:
     """Rounds a tile to bfloat16 and packs pairs of dims to words, [32, 4, 16] int32.
 
-    Word `4 * w + i` of a thread, i = 0 .. 3, has the thread's dim `8 * w + i` in its lower half, and dim
-    `8 * w + i + 4` in its upper half.
+    Word `4 * w + i` of a thread, i = 0 .. 3, holds the thread's dim `8 * w + i` in the lower half, and dim
+    `8 * w + i + 4` in the upper half.
     """
     bits = lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16).astype(jnp.int32)
     halves_of_eight = bits.reshape(HEADS, LANES, -1, 2, 4)
@@ -210,7 +210,7 @@ def mxfp4_words(x: jax.Array, layout: KeyLayout) -> tuple[jax.Array, jax.Array]:
     """Rounds a tile to bfloat16, then to MXFP4 in blocks of 32 dims, and expresses the values in E4M3.
 
     Returns:
-      words: [32, 4, 8] int32. Word w of a thread has the E4M3 values of the thread's dims `4 * w .. 4 * w + 3`, in
+      words: [32, 4, 8] int32. Word w of a thread holds the E4M3 values of the thread's dims `4 * w .. 4 * w + 3`, in
         units of 2**-TOP times the head's largest scale. Values of blocks whose scale is up to 14 binades smaller than
         the largest are exact. Other values are truncated to multiples of 2**-9 units.
       largest: [32, 4] int32, E8M0 bits of the head's largest scale, equal in the four lanes of a head.
@@ -237,12 +237,12 @@ def _emit_mxfp4_words(x, layout):
         largest = [pair("max.u16x2", *largest[i : i + 2]) for i in range(0, len(largest), 2)]
     amax = (largest[0] & 0xFFFF).maximum(largest[0] >> 16) << 16
     amax = arith.maxnumf(thread_ops.as_float(amax), mlir.f32(6 * 2.0**-126))
-    bits = (thread_ops.bits(arith.mulf(amax, mlir.f32(1 / 6))) + 0x7FFFFF) >> 23  # E8M0, rounded up
+    bits = (thread_ops.bits(arith.mulf(amax, mlir.f32(1 / 6))) + 0x7FFFFF) >> 23  # the block's E8M0 scale, rounded up
     top = bits
     for distance in (1, 2):
         top = top.maximum(U32(mgpu.utils.shfl_bfly(top.value, distance)))
-    # The biased exponents of two factors: 1 over the block's scale, and the block's scale over the head's largest
-    # scale. Then each factor as a pair of equal bfloat16.
+    # `factor` is 1 / the block's scale, and `step` is the block's scale / the head's largest scale. Each is a pair of
+    # equal bfloat16, computed from the biased exponent.
     factor_exponent = U32(254) - bits
     step_exponent = U32(127) - (top - bits).minimum(30)
     factor = (factor_exponent << 7) * 0x00010001
@@ -328,8 +328,8 @@ def _store_words_mosaic(ref, head, words):
         offset = mlir.multiply_add(mlir.to_i64(_own_head(head)), size * DIM, mlir.to_i64((lane & 3) << 4))
         pointer = mlir.at(mlir.global_pointer(ref), offset)
         for start in range(0, len(words), LANES):
-            # In the order of `permute_dims`, 16 adjacent bytes have one word from each of a head's four lanes. The
-            # lanes exchange words by a 4 x 4 transpose, so that each lane stores 16 adjacent bytes.
+            # In the order of `permute_dims`, 16 adjacent bytes are one word from each of a head's four lanes. The lanes
+            # exchange words by a 4 x 4 transpose, so that each lane stores 16 adjacent bytes.
             four = words[start : start + LANES]
             for distance in (1, 2):
                 upper = (lane & distance) > 0

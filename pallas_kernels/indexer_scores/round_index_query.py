@@ -50,9 +50,9 @@ def round_index_query(
 
     Returns:
       (queries [T, H, 128] of `operand_dtype(layout)` with channels in the order of `permute_dims`, weights [T, H]
-      float32). Queries in bfloat16 are the dequantized values, and the weights are the argument. Queries in
-      float8_e4m3fn are in units of 2**-TOP times the head's largest scale, and the weights are multiplied by this
-      scale.
+      float32). Queries in bfloat16 are the dequantized values, and their weights are returned unchanged. Queries in
+      float8_e4m3fn are in units of 2**-`key_tiles.TOP` times the head's largest scale, and the weights are multiplied
+      by this scale.
 
     Raises:
       NotImplementedError: the layout, a shape or a dtype is not supported.
@@ -131,6 +131,7 @@ def _round_bfloat16(x, layout, *_):
     """Quantizes a tile as keys are quantized. Returns the dequantized values as words of `query_tiles.pack_words`."""
     largest = query_tiles.block_largest(x, block=layout.scale_block)
     _, step, factor = key_scales(largest, layout=layout, registers=query_tiles.VALUES)
-    # E4M3 scales are rounded to nearest, so that scaled values may exceed the largest code. E8M0 scales are rounded up.
+    # Values divided by E4M3 scales may exceed the largest code, because these scales are rounded to nearest. E8M0
+    # scales are rounded up.
     scaled = jnp.minimum(jnp.maximum(x * factor, -E2M1_MAX), E2M1_MAX)
     return query_tiles.pack_words(query_tiles.round_e2m1(scaled) * step)

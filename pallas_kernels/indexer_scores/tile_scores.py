@@ -17,8 +17,8 @@ from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import primitive
 
 
-# The maximum number of binades (factors of 2) from a scale to the key's largest scale. A smaller scale is replaced by
-# the scale at this distance, so that the quotient of both is a normal float32.
+# Number of binades (factors of 2). A smaller scale than 2**-MAX_BELOW times the key's largest scale counts as equal to
+# this product, so that the quotient of the scale and the largest scale is a normal float32.
 MAX_BELOW = 126
 
 
@@ -106,7 +106,8 @@ def score_far(tile: tuple[jax.Array, jax.Array], *, queries, weights, tokens, ou
         _put(total, out, row + j, first, block, only=far)
 
 
-# Layouts of the arguments: of the tile's words and scales, then of the keyword arguments in alphabetical order.
+# The operands of `score_far` come in this order: the tile's words and scales, then `block`, `first`, `out`, `queries`,
+# because keyword arguments are ordered by name.
 _FAR_LAYOUTS = key_tiles.CODES.layout, key_tiles.SCALES.layout, PER_WARP, None, None
 _FAR_QUERIES = plgpu.RefType(transforms(jnp.float8_e4m3fn))
 
@@ -178,11 +179,12 @@ def _far_sums(keys, queries, weights, token):
     def add_heads(i, *sums):
         dots = [zero.value] * 4
         for word in range(4):
-            # The 128-byte swizzle of the queries XORs the index of 16 bytes in a head with the head's index modulo 8.
+            # The 128-byte swizzle of the queries XORs the index of a piece of 16 bytes of a head with the head's index
+            # modulo 8.
             places = [first_query + i * (8 * DIM) + ((head ^ (2 * word + half)) << 4) for half in range(2)]
             first, second = (thread_ops.ptx("ld.shared.b32 $0, [$1];", place) for place in places)
-            # Pairs of values i and i + 4 of 8, in the order in which `e2m1_pairs` returns keys. `e4m3_pairs` returns
-            # values times 2**-120, which the product undoes.
+            # Converts 8 values of a query to pairs of values i and i + 4, as `e2m1_pairs` does for keys. `e4m3_pairs`
+            # returns values times 2**-120, and the product removes this factor.
             q = [multiply(x, 0x7B807B80) for high in range(2) for x in e4m3_pairs(halves(first, second, high))]
             for pair in (0, 2):
                 a = [keys[word + 4 * key][pair + j] for j in range(2) for key in range(2)]
@@ -196,7 +198,7 @@ def _far_sums(keys, queries, weights, token):
 
 
 def _add_up(dots, weights, head, sums):
-    """Emits `sums` plus the sum over a thread's heads of 2 * relu(dot) * head weight, for its two keys.
+    """Emits `sums` plus the sum over a thread's heads of 2 * relu(dot) * head weight, for the thread's two keys.
 
     Args:
       dots: float32 values of a thread in the layout of `wgmma` accumulators [64 keys, heads]: for every 8 heads, two
@@ -224,7 +226,7 @@ def _add_up(dots, weights, head, sums):
 
 
 def _store(sums, largest, out, row, first, block, factor):
-    """Emits the sum over the four lanes that share two keys, times `factor / 2`, and the store of the scores.
+    """Emits code that adds up sums over the four lanes that share two keys, and stores them times `factor / 2`.
 
     `sums` are from `_add_up`. `largest` are the E8M0 bits of two scales, by which the scores of the thread's two keys
     are also multiplied, or None. The other arguments are as in `score`.
@@ -247,7 +249,7 @@ def _store(sums, largest, out, row, first, block, factor):
 
 
 def _add_quads(sums, lane):
-    """Emits the sums over the four lanes that share two keys.
+    """Emits code that adds up the sums of the four lanes that share two keys.
 
     `sums` are this lane's sums of the first and of the second key. Even lanes get the total of the first key, and odd
     lanes the total of the second key.
@@ -276,19 +278,21 @@ def _dots(registers, queries, token, heads, tokens, kind):
     """
     size = {"e4m3": 1, "bf16": 2}[kind]
     registers = [mgpu.utils.bitcast(register, mlir.int_type()) for register in registers]
-    # Lower half of the queries' matrix descriptor: their address in units of 16 bytes, and bit 16.
+    # `low` is the lower half of the matrix descriptor of the queries: their address in units of 16 bytes, and bit 16.
     low = (((thread_ops.shared(queries) & 0x3FFFF) >> 4) | (1 << 16)) + token * ((heads * DIM * size) >> 4)
     columns = tokens * heads
     count = columns // 2
     steps = len(registers) // 4
     sums = ", ".join(f"${i}" for i in range(count))
-    # Upper half of the descriptor: the stride between groups of 8 heads, and the 128-byte swizzle.
+    # `high` is the upper half of the descriptor: the stride between groups of 8 heads in units of 16 bytes, and the bit
+    # of the 128-byte swizzle.
     high = (1 << 30) | ((1024 * size) >> 4)
     # The predicate p says whether a product is added to the sums. The first product replaces them.
     lines = ["{ .reg .pred p; .reg .b32 l; .reg .b64 d; setp.ne.b32 p, 0, 0; wgmma.fence.sync.aligned;"]
     for step in range(steps):
         a = ", ".join(f"${count + 4 * step + i}" for i in range(4))
-        # A step reads 32 bytes of each head. After 4 steps, the next 128 bytes of the 8 heads in a tile begin.
+        # A step reads 32 bytes of each head. After 4 steps, the next 128 bytes of a head begin 1024 bytes further on,
+        # because groups of 8 heads are stored together.
         offset = (step // 4) * 1024 + (step % 4) * 32
         lines += [
             f"add.u32 l, ${count + 4 * steps}, {offset >> 4}; mov.b64 d, {{l, {high}}};",

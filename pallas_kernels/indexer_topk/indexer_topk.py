@@ -2,9 +2,9 @@
 
     selected(row) = indices of the k largest of scores[row, : lengths[row]], in ascending order
 
-The grid is one cluster of `plan.blocks` blocks for each row. Warpgroups have no special roles: each runs these steps of
-`RadixSelect` on its part of the row. A key is an unsigned integer of 32 bits that rises with the score. The digits of a
-key are its first 11, its next 11 and its last 10 bits.
+The grid has one cluster of `plan.blocks` blocks for each row. Every warpgroup runs all of these steps of `RadixSelect`
+on its part of the row. A key is an unsigned integer of 32 bits that rises with the score. The digits of a key are its
+first 11, its next 11 and its last 10 bits.
 
     step                      does                                                         waits for
     zero, wait, load, count   counts scores by the first digit of their keys               zeroed counts of all blocks
@@ -12,7 +12,7 @@ key are its first 11, its next 11 and its last 10 bits.
     collect, append           lists the scores that have this digit or a larger one
     share_candidates          sends the lists to all blocks, if they are short             lists of all blocks
     count_candidates, find    repeats the search with the second and the third digit       counts unless lists were sent
-    mark                      sets a bit for each entry that is selected or is a tie
+    mark                      sets a bit for each entry that is or may be selected
     write                     writes the selected entries in ascending order               marks unless lists were sent
 """
 
@@ -45,7 +45,7 @@ def indexer_topk(scores: jax.Array, lengths: jax.Array, k: int, *, interpret: bo
       interpret: must be False, because the steps are PTX, which the interpreter cannot run.
 
     Returns:
-      [T, k] int32 indices in ascending order. If a row has fewer than k scores to select, its last elements are -1.
+      [T, k] int32 indices in ascending order. If a row has fewer than k scores to select, the rest of its result is -1.
 
     Raises:
       NotImplementedError: `interpret` is set, a shape or dtype is not supported, or a row has more than about 1.4
@@ -121,8 +121,8 @@ def _select_row(radix: RadixSelect) -> None:
     def for_each_list(visit):
         """Calls `visit` on each list of this warpgroup's candidates.
 
-        As a rule, there is one list, `listed`. If a thread had too few slots for it, there is one list for each chunk,
-        whose scores are loaded again.
+        Usually this is one list, `listed`. If that list is incomplete, because a thread's candidates did not fit into
+        its shared memory, every chunk's scores are loaded again, and `visit` is called on a list for each chunk.
         """
         pl.when(~overflowed)(lambda: visit(listed))
         if radix.plan.chunks > 1:
@@ -157,8 +157,8 @@ def _count_scores(radix, chunks):
       chunks: int32 scalar, number of chunks of scores that a thread loads.
 
     Returns:
-      (scores, is_long). `scores` are the scores of chunk 0, from `radix.load`, and `is_long` is a bool scalar, whether
-      the row has more than k scores.
+      (scores, is_long). `scores` are the scores of chunk 0, from `radix.load`. `is_long` is a bool scalar: whether the
+      row has more than k scores.
     """
     plan = radix.plan
     first_chunk = jnp.int32(0)
@@ -169,8 +169,8 @@ def _count_scores(radix, chunks):
         radix.wait()
     else:
         radix.wait()
-        # The last chunk is counted first. `_list_candidates` reads chunks in ascending order, and so begins with the
-        # chunks that were read last and may still be in L2.
+        # Counts chunks in descending order. `_list_candidates` reads them in ascending order, and so begins with the
+        # chunks that were just read and may still be in the L2 cache.
         pl.loop(1, chunks)(lambda i: radix.count(radix.load(chunks - i), chunks - i))
         scores = radix.load(first_chunk)
     is_long = radix.length > plan.k
@@ -194,7 +194,7 @@ def _list_candidates(radix, scores, low, chunks):
 
     Returns:
       (candidates, overflowed). `candidates` is the `CandidateList`. `overflowed` is a bool scalar: whether the list is
-      incomplete, because some thread has too few slots for its candidates.
+      incomplete, because a thread's candidates did not fit into its shared memory.
     """
     first_chunk = jnp.int32(0)
     if radix.plan.chunks == 1:
@@ -207,7 +207,7 @@ def _list_candidates(radix, scores, low, chunks):
 def _refine(radix, number, search, shared, for_each_list):
     """Narrows the interval of the search by the next digit of the k-th largest key.
 
-    If all scores in the interval are selected, the search is over, and its state stays as it is.
+    If all scores in the interval are selected, the search is over, and the state does not change.
 
     Args:
       radix: the steps of the row's selection.

@@ -17,9 +17,9 @@ VECTOR = 4  # number of scores in a load of 16 bytes
 STEP = 32 * VECTOR  # number of scores that a warp loads at a time
 RESULT = 4  # number of words that hold the result of one pass
 MAX_BLOCKS = 8  # maximum number of blocks in a cluster
-# {number of blocks in a cluster: number of clusters, one for each row, that run at once}. A block fills an SM. The 132
-# SMs do not always run 132 / blocks clusters at once, because all SMs of a cluster are in the same group of up to 18
-# SMs. In tests, neither 16 clusters of 8 blocks nor 32 clusters of 4 blocks ran at once.
+# {number of blocks in a cluster: number of clusters, one for each row, that run at once}. A block fills an SM. All SMs
+# of a cluster have to be in one group of at most 18 SMs, so the 132 SMs do not always run 132 / blocks clusters at
+# once. In tests, neither 16 clusters of 8 blocks nor 32 clusters of 4 blocks ran at once.
 _ROWS_AT_ONCE = {8: 14, 4: 30, 3: 40, 2: 66}
 
 
@@ -39,10 +39,10 @@ class RadixPlan:
 
     @classmethod
     def for_rows(cls, rows: int, entries: int, k: int) -> "RadixPlan":
-        """Chooses the plan for `rows` rows of `entries` scores; its limits were measured on an H100 and an H200."""
-        # The largest clusters with which all rows run at once: with larger ones, some rows would wait until others have
-        # ended. If not even clusters of two blocks all run at once, a row has one block, since blocks that share a row
-        # also lose time by waiting for each other.
+        """Chooses the plan for `rows` rows of `entries` scores. The limits were measured on an H100 and an H200."""
+        # Finds the largest clusters with which all rows run at once. With larger clusters, some rows could start only
+        # when others have ended. If not all rows run at once even with clusters of two blocks, each row gets one block,
+        # because blocks that share a row lose time by waiting for each other.
         max_blocks = next((blocks for blocks, at_once in _ROWS_AT_ONCE.items() if rows <= at_once), 1)
         if entries <= 32768:
             # For short rows, starting and synchronizing a cluster takes more time than it saves.
@@ -99,11 +99,11 @@ class RadixPlan:
             "results": len(SHIFTS) * RESULT,  # result of each pass
             "above": self.marks,  # bitmap of the entries whose keys are above the search's last interval
             "ties": self.marks,  # bitmap of the entries whose keys are in the search's last interval
-            "overflow": 4,  # 1 if some thread has too few slots for its candidates
-            "totals": MAX_BLOCKS,  # number of marks in each block: above in the upper 16 bits, ties in the lower 16
+            "overflow": 4,  # the first word is 1 if the candidates of some thread did not fit into its slots
+            "totals": MAX_BLOCKS,  # number of each block's marks in `above` (upper 16 bits) and `ties` (lower 16 bits)
             "zeroed": 0,  # end of the areas that `RadixSelect.zero` clears
             "candidate_counts": MAX_BLOCKS,  # number of candidates in each block
-            "scratch": 32,  # a word for each warp
+            "scratch": 32,  # memory of `ops.block_prefix_sum`, a word for each warp
             "shared_candidates": self.blocks * self.max_shared if cluster else 0,  # keys of each block's candidates
         }
         first_words = itertools.accumulate(sizes.values(), initial=0)

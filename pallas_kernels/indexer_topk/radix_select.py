@@ -6,12 +6,13 @@ by their next digit. The keys whose digit equals that of the k-th largest key ar
 
 After the first pass, scores are candidates if their first digit is at least the first digit of the k-th largest key.
 Candidates are few unless many scores are equal. Each thread lists its candidates in shared memory. If no block has more
-than `RadixPlan.max_shared`, all blocks send their lists to each other, and need not wait for each other in the later
-passes.
+than `RadixPlan.max_shared` candidates, all blocks send their lists to each other, and need not wait for each other in
+the later passes.
 
-Two bitmaps mark the entries with keys above the last interval, which are all selected, and the ties, the entries with
-keys in it. After three passes, all ties have the same key. A search that ends earlier selects all ties. A thread counts
-the selected entries before its marks to find the position at which it writes.
+When the search has ended, entries are marked in two bitmaps. The bitmap `above` marks the entries with keys above the
+last interval, which are all selected. The bitmap `ties` marks the ties, which are the entries with keys in the last
+interval. After three passes, all ties have the same key. If the search ends earlier, all ties are selected. A thread
+writes its selected entries after those with lower indices, which it counts in the bitmaps.
 """
 
 import functools
@@ -63,8 +64,8 @@ def _for_thread(emit=None, *, returns: Any = None) -> Any:
 class RadixSelect:
     """The steps of one row's selection; every warpgroup of the cluster calls them.
 
-    A method with the decorator `_for_thread` is code for one thread. In it, the object's fields and the arguments are
-    MLIR values, as `ops.inline` passes them.
+    A method with the decorator `_for_thread` is code for one thread. In such a method, the object's fields and the
+    arguments are MLIR values, as `ops.inline` passes them.
     """
 
     plan: RadixPlan = static_field()  # division of the row
@@ -76,8 +77,8 @@ class RadixSelect:
     block: Any  # int32 scalar, index of the block in the cluster
     warpgroup: Any  # int32 scalar, index of the warpgroup in the block
     length: Any  # int32 scalar, number of scores of the row to select from
-    alone: Any  # bool scalar, whether the row is so short that the first of several blocks processes it alone
-    steps: Any  # int32 scalar, number of loads of 128 scores for a warp's part of the row
+    alone: Any  # bool scalar, whether there are several blocks, but block 0 alone processes this short row
+    steps: Any  # int32 scalar, number of loads, of 128 scores each, that a warp needs for its part of the row
     first: Any  # int32 scalar, index of the block's first entry in the row
 
     @classmethod
@@ -171,7 +172,7 @@ class RadixSelect:
         return ops.replace_if((limit & (VECTOR - 1)) > 0, values, mask_tail)
 
     def _chunk_range(self, chunk):
-        """Returns (first entry of a chunk of this warp, end of the entries in the warp's part of the row)."""
+        """Returns the index of the first entry of this warp's chunk, and the end of the warp's part of the row."""
         begin = self.first + ops.warp() * self.steps * STEP
         end = (begin + self.steps * STEP).minimum(self.length)
         return begin + chunk * (self.plan.values * 32), end
@@ -223,11 +224,11 @@ class RadixSelect:
     def append(self, count, scores, low, chunk):
         """Appends to each thread's list the thread's scores of one more chunk whose keys are at least `low`.
 
-        The list has scores and their indices, `chunk * values + i` for score i of a chunk. If a thread has too few
-        slots, the word that `overflowed` reads is set.
+        The list holds scores and their indices, `chunk * values + i` for score i of a chunk. If the scores do not fit
+        into the thread's slots, the word that `overflowed` reads is set.
 
         Args:
-          count: [128] int32, number of candidates that each thread has listed.
+          count: [128] int32, number of candidates that each thread has listed so far.
           scores: scores of the chunk, from `load`.
           low: int32 scalar, smallest key to list.
           chunk: int32 scalar, index of the chunk.
@@ -297,7 +298,7 @@ class RadixSelect:
     def share_candidates(self, kept: CandidateList, overflowed):
         """Sends the number and the keys of this block's candidates to all blocks of the cluster.
 
-        If there are more candidates than `max_shared`, or if the list has overflowed, it sends a number above
+        If the block has more candidates than `max_shared`, or if `overflowed`, the block sends a number above
         `max_shared` and no keys.
         """
         plan = self.plan
@@ -344,7 +345,7 @@ class RadixSelect:
         self._each_shared_candidate(self._key_counter(number, low, width))
 
     def _key_counter(self, number, low, width):
-        """Returns a function that counts a key by the digit with index `number`, if it is in low .. low + width - 1."""
+        """Returns a function that counts a key in low .. low + width - 1 by the digit with index `number`."""
         histogram = self._word(self.plan.counts(number))
 
         def count_key(key):
@@ -378,7 +379,7 @@ class RadixSelect:
 
         Returns:
           (block, carried). `block` is the index of the block whose list this warp visits; `plan.blocks` or more if the
-          warp visits none. `carried` are the last values of this thread.
+          warp visits none. `carried` are the values after the last key that this thread visits.
         """
         plan = self.plan
         warps = plan.warps // plan.blocks
@@ -391,8 +392,8 @@ class RadixSelect:
         def visit_key(i, *carried):
             return visit(ops.load(keys + i * (128 * warps)), *carried)
 
-        # From its first key on, the thread visits every key at this stride. `left` is the number of these keys times
-        # the stride, plus a rest below the stride.
+        # The thread visits the keys with indices `number`, `number + stride`, .. below `count`. There are
+        # `left // stride` such keys.
         stride = 32 * warps
         left = count + (stride - 1) - number.minimum(count + (stride - 1))
         return block, ops.loop(left // stride, visit_key, *carried)
@@ -421,7 +422,7 @@ class RadixSelect:
         ops.sync()
 
     def _add_up_counts(self, number):
-        """Adds this block's counts to the cluster histogram of every block, and waits until all blocks have done so."""
+        """Adds this block's counts to every block's copy of the cluster's histogram, and waits for all blocks."""
         plan = self.plan
         sums = self._word(plan.cluster_counts(number))
         peers = [ops.peer(sums, block) for block in range(plan.blocks)]
@@ -442,17 +443,17 @@ class RadixSelect:
         """
         chunk_bins = 32 * VECTOR
         chunks = BINS // chunk_bins
-        above = U32(0)  # number of keys in the chunks so far
+        above = U32(0)  # number of keys in the chunks searched so far
         chunk = U32(chunks)  # index of the chunk with the key of this rank, or `chunks` if no chunk has it
-        before = U32(0)  # number of keys in the chunks before that chunk
-        for i in range(chunks):  # from the largest digits on
+        before = U32(0)  # number of keys in the chunks that precede `chunk`, which count larger digits
+        for i in range(chunks):  # chunk 0 counts the largest digits
             first_bin = lowest_digit = BINS - (i + 1) * chunk_bins
-            if number == 0:  # as in `_bin`
+            if number == 0:  # converts a digit to its bin, as `_bin` does
                 is_positive = lowest_digit >= BINS // 2
                 first_bin = lowest_digit - BINS // 2 if is_positive else BINS - lowest_digit - chunk_bins
             count_here = functools.reduce(operator.add, ops.load_vector(source + 4 * first_bin + (ops.lane() << 4)))
             if number == 0 and i == chunks - 1:
-                count_here = ops.lane().equals(31).where(0, count_here)  # the bins of the last lane count -inf
+                count_here = ops.lane().equals(31).where(0, count_here)  # lane 31 reads the bins of -inf
             up_to = above + ops.warp_sum(count_here)
             contains_rank = (above < rank) & (rank <= up_to)
             chunk = contains_rank.where(i, chunk)
@@ -485,9 +486,9 @@ class RadixSelect:
         """Returns the result of `find` in a pass, as int32 scalars.
 
         Returns:
-          (digit_plus_1, rank, spare). `rank` is the rank of the key that `find` searched among the keys with its digit,
-          and `spare` the number of keys with this digit and a larger rank. All three are 0 if the pass was skipped, or
-          if there are fewer keys than the rank that was searched.
+          (digit_plus_1, rank, spare). The digit is that of the key that `find` searched. `rank` is the rank of this key
+          among the keys with the digit, and `spare` the number of keys with the digit and a larger rank. All three are
+          0 if the pass was skipped, or if fewer keys were counted than the rank that was searched.
         """
         result = self.plan.results(number)
         return self.memory[result], self.memory[result + 1], self.memory[result + 2]
@@ -503,8 +504,8 @@ class RadixSelect:
         plan = self.plan
         chunk = U32(0) if kept.chunk is None else kept.chunk
 
-        # A warp loads 128 scores at a time, and a bitmap has four words for them. The four scores of a lane have four
-        # adjacent bits in one of these words.
+        # A warp loads 128 scores at a time. Four words of a bitmap mark them. The four scores of a lane are marked by
+        # four adjacent bits of one of these words.
         first_word = ops.warp() * (plan.chunks * plan.values) + (ops.lane() >> 3) + plan.offsets.above
         first_bit = (ops.lane() & 7) << 2
 
@@ -512,7 +513,7 @@ class RadixSelect:
             key = key_of(bits)
             with ops.when(key >= low):
                 score_number = number + chunk * plan.values  # index of the score among all scores of the thread
-                # The words of `ties` follow those of `above`, which are `plan.marks` words.
+                # Each bitmap is `plan.marks` words long, and `ties` follows `above`.
                 bitmap_offset = (key - low < width).where(plan.marks, 0)
                 mark = U32(1) << (first_bit + (score_number & (VECTOR - 1)))
                 word = first_word + bitmap_offset + (score_number & -VECTOR)
@@ -532,8 +533,8 @@ class RadixSelect:
         ops.sync()
         marks, counts = self._load_marks()
         before, total = ops.block_prefix_sum(counts, self._word(plan.offsets.scratch), plan.warps)
-        # A word has the number of entries above in its upper bits and the number of ties in its lower bits: the lower
-        # 20 bits of `before` and `total`, the lower 16 bits of words of `totals`.
+        # Words of counts hold the number of marks in `above` in their upper bits, and of marks in `ties` in their lower
+        # bits. The lower bits are 20 bits in `before` and `total`, and 16 bits in `totals`.
         above = before >> 20
         tied = before & 0xFFFFF
         all_above = total >> 20
@@ -557,9 +558,9 @@ class RadixSelect:
         """Loads this thread's words of the bitmaps.
 
         Returns:
-          (marks, counts). `marks` is a list of (word of the bitmap of entries above, word of the bitmap of ties, index
-          in the row of the entry of bit 0). `counts` is a word: its upper 12 bits are the number of this thread's
-          entries above, and its lower 20 bits the number of its ties.
+          (marks, counts). `marks` is a list of (word of the bitmap `above`, word of the bitmap `ties`, index in the row
+          of the entry that bit 0 marks). `counts` is a word: its upper 12 bits are the number of this thread's marks in
+          `above`, and its lower 20 bits the number of this thread's marks in `ties`.
         """
         plan = self.plan
         words_per_thread = -(-plan.marks // plan.threads)
@@ -574,7 +575,7 @@ class RadixSelect:
             ties = ops.load(self._word(number + plan.offsets.ties))
             above = exists.where(above, 0)
             ties = exists.where(ties, 0)
-            # Both counts fit into a word: at most k entries are marked above, and a block has fewer than 2**20 entries.
+            # Both counts fit into a word: `above` marks at most k entries, and `ties` fewer than 2**20 in a block.
             counts = counts + (ops.count_bits(above) << 20) + ops.count_bits(ties)
             warp = number // words_per_warp
             word_in_warp = number % words_per_warp
@@ -583,10 +584,10 @@ class RadixSelect:
         return marks, counts
 
     def _exchange_totals(self, above, tied, shared):
-        """Sends the numbers of entries that this block has marked above, and as ties, to all blocks of the cluster.
+        """Sends the numbers of this block's marks in the bitmaps `above` and `ties` to all blocks of the cluster.
 
-        If `shared`, all blocks have these numbers already. If the first block processes the row alone, it only stores
-        its own numbers.
+        If `shared`, all blocks know these numbers already. If block 0 processes the row alone, it only stores its own
+        numbers.
         """
         plan = self.plan
         with ops.when((shared | self.alone).equals(0)):
@@ -608,9 +609,10 @@ class RadixSelect:
         """Writes the entries of this thread's marks to the result.
 
         Args:
-          marks: list of (word of entries above, word of ties, index of the entry of bit 0), from `_load_marks`.
+          marks: list of words of both bitmaps, from `_load_marks`.
           ties: number of ties that are selected in the row.
-          above, tied: numbers of the row's entries marked above, and as ties, that come before this thread's entries.
+          above, tied: numbers of marks in the bitmaps `above` and `ties` for entries of the row with lower indices than
+            this thread's entries.
         """
         k = self.plan.k
         for above_bits, tie_bits, entry in marks:

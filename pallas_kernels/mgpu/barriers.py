@@ -1,7 +1,7 @@
 """Barriers over a warpgroup, a block and a cluster, by hardware instructions, and rings of Pallas barriers.
 
 A ring is an array of places in shared memory, with a barrier for each place. Item i of a sequence, such as a tile, uses
-place i modulo the number of places. The blocks of an interpreted cluster share no memory: interpreted kernels use
+place i modulo the number of places. The blocks of an interpreted cluster share no memory, so interpreted kernels use
 global memory and a Pallas barrier instead.
 """
 
@@ -23,9 +23,10 @@ def turn(ring, i: jax.Array) -> jax.Array:
 
 
 def wait_empty(empty, i: jax.Array) -> None:
-    """Waits until the place of item `i` in a ring is empty. For the first items, places are empty, and nothing waits.
+    """Waits until the place of item `i` in a ring is empty. The first items find their places empty without a wait.
 
-    `empty` has a barrier for each place. The reader of a place arrives at the place's barrier after the read.
+    `empty` is an array with one barrier for each place. The reader of a place arrives at the place's barrier after the
+    read.
     """
     pl.when(i >= empty.shape[0])(lambda: plgpu.barrier_wait(empty.at[turn(empty, i)]))
 
@@ -60,7 +61,7 @@ sync_warpgroup.mosaic(lambda: mlir.inline(mgpu.utils.warpgroup_barrier))
 
 @primitive
 def sync_block(barrier) -> None:
-    """Synchronizes all threads of a block. The interpreter uses `barrier`, a Pallas barrier for all its warpgroups."""
+    """Synchronizes all threads of a block. The interpreter uses `barrier`, a Pallas barrier of all warpgroups."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
 

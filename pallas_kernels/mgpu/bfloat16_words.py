@@ -1,7 +1,8 @@
 """Pairs of bfloat16 in 32-bit words, in code for one thread.
 
-The functions load, store and multiply such words, and convert FP4 and FP8 codes to them. A conversion shifts bits, so
-that its result is the value times a power of two. A product with the inverse power of two is exact.
+The functions load, store and multiply such words, and convert FP4 and FP8 codes to them. A conversion only moves bits,
+so its result is the code's value times a constant power of two. A product with the inverse power removes this factor,
+and is exact.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,17 +21,17 @@ PARTS = 3  # number of bfloat16 terms of which every float32 is a sum
 
 
 def load_four(pointer) -> list[U32]:
-    """Loads 16 bytes, as four words, of global memory that the kernel does not write."""
+    """Loads four words (16 bytes) from global memory that the kernel does not write."""
     return thread_ops.ptx_words(4, "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", pointer)
 
 
 def load_pair(pointer) -> list[U32]:
-    """Loads 8 bytes, as two words, of global memory that the kernel does not write."""
+    """Loads two words (8 bytes) from global memory that the kernel does not write."""
     return thread_ops.ptx_words(2, "ld.global.nc.v2.b32 {$0, $1}, [$2];", pointer)
 
 
 def store_four(pointer, four: Sequence[U32]) -> None:
-    """Stores four words, 16 bytes, to global memory."""
+    """Stores four words (16 bytes) to global memory."""
     mlir.ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", pointer, *four)
 
 
@@ -46,7 +47,7 @@ def pack(low, high) -> U32:
 
 
 def rotate(word: U32, cos, sin) -> U32:
-    """Rotates a pair of bfloat16 by an angle, given by its cosine and sine as MLIR float32; uses no FMA."""
+    """Rotates a word's pair of bfloat16 by an angle without FMAs. `cos` and `sin` of the angle are MLIR float32."""
     even, odd = unpack(word)
     multiply = thread_ops.multiply
     rotated_even = arith.subf(multiply(even, cos), multiply(odd, sin))
@@ -70,8 +71,8 @@ def split(four: Sequence[U32]) -> Iterator[list[U32]]:
 def multiply_add(acc: Sequence[Any], a: Sequence[U32], b: Sequence[U32], *, pure: bool = False) -> list[Any]:
     """Returns acc + a @ b, computed by a warp with `mma.m16n8k16`.
 
-    The 16 products of a sum are spread over four lanes. The columns of a and the rows of b may be in any order, if it
-    is the same order.
+    Four lanes hold the factors of the 16 products of a sum. The columns of a and the rows of b may be in any order, if
+    both are in the same order.
 
     Args:
       acc: [16, 8] float32. Lane 4 * i + j holds columns 2 * j and 2 * j + 1 of row i, then of row i + 8.
@@ -91,7 +92,7 @@ def multiply_add(acc: Sequence[Any], a: Sequence[U32], b: Sequence[U32], *, pure
 
 
 def e2m1_value(code: jax.Array) -> jax.Array:
-    """Returns the exact float32 values of E2M1 codes, int32 from 0 to 15; a function of arrays, not for one thread."""
+    """Returns the exact float32 values of an int32 array of E2M1 codes, 0 .. 15. This is not code for one thread."""
     size = code & 7
     normal = lax.bitcast_convert_type((size << 22) + (126 << 23), jnp.float32)
     size = jnp.where(size < 2, size.astype(jnp.float32) * 0.5, normal)
@@ -101,8 +102,8 @@ def e2m1_value(code: jax.Array) -> jax.Array:
 def e2m1_pairs(word: U32) -> list[U32]:
     """Converts a word of eight E2M1 codes to four words of two bfloat16, which are 2**-126 times the values.
 
-    Word i of the result has codes i and i + 4. An E2M1 code consists of the sign bit, the two lowest exponent bits and
-    the highest mantissa bit of a bfloat16. So a conversion moves the sign away from the other bits. One instruction
+    Word i of the result holds codes i and i + 4. An E2M1 code consists of the sign bit, the two lowest exponent bits
+    and the highest mantissa bit of a bfloat16. So a conversion moves the sign away from the other bits. One instruction
     does this for two words of the result, whose bits lie 4 positions apart.
     """
     pairs = []
@@ -116,7 +117,7 @@ def e2m1_pairs(word: U32) -> list[U32]:
 def e4m3_pairs(word: U32) -> list[U32]:
     """Converts a word of four E4M3 codes to two words of two bfloat16, which are 2**-120 times the values.
 
-    Word i of the result has codes i and i + 2.
+    Word i of the result holds codes i and i + 2.
     """
     shifted = word << 8
     return [(x & 0x80008000) | ((x >> 4) & 0x07F007F0) for x in (shifted, word)]

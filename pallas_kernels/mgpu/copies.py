@@ -61,13 +61,13 @@ def _emit_start_copy(target, source, row, column, *, below=0, other=None):
 def start_rows(target, pieces, *, column: jax.Array, size: int) -> None:
     """Starts to copy `size` columns of consecutive rows to shared memory. The rows may come from several arrays.
 
-    A warp copies the columns that its threads hold of a vector [size]. After `wait_copies` and `sync_warp`, the warp
-    may read these columns.
+    A warp copies the columns that its threads hold if a row is loaded as a vector [size]. After `wait_copies` and
+    `sync_warp`, the warp may read these columns.
 
     Args:
       target: [rows * size] float32 in shared memory, the number of rows a multiple of 4.
       pieces: tuples (array, row, begin): an array [.., width] float32 in global memory, and two int32 scalars. Row r of
-        the target is copied from the last piece with `begin <= r`, from row `row + r` of its array.
+        the target comes from the last tuple with `begin <= r`: it is a copy of row `row + r` of that tuple's array.
       column: int32 scalar, the first of the columns to copy.
       size: number of columns to copy.
     """
@@ -100,7 +100,7 @@ def _emit_start_rows(target, pieces, *, column, size):
         width = array.type.shape[1]
         offset = mlir.multiply_add(arith.addi(mlir.to_i64(row), first_row), width, mlir.to_i64(column))
         offset = arith.addi(offset, own_column)
-        begin -= U32(arith.trunci(mlir.int_type(), first_row))  # r below counts from this thread's first row
+        begin -= U32(arith.trunci(mlir.int_type(), first_row))  # the loop over r counts from this thread's first row
         sources.append((mlir.at(mlir.global_pointer(array), offset, mlir.f32_type()), width, begin))
     for r in range(0, rows, warp_rows):
         source: Any = None
@@ -113,7 +113,7 @@ def _emit_start_rows(target, pieces, *, column, size):
 
 @primitive
 def commit_copies() -> None:
-    """Closes a group of copies, which has all copies that this thread started after it closed the last group."""
+    """Closes a group of copies: all copies that this thread has started since it closed the preceding group."""
 
 
 commit_copies.mosaic(lambda: mlir.inline(nvvm.cp_async_commit_group))
@@ -121,7 +121,7 @@ commit_copies.mosaic(lambda: mlir.inline(nvvm.cp_async_commit_group))
 
 @primitive
 def wait_copies(pending: int) -> None:
-    """Waits for all groups of copies of this thread except the last `pending` groups."""
+    """Waits for all groups of copies of this thread except the `pending` groups that it closed most recently."""
 
 
 wait_copies.mosaic(lambda pending: mlir.inline(lambda: nvvm.cp_async_wait_group(pending)))
@@ -129,7 +129,7 @@ wait_copies.mosaic(lambda pending: mlir.inline(lambda: nvvm.cp_async_wait_group(
 
 @primitive
 def sync_warp() -> None:
-    """Synchronizes the threads of a warp. Compilers move no load and no copy across it."""
+    """Synchronizes the threads of a warp. Compilers do not move loads and copies across this call."""
 
 
 sync_warp.mosaic(lambda: mlir.inline(mgpu.utils.warp_barrier))

@@ -1,10 +1,10 @@
 """Mailboxes: buffers through which the GPUs of one process add up values, written by peers without any barrier.
 
 Each GPU owns a mailbox, memory that never moves and whose address all GPUs know. A thread sends its values by storing
-them into its slots of every mailbox. It receives values by polling the mailbox of its GPU. Calls are counted, and a
-4-byte word of values is stored together with the count of the call, as 8 bytes. So a slot is complete if it holds the
-call's count, and no slot has to be cleared. The counter of calls is part of the mailbox, so different kernels, programs
-and models can share a mailbox.
+them into its slots of every mailbox. It receives values by polling the mailbox of its GPU. Calls of `exchange` are
+counted, and a 4-byte word of values is stored together with the count of the call, as 8 bytes. So a slot is complete if
+it holds the call's count, and slots need not be cleared. The counter of calls is part of the mailbox, so different
+kernels, programs and models can share a mailbox.
 
 Two generations of slots, for even and for odd calls, are enough. A GPU sends the values of call n + 2 into the slots of
 call n after it has received the values of call n + 1 from all other GPUs. By then, every other GPU has started call
@@ -12,7 +12,7 @@ n + 1, and so finished call n. This holds for each thread block by itself: a blo
 exchanges values only with the blocks of the same index on the other GPUs.
 
 Before its first exchange, a program has to run a collective of XLA over all its GPUs. CUDA loads a kernel at its first
-launch, and cannot load it while another kernel of that GPU waits for its peers. XLA loads all kernels of a program
+launch, and cannot load it while another kernel of that GPU waits for other GPUs. XLA loads all kernels of a program
 before the collective.
 """
 
@@ -47,7 +47,7 @@ MAX_POLLS = 1 << 25
 class Unit(NamedTuple):
     """Eight bfloat16 values that a thread replaces by their sums over the GPUs."""
 
-    active: U32  # condition, whether this thread has the unit
+    active: U32  # whether this thread exchanges the unit, a condition of one bit
     load: Callable[[], list[U32]]  # returns the thread's values, four words of two bfloat16
     store: Callable[[list[U32]], None]  # stores the sum, four words of two bfloat16
 
@@ -55,8 +55,8 @@ class Unit(NamedTuple):
 def check_table(table: jax.Array, *, interpret: bool) -> None:
     """Raises NotImplementedError unless the table of mailboxes is for 2 to 8 GPUs and the kernel is not interpreted.
 
-    The table [2 * (2 + GPUs)] uint32 has 64-bit entries, each as its low and its high half: this GPU's rank, the
-    address of its mailbox, and then the address of each GPU's mailbox in the order of ranks.
+    The table is [2 * (2 + GPUs)] uint32. Two words, the low word first, form an entry of 64 bits. The entries are this
+    GPU's rank, the address of this GPU's mailbox, and the addresses of all GPUs' mailboxes in the order of ranks.
     """
     check_array("table", table, jnp.uint32, None)
     ranks = _num_ranks(table)
@@ -128,7 +128,7 @@ def exchange(block: U32, blocks: int, table_gmem, units: Sequence[Unit]) -> None
     thread = mlir.thread()
     counter = _add_offset(own_mailbox, counter_offset(block, ranks=ranks))
     call = thread_ops.ptx("ld.volatile.global.u32 $0, [$1];", counter) + 1
-    thread_ops.sync()  # all threads have read the counter
+    thread_ops.sync()  # waits until all threads of the block have read the counter
     with thread_ops.when(thread.equals(0)):
         mlir.ptx("st.volatile.global.u32 [$0], $1;", counter, call)
     generation = call & (GENERATIONS - 1)
@@ -163,7 +163,7 @@ def _send(address, four, call):
 
 
 def _receive(address, call, ranks, rank_stride):
-    """Polls this GPU's mailbox until a unit of every rank has come.
+    """Polls this GPU's mailbox until it holds this thread's unit from every rank.
 
     Args:
       address: 64-bit address of the first slot of rank 0's unit.
@@ -174,7 +174,7 @@ def _receive(address, call, ranks, rank_stride):
     Returns:
       A list with the four words of each rank's unit.
     """
-    count = 2 * SLOTS_PER_UNIT * ranks  # number of result words; the operands `address` and `call` follow them
+    count = 2 * SLOTS_PER_UNIT * ranks  # number of words in the result; `address` is PTX operand `count`
     loads = []
     checks = []
     for i in range(SLOTS_PER_UNIT * ranks):

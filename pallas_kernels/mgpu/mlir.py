@@ -37,8 +37,8 @@ def inline(emit: Callable, *args, layout: Callable[..., Any] | None = None, retu
       args: references and arrays, or pairs (reference, its `plgpu.RefType`) and (array, its layout).
       layout: function from a shape to a layout, for arrays that come without a layout. Scalars are the same in all
         threads (WG_SPLAT).
-      returns: None, or one object or a tuple of objects with a `shape` and a `dtype`. If the layout of a result is not
-        `layout(shape)`, its object is a `plgpu.ShapeDtypeStruct`.
+      returns: None, or one object or a tuple of objects with a `shape` and a `dtype`. For a result whose layout is not
+        `layout(shape)`, the object is a `plgpu.ShapeDtypeStruct`, which names the layout.
 
     Returns:
       An array, or a tuple of arrays, like `returns`; None if `returns` is None.
@@ -76,8 +76,9 @@ def emits(primitive, *layouts, layout: Callable[..., Any] | None = None, returns
 
     Args:
       primitive: the primitive, see `runtime.launch`.
-      layouts: layouts of the first references and arrays: a layout for an array, a `plgpu.RefType` for a reference, or
-        None for the default. Or one function from the primitive's arguments to a tuple of such layouts.
+      layouts: layouts of the references and arrays in the arguments, in order: a layout for an array, a `plgpu.RefType`
+        for a reference, or None for the default. Those at the end may be left out. Instead of layouts, one function
+        from the primitive's arguments to a tuple of layouts may be given.
       layout: as in `inline`.
       returns: as in `inline`, or a function from the primitive's arguments to such a value.
     """
@@ -215,8 +216,8 @@ class U32:
 
 
 f32_type = ir.F32Type.get
-constant = mgpu.utils.c  # (number, MLIR type) -> MLIR constant
-shared_pointer = mgpu.utils.memref_ptr  # reference to shared memory -> LLVM pointer
+constant = mgpu.utils.c  # function of a number and an MLIR type that returns an MLIR constant
+shared_pointer = mgpu.utils.memref_ptr  # function of a reference to shared memory that returns an LLVM pointer
 
 
 def int_type(bits: int = 32):
@@ -308,8 +309,8 @@ def global_pointer(ref):
 def at(pointer, offset, element=None):
     """Returns the pointer `pointer + offset`.
 
-    `offset` is an integer that `U32` takes. It counts elements of the MLIR type `element`, or bytes if `element` is
-    None.
+    `offset` is an integer that `U32` takes: a number of elements of the MLIR type `element`, or a number of bytes if
+    `element` is None.
     """
     offset = offset if isinstance(offset, int) else U32(offset).value
     return mgpu.utils.getelementptr(pointer, [offset], int_type(8) if element is None else element)
@@ -319,7 +320,7 @@ def element(ref, index, size: int | None = None):
     """Returns a pointer to an element of a contiguous reference to global memory.
 
     Args:
-      ref: the reference.
+      ref: contiguous reference of any shape.
       index: row-major index of the element, a signed integer.
       size: number of bytes of an element; None for the size of the reference's element type.
     """

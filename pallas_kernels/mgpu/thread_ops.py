@@ -29,7 +29,7 @@ def inline(emit: Callable, *args, returns: jax.ShapeDtypeStruct | None = None):
         values.
       args: pytrees of references, scalars, and arrays of 128 values or a multiple of 512. A bool becomes 0 or 1.
       returns: shape and dtype of the result, int32 [128] for a U32; None for no result. The order of a list's values in
-        the result is unspecified. If the array is passed to `inline` again, each thread gets the same list.
+        the result is unspecified. If the result is passed to `inline` again, each thread gets its list back.
     """
     emit_operands, operands = mlir.on_operands(emit, *args)
 
@@ -94,7 +94,7 @@ def when(condition: U32) -> Iterator[None]:
 
 
 def loop(count: U32 | int, body: Callable[..., Iterable[U32] | None], *carried: U32) -> list[U32]:
-    """Emits a loop `carried = body(i, *carried)` over i = 0 .. count - 1. Returns the last carried values."""
+    """Emits a loop `carried = body(i, *carried)` over i = 0 .. count - 1. Returns the final carried values."""
     for_op: Any = scf.ForOp(mlir.i32(0), U32(count).value, mlir.i32(1), [x.value for x in carried])
     with ir.InsertionPoint(for_op.body):
         results = body(U32(for_op.induction_variable), *map(U32, for_op.inner_iter_args))
@@ -145,7 +145,7 @@ def shared(ref, offset: U32 | int = 0) -> U32:
     return base + (offset << 2)
 
 
-# (address, block) -> address of the same place in the shared memory of block `block` of the cluster.
+# Function of (address, index of a block in the cluster) that returns the address of the same place in that block.
 peer = partial(ptx, "mapa.shared::cluster.u32 $0, $1, $2;")
 load = partial(ptx, "ld.shared.u32 $0, [$1];")
 # Functions of (address, value). `fetch_add`, `add`, `add_peer` and `set_bits` are atomic. `fetch_add` returns the old
@@ -184,11 +184,11 @@ def store_global(ref, index: U32 | int, value: U32 | int) -> None:
 
 
 count_bits = partial(ptx, "popc.b32 $0, $1;")
-# The index of the lowest bit that is set, or 32 if no bit is set.
+# Returns the index of the lowest bit that is set, or 32 if no bit is set.
 lowest_bit = partial(ptx, "{ .reg .b32 r; brev.b32 r, $1; clz.b32 $0, r; }")
-# x with all bits but the highest set bit cleared; 0 for 0.
+# Clears all bits except the highest set bit; returns 0 for 0.
 highest_bit = partial(ptx, "{ .reg .b32 r; clz.b32 r, $1; shr.u32 $0, 0x80000000, r; }")
-# Reductions over the lanes of a warp; every lane gets the result.
+# Each function returns a reduction over the lanes of a warp; every lane gets the result.
 warp_sum = partial(ptx, "redux.sync.add.u32 $0, $1, 0xffffffff;")
 warp_min = partial(ptx, "redux.sync.min.u32 $0, $1, 0xffffffff;")
 warp_max = partial(ptx, "redux.sync.max.u32 $0, $1, 0xffffffff;")
@@ -204,7 +204,7 @@ def warp_prefix_sum(x: U32) -> U32:
 
 
 def block_prefix_sum(x: U32, scratch: U32, warps: int) -> tuple[U32, U32]:
-    """Returns (the sum of x over the threads before this one, the sum over all threads of the block).
+    """Returns (the sum of x over the threads of the block with lower indices, the sum over all threads of the block).
 
     The function synchronizes the block. Until the next synchronization, no thread may access the scratch memory.
 
@@ -247,7 +247,7 @@ def fma(x, y, z):
 
 
 def sum_lanes(x, lanes: int = 32):
-    """Returns the sum of an MLIR float32 over `lanes` consecutive lanes, a power of two. Each of the lanes gets it."""
+    """Returns the sum of an MLIR float32 over `lanes` consecutive lanes, a power of two. Each lane gets the sum."""
     while lanes > 1:
         lanes //= 2
         x = arith.addf(x, mgpu.utils.shfl_bfly(x, lanes))
@@ -265,8 +265,8 @@ def lane_sums(terms: Sequence[Any]) -> U32:
         upper = (lane() & half) > 0
         zero = mlir.f32(0.0)
 
-        # Of two terms, a lane with bit `half` set keeps `high`, and its partner, with the bit cleared, keeps `low`.
-        # Each lane sends the other term to its partner.
+        # Lanes whose indices differ only in the bit `half` are partners. The lane with the bit set keeps `high` and
+        # sends `low` to its partner. The partner keeps `low` and sends `high`.
         def exchange(low, high, half=half, upper=upper, zero=zero):
             if low is None and high is None:
                 return None

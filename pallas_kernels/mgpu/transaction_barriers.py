@@ -1,8 +1,9 @@
 """Transaction barriers (`mbarrier`), which count bytes that other blocks of a cluster store in this block's memory.
 
-A phase of a barrier ends when all 128 threads of one warpgroup have arrived and all bytes that they announced have
-come. Bytes may come before the arrivals. The sender does not wait. The sender needs the address of the barrier, which
-Pallas's own barriers do not disclose. The module is for GPUs alone, because interpreted blocks share no memory.
+A phase of a barrier ends when all 128 threads of one warpgroup have arrived and all bytes that the threads announced
+have come. Bytes may come before the arrivals. The sender of bytes does not wait. The sender needs the barrier's
+address, which Pallas's own barriers do not disclose. The module is for GPUs alone, because interpreted blocks share no
+memory.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ def scratch_type(count: int):
 def start(barriers) -> None:
     """Initializes barriers [count, 2] int32 in shared memory, and arrives at the barrier of the cluster.
 
-    All warpgroups call `start`, and then `barriers.wait_cluster` before they use the barriers.
+    All warpgroups call `start`, and then `wait_cluster` of `mgpu.barriers` before they use the barriers.
     """
 
     def emit(barriers):

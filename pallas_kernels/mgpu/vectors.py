@@ -1,4 +1,4 @@
-"""Operations on vectors that Mosaic lacks: exchanges between threads, partial loads and stores.
+"""Vector operations that Mosaic lacks: exchanges between threads, partial loads and stores.
 
 A vector [128 * n], n = 1, 2 or 4, is spread over a warpgroup: thread t holds values n * t .. n * t + n - 1.
 """
@@ -77,7 +77,7 @@ def butterfly(combine, x: jax.Array, first: int, last: int, scratch) -> jax.Arra
     """Reduces groups of channels of x [size] by exchanges at the distances first, first / 2, .. last.
 
     A group has 2 * first / last channels, whose indices differ only in the bits `first`, `first / 2`, .. `last`. Each
-    channel of the result has the reduction of its group.
+    channel of the result holds the reduction of the channel's group.
 
     Args:
       combine: elementwise function of two vectors, such as `jnp.maximum`.
@@ -134,13 +134,13 @@ def _(ref, size):
 
 @primitive
 def store_channels(ref, x: jax.Array, channel: jax.Array, *, every: int = 1) -> None:
-    """Stores the values of some channels: `ref[i] = x[j]` for each j with `channel[j] == every * i` and i in range.
+    """Stores the values of some channels: `ref[i] = x[j]` for each j with `channel[j] == every * i` and 0 <= i < n.
 
     Args:
       ref: [n] in global memory.
       x: [size] values.
       channel: [size] int32, consecutive indices of channels; the first is a multiple of 64 and may be negative.
-      every: distance between stored channels; only channels that are multiples of it are stored.
+      every: distance between stored channels; only channels that are multiples of `every` are stored.
     """
     n = ref.shape[0]
     for begin in range(0, x.shape[0], SLICE):
@@ -164,7 +164,7 @@ def _emit_store_channels(ref, x, channel, *, every=1):
     step = max(width, min(every, per_thread))
     for i in range(0, per_thread, step):
         number = channels_of_thread[i]
-        # The comparison is one of unsigned integers, so a negative channel is past the end.
+        # The comparison treats its operands as unsigned integers, so a negative channel is not below `end`.
         inside = number < end
         if every > per_thread:
             inside = inside & (number % every).equals(0)
@@ -180,7 +180,7 @@ def _emit_store_channels(ref, x, channel, *, every=1):
 def thread() -> jax.Array:
     """Returns the index of each thread in the warpgroup, [128] int32.
 
-    Each call reads the index from a special register again, so that it occupies no register throughout a loop.
+    Each call reads the index again from a special register, so that no other register holds the index during a loop.
     """
     return channels(THREADS)
 
@@ -217,9 +217,9 @@ ballot.mosaic(lambda x: _vote(x, "vote.sync.ballot.b32 $0, p, 0xffffffff;"))
 
 @primitive
 def any_in_warp(x: jax.Array) -> jax.Array:
-    """Returns whether x [128] int32 is not 0 in a thread of the warp (interpreted: of the warpgroup).
+    """Returns whether x [128] int32 is not 0 in any thread of the warp (interpreted: of the warpgroup).
 
-    The warps' results may differ, so code that depends on them must not wait for other warps.
+    The warps' results may differ, so code that depends on the result must not wait for other warps.
     """
     return jnp.any(x != 0)
 

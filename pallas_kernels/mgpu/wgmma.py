@@ -1,7 +1,7 @@
 """Accumulators of `wgmma`, [64, columns] float32 in registers: products, exchange between warpgroups, and stores.
 
-An inbox is shared memory for one accumulator, ordered by registers and threads, not by rows: each register of a thread
-has two values, and the pairs of the 128 threads for one register are adjacent.
+An inbox is shared memory for one accumulator from another warpgroup. The values are ordered by registers and threads,
+not by rows: each register of a thread holds two values, and the pairs of the 128 threads for one register are adjacent.
 """
 
 import contextlib
@@ -166,7 +166,7 @@ def _emit_store(ref, values, *, transposed=False):
     (stride, _), _ = kind.get_strides_and_offset()
     size = 2 if isinstance(kind.element_type, ir.BF16Type) else 4
     width = values.shape[1]
-    # Distances in bytes between consecutive rows and between consecutive columns of the values.
+    # `down` and `right` are the distances in bytes between consecutive rows and consecutive columns of the values.
     down, right = (size, size * stride) if transposed else (size * stride, size)
     first_row, first_column = next(values.layout.thread_idxs(values.shape))
     offset = mlir.multiply_add(first_row, down, arith.muli(first_column, mlir.index(right)))

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file for writing, which appears at `path`, complete, when the context ends without an error.
+    """Opens a file for writing. The complete file appears at `path` when the context ends without an error.
 
     The file replaces an older file at `path`. Only the user may read and write it. Until the context ends, the bytes
     are in a hidden file in the same folder. If an error ends the context, the hidden file is removed.

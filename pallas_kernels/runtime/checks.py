@@ -31,7 +31,7 @@ def check_tokens(tokens: int, **arrays: jax.Array | None) -> None:
 
 
 def check_rules(rules: dict[str, bool]) -> None:
-    """Raises NotImplementedError with the first rule that does not hold.
+    """Raises NotImplementedError if a rule does not hold. The error's message states the first such rule.
 
     Args:
       rules: {text of a rule: whether the rule holds}. The text completes the sentence "the kernel takes ..", such as

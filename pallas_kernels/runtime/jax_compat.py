@@ -1,8 +1,8 @@
 """Patches of JAX's lowering of kernels for GPUs. `apply_patches` is called when the first kernel is made for a GPU.
 
 versions        patch
-JAX 0.11        Two functions of Mosaic's search for register layouts become those of JAX 0.12. This halves the time to
-                lower the kernels of a decode step. The lowered modules stay the same, byte for byte.
+JAX 0.11        Two functions of Mosaic's search for register layouts are replaced by those of JAX 0.12. This halves the
+                time to lower the kernels of a decode step. The lowered modules stay the same, byte for byte.
 PDL_VERSIONS    The call of a kernel with programmatic dependent launch gets the attribute `uses_pdl`. Without the
                 attribute, CUDA graphs do not overlap consecutive kernels.
 """
@@ -22,7 +22,7 @@ logger = logging.getLogger("pallas_kernels")
 
 @functools.cache
 def apply_patches() -> None:
-    """Applies the patches for the installed version of JAX, once. Logs a warning if `uses_pdl` is unverified for it."""
+    """Applies the patches for the installed version of JAX, once. Logs a warning if `uses_pdl` is unverified there."""
     version = jax.__version_info__[:3]
     if version[:2] == (0, 11):
         constraints.compute_transitively_equal_vars = equal_variables
@@ -56,8 +56,8 @@ def join_systems(
 ) -> constraints.ConstraintSystem | constraints.Unsatisfiable:
     """Returns the constraints of both systems, or Unsatisfiable if they assign different layouts to a variable.
 
-    The function of JAX 0.11 looks up all assignments of the first system, whose number grows with every operation of a
-    kernel. This function looks up the assignments of the system that has fewer assignments.
+    The function of JAX 0.11 looks up all assignments of `self`, and their number grows with every operation of a
+    kernel. This function looks up the assignments of the system that has fewer.
     """
     if isinstance(other, constraints.Unsatisfiable):
         return other

@@ -10,8 +10,8 @@ with `mosaic` is the code for the GPU:
 
     sync_warp.mosaic(lambda: mlir.inline(mgpu.utils.warp_barrier))
 
-The body of a kernel made by `kernel` calls the primitive as `sync_warp()`. JAX's trace context holds whether the kernel
-is interpreted. So JAX keeps separate traces for the interpreter and for the GPU.
+The body of a kernel made by `kernel` calls the primitive as `sync_warp()`. A value in JAX's trace context says whether
+the kernel is interpreted, so that JAX keeps separate traces for the interpreter and for the GPU.
 """
 
 import functools
@@ -35,19 +35,19 @@ def kernel(
     waits_in_body: bool = False,
     **options,
 ) -> Callable:
-    """Returns a kernel made by `plgpu.kernel`, whose body may call primitives, with programmatic dependent launch.
+    """Makes a kernel with `plgpu.kernel`. The body may call primitives.
 
-    With this launch, blocks of the kernel may start while the last blocks of the previous kernel still run.
+    The launch is a programmatic dependent launch: blocks may start while blocks of the preceding kernel still run.
 
     Args:
       body: the kernel's code, a function of references to the operands and the outputs, and of keyword arguments for
         scratch.
       interpret: whether to interpret the kernel on the CPU, with the race detector on.
       grid, cluster: {name of an axis: its size}; None for one block.
-      waits_in_body: whether the body calls `wait_for_inputs` itself. Before this call, the body may only read memory
-        that no kernel writes, such as weights. If False, `wait_for_inputs` is called before the body.
+      waits_in_body: whether the body calls `wait_for_inputs` itself. Until it does, the body may only read memory that
+        no kernel writes, such as weights. If False, `wait_for_inputs` is called before the body.
       options: arguments of `plgpu.kernel`. If `num_threads`, the number of warpgroups of a block, is given, the body
-        finds its warpgroup's index on the axis "warpgroup".
+        gets the index of its warpgroup from `axis_indices("warpgroup")`.
 
     Returns:
       A function of the operands, which may be pytrees. The body gets pytrees of references with the same structure.
@@ -78,7 +78,7 @@ def axis_indices(*names: str) -> tuple[jax.Array, ...]:
 
 
 def wait_for_inputs() -> None:
-    """Waits until the previous kernels have ended and their writes are visible. Does nothing if interpreted."""
+    """Waits until the preceding kernels have ended and their writes are visible. Does nothing if interpreted."""
     if not interpreting():
         plgpu.griddepcontrol_wait()
 
@@ -89,7 +89,7 @@ def interpreting() -> bool:
 
 
 class Primitive[**P, R]:
-    """A function with an implementation in jax.numpy for the interpreter, and another for the GPU; see the module."""
+    """A function with an implementation in jax.numpy for the interpreter, and another for the GPU, see above."""
 
     def __init__(self, interpreted: Callable[P, R]):
         self._interpreted = interpreted

@@ -2,8 +2,8 @@
 
 A kernel has an optional argument `layer`. If it is None, the weights belong to one layer. Otherwise the weights have a
 leading axis of layers, and `layer` is the index on this axis. The index is an operand in global memory, because it is
-the counter of a loop in the program that calls the kernel. The previous kernel may write the index, so the kernel reads
-it after `runtime.launch.wait_for_inputs`.
+the counter of a loop in the program that calls the kernel. The preceding kernel may write the index, so this kernel
+calls `runtime.launch.wait_for_inputs` before it reads the index.
 """
 
 import jax
@@ -15,8 +15,8 @@ from pallas_kernels.runtime.checks import check_array
 def check_weight(name: str, weight: jax.Array | None, layer: jax.Array | None, dtype, *shape: int | None) -> None:
     """Raises NotImplementedError unless a weight has this dtype and shape.
 
-    If `layer` is given, the weight has a leading axis of layers before the axes of `shape`, which is as in
-    `check_array`.
+    `shape` is as in `check_array`. If `layer` is given, the weight needs a leading axis of layers, which `shape` does
+    not include.
     """
     check_array(name, weight, dtype, *([] if layer is None else [None]), *shape)
 

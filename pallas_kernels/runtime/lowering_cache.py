@@ -2,14 +2,14 @@
 
 JAX keeps compiled programs in the folder `jax_compilation_cache_dir`, and finds them by their lowered text. This does
 not save the lowering, which takes 20 to 30 seconds of Python for the kernels of one decode step, most of it in Mosaic's
-search for register layouts. And the text also depends on the kernels that the process lowered earlier, because Mosaic
-numbers them. Therefore the lowered module of each kernel is stored, as `jax.export` writes it, in the subfolder
-`kernels`. The name of a file is a hash of everything that the module depends on: the arguments' types, the static
-arguments, the kernels' sources, and the versions of JAX.
+search for register layouts. The text also differs between processes, because Mosaic numbers the kernels in the order in
+which a process lowers them. Therefore the lowered module of each kernel is stored, as `jax.export` writes it, in the
+subfolder `kernels`. The name of a file is a hash of everything that the module depends on: the arguments' types, the
+static arguments, the kernels' sources, and the versions of JAX.
 
 A kernel that is not stored is lowered by a worker process, while this process continues to trace the program. Then a
-thread of this process compiles the kernel. When XLA compiles the program, it finds these kernels compiled already, and
-need not compile one after the other.
+thread of this process compiles the kernel. This saves time, because XLA would compile the program's kernels one after
+another.
 """
 
 import contextlib
@@ -34,7 +34,8 @@ from pallas_kernels.runtime.hardware import runs_all_blocks_at_once, why_no_mosa
 from pallas_kernels.runtime.pytrees import on_leaves
 
 
-# A lowered kernel is read only by the version of JAX that wrote it, so it needs no stable format.
+# Allows exports to contain Mosaic's custom calls, whose format may change in a later version of JAX. Only the version
+# that wrote a lowered kernel reads it.
 _CHECKS = [export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
 logger = logging.getLogger("pallas_kernels")
 MAX_WORKERS = 8  # maximum number of worker processes; each takes 0.4 GB of memory and 3 seconds to start
@@ -75,7 +76,7 @@ def _shapes(tree):
 
 
 def _call(on_arrays: Callable, function: Callable, args, kwargs, *arrays: jax.Array):
-    """Calls a kernel's function on its arrays. The kernel is lowered only if its lowered module is not stored.
+    """Calls a kernel's function on arrays. The kernel is lowered only if its lowered module is not stored on disk.
 
     Args:
       on_arrays: the function, bound to all arguments except arrays.
@@ -123,10 +124,10 @@ mlir.register_lowering(_kernel_p, mlir.lower_fun(_run, multiple_results=True))
 
 
 def _build(path: Path, function: Callable, args, kwargs) -> Callable[[], export.Exported]:
-    """Returns a function that returns the lowered kernel.
+    """Returns a function without arguments, `build`, that returns the lowered kernel.
 
-    If there are worker processes, one of them starts to lower the kernel now, and the function waits for the result.
-    Otherwise the function lowers the kernel at its first call.
+    If there are worker processes, one of them starts to lower the kernel now, and `build` waits for the result.
+    Otherwise the first call of `build` lowers the kernel.
     """
     lower = functools.partial(_lower, path, function.__module__, function.__qualname__, args, kwargs)
     executors = _executors()
@@ -135,7 +136,7 @@ def _build(path: Path, function: Callable, args, kwargs) -> Callable[[], export.
     workers, compilers = executors
     try:
         lowering = workers.submit(lower)
-    except Exception as error:  # processes cannot be started, or were ended
+    except Exception as error:  # worker processes could not be started, or have ended
         lowering = Future()
         lowering.set_exception(error)
     return compilers.submit(_finish, lowering, lower).result
@@ -145,9 +146,9 @@ def _lower(path: Path, module: str, name: str, args, kwargs) -> bytes:
     """Lowers a kernel for a GPU, and returns the serialized module, which is also stored at `path`.
 
     Args:
-      path: file of the module.
-      module: name of the Python module of the function that `cached_trace` decorates.
-      name: name of the function.
+      path: file to store the serialized module in.
+      module: name of the Python module that defines the function that `cached_trace` decorates.
+      name: name of this function.
       args, kwargs: all arguments of the function, with ShapeDtypeStructs in place of arrays.
     """
     function = getattr(importlib.import_module(module), name).__wrapped__.__wrapped__
@@ -158,7 +159,7 @@ def _lower(path: Path, module: str, name: str, args, kwargs) -> bytes:
 
 
 def _finish(lowering: Future[bytes], lower: Callable[[], bytes]) -> export.Exported:
-    """Waits for the module of a kernel from a worker, and compiles it. If the worker failed, it calls `lower` here."""
+    """Waits until a worker has lowered a kernel, and compiles it. If the worker fails, `lower` runs in this process."""
     try:
         data = lowering.result()
     except Exception as error:
@@ -179,8 +180,8 @@ def _compile(exported: export.Exported) -> None:
 def _executors() -> tuple[Executor, Executor] | None:
     """Returns (worker processes that lower kernels, threads that compile them).
 
-    Returns None if the GPU cannot run the kernels, if it has too few multiprocessors, or if there are fewer than four
-    CPU cores.
+    Returns None if the GPU cannot run the kernels, if the GPU has fewer than `MULTIPROCESSORS` multiprocessors, or if
+    the machine has fewer than four CPU cores.
     """
     count = min(MAX_WORKERS, loky.cpu_count() // 2)
     if count < 2 or why_no_mosaic_gpu() is not None or not runs_all_blocks_at_once():
@@ -215,7 +216,7 @@ def _read(path: Path) -> export.Exported | None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Writes a lowered kernel to a file atomically, after its SHA-256 digest.
+    """Writes a file atomically: the SHA-256 digest of a lowered kernel, followed by the kernel.
 
     Errors, such as those of a read-only folder, are ignored. The next process then lowers the kernel again.
     """

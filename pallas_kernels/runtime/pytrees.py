@@ -1,4 +1,4 @@
-"""Frozen dataclasses that are pytrees, such as a kernel's operands, and functions of some leaves of their arguments."""
+"""Frozen dataclasses that are pytrees, such as a kernel's operands, and partial application of functions of pytrees."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -21,15 +21,16 @@ def pytree_dataclass[T](cls: type[T]) -> type[T]:
 def on_leaves(
     function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], is_wanted: Callable[[Any], bool]
 ) -> tuple[Callable, list[Any]]:
-    """Binds all arguments of a function except some leaves.
+    """Binds the arguments of a function, except those leaves of the arguments for which `is_wanted` is true.
 
     Args:
-      function: the function.
-      args, kwargs: the arguments of the function, which may be pytrees.
-      is_wanted: function of a leaf that returns whether the leaf is to remain an argument.
+      function: function to bind arguments to.
+      args, kwargs: arguments of `function`, which may be pytrees.
+      is_wanted: predicate of a leaf. If true, the leaf is not bound.
 
     Returns:
-      (call, wanted). `wanted` is the list of the wanted leaves, and `call(*wanted)` is `function(*args, **kwargs)`.
+      (call, wanted). `wanted` is the list of the leaves that are not bound, and `call(*wanted)` computes
+      `function(*args, **kwargs)`.
     """
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_wanted)
     places = [i for i, leaf in enumerate(leaves) if is_wanted(leaf)]

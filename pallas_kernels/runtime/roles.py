@@ -11,7 +11,7 @@ def dispatch_warpgroups(warpgroup: jax.Array, roles: Mapping[int, Callable[[], N
 
     Args:
       warpgroup: int32 scalar, index of this warpgroup in its block.
-      roles: {index of a warpgroup: function without arguments}. The scope has the name of the function.
+      roles: {index of a warpgroup: function without arguments}. The named scope takes the name of the function.
     """
     for number, role in roles.items():
         pl.when(warpgroup == number)(jax.named_scope(role.__name__)(role))
