@@ -17,7 +17,7 @@ Examples:
   [[0, 1, 2, -1]]
 """
 
-from dsv4_jax.ops.adapters import add_adapters
+from dsv4_jax.ops.add_adapters import add_adapters
 from dsv4_jax.ops.all_reduce import all_gather, all_reduce, model_index, with_mailboxes
 from dsv4_jax.ops.append_swa import append_swa
 from dsv4_jax.ops.candidates import (

@@ -1,6 +1,6 @@
-"""Linear maps of few tokens with bfloat16 or FP8 weights, and of any number of tokens with FP8 weights."""
+"""Linear maps of few tokens with bfloat16 or FP8 weights, of many tokens with FP8 weights, and products of adapters."""
 
-from pallas_kernels.linear.adapters import (
+from pallas_kernels.linear.add_adapters import (
     MAX_TOKENS as MAX_ADAPTED_TOKENS,
     RANKS as ADAPTED_RANKS,
     TOKENS as ADAPTED_TOKENS,

@@ -134,6 +134,11 @@ def sparse_attention_of_rings(q, sinks, rings, entries):
     return sparse_attention(q, sinks, None, rings, entries)
 
 
+def add_adapters(y, x, down, up):
+    numbers = ints([*range(-1, 2)] * 3)  # -1: none
+    return ops.add_adapters([y], x, [down], [up], numbers, (0.5, 2.0))
+
+
 def linear(x, weight, norm):
     return ops.linear(x, weight, LinearSpec((4, 2)), norm=(norm, 1e-6))
 
@@ -196,6 +201,7 @@ INPUTS = {
     sparse_attention: ATTENTION,
     sparse_attention_of_selected: ATTENTION,
     sparse_attention_of_rings: (*ATTENTION[:2], *ATTENTION[3:]),
+    add_adapters: (normal(TOKENS, 6), normal(TOKENS, 8), normal(2, 3, 4), normal(6, 2, 3)),
     linear: (normal(TOKENS, 8), normal(6, 8), 1 + normal(8, scale=0.1)),
     grouped_linear: (normal(TOKENS, 8), normal(6, 4)),
     linear_swiglu: (normal(TOKENS, 8), normal(6, 8)),

@@ -32,7 +32,7 @@ RANKS = range(64, 257, 64)  # the depth, the number of adapters times their rank
 _FLOAT32_TRANSFORMS = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
 
-class Scratch(NamedTuple):
+class AdapterScratch(NamedTuple):
     """Shared memory of a block: types to allocate outside the kernel, references inside it."""
 
     inner_smem: Any  # [64, depth] float32
@@ -101,7 +101,7 @@ def add_adapters(
     channels = CHANNELS
     if sum(y.shape[1] for y in outputs) > MAX_BLOCKS * CHANNELS and not any(size % (2 * CHANNELS) for size in sizes):
         channels *= 2
-    scratch = Scratch(
+    scratch = AdapterScratch(
         inner_smem=plgpu.SMEM((MAX_TOKENS, depth), jnp.float32, transforms=_FLOAT32_TRANSFORMS),
         masked_smem=plgpu.SMEM((MAX_TOKENS, depth), jnp.bfloat16, transforms=TRANSFORMS),
         numbers_smem=plgpu.SMEM((MAX_TOKENS,), jnp.int32),
