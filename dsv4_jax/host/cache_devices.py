@@ -101,7 +101,7 @@ class CacheDevices:
         Args:
           cache: the cache; only read.
           blocks: [n] ids of the blocks, in the request's order.
-          length: number of tokens of the request. Entries behind this length are returned as zeros.
+          length: number of tokens of the request. Entries of positions from `length` on are returned as zeros.
 
         Returns:
           {name of a pool group: its entries and keys [layers, n, entries per block, ...]}, as NumPy arrays.

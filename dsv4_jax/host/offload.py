@@ -331,8 +331,8 @@ def _parse(path, manager, key):
 def _read_tensors(schema, num_blocks, tensors):
     """Returns (`OffloadedRequest.rows`, `OffloadedRequest.blocks`, number of spare rows in each ring of the file).
 
-    A ring's axis 1 has the rows that a step reads, and spare rows. The file's rings may have more or fewer spare rows
-    than the rings of this cache. `tensors` is {name: array}.
+    Axis 1 of a ring holds the rows that a step reads, and spare rows. The file's rings may have more or fewer spare
+    rows than the rings of this cache. `tensors` is {name: array}.
 
     Raises:
       ValueError: a name, shape or dtype does not fit this cache, or the rings' numbers of spare rows differ.

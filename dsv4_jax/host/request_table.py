@@ -78,9 +78,9 @@ class RequestState:
         return dataclasses.replace(self, length=length, min_length=min(self.min_length, length))
 
 
-# The numbers of a `RequestState`, as the fields of a structured dtype. One array of this dtype has the numbers of all
-# slots, so that a step changes all its requests at once. The records of batches and caches in `host.step_order` hold
-# earlier versions of this array.
+# `NUMBERS` has a field for each number of a `RequestState`. One array of this dtype holds the numbers of all slots, so
+# that a step changes all its requests at once. The records of batches and caches in `host.step_order` hold earlier
+# versions of this array.
 _NAMES = ("length", "min_length", "num_blocks", "published_blocks", "admitted", "changed", "weights")
 NUMBERS = np.dtype([(name, np.int64) for name in _NAMES])
 

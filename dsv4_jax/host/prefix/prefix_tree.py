@@ -46,10 +46,10 @@ class CachedBlock:
 class PrefixTree:
     """Cached blocks by shard and digest, and for each shard an LRU queue of the blocks that no request holds.
 
-    A node has no links to its parent and children: a block's digest depends on the digests of all blocks before it.
+    A block's digest depends on the digests of all preceding blocks, so a node needs no links to parent and children.
 
-    A request releases its last block first, so as a rule a block is evicted before its parent, the block that it
-    follows. The parent can be evicted first only if several requests computed the same tokens at the same time. The
+    A request releases its last block first, so as a rule a block is evicted earlier than its parent, the preceding
+    block. The parent can be evicted first only if several requests computed the same tokens at the same time. The
     child cannot be found then until the parent is cached again. If that does not happen, the child is evicted later, in
     its turn.
 
