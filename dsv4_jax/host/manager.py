@@ -130,7 +130,7 @@ class KVCacheManager(Summarized):
         return Summary(words, self.use())
 
     def use(self) -> dict[str, Share]:
-        """Returns {name: share in use} for a repr: of the slots, the blocks, and each request's room of `max_context`."""
+        """Returns {name: share in use} for a repr: of the slots, the blocks, and each request's room."""
         schema = self.schema
         shares = {
             "slots": Share(len(self.slots), schema.max_requests),
