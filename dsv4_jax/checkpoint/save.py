@@ -200,7 +200,7 @@ def encode(name: str, values: np.ndarray, dtype: str, loss: RoundingLoss | None 
       name: name of the tensor, for errors.
       values: [rows, ..] values; [out, in] if they are to be quantized.
       dtype: storage in the files, such as "BF16" or "FP8", see `Weight`.
-      loss: where the differences between given and stored values are counted, or None.
+      loss: record to which the differences between given and stored values are added, or None.
 
     Raises:
       ValueError: a value is not finite in this dtype.
