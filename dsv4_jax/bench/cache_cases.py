@@ -23,7 +23,7 @@ from dsv4_jax.bench.cases import (
 from dsv4_jax.cache import CacheSchema
 
 
-# (label, requests, tokens per request, whether each request's step completes a compression window)
+# Each shape is (label, requests, tokens per request, whether each request's step completes a compression window).
 _FLUSH_SHAPES = (
     *((f"{n}, all close", n, 1, True) for n in (1, 8, 64, 256)),
     *((f"{n}, none closes", n, 1, False) for n in (64, 256)),
@@ -140,8 +140,8 @@ def attention_cases(schema: CacheSchema) -> Iterator[Case]:
 
     A token attends to its window and to compressed entries. Without an indexer, it attends to all 8,192 entries of its
     request. With an indexer, it attends to k selected entries, of 4 * k entries that belong to its request alone. In
-    further cases, all requests share a pool of 2**20 entries, and each has 2**18 of them, so that selected rows are
-    rarely adjacent.
+    further cases, all requests share a pool of 2**20 entries, of which each request has 2**18, so that selected rows
+    are rarely adjacent.
     """
     topk = schema.config.index_topk
     for group in schema.groups.values():
@@ -192,7 +192,7 @@ def _attention_case(schema, group, tokens, attended, entries, shared=0):
 def flush_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of `flush`, which makes the entries of a group of layers, and index keys if the group has any.
 
-    If keys are made from the pooled vectors of the entries (V4.1), a case has the two halves of `flush`, without the
+    If keys are made from the pooled vectors of the entries (V4.1), a case runs the two halves of `flush`, without the
     projection between them. There are decode steps in which every request completes a compression window, decode steps
     in which no request does, and a prefill.
     """

@@ -75,8 +75,8 @@ def _query_case(schema, tokens):
     return Case(
         op="index query",
         shape=f"T={tokens}",
-        # A value is read as bfloat16, 2 bytes. If the kernel multiplies E4M3, it is written as E4M3, 1 byte, and a
-        # float32 weight of each head is read and written. Otherwise it is written as bfloat16.
+        # A value is read as bfloat16, 2 bytes. If the kernel multiplies E4M3, the value is written as E4M3, 1 byte, and
+        # a float32 weight of each head is read and written. Otherwise the value is written as bfloat16.
         nbytes=tokens * heads * (4 * dim if operand_dtype(key.layout) == jnp.bfloat16 else 3 * dim + 8),
         call=call,
         inputs=(normal(tokens, heads, dim), normal_float32(tokens, heads), np.arange(tokens), inv_freq),

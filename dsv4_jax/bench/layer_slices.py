@@ -22,7 +22,7 @@ def with_sources(config: DSV4Config, layers: Iterable[int]) -> tuple[int, ...]:
 
 
 def _sources(config, layer):
-    """Returns the indices of the layers whose entries, selection or candidates a layer reads. It may read its own."""
+    """Returns the indices of the layers whose entries, selection or candidates a layer reads, perhaps its own index."""
     spec = config.specs[layer]
     owners = [other.layer for other in config.specs if other.owner and (other.group, other.index) == _place(spec)]
     return [source for source in (*owners, spec.selection, spec.candidates) if source is not None]

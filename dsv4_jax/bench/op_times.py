@@ -31,7 +31,7 @@ CASES: dict[str, Callable[[CacheSchema], Iterator[Case]]] = {
     "hyper_connections": hyper_connections_cases,
     "router": router_cases,
 }
-# Ops whose cases have the packaged model's sizes if there is no GPU and the model is a larger one of the same kind.
+# The cases of these ops have the packaged model's sizes if there is no GPU and the model is a larger one of its kind.
 _READ_WEIGHTS = "linear", "experts", "hyper_connections", "router"
 _MAX_CPU_BYTES = 1 << 25  # maximum bytes of a call, and of a layer, in cases that are measured without a GPU
 

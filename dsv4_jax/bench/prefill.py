@@ -56,7 +56,7 @@ def run(config: DSV4Config, options: StepOptions, report: Row) -> Iterator[Row]:
 def _measure(config, options, report):
     # {indices of layers: {(context, chunk): amounts of these layers, see `_amounts`}}
     measured: dict[tuple[int, ...], dict] = {(): {}}
-    # {(context, chunk): sums over all layers of 1, the amounts and the floor}
+    # {(context, chunk): [number of layers, the amounts, the floor], summed over all layers}
     totals: dict[tuple[int, int], np.ndarray] = {}
     for layer, count in layer_kinds(config).items():
         layers = with_sources(config, [layer])
@@ -86,7 +86,7 @@ def _amounts(step):
 
 
 def _row(layer_type, layer, count, size, amounts, floor):
-    """Returns a result: of one layer, of which the model has `count`, or of a stack of `count` layers."""
+    """Returns the result for one of the `count` layers of a kind, or for a stack of `count` layers."""
     context, chunk = size
     operations, nbytes, milliseconds, *times = amounts.tolist()
     return {

@@ -109,11 +109,11 @@ def _loop_seconds(call, shards, mesh, mailboxes):
 
 
 def _check_sum(name, shards, result):
-    """Raises RuntimeError unless every device has the same bits, and they are the sum of the shards.
+    """Raises RuntimeError unless the results of all devices have the same bits and are the sum of the shards.
 
     Args:
       name: implementation of the all-reduce, "xla" or "mosaic_gpu". XLA's sum may be rounded differently.
-      shards: [devices, T, width] what each device adds.
+      shards: [devices, T, width] the summand of each device.
       result: [devices, T, width] the result of each device.
     """
     result = np.asarray(result)

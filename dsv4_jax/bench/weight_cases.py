@@ -89,7 +89,7 @@ def _small_block_cases(config, devices):
 
 
 def _quantized_weight(kind, *shape):
-    """Returns a `QuantizedWeight` of draws."""
+    """Returns a `QuantizedWeight` whose codes and scales are draws, see `cases.Draw`."""
     codes_shape, scale_shape = quantized_shapes(kind, shape)
 
     def codes(rng):
@@ -178,7 +178,7 @@ def _experts_case(config, kind, tokens, inner, *, has_shared=False):
             return run(arrays)
         return jax.lax.map(run, [array.reshape(-1, _MAX_XLA, array.shape[1]) for array in arrays]).reshape(x.shape)
 
-    # The number of experts that are read, each once. If tokens select at random, this is the expected number.
+    # `num_read` experts are read, each once. If tokens select at random, this is the expected number.
     num_read = pairs if is_disjoint else num_experts * (1 - (1 - top_k / num_experts) ** tokens)
     expert_bytes = 3 * hidden * inner * (2 if kind == "bfloat16" else 17 / 32)
     return Case(
@@ -225,7 +225,7 @@ def _hyper_connections_case(config, tokens):
         return ops.hyper_connections(streams, mixing, norm, *others, implementation=implementation)
 
     def agree(result, expected):
-        """Allows values up to 8 to be rounded to the next bfloat16, and its effect on the float32 coefficients."""
+        """Allows values up to 8 to be rounded to the next bfloat16, and allows the effect on float32 coefficients."""
         if result.dtype == jnp.float32:
             return close(1e-3, 1e-4)(result, expected)
         return close(2**-7, 2**-4)(result, expected)
