@@ -22,7 +22,7 @@ from pallas_kernels.sparse_attention import DenseRows
 class _Runs:
     """The runs of a call. A run is the consecutive tokens of one request.
 
-    Arrays have a row for each of R = `max_runs` runs. Rows behind the call's actual runs have slot -1.
+    Arrays [R] have room for R = `max_runs` runs. Rows without a run have slot -1.
     """
 
     real: Array  # [T] bool, False for padding
@@ -36,7 +36,7 @@ class _Runs:
 
 
 def max_runs(window: SWAView, tokens: int) -> int:
-    """Returns the maximum number of requests in a call with `tokens` tokens: one per token, and one per slot."""
+    """Returns the maximum number of requests in a call: `tokens` or the number of slots, whichever is less."""
     return min(tokens, jax.tree.leaves(window.rows)[0].shape[1])
 
 
