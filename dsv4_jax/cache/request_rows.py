@@ -8,7 +8,7 @@ has these live rows:
   * with drafts, residual streams from `min_length - 1` on,
   * with Engram, compressed token ids from `min_length - (max_ngram_size - 1)` on,
   * compressor rows of each compression window that is open at `min_length`, from `min_length // rate * rate` on,
-  * if entries overlap, the first half of the channels of the `rate` compressor rows before these, which the next entry
+  * if entries overlap, the first half of the channels of the preceding `rate` compressor rows, which the next entry
     pools (docs/dsv4.md, 3.1).
 
 Other rows are read as zeros, so that no bytes of a slot's earlier request leave the cache.
@@ -220,7 +220,7 @@ def read_blocks(
       cache: the cache.
       blocks: [n] block ids; -1 = none, which is read as zeros.
       first: scalar, index of the first of these blocks within the request.
-      length: scalar, number of tokens in the request; entries behind it are read as zeros.
+      length: scalar, number of tokens in the request; entries of positions from `length` on are read as zeros.
 
     Returns:
       {name of the group: PoolGroup} with only `entries` and `keys` set: [layers, n, entries per block, ...].
