@@ -1,4 +1,4 @@
-"""Engram: embeddings of the n-grams that end with a token, which gates add to the residual streams."""
+"""Engram: embeddings of the n-grams that end with a token, added to the residual streams with gates as factors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -92,7 +92,7 @@ class Engram(nnx.Module):
     def gate_and_value(
         self, streams: Float[Array, "T h D"], rows: Float[Array, "T r d"]
     ) -> tuple[Float[Array, "T h"], Float[Array, "T D"]]:
-        """Computes (gates [T, h] float32, values [T, hidden] in the streams' dtype); the arguments are as in a call."""
+        """Computes (gates [T, h] float32, values [T, hidden] in the streams' dtype). Arguments are as in `__call__`."""
         tokens, h, hidden = streams.shape
         embeddings = ops.all_gather(rows).reshape(tokens, -1)
         projected = self.kv_proj(round_to(embeddings, streams.dtype))
@@ -126,8 +126,8 @@ def look_up_ahead(
         with jax.named_scope("engram"):
             row_ids = modules[layer].row_ids(ngrams)
             table = modules[layer].embedding.get_value()
-            # XLA starts an operation of another stream once its inputs exist. With the barrier, they exist before the
-            # layers. Otherwise XLA would compute row ids where the rows are used, and start the look-up there.
+            # XLA starts an operation of another stream once its inputs exist. With the barrier, the inputs exist before
+            # layers run. Otherwise XLA would compute row ids where the rows are used, and start the look-up there.
             (x, ngrams), _ = jax.lax.optimization_barrier(((x, ngrams), jax.lax.stop_gradient((row_ids, table))))
             looked_up[layer] = look_up_on_stream(table, row_ids)
     return x, looked_up
@@ -156,7 +156,7 @@ def look_up(table: Any, rows: Int[Array, "T n"]) -> Float[Array, "T n d"]:
 
     Args:
       table: array, or QuantizedWeight of the kind "FP8_ROWS". It may be a stack of a single table, [1, R, d], as in a
-        `LayerLoop`. Rows are read from the stack, because XLA could copy a table out of it.
+        `LayerLoop`. XLA could copy the table out of the stack, so rows are read from the stack.
       rows: [T, n] int32, in [0, R).
     """
     gathered = jax.tree.map(lambda x: x.at[(0,) * (x.ndim - 2) + (rows,)].get(mode="clip"), table)
