@@ -31,7 +31,7 @@ class _Tensor(ctypes.Structure):
     )
 
 
-# Values of dlpack.h's enums: DLDeviceType, and DLDataTypeCode by the name of the dtype.
+# These are values of dlpack.h's enums: of DLDeviceType, and of DLDataTypeCode by the name of the dtype.
 _CUDA = 2
 _CPU = 1
 _KINDS = {"uint8": 1, "float32": 2, "bfloat16": 4}
@@ -106,6 +106,6 @@ def array_over(
     return cast("Any", type(array))(array.aval, array.sharding, [array], committed=False)
 
 
-# A C function without effects, for a deleter that frees nothing.
+# This C function has no effects. It serves as a deleter that frees nothing.
 _nothing = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p)
 _delete_pointer = ctypes.cast(_delete, ctypes.c_void_p)

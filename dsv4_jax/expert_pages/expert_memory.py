@@ -18,7 +18,7 @@ from dsv4_jax.expert_pages.paged_experts import ExpertPages, ExpertStack
 from dsv4_jax.expert_pages.placement_file import read_frequencies
 
 
-# Number of bytes of FP4 codes for each byte of scales. All scales stay on the GPU.
+# There is this number of bytes of FP4 codes for each byte of scales. All scales stay on the GPU.
 CODES_PER_SCALE = 16
 _log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from dsv4_jax.expert_pages.policy import PlacementPolicy
 from dsv4_jax.expert_pages.token_cost import BUS_RATE
 
 
-# The maximum time between two steps that counts as time of steps. What exceeds it is a pause without requests.
+# Of the time between two steps, at most this counts as time of steps. The rest is a pause without requests.
 _MAX_STEP_SECONDS = 1.0
 _SECONDS_BETWEEN_SAVES = 60.0
 _HISTORY_HALF_LIFE = float(1 << 16)  # in tokens, see `PlacementPolicy.half_life`
@@ -233,7 +233,7 @@ class ExpertMigration:
             policy.count(tokens, int(tokens.sum(1).max()) // self._experts_per_token)
 
     def _remap(self, mover, counts):
-        """Waits until the GPU is idle, and maps the experts that were copied to their new places."""
+        """Waits until the GPU is idle, and remaps the experts whose copies are done."""
         jax.block_until_ready(counts)  # JAX may not have passed the last step to the driver yet
         self._memory.synchronize()
         swaps = mover.swaps
