@@ -18,9 +18,9 @@ from dsv4_jax.engine.requests import FinishReason
 
 
 _log = logging.getLogger("dsv4_jax.serve")
-# The limit on events that are sent to clients: 4 at once, and 2.5 per millisecond. Sending an event holds the GIL for
-# 0.06 ms, and the engine needs the GIL for half of a short step. Tokens that a stream gets while it waits are sent in
-# one event: with 32 fast streams, the tokens of 13 ms.
+# At most 4 events are sent to clients at once, and 2.5 per millisecond. Sending an event holds the GIL for 0.06 ms, and
+# the engine needs the GIL for half of a short step. Tokens that a stream gets while it waits are sent in one event:
+# with 32 fast streams, the tokens of 13 ms.
 _EVENTS_AT_ONCE = 4
 _SECONDS_PER_EVENT = 4e-4
 
@@ -49,7 +49,7 @@ class Update:
     error: Exception | None = None
 
 
-type _Key = tuple["Generation", int]  # identifies a request: its Generation, and its index in it
+type _Key = tuple["Generation", int]  # identifies a request by its Generation and its index in this Generation
 
 
 class Generation:
@@ -109,7 +109,7 @@ class AsyncEngine:
 
     Attributes:
       engine: the engine; after `start` only its thread may call it.
-      metrics: metrics of the engine after its last step.
+      metrics: metrics of the engine after its newest step.
       capacity: maximum number of running and waiting requests.
       unfinished: current number of running and waiting requests.
       ready: whether the programs are compiled.
@@ -130,8 +130,8 @@ class AsyncEngine:
         self._followers: dict[_Key, list[_Key]] = {}
         self._updates: list[tuple[_Key, Update]] = []
         self._stopping = False
-        # Used by the event loop's thread: updates of each request that wait to be handed over to Generations, the time
-        # of the next handover, and its timer.
+        # The event loop's thread uses these: updates of each request that wait to be handed over to Generations, the
+        # time of the next handover, and the timer of the handover.
         self._delivered: dict[_Key, list[Update]] = {}
         self._next_handover = 0.0
         self._timer: asyncio.TimerHandle | None = None

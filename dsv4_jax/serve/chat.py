@@ -58,7 +58,7 @@ class PastAnswer:
 class PastAnswers:
     """A store of answers with tool calls, by the id of their first call.
 
-    It holds up to `_MAX_PAST_TOKENS` tokens. Beyond that, the answers that were not used for longest are dropped.
+    It holds up to `_MAX_PAST_TOKENS` tokens. Beyond that, the least recently used answers are dropped.
     """
 
     def __init__(self):
@@ -67,7 +67,7 @@ class PastAnswers:
         self._lock = threading.Lock()
 
     def add(self, id: str, answer: PastAnswer) -> None:
-        """Adds an answer. `id` is the id of its first call, which the store must not have yet."""
+        """Adds an answer. `id` is the id of its first call; no stored answer may have the same id."""
         with self._lock:
             self._answers[id] = answer
             self._size += len(answer.tokens)
@@ -186,8 +186,8 @@ class Chat:
 
         Args:
           conversation: the conversation.
-          effort: reasoning effort from 1 to 100, which replaces the conversation's, if `takes_numbers`. None: the
-            conversation's holds.
+          effort: reasoning effort from 1 to 100, which replaces the conversation's, if `takes_numbers`. None = keep the
+            conversation's.
         """
         paragraphs = [f"{message.role.capitalize()}: {message.content}\n\n" for message in conversation.messages]
         return encode(self._tokenizer, "".join([*paragraphs, "Assistant:"]))
@@ -209,7 +209,8 @@ class Chat:
           generator: deepseek-recipe's generator of the protocol's events.
 
         Returns:
-          (the parser; the `CallBlocks` that turns tokens into its input, or None if its input is the answer's text).
+          (the parser; the `CallBlocks` that turns tokens into the parser's input, or None if the answer's text is the
+          input).
         """
         no_tokens = recipe.SpecialTokens(thinking_start="\0", thinking_end="\0")
         stage = recipe.ThinkingInitialStage.ContentContinuation
@@ -261,7 +262,7 @@ class ReleaseChat(Chat):
                 continue
             # `<think>` or `</think>` follows the token that begins a message of the assistant.
             begin = next(i for i in range(end, -1, -1) if ids[i] == self.ids[_ASSISTANT]) + 2
-            # The stored tokens fit only if both they and the prompt have the answer's reasoning, or both lack it. In
+            # The stored tokens fit only if both they and the prompt contain the answer's reasoning, or neither does. In
             # conversations without tools, the encoding leaves out earlier reasoning.
             if (ids[begin - 1] == self.ids[_THINK]) == answer.thinks:
                 ids[begin:end] = answer.tokens.tolist()
@@ -362,7 +363,7 @@ def _find_field(kind: type, body: dict[str, Any], message: str) -> str | None:
 def _as_in_messages(conversation: recipe.Conversation, body: dict[str, Any]) -> recipe.Conversation:
     """Returns a conversation with the features of Anthropic's Messages that deepseek-recipe does not convert.
 
-    These are the continuation of a last message by the assistant, the tool choice "any", and the schema of the answer.
+    These are the continuation of a final message by the assistant, the tool choice "any", and the answer's schema.
     """
     *earlier, last = conversation.messages
     changes: dict[str, Any] = {}

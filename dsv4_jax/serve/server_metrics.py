@@ -65,7 +65,7 @@ class ServerMetrics:
       responses: counter of responses by path and status.
       first_token_seconds: histogram of the seconds from a request's arrival to its first token.
       token_seconds: histogram of the seconds per token after the first: the time between two updates of a request,
-        divided by the number of tokens in the second update.
+        divided by the number of tokens in the later update.
     """
 
     def __init__(self, engine: AsyncEngine):

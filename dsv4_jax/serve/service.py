@@ -54,7 +54,7 @@ class Service:
       max_body_bytes: maximum size of a request's body in bytes.
       created: time when the server was made, in seconds since 1970.
       stopping: whether the server is shutting down and refuses new requests.
-      compile: function like `Vocabulary.compile`, which reuses the last 64 grammars.
+      compile: function like `Vocabulary.compile`, which reuses the 64 most recently used grammars.
     """
 
     def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer | None, options: ServerOptions):
