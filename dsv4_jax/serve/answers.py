@@ -34,7 +34,7 @@ _KEEP_ALIVE_SECONDS = 10.0  # a stream sends something at least this often, beca
 
 
 class EventStream(StreamingResponse):
-    """A response that sends an answer as server-sent events. If the client disconnects, cancels the answer's requests."""
+    """A response that sends an answer as server-sent events. If the client disconnects, it cancels the requests."""
 
     def __init__(self, answer: "Answer"):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
