@@ -513,7 +513,7 @@ class KVCacheManager(Summarized):
     def advance(self, slot: int, num_tokens: int) -> None:
         """Increases a request's length by the tokens that the device decoded without the host.
 
-        The blocks for these tokens were reserved with the request's last batch, see `reserve` of `prepare_forward`.
+        The blocks for these tokens were reserved with the request's newest batch, see `reserve` of `prepare_forward`.
 
         Args:
           slot: slot of the request.
@@ -535,7 +535,7 @@ class KVCacheManager(Summarized):
         step_order.commit_length(self.requests, slot, state.with_numbers(numbers))
 
     def rewind(self, slot: int, num_tokens: int, *, is_followed: bool = False) -> None:
-        """Forgets a request's last `num_tokens` tokens without touching the device; its blocks stay reserved.
+        """Forgets a request's newest `num_tokens` tokens without touching the device; the blocks stay reserved.
 
         The rings keep `max_query_tokens - 1` spare rows, so a request can go back by at most this number of tokens from
         its greatest length (see `min_length`). `truncate` goes to any length. The device's array `lengths` in the cache
@@ -591,8 +591,8 @@ class KVCacheManager(Summarized):
           cache: the cache; donated.
           slot: slot of the request to copy, after a step.
           n: number of copies. All are in the request's shard.
-          length: number of tokens in each copy: all (None), or one less. Copies with one less run the request's last
-            token again.
+          length: number of tokens in each copy: all (None), or one less. Copies with one less run the request's
+            newest token again.
 
         Returns:
           (the new slots, the cache).
@@ -630,7 +630,7 @@ class KVCacheManager(Summarized):
         """Truncates a request to any length.
 
         If `length` is at least `min_length`, no token has to run again. If it is less, the rows that the next token
-        reads are overwritten. The request then goes back to the last block boundary up to `length` for which a
+        reads are overwritten. The request then goes back to the largest block boundary up to `length` for which a
         `PrefixCache` has a snapshot, or to no tokens if there is no such boundary. The caller runs the tokens from
         there up to `length` again.
 

@@ -66,7 +66,7 @@ class PrefixCache(Summarized):
     beside the cache. After a hit the cache holds the same bytes as if the request had run all its tokens.
 
     * Snapshots: `every` chooses the boundaries that get a snapshot. If all snapshots would exceed `max_bytes`, the
-      least recently used one is dropped. A step leaves only the rows of its last tokens, so there is at most one
+      least recently used one is dropped. A step leaves only the rows of its newest tokens, so there is at most one
       snapshot for each chunk of a prompt, and later prompts hit at the ends of chunks. `chunk_end` chooses these ends.
     * Eviction: blocks that only the prefix cache holds are evicted when a request needs blocks.
     * Weights: prefixes belong to the weights that computed them. Call `reset` when the model gets other weights.
@@ -75,13 +75,13 @@ class PrefixCache(Summarized):
     * Files: with `files`, evicted blocks and snapshots go to disk, and a later prompt finds them there, also in a later
       process. For this `get_cache` must return the current cache. Without `get_cache`, only `save` writes blocks.
 
-    A manager has one prefix cache. If another one is made for the manager, the first cannot be used any more.
+    A manager has one prefix cache. If a second one is made for the manager, the first cannot be used any more.
 
     Attributes:
       manager: the manager whose blocks are shared.
       key: name of the model's weights; None = a name that only this process knows.
-      every: interval in blocks of the boundaries that may have a snapshot. None keeps snapshots of each request's last
-        boundary, of boundaries that were hit, and of boundaries at which prompts part.
+      every: interval in blocks of the boundaries that may have a snapshot. None keeps snapshots of each request's
+        newest boundary, of boundaries that were hit, and of boundaries at which prompts part.
       max_bytes: maximum size of all snapshots in bytes.
       bytes_per_snapshot: size of one snapshot in bytes.
       debug: whether checksums of blocks and snapshots are kept, and checked when a request begins to read them. This
@@ -243,7 +243,7 @@ class PrefixCache(Summarized):
         state = self._table.state(slot)
         block_tokens = self.manager.schema.block_tokens
         stride = block_tokens * (self.every or 1)
-        end_of_hits = min(end, len(tokens) - 1)  # a hit leaves a token to run
+        end_of_hits = min(end, len(tokens) - 1)  # a hit leaves at least one token to run
         nodes = self._nodes(tokens[:end_of_hits], salt, self.manager.shards.of(slot), state.cached_blocks)
         parting = len(nodes) * block_tokens // stride * stride
         last = len(tokens) // stride * stride
@@ -316,7 +316,7 @@ class PrefixCache(Summarized):
                     self._keep_snapshot(snapshot, path[:num_full])
 
     def snapshot(self, cache: KVCache, slot: int) -> RequestRows | None:
-        """Reads the rows of a request's slot at its last block boundary, for a later call of `observe`.
+        """Reads the rows of a request's slot at its newest block boundary, for a later call of `observe`.
 
         Args:
           cache: the cache; only read.
@@ -572,7 +572,7 @@ class PrefixCache(Summarized):
                 restored = acquired[slot]
                 blocks += restored
                 length = len(blocks) * self.manager.schema.block_tokens
-                snapshot = devices.put(prefix.snapshot)  # None stays None
+                snapshot = devices.put(prefix.snapshot)  # `put` returns None for None
                 rows = path[-1].snapshot if snapshot is None else snapshot
                 new_cache = devices.write_request(cache, slot, length, blocks, rows, restored, prefix.blocks)
                 for digest, block in zip(prefix.digests, restored, strict=True):

@@ -371,7 +371,7 @@ class PrefixFiles(Summarized):
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     continue
-                with contextlib.suppress(FileNotFoundError):  # another process has deleted it
+                with contextlib.suppress(FileNotFoundError):  # another process has deleted the file
                     stat = entry.stat(follow_symlinks=False)
                     if _NAME.fullmatch(entry.name):
                         files.append((stat.st_mtime_ns, stat.st_size, entry.name))

@@ -20,7 +20,7 @@ class CachedBlock:
       digest: 32-byte hash of all tokens up to the block's end, and of seed, model and format.
       length: number of tokens up to the block's end.
       block: id of the block; the tree owns one reference to it.
-      last_used: time of the last use, by the tree's clock, which counts uses; no two nodes have the same time.
+      last_used: time of the most recent use, by the tree's clock, which counts uses. No two nodes have the same time.
       hits: number of requests that continued from its snapshot.
       snapshot: rows of a request's slot at the block's end; None = no snapshot is kept.
       sums: checksums of the block, one for each layer, for `host.canary`; None = none were taken.
