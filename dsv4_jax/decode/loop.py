@@ -161,7 +161,7 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     drawn = LoopOutput(result.tokens, logprobs, result.top_logprobs)
     drawn = jax.tree.map(lambda x: x.reshape(*is_live.shape, *x.shape[1:]), drawn)
 
-    # The new lengths count the last tokens and their accepted drafts.
+    # The new lengths count the newest tokens that ran, and their accepted drafts.
     accepted = jnp.where(is_active, cache.lengths - state.last_tokens.positions - 1, 0)
     # Compares with one stop token at a time. A reduction over an axis of stop tokens would crash XLA under shard_map
     # in a loop if the axis is empty (jax 0.11.2).
@@ -194,7 +194,7 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
 
 
 def _with_drafts(last_tokens, draft_tokens, is_live):
-    """Returns a batch of the tokens [slots, 1 + drafts], each request's last token and its drafts, flattened.
+    """Returns a batch of the tokens [slots, 1 + drafts], each request's newest token and its drafts, flattened.
 
     A token is padding where `is_live` [slots, 1 + drafts] is False.
     """

@@ -46,7 +46,7 @@ from pallas_kernels.runtime.atomic_write import atomic_write
 
 
 FOLDER = "DSV4_JAX_PROGRAMS"  # environment variable with the store's folder; without it there is no store
-MAX_BYTES = 4 << 30  # the least recently used files beyond this size are removed
+MAX_BYTES = 4 << 30  # if all files exceed this size, the least recently used ones are removed
 logger = logging.getLogger(__name__)
 # A thread holds this lock while it traces a step, so that the next thread can use the finished trace of the model.
 # Without the lock, two threads would trace the model twice, and no faster, since both need the GIL.
@@ -284,7 +284,7 @@ def _describe_leaf(leaf: Any) -> tuple:
     sharding = _sharding(leaf)
     if isinstance(sharding, NamedSharding):
         spec = list(sharding.spec)
-        while spec and spec[-1] is None:  # P(None) means P()
+        while spec and spec[-1] is None:  # P(None) means the same as P()
             spec.pop()
         where = _describe(sharding.mesh), str(spec), sharding.memory_kind
     elif isinstance(sharding, SingleDeviceSharding):
