@@ -29,7 +29,7 @@ _CONFIG = "adapter_config.json"
 _TENSORS = "adapter_model.safetensors"
 _SIDES = {"down": "A", "up": "B"}  # {attribute of `Adapters`: PEFT's letter}
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-# {field of adapter_config.json: the values that mean a plain adapter}. Other values change what an adapter computes.
+# In a plain adapter, the fields of adapter_config.json have these values. Others change what an adapter computes.
 _PLAIN = {
     "peft_type": ("LORA",), "bias": (None, "none"), "use_dora": (None, False), "fan_in_fan_out": (None, False),
     "modules_to_save": (None, []), "rank_pattern": (None, {}), "alpha_pattern": (None, {}), "lora_bias": (None, False),

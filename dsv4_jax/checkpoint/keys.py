@@ -27,7 +27,7 @@ type Storage = Literal["quantized", "bfloat16", "float32"]
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 ENGRAM_TABLE = "engram.embedding"  # end of the paths of Engram's tables
-TABLES = ("embed_tokens.weight", ENGRAM_TABLE)  # ends of the paths of tables of which a step reads few rows
+TABLES = ("embed_tokens.weight", ENGRAM_TABLE)  # path ends of the tables from which a step reads few rows
 # This table has a row for each parameter outside the layers: the path in this package's model ("our path"), the name in
 # the release, the storage in the release's files (see `Weight`; "FP8" stands for the kind that the configuration says)
 # and, if it differs from our path, transformers' name. A row is used only if the model has a parameter at our path. The
@@ -127,7 +127,7 @@ _LAYER = (
     ("engram.q_weight", "engram.q_weight", "BF16"),
     ("engram.k_weight", "engram.k_weight", "BF16"),
 )
-# {placeholder in our paths of `_LAYER`: path of the `FusedLinear`'s weights}
+# `_FUSED` maps a placeholder in our paths of `_LAYER` to the path of the `FusedLinear`'s weights.
 _FUSED = {
     "inputs": "self_attn.input_projections.weights",
     "latents": "self_attn.latent_projections.weights",

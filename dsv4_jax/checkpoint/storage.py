@@ -19,7 +19,7 @@ from dsv4_jax.quant import BLOCKS, QuantizedKind, quantized_shapes
 from dsv4_jax.quant.fp4 import MXFP4_BLOCK
 
 
-# {kind: dtype of the codes}.
+# `CODES` maps each kind to the dtype of its codes.
 CODES: dict[str, str] = {kind: "I8" if kind == "FP4" else "F8_E4M3" for kind in BLOCKS}
 _CHUNK = 1 << 10  # number of rows that are scaled at a time, a multiple of a block's rows
 # These are the smallest and the largest byte of a scale with which kernels compute exactly. Kernels multiply each value
