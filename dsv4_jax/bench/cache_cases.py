@@ -208,7 +208,7 @@ def _flush_case(schema, group, label, requests, tokens, closes):
     has_state = group.pooled_rows > 1
     closed = int(closes) if tokens == 1 else tokens // rate  # number of windows that a request's tokens complete
     codecs = [group.entry, group.key] if group.key_compressor else [group.entry]
-    keys = [] if group.key is None or group.key_compressor else [group.key]  # made from the entries' pooled vectors
+    keys = [] if group.key is None or group.key_compressor else [group.key]  # these are made from pooled vectors
     widths = [codec.dim * (1 + group.overlap) for codec in codecs]
 
     def state_view(width):
@@ -264,7 +264,7 @@ def _flush_in_halves(state, weights, projections, slots, positions, implementati
     ((kv, gate),) = projections
     with ops.use_implementation(implementation):
         closed, states = ops.pool_windows(states, kv, gate, compressor, slots, positions)
-        projected = dataclasses.replace(closed, values=closed.values[:, : keys.codec.dim])  # in place of a projection
+        projected = dataclasses.replace(closed, values=closed.values[:, : keys.codec.dim])  # stands for a projection
         entries = ops.write_entries(entries, closed, compressor.inv_freq)
         return (states, entries), ops.write_entries(keys, projected, compressor.inv_freq)
 

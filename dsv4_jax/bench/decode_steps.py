@@ -34,7 +34,7 @@ from dsv4_jax.host import KVCacheManager
 
 # Weights and cache may take this share of a GPU's memory. Programs, and the making of the weights, need the rest.
 MAX_MEMORY = 0.88
-# {column of the printed table: format of its cell, with fields of a result}
+# `COLUMNS` maps a column of the printed table to the format of its cells, with fields of a result.
 COLUMNS = {
     "batch": "{requests}",
     "context": "{context}",
@@ -52,8 +52,8 @@ COLUMNS = {
     "gaps": "{gaps:.1f}",
     "launches": "{launches:.0f}",
 }
-# More columns if there are drafts: the time of a step relative to a step with one token a request, the time to make the
-# drafts, and the tokens a second at several acceptance rates.
+# With drafts, the table has more columns: the time of a step relative to a step with one token a request, the time to
+# make the drafts, and the tokens a second at several acceptance rates.
 DRAFT_COLUMNS = {
     "x one token": "{times_one_token:.2f}",
     "drafts ms": "{draft_milliseconds:.3f}",

@@ -84,7 +84,7 @@ def layer_kinds(config: DSV4Config) -> dict[int, int]:
     Layers of one kind use the cache in the same way, and so do the layers that they read from. Either all layers of a
     kind have Engram or none has.
     """
-    firsts = {}  # {what defines a kind: index of its first layer}
+    firsts = {}  # {properties of a kind: index of the kind's first layer}
     counts = collections.Counter[int]()
     for layer in range(config.num_hidden_layers):
         specs = _sliced_specs(config, with_sources(config, [layer]))

@@ -43,7 +43,7 @@ COLUMNS = {
 }
 # A script lists conversations, each a list of turns: (new tokens of the prompt, number of tokens of the reply).
 Script = list[list[tuple[list[int], int]]]
-# Jitted functions that read, write or copy the bytes of requests in the cache. Their compilations are counted, too.
+# These jitted functions read, write or copy the bytes of requests. Their compilations are counted, too.
 MOVES: Any = moves.read_request, moves.write_request, moves.copy_request, moves.read_blocks, moves.write_blocks
 
 
