@@ -32,7 +32,7 @@ class _Runs:
     first_token: Array  # [R] index of the run's first token
     slot: Array  # [R] slot of the run's request
     past: Array  # [R, window - 1] positions before the run's first token; negative = none
-    past_rows: Rows  # cached rows at these positions
+    past_rows: Rows  # cached rows at the positions `past`
 
 
 def max_runs(window: SWAView, tokens: int) -> int:
@@ -117,7 +117,7 @@ def ring_of_call(
     runs = _find_runs(window, slots, positions)
     # In the ring, the rows of each run come after the rows of its past window, of which there are `before`.
     own_rows = jnp.arange(tokens, dtype=jnp.int32) + before * (runs.index + 1)
-    count = tokens + runs.past.size  # number of rows; a row with this index is dropped below
+    count = tokens + runs.past.size  # number of rows; writes to the index `count` are dropped below
     first_row = jnp.where(runs.first_token >= 0, take(own_rows, runs.first_token), -1)
     past_row = first_row[:, None] - jnp.arange(before, 0, -1, dtype=jnp.int32)[None, :]
     past_row = jnp.where(runs.past >= 0, past_row, count)
