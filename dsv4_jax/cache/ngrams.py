@@ -11,7 +11,7 @@ from dsv4_jax.cache.pools import KVCache
 from dsv4_jax.ops.views import put, run_bounds, take
 
 
-_IMAGE = -1  # is stored in place of the compressed id of a part of an image
+_IMAGE = -1  # stored in place of a compressed id for a part of an image
 
 
 def advance_ngrams(cache: KVCache, batch: Batch, token_map: Int[Array, "vocab"]) -> tuple[Int[Array, "T n"], KVCache]:

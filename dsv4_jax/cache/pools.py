@@ -135,7 +135,7 @@ class KVCache(Summarized):
         if isinstance(stored, PlainFormat | FakeQuantFormat):
             return self
         schema = dataclasses.replace(self.schema, kv_format=FakeQuantFormat(stored))
-        specs: dict[str, Any] = schema.groups  # with FakeQuantRows and FakeQuantKeys
+        specs: dict[str, Any] = schema.groups  # their codecs are FakeQuantRows and FakeQuantKeys
         window_codec: Any = schema.window_codec
         groups = {}
         for name, spec in specs.items():

@@ -41,12 +41,12 @@ class RequestRows:
     """The rows of a request's slot, in the order of their positions. n differs between fields.
 
     Attributes:
-      swa: Rows [layers, n, ...], window rows of the last n tokens.
-      streams: [1, n, hc_mult * hidden] residual streams of the last n tokens, or None.
-      ngram_ids: [1, n, 1] int32 compressed ids of the last n tokens, or None.
-      groups: {name: PoolGroup} with only the states set: CompressorState [layers, n, width] of the last n tokens. With
-        `boundary`, see `read_request`, a group is empty if its windows do not overlap, and otherwise holds the first
-        half of the channels.
+      swa: Rows [layers, n, ...], window rows of the newest n tokens.
+      streams: [1, n, hc_mult * hidden] residual streams of the newest n tokens, or None.
+      ngram_ids: [1, n, 1] int32 compressed ids of the newest n tokens, or None.
+      groups: {name: PoolGroup} with only the states set: CompressorState [layers, n, width] of the newest n tokens.
+        With `boundary`, see `read_request`, a group is empty if its windows do not overlap, and otherwise holds the
+        first half of the channels.
     """
 
     swa: Rows
@@ -97,7 +97,7 @@ def read_request(
         if boundary:
             states = jax.tree.map(lambda x: x[..., : x.shape[-1] // 2], states)
         elif overlap:
-            # The next entry pools only the first half of the channels of the window before the open one.
+            # The next entry pools only the first half of the channels of the window preceding the open one.
             states = jax.tree.map(functools.partial(_pooled_again, is_open=positions >= opened), states)
         groups[name] = states
     return all_reduce_bits(RequestRows(rows, streams, ngram_ids, groups), "slots")
