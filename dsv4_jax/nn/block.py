@@ -78,7 +78,7 @@ class DecoderLayer(nnx.Module):
           carry: values of earlier layers.
           number: [] int32 index of the layer in a loop over equal layers; None = `layer`.
           tap_row: [] int32 row of the carry's taps that gets the streams leaving the previous layer. A row past the end
-            means that these streams are no tap. None = no layer of the loop has a tap.
+            means that these streams are not a tap. None = no layer of the loop has a tap.
           record: names of the values to return in the carry's `recorded`: those of `RECORDED`, and "candidates" as in
             `StepCarry`.
 

@@ -16,7 +16,7 @@ from dsv4_jax.nn.layers import AnyRngs, Linear, normal, parameter
 from dsv4_jax.quant import QuantizedWeight, round_to
 
 
-_MIN_DOT = 1e-6  # lower bound of the absolute value under the gate's root
+_MIN_DOT = 1e-6  # lower bound of the value whose square root the gate takes
 
 
 class TokenMap(nnx.Variable):
@@ -146,7 +146,7 @@ def look_up_on_stream(table: Any, rows: Int[Array, "T n"]) -> Float[Array, "T n 
         without_calls,
         compute_type="gpu_stream:1",
         out_memory_spaces=jax.memory.Space.Device,
-        compiler_options={"force_earliest_schedule": True},  # for the scheduler that XLA has for several devices
+        compiler_options={"force_earliest_schedule": True},  # read by XLA's scheduler for several devices
     )
     return jax.lax.platform_dependent(table, rows, cuda=on_stream, default=look_up)
 

@@ -28,7 +28,7 @@ from dsv4_jax.ops import all_gather
 from dsv4_jax.quant import round_to
 
 
-# {class of `DSV4Config.drafts`: class of the draft layers' module}.
+# `_DRAFTS` maps the class of `DSV4Config.drafts` to the class of the draft layers' module.
 _DRAFTS: dict[type[Any], type[Any]] = {MTPConfig: MTPDrafts, DSparkConfig: DSparkDrafts}
 
 
