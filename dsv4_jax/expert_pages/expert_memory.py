@@ -106,7 +106,7 @@ class ExpertMemory:
         """
         memory = self._opened_memory()
         experts = shapes[0][0]
-        # Number of bytes of one expert in all layers together.
+        # `expert_bytes` is the size of the experts of one index in all layers together.
         expert_bytes = len(layers) * sum(math.prod(shape[1:]) for shape in shapes)
         total_bytes = experts * expert_bytes
         free = memory.free_bytes()

@@ -124,7 +124,7 @@ class ExpertMigration:
             close.atexit = False  # the driver frees the memory of a process that ends
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "expert-migration")
         self._job: concurrent.futures.Future[None] = self._thread.submit(lambda: None)
-        self._debt = 0.0  # seconds of moves that are not yet made up for by steps, see `remap_share`
+        self._debt = 0.0  # seconds of moves that steps have not made up for yet, see `remap_share`
         self._last = time.perf_counter()
         self._saved = time.perf_counter()
         self._steps = 0
@@ -190,7 +190,7 @@ class ExpertMigration:
         concurrent.futures.wait([self._job])
 
     def finish(self, counts: Int[Array, "2 L E"] | None = None) -> None:
-        """Reads the counts for the last time, and writes the file.
+        """Reads the counts a final time, and writes the file.
 
         Args:
           counts: `KVCache.expert_counts` of the newest cache; None if the cache is lost.
@@ -211,10 +211,10 @@ class ExpertMigration:
             self._save()
 
     def _count(self, snapshot):
-        """Adds the selections since the last snapshot to the metrics and to the policies.
+        """Adds the selections since the preceding snapshot to the metrics and to the policies.
 
-        They count as hits and misses by the placement at the last snapshot, because a remapping comes after the steps
-        that are counted here.
+        These selections count as hits and misses by the placement at the preceding snapshot, because a remapping comes
+        after the steps that are counted here.
 
         Args:
           snapshot: a copy of the counts on the GPU.
@@ -234,7 +234,7 @@ class ExpertMigration:
 
     def _remap(self, mover, counts):
         """Waits until the GPU is idle, and remaps the experts whose copies are done."""
-        jax.block_until_ready(counts)  # JAX may not have passed the last step to the driver yet
+        jax.block_until_ready(counts)  # JAX may not have passed the newest step to the driver yet
         self._memory.synchronize()
         swaps = mover.swaps
         begin = time.perf_counter()

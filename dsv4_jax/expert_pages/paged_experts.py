@@ -21,7 +21,7 @@ from dsv4_jax.expert_pages.cuda_memory import CudaMemory
 from dsv4_jax.expert_pages.dlpack import array_over
 
 
-# Number of threads that allocate and write memory. One thread clears only 2 GB/s of new host memory.
+# This number of threads allocates and writes memory, since one thread clears only 2 GB/s of new host memory.
 THREADS = 8
 
 
