@@ -108,7 +108,7 @@ class Engine(Summarized):
         self._metrics = EngineMetrics()
         cache = manager.init_cache() if cache is None else cache
         self._experts = None if model.expert_memory is None else model.expert_memory.migration
-        if model.expert_memory is not None:  # even if no experts move: `begin_programs` compiled for such a cache
+        if model.expert_memory is not None:  # also if no experts move, since `begin_programs` uses such a cache
             cache = cache.with_expert_counts()
         if self._experts is not None:
             self._experts.start(cache.expert_counts, manager.schema.config.num_experts_per_tok)
@@ -321,7 +321,7 @@ class Engine(Summarized):
         Args:
           model: a model with the new weights. It has the structure of the engine's model: names, shapes and dtypes of
             all arrays, and options of all modules. Arrays are moved to the devices of the engine's arrays if they lie
-            on others.
+            on other devices.
           running: treatment of unfinished requests. "recompute": they are queued again and run all their tokens again
             with the new weights. "keep": they go on at once with the new weights, and read the entries in the cache
             that the earlier weights computed.
@@ -378,7 +378,7 @@ class Engine(Summarized):
             there are any. If the previous call has launched a step already, this step's tokens are still returned.
 
         Returns:
-          An output for each request that got tokens or failed since the last call that did not raise.
+          An output for each request that got tokens or failed since the most recent call that did not raise.
         """
         self._run_step(decode)
         pending = self._scheduler.pending_outputs
@@ -466,7 +466,7 @@ class Engine(Summarized):
         scheduler.admit()
         try:
             schedule = scheduler.schedule(decode=decode, in_flight=after)
-        except CacheFullError:  # a request has to be preempted, for which its tokens must be known
+        except CacheFullError:  # a request has to be preempted, and so its tokens must be known
             if after is None:
                 raise
             return None

@@ -83,7 +83,7 @@ class RequestParams:
     def prefix_salt(self) -> str:
         """The salt of the request's prefixes, which other adapters compute differently."""
         parts = [self.adapter, self.cache_salt]
-        return json.dumps(parts) if any(parts) else ""  # no salt of a client can be another adapter's
+        return json.dumps(parts) if any(parts) else ""  # no client's salt equals the salt of another adapter
 
 
 class Request(Summarized):
@@ -131,7 +131,7 @@ class Request(Summarized):
         self._logprobs = np.zeros((self.max_tokens,))
         shape = self.max_tokens, params.top_logprobs
         self._top = TopLogprobs(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
-        self._decisions: Decisions | None = None  # with room for all tokens, once the first ones are kept
+        self._decisions: Decisions | None = None  # has room for all tokens, once the first ones are kept
 
     @property
     def progress(self) -> Share:

@@ -60,7 +60,7 @@ class StepRunner:
         rows = np.zeros((manager.shards.count * self.decode_size,), np.int32)
         none = (rows[:slots], np.zeros((slots, count), np.int32)) if count else rows
         self._no_tokens = manager.devices.put(none, "tokens")
-        self._processor: LogitsProcessor | None = None  # with the states of all slots
+        self._processor: LogitsProcessor | None = None  # holds the states of all slots
         self.forget_logits_states()
         # These are the names of the model's adapters, in the order of the adapters' indices.
         self.adapter_names: tuple[str, ...] = getattr(model.module, "adapter_names", ())

@@ -81,8 +81,8 @@ class Scheduler:
     def fork(self, request: Request, children: list[Request]) -> None:
         """Adds copies of a request.
 
-        Copies for which the shard has slots and blocks run at once and share the request's full blocks. The others wait
-        with their bytes in host memory, as after a preemption.
+        Copies for which the shard has slots and blocks run at once and share the request's full blocks. The other
+        copies wait with their bytes in host memory, as after a preemption.
 
         If a step in flight runs the request's newest token, the copies run this token again, to draw with their own
         seeds. If this step also runs drafts, the copies run all tokens again, since the drafts may have overwritten
@@ -149,7 +149,7 @@ class Scheduler:
         self.waiting = sorted(self.requests.values(), key=_rank)
         self.running = []
         for request in list(self.waiting):
-            if request.finish_reason is not None:  # the exception came between its last token and `finish`
+            if request.finish_reason is not None:  # the exception came between the final token and `finish`
                 self.finish(request, request.finish_reason, request.error)
         if _is_lost(self.cache):
             if self.prefix is not None:
@@ -228,7 +228,7 @@ class Scheduler:
             newest, drawn = in_flight.newest_tokens(self.manager.schema.max_requests, self.config.draft_tokens or 0)
             sources = newest[slots]
             certain = known + (sources >= 0)
-            known = known + drawn[slots]  # as if all drafts were accepted
+            known = known + drawn[slots]  # counts all drafts as accepted
         # A request needs at most this number of drafts. Drafts past the request's end never count as accepted.
         max_drafts = np.minimum(limits - certain - 1, self.manager.schema.max_context - known)
         unread = known - self.manager.lengths[slots]
@@ -490,7 +490,7 @@ class Scheduler:
                 request.offloaded, self.cache = offload(self.manager, self.cache, request.slot)
             except CacheCorruptionError as error:
                 return self.finish(request, "error", error)
-        else:  # it has run no token yet
+        else:  # the request has run no token yet
             self.manager.release(request.slot)
         self._move(request, -1)
         self.metrics.preemptions += 1
