@@ -19,7 +19,7 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 type QuantizedKind = Literal["FP8", "FP8_32", "FP8_ROWS", "FP4"]
 
 WEIGHT_BLOCK = 128  # rows and columns of the largest block, a multiple of those of all other blocks
-# {kind: (rows, columns) of the blocks of values that share a scale}.
+# `BLOCKS` maps each kind to (rows, columns) of its blocks of values that share a scale.
 BLOCKS: dict[QuantizedKind, tuple[int, int]] = {
     "FP8": (WEIGHT_BLOCK, WEIGHT_BLOCK), "FP8_32": (32, 32), "FP8_ROWS": (1, 32), "FP4": (1, MXFP4_BLOCK),
 }  # fmt: skip
