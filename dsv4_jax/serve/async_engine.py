@@ -38,7 +38,7 @@ class Update:
       request: the request. The engine's thread may add further tokens to it, but does not change earlier ones. None if
         the request could not be added, was cancelled, or failed together with others, or if there is nothing to run.
       num_generated: number of new tokens that the request had at that time.
-      finish_reason: "stop", "length", "cancelled" or "error" in the last update, else None.
+      finish_reason: "stop", "length", "cancelled" or "error" in the final update, else None.
       error: the error that ended the request, or None.
     """
 
@@ -72,8 +72,8 @@ class Generation:
     async def next_update(self, seconds: float) -> Update | None:
         """Waits up to `seconds` for the next update of any request. Returns None if there was none.
 
-        If a request has had several updates since the last call, only the newest is returned. So a slow caller does not
-        delay the engine. The last update of a request has a `finish_reason`.
+        If a request has had several updates since the preceding call, only the newest is returned. So a slow caller
+        does not delay the engine. The final update of a request has a `finish_reason`.
         """
         # A timer is cheaper than `asyncio.wait_for`, which matters because this runs for each event.
         timer = asyncio.get_running_loop().call_later(seconds, self._has_news.set)
@@ -126,7 +126,7 @@ class AsyncEngine:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._running: dict[Request, _Key] = {}
-        # {first sample of a prompt: the other samples, which wait until the first one has read the prompt}.
+        # `_followers` maps the first sample of a prompt to the other samples, which wait until it has read the prompt.
         self._followers: dict[_Key, list[_Key]] = {}
         self._updates: list[tuple[_Key, Update]] = []
         self._stopping = False
@@ -154,8 +154,8 @@ class AsyncEngine:
     def submit(self, prompts: Sequence[np.ndarray], *, n: int = 1, seed: int, **params: Any) -> Generation:
         """Queues `n` requests for each prompt. Sample k of a prompt uses `seed + k`, as in `engine.search.n_best`.
 
-        With a prefix cache, the first sample reads the prompt before the others start, so that its full blocks are
-        computed once.
+        With a prefix cache, the first sample reads the prompt before the other samples start, so that the prompt's
+        full blocks are computed once.
 
         Args:
           prompts: arrays of token ids, which were checked already.
@@ -262,7 +262,7 @@ class AsyncEngine:
         for output in outputs:
             request = output.request
             key = self._running.get(request)
-            if key is None:  # cancelled, or ended by an error
+            if key is None:  # the request was cancelled, or ended by an error
                 continue
             if request.finish_reason is not None:
                 del self._running[request]

@@ -27,8 +27,9 @@ _ASSISTANT = "<｜Assistant｜>"
 _THINK = "<think>"
 _RELEASE_TOKENS = ("<｜begin▁of▁sentence｜>", _END, "<｜User｜>", _ASSISTANT, _THINK, "</think>", CALL_TOKEN)
 _PARSED_CALL_TOKEN = "\0" + CALL_TOKEN  # the parser's name of CALL_TOKEN; no text contains this name
-# {reasoning effort of a request: name under which the encoding has April's prompt for it}. The encoding uses the names
-# of release 0731. April's release has the first two of 0731's three prompts, under other names.
+# `_APRIL_EFFORTS` maps the reasoning effort of a request to the name under which the encoding has April's prompt for
+# it. The encoding uses the names of release 0731. April's release has the first two of 0731's three prompts, under
+# other names.
 _APRIL_EFFORTS: Mapping[str | None, Any] = {"low": "low", "high": "low", "xhigh": "high", "max": "high"}
 _MAX_PAST_TOKENS = 2**22  # 16 MiB of token ids
 
@@ -150,7 +151,7 @@ class Chat:
             message = json.loads(error.body)["error"]["message"]
             fields = (word for word in re.findall(r"\w+", message) if word in body.keys() - {"model"})
             raise APIError(error.status_code, message, param=next(fields, None)) from None
-        except (ValueError, OverflowError, RecursionError) as error:  # the last two: huge numbers, deep nesting
+        except (ValueError, OverflowError, RecursionError) as error:  # of huge numbers and deep nesting, too
             field = _find_field(kind, body, str(error))
             message = str(error).replace("invalid request body", field or "invalid request body")
             raise APIError(400, message, param=field and field.partition("[")[0]) from None
