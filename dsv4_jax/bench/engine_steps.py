@@ -93,9 +93,10 @@ class EngineOptions(ModelSetup):
 def run(config: DSV4Config, options: EngineOptions, report: Row) -> Iterator[Row]:
     """Measures prompts and then decode steps; prints and yields the results.
 
-    A result whose "measurement" is "prompt" has the time until the first token of a prompt that runs alone. A "decode"
-    result has the mean time of `Engine.step` while all requests decode. Without drafts, it also has the time of a step
-    of the on-device loop, which decodes the same number of requests without the engine's work on the host.
+    A result whose "measurement" is "prompt" holds the time until the first token of a prompt that runs alone. A
+    "decode" result holds the mean time of `Engine.step` while all requests decode. Without drafts, it also holds the
+    time of a step of the on-device loop, which decodes the same number of requests without the engine's work on the
+    host.
 
     Args:
       config: configuration of the model.

@@ -127,8 +127,8 @@ def _linear_case(name, shape, tokens, spec, kind=None):
 def experts_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of the routed experts of a layer in FP4 and in bfloat16, for 1 to 8,192 tokens.
 
-    The bfloat16 experts of V4.1 are too large. Its cases have a quarter of each expert in FP4 instead, and there are
-    cases of up to 8 tokens with the shared expert.
+    The bfloat16 experts of V4.1 are too large. For V4.1, a quarter of each expert in FP4 is measured instead, and there
+    are cases of up to 8 tokens with the shared expert.
     """
     config = schema.config
     inner = config.moe_intermediate_size

@@ -142,7 +142,7 @@ def write_request(
         count = new.shape[1]
         width = new.shape[-1]
         index = (length - count + jnp.arange(count, dtype=jnp.int32)) % ring
-        # Axis 0 is indexed by an array, too. As a slice it would be moved behind the axes of the other indices.
+        # Axis 0 is indexed by an array, too. With a slice, this axis would follow the axes of the other indices.
         layers = jnp.arange(pool.shape[0], dtype=jnp.int32)
         return pool.at[layers[:, None], slot, index[None, :], :width].set(new, mode="drop")
 
@@ -187,7 +187,7 @@ def copy_request(
     pools = {name: group.paged for name, group in cache.groups.items()}
 
     def copy(pool, to, index, across=None):
-        # Targets are written one after another, because a single scatter would hold the copies for all in memory.
+        # Targets are written one after another, because a single scatter would hold all copies in memory.
         row = jax.lax.dynamic_index_in_dim(pool, index, axis=1)
         row = all_reduce_bits(jnp.where(index >= 0, row, jnp.zeros((), row.dtype)), across)
         row = jnp.where(to >= 0, row, jax.lax.dynamic_index_in_dim(pool, to, axis=1))

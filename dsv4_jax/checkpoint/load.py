@@ -96,7 +96,7 @@ def load_checkpoint(
         * A file is missing or broken, see `checkpoint.reader`.
         * Tensors are missing, extra, of the wrong shape or kind, or have wrong scales (all in one message).
         * Weights are NaN or infinite, or ids of experts are out of range.
-        * The mesh does not divide the model, or would split a block of weights that has one scale.
+        * The mesh does not divide the model, or would split a block of weights that share a scale.
         * The model has Engram, and tokenizer.json is missing or belongs to another model.
         * The host or a device is out of memory.
     """
@@ -122,7 +122,7 @@ def load_checkpoint(
     groups: dict[int, list[Weight]] = collections.defaultdict(list)  # {id of a variable: weights that it holds}
     for weight in table:
         groups[id(views[weight.path].variable)].append(weight)
-    # Experts come last with `expert_memory`, and get the memory that the other weights leave.
+    # With `expert_memory`, experts are loaded last, and get the memory that the other weights leave.
     ordered = sorted(groups.values(), key=lambda group: expert_memory is not None and group[0].is_expert)
     if expert_memory is not None:
         expert_shapes(table)  # refuses layers with different numbers of experts before anything is loaded
@@ -236,7 +236,7 @@ class _Loader:
     def keep_quantized(self, weights: list[Weight], variable: nnx.Variable) -> None:
         """Makes a variable's value a `QuantizedWeight` if its weights have one quantized kind and can stay quantized.
 
-        Raises ValueError if the mesh would split a block of weights that has one scale.
+        Raises ValueError if the mesh would split a block of weights that share a scale.
         """
         if (kind := self._quantized_kind(weights)) is None:
             return

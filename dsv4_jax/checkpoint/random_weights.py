@@ -96,7 +96,7 @@ def random_model(
     if on_outline is not None:
         on_outline(nnx.clone(model))
     views = parameter_views(model)
-    # The variable of stacked layers has a path for each layer. It is drawn once, at the path of the first layer.
+    # The variable of stacked layers has a path for each layer. Its values are drawn once, for the first of these paths.
     first_paths = {id(view.variable): path for path, view in reversed(views.items())}
     frequencies = {}
     draws = {}

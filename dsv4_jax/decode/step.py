@@ -216,7 +216,7 @@ def sample_step(
       sampling: sampling parameters, one for all requests (static) or arrays [slots].
       seeds: [slots] one seed per slot; None = zeros.
       logprobs: which log-probabilities to compute besides those of the drawn tokens; None = no further ones.
-      earlier: tokens of the batch that only the device knows; None = the batch has all tokens.
+      earlier: tokens of the batch that only the device knows; None = the batch holds all tokens.
       token_mask: [n, ceil(vocab / 32)] uint32 bits, the tokens that may be drawn, as in `sample`; None = all.
       processor: changes the logits before `token_mask` and `sampling` apply; it holds the states of all slots. With a
         processor, at most `max_query_tokens` tokens are drawn for a slot. None = no changes.

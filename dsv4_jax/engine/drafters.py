@@ -48,7 +48,7 @@ class PromptLookup:
     def draft(self, tokens: np.ndarray, count: int) -> list[int]:
         """Returns the tokens that followed the latest earlier occurrence of the newest tokens; see `Drafter`."""
         for size in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
-            # An earlier occurrence may begin at `starts`, which one token of the n-gram after another filters.
+            # An earlier occurrence may begin at each position in `starts`, which the n-gram's tokens filter in turn.
             starts = np.arange(len(tokens) - size)
             for offset in range(size):
                 starts = starts[tokens[starts + offset] == tokens[len(tokens) - size + offset]]

@@ -45,7 +45,7 @@ class CudaMemory:
         access = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         attribute = driver.CUdevice_attribute
         numa = self._call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, self._device)
-        # {whether it is host memory: (type of the location, its number)}
+        # `locations` maps False (GPU memory) and True (host memory) to (type of the location, its number).
         locations = {
             False: (kinds.CU_MEM_LOCATION_TYPE_DEVICE, int(self._device)),
             True: (kinds.CU_MEM_LOCATION_TYPE_HOST_NUMA, max(int(numa), 0)),

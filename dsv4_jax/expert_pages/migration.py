@@ -21,7 +21,7 @@ from dsv4_jax.expert_pages.policy import PlacementPolicy
 from dsv4_jax.expert_pages.token_cost import BUS_RATE
 
 
-# Of the time between two steps, at most this counts as time of steps. The rest is a pause without requests.
+# Between two steps, at most this time counts as time of steps. The rest is a pause without requests.
 _MAX_STEP_SECONDS = 1.0
 _SECONDS_BETWEEN_SAVES = 60.0
 _HISTORY_HALF_LIFE = float(1 << 16)  # in tokens, see `PlacementPolicy.half_life`

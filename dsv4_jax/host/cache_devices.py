@@ -175,7 +175,8 @@ class CacheDevices:
         """Copies arrays to the devices as `put` does, but skips arrays that have not changed since an earlier call.
 
         An array is compared with the newest array that was put at the same place of a pytree of the same structure,
-        with the same shape and the same `axis`. If the two are equal, the array that is already on the devices is returned.
+        with the same shape and the same `axis`. If the two are equal, the array that is already on the devices is
+        returned.
 
         Args:
           tree: pytree of NumPy arrays, which must not be modified later.

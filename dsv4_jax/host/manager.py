@@ -113,7 +113,7 @@ class KVCacheManager(Summarized):
                 config, parse_bytes(memory), max_requests=slots, context_parallel=context_parallel, **sizes
             )
             shard = CacheSchema(config, 0, max_requests=slots, context_parallel=context_parallel, **sizes)
-            # The number of blocks on a device if the requests in all slots have the maximum length.
+            # `full` is the number of blocks on a device if the requests in all slots have the maximum length.
             full = -(-slots * shard.max_blocks // devices_per_shard)
             num_blocks = num_shards * devices_per_shard * min(budget, full)
         elif num_blocks is None or memory is not None:
@@ -560,7 +560,7 @@ class KVCacheManager(Summarized):
             raise ValueError(f"{num_tokens=} must not be negative")
         length = state.length - num_tokens
         device_state = step_order.device_state(self.requests, slot)
-        # If all tokens of batches that did not run are taken back, the rings reach as far back as before these batches.
+        # If all tokens of batches that did not run are taken back, the rings reach as far back as they did then.
         base = device_state if length <= device_state.length else state
         if is_followed:  # the newest batch began `num_tokens` earlier than the host counted, and overwrote rows there
             base = dataclasses.replace(state, min_length=state.min_length - num_tokens)

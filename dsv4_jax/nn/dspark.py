@@ -123,7 +123,7 @@ class DSparkDrafts(DraftLayers):
             slots=jnp.repeat(batch.slots, size),
             draft_block=size,
         )
-        # Without the barrier, XLA would dequantize weights once before a loop that calls this, and hold the values.
+        # Without the barrier, XLA would dequantize weights before a loop that calls this method, and hold the values.
         drafts = jax.lax.optimization_barrier(self)
         x = model.embed(block)
         x = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1]))

@@ -98,7 +98,7 @@ class Engram(nnx.Module):
         projected = self.kv_proj(round_to(embeddings, streams.dtype))
         key = projected[:, : h * hidden].astype(jnp.float32).reshape(streams.shape)
         x = streams.astype(jnp.float32)
-        # Streams and keys are normed for each stream. The weights of both norms count only as a product.
+        # Each stream and its key are normed separately. Only the product of the two norms' weights counts.
         weight = self.q_weight[...] * self.k_weight[...]
         scale = _inverse_rms(x, self.config.rms_norm_eps) * _inverse_rms(key, self.config.rms_norm_eps)
         dot = jnp.sum(x * weight[None] * key, axis=-1) * scale * hidden**-0.5
@@ -120,8 +120,8 @@ def look_up_ahead(
       (x, {index of a layer: [T, rows, head_dim], argument `rows` of its Engram}).
     """
     looked_up = {}
-    # The last layer's look-up starts first, so that a pair of start and end lies within another pair or apart from it.
-    # XLA then records a step as few CUDA graphs: a graph is divided where two pairs are interleaved.
+    # The last layer's look-up starts first, so that any two look-ups are nested or apart. XLA then records a step as
+    # few CUDA graphs: a graph is divided where the starts and ends of two look-ups are interleaved.
     for layer in sorted(modules, reverse=True):
         with jax.named_scope("engram"):
             row_ids = modules[layer].row_ids(ngrams)

@@ -114,7 +114,7 @@ class HyperConnection(nnx.Module):
 
 
 class HyperHead(nnx.Module):
-    """Collapses the h = hc_mult streams after the last layer. It has the mixing weights `pre` only.
+    """Collapses the h = hc_mult streams after the last layer. Of the mixing weights it uses `pre` only.
 
     Attributes:
       hc_fn: [h, h * hidden] float32 projection of the streams to the logits of `pre`.

@@ -71,7 +71,7 @@ class MTPDrafts(DraftLayers):
           (hidden states [T, hidden], for the model's `logits`; streams [T, hc_mult, hidden] after the layer; the
           updated cache).
         """
-        # Without the barrier, XLA would dequantize weights once before a loop that calls this, and hold the values.
+        # Without the barrier, XLA would dequantize weights before a loop that calls this method, and hold the values.
         drafts, streams = jax.lax.optimization_barrier((self, streams))
         residual, cache = drafts.run_layers(drafts.join(streams, model.embed(batch)), cache, batch)
         return *drafts.hc_head.pre(residual, drafts.norm), cache

@@ -115,7 +115,7 @@ def ring_of_call(
     tokens = slots.shape[0]
     before = window.window - 1
     runs = _find_runs(window, slots, positions)
-    # In the ring, the rows of each run come after the rows of its past window, of which there are `before`.
+    # In the ring, `before` rows of a run's past window precede the rows of the run itself.
     own_rows = jnp.arange(tokens, dtype=jnp.int32) + before * (runs.index + 1)
     count = tokens + runs.past.size  # number of rows; writes to the index `count` are dropped below
     first_row = jnp.where(runs.first_token >= 0, take(own_rows, runs.first_token), -1)

@@ -120,8 +120,8 @@ def sparse_attention(
       slots, positions: [T] int32 request slots and absolute positions; -1 = padding.
       inv_freq: [P] float32, radians per token. The last 2 * P channels of the result are rotated back by the token's
         position, and rounded before and after (docs/dsv4.md 2.2). None: no rotation.
-      context_parallel: whether the entries are sharded over the mesh axis "model". Then q and sinks have only this
-        device's heads.
+      context_parallel: whether the entries are sharded over the mesh axis "model". Then q and sinks are those of
+        this device's heads.
       prefill: heuristics that decide whether to use the prefill kernel.
       implementation: None, "xla", "mosaic_gpu" or "interpret".
 

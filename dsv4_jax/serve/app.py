@@ -118,7 +118,7 @@ class AuthMiddleware:
     def _has_key(self, headers: dict[bytes, bytes]) -> bool:
         key = self._service.options.api_key
         kind, _, token = headers.get(b"authorization", b"").partition(b" ")
-        sent = token.strip() if kind.lower() == b"bearer" else headers.get(b"x-api-key", b"")  # of Anthropic's clients
+        sent = token.strip() if kind.lower() == b"bearer" else headers.get(b"x-api-key", b"")  # for Anthropic's clients
         return key is None or hmac.compare_digest(sent, key.encode())
 
 

@@ -272,7 +272,7 @@ class AsyncEngine:
         _, index = key
         num_generated = 0 if request is None else request.num_generated
         self._updates.append((key, Update(index, request, num_generated, finish_reason, error)))
-        # The first update of a request means that it has read its prompt, or never will. So its followers can start.
+        # A request's first update means that the request has read its prompt, or never will. So followers can start.
         for follower in self._followers.pop(key, ()):
             self._add(follower)
 

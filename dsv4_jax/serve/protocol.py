@@ -28,7 +28,7 @@ from dsv4_jax.serve.errors import APIError
 UNUSED = ("metadata", "client_metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier")
 UNUSED += ("cache_control", "service_tier", "speed", "inference_geo", "store", "prediction", "max_tool_calls")
 UNUSED += ("parallel_tool_calls",)
-# {field that is not supported: its values that are accepted, because they do not change the answer}.
+# `NEUTRAL` maps an unsupported field to the values that are accepted, because they do not change the answer.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),

@@ -64,7 +64,7 @@ class Service:
         self.chat = None if tokenizer is None else make_chat(tokenizer, options.models, options.release)
         self.names = TokenNames(tokenizer)
         self.metrics = ServerMetrics(engine)
-        # A body has room for a prompt as long as the context, even if each token is several escaped characters.
+        # A body has room for a prompt as long as the context, even if each token takes several escaped characters.
         self.max_body_bytes = 2**20 + 64 * engine.engine.manager.schema.max_context
         self.created = int(time.time())
         self.stopping = False

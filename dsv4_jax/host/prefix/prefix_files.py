@@ -314,7 +314,7 @@ class PrefixFiles(Summarized):
     def _write(self, layout, digests, arrays, used):
         written = 0
         try:
-            # The list is the only reference: device memory is free once the arrays are on the host.
+            # The list holds the only reference, so device memory is freed once the arrays are on the host.
             tree = jax.device_get(arrays.pop())
             for i, (digest, content) in enumerate(zip(digests, layout.pack(digests, tree), strict=True)):
                 if not self.exists(layout, digest):
