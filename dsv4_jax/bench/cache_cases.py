@@ -282,9 +282,10 @@ def _compressor_weights(schema, group, codec):
 def _flush_bytes(group, codec, tokens, closed):
     """Returns the number of bytes that a flush reads and writes for one request.
 
-    The request's tokens complete `closed` windows. The flush reads the projections and writes them to compressor state
-    rows, at most to a full ring of rows. For each new entry, it writes a row. Only a decode step reads the other rows
-    of the ring to make the entry. If an entry is made from a single token, there are no logits and no state.
+    The request's tokens complete `closed` windows. The flush reads the projections and writes them to the compressor
+    state, at most to all rows of its ring. It also writes a row for each new entry. To make an entry, a decode step
+    reads the other rows of the ring, and a prefill reads none. If an entry is a single token, there are no logits and
+    no state.
     """
     ring = group.pooled_rows
     entry_bytes = closed * tree_bytes(codec.struct)

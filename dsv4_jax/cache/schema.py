@@ -333,7 +333,7 @@ class CacheSchema:
 
     @property
     def bytes_per_request(self) -> int:
-        """The fixed bytes of a slot: all its arrays without the block table."""
+        """The bytes of one slot in all arrays of fixed size per slot, without the block table."""
         pools = dataclasses.replace(self, max_requests=1).slot_bytes_by_pool()
         return sum(pools.values()) - pools["block table and lengths"]
 

@@ -134,7 +134,7 @@ class EarlierTokens:
         """Returns the batch with the earlier step's tokens filled in.
 
         If the earlier step verified drafts, the host did not know how many were accepted when it prepared the batch.
-        So the positions of the filled-in tokens are set too: they continue from the length of their request.
+        So the positions of the filled-in tokens are set, too: they continue from the request's length in `lengths`.
 
         Args:
           batch: the batch as the host prepared it.

@@ -81,7 +81,7 @@ class RequestParams:
 
     @property
     def prefix_salt(self) -> str:
-        """The salt of the request's prefixes, which other adapters compute differently."""
+        """The salt of the request's cached prefixes. It includes the adapter, on which the cached rows depend."""
         parts = [self.adapter, self.cache_salt]
         return json.dumps(parts) if any(parts) else ""  # no client's salt equals the salt of another adapter
 

@@ -331,12 +331,12 @@ def _output_rows(fields, shards, num_tokens, decode_size):
 
     Args:
       fields: the bytes of six int64 arrays [n], each with a number for each request. Bytes can be a key of `lru_cache`.
-        * its slot.
-        * the number of its output rows.
-        * index in the batch of the token that its first row follows.
-        * index of its first token in `LaunchedStep.tokens` of the previous step, or -1.
-        * index of its first token in the batch.
-        * the number of its tokens in the batch.
+        * slot of the request.
+        * number of the request's output rows.
+        * index in the batch of the token that the request's first output row follows.
+        * index of the request's first token in `LaunchedStep.tokens` of the previous step, or -1.
+        * index of the request's first token in the batch.
+        * number of the request's tokens in the batch.
       shards: the shards of the cache.
       num_tokens: number of tokens in the batch, in all shards with padding.
       decode_size: number of output rows of a shard.

@@ -160,7 +160,7 @@ class ExpertMigration:
     def between_steps(self, counts: Int[Array, "2 L E"]) -> None:
         """Remaps experts whose copies are done, or starts to read the counts, if it is time for either.
 
-        Call it after each step is launched, before the cache is donated to the next one.
+        Call it after each step is launched, before the cache is donated to the next step.
 
         Args:
           counts: `KVCache.expert_counts` of the newest cache.
