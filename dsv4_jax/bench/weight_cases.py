@@ -29,8 +29,8 @@ _EXPERTS_AGREE = close(relative=2**-6, absolute=0.5)
 def linear_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of the linear maps of an attention layer.
 
-    For V4, these are the fused maps of the hidden states and of the latents for each group of layers, `o_a` and `o_b`
-    in bfloat16, and `q_b` and `o_b` in FP8. For V4.1, these are the maps that the release stores in FP8.
+    For V4, these are the fused maps whose inputs are the hidden states or the latents, for each group of layers, `o_a`
+    and `o_b` in bfloat16, and `q_b` and `o_b` in FP8. For V4.1, these are the maps that the release stores in FP8.
     """
     config = schema.config
     if config.weight_block != WEIGHT_BLOCK:

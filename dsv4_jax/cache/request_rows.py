@@ -74,7 +74,7 @@ def read_request(
 
     Returns:
       RequestRows with all rows of the slot's rings, zeros where a row is not live. With `boundary`, only the rows that
-      are listed at this argument.
+      are listed for this argument.
     """
     schema = cache.schema
     slot = _local_slots(cache, slot)

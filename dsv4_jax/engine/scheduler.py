@@ -386,7 +386,7 @@ class Scheduler:
         return self.manager.fits(num_tokens)
 
     def _admit(self, request, num_tokens):
-        """Admits a request, restores its tokens from host memory or the prefix cache, and returns its slot."""
+        """Admits a request, restores what host memory or the prefix cache holds of it, and returns its slot."""
         if request.offloaded is not None:
             slot, self.cache = resume(self.manager, self.cache, request.offloaded, num_tokens=num_tokens)
         elif self.prefix is not None and not request.scores_prompt:  # scored tokens must run

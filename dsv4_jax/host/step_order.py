@@ -103,7 +103,7 @@ def record_empty(cache: KVCache, table: RequestTable) -> None:
 
 
 def record_write(table: RequestTable, old: KVCache, new: KVCache, states: Mapping[int, RequestState]) -> None:
-    """Commits the states of requests that a program wrote to the cache, and records the cache that the program returned.
+    """Commits the states of requests that a program wrote to the cache, and records the cache that the program made.
 
     The program has written the requests' rows of the block table, so all blocks of `states` count as published. The
     requests' `changed` becomes a new time of the table's clock, and so does `admitted` if it is 0.

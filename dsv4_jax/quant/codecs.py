@@ -239,7 +239,7 @@ class KeyCodec(abc.ABC):
 
     @property
     def struct(self) -> IndexRows:
-        """The shapes and dtypes of one stored key, as IndexRows of `jax.ShapeDtypeStruct`; by default `layout`'s."""
+        """The shapes and dtypes of one stored key, as IndexRows of structs; by default those of `layout`."""
         return IndexRows(*_structs(quantized(self.layout).columns))
 
     @abc.abstractmethod

@@ -224,7 +224,7 @@ class PrefixCache(Summarized):
         A snapshot is taken at the end of a chunk if this is a boundary: a multiple of `every` blocks, or of one block
         if `every` is None. The first of these rules that applies decides:
 
-        1. If the prompt parts from the cached prompts within the chunk, and the boundary before this place has no
+        1. If the prompt parts from the cached prompts within the chunk, and the nearest boundary up to there has no
            snapshot, the chunk ends at this boundary. The next prompt with the same beginning then hits there.
         2. If the prompt's last boundary is within the chunk, the chunk ends there, since the next turn of a chat
            continues there. The tokens after it take another step.
