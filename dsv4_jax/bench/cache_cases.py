@@ -23,7 +23,7 @@ from dsv4_jax.bench.cases import (
 from dsv4_jax.cache import CacheSchema
 
 
-# (label, requests, tokens per request, whether each request's step completes a compression window)
+# Each shape is (label, requests, tokens per request, whether each request's step completes a compression window).
 _FLUSH_SHAPES = (
     *((f"{n}, all close", n, 1, True) for n in (1, 8, 64, 256)),
     *((f"{n}, none closes", n, 1, False) for n in (64, 256)),
@@ -140,8 +140,8 @@ def attention_cases(schema: CacheSchema) -> Iterator[Case]:
 
     A token attends to its window and to compressed entries. Without an indexer, it attends to all 8,192 entries of its
     request. With an indexer, it attends to k selected entries, of 4 * k entries that belong to its request alone. In
-    further cases, all requests share a pool of 2**20 entries, and each has 2**18 of them, so that selected rows are
-    rarely adjacent.
+    further cases, all requests share a pool of 2**20 entries, of which each request has 2**18, so that selected rows
+    are rarely adjacent.
     """
     topk = schema.config.index_topk
     for group in schema.groups.values():
@@ -192,7 +192,7 @@ def _attention_case(schema, group, tokens, attended, entries, shared=0):
 def flush_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of `flush`, which makes the entries of a group of layers, and index keys if the group has any.
 
-    If keys are made from the pooled vectors of the entries (V4.1), a case has the two halves of `flush`, without the
+    If keys are made from the pooled vectors of the entries (V4.1), a case runs the two halves of `flush`, without the
     projection between them. There are decode steps in which every request completes a compression window, decode steps
     in which no request does, and a prefill.
     """
@@ -208,7 +208,7 @@ def _flush_case(schema, group, label, requests, tokens, closes):
     has_state = group.pooled_rows > 1
     closed = int(closes) if tokens == 1 else tokens // rate  # number of windows that a request's tokens complete
     codecs = [group.entry, group.key] if group.key_compressor else [group.entry]
-    keys = [] if group.key is None or group.key_compressor else [group.key]  # made from the entries' pooled vectors
+    keys = [] if group.key is None or group.key_compressor else [group.key]  # these are made from pooled vectors
     widths = [codec.dim * (1 + group.overlap) for codec in codecs]
 
     def state_view(width):
@@ -264,7 +264,7 @@ def _flush_in_halves(state, weights, projections, slots, positions, implementati
     ((kv, gate),) = projections
     with ops.use_implementation(implementation):
         closed, states = ops.pool_windows(states, kv, gate, compressor, slots, positions)
-        projected = dataclasses.replace(closed, values=closed.values[:, : keys.codec.dim])  # in place of a projection
+        projected = dataclasses.replace(closed, values=closed.values[:, : keys.codec.dim])  # stands for a projection
         entries = ops.write_entries(entries, closed, compressor.inv_freq)
         return (states, entries), ops.write_entries(keys, projected, compressor.inv_freq)
 
@@ -282,9 +282,10 @@ def _compressor_weights(schema, group, codec):
 def _flush_bytes(group, codec, tokens, closed):
     """Returns the number of bytes that a flush reads and writes for one request.
 
-    The request's tokens complete `closed` windows. The flush reads the projections and writes them to compressor state
-    rows, at most to a full ring of rows. For each new entry, it writes a row. Only a decode step reads the other rows
-    of the ring to make the entry. If an entry is made from a single token, there are no logits and no state.
+    The request's tokens complete `closed` windows. The flush reads the projections and writes them to the compressor
+    state, at most to all rows of its ring. It also writes a row for each new entry. To make an entry, a decode step
+    reads the other rows of the ring, and a prefill reads none. If an entry is a single token, there are no logits and
+    no state.
     """
     ring = group.pooled_rows
     entry_bytes = closed * tree_bytes(codec.struct)

@@ -20,10 +20,11 @@ from dsv4_jax.ops import ClassicalView, IndexerView, SWAView
 from dsv4_jax.quant import KeyCodec, RowCodec
 
 
-# A function that returns random arrays. A numpy array of integers is converted to an int32 array on the device.
+# A `Draw` is a function that makes random arrays. If it returns a numpy array of integers, this array is converted to
+# an int32 array on the device.
 Draw = Callable[[np.random.Generator], Any]
-# Size in bytes of all layers together, through which calls rotate. Attention reads a quarter of these bytes, which is
-# twice the size of the L2 cache.
+# Calls rotate through layers that have about this number of bytes together. Attention reads a quarter of them, and even
+# this quarter is twice the size of the L2 cache.
 _LAYERS_BYTES = 1 << 29
 
 

@@ -32,9 +32,9 @@ from dsv4_jax.decode import CompiledModel
 from dsv4_jax.host import KVCacheManager
 
 
-# Share of a GPU's memory for weights and cache; the rest is for programs, and for making the weights.
+# Weights and cache may take this share of a GPU's memory. Programs, and the making of the weights, need the rest.
 MAX_MEMORY = 0.88
-# {column of the printed table: format of its cell, with fields of a result}
+# `COLUMNS` maps a column of the printed table to the format of its cells, with fields of a result.
 COLUMNS = {
     "batch": "{requests}",
     "context": "{context}",
@@ -52,8 +52,8 @@ COLUMNS = {
     "gaps": "{gaps:.1f}",
     "launches": "{launches:.0f}",
 }
-# More columns if there are drafts: the time of a step relative to a step with one token a request, the time to make the
-# drafts, and the tokens a second at several acceptance rates.
+# With drafts, the table has more columns: the time of a step relative to a step with one token a request, the time to
+# make the drafts, and the tokens a second at several acceptance rates.
 DRAFT_COLUMNS = {
     "x one token": "{times_one_token:.2f}",
     "drafts ms": "{draft_milliseconds:.3f}",
@@ -100,7 +100,7 @@ def run(config: DSV4Config, options: StepOptions, report: Row, *, each_kind: boo
 
 
 def _run(config, options, report, layer_numbers, *, loop=True):
-    """Prints and yields the results of a model. `layer_numbers` is text: its layers' indices in the whole model."""
+    """Prints and yields a model's results. `layer_numbers` is text that lists the measured layers, such as "0-3"."""
     print(f"Numbers of the layers in {model_title(report['shapes'])}: {layer_numbers}")
     columns = COLUMNS | (DRAFT_COLUMNS if options.drafts else {})
     rows = _compare_with_one_token(measure(config, options, report, loop=loop))

@@ -27,7 +27,7 @@ from dsv4_jax.host import KVCacheManager
 
 WARM_UP = 4  # number of decode steps before the first measured one
 LOOP_STEPS = 16  # number of steps of the on-device loop
-# {column of the printed table: format of its cell, with fields of a result}
+# `COLUMNS` maps a column of the printed table to the format of its cells, with fields of a result.
 COLUMNS = {
     "what": "{measurement}",
     "tokens": "{tokens}",
@@ -62,7 +62,7 @@ class EngineOptions(ModelSetup):
 
     @property
     def new_tokens(self) -> int:
-        """The maximum number of tokens that a request generates, also while other requests still read their prompts."""
+        """The maximum number of tokens that a request generates, including the time in which others read prompts."""
         prompts = -(-max(self.requests) * self.context // self.token_budget)
         return (1 + self.drafts) * (prompts + 2 * WARM_UP + 2 * self.steps) + 2 * LOOP_STEPS
 
@@ -93,9 +93,10 @@ class EngineOptions(ModelSetup):
 def run(config: DSV4Config, options: EngineOptions, report: Row) -> Iterator[Row]:
     """Measures prompts and then decode steps; prints and yields the results.
 
-    A result whose "measurement" is "prompt" has the time until the first token of a prompt that runs alone. A "decode"
-    result has the mean time of `Engine.step` while all requests decode. Without drafts, it also has the time of a step
-    of the on-device loop, which decodes the same number of requests without the engine's work on the host.
+    A result whose "measurement" is "prompt" holds the time until the first token of a prompt that runs alone. A
+    "decode" result holds the mean time of `Engine.step` while all requests decode. Without drafts, it also holds the
+    time of a step of the on-device loop, which decodes the same number of requests without the engine's work on the
+    host.
 
     Args:
       config: configuration of the model.

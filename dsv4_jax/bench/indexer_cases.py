@@ -16,7 +16,7 @@ from pallas_kernels.indexer_scores.round_index_query import round_index_query
 
 
 _RAGGED = [int(n) for n in np.exp(np.random.default_rng(5).uniform(np.log(1024), np.log(262144), 32))]
-# {label of a case: (number of keys of each request, tokens per request)}
+# `_SCORES` maps the label of a case to (number of keys of each request, tokens per request).
 _SCORES = {
     "1 x 16384": ([16384], 1),
     "1 x 262144": ([262144], 1),
@@ -28,7 +28,7 @@ _SCORES = {
     "65536, 2048 tokens": ([65536], 2048),
 }
 _SCORES_AND_TOPK = "1 x 262144", "8 x 262144", "32 x 65536"  # labels of cases of scores followed by top-k
-# (requests, keys of each request), for layers with candidates and for top-k
+# A shape is (requests, keys of each request). There are shapes for layers with candidates, and shapes for top-k.
 _CANDIDATE_SHAPES = (1, 65536), (1, 262144), (32, 65536), (8, 262144)
 _TOPK_SHAPES = (*((n, 16384) for n in (1, 32)), *((n, keys) for keys in (65536, 262144) for n in (1, 8, 32, 64)))
 
@@ -75,8 +75,8 @@ def _query_case(schema, tokens):
     return Case(
         op="index query",
         shape=f"T={tokens}",
-        # A value is read as bfloat16, 2 bytes. If the kernel multiplies E4M3, it is written as E4M3, 1 byte, and a
-        # float32 weight of each head is read and written. Otherwise it is written as bfloat16.
+        # A value is read as bfloat16, 2 bytes. If the kernel multiplies E4M3, the value is written as E4M3, 1 byte, and
+        # a float32 weight of each head is read and written. Otherwise the value is written as bfloat16.
         nbytes=tokens * heads * (4 * dim if operand_dtype(key.layout) == jnp.bfloat16 else 3 * dim + 8),
         call=call,
         inputs=(normal(tokens, heads, dim), normal_float32(tokens, heads), np.arange(tokens), inv_freq),

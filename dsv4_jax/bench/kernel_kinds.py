@@ -14,7 +14,7 @@ from dsv4_jax.nn import SCOPES
 
 REST = "rest"
 ALL_REDUCE = "all_reduce"
-# Kinds of kernels, in the order in which they are printed: scopes of the model. Other kernels are of the kind `REST`.
+# The kinds of kernels are scopes of the model. They are printed in this order. Other kernels are of the kind `REST`.
 KINDS = tuple(scope for scope in SCOPES if scope != "norm") + (ALL_REDUCE,)
 OUTSIDE = "embedding", "lm_head", "sampling"  # kinds of kernels outside the layers
 LONGEST = 24  # number of kernels that are listed by name

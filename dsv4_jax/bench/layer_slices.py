@@ -22,7 +22,7 @@ def with_sources(config: DSV4Config, layers: Iterable[int]) -> tuple[int, ...]:
 
 
 def _sources(config, layer):
-    """Returns the indices of the layers whose entries, selection or candidates a layer reads. It may read its own."""
+    """Returns the indices of the layers whose entries, selection or candidates a layer reads, perhaps its own index."""
     spec = config.specs[layer]
     owners = [other.layer for other in config.specs if other.owner and (other.group, other.index) == _place(spec)]
     return [source for source in (*owners, spec.selection, spec.candidates) if source is not None]
@@ -84,7 +84,7 @@ def layer_kinds(config: DSV4Config) -> dict[int, int]:
     Layers of one kind use the cache in the same way, and so do the layers that they read from. Either all layers of a
     kind have Engram or none has.
     """
-    firsts = {}  # {what defines a kind: index of its first layer}
+    firsts = {}  # {properties of a kind: index of the kind's first layer}
     counts = collections.Counter[int]()
     for layer in range(config.num_hidden_layers):
         specs = _sliced_specs(config, with_sources(config, [layer]))

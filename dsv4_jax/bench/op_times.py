@@ -18,8 +18,8 @@ from dsv4_jax.quant import KVFormat
 from pallas_kernels.runtime.hardware import why_no_mosaic_gpu
 
 
-# {name of an op in `dsv4-jax bench ops`: function that yields its cases}. The schema that the function takes has the
-# model's configuration and the cache's format; the schema's number of blocks and other sizes do not matter.
+# `CASES` maps the name of an op in `dsv4-jax bench ops` to the function that yields the op's cases. The schema that the
+# function takes has the model's configuration and the cache's format; the schema's sizes do not matter.
 CASES: dict[str, Callable[[CacheSchema], Iterator[Case]]] = {
     "append": append_cases,
     "flush": flush_cases,
@@ -31,11 +31,11 @@ CASES: dict[str, Callable[[CacheSchema], Iterator[Case]]] = {
     "hyper_connections": hyper_connections_cases,
     "router": router_cases,
 }
-# Ops whose cases have the packaged model's sizes if there is no GPU and the model is a larger one of the same kind.
+# The cases of these ops have the packaged model's sizes if there is no GPU and the model is a larger one of its kind.
 _READ_WEIGHTS = "linear", "experts", "hyper_connections", "router"
 _MAX_CPU_BYTES = 1 << 25  # maximum bytes of a call, and of a layer, in cases that are measured without a GPU
 
-# {column of the printed table: format of its cell, with fields of a result}
+# `COLUMNS` maps a column of the printed table to the format of its cells, with fields of a result.
 COLUMNS = {
     "op": "{op}",
     "shape": "{shape}",

@@ -13,7 +13,7 @@ from dsv4_jax.config import DSV4Config
 
 
 STACK = "stack"  # the "layer_type" of results for all layers together
-# {column of the printed table: format of its cell, with fields of a result}
+# `COLUMNS` maps a column of the printed table to the format of its cells, with fields of a result.
 COLUMNS = {
     "layer": "{layer_type}",
     "number": "{layer}",
@@ -32,7 +32,7 @@ def run(config: DSV4Config, options: StepOptions, report: Row) -> Iterator[Row]:
     """Measures a model of one layer for each kind of layer; prints and yields the results.
 
     If a layer needs other layers that store or select entries for it, a model of these other layers is measured, too,
-    and its work and time are subtracted. The last results are for all layers of the model. Their time is the sum, over
+    and its work and time are subtracted. The final results are for all layers of the model. Their time is the sum, over
     all kinds, of the time of a layer times the number of layers of this kind. All contexts are measured in a cache for
     the longest context, so that a program is compiled only once for each kind of layer and size of a chunk.
 
@@ -54,9 +54,9 @@ def run(config: DSV4Config, options: StepOptions, report: Row) -> Iterator[Row]:
 
 
 def _measure(config, options, report):
-    # {indices of layers: {(context, chunk): amounts of these layers, see `_amounts`}}
+    # `measured` maps indices of layers to {(context, chunk): amounts of these layers, see `_amounts`}.
     measured: dict[tuple[int, ...], dict] = {(): {}}
-    # {(context, chunk): sums over all layers of 1, the amounts and the floor}
+    # `totals` maps (context, chunk) to [number of layers, the amounts, the floor], summed over all layers.
     totals: dict[tuple[int, int], np.ndarray] = {}
     for layer, count in layer_kinds(config).items():
         layers = with_sources(config, [layer])
@@ -86,7 +86,7 @@ def _amounts(step):
 
 
 def _row(layer_type, layer, count, size, amounts, floor):
-    """Returns a result: of one layer, of which the model has `count`, or of a stack of `count` layers."""
+    """Returns the result for one of the `count` layers of a kind, or for a stack of `count` layers."""
     context, chunk = size
     operations, nbytes, milliseconds, *times = amounts.tolist()
     return {

@@ -22,7 +22,7 @@ from dsv4_jax.parallel.sharded_step import sharded_step
 
 
 DRAWS = 32  # number of consecutive decode steps that have different tokens
-SAMPLING = SamplingParams(temperature=1.0)  # the on-device loop samples its tokens; greedy ones could repeat
+SAMPLING = SamplingParams(temperature=1.0)  # the on-device loop samples its tokens; greedy tokens could repeat
 
 
 @dataclasses.dataclass(eq=False)

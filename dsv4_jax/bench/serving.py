@@ -22,7 +22,7 @@ from dsv4_jax.host import KVCacheManager, PrefixCache
 SLOTS = 4  # maximum number of requests that run at a time
 TOKEN_BUDGET = 192  # maximum number of tokens of a step
 SYSTEM_PROMPTS = 2  # number of different system prompts
-# Lower and upper bound of the number of tokens of a system prompt, of a user's message, and of a reply.
+# These are lower and upper bounds of the number of tokens of a system prompt, of a user's message, and of a reply.
 SYSTEM_TOKENS = (280, 330)
 MESSAGE_TOKENS = (16, 80)
 REPLY_TOKENS = (16, 32)
@@ -41,9 +41,9 @@ COLUMNS = {
     "compilations": "{compilations} + {compilations_later}",
     "same tokens": "{same_tokens}",
 }
-# Conversations, each a list of turns. A turn is (new tokens of the prompt, number of tokens of the reply).
+# A script lists conversations, each a list of turns: (new tokens of the prompt, number of tokens of the reply).
 Script = list[list[tuple[list[int], int]]]
-# Jitted functions that read, write or copy the bytes of requests in the cache. Their compilations are counted, too.
+# These jitted functions read, write or copy the bytes of requests. Their compilations are counted, too.
 MOVES: Any = moves.read_request, moves.write_request, moves.copy_request, moves.read_blocks, moves.write_blocks
 
 
@@ -51,7 +51,7 @@ MOVES: Any = moves.read_request, moves.write_request, moves.copy_request, moves.
 class Workload:
     """The conversations to serve, as `dsv4-jax bench serve` describes them.
 
-    A turn sends the whole conversation before it and a new message.
+    A turn sends all preceding turns of the conversation and a new message.
 
     Attributes:
       conversations: number of conversations.
@@ -67,7 +67,7 @@ class Workload:
 
     @property
     def max_context(self) -> int:
-        """Maximum number of tokens in a request, rounded up to whole blocks."""
+        """The maximum number of tokens in a request, rounded up to whole blocks."""
         tokens = max(SYSTEM_TOKENS) + self.turns * (MESSAGE_TOKENS[1] + REPLY_TOKENS[1])
         return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 

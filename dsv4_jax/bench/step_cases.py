@@ -18,7 +18,7 @@ from dsv4_jax.cache import KVCache
 
 STEPS = DRAWS  # number of decode steps whose mean time is reported
 CHUNK_STEPS = 4  # number of steps whose mean time is reported if they read chunks of prompts
-WARM_UP = 4  # number of steps before the first measured one; XLA records its CUDA graphs in the second
+WARM_UP = 4  # number of steps before the first measured one; XLA records its CUDA graphs in the second step
 
 
 @dataclasses.dataclass(frozen=True)

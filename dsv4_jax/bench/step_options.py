@@ -24,8 +24,8 @@ from dsv4_jax.parallel.mesh import check_divisible, check_shardable
 from dsv4_jax.quant import KVFormat, quantized_shapes
 
 
-# Number of tokens by which a request is shorter than the measured context when it starts. The request grows by a token
-# in each step that warms up or is measured.
+# A request starts with this number of tokens less than the measured context. It grows by a token in each step that
+# warms up or is measured.
 MARGIN = 4 * DRAWS
 MAX_TABLE_BYTES = 8 << 30  # maximum bytes of Engram's tables on a device; the L2 cache is much smaller
 ENGRAM_KIND = "FP8_ROWS"  # storage of Engram's tables
@@ -45,7 +45,8 @@ class ModelSetup:
       expert_memory: number of bytes of the GPU that experts may take. "auto" stands for the memory that is left beside
         a cache and programs, and None for no experts in host memory.
       host_tables: whether Engram's tables lie in host memory, see `expert_pages.HostTables`.
-      adapters: number of adapters beside all maps that can have some, see `nn.add_adapters`. Requests use them in turn.
+      adapters: number of adapters on each linear map that can have adapters, see `nn.add_adapters`. Requests use the
+        adapters in turn.
     """
 
     layers: int = 0
@@ -162,7 +163,7 @@ class StepOptions(ModelSetup):
     def cache_sizes(self, requests: int, context: int) -> dict[str, Any]:
         """Returns the sizes of a cache, as arguments of `CacheSchema`.
 
-        The cache has room for `requests` requests of `context` tokens, and for the largest chunk after these.
+        The cache has room for `requests` requests of `context` tokens, each followed by the largest chunk.
         """
         context += max(self.chunks, default=0)
         blocks = requests * -(-context // BLOCK_TOKENS)

@@ -21,7 +21,7 @@ TOKENS = 1, 8, 32, 128
 UNROLLED = 20  # number of all-reduces in an iteration of the timed loop
 ITERATIONS = 50  # number of iterations of the timed loop
 REPEATS = 5  # number of runs of the loop, whose median time is reported
-# {column of the printed table: format of its cell, with fields of a result}
+# `COLUMNS` maps a column of the printed table to the format of its cells, with fields of a result.
 COLUMNS = {
     "shape": "{shape}",
     "by": "{implementation}",
@@ -109,11 +109,11 @@ def _loop_seconds(call, shards, mesh, mailboxes):
 
 
 def _check_sum(name, shards, result):
-    """Raises RuntimeError unless every device has the same bits, and they are the sum of the shards.
+    """Raises RuntimeError unless the results of all devices have the same bits and are the sum of the shards.
 
     Args:
       name: implementation of the all-reduce, "xla" or "mosaic_gpu". XLA's sum may be rounded differently.
-      shards: [devices, T, width] what each device adds.
+      shards: [devices, T, width] the summand of each device.
       result: [devices, T, width] the result of each device.
     """
     result = np.asarray(result)

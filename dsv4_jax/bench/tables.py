@@ -7,10 +7,10 @@ from dsv4_jax.bench.kernel_kinds import KINDS, OUTSIDE, REST
 
 
 Row = dict[str, Any]  # the fields of a result, or of a report of many results
-# Kinds of kernels that belong to layers.
+# Kernels of these kinds belong to layers.
 LAYER_KINDS = tuple(kind for kind in (*KINDS, REST) if kind not in OUTSIDE)
-# {"shapes" of a report: name of the model in titles}. The "shapes" are the name of a configuration without "v4_", or a
-# folder, which is its own title. Without a GPU, "tiny" replaces models of V4.
+# `MODELS` maps the field "shapes" of a report to the model's name in titles. "shapes" is the name of a configuration
+# without "v4_", or a folder, which is its own title. Without a GPU, "tiny" replaces models of V4.
 MODELS = {
     "flash": "V4-Flash",
     "pro": "V4-Pro",
@@ -19,7 +19,7 @@ MODELS = {
     "v41_flash": "V4.1-Flash",
     "tiny": "a tiny model",
 }
-# Acceptance rates of drafts for which the tokens a second are reported.
+# Tokens a second are reported for each of these acceptance rates of drafts.
 ACCEPTANCES = (0.5, 0.7, 0.9)
 
 

@@ -17,7 +17,7 @@ from dsv4_jax.bench.cases import Case
 
 
 def kernel_is_right(case: Case, layer: tuple, inputs: tuple) -> bool:
-    """Returns whether the op has a kernel for this case. If it has one, its result is compared with XLA's.
+    """Returns whether the op has a kernel for this case. If so, compares the kernel's result with XLA's.
 
     Args:
       case: the case.

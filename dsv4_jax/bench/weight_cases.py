@@ -29,8 +29,8 @@ _EXPERTS_AGREE = close(relative=2**-6, absolute=0.5)
 def linear_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of the linear maps of an attention layer.
 
-    For V4, these are the fused maps of the hidden states and of the latents for each group of layers, `o_a` and `o_b`
-    in bfloat16, and `q_b` and `o_b` in FP8. For V4.1, these are the maps that the release stores in FP8.
+    For V4, these are the fused maps whose inputs are the hidden states or the latents, for each group of layers, `o_a`
+    and `o_b` in bfloat16, and `q_b` and `o_b` in FP8. For V4.1, these are the maps that the release stores in FP8.
     """
     config = schema.config
     if config.weight_block != WEIGHT_BLOCK:
@@ -89,7 +89,7 @@ def _small_block_cases(config, devices):
 
 
 def _quantized_weight(kind, *shape):
-    """Returns a `QuantizedWeight` of draws."""
+    """Returns a `QuantizedWeight` whose codes and scales are draws, see `cases.Draw`."""
     codes_shape, scale_shape = quantized_shapes(kind, shape)
 
     def codes(rng):
@@ -127,8 +127,8 @@ def _linear_case(name, shape, tokens, spec, kind=None):
 def experts_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of the routed experts of a layer in FP4 and in bfloat16, for 1 to 8,192 tokens.
 
-    The bfloat16 experts of V4.1 are too large. Its cases have a quarter of each expert in FP4 instead, and there are
-    cases of up to 8 tokens with the shared expert.
+    The bfloat16 experts of V4.1 are too large. For V4.1, a quarter of each expert in FP4 is measured instead, and there
+    are cases of up to 8 tokens with the shared expert.
     """
     config = schema.config
     inner = config.moe_intermediate_size
@@ -178,7 +178,7 @@ def _experts_case(config, kind, tokens, inner, *, has_shared=False):
             return run(arrays)
         return jax.lax.map(run, [array.reshape(-1, _MAX_XLA, array.shape[1]) for array in arrays]).reshape(x.shape)
 
-    # The number of experts that are read, each once. If tokens select at random, this is the expected number.
+    # `num_read` experts are read, each once. If tokens select at random, this is the expected number.
     num_read = pairs if is_disjoint else num_experts * (1 - (1 - top_k / num_experts) ** tokens)
     expert_bytes = 3 * hidden * inner * (2 if kind == "bfloat16" else 17 / 32)
     return Case(
@@ -225,7 +225,7 @@ def _hyper_connections_case(config, tokens):
         return ops.hyper_connections(streams, mixing, norm, *others, implementation=implementation)
 
     def agree(result, expected):
-        """Allows values up to 8 to be rounded to the next bfloat16, and its effect on the float32 coefficients."""
+        """Allows values up to 8 to be rounded to the next bfloat16, and allows the effect on float32 coefficients."""
         if result.dtype == jnp.float32:
             return close(1e-3, 1e-4)(result, expected)
         return close(2**-7, 2**-4)(result, expected)

@@ -35,14 +35,14 @@ class Batch(Summarized):
       slots: [T] int32, slots of the tokens' requests.
       new_blocks: [N, 3] int32, newly reserved blocks: (slot, index in the slot's row of the block table, block id).
       reset_slots: [max_requests] int32, slots whose new request begins with this step.
-      prefill: whether a request has more than `max_query_tokens` tokens in the batch. Its window rows could then
-        overwrite each other in the ring, so attention takes them from the step's own tokens instead (static).
-      draft_block: number of adjacent tokens that all see each other and the window before them, as in a block of
+      prefill: whether a request has more than `max_query_tokens` tokens in the batch. The request's window rows could
+        then overwrite each other in the ring, so attention takes them from the step's own tokens instead (static).
+      draft_block: number of adjacent tokens that all see each other and the window that precedes them, as in a block of
         DSpark drafts; 0 = each token sees a window that ends with itself (static).
       adapters: [max_requests] int32, index of each slot's adapter, -1 = none (see `nn.lora`); None = no adapters.
       is_image: [T] bool, whether a token is a part of an image; None = all tokens are text. A model that knows images
-        (`DSV4Config.image_token_id`) routes such a token by another bias, and leaves it out of n-grams. Its embedding
-        is looked up by its id, like a text token's; override `embed` to use another embedding.
+        (`DSV4Config.image_token_id`) routes such a token by another bias, and leaves it out of n-grams. The embedding
+        of every token is looked up by its id; override `embed` to use another embedding for images.
       decisions: Decisions [T, ...] that the layers take instead of making their own, see `with_decisions`; None = the
         layers make all decisions.
       schema: geometry of the cache that the batch is for, which is checked at trace time; None = not checked (static).

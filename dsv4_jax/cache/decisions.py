@@ -110,8 +110,8 @@ class Decisions(Summarized):
 def decision_types(config: DSV4Config, max_context: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns {field of `Decisions`: shape without the axis of tokens, and the smallest dtype for its codes}.
 
-    Together, arrays of these types have the size of one token's decisions. A model in which no layer selects entries
-    has no "selection".
+    One array of each of these types holds the decisions of one token. If no layer of the model selects entries, the
+    result has no "selection".
 
     Args:
       config: the model's configuration.
@@ -129,9 +129,9 @@ def decision_types(config: DSV4Config, max_context: int) -> dict[str, jax.ShapeD
 
 @functools.cache
 def selection_rows(config):
-    """Returns [layers] int32: the index on axis S of `Decisions.selection` of each layer that selects entries.
+    """Returns [layers] int32: for each layer that selects entries, its index on axis S of `Decisions.selection`.
 
-    The other layers have an arbitrary valid index.
+    For other layers the index is arbitrary but valid.
     """
     return np.maximum(np.cumsum([spec.selects for spec in config.layers], dtype=np.int32) - 1, 0)
 

@@ -20,8 +20,8 @@ from dsv4_jax.quant import LayerSlice
 from pallas_kernels.runtime.pytrees import static_field
 
 
-# The maximum number of scores, one for a token and an entry, that are in memory at once. They take 256 MiB, and XLA
-# takes several times this memory to select the highest scores.
+# At most this number of scores, one for each token and entry, is in memory at once. The scores take 256 MiB, and XLA
+# takes several times this memory to select the highest ones.
 MAX_SCORES = 1 << 26
 
 
@@ -93,7 +93,7 @@ class LayerCacheHandle(Summarized):
         Args:
           q: [T, heads, head_dim] in the model's dtype, queries of this device's heads.
           kv: [T, head_dim] in the model's dtype, window rows. Padding tokens write nothing.
-          weight: [head_dim] float32, weight of the rows' norm; the queries' norm has none.
+          weight: [head_dim] float32, weight of the rows' norm; the queries' norm has no weight.
           inv_freq: [P] float32, radians per token, by which the last 2 * P channels are rotated.
           eps: constant that is added to the mean square.
           norms_queries: whether queries are normed.
@@ -279,7 +279,7 @@ class LayerCacheHandle(Summarized):
 
         Returns:
           [T, E] float32 scores, E = the largest number of entries of a request. With context parallelism, entries that
-          lie on other devices score -inf. Scores behind the visible entries are unspecified. With candidates, entries
+          lie on other devices score -inf. Scores past the visible entries are unspecified. With candidates, entries
           outside of the candidate blocks score -inf. If the B blocks have less than half of all E entries, only the
           entries in the blocks are scored, and E is instead B * `candidate_block_size`.
         """
@@ -321,9 +321,9 @@ class LayerCacheHandle(Summarized):
         return ops.entries_at(chosen, candidates, size)
 
     def by_tiles(self, function: Callable[..., Any], *arrays: Any, candidates: Int[Array, "T B"] | None = None) -> Any:
-        """Calls `function(handle, *arrays, candidates)`, in tiles of tokens if all have more than `MAX_SCORES` scores.
+        """Calls `function(handle, *arrays, candidates)`, in tiles of tokens if there are more than `MAX_SCORES` scores.
 
-        This bounds the memory of a long chunk's scores in a long context.
+        Tiles bound the memory of a long chunk's scores in a long context.
 
         Args:
           function: function of a handle, which must only read the cache, and of arrays. It returns a pytree of arrays
@@ -371,7 +371,7 @@ class LayerCacheHandle(Summarized):
         return ops.candidate_blocks(scores, self.valid_lengths(), config.candidate_topk_blocks, size, self._topk)
 
     def _gathers(self, candidates):
-        """Returns whether only the entries of candidates are scored, because they are few."""
+        """Returns whether only the entries in candidate blocks are scored, because these are few."""
         if candidates is None:
             return False
         size = self._cache.schema.config.candidate_block_size

@@ -1,4 +1,4 @@
-"""Storage in the cache for the compressed ids of each request's last tokens, of which Engram's n-grams are made."""
+"""Storage in the cache for the compressed ids of each request's newest tokens, of which Engram's n-grams are made."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from dsv4_jax.cache.pools import KVCache
 from dsv4_jax.ops.views import put, run_bounds, take
 
 
-_IMAGE = -1  # is stored in place of the compressed id of a part of an image
+_IMAGE = -1  # stored in place of a compressed id for a part of an image
 
 
 def advance_ngrams(cache: KVCache, batch: Batch, token_map: Int[Array, "vocab"]) -> tuple[Int[Array, "T n"], KVCache]:
@@ -23,9 +23,9 @@ def advance_ngrams(cache: KVCache, batch: Batch, token_map: Int[Array, "vocab"])
       token_map: [vocab] int32 compressed id of each token id, see `EngramConfig`.
 
     Returns:
-      ([T, max_ngram_size] int32 compressed ids: the id of the token itself, of the token before it, and so on; the
-      cache with the new ids). Some ids are replaced by the compressed id of `EngramConfig.pad_token_id`: ids before the
-      start of the request, ids up to the last part of an image, and ids of padding.
+      ([T, max_ngram_size] int32 compressed ids: the id of the token itself, of the preceding token, and so on; the
+      cache with the new ids). The compressed id of `EngramConfig.pad_token_id` stands in places before the start of the
+      request, in places up to the newest part of an image, and for padding.
     """
     engram = cache.schema.config.engram
     assert engram is not None

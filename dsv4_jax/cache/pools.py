@@ -36,10 +36,10 @@ class KVCache(Summarized):
       groups: {name: PoolGroup} of compressed entries, as in `CacheSchema.groups`. DeepSeek-V4 has "csa4", with an entry
         for 4 tokens, and "hca128", with an entry for 128.
       swa: Rows [layers, slots, ring, ...], the sliding windows as ring buffers; a token's row is `position % ring`.
-      streams: [1, slots, ring, hc_mult * hidden] in the model's dtype, residual streams of each request's last tokens,
-        from which MTP drafts start. None if no draft layers need them.
-      ngram_ids: [1, slots, ring, 1] int32, compressed ids of each request's last tokens, of which Engram's n-grams are
-        made, see `cache.ngrams`. None without Engram.
+      streams: [1, slots, ring, hc_mult * hidden] in the model's dtype, residual streams of each request's newest
+        tokens, from which MTP drafts start. None if no draft layers need them.
+      ngram_ids: [1, slots, ring, 1] int32, compressed ids of each request's newest tokens, of which Engram's n-grams
+        are made, see `cache.ngrams`. None without Engram.
       block_table: [slots, max_blocks] int32, block ids, -1 = none. All pools of all layers share this table.
       lengths: [slots] int32, number of tokens in each slot.
       schema: geometry of the cache (static).
@@ -135,7 +135,7 @@ class KVCache(Summarized):
         if isinstance(stored, PlainFormat | FakeQuantFormat):
             return self
         schema = dataclasses.replace(self.schema, kv_format=FakeQuantFormat(stored))
-        specs: dict[str, Any] = schema.groups  # with FakeQuantRows and FakeQuantKeys
+        specs: dict[str, Any] = schema.groups  # their codecs are FakeQuantRows and FakeQuantKeys
         window_codec: Any = schema.window_codec
         groups = {}
         for name, spec in specs.items():

@@ -8,7 +8,7 @@ has these live rows:
   * with drafts, residual streams from `min_length - 1` on,
   * with Engram, compressed token ids from `min_length - (max_ngram_size - 1)` on,
   * compressor rows of each compression window that is open at `min_length`, from `min_length // rate * rate` on,
-  * if entries overlap, the first half of the channels of the `rate` compressor rows before these, which the next entry
+  * if entries overlap, the first half of the channels of the preceding `rate` compressor rows, which the next entry
     pools (docs/dsv4.md, 3.1).
 
 Other rows are read as zeros, so that no bytes of a slot's earlier request leave the cache.
@@ -41,12 +41,12 @@ class RequestRows:
     """The rows of a request's slot, in the order of their positions. n differs between fields.
 
     Attributes:
-      swa: Rows [layers, n, ...], window rows of the last n tokens.
-      streams: [1, n, hc_mult * hidden] residual streams of the last n tokens, or None.
-      ngram_ids: [1, n, 1] int32 compressed ids of the last n tokens, or None.
-      groups: {name: PoolGroup} with only the states set: CompressorState [layers, n, width] of the last n tokens. With
-        `boundary`, see `read_request`, a group is empty if its windows do not overlap, and otherwise holds the first
-        half of the channels.
+      swa: Rows [layers, n, ...], window rows of the newest n tokens.
+      streams: [1, n, hc_mult * hidden] residual streams of the newest n tokens, or None.
+      ngram_ids: [1, n, 1] int32 compressed ids of the newest n tokens, or None.
+      groups: {name: PoolGroup} with only the states set: CompressorState [layers, n, width] of the newest n tokens.
+        With `boundary`, see `read_request`, a group is empty if its windows do not overlap, and otherwise holds the
+        first half of the channels.
     """
 
     swa: Rows
@@ -68,13 +68,13 @@ def read_request(
       length: scalar, number of tokens up to which rows are read.
       min_length: scalar, the shortest length that the request may be rewound to.
       boundary: whether `length` equals `min_length` and is a multiple of every compression rate (static). Then only
-        these rows are live and read: the last window, the last token's streams, the ids of the last
-        `max_ngram_size - 1` tokens and, if entries overlap, the first half of the channels of the last `compress_rate`
-        compressor rows.
+        these rows are live and read: the newest window, the newest token's streams, the ids of the newest
+        `max_ngram_size - 1` tokens and, if entries overlap, the first half of the channels of the newest
+        `compress_rate` compressor rows.
 
     Returns:
       RequestRows with all rows of the slot's rings, zeros where a row is not live. With `boundary`, only the rows that
-      are listed at this argument.
+      are listed for this argument.
     """
     schema = cache.schema
     slot = _local_slots(cache, slot)
@@ -97,7 +97,7 @@ def read_request(
         if boundary:
             states = jax.tree.map(lambda x: x[..., : x.shape[-1] // 2], states)
         elif overlap:
-            # The next entry pools only the first half of the channels of the window before the open one.
+            # The next entry pools only the first half of the channels of the window preceding the open one.
             states = jax.tree.map(functools.partial(_pooled_again, is_open=positions >= opened), states)
         groups[name] = states
     return all_reduce_bits(RequestRows(rows, streams, ngram_ids, groups), "slots")
@@ -142,7 +142,7 @@ def write_request(
         count = new.shape[1]
         width = new.shape[-1]
         index = (length - count + jnp.arange(count, dtype=jnp.int32)) % ring
-        # Axis 0 is indexed by an array, too. As a slice it would be moved behind the axes of the other indices.
+        # Axis 0 is indexed by an array, too. With a slice, this axis would follow the axes of the other indices.
         layers = jnp.arange(pool.shape[0], dtype=jnp.int32)
         return pool.at[layers[:, None], slot, index[None, :], :width].set(new, mode="drop")
 
@@ -187,7 +187,7 @@ def copy_request(
     pools = {name: group.paged for name, group in cache.groups.items()}
 
     def copy(pool, to, index, across=None):
-        # Targets are written one after another, because a single scatter would hold the copies for all in memory.
+        # Targets are written one after another, because a single scatter would hold all copies in memory.
         row = jax.lax.dynamic_index_in_dim(pool, index, axis=1)
         row = all_reduce_bits(jnp.where(index >= 0, row, jnp.zeros((), row.dtype)), across)
         row = jnp.where(to >= 0, row, jax.lax.dynamic_index_in_dim(pool, to, axis=1))
@@ -220,7 +220,7 @@ def read_blocks(
       cache: the cache.
       blocks: [n] block ids; -1 = none, which is read as zeros.
       first: scalar, index of the first of these blocks within the request.
-      length: scalar, number of tokens in the request; entries behind it are read as zeros.
+      length: scalar, number of tokens in the request; entries of positions from `length` on are read as zeros.
 
     Returns:
       {name of the group: PoolGroup} with only `entries` and `keys` set: [layers, n, entries per block, ...].

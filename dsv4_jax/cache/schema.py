@@ -333,7 +333,7 @@ class CacheSchema:
 
     @property
     def bytes_per_request(self) -> int:
-        """The fixed bytes of a slot: all its arrays without the block table."""
+        """The bytes of one slot in all arrays of fixed size per slot, without the block table."""
         pools = dataclasses.replace(self, max_requests=1).slot_bytes_by_pool()
         return sum(pools.values()) - pools["block table and lengths"]
 
@@ -369,7 +369,7 @@ def compute_block_budget(config: DSV4Config, memory_bytes: int, **sizes) -> int:
     return (memory_bytes - fixed) // block if block else empty.max_requests * empty.max_blocks
 
 
-# The fields of a DSV4Config, besides `layers`, that must agree between a cache and a model that uses it.
+# These fields of a DSV4Config, and `layers`, must agree between a cache and a model that uses the cache.
 _CONFIG_FIELDS = (
     "vocab_size", "num_hidden_layers", "head_dim", "qk_rope_head_dim", "sliding_window", "index_head_dim", "index_topk",
     "engram", "candidate_topk_blocks", "candidate_block_size",

@@ -1,4 +1,4 @@
-"""Storage in the cache for the residual streams of each request's last tokens, from which MTP drafts start."""
+"""Storage in the cache for the residual streams of each request's newest tokens, from which MTP drafts start."""
 
 import dataclasses
 

@@ -29,20 +29,20 @@ _CONFIG = "adapter_config.json"
 _TENSORS = "adapter_model.safetensors"
 _SIDES = {"down": "A", "up": "B"}  # {attribute of `Adapters`: PEFT's letter}
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-# {field of adapter_config.json: the values that mean a plain adapter}. Other values change what an adapter computes.
+# In a plain adapter, the fields of adapter_config.json have these values. Others change what an adapter computes.
 _PLAIN = {
     "peft_type": ("LORA",), "bias": (None, "none"), "use_dora": (None, False), "fan_in_fan_out": (None, False),
     "modules_to_save": (None, []), "rank_pattern": (None, {}), "alpha_pattern": (None, {}), "lora_bias": (None, False),
     "layer_replication": (None,), "trainable_token_indices": (None,), "target_parameters": (None, []),
     "alora_invocation_tokens": (None,), "use_rslora": (None, True, False),
-    "init_lora_weights": (None, False, "gaussian", "orthogonal", True),  # others change the base model's weights
+    "init_lora_weights": (None, False, "gaussian", "orthogonal", True),  # other values change the base model's weights
 }  # fmt: skip
 
 
 def load_adapters(
     model: DeepseekV4ForCausalLM, folders: Mapping[str, str | Path], *, dtype: DTypeLike = jnp.float32
 ) -> None:
-    """Puts adapters from files beside a model's linear maps, see `nn.lora.add_adapters`.
+    """Reads adapters from files and attaches them to a model's linear maps, see `nn.lora.add_adapters`.
 
     Args:
       model: the model, which is changed.

@@ -54,8 +54,8 @@ def convert_checkpoint(
 
     Args:
       source: folder of the checkpoint, or one `.safetensors` file with its config.json beside it.
-      folder: destination: a path that does not exist, or an empty folder. It appears when everything is written; until
-        then the files are in the folder `.NAME.partial` beside it.
+      folder: destination: a path that does not exist, or an empty folder. Until everything is written, the files are in
+        the folder `.NAME.partial` beside the destination.
       weights: storage of the weights, as in `save_release`.
       naming: naming of the tensors, see `checkpoint.keys`. None = the source's naming.
       shard_bytes: maximum size of a file in bytes. A file is larger if a single tensor with its scale is.
@@ -80,7 +80,7 @@ def convert_checkpoint(
     naming = naming or keys.detect_naming(config, stored)
     check_storage(weights, naming)
     pairs = zip(table, keys.weights(config, naming), strict=True)
-    # If the head is tied to the embedding and has no tensor, none is written for it.
+    # If the head is tied to the embedding and the source has no tensor for it, no tensor of the head is written.
     (embedding,) = (weight.sources for weight in table if weight.path == keys.EMBEDDING)
     pairs = [(old, new) for old, new in pairs if old.path == keys.EMBEDDING or old.sources != embedding]
     headers = [entries for _, new in pairs for entries in tensor_headers(new, weights)]
@@ -122,7 +122,7 @@ def _converted(
       new: the same parameter with its tensors in the destination. Both list the parameter's values in the same order.
       dtype: storage in the destination's files, such as "BF16" or "FP8", see `Weight`.
       tensors: the source's tensors by name.
-      loss: where the loss of rounding is summed up.
+      loss: record to which the loss of rounding is added.
     """
     pieces = max(1, len(new.sources) // len(old.sources))  # number of new tensors for each old one
     for name in old.sources:

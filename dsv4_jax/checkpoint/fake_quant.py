@@ -26,9 +26,8 @@ def fake_quantize(model: DeepseekV4ForCausalLM) -> DeepseekV4ForCausalLM:
         engine.update_weights(fake_quantize(model))
 
     The copy has the structure, shapes and dtypes of the model, so it can take the model's place everywhere. It takes
-    the memory of a second set of weights. Each call makes one pass over the weights. Weights that already have a value
-    of the storage do not change, for instance the weights of such a copy. Quantized weights and adapters do not change
-    either.
+    the memory of a second set of weights. Each call makes one pass over the weights. Weights that the storage holds
+    exactly do not change, for instance the weights of such a copy. Quantized weights and adapters do not change either.
 
     On a mesh call this function outside of `sharded_step`, because a shard may end within a block of values with one
     scale.
@@ -38,7 +37,7 @@ def fake_quantize(model: DeepseekV4ForCausalLM) -> DeepseekV4ForCausalLM:
     """
     rounded = nnx.clone(model)
     views = parameter_views(rounded)
-    # All parameters that share a variable have one storage.
+    # All parameters that share a variable have the same storage.
     variables = {id(views[weight.path].variable): weight for weight in keys.weights(model.config, "release")}
     for weight in variables.values():
         variable: Any = views[weight.path].variable

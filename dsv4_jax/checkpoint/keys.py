@@ -27,11 +27,11 @@ type Storage = Literal["quantized", "bfloat16", "float32"]
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 ENGRAM_TABLE = "engram.embedding"  # end of the paths of Engram's tables
-TABLES = ("embed_tokens.weight", ENGRAM_TABLE)  # ends of the paths of tables of which a step reads few rows
-# Rows for the parameters outside the layers. A row has the path in this package's model ("our path"), the name in the
-# release, the storage in the release's files (see `Weight`; "FP8" stands for the kind that the configuration says) and,
-# if it differs from our path, transformers' name. A row is used only if the model has a parameter at our path. This
-# parameter gives the shape.
+TABLES = ("embed_tokens.weight", ENGRAM_TABLE)  # path ends of the tables from which a step reads few rows
+# This table has a row for each parameter outside the layers: the path in this package's model ("our path"), the name in
+# the release, the storage in the release's files (see `Weight`; "FP8" stands for the kind that the configuration says)
+# and, if it differs from our path, transformers' name. A row is used only if the model has a parameter at our path. The
+# shape is that of this parameter.
 _TOP = (
     (EMBEDDING, "embed.weight", "BF16"),
     ("model.norm.weight", "norm.weight", "BF16"),
@@ -40,8 +40,8 @@ _TOP = (
     ("model.hc_head.hc_scale", "hc_head_scale", "F32"),
     (HEAD, "head.weight", "BF16"),
 )
-# Rows, as in `_TOP`, for the parameters that compute the inputs of the draft layers. Our paths begin with `drafts.`.
-# The release's names begin with `mtp.N.`, where N is the first draft layer.
+# This table has rows as in `_TOP`, for the parameters that compute the inputs of the draft layers. Our paths begin with
+# `drafts.`. The release's names begin with `mtp.N.`, where N is the first draft layer.
 _DRAFT_INPUTS = (
     ("e_proj.weight", "e_proj.weight", "FP8"),
     ("h_proj.weight", "h_proj.weight", "FP8"),
@@ -50,8 +50,8 @@ _DRAFT_INPUTS = (
     ("main_proj.weight", "main_proj.weight", "FP8"),
     ("main_norm.weight", "main_norm.weight", "BF16"),
 )
-# Rows for the parameters that compute the outputs of the draft layers. The prefixes are as in `_DRAFT_INPUTS`, but N is
-# the last draft layer.
+# This table has rows for the parameters that compute the outputs of the draft layers. The prefixes are as in
+# `_DRAFT_INPUTS`, but N is the last draft layer.
 _DRAFT_OUTPUTS = (
     ("norm.weight", "norm.weight", "BF16"),
     ("hc_head.hc_fn", "hc_head_fn", "F32"),
@@ -61,8 +61,9 @@ _DRAFT_OUTPUTS = (
     ("markov_head.markov_w2.weight", "markov_head.markov_w2.weight", "BF16"),
     ("confidence_head.proj.weight", "confidence_head.proj.weight", "BF16"),
 )
-# Rows for a layer. Our paths begin with `model.layers.N.` or `drafts.layers.N.`, the release's names with `layers.N.`
-# or `mtp.N.`. A release name with {expert} stands for one tensor per expert, stacked on axis 0 with {expert} outermost.
+# This table has a row for each parameter of a layer. Our paths begin with `model.layers.N.` or `drafts.layers.N.`, the
+# release's names with `layers.N.` or `mtp.N.`. A release name with {expert} stands for one tensor per expert, stacked
+# on axis 0 with {expert} outermost.
 _LAYER = (
     ("input_layernorm.weight", "attn_norm.weight", "BF16"),
     ("post_attention_layernorm.weight", "ffn_norm.weight", "BF16"),
@@ -126,7 +127,7 @@ _LAYER = (
     ("engram.q_weight", "engram.q_weight", "BF16"),
     ("engram.k_weight", "engram.k_weight", "BF16"),
 )
-# {placeholder in our paths of `_LAYER`: path of the `FusedLinear`'s weights}
+# `_FUSED` maps a placeholder in our paths of `_LAYER` to the path of the `FusedLinear`'s weights.
 _FUSED = {
     "inputs": "self_attn.input_projections.weights",
     "latents": "self_attn.latent_projections.weights",
@@ -156,7 +157,7 @@ class Weight:
 
     @property
     def module(self) -> str:
-        """The path of the module that has the parameter."""
+        """The path of the module that owns the parameter."""
         return self.path.rpartition(".")[0]
 
     @property

@@ -67,7 +67,7 @@ def load_checkpoint(
     Args:
       path: a folder with `model.safetensors` or shards and their index, or one `.safetensors` file.
       config: configuration of the model. None reads config.json beside the tensors, for a model without draft layers.
-        For a model with them, give `DSV4Config.from_hf(path, mtp=True)`.
+        For a model with draft layers, give `DSV4Config.from_hf(path, mtp=True)`.
       dtype: dtype of the activations, bfloat16 or float32.
       weights: dtype of the embedding and the linear weights in memory: bfloat16 or float32, both of which hold every
         value of the quantized storage exactly. "quantized" keeps quantized weights quantized and dequantizes them on
@@ -96,8 +96,8 @@ def load_checkpoint(
         * A file is missing or broken, see `checkpoint.reader`.
         * Tensors are missing, extra, of the wrong shape or kind, or have wrong scales (all in one message).
         * Weights are NaN or infinite, or ids of experts are out of range.
-        * The mesh does not divide the model, or would split a block of weights that has one scale.
-        * The model has Engram, and tokenizer.json is missing or another model's.
+        * The mesh does not divide the model, or would split a block of weights that share a scale.
+        * The model has Engram, and tokenizer.json is missing or belongs to another model.
         * The host or a device is out of memory.
     """
     if isinstance(weights, str) and weights not in ("quantized", "bfloat16", "float32"):
@@ -122,10 +122,10 @@ def load_checkpoint(
     groups: dict[int, list[Weight]] = collections.defaultdict(list)  # {id of a variable: weights that it holds}
     for weight in table:
         groups[id(views[weight.path].variable)].append(weight)
-    # Experts come last with `expert_memory`, and get the memory that the other weights leave.
+    # With `expert_memory`, experts are loaded last, and get the memory that the other weights leave.
     ordered = sorted(groups.values(), key=lambda group: expert_memory is not None and group[0].is_expert)
     if expert_memory is not None:
-        expert_shapes(table)  # refuses a model before anything is loaded
+        expert_shapes(table)  # refuses layers with different numbers of experts before anything is loaded
     loader = _Loader(config, tensors, mesh, expert_parallel, host_tables)
     if stay_quantized:
         for group in ordered:
@@ -236,7 +236,7 @@ class _Loader:
     def keep_quantized(self, weights: list[Weight], variable: nnx.Variable) -> None:
         """Makes a variable's value a `QuantizedWeight` if its weights have one quantized kind and can stay quantized.
 
-        Raises ValueError if the mesh would split a block of weights that has one scale.
+        Raises ValueError if the mesh would split a block of weights that share a scale.
         """
         if (kind := self._quantized_kind(weights)) is None:
             return
@@ -277,7 +277,7 @@ class _Loader:
                 if whole is not None:
                     fill(whole[index], pieces, check)
                     continue
-                # The sharding of this weight alone, without the axes of layers.
+                # `part` is the sharding of this weight alone, without the axes of layers.
                 part = where and NamedSharding(where.mesh, PartitionSpec(*where.spec[view.num_layer_axes :]))
                 is_view = all(isinstance(self._tensors[source], StoredTensor) for source in weight.sources)
                 shape = indexed_shape(struct.shape, index)
@@ -313,9 +313,11 @@ class _Loader:
     def _pieces(self, weight, field):
         """Returns the functions that read a weight's stored tensors, and the function that checks their values.
 
+        Scales need no check, so for them the second function is None.
+
         Args:
           weight: the weight.
-          field: "codes" or "scale" of a quantized weight, whose scales need no check (None); None for a plain array.
+          field: "codes" or "scale" of a quantized weight; None for a plain array.
         """
         if field is not None:
             tensors = [self._quantized(source) for source in weight.sources]

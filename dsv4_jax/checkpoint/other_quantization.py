@@ -8,7 +8,8 @@ from typing import Any
 from dsv4_jax.config.config_json import read_json
 
 
-# {end of tensor names: method that writes them}. No release has such names. The first end that occurs decides.
+# `_METHODS` maps ends of tensor names, which no release has, to the method that writes such names. The first end that
+# occurs decides.
 _METHODS = {
     ".qweight": "GPTQ or AWQ",
     ".qzeros": "GPTQ or AWQ",

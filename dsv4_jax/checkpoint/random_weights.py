@@ -92,11 +92,11 @@ def random_model(
     model = DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=jnp.bfloat16, rngs=ABSTRACT)
     model = as_released(model, config, mesh, expert_parallel=expert_parallel)
     if expert_memory is not None:
-        expert_shapes(weights(config, "release"))  # refuses a model before anything is made
+        expert_shapes(weights(config, "release"))  # refuses layers with different numbers of experts
     if on_outline is not None:
         on_outline(nnx.clone(model))
     views = parameter_views(model)
-    # The variable of stacked layers has a path for each layer. It is drawn once, at the path of the first layer.
+    # The variable of stacked layers has a path for each layer. Its values are drawn once, for the first of these paths.
     first_paths = {id(view.variable): path for path, view in reversed(views.items())}
     frequencies = {}
     draws = {}
@@ -131,7 +131,7 @@ def _make_variables(draws, on_host, host_tables):
 
     Args:
       draws: {path: (variable, _Draw)}.
-      on_host: ends of the paths of tables that lie in host memory, of which the first rows are drawn.
+      on_host: ends of the paths of tables that lie in host memory. Only the first rows of such a table are drawn.
       host_tables: the host memory.
     """
     small = [path for path, (_, draw) in draws.items() if math.prod(draw.args[0]) < MAX_SMALL]
@@ -156,7 +156,7 @@ def _first_rows(table):
 
 
 def _repeat_on_host(host_tables, first_rows, table):
-    """Returns an array in host memory with the shape and dtype of `table`, which repeats the array `first_rows`."""
+    """Returns an array in host memory with the shape and dtype of `table`, filled with copies of `first_rows`."""
     where = first_rows.sharding if isinstance(first_rows.sharding, NamedSharding) else None
     array, shards = host_tables.empty(table.shape, table.dtype, where)
     first_rows = np.asarray(first_rows)
@@ -213,8 +213,8 @@ def _selects(path, shape, config, skew, where):
 def selection_bias(shares: Float[np.ndarray, "E"], logit_std: float) -> Float[np.ndarray, "E"]:
     """Returns the router's biases with which given shares of the tokens select each expert.
 
-    With many experts, a token selects those whose score plus bias exceeds a threshold that hardly varies. A score is
-    `sqrt(softplus(logit))`. So the bias of an expert with share p is minus the score that a fraction p of the tokens
+    With many experts, a token selects the experts whose score plus bias exceeds a threshold that hardly varies. A score
+    is `sqrt(softplus(logit))`. So the bias of an expert with share p is minus the score that a fraction p of the tokens
     exceeds.
 
     Args:
@@ -264,8 +264,8 @@ class _Draw:
 
     Attributes:
       make: function that returns the arrays, called as `make(words, *args)`. `words(shape)` returns random uint32.
-      args: the other arguments of `make`. The first one is the shape of the array (of the codes if quantized), of one
-        shard if the variable is sharded.
+      args: the other arguments of `make`. The first one is the shape of the array, or of the codes if the variable is
+        quantized. If the variable is sharded, it is the shape of one shard.
       where: sharding of the variable; None for the default device.
     """
 

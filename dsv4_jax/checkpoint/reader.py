@@ -16,7 +16,8 @@ from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader, read_header
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _log = logging.getLogger(__name__)
-# Dtypes of the release's quantized storage: FP8 codes, scales, FP4 codes. `storage.join_scales` joins codes and scales.
+# The release's quantized storage has these dtypes: of FP8 codes, of scales, and of FP4 codes. `storage.join_scales`
+# joins codes and scales.
 _QUANTISED = ("F8_E4M3", "F8_E8M0", "I8")
 
 
@@ -136,7 +137,7 @@ def _read_shards(index: Path) -> dict[str, StoredTensor]:
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file:
             raise ValueError(f"{index} places {name} in {file!r:.200}; it must be the name of a file beside the index.")
-        if not os.path.isfile(index.parent / file):  # unlike Path.is_file, False for names that no file can have
+        if not os.path.isfile(index.parent / file):  # unlike Path.is_file, it returns False for impossible names
             raise ValueError(f"{index} places {name} in {file:.200}, and there is no such file.")
     tensors: dict[str, StoredTensor] = {}
     for file in sorted(set(weight_map.values())):

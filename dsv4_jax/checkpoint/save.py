@@ -169,7 +169,7 @@ def check_storage(weights: str, naming: str) -> None:
 
 
 def describe_storage(config: Mapping[str, Any], weights: Storage, weight_block: int) -> dict[str, Any]:
-    """Returns the content of a config.json, in which the fields about the storage of weights are replaced.
+    """Returns the content of a config.json with the fields replaced that describe the storage of weights.
 
     Args:
       config: content of the config.json.
@@ -200,7 +200,7 @@ def encode(name: str, values: np.ndarray, dtype: str, loss: RoundingLoss | None 
       name: name of the tensor, for errors.
       values: [rows, ..] values; [out, in] if they are to be quantized.
       dtype: storage in the files, such as "BF16" or "FP8", see `Weight`.
-      loss: where the differences between given and stored values are counted, or None.
+      loss: record to which the differences between given and stored values are added, or None.
 
     Raises:
       ValueError: a value is not finite in this dtype.

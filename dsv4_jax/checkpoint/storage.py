@@ -2,11 +2,11 @@
 
 - FP8: codes F8_E4M3 [out, in], and scales F8_E8M0 [ceil(out / 128), ceil(in / 128)], one per block of 128 x 128. In
   V4.1 blocks are 32 x 32, and in the tables of Engram 1 x 32.
-- FP4: codes I8 [out, in / 2], and scales F8_E8M0 [out, in / 32], one per 32 inputs. A byte has the e2m1 codes of two
+- FP4: codes I8 [out, in / 2], and scales F8_E8M0 [out, in / 32], one per 32 inputs. A byte holds the e2m1 codes of two
   inputs, the even one in the low nibble.
 
-A scale of byte e is 2 ** (e - 127); byte 255 is NaN. The dtype of the codes in the file says whether a weight is FP8 or
-FP4, not config.json. The shape of the scales must fit the configuration's blocks, or blocks of 1 x 32.
+A scale of byte e is 2 ** (e - 127); byte 255 is NaN. The dtype of the codes in the file, not config.json, says whether
+a weight is FP8 or FP4. The shape of the scales must fit the configuration's blocks, or blocks of 1 x 32.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ from dsv4_jax.quant import BLOCKS, QuantizedKind, quantized_shapes
 from dsv4_jax.quant.fp4 import MXFP4_BLOCK
 
 
-# {kind: dtype of the codes}.
+# `CODES` maps each kind to the dtype of its codes.
 CODES: dict[str, str] = {kind: "I8" if kind == "FP4" else "F8_E4M3" for kind in BLOCKS}
 _CHUNK = 1 << 10  # number of rows that are scaled at a time, a multiple of a block's rows
-# The smallest and the largest byte of a scale with which kernels compute exactly. Kernels compute with 2 ** -32 times
-# the values. With scales in this range, each of these products is zero or a normal bfloat16. Before this factor, the
-# largest value is 448 * 2 ** 33, and the smallest positive value is 2 ** -9 * 2 ** -85.
+# These are the smallest and the largest byte of a scale with which kernels compute exactly. Kernels multiply each value
+# by 2 ** -32. With scales in this range, each product is zero or a normal bfloat16: the largest value is
+# 448 * 2 ** 33, and the smallest positive value is 2 ** -9 * 2 ** -85.
 STORED_SCALES = 42, 160
-# The value of each e2m1 code.
+# `E2M1[code]` is the value of an e2m1 code.
 E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 
 
@@ -141,7 +141,7 @@ def join_scales(
 
 
 def _wrong_scale(codes: StoredTensor, scale: StoredTensor | None, kind: QuantizedKind) -> str:
-    """Returns a sentence about why codes and scale are no weight of this kind; an empty string if they are one."""
+    """Returns a sentence that says why codes and scale do not form a weight of this kind; an empty text if they do."""
     stored = f"{codes.name} is stored as {codes.dtype} {list(codes.shape)}"
     if codes.dtype != CODES[kind] or len(codes.shape) != 2:
         return f"{stored}, which no weight is"

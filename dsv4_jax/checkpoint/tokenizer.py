@@ -71,7 +71,7 @@ class TextStream:
     """Decodes token ids one by one. The text of an incomplete character is held back until it is complete.
 
     Some tokenizers decode a token differently at the start of a text. So a token is decoded together with the tokens
-    of the last text that `add` returned.
+    of the most recent text that `add` returned.
     """
 
     def __init__(self, tokenizer: Tokenizer):

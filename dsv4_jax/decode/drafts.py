@@ -43,13 +43,13 @@ class Drafts(Protocol):
         draw: Draw,
         count: int,
     ) -> tuple[Int[Array, "n {count}"], Float[Array, "n {count} vocab"], Float[Array, "n {count}"] | None, KVCache]:
-        """Drafts the tokens behind each request's newest token.
+        """Drafts the tokens that follow each request's newest token.
 
         Args:
           model: the model.
-          streams: [n, h, hidden] residual streams that `forward_streams` returned for the token before each request's
-            newest token.
-          cache: the cache, to which `write` has written all tokens before the newest ones.
+          streams: [n, h, hidden] residual streams that `forward_streams` returned for the token that precedes each
+            request's newest token.
+          cache: the cache, to which `write` has written all tokens that precede the newest ones.
           batch: the newest tokens of n requests at their positions, one token for each slot.
           draw: function (logits [n, vocab] float32, positions [n] of the tokens to draw) -> tokens [n] int32.
           count: number of drafts per request.
@@ -60,7 +60,7 @@ class Drafts(Protocol):
           * [n, count] int32 draft tokens,
           * [n, count, vocab] float32 logits that they were drawn from,
           * [n, count] float32 confidence logits, or None if the draft layers estimate no confidence. The sigmoid of a
-            confidence logit estimates the probability that the draft is accepted if all drafts before it are accepted,
+            confidence logit estimates the probability that the draft is accepted if all earlier drafts are accepted,
           * the cache. Drafts may leave rows in the windows, which later steps overwrite.
         """
 
@@ -72,7 +72,7 @@ class DraftOptions:
     Attributes:
       count: maximum number of drafts per request; 0 = no drafts.
       min_confidence: minimum probability that a draft is accepted, as the draft layers estimate it. The first draft
-        below this minimum and all drafts behind it are dropped; 0 = no draft is dropped.
+        below this minimum and all later drafts are dropped; 0 = no draft is dropped.
 
     Raises:
       ValueError: `min_confidence` is not from 0 to 1.
@@ -181,7 +181,7 @@ def draft(
       drafts: number of draft tokens per request, or DraftOptions.
 
     Returns:
-      The tuple of `Drafts.draft`. The first draft below `min_confidence` and all drafts behind it are -1.
+      The tuple of `Drafts.draft`. The first draft below `min_confidence` and all later drafts are -1.
     """
     options = DraftOptions.of(drafts)
 

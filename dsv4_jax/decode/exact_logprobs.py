@@ -24,7 +24,7 @@ from dsv4_jax.parallel.sharded_step import mesh_of, sharded_rows
 class RolloutShape:
     """The shapes of a batch-invariant engine's program, on which the bits of its log-probabilities depend.
 
-    For an engine, `Engine.rollout_shape` has these shapes.
+    `Engine.rollout_shape` returns the shapes of an engine.
 
     Attributes:
       schema: geometry of the engine's cache. Its fields `num_blocks` and `max_requests` do not matter.
@@ -49,11 +49,11 @@ def logprobs(
     The values equal `Request.logprobs` in a batch-invariant engine with this model, bit for bit: the sequences run in
     chunks of `token_budget` tokens, with the shapes and the cache of the engine's program.
 
-    Gradients are taken at the values of the rollout. For them the cache counts as one in `FakeQuantFormat`, through
-    whose quantized rows gradients pass unchanged (straight-through). The backward pass computes chunks and layers
-    again, from a copy of the cache before each chunk, in the cache's own format. The memory of these copies grows with
-    the square of the number of tokens: divide a large batch, and add up the gradients. Padding costs as much time as
-    tokens, so pack sequences whose lengths differ much.
+    Gradients are taken at the values of the rollout. The rounding of cache rows passes gradients on unchanged
+    (straight-through, see `FakeQuantFormat`). The backward pass recomputes chunks and layers. For this a copy of the
+    cache from before each chunk is kept, in the cache's own format. The memory of these copies grows with the square of
+    the number of tokens: divide a large batch, and add up the gradients. Padding costs as much time as tokens, so pack
+    sequences whose lengths differ much.
 
     If the model lies on a mesh, its devices compute as in a step of an engine on this mesh, and each gradient has the
     sharding of its parameter. Axis 0 of tokens, lengths, adapters and result is sharded over the mesh axis "data".
@@ -80,7 +80,7 @@ def logprobs(
     mesh = mesh_of(model)
     _check(tokens, lengths, shape, {} if mesh is None else mesh.shape)
     if adapters is None and getattr(_module(model), "adapter_names", ()):
-        adapters = jnp.full(lengths.shape, -1, jnp.int32)  # as in an engine's batches
+        adapters = jnp.full(lengths.shape, -1, jnp.int32)  # an engine's batches also hold -1 for "no adapter"
     return sharded_rows(functools.partial(_local_logprobs, shape), placed=1)(model, tokens, lengths, adapters)
 
 
@@ -170,8 +170,8 @@ class _Program:
             differ.
 
         Returns:
-          ([token_budget] float32 log-probabilities, entry i that of targets[i] after the tokens up to ids[i]; the cache
-          after the chunk).
+          ([token_budget] float32 log-probabilities, where entry i is that of targets[i] given the tokens up to ids[i];
+          the cache after the chunk).
         """
         model = _module(jax.tree.unflatten(self.structure, leaves))
         if remat and isinstance(model, nnx.Module):
@@ -211,7 +211,7 @@ def _join(floats, others):
 
 
 def _scan(program, floats, others, sequences, chunks, *, keep):
-    """Runs all chunks. Returns (log-probabilities [chunks, token_budget], with `keep` the cache before each chunk)."""
+    """Runs all chunks. Returns (log-probabilities [chunks, token_budget], the cache before each chunk if `keep`)."""
     leaves = _join(floats, others)
     lengths, adapters = sequences
 

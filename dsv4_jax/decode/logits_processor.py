@@ -127,7 +127,7 @@ class SlotRows:
     def process(self, logits: Float[Array, "n vocab"]) -> Float[Array, "n vocab"]:
         """Returns the logits as the processor changes them.
 
-        The state for a row is the slot's state after the drafts before this row.
+        A row that follows a draft gets the slot's state updated with the slot's drafts up to this one.
         """
         new = logits
         state = self.processor.state

@@ -22,12 +22,12 @@ class LoopOutput:
     """The tokens that a loop of decode steps drew.
 
     Attributes:
-      tokens: [slots, steps] int32, each request's new tokens, its stop token included; -1 behind the last of them.
+      tokens: [slots, steps] int32, each request's new tokens, its stop token included; -1 in columns without a token.
       logprobs: [slots, steps] float32, log-probabilities of `tokens`, 0 where there is no token; None if not asked for.
       top_logprobs: TopLogprobs [slots, steps, k], the k likeliest tokens at the position of each of `tokens`; None if
         not asked for.
-      accepted: [slots, steps] int32, number of drafts that each step of a request accepted; -1 behind the request's
-        last step. None without drafts.
+      accepted: [slots, steps] int32, number of drafts that each step of a request accepted; -1 for steps that the
+        request did not run. None without drafts.
       processor: the LogitsProcessor with the states of all slots after `tokens`; None without a processor.
     """
 
@@ -54,8 +54,8 @@ def decode_loop(
 ) -> tuple[LoopOutput, KVCache]:
     """Runs decode steps in one `lax.while_loop` until each request has `steps` new tokens or a stop token.
 
-    With `drafts`, each step also verifies the tokens that the model's draft layers drafted in the step before. Requests
-    get the same tokens as without drafts. Report the new tokens to the manager with `KVCacheManager.advance`.
+    With `drafts`, each step also verifies the tokens that the model's draft layers drafted in the preceding step.
+    Requests get the same tokens as without drafts. Report the new tokens to the manager with `KVCacheManager.advance`.
 
     Args:
       model: the model, or a `CompiledModel` if many steps run.
@@ -63,7 +63,7 @@ def decode_loop(
       batch: one token for each request, prepared with `reserve=steps - 1` so that all blocks of the loop are reserved.
       seeds: [slots] one seed per slot.
       sampling: sampling parameters, one for all requests (static) or arrays [slots].
-      processor: changes the logits before tokens are drawn; it has the states of all slots. None = no changes.
+      processor: changes the logits before tokens are drawn; it holds the states of all slots. None = no changes.
       steps: maximum number of tokens that a request gets (static).
       stop_tokens: token ids that end a request (static).
       drafts: number of tokens to draft per request and step, less than the cache's `max_query_tokens`, or DraftOptions
@@ -113,11 +113,11 @@ class _LoopState:
 
     Attributes:
       last_tokens: Batch with the newest token of each unfinished request, by slot; this token has not run yet.
-      draft_tokens: [slots, drafts] int32, drafts of the tokens after the newest one; -1 behind them.
+      draft_tokens: [slots, drafts] int32, drafts of the tokens after the newest one; -1 in columns without a draft.
       num_tokens: [slots] int32, number of new tokens that each request got.
       num_steps: [slots] int32, number of steps that each request ran.
       output: LoopOutput so far.
-      cache: the cache after the last step.
+      cache: the cache after the newest step.
     """
 
     last_tokens: Batch
@@ -129,7 +129,7 @@ class _LoopState:
 
 
 def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
-    """Runs the last tokens with their drafts, draws tokens, and keeps the accepted ones. Returns a _LoopState."""
+    """Runs each request's newest token and drafts, draws tokens, and keeps the accepted ones. Returns a _LoopState."""
     slots = jnp.arange(seeds.shape[0], dtype=jnp.int32)
     steps = state.output.tokens.shape[1]
     is_active = state.last_tokens.slots >= 0
@@ -161,7 +161,7 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     drawn = LoopOutput(result.tokens, logprobs, result.top_logprobs)
     drawn = jax.tree.map(lambda x: x.reshape(*is_live.shape, *x.shape[1:]), drawn)
 
-    # The new lengths count the last tokens and their accepted drafts.
+    # The new lengths count the newest tokens that ran, and their accepted drafts.
     accepted = jnp.where(is_active, cache.lengths - state.last_tokens.positions - 1, 0)
     # Compares with one stop token at a time. A reduction over an axis of stop tokens would crash XLA under shard_map
     # in a loop if the axis is empty (jax 0.11.2).
@@ -172,7 +172,7 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     num_tokens = state.num_tokens + num_new
     goes_on = is_active & ~jnp.any(is_new & is_stop, axis=1) & (num_tokens < steps)
 
-    # The columns of the output that the new tokens go to. Other tokens get the column `steps`, which is dropped.
+    # New tokens go to these columns of the output. Other tokens get the column `steps`, which is dropped.
     columns = jnp.where(is_new, state.num_tokens[:, None] + offsets, steps)
     output = dataclasses.replace(state.output, accepted=None, processor=None)
     output = jax.tree.map(lambda all, new: all.at[slots[:, None], columns].set(new, mode="drop"), output, drawn)
@@ -194,7 +194,7 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
 
 
 def _with_drafts(last_tokens, draft_tokens, is_live):
-    """Returns a batch of the tokens [slots, 1 + drafts], each request's last token and its drafts, flattened.
+    """Returns a batch of the tokens [slots, 1 + drafts], each request's newest token and its drafts, flattened.
 
     A token is padding where `is_live` [slots, 1 + drafts] is False.
     """

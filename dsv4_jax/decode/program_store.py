@@ -46,15 +46,15 @@ from pallas_kernels.runtime.atomic_write import atomic_write
 
 
 FOLDER = "DSV4_JAX_PROGRAMS"  # environment variable with the store's folder; without it there is no store
-MAX_BYTES = 4 << 30  # the least recently used files beyond this size are removed
+MAX_BYTES = 4 << 30  # if all files exceed this size, the least recently used ones are removed
 logger = logging.getLogger(__name__)
-# Held while a step is traced, so that the next thread can use the finished trace of the model. Without the lock, two
-# threads would trace the model twice, and no faster, since both need the GIL.
+# A thread holds this lock while it traces a step, so that the next thread can use the finished trace of the model.
+# Without the lock, two threads would trace the model twice, and no faster, since both need the GIL.
 TRACE = threading.Lock()
-# Held while JAX's setting `jax_enable_compilation_cache`, which belongs to the whole process, is changed.
+# A thread holds this lock while it changes JAX's setting `jax_enable_compilation_cache` of the whole process.
 _JAX_CACHE = threading.Lock()
-# Packages that the hash covers by their sources or versions. A user's own model has classes of another package, so its
-# programs are not stored.
+# The hash covers these packages by their sources or versions. The classes of a user's own model are in another package,
+# so the programs of such a model are not stored.
 _KNOWN = {"builtins", "dsv4_jax", "flax", "jax", "jaxlib", "ml_dtypes", "numpy", "pallas_kernels"}
 
 
@@ -284,7 +284,7 @@ def _describe_leaf(leaf: Any) -> tuple:
     sharding = _sharding(leaf)
     if isinstance(sharding, NamedSharding):
         spec = list(sharding.spec)
-        while spec and spec[-1] is None:  # P(None) means P()
+        while spec and spec[-1] is None:  # P(None) means the same as P()
             spec.pop()
         where = _describe(sharding.mesh), str(spec), sharding.memory_kind
     elif isinstance(sharding, SingleDeviceSharding):

@@ -30,7 +30,7 @@ class CompiledModel:
     Attributes:
       arrays: the model's arrays, the leaves of `structure`.
       structure: the tree structure of the model.
-      expert_memory: the memory on GPU and host that holds the model's experts; None = they are arrays of the model.
+      expert_memory: the memory on GPU and host that holds the model's experts; None = the experts are among `arrays`.
     """
 
     def __init__(self, model: Any, expert_memory: ExpertMemory | None = None):
@@ -174,7 +174,7 @@ def _placed_like(x, old):
     """Returns the array x with the placement of the array `old`, so that programs compiled for `old` take it.
 
     The result has the sharding of `old`, and is committed to its devices if `old` is. Its dtype is weak only if both
-    dtypes are. If `old` is no jax.Array, x is returned unchanged.
+    dtypes are. If `old` is not a jax.Array, x is returned unchanged.
     """
     if not isinstance(old, jax.Array):
         return x

@@ -81,7 +81,7 @@ class LogprobOptions:
 
     Attributes:
       forced_tokens: [n] int32, a known token for each row, such as the next token of a prompt. It replaces the drawn
-        token, so that its log-probability is computed; -1 = keep the drawn token. None = -1 for all rows.
+        token, so that the known token's log-probability is computed; -1 = keep the drawn token. None = -1 for all rows.
       wants_top: [] bool, whether any row asks for its likeliest tokens. If it is False, the search is skipped, and
         TopLogprobs of zeros are returned. None = True.
       num_top: number of likeliest tokens to find per row (static).

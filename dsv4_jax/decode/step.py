@@ -53,7 +53,7 @@ def forward(model: Model, cache: KVCache, batch: Batch) -> tuple[Float[Array, "T
 
     Raises:
       RuntimeError: the cache was donated to an earlier step.
-      ValueError: the cache has not run all batches before this one, or it has run this one or a later one. The cache
+      ValueError: the cache has not run all earlier batches, or it has already run this batch or a later one. The cache
         is unchanged.
     """
     hidden, cache = run_model(model, cache, batch)
@@ -93,8 +93,8 @@ class StepOutput:
       logprobs: [n] float32, log-probabilities of `tokens` under the model, before temperature and `top_p`.
       top_logprobs: TopLogprobs [n, k], the k likeliest tokens at the position of each of `tokens`; None if not asked
         for.
-      draft_tokens: [slots, drafts] int32, drafts of the tokens after `last_tokens`, -1 behind the last draft; undefined
-        for slots that drew no token. None without drafts on the device.
+      draft_tokens: [slots, drafts] int32, drafts of the tokens after `last_tokens`, -1 in columns without a draft;
+        undefined for slots that drew no token. None without drafts on the device.
       last_tokens: [slots] int32, each request's newest token, the one drawn after its last accepted token; undefined
         for slots that drew no token. None without drafts on the device.
       processor: the LogitsProcessor with the states of all slots after the accepted tokens; None without a processor.
@@ -121,9 +121,9 @@ class EarlierTokens:
 
     Attributes:
       tokens: [m] int32, `StepOutput.tokens` of the earlier step. If the earlier step made K drafts: the pair of its
-        `last_tokens` [slots] and `draft_tokens` [slots, K]. `indices` then count in one array [slots * (1 + K)], in
-        which the drafts of a slot stand behind its last token.
-      indices: [T] int32, for each token of the batch the index in `tokens` of the token to put in its place; -1 = the
+        `last_tokens` [slots] and `draft_tokens` [slots, K]. `indices` then refer to one array [slots * (1 + K)], in
+        which each slot's entry of `last_tokens` is followed by the slot's drafts.
+      indices: [T] int32, for each of the batch's T tokens the index in `tokens` of the token that replaces it; -1 = the
         batch's own token stays.
     """
 
@@ -134,7 +134,7 @@ class EarlierTokens:
         """Returns the batch with the earlier step's tokens filled in.
 
         If the earlier step verified drafts, the host did not know how many were accepted when it prepared the batch.
-        So the positions of the filled-in tokens are set too: they continue from the length of their request.
+        So the positions of the filled-in tokens are set, too: they continue from the request's length in `lengths`.
 
         Args:
           batch: the batch as the host prepared it.
@@ -199,10 +199,10 @@ def sample_step(
 ) -> tuple[StepOutput, KVCache]:
     """Runs the batch's tokens and draws the tokens that follow some of them.
 
-    A step can verify drafts, guesses of a request's next tokens that the batch holds behind its newest token. The
-    entries of `logits_indices` of one request stand side by side: its newest token first, then its drafts. If a draft
-    differs from the token drawn before it, that draft and the drafts behind it are rejected, and the cache's `lengths`
-    do not count them.
+    A step can verify drafts, guesses of a request's next tokens, which follow the request's newest token in the batch.
+    The entries of `logits_indices` of one request stand side by side: its newest token first, then its drafts. If a
+    draft differs from the token drawn at the preceding entry, this draft and the later ones are rejected, and the
+    cache's `lengths` do not count them.
 
     With `drafts`, the model's draft layers also draft the next tokens of each request, see `decode.drafts.draft`. The
     draft layers need rows of all tokens of a request, so prompts have to run with `drafts` too.
@@ -211,15 +211,15 @@ def sample_step(
       model: the model, or a `CompiledModel` if many steps run. With `drafts`, it has draft layers, see `Drafts`.
       cache: the cache; donated, so use the returned cache from here on.
       batch: from `KVCacheManager.prepare_forward`.
-      logits_indices: [n] indices of the batch's tokens to draw after; -1 = draw nothing. None: each slot's last token,
-        n is the number of slots.
+      logits_indices: [n] indices of the batch's tokens to draw after; -1 = draw nothing. None = draw after each slot's
+        last token; n is then the number of slots.
       sampling: sampling parameters, one for all requests (static) or arrays [slots].
       seeds: [slots] one seed per slot; None = zeros.
       logprobs: which log-probabilities to compute besides those of the drawn tokens; None = no further ones.
-      earlier: tokens of the batch that only the device knows; None = the batch has all tokens.
+      earlier: tokens of the batch that only the device knows; None = the batch holds all tokens.
       token_mask: [n, ceil(vocab / 32)] uint32 bits, the tokens that may be drawn, as in `sample`; None = all.
-      processor: changes the logits before `token_mask` and `sampling` apply; it has the states of all slots. At most
-        `max_query_tokens` tokens are drawn for a slot then. None = no changes.
+      processor: changes the logits before `token_mask` and `sampling` apply; it holds the states of all slots. With a
+        processor, at most `max_query_tokens` tokens are drawn for a slot. None = no changes.
       drafts: number of tokens to draft per request, less than the cache's `max_query_tokens`, or DraftOptions (static).
       record: names of the fields of `Decisions` to return, which the model's `forward_decisions` records (static).
 
@@ -372,7 +372,7 @@ def last_accepted(
     """Finds the last accepted token of each slot. Arguments are as for `accepted_lengths`.
 
     A token that is not a draft is accepted. A draft is accepted if it and all earlier drafts of its request equal the
-    tokens drawn at the entries before them.
+    tokens drawn at their preceding entries.
 
     Returns:
       [num_slots] int32, the index in [0, n) of this token's entry of `logits_indices`; -1 = the slot has no entry.

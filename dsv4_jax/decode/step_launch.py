@@ -55,9 +55,9 @@ def launch(program: Callable[..., Any], model: Any, cache: Any, batch: Any, *arg
 
     Raises:
       TypeError: the model, the cache and the batch are not in this order.
-      RuntimeError: the cache was donated before.
-      ValueError: by its record, the cache lacks a batch that was prepared before this one, or has already run this one
-        or a later one. Nothing was changed.
+      RuntimeError: the cache was donated to an earlier step.
+      ValueError: by its record, the cache lacks an earlier batch, or has already run this batch or a later one. Nothing
+        was changed.
     """
     is_cache = isinstance(cache, KVCache)  # a user's model may have another class of cache
     if isinstance(model, KVCache | Batch) or isinstance(cache, Batch) or (is_cache and not isinstance(batch, Batch)):

@@ -28,13 +28,13 @@ class Drafter(Protocol):
 
 
 class PromptLookup:
-    """A drafter that looks up the request's last tokens in its earlier tokens (n-gram lookup).
+    """A drafter that looks up the request's newest tokens in its earlier tokens (n-gram lookup).
 
-    Its guess is the tokens that followed the latest earlier occurrence. It needs no model. Guesses are good for text
-    that repeats its prompt, such as edited code, quotations or tool output, and useless for other text.
+    The guess is the tokens that followed the latest earlier occurrence. The drafter needs no model. Guesses are good
+    for text that repeats its prompt, such as edited code, quotations or tool output, and useless for other text.
 
     Attributes:
-      longest, shortest: maximum and minimum number of last tokens to look for. The longest n-gram that occurs earlier
+      longest, shortest: maximum and minimum number of newest tokens to look for. The longest n-gram that occurs earlier
         is used.
     """
 
@@ -46,9 +46,9 @@ class PromptLookup:
         self.shortest = shortest
 
     def draft(self, tokens: np.ndarray, count: int) -> list[int]:
-        """Returns the tokens that followed the latest earlier occurrence of the last tokens; see `Drafter`."""
+        """Returns the tokens that followed the latest earlier occurrence of the newest tokens; see `Drafter`."""
         for size in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
-            # Positions at which an earlier occurrence may begin, filtered by one token of the n-gram after another.
+            # An earlier occurrence may begin at each position in `starts`, which the n-gram's tokens filter in turn.
             starts = np.arange(len(tokens) - size)
             for offset in range(size):
                 starts = starts[tokens[starts + offset] == tokens[len(tokens) - size + offset]]
@@ -61,7 +61,7 @@ class PromptLookup:
 def accept(drafts: Sequence[int], drawn: Sequence[int]) -> list[int]:
     """Returns the tokens that a step with k drafts yields: the accepted drafts and the token drawn after them.
 
-    A draft is accepted if it and all drafts before it equal the drawn tokens. Then its context is the one that a step
+    A draft is accepted if it and all earlier drafts equal the drawn tokens. Then its context is the one that a step
     without drafts would have, and the same random bits draw the same token. The probability that a draft is accepted
     is the model's probability of this token, as in rejection sampling from a drafter that is always certain (Leviathan
     et al., 2023, arXiv:2211.17192).

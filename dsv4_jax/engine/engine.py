@@ -30,16 +30,16 @@ from dsv4_jax.parallel.processes import lost_process_named
 class Engine(Summarized):
     """Serves requests with chunked prefill, continuous batching, preemption, speculative decoding and prefix caching.
 
-    * Programs: a decode step runs each request's last token and its drafts in one compiled program. All other steps run
+    * Programs: a decode step runs each request's newest token and drafts in one compiled program. All other steps run
       in another program, of `token_budget` tokens. Steps with grammars have programs of their own. No program depends
       on which requests run, and a request's tokens do not depend on other requests, waiting, preemption or drafts.
     * Shards: on a mesh with an axis "data" each shard runs its own requests, all in the same step. Of the shards with
       room, a request goes to the one with its longest cached prefix, then to the one with the most free slots.
     * Overlap (`EngineConfig.overlap`): while a step's tokens are copied to the host, the next step already runs. It
-      takes the newest tokens, and drafts that the device made, from the device. Requests that end by their length are
-      not in it. If a request turns out to have ended by a stop token, its tokens in this step are discarded. The next
-      step is not launched early if it has to preempt a request, or if it verifies drafts under a grammar, since the
-      host has to know the tokens first.
+      takes the newest tokens, and drafts that the device made, from the device. It leaves out requests that end by
+      their length. If a request turns out to have ended by a stop token, its tokens in this step are discarded. The
+      next step is not launched early if it has to preempt a request, or if it verifies drafts under a grammar, since
+      the host has to know the tokens first.
     * Errors: if a step raises, the engine stays usable. All running requests are queued again and continue from the
       tokens that they have.
 
@@ -108,7 +108,7 @@ class Engine(Summarized):
         self._metrics = EngineMetrics()
         cache = manager.init_cache() if cache is None else cache
         self._experts = None if model.expert_memory is None else model.expert_memory.migration
-        if model.expert_memory is not None:  # even if no experts move: `begin_programs` compiled for such a cache
+        if model.expert_memory is not None:  # also if no experts move, since `begin_programs` uses such a cache
             cache = cache.with_expert_counts()
         if self._experts is not None:
             self._experts.start(cache.expert_counts, manager.schema.config.num_experts_per_tok)
@@ -130,8 +130,8 @@ class Engine(Summarized):
     ) -> None:
         """Begins to compile the programs of steps, in threads, for a model whose weights are still being read.
 
-        Make the engine later with `outline.with_weights(model)` as its model, so that it uses these programs. Its
-        `warm_up` waits until they are compiled.
+        Make the engine later with `outline.with_weights(model)` as its model, so that it uses these programs. The
+        engine's `warm_up` waits until they are compiled.
 
         Args:
           outline: CompiledModel of the module that `load_checkpoint` passes to its argument `on_outline`, with
@@ -157,7 +157,7 @@ class Engine(Summarized):
 
     @property
     def cache(self) -> KVCache:
-        """The cache after the last step that was launched."""
+        """The cache after the most recently launched step."""
         return self._scheduler.cache
 
     @property
@@ -178,7 +178,7 @@ class Engine(Summarized):
 
     @property
     def last_scheduled(self) -> tuple[Request, ...]:
-        """The requests that the last step ran, or was preparing to run if it raised."""
+        """The requests that the most recent step ran, or was preparing to run if the step raised."""
         return self._scheduler.current
 
     @property
@@ -285,7 +285,7 @@ class Engine(Summarized):
         return children
 
     def cancel(self, request: Request) -> None:
-        """Ends a request with `finish_reason` "cancelled". It keeps the tokens that it has.
+        """Ends a request with `finish_reason` "cancelled". The request keeps the tokens that it has.
 
         Raises:
           ValueError: the request has finished or belongs to another engine.
@@ -316,12 +316,12 @@ class Engine(Summarized):
         weights. No prompt hits a cached prefix of other weights.
 
         The engine holds the arrays of the model, not copies of them: do not donate or delete them. If the module
-        changes later, as by `nnx.update`, the engine does not see it until you pass the module to this method again.
+        changes later, as by `nnx.update`, pass it to this method again: the engine does not see the change by itself.
 
         Args:
           model: a model with the new weights. It has the structure of the engine's model: names, shapes and dtypes of
             all arrays, and options of all modules. Arrays are moved to the devices of the engine's arrays if they lie
-            on others.
+            on other devices.
           running: treatment of unfinished requests. "recompute": they are queued again and run all their tokens again
             with the new weights. "keep": they go on at once with the new weights, and read the entries in the cache
             that the earlier weights computed.
@@ -351,7 +351,7 @@ class Engine(Summarized):
     def stream(self, request: Request) -> Iterator[int]:
         """Yields a request's generated token ids: first those that it has, then each new one.
 
-        It runs steps of the engine, with all requests, until the request has finished.
+        The iteration runs steps of the engine, with all requests, until the request has finished.
 
         Raises:
           ValueError: the request belongs to another engine.
@@ -374,11 +374,11 @@ class Engine(Summarized):
         """Admits requests that fit, runs one batch, and returns the new tokens.
 
         Args:
-          decode: whether to draw tokens. If False, the step only runs tokens before each request's last one, if there
-            are any. If the previous call has launched a step already, its tokens are still returned.
+          decode: whether to draw tokens. If False, the step only runs tokens that precede each request's newest one, if
+            there are any. If the previous call has launched a step already, this step's tokens are still returned.
 
         Returns:
-          An output for each request that got tokens or failed since the last call that did not raise.
+          An output for each request that got tokens or failed since the most recent call that did not raise.
         """
         self._run_step(decode)
         pending = self._scheduler.pending_outputs
@@ -466,7 +466,7 @@ class Engine(Summarized):
         scheduler.admit()
         try:
             schedule = scheduler.schedule(decode=decode, in_flight=after)
-        except CacheFullError:  # a request has to be preempted, for which its tokens must be known
+        except CacheFullError:  # a request has to be preempted, and so its tokens must be known
             if after is None:
                 raise
             return None
@@ -485,7 +485,7 @@ class Engine(Summarized):
         scheduler.update(launched, output, self._launched)
 
     def _next_order(self):
-        """Returns the next number that is not the id of an unfinished request: it can become the new request's id."""
+        """Returns the next number that is not the id of an unfinished request, so that a new request can get it."""
         return next(order for order in self._orders if order not in self._scheduler.requests)
 
     def _check_unfinished(self, request):

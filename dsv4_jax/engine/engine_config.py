@@ -38,7 +38,7 @@ class EngineConfig:
       logits_processor: changes the logits of all requests before grammars and sampling parameters apply; None = no
         changes. A request may bring an initial state of its own (`RequestParams.logits_state`).
       record_decisions: names of the fields of `cache.Decisions` to record for all requests (`Request.decisions`), such
-        as ("experts", "selection"). They are copied to the host with each step's tokens.
+        as ("experts", "selection"). The decisions are copied to the host with each step's tokens.
     """
 
     token_budget: int = 256

@@ -80,7 +80,7 @@ def generate(
 
     Args:
       model, manager, max_new_tokens, sampling, seed, stop_tokens, chunk, drafts: as for `stream`.
-      adapter: name of the model's adapter to use; None = none.
+      adapter: name of the model's adapter to use; None = no adapter.
       prompts: as for `stream`; all prompts must fit the manager's slots and blocks at once.
 
     Returns:
@@ -126,8 +126,8 @@ def generate(
 def engine_for_prompts(model, manager: KVCacheManager, prompts, max_new_tokens: int, chunk: int, drafts: Any = 0):
     """Makes an engine for prompts, in a context manager that closes it.
 
-    Its steps have room for `chunk` prompt tokens besides a token and its drafts for each slot. Arguments are as for
-    `stream`.
+    The engine's steps have room for `chunk` prompt tokens besides a token and its drafts for each slot. Arguments are
+    as for `stream`.
 
     Raises:
       TypeError, ValueError: as for `stream`.

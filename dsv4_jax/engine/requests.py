@@ -36,14 +36,14 @@ class RequestParams:
       draft_tokens: maximum number of the request's drafts that a step verifies; None = the engine's `draft_tokens`.
       top_logprobs: number of likeliest tokens to keep, with their log-probabilities, for each generated token.
       prompt_logprobs: whether to compute log-probabilities of the prompt's tokens too. The whole prompt runs then, even
-        if the prefix cache holds a part. Each step runs at most as many of its tokens as a decode step can have.
+        if the prefix cache holds a part. A step runs at most as many of the prompt's tokens as a decode step can have.
       grammar: a `dsv4_jax.engine.grammar.Grammar` that the new tokens follow; None = any tokens. One of the grammar's
         end tokens must be among `stop_tokens`.
       logits_state: the request's state for the engine's `logits_processor` before its first new token; None = the
         processor's own state.
-      cache_salt: secret text of a group of users. Requests with the same salt share cached prefixes. Others cannot find
-        them, so nobody outside the group can tell by the time to the first token which prompts ran before.
-      adapter: name of the model's adapter to use (see `nn.lora`); None = none.
+      cache_salt: secret text of a group of users. Requests share cached prefixes only with the same salt, so nobody
+        outside the group can tell by the time to the first token which prompts ran earlier.
+      adapter: name of the model's adapter to use (see `nn.lora`); None = no adapter.
 
     Raises:
       TypeError: a value has the wrong type.
@@ -81,9 +81,9 @@ class RequestParams:
 
     @property
     def prefix_salt(self) -> str:
-        """The salt of the request's prefixes, which other adapters compute differently."""
+        """The salt of the request's cached prefixes. It includes the adapter, on which the cached rows depend."""
         parts = [self.adapter, self.cache_salt]
-        return json.dumps(parts) if any(parts) else ""  # no salt of a client can be another adapter's
+        return json.dumps(parts) if any(parts) else ""  # no client's salt equals the salt of another adapter
 
 
 class Request(Summarized):
@@ -93,7 +93,7 @@ class Request(Summarized):
       id: the caller's name for the request, or its order if the caller gave none.
       params: RequestParams.
       order: number of the request in its engine. Of requests with equal priority, the lowest is served first.
-      device_drafts: [n] int32 drafts of its next tokens, which its last step made on the device.
+      device_drafts: [n] int32 drafts of its next tokens, which its most recent step made on the device.
       drafted_tokens: number of its drafts that were verified.
       prompt_length: number of tokens in its prompt.
       num_tokens: number of tokens that the host knows, prompt included.
@@ -121,7 +121,7 @@ class Request(Summarized):
         self.slot = -1
         self.matcher = None if params.grammar is None else params.grammar.start()
         self.offloaded: OffloadedRequest | None = None
-        # An array with room for all tokens that the request can ever have, so that no step has to copy it. Its first
+        # This array has room for all tokens that the request can ever have, so that no step has to copy it. The first
         # `num_tokens` entries are known.
         self._ids = np.concatenate([prompt, np.zeros((params.max_new_tokens,), np.int32)])
         self.prompt_length = self.num_tokens = len(prompt)
@@ -131,7 +131,7 @@ class Request(Summarized):
         self._logprobs = np.zeros((self.max_tokens,))
         shape = self.max_tokens, params.top_logprobs
         self._top = TopLogprobs(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
-        self._decisions: Decisions | None = None  # with room for all tokens, once the first ones are kept
+        self._decisions: Decisions | None = None  # has room for all tokens, once the first ones are kept
 
     @property
     def progress(self) -> Share:
@@ -219,7 +219,7 @@ class Request(Summarized):
     def decisions(self) -> Decisions | None:
         """Decisions [num_tokens, ...] by position, as NumPy arrays; a copy of the recorded ones.
 
-        They are 0 for tokens that the request has not run itself: those that the prefix cache held, and the last one.
+        They are 0 for tokens that the request has not run itself: those that the prefix cache held, and the newest one.
         None if the engine records no decisions (`EngineConfig.record_decisions`) or no step has been read yet.
         """
         if self._decisions is None:
@@ -227,7 +227,7 @@ class Request(Summarized):
         return jax.tree.map(np.copy, self._decisions[: self.num_tokens])
 
     def keep_decisions(self, start: int, decisions: Decisions) -> None:
-        """Keeps the decisions [n, ...] of the tokens from position `start` on, up to the request's last token."""
+        """Keeps the decisions [n, ...] of the tokens from position `start` on, except those of the newest token."""
         if self._decisions is None:  # pages of zeros take no memory until they are written
             self._decisions = jax.tree.map(lambda x: np.zeros((self.max_tokens, *x.shape[1:]), x.dtype), decisions)
         places = self._decisions[start : max(start, self.num_tokens - 1)]
@@ -335,7 +335,7 @@ def check_stop_tokens(stop_tokens: Sequence[int]) -> tuple[int, ...]:
     """Returns token ids as a tuple of ints.
 
     Raises:
-      TypeError: the argument is no sequence of integers.
+      TypeError: the argument is not a sequence of integers.
       ValueError: an id is negative or 2**31 or above.
     """
     if not isinstance(stop_tokens, Iterable):

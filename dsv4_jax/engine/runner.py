@@ -26,9 +26,9 @@ from dsv4_jax.host.cache_devices import consecutive
 class StepRunner:
     """Runs each step in one of two programs, the decode program or the mixed program.
 
-    The decode program runs decode steps, the last tokens of requests and their drafts, in batches of `decode_size`
-    tokens. The mixed program runs all other steps in batches of `token_budget` tokens. With `batch_invariant` it also
-    runs decode steps. Both programs return `decode_size` rows of drawn tokens. All sizes are per shard of a mesh's axis
+    The decode program runs decode steps, the newest tokens of requests and their drafts, in batches of `decode_size`
+    tokens. The mixed program runs all other steps in batches of `token_budget` tokens; with `batch_invariant` it runs
+    decode steps, too. Both programs return `decode_size` rows of drawn tokens. All sizes are per shard of a mesh's axis
     "data". For steps with grammars there is another version of each program.
 
     Attributes:
@@ -56,15 +56,15 @@ class StepRunner:
         self._compilations_before = model.compilations
         slots = manager.schema.max_requests
         count = device_drafts.count
-        # Takes the place of `LaunchedStep.tokens` if there is no previous step.
+        # `_no_tokens` takes the place of `LaunchedStep.tokens` if there is no previous step.
         rows = np.zeros((manager.shards.count * self.decode_size,), np.int32)
         none = (rows[:slots], np.zeros((slots, count), np.int32)) if count else rows
         self._no_tokens = manager.devices.put(none, "tokens")
-        self._processor: LogitsProcessor | None = None  # with the states of all slots
+        self._processor: LogitsProcessor | None = None  # holds the states of all slots
         self.forget_logits_states()
-        # Names of the model's adapters, in the order of their numbers.
+        # These are the names of the model's adapters, in the order of the adapters' indices.
         self.adapter_names: tuple[str, ...] = getattr(model.module, "adapter_names", ())
-        # The parameters of the last step's requests by slot, and the result of `_parameters` for them.
+        # This keeps the parameters of the previous step's requests by slot, and the result of `_parameters` for them.
         self._last_parameters: tuple[list[RequestParams | None], Any] = [], None
 
     @property
@@ -160,7 +160,7 @@ class StepRunner:
         return self._with_output(dataclasses.replace(launched, logits=None, decisions=None), output)
 
     def _begin_slots(self, requests):
-        """Sets the logits processor's states of requests that are new in their slots, after their generated tokens."""
+        """Sets the logits processor's state for each request that is new in its slot, after its generated tokens."""
         devices = self._manager.devices
         processor = self.config.logits_processor
         if processor is None:
@@ -283,7 +283,7 @@ class StepRunner:
         return sizes, cache
 
     def _kinds_of_steps(self):
-        """Returns [(count, has_grammars)] of all programs of steps. A request of `count` tokens runs in the program."""
+        """Returns (count, has_grammars) for each program of steps, which is run with a request of `count` tokens."""
         schema = self._manager.schema
         # The first count is for the mixed program: it exceeds `max_query_tokens`, if the budget and the context allow
         # it. The second is for the decode program.
@@ -295,7 +295,7 @@ class StepRunner:
         """Begins to compile the programs of all steps, each in its own thread, and returns the threads' Futures.
 
         Tracing holds the GIL, so threads trace in turn. Lowering of kernels by worker processes and compiling do not
-        hold it. The arrays of the cache and the model may be `jax.ShapeDtypeStruct` objects.
+        hold the GIL. The arrays of the cache and the model may be `jax.ShapeDtypeStruct` objects.
         """
         steps = []
         for count, has_grammars in self._kinds_of_steps():
@@ -311,7 +311,7 @@ class StepRunner:
             threads.shutdown(wait=False)
 
     def _compile(self, cache, launched, masks, function, args, options):
-        """Compiles the program of a step. Without a mesh it also runs `draw_step`, if the step draws by it."""
+        """Compiles the program of a step. Without a mesh, also runs `draw_step` if it draws the step's tokens."""
         self.model.prepare(function, cache, *args, **options)
         if masks is not None and self._manager.devices.mesh is None:
             logits = np.zeros((len(masks), self._manager.schema.config.vocab_size), np.float32)
@@ -331,12 +331,12 @@ def _output_rows(fields, shards, num_tokens, decode_size):
 
     Args:
       fields: the bytes of six int64 arrays [n], each with a number for each request. Bytes can be a key of `lru_cache`.
-        * its slot.
-        * the number of its output rows.
-        * index in the batch of the token that its first row follows.
-        * index of its first token in `LaunchedStep.tokens` of the previous step, or -1.
-        * index of its first token in the batch.
-        * the number of its tokens in the batch.
+        * slot of the request.
+        * number of the request's output rows.
+        * index in the batch of the token that the request's first output row follows.
+        * index of the request's first token in `LaunchedStep.tokens` of the previous step, or -1.
+        * index of the request's first token in the batch.
+        * number of the request's tokens in the batch.
       shards: the shards of the cache.
       num_tokens: number of tokens in the batch, in all shards with padding.
       decode_size: number of output rows of a shard.

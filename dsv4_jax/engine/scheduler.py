@@ -81,12 +81,12 @@ class Scheduler:
     def fork(self, request: Request, children: list[Request]) -> None:
         """Adds copies of a request.
 
-        Copies for which the shard has slots and blocks run at once and share the request's full blocks. The others wait
-        with their bytes in host memory, as after a preemption.
+        Copies for which the shard has slots and blocks run at once and share the request's full blocks. The other
+        copies wait with their bytes in host memory, as after a preemption.
 
-        If a step in flight runs the request's last token, the copies run this token again, to draw with their own
+        If a step in flight runs the request's newest token, the copies run this token again, to draw with their own
         seeds. If this step also runs drafts, the copies run all tokens again, since the drafts may have overwritten
-        rows that the last token reads.
+        rows that the newest token reads.
 
         Args:
           request: an unfinished request, which goes on too.
@@ -149,7 +149,7 @@ class Scheduler:
         self.waiting = sorted(self.requests.values(), key=_rank)
         self.running = []
         for request in list(self.waiting):
-            if request.finish_reason is not None:  # the exception came between its last token and `finish`
+            if request.finish_reason is not None:  # the exception came between the final token and `finish`
                 self.finish(request, request.finish_reason, request.error)
         if _is_lost(self.cache):
             if self.prefix is not None:
@@ -205,7 +205,7 @@ class Scheduler:
                 launched.snapshots[request] = self.prefix.snapshot(self.cache, request.slot)
 
     def schedule(self, *, decode: bool = True, in_flight: LaunchedStep | None = None) -> Schedule:
-        """Chooses the tokens of the next step: last tokens with drafts, then unread tokens within `token_budget`.
+        """Chooses the tokens of the next step: newest tokens with drafts, then unread tokens within `token_budget`.
 
         A token is unread if it has not run. The tokens' blocks are reserved; requests are preempted if necessary.
 
@@ -228,8 +228,8 @@ class Scheduler:
             newest, drawn = in_flight.newest_tokens(self.manager.schema.max_requests, self.config.draft_tokens or 0)
             sources = newest[slots]
             certain = known + (sources >= 0)
-            known = known + drawn[slots]  # as if all drafts were accepted
-        # Maximum number of drafts that a request may need. Drafts behind its end are never counted as accepted.
+            known = known + drawn[slots]  # counts all drafts as accepted
+        # A request needs at most this number of drafts. Drafts past the request's end never count as accepted.
         max_drafts = np.minimum(limits - certain - 1, self.manager.schema.max_context - known)
         unread = known - self.manager.lengths[slots]
         can_decode = (unread == 1) & (known < limits) & decode
@@ -303,8 +303,8 @@ class Scheduler:
             request = schedule.requests[i]
             self.metrics.drafted_tokens += int(schedule.numbers["num_drafts"][i])
             self.metrics.accepted_tokens += request.accepted[-1]
-            # The cache holds all drafts, also rejected ones and accepted ones behind the request's end. It does not
-            # hold the request's last token, which has not run.
+            # The cache holds all drafts, also rejected ones and accepted ones past the request's end. The request's
+            # newest token has not run, so the cache does not hold it.
             end = int(lengths[i])
             lengths[i] = request.num_tokens - 1
             self.manager.rewind(request.slot, end - int(lengths[i]), is_followed=request in followed)
@@ -347,11 +347,11 @@ class Scheduler:
         Args:
           readers: requests with more than one unread token.
           schedule: the decode tokens of the same step, which count towards the budget.
-          decode: whether the last known token of a request may run. If it runs, a new token is drawn after it.
+          decode: whether a request's newest known token may run. If this token runs, a new token is drawn after it.
         """
         shards = self.manager.shards
-        # For each shard, the number of tokens left in the budget, and the number of output rows left after one row is
-        # set aside for each reader.
+        # For each shard, `budget` is the number of tokens left in the budget, and `rows` the number of output rows left
+        # after one row is set aside for each reader.
         budget = np.full((shards.count,), self.config.token_budget)
         rows = np.full((shards.count,), self.config.decode_size(shards.slots))
         decoding = shards.of(schedule.numbers["slot"])
@@ -386,7 +386,7 @@ class Scheduler:
         return self.manager.fits(num_tokens)
 
     def _admit(self, request, num_tokens):
-        """Admits a request with the tokens that host memory or the prefix cache holds of it. Returns its slot."""
+        """Admits a request, restores what host memory or the prefix cache holds of it, and returns its slot."""
         if request.offloaded is not None:
             slot, self.cache = resume(self.manager, self.cache, request.offloaded, num_tokens=num_tokens)
         elif self.prefix is not None and not request.scores_prompt:  # scored tokens must run
@@ -490,7 +490,7 @@ class Scheduler:
                 request.offloaded, self.cache = offload(self.manager, self.cache, request.slot)
             except CacheCorruptionError as error:
                 return self.finish(request, "error", error)
-        else:  # it has run no token yet
+        else:  # the request has run no token yet
             self.manager.release(request.slot)
         self._move(request, -1)
         self.metrics.preemptions += 1
@@ -521,7 +521,7 @@ def _accepted(schedule, first_rows, output):
 
 
 def _keep_decisions(schedule, begins, decisions):
-    """Gives requests the decisions of their tokens in a step, except of rejected drafts.
+    """Gives requests the decisions of their tokens in a step, except those of rejected drafts.
 
     Args:
       schedule: the Schedule, after its requests have got their new tokens.

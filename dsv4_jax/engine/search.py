@@ -90,8 +90,8 @@ def beam_search(
 ) -> list[Candidate]:
     """Finds likely answers by beam search, which keeps the `beams` likeliest unfinished answers from step to step.
 
-    If several of these continue the same unfinished answer, its cache is forked: full blocks are shared, the rest is
-    copied. The search ends when `beams` answers have ended with a stop token, or at `max_new_tokens`.
+    If several kept answers continue the same parent, the parent's request is forked: full blocks are shared, the rest
+    is copied. The search ends when `beams` answers have ended with a stop token, or at `max_new_tokens`.
 
     Args:
       model, manager, max_new_tokens, stop_tokens, chunk: as for `stream`. The manager must have `beams` slots.
@@ -145,7 +145,7 @@ def _search(model, manager, prompt, beams, max_new_tokens, stop_tokens, chunk):
     ended = []
     for length in range(1, max_new_tokens + 1):
         top = manager.devices.get(top)
-        # Each unfinished answer with each of its likeliest next tokens, as (index of the answer, continued answer).
+        # Each unfinished answer is continued by each of its likeliest tokens: (index of the answer, continued answer).
         children = [
             (parent, Candidate([*beam.tokens, int(token)], beam.logprob + float(logprob)))
             for parent, (slot, beam) in enumerate(zip(slots, alive, strict=True))
@@ -163,7 +163,7 @@ def _search(model, manager, prompt, beams, max_new_tokens, stop_tokens, chunk):
 
 
 def _follow_parents(manager, cache, slots, parents):
-    """Gives each new unfinished answer the slot of its parent, the answer that it continues, or of the parent's fork.
+    """Gives each new unfinished answer the slot of its parent, the answer that it continues, or of a fork of this.
 
     Parents that no answer continues are released first.
 

@@ -11,7 +11,7 @@ from dsv4_jax.decode.step import StepOutput
 from dsv4_jax.engine.requests import Request
 
 
-# A placeholder for the id of a token that only the device knows.
+# This stands for the id of a token that only the device knows.
 UNKNOWN = np.zeros((1,), np.int32)
 NO_DRAFTS = np.zeros((0,), np.int32)
 SCHEDULED = np.dtype(
@@ -103,7 +103,7 @@ class LaunchedStep:
         None.
       decisions: Decisions on the device that came with `logits`, or None.
       output: StepOutput whose copy to the host was started; None until the drawing is launched.
-      tokens: the drawn tokens on the device for the next step, as in `EarlierTokens.tokens`; None as long as `output`.
+      tokens: the drawn tokens on the device for the next step, as in `EarlierTokens.tokens`; None while `output` is.
       snapshots: {request: rows of its slot at a block boundary, for the prefix cache}, read before a later step was
         launched.
     """

@@ -1,4 +1,4 @@
-"""Turns a request's tokens into text, in pieces of whole characters, and ends it before a stop string."""
+"""Turns a request's tokens into text, in pieces of whole characters, and ends the text before a stop string."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -96,8 +96,8 @@ class AnswerText:
       stopped: whether a stop string was found, after which no text follows.
     """
 
-    # Number of prompt tokens at the end that are decoded with the new tokens, since a character may begin in one of
-    # them. A character has at most 4 bytes and so at most 4 tokens.
+    # This number of final prompt tokens is decoded with the new tokens, since a character may begin in one of them. A
+    # character has at most 4 bytes and so at most 4 tokens.
     _CONTEXT = 8
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int] | np.ndarray, stops: Sequence[str]):

@@ -25,8 +25,8 @@ class CudaMemory:
           device: the GPU.
 
         Raises:
-          ValueError: the device is no NVIDIA GPU, the package cuda-bindings is missing, or the machine cannot map host
-            memory for the GPU.
+          ValueError: the device is not an NVIDIA GPU, the package cuda-bindings is missing, or the machine cannot map
+            host memory for the GPU.
         """
         if device.platform != "gpu":
             raise ValueError(f"weights in host memory need an NVIDIA GPU; {device} is none")
@@ -45,7 +45,7 @@ class CudaMemory:
         access = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         attribute = driver.CUdevice_attribute
         numa = self._call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, self._device)
-        # {whether it is host memory: (type of the location, its number)}
+        # `locations` maps False (GPU memory) and True (host memory) to (type of the location, its number).
         locations = {
             False: (kinds.CU_MEM_LOCATION_TYPE_DEVICE, int(self._device)),
             True: (kinds.CU_MEM_LOCATION_TYPE_HOST_NUMA, max(int(numa), 0)),
@@ -153,7 +153,7 @@ class CudaMemory:
     def _call(self, name: str, *args: Any) -> Any:
         """Calls a function of the driver. Returns its result, or a list if it has several results or none.
 
-        Raises MemoryError if memory is missing, otherwise RuntimeError. The message has the driver's name of the error.
+        If the call fails, raises MemoryError for missing memory, otherwise RuntimeError, with the driver's error name.
         """
         code, *results = getattr(self._driver, name)(*args)
         if code != self._driver.CUresult.CUDA_SUCCESS:

@@ -31,12 +31,12 @@ class _Tensor(ctypes.Structure):
     )
 
 
-# Values of dlpack.h's enums: DLDeviceType, and DLDataTypeCode by the name of the dtype.
+# These are values of dlpack.h's enums: of DLDeviceType, and of DLDataTypeCode by the name of the dtype.
 _CUDA = 2
 _CPU = 1
 _KINDS = {"uint8": 1, "float32": 2, "bfloat16": 4}
-# {address of a `_Tensor`: (the tensor, the arrays that it points to, `free` of `array_over`)}. The entry keeps them
-# alive until JAX deletes the array.
+# `_owned` maps the address of a `_Tensor` to (the tensor, the arrays that it points to, `free` of `array_over`), which
+# stay alive until JAX deletes the array.
 _owned: dict[int, tuple[Any, ...]] = {}
 
 
@@ -50,7 +50,7 @@ def _delete(address):
 def _disown():
     """Replaces the deleters of all tensors by a function that does nothing, when the process ends.
 
-    JAX deletes its last arrays when Python can no longer be called. The end of the process frees their memory.
+    JAX deletes the remaining arrays when Python can no longer be called. The end of the process frees their memory.
     """
     for tensor, *_ in _owned.values():
         tensor.deleter = _nothing
@@ -106,6 +106,6 @@ def array_over(
     return cast("Any", type(array))(array.aval, array.sharding, [array], committed=False)
 
 
-# A C function without effects, for a deleter that frees nothing.
+# This C function has no effects. It serves as a deleter that frees nothing.
 _nothing = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p)
 _delete_pointer = ctypes.cast(_delete, ctypes.c_void_p)

@@ -18,7 +18,7 @@ from dsv4_jax.expert_pages.paged_experts import ExpertPages, ExpertStack
 from dsv4_jax.expert_pages.placement_file import read_frequencies
 
 
-# Number of bytes of FP4 codes for each byte of scales. All scales stay on the GPU.
+# FP4 codes take this number of bytes for each byte of scales. All scales stay on the GPU.
 CODES_PER_SCALE = 16
 _log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class ExpertMemory:
         """
         memory = self._opened_memory()
         experts = shapes[0][0]
-        # Number of bytes of one expert in all layers together.
+        # `expert_bytes` is the size of one expert of each layer, summed over all layers.
         expert_bytes = len(layers) * sum(math.prod(shape[1:]) for shape in shapes)
         total_bytes = experts * expert_bytes
         free = memory.free_bytes()
@@ -172,7 +172,7 @@ class ExpertMemory:
         on_host = np.ones(self._experts, bool)
         frequencies = self.frequencies.get(layer, np.zeros(self._experts))
         # A prompt's tiles are computed in the order of experts. If the experts in host memory are spread over this
-        # order, the GPU computes with other experts while it reads them. The fractional parts of multiples of the
+        # order, the GPU computes with other experts while it reads these. The fractional parts of multiples of the
         # golden ratio are spread evenly for any number of experts.
         spread = np.arange(self._experts) * (5**0.5 - 1) / 2 % 1
         on_host[np.lexsort((spread, -frequencies))[: self._on_device]] = False

@@ -1,4 +1,4 @@
-"""Tables in host memory: arrays of the GPUs of which a step reads few rows, over the bus."""
+"""Tables in host memory: arrays from which a step on a GPU reads a few rows over the bus."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from dsv4_jax.expert_pages.paged_experts import empty_on_host
 
 @dataclasses.dataclass
 class HostTables:
-    """Allocates arrays in host memory. On a mesh, the shards of all its devices lie there.
+    """Allocates arrays in host memory. On a mesh, the shards of all devices lie in host memory.
 
     Attributes:
       open_memory: function that opens the virtual memory of a device.
@@ -34,8 +34,8 @@ class HostTables:
           where: sharding of the array; None = the default device.
 
         Returns:
-          (the array, the shard of each device of this process). A shard is (its index in the array, its bytes, through
-          which the CPU writes them before a program reads the array). Replicated shards are allocated for each device.
+          (the array, the shard of each device of this process). A shard is (its index in the array, a view of its bytes
+          for the CPU to write before a program reads the array). Replicated shards are allocated for each device.
 
         Raises:
           ValueError: a device cannot map host memory, see `CudaMemory`.

@@ -21,7 +21,7 @@ from dsv4_jax.expert_pages.policy import PlacementPolicy
 from dsv4_jax.expert_pages.token_cost import BUS_RATE
 
 
-# The maximum time between two steps that counts as time of steps. What exceeds it is a pause without requests.
+# Between two steps, at most this time counts as time of steps. The rest is a pause without requests.
 _MAX_STEP_SECONDS = 1.0
 _SECONDS_BETWEEN_SAVES = 60.0
 _HISTORY_HALF_LIFE = float(1 << 16)  # in tokens, see `PlacementPolicy.half_life`
@@ -124,7 +124,7 @@ class ExpertMigration:
             close.atexit = False  # the driver frees the memory of a process that ends
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "expert-migration")
         self._job: concurrent.futures.Future[None] = self._thread.submit(lambda: None)
-        self._debt = 0.0  # seconds of moves that are not yet made up for by steps, see `remap_share`
+        self._debt = 0.0  # seconds of moves that steps have not made up for yet, see `remap_share`
         self._last = time.perf_counter()
         self._saved = time.perf_counter()
         self._steps = 0
@@ -160,7 +160,7 @@ class ExpertMigration:
     def between_steps(self, counts: Int[Array, "2 L E"]) -> None:
         """Remaps experts whose copies are done, or starts to read the counts, if it is time for either.
 
-        Call it after each step is launched, before the cache is donated to the next one.
+        Call it after each step is launched, before the cache is donated to the next step.
 
         Args:
           counts: `KVCache.expert_counts` of the newest cache.
@@ -190,7 +190,7 @@ class ExpertMigration:
         concurrent.futures.wait([self._job])
 
     def finish(self, counts: Int[Array, "2 L E"] | None = None) -> None:
-        """Reads the counts for the last time, and writes the file.
+        """Reads the counts a final time, and writes the file.
 
         Args:
           counts: `KVCache.expert_counts` of the newest cache; None if the cache is lost.
@@ -211,10 +211,10 @@ class ExpertMigration:
             self._save()
 
     def _count(self, snapshot):
-        """Adds the selections since the last snapshot to the metrics and to the policies.
+        """Adds the selections since the preceding snapshot to the metrics and to the policies.
 
-        They count as hits and misses by the placement at the last snapshot, because a remapping comes after the steps
-        that are counted here.
+        These selections count as hits and misses by the placement at the preceding snapshot, because a remapping comes
+        after the steps that are counted here.
 
         Args:
           snapshot: a copy of the counts on the GPU.
@@ -233,8 +233,8 @@ class ExpertMigration:
             policy.count(tokens, int(tokens.sum(1).max()) // self._experts_per_token)
 
     def _remap(self, mover, counts):
-        """Waits until the GPU is idle, and maps the experts that were copied to their new places."""
-        jax.block_until_ready(counts)  # JAX may not have passed the last step to the driver yet
+        """Waits until the GPU is idle, and remaps the experts whose copies are done."""
+        jax.block_until_ready(counts)  # JAX may not have passed the newest step to the driver yet
         self._memory.synchronize()
         swaps = mover.swaps
         begin = time.perf_counter()

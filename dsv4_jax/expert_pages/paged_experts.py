@@ -21,7 +21,7 @@ from dsv4_jax.expert_pages.cuda_memory import CudaMemory
 from dsv4_jax.expert_pages.dlpack import array_over
 
 
-# Number of threads that allocate and write memory. One thread clears only 2 GB/s of new host memory.
+# This number of threads allocates and writes memory, since one thread clears only 2 GB/s of new host memory.
 THREADS = 8
 
 
@@ -35,8 +35,8 @@ class Mapping:
     on_host: bool  # whether it is host memory, otherwise GPU memory
     is_mapped: bool = False
     for_cpu: bool = False  # whether the CPU can read and write it
-    # Only for spare memory, see `Mover`: whether `address` still maps memory that has become an expert's, so that it
-    # must be mapped to `handle` before the next use.
+    # This is only for spare memory, see `Mover`. It says whether `address` still maps memory that has become an
+    # expert's, so that the address must be mapped to `handle` before the next use.
     is_stale: bool = False
 
 
@@ -155,8 +155,8 @@ def empty_on_host(
 ) -> tuple[Array, np.ndarray]:
     """Returns an array of a GPU whose bytes lie in host memory, and a view of these bytes through which to write them.
 
-    Programs on the GPU read the bytes there. No program may read the array before they are written. It must not be
-    donated, and the view must not be used when the array is gone.
+    Programs on the GPU read the bytes from host memory. No program may read the array before its bytes are written. The
+    array must not be donated, and the view must not be used when the array is gone.
 
     Raises MemoryError if the host is out of memory.
     """
@@ -202,7 +202,7 @@ def _map_pages(memory: CudaMemory, nbytes: int, on_host: Sequence[bool], *, for_
 
 
 def _array_over_pages(memory, mappings, shape, dtype, device):
-    """Returns an array over consecutive mappings. It frees the mappings when it is deleted, or at once on an error."""
+    """Returns an array over consecutive mappings, which are freed when the array is deleted, or at once on an error."""
     base = mappings[0].address
     free = functools.partial(_free, memory, base, sum(mapping.nbytes for mapping in mappings), list(mappings))
     try:
@@ -225,7 +225,7 @@ def _free(memory, base, nbytes, mappings):
     for mapping in mappings:
         if mapping.is_mapped:
             memory.unmap(mapping.address, mapping.nbytes)
-    for mapping in mappings:  # after all are unmapped: a stale spare address maps the memory of another mapping
+    for mapping in mappings:  # only now, because a stale spare address maps the memory of another mapping
         memory.release(mapping.handle)
     memory.unreserve(base, nbytes)
 
@@ -256,7 +256,7 @@ class Mover:
         self._memory = memory
         self._layers = layers
         self._copies: list[tuple[Mapping, Mapping]] = []  # (memory of an expert, spare memory with a copy of it)
-        # For each matrix of a layer: spare memory for each swap, once on the GPU and once in host memory.
+        # For each matrix of a layer, `_spares` lists spare memory for each swap, once on the GPU and once on the host.
         self._spares: list[list[Mapping]] = []
         try:
             for pages in layers[0]:

@@ -34,7 +34,7 @@ class PlacementPolicy:
           hits: number of new tokens that selected each expert.
           tokens: number of new tokens.
         """
-        # The tokens come one after another, so early ones have decayed by the time of the last one.
+        # The tokens come one after another, so selections of early tokens have decayed when the final token comes.
         fading = math.log(2) * tokens / self.half_life
         self.frequencies *= math.exp(-fading)
         self.frequencies += hits * (-math.expm1(-fading) / fading if fading else 1.0)

@@ -8,7 +8,7 @@ from jaxtyping import Float
 
 READ_RATES = {"h100": 3.0e12, "h200": 4.2e12}  # bytes a second that kernels read from memory of this GPU, measured
 BUS_RATE = 45e9  # bytes a second that kernels read from host memory through PCIe 5, measured
-# Seconds of a layer in a step of few tokens without the time to read weights: launches and dependent work, measured.
+# In a step of few tokens, a layer takes this time for launches and dependent work, besides reading weights; measured.
 LAYER_SECONDS = 45e-6
 
 
@@ -32,7 +32,7 @@ class TokenCost:
       experts: number of experts in a layer.
       chosen: number of experts that a token selects in a layer.
       expert_bytes: bytes of the codes of one expert of a layer, all its matrices together.
-      other_bytes: bytes of the weights that are no routed experts, which every step reads.
+      other_bytes: bytes of the weights outside the routed experts, which every step reads.
       read_rate: bytes a second that kernels read from GPU memory, see `READ_RATES`.
     """
 

@@ -44,8 +44,8 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self.num_shards = num_shards
         self._references = [0] * num_blocks
-        # One stack of free blocks per shard: the block freed last is handed out next. A new stack yields the first
-        # block of each device, then the second block of each, and so on; with one device per shard 0, 1, 2, ...
+        # Each shard has a stack of free blocks, so the most recently freed block is handed out next. A new stack yields
+        # the first block of each device, then the second block of each, and so on; with one device per shard 0, 1, ...
         share = num_blocks // (num_shards * devices)
         self._free = self._by_shard(sorted(range(num_blocks), key=lambda block: (block % share, block), reverse=True))
         self.listener: Callable[[Sequence[int]], None] | None = None

@@ -94,7 +94,7 @@ def find_new_rows(
     """Returns the fields `new_blocks` and `reset_slots` of a batch, as {name: array}.
 
     `new_blocks` [shards * max_blocks, 3] int32 has a row (slot, index in the request's block table, block) for each
-    block that the batch adds to the device's block table. `reset_slots` [max_requests] int32 has the slots of the
+    block that the batch adds to the device's block table. `reset_slots` [max_requests] int32 lists the slots of the
     requests that begin with this batch. In both arrays each shard has an equal range of rows, with local ids; unused
     rows are -1.
 

@@ -101,7 +101,7 @@ class CacheDevices:
         Args:
           cache: the cache; only read.
           blocks: [n] ids of the blocks, in the request's order.
-          length: number of tokens of the request. Entries behind this length are returned as zeros.
+          length: number of tokens of the request. Entries of positions from `length` on are returned as zeros.
 
         Returns:
           {name of a pool group: its entries and keys [layers, n, entries per block, ...]}, as NumPy arrays.
@@ -172,10 +172,11 @@ class CacheDevices:
         return write_request(cache, *arguments, rows)
 
     def put_changed(self, tree: Any, axis: str | None = None) -> Any:
-        """Copies arrays to the devices as `put` does, but skips arrays that have not changed since the last call.
+        """Copies arrays to the devices as `put` does, but skips arrays that have not changed since an earlier call.
 
-        An array is compared with the last array that was put at the same place of a pytree of the same structure, with
-        the same shape and the same `axis`. If the two are equal, the array that is already on the devices is returned.
+        An array is compared with the newest array that was put at the same place of a pytree of the same structure,
+        with the same shape and the same `axis`. If the two are equal, the array that is already on the devices is
+        returned.
 
         Args:
           tree: pytree of NumPy arrays, which must not be modified later.
@@ -194,7 +195,7 @@ class CacheDevices:
         return structure.unflatten([self._last_put[key][1] for key in keys])
 
     def _is_there(self, key, array):
-        """Whether the array last put on the devices for this key of `_last_put` equals `array` and still exists."""
+        """Whether the array that `_last_put` holds for this key equals `array` and still exists on the devices."""
         if key not in self._last_put:
             return False
         last, on_device = self._last_put[key]

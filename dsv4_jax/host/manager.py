@@ -31,8 +31,9 @@ TokenIds = Sequence[int] | np.ndarray | jax.Array
 class KVCacheManager(Summarized):
     """Admits requests, reserves their blocks and builds the inputs of each step.
 
-    A request has a slot, with fixed rows on the device, and a list of blocks from a paged pool. The manager knows every
-    length without asking the device. It does not keep the cache, a pytree that the caller passes from step to step.
+    A request owns a slot, which stands for fixed rows on the device, and a list of blocks from a paged pool. The
+    manager knows every length without asking the device. It does not keep the cache itself: the caller passes this
+    pytree from step to step.
 
     Every method either completes or raises and changes nothing. Methods that take a slot raise ValueError if no request
     is admitted to it, and TypeError if it is not an integer. The manager is not thread-safe.
@@ -87,8 +88,8 @@ class KVCacheManager(Summarized):
           mesh: devices that hold the cache, for instance `jax.make_mesh((2, 4), ("data", "model"))`. Slots and blocks
             are sharded over "data", each shard with its own requests. Each device along "model" holds a whole shard.
             `load_checkpoint` takes the same mesh. None = the default device.
-          context_parallel: whether to shard the compressed entries over "model" too, which multiplies the room for
-            them. Windows and compressor states are replicated along "model".
+          context_parallel: whether to shard the compressed entries over "model" too, so that each device holds only a
+            part of them. Windows and compressor states are replicated along "model".
           **sizes: `max_context`, and optionally `block_tokens`, `kv_format`, `dtype` and `max_query_tokens`; see
             `CacheSchema`.
 
@@ -112,7 +113,7 @@ class KVCacheManager(Summarized):
                 config, parse_bytes(memory), max_requests=slots, context_parallel=context_parallel, **sizes
             )
             shard = CacheSchema(config, 0, max_requests=slots, context_parallel=context_parallel, **sizes)
-            # The number of blocks on a device if the requests in all slots have the maximum length.
+            # `full` is the number of blocks on a device if the requests in all slots have the maximum length.
             full = -(-slots * shard.max_blocks // devices_per_shard)
             num_blocks = num_shards * devices_per_shard * min(budget, full)
         elif num_blocks is None or memory is not None:
@@ -129,7 +130,7 @@ class KVCacheManager(Summarized):
         return Summary(words, self.use())
 
     def use(self) -> dict[str, Share]:
-        """Returns {name: share in use} for a repr: of slots, of blocks, and of `max_context` for each request."""
+        """Returns {name: share in use} for a repr: of the slots, the blocks, and each request's room."""
         schema = self.schema
         shares = {
             "slots": Share(len(self.slots), schema.max_requests),
@@ -158,7 +159,7 @@ class KVCacheManager(Summarized):
 
     @property
     def free_blocks(self) -> int:
-        """The number of blocks that neither a request nor the prefix cache holds."""
+        """The number of blocks that neither a request nor the prefix cache owns."""
         return self.requests.allocator.num_free
 
     @property
@@ -267,8 +268,8 @@ class KVCacheManager(Summarized):
             prompt.
 
         Returns:
-          The lowest free slot. On a mesh with an axis "data", it is the lowest free slot of one shard: of the shards
-          with enough free blocks, or else of all shards, the shard with the most free slots.
+          The lowest free slot of a shard. If a mesh has an axis "data", a shard with enough free or evictable blocks is
+          preferred, and among equal shards the one with the most free slots.
 
         Raises:
           TypeError, ValueError: the ids are bad, or the request needs more tokens than `max_context` or than all blocks
@@ -281,14 +282,14 @@ class KVCacheManager(Summarized):
         return slot
 
     def count_fitting(self, sizes: Sequence[int]) -> int:
-        """Returns how many new requests can be admitted at once beside the admitted ones.
+        """Returns how many new requests can be admitted at once, in addition to the admitted ones.
 
         Args:
           sizes: number of tokens that each new request needs room for, in the order of admission. Counting stops at the
             first request that does not fit.
         """
         table = self.requests
-        # For each shard, the number of free slots, and the number of blocks that are free or evictable.
+        # `room` lists, for each shard, the number of free slots and the number of blocks that are free or evictable.
         room = [[len(table.free_slots(shard)), table.room(shard)] for shard in range(self.shards.count)]
         for count, size in enumerate(sizes):
             blocks = table.blocks_for(size)
@@ -304,7 +305,7 @@ class KVCacheManager(Summarized):
         """Checks that a request fits an empty cache, and returns the number of tokens that it needs room for.
 
         Args:
-          prompt_length: number of tokens in its prompt.
+          prompt_length: number of tokens in the request's prompt.
           num_tokens: number of tokens that the request will hold in the end, prompt included; None = `prompt_length`.
           subject: words of the error's message before the number of tokens.
 
@@ -377,7 +378,7 @@ class KVCacheManager(Summarized):
         prefill_size: int | None = None,
         decode_size: int | None = None,
     ) -> Batch:
-        """Builds a step's inputs, reserves the blocks that it needs, and adds its tokens to the requests' lengths.
+        """Builds a step's inputs, reserves blocks for the step's tokens, and adds the tokens to the requests' lengths.
 
         The number T of tokens in the batch's arrays is padded so that few programs are compiled. The size of
         `Batch.new_blocks` follows from T and `reserve`. On a mesh with an axis "data" every size here is for one
@@ -395,8 +396,8 @@ class KVCacheManager(Summarized):
           tokens: {slot: [n] token ids that follow the request's tokens}.
           reserve: number of further tokens per slot that the device will decode without the host. The batch contains
             the blocks for these tokens too. Report the decoded tokens with `advance`.
-          prefill_size: T of every step that is not a decode step, the first case above. With it two programs are
-            enough.
+          prefill_size: T of every step but decode steps (the first case above). If it is given, two compiled programs
+            are enough.
           decode_size: T of decode steps; None = the number of slots, `max_requests`. A larger size makes room for draft
             tokens. 0 gives every step the size `prefill_size`.
 
@@ -448,7 +449,7 @@ class KVCacheManager(Summarized):
           reserve, prefill_size, decode_size: as for `prepare_forward`.
 
         Returns:
-          (the batch, [n] index of each request's first token in it).
+          (the batch, [n] index of each request's first token in the batch's token arrays).
 
         Raises:
           ValueError, CacheFullError: as for `prepare_forward`.
@@ -468,9 +469,9 @@ class KVCacheManager(Summarized):
         # A block is published when the device's block table gets it. Only blocks that this step can reach are
         # published, which bounds the size of `new_blocks`.
         after["published_blocks"] = np.maximum(now["published_blocks"], -(-(after["length"] + reserve) // block_tokens))
-        # The maximum number of new blocks in a shard. Each slot can have the blocks of `reserve`, and one more because
-        # the number of blocks of each request is rounded up. The step's tokens need at most the blocks of a single
-        # request with all these tokens.
+        # `max_blocks` bounds the number of new blocks in a shard. Each slot can get the blocks of `reserve`, and one
+        # more because the number of blocks of each request is rounded up. The step's tokens need at most the blocks of
+        # a single request with all these tokens.
         max_blocks = self.shards.slots * (1 + table.blocks_for(reserve))
         max_blocks += table.blocks_for(len(layout.slots) // self.shards.count)
         positions = layout.place(consecutive(now["length"], counts), -1)
@@ -512,7 +513,7 @@ class KVCacheManager(Summarized):
     def advance(self, slot: int, num_tokens: int) -> None:
         """Increases a request's length by the tokens that the device decoded without the host.
 
-        The blocks for these tokens were reserved with the request's last batch, see `reserve` of `prepare_forward`.
+        The blocks for these tokens were reserved with the request's newest batch, see `reserve` of `prepare_forward`.
 
         Args:
           slot: slot of the request.
@@ -534,7 +535,7 @@ class KVCacheManager(Summarized):
         step_order.commit_length(self.requests, slot, state.with_numbers(numbers))
 
     def rewind(self, slot: int, num_tokens: int, *, is_followed: bool = False) -> None:
-        """Forgets a request's last `num_tokens` tokens without touching the device; its blocks stay reserved.
+        """Forgets a request's newest `num_tokens` tokens without touching the device; the blocks stay reserved.
 
         The rings keep `max_query_tokens - 1` spare rows, so a request can go back by at most this number of tokens from
         its greatest length (see `min_length`). `truncate` goes to any length. The device's array `lengths` in the cache
@@ -546,9 +547,9 @@ class KVCacheManager(Summarized):
         Args:
           slot: slot of the request.
           num_tokens: number of tokens to forget.
-          is_followed: whether the forgotten tokens are rejected drafts of the last batch but one, and the newest batch
-            was launched before the host knew of the rejection. The device has then written the newest batch's tokens
-            at the positions of the rejected drafts (see `EarlierTokens.fill`).
+          is_followed: whether the newest batch was launched before the host knew that these tokens, drafts in the
+            preceding batch, were rejected. The device has then written the newest batch's tokens at the positions of
+            the rejected drafts (see `EarlierTokens.fill`).
 
         Raises:
           ValueError: the slot is not admitted, `num_tokens` is negative, the rings do not reach back to the new length,
@@ -559,7 +560,7 @@ class KVCacheManager(Summarized):
             raise ValueError(f"{num_tokens=} must not be negative")
         length = state.length - num_tokens
         device_state = step_order.device_state(self.requests, slot)
-        # If all tokens of batches that did not run are taken back, the rings reach as far back as before these batches.
+        # If all tokens of batches that did not run are taken back, the rings reach as far back as they did then.
         base = device_state if length <= device_state.length else state
         if is_followed:  # the newest batch began `num_tokens` earlier than the host counted, and overwrote rows there
             base = dataclasses.replace(state, min_length=state.min_length - num_tokens)
@@ -583,15 +584,15 @@ class KVCacheManager(Summarized):
     def fork(self, cache: KVCache, slot: int, n: int, *, length: int | None = None) -> tuple[list[int], KVCache]:
         """Makes `n` copies of a request, each with a slot of its own. The request itself goes on too.
 
-        Full blocks are shared. The last block, unless it is full, the rings and the compressor states are copied at
-        once: every copy writes to them with its first token, so copying later would save nothing.
+        Full blocks are shared. Each copy writes its first token to the last block, unless that is full, to the rings
+        and to the compressor states. So these are copied at once.
 
         Args:
           cache: the cache; donated.
           slot: slot of the request to copy, after a step.
           n: number of copies. All are in the request's shard.
-          length: number of tokens in each copy: all (None), or one less. Copies with one less run the request's last
-            token again.
+          length: number of tokens in each copy: all (None), or one less. Copies with one less run the request's
+            newest token again.
 
         Returns:
           (the new slots, the cache).
@@ -629,7 +630,7 @@ class KVCacheManager(Summarized):
         """Truncates a request to any length.
 
         If `length` is at least `min_length`, no token has to run again. If it is less, the rows that the next token
-        reads are overwritten. The request then goes back to the last block boundary up to `length` for which a
+        reads are overwritten. The request then goes back to the largest block boundary up to `length` for which a
         `PrefixCache` has a snapshot, or to no tokens if there is no such boundary. The caller runs the tokens from
         there up to `length` again.
 
@@ -684,7 +685,7 @@ class KVCacheManager(Summarized):
         return start, new_cache
 
     def _copy_request(self, cache, source: int, states: Mapping[int, RequestState], block: int, copies):
-        """Copies the rows of slot `source` to other slots, and a block that requests cannot share to blocks of theirs.
+        """Copies the rows of slot `source` to other slots, and its partly filled last block to new blocks.
 
         Donates the cache and returns the updated one.
 

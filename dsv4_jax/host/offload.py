@@ -32,8 +32,8 @@ FILE_FORMAT = "dsv4_jax request"
 VERSION = "2"
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NO_DIGEST = "0" * 64
-# The configuration's fields that `identity` hashes even if they have their default values. Other fields with a default
-# are hashed only if they have another value, so that a new field leaves the identities of earlier models as they are.
+# `identity` hashes these fields of the configuration even if they have default values. Other fields with a default are
+# hashed only if they have another value, so that a new field leaves the identities of earlier models as they are.
 _ALWAYS_HASHED = frozenset(
     "bos_token_id eos_token_id num_nextn_predict_layers tie_word_embeddings dspark layer compress_rate overlap group "
     "index owner keys key_compressor selection window index_topk".split()
@@ -163,7 +163,7 @@ def resume(
         blocks = acquired[slot]
         rows = jax.tree.map(_fit, offloaded.rows, rows_struct(schema))
         new = devices.write_request(cache, slot, length, blocks, devices.put(rows), blocks, offloaded.blocks)
-        # This cache's rings may have fewer spare rows than the rings of the cache that the request comes from.
+        # The request can be rewound less far if this cache's rings have fewer spare rows than those it comes from.
         min_length = max(offloaded.min_length, length - (schema.max_query_tokens - 1))
         state = RequestState(length, min_length, blocks, weights=offloaded.weights)
         record_write(table, cache, new, {slot: state})
@@ -331,8 +331,8 @@ def _parse(path, manager, key):
 def _read_tensors(schema, num_blocks, tensors):
     """Returns (`OffloadedRequest.rows`, `OffloadedRequest.blocks`, number of spare rows in each ring of the file).
 
-    A ring's axis 1 has the rows that a step reads, and spare rows. The file's rings may have more or fewer spare rows
-    than the rings of this cache. `tensors` is {name: array}.
+    Axis 1 of a ring holds the rows that a step reads, and spare rows. The file's rings may have more or fewer spare
+    rows than the rings of this cache. `tensors` is {name: array}.
 
     Raises:
       ValueError: a name, shape or dtype does not fit this cache, or the rings' numbers of spare rows differ.

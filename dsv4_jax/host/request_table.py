@@ -33,7 +33,7 @@ class RequestState:
       published_blocks: number of these blocks that the device's block table holds.
       cached_blocks: the `CachedBlock` objects of the request's first full blocks in a `PrefixCache`, in order.
       admitted: time of the request's admission, by the table's clock, see `RequestTable.tick`.
-      changed: time of the last batch or copy that wrote rows of the request, see `host.step_order`; 0 = none yet, so
+      changed: time of the newest batch or copy that wrote rows of the request, see `host.step_order`; 0 = none yet, so
         that the slot still holds rows of its previous request.
       weights: version of the weights that computed the request's first rows, see `RequestTable.weights`.
     """
@@ -59,9 +59,9 @@ class RequestState:
         return dataclasses.replace(self, **numbers)
 
     def shortened(self, length: int | None, slot: int) -> "RequestState":
-        """Returns the state of a copy of the request with all its tokens, or without the last one.
+        """Returns the state of a copy of the request with all its tokens, or without the newest one.
 
-        The copy can always run the last token again. The token has overwritten no row but its own, and it writes the
+        The copy can always run the newest token again. The token has overwritten no row but its own, and it writes the
         same bytes there again.
 
         Args:
@@ -78,9 +78,9 @@ class RequestState:
         return dataclasses.replace(self, length=length, min_length=min(self.min_length, length))
 
 
-# The numbers of a `RequestState`, as the fields of a structured dtype. One array of this dtype has the numbers of all
-# slots, so that a step changes all its requests at once. The records of batches and caches in `host.step_order` hold
-# earlier versions of this array.
+# `NUMBERS` has a field for each number of a `RequestState`. One array of this dtype holds the numbers of all slots, so
+# that a step changes all its requests at once. The records of batches and caches in `host.step_order` hold earlier
+# versions of this array.
 _NAMES = ("length", "min_length", "num_blocks", "published_blocks", "admitted", "changed", "weights")
 NUMBERS = np.dtype([(name, np.int64) for name in _NAMES])
 

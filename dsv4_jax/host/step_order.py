@@ -1,9 +1,9 @@
 """Records which batches a cache has run, so that a step out of order is refused before its launch.
 
-Batches have to run in the order in which they were prepared, each on the cache that has run the batches before it. The
-host keeps a record of each batch and of each cache to check this. A record is a Python attribute of one array: of
-`positions` of a batch, of `lengths` of a cache. Records therefore change neither pytrees nor compiled programs, and a
-record vanishes with its array.
+Batches have to run in the order in which they were prepared, each on the cache that has run the preceding batches. The
+host keeps a record of each batch and of each cache to check this. A record is a Python attribute of one array,
+`Batch.positions` or `KVCache.lengths`. Records therefore change neither pytrees nor compiled programs, and a record
+vanishes with its array.
 
 `decode.step_launch` records the caches that the steps of this package return. An array that a user's program returned
 carries no record, so the batch or cache that contains the array is not checked. If a step runs a batch without a
@@ -34,8 +34,8 @@ class PreparedBatch:
       table: table of the manager that prepared the batch.
       time: time of the preparation, by the table's clock.
       slots: [n] slots of the batch's requests.
-      before: [slots] array of dtype `NUMBERS`, all requests before the batch.
-      after: [slots] array of dtype `NUMBERS`, all requests after the batch.
+      before: [slots] array of dtype `NUMBERS`, the states of all requests before the batch.
+      after: [slots] array of dtype `NUMBERS`, the states of all requests after the batch.
     """
 
     table: RequestTable
@@ -50,7 +50,7 @@ class CacheContents:
     """The host's record of a cache.
 
     Attributes:
-      table: table of its manager.
+      table: table of the cache's manager.
       numbers: [slots] array of dtype `NUMBERS`: the states of the requests whose tokens the cache is known to hold, and
         zeros in other slots.
       is_complete: whether the other slots are known to be empty.
@@ -103,7 +103,7 @@ def record_empty(cache: KVCache, table: RequestTable) -> None:
 
 
 def record_write(table: RequestTable, old: KVCache, new: KVCache, states: Mapping[int, RequestState]) -> None:
-    """Commits the states of requests that a program wrote to the cache, and records the cache that it returned.
+    """Commits the states of requests that a program wrote to the cache, and records the cache that the program made.
 
     The program has written the requests' rows of the block table, so all blocks of `states` count as published. The
     requests' `changed` becomes a new time of the table's clock, and so does `admitted` if it is 0.
@@ -252,9 +252,9 @@ def _follow(table, old, new, slots, after, before=None):
       old: the cache that the program got.
       new: the cache that the program returned.
       slots: the written slots.
-      after: [slots of the cache] array of dtype `NUMBERS`, the requests after the program. Only the entries of the
-        written slots are used, unless the record of `old` has the array `before`.
-      before: array of the same shape and dtype, the requests before the program, that `after` was made from; or None.
+      after: [slots of the cache] array of dtype `NUMBERS`, the states after the program. Only the entries of the
+        written slots are used, unless the record of `old` holds the very array `before`.
+      before: array of the same shape and dtype, the states before the program, from which `after` was made; or None.
     """
     contents = _record_of(old.lengths)
     if contents is None or contents.table is not table:

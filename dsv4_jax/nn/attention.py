@@ -31,7 +31,7 @@ class StepCarry:
       engram_rows: {index of a layer with Engram: [T, rows, head_dim] rows of its table}, see `engram.look_up_ahead`.
       taps: [n, T, hidden] inputs of DSpark's draft layers: the means over the residual streams that leave each of the n
         target layers; zeros for a target layer that has not run yet. None if there are no target layers.
-      recorded: {name in `block.RECORDED`: value} of the layer that ran last, for the names that were asked for.
+      recorded: {name in `block.RECORDED`: value} of the most recent layer, for the names that were asked for.
     """
 
     selection: dict[int, Int[Array, "T k"]] = dataclasses.field(default_factory=dict)
@@ -79,7 +79,7 @@ class Attention(nnx.Module):
       q_a_norm, kv_norm: RMSNorm of the query latent, and of the key-value head.
       o_a_proj, o_b_proj: Linear maps of the output: a low-rank map for each group of heads, then a map of all groups'
         results to hidden.
-      sinks: [heads] float32, each head's logit in the softmax that belongs to no row.
+      sinks: [heads] float32, each head's additional logit in the softmax, which belongs to no row.
       compressor: Compressor if the layer stores compressed entries, else None.
       indexer: CSAIndexer if the layer selects entries itself, else None.
     """
@@ -164,7 +164,7 @@ class Attention(nnx.Module):
             carry = carry.with_selection(self.layer, selection, made)
         indices = None if spec.selection is None else carry.selection[spec.selection]
         # Keys are also the values, and are rotated by their own positions. `attend` rotates the output back by the
-        # query's position, so that it depends on relative positions only.
+        # query's position, so that the output depends on relative positions only.
         with jax.named_scope("attention"):
             out, handle = handle.attend(q, self.sinks.get_value(), indices, inv_freq)
         y = self.o_b_proj(self.o_a_proj(out.reshape(x.shape[0], -1)))

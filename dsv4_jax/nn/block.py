@@ -20,14 +20,14 @@ from dsv4_jax.nn.moe import MoE
 from dsv4_jax.ops import all_reduce
 
 
-# The names of `jax.named_scope` around the parts of a step, which name its operations in a profile. If scopes are
-# nested, such as "shared_expert/projections", the operation belongs to the outermost one.
+# Each part of a step runs in a `jax.named_scope` of one of these names, which a profile shows. If scopes are nested,
+# such as "shared_expert/projections", the operation belongs to the outermost one.
 SCOPES = (
     "embedding", "engram", "hyper_connections", "projections", "norm", "norm_rope", "compressor", "indexer", "topk",
     "attention", "router", "experts", "shared_expert", "lm_head", "sampling",
 )  # fmt: skip
 
-# Names of the values of a layer that a step can record:
+# A step can record these values of a layer:
 #   streams        [T, hc_mult, hidden] in the model's dtype, residual streams that enter the layer (after Engram)
 #   attention_in   [T, hidden] in the model's dtype, input of the attention
 #   attention_out  [T, hidden] in the model's dtype, output of the attention, summed over devices
@@ -40,7 +40,7 @@ class DecoderLayer(nnx.Module):
     """A layer of two blocks, attention and MoE. A hyper-connection joins each block to the residual streams.
 
     Attributes:
-      layer: index of the layer (static). If the parameters of equal layers are stacked, the index of the first of them.
+      layer: index of the layer (static). If parameters of equal layers are stacked, the index of the first such layer.
       self_attn: Attention.
       mlp: MoE.
       input_layernorm, post_attention_layernorm: RMSNorm of the collapsed streams, the inputs of attention and of MoE.
@@ -78,7 +78,7 @@ class DecoderLayer(nnx.Module):
           carry: values of earlier layers.
           number: [] int32 index of the layer in a loop over equal layers; None = `layer`.
           tap_row: [] int32 row of the carry's taps that gets the streams leaving the previous layer. A row past the end
-            means that these streams are no tap. None = no layer of the loop has a tap.
+            means that these streams are not a tap. None = no layer of the loop has a tap.
           record: names of the values to return in the carry's `recorded`: those of `RECORDED`, and "candidates" as in
             `StepCarry`.
 

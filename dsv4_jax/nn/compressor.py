@@ -16,7 +16,7 @@ from dsv4_jax.ops import CompressorWeights
 class Compressor(nnx.Module):
     """The compressor, which pools windows of tokens to entries or to index keys (docs/dsv4.md 3).
 
-    Its projections are in `Attention.input_projections`.
+    The compressor's projections are in `Attention.input_projections`.
 
     Attributes:
       width: number of channels of a projected token: head_dim, or 2 * head_dim if windows overlap (static). For index

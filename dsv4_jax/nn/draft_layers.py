@@ -16,7 +16,7 @@ from dsv4_jax.nn.hyper_connection import ResidualStreams
 from dsv4_jax.nn.layer_stack import LayerStack
 
 
-# A function that draws tokens [n] int32, given logits [n, vocab] float32 and the positions [n] of the tokens to draw.
+# A `Draw` draws tokens [n] int32, given logits [n, vocab] float32 and the positions [n] of the tokens to draw.
 Draw = Callable[[Float[Array, "n V"], Int[Array, "n"]], Int[Array, "n"]]
 
 

@@ -44,7 +44,7 @@ class ConfidenceHead(nnx.Module):
         self.proj = Linear(config.hidden_size + rank, 1, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(self, hidden: Float[Array, "T D"], embedded: Float[Array, "T r"]) -> Float[Array, "T"]:
-        """Maps hidden states [T, hidden] of drafts and embeddings [T, rank] of their previous tokens to [T] float32."""
+        """Maps hidden states [T, hidden] of drafts and embeddings [T, rank] of preceding tokens to [T] float32."""
         x = jnp.concatenate([hidden, embedded], axis=1).astype(jnp.float32)
         return jnp.sum(x * self.proj.weight[...].astype(jnp.float32), axis=1)
 
@@ -53,8 +53,9 @@ class DSparkDrafts(DraftLayers):
     """Drafts a block of tokens for each request in one pass over the draft layers.
 
     The input of a block is the request's newest token, which the model has not run yet, followed by `noise_token_id`.
-    Each token of a block sees the whole block and the window before it. The window rows of earlier tokens are computed
-    from the streams of the model's target layers, see `write`. Methods use the embedding and the head of `model`.
+    Each token of a block sees the whole block and the window that precedes it. The window rows of earlier tokens are
+    computed from the streams of the model's target layers, see `write`. Methods use the embedding and the head of
+    `model`.
 
     Attributes:
       layers: LayerStack of DecoderLayers.
@@ -122,7 +123,7 @@ class DSparkDrafts(DraftLayers):
             slots=jnp.repeat(batch.slots, size),
             draft_block=size,
         )
-        # Without the barrier, XLA would dequantize weights once before a loop that calls this, and hold the values.
+        # Without the barrier, XLA would dequantize weights before a loop that calls this method, and hold the values.
         drafts = jax.lax.optimization_barrier(self)
         x = model.embed(block)
         x = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1]))
@@ -152,11 +153,11 @@ class DSparkDrafts(DraftLayers):
         Args:
           hidden: [n, hidden] hidden states at the position, before the norm.
           logits: [n, vocab] float32 logits at the position.
-          previous: [n] int32, the previous token: the draft before, or the request's newest token.
+          previous: [n] int32, the previous token: the preceding draft, or the request's newest token.
 
         Returns:
           (corrected logits [n, vocab] float32; logit [n] float32 of the probability that the draft is accepted,
-          provided that all drafts before it are).
+          provided that all earlier drafts are).
         """
         embedded = round_to(self.markov_head.markov_w1(previous), hidden.dtype)
         corrected = logits + all_gather(self.markov_head.markov_w2(embedded))

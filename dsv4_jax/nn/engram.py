@@ -1,4 +1,4 @@
-"""Engram: embeddings of the n-grams that end with a token, which gates add to the residual streams."""
+"""Engram: embeddings of the n-grams that end with a token, added to the residual streams with gates as factors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ from dsv4_jax.nn.layers import AnyRngs, Linear, normal, parameter
 from dsv4_jax.quant import QuantizedWeight, round_to
 
 
-_MIN_DOT = 1e-6  # lower bound of the absolute value under the gate's root
+_MIN_DOT = 1e-6  # lower bound of the value whose square root the gate takes
 
 
 class TokenMap(nnx.Variable):
@@ -92,13 +92,13 @@ class Engram(nnx.Module):
     def gate_and_value(
         self, streams: Float[Array, "T h D"], rows: Float[Array, "T r d"]
     ) -> tuple[Float[Array, "T h"], Float[Array, "T D"]]:
-        """Computes (gates [T, h] float32, values [T, hidden] in the streams' dtype); the arguments are as in a call."""
+        """Computes (gates [T, h] float32, values [T, hidden] in the streams' dtype). Arguments are as in `__call__`."""
         tokens, h, hidden = streams.shape
         embeddings = ops.all_gather(rows).reshape(tokens, -1)
         projected = self.kv_proj(round_to(embeddings, streams.dtype))
         key = projected[:, : h * hidden].astype(jnp.float32).reshape(streams.shape)
         x = streams.astype(jnp.float32)
-        # Streams and keys are normed for each stream. The weights of both norms count only as a product.
+        # Each stream and its key are normed separately. Only the product of the two norms' weights counts.
         weight = self.q_weight[...] * self.k_weight[...]
         scale = _inverse_rms(x, self.config.rms_norm_eps) * _inverse_rms(key, self.config.rms_norm_eps)
         dot = jnp.sum(x * weight[None] * key, axis=-1) * scale * hidden**-0.5
@@ -120,14 +120,14 @@ def look_up_ahead(
       (x, {index of a layer: [T, rows, head_dim], argument `rows` of its Engram}).
     """
     looked_up = {}
-    # The last layer's look-up starts first, so that a pair of start and end lies within another pair or apart from it.
-    # XLA then records a step as few CUDA graphs: a graph is divided where two pairs are interleaved.
+    # The last layer's look-up starts first, so that any two look-ups are nested or apart. XLA then records a step as
+    # few CUDA graphs: a graph is divided where the starts and ends of two look-ups are interleaved.
     for layer in sorted(modules, reverse=True):
         with jax.named_scope("engram"):
             row_ids = modules[layer].row_ids(ngrams)
             table = modules[layer].embedding.get_value()
-            # XLA starts an operation of another stream once its inputs exist. With the barrier, they exist before the
-            # layers. Otherwise XLA would compute row ids where the rows are used, and start the look-up there.
+            # XLA starts an operation of another stream once its inputs exist. With the barrier, the inputs exist before
+            # layers run. Otherwise XLA would compute row ids where the rows are used, and start the look-up there.
             (x, ngrams), _ = jax.lax.optimization_barrier(((x, ngrams), jax.lax.stop_gradient((row_ids, table))))
             looked_up[layer] = look_up_on_stream(table, row_ids)
     return x, looked_up
@@ -146,7 +146,7 @@ def look_up_on_stream(table: Any, rows: Int[Array, "T n"]) -> Float[Array, "T n 
         without_calls,
         compute_type="gpu_stream:1",
         out_memory_spaces=jax.memory.Space.Device,
-        compiler_options={"force_earliest_schedule": True},  # for the scheduler that XLA has for several devices
+        compiler_options={"force_earliest_schedule": True},  # read by XLA's scheduler for several devices
     )
     return jax.lax.platform_dependent(table, rows, cuda=on_stream, default=look_up)
 
@@ -156,7 +156,7 @@ def look_up(table: Any, rows: Int[Array, "T n"]) -> Float[Array, "T n d"]:
 
     Args:
       table: array, or QuantizedWeight of the kind "FP8_ROWS". It may be a stack of a single table, [1, R, d], as in a
-        `LayerLoop`. Rows are read from the stack, because XLA could copy a table out of it.
+        `LayerLoop`. XLA could copy the table out of the stack, so rows are read from the stack.
       rows: [T, n] int32, in [0, R).
     """
     gathered = jax.tree.map(lambda x: x.at[(0,) * (x.ndim - 2) + (rows,)].get(mode="clip"), table)

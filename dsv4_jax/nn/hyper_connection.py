@@ -1,8 +1,8 @@
 """Manifold-constrained hyper-connections (mHC), whose residual is `hc_mult` parallel streams.
 
 Before a block, attention or MoE, the pre-mapping collapses the streams into one vector. After the block, the
-post-mapping adds its output to each stream, and mixes the streams by a doubly stochastic matrix. The mixing weights are
-functions of the streams (section 2.2 of the DeepSeek-V4 report). All computations are in float32.
+post-mapping adds the block's output to each stream, and mixes the streams by a doubly stochastic matrix. The mixing
+weights are functions of the streams (section 2.2 of the DeepSeek-V4 report). All computations are in float32.
 
 The post-mapping of a block and the pre-mapping of the next one are a single op, `ops.hyper_connections`. So between two
 blocks, the output of the earlier one is not merged into the streams yet.
@@ -25,13 +25,13 @@ from dsv4_jax.ops.hyper_connections import apply_post, apply_pre, mixing_weights
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ResidualStreams:
-    """The residual streams between blocks, with the last block's output that is not merged into them yet.
+    """The residual streams between two blocks, with the earlier block's output that is not merged into them yet.
 
     Attributes:
-      streams: [T, hc_mult, hidden] streams before the last block.
-      y: [T, hidden] output of the last block; on a mesh, this device's term of a sum. None: nothing is to be merged.
+      streams: [T, hc_mult, hidden] streams that entered the earlier block.
+      y: [T, hidden] output of the earlier block; on a mesh, this device's term of a sum. None: nothing is to be merged.
       mixing: [T, (2 + hc_mult) * hc_mult] float32 mixing weights to merge y with, see `ops.hyper_connections`; or None.
-        In V4.1 their `pre` collapses the merged streams, so they are needed without y, too.
+        In V4.1 the weights `pre` in it collapse the merged streams, so it is needed without y, too.
     """
 
     streams: Float[Array, "T h D"]
@@ -56,13 +56,13 @@ class ResidualStreams:
 
     @jax.named_scope("hyper_connections")
     def merged(self) -> Float[Array, "T h D"]:
-        """Returns the streams [T, hc_mult, hidden] with the last block's output merged."""
+        """Returns the streams [T, hc_mult, hidden] with the earlier block's output merged."""
         if self.y is None or self.mixing is None:
             return self.streams
         return apply_post(self.streams, ops.all_reduce(self.y), *split_mixing(self.mixing, self.streams.shape[1]))
 
     def add(self, update: Callable[[Float[Array, "T h D"]], Float[Array, "T h D"]]) -> "ResidualStreams":
-        """Returns the residual of `update(streams)`, for the streams with the last block's output merged.
+        """Returns the residual of `update(streams)`, for the streams with the earlier block's output merged.
 
         The result keeps the mixing weights, whose `pre` collapses the streams in V4.1.
         """
@@ -70,7 +70,7 @@ class ResidualStreams:
 
     @jax.named_scope("hyper_connections")
     def collapsed(self) -> tuple[Float[Array, "T D"], Float[Array, "T h D"]]:
-        """Returns (streams collapsed by the last block's weights `pre` [T, hidden], the merged streams), as in V4.1."""
+        """Returns (merged streams collapsed by the weights `pre` in `mixing` [T, hidden], the merged streams)."""
         assert self.mixing is not None
         streams = self.merged()
         return apply_pre(streams, self.mixing), streams
@@ -94,10 +94,10 @@ class HyperConnection(nnx.Module):
 
     @jax.named_scope("hyper_connections")
     def pre(self, residual: ResidualStreams, norm: RMSNorm) -> tuple[Float[Array, "T D"], ResidualStreams]:
-        """Merges the last block's output into the streams, and collapses them to this block's input.
+        """Merges the preceding block's output into the streams, and collapses them to this block's input.
 
         Args:
-          residual: the residual between the last block and this one.
+          residual: the residual between the preceding block and this one.
           norm: norm of the collapsed streams.
 
         Returns:
@@ -114,7 +114,7 @@ class HyperConnection(nnx.Module):
 
 
 class HyperHead(nnx.Module):
-    """Collapses the h = hc_mult streams after the last layer. It has the mixing weights `pre` only.
+    """Collapses the h = hc_mult streams after the last layer. Of the mixing weights it uses `pre` only.
 
     Attributes:
       hc_fn: [h, h * hidden] float32 projection of the streams to the logits of `pre`.
@@ -131,7 +131,7 @@ class HyperHead(nnx.Module):
 
     @jax.named_scope("hyper_connections")
     def pre(self, residual: ResidualStreams, norm: RMSNorm) -> tuple[Float[Array, "T D"], Float[Array, "T h D"]]:
-        """Merges the last block's output into the streams, and collapses them.
+        """Merges the final block's output into the streams, and collapses them.
 
         Returns (collapsed streams after `norm`, the input of the model's head [T, hidden]; the streams [T, h, hidden]).
         """

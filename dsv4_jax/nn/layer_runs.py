@@ -39,7 +39,7 @@ def find_runs(forms: Sequence[tuple[Hashable, Sequence[int | None]]], start: int
     count as equal in three cases:
 
     * Both are None.
-    * Both are the same layer, which lies before the run.
+    * Both are the same layer, which precedes the run.
     * They are one period apart, and each lies in the same repeat of the period as the layer that reads from it.
 
     Args:
@@ -54,7 +54,7 @@ def find_runs(forms: Sequence[tuple[Hashable, Sequence[int | None]]], start: int
     stop = start + len(forms)
 
     def equal(first: int, period: int, layer: int) -> bool:
-        """Returns whether a layer can repeat the one a period before it, in a run that begins at `first`."""
+        """Returns whether a layer can repeat the layer one period earlier, in a run that begins at `first`."""
         form, sources = forms[layer - start]
         earlier_form, earlier_sources = forms[layer - period - start]
         return form == earlier_form and all(
@@ -63,7 +63,7 @@ def find_runs(forms: Sequence[tuple[Hashable, Sequence[int | None]]], start: int
         )
 
     def is_same(source: int | None, earlier: int | None, first: int, period: int, layer: int) -> bool:
-        """Returns whether a layer's source counts as equal to `earlier`, the source of the layer a period before."""
+        """Returns whether a layer's source counts as equal to `earlier`, the source of the layer one period earlier."""
         if source is None or earlier is None:
             return source == earlier
         if source == earlier:

@@ -20,8 +20,8 @@ from dsv4_jax.nn.layers import StackedRngs
 from dsv4_jax.quant import LayerSlice
 
 
-# The values that a step recorded. An item is for layers with stacked parameters: (indices of the layers, {name in
-# `block.RECORDED`: array [layers, ...]}).
+# A `Recorded` lists the values that a step recorded. Each item is for layers with stacked parameters: (indices of these
+# layers, {name in `block.RECORDED`: array [layers, ...]}).
 Recorded = list[tuple[tuple[int, ...], dict[str, Shaped[Array, "..."]]]]
 
 
@@ -125,7 +125,7 @@ class LayerStack(nnx.Module):
     Attributes:
       start: index of the first layer (static).
       remat: whether a backward pass keeps only the inputs of each period of layers and computes other values again
-        (`jax.checkpoint`). It is False, and can be set to True (static).
+        (`jax.checkpoint`). It is False at first, and can be set to True (static).
       loops: LayerLoop of each run.
     """
 
@@ -234,9 +234,9 @@ def _form(config, layer):
 
 
 def _tap_rows(tap_layers, layers):
-    """Returns the row of the taps that gets the input streams of each layer, which are the output of the layer before.
+    """Returns for each layer the row of the taps that gets the layer's input streams, the preceding layer's output.
 
-    The row is past the end for a layer whose input is no tap. Returns None if this is so for all layers.
+    The row is past the end for a layer whose input is not a tap. Returns None if this is so for all layers.
     """
     rows = [tap_layers.index(layer - 1) if layer - 1 in tap_layers else len(tap_layers) for layer in layers]
     return None if set(rows) == {len(tap_layers)} else jnp.array(rows, jnp.int32)

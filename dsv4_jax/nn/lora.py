@@ -1,7 +1,7 @@
 """Adapters of low rank (LoRA): small matrices that are trained beside frozen maps, which may be quantized.
 
 The weight of a map with adapter i is `W + scale_i * up_i @ down_i`. All adapters of a model are stored together, so
-that the tokens of one batch may use different ones. `merge_adapter` adds one of them to the weights.
+that the tokens of one batch may use different ones. `merge_adapter` adds one adapter's product to the weights.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from dsv4_jax.nn.shardings import parameter_sharding
 from dsv4_jax.quant import round_to
 
 
-# Attributes of a `DecoderLayer` that hold its linear maps, outside the compressors and the routed experts.
+# These attributes of a `DecoderLayer` hold its linear maps, except those of compressors and routed experts.
 _MAPS = {
     "self_attn": ("input_projections", "latent_projections", "o_a_proj", "o_b_proj"),
     "mlp.shared_experts": ("gate_up_proj", "down_proj"),
@@ -144,7 +144,7 @@ def add_adapters(
     rngs: nnx.Rngs | None = None,
     place: bool = True,
 ) -> None:
-    """Puts adapters beside linear maps of all layers of a model.
+    """Attaches adapters to linear maps of all layers of a model.
 
     A batch uses an adapter only if it says so (`Batch.with_adapter`, or `adapter=` of a request). Train adapters with
     `nnx.Optimizer(model, .., wrt=nnx.LoRAParam)` and `nnx.grad(.., argnums=nnx.DiffState(0, nnx.LoRAParam))`: the other
@@ -162,8 +162,8 @@ def add_adapters(
       place: whether to call `place_adapters`; False if the caller first writes values to the adapters.
 
     Raises:
-      TypeError: a name is no text, `targets` is text, or `rank` or a scale has a wrong type.
-      ValueError: the model has adapters already, names are empty or not different, no layer has a target, or `rank` or
+      TypeError: a name is not text, `targets` is text, or `rank` or a scale has a wrong type.
+      ValueError: the model has adapters already, names are missing or repeated, no layer has a target, or `rank` or
         `scales` are wrong.
     """
     if isinstance(names, str) or not all(isinstance(name, str) for name in names) or isinstance(targets, str):

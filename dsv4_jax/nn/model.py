@@ -28,7 +28,7 @@ from dsv4_jax.ops import all_gather
 from dsv4_jax.quant import round_to
 
 
-# {class of `DSV4Config.drafts`: class of the draft layers' module}.
+# `_DRAFTS` maps the class of `DSV4Config.drafts` to the class of the draft layers' module.
 _DRAFTS: dict[type[Any], type[Any]] = {MTPConfig: MTPDrafts, DSparkConfig: DSparkDrafts}
 
 
@@ -70,7 +70,7 @@ class DeepseekV4Model(nnx.Module):
         Raises:
           ValueError: the cache was made for another model, the batch was made for another cache, or the decisions of
             the batch were made for other tokens or another model.
-          TypeError: the model has Engram, and the cache is no KVCache.
+          TypeError: the model has Engram, and the cache is not a KVCache.
         """
         if isinstance(cache, KVCache):
             cache.schema.check_config(self.config)
@@ -173,7 +173,7 @@ class DeepseekV4ForCausalLM(nnx.Module):
         Padding tokens do not change the cache, and their rows of the result are unspecified.
 
         Args:
-          cache: the cache that the last step returned.
+          cache: the cache that the preceding step returned.
           batch: inputs of the step.
 
         Returns:
@@ -204,7 +204,7 @@ class DeepseekV4ForCausalLM(nnx.Module):
           is left out, for instance a layer that selects no entries.
 
         Raises:
-          ValueError: there is no value of a name, or no such layer.
+          ValueError: a name is not in `RECORDED`, or there is no such layer.
         """
         if unknown := sorted({*names} - {*RECORDED}):
             raise ValueError(f"names={unknown} are not recorded; known: {', '.join(RECORDED)}")
@@ -238,7 +238,7 @@ class DeepseekV4ForCausalLM(nnx.Module):
 
         Args:
           cache, batch: as in `__call__`.
-          names: names of the fields of `Decisions` to return. The others are None.
+          names: names of the fields of `Decisions` to return. The other fields are None.
 
         Returns:
           (hidden states [T, hidden]; inputs of the draft layers [T, n, hidden]; Decisions [T, ...]; the updated cache).

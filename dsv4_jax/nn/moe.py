@@ -19,10 +19,10 @@ class HashTable(nnx.Variable):
 
 
 class Router(nnx.Module):
-    """Scores the E experts, and selects k of them for each token. The weights of these are their normalized scores.
+    """Scores the E experts, and selects and weights k of them for each token. Weights are normalized scores.
 
-    The experts are those with the largest `score + bias`, or in hash layers those that a table lists for the token id.
-    Parts of images have a bias of their own, in hash layers too.
+    The k experts have the largest `score + bias`, or in hash layers are listed for the token id in a table. Parts of
+    images have a bias of their own, in hash layers too.
 
     Attributes:
       weight: [E, hidden] float32 projection to the logits.
@@ -156,7 +156,7 @@ class Experts(nnx.Module):
         Args:
           x: [T, hidden] normed input of the MoE.
           routing: experts in [0, E), or -1, and their weights.
-          shared: matrices of the shared expert, see `MLP.matrices`, to add its output, too; or None.
+          shared: matrices of the shared expert, see `MLP.matrices`, whose output is added, too; None = none is added.
 
         Returns:
           [T, hidden] float32 sum; with `shared`, rounded to the dtype of x. On a mesh it is this device's term of a

@@ -19,7 +19,7 @@ from dsv4_jax.quant import round_to
 
 
 class MTPDrafts(DraftLayers):
-    """Drafts token after token with one layer, from the model's last streams and the next token's embedding.
+    """Drafts token after token with one layer, from the model's final streams and the next token's embedding.
 
     Methods use the embedding and the head of their argument `model`.
 
@@ -63,7 +63,7 @@ class MTPDrafts(DraftLayers):
         Args:
           model: the model; its `embed` is called.
           streams: [T, hc_mult, hidden] residual streams at the positions of the batch. For the first draft, these are
-            the streams of the model; for later drafts, the streams that this method returned for the position before.
+            the streams of the model; for later drafts, those that this method returned for the preceding position.
           cache: the cache; the layer's window rows at the positions of the batch are written.
           batch: T tokens. `token_ids[i]` is the token *after* position `positions[i]`.
 
@@ -71,7 +71,7 @@ class MTPDrafts(DraftLayers):
           (hidden states [T, hidden], for the model's `logits`; streams [T, hc_mult, hidden] after the layer; the
           updated cache).
         """
-        # Without the barrier, XLA would dequantize weights once before a loop that calls this, and hold the values.
+        # Without the barrier, XLA would dequantize weights before a loop that calls this method, and hold the values.
         drafts, streams = jax.lax.optimization_barrier((self, streams))
         residual, cache = drafts.run_layers(drafts.join(streams, model.embed(batch)), cache, batch)
         return *drafts.hc_head.pre(residual, drafts.norm), cache
@@ -100,7 +100,7 @@ class MTPDrafts(DraftLayers):
         draw: Draw,
         count: int,
     ) -> tuple[Int[Array, "n {count}"], Float[Array, "n {count} V"], None, KVCache]:
-        """Drafts one token after another, each from the streams of the pass before.
+        """Drafts one token after another, each from the streams of the preceding pass.
 
         Args:
           model, streams, cache, batch, draw, count: as in `decode.drafts.Drafts.draft`.
@@ -117,8 +117,8 @@ class MTPDrafts(DraftLayers):
             positions = jnp.where(batch.positions >= 0, batch.positions + 1, -1)
             return (streams, dataclasses.replace(batch, token_ids=tokens, positions=positions), cache), (tokens, logits)
 
-        # At position p the layer reads the streams of p and the token at p + 1. `batch` has this token at its own
-        # position, p + 1, so its positions are lowered by one.
+        # At position p the layer reads the streams of p and the token at p + 1. `batch` lists this token at position
+        # p + 1, so the positions are lowered by one.
         before = dataclasses.replace(batch, positions=jnp.maximum(batch.positions - 1, -1))
         (*_, cache), (tokens, logits) = jax.lax.scan(draft_one, (streams, before, cache), length=count)
         return tokens.T, logits.swapaxes(0, 1), None, cache

@@ -43,7 +43,7 @@ class ParameterView:
 
     @property
     def num_layer_axes(self) -> int:
-        """The number of the variable's leading axes, of layers or maps, that the parameter lacks."""
+        """The number of leading axes, of layers or maps, that the variable has and the parameter lacks."""
         return sum(not isinstance(place, slice) for place in self.index)
 
     def get_value(self) -> Array | QuantizedWeight:

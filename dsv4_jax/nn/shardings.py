@@ -64,9 +64,9 @@ def check_blocks(name: str, shape: tuple[int, ...], kind: QuantizedKind, where: 
 
     Args:
       name: path of the weight, for the message.
-      shape: shape [..., out, in] of its values.
-      kind: its storage.
-      where: its sharding.
+      shape: shape [..., out, in] of the weight's values.
+      kind: the weight's storage.
+      where: the weight's sharding.
     """
     both = zip(("rows", "columns"), shape[-2:], where.shard_shape(shape)[-2:], BLOCKS[kind], strict=True)
     for what, size, part, block in both:

@@ -14,7 +14,7 @@ from dsv4_jax.quant import round_to
 from pallas_kernels.all_reduce import MAX_VALUES, all_reduce as all_reduce_kernel
 
 
-# The table of mailbox addresses that programs use if they are traced in this context, see `with_mailboxes`.
+# Programs that are traced in this context use this table of mailbox addresses, see `with_mailboxes`.
 _mailboxes: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("mailboxes", default=None)
 
 

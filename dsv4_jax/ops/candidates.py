@@ -31,8 +31,8 @@ def candidate_blocks(
     tokens, entries = scores.shape
     blocks = (lengths + block_size - 1) // block_size
     entry = jnp.arange(entries, dtype=jnp.int32)[None, :]
-    # The newest block scores inf, but not on a device that holds other entries. XLA fuses all of this into the loop of
-    # the maximum, so that scores are read once.
+    # The newest block scores inf, but not on a device that holds other entries. XLA fuses all these operations into the
+    # loop of the maximum, so that scores are read once.
     is_newest = (entry >= (blocks[:, None] - 1) * block_size) & (scores > -jnp.inf)
     scores = jnp.where(is_newest, jnp.inf, scores)
     scores = jnp.where(entry < lengths[:, None], scores, -jnp.inf)

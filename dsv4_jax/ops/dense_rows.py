@@ -22,7 +22,7 @@ from pallas_kernels.sparse_attention import DenseRows
 class _Runs:
     """The runs of a call. A run is the consecutive tokens of one request.
 
-    Arrays have a row for each of R = `max_runs` runs. Rows behind the call's actual runs have slot -1.
+    Arrays [R] have room for R = `max_runs` runs. Rows without a run have slot -1.
     """
 
     real: Array  # [T] bool, False for padding
@@ -32,11 +32,11 @@ class _Runs:
     first_token: Array  # [R] index of the run's first token
     slot: Array  # [R] slot of the run's request
     past: Array  # [R, window - 1] positions before the run's first token; negative = none
-    past_rows: Rows  # cached rows at these positions
+    past_rows: Rows  # cached rows at the positions `past`
 
 
 def max_runs(window: SWAView, tokens: int) -> int:
-    """Returns the maximum number of requests in a call with `tokens` tokens: one per token, and one per slot."""
+    """Returns the maximum number of requests in a call: `tokens` or the number of slots, whichever is less."""
     return min(tokens, jax.tree.leaves(window.rows)[0].shape[1])
 
 
@@ -115,9 +115,9 @@ def ring_of_call(
     tokens = slots.shape[0]
     before = window.window - 1
     runs = _find_runs(window, slots, positions)
-    # In the ring, the rows of each run come after the rows of its past window, of which there are `before`.
+    # In the ring, `before` rows of a run's past window precede the rows of the run itself.
     own_rows = jnp.arange(tokens, dtype=jnp.int32) + before * (runs.index + 1)
-    count = tokens + runs.past.size  # number of rows; a row with this index is dropped below
+    count = tokens + runs.past.size  # number of rows; writes to the index `count` are dropped below
     first_row = jnp.where(runs.first_token >= 0, take(own_rows, runs.first_token), -1)
     past_row = first_row[:, None] - jnp.arange(before, 0, -1, dtype=jnp.int32)[None, :]
     past_row = jnp.where(runs.past >= 0, past_row, count)

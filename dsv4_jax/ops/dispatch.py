@@ -25,8 +25,8 @@ from pallas_kernels.runtime.hardware import why_no_mosaic_gpu
 KNOWN = ("xla", "mosaic_gpu", "interpret")
 REQUIRE_KERNELS = "DSV4_JAX_REQUIRE_KERNELS"
 logger = logging.getLogger("dsv4_jax.ops")
-# The name that `use_implementation` set. As a JAX user context it is part of the key by which jit finds a trace, so a
-# function that was traced for one implementation is traced again for another.
+# This holds the name that `use_implementation` set. As a JAX user context, the name is part of the key by which jit
+# finds a trace, so a function that was traced for one implementation is traced again for another.
 _default = jax.make_user_context(default_value=None)
 
 

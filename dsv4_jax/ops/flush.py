@@ -1,9 +1,9 @@
 """Compression of tokens to entries: every window of `rate` tokens is pooled to one quantized entry when it is complete.
 
 `flush` also stores the tokens' projections as state rows, for windows that a later call completes. It consists of two
-halves, which a GPU runs in one launch. Models that make index keys from the pooled vectors call the halves.
-`pool_windows` stores state rows, and pools and norms complete windows. `write_entries` rotates, quantizes and stores
-the pooled vectors.
+halves, which a GPU runs in one launch. `pool_windows` stores state rows, and pools and norms complete windows.
+`write_entries` rotates, quantizes and stores the pooled vectors. Models that make index keys from the pooled vectors
+call the two halves separately.
 """
 
 import dataclasses

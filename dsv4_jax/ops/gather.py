@@ -102,8 +102,8 @@ def gather_swa_kv(
     Args:
       view: the layer's rings.
       slots, positions: [T] int32 request slots and absolute positions; -1 = padding.
-      new_kv: [T, D] window rows of the call's tokens, if the rings do not hold them yet, as in a prefill. They are
-        rounded as if they had been stored in the format and read. None: all rows come from the rings.
+      new_kv: [T, D] window rows of the call's tokens, if the rings do not hold them yet, as in a prefill. These rows
+        are rounded as if they had been stored in the rings' format. None: all rows come from the rings.
       dtype: dtype of the result.
       implementation: as in `gather_compressed_kv`. The kernel does not take `new_kv`.
 
@@ -138,5 +138,5 @@ def window_rows(view, slots, positions, tokens, starts, new_kv, dtype):
 
 
 def _mask(kv, valid):
-    # `where` instead of a product with the mask, because rows that were never written may hold NaN.
+    # Rows that were never written may hold NaN, which a product with the mask would keep.
     return jnp.where(valid[..., None], kv, jnp.zeros((), kv.dtype)), valid

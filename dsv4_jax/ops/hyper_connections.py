@@ -24,8 +24,8 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 class HyperConnectionWeights:
     """The parameters of a hyper-connection. Arrays are float32, or each is a `LayerSlice` of a float32 array.
 
-    The mixing weights of a token are `pre` [h], `post` [h] and `comb` [h, h]. They are functions of its h streams of D
-    channels. The model's head has `pre` only.
+    The mixing weights of a token are `pre` [h], `post` [h] and `comb` [h, h]. They are functions of the token's h
+    streams of D channels. The model's head has `pre` only.
 
     Attributes:
       fn: [m, h * D] projection of the streams to the m logits of the mixing weights; m = (2 + h) * h, or h in the head.
@@ -34,8 +34,8 @@ class HyperConnectionWeights:
       norm_eps: constant added to mean squares, in the norm of the streams and in the norm of the collapsed streams.
       hc_eps: constant added to `pre`, to the softmax of `comb`, and to the sums by which Sinkhorn iterations divide.
       iterations: number of Sinkhorn iterations that make `comb` doubly stochastic, at least 1.
-      delays_pre: whether the streams are collapsed by the weights `pre` of the block before, as in V4.1. The weights
-        `pre` that are computed here then collapse the streams before the next block.
+      delays_pre: whether the streams are collapsed by the weights `pre` of the preceding block, as in V4.1. The weights
+        `pre` that are computed here then collapse the streams for the following block.
     """
 
     fn: Any
@@ -66,10 +66,10 @@ def hyper_connections(
       streams: [T, h, D] residual streams before the block.
       weights: parameters of the next block's hyper-connection, or of the head.
       norm_weight: [D] float32 weight of the norm; an array or a `LayerSlice`.
-      y: [T, D] output of the block. On a mesh, it is this device's term of a sum over the axis "model". None: there is
-        no block before, and the streams do not change.
-      mixing: [T, (2 + h) * h] float32 mixing weights that the call before the block returned; required with y, and if
-        `weights.delays_pre` is True. Without y only its weights `pre` are used.
+      y: [T, D] output of the block. On a mesh, it is this device's term of a sum over the axis "model". None: no block
+        precedes, and the streams do not change.
+      mixing: [T, (2 + h) * h] float32 mixing weights that the preceding call of this op returned; required with y, and
+        if `weights.delays_pre` is True. Without y only the weights `pre` in it are used.
       implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take streams in bfloat16, with h = 4 and D
         a multiple of 1024 up to 7168.
 

@@ -18,7 +18,7 @@ from pallas_kernels.indexer_scores.round_index_query import round_index_query
 from pallas_kernels.runtime.checks import check_rules
 
 
-# The number of tokens that XLA scores at a time. It bounds memory, because each token gathers a copy of all its keys.
+# XLA scores this number of tokens at a time. This bounds memory, because each token gathers a copy of all its keys.
 QUERY_BLOCK = 16
 
 
@@ -74,7 +74,7 @@ def indexer_scores(
 
 
 def round_index_query_xla(codec, q, positions, inv_freq):
-    """Rotates index queries by RoPE and rounds them as `codec` rounds keys. Returns them in their dtype."""
+    """Rotates index queries by RoPE and rounds them as `codec` rounds keys. Returns queries in the dtype of q."""
     if inv_freq is not None:
         q = apply_rope_deterministic(q, jnp.maximum(positions, 0), inv_freq)
     return codec.round_query(q)

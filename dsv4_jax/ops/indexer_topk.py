@@ -43,5 +43,5 @@ def indexer_topk(
 def _order(scores):
     """Returns int32 keys that sort like float32 scores. Some devices compare subnormal floats as if they were 0."""
     bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
-    bits = jnp.where(bits == jnp.iinfo(jnp.int32).min, 0, bits)  # -0
+    bits = jnp.where(bits == jnp.iinfo(jnp.int32).min, 0, bits)  # -0 becomes 0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

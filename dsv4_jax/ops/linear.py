@@ -16,8 +16,8 @@ from pallas_kernels.linear import LinearSpec as LinearSpec
 
 
 Matrix = Float[Array, "_ _"] | QuantizedWeight | LayerSlice
-# The minimum number of rows of a bfloat16 weight for the kernel. With fewer rows XLA is faster, because it multiplies
-# several weights of one input at once.
+# The kernel takes a bfloat16 weight with at least this number of rows. With fewer rows XLA is faster, because it
+# multiplies several weights of one input at once.
 MIN_ROWS = 1536
 
 
@@ -121,7 +121,7 @@ def _check(x, weights, spec, norm):
 def _fit_one_launch(x, weights):
     """Returns whether one kernel launch can multiply x by all weights.
 
-    It can for few tokens, and for FP8 weights of one kind, also together with bfloat16 weights.
+    One launch takes few tokens, and FP8 weights of one kind, also together with bfloat16 weights.
     """
     kinds = {weight.kind if isinstance(weight, QuantizedWeight) else weight.dtype for weight in layer_value(weights)}
     return (

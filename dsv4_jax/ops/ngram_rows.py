@@ -13,7 +13,7 @@ _MAX_INT64 = 2**63 - 1
 
 
 def hash_multipliers(config: EngramConfig, layer: int) -> tuple[int, ...]:
-    """Returns a layer's `max_ngram_size` odd multipliers: for a token's id, for the id of the token before, and so on.
+    """Returns a layer's `max_ngram_size` odd multipliers: for a token's id, for the preceding token's id, and so on.
 
     A product of a compressed id and a multiplier is less than 2**63.
     """
@@ -26,10 +26,10 @@ def ngram_rows(ids: Int[Array, "T n"], multipliers: Sequence[int], primes: Seque
     """Computes the table rows of the n-grams that end with each token.
 
     The hash of an n-gram is the exclusive or of the products of its ids and their multipliers. An n-gram has a row for
-    each head: the hash modulo the head's prime number, plus the sum of the primes before this one.
+    each head: the hash modulo the head's prime number, plus the sum of the preceding heads' primes.
 
     Args:
-      ids: [T, n] int32 compressed ids: the id of the token itself, of the token before it, and so on.
+      ids: [T, n] int32 compressed ids: the id of the token itself, of the preceding token, and so on.
       multipliers: n positive numbers; the products with ids are less than 2**63.
       primes: the numbers of rows for the heads of 2-grams, of 3-grams, and so on to n-grams, each less than 2**24.
 

@@ -18,8 +18,8 @@ class Routing(NamedTuple):
     Attributes:
       experts: [T, k] int32 experts of each token; -1 for padding tokens.
       weights: [T, k] float32 weights of these experts.
-      permutation: arrays of the router's kernel that group the pairs of a token and an expert by expert, for
-        `ops.experts`. None: `ops.experts` groups them itself.
+      permutation: arrays from the router's kernel that sort the (token, expert) pairs by expert, for `ops.experts`.
+        None: `ops.experts` sorts the pairs itself.
     """
 
     experts: Int[Array, "T k"]

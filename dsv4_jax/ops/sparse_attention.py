@@ -25,9 +25,10 @@ from pallas_kernels.sparse_attention import (
 )
 
 
-# The number of query tokens that XLA computes at a time. It bounds the memory for the rows that these tokens gather.
+# XLA computes this number of query tokens at a time. This bounds the memory for the rows that these tokens gather.
 QUERY_BLOCK = 32
-# The largest score of a token that sees no row. It is finite, so that the difference of two such values is not NaN.
+# This stands for the largest score of a token that sees no row. It is finite, so that the difference of two such values
+# is not NaN.
 LOWEST = -1e30
 
 
@@ -40,11 +41,11 @@ class PrefillConfig:
     """
 
     min_tokens: int = 128  # minimum number of tokens
-    # Maximum number of dequantized entries, by default 272 MB. A call makes room for all entries that its requests can
-    # have.
+    # A call may dequantize at most this number of entries, by default 272 MB. It makes room for all entries that its
+    # requests can have.
     max_rows: int = (1 << 18) + (1 << 12)
-    # Maximum number of dequantized entries per token of the call. With more, it takes longer to write the entries than
-    # the prefill kernel saves.
+    # A call may dequantize at most this number of entries per token of the call. With more, it takes longer to write
+    # the entries than the prefill kernel saves.
     max_rows_per_token: int = 512
 
     def takes(self, kv: AttentionKV, tokens: int) -> bool:
@@ -64,7 +65,7 @@ def _sparse_attention_kernel(q, sinks, kv, slots, positions, inv_freq, *, contex
     if prefill.takes(kv, tokens):
         rows = dense_rows(kv, slots, positions, implementation="interpret" if interpret else "mosaic_gpu")
         if context_parallel:
-            # A device has zeros for the entries that lie on other devices, so the sum gathers all entries.
+            # A device holds zeros for the entries that lie on other devices, so the sum gathers all entries.
             rows = dataclasses.replace(rows, entries=jax.lax.psum(rows.entries, MODEL_AXIS))
         padded = _pad_heads(q, HEADS), _pad_heads(stack, HEADS, axis=-1)
         out = prefill_attention(*padded, rows, kernel_freq, layer=layer, interpret=interpret)
@@ -109,8 +110,8 @@ def sparse_attention(
     kernel also requires a window of a multiple of 64 tokens. Kernels and "xla" differ in how they round the weights of
     the softmax, so that results differ by about one part in 2 ** 8.
 
-    The bits of a token's result depend on T and K, the number of its indices, or without indices on the width of the
-    block table. The bits never depend on other tokens.
+    The bits of a token's result depend on T, and on the number K of indices per token. Without indices, they depend on
+    the width of the block table instead of K. The bits never depend on the values of other tokens.
 
     Args:
       q: [T, H, D] queries after norm and RoPE, in the model's dtype.
@@ -119,8 +120,8 @@ def sparse_attention(
       slots, positions: [T] int32 request slots and absolute positions; -1 = padding.
       inv_freq: [P] float32, radians per token. The last 2 * P channels of the result are rotated back by the token's
         position, and rounded before and after (docs/dsv4.md 2.2). None: no rotation.
-      context_parallel: whether the entries are sharded over the mesh axis "model". Then q and sinks have only this
-        device's heads.
+      context_parallel: whether the entries are sharded over the mesh axis "model". Then q and sinks are those of
+        this device's heads.
       prefill: heuristics that decide whether to use the prefill kernel.
       implementation: None, "xla", "mosaic_gpu" or "interpret".
 

@@ -182,7 +182,7 @@ class StateView:
       gate: [layers, slots, ring, width] float32 pooling logits with the position bias; -inf where never written.
       layer: index on axis 0.
       compress_rate: number of tokens in a compression window.
-      overlap: whether an entry pools its own window and the one before it.
+      overlap: whether an entry pools its own window and the preceding one.
     """
 
     kv: Any

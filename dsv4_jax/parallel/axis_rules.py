@@ -7,8 +7,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from dsv4_jax.common.mesh_axes import DATA_AXIS, MODEL_AXIS
 
 
-# The mesh axes that shard each logical axis of a parameter, a cache pool or a step's input. Logical axes that are not
-# listed here are replicated.
+# `RULES` gives the mesh axes that shard each logical axis of a parameter, a cache pool or a step's input. Logical axes
+# that are not listed here are replicated.
 RULES = {
     "heads": (MODEL_AXIS,),  # query heads
     "groups": (MODEL_AXIS,),  # groups of heads with one output projection
@@ -23,8 +23,8 @@ RULES = {
 }
 
 
-# The logical axis of a dimension. None = replicated. A dimension with a tuple of logical axes is sharded over the mesh
-# axes of all of them. The mesh axes of the first logical axis are the outermost.
+# A `LogicalAxis` says how a dimension is sharded; None = replicated. A dimension with a tuple of logical axes is
+# sharded over the mesh axes of all of them. The mesh axes of the first logical axis are the outermost.
 LogicalAxis = str | tuple[str, ...] | None
 
 
@@ -51,12 +51,12 @@ def partition_spec(axes: Sequence[LogicalAxis], mesh: Mesh | AbstractMesh) -> Pa
 def named_sharding(axes: Sequence[LogicalAxis], mesh: Mesh | AbstractMesh, ndim: int = 0) -> NamedSharding:
     """Returns the NamedSharding of an array whose first dimensions have these logical axes, see `partition_spec`.
 
-    Its spec names all dimensions, like those of a program's results. With a shorter one, a program that takes arrays of
-    both kinds is compiled twice.
+    The result's spec names all dimensions, as the specs of a program's results do. With a shorter spec, a program that
+    takes arrays of both kinds would be compiled twice.
 
     Args:
-      axes: logical axes of the first dimensions. The others are not sharded.
+      axes: logical axes of the first dimensions. The other dimensions are not sharded.
       mesh: the mesh.
-      ndim: number of dimensions of the array, at least that of the axes; 0 = that of the axes.
+      ndim: number of dimensions of the array, at least the number of `axes`; 0 = the number of `axes`.
     """
     return NamedSharding(mesh, partition_spec((*axes, *[None] * (ndim - len(axes))), mesh))

@@ -1,7 +1,7 @@
 """Peer-writable buffers ("mailboxes") through which the GPUs of a mesh exchange the terms of `ops.all_reduce`.
 
 A GPU's mailbox is an array that no program takes as an argument, so XLA never moves, copies or frees it. Programs get
-its address from a small table, which is an ordinary argument.
+the mailbox's address from a small table, which is an ordinary argument.
 """
 
 import ctypes
@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 def make_mailboxes(mesh: Mesh) -> UInt32[Array, "..."] | None:
     """Makes the table of mailboxes for `ops.with_mailboxes`.
 
-    Each GPU along the "model" axis has one mailbox. Meshes of the process with the same GPUs in this axis share it.
+    Each GPU along the "model" axis has one mailbox, which all meshes of the process with the same GPUs in this axis
+    share.
 
     Returns:
       [*sizes of the mesh's axes, 4] uint32, sharded over all axes. A device's row holds two 64-bit numbers, each as

@@ -11,8 +11,8 @@ def lost_process_named() -> Iterator[None]:
     """Explains a failure of JAX's runtime in the body of the `with` statement, if several processes run one program.
 
     Raises:
-      RuntimeError: the body raised JaxRuntimeError and there are several processes. The message has the index of this
-        process and JAX's message.
+      RuntimeError: the body raised JaxRuntimeError and there are several processes. The message contains the index of
+        this process and JAX's message.
       jax.errors.JaxRuntimeError: the body raised it and there is one process.
     """
     try:

@@ -67,7 +67,7 @@ def check_within_shard_map(what: str, tree: Any) -> None:
 def sharded_rows(function: Callable[..., Any], *, placed: int = 0) -> Callable[..., Any]:
     """Decorates a function so that it runs under `jax.shard_map`, with axis 0 of all arrays sharded over "data".
 
-    Without a mesh it runs as it is.
+    Without a mesh the function runs unchanged.
 
     Args:
       function: function of pytrees of arrays that returns a pytree of arrays. Axis 0 of each array is sharded; scalars

@@ -1,6 +1,7 @@
 """Codecs: objects that encode window rows, compressed entries and indexer keys for the KV cache, and decode them.
 
-A codec has the widths of its rows. The pools of the cache are allocated by its `struct`, and kernels take its `layout`.
+A codec knows the widths of its rows. The cache's pools are allocated by the codec's `struct`, and kernels take its
+`layout`.
 
 FP8 and FP4 codes and 8-bit scales are stored as uint8 bits, because XLA on CPU would upcast a whole pool of FP8 around
 a scatter. Except in the format "v41", the dims of a row that RoPE rotates are not quantized below bfloat16
@@ -136,7 +137,7 @@ class FP8Rows(RowCodec):
         for the row.
 
     Raises:
-      ValueError: `nope_dim` is not a positive multiple of `scale_block`, or of 1 without one.
+      ValueError: `nope_dim` is not positive, or not a multiple of `scale_block` if this is set.
     """
 
     scale_block: int | None
@@ -238,7 +239,7 @@ class KeyCodec(abc.ABC):
 
     @property
     def struct(self) -> IndexRows:
-        """The shapes and dtypes of one stored key, as IndexRows of `jax.ShapeDtypeStruct`; by default `layout`'s."""
+        """The shapes and dtypes of one stored key, as IndexRows of structs; by default those of `layout`."""
         return IndexRows(*_structs(quantized(self.layout).columns))
 
     @abc.abstractmethod
@@ -250,7 +251,7 @@ class KeyCodec(abc.ABC):
         """Decodes keys to [..., Di] float32. If `encode` rotates keys (by a Hadamard matrix), they remain rotated."""
 
     def round_query(self, q: Float[Array, "*rows Di"]) -> Float[Array, "*rows Di"]:
-        """Encodes and decodes queries [..., Di] like keys, and returns them in their dtype (docs/dsv4.md 4).
+        """Encodes and decodes queries [..., Di] like keys, and returns them in the dtype of q (docs/dsv4.md 4).
 
         The gradient is that of the codec's rotation, without the rounding.
         """

@@ -102,7 +102,7 @@ class PlainFormat(KVFormat):
       dtype: dtype of the stored values, float32 or bfloat16.
 
     Raises:
-      ValueError: `dtype` is another one.
+      ValueError: `dtype` is neither float32 nor bfloat16.
     """
 
     name: ClassVar[str] = "plain"

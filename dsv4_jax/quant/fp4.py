@@ -131,7 +131,7 @@ def decode_nvfp4(
 
     Args:
       packed, scale: as returned by the encoder.
-      global_scale: as given to it.
+      global_scale: as given to the encoder.
     """
     return _decode(packed, decode_e4m3(scale) * jnp.float32(global_scale), NVFP4_GROUP)
 

@@ -12,8 +12,8 @@ from pallas_kernels.formats import exact_math
 def round_to(x: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
     """Rounds values to a float dtype, ties to even.
 
-    XLA may drop a pair of casts f32 -> bf16 -> f32, and the rounding with it. It never drops the `reduce_precision`
-    that is used here (docs/dsv4.md 7.5).
+    XLA may drop a pair of casts f32 -> bf16 -> f32, and the rounding with it. XLA never drops the operation that is
+    used here, `reduce_precision` (docs/dsv4.md 7.5).
 
     Args:
       x: float32 values, or values that have the dtype already.

@@ -18,8 +18,8 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 type QuantizedKind = Literal["FP8", "FP8_32", "FP8_ROWS", "FP4"]
 
-WEIGHT_BLOCK = 128  # rows and columns of the largest block; it is a multiple of all others
-# {kind: (rows, columns) of the blocks of values that share a scale}.
+WEIGHT_BLOCK = 128  # rows and columns of the largest block, a multiple of those of all other blocks
+# `BLOCKS` maps each kind to (rows, columns) of its blocks of values that share a scale.
 BLOCKS: dict[QuantizedKind, tuple[int, int]] = {
     "FP8": (WEIGHT_BLOCK, WEIGHT_BLOCK), "FP8_32": (32, 32), "FP8_ROWS": (1, 32), "FP4": (1, MXFP4_BLOCK),
 }  # fmt: skip
@@ -30,8 +30,8 @@ class QuantizedWeight:
     """Quantized matrices, which a parameter may hold in the place of an array: `nnx.Param(QuantizedWeight(...))`.
 
     Kernels read the codes and scales of "FP8" and "FP4". Other code reads `parameter[...]`, or `parameter[i]` for
-    matrices of a stack; in the kinds whose blocks have one row, `i` may also index the rows of a matrix. All of these
-    dequantize exactly what they return, within the program that reads it.
+    matrices of a stack; in the kinds whose blocks have one row, `i` may also index the rows of a matrix. Such a read
+    dequantizes only the values that it returns, within the program that reads them.
 
     Attributes:
       codes: uint8 codes. "FP4": [..., out, in / 2] pairs of E2M1 codes, with the even input channel in the low nibble.
@@ -53,8 +53,8 @@ class QuantizedWeight:
         """Quantizes matrices, as files of the release's storage hold them.
 
         A scale is the smallest power of two with which the largest value of its block does not overflow, and 1 for a
-        block of zeros. Values are rounded to nearest, ties to even. NumPy computes NumPy's arrays, on the host. JAX
-        computes all others, to the same bytes unless values are subnormal.
+        block of zeros. Values are rounded to nearest, ties to even. NumPy arrays are quantized by NumPy, on the host,
+        and all other arrays by JAX, to the same bytes unless values are subnormal.
 
         Args:
           values: [..., out, in] finite values, float32 or bfloat16.

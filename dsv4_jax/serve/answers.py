@@ -27,14 +27,14 @@ from dsv4_jax.serve.service import Service
 
 
 _log = logging.getLogger("dsv4_jax.serve")
-# The maximum number of log-probabilities in an answer. Each takes some hundred bytes of memory until it is sent.
+# An answer may have at most this number of log-probabilities. Each takes some hundred bytes of memory until it is sent.
 _MAX_LOGPROBS = 2**21
 _SAMPLING_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
 _KEEP_ALIVE_SECONDS = 10.0  # a stream sends something at least this often, because proxies close silent connections
 
 
 class EventStream(StreamingResponse):
-    """A response that sends an answer as server-sent events. Cancels its requests if the client disconnects."""
+    """A response that sends an answer as server-sent events. If the client disconnects, it cancels the requests."""
 
     def __init__(self, answer: "Answer"):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -77,7 +77,7 @@ class Answer:
         if body.stop and service.tokenizer is None:
             raise APIError(400, "the checkpoint has no tokenizer.json: use stop_token_ids", param="stop")
         self._grammar: Grammar | None = None
-        self._release_sampling: dict[str, float] = {}  # the release's values where the client gives none
+        self._release_sampling: dict[str, float] = {}  # the release's values, used where the client gives no value
         self._check(body.stop_token_ids or [0], "stop_token_ids")
         self._prompts = [self._check(ids, "prompt") for ids in self._encode()]
         self._limit = self._check_limit()
@@ -298,7 +298,7 @@ class OpenAIAnswer(Answer):
         # Only the first sample of each prompt counts. Later samples find the prompt's tokens that the first one cached.
         cached_tokens = sum(choice.cached_tokens for choice in self.choices[:: self._samples])
         return {
-            "prompt_tokens": prompt_tokens,  # the cached ones, too
+            "prompt_tokens": prompt_tokens,  # including the cached ones
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},

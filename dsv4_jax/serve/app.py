@@ -229,7 +229,7 @@ async def _read(request: Request, limit: int) -> bytes:
 
 
 async def _complete_or_cancel(request: Request, answer: Answer) -> Response:
-    """Waits for the complete answer and returns it. If the client disconnects first, cancels its requests."""
+    """Waits for the complete answer and returns it. If the client disconnects first, cancels the answer's requests."""
 
     async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -18,9 +18,9 @@ from dsv4_jax.engine.requests import FinishReason
 
 
 _log = logging.getLogger("dsv4_jax.serve")
-# The limit on events that are sent to clients: 4 at once, and 2.5 per millisecond. Sending an event holds the GIL for
-# 0.06 ms, and the engine needs the GIL for half of a short step. Tokens that a stream gets while it waits are sent in
-# one event: with 32 fast streams, the tokens of 13 ms.
+# At most 4 events are sent to clients at once, and 2.5 per millisecond. Sending an event holds the GIL for 0.06 ms, and
+# the engine needs the GIL for half of a short step. Tokens that a stream gets while it waits are sent in one event:
+# with 32 fast streams, the tokens of 13 ms.
 _EVENTS_AT_ONCE = 4
 _SECONDS_PER_EVENT = 4e-4
 
@@ -38,7 +38,7 @@ class Update:
       request: the request. The engine's thread may add further tokens to it, but does not change earlier ones. None if
         the request could not be added, was cancelled, or failed together with others, or if there is nothing to run.
       num_generated: number of new tokens that the request had at that time.
-      finish_reason: "stop", "length", "cancelled" or "error" in the last update, else None.
+      finish_reason: "stop", "length", "cancelled" or "error" in the final update, else None.
       error: the error that ended the request, or None.
     """
 
@@ -49,7 +49,7 @@ class Update:
     error: Exception | None = None
 
 
-type _Key = tuple["Generation", int]  # identifies a request: its Generation, and its index in it
+type _Key = tuple["Generation", int]  # identifies a request by its Generation and its index in this Generation
 
 
 class Generation:
@@ -72,8 +72,8 @@ class Generation:
     async def next_update(self, seconds: float) -> Update | None:
         """Waits up to `seconds` for the next update of any request. Returns None if there was none.
 
-        If a request has had several updates since the last call, only the newest is returned. So a slow caller does not
-        delay the engine. The last update of a request has a `finish_reason`.
+        If a request has had several updates since the preceding call, only the newest is returned. So a slow caller
+        does not delay the engine. The final update of a request has a `finish_reason`.
         """
         # A timer is cheaper than `asyncio.wait_for`, which matters because this runs for each event.
         timer = asyncio.get_running_loop().call_later(seconds, self._has_news.set)
@@ -109,7 +109,7 @@ class AsyncEngine:
 
     Attributes:
       engine: the engine; after `start` only its thread may call it.
-      metrics: metrics of the engine after its last step.
+      metrics: metrics of the engine after its newest step.
       capacity: maximum number of running and waiting requests.
       unfinished: current number of running and waiting requests.
       ready: whether the programs are compiled.
@@ -126,12 +126,12 @@ class AsyncEngine:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._running: dict[Request, _Key] = {}
-        # {first sample of a prompt: the other samples, which wait until the first one has read the prompt}.
+        # `_followers` maps the first sample of a prompt to the other samples, which wait until it has read the prompt.
         self._followers: dict[_Key, list[_Key]] = {}
         self._updates: list[tuple[_Key, Update]] = []
         self._stopping = False
-        # Used by the event loop's thread: updates of each request that wait to be handed over to Generations, the time
-        # of the next handover, and its timer.
+        # The event loop's thread uses these: updates of each request that wait to be handed over to Generations, the
+        # time of the next handover, and the timer of the handover.
         self._delivered: dict[_Key, list[Update]] = {}
         self._next_handover = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -154,8 +154,8 @@ class AsyncEngine:
     def submit(self, prompts: Sequence[np.ndarray], *, n: int = 1, seed: int, **params: Any) -> Generation:
         """Queues `n` requests for each prompt. Sample k of a prompt uses `seed + k`, as in `engine.search.n_best`.
 
-        With a prefix cache, the first sample reads the prompt before the others start, so that its full blocks are
-        computed once.
+        With a prefix cache, the first sample reads the prompt before the other samples start, so that the prompt's
+        full blocks are computed once.
 
         Args:
           prompts: arrays of token ids, which were checked already.
@@ -262,7 +262,7 @@ class AsyncEngine:
         for output in outputs:
             request = output.request
             key = self._running.get(request)
-            if key is None:  # cancelled, or ended by an error
+            if key is None:  # the request was cancelled, or ended by an error
                 continue
             if request.finish_reason is not None:
                 del self._running[request]
@@ -272,7 +272,7 @@ class AsyncEngine:
         _, index = key
         num_generated = 0 if request is None else request.num_generated
         self._updates.append((key, Update(index, request, num_generated, finish_reason, error)))
-        # The first update of a request means that it has read its prompt, or never will. So its followers can start.
+        # A request's first update means that the request has read its prompt, or never will. So followers can start.
         for follower in self._followers.pop(key, ()):
             self._add(follower)
 

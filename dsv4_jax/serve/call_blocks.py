@@ -83,7 +83,7 @@ class CallBlocks:
         return self._release()
 
     def finish(self) -> list[recipe.InferenceChunk]:
-        """Returns the chunks of tokens that are still held back. Call it after the last token."""
+        """Returns the chunks of tokens that are still held back. Call it after the answer's final token."""
         chunks = []
         while self._held:
             chunks += self._release()

@@ -27,8 +27,9 @@ _ASSISTANT = "<｜Assistant｜>"
 _THINK = "<think>"
 _RELEASE_TOKENS = ("<｜begin▁of▁sentence｜>", _END, "<｜User｜>", _ASSISTANT, _THINK, "</think>", CALL_TOKEN)
 _PARSED_CALL_TOKEN = "\0" + CALL_TOKEN  # the parser's name of CALL_TOKEN; no text contains this name
-# {reasoning effort of a request: name under which the encoding has April's prompt for it}. The encoding uses the names
-# of release 0731. April's release has the first two of 0731's three prompts, under other names.
+# `_APRIL_EFFORTS` maps the reasoning effort of a request to the name under which the encoding has April's prompt for
+# it. The encoding uses the names of release 0731. April's release has the first two of 0731's three prompts, under
+# other names.
 _APRIL_EFFORTS: Mapping[str | None, Any] = {"low": "low", "high": "low", "xhigh": "high", "max": "high"}
 _MAX_PAST_TOKENS = 2**22  # 16 MiB of token ids
 
@@ -58,7 +59,7 @@ class PastAnswer:
 class PastAnswers:
     """A store of answers with tool calls, by the id of their first call.
 
-    It holds up to `_MAX_PAST_TOKENS` tokens. Beyond that, the answers that were not used for longest are dropped.
+    It holds up to `_MAX_PAST_TOKENS` tokens. Beyond that, the least recently used answers are dropped.
     """
 
     def __init__(self):
@@ -67,7 +68,7 @@ class PastAnswers:
         self._lock = threading.Lock()
 
     def add(self, id: str, answer: PastAnswer) -> None:
-        """Adds an answer. `id` is the id of its first call, which the store must not have yet."""
+        """Adds an answer. `id` is the id of its first call; no stored answer may have the same id."""
         with self._lock:
             self._answers[id] = answer
             self._size += len(answer.tokens)
@@ -150,7 +151,7 @@ class Chat:
             message = json.loads(error.body)["error"]["message"]
             fields = (word for word in re.findall(r"\w+", message) if word in body.keys() - {"model"})
             raise APIError(error.status_code, message, param=next(fields, None)) from None
-        except (ValueError, OverflowError, RecursionError) as error:  # the last two: huge numbers, deep nesting
+        except (ValueError, OverflowError, RecursionError) as error:  # of huge numbers and deep nesting, too
             field = _find_field(kind, body, str(error))
             message = str(error).replace("invalid request body", field or "invalid request body")
             raise APIError(400, message, param=field and field.partition("[")[0]) from None
@@ -186,8 +187,8 @@ class Chat:
 
         Args:
           conversation: the conversation.
-          effort: reasoning effort from 1 to 100, which replaces the conversation's, if `takes_numbers`. None: the
-            conversation's holds.
+          effort: reasoning effort from 1 to 100, which replaces the conversation's, if `takes_numbers`. None = keep the
+            conversation's.
         """
         paragraphs = [f"{message.role.capitalize()}: {message.content}\n\n" for message in conversation.messages]
         return encode(self._tokenizer, "".join([*paragraphs, "Assistant:"]))
@@ -209,7 +210,8 @@ class Chat:
           generator: deepseek-recipe's generator of the protocol's events.
 
         Returns:
-          (the parser; the `CallBlocks` that turns tokens into its input, or None if its input is the answer's text).
+          (the parser; the `CallBlocks` that turns tokens into the parser's input, or None if the answer's text is the
+          input).
         """
         no_tokens = recipe.SpecialTokens(thinking_start="\0", thinking_end="\0")
         stage = recipe.ThinkingInitialStage.ContentContinuation
@@ -261,7 +263,7 @@ class ReleaseChat(Chat):
                 continue
             # `<think>` or `</think>` follows the token that begins a message of the assistant.
             begin = next(i for i in range(end, -1, -1) if ids[i] == self.ids[_ASSISTANT]) + 2
-            # The stored tokens fit only if both they and the prompt have the answer's reasoning, or both lack it. In
+            # The stored tokens fit only if both they and the prompt contain the answer's reasoning, or neither does. In
             # conversations without tools, the encoding leaves out earlier reasoning.
             if (ids[begin - 1] == self.ids[_THINK]) == answer.thinks:
                 ids[begin:end] = answer.tokens.tolist()
@@ -362,7 +364,7 @@ def _find_field(kind: type, body: dict[str, Any], message: str) -> str | None:
 def _as_in_messages(conversation: recipe.Conversation, body: dict[str, Any]) -> recipe.Conversation:
     """Returns a conversation with the features of Anthropic's Messages that deepseek-recipe does not convert.
 
-    These are the continuation of a last message by the assistant, the tool choice "any", and the schema of the answer.
+    These are the continuation of a final message by the assistant, the tool choice "any", and the answer's schema.
     """
     *earlier, last = conversation.messages
     changes: dict[str, Any] = {}

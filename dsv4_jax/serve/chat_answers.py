@@ -74,7 +74,7 @@ class ParsedChoice(Choice):
                 self._remember(self.response, [scored.token for scored in self.generated[:-1]])
 
     def take_events(self) -> list[tuple[str | None, dict[str, Any]]]:
-        """Returns (name, JSON) of the events since the last call. The name is None if the protocol has no names."""
+        """Returns (name, JSON) of the events since the preceding call; the name is None in protocols without names."""
         events = self._events
         self._events = []
         return events
@@ -284,7 +284,7 @@ class MessagesAnswer(ParsedAnswer):
     response_type = recipe.MessagesResponse
     _keep_alive = sse({"type": "ping"}, "ping")
     _body: MessagesBody
-    # Fields that the protocol requires and deepseek-recipe leaves out, with their values.
+    # The protocol requires these fields, which deepseek-recipe leaves out, with these values.
     _block_fields: ClassVar[dict[str, Any]] = {"text": {"citations": None}, "tool_use": {"caller": {"type": "direct"}}}
     _usage_fields: ClassVar[dict[str, Any]] = dict.fromkeys(
         ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use")
@@ -292,7 +292,7 @@ class MessagesAnswer(ParsedAnswer):
     _stop_fields: ClassVar[dict[str, Any]] = dict.fromkeys(("container", "stop_details"))
 
     def _make_generator(self) -> Any:
-        # Otherwise each answer would begin with a block of thinking, even if it is empty.
+        # With `thinking_mode=True`, each answer would begin with a block of thinking, even an empty one.
         return recipe.MessagesChunkGenerator(self._id, self._body.model, thinking_mode=False)
 
     def _as_sent(self, part: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dsv4_jax.decode import TopLogprobs
 from dsv4_jax.serve.async_engine import Update
 
 
-# The value in the place of -inf, which JSON lacks. vLLM sends the same number.
+# This number stands for -inf, which JSON lacks. vLLM sends the same number.
 _MIN_LOGPROB = -9999.0
 
 
@@ -40,11 +40,11 @@ class Choice:
       prompt: (id, offset in the text) pairs of the prompt's tokens if their log-probabilities are shown, else empty.
       scored: tokens of the text so far, after those of `prompt`.
       text: text so far that can be shown.
-      new_text: end of `text` that came with the last update.
-      new_tokens: tokens of the last update, with those of `prompt` in the first one.
+      new_text: end of `text` that came with the newest update.
+      new_tokens: tokens of the newest update; the first update also has those of `prompt`.
       finish_reason: "stop" or "length" if the choice is complete, else None.
       cached_tokens: number of prompt tokens that were found in the prefix cache.
-      last_seconds: time of the last update by `time.monotonic`, set by the answer.
+      last_seconds: time of the newest update by `time.monotonic`, set by the answer.
     """
 
     def __init__(self, index: int, source: Any, echo: str = "", prompt_offsets: Sequence[tuple[int, int]] = ()):
@@ -118,7 +118,7 @@ class Choice:
         return self._source.add(token)
 
     def _finish(self) -> str:
-        """Returns the text that is still held back. It is called after the last token."""
+        """Returns the text that is still held back. It is called after the final token."""
         return self._source.finish()
 
     @property

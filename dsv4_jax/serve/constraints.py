@@ -11,20 +11,21 @@ from dsv4_jax.engine.grammar import Grammar, json_fault, json_rule
 from dsv4_jax.serve.call_blocks import CALL_TOKEN, V4_TAGS, CallTags
 
 
-# A JSON schema: a dict or a bool. Not yet validated, it may be any other JSON that a client sends in its place.
+# A `Schema` is a JSON schema, a dict or a bool. Before its validation, it may be any JSON that a client sends.
 Schema = Any
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 _ANNOTATIONS |= {"$schema", "$id", "$comment", "$defs", "definitions"}
-# The keywords at the top of a tool's schema that the grammar of its calls takes into account.
+# At the top of a tool's schema, the grammar of the tool's calls takes these keywords into account.
 _CALL_KEYWORDS = _ANNOTATIONS | {"type", "properties", "required", "additionalProperties"}
-# Keywords of a JSON schema whose values are schemas, or lists or dicts of schemas. Definitions come first.
+# The values of these keywords of a JSON schema are schemas, or lists or dicts of schemas. Definitions come first.
 _WITH_PARTS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas", "prefixItems", "items")
 _WITH_PARTS += ("anyOf", "oneOf", "allOf", "additionalProperties", "additionalItems", "contains", "propertyNames")
 _WITH_PARTS += ("not", "if", "then", "else", "unevaluatedItems", "unevaluatedProperties")
 _PARTS_BY_NAME = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
 
-# A function that replaces a schema by one that a grammar can enforce. Its arguments are the schema, the whole schema
-# that it is a part of, and the name of its tool: None if the tool is not strict, "" for the schema of the answer.
+# An `_Enforce` is a function that replaces a schema by one that a grammar can enforce. Its arguments are the schema,
+# the whole schema of which this is a part, and the name of the tool: None if the tool is not strict, "" for the schema
+# of the answer.
 _Enforce = Callable[[Schema, Schema, str | None], Schema]
 
 

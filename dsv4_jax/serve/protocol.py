@@ -24,11 +24,11 @@ from dsv4_jax.common.arguments import check_temperature, check_top_p
 from dsv4_jax.serve.errors import APIError
 
 
-# Fields of requests whose values are ignored, because they would not change the answer.
+# The values of these fields of requests are ignored, because they would not change the answer.
 UNUSED = ("metadata", "client_metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier")
 UNUSED += ("cache_control", "service_tier", "speed", "inference_geo", "store", "prediction", "max_tool_calls")
 UNUSED += ("parallel_tool_calls",)
-# {field that is not supported: its values that are accepted, because they do not change the answer}.
+# `NEUTRAL` maps an unsupported field to the values that are accepted, because they do not change the answer.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -58,7 +58,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _MAX_ERRORS = 8  # the maximum number of errors that a response lists
 _MAX_ITEMS = 2**16  # the maximum length of a list of messages, parts or tools; millions would take seconds to convert
 _MAX_NAME = 100  # the maximum number of characters of a field's name that an error repeats
-# The maximum number of log-probabilities per token, as in vLLM. OpenAI allows 5 for completions and 20 for chats.
+# A token may have at most this number of log-probabilities, as in vLLM. OpenAI allows 5 for completions, 20 for chats.
 MAX_LOGPROBS = 20
 
 
@@ -100,7 +100,7 @@ class StreamOptions(_Body):
     """Options of a stream of events.
 
     Attributes:
-      include_usage: whether a last event with the usage is sent.
+      include_usage: whether a final event with the usage is sent.
       include_obfuscation: whether events are padded to hide their length, which is not supported.
     """
 
@@ -122,8 +122,8 @@ def _check_effort(effort: Any) -> Any:
     return effort
 
 
-# The name or the number of a reasoning effort. deepseek-recipe takes names only, so it gets "high" for a number, which
-# `Chat.encode` writes.
+# An `_Effort` is the name or the number of a reasoning effort. deepseek-recipe takes names only, so it gets "high" for
+# a number. `Chat.encode` then writes the number.
 type _Effort = Annotated[
     str | int,
     BeforeValidator(_check_effort),
@@ -333,7 +333,7 @@ class _OneAnswerBody(_ChatBody):
 
     n: int = Field(1, ge=1, le=1)
     stop: _List[str] = Field([], max_length=0)
-    # Types of items and parts, and types of tools, that deepseek-recipe converts. It would drop other types silently.
+    # deepseek-recipe converts these types of items and parts, and of tools. It would drop other types silently.
     _types: ClassVar[tuple[str, ...]]
     _tool_types: ClassVar[tuple[str, ...]]
 

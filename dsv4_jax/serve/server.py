@@ -17,8 +17,8 @@ from dsv4_jax.serve.errors import APIError, unavailable
 from dsv4_jax.serve.service import Service
 
 
-_HEAD_SECONDS = 30.0  # time limit for receiving the head of a request; silent connections are closed after it
-# The number of file descriptors that connections leave free, for files and for connections that are being refused.
+_HEAD_SECONDS = 30.0  # time limit for receiving the head of a request; later, silent connections are closed
+# Connections leave this number of file descriptors free, for files and for connections that are being refused.
 _SPARE_DESCRIPTORS = 64
 
 

@@ -9,8 +9,8 @@ from dsv4_jax.serve.async_engine import AsyncEngine
 
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-# {prefix of the metrics' names: {field: description}}. The prefixes stand for `EngineMetrics`, `PrefixMetrics`,
-# `PrefixFileMetrics` and `ExpertMetrics`, which have these fields.
+# `_COUNTERS` maps a prefix of the metrics' names to {field: description}. The prefixes stand for `EngineMetrics`,
+# `PrefixMetrics`, `PrefixFileMetrics` and `ExpertMetrics`, which have these fields.
 _COUNTERS: Mapping[str, Mapping[str, str]] = {
     "": {
         "steps": "steps that ran tokens",
@@ -65,7 +65,7 @@ class ServerMetrics:
       responses: counter of responses by path and status.
       first_token_seconds: histogram of the seconds from a request's arrival to its first token.
       token_seconds: histogram of the seconds per token after the first: the time between two updates of a request,
-        divided by the number of tokens in the second update.
+        divided by the number of tokens in the later update.
     """
 
     def __init__(self, engine: AsyncEngine):

@@ -54,7 +54,7 @@ class Service:
       max_body_bytes: maximum size of a request's body in bytes.
       created: time when the server was made, in seconds since 1970.
       stopping: whether the server is shutting down and refuses new requests.
-      compile: function like `Vocabulary.compile`, which reuses the last 64 grammars.
+      compile: function like `Vocabulary.compile`, which reuses the 64 most recently used grammars.
     """
 
     def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer | None, options: ServerOptions):
@@ -64,7 +64,7 @@ class Service:
         self.chat = None if tokenizer is None else make_chat(tokenizer, options.models, options.release)
         self.names = TokenNames(tokenizer)
         self.metrics = ServerMetrics(engine)
-        # A body has room for a prompt as long as the context, even if each token is several escaped characters.
+        # A body has room for a prompt as long as the context, even if each token takes several escaped characters.
         self.max_body_bytes = 2**20 + 64 * engine.engine.manager.schema.max_context
         self.created = int(time.time())
         self.stopping = False

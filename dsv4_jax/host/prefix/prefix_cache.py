@@ -60,28 +60,28 @@ class PrefixMetrics:
 class PrefixCache(Summarized):
     """Shares blocks between requests whose prompts begin with the same tokens (prefix caching).
 
-    A full block is found by a hash over its tokens and the hash of the block before it. To continue after a cached
-    block, a request also needs the rows of a slot at the block's end, the boundary: the last window, and the
+    A full block is found by a hash over its tokens and the preceding block's hash. To continue after a cached block, a
+    request also needs the rows that a slot holds at the block's end, a boundary: the newest window, and the
     previous-window rows of CSA's compressors. A copy of these rows is a snapshot, which is kept in arrays on the device
-    beside the cache. A request that hits has the same bytes in the cache as a request that ran all its tokens.
+    beside the cache. After a hit the cache holds the same bytes as if the request had run all its tokens.
 
-    * Snapshots: `every` chooses the boundaries that get one. If they would exceed `max_bytes`, the least recently used
-      snapshot is dropped. A step leaves only the rows of its last tokens, so there is at most one snapshot for each
-      chunk of a prompt, and later prompts hit at the ends of chunks. `chunk_end` chooses these ends.
+    * Snapshots: `every` chooses the boundaries that get a snapshot. If all snapshots would exceed `max_bytes`, the
+      least recently used one is dropped. A step leaves only the rows of its newest tokens, so there is at most one
+      snapshot for each chunk of a prompt, and later prompts hit at the ends of chunks. `chunk_end` chooses these ends.
     * Eviction: blocks that only the prefix cache holds are evicted when a request needs blocks.
     * Weights: prefixes belong to the weights that computed them. Call `reset` when the model gets other weights.
       Requests that were admitted before the call, and their copies, are not cached, since their rows come from the
       earlier weights.
     * Files: with `files`, evicted blocks and snapshots go to disk, and a later prompt finds them there, also in a later
-      process. For this `get_cache` must return the current cache. Without it only `save` writes blocks.
+      process. For this `get_cache` must return the current cache. Without `get_cache`, only `save` writes blocks.
 
-    A manager has one prefix cache. If another one is made for the manager, the first cannot be used any more.
+    A manager has one prefix cache. If a second one is made for the manager, the first cannot be used any more.
 
     Attributes:
       manager: the manager whose blocks are shared.
       key: name of the model's weights; None = a name that only this process knows.
-      every: interval in blocks of the boundaries that may have a snapshot. None keeps snapshots of each request's last
-        boundary, of boundaries that were hit, and of boundaries at which prompts part.
+      every: interval in blocks of the boundaries that may have a snapshot. None keeps snapshots of each request's
+        newest boundary, of boundaries that were hit, and of boundaries at which prompts part.
       max_bytes: maximum size of all snapshots in bytes.
       bytes_per_snapshot: size of one snapshot in bytes.
       debug: whether checksums of blocks and snapshots are kept, and checked when a request begins to read them. This
@@ -108,7 +108,7 @@ class PrefixCache(Summarized):
           manager, every, max_bytes, debug, files: see the class.
           key: name of the model's weights. Other weights must have another name, see
             `checkpoint.weights_fingerprint`.
-          seed: secret seed of the hashes. Nobody who does not know it can construct prompts whose hashes collide.
+          seed: secret seed of the hashes. Without it nobody can construct prompts whose hashes collide.
 
         Raises:
           ValueError: `every` is not positive, `max_bytes` is less than a snapshot's size, the limit of `files` is less
@@ -183,8 +183,8 @@ class PrefixCache(Summarized):
           salt: text that separates prefixes: only prefixes that were cached with the same salt are found.
 
         Returns:
-          (the slot, number of tokens in the cached prefix, the cache). The next step runs the prompt's tokens behind
-          this prefix.
+          (the slot, number of tokens in the cached prefix, the cache). The next step runs the prompt's tokens that
+          follow this prefix.
 
         Raises:
           TypeError, ValueError: as for `KVCacheManager.admit`, the cache belongs to another manager, or another prefix
@@ -224,11 +224,11 @@ class PrefixCache(Summarized):
         A snapshot is taken at the end of a chunk if this is a boundary: a multiple of `every` blocks, or of one block
         if `every` is None. The first of these rules that applies decides:
 
-        1. If the prompt parts from the cached prompts within the chunk, and the boundary before this place has no
+        1. If the prompt parts from the cached prompts within the chunk, and the nearest boundary up to there has no
            snapshot, the chunk ends at this boundary. The next prompt with the same beginning then hits there.
         2. If the prompt's last boundary is within the chunk, the chunk ends there, since the next turn of a chat
            continues there. The tokens after it take another step.
-        3. If `every` is set and the chunk becomes at most an eighth shorter, it ends at its last boundary.
+        3. If `every` is set and the chunk becomes at most an eighth shorter, it ends at the largest boundary in it.
         4. The chunk ends at `end`.
 
         Args:
@@ -243,7 +243,7 @@ class PrefixCache(Summarized):
         state = self._table.state(slot)
         block_tokens = self.manager.schema.block_tokens
         stride = block_tokens * (self.every or 1)
-        end_of_hits = min(end, len(tokens) - 1)  # a hit leaves a token to run
+        end_of_hits = min(end, len(tokens) - 1)  # a hit leaves at least one token to run
         nodes = self._nodes(tokens[:end_of_hits], salt, self.manager.shards.of(slot), state.cached_blocks)
         parting = len(nodes) * block_tokens // stride * stride
         last = len(tokens) // stride * stride
@@ -316,7 +316,7 @@ class PrefixCache(Summarized):
                     self._keep_snapshot(snapshot, path[:num_full])
 
     def snapshot(self, cache: KVCache, slot: int) -> RequestRows | None:
-        """Reads the rows of a request's slot at its last block boundary, for a later call of `observe`.
+        """Reads the rows of a request's slot at its newest block boundary, for a later call of `observe`.
 
         Args:
           cache: the cache; only read.
@@ -462,8 +462,8 @@ class PrefixCache(Summarized):
                 self._tree.remove(node)
             self._metrics.evicted_blocks += n_blocks
             if self._stored is not None and self.get_cache is not None:
-                # Nothing has overwritten the blocks yet. A prefix's earlier blocks are written first: without them its
-                # later blocks are useless.
+                # Nothing has overwritten the blocks yet. Later blocks of a prefix are useless without the earlier ones,
+                # so the earlier ones are saved first.
                 self._stored.save_blocks(nodes[::-1], self.get_cache)
             for node in nodes:
                 if node.snapshot is not None:
@@ -504,7 +504,7 @@ class PrefixCache(Summarized):
             raise ValueError("another PrefixCache of the manager has taken the place of this one: use that one")
 
     def _salted_root(self, salt):
-        """Returns the 32-byte digest that precedes a prompt's first block, as a block's digest precedes the next block.
+        """Returns the 32-byte digest that stands for a preceding block when a prompt's first block is hashed.
 
         A salt is hashed in another way than blocks are, so the result is not the digest of any block.
         """
@@ -532,7 +532,7 @@ class PrefixCache(Summarized):
         return paths, [FoundPrefix(len(path), sum(not node.in_use for node in path)) for path in paths]
 
     def _nodes(self, ids, salt, shard, path=()):
-        """Returns the nodes of the longest prefix of `ids` that is in memory in a shard. `path` has the first nodes."""
+        """Returns the nodes of the longest prefix of `ids` in a shard's memory; `path` lists its known first nodes."""
         nodes = list(path)
         for digest in self._digests(ids[len(path) * self.manager.schema.block_tokens :], salt, path):
             if (node := self._tree.nodes.get((shard, digest))) is None:
@@ -541,7 +541,7 @@ class PrefixCache(Summarized):
         return nodes
 
     def _find_stored(self, ids, salt, shard, min_blocks):
-        """Finds the longest usable prefix of a prompt, and reads the blocks that the cache lacks from disk.
+        """Finds the longest usable prefix of a prompt, and reads from disk the blocks that the cache lacks.
 
         Returns FoundBlocks, or None if there are no files or no usable prefix has more than `min_blocks` blocks.
         """
@@ -572,7 +572,7 @@ class PrefixCache(Summarized):
                 restored = acquired[slot]
                 blocks += restored
                 length = len(blocks) * self.manager.schema.block_tokens
-                snapshot = devices.put(prefix.snapshot)  # None stays None
+                snapshot = devices.put(prefix.snapshot)  # `put` returns None for None
                 rows = path[-1].snapshot if snapshot is None else snapshot
                 new_cache = devices.write_request(cache, slot, length, blocks, rows, restored, prefix.blocks)
                 for digest, block in zip(prefix.digests, restored, strict=True):
@@ -608,7 +608,7 @@ class PrefixCache(Summarized):
         """Gives the last node of `path` a snapshot.
 
         If the snapshots would exceed `max_bytes`, the least recently used one is dropped. If `every` is None, the
-        path's previous snapshot is dropped too, unless it was hit or prompts part there.
+        nearest preceding snapshot of the path is dropped too, unless it was hit or prompts part there.
         """
         node, *before = reversed(path)
         if (len(self._snapshots) + 1) * self.bytes_per_snapshot > self.max_bytes:

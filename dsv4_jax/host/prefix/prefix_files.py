@@ -54,11 +54,11 @@ class PrefixFileMetrics:
     """Counters of a `PrefixFiles` since it was opened.
 
     Attributes:
-      blocks: number of blocks on disk. Blocks of other processes count if the last listing of the folder found them.
+      blocks: number of blocks on disk. Blocks of other processes count if the newest listing of the folder found them.
       bytes: size of all files in bytes, counted in the same way.
       hit_tokens: number of prompt tokens whose blocks were read from disk.
       read_bytes, written_bytes: number of bytes read and written.
-      dropped: number of blocks and snapshots that were not written, because the writer was too far behind or failed.
+      dropped: number of blocks and snapshots that were not written, because the queue was full or the writer failed.
       errors: number of faults: files that could not be read, written or deleted, or that were damaged.
     """
 
@@ -254,7 +254,7 @@ class PrefixFiles(Summarized):
         self._writer.submit(self._guarded, self._touch, layout, list(digests), used)
 
     def flush(self) -> None:
-        """Waits until the writer thread has done everything that was queued before."""
+        """Waits until the writer thread has done everything that was queued before this call."""
         self._writer.submit(int).result()
 
     # --- in the caller's thread ---
@@ -314,7 +314,7 @@ class PrefixFiles(Summarized):
     def _write(self, layout, digests, arrays, used):
         written = 0
         try:
-            # The list is the only reference: device memory is free once the arrays are on the host.
+            # The list holds the only reference, so device memory is freed once the arrays are on the host.
             tree = jax.device_get(arrays.pop())
             for i, (digest, content) in enumerate(zip(digests, layout.pack(digests, tree), strict=True)):
                 if not self.exists(layout, digest):
@@ -371,7 +371,7 @@ class PrefixFiles(Summarized):
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     continue
-                with contextlib.suppress(FileNotFoundError):  # another process has deleted it
+                with contextlib.suppress(FileNotFoundError):  # another process has deleted the file
                     stat = entry.stat(follow_symlinks=False)
                     if _NAME.fullmatch(entry.name):
                         files.append((stat.st_mtime_ns, stat.st_size, entry.name))
@@ -535,7 +535,7 @@ class StoredPrefixes:
             if count == len(on_disk):
                 self._count(path, count)
                 return FoundBlocks(nodes[: len(path)], on_disk, blocks, snapshot)
-            del path[len(nodes) + count :]  # the blocks behind a damaged or missing file are of no use
+            del path[len(nodes) + count :]  # the blocks that follow a damaged or missing file are of no use
         return None
 
     def warm_up(self, cache: KVCache) -> None:

@@ -20,7 +20,7 @@ class CachedBlock:
       digest: 32-byte hash of all tokens up to the block's end, and of seed, model and format.
       length: number of tokens up to the block's end.
       block: id of the block; the tree owns one reference to it.
-      last_used: time of the last use, by the tree's clock, which counts uses; no two nodes have the same time.
+      last_used: time of the most recent use, by the tree's clock, which counts uses. No two nodes have the same time.
       hits: number of requests that continued from its snapshot.
       snapshot: rows of a request's slot at the block's end; None = no snapshot is kept.
       sums: checksums of the block, one for each layer, for `host.canary`; None = none were taken.
@@ -46,10 +46,10 @@ class CachedBlock:
 class PrefixTree:
     """Cached blocks by shard and digest, and for each shard an LRU queue of the blocks that no request holds.
 
-    A node has no links to its parent and children: a block's digest depends on the digests of all blocks before it.
+    A block's digest depends on the digests of all preceding blocks, so a node needs no links to parent and children.
 
-    A request releases its last block first, so as a rule a block is evicted before its parent, the block that it
-    follows. The parent can be evicted first only if several requests computed the same tokens at the same time. The
+    A request releases its last block first, so as a rule a block is evicted earlier than its parent, the preceding
+    block. The parent can be evicted first only if several requests computed the same tokens at the same time. The
     child cannot be found then until the parent is cached again. If that does not happen, the child is evicted later, in
     its turn.
 
