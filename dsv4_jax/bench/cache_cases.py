@@ -138,10 +138,10 @@ def _gather_case(op, codec, tokens, rows, view, inputs):
 def attention_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of `sparse_attention`, with one token per request.
 
-    A token attends to its window and to compressed entries. Without an indexer, it attends to all 8,192 entries of its
-    request. With an indexer, it attends to k selected entries, of 4 * k entries that belong to its request alone. In
-    further cases, all requests share a pool of 2**20 entries, of which each request has 2**18, so that selected rows
-    are rarely adjacent.
+    A token attends to its window and to compressed entries. Without an indexer, these are all 8,192 entries of its
+    request. With an indexer, they are k entries, selected from 4 * k entries of its request. In further cases, they are
+    selected from 2**18 entries of its request, which lie in a pool of 2**20 entries of all requests, so that selected
+    rows are rarely adjacent.
     """
     topk = schema.config.index_topk
     for group in schema.groups.values():

@@ -227,7 +227,7 @@ class _Loader:
                 piece = self._tensors[source]
                 if not isinstance(piece, QuantizedTensor) or not piece.can_stay:
                     return None
-                # Each piece has its own scales, so pieces that form one matrix must have whole blocks of rows.
+                # Each piece has its own scales. If several pieces form one matrix, each must have whole blocks of rows.
                 if piece.shape[0] % BLOCKS[piece.dtype][0] and len(weight.sources) > weight.shape[0]:
                     return None
                 kinds.add(piece.dtype)

@@ -203,7 +203,8 @@ def _selects(path, shape, config, skew, where):
     seed = zlib.crc32(path.encode())
     ranks = np.random.default_rng(seed).permutation(experts)
     if shape == (experts,):
-        # A logit is a sum over `hidden_size` channels of a normed activation times a weight.
+        # This is the standard deviation of a logit, which sums `hidden_size` products of a normed activation, whose
+        # standard deviation is 1, and a weight.
         selects = selection_bias(shares, STD * math.sqrt(config.hidden_size))[ranks]
     else:
         selects = _routes(np.uint32(seed), -skew * np.log1p(ranks).astype(np.float32), shape=shape)

@@ -23,7 +23,7 @@ class TensorLoss:
 
 @dataclasses.dataclass
 class RoundingLoss:
-    """The loss in the tensors of one storage, summed up while they are written.
+    """The errors of rounding in all tensors with one storage format, summed up while the tensors are written.
 
     Errors are computed per tensor. The largest relative error of a single value would say little, because a small value
     in a block of larger ones becomes 0, a relative error of 1.

@@ -194,7 +194,8 @@ def describe_storage(config: Mapping[str, Any], weights: Storage, weight_block: 
 def encode(name: str, values: np.ndarray, dtype: str, loss: RoundingLoss | None = None) -> Iterator[np.ndarray]:
     """Yields the arrays that store a tensor's values, in the order in which they are written.
 
-    A quantized kind yields all codes, then all scales. A dtype yields the converted values, some rows at a time.
+    If `dtype` is quantized storage, all codes come first, then all scales. Otherwise the converted values come, some
+    rows at a time.
 
     Args:
       name: name of the tensor, for errors.

@@ -121,7 +121,7 @@ class RequestStates(Mapping[int, RequestState]):
         return RequestStates(numbers, lists)
 
     def replaced(self, slots: np.ndarray, numbers: np.ndarray, new_blocks: Mapping[int, list[int]]) -> "RequestStates":
-        """Returns a mapping with other numbers for some requests, and with blocks appended to their lists.
+        """Returns a copy in which some requests have other values of the fields in `NUMBERS`, and additional blocks.
 
         Args:
           slots: [n] slots of the requests.

@@ -164,8 +164,8 @@ def write_leaf(variable: nnx.Variable, field: str | None, new: Array, index: Ind
         if new.shape == array.shape:
             set_leaf(variable, field, new)
             return
-        # The zeros are committed to a device only if the new values are. Steps would be compiled once more for
-        # committed parameters.
+        # The zeros are committed to a device only if the new values are. Otherwise the parameters would become
+        # committed, and steps would be compiled again.
         is_placed = not isinstance(new, jax.core.Tracer) and new.committed
         array = jnp.zeros(array.shape, array.dtype, device=new.sharding if is_placed else None)
     starts = [place.start if isinstance(place, slice) else place for place in index]

@@ -11,7 +11,7 @@ from dsv4_jax.engine.grammar import Grammar, json_fault, json_rule
 from dsv4_jax.serve.call_blocks import CALL_TOKEN, V4_TAGS, CallTags
 
 
-# A `Schema` is a JSON schema, a dict or a bool. Before its validation, it may be any JSON that a client sends.
+# A `Schema` is a JSON schema, which is a dict or a bool. Before it is validated, it may be any JSON value.
 Schema = Any
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 _ANNOTATIONS |= {"$schema", "$id", "$comment", "$defs", "definitions"}

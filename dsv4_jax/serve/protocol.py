@@ -89,7 +89,7 @@ class _Body(BaseModel):
 type _List[T] = Annotated[list[T], FailFast(), Field(max_length=_MAX_ITEMS)]
 type _Stops = Annotated[_List[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
 type _Ids = Annotated[list[int], FailFast()]
-# `_explain` leaves the tags in angle brackets out of the place that an error names.
+# `_explain` drops the tags in angle brackets from the location (pydantic's `loc`) that an error names.
 type _TextOr[T] = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[T, Tag("<other>")],
     Discriminator(lambda value: "<text>" if isinstance(value, str) else "<other>"),

@@ -110,9 +110,9 @@ def store_entry(
       target: result of `find_target`.
       rotation: result of the function `rotation`.
       x: [channels] float32, the warpgroup's channels of the pooled entry.
-      across: function (combine, values) that reduces `values` by `combine`, such as `jnp.maximum`, over all slices of
-        64 channels of the entry, including the slices of other warpgroups. `values`, [channels] float32, are equal
-        within each slice.
+      across: function (combine, values) that reduces across the entry's slices of 64 channels by `combine`, such as
+        `jnp.maximum`, including the slices of other warpgroups. `values`, [channels] float32, hold one value for each
+        slice, repeated in all its channels.
     """
     channel = vectors.channels(x.shape[0]) + ctx.first
     if target.norm is not None:

@@ -26,8 +26,9 @@ class Rings:
       window: number of rows that a token sees, including the token's row; at most the number of rows in a ring.
       layout: layout of a row of 512 values, such as 448 codes and 64 RoPE values.
       own_rows: [T] int32, or None. If None, the row of a token in its slot's ring is given by the token's position.
-        Otherwise token t has row `own_rows[t]` of the ring of slot 0, and its window ends with this row. Only
-        `sparse_attention` reads `own_rows`, for calls with more tokens of a request than a ring has rows.
+        Otherwise the pools have a single slot, whose ring is a dense array of the call's window rows, and the window of
+        token t ends with row `own_rows[t]`. Only `sparse_attention` takes such rings, for calls with more tokens of a
+        request than the request's ring has rows.
     """
 
     layer: Any

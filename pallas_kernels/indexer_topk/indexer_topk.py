@@ -210,8 +210,8 @@ def _refine(radix, number, search, shared, for_each_list):
     If all scores in the interval are selected, the search is over, and the state does not change.
 
     Args:
-      radix: the steps of the row's selection.
-      number: index of the pass, 1 or 2, which finds the digit with this index.
+      radix: the `RadixSelect` of the row.
+      number: index of the pass and of the digit that the pass finds, 1 or 2.
       search: state of the search.
       shared: bool scalar, whether all blocks have sent their candidates to each other.
       for_each_list: function that calls a function on each list of this warpgroup's candidates.

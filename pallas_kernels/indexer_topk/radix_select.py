@@ -445,7 +445,7 @@ class RadixSelect:
         chunks = BINS // chunk_bins
         above = U32(0)  # number of keys in the chunks searched so far
         chunk = U32(chunks)  # index of the chunk with the key of this rank, or `chunks` if no chunk has it
-        before = U32(0)  # number of keys in the chunks that precede `chunk`, which count larger digits
+        before = U32(0)  # number of keys in the chunks before `chunk`, whose bins count larger digits
         for i in range(chunks):  # chunk 0 counts the largest digits
             first_bin = lowest_digit = BINS - (i + 1) * chunk_bins
             if number == 0:  # converts a digit to its bin, as `_bin` does

@@ -127,10 +127,10 @@ class _Ids(NamedTuple):
 
 
 def _rank_pair(ids, selected, own_sizes, turn, turns, pairs, experts):
-    """Ranks a thread's pair of turn `turn` among its warp's pairs of the same expert, and counts the pair.
+    """Returns the rank of this thread's pair in turn `turn`, and adds the pair to its expert's word of `own_sizes`.
 
     A warp ranks `turns * 32` consecutive pairs, 32 of them in each turn. Address `own_sizes` holds a word for each
-    expert: the number of the warp's pairs of this expert that were counted in earlier turns.
+    expert: the number of the warp's pairs with this expert in earlier turns.
 
     Returns:
       (pair, expert, rank, inside). `pair` is the index of the pair. `rank` is the number of the warp's earlier pairs of

@@ -373,9 +373,9 @@ class Steps:
     def place(self, first: jax.Array) -> jax.Array:
         """Returns the place of this warpgroup's partial sum in the order of addition.
 
-        The place is the index `first` of the warpgroup's first step in the tile, so that the bits of the sum do not
-        depend on which warpgroup multiplies which steps. If a tile has one or two steps, the sum has at most two terms,
-        and any order gives the same bits.
+        In a tile of more than two steps, this is the index `first` of the warpgroup's first step, so that the bits of
+        the sum do not depend on which warpgroup multiplies which steps. In a smaller tile, it is the index of the
+        warpgroup, because a sum of two terms has the same bits in any order.
         """
         return first if self.gemm.tile_steps(self.product) > 2 else self.warpgroup
 

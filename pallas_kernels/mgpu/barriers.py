@@ -41,10 +41,10 @@ def wait_for_last(ring, count: jax.Array) -> None:
 
 
 def release(barrier) -> None:
-    """Tells the loading warpgroup that a place of a ring was read and can be overwritten by a bulk copy.
+    """Tells the loading warpgroup that a slot of a ring was read and can be overwritten by a bulk copy.
 
-    The caller must have used the values that it has read into registers. Then the reads have ended on a GPU, and no
-    fence is needed between the reads and the copy.
+    Call it only after instructions have used all values that were loaded from the slot. On a GPU this means that the
+    loads have ended, so that no fence is needed between them and the copy.
     """
     if interpreting():
         plgpu.commit_smem()

@@ -217,7 +217,7 @@ ballot.mosaic(lambda x: _vote(x, "vote.sync.ballot.b32 $0, p, 0xffffffff;"))
 
 @primitive
 def any_in_warp(x: jax.Array) -> jax.Array:
-    """Returns whether x [128] int32 is not 0 in any thread of the warp (interpreted: of the warpgroup).
+    """Returns whether x, [128] int32, is nonzero in at least one thread of the warp (interpreted: of the warpgroup).
 
     The warps' results may differ, so code that depends on the result must not wait for other warps.
     """
