@@ -560,8 +560,8 @@ class KVCacheManager(Summarized):
             raise ValueError(f"{num_tokens=} must not be negative")
         length = state.length - num_tokens
         device_state = step_order.device_state(self.requests, slot)
-        # Batches that never ran have overwritten no rows. If all their tokens are taken back, the rings reach as far back
-        # as they did before these batches.
+        # Batches that never ran have overwritten no rows. If all their tokens are taken back, the rings reach as far
+        # back as they did before these batches.
         base = device_state if length <= device_state.length else state
         if is_followed:  # the newest batch began `num_tokens` earlier than the host counted, and overwrote rows there
             base = dataclasses.replace(state, min_length=state.min_length - num_tokens)

@@ -283,8 +283,8 @@ def _body(p, x_gmem, weights_gmem, norm_gmem, layer_gmem, *outs_gmem, factors_sm
         # No kernel writes the weights, so the loading warpgroup starts while the previous kernel ends.
         pl.when(warpgroup != LOAD)(wait_for_inputs)
     else:
-        # A kernel that still runs may have yet to write the layer's index. Because of programmatic dependent launch, this
-        # need not be the previous kernel: each kernel lets its successor start before it waits for its predecessor.
+        # A kernel that still runs may have yet to write the layer's index. Because of programmatic dependent launch,
+        # this need not be the previous kernel: each kernel lets its successor start before it waits for its own inputs.
         wait_for_inputs()
     weights_gmem, norm_gmem = weights_of_layer((weights_gmem, norm_gmem), layer_gmem)
     store = functools.partial(_store, p, outs_gmem)
