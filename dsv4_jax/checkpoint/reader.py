@@ -18,7 +18,7 @@ SINGLE_NAME = "model.safetensors"
 _log = logging.getLogger(__name__)
 # The release's quantized storage has these dtypes: of FP8 codes, of scales, and of FP4 codes. `storage.join_scales`
 # joins codes and scales.
-_QUANTISED = ("F8_E4M3", "F8_E8M0", "I8")
+_QUANTIZED = ("F8_E4M3", "F8_E8M0", "I8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class StoredTensor(TensorHeader):
     @property
     def quantized(self) -> bool:
         """Whether the tensor holds codes or scales of a quantized weight, see `checkpoint.storage`."""
-        return self.dtype in _QUANTISED
+        return self.dtype in _QUANTIZED
 
     def load(self) -> np.ndarray:
         """Returns the values, of `shape`, as a read-only view of the mapped file.
