@@ -39,7 +39,7 @@ SHARING = ("tests/decode/", "tests/engine/", "tests/serve/")  # folders whose fi
 
 def pytest_report_header(config):
     if config.option.markexpr == "not gpu and not slow and not aot":
-        return "fifteen to twenty minutes on two cores, the next time eight; -m full runs every test that needs no GPU"
+        return "about fourteen minutes on two cores, the next time eight; -m full runs every test that needs no GPU"
 
 
 def pytest_configure(config):
