@@ -62,7 +62,7 @@ class EngineOptions(ModelSetup):
 
     @property
     def new_tokens(self) -> int:
-        """The maximum number of tokens that a request generates, including the time in which others read prompts."""
+        """The maximum number of tokens that a request generates, including those while others read prompts."""
         prompts = -(-max(self.requests) * self.context // self.token_budget)
         return (1 + self.drafts) * (prompts + 2 * WARM_UP + 2 * self.steps) + 2 * LOOP_STEPS
 

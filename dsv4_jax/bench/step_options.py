@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
-from flax import nnx
 from jax.sharding import Mesh
 
 from dsv4_jax.bench.random_steps import DRAWS
@@ -19,7 +18,7 @@ from dsv4_jax.data import BLOCK_TOKENS
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.expert_pages import ExpertMemory, HostTables, program_bytes
 from dsv4_jax.nn import add_adapters
-from dsv4_jax.nn.lora import place_adapters
+from dsv4_jax.nn.lora import adapter_variables, place_adapters
 from dsv4_jax.parallel.mesh import check_divisible, check_shardable
 from dsv4_jax.quant import KVFormat, quantized_shapes
 
@@ -184,8 +183,7 @@ class StepOptions(ModelSetup):
 
 def _add_random_adapters(model, count):
     add_adapters(model, [f"adapter {i}" for i in range(count)], rank=ADAPTER_RANK, dtype=model.model.dtype, place=False)
-    variables = jax.tree.leaves(nnx.state(model, nnx.LoRAParam), is_leaf=lambda x: isinstance(x, nnx.Variable))
-    for i, variable in enumerate(variables):
+    for i, variable in enumerate(adapter_variables(model)):
         value = variable.get_value()
         variable.set_value(0.01 * jax.random.normal(jax.random.key(i), value.shape, value.dtype))
     place_adapters(model)

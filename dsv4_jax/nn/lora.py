@@ -213,9 +213,14 @@ def cast_adapters(model: Any) -> Any:
     give the copy to `decode.logprobs`, too.
     """
     copy = nnx.clone(model)
-    for variable in jax.tree.leaves(nnx.state(copy, nnx.LoRAParam), is_leaf=lambda x: isinstance(x, nnx.Variable)):
+    for variable in adapter_variables(copy):
         variable.set_value(variable.get_value().astype(model.model.dtype))
     return copy
+
+
+def adapter_variables(model: Any) -> list[nnx.Variable]:
+    """Returns the variables that hold the matrices of a model's adapters."""
+    return jax.tree.leaves(nnx.state(model, nnx.LoRAParam), is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
 def place_adapters(model: Any) -> None:
@@ -223,7 +228,7 @@ def place_adapters(model: Any) -> None:
     leaves = jax.tree.leaves(nnx.state(model))
     meshes = [leaf.sharding.mesh for leaf in leaves if isinstance(getattr(leaf, "sharding", None), NamedSharding)]
     if meshes:
-        for variable in jax.tree.leaves(nnx.state(model, nnx.LoRAParam), is_leaf=lambda x: isinstance(x, nnx.Variable)):
+        for variable in adapter_variables(model):
             variable.set_value(jax.device_put(variable.get_value(), parameter_sharding(variable, meshes[0])))
 
 

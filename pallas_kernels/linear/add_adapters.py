@@ -15,6 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.linear.spec import at_row
 from pallas_kernels.mgpu import wgmma
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.checks import check_array, check_rules
@@ -125,17 +126,14 @@ def add_adapters(
 def _body(rank, maps_gmem, ups_gmem, numbers_gmem, scales_gmem, layer_gmem, *outs_gmem, scratch):
     (block,) = axis_indices("block")
     ups_gmem = weights_of_layer(ups_gmem, layer_gmem)
-    first = 0
-    for (y_gmem, inner_gmem), up_gmem, out_gmem in zip(maps_gmem, ups_gmem, outs_gmem, strict=True):
-        blocks = y_gmem.shape[1] // scratch.out_smem.shape[1]
-        args = y_gmem, inner_gmem, up_gmem, numbers_gmem, scales_gmem, out_gmem
-        add = functools.partial(_add, rank, *args, scratch, block - first)
-        pl.when((block >= first) & (block < first + blocks))(add)
-        first += blocks
+    refs = [(*inputs, up, out) for inputs, up, out in zip(maps_gmem, ups_gmem, outs_gmem, strict=True)]
+    blocks = [y_gmem.shape[1] // scratch.out_smem.shape[1] for y_gmem, _ in maps_gmem]
+    at_row(refs, blocks, block, functools.partial(_add, rank, numbers_gmem, scales_gmem, scratch))
 
 
-def _add(rank, y_gmem, inner_gmem, up_gmem, numbers_gmem, scales_gmem, out_gmem, scratch, block):
+def _add(rank, numbers_gmem, scales_gmem, scratch, refs, block):
     """Adds the products to a block's channels of a map. `block` is the index of the block among those of this map."""
+    y_gmem, inner_gmem, up_gmem, out_gmem = refs
     tokens, channels = y_gmem.shape
     width, depth = scratch.up_smem.shape
     groups = inner_gmem.shape[1] // depth
