@@ -251,16 +251,17 @@ class SkinnyGemm:
 def most_segments(*matrices: tuple[WeightLayout, int]) -> int:
     """Returns the number of segments of a step, the largest of 4, 2, 1 that gives every matrix a multiple of 4 steps.
 
-    If none does, the result is the largest that gives every matrix whole steps, or else 2. The thread blocks of a
-    cluster may multiply any number of segments of an FP8 matrix with scales of 32 columns, so if there is such a
-    matrix, whole steps are enough. With bfloat16, the number is at least 2, see `WeightLayout.min_segments`.
+    If none does, the result is the largest that gives every matrix whole steps, or else 2. Whole steps are enough
+    beside FP4, because a stage costs so much time that few large ones are faster than an equal share of each tile for
+    each warpgroup. They are also enough beside FP8 with scales of 32 columns, of which the thread blocks of a cluster
+    may multiply any number of segments. With bfloat16, the number is at least 2, see `WeightLayout.min_segments`.
 
     Args:
       matrices: (layout, number of columns) of each matrix.
     """
-    has_small_blocks = any(layout.has_small_blocks for layout, _ in matrices)
+    whole_steps = any(layout.bits == 4 or layout.has_small_blocks for layout, _ in matrices)
     min_segments = max(layout.min_segments for layout, _ in matrices)
-    for together in (1,) if has_small_blocks else (MULTIPLIERS, 1):
+    for together in (1,) if whole_steps else (MULTIPLIERS, 1):
         for n in (4, 2, 1):
             if n >= min_segments and not any(depth % (layout.segment * n * together) for layout, depth in matrices):
                 return n
