@@ -22,7 +22,7 @@ from dsv4_jax.host import KVCacheManager, PrefixCache
 SLOTS = 4  # maximum number of requests that run at a time
 TOKEN_BUDGET = 192  # maximum number of tokens of a step
 SYSTEM_PROMPTS = 2  # number of different system prompts
-# These are the smallest and the largest number of tokens of a system prompt, of a user's message, and of a reply.
+# A pair holds the smallest and the largest number of tokens of a system prompt, of a user's message, or of a reply.
 SYSTEM_TOKENS = (280, 330)
 MESSAGE_TOKENS = (16, 80)
 REPLY_TOKENS = (16, 32)
@@ -43,7 +43,7 @@ COLUMNS = {
 }
 # A script lists conversations, each a list of turns: (new tokens of the prompt, number of tokens of the reply).
 Script = list[list[tuple[list[int], int]]]
-# These jitted functions read, write or copy the bytes of requests. Their compilations are counted, too.
+# A run also counts the compilations of these jitted functions, which read, write or copy the bytes of requests.
 MOVES: Any = moves.read_request, moves.write_request, moves.copy_request, moves.read_blocks, moves.write_blocks
 
 

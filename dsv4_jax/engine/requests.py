@@ -130,7 +130,7 @@ class Request(Summarized):
         self._logprobs = np.zeros((self.max_tokens,))
         shape = self.max_tokens, params.top_logprobs
         self._top = TopLogprobs(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
-        # These arrays by field have room for the decisions of all tokens, once the first ones are kept.
+        # Once the first decisions are kept, the arrays, by field of `Decisions`, have room for those of all tokens.
         self._decisions: dict[str, np.ndarray] = {}
 
     @property

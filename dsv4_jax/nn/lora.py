@@ -27,7 +27,8 @@ from dsv4_jax.nn.shardings import parameter_sharding
 from dsv4_jax.quant import round_to
 
 
-# These attributes of a `DecoderLayer` hold its linear maps, except those of compressors and routed experts.
+# `_MAPS` names the attributes of a `DecoderLayer` that hold its linear maps, except those of compressors and routed
+# experts.
 _MAPS = {
     "self_attn": ("input_projections", "latent_projections", "o_a_proj", "o_b_proj"),
     "mlp.shared_experts": ("gate_up_proj", "down_proj"),
