@@ -211,3 +211,16 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="name='b' must be one of the model's adapters: a"):
         merge_adapter(model, "b")
     assert "o_b_proj" in TARGETS
+
+
+def test_a_batch_that_does_not_fit_is_refused():
+    """Arrays of a wrong shape would broadcast or clamp, and adapters of a model without any would be ignored."""
+    model = v41()
+    manager = manager_of(model)
+    cache = manager.init_cache()
+    batch = manager.prepare_forward({manager.admit(): PROMPTS[0]})
+    with pytest.raises(ValueError, match="the batch has adapters, but the model has none"):
+        model(cache, batch.with_adapter(0))
+    for name, expected in (("is_image", 32), ("adapters", 3)):
+        with pytest.raises(ValueError, match=rf"batch\.{name} must be an array of shape \({expected},\), got \(1,\)"):
+            cache.begin_step(dataclasses.replace(batch, **{name: jnp.ones((1,), jnp.int32)}))
