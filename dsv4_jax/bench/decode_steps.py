@@ -52,8 +52,8 @@ COLUMNS = {
     "gaps": "{gaps:.1f}",
     "launches": "{launches:.0f}",
 }
-# With drafts, the table has more columns: the time of a step relative to a step with one token a request, the time to
-# make the drafts, and the tokens a second at several acceptance rates.
+# A table with drafts has these columns, too: the time of a step relative to a step with one token a request, the time
+# to make the drafts, and the tokens a second at several acceptance rates.
 DRAFT_COLUMNS = {
     "x one token": "{times_one_token:.2f}",
     "drafts ms": "{draft_milliseconds:.3f}",
@@ -182,7 +182,7 @@ def _cases(config, model, options, skew):
         contexts = []
         for context in sorted(options.contexts):
             schema = CacheSchema(config, **options.cache_sizes(requests, context))
-            # With `expert_memory`, experts move to host memory until there is room for the largest cache.
+            # If there is `expert_memory`, experts move to host memory until there is room for the largest cache.
             if options.expert_memory is not None or _fits(weights, schema, options.mesh):
                 contexts.append(context)
             else:

@@ -22,7 +22,7 @@ from dsv4_jax.host import KVCacheManager, PrefixCache
 SLOTS = 4  # maximum number of requests that run at a time
 TOKEN_BUDGET = 192  # maximum number of tokens of a step
 SYSTEM_PROMPTS = 2  # number of different system prompts
-# These are lower and upper bounds of the number of tokens of a system prompt, of a user's message, and of a reply.
+# A pair holds the smallest and the largest number of tokens of a system prompt, of a user's message, or of a reply.
 SYSTEM_TOKENS = (280, 330)
 MESSAGE_TOKENS = (16, 80)
 REPLY_TOKENS = (16, 32)
@@ -43,7 +43,7 @@ COLUMNS = {
 }
 # A script lists conversations, each a list of turns: (new tokens of the prompt, number of tokens of the reply).
 Script = list[list[tuple[list[int], int]]]
-# These jitted functions read, write or copy the bytes of requests. Their compilations are counted, too.
+# A run also counts the compilations of these jitted functions, which read, write or copy the bytes of requests.
 MOVES: Any = moves.read_request, moves.write_request, moves.copy_request, moves.read_blocks, moves.write_blocks
 
 
@@ -77,12 +77,13 @@ class Workload:
 
         def ids(low, high):
             # Token ids 0 and 1 are left out, because they mark the beginning and the end of a text.
-            return rng.integers(2, vocabulary, size=rng.integers(low, high + 1)).tolist()
+            length = rng.integers(low, high, endpoint=True)
+            return rng.integers(2, vocabulary, size=length).tolist()
 
-        systems = [ids(length, length) for length in rng.integers(*SYSTEM_TOKENS, size=SYSTEM_PROMPTS)]
+        systems = [ids(*SYSTEM_TOKENS) for _ in range(SYSTEM_PROMPTS)]
         script = []
         for number in range(self.conversations):
-            turns = [(ids(*MESSAGE_TOKENS), int(rng.integers(*REPLY_TOKENS))) for _ in range(self.turns)]
+            turns = [(ids(*MESSAGE_TOKENS), int(rng.integers(*REPLY_TOKENS, endpoint=True))) for _ in range(self.turns)]
             message, reply_length = turns[0]
             turns[0] = systems[number % SYSTEM_PROMPTS] + message, reply_length
             script.append(turns)

@@ -194,8 +194,8 @@ class KVCache(Summarized):
         """Returns the cache with the batch's new requests, new blocks and new lengths in `block_table` and `lengths`.
 
         Raises:
-          ValueError: the batch belongs to another cache, or the cache is sharded over a mesh and this code does not run
-            under `jax.shard_map`.
+          ValueError: the batch belongs to another cache, its `is_image` or `adapters` has a wrong shape, or the cache
+            is sharded over a mesh and this code does not run under `jax.shard_map`.
         """
         self._check_batch(batch)
         check_within_shard_map("the cache", self.lengths)
@@ -216,6 +216,10 @@ class KVCache(Summarized):
     def _check_batch(self, batch):
         if batch.schema is not None and (differences := self.schema.differences(batch.schema, "batch")):
             raise ValueError(f"the batch is of a manager of another cache: {differences}")
+        for name, expected in {"is_image": batch.positions.shape, "adapters": self.lengths.shape}.items():
+            array = getattr(batch, name)
+            if array is not None and (shape := getattr(array, "shape", None)) != expected:
+                raise ValueError(f"batch.{name} must be an array of shape {expected}, got {shape}")
 
     def reset_slots(self, slots: Int[Array, "n"]) -> "KVCache":
         """Empties slots: no blocks, length 0, and empty rings and compressor states.

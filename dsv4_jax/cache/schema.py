@@ -369,7 +369,7 @@ def compute_block_budget(config: DSV4Config, memory_bytes: int, **sizes) -> int:
     return (memory_bytes - fixed) // block if block else empty.max_requests * empty.max_blocks
 
 
-# These fields of a DSV4Config, and `layers`, must agree between a cache and a model that uses the cache.
+# A cache and a model that uses the cache must agree in these fields of a DSV4Config, and in `layers`.
 _CONFIG_FIELDS = (
     "vocab_size", "num_hidden_layers", "head_dim", "qk_rope_head_dim", "sliding_window", "index_head_dim", "index_topk",
     "engram", "candidate_topk_blocks", "candidate_block_size",

@@ -22,7 +22,7 @@ from dsv4_jax.checkpoint.reader import read_file
 from dsv4_jax.common.arguments import check_positive, check_whole
 from dsv4_jax.common.downloads import parse_json
 from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
-from dsv4_jax.nn.lora import Adapters, add_adapters, place_adapters
+from dsv4_jax.nn.lora import MODULES, Adapters, add_adapters, place_adapters
 
 
 _CONFIG = "adapter_config.json"
@@ -118,7 +118,9 @@ def save_adapter(model: DeepseekV4ForCausalLM, name: str, folder: str | Path) ->
 
 
 def _places(model):
-    """Returns {transformers' name of a linear map: (path of its `Adapters` if it has any, [outputs, inputs])}."""
+    """Returns {transformers' name of a linear map that can have adapters: (path of `Adapters`, [outputs, inputs])}."""
+    modules = [f"{parent}.{attribute}" for parent, attributes in MODULES.items() for attribute in attributes]
+    can_adapt = re.compile(rf"model\.layers\.\d+\.({'|'.join(map(re.escape, modules))})\.adapters\b.*")
     places = {}
     for weight in weights(model.config, "module"):
         module = weight.sources[0].removesuffix(".weight")
@@ -127,7 +129,7 @@ def _places(model):
             places[module] = f"{parent.removesuffix('weights')}adapters.{name}", weight.source_shape
         elif name == "weight" and len(weight.source_shape) == 2:
             places[module] = f"{parent}.adapters", weight.source_shape
-    return places
+    return {module: place for module, place in places.items() if can_adapt.fullmatch(place[0])}
 
 
 def _of_adapter(side, number):
@@ -158,11 +160,11 @@ def _read(name, folder, places):
     for key, tensor in read_file(folder / _TENSORS).items():
         match = _NAME.fullmatch(key)
         if match is None or match[1] not in places:
-            raise ValueError(f"adapter {name!r}: {key!r:.200} in {_TENSORS} belongs to no linear map of the model")
+            raise ValueError(f"adapter {name!r}: {key!r:.200} in {_TENSORS} is for no map that can have an adapter")
         side = "down" if match[2] == "A" else "up"
         maps.setdefault(match[1], {})[side] = np.asarray(tensor.load(), np.float32)
-        if not np.isfinite(maps[match[1]][side]).all():
-            raise ValueError(f"adapter {name!r}: {key} in {_TENSORS} has NaN or infinite values")
+        if not np.isfinite(maps[match[1]][side].astype(jnp.bfloat16)).all():  # products round to the activations' dtype
+            raise ValueError(f"adapter {name!r}: {key} in {_TENSORS} has NaN or infinite values in bfloat16")
     if not maps:
         raise ValueError(f"adapter {name!r}: {_TENSORS} is empty")
     for module, matrices in maps.items():

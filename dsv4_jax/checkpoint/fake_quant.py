@@ -37,7 +37,7 @@ def fake_quantize(model: DeepseekV4ForCausalLM) -> DeepseekV4ForCausalLM:
     """
     rounded = nnx.clone(model)
     views = parameter_views(rounded)
-    # All parameters that share a variable have the same storage.
+    # Parameters that share a variable have the same storage.
     variables = {id(views[weight.path].variable): weight for weight in keys.weights(model.config, "release")}
     for weight in variables.values():
         variable: Any = views[weight.path].variable

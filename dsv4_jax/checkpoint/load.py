@@ -122,7 +122,7 @@ def load_checkpoint(
     groups: dict[int, list[Weight]] = collections.defaultdict(list)  # {id of a variable: weights that it holds}
     for weight in table:
         groups[id(views[weight.path].variable)].append(weight)
-    # With `expert_memory`, experts are loaded last, and get the memory that the other weights leave.
+    # Experts are loaded last if there is `expert_memory`, and get the memory that the other weights leave.
     ordered = sorted(groups.values(), key=lambda group: expert_memory is not None and group[0].is_expert)
     if expert_memory is not None:
         expert_shapes(table)  # refuses layers with different numbers of experts before anything is loaded

@@ -240,7 +240,7 @@ def _place_experts(config, views, expert_memory):
             stacks[id(view.variable)].append((module, view))
     # A matrix of an expert has half a byte for each FP4 code.
     max_bytes = max(math.prod(view.shape[1:]) // 2 for stack in stacks.values() for _, view in stack)
-    # All matrices are copied from one array of random bytes. The copies for experts and layers begin at different
+    # Every matrix is copied from one array of random bytes. The copies for experts and layers begin at different
     # multiples of 4096 bytes, as far as the array has enough of these places.
     draw_bytes = _Draw(_bytes, ((2 * max_bytes,),))
     (random_bytes,) = jax.block_until_ready(_drawn([np.uint32(0)], (draw_bytes,)))

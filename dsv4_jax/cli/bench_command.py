@@ -182,8 +182,9 @@ class ServeBench(Benchmark):
     """Times an engine: the packaged model on synthetic conversations, or a model of any size with random weights.
 
     Without --config, the conversations share system prompts, and every turn sends the whole history again. They are
-    served without and with a prefix cache. Reports throughput, time to the first token, the share of prompt tokens that
-    the cache held, and the number of compiled programs.
+    served without and with a prefix cache. A system prompt has 280 to 330 tokens, a message 16 to 80 and a reply 16 to
+    32. Reports throughput, time to the first token, the share of prompt tokens that the cache held, and the number of
+    compiled programs.
 
     With --config, reports the time to the first token of prompts that run alone. Then, for each number of requests that
     decode at once: the times of a step of the engine and of a step of the on-device loop, and tokens a second. With

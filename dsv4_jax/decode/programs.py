@@ -71,7 +71,8 @@ class CompiledModel:
           model: a model of the same structure, such as an nnx.Module.
 
         Raises:
-          ValueError: the models differ in more than the values of their arrays; or one of them has an `expert_memory`,
+          ValueError: the models differ in more than the values of their arrays; an array of the other model has no
+            values, because it is a `jax.ShapeDtypeStruct` or was deleted; or one of the models has an `expert_memory`,
             and this model has arrays instead of `jax.ShapeDtypeStruct`.
         """
         new = CompiledModel.of(model)
@@ -150,9 +151,9 @@ class CompiledModel:
 
 
 def _check_structure(new, old):
-    """Raises ValueError if two CompiledModels differ in more than the values of their arrays.
+    """Raises ValueError if two CompiledModels differ in more than the values of their arrays, or values are missing.
 
-    The message names an array that differs, if there is any.
+    The message names an array that differs or has no values, if there is any.
     """
     types_of_new = _array_types(new)
     types_of_old = _array_types(old)
@@ -162,6 +163,9 @@ def _check_structure(new, old):
             raise ValueError(f"{name} is {new_type} in the new model and {old_type} in the engine's")
     if new.structure != old.structure:
         raise ValueError("the models have equal arrays, but not the same configuration or options of their modules")
+    for name, x in named_leaves(new.module).items():
+        if isinstance(x, jax.ShapeDtypeStruct) or (isinstance(x, jax.Array) and x.is_deleted()):
+            raise ValueError(f"{name} of the new model has no values: it is a shape, or was deleted or donated")
 
 
 def _array_types(model):

@@ -136,7 +136,7 @@ def sample(
         bits = (token_mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :]) & jnp.uint32(1)
         logits = jnp.where(bits.reshape(len(logits), -1)[:, : logits.shape[1]] == 1, logits, -jnp.inf)
     if isinstance(sampling, SamplingParams):
-        # These arrays are constants of the program, so the compiler removes branches that are never taken.
+        # The new arrays are constants of the program, so the compiler removes branches that are never taken.
         sampling = jax.tree.map(jnp.asarray, BatchedSamplingParams.of([sampling] * logits.shape[0]))
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     warm = sampling.temperature > 0

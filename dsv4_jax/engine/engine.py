@@ -329,8 +329,8 @@ class Engine(Summarized):
             files.
 
         Raises:
-          ValueError: the model has another structure, its experts lie in an `ExpertMemory`, `running` is unknown, or
-            the prefix cache refuses `key`. Nothing was changed.
+          ValueError: the model has another structure, an array of it has no values or was deleted, its experts lie in
+            an `ExpertMemory`, `running` is unknown, or the prefix cache refuses `key`. Nothing was changed.
         """
         if running not in ("recompute", "keep"):
             raise ValueError(f"{running=} must be 'recompute' or 'keep'")

@@ -131,7 +131,8 @@ def token_masks(
     if with_drafts:
         fill_next_token_bitmask_par_with_draft_tokens(_executor(), with_drafts, masks)
     without_drafts = [(matcher._matcher, row) for matcher, row, drafts in rows if not drafts]
-    # With two cores, which also run the model, 26 matchers took 2 to 3 ms with threads and 0.5 ms one by one.
+    # Threads need cores of their own: on two cores, which also run the model, 26 matchers took 2 to 3 ms with threads
+    # and 0.5 ms one by one.
     if len(without_drafts) > 1 and (os.cpu_count() or 1) >= 4:
         fill_next_token_bitmask_par(_executor(), without_drafts, masks)
     else:

@@ -4,10 +4,9 @@ import copy
 import dataclasses
 import json
 import reprlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import jax
 import numpy as np
 
 from dsv4_jax.cache import Decisions
@@ -131,7 +130,8 @@ class Request(Summarized):
         self._logprobs = np.zeros((self.max_tokens,))
         shape = self.max_tokens, params.top_logprobs
         self._top = TopLogprobs(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
-        self._decisions: Decisions | None = None  # has room for all tokens, once the first ones are kept
+        # Once the first decisions are kept, the arrays, by field of `Decisions`, have room for those of all tokens.
+        self._decisions: dict[str, np.ndarray] = {}
 
     @property
     def progress(self) -> Share:
@@ -157,9 +157,8 @@ class Request(Summarized):
         child._logprobs = self._logprobs.copy()
         child.accepted = self.accepted.copy()
         child._top = TopLogprobs(self._top.ids.copy(), self._top.logprobs.copy())
-        child._decisions = None
-        if self._decisions is not None:
-            child.keep_decisions(0, self._decisions)
+        child._decisions = {}
+        child.keep_decisions(0, self._decisions, slice(0, self.num_tokens))
         return child
 
     @property
@@ -222,22 +221,28 @@ class Request(Summarized):
         They are 0 for tokens that the request has not run itself: those that the prefix cache held, and the newest one.
         None if the engine records no decisions (`EngineConfig.record_decisions`) or no step has been read yet.
         """
-        if self._decisions is None:
+        if not self._decisions:
             return None
-        return jax.tree.map(np.copy, self._decisions[: self.num_tokens])
+        return Decisions(**{name: codes[: self.num_tokens].copy() for name, codes in self._decisions.items()})
 
-    def keep_decisions(self, start: int, decisions: Decisions) -> None:
-        """Keeps the decisions [n, ...] of the tokens from position `start` on, except those of the newest token."""
-        if self._decisions is None:  # pages of zeros take no memory until they are written
-            self._decisions = jax.tree.map(lambda x: np.zeros((self.max_tokens, *x.shape[1:]), x.dtype), decisions)
-        places = self._decisions[start : max(start, self.num_tokens - 1)]
-        for old, new in zip(*map(jax.tree.leaves, (places, decisions)), strict=True):
-            count = min(len(old), len(new))
-            old[:count] = new[:count]
+    def keep_decisions(self, start: int, fields: Mapping[str, np.ndarray], rows: slice) -> None:
+        """Keeps the decisions of consecutive tokens of the request, except those of its newest token.
+
+        Args:
+          start: position of the first of these tokens.
+          fields: {field of `Decisions`: array [T, ...] of codes}.
+          rows: slice of the arrays' first axis that belongs to these tokens.
+        """
+        if not self._decisions:  # pages of zeros take no memory until they are written
+            shapes = {name: (self.max_tokens, *codes.shape[1:]) for name, codes in fields.items()}
+            self._decisions = {name: np.zeros(shapes[name], codes.dtype) for name, codes in fields.items()}
+        count = max(0, min(rows.stop - rows.start, self.num_tokens - 1 - start))
+        for name, codes in fields.items():
+            self._decisions[name][start : start + count] = codes[rows.start : rows.start + count]
 
     def forget_decisions(self) -> None:
         """Forgets all recorded decisions, because other weights will run the tokens again."""
-        self._decisions = None
+        self._decisions = {}
 
     @property
     def scores_prompt(self) -> bool:

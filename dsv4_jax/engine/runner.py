@@ -35,6 +35,7 @@ class StepRunner:
       decode_size: maximum number of tokens in a decode step, and number of output rows of each step.
       model: the CompiledModel whose steps are run.
       config: the engine's configuration, from `EngineConfig.resolve`.
+      adapter_names: names of the model's adapters, in the order of the adapters' indices.
     """
 
     def __init__(
@@ -62,7 +63,6 @@ class StepRunner:
         self._no_tokens = manager.devices.put(none, "tokens")
         self._processor: LogitsProcessor | None = None  # holds the states of all slots
         self.forget_logits_states()
-        # These are the names of the model's adapters, in the order of the adapters' indices.
         self.adapter_names: tuple[str, ...] = getattr(model.module, "adapter_names", ())
         # This keeps the parameters of the previous step's requests by slot, and the result of `_parameters` for them.
         self._last_parameters: tuple[list[RequestParams | None], Any] = [], None

@@ -528,10 +528,12 @@ def _keep_decisions(schedule, begins, decisions):
       begins: [n] index of each request's first token in the batch.
       decisions: Decisions [T, ...] of the batch, as NumPy arrays.
     """
+    fields = {name: codes for name, codes in vars(decisions).items() if codes is not None}
     numbers = schedule.numbers
-    places = zip(begins.tolist(), numbers["num_tokens"].tolist(), numbers["start"].tolist(), strict=True)
-    for request, (begin, count, start) in zip(schedule.requests, places, strict=True):
-        request.keep_decisions(start, decisions[begin : begin + count])
+    starts = numbers["start"].tolist()
+    ends = (begins + numbers["num_tokens"]).tolist()
+    for request, start, begin, end in zip(schedule.requests, starts, begins.tolist(), ends, strict=True):
+        request.keep_decisions(start, fields, slice(begin, end))
 
 
 def _is_lost(cache):

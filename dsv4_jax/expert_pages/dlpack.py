@@ -31,7 +31,7 @@ class _Tensor(ctypes.Structure):
     )
 
 
-# These are values of dlpack.h's enums: of DLDeviceType, and of DLDataTypeCode by the name of the dtype.
+# The numbers come from enums of dlpack.h: DLDeviceType, and DLDataTypeCode by the name of the dtype.
 _CUDA = 2
 _CPU = 1
 _KINDS = {"uint8": 1, "float32": 2, "bfloat16": 4}

@@ -20,15 +20,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax import ops
-from dsv4_jax.common.arguments import check_positive, check_whole
+from dsv4_jax.common.arguments import check, check_positive, check_whole
 from dsv4_jax.nn.layers import ABSTRACT, AnyRngs, Axes, Linear, RMSNorm, StackedRngs, parameter
 from dsv4_jax.nn.projections import FusedLinear
 from dsv4_jax.nn.shardings import parameter_sharding
 from dsv4_jax.quant import round_to
 
 
-# These attributes of a `DecoderLayer` hold its linear maps, except those of compressors and routed experts.
-_MAPS = {
+# `MODULES` names the attributes of a `DecoderLayer` that hold the linear maps which can have adapters. Compressors and
+# routed experts have other maps.
+MODULES = {
     "self_attn": ("input_projections", "latent_projections", "o_a_proj", "o_b_proj"),
     "mlp.shared_experts": ("gate_up_proj", "down_proj"),
 }
@@ -170,6 +171,7 @@ def add_adapters(
         raise TypeError(f"{names=} and {targets=} must each be a list of texts")
     check_whole("rank", rank, 1)
     scales = [1.0] * len(names) if scales is None else [check_positive("scales[..]", scale) for scale in scales]
+    check(max(scales, default=0) <= float(jnp.finfo(jnp.float32).max), f"{scales=} must be finite in float32")
     if model.adapter_names:
         raise ValueError(f"the model has adapters already: {', '.join(model.adapter_names)}. Add all of them at once")
     if not names or len({*names}) < len(names) or not all(names):
@@ -291,7 +293,7 @@ def _add_to(variable, rows, product):
 
 def _modules_with_maps(layer) -> Iterator[tuple[Any, str]]:
     """Yields (parent, attribute) of the modules of a layer that are linear maps of this package."""
-    for path, attributes in _MAPS.items():
+    for path, attributes in MODULES.items():
         parent = layer
         for name in path.split("."):
             parent = getattr(parent, name)

@@ -22,7 +22,7 @@ from dsv4_jax.nn.engram import look_up_ahead, random_token_map
 from dsv4_jax.nn.hyper_connection import HyperHead, ResidualStreams
 from dsv4_jax.nn.layer_stack import LayerStack, Recorded
 from dsv4_jax.nn.layers import Embedding, Linear, RMSNorm
-from dsv4_jax.nn.lora import token_adapters
+from dsv4_jax.nn.lora import adapter_variables, token_adapters
 from dsv4_jax.nn.mtp import MTPDrafts
 from dsv4_jax.ops import all_gather
 from dsv4_jax.quant import round_to
@@ -68,14 +68,16 @@ class DeepseekV4Model(nnx.Module):
           `DeepseekV4ForCausalLM.forward_streams`; the recorded values; the updated cache).
 
         Raises:
-          ValueError: the cache was made for another model, the batch was made for another cache, or the decisions of
-            the batch were made for other tokens or another model.
+          ValueError: the cache was made for another model, the batch was made for another cache, the decisions of the
+            batch were made for other tokens or another model, or the batch has adapters and the model has none.
           TypeError: the model has Engram, and the cache is not a KVCache.
         """
         if isinstance(cache, KVCache):
             cache.schema.check_config(self.config)
         if batch.decisions is not None:
             batch.decisions.check(self.config, len(batch.positions))
+        if batch.adapters is not None and not adapter_variables(self):
+            raise ValueError("the batch has adapters, but the model has none: add them with add_adapters")
         targets = self.config.tap_layers
         cache = cache.begin_step(batch)
         x = self.embed(batch)

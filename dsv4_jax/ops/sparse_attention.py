@@ -80,7 +80,7 @@ def _sparse_attention_kernel(q, sinks, kv, slots, positions, inv_freq, *, contex
         return _inverse_rope(out[:, :heads], positions, xla_freq)
 
     def attend(q, with_window):
-        # With layer -1, the kernel reads no window rows.
+        # The kernel reads no window rows of layer -1.
         visible = dataclasses.replace(rings, layer=jnp.where(with_window, rings.layer, -1))
         splits = attention_sums(_pad_heads(q), slots, positions, visible, entries, interpret=interpret)
         return jax.tree.map(lambda x: x[:, : q.shape[1]], _merge_splits(*splits))
@@ -201,7 +201,7 @@ def _merge_splits(sums, stats):
 
 def _pad_heads(x, multiple=None, axis=1):
     """Pads the axis of heads to a multiple, by default to the number of heads that the decode kernel takes."""
-    # With tensor parallelism a device may have few heads, for which the decode kernel takes multiples of 8.
+    # A device may have few heads under tensor parallelism. The decode kernel then takes multiples of 8.
     heads = x.shape[axis]
     padding = [(0, 0)] * x.ndim
     padding[axis] = 0, -heads % (multiple or (8 if heads < HEADS else HEADS))

@@ -292,7 +292,7 @@ class MessagesAnswer(ParsedAnswer):
     _stop_fields: ClassVar[dict[str, Any]] = dict.fromkeys(("container", "stop_details"))
 
     def _make_generator(self) -> Any:
-        # With `thinking_mode=True`, each answer would begin with a block of thinking, even an empty one.
+        # `thinking_mode=True` would begin each answer with a block of thinking, even an empty one.
         return recipe.MessagesChunkGenerator(self._id, self._body.model, thinking_mode=False)
 
     def _as_sent(self, part: dict[str, Any]) -> dict[str, Any]:

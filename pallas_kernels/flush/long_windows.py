@@ -49,7 +49,7 @@ class LongWindowPlan:
     warpgroups: int  # number of warpgroups in a block, which share the channels
     workers: int  # number of clusters
     share: int  # maximum number of consecutive tokens that a cluster takes
-    stages: int  # number of chunks that a block copies at once; must divide `chunks`
+    stages: int  # number of chunks that a block copies at once; divides `chunks`
 
     @classmethod
     def for_call(cls, config: Config, c: CompressorOperands, tokens: int, max_in_call: int) -> "LongWindowPlan":

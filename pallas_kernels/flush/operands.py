@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats.exact_math import MAX_SHORT
+from pallas_kernels.formats.exact_math import CHUNKS, MAX_SHORT
 from pallas_kernels.formats.kv_rows import ROW_DIM
 from pallas_kernels.formats.layouts import RowLayout, check_pools, check_row_layout
 from pallas_kernels.runtime.checks import check_array, check_rules
@@ -177,7 +177,11 @@ class CompressorOperands:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tuning choices of the flush kernels."""
+    """Tuning choices of the flush kernels.
+
+    Raises:
+      ValueError: `stages` or a number of blocks in `cluster_sizes` does not divide the chunks of a long window.
+    """
 
     # Pairs (maximum number of long windows that can close in a call, number of blocks that share a window). In a call
     # with more windows, blocks do not share windows.
@@ -193,6 +197,12 @@ class Config:
     # `short_windows._workers`.
     short_workers: int = 513
     state_workers: int = 8 * MULTIPROCESSORS  # maximum number of warpgroups for state rows; this many run at once
+
+    def __post_init__(self):
+        blocks = {f"cluster_sizes[{i}][1]": blocks for i, (_, blocks) in enumerate(self.cluster_sizes)}
+        for name, value in {"stages": self.stages, **blocks}.items():
+            if value < 1 or CHUNKS % value:
+                raise ValueError(f"{name}={value} must divide {CHUNKS}, the number of chunks of a long window")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from dsv4_jax.bench.serving import Workload
+from dsv4_jax.bench.serving import MESSAGE_TOKENS, REPLY_TOKENS, Workload
 
 
 @pytest.mark.slow
@@ -54,3 +54,9 @@ def test_conversations_share_system_prompts_and_fit_their_context():
 )
 def test_mistakes_are_explained(refused, options, message):
     assert message in refused("bench", *options)
+
+
+def test_numbers_of_tokens_reach_both_ends_of_their_ranges():
+    turns = [turn for conversation in Workload(conversations=400, turns=3).script(160) for turn in conversation[1:]]
+    messages, replies = zip(*((len(message), reply) for message, reply in turns), strict=True)
+    assert (min(messages), max(messages)) == MESSAGE_TOKENS and (min(replies), max(replies)) == REPLY_TOKENS

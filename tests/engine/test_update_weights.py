@@ -213,9 +213,13 @@ def test_models_of_another_structure_are_refused_by_name(modules, wide, answer, 
     engine.step()
     single = jax.tree.map(lambda x: x.astype(jnp.float32) if x.shape == (160, 64) else x, modules[1])
     fewer = DeepseekV4ForCausalLM(small[1].first_layers(2), rngs=nnx.Rngs(0))
+    donated = jax.tree.map(jnp.copy, modules[1])
+    jax.tree.leaves(donated)[0].delete()
     for model, options, message in (
         (single, {}, r"\w+\.weight\S+ is float32\[160, 64\] in the new model and bfloat16\[160, 64\] in the engine's"),
         (fewer, {}, r"layers\S+ is \S+ in the new model and .* in the engine's"),
+        (donated, {}, r"\S+ of the new model has no values: it is a shape, or was deleted or donated"),
+        (jax.eval_shape(lambda: modules[1]), {}, r"\S+ of the new model has no values: it is a shape, or was deleted"),
         (modules[1], dict(running="drop"), "running='drop' must be 'recompute' or 'keep'"),
         (modules[1], dict(key="model"), "key='model' is the name of the weights so far"),
     ):

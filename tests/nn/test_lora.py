@@ -136,28 +136,27 @@ def test_files_of_adapters(tmp_path):
     assert not np.asarray(views["model.layers.3.self_attn.o_b_proj.adapters.up"].read()[:, 0]).any()
     assert loaded.model.layers[2].self_attn.o_b_proj.adapters.scales == (2.0, 0.5)
 
+    unchanged = v41()
+
     def refused(match, tensors=small, **fields):
         (tmp_path / "b" / "adapter_config.json").write_text(json.dumps(plain | fields))
         save_file(tensors, tmp_path / "b" / "adapter_model.safetensors")
         with pytest.raises((TypeError, ValueError), match=match):
-            load_adapters(v41(), {"b": tmp_path / "b"})
+            load_adapters(unchanged, {"b": tmp_path / "b"})
+        assert unchanged.adapter_names == ()
 
     refused("adapter 'b': use_dora=True in adapter_config.json must be False", use_dora=True)
     refused("adapter 'b': r='1' must be a whole number", r="1")
     refused("init_lora_weights='pissa' in adapter_config.json", init_lora_weights="pissa")
     name = "base_model.model.model.layers.2.self_attn.o_b_proj.lora_A.weight"
-    refused(f"{name} in .* has NaN or infinite values", small | {name: np.full((1, 128), np.nan, np.float32)})
+    for value in (np.nan, 3.4e38):  # the latter is infinite in bfloat16
+        refused(f"{name} in .* has NaN or infinite values", small | {name: np.full((1, 128), value, np.float32)})
+    refused(r"scales=\[1e\+300\] must be finite in float32", lora_alpha=1e300)
     refused(r"o_b_proj needs lora_A \[2, 128\] and lora_B \[64, 2\], got lora_A \[1, 128\]", r=2)
     one = np.ones((1, 1), np.float32)
-    refused("x.lora_A.weight' in adapter_model.* belongs to no linear map", {"base_model.model.x.lora_A.weight": one})
-    engram = "base_model.model.model.layers.1.engram.kv_proj.lora_"
-    refused("engram.kv_proj can have no adapter here", small | {
-        f"{engram}A.weight": np.ones((1, 128), np.float32), f"{engram}B.weight": np.ones((320, 1), np.float32),
-    })  # fmt: skip
-    refused(r"targets=\['lm_head'\] are none of the linear maps", {
-        "base_model.model.lm_head.lora_A.weight": np.ones((1, 64), np.float32),
-        "base_model.model.lm_head.lora_B.weight": np.ones((160, 1), np.float32),
-    })  # fmt: skip
+    for module in ("x", "lm_head", "model.layers.1.engram.kv_proj", "model.layers.1.mlp.gate"):
+        name = f"base_model.model.{module}.lora_A.weight"
+        refused(f"adapter 'b': '{name}' in .* is for no map that can have an adapter", small | {name: one})
     with pytest.raises(ValueError, match="adapter 'c': cannot read .*c/adapter_config.json: No such file"):
         load_adapters(v41(), {"c": tmp_path / "c"})
 
@@ -212,3 +211,16 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="name='b' must be one of the model's adapters: a"):
         merge_adapter(model, "b")
     assert "o_b_proj" in TARGETS
+
+
+def test_a_batch_that_does_not_fit_is_refused():
+    """Arrays of a wrong shape would broadcast or clamp, and adapters of a model without any would be ignored."""
+    model = v41()
+    manager = manager_of(model)
+    cache = manager.init_cache()
+    batch = manager.prepare_forward({manager.admit(): PROMPTS[0]})
+    with pytest.raises(ValueError, match="the batch has adapters, but the model has none"):
+        model(cache, batch.with_adapter(0))
+    for name, expected in (("is_image", 32), ("adapters", 3)):
+        with pytest.raises(ValueError, match=rf"batch\.{name} must be an array of shape \({expected},\), got \(1,\)"):
+            cache.begin_step(dataclasses.replace(batch, **{name: jnp.ones((1,), jnp.int32)}))

@@ -419,3 +419,10 @@ def test_long_windows_find_room(most):
         assert plan.workers * plan.share >= tokens > (plan.workers - 1) * plan.share
         assert plan.blocks * plan.workers <= 132 and plan.chunks % plan.stages == 0
         assert 4 * sum(plan.shared.values()) <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("options", [{"stages": 3}, {"stages": 0}, {"cluster_sizes": ((14, 8), (30, 6))}])
+def test_a_config_divides_the_chunks_of_a_window(options):
+    """Otherwise a block would overwrite a stage that it still reads, or leave chunks out."""
+    with pytest.raises(ValueError, match=r"(stages|cluster_sizes\[1\]\[1\])=. must divide 8, the number of chunks"):
+        Config(**options)

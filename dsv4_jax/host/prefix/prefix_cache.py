@@ -108,7 +108,8 @@ class PrefixCache(Summarized):
           manager, every, max_bytes, debug, files: see the class.
           key: name of the model's weights. Other weights must have another name, see
             `checkpoint.weights_fingerprint`.
-          seed: secret seed of the hashes. Without it nobody can construct prompts whose hashes collide.
+          seed: number that is part of all hashes. Prefix caches find each other's files only if their seeds are equal.
+            It need not be secret: prompts whose 256-bit BLAKE2b hashes collide cannot be constructed.
 
         Raises:
           ValueError: `every` is not positive, `max_bytes` is less than a snapshot's size, the limit of `files` is less
