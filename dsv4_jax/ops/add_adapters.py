@@ -49,7 +49,7 @@ def add_adapters(
 
 def _add_xla(outputs, x, downs, ups, numbers, *, scales):
     is_chosen = numbers[:, None] == jnp.arange(len(scales))[None]
-    factors = jnp.where(is_chosen, jnp.asarray(scales, jnp.float32)[None], 0.0)
+    factors = jnp.asarray(scales, jnp.float32)[None, None, :, None]
     added = []
     for y, down, up in zip(outputs, downs, ups, strict=True):
         tokens, channels = y.shape
@@ -58,7 +58,9 @@ def _add_xla(outputs, x, downs, ups, numbers, *, scales):
         # cost of this does not depend on how the tokens are distributed over the adapters.
         inner = _multiply(x.reshape(-1, depth), down.reshape(-1, depth)).reshape(tokens, -1, number, rank)
         groups = inner.shape[1]
-        inner = round_to(inner * factors[:, None, :, None], x.dtype).reshape(tokens, groups, -1)
+        # Not a factor of 0: the products of another adapter may be infinite.
+        inner = jnp.where(is_chosen[:, None, :, None], inner * factors, 0.0)
+        inner = round_to(inner, x.dtype).reshape(tokens, groups, -1)
         up = up.astype(x.dtype).reshape(groups, channels // groups, -1)
         product = jnp.einsum("tgk,gmk->tgm", inner, up, **_SUMS)
         added.append(round_to(y.astype(jnp.float32) + product.reshape(y.shape), y.dtype))

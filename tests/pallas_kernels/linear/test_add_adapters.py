@@ -121,3 +121,10 @@ for tokens, maps, rank in (32, ((1024, 1), (512, 1)), 16), (64, ((32768, 1),), 3
     compile_for_h100(f"add_adapters_{rank}", add, outputs, struct(tokens, 4096), downs, ups, numbers)
 """)
     assert used.keys() == {"add_adapters_16", "add_adapters_32"}
+
+
+def test_products_of_another_adapter_may_be_infinite():
+    x = jnp.full((2, 4), 2.0)
+    down = jnp.stack([jnp.ones((1, 4)), jnp.full((1, 4), 3e38)])
+    (y,) = ops.add_adapters([jnp.zeros((2, 3))], x, [down], [jnp.ones((3, 2, 1))], jnp.array([0, -1]), (1.0, 1.0))
+    np.testing.assert_array_equal(y, [[8.0] * 3, [0.0] * 3])
