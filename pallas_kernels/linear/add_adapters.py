@@ -138,13 +138,13 @@ def _add(rank, numbers_gmem, scales_gmem, scratch, refs, block):
     width, depth = scratch.up_smem.shape
     groups = inner_gmem.shape[1] // depth
     group_blocks = channels // (groups * width)
-    here = pl.ds(block * width, width)
+    block_channels = pl.ds(block * width, width)
     rows = pl.ds(0, tokens)
     columns = pl.ds(lax.div(block, group_blocks) * depth, depth)
     copies = (
-        (up_gmem.at[here], scratch.up_smem),
+        (up_gmem.at[block_channels], scratch.up_smem),
         (inner_gmem.at[:, columns], scratch.inner_smem.at[rows]),
-        (y_gmem.at[:, here], scratch.out_smem.at[rows]),
+        (y_gmem.at[:, block_channels], scratch.out_smem.at[rows]),
         (numbers_gmem, scratch.numbers_smem.at[rows]),
         (scales_gmem, scratch.scales_smem),
     )
@@ -166,5 +166,5 @@ def _add(rank, numbers_gmem, scales_gmem, scratch, refs, block):
     y = plgpu.load(scratch.out_smem, layout=layout).astype(jnp.float32)
     scratch.out_smem[...] = (y + sums).astype(jnp.bfloat16)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(scratch.out_smem.at[rows], out_gmem.at[:, here])
+    plgpu.copy_smem_to_gmem(scratch.out_smem.at[rows], out_gmem.at[:, block_channels])
     plgpu.wait_smem_to_gmem(0)

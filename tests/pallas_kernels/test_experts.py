@@ -119,12 +119,13 @@ def test_blocks_of_threads_share_the_work(blocks, shared):
         assert np.max(np.where(counts[0] > 0, spans, 0)) <= problem.max_groups(i, MULTIPROCESSORS)
 
 
-# Maps with 4 and 8 steps a tile; more pairs of an expert than fit into one block, of 256 channels, in either storage;
-# channels whose last step is not whole.
+# Maps with 1 and 2 steps a tile, and with 4 and 3; more pairs of an expert than fit into one block, of 256 channels, in
+# either storage; channels whose last step is not whole.
 @pytest.mark.parametrize(
     ("tokens", "depth", "inner", "kind"),
     [
         pytest.param(2, 512, 1024, "FP4", marks=pytest.mark.slow),
+        pytest.param(2, 512, 384, "FP4", marks=pytest.mark.slow),
         (9, 512, 256, "FP4"),
         pytest.param(3, 512, 576, "FP4", marks=pytest.mark.slow),
         pytest.param(9, 512, 256, "BF16", marks=pytest.mark.slow),
@@ -264,7 +265,7 @@ def test_channels_in_no_multiples_of_512_on_gpu(inner):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("inner", [2304, 576])
+@pytest.mark.parametrize("inner", [2304, 576, 512])
 def test_a_token_has_the_same_bits_beside_any_others_on_gpu(inner):
     x, selected, weights, *matrices = operands(24, 6, 64, 5120, inner)
     together = run(x, selected, weights, *matrices, implementation="mosaic_gpu")
