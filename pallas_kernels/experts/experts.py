@@ -3,7 +3,8 @@
 The kernel is bound by the bandwidth of reading the selected experts' weights once. The router, or a separate launch,
 first groups the (token, expert) pairs: a group has up to 8 pairs of one expert. A persistent grid of one block per SM
 then walks over tiles of 64 weight rows of all groups: first all tiles of gate_up, which compute the hidden channels,
-then all tiles of down. Each block multiplies a range of consecutive tiles of each map. The warpgroups have the roles of
+then all tiles of down, four at a time if their rows are short. Each block multiplies a range of consecutive tiles of
+each map. The warpgroups have the roles of
 `skinny_gemm`. Their additional work is:
 
     warpgroup   role        additional work                                          waits for       signals
@@ -33,10 +34,10 @@ from jax import lax
 from pallas_kernels.experts import pair_groups, tile_counters
 from pallas_kernels.experts.expert_operands import check_operands, check_shared
 from pallas_kernels.matmul import epilogue, skinny_gemm
-from pallas_kernels.matmul.quantized_weights import FP8, HALF, ROWS, SCALED, WeightLayout
+from pallas_kernels.matmul.quantized_weights import FP4, FP8, HALF, ROWS, SCALED, WeightLayout
 from pallas_kernels.matmul.routing import FIRST_PAIR, GROUP_WORDS, counts_size, max_groups
 from pallas_kernels.matmul.skinny_gemm import EPILOGUE, Product, SkinnyGemm
-from pallas_kernels.matmul.skinny_mma import COLUMNS
+from pallas_kernels.matmul.skinny_mma import COLUMNS, MULTIPLIERS
 from pallas_kernels.mgpu import barriers
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS, runs_all_blocks_at_once
@@ -47,6 +48,8 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 
 MAX_PAIRS = 1024  # maximum number of pairs of a token and an expert; one warpgroup groups them
 MAX_SHARED_TOKENS = COLUMNS  # maximum number of tokens with a shared expert
+MAX_SEGMENTS = 4  # largest number of segments of a stage
+OTHER_BYTES = 8 << 10  # shared memory beside a block's `SkinnyGemm`, as much as any number of tokens needs
 # Indices of the linear maps of an expert.
 GATE_UP = 0
 DOWN = 1
@@ -206,10 +209,28 @@ class ExpertsProblem:
     @property
     def gemm(self) -> SkinnyGemm:
         """The GEMM whose warpgroups multiply the tiles."""
-        matrices = (self.layout, self.depth), (self.layout, self.inner)
+        matrices = ((self.layout, self.depth),)
+        if not self.has_short_rows:
+            matrices += ((self.layout, self.inner),)
         if self.shared:
             matrices += (self.shared_layout, self.depth), (self.shared_layout, self.shared)
-        return SkinnyGemm(matrices, COLUMNS, skinny_gemm.most_segments(*matrices))
+        segments = skinny_gemm.most_segments(*matrices)
+        if not self.has_short_rows:
+            return SkinnyGemm(matrices, COLUMNS, segments, segments)
+        gemm = SkinnyGemm(matrices, COLUMNS, segments, segments, short_rows=(self.inner,))
+        # Each warpgroup needs a stage to copy to while it multiplies another. Stages of one segment are slow to copy.
+        if segments < MAX_SEGMENTS or gemm.stages(OTHER_BYTES) < 2 * MULTIPLIERS:
+            gemm = dataclasses.replace(gemm, segments=2, step_segments=2)
+        return gemm
+
+    @property
+    def has_short_rows(self) -> bool:
+        """Whether rows of down are too short for a large step of each warpgroup, see `Product.whole_rows`."""
+        return self.layout == FP4 and self.inner < MULTIPLIERS * MAX_SEGMENTS * FP4.segment
+
+    def other_bytes(self, workers: int) -> int:
+        """Returns the number of bytes of shared memory that one of `workers` blocks needs beside that of `gemm`."""
+        return 8 * GROUP_WORDS * sum(self.max_groups(i, workers) for i in self.maps) + 2048
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -231,11 +252,15 @@ class ExpertsProblem:
         """The index of the first counter of terms. Counters of groups and of the shared expert precede this one."""
         return self.groups + 1
 
+    def tiles_together(self, i: int) -> int:
+        """Returns the number of consecutive tiles of map `i` that a block multiplies at a time."""
+        return MULTIPLIERS if i == DOWN and self.has_short_rows else 1
+
     def first_tiles(self, groups, i: int, worker, workers: int) -> tuple[Any, Any]:
         """Returns the indices of a block's first tiles, at which the tiles of the previous block end.
 
         The shared expert's tiles, which have more bits, are divided evenly among blocks. Tiles of groups are divided so
-        that every block reads the same number of bytes, up to a part of a tile.
+        that every block reads the same number of bytes, up to a part of `tiles_together`.
 
         Args:
           groups: number of groups.
@@ -247,13 +272,14 @@ class ExpertsProblem:
           (index among the tiles of all groups, index among the tiles of the shared expert).
         """
         workers = jnp.int32(workers)
-        tiles = groups * self.tiles[i]
+        together = self.tiles_together(i)
+        tiles = groups * (self.tiles[i] // together)
         shared = self.shared_tiles[i]
         even_first = lax.div(worker * tiles, workers)
         if not shared:
-            return even_first, jnp.int32(0)
+            return even_first * together, jnp.int32(0)
         # The numbers of bits per weight stand for the sizes of tiles.
-        bits = self.layout.bits
+        bits = self.layout.bits * together
         shared_bits = FP8.bits
         shared_first = lax.div(worker * shared, workers)
         total = bits * tiles + shared_bits * shared
@@ -261,14 +287,17 @@ class ExpertsProblem:
         # Balance bytes only if every block has at least the work of one shared tile. Otherwise some blocks would need a
         # negative number of tiles of groups.
         balanced = total >= shared_bits * workers
-        return jnp.where(balanced, jnp.clip(lax.div(routed_size, bits), 0, tiles), even_first), shared_first
+        first = jnp.where(balanced, jnp.clip(lax.div(routed_size, bits), 0, tiles), even_first)
+        return first * together, shared_first
 
     def max_groups(self, i: int, workers: int) -> int:
         """Returns the largest number of groups whose tiles of map `i` one of `workers` blocks multiplies."""
-        tiles = -(-self.groups * self.tiles[i] // workers)
+        together = self.tiles_together(i)
+        group_tiles = self.tiles[i] // together
+        tiles = -(-self.groups * group_tiles // workers)
         if self.shared:
-            tiles += -(-FP8.bits * self.shared_tiles[i] // (self.layout.bits * workers)) + 1
-        return -(-tiles // self.tiles[i]) + 1
+            tiles += -(-FP8.bits * self.shared_tiles[i] // (self.layout.bits * together * workers)) + 1
+        return -(-tiles // group_tiles) + 1
 
 
 def _launch(p, out_type, inputs, routing, operands, interpret):
@@ -297,7 +326,7 @@ def _launch(p, out_type, inputs, routing, operands, interpret):
             "tables_smem": [plgpu.SMEM((size * GROUP_WORDS,), jnp.int32) for size in sizes],
             "factors_smem": plgpu.SMEM((sizes[0] * COLUMNS,), jnp.float32) if GATE_UP in p.maps else None,
             "groups_ready": plgpu.Barrier(num_arrivals=skinny_gemm.WARPGROUPS),
-            "skinny": p.gemm.scratch(4 * GROUP_WORDS * 2 * sum(sizes) + 2048, interpret=interpret),
+            "skinny": p.gemm.scratch(p.other_bytes(workers), interpret=interpret),
         },
         interpret=interpret,
     )
@@ -375,6 +404,7 @@ def _routed_product(p, i, block_tiles, tables, source_gmem, out_gmem, matrix):
     tables_smem, factors_smem, counts = tables
     tiles = jnp.int32(p.tiles[i])
     gated = i == GATE_UP
+    together = p.tiles_together(i)
 
     def group_of(n):
         """Returns the index in `tables_smem` of the group to which the block's n-th tile belongs."""
@@ -383,8 +413,9 @@ def _routed_product(p, i, block_tiles, tables, source_gmem, out_gmem, matrix):
     def pairs_of(n):
         return tables_smem.at[pl.ds(group_of(n) * GROUP_WORDS + FIRST_PAIR, COLUMNS)]
 
-    def rows_of(n):
-        """Returns the indices of the first weight rows of the two halves of the block's n-th tile."""
+    def rows_of(index):
+        """Returns the first weight rows of the two halves of the block's tile number `index * together`."""
+        n = index * together
         expert = tables_smem[group_of(n) * GROUP_WORDS]
         tile = lax.rem(begin + n, tiles)
         if gated:
@@ -393,7 +424,9 @@ def _routed_product(p, i, block_tiles, tables, source_gmem, out_gmem, matrix):
         row = expert * p.depth + tile * ROWS
         return row, row + HALF
 
-    def load_inputs(n, load):
+    def load_inputs(index, load):
+        n = index * together
+
         @pl.when((n == 0) | (lax.rem(begin + n, tiles) == 0))
         def _():
             _wait_for_inputs(p, counts, i, first_group + group_of(n), p.tiles)
@@ -408,7 +441,8 @@ def _routed_product(p, i, block_tiles, tables, source_gmem, out_gmem, matrix):
 
     depth = p.depth if gated else p.inner
     codes, scales = matrix
-    return Product(p.layout, codes, scales, count, depth, 0, gated, rows_of, load_inputs, finish)
+    functions = rows_of, load_inputs, finish
+    return Product(p.layout, codes, scales, lax.div(count, together), depth, 0, gated, *functions, together > 1)
 
 
 def _shared_product(p, i, block_tiles, counts, source_gmem, out_gmem, matrix):

@@ -219,7 +219,8 @@ class QuantizedLinearProblem:
         """The GEMM of a block."""
         config = self.config
         matrices = tuple((layout, self.depth // config.splits) for layout, _ in self.matrices)
-        return SkinnyGemm(matrices, config.tokens, config.segments, config.places, config.max_stages)
+        segments = config.segments, skinny_gemm.most_segments(*matrices)
+        return SkinnyGemm(matrices, config.tokens, *segments, config.places, config.max_stages)
 
     @property
     def tiles(self) -> int:

@@ -11,6 +11,9 @@ of a ring in shared memory. The inputs stay in shared memory.
     5           epilogue    adds a tile's four partial sums in order and    sums_full       sums_empty
                             finishes the tile
 
+A matrix of short rows has too few steps for four warpgroups. Then a tile has 256 rows (`Product.whole_rows`), each
+warpgroup multiplies whole rows of a quarter of it, and nothing is added up.
+
 FP4's scales are copied with the codes of a stage if bulk copies can address them. Otherwise all scales of a tile are
 copied together to a separate ring, with the barriers tile_scales_empty and tile_scales_full.
 
@@ -32,14 +35,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.matmul import skinny_mma, skinny_prologue
-from pallas_kernels.matmul.quantized_weights import (
-    HALF,
-    ROWS,
-    SCALE_BYTES,
-    SEGMENT,
-    SHIFT,
-    WeightLayout,
-)
+from pallas_kernels.matmul.quantized_weights import FP4, HALF, ROWS, SCALE_BYTES, SHIFT, WeightLayout
 from pallas_kernels.matmul.skinny_mma import COLUMNS, MULTIPLIERS, UNIT, StageFormat
 from pallas_kernels.mgpu import barriers, wgmma
 from pallas_kernels.runtime.hardware import SHARED_BYTES
@@ -67,15 +63,19 @@ class Product:
     depth: int  # number of columns that this block multiplies
     first_column: jax.Array | int  # index of the first of these columns
     gated: bool  # whether row i of a tile's first half and row i of its second half are passed to one thread's `finish`
-    # Maps the index of a tile to the first row index of each half. A half is 32 consecutive rows of the matrix.
+    # Maps the index of a tile to the first row index of each half. A half is 32 consecutive rows of the matrix. With
+    # `whole_rows`, the halves are those of the first 64 rows.
     rows_of: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
     # (index of a tile, load) -> None. Calls `load(source, rows, divisor, column, norm, eps)` unless the previous tile
     # has the same inputs. `eps` is an argument of `skinny_prologue.store_factors`, the others are arguments of
     # `skinny_prologue.load_inputs`; `column` counts from `first_column`.
     load_inputs: Callable[[jax.Array, Callable[..., None]], None]
     # (index of a tile, sums) -> None. The epilogue calls it with sums [64, tokens] float32: 2**-32 times the sums of
-    # products.
+    # products. With `whole_rows` it gets the index of a quarter of a tile, counted through all tiles.
     finish: Callable[[jax.Array, jax.Array], None]
+    # Whether tiles have 256 consecutive rows, of which warpgroups multiply 64 each. The matrix is in
+    # `SkinnyGemm.short_rows`.
+    whole_rows: bool = False
 
     @property
     def scale_bytes(self) -> int:
@@ -87,11 +87,17 @@ class Product:
         """Whether all FP4 scales of a tile are copied together, to a separate ring."""
         return self.layout.copies_all_scales(self.depth)
 
+    @property
+    def rows(self) -> int:
+        """The number of rows of a tile."""
+        return MULTIPLIERS * ROWS if self.whole_rows else ROWS
+
 
 class SkinnyScratch(NamedTuple):
     """Shared memory and barriers of a skinny GEMM: types to allocate outside the kernel, references inside it."""
 
-    codes_smem: Any  # [stages, 64, elements] weights or codes, one array for each dtype
+    # [stages, 64 or more, elements] weights or codes, an array for each dtype and number of bytes in a stage's rows
+    codes_smem: Any
     weights_empty: Any  # a barrier for each stage
     weights_full: Any  # a barrier for each stage
     inputs_smem: Any  # [tokens / 8, columns / 32, 8, 32] bfloat16, in the order of `skinny_prologue.load_inputs`
@@ -99,7 +105,7 @@ class SkinnyScratch(NamedTuple):
     inputs_ready: Any  # one barrier at which the multiplying warpgroups meet
     scales_smem: Any  # [stages, 64, 16] uint8 scales of FP4; None if no matrix has scales that are copied with codes
     # [slots, places, 64 * tokens] float32 (interpreted, [.., 64, tokens]). A slot holds the sums of one tile. It has a
-    # place for the partial sums of each warpgroup, or a single place to which all warpgroups add.
+    # place for the (partial) sums of each warpgroup, or a single place to which all warpgroups add.
     sums_smem: Any
     sums_empty: Any  # a barrier for each slot of `sums_smem`
     # Barriers that order the additions to a slot's only place; None if a slot has a place for each warpgroup. Without
@@ -107,16 +113,16 @@ class SkinnyScratch(NamedTuple):
     # w + 1 waits there. With `takes_turns` the order changes from tile to tile, and a slot has four barriers: warpgroup
     # w waits at barrier w, which the preceding warpgroup in the order signals.
     turns: Any
-    # [slots, 2 * lines, ..] uint8, all FP4 scales of a tile in each slot. The scales of the tile's first half are
-    # consecutive bytes from line 0 on, and those of its second half from line `lines` on. None unless there is a matrix
-    # with `WeightLayout.copies_all_scales`.
+    # [slots, lines, ..] uint8, all FP4 scales of a tile in each slot, row after row. None unless there is a matrix with
+    # `WeightLayout.copies_all_scales`.
     tile_scales_smem: Any
     tile_scales_empty: Any  # a barrier for each slot of `tile_scales_smem`
     tile_scales_full: Any  # a barrier for each slot of `tile_scales_smem`
 
-    def codes(self, layout: WeightLayout):
-        """Returns the array of `codes_smem` whose dtype is that of the layout."""
-        return next(ref for ref in self.codes_smem if ref.dtype == layout.dtype)
+    def codes(self, layout: WeightLayout, columns: int):
+        """Returns the array of `codes_smem` for stages of this number of columns."""
+        row = layout.dtype, layout.elements(columns)
+        return next(ref for ref in self.codes_smem if (ref.dtype, ref.shape[2]) == row)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,22 +133,30 @@ class SkinnyGemm:
     matrices: tuple[tuple[WeightLayout, int], ...]
     tokens: int  # number of inputs, a multiple of 8
     segments: int  # number of segments in a stage, 4, 2 or 1; a segment is 64 bytes of each row
+    step_segments: int  # number of segments of a step, a multiple of `segments`; see `most_segments`
     places: int = MULTIPLIERS  # number of places for a tile's partial sums: one for each warpgroup, or 1 to save memory
     max_stages: int = MAX_STAGES  # largest number of stages of weights in shared memory
+    short_rows: tuple[int, ...] = ()  # numbers of columns of further matrices, FP4 with `Product.whole_rows`
 
     @property
     def depth(self) -> int:
         """The largest number of columns of a matrix, rounded up to whole steps."""
-        return max(self.padded(*matrix) for matrix in self.matrices)
+        return max((*self.short_rows, *(self.padded(*matrix) for matrix in self.matrices)))
 
     @property
-    def layouts(self) -> set[WeightLayout]:
-        return {layout for layout, _ in self.matrices}
+    def row_bytes(self) -> dict[tuple[jnp.dtype, int], int]:
+        """{(dtype, number of elements) of a stage's rows: number of their bytes}, for every kind of stage."""
+        columns = [(layout, self.segments * layout.segment) for layout, _ in self.matrices]
+        columns += [(FP4, self.row_columns(depth)) for depth in self.short_rows]
+        rows = [(layout.dtype, layout.elements(count)) for layout, count in columns]
+        return {(dtype, elements): dtype.itemsize * elements for dtype, elements in rows}
 
     @property
-    def step_segments(self) -> int:
-        """The number of segments of a step, which `most_segments` chooses for all matrices."""
-        return most_segments(*self.matrices)
+    def stage_bytes(self) -> int:
+        """The number of bytes of a stage's weights: 64 rows of any kind, and a whole number of rows of every kind."""
+        sizes = self.row_bytes.values()
+        unit = math.lcm(*sizes)
+        return -(-ROWS * max(sizes) // unit) * unit
 
     @property
     def stages_per_step(self) -> int:
@@ -157,19 +171,19 @@ class SkinnyGemm:
     @property
     def has_stage_scales(self) -> bool:
         """Whether a matrix has FP4 scales that are copied to the same stages as the codes."""
-        return any(layout.bits == 4 and not layout.copies_all_scales(depth) for layout, depth in self.matrices)
+        fp4 = [depth for layout, depth in self.matrices if layout.bits == 4]
+        return not all(FP4.copies_all_scales(depth) for depth in (*fp4, *self.short_rows))
 
     @property
     def tile_scales(self) -> tuple[int, int, int]:
-        """The shape of `SkinnyScratch.tile_scales_smem`, or zeros if there is no such array.
-
-        Each half of a slot begins at a multiple of 128 bytes.
-        """
-        for layout, depth in self.matrices:
+        """The shape of `SkinnyScratch.tile_scales_smem`, or zeros if there is no such array."""
+        tiles = [(layout, depth, ROWS) for layout, depth in self.matrices]
+        tiles += [(FP4, depth, MULTIPLIERS * ROWS) for depth in self.short_rows]
+        for layout, depth, rows in tiles:
             if layout.copies_all_scales(depth):
                 line = layout.scale_line(depth)
-                half_bytes = -(-depth // 128) * 128
-                return max(2, TILE_SCALES_BYTES // (2 * half_bytes)), 2 * half_bytes // line, line
+                num_bytes = rows * depth // 32
+                return max(2, TILE_SCALES_BYTES // num_bytes), num_bytes // line, line
         return 0, 0, 0
 
     @property
@@ -184,15 +198,30 @@ class SkinnyGemm:
 
     def stage_format(self, layout: WeightLayout, gated: bool = False, row_scales: int = 0) -> StageFormat:
         """Returns the format of the stages of a matrix."""
-        has_tiles = all(self.padded(*matrix) == matrix[1] for matrix in self.matrices)
+        has_tiles = all(self.padded(*matrix) == matrix[1] for matrix in self.matrices) and len(self.row_bytes) == 1
         return StageFormat(layout, gated, self.step_segments, row_scales, has_tiles)
 
+    def row_columns(self, depth: int) -> int:
+        """Returns the number of columns of a stage of `short_rows`: the largest equal part of a row that fits a stage.
+
+        A part is a multiple of half a segment.
+        """
+        half_segment = FP4.segment // 2
+        halves = depth // half_segment
+        return half_segment * max(n for n in range(1, 2 * self.segments + 1) if halves % n == 0)
+
+    def columns(self, product: Product) -> int:
+        """Returns the number of columns of a tile. Columns from `product.depth` on are zeros."""
+        return product.depth if product.whole_rows else self.padded(product.layout, product.depth)
+
     def stage_columns(self, product: Product) -> int:
+        if product.whole_rows:
+            return self.row_columns(product.depth)
         return self.segments * product.layout.segment
 
     def tile_stages(self, product: Product) -> int:
         """Returns the number of stages of a tile."""
-        return self.padded(product.layout, product.depth) // self.stage_columns(product)
+        return self.columns(product) // self.stage_columns(product) * (product.rows // ROWS)
 
     def tile_steps(self, product: Product) -> int:
         """Returns the number of steps of a tile."""
@@ -205,7 +234,7 @@ class SkinnyGemm:
         """
         used = other_bytes + 2 * self.depth * self.tokens + 4 * self.slots * self.places * ROWS * self.tokens
         used += math.prod(self.tile_scales)
-        stage = ROWS * (SEGMENT * self.segments + SCALE_BYTES * self.has_stage_scales)
+        stage = self.stage_bytes + ROWS * SCALE_BYTES * self.has_stage_scales
         together = MULTIPLIERS * self.stages_per_step
         return min((STAGING_BYTES - used) // stage, self.max_stages) // together * together
 
@@ -215,13 +244,12 @@ class SkinnyGemm:
         has_scales = self.has_stage_scales
         slots = self.tile_scales[0]
         tile_barriers = functools.partial(plgpu.Barrier, num_barriers=slots)
-        # Arrays of different dtypes share their memory; FP4 and FP8 even share one array. The interpreter gets separate
-        # arrays, because it reports writes to two arrays of a `RefUnion` as a race.
-        kinds = {layout.dtype: layout for layout in self.layouts}
+        # Arrays of different kinds of rows share their memory; FP4 and FP8 even share one array. The interpreter gets
+        # separate arrays, because it reports writes to two arrays of a `RefUnion` as a race.
         codes = []
-        for dtype, layout in kinds.items():
-            shape = stages, ROWS, layout.elements(self.segments * layout.segment)
-            transforms = self.stage_format(layout).transforms(shape[2])
+        for (dtype, elements), row_bytes in self.row_bytes.items():
+            transforms = self.stage_format(self.matrices[0][0]).transforms(elements)
+            shape = stages, self.stage_bytes // row_bytes, elements
             codes.append(plgpu.SMEM(shape, dtype, transforms=transforms))
         turns = MULTIPLIERS if self.takes_turns else MULTIPLIERS - 1
         sums = (ROWS, self.tokens) if interpret else (ROWS * self.tokens,)
@@ -238,7 +266,7 @@ class SkinnyGemm:
             turns=plgpu.Barrier(num_barriers=self.slots * turns) if self.places == 1 else None,
             tile_scales_smem=plgpu.SMEM(self.tile_scales, jnp.uint8) if slots else None,
             tile_scales_empty=tile_barriers(num_arrivals=MULTIPLIERS) if slots else None,
-            tile_scales_full=tile_barriers(num_arrivals=2) if slots else None,
+            tile_scales_full=tile_barriers() if slots else None,
         )
 
     def run(self, warpgroup: jax.Array, products: Sequence[Product], refs: SkinnyScratch) -> None:
@@ -284,42 +312,48 @@ def _load_weights(gemm, products, refs):
 def _copy_stage(gemm, product, refs, before, i):
     """Copies the weights of a stage. `i` counts stages of this product, and `before` those of the earlier products."""
     tile_stages = gemm.tile_stages(product)
-    codes_smem = refs.codes(product.layout)
+    columns = gemm.stage_columns(product)
+    codes_smem = refs.codes(product.layout, columns)
     stage = barriers.turn(refs.weights_full, before + i)
+    tile = lax.div(i, tile_stages)
     stage_of_tile = lax.rem(i, tile_stages)
     barriers.wait_empty(refs.weights_empty, before + i)
-    first_rows = product.rows_of(lax.div(i, tile_stages))
+    first_rows = product.rows_of(tile)
     if product.copies_all_scales:
-        pl.when(stage_of_tile == 0)(lambda: _copy_tile_scales(product, refs, lax.div(i, tile_stages), first_rows))
-    column = product.layout.elements(product.first_column + stage_of_tile * gemm.stage_columns(product))
+        pl.when(stage_of_tile == 0)(lambda: _copy_tile_scales(product, refs, tile, first_rows[0]))
+    pieces = [(0, first_rows[0], HALF), (HALF, first_rows[1], HALF)]  # (place in the stage, first row, number of rows)
+    if product.whole_rows:
+        # Consecutive stages are those of the four warpgroups.
+        pieces = [(0, first_rows[0] + (stage_of_tile & (MULTIPLIERS - 1)) * ROWS, ROWS)]
+        stage_of_tile = lax.div(stage_of_tile, MULTIPLIERS)
+    column = product.layout.elements(product.first_column + stage_of_tile * columns)
     full = refs.weights_full.at[stage]
     size = codes_smem.shape[2]
-    for half, row in enumerate(first_rows):
-        source = pl.ds(pl.multiple_of(row, HALF), HALF)
-        columns = pl.ds(pl.multiple_of(column, size), size)
-        target = codes_smem.at[stage].at[pl.ds(half * HALF, HALF)]
-        plgpu.copy_gmem_to_smem(product.codes_gmem.at[source, columns], target, full)
+    arrivals = 2 if refs.scales_smem is None else 4
+    for place, row, count in pieces:
+        source = pl.ds(pl.multiple_of(row, HALF), count), pl.ds(pl.multiple_of(column, size), size)
+        plgpu.copy_gmem_to_smem(product.codes_gmem.at[source], codes_smem.at[stage].at[pl.ds(place, count)], full)
+        arrivals -= 1
         if product.layout.bits == 4 and not product.copies_all_scales:
             # A scale belongs to 16 bytes of codes, 32 columns.
-            columns = pl.ds(lax.div(lax.div(column, 16), SCALE_BYTES) * SCALE_BYTES, SCALE_BYTES)
+            scale_columns = pl.ds(lax.div(lax.div(column, 16), SCALE_BYTES) * SCALE_BYTES, SCALE_BYTES)
             lines = HALF * product.scale_bytes // SCALE_BYTES
-            source = pl.ds(pl.multiple_of(lax.div(row, HALF) * lines, lines), lines)
-            target = refs.scales_smem.at[stage, pl.ds(half * lines, lines)]
-            plgpu.copy_gmem_to_smem(product.scales_gmem.at[source, columns], target, full)
-        elif refs.scales_smem is not None:
-            # The barrier expects an arrival for scales, because another product is FP4. This product copies no scales.
-            plgpu.barrier_arrive(full)
+            source = pl.ds(pl.multiple_of(lax.div(row, HALF) * lines, lines), count // HALF * lines), scale_columns
+            target = refs.scales_smem.at[stage, pl.ds(place // HALF * lines, count // HALF * lines)]
+            plgpu.copy_gmem_to_smem(product.scales_gmem.at[source], target, full)
+            arrivals -= 1
+    # The barrier expects as many arrivals of every product, of halves of the codes and of the scales.
+    for _ in range(arrivals):
+        plgpu.barrier_arrive(full)
 
 
-def _copy_tile_scales(product, refs, tile, first_rows):
-    """Copies all FP4 scales of a tile of a product. `first_rows` are the first rows of the tile's halves."""
+def _copy_tile_scales(product, refs, tile, row):
+    """Copies all FP4 scales of a tile of a product, from row `row` on."""
     barriers.wait_empty(refs.tile_scales_empty, tile)
     slot = barriers.turn(refs.tile_scales_full, tile)
-    lines = product.depth // product.layout.scale_line(product.depth)
-    for half, row in enumerate(first_rows):
-        source = product.scales_gmem.at[pl.ds(lax.div(row, HALF) * lines, lines), :]
-        target = refs.tile_scales_smem.at[slot, pl.ds(half * (refs.tile_scales_smem.shape[1] // 2), lines)]
-        plgpu.copy_gmem_to_smem(source, target, refs.tile_scales_full.at[slot])
+    lines = product.depth // product.layout.scale_line(product.depth)  # of 32 rows
+    source = product.scales_gmem.at[pl.ds(lax.div(row, HALF) * lines, product.rows // HALF * lines), :]
+    plgpu.copy_gmem_to_smem(source, refs.tile_scales_smem.at[slot], refs.tile_scales_full.at[slot])
 
 
 @jax.named_scope("multiply")
@@ -327,7 +361,8 @@ def _multiply(gemm, products, refs, warpgroup):
     copied = jnp.int32(0)
     done_tiles = jnp.int32(0)
     take_turns = False
-    assert sum(product.copies_all_scales for product in products) <= 1  # the ring of scales counts one product's tiles
+    # The ring of scales counts one product's tiles, and a tile's scales are consecutive.
+    assert [product.gated for product in products if product.copies_all_scales] in ([], [False])
     for product in products:
         take_turns |= gemm.tile_steps(product) % MULTIPLIERS > 0
         steps = Steps(gemm, product, warpgroup, copied, take_turns)
@@ -345,6 +380,8 @@ class Steps:
     Warpgroup w of the four multiplies steps w, w + 4, .. of each tile, if a tile's number of steps is a multiple of
     four. Otherwise the warpgroups take turns: the block counts the steps of all its tiles, and step n belongs to
     warpgroup n % 4. Either way, each stage of the ring is read by only one of the warpgroups.
+
+    With `Product.whole_rows`, steps w, w + 4, .. of a tile are the columns of its w-th 64 rows, from left to right.
     """
 
     gemm: SkinnyGemm
@@ -370,6 +407,14 @@ class Steps:
         if steps >= MULTIPLIERS:
             count += steps // MULTIPLIERS
         return count if self.gemm.stages_per_step == 1 else count * self.gemm.stages_per_step
+
+    def index_of(self, i: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns (index of the warpgroup's i-th stage in the tile, its index among the stages of a row)."""
+        if self.product.whole_rows:
+            return i * MULTIPLIERS + first, i
+        per_step = self.gemm.stages_per_step
+        index = (lax.div(i, per_step) * MULTIPLIERS + first) * per_step + lax.rem(i, per_step)
+        return index, index
 
     def place(self, first: jax.Array) -> jax.Array:
         """Returns the place of this warpgroup's partial sum in the order of addition.
@@ -403,9 +448,10 @@ def _multiply_tile(steps, refs, done, tile, scales):
         if norm:
             skinny_prologue.store_factors(norm[1], source_gmem, eps, warpgroup)
         _meet(refs.inputs_ready)
-        columns = column + product.first_column, (product.depth, gemm.padded(product.layout, product.depth))
+        columns = column + product.first_column, (product.depth, gemm.columns(product))
         sources = source_gmem, rows, divisor
-        skinny_prologue.load_inputs(refs.inputs_smem, *sources, *columns, warpgroup, product.layout, norm)
+        order = product.layout, gemm.stage_columns(product)
+        skinny_prologue.load_inputs(refs.inputs_smem, *sources, *columns, warpgroup, *order, norm)
         _meet(refs.inputs_ready)
 
     product.load_inputs(tile, load)
@@ -430,7 +476,7 @@ def _multiply_steps(steps, refs, tile, scales):
     product = steps.product
     layout = product.layout
     tile_stages = gemm.tile_stages(product)
-    codes_smem = refs.codes(product.layout)
+    codes_smem = refs.codes(layout, gemm.stage_columns(product))
     scale_lines = ROWS * product.scale_bytes // SCALE_BYTES
     first_step = steps.first(tile)
     count = steps.count_stages(first_step)
@@ -439,16 +485,17 @@ def _multiply_steps(steps, refs, tile, scales):
     scales_slot = barriers.turn(refs.tile_scales_full, tile) if row_scales else None
     if row_scales:
         plgpu.barrier_wait(refs.tile_scales_full.at[scales_slot])
-        scales = refs.tile_scales_smem.at[scales_slot]
+        lines = refs.tile_scales_smem.shape[1] * ROWS // product.rows
+        first_line = first_step * lines if product.whole_rows else 0
+        scales = refs.tile_scales_smem.at[scales_slot, pl.ds(first_line, lines)]
 
     def add_stage(i, acc):
-        per_step = gemm.stages_per_step
-        step = (lax.div(i, per_step) * MULTIPLIERS + first_step) * per_step + lax.rem(i, per_step)
-        stage = barriers.turn(refs.weights_full, steps.copied + tile * tile_stages + step)
+        index, step = steps.index_of(i, first_step)
+        stage = barriers.turn(refs.weights_full, steps.copied + tile * tile_stages + index)
         plgpu.barrier_wait(refs.weights_full.at[stage])
         has_stage_scales = layout.bits == 4 and not row_scales
         operand = refs.scales_smem.at[stage, pl.ds(0, scale_lines)] if has_stage_scales else scales
-        operands = codes_smem.at[stage], operand, refs.inputs_smem, step
+        operands = codes_smem.at[stage, pl.ds(0, ROWS)], operand, refs.inputs_smem, step
         acc = skinny_mma.multiply_add(acc, *operands, stage_format)
         barriers.release(refs.weights_empty.at[stage])
         return acc
@@ -508,7 +555,16 @@ def _finish_tiles(gemm, products, refs):
 def _finish_tile(gemm, product, refs, done, tile):
     slot = barriers.turn(refs.sums_full, done + tile)
     plgpu.barrier_wait(refs.sums_full.at[slot])
-    total = wgmma.zeros((ROWS, gemm.tokens))
+    zeros = wgmma.zeros((ROWS, gemm.tokens))
+    if product.whole_rows:
+
+        @pl.loop(0, MULTIPLIERS)
+        def _(i):
+            product.finish(tile * MULTIPLIERS + i, wgmma.add(zeros, refs.sums_smem.at[slot, i]))
+
+        plgpu.barrier_arrive(refs.sums_empty.at[slot])
+        return
+    total = zeros
     for i in range(gemm.places):
         total = wgmma.add(total, refs.sums_smem.at[slot, i])
     plgpu.barrier_arrive(refs.sums_empty.at[slot])

@@ -9,7 +9,6 @@ FP8, so that weights of both kinds can be multiplied with the same inputs.
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -114,14 +113,13 @@ def multiply_add(
     Args:
       acc: [64, N] float32 sums to add to, for N inputs.
       codes_smem: [64, elements] weights or codes of the stage; at most 256 bytes a row, and a multiple of
-        `layout.min_segments` segments.
+        `layout.min_segments` segments. With `stage_format.row_scales`, the last segment may be half of one.
       scales: one of these:
         * FP8: the result of `load_scales`, the scales of all stages.
         * FP4: [64, 16] uint8 in shared memory, the scales of 512 columns, among them the stage's; [32, 16] if a row has
           8 scales.
-        * FP4 with `stage_format.row_scales`: [lines, ..] uint8 in shared memory, all scales of the tile. The first half
-          of the lines begins with the scales of rows 0 to 31, row after row, and the second half with those of rows 32
-          to 63.
+        * FP4 with `stage_format.row_scales`: [lines, ..] uint8 in shared memory, all scales of the 64 rows, row after
+          row.
         * bfloat16: not used.
       inputs_smem: inputs that `skinny_prologue.load_inputs` stored.
       step: int32 scalar, index of the stage, counted from the first column of the inputs.
@@ -133,7 +131,7 @@ def multiply_add(
     values = quantized_weights.decode(codes_smem[...], layout)
     size = values.shape[1]
     if layout.bits == 4:
-        table = scales[...].reshape(2, -1)[:, : HALF * row_scales or None].reshape(ROWS, -1)
+        table = scales[...].reshape(ROWS, -1)
         if row_scales:
             table = jnp.pad(table, ((0, 0), (0, size // 32)))
         first_scale = lax.rem(step * (size // 32), table.shape[1])
@@ -157,11 +155,13 @@ def multiply_add(
 def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, stage_format):
     layout = stage_format.layout
     gated = stage_format.gated
-    segments = codes_smem.shape[1] // layout.elements(layout.segment)
+    row_bytes = codes_smem.shape[1] * layout.dtype.itemsize
+    segments = row_bytes // SEGMENT
+    has_half = row_bytes % SEGMENT > 0
     tiles, units, _, _ = inputs_smem.shape
     segment_units = layout.segment // UNIT
+    stage_units = layout.columns(row_bytes) // UNIT
     together = layout.min_segments
-    row_bytes = segments * SEGMENT
 
     def emit(acc, codes, scales, inputs, step):
         thread = mlir.thread()
@@ -182,7 +182,8 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, stage_forma
                 factors = functools.partial(_factors_fp8_32, stage_format.step_segments)
             elif stage_format.row_scales:
                 factors = functools.partial(_factors_of_tile, stage_format.row_scales)
-            weights = functools.partial(_weights_fp, layout, factors(scales, thread, step, segments, gated))
+            factors = factors(scales, thread, step, stage_units, gated)
+            weights = functools.partial(_weights_fp, layout, factors)
         if gated:
             row = first_row + (((thread >> 5) << 3) + line) * row_bytes
             rows = [row, row + HALF * row_bytes]
@@ -191,14 +192,17 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, stage_forma
             row = row + ((((thread >> 5) & 1) << 4) + line) * row_bytes
             rows = [row, row + 8 * row_bytes]
         # A unit of 8 inputs takes 512 bytes, 16 for each thread of a warp.
-        step_inputs = thread_ops.shared(inputs) + ((thread % 32) << 4) + ((step * (segments * segment_units)) << 9)
+        step_inputs = thread_ops.shared(inputs) + ((thread % 32) << 4) + ((step * stage_units) << 9)
 
         def add_segments(i, *sums):
             """Adds the products of `together` segments. It is looped over, as unrolled code is fetched more slowly."""
-            sums = list(sums)
             segment = i * together
             segment_inputs = step_inputs + segment * (segment_units << 9)
-            for unit, pairs in weights(segment, [row + segment * SEGMENT for row in rows]):
+            return add_units(sums, segment_inputs, weights(segment, [row + segment * SEGMENT for row in rows]))
+
+        def add_units(sums, segment_inputs, weights_of_units):
+            sums = list(sums)
+            for unit, pairs in weights_of_units:
                 operands = [
                     thread_ops.load_vector(segment_inputs + ((unit + tile * units) << 9)) for tile in range(tiles)
                 ]
@@ -209,7 +213,13 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, stage_forma
                         sums[tile_sums] = bfloat16_words.multiply_add(sums[tile_sums], a, b[k : k + 2], pure=True)
             return map(U32, sums)
 
-        return thread_ops.loop(segments // together, add_segments, *map(U32, mlir.values(acc)))
+        sums = thread_ops.loop(segments // together, add_segments, *map(U32, mlir.values(acc)))
+        if not has_half:
+            return sums
+        # Each thread has 8 bytes of the last half of a segment, and two threads have one scale.
+        places = [row + segments * SEGMENT - (inner << 3) for row in rows]
+        half_inputs = step_inputs + segments * (segment_units << 9)
+        return add_units(sums, half_inputs, _weights_of_half(factors, segments, places))
 
     layouts = codes_smem, plgpu.RefType(stage_format.transforms(codes_smem.shape[1]))
     operand = (scales, thread_ops.vector_layout(scales.shape)) if layout.bits == 8 else scales
@@ -232,6 +242,15 @@ def _weights_fp(layout, factors, segment, places):
         yield U32(unit), [[multiply(x, scale) for x in row] for row, scale in zip(pairs, scales, strict=True)]
 
 
+def _weights_of_half(factors, segment, places):
+    """Yields the two units of a half of an FP4 segment as `_weights_fp` does."""
+    scales = factors(segment, half=True)
+    rows = [thread_ops.ptx_words(2, "ld.shared.v2.u32 {$0, $1}, [$2];", place) for place in places]
+    for unit in range(2):
+        pairs = [e2m1_pairs(row[unit]) for row in rows]
+        yield U32(unit), [[multiply(x, scale) for x in row] for row, scale in zip(pairs, scales, strict=True)]
+
+
 def _weights_bf16(late, segment, places):
     """Yields the two units of two segments as `_weights_fp` does; the second unit comes first if `late` is 1."""
     for unit in range(2):
@@ -239,16 +258,16 @@ def _weights_bf16(late, segment, places):
         yield segment_unit, [fp8_pairs(thread_ops.load_vector(place + (segment_unit << 4))) for place in places]
 
 
-def _factors_fp4(scales, thread, step, segments, gated):
+def _factors_fp4(scales, thread, step, stage_units, gated):
     """Returns a function that maps a segment's index in the stage to two factors, one for each row of the thread.
 
-    A factor is a word of two equal bfloat16.
+    A factor is a word of two equal bfloat16. `stage_units` is the number of units of 32 columns of a stage.
     """
     line = (thread % 32) >> 2
     inner = thread & 3
     row = (thread >> 5) * (8 if gated else 16) + line
     size = scales.type.shape[0] * quantized_weights.SCALE_BYTES // ROWS  # number of scales of a row
-    first_place = thread_ops.shared(scales) + row * size + inner + ((step * (4 * segments)) & (size - 1))
+    first_place = thread_ops.shared(scales) + row * size + inner + ((step * stage_units) & (size - 1))
     code = "{ .reg .u16 s; ld.shared.u8 s, [$1]; cvt.u32.u16 $0, s; }"
 
     def factors(segment):
@@ -258,33 +277,33 @@ def _factors_fp4(scales, thread, step, segments, gated):
     return factors
 
 
-def _factors_of_tile(row_scales, scales, thread, step, segments, gated):
-    """Returns the function that `_factors_fp4` returns, for FP4 with all scales of the tile in shared memory."""
-    half_bytes = math.prod(scales.type.shape) // 2
+def _factors_of_tile(row_scales, scales, thread, step, stage_units, gated):
+    """Returns the function that `_factors_fp4` returns, for FP4 with all scales of the 64 rows in shared memory.
+
+    The function also takes `half`: whether the segment is the last half of one.
+    """
+    assert not gated
     line = (thread % 32) >> 2
-    row = thread_ops.shared(scales) + (thread & 3) + ((step * segments) << 2)
-    if gated:
-        row = row + ((thread >> 5) * 8 + line) * row_scales
-    else:
-        row = row + (thread >> 6) * half_bytes + (((thread >> 5) & 1) * 16 + line) * row_scales
-    rows = row, row + (half_bytes if gated else 8 * row_scales)
+    row = thread_ops.shared(scales) + step * stage_units + ((thread >> 5) * 16 + line) * row_scales
+    rows = row, row + 8 * row_scales
     code = "{ .reg .u16 s; ld.shared.u8 s, [$1]; cvt.u32.u16 $0, s; }"
 
-    def factors(segment):
+    def factors(segment, half=False):
         # Columns past the end of a row have unspecified scales. Their products are 0 nevertheless, because the codes
         # are 0 and `power_pair` is finite.
-        return [power_pair(thread_ops.ptx(code, row + (segment << 2)) + (126 - SHIFT)) for row in rows]
+        block = ((thread & 3) >> half) + (segment << 2)
+        return [power_pair(thread_ops.ptx(code, row + block) + (126 - SHIFT)) for row in rows]
 
     return factors
 
 
-def _factors_fp8(scales, thread, step, segments, gated):
+def _factors_fp8(scales, thread, step, stage_units, gated):
     """Returns the function that `_factors_fp4` returns, for FP8. `scales` is the result of `load_scales`."""
     word = U32(mlir.scalar(scales))
 
     def factors(segment):
         # A scale belongs to 128 columns, two segments.
-        block = (step * segments + segment) >> 1
+        block = (step * (stage_units // 2) + segment) >> 1
         scales_of_blocks = thread_ops.ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", word, block >> 1)
         scales_of_blocks = scales_of_blocks >> ((block & 1) << 3)
         halves = [power_pair(((scales_of_blocks >> (16 * half)) & 255) + (120 - SHIFT)) for half in range(1 + gated)]
@@ -293,7 +312,7 @@ def _factors_fp8(scales, thread, step, segments, gated):
     return factors
 
 
-def _factors_fp8_32(step_segments, scales, thread, step, segments, gated):
+def _factors_fp8_32(step_segments, scales, thread, step, stage_units, gated):
     """Returns the function that `_factors_fp4` returns, for FP8 with blocks of 32 columns."""
     word = U32(mlir.scalar(scales))
     # Of the four threads that share a row, two read the first block of a segment, and two the second block.
@@ -302,7 +321,7 @@ def _factors_fp8_32(step_segments, scales, thread, step, segments, gated):
     half = U32(0) if gated else (thread >> 6) << 4
 
     def factors(segment):
-        lane = _lane_of_segment(step * segments + segment, step_segments)
+        lane = _lane_of_segment(step * (stage_units // 2) + segment, step_segments)
         own = thread_ops.ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", word, lane) >> (block + half)
         pairs = [power_pair(((own >> (16 * i)) & 255) + (120 - SHIFT)) for i in range(1 + gated)]
         return [pairs[0], pairs[-1]]

@@ -75,7 +75,16 @@ def _unpack(four):
 
 @primitive
 def load_inputs(
-    inputs_smem, source_gmem, rows, divisor: int, column, columns, warpgroup, layout: WeightLayout, norm=()
+    inputs_smem,
+    source_gmem,
+    rows,
+    divisor: int,
+    column,
+    columns,
+    warpgroup,
+    layout: WeightLayout,
+    stage_columns: int,
+    norm=(),
 ) -> None:
     """Copies N inputs to shared memory, with columns in the order of unpacked weights.
 
@@ -89,10 +98,11 @@ def load_inputs(
         input 0. Or an int, the number of inputs to copy: input n is row `n // divisor`.
       divisor: see `rows`.
       column: index of the first column to copy, a multiple of 64.
-      columns: (number of columns to copy, a multiple of 32; number of columns to write, a multiple of the layout's
-        segment). Columns that are written but not copied are zeros.
+      columns: (number of columns to copy, a multiple of 32; number of columns to write, a multiple of `stage_columns`).
+        Columns that are written but not copied are zeros.
       warpgroup: int32 scalar, index of the warpgroup, 0 to 3.
       layout: storage of the weights, which decides the order of columns.
+      stage_columns: number of columns of a stage; FP4 has another order in a stage's last half of a segment, if any.
       norm: () or (weight [width] float32 in global memory, factors [N] float32 in shared memory, see `store_factors`).
         An input is multiplied by its factor, then by the weight, and rounded.
     """
@@ -115,7 +125,9 @@ def load_inputs(
 
 
 @mlir.emits(load_inputs)
-def _emit_load_inputs(inputs_smem, source_gmem, rows, divisor, column, columns, warpgroup, layout, norm=()):
+def _emit_load_inputs(
+    inputs_smem, source_gmem, rows, divisor, column, columns, warpgroup, layout, stage_columns, norm=()
+):
     tiles, units, _, _ = inputs_smem.type.shape
     copied, eights = (count // 8 for count in columns)  # counted in pieces of 8 columns, 16 bytes
     threads = MULTIPLIERS * mlir.THREADS
@@ -146,7 +158,7 @@ def _emit_load_inputs(inputs_smem, source_gmem, rows, divisor, column, columns, 
         four = normed(four, n, source_eight) if norm else four
         if eights > copied:
             four = [(eight < copied).where(word, 0) for word in four]
-        unit, inner, four = _placed(eight, four, layout)
+        unit, inner, four = _placed(eight, four, layout, stage_columns)
         # 8 inputs of a unit take 512 bytes, an input 64 and a thread's 8 values 16.
         offset = (((n >> 3) * units + unit) << 9) + ((n & 7) << 6) + (inner << 4)
         return lambda: thread_ops.store_vector(target + offset, four)
@@ -170,13 +182,14 @@ def _emit_load_inputs(inputs_smem, source_gmem, rows, divisor, column, columns, 
             thread_ops.loop(-(-count // (lines * rows_at_once)), functools.partial(copy_rows, eight, line))
 
 
-def _placed(eight, four, layout):
+def _placed(eight, four, layout, stage_columns):
     """Finds the place in shared memory of 8 input columns, from `8 * eight` on.
 
     Args:
       eight: index of the group of 8 columns.
       four: the 8 values, as words of two bfloat16.
       layout: storage of the weights.
+      stage_columns: number of columns of a stage.
 
     Returns:
       (unit, inner, words). `unit` is the index of the unit. `inner` is the index of the thread that unpacks the weights
@@ -186,5 +199,15 @@ def _placed(eight, four, layout):
     if layout.bits == 4:
         # A word of weights holds eight codes, which `e2m1_pairs` unpacks to pairs of codes i and i + 4.
         pairs = [halves(four[i // 2], four[2 + i // 2], i % 2) for i in range(4)]
-        return ((eight >> 4) << 2) + (eight & 3), (eight >> 2) & 3, pairs
+        unit = ((eight >> 4) << 2) + (eight & 3)
+        inner = (eight >> 2) & 3
+        if stage_columns % layout.segment:
+            # In the last half of a segment, a thread unpacks two consecutive groups of 8 columns.
+            stage_eights = stage_columns // 8
+            in_stage = eight % stage_eights
+            is_half = in_stage >= stage_eights - 8
+            unit = ((in_stage >> 4) << 2) + is_half.where(in_stage & 1, in_stage & 3)
+            unit = unit + (eight // stage_eights) * (stage_columns // UNIT)
+            inner = is_half.where((in_stage >> 1) & 3, (in_stage >> 2) & 3)
+        return unit, inner, pairs
     return ((eight >> 3) << 1) + (eight & 1), (eight >> 1) & 3, fp8_pairs(four)
