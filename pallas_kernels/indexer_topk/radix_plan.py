@@ -6,7 +6,7 @@ import itertools
 import types
 from typing import Any, NamedTuple
 
-from pallas_kernels.runtime.hardware import SHARED_BYTES
+from pallas_kernels.runtime.hardware import CLUSTERS_AT_ONCE, SHARED_BYTES
 
 
 MAX_K = 2048  # maximum k
@@ -17,10 +17,6 @@ VECTOR = 4  # number of scores in a load of 16 bytes
 STEP = 32 * VECTOR  # number of scores that a warp loads at a time
 RESULT = 4  # number of words that hold the result of one pass
 MAX_BLOCKS = 8  # maximum number of blocks in a cluster
-# {number of blocks in a cluster: number of clusters, one for each row, that run at once}. A block fills an SM. All SMs
-# of a cluster have to be in one group of at most 18 SMs, so the 132 SMs do not always run 132 / blocks clusters at
-# once. In tests, neither 16 clusters of 8 blocks nor 32 clusters of 4 blocks ran at once.
-_ROWS_AT_ONCE = {8: 14, 4: 30, 3: 40, 2: 66}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +39,7 @@ class RadixPlan:
         # Finds the largest clusters with which all rows run at once. With larger clusters, some rows could start only
         # when others have ended. If not all rows run at once even with clusters of two blocks, each row gets one block,
         # because blocks that share a row lose time by waiting for each other.
-        max_blocks = next((blocks for blocks, at_once in _ROWS_AT_ONCE.items() if rows <= at_once), 1)
+        max_blocks = max((blocks for blocks, at_once in CLUSTERS_AT_ONCE.items() if rows <= at_once), default=1)
         if entries <= 32768:
             # For short rows, starting and synchronizing a cluster takes more time than it saves.
             blocks = 1

@@ -28,7 +28,7 @@ from pallas_kernels.matmul.skinny_gemm import EPILOGUE, LOAD, Product, SkinnyGem
 from pallas_kernels.matmul.skinny_mma import COLUMNS, MULTIPLIERS
 from pallas_kernels.mgpu import barriers
 from pallas_kernels.runtime.checks import check_array, check_rules
-from pallas_kernels.runtime.hardware import MULTIPROCESSORS
+from pallas_kernels.runtime.hardware import CLUSTERS_AT_ONCE, MULTIPROCESSORS
 from pallas_kernels.runtime.launch import axis_indices, kernel, wait_for_inputs
 from pallas_kernels.runtime.layer_operands import check_weight, layer_operand, weights_of_layer
 from pallas_kernels.runtime.lowering_cache import cached_trace
@@ -38,9 +38,7 @@ MAX_TOKENS = 32
 MAX_NORMED_TOKENS = 16  # maximum number of tokens with a norm; registers do not suffice for more
 FEW_TOKENS = 16  # number of tokens for which `Config.choose` chooses the number of blocks of a cluster
 MIN_STAGES = 8  # smallest number of stages: two for each warpgroup that multiplies
-# {number of blocks of a cluster: number of such clusters that run at once}. The blocks of a cluster run in one GPC, a
-# group of multiprocessors of the GPU.
-CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 32}
+SPLITS = (1, 2, 4)  # numbers of blocks that a cluster can have
 OTHER_BYTES = 2048  # bytes of shared memory for everything but stages, inputs, sums and the inbox of `SumExchange`
 
 
@@ -73,10 +71,10 @@ class Config:
         """
         chosen = None
         tokens = -(-p.tokens // COLUMNS) * COLUMNS
-        for splits, clusters in CLUSTERS.items():
+        for splits in SPLITS:
             if p.depth % (min_columns(p.matrices) * splits) or (interpret and splits > 2):
                 continue
-            workers = min(p.tiles, 2 if interpret else clusters)
+            workers = min(p.tiles, 2 if interpret else CLUSTERS_AT_ONCE[splits])
             for_few_tokens = next(_configs_with_room(p, FEW_TOKENS, splits, workers), None)
             if for_few_tokens is None or for_few_tokens.places == 1:
                 continue

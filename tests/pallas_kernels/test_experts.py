@@ -123,8 +123,8 @@ def test_blocks_of_threads_share_the_work(blocks, inner, shared):
         assert np.max(np.where(counts[0] > 0, spans, 0)) <= problem.max_groups(i, MULTIPROCESSORS)
 
 
-# Down with whole rows of two stages; more pairs of an expert than fit into one block, of 256 channels, in either storage;
-# rows of three stages that end in half a segment; steps of each warpgroup, the last one not whole.
+# Down with whole rows of two stages; more pairs of an expert than fit into one block, of 256 channels, in either
+# storage; rows of three stages that end in half a segment; steps of each warpgroup, the last one not whole.
 @pytest.mark.parametrize(
     ("tokens", "depth", "inner", "kind"),
     [
