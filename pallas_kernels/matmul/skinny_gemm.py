@@ -315,12 +315,12 @@ def _copy_stage(gemm, product, refs, before, i):
     columns = gemm.stage_columns(product)
     codes_smem = refs.codes(product.layout, columns)
     stage = barriers.turn(refs.weights_full, before + i)
-    tile = lax.div(i, tile_stages)
     stage_of_tile = lax.rem(i, tile_stages)
     barriers.wait_empty(refs.weights_empty, before + i)
-    first_rows = product.rows_of(tile)
+    first_rows = product.rows_of(lax.div(i, tile_stages))
     if product.copies_all_scales:
-        pl.when(stage_of_tile == 0)(lambda: _copy_tile_scales(product, refs, tile, first_rows[0]))
+        copy_tile_scales = functools.partial(_copy_tile_scales, product, refs, lax.div(i, tile_stages), first_rows[0])
+        pl.when(stage_of_tile == 0)(copy_tile_scales)
     pieces = [(0, first_rows[0], HALF), (HALF, first_rows[1], HALF)]  # (place in the stage, first row, number of rows)
     if product.whole_rows:
         # Consecutive stages are those of the four warpgroups.
