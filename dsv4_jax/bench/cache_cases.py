@@ -49,7 +49,6 @@ def append_cases(schema: CacheSchema) -> Iterator[Case]:
 def _append_case(schema, tokens):
     config = schema.config
     window = config.sliding_window
-    dim = config.head_dim
     slots = max(256, -(-tokens // window))
     request_tokens = 1 if tokens <= slots else window
 
@@ -63,10 +62,10 @@ def _append_case(schema, tokens):
     return Case(
         op="append_swa",
         shape=f"T={tokens}",
-        nbytes=tokens * (2 * dim + tree_bytes(schema.window_codec.struct) + 8),
+        nbytes=tokens * (2 * config.head_dim + tree_bytes(schema.window_codec.struct) + 8),
         call=ops.append_swa,
-        state=window_view(schema, slots),
-        inputs=(normal(tokens, dim), owners, positions),
+        layer=(window_view(schema, slots),),
+        inputs=(normal(tokens, config.head_dim), owners, positions),
         updates=True,
     )
 
@@ -79,9 +78,8 @@ def _norm_rope_case(schema, tokens, heads):
     kv, slots, positions = append.inputs
 
     def call(state, *arrays, implementation):
-        _, window_rows = state
         options = {"eps": config.rms_norm_eps, "norms_queries": config.norms_queries}
-        return ops.norm_rope_append(window_rows, *arrays, **options, implementation=implementation)
+        return ops.norm_rope_append(state[1], *arrays, **options, implementation=implementation)
 
     def agree(result, expected):
         """Allows rounding differences in up to 2% of an array's values, or of the stored bytes."""
@@ -93,7 +91,7 @@ def _norm_rope_case(schema, tokens, heads):
         shape=f"{heads} head{'s' * (heads > 1)}, {append.shape}",
         nbytes=append.nbytes + 4 * tokens * heads * dim + 4 * dim + inv_freq.nbytes,
         call=call,
-        state=(lambda rng: jnp.zeros((tokens, heads, dim), jnp.bfloat16), append.state),
+        layer=((lambda rng: jnp.zeros((tokens, heads, dim), jnp.bfloat16), *append.layer),),
         inputs=(normal(tokens, heads, dim), kv, normal_float32(dim), slots, positions, inv_freq),
         agree=agree,
     )
@@ -130,7 +128,7 @@ def _gather_case(op, codec, tokens, rows, view, inputs):
         shape=f"{tokens} x {rows}",
         nbytes=tokens * (rows * row_bytes + 4 * token_inputs),
         call=op,
-        state=view,
+        layer=(view,),
         inputs=inputs,
     )
 
@@ -162,8 +160,7 @@ def _attention_case(schema, group, tokens, attended, entries, shared=0):
     window_bytes = window * tree_bytes(schema.window_codec.struct)
     selects = group.key is not None
 
-    def call(views, q, sinks, indices, slots, positions, *, implementation):
-        window_rows, entry_rows = views
+    def call(window_rows, entry_rows, q, sinks, indices, slots, positions, *, implementation):
         kv = ops.AttentionKV(window_rows, entry_rows, indices)
         return ops.sparse_attention(q, sinks, kv, slots, positions, implementation=implementation)
 
@@ -174,7 +171,7 @@ def _attention_case(schema, group, tokens, attended, entries, shared=0):
         shape=label + (f", {heads} heads" if heads != 64 else ""),
         nbytes=tokens * (window_bytes + entry_bytes + 4 * heads * dim + 8),
         call=call,
-        state=(window_view(schema, tokens), paged_view(schema, group, group.entry, [entries] * tokens, shared)),
+        layer=(window_view(schema, tokens), paged_view(schema, group, group.entry, [entries] * tokens, shared)),
         inputs=(
             normal(tokens, heads, dim),
             normal_float32(heads),
@@ -197,10 +194,9 @@ def flush_cases(schema: CacheSchema) -> Iterator[Case]:
     in which no request does, and a prefill.
     """
     for group in schema.groups.values():
-        for shape in _FLUSH_SHAPES:
-            *_, closes = shape
+        for *shape, closes in _FLUSH_SHAPES:
             if closes or group.compress_rate > 1:
-                yield _flush_case(schema, group, *shape)
+                yield _flush_case(schema, group, *shape, closes)
 
 
 def _flush_case(schema, group, label, requests, tokens, closes):
@@ -212,8 +208,8 @@ def _flush_case(schema, group, label, requests, tokens, closes):
     widths = [codec.dim * (1 + group.overlap) for codec in codecs]
 
     def state_view(width):
-        values = normal_float32(1, requests, group.pooled_rows, width) if has_state else lambda rng: None
-        return lambda rng: ops.StateView(values(rng), values(rng), jnp.int32(0), rate, group.overlap)
+        values = normal_float32(1, requests, group.pooled_rows, width) if has_state else None
+        return ops.StateView(values, values, np.array(0), rate, group.overlap)
 
     def positions(rng):
         if tokens > 1:
@@ -243,11 +239,10 @@ def _flush_case(schema, group, label, requests, tokens, closes):
         shape=f"{group_label(schema, group)} {label}",
         nbytes=requests * (8 * tokens + request_bytes),
         call=call,
-        state=(
-            *((state_view(width), pool(codec)) for width, codec in zip(widths, codecs, strict=True)),
-            *map(pool, keys),
+        layer=(
+            (*zip(map(state_view, widths), map(pool, codecs), strict=True), *map(pool, keys)),
+            [_compressor_weights(schema, group, codec) for codec in codecs],
         ),
-        weights=([_compressor_weights(schema, group, codec) for codec in codecs],),
         inputs=(
             [(value, value if has_state else None) for value in values],
             permutation(requests, tokens),

@@ -21,7 +21,7 @@ def kernel_is_right(case: Case, layer: tuple, inputs: tuple) -> bool:
 
     Args:
       case: the case.
-      layer: arrays of a layer, the state and the weights.
+      layer: arrays of a layer.
       inputs: inputs of a call.
 
     Raises:
@@ -48,8 +48,8 @@ def median_seconds(case: Case, implementation: str, layers: list[tuple], inputs:
     Args:
       case: the case.
       implementation: "xla" or "mosaic_gpu".
-      layers: the state and the weights of each layer. If the case updates states, they are donated, and the new states
-        replace them in this list.
+      layers: the arrays of each layer. If the case updates the first of them, it is donated, and the new one replaces
+        it in this list.
       inputs: inputs of each call.
     """
     function = _jitted(case, implementation)
