@@ -57,14 +57,14 @@ class Benchmark:
         parallel = {name: values.get(name, False) for name in ("context_parallel", "expert_parallel")}
         sizes = options.mesh_sizes(values.get("mesh"), None, **parallel)
         plot = values.get("plot")
-        if plot is not None and importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--plot needs matplotlib: pip install 'dsv4-jax[notebooks]'")
-        if plot is not None and plot.suffix != ".png":
-            raise ValueError(f"--plot {plot} must end in .png")
+        if plot is not None:
+            if importlib.util.find_spec("matplotlib") is None:
+                raise ValueError("--plot needs matplotlib: pip install 'dsv4-jax[notebooks]'")
+            if plot.suffix != ".png":
+                raise ValueError(f"--plot {plot} must end in .png")
         # A run takes minutes, so check before it whether the files can be written.
         for option, path in (("json", self.out), ("plot", plot)):
-            if path is not None:
-                option_checks.check_writable(option, path)
+            option_checks.check_file(option, path, "written")
         if self._expert_bytes() is not None:
             startup.show_log()
         # XLA leaves a quarter of a GPU's memory unused by default.
@@ -74,9 +74,8 @@ class Benchmark:
 
         report = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
         report |= {"mesh": sizes} if sizes else {}
-        rows = self._results(report, make_mesh(sizes) if sizes else None)
         results = []
-        for row in rows:
+        for row in self._results(report, make_mesh(sizes) if sizes else None):
             results.append(row)
             if self.out is not None:
                 write_report(self.out, report | {"results": results})
