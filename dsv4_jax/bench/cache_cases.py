@@ -194,9 +194,9 @@ def flush_cases(schema: CacheSchema) -> Iterator[Case]:
     in which no request does, and a prefill.
     """
     for group in schema.groups.values():
-        for *shape, closes in _FLUSH_SHAPES:
-            if closes or group.compress_rate > 1:
-                yield _flush_case(schema, group, *shape, closes)
+        for shape in _FLUSH_SHAPES:
+            if shape[-1] or group.compress_rate > 1:
+                yield _flush_case(schema, group, *shape)
 
 
 def _flush_case(schema, group, label, requests, tokens, closes):

@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -14,12 +14,6 @@ from dsv4_jax.bench.reports import write_report
 from dsv4_jax.cli import option_checks, options, startup
 from dsv4_jax.parallel.mesh import make_mesh
 
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-    from dsv4_jax.config import DSV4Config
-    from dsv4_jax.quant import KVFormat
 
 Config = Annotated[
     str,
@@ -88,7 +82,7 @@ class Benchmark:
         values = vars(self)
         return options.expert_bytes(values.get("expert_memory"), values.get("mesh"))
 
-    def _options[Options](self, kind: type[Options], mesh: "Mesh | None", **values: Any) -> Options:
+    def _options(self, kind, mesh, **values):
         """Makes an options object of a measurement, such as `StepOptions`, from the options of this command.
 
         Args:
@@ -106,7 +100,7 @@ class Benchmark:
         values |= {"mesh": mesh, "expert_memory": self._expert_bytes()}
         return kind(**{name: values[name] for name in inspect.signature(kind).parameters if name in values})
 
-    def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Rows:
+    def _results(self, report, mesh) -> Rows:
         raise NotImplementedError
 
 
@@ -121,7 +115,7 @@ class ModelBenchmark(Benchmark):
     config: Config = "v4_flash"
     cache_format: Annotated[Literal["v4", "v41", "per_entry"] | None, options.optional("{v4,v41,per_entry}")] = None
 
-    def _model(self, report: dict[str, Any]) -> "tuple[DSV4Config, KVFormat]":
+    def _model(self, report):
         """Returns the model's configuration and the format of the cache, and adds their names to the report."""
         from dsv4_jax.quant import kv_format
 

@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 import functools
 import json
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -17,10 +17,6 @@ from dsv4_jax.common.sizes import parse_bytes, readable_bytes
 from dsv4_jax.data import block_tokens
 from dsv4_jax.parallel.mesh import check_context_parallel
 
-
-if TYPE_CHECKING:
-    from dsv4_jax.cache import CacheSchema
-    from dsv4_jax.config import DSV4Config
 
 _CONTEXTS = tuple(4096 * 4**i for i in range(5))  # 4k to 1M
 
@@ -84,7 +80,7 @@ class PlanCommand:
         sizes = options.mesh_sizes(
             self.mesh, config, context_parallel=self.context_parallel, expert_parallel=self.expert_parallel
         )
-        one = self.schema(config, self.context)
+        one = self._schema(config, self.context)
         kinds = plan_weights(config, sizes, self.expert_parallel) if self.weights == "quantized" else {}
         weights = given or sum(kind["device"] for kind in kinds.values())
         if weights > memory:
@@ -112,10 +108,10 @@ class PlanCommand:
             return None
         if self.weights is not None or self.mesh is not None:
             raise ValueError("--expert-memory is for one GPU and counts the weights: leave out --weights and --mesh")
-        cache = self.schema(config, self.context, self.max_requests or 1).memory_bytes()
+        cache = self._schema(config, self.context, self.max_requests or 1).memory_bytes()
         return plan_experts(config, self.expert_memory, memory, cache, self.gpu)
 
-    def schema(self, config: "DSV4Config", context: int, requests: int = 1) -> "CacheSchema":
+    def _schema(self, config, context, requests=1):
         """Returns the schema of a cache that holds `requests` requests of `context` tokens each."""
         import jax.numpy as jnp
 
@@ -144,7 +140,7 @@ class PlanCommand:
         """
         fits = []
         for context in sorted({c for c in _CONTEXTS if c <= config.max_position_embeddings} | {self.context}):
-            schema = self.schema(config, context)
+            schema = self._schema(config, context)
             requests = device.num_shards * device.requests(schema)
             if self.max_requests is not None:
                 requests = min(requests, self.max_requests)
@@ -169,19 +165,19 @@ class PlanCommand:
         }
         if self.max_requests is not None:
             report["max_requests"] = self.max_requests
-            report["longest_context"] = self._longest_context(config, one.block_tokens, device)
+            report["longest_context"] = self._longest_context(one, self.max_requests, device)
         return report
 
-    def _longest_context(self, config, block_tokens, device):
-        """Returns the maximum context, in tokens, with which --max-requests requests fit; 0 if not even a block fits."""
-        limit = config.max_position_embeddings
-        shard = -(-self.max_requests // device.num_shards)
+    def _longest_context(self, one, requests, device):
+        """Returns the maximum context, in tokens, with which `requests` requests fit; 0 if not even a block fits."""
+        size = one.block_tokens
+        limit = one.config.max_position_embeddings
+        shard = -(-requests // device.num_shards)
 
         def used(context):
-            return device.used(self.schema(config, min(context, limit)), shard)
+            return device.used(self._schema(one.config, min(context, limit)), shard)
 
-        contexts = range(block_tokens, limit + block_tokens, block_tokens)
-        return min(bisect.bisect_right(contexts, device.memory, key=used) * block_tokens, limit)
+        return min(bisect.bisect_right(range(size, limit + size, size), device.memory, key=used) * size, limit)
 
 
 def _pools(one):
