@@ -104,20 +104,17 @@ def gather_cases(schema: CacheSchema) -> Iterator[Case]:
     topk = config.index_topk
     for tokens in (8, 64, 128):
         view = paged_view(schema, group, group.entry, [4 * topk] * tokens)
-        inputs = distinct(tokens, topk, 4 * topk), permutation(tokens)
-        yield _gather_case(ops.gather_compressed_kv, group.entry, tokens, topk, view, inputs)
-    tokens = 32
-    entries = 8192
-    view = paged_view(schema, group, group.entry, [entries] * tokens)
-    inputs = permutation(tokens), np.full(tokens, entries * group.compress_rate - 1)
-    yield _gather_case(ops.gather_all_compressed_kv, group.entry, tokens, entries, view, inputs)
-    tokens = 256
+        indices = distinct(tokens, topk, 4 * topk)
+        yield _gather_case(ops.gather_compressed_kv, group.entry, tokens, topk, view, indices, permutation(tokens))
+    view = paged_view(schema, group, group.entry, [8192] * 32)
+    inputs = permutation(32), np.full(32, 8192 * group.compress_rate - 1)
+    yield _gather_case(ops.gather_all_compressed_kv, group.entry, 32, 8192, view, *inputs)
     window = config.sliding_window
-    inputs = permutation(tokens), lambda rng: rng.integers(window, config.max_position_embeddings, tokens)
-    yield _gather_case(ops.gather_swa_kv, schema.window_codec, tokens, window, window_view(schema, tokens), inputs)
+    inputs = permutation(256), lambda rng: rng.integers(window, config.max_position_embeddings, 256)
+    yield _gather_case(ops.gather_swa_kv, schema.window_codec, 256, window, window_view(schema, 256), *inputs)
 
 
-def _gather_case(op, codec, tokens, rows, view, inputs):
+def _gather_case(op, codec, tokens, rows, view, *inputs):
     """Returns a case in which each token gathers `rows` rows of `view`, stored by `codec`."""
     # For each row, the encoded row is read, and a bfloat16 row and a flag of one byte are written. The int32 inputs of
     # a token are its slot, and its position or the index of each row.
@@ -241,7 +238,7 @@ def _flush_case(schema, group, label, requests, tokens, closes):
         call=call,
         layer=(
             (*zip(map(state_view, widths), map(pool, codecs), strict=True), *map(pool, keys)),
-            [_compressor_weights(schema, group, codec) for codec in codecs],
+            [_compressor_weights(schema.config, group, codec) for codec in codecs],
         ),
         inputs=(
             [(value, value if has_state else None) for value in values],
@@ -264,13 +261,14 @@ def _flush_in_halves(state, weights, projections, slots, positions, implementati
         return (states, entries), ops.write_entries(keys, projected, compressor.inv_freq)
 
 
-def _compressor_weights(schema, group, codec):
-    has_bias = schema.config.layers[group.layers[0]].position_bias
+def _compressor_weights(config, group, codec):
+    layer = group.layers[0]
+    bias = normal_float32(group.compress_rate, codec.dim * (1 + group.overlap))
     return ops.CompressorWeights(
-        position_bias=normal_float32(group.compress_rate, codec.dim * (1 + group.overlap)) if has_bias else None,
+        position_bias=bias if config.layers[layer].position_bias else None,
         norm_weight=normal_float32(codec.dim),
-        inv_freq=jnp.asarray(schema.config.inv_freq(group.layers[0]), jnp.float32),
-        eps=schema.config.rms_norm_eps,
+        inv_freq=jnp.asarray(config.inv_freq(layer), jnp.float32),
+        eps=config.rms_norm_eps,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.profiler import ProfileData
 
 from dsv4_jax.bench.cases import Case
@@ -163,8 +164,7 @@ def _seconds(call, count):
     times = [milliseconds / 1e3 for _, milliseconds in kernels(calls)]
     if len(times) % count:
         raise RuntimeError(f"{len(times)} kernels in {count} equal calls")
-    per_call = len(times) // count
-    return [sum(times[i * per_call : (i + 1) * per_call]) for i in range(count)]
+    return np.reshape(times, (count, -1)).sum(axis=1).tolist()
 
 
 @functools.cache

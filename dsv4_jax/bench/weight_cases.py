@@ -159,26 +159,24 @@ def _experts_case(config, kind, tokens, inner, *, has_shared=False):
         weights = [normal(num_experts, *shape, scale=2.0**-5) for shape in shapes]
     else:
         weights = [_quantized_weight("FP4", num_experts, *shape) for shape in shapes]
-    shared = [_quantized_weight(fp8_kind(config.weight_block), *shape) for shape in shapes if has_shared]
+    shared = None
+    if has_shared:
+        shared = tuple(_quantized_weight(fp8_kind(config.weight_block), *shape) for shape in shapes)
 
     def selected(rng):
         if is_disjoint:
             return rng.permutation(num_experts)[:pairs].reshape(tokens, top_k)
         return np.argsort(rng.random((tokens, num_experts)), axis=1)[:, :top_k]
 
-    def call(gate_up, down, *others, implementation):
-        *shared, x, experts, weights = others
-
+    def call(weights, shared, *arrays, implementation):
         def run(arrays):
-            x, experts, weights = arrays
-            matrices = gate_up, down, None, tuple(shared) or None
-            limit = config.swiglu_limit
-            return ops.experts(x, experts, weights, *matrices, limit=limit, implementation=implementation)
+            options = {"limit": config.swiglu_limit, "implementation": implementation}
+            return ops.experts(*arrays, *weights, shared=shared, **options)
 
-        arrays = x, experts, weights
-        if implementation != "xla" or len(x) <= _MAX_XLA:
+        if implementation != "xla" or tokens <= _MAX_XLA:
             return run(arrays)
-        return jax.lax.map(run, [array.reshape(-1, _MAX_XLA, array.shape[1]) for array in arrays]).reshape(x.shape)
+        tiles = [array.reshape(-1, _MAX_XLA, array.shape[1]) for array in arrays]
+        return jax.lax.map(run, tiles).reshape(tokens, hidden)
 
     # `num_read` experts are read, each once. If tokens select at random, this is the expected number.
     num_read = pairs if is_disjoint else num_experts * (1 - (1 - top_k / num_experts) ** tokens)
@@ -188,7 +186,7 @@ def _experts_case(config, kind, tokens, inner, *, has_shared=False):
         shape=f"{kind.replace('FP4', 'FP4 and shared') if has_shared else kind}, T={tokens}",
         nbytes=int(num_read * expert_bytes) + tokens * hidden * 6 + 3 * hidden * inner * has_shared,
         call=call,
-        layer=(*weights, *shared),
+        layer=(weights, shared),
         inputs=(normal(tokens, hidden), selected, normal_float32(tokens, top_k)),
         flops=6 * (pairs + tokens * has_shared) * hidden * inner,
         reads=True,
@@ -268,9 +266,8 @@ def _router_case(config, tokens, *, hashed):
         return rng.integers(0, config.vocab_size, tokens)
 
     def call(weight, bias, table, x, token_ids, *, implementation):
-        factor = config.routed_scaling_factor
-        arrays = x, weight, bias, table, token_ids
-        return ops.router(*arrays, top_k=top_k, scaling_factor=factor, implementation=implementation)[:2]
+        options = {"scaling_factor": config.routed_scaling_factor, "implementation": implementation}
+        return ops.router(x, weight, bias, table, token_ids, top_k=top_k, **options)[:2]
 
     def agree(result, expected):
         """Allows 1% of different selections, because scores differ by rounding, and allows rounding of weights."""
@@ -278,7 +275,6 @@ def _router_case(config, tokens, *, hashed):
             return jnp.mean((result == expected).astype(jnp.float32)) >= 0.99
         return close(1e-4, 0.0)(result, expected)
 
-    bias = normal_float32(experts, scale=0.1)
     return Case(
         op="router",
         shape=f"{'table' if hashed else 'top'}, T={tokens}",
@@ -286,7 +282,7 @@ def _router_case(config, tokens, *, hashed):
         call=call,
         layer=(
             normal_float32(experts, width, scale=width**-0.5),
-            None if hashed else bias,
+            None if hashed else normal_float32(experts, scale=0.1),
             table if hashed else None,
         ),
         inputs=(normal(tokens, width), token_ids if hashed else None),
