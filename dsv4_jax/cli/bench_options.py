@@ -47,10 +47,8 @@ class Benchmark:
 
     def run(self) -> None:
         """Runs the benchmark and writes its files. Raises ValueError if an option is wrong."""
-        values = vars(self)
-        parallel = {name: values.get(name, False) for name in ("context_parallel", "expert_parallel")}
-        sizes = options.mesh_sizes(values.get("mesh"), None, **parallel)
-        plot = values.get("plot")
+        sizes = options.mesh_sizes(self)
+        plot = vars(self).get("plot")
         if plot is not None:
             if importlib.util.find_spec("matplotlib") is None:
                 raise ValueError("--plot needs matplotlib: pip install 'dsv4-jax[notebooks]'")

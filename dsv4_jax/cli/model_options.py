@@ -13,7 +13,7 @@ from dsv4_jax.cli.options import optional
 from dsv4_jax.cli.startup import show_log
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import block_tokens, packaged_checkpoint
-from dsv4_jax.parallel.mesh import make_mesh, parse_mesh
+from dsv4_jax.parallel.mesh import make_mesh
 
 
 if TYPE_CHECKING:
@@ -66,13 +66,13 @@ class ModelOptions:
             check_file("expert-placement", self.expert_placement, "written")
         if self.host_tables and config.engram is None:
             raise ValueError("--host-tables is for models with Engram, such as DeepSeek-V4.1; this one has no tables")
-        parallel = {"context_parallel": self.context_parallel, "expert_parallel": self.expert_parallel}
-        return options.mesh_sizes(self.mesh, config, **parallel)
+        return options.mesh_sizes(self, config)
 
     @functools.cached_property
     def devices(self) -> "Mesh | None":
         """The mesh of devices that --mesh describes; None without --mesh, for the default device."""
-        return None if self.mesh is None else make_mesh(parse_mesh(self.mesh))
+        sizes = options.mesh_sizes(self)
+        return make_mesh(sizes) if sizes else None
 
     def load_model(
         self,
@@ -168,7 +168,7 @@ class ModelOptions:
         from dsv4_jax.host import KVCacheManager
 
         tokens = block_tokens(config)
-        sizes = {} if self.mesh is None else parse_mesh(self.mesh)
+        sizes = options.mesh_sizes(self)
         requests += -requests % sizes.get("data", 1)
         blocks = requests * -(-context // tokens)
         blocks += -blocks % math.prod(sizes.values())

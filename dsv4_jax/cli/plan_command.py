@@ -77,9 +77,7 @@ class PlanCommand:
         given = None if self.weights in (None, "quantized") else parse_bytes(self.weights, "weights")
         config = options.named_config(self.config, "--config", mtp=self.drafts > 0)
         option_checks.check_context(config, self.context, "--context")
-        sizes = options.mesh_sizes(
-            self.mesh, config, context_parallel=self.context_parallel, expert_parallel=self.expert_parallel
-        )
+        sizes = options.mesh_sizes(self, config)
         one = self._schema(config, self.context)
         kinds = plan_weights(config, sizes, self.expert_parallel) if self.weights == "quantized" else {}
         weights = given or sum(kind["device"] for kind in kinds.values())
