@@ -103,8 +103,14 @@ class ModelOptions:
         experts = self._expert_memory(schema, step_tokens)
         if checkpoint != packaged_checkpoint():
             show_log()
-        load = functools.partial(
-            self._load,
+        outlines = []  # the model without weights, whose programs are compiled while the weights are read
+
+        def on_outline(module):
+            assert begin_programs is not None
+            outlines.append(CompiledModel(module, experts))
+            begin_programs(outlines[0])
+
+        module = self._load(
             checkpoint,
             schema.config,
             progress,
@@ -113,17 +119,10 @@ class ModelOptions:
             expert_parallel=self.expert_parallel,
             expert_memory=experts,
             host_tables=HostTables() if self.host_tables else None,
+            on_outline=on_outline if begin_programs else None,
         )
-        if begin_programs is None:
-            return CompiledModel(load(), experts)
-        outlines = []  # the model without weights, whose programs are compiled while the weights are read
-
-        def on_outline(module):
-            outlines.append(CompiledModel(module, experts))
-            begin_programs(outlines[0])
-
-        model = CompiledModel(load(on_outline=on_outline), experts)
-        return outlines[0].with_weights(model)
+        model = CompiledModel(module, experts)
+        return outlines[0].with_weights(model) if outlines else model
 
     def _load(self, checkpoint, config, progress, **arguments):
         """Returns the module with its weights. `arguments` go to `load_checkpoint`, or to `random_model`."""

@@ -91,9 +91,9 @@ def visible(text: str) -> str:
     return text.translate(_CONTROLS)
 
 
-def notify(text: str) -> None:
-    """Prints a message, such as one about a slow operation, dim to stderr."""
-    Console(stderr=True).print(visible(text), style="dim", markup=False, highlight=False, soft_wrap=True)
+def notify(text: str, style: str = "dim") -> None:
+    """Prints a message, such as one about a slow operation, to stderr."""
+    Console(stderr=True).print(visible(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def compiling_for(device: str) -> str:
