@@ -101,7 +101,7 @@ def run(config: DSV4Config, options: StepOptions, report: Row, *, each_kind: boo
 def _run(config, options, report, layer_numbers, *, loop=True):
     """Prints and yields a model's results. `layer_numbers` is text that lists the measured layers, such as "0-3"."""
     print(f"Numbers of the layers in {model_title(report['shapes'])}: {layer_numbers}")
-    columns = COLUMNS | (DRAFT_COLUMNS if options.drafts else {})
+    columns = COLUMNS | DRAFT_COLUMNS if options.drafts else COLUMNS
     rows = _compare_with_one_token(measure(config, options, report, loop=loop))
     for row in print_rows(rows, columns, layer_share, batch=5, tokens=6):
         yield {"layer_numbers": layer_numbers} | row

@@ -106,7 +106,9 @@ def _scores_case(schema, label, lengths, tokens, topk=0):
         q = normal(rows, heads, dim)(rng)
         weights = normal_float32(rows, heads)(rng)
         rounded = {"xla": (key.round_query(q), weights)}
-        return rounded | ({"mosaic_gpu": kernel_operands(q, weights)} if dim == DIM else {})
+        if dim == DIM:
+            rounded["mosaic_gpu"] = kernel_operands(q, weights)
+        return rounded
 
     def call(view, queries, slots, positions, *, implementation):
         if implementation not in queries:
