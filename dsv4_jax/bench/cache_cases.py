@@ -49,7 +49,6 @@ def append_cases(schema: CacheSchema) -> Iterator[Case]:
 def _append_case(schema, tokens):
     config = schema.config
     window = config.sliding_window
-    dim = config.head_dim
     slots = max(256, -(-tokens // window))
     request_tokens = 1 if tokens <= slots else window
 
@@ -63,10 +62,10 @@ def _append_case(schema, tokens):
     return Case(
         op="append_swa",
         shape=f"T={tokens}",
-        nbytes=tokens * (2 * dim + tree_bytes(schema.window_codec.struct) + 8),
+        nbytes=tokens * (2 * config.head_dim + tree_bytes(schema.window_codec.struct) + 8),
         call=ops.append_swa,
-        state=window_view(schema, slots),
-        inputs=(normal(tokens, dim), owners, positions),
+        layer=(window_view(schema, slots),),
+        inputs=(normal(tokens, config.head_dim), owners, positions),
         updates=True,
     )
 
@@ -79,9 +78,8 @@ def _norm_rope_case(schema, tokens, heads):
     kv, slots, positions = append.inputs
 
     def call(state, *arrays, implementation):
-        _, window_rows = state
         options = {"eps": config.rms_norm_eps, "norms_queries": config.norms_queries}
-        return ops.norm_rope_append(window_rows, *arrays, **options, implementation=implementation)
+        return ops.norm_rope_append(state[1], *arrays, **options, implementation=implementation)
 
     def agree(result, expected):
         """Allows rounding differences in up to 2% of an array's values, or of the stored bytes."""
@@ -93,7 +91,7 @@ def _norm_rope_case(schema, tokens, heads):
         shape=f"{heads} head{'s' * (heads > 1)}, {append.shape}",
         nbytes=append.nbytes + 4 * tokens * heads * dim + 4 * dim + inv_freq.nbytes,
         call=call,
-        state=(lambda rng: jnp.zeros((tokens, heads, dim), jnp.bfloat16), append.state),
+        layer=((lambda rng: jnp.zeros((tokens, heads, dim), jnp.bfloat16), *append.layer),),
         inputs=(normal(tokens, heads, dim), kv, normal_float32(dim), slots, positions, inv_freq),
         agree=agree,
     )
@@ -106,20 +104,17 @@ def gather_cases(schema: CacheSchema) -> Iterator[Case]:
     topk = config.index_topk
     for tokens in (8, 64, 128):
         view = paged_view(schema, group, group.entry, [4 * topk] * tokens)
-        inputs = distinct(tokens, topk, 4 * topk), permutation(tokens)
-        yield _gather_case(ops.gather_compressed_kv, group.entry, tokens, topk, view, inputs)
-    tokens = 32
-    entries = 8192
-    view = paged_view(schema, group, group.entry, [entries] * tokens)
-    inputs = permutation(tokens), np.full(tokens, entries * group.compress_rate - 1)
-    yield _gather_case(ops.gather_all_compressed_kv, group.entry, tokens, entries, view, inputs)
-    tokens = 256
+        indices = distinct(tokens, topk, 4 * topk)
+        yield _gather_case(ops.gather_compressed_kv, group.entry, tokens, topk, view, indices, permutation(tokens))
+    view = paged_view(schema, group, group.entry, [8192] * 32)
+    inputs = permutation(32), np.full(32, 8192 * group.compress_rate - 1)
+    yield _gather_case(ops.gather_all_compressed_kv, group.entry, 32, 8192, view, *inputs)
     window = config.sliding_window
-    inputs = permutation(tokens), lambda rng: rng.integers(window, config.max_position_embeddings, tokens)
-    yield _gather_case(ops.gather_swa_kv, schema.window_codec, tokens, window, window_view(schema, tokens), inputs)
+    inputs = permutation(256), lambda rng: rng.integers(window, config.max_position_embeddings, 256)
+    yield _gather_case(ops.gather_swa_kv, schema.window_codec, 256, window, window_view(schema, 256), *inputs)
 
 
-def _gather_case(op, codec, tokens, rows, view, inputs):
+def _gather_case(op, codec, tokens, rows, view, *inputs):
     """Returns a case in which each token gathers `rows` rows of `view`, stored by `codec`."""
     # For each row, the encoded row is read, and a bfloat16 row and a flag of one byte are written. The int32 inputs of
     # a token are its slot, and its position or the index of each row.
@@ -130,7 +125,7 @@ def _gather_case(op, codec, tokens, rows, view, inputs):
         shape=f"{tokens} x {rows}",
         nbytes=tokens * (rows * row_bytes + 4 * token_inputs),
         call=op,
-        state=view,
+        layer=(view,),
         inputs=inputs,
     )
 
@@ -162,8 +157,7 @@ def _attention_case(schema, group, tokens, attended, entries, shared=0):
     window_bytes = window * tree_bytes(schema.window_codec.struct)
     selects = group.key is not None
 
-    def call(views, q, sinks, indices, slots, positions, *, implementation):
-        window_rows, entry_rows = views
+    def call(window_rows, entry_rows, q, sinks, indices, slots, positions, *, implementation):
         kv = ops.AttentionKV(window_rows, entry_rows, indices)
         return ops.sparse_attention(q, sinks, kv, slots, positions, implementation=implementation)
 
@@ -174,7 +168,7 @@ def _attention_case(schema, group, tokens, attended, entries, shared=0):
         shape=label + (f", {heads} heads" if heads != 64 else ""),
         nbytes=tokens * (window_bytes + entry_bytes + 4 * heads * dim + 8),
         call=call,
-        state=(window_view(schema, tokens), paged_view(schema, group, group.entry, [entries] * tokens, shared)),
+        layer=(window_view(schema, tokens), paged_view(schema, group, group.entry, [entries] * tokens, shared)),
         inputs=(
             normal(tokens, heads, dim),
             normal_float32(heads),
@@ -198,8 +192,7 @@ def flush_cases(schema: CacheSchema) -> Iterator[Case]:
     """
     for group in schema.groups.values():
         for shape in _FLUSH_SHAPES:
-            *_, closes = shape
-            if closes or group.compress_rate > 1:
+            if shape[-1] or group.compress_rate > 1:
                 yield _flush_case(schema, group, *shape)
 
 
@@ -212,8 +205,8 @@ def _flush_case(schema, group, label, requests, tokens, closes):
     widths = [codec.dim * (1 + group.overlap) for codec in codecs]
 
     def state_view(width):
-        values = normal_float32(1, requests, group.pooled_rows, width) if has_state else lambda rng: None
-        return lambda rng: ops.StateView(values(rng), values(rng), jnp.int32(0), rate, group.overlap)
+        values = normal_float32(1, requests, group.pooled_rows, width) if has_state else None
+        return ops.StateView(values, values, np.array(0), rate, group.overlap)
 
     def positions(rng):
         if tokens > 1:
@@ -243,11 +236,10 @@ def _flush_case(schema, group, label, requests, tokens, closes):
         shape=f"{group_label(schema, group)} {label}",
         nbytes=requests * (8 * tokens + request_bytes),
         call=call,
-        state=(
-            *((state_view(width), pool(codec)) for width, codec in zip(widths, codecs, strict=True)),
-            *map(pool, keys),
+        layer=(
+            (*zip(map(state_view, widths), map(pool, codecs), strict=True), *map(pool, keys)),
+            [_compressor_weights(schema.config, group, codec) for codec in codecs],
         ),
-        weights=([_compressor_weights(schema, group, codec) for codec in codecs],),
         inputs=(
             [(value, value if has_state else None) for value in values],
             permutation(requests, tokens),
@@ -269,13 +261,14 @@ def _flush_in_halves(state, weights, projections, slots, positions, implementati
         return (states, entries), ops.write_entries(keys, projected, compressor.inv_freq)
 
 
-def _compressor_weights(schema, group, codec):
-    has_bias = schema.config.layers[group.layers[0]].position_bias
+def _compressor_weights(config, group, codec):
+    layer = group.layers[0]
+    bias = normal_float32(group.compress_rate, codec.dim * (1 + group.overlap))
     return ops.CompressorWeights(
-        position_bias=normal_float32(group.compress_rate, codec.dim * (1 + group.overlap)) if has_bias else None,
+        position_bias=bias if config.layers[layer].position_bias else None,
         norm_weight=normal_float32(codec.dim),
-        inv_freq=jnp.asarray(schema.config.inv_freq(group.layers[0]), jnp.float32),
-        eps=schema.config.rms_norm_eps,
+        inv_freq=jnp.asarray(config.inv_freq(layer), jnp.float32),
+        eps=config.rms_norm_eps,
     )
 
 

@@ -36,11 +36,10 @@ class Case:
       op: public name of the op.
       shape: label of the shape.
       nbytes: number of bytes that a call has to read and write, by the op's definition.
-      call: function of (state, *weights, *inputs, implementation=...) that runs the op and returns its result.
+      call: function of (*layer, *inputs, implementation=...) that runs the op and returns its result.
       inputs: the arrays of one call, each an array or a `Draw`.
-      weights: the arrays of one layer that a call does not change, each an array or a `Draw`.
-      state: pytree of arrays and `Draw` objects that belong to one layer, such as views of its pools.
-      updates: whether the result is the next state of the layer; the state is then donated.
+      layer: the arrays of one layer, such as views of its pools and weights, as pytrees of arrays and `Draw` objects.
+      updates: whether the result replaces the first item of `layer`, which is then donated.
       flops: number of floating-point operations of a call on the tensor cores.
       reads: whether a call reads nearly all of `nbytes`. The least time of a call then follows from the bandwidth of
         reading, and otherwise from the bandwidth of copying.
@@ -53,9 +52,8 @@ class Case:
     shape: str
     nbytes: int
     call: Callable
-    inputs: Sequence[Any]
-    weights: Sequence[Any] = ()
-    state: Any = ()
+    inputs: tuple[Any, ...]
+    layer: tuple[Any, ...] = ()
     updates: bool = False
     flops: int = 0
     reads: bool = False
@@ -64,8 +62,8 @@ class Case:
 
     @functools.cached_property
     def layer_bytes(self) -> int:
-        """The number of bytes of a layer's state and weights."""
-        return tree_bytes(jax.eval_shape(lambda: self._make_layer(np.random.default_rng(0))))
+        """The number of bytes of a layer's arrays."""
+        return tree_bytes(jax.eval_shape(lambda: draw(self.layer, np.random.default_rng(0))))
 
     def make(self, calls: int) -> tuple[list[tuple], list[tuple]]:
         """Makes the arrays of several layers, and the inputs of each call, on the device.
@@ -76,15 +74,12 @@ class Case:
           calls: number of calls.
 
         Returns:
-          ((state, *weights) of each layer, the inputs of each call).
+          (the arrays of each layer, the inputs of each call).
         """
         rng = np.random.default_rng(0)
         count = min(calls, 2 + _LAYERS_BYTES // max(self.layer_bytes, 1))
-        layers = [self._make_layer(rng) for _ in range(count)]
-        return jax.block_until_ready((layers, [draw(tuple(self.inputs), rng) for _ in range(calls)]))
-
-    def _make_layer(self, rng):
-        return draw((self.state, *self.weights), rng)
+        layers = [draw(self.layer, rng) for _ in range(count)]
+        return jax.block_until_ready((layers, [draw(self.inputs, rng) for _ in range(calls)]))
 
 
 def draw(tree: Any, rng: np.random.Generator) -> Any:
@@ -92,13 +87,9 @@ def draw(tree: Any, rng: np.random.Generator) -> Any:
 
     def array(leaf):
         value = leaf(rng) if callable(leaf) else leaf
-        return _int32(value) if isinstance(value, np.ndarray) else value
+        return jnp.int32(value) if isinstance(value, np.ndarray) else value
 
     return jax.tree.map(array, tree)
-
-
-def _int32(values):
-    return jnp.asarray(values, jnp.int32)
 
 
 def measured_config(config: DSV4Config, report: dict[str, Any], field: str = "shapes") -> DSV4Config:
@@ -154,9 +145,7 @@ def normal(*shape: int, dtype: DTypeLike = jnp.bfloat16, scale: float = 1.0) -> 
     return lambda rng: scale * jax.random.normal(random_key(rng), shape, dtype)
 
 
-def normal_float32(*shape: int, scale: float = 1.0) -> Draw:
-    """Returns a draw of normally distributed float32 values, made on the device."""
-    return normal(*shape, dtype=jnp.float32, scale=scale)
+normal_float32 = functools.partial(normal, dtype=jnp.float32)  # a draw of float32 values
 
 
 def random_key(rng: np.random.Generator) -> Array:
@@ -193,7 +182,7 @@ def window_view(schema: CacheSchema, slots: int) -> Draw:
     """Returns a draw of a layer's sliding-window rows of `slots` requests, with random contents."""
     window = schema.config.sliding_window
     codec = schema.window_codec
-    return lambda rng: SWAView(_random_rows(codec, rng, slots, window), _int32(0), window, codec)
+    return lambda rng: SWAView(_random_rows(codec, rng, slots, window), jnp.int32(0), window, codec)
 
 
 def paged_view(
@@ -221,7 +210,7 @@ def paged_view(
         table = np.full((len(blocks), blocks.max()), -1)
         table[np.arange(blocks.max()) < blocks[:, None]] = block_ids
         pool = _random_rows(codec, rng, shared // rows or int(blocks.sum()), rows)
-        return view(pool, _int32(0), _int32(table), group.compress_rate, codec)
+        return view(pool, jnp.int32(0), jnp.int32(table), group.compress_rate, codec)
 
     return make
 

@@ -83,9 +83,8 @@ def run(config: DSV4Config, options: StepOptions, report: Row, *, each_kind: boo
     config = measured_config(config, report)
     options.check(config)
     if not each_kind:
-        count = options.layers or config.num_hidden_layers
-        if not options.layers and options.expert_memory is None:
-            count = _max_layers(config, options)
+        whole = config.num_hidden_layers
+        count = options.layers or (_max_layers(config, options) if options.expert_memory is None else whole)
         layers = layer_slices.chosen_layers(config, count)
         label = layer_slices.numbers_label(layers)
         yield from _run(layer_slices.slice_config(config, layers), options, report, label)
@@ -102,7 +101,7 @@ def run(config: DSV4Config, options: StepOptions, report: Row, *, each_kind: boo
 def _run(config, options, report, layer_numbers, *, loop=True):
     """Prints and yields a model's results. `layer_numbers` is text that lists the measured layers, such as "0-3"."""
     print(f"Numbers of the layers in {model_title(report['shapes'])}: {layer_numbers}")
-    columns = COLUMNS | (DRAFT_COLUMNS if options.drafts else {})
+    columns = COLUMNS | DRAFT_COLUMNS if options.drafts else COLUMNS
     rows = _compare_with_one_token(measure(config, options, report, loop=loop))
     for row in print_rows(rows, columns, layer_share, batch=5, tokens=6):
         yield {"layer_numbers": layer_numbers} | row
@@ -118,11 +117,9 @@ def _compare_with_one_token(results):
         rows = rows_by_place.setdefault((row["requests"], row["context"], row["skew"]), [])
         rows.append(row)  # in the order of `StepOptions.step_sizes`
         if row["tokens"] > 1:
-            one_token = rows[0]
-            row["times_one_token"] = row["milliseconds"] / one_token["milliseconds"]
+            row["times_one_token"] = row["milliseconds"] / rows[0]["milliseconds"]
         if row["drafts"]:
-            only_verifies = rows[1]
-            row["draft_milliseconds"] = row["milliseconds"] - only_verifies["milliseconds"]
+            row["draft_milliseconds"] = row["milliseconds"] - rows[1]["milliseconds"]  # less the step that verifies
             row["tokens_per_second"] = tokens_per_second(row)
         yield row
 

@@ -50,10 +50,10 @@ def indexer_cases(schema: CacheSchema) -> Iterator[Case]:
     for label in _SCORES_AND_TOPK:
         yield _scores_case(schema, label, *_SCORES[label], topk=config.index_topk)
     for requests, keys in _TOPK_SHAPES:
-        yield _topk_case(config.index_topk, requests, keys, keys)
+        yield _topk_case(config.index_topk, requests, keys)
         if requests == 1:
-            yield _topk_case(config.index_topk, requests, keys, keys, are_equal=True)
-            yield _topk_case(config.index_topk, requests, keys, 1024)
+            yield _topk_case(config.index_topk, 1, keys, are_equal=True)
+            yield _topk_case(config.index_topk, 1, keys, visible=1024)
     for requests, keys in _CANDIDATE_SHAPES if config.candidate_topk_blocks else ():
         if keys > config.candidate_topk_blocks * config.candidate_block_size:
             yield _blocks_case(config, requests, keys)
@@ -67,7 +67,7 @@ def _query_case(schema, tokens):
     dim = config.index_head_dim
     inv_freq = jnp.asarray(config.inv_freq(next(spec.layer for spec in config.layers if spec.selects)))
 
-    def call(_, q, weights, positions, inv_freq, *, implementation):
+    def call(q, weights, positions, inv_freq, *, implementation):
         if implementation == "xla":
             return round_index_query_operands(key, q, weights, positions, inv_freq)
         return round_index_query(q, weights, positions, inv_freq, key.layout)
@@ -106,7 +106,9 @@ def _scores_case(schema, label, lengths, tokens, topk=0):
         q = normal(rows, heads, dim)(rng)
         weights = normal_float32(rows, heads)(rng)
         rounded = {"xla": (key.round_query(q), weights)}
-        return rounded | ({"mosaic_gpu": kernel_operands(q, weights)} if dim == DIM else {})
+        if dim == DIM:
+            rounded["mosaic_gpu"] = kernel_operands(q, weights)
+        return rounded
 
     def call(view, queries, slots, positions, *, implementation):
         if implementation not in queries:
@@ -126,7 +128,7 @@ def _scores_case(schema, label, lengths, tokens, topk=0):
         shape=label,
         nbytes=input_bytes + 4 * (rows * topk or scored),
         call=call,
-        state=paged_view(schema, group, key, lengths),
+        layer=(paged_view(schema, group, key, lengths),),
         inputs=(
             queries,
             np.repeat(np.arange(len(lengths)), tokens),
@@ -143,7 +145,7 @@ def _blocks_case(config, requests, keys):
     """Returns a case that chooses the candidate blocks of [requests, keys] scores."""
     count = config.candidate_topk_blocks
 
-    def call(_, scores, lengths, *, implementation):
+    def call(scores, lengths, *, implementation):
         topk = functools.partial(ops.indexer_topk, implementation=implementation)
         return ops.candidate_blocks(scores, lengths, count, config.candidate_block_size, topk)
 
@@ -161,30 +163,29 @@ def _within_case(schema, requests, keys):
     """Returns a case of the index scores of one token of each request within its candidate blocks."""
     config = schema.config
     group = schema.groups[next(spec.group for spec in config.specs if spec.makes_candidates)]
-    key = group.key
     heads = config.index_n_heads
     dim = config.index_head_dim
     size = config.candidate_block_size
     count = config.candidate_topk_blocks
     blocks = distinct(requests, count, keys // size)
 
-    def call(view, q, weights, blocks, slots, positions, *, implementation):
-        candidates = {"candidates": blocks, "block_size": size}
-        return ops.indexer_scores(view, q, weights, slots, positions, **candidates, implementation=implementation)
+    def call(*arrays, implementation):
+        *arrays, blocks = arrays
+        return ops.indexer_scores(*arrays, candidates=blocks, block_size=size, implementation=implementation)
 
     scored = requests * count * size
     return Case(
         op="indexer_scores",
         shape=f"{requests} x {keys}, in {count} blocks",
-        nbytes=scored * (tree_bytes(key.struct) + 4) + requests * (2 * heads * dim + 4 * heads + 8 + 4 * count),
+        nbytes=scored * (tree_bytes(group.key.struct) + 4) + requests * (2 * heads * dim + 4 * heads + 8 + 4 * count),
         call=call,
-        state=paged_view(schema, group, key, [keys] * requests),
+        layer=(paged_view(schema, group, group.key, [keys] * requests),),
         inputs=(
             normal(requests, heads, dim),
             normal_float32(requests, heads),
-            lambda rng: np.sort(blocks(rng), axis=1),
             np.arange(requests),
             np.full(requests, keys * group.compress_rate - 1),
+            lambda rng: np.sort(blocks(rng), axis=1),
         ),
         flops=2 * heads * dim * scored,
         reads=True,
@@ -208,25 +209,22 @@ def _same_selection(indices, expected):
     return jnp.mean(jax.vmap(jnp.isin)(indices, expected).astype(jnp.float32)) >= 0.99
 
 
-def _topk_case(topk, requests, keys, visible, *, are_equal=False):
+def _topk_case(topk, requests, keys, *, visible=None, are_equal=False):
     """Returns a case that selects the top k of the first `visible` scores in each row of [requests, keys] scores.
 
     The scores are random. If `are_equal` is True, all scores are the same random number.
     """
-    label = ", all equal" if are_equal else f", {visible} visible" if visible < keys else ""
-
-    def scores(rng):
-        shape = () if are_equal else (requests, keys)
-        return jnp.broadcast_to(normal_float32(*shape)(rng), (requests, keys))
-
-    def call(_, scores, lengths, *, implementation):
-        return ops.indexer_topk(scores, lengths, topk, implementation=implementation)
-
+    label = ", all equal" if are_equal else f", {visible} visible" if visible else ""
+    visible = visible or keys
+    shape = () if are_equal else (requests, keys)
     return Case(
         op="indexer_topk",
         shape=f"{requests} x {keys}{label}",
         nbytes=requests * 4 * (visible + 1 + topk),
-        call=call,
-        inputs=(scores, np.full(requests, visible)),
+        call=functools.partial(ops.indexer_topk, k=topk),
+        inputs=(
+            lambda rng: jnp.broadcast_to(normal_float32(*shape)(rng), (requests, keys)),
+            np.full(requests, visible),
+        ),
         reads=True,
     )

@@ -23,7 +23,7 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
 _INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = .* (fusion|custom-call)\(.*op_name="([^"]*)"')
 _CALLED = re.compile(r"(?:body|to_apply|calls|computations?)=\{?((?:%[\w.-]+(?:, )?)+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_PALLAS = re.compile(r"(.*)_mosaic_gpu_kernel(?:_\d+)?")
+_PALLAS = re.compile(r"_mosaic_gpu_kernel(_\d+)?$")
 # Kernels of libraries such as cuBLAS are not named after an instruction. Their kind follows from their name.
 _LIBRARIES = {
     "projections": re.compile("gemm|gemv|nvjet|cutlass|cublas|splitk", re.IGNORECASE),
@@ -48,8 +48,7 @@ def kernel_report(launches: Sequence[tuple[str, float]], text: str, calls: int) 
     by_kind = dict.fromkeys([*KINDS, REST], 0.0)
     by_name = {}  # {(name of a kernel, its kind): milliseconds a call of each launch}
     for name, milliseconds in launches:
-        pallas = _PALLAS.fullmatch(name)
-        key = pallas[1] if pallas else name
+        key = _PALLAS.sub("", name)
         if scopes := kinds.get(key):
             # A kernel may run in several scopes. Its launches are in the order of the instructions.
             kind = scopes[counts[key] % len(scopes)]

@@ -1,9 +1,7 @@
 """Plots of benchmark reports, as PNG files."""
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -77,7 +75,7 @@ def plot_serving(report: Row, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _axes(path: Path, size: tuple[float, float] = (7.0, 4.5), **labels: str) -> Iterator[Any]:
+def _axes(path, size=(7.0, 4.5), **labels):
     """Yields axes to draw on. When the context ends, writes the plot to the file.
 
     Args:

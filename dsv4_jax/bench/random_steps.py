@@ -55,7 +55,6 @@ class RandomSteps:
     program: Any = None
     _loop: Any = None
     _chunk: Batch | None = None
-    _adapters: Any = None
     _slots: list[int] = dataclasses.field(default_factory=list)
 
     def __post_init__(self):
@@ -85,7 +84,7 @@ class RandomSteps:
         self._slots = [self.manager.admit() for _ in range(self.requests)]
         if past:
             batch = self.manager.prepare_forward({slot: [0] for slot in self._slots}, reserve=past)
-            self.cache = _begin_step(self.cache, batch)
+            (self.cache,) = _begin_step((), self.cache, batch)
             for slot in self._slots:
                 self.manager.advance(slot, past - 1)
 
@@ -102,8 +101,7 @@ class RandomSteps:
             return self._chunk
         count = self.requests * self.tokens
         step_number = self.manager.length(self._slots[0]) % DRAWS  # a decode step makes a request one token longer
-        first_id = step_number * count
-        ids = np.arange(first_id, first_id + count, dtype=np.int32) % self.manager.schema.config.vocab_size
+        ids = (step_number * count + np.arange(count, dtype=np.int32)) % self.manager.schema.config.vocab_size
         size = self.shard_requests * self.tokens
         batch = self.manager.prepare_forward(
             dict(zip(self._slots, np.split(ids, self.requests), strict=True)),
@@ -165,10 +163,10 @@ def random_cache(schema: CacheSchema, mesh: Mesh | None = None) -> KVCache:
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-def _begin_step(cache: KVCache, batch: Batch) -> KVCache:
+@sharded_step
+def _begin_step(_, cache, batch):
     """Applies a batch's new requests, blocks and lengths to the cache, see `KVCache.begin_step`, but runs no model."""
-    (cache,) = sharded_step(lambda _, cache, batch: (cache.begin_step(batch),))((), cache, batch)
-    return cache
+    return (cache.begin_step(batch),)
 
 
 def _program(function, args, **options):
@@ -185,10 +183,10 @@ def _random_cache(schema):
         count = min(blocks, 1024)
         encoded = codec.encode(jax.random.normal(jax.random.key(0), (count, rows, codec.dim), jnp.bfloat16))
         order = jnp.arange(blocks) % count
-        return jax.tree.map(lambda old, x: jnp.broadcast_to(x[order][None], old.shape), pool, encoded)
+        return jax.tree.map(lambda old, x: jnp.broadcast_to(x[order], old.shape), pool, encoded)
 
-    groups = {}
-    for name, group in schema.groups.items():
-        pools = cache.groups[name]
-        groups[name] = PoolGroup(fill(pools.entries, group.entry), fill(pools.keys, group.key))
+    groups = {
+        name: PoolGroup(fill(cache.groups[name].entries, group.entry), fill(cache.groups[name].keys, group.key))
+        for name, group in schema.groups.items()
+    }
     return dataclasses.replace(cache.with_groups(groups), swa=fill(cache.swa, schema.window_codec))

@@ -77,8 +77,7 @@ class Workload:
 
         def ids(low, high):
             # Token ids 0 and 1 are left out, because they mark the beginning and the end of a text.
-            length = rng.integers(low, high, endpoint=True)
-            return rng.integers(2, vocabulary, size=length).tolist()
+            return rng.integers(2, vocabulary, size=rng.integers(low, high, endpoint=True)).tolist()
 
         systems = [ids(*SYSTEM_TOKENS) for _ in range(SYSTEM_PROMPTS)]
         script = []

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.profiler import ProfileData
 
 from dsv4_jax.bench.cases import Case
@@ -21,7 +22,7 @@ def kernel_is_right(case: Case, layer: tuple, inputs: tuple) -> bool:
 
     Args:
       case: the case.
-      layer: arrays of a layer, the state and the weights.
+      layer: arrays of a layer.
       inputs: inputs of a call.
 
     Raises:
@@ -48,8 +49,8 @@ def median_seconds(case: Case, implementation: str, layers: list[tuple], inputs:
     Args:
       case: the case.
       implementation: "xla" or "mosaic_gpu".
-      layers: the state and the weights of each layer. If the case updates states, they are donated, and the new states
-        replace them in this list.
+      layers: the arrays of each layer. If the case updates the first of them, it is donated, and the new one replaces
+        it in this list.
       inputs: inputs of each call.
     """
     function = _jitted(case, implementation)
@@ -163,8 +164,7 @@ def _seconds(call, count):
     times = [milliseconds / 1e3 for _, milliseconds in kernels(calls)]
     if len(times) % count:
         raise RuntimeError(f"{len(times)} kernels in {count} equal calls")
-    per_call = len(times) // count
-    return [sum(times[i * per_call : (i + 1) * per_call]) for i in range(count)]
+    return np.reshape(times, (count, -1)).sum(axis=1).tolist()
 
 
 @functools.cache

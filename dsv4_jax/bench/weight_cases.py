@@ -39,23 +39,21 @@ def linear_cases(schema: CacheSchema) -> Iterator[Case]:
         return
     for group in schema.groups.values():
         attention = Attention(config, group.layers[0], param_dtype=jnp.bfloat16, rngs=ABSTRACT)
-        sources = {
-            "hidden": (attention.input_projections, config.hidden_size),
-            "latent": (attention.latent_projections, config.q_lora_rank),
-        }
-        for source, (fused, columns) in sources.items():
+        sources = (
+            ("hidden", attention.input_projections, config.hidden_size),
+            ("latent", attention.latent_projections, config.q_lora_rank),
+        )
+        for source, fused, columns in sources:
             outputs = fused.projections.values()
             sizes = tuple(output.size for output in outputs)
             spec = LinearSpec(sizes, tuple(output.out_dtype or jnp.bfloat16 for output in outputs))
-            for tokens in (8, 32):
-                yield _linear_case(f"{group_label(schema, group)}, of {source}", (sum(sizes), columns), tokens, spec)
+            label = f"{group_label(schema, group)}, of {source}"
+            yield from _linear_cases(label, (sum(sizes), columns), (8, 32), spec)
     shapes = _attention_shapes(config)
     for name, groups in (("o_a", config.o_groups), ("o_b", 1)):
-        for tokens in (8, 32):
-            yield _linear_case(name, shapes[name], tokens, LinearSpec(output_dtype=jnp.bfloat16, num_groups=groups))
+        yield from _linear_cases(name, shapes[name], (8, 32), _bfloat16_spec(groups))
     for name in ("q_b", "o_b"):
-        for tokens in (1, 8, 32, 2048):
-            yield _linear_case(f"{name} in FP8", shapes[name], tokens, LinearSpec(output_dtype=jnp.bfloat16), "FP8")
+        yield from _linear_cases(f"{name} in FP8", shapes[name], (1, 8, 32, 2048), _bfloat16_spec(), "FP8")
 
 
 def _attention_shapes(config, devices=1):
@@ -81,11 +79,13 @@ def _small_block_cases(config, devices):
         if config.engram is not None:
             shapes["Engram"] = (config.hc_mult + 1) * hidden, config.engram.rows * config.engram.head_dim
     for name, shape in shapes.items():
-        groups = config.o_groups // devices if name == "o_a" else 1
-        spec = LinearSpec(output_dtype=jnp.bfloat16, num_groups=groups)
-        for tokens in (1, 32, 128, 8192):
-            kind = fp8_kind(config.weight_block)
-            yield _linear_case(f"{name} / {devices} in FP8", shape, tokens, spec, kind)
+        spec = _bfloat16_spec(config.o_groups // devices if name == "o_a" else 1)
+        kind = fp8_kind(config.weight_block)
+        yield from _linear_cases(f"{name} / {devices} in FP8", shape, (1, 32, 128, 8192), spec, kind)
+
+
+def _bfloat16_spec(groups=1):
+    return LinearSpec(output_dtype=jnp.bfloat16, num_groups=groups)
 
 
 def _quantized_weight(kind, *shape):
@@ -103,25 +103,27 @@ def _quantized_weight(kind, *shape):
     return QuantizedWeight(codes, scale, kind, jnp.dtype(jnp.bfloat16))
 
 
-def _linear_case(name, shape, tokens, spec, kind=None):
+def _linear_cases(name, shape, sizes, spec, kind=None):
+    """Yields a case of a linear map for each of the numbers of tokens `sizes`."""
     rows, depth = shape
     channels = spec.num_groups * depth
 
-    def call(_, weight, x, *, implementation):
+    def call(weight, x, *, implementation):
         return ops.linear(x, weight, spec, implementation=implementation)
 
     output_bytes = sum(dtype.itemsize * size for size, dtype in spec.outputs(rows))
-    return Case(
-        op="linear",
-        shape=f"{name}, T={tokens}",
-        nbytes=(1 if kind else 2) * rows * depth + tokens * (2 * channels + output_bytes),
-        call=call,
-        weights=(_quantized_weight(kind, *shape) if kind else normal(*shape),),
-        inputs=(normal(tokens, channels),),
-        flops=2 * tokens * rows * depth,
-        reads=True,
-        agree=_LINEAR_AGREES,
-    )
+    for tokens in sizes:
+        yield Case(
+            op="linear",
+            shape=f"{name}, T={tokens}",
+            nbytes=(1 if kind else 2) * rows * depth + tokens * (2 * channels + output_bytes),
+            call=call,
+            layer=(_quantized_weight(kind, *shape) if kind else normal(*shape),),
+            inputs=(normal(tokens, channels),),
+            flops=2 * tokens * rows * depth,
+            reads=True,
+            agree=_LINEAR_AGREES,
+        )
 
 
 def experts_cases(schema: CacheSchema) -> Iterator[Case]:
@@ -157,26 +159,24 @@ def _experts_case(config, kind, tokens, inner, *, has_shared=False):
         weights = [normal(num_experts, *shape, scale=2.0**-5) for shape in shapes]
     else:
         weights = [_quantized_weight("FP4", num_experts, *shape) for shape in shapes]
-    shared = [_quantized_weight(fp8_kind(config.weight_block), *shape) for shape in shapes if has_shared]
+    shared = None
+    if has_shared:
+        shared = tuple(_quantized_weight(fp8_kind(config.weight_block), *shape) for shape in shapes)
 
     def selected(rng):
         if is_disjoint:
             return rng.permutation(num_experts)[:pairs].reshape(tokens, top_k)
         return np.argsort(rng.random((tokens, num_experts)), axis=1)[:, :top_k]
 
-    def call(_, gate_up, down, *others, implementation):
-        *shared, x, experts, weights = others
-
+    def call(weights, shared, *arrays, implementation):
         def run(arrays):
-            x, experts, weights = arrays
-            matrices = gate_up, down, None, tuple(shared) or None
-            limit = config.swiglu_limit
-            return ops.experts(x, experts, weights, *matrices, limit=limit, implementation=implementation)
+            options = {"limit": config.swiglu_limit, "implementation": implementation}
+            return ops.experts(*arrays, *weights, shared=shared, **options)
 
-        arrays = x, experts, weights
-        if implementation != "xla" or len(x) <= _MAX_XLA:
+        if implementation != "xla" or tokens <= _MAX_XLA:
             return run(arrays)
-        return jax.lax.map(run, [array.reshape(-1, _MAX_XLA, array.shape[1]) for array in arrays]).reshape(x.shape)
+        tiles = [array.reshape(-1, _MAX_XLA, array.shape[1]) for array in arrays]
+        return jax.lax.map(run, tiles).reshape(tokens, hidden)
 
     # `num_read` experts are read, each once. If tokens select at random, this is the expected number.
     num_read = pairs if is_disjoint else num_experts * (1 - (1 - top_k / num_experts) ** tokens)
@@ -186,7 +186,7 @@ def _experts_case(config, kind, tokens, inner, *, has_shared=False):
         shape=f"{kind.replace('FP4', 'FP4 and shared') if has_shared else kind}, T={tokens}",
         nbytes=int(num_read * expert_bytes) + tokens * hidden * 6 + 3 * hidden * inner * has_shared,
         call=call,
-        weights=(*weights, *shared),
+        layer=(weights, shared),
         inputs=(normal(tokens, hidden), selected, normal_float32(tokens, top_k)),
         flops=6 * (pairs + tokens * has_shared) * hidden * inner,
         reads=True,
@@ -221,7 +221,7 @@ def _hyper_connections_case(config, tokens):
     def coefficients(rng):
         return jnp.abs(normal_float32(tokens, rows)(rng))
 
-    def call(_, mixing, norm, streams, *others, implementation):
+    def call(mixing, norm, streams, *others, implementation):
         return ops.hyper_connections(streams, mixing, norm, *others, implementation=implementation)
 
     def agree(result, expected):
@@ -238,7 +238,7 @@ def _hyper_connections_case(config, tokens):
         shape=f"T={tokens}",
         nbytes=4 * rows * (h * width + 2 * tokens) + 2 * tokens * width * (passes * h + 2),
         call=call,
-        weights=(mixing, norm),
+        layer=(mixing, norm),
         inputs=(normal(tokens, h, width), normal(tokens, width), coefficients),
         agree=agree,
         xla_calls=4,
@@ -265,10 +265,9 @@ def _router_case(config, tokens, *, hashed):
     def token_ids(rng):
         return rng.integers(0, config.vocab_size, tokens)
 
-    def call(_, weight, bias, table, x, token_ids, *, implementation):
-        factor = config.routed_scaling_factor
-        arrays = x, weight, bias, table, token_ids
-        return ops.router(*arrays, top_k=top_k, scaling_factor=factor, implementation=implementation)[:2]
+    def call(weight, bias, table, x, token_ids, *, implementation):
+        options = {"scaling_factor": config.routed_scaling_factor, "implementation": implementation}
+        return ops.router(x, weight, bias, table, token_ids, top_k=top_k, **options)[:2]
 
     def agree(result, expected):
         """Allows 1% of different selections, because scores differ by rounding, and allows rounding of weights."""
@@ -276,15 +275,14 @@ def _router_case(config, tokens, *, hashed):
             return jnp.mean((result == expected).astype(jnp.float32)) >= 0.99
         return close(1e-4, 0.0)(result, expected)
 
-    bias = normal_float32(experts, scale=0.1)
     return Case(
         op="router",
         shape=f"{'table' if hashed else 'top'}, T={tokens}",
         nbytes=4 * experts * width + tokens * (2 * width + 8 * top_k),
         call=call,
-        weights=(
+        layer=(
             normal_float32(experts, width, scale=width**-0.5),
-            None if hashed else bias,
+            None if hashed else normal_float32(experts, scale=0.1),
             table if hashed else None,
         ),
         inputs=(normal(tokens, width), token_ids if hashed else None),

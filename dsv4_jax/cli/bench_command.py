@@ -1,7 +1,7 @@
 """`dsv4-jax bench`: one subcommand for each benchmark."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 import tyro
 
@@ -14,12 +14,8 @@ from dsv4_jax.cli.bench_options import (
     Numbers,
     Only,
     PlotFile,
-    Rows,
 )  # fmt: skip
 
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
 
 Op = Literal[
     "append", "flush", "gather", "indexer", "attention", "linear", "experts", "hyper_connections", "router"
@@ -51,11 +47,10 @@ class OpsBench(ModelBenchmark):
     only: Only = ()
     calls: Calls = 32
 
-    def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Rows:
+    def _results(self, report, mesh):
         from dsv4_jax.bench import op_times
 
-        cases = op_times.chosen_cases(*self._model(report), self.ops, self.only)
-        return op_times.run(cases, report, self.calls)
+        return op_times.run(op_times.chosen_cases(*self._model(report), self.ops, self.only), report, self.calls)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +75,7 @@ class _DecodeSteps(ModelBenchmark):
     context_parallel: options.ContextParallel = False
     plot: PlotFile = None
 
-    def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Rows:
+    def _results(self, report, mesh):
         from dsv4_jax.bench import decode_steps
         from dsv4_jax.bench.step_options import StepOptions
 
@@ -169,7 +164,7 @@ class PrefillBench(ModelBenchmark):
     expert_parallel: options.ExpertParallel = False
     plot: PlotFile = None
 
-    def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Rows:
+    def _results(self, report, mesh):
         from dsv4_jax.bench import prefill
         from dsv4_jax.bench.step_options import StepOptions
 
@@ -234,7 +229,7 @@ class ServeBench(Benchmark):
             raise ValueError("--plot is for conversations: leave out --config")
         super().run()
 
-    def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Rows:
+    def _results(self, report, mesh):
         if self.config is None:
             from dsv4_jax.bench import serving
 
@@ -264,13 +259,12 @@ class AllReduceBench(Benchmark):
     mesh: Annotated[str, tyro.conf.arg(metavar="model=N")]
     config: Config = "v4_flash"
 
-    def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Rows:
+    def _results(self, report, mesh):
         from dsv4_jax.bench import sums
 
-        if mesh is None or mesh.shape.get("model", 1) < 2:
+        if mesh.shape.get("model", 1) < 2:
             raise ValueError(f"--mesh {self.mesh} must have more than one device along the axis model")
-        width = options.named_config(self.config, "--config").hidden_size
-        return sums.run(width, mesh, report)
+        return sums.run(options.named_config(self.config, "--config").hidden_size, mesh, report)
 
 
 BenchCommand = (

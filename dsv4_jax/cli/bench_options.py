@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -14,12 +14,6 @@ from dsv4_jax.bench.reports import write_report
 from dsv4_jax.cli import option_checks, options, startup
 from dsv4_jax.parallel.mesh import make_mesh
 
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-    from dsv4_jax.config import DSV4Config
-    from dsv4_jax.quant import KVFormat
 
 Config = Annotated[
     str,
@@ -53,18 +47,16 @@ class Benchmark:
 
     def run(self) -> None:
         """Runs the benchmark and writes its files. Raises ValueError if an option is wrong."""
-        values = vars(self)
-        parallel = {name: values.get(name, False) for name in ("context_parallel", "expert_parallel")}
-        sizes = options.mesh_sizes(values.get("mesh"), None, **parallel)
-        plot = values.get("plot")
-        if plot is not None and importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--plot needs matplotlib: pip install 'dsv4-jax[notebooks]'")
-        if plot is not None and plot.suffix != ".png":
-            raise ValueError(f"--plot {plot} must end in .png")
+        sizes = options.mesh_sizes(self)
+        plot = vars(self).get("plot")
+        if plot is not None:
+            if importlib.util.find_spec("matplotlib") is None:
+                raise ValueError("--plot needs matplotlib: pip install 'dsv4-jax[notebooks]'")
+            if plot.suffix != ".png":
+                raise ValueError(f"--plot {plot} must end in .png")
         # A run takes minutes, so check before it whether the files can be written.
         for option, path in (("json", self.out), ("plot", plot)):
-            if path is not None:
-                option_checks.check_writable(option, path)
+            option_checks.check_file(option, path, "written")
         if self._expert_bytes() is not None:
             startup.show_log()
         # XLA leaves a quarter of a GPU's memory unused by default.
@@ -74,9 +66,8 @@ class Benchmark:
 
         report = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
         report |= {"mesh": sizes} if sizes else {}
-        rows = self._results(report, make_mesh(sizes) if sizes else None)
         results = []
-        for row in rows:
+        for row in self._results(report, make_mesh(sizes) if sizes else None):
             results.append(row)
             if self.out is not None:
                 write_report(self.out, report | {"results": results})
@@ -89,7 +80,7 @@ class Benchmark:
         values = vars(self)
         return options.expert_bytes(values.get("expert_memory"), values.get("mesh"))
 
-    def _options[Options](self, kind: type[Options], mesh: "Mesh | None", **values: Any) -> Options:
+    def _options(self, kind, mesh, **values):
         """Makes an options object of a measurement, such as `StepOptions`, from the options of this command.
 
         Args:
@@ -107,7 +98,7 @@ class Benchmark:
         values |= {"mesh": mesh, "expert_memory": self._expert_bytes()}
         return kind(**{name: values[name] for name in inspect.signature(kind).parameters if name in values})
 
-    def _results(self, report: dict[str, Any], mesh: "Mesh | None") -> Rows:
+    def _results(self, report, mesh) -> Rows:
         raise NotImplementedError
 
 
@@ -122,7 +113,7 @@ class ModelBenchmark(Benchmark):
     config: Config = "v4_flash"
     cache_format: Annotated[Literal["v4", "v41", "per_entry"] | None, options.optional("{v4,v41,per_entry}")] = None
 
-    def _model(self, report: dict[str, Any]) -> "tuple[DSV4Config, KVFormat]":
+    def _model(self, report):
         """Returns the model's configuration and the format of the cache, and adds their names to the report."""
         from dsv4_jax.quant import kv_format
 

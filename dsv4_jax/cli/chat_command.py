@@ -60,8 +60,11 @@ class ChatCommand:
             raise ValueError(f"--url {self.url} must begin with http:// or https://")
         key = self.api_key or os.environ.get("DSV4_JAX_API_KEY")
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        options: dict[str, Any] = {"temperature": self.temperature, "stream": True}
-        options["stream_options"] = {"include_usage": True}
+        options: dict[str, Any] = {
+            "temperature": self.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         if self.max_tokens is not None:
             options["max_tokens"] = self.max_tokens
         session = _Session(self.url.rstrip("/"), headers, options, self.system)
@@ -70,8 +73,7 @@ class ChatCommand:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  its import gives `input` a history
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        model = session.find_model()
-        options["model"] = model  # the session sends these options with every message
+        model = options["model"] = session.find_model()  # the session sends these options with every message
         session.console.print(f"{visible(model)} at {self.url}. /help lists the commands.", style="dim")
         while session.read_line():
             pass
@@ -80,24 +82,23 @@ class ChatCommand:
 class _Session:
     """A conversation with a server, and the commands and messages that continue it."""
 
-    def __init__(self, url: str, headers: dict[str, str], options: dict[str, Any], system: str | None):
+    def __init__(self, url, headers, options, system):
         self.console = Console(highlight=False, soft_wrap=True, markup=False)
         self._url = url
         self._headers = headers
         self._options = options
-        self._messages = []
         self._begin(system)
 
     def _begin(self, system):
         self._system = system
         self._messages = [] if system is None else [{"role": "system", "content": system}]
 
-    def find_model(self) -> str:
+    def find_model(self):
         """Returns the name of the server's first model. Raises ValueError if no server answers, or it refuses."""
         with self._open("/v1/models") as response:
             return json.load(response)["data"][0]["id"]
 
-    def read_line(self) -> bool:
+    def read_line(self):
         """Reads a line from the user, and runs it as a command or sends it as a message.
 
         Returns False if the user ends the chat.
@@ -111,7 +112,7 @@ class _Session:
             if line.startswith("/"):
                 return self._obey(*line.split(maxsplit=1))
             if line:
-                self._answer(line)
+                self._answer({"role": "user", "content": line})
         except (ValueError, OSError, http.client.HTTPException) as error:
             self.console.print(visible(str(error)), style="red")
         return True
@@ -135,7 +136,7 @@ class _Session:
                 raise ValueError(f"{command}: there is no such command, or it takes something else. /help lists all.")
         return True
 
-    def think(self, effort: str) -> None:
+    def think(self, effort):
         """Sets how long the model thinks: "off", "low", "high", "max", or "1" to "100". Raises ValueError otherwise."""
         value = int(effort) if re.fullmatch("[0-9]{1,3}", effort) else effort
         if value not in ("off", "low", "high", "max", *range(1, 101)):
@@ -147,12 +148,11 @@ class _Session:
         if value != "off":
             self._options["reasoning_effort"] = value
 
-    def _answer(self, text):
+    def _answer(self, question):
         """Sends a message and shows the answer while it arrives.
 
         If the answer has no content, neither the message nor the answer becomes part of the conversation.
         """
-        question = {"role": "user", "content": text}
         parts = {"reasoning_content": "", "content": ""}
         usage = {}
         begin = time.monotonic()
@@ -202,5 +202,6 @@ class _Session:
                 raise ValueError(json.load(error)["error"]["message"]) from None
             raise ValueError(f"{self._url}{path}: status {error.code}") from None
         except urllib.error.URLError as error:
-            message = f"no server answers at {self._url} ({error.reason}): start dsv4-jax serve, or give its --url"
-            raise ValueError(message) from None
+            raise ValueError(
+                f"no server answers at {self._url} ({error.reason}): start dsv4-jax serve, or give its --url"
+            ) from None

@@ -3,7 +3,6 @@
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
 from dsv4_jax import __version__
 from dsv4_jax.cli.bench_command import BenchCommand
@@ -14,7 +13,7 @@ from dsv4_jax.cli.option_checks import check_minimums, explain
 from dsv4_jax.cli.plan_command import PlanCommand
 from dsv4_jax.cli.score_command import ScoreCommand
 from dsv4_jax.cli.serve_command import ServeCommand
-from dsv4_jax.cli.startup import explain_missing_platform, use_compilation_cache, visible
+from dsv4_jax.cli.startup import explain_missing_platform, notify, use_compilation_cache
 from dsv4_jax.common.xla_flags import jax_has_started, set_xla_flags
 
 
@@ -59,8 +58,6 @@ def run_command(argv: list[str]) -> int:
         text = explain_missing_platform()
         if text is None and not isinstance(error, ValueError | TypeError | OSError):
             raise
-        stderr = Console(stderr=True, highlight=False)
-        message = f"Error: {visible(text or explain(error, command))}"
-        stderr.print(message, style="bold red", markup=False, soft_wrap=True)
+        notify(f"Error: {text or explain(error, command)}", style="bold red")
         return 2
     return 0

@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -10,10 +10,6 @@ from rich.console import Console
 from dsv4_jax.cli import startup
 from dsv4_jax.cli.expert_plan import number_table
 from dsv4_jax.cli.options import optional
-
-
-if TYPE_CHECKING:
-    from dsv4_jax.checkpoint import RoundingLoss
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +56,7 @@ class ConvertCommand:
         print(f"wrote {startup.visible(str(self.dest))}")
 
 
-def _print_losses(losses: "dict[str, RoundingLoss]") -> None:
+def _print_losses(losses):
     """Prints the result of `convert_checkpoint` as a table with a row for each storage."""
     columns = "tensors", "values", "changed", "became 0", "relative error", "largest"
     table = number_table("Loss of rounding", "stored as", *columns)

@@ -76,7 +76,16 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
         "on_host": on_host,
         "host_bytes": on_host * slice_bytes,
         "weights_bytes": needed,
-        "steps": _estimate_steps(cost, on_host),
+        "steps": [
+            {
+                "tokens": tokens,
+                "skew": skew,
+                "milliseconds": round(cost.milliseconds(on_host, skew, tokens), 1),
+                "misses": round(cost.misses(on_host, skew, tokens), 1),
+            }
+            for tokens in TOKENS
+            for skew in SKEWS
+        ],
         "gpu": gpu,
     }
 
@@ -92,35 +101,19 @@ def _count_bytes(config):
     from flax import nnx
 
     from dsv4_jax.bench.cases import tree_bytes
+    from dsv4_jax.bench.random_steps import abstract_model
     from dsv4_jax.checkpoint.keys import TABLES, weights
     from dsv4_jax.checkpoint.placement import expert_shapes
-    from dsv4_jax.checkpoint.random_weights import as_released
-    from dsv4_jax.nn import DeepseekV4ForCausalLM
-    from dsv4_jax.nn.layers import ABSTRACT
     from dsv4_jax.nn.parameters import parameter_views
 
     layers, shapes = expert_shapes(weights(config, "release"))
-    model = as_released(DeepseekV4ForCausalLM(config, rngs=ABSTRACT), config)
+    model = abstract_model(config)
     tables = sum(tree_bytes(v.variable) for path, v in parameter_views(model).items() if path.endswith(TABLES))
     codes = len(layers) * sum(map(math.prod, shapes))
     loops = model.model.layers.loops
     routed = tree_bytes(model.drafts) + sum(tree_bytes(layer.mlp.experts) for loop in loops for layer in loop.layers)
     matrices = [math.prod(shape[1:]) for shape in shapes]
     return len(layers), shapes[0][0], matrices, tree_bytes(nnx.state(model)) - tables - codes, routed
-
-
-def _estimate_steps(cost, on_host):
-    """Returns the field "steps" of `plan_experts`, for `on_host` experts of each layer in host memory."""
-    return [
-        {
-            "tokens": tokens,
-            "skew": skew,
-            "milliseconds": round(cost.milliseconds(on_host, skew, tokens), 1),
-            "misses": round(cost.misses(on_host, skew, tokens), 1),
-        }
-        for tokens in TOKENS
-        for skew in SKEWS
-    ]
 
 
 def number_table(title: str, label: str, *columns: str) -> Table:

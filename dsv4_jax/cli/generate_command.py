@@ -290,14 +290,14 @@ def _parse_ids(text):
 
 def _print_table(report, format_name):
     tokens = len(report["tokens"])
-    speed = report["tokens_per_second"]
     cache = report["cache_bytes"]
+    total = cache["total"]
     paged = cache["per_token"]
     dense = cache["dense_bf16_per_token"]
     saving = f"; dense BF16: {dense}, {dense / paged:.1f} times as many" if paged else ""
-    total = cache["total"]
-    timed = f"{speed:.1f} ({report['timed_tokens']} tokens, none compiling)" if speed else "not measured: all compiled"
-    cells = {"tokens/s": timed}
+    cells = {"tokens/s": "not measured: all compiled"}
+    if speed := report["tokens_per_second"]:
+        cells["tokens/s"] = f"{speed:.1f} ({report['timed_tokens']} tokens, none compiling)"
     if accepted := report.get("accepted"):
         cells["tokens a step"] = f"{tokens / len(accepted):.2f}, drafts included"
     cells |= {

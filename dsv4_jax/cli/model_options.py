@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from dsv4_jax.cli import options
-from dsv4_jax.cli.option_checks import check_writable
+from dsv4_jax.cli.option_checks import check_file
 from dsv4_jax.cli.options import optional
 from dsv4_jax.cli.startup import show_log
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import block_tokens, packaged_checkpoint
-from dsv4_jax.parallel.mesh import make_mesh, parse_mesh
+from dsv4_jax.parallel.mesh import make_mesh
 
 
 if TYPE_CHECKING:
@@ -63,16 +63,16 @@ class ModelOptions:
         if self.expert_placement is not None:
             if self.expert_memory is None:
                 raise ValueError("--expert-placement needs --expert-memory: otherwise all experts lie on the GPU")
-            check_writable("expert-placement", self.expert_placement)
+            check_file("expert-placement", self.expert_placement, "written")
         if self.host_tables and config.engram is None:
             raise ValueError("--host-tables is for models with Engram, such as DeepSeek-V4.1; this one has no tables")
-        parallel = {"context_parallel": self.context_parallel, "expert_parallel": self.expert_parallel}
-        return options.mesh_sizes(self.mesh, config, **parallel)
+        return options.mesh_sizes(self, config)
 
     @functools.cached_property
     def devices(self) -> "Mesh | None":
         """The mesh of devices that --mesh describes; None without --mesh, for the default device."""
-        return None if self.mesh is None else make_mesh(parse_mesh(self.mesh))
+        sizes = options.mesh_sizes(self)
+        return make_mesh(sizes) if sizes else None
 
     def load_model(
         self,
@@ -103,8 +103,14 @@ class ModelOptions:
         experts = self._expert_memory(schema, step_tokens)
         if checkpoint != packaged_checkpoint():
             show_log()
-        load = functools.partial(
-            self._load,
+        outlines = []  # the model without weights, whose programs are compiled while the weights are read
+
+        def on_outline(module):
+            assert begin_programs is not None
+            outlines.append(CompiledModel(module, experts))
+            begin_programs(outlines[0])
+
+        module = self._load(
             checkpoint,
             schema.config,
             progress,
@@ -113,17 +119,10 @@ class ModelOptions:
             expert_parallel=self.expert_parallel,
             expert_memory=experts,
             host_tables=HostTables() if self.host_tables else None,
+            on_outline=on_outline if begin_programs else None,
         )
-        if begin_programs is None:
-            return CompiledModel(load(), experts)
-        outlines = []  # the model without weights, whose programs are compiled while the weights are read
-
-        def on_outline(module):
-            outlines.append(CompiledModel(module, experts))
-            begin_programs(outlines[0])
-
-        model = CompiledModel(load(on_outline=on_outline), experts)
-        return outlines[0].with_weights(model)
+        model = CompiledModel(module, experts)
+        return outlines[0].with_weights(model) if outlines else model
 
     def _load(self, checkpoint, config, progress, **arguments):
         """Returns the module with its weights. `arguments` go to `load_checkpoint`, or to `random_model`."""
@@ -168,7 +167,7 @@ class ModelOptions:
         from dsv4_jax.host import KVCacheManager
 
         tokens = block_tokens(config)
-        sizes = {} if self.mesh is None else parse_mesh(self.mesh)
+        sizes = options.mesh_sizes(self)
         requests += -requests % sizes.get("data", 1)
         blocks = requests * -(-context // tokens)
         blocks += -blocks % math.prod(sizes.values())

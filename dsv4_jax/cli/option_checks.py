@@ -5,7 +5,7 @@ import math
 import re
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 
 if TYPE_CHECKING:
@@ -57,24 +57,23 @@ def check_minimums(command: Any) -> None:
                 raise ValueError(f"{name}={value} must be at least {minimum}")
 
 
-def check_writable(option: str, path: Path) -> None:
-    """Raises ValueError, which names the option, if its file cannot be written. Leaves the disk as it is."""
+def check_file(option: str, path: Path | None, use: Literal["read", "written"]) -> None:
+    """Raises ValueError, which names the option, if its file cannot be used. Leaves the disk as it is.
+
+    Args:
+      option: name of the option.
+      path: the option's file; None is not checked.
+      use: what the command does with the file.
+    """
     try:
-        if path.exists():
-            path.open("ab").close()
-        else:
+        if path is None:
+            return
+        if use == "written" and not path.exists():
             tempfile.TemporaryFile(dir=path.parent).close()
+        else:
+            path.open("rb" if use == "read" else "ab").close()
     except OSError as error:
-        raise ValueError(f"--{option} {path} cannot be written: {error.strerror}") from None
-
-
-def check_file(option: str, path: Path | None) -> None:
-    """Raises ValueError, which names the option, if its file cannot be read. A path of None is not checked."""
-    try:
-        if path is not None:
-            path.open("rb").close()
-    except OSError as error:
-        raise ValueError(f"--{option} {path} cannot be read: {error.strerror}") from None
+        raise ValueError(f"--{option} {path} cannot be {use}: {error.strerror}") from None
 
 
 def explain(error: Exception, command: Any) -> str:
@@ -84,9 +83,8 @@ def explain(error: Exception, command: Any) -> str:
     """
     options = {field.name for field in dataclasses.fields(command)}
 
-    def option(match: re.Match[str]) -> str:
-        name = match[1]
-        value = match[2]
+    def option(match):
+        name, value = match.groups()
         if name not in options:
             return match[0]
         return f"--{name.replace('_', '-')}" + ("" if value == "True" else f" {value}")

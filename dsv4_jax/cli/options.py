@@ -144,16 +144,12 @@ def expert_bytes(expert_memory: str | None, mesh: str | None) -> int | Literal["
     return "auto" if expert_memory == "auto" else parse_bytes(expert_memory, "expert_memory")
 
 
-def mesh_sizes(
-    mesh: str | None, config: DSV4Config | None, *, context_parallel: bool = False, expert_parallel: bool = False
-) -> dict[str, int]:
-    """Parses --mesh and checks it.
+def mesh_sizes(command: Any, config: DSV4Config | None = None) -> dict[str, int]:
+    """Parses --mesh of a command and checks it.
 
     Args:
-      mesh: value of --mesh, None if it is not given.
+      command: the command. It may lack the options --mesh, --context-parallel and --expert-parallel.
       config: configuration of the model to shard over the mesh; None to check the mesh alone.
-      context_parallel: whether the compressed entries of a request are distributed over the axis "model".
-      expert_parallel: whether each device along the axis "model" has whole experts.
 
     Returns:
       {axis: number of devices along it}, empty without --mesh.
@@ -162,10 +158,12 @@ def mesh_sizes(
       ValueError: the text is no mesh, the mesh does not divide the model, or the axis "model" has only one device
         although one of the two flags is given.
     """
-    sizes = {} if mesh is None else parse_mesh(mesh)
+    values = vars(command)
+    expert_parallel = values.get("expert_parallel", False)
+    sizes = parse_mesh(values["mesh"]) if values.get("mesh") is not None else {}
     if config is not None:
         check_shardable(config, sizes, expert_parallel)
-    check_context_parallel(sizes, context_parallel)
+    check_context_parallel(sizes, values.get("context_parallel", False))
     if expert_parallel and sizes.get("model", 1) == 1:
         raise ValueError(f"{expert_parallel=} needs a mesh with more than one device along the axis model")
     return sizes

@@ -2,8 +2,9 @@
 
 import bisect
 import dataclasses
+import functools
 import json
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -16,10 +17,6 @@ from dsv4_jax.common.sizes import parse_bytes, readable_bytes
 from dsv4_jax.data import block_tokens
 from dsv4_jax.parallel.mesh import check_context_parallel
 
-
-if TYPE_CHECKING:
-    from dsv4_jax.cache import CacheSchema
-    from dsv4_jax.config import DSV4Config
 
 _CONTEXTS = tuple(4096 * 4**i for i in range(5))  # 4k to 1M
 
@@ -80,10 +77,8 @@ class PlanCommand:
         given = None if self.weights in (None, "quantized") else parse_bytes(self.weights, "weights")
         config = options.named_config(self.config, "--config", mtp=self.drafts > 0)
         option_checks.check_context(config, self.context, "--context")
-        sizes = options.mesh_sizes(
-            self.mesh, config, context_parallel=self.context_parallel, expert_parallel=self.expert_parallel
-        )
-        one = self.schema(config, self.context)
+        sizes = options.mesh_sizes(self, config)
+        one = self._schema(config, self.context)
         kinds = plan_weights(config, sizes, self.expert_parallel) if self.weights == "quantized" else {}
         weights = given or sum(kind["device"] for kind in kinds.values())
         if weights > memory:
@@ -102,7 +97,7 @@ class PlanCommand:
         else:
             _print_report(report, one)
 
-    def _plan_experts(self, config: "DSV4Config", memory: int) -> dict[str, Any] | None:
+    def _plan_experts(self, config, memory):
         """Returns the result of `plan_experts`; None without --expert-memory.
 
         Raises ValueError if other options contradict --expert-memory, or the weights do not fit the GPU.
@@ -111,10 +106,10 @@ class PlanCommand:
             return None
         if self.weights is not None or self.mesh is not None:
             raise ValueError("--expert-memory is for one GPU and counts the weights: leave out --weights and --mesh")
-        cache = self.schema(config, self.context, self.max_requests or 1).memory_bytes()
+        cache = self._schema(config, self.context, self.max_requests or 1).memory_bytes()
         return plan_experts(config, self.expert_memory, memory, cache, self.gpu)
 
-    def schema(self, config: "DSV4Config", context: int, requests: int = 1) -> "CacheSchema":
+    def _schema(self, config, context, requests=1):
         """Returns the schema of a cache that holds `requests` requests of `context` tokens each."""
         import jax.numpy as jnp
 
@@ -132,7 +127,7 @@ class PlanCommand:
         )
         return dataclasses.replace(empty, num_blocks=requests * empty.max_blocks)
 
-    def _report(self, config: "DSV4Config", one: "CacheSchema", memory: int, device: "_Device") -> dict[str, Any]:
+    def _report(self, config, one, memory, device):
         """Returns the JSON object of --json, except its field about experts.
 
         Args:
@@ -143,7 +138,7 @@ class PlanCommand:
         """
         fits = []
         for context in sorted({c for c in _CONTEXTS if c <= config.max_position_embeddings} | {self.context}):
-            schema = self.schema(config, context)
+            schema = self._schema(config, context)
             requests = device.num_shards * device.requests(schema)
             if self.max_requests is not None:
                 requests = min(requests, self.max_requests)
@@ -168,11 +163,22 @@ class PlanCommand:
         }
         if self.max_requests is not None:
             report["max_requests"] = self.max_requests
-            report["longest_context"] = device.longest_context(one, self.max_requests)
+            report["longest_context"] = self._longest_context(one, self.max_requests, device)
         return report
 
+    def _longest_context(self, one, requests, device):
+        """Returns the maximum context, in tokens, with which `requests` requests fit; 0 if not even a block fits."""
+        size = one.block_tokens
+        limit = one.config.max_position_embeddings
+        shard = -(-requests // device.num_shards)
 
-def _pools(one: "CacheSchema") -> dict[str, dict[str, int]]:
+        def used(context):
+            return device.used(self._schema(one.config, min(context, limit)), shard)
+
+        return min(bisect.bisect_right(range(size, limit + size, size), device.memory, key=used) * size, limit)
+
+
+def _pools(one):
     """Returns {name of a pool: {"per_block", "per_request", "full": size in bytes}}.
 
     The sizes are of a block, of a request without its blocks, and of a request with the whole context. `one` is the
@@ -190,7 +196,7 @@ def _pools(one: "CacheSchema") -> dict[str, dict[str, int]]:
 class _Device:
     """The memory of a device for the cache, and the numbers of devices that share requests and blocks.
 
-    In the methods, a full request has the whole context, and `one` is the schema of a cache for one full request.
+    In the methods, `one` is the schema of a cache for one full request, which has the whole context.
 
     Attributes:
       memory: bytes of the device for the cache.
@@ -202,41 +208,21 @@ class _Device:
     num_shards: int
     holders: int
 
-    def used(self, one: "CacheSchema", requests: int) -> int:
+    def used(self, one, requests):
         """Returns the bytes that a shard of `requests` full requests takes on the device."""
-        return self._bytes_by_requests(one)(requests)
-
-    def requests(self, one: "CacheSchema") -> int:
-        """Returns the maximum number of full requests in a shard that fit the device."""
-        return bisect.bisect_right(range(1, self.memory + 1), self.memory, key=self._bytes_by_requests(one))
-
-    def _bytes_by_requests(self, one):
-        """Returns the function (number of full requests in a shard) -> bytes that they take on the device."""
         # Every array of the cache has an axis of slots or of blocks, so its size is proportional to their number.
-        blocks = one.max_blocks
-        block = one.block_bytes
-        slot = one.memory_bytes() - blocks * block
-        return lambda requests: requests * slot + -(-requests * blocks // self.holders) * block
+        slots = requests * sum(one.slot_bytes_by_pool().values())
+        return slots + -(-requests * one.max_blocks // self.holders) * one.block_bytes
 
-    def longest_context(self, one: "CacheSchema", requests: int) -> int:
-        """Returns the maximum context, in tokens, with which `requests` requests fit; 0 if not even a block fits."""
-        limit = one.config.max_position_embeddings
-        size = one.block_tokens
-        shard = -(-requests // self.num_shards)
-
-        def used(blocks: int) -> int:
-            context = min(blocks * size, limit)
-            return self.used(dataclasses.replace(one, max_context=context, num_blocks=blocks), shard)
-
-        return min(bisect.bisect_right(range(1, -(-limit // size) + 1), self.memory, key=used) * size, limit)
+    def requests(self, one):
+        """Returns the maximum number of full requests in a shard that fit the device."""
+        return bisect.bisect_right(range(1, self.memory + 1), self.memory, key=functools.partial(self.used, one))
 
 
-def _print_report(report: dict[str, Any], one: "CacheSchema") -> None:
+def _print_report(report, one):
     console = Console()
     context = report["context"]
     tokens = report["block_tokens"]
-    dense = report["dense_bf16_bytes_per_token"]
-    paged = report["bytes_per_token"]
     console.print(_rows(one), highlight=False)
 
     columns = ("pool", f"a block ({tokens} tokens)", "a token", "a request, fixed", f"a request of {context:,}")
@@ -249,7 +235,8 @@ def _print_report(report: dict[str, Any], one: "CacheSchema") -> None:
         table.add_row(name, *numbers, style="bold" if name == "sum" else None)
     console.print(table)
 
-    if paged:
+    if paged := report["bytes_per_token"]:
+        dense = report["dense_bf16_bytes_per_token"]
         console.print(
             f"A token takes {paged:.2f} bytes; dense BF16 would take {dense}, {dense / paged:.1f} times as many."
         )
@@ -264,29 +251,25 @@ def _print_report(report: dict[str, Any], one: "CacheSchema") -> None:
         fits.add_row(*(f"{count:,}" for count in row.values()), style="bold" if row["context"] == context else None)
     console.print(fits)
     if "max_requests" in report:
-        requests = report["max_requests"]
-        longest = report["longest_context"]
-        console.print(f"{requests} requests can have a context of {longest:,} tokens each.", highlight=False)
+        text = "{max_requests} requests can have a context of {longest_context:,} tokens each."
+        console.print(text.format(**report), highlight=False)
     if "expert_memory" in report:
         console.print(expert_table(report["expert_memory"]))
 
 
-def _rows(one: "CacheSchema") -> str:
+def _rows(one):
     """Returns a text about the bytes of a row of the windows, an entry and an indexer key, field by field."""
     window = one.window_codec.struct
-    groups = list(one.groups.values())
+    groups = one.groups.values()
     entries = [group.entry.struct for group in groups if group.entry.struct != window]
     keys = [group.key.struct for group in groups if group.key is not None]
-    texts = [
-        _fields("A window row" if entries else "A KV row", window),
-        *(_fields("an entry", entry) for entry in entries[:1]),
-        *(_fields("an indexer key", key) for key in keys[:1]),
-    ]
-    return "; ".join(texts) + "."
+    rows = [("A window row" if entries else "A KV row", window)]
+    rows += [("an entry", entry) for entry in entries[:1]]
+    rows += [("an indexer key", key) for key in keys[:1]]
+    return "; ".join(_fields(*row) for row in rows) + "."
 
 
-def _fields(name: str, struct: Any) -> str:
-    values = {field.name: getattr(struct, field.name) for field in dataclasses.fields(struct)}
-    sizes = {field: value.size * value.dtype.itemsize for field, value in values.items() if value is not None}
-    sizes = {field: size for field, size in sizes.items() if size > 0}
-    return f"{name}: {' + '.join(f'{size} ({field})' for field, size in sizes.items())} = {sum(sizes.values())} bytes"
+def _fields(name, struct):
+    fields = [(field, value.size * value.dtype.itemsize) for field, value in vars(struct).items() if value is not None]
+    sizes = " + ".join(f"{size} ({field})" for field, size in fields if size)
+    return f"{name}: {sizes} = {sum(size for _, size in fields)} bytes"

@@ -63,11 +63,10 @@ class ScoreCommand(ModelOptions):
             raise ValueError("--window-only is for the model alone: leave out --drafts")
         if (self.ids is None) == (self.text is None):
             raise ValueError("give --ids or --text, one of them")
-        option_checks.check_file("ids", self.ids)
-        option_checks.check_file("text", self.text)
-        if self.out is not None:
-            option_checks.check_writable("out", self.out)
-        elif self.layers or self.drafts:
+        option_checks.check_file("ids", self.ids, "read")
+        option_checks.check_file("text", self.text, "read")
+        option_checks.check_file("out", self.out, "written")
+        if self.out is None and (self.layers or self.drafts):
             raise ValueError("--layers and --drafts are for the file that --out names: give --out FILE.npz")
         checkpoint, config = open_checkpoint(self.checkpoint, mtp=self.drafts > 0)
         if self.index_topk is not None:

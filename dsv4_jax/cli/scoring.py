@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 from tokenizers import Tokenizer
 
 from dsv4_jax.cache import Batch, KVCache, LayerCacheHandle
@@ -20,7 +20,6 @@ from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.ops import ClosedWindows
 from dsv4_jax.parallel.sharded_step import sharded_step
-from dsv4_jax.quant import LayerSlice
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames=("keep_logits", "layers", "drafts", "per_row"))
@@ -142,7 +141,7 @@ def score_ids(
     start = 0
     followers = np.pad(ids[:, 1:], ((0, 0), (0, 1)))
     if window_only:
-        cache = WindowOnlyCache(**vars(cache))
+        cache = _WindowOnlyCache(**vars(cache))
     for n in sizes:
         stop = start + n
         tokens = manager.check_ids(ids[:, start:stop].reshape(-1))
@@ -199,36 +198,34 @@ def text_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class WindowOnlyCache(KVCache):
+class _WindowOnlyCache(KVCache):
     """A cache for ablations, whose layers attend to their sliding windows only."""
 
-    def handle(self, layer: int | Array, batch: Batch, *, like: int | None = None) -> "WindowOnlyHandle":
+    def handle(self, layer, batch, *, like=None):
         handle = super().handle(layer, batch, like=like)
-        return WindowOnlyHandle(self, batch, None, LayerSpec(handle.spec.layer), handle.layer)
+        return _WindowOnlyHandle(self, batch, None, LayerSpec(handle.spec.layer), handle.layer)
 
 
-class WindowOnlyHandle(LayerCacheHandle):
-    """A layer of a `WindowOnlyCache`. Layers of all kinds neither store nor select compressed entries."""
+class _WindowOnlyHandle(LayerCacheHandle):
+    """A layer of a `_WindowOnlyCache`. Layers of all kinds neither store nor select compressed entries."""
 
-    def flush(self, *_: Any, **__: Any) -> "WindowOnlyHandle":
+    def flush(self, *_, **__):
         return self
 
-    def pool_windows(self, kv: Float[Array, "T D"], *_: Any, **__: Any) -> tuple[ClosedWindows, "WindowOnlyHandle"]:
+    def pool_windows(self, kv, *_, **__):
         none = jnp.zeros((0,), jnp.int32)
         return ClosedWindows(jnp.zeros((0, kv.shape[1]), self._dtype), none, none), self
 
     write_entries = write_keys = flush
 
-    def by_tiles(self, function: Any, *arrays: Any, candidates: Any = None) -> Any:
+    def by_tiles(self, function, *arrays, candidates=None):
         return function(self, *arrays, candidates)
 
-    def indexer_scores(self, q: Float[Array, "T H I"], *_: Any, **__: Any) -> Float[Array, "T E"]:
+    def indexer_scores(self, q, *_, **__):
         return jnp.zeros((q.shape[0], 0), jnp.float32)
 
-    def indexer_topk(self, scores: Float[Array, "T E"], candidates: Any = None) -> Int[Array, "T k"]:
+    def indexer_topk(self, scores, candidates=None):
         return jnp.zeros((scores.shape[0], 0), jnp.int32)
 
-    def attend(
-        self, q: Float[Array, "T H D"], sinks: Float[Array, "H"] | LayerSlice, indices: Any = None, inv_freq: Any = None
-    ) -> tuple[Float[Array, "T H D"], LayerCacheHandle]:
+    def attend(self, q, sinks, indices=None, inv_freq=None):
         return super().attend(q, sinks, None, inv_freq)

@@ -128,15 +128,19 @@ class ServeCommand(RandomModelOptions):
             from dsv4_jax.serve.chat import find_release
 
             tokenizer = read_tokenizer(checkpoint)
-            end_tokens = tuple(config.eos_token_id)
             engine = AsyncEngine(self._engine(checkpoint, config, context, name), max_waiting=self.max_waiting)
             address = f"[{self.host}]" if ":" in self.host else self.host
             url = f"http://{address}:{listener.getsockname()[1]}"
             print(f"{startup.visible(name)}: {url} when its programs are compiled", flush=True)
-            release = self.effort_prompts or find_release(folder, config)
-            hosts = self._hosts(api_key)
-            adapters = tuple(self._adapters)
-            server = ServerOptions(name, end_tokens, api_key, hosts, self.request_seconds, release, adapters)
+            server = ServerOptions(
+                name,
+                tuple(config.eos_token_id),
+                api_key,
+                self._hosts(api_key),
+                self.request_seconds,
+                self.effort_prompts or find_release(folder, config),
+                tuple(self._adapters),
+            )
             HTTPServer(create_app(engine, tokenizer, server), grace_seconds=self.grace_seconds).run([listener])
 
     def _check(self):
@@ -259,8 +263,7 @@ class ServeCommand(RandomModelOptions):
 
         from dsv4_jax.checkpoint import weights_fingerprint
 
-        is_random = self.random_weights is not None
-        weights = f"random, skew={self.skew}" if is_random else weights_fingerprint(checkpoint)
+        weights = weights_fingerprint(checkpoint) if self.random_weights is None else f"random, skew={self.skew}"
         files = {
             name: (weights_fingerprint(path / "adapter_model.safetensors"), (path / "adapter_config.json").read_text())
             for name, path in self._adapters.items()

@@ -51,26 +51,22 @@ def use_compilation_cache() -> None:
             make_private_folder(programs)
         except OSError as error:
             notify(f"Compiled programs are not kept in {programs}: {error.strerror}")
-            _disable_compilation_cache()
+            os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+            if "jax" in sys.modules:
+                import jax
+
+                jax.config.update("jax_enable_compilation_cache", False)
             return
         os.environ.setdefault("DSV4_JAX_PROGRAMS", os.path.join(os.path.abspath(programs), "steps"))
     if "jax" in sys.modules:
         import jax
         from jax.experimental.compilation_cache import compilation_cache
 
-        seconds = float(os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"])
         if jax.config.jax_compilation_cache_dir is None:
+            seconds = float(os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"])
             jax.config.update("jax_compilation_cache_dir", programs)
             jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
             compilation_cache.reset_cache()  # JAX notes at its first compilation whether there is a folder
-
-
-def _disable_compilation_cache():
-    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-    if "jax" in sys.modules:
-        import jax
-
-        jax.config.update("jax_enable_compilation_cache", False)
 
 
 def explain_missing_platform() -> str | None:
@@ -95,9 +91,9 @@ def visible(text: str) -> str:
     return text.translate(_CONTROLS)
 
 
-def notify(text: str) -> None:
-    """Prints a message, such as one about a slow operation, dim to stderr."""
-    Console(stderr=True).print(visible(text), style="dim", markup=False, highlight=False, soft_wrap=True)
+def notify(text: str, style: str = "dim") -> None:
+    """Prints a message, such as one about a slow operation, to stderr."""
+    Console(stderr=True).print(visible(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def compiling_for(device: str) -> str:

@@ -45,7 +45,7 @@ def test_cases_of_v41_have_its_shapes():
     assert within.flops == 2 * 32 * 128 * 2048 * 8
     assert within.nbytes == 2048 * 8 * (68 + 4) + 32 * (2 * 128 + 4) + 8 + 4 * 2048
     assert known["experts", "FP4, T=1"].flops == 6 * 6 * 5120 * 2304
-    assert known["linear", "q_b / 1 in FP8, T=1"].weights[0].kind == "FP8_32"
+    assert known["linear", "q_b / 1 in FP8, T=1"].layer[0].kind == "FP8_32"
     assert ("router", "table, T=1") not in known and ("flush", "FULL1 64, none closes") not in known
 
 
