@@ -146,13 +146,8 @@ class LayerCacheHandle(Summarized):
         compressors = [ops.CompressorInputs(self._state_view(), self.read_classical_view(), kv, gate, weights)]
         if index is not None:
             compressors.append(ops.CompressorInputs(self._state_view(keys=True), self.read_indexer_view(), *index))
-        schema = self._cache.schema
         (state, entries), *key_results = ops.flush(
-            compressors,
-            self.batch.slots,
-            self.batch.positions,
-            dtype=schema.dtype,
-            max_query_tokens=None if self.batch.prefill else schema.max_query_tokens,
+            compressors, self.batch.slots, self.batch.positions, **self._flush_options
         )
         handle = self._with_state(state)._with_group(entries=entries.rows)
         for state, keys in key_results:
@@ -164,8 +159,6 @@ class LayerCacheHandle(Summarized):
         kv: Float[Array, "T width"],
         gate: Float[Array, "T width"] | None,
         weights: CompressorWeights,
-        *,
-        keys: bool = False,
     ) -> tuple[ClosedWindows, "LayerCacheHandle"]:
         """Runs the first half of `flush`: pools each completed window to a vector, and stores the tokens' state rows.
 
@@ -173,7 +166,6 @@ class LayerCacheHandle(Summarized):
 
         Args:
           kv, gate, weights: as for `flush`. `gate` is None if a window is a single token.
-          keys: whether the arguments belong to the compressor of index keys.
 
         Returns:
           (pooled vectors of the completed windows, after the RMS norm and before RoPE; new handle).
@@ -182,21 +174,10 @@ class LayerCacheHandle(Summarized):
           ValueError: the layer stores no entries, or a shape is wrong.
         """
         self._require("stores entries", self.spec.owner)
-        self._check_windows("", kv, gate, weights, keys=keys)
-        view = self._state_view(keys=keys)
-        batch = self.batch
-        schema = self._cache.schema
-        closed, state = ops.pool_windows(
-            view,
-            kv,
-            gate,
-            weights,
-            batch.slots,
-            batch.positions,
-            dtype=schema.dtype,
-            max_query_tokens=None if batch.prefill else schema.max_query_tokens,
-        )
-        return closed, self._with_state(state, keys=keys)
+        self._check_windows("", kv, gate, weights)
+        arrays = self._state_view(), kv, gate, weights, self.batch.slots, self.batch.positions
+        closed, state = ops.pool_windows(*arrays, **self._flush_options)
+        return closed, self._with_state(state)
 
     def write_entries(self, closed: ClosedWindows, inv_freq: Float[Array, "P"]) -> "LayerCacheHandle":
         """Runs the second half of `flush`: rotates, quantizes and stores entries (see `ops.write_entries`).
@@ -495,6 +476,11 @@ class LayerCacheHandle(Summarized):
     @property
     def _group_spec(self):
         return self._cache.schema.groups[self.spec.group]
+
+    @property
+    def _flush_options(self):
+        schema = self._cache.schema
+        return {"dtype": schema.dtype, "max_query_tokens": None if self.batch.prefill else schema.max_query_tokens}
 
     @property
     def _dtype(self):
