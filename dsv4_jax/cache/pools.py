@@ -121,6 +121,11 @@ class KVCache(Summarized):
         where = self.lengths.sharding if is_committed else None
         return dataclasses.replace(self, expert_counts=jnp.zeros(shape, jnp.int32, device=where))
 
+    @property
+    def paged(self) -> dict[str, PoolGroup]:
+        """{name: PoolGroup} with only the pools that are paged in blocks."""
+        return {name: group.paged for name, group in self.groups.items()}
+
     def with_groups(self, new: dict[str, PoolGroup]) -> "KVCache":
         """Returns the cache with group fields replaced by those fields of `new` {name: PoolGroup} that are not None."""
         groups = {name: group.replace(new.get(name, PoolGroup())) for name, group in self.groups.items()}

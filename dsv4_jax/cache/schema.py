@@ -90,10 +90,6 @@ class PoolGroup:
         """The group with only the states, which are addressed by slot."""
         return PoolGroup(state=self.state, key_state=self.key_state)
 
-    def like(self, other: "PoolGroup") -> "PoolGroup":
-        """Returns this group with only the fields that are not None in `other`."""
-        return PoolGroup(**{name: getattr(self, name) for name, part in vars(other).items() if part is not None})
-
     def replace(self, new: "PoolGroup") -> "PoolGroup":
         """Returns this group with fields replaced by the fields of `new` that are not None."""
         return dataclasses.replace(self, **{name: part for name, part in vars(new).items() if part is not None})
