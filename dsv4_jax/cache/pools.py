@@ -92,6 +92,8 @@ class KVCache(Summarized):
     def _axes(self, path):
         """Returns the leading logical axes of the array at `path` in the pytree, see `parallel.axis_rules`."""
         names = [getattr(key, "name", None) for key in path]
+        if names[0] in ("mailboxes", "expert_counts"):
+            return ()
         if names[0] in ("block_table", "lengths"):
             return ("slots",)
         is_paged = "entries" in names or "keys" in names
@@ -244,9 +246,7 @@ class KVCache(Summarized):
             index = slots if axes[0] == "slots" else (slice(None), slots)
             return x.at[index].set(jnp.asarray(_empty_value(path), x.dtype), mode="drop")
 
-        contents = dataclasses.replace(self, mailboxes=None, expert_counts=None)
-        wiped = jax.tree.map_with_path(wipe, contents)
-        return dataclasses.replace(wiped, mailboxes=self.mailboxes, expert_counts=self.expert_counts)
+        return jax.tree.map_with_path(wipe, self)
 
 
 def _empty_value(path):

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 from typing import Any
 
 import jax
@@ -205,11 +204,6 @@ class CacheSchema:
     # --- sizes of ring buffers: the rows that a step reads, and max_query_tokens - 1 spare rows for rewinding ---
 
     @property
-    def num_rings(self) -> int:
-        """The number of sliding windows of a request: one per layer."""
-        return len(self.layers)
-
-    @property
     def max_window(self) -> int:
         """The number of tokens in the longest sliding window of a layer. The rings of all layers fit this window."""
         return max(self.config.window(spec.layer) for spec in self.layers)
@@ -259,7 +253,7 @@ class CacheSchema:
         keeps_streams = config.drafts is not None and config.drafts.keeps_streams
         ngram_ring = self.ngram_context + self.max_query_tokens - 1
         return {
-            "swa": _prepend(self.window_codec.struct, self.num_rings, slots, self.swa_ring),
+            "swa": _prepend(self.window_codec.struct, len(self.layers), slots, self.swa_ring),
             "streams": struct(shape, self.dtype) if keeps_streams else None,
             "ngram_ids": struct((1, slots, ngram_ring, 1), jnp.int32) if config.engram else None,
             "block_table": struct((slots, self.max_blocks), jnp.int32),
@@ -392,7 +386,7 @@ def _prepend(struct, *leading):
 def _nbytes(pools: dict[str, Any]) -> dict[str, int]:
     """Returns {name: bytes} of pools; a pool without arrays is left out."""
     return {
-        name: sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        name: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
         for name, pool in pools.items()
         if (leaves := jax.tree.leaves(pool))
     }
