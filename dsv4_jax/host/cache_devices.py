@@ -74,7 +74,7 @@ class CacheDevices:
         """Keeps the geometry and the mesh; transfers nothing. See the class for the arguments."""
         self.schema = schema
         self.mesh = mesh
-        count = count_shards(mesh)
+        count = 1 if mesh is None else mesh.shape.get(DATA_AXIS, 1)
         self.shards = Shards(count, schema.max_requests // count, schema.num_blocks // count)
         self._last_put: dict[tuple, tuple[np.ndarray, Any]] = {}
 
@@ -217,11 +217,6 @@ class CacheDevices:
             if isinstance(leaf, jax.Array):  # a step of a test may return NumPy arrays
                 leaf.copy_to_host_async()
         return tree
-
-
-def count_shards(mesh: Mesh | None) -> int:
-    """Returns the number of shards of a cache's slots and blocks: the size of the mesh axis "data", or 1 without it."""
-    return 1 if mesh is None else mesh.shape.get(DATA_AXIS, 1)
 
 
 def padded(values: Any, size: int) -> np.ndarray:
