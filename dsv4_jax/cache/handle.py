@@ -56,7 +56,7 @@ class LayerCacheHandle(Summarized):
 
     def _summary(self) -> Summary:
         spec = self.spec
-        config = self._cache.schema.config
+        config = self._schema.config
         name = f"layer {spec.layer}" if self.layer is None else f"a traced layer like {spec.layer}"
         words = [name, f"window of {config.window(spec.layer)} tokens"]
         if spec.group is not None:
@@ -73,7 +73,7 @@ class LayerCacheHandle(Summarized):
         Args:
           kv: [T, head_dim] in the model's dtype, after norm and RoPE. Padding tokens write nothing.
         """
-        self._check_shape("kv", kv, self._cache.schema.window_codec.dim)
+        self._check_shape("kv", kv, self._schema.window_codec.dim)
         self._check_dtype("kv", kv)
         handle = dataclasses.replace(self, pending=kv)
         return handle if self.batch.prefill else handle._commit()
@@ -102,7 +102,7 @@ class LayerCacheHandle(Summarized):
           (queries in q's dtype, new handle).
         """
         batch = self.batch
-        dim = self._cache.schema.window_codec.dim
+        dim = self._schema.window_codec.dim
         self._check_shape("q", q, None, dim)
         self._check_shape("kv", kv, dim)
         self._check_dtype("kv", kv)
@@ -267,7 +267,7 @@ class LayerCacheHandle(Summarized):
         view = self.read_indexer_view()
         self._check_shape("q", q, None, view.codec.dim)
         self._check_shape("weights", weights, q.shape[1])
-        size = self._cache.schema.config.candidate_block_size
+        size = self._schema.config.candidate_block_size
         gathers = self._gathers(candidates)
         scores = ops.indexer_scores(
             view,
@@ -293,11 +293,11 @@ class LayerCacheHandle(Summarized):
         Returns:
           [T, topk] int32 indices of entries in ascending order, then -1 if fewer than topk entries are visible.
         """
-        k = self._cache.schema.config.topk(self.spec.layer)
+        k = self._schema.config.topk(self.spec.layer)
         lengths = self.valid_lengths()
         if candidates is None or not self._gathers(candidates):
             return self._topk(scores, lengths, k)
-        size = self._cache.schema.config.candidate_block_size
+        size = self._schema.config.candidate_block_size
         chosen = self._topk(scores, ops.candidate_lengths(lengths, candidates.shape[1], size), k)
         return ops.entries_at(chosen, candidates, size)
 
@@ -345,7 +345,7 @@ class LayerCacheHandle(Summarized):
           [T, candidate_topk_blocks] int32 indices of blocks in ascending order, then -1. None if the longest request
           has no more blocks than this, so that later layers need no restriction.
         """
-        config = self._cache.schema.config
+        config = self._schema.config
         size = config.candidate_block_size
         if scores.shape[1] <= config.candidate_topk_blocks * size:
             return None
@@ -355,13 +355,13 @@ class LayerCacheHandle(Summarized):
         """Returns whether only the entries in candidate blocks are scored, because these are few."""
         if candidates is None:
             return False
-        size = self._cache.schema.config.candidate_block_size
+        size = self._schema.config.candidate_block_size
         return 2 * candidates.shape[1] * size < self.read_indexer_view().max_entries
 
     def _num_scores(self, candidates):
         """Returns the number of scores that `indexer_scores` computes for a token."""
         if self._gathers(candidates):
-            return candidates.shape[1] * self._cache.schema.config.candidate_block_size
+            return candidates.shape[1] * self._schema.config.candidate_block_size
         return self.read_indexer_view().max_entries
 
     @property
@@ -391,7 +391,7 @@ class LayerCacheHandle(Summarized):
         Returns:
           (output [T, heads, head_dim] in q's dtype, new handle).
         """
-        self._check_shape("q", q, None, self._cache.schema.window_codec.dim)
+        self._check_shape("q", q, None, self._schema.window_codec.dim)
         if indices is not None:
             self._check_shape("indices", indices, None)
         compressed = None if self.spec.group is None else self.read_classical_view()
@@ -424,7 +424,7 @@ class LayerCacheHandle(Summarized):
 
     def read_swa_view(self) -> SWAView:
         """Returns a view of the layer's window rings."""
-        schema = self._cache.schema
+        schema = self._schema
         window = schema.config.window(self.spec.layer) + self.batch.draft_block
         layer = self.spec.layer if self.layer is None else self.layer
         return SWAView(self._cache.swa, layer, window, schema.window_codec)
@@ -438,6 +438,10 @@ class LayerCacheHandle(Summarized):
         """Returns a view of the layer's index keys, one for each entry, through the block table."""
         self._require("has index keys", self.spec.keys)
         return IndexerView(self._group.keys, *self._paging(), self._group_spec.key)
+
+    @property
+    def _schema(self):
+        return self._cache.schema
 
     def _paging(self):
         table = self._cache.block_table
@@ -455,7 +459,7 @@ class LayerCacheHandle(Summarized):
     @property
     def _is_sharded(self):
         """Whether this code runs under `jax.shard_map` with the cache's blocks sharded over devices."""
-        return self._cache.schema.context_parallel and is_sharded("context")
+        return self._schema.context_parallel and is_sharded("context")
 
     def _state_view(self, *, keys=False):
         state = self._group.key_state if keys else self._group.state
@@ -467,7 +471,7 @@ class LayerCacheHandle(Summarized):
         """The layer's row on axis 0 of its group's pools."""
         if self.layer is None:
             return self.spec.index
-        return jnp.asarray([spec.index for spec in self._cache.schema.layers], jnp.int32)[self.layer]
+        return jnp.asarray([spec.index for spec in self._schema.layers], jnp.int32)[self.layer]
 
     @property
     def _group(self):
@@ -475,16 +479,16 @@ class LayerCacheHandle(Summarized):
 
     @property
     def _group_spec(self):
-        return self._cache.schema.groups[self.spec.group]
+        return self._schema.groups[self.spec.group]
 
     @property
     def _flush_options(self):
-        schema = self._cache.schema
+        schema = self._schema
         return {"dtype": schema.dtype, "max_query_tokens": None if self.batch.prefill else schema.max_query_tokens}
 
     @property
     def _dtype(self):
-        return jnp.dtype(self._cache.schema.dtype)
+        return self._schema.dtype
 
     def _require(self, what, holds):
         if not holds:

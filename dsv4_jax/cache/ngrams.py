@@ -39,8 +39,7 @@ def advance_ngrams(cache: KVCache, batch: Batch, token_map: Int[Array, "vocab"])
     back = jnp.arange(engram.max_ngram_size, dtype=jnp.int32)[None, :]
     source = batch.positions[:, None] - back
     index = tokens[:, None] - back
-    slots = jnp.broadcast_to(batch.slots[:, None], source.shape)
-    stored = take(cache.ngram_ids, jnp.zeros_like(slots), slots, source % ring)[..., 0]
+    stored = take(cache.ngram_ids, 0, batch.slots[:, None], source % ring)[..., 0]
     ngrams = jnp.where(index >= start[:, None], take(ids, index), stored)
     is_outside = (source < 0) | (ngrams == _IMAGE)
     ngrams = jnp.where(jax.lax.cummax(is_outside.astype(jnp.int32), axis=1) > 0, pad_id, ngrams)

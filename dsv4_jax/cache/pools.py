@@ -89,7 +89,7 @@ class KVCache(Summarized):
 
         return jax.tree.map_with_path(place, self)
 
-    def _axes(self, path):
+    def _axes(self, path) -> tuple[Any, ...]:
         """Returns the leading logical axes of the array at `path` in the pytree, see `parallel.axis_rules`."""
         names = [getattr(key, "name", None) for key in path]
         if names[0] in ("mailboxes", "expert_counts"):
@@ -147,7 +147,7 @@ class KVCache(Summarized):
         groups = {}
         for name, spec in specs.items():
             group = self.groups[name]
-            keys = None if spec.key is None else spec.key.convert(group.keys)
+            keys = spec.key and spec.key.convert(group.keys)
             groups[name] = dataclasses.replace(group, entries=spec.entry.convert(group.entries), keys=keys)
         return dataclasses.replace(self, groups=groups, swa=window_codec.convert(self.swa), schema=schema)
 

@@ -32,7 +32,7 @@ def advance_streams(
     tokens = jnp.arange(batch.slots.shape[0], dtype=jnp.int32)
     start, _ = run_bounds(batch.slots)
     ring = cache.streams.shape[2]
-    (stored,) = take((cache.streams,), jnp.zeros_like(batch.slots), batch.slots, (batch.positions - 1) % ring)
+    stored = take(cache.streams, 0, batch.slots, (batch.positions - 1) % ring)
     before = jnp.where((tokens > start)[:, None, None], jnp.roll(streams, 1, axis=0), stored.reshape(streams.shape))
     # The barrier orders the read above before the write below. Otherwise XLA copies the pool.
     before, streams = jax.lax.optimization_barrier((before, streams))

@@ -109,7 +109,7 @@ class KVCacheManager(Summarized):
         if num_blocks is None and memory is not None:
             num_shards = shape.get(DATA_AXIS, 1)
             slots = max_requests // num_shards
-            fields = {"max_requests": slots, "context_parallel": context_parallel, **sizes}
+            fields: dict[str, Any] = {"max_requests": slots, "context_parallel": context_parallel, **sizes}
             budget = compute_block_budget(config, parse_bytes(memory), **fields)
             shard = CacheSchema(config, 0, **fields)
             # `full` is the number of blocks on a device if the requests in all slots have the maximum length.
@@ -335,7 +335,7 @@ class KVCacheManager(Summarized):
 
     def fits(self, num_tokens: int) -> bool:
         """Whether any shard has a free slot, and enough free or evictable blocks for a new request of this length."""
-        return any(self.requests.fits(shard, num_tokens) for shard in range(self.shards.count))
+        return self.count_fitting([num_tokens]) == 1
 
     def free_slots_beside(self, slot: int) -> int:
         """Returns the number of free slots in the shard of a slot, which limits the copies that `fork` can make."""

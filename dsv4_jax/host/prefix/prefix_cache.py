@@ -202,7 +202,7 @@ class PrefixCache(Summarized):
         path = paths[shard]
         prefix = self._find_stored(ids, salt, shard, len(path)) or FoundBlocks(path)
         new_cache = cache
-        if prefix.num_blocks:
+        if prefix.nodes or prefix.digests:
             path, new_cache = self._restore(cache, slot, prefix)
         else:
             with self._table.transaction():
