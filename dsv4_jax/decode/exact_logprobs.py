@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -127,11 +128,11 @@ def _check(tokens, lengths, shape, sizes):
 
 def _places(shape, lengths):
     """Returns (slots, positions) of the flattened tokens, both -1 for padding. A slot is the index of a sequence."""
+    index = jnp.arange(math.prod(shape), dtype=jnp.int32)
     if len(shape) == 2:
-        positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None, :], shape).reshape(-1)
-        slots = jnp.repeat(jnp.arange(shape[0], dtype=jnp.int32), shape[1])
+        slots = index // shape[1]
+        positions = index % shape[1]
     else:
-        index = jnp.arange(shape[0], dtype=jnp.int32)
         ends = jnp.cumsum(lengths, dtype=jnp.int32)
         slots = jnp.minimum(jnp.searchsorted(ends, index, side="right"), len(lengths) - 1).astype(jnp.int32)
         positions = index - (ends - lengths)[slots]
