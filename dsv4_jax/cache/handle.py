@@ -146,9 +146,7 @@ class LayerCacheHandle(Summarized):
         compressors = [ops.CompressorInputs(self._state_view(), self.read_classical_view(), kv, gate, weights)]
         if index is not None:
             compressors.append(ops.CompressorInputs(self._state_view(keys=True), self.read_indexer_view(), *index))
-        (state, entries), *key_results = ops.flush(
-            compressors, self.batch.slots, self.batch.positions, **self._flush_options
-        )
+        (state, entries), *key_results = ops.flush(compressors, *self._places, **self._flush_options)
         handle = self._with_state(state)._with_group(entries=entries.rows)
         for state, keys in key_results:
             handle = handle._with_state(state, keys=True)._with_group(keys=keys.rows)
@@ -175,7 +173,7 @@ class LayerCacheHandle(Summarized):
         """
         self._require("stores entries", self.spec.owner)
         self._check_windows("", kv, gate, weights)
-        arrays = self._state_view(), kv, gate, weights, self.batch.slots, self.batch.positions
+        arrays = self._state_view(), kv, gate, weights, *self._places
         closed, state = ops.pool_windows(*arrays, **self._flush_options)
         return closed, self._with_state(state)
 
@@ -215,9 +213,7 @@ class LayerCacheHandle(Summarized):
         Returns:
           (kv [T, W, head_dim] in the model's dtype; valid [T, W] bool).
         """
-        return ops.gather_swa_kv(
-            self.read_swa_view(), self.batch.slots, self.batch.positions, new_kv=self.pending, dtype=self._dtype
-        )
+        return ops.gather_swa_kv(self.read_swa_view(), *self._places, new_kv=self.pending, dtype=self._dtype)
 
     def gather_compressed_kv(self, indices: Int[Array, "T K"]) -> tuple[Float[Array, "T K D"], Bool[Array, "T K"]]:
         """Reads the compressed entries with the given indices.
@@ -239,9 +235,8 @@ class LayerCacheHandle(Summarized):
         Returns:
           (kv [T, E, head_dim] in the model's dtype; valid [T, E] bool), E = the largest number of entries of a request.
         """
-        batch = self.batch
         view = self.read_classical_view()
-        return self._reduce_rows(ops.gather_all_compressed_kv(view, batch.slots, batch.positions, dtype=self._dtype))
+        return self._reduce_rows(ops.gather_all_compressed_kv(view, *self._places, dtype=self._dtype))
 
     def indexer_scores(
         self,
@@ -273,8 +268,7 @@ class LayerCacheHandle(Summarized):
             view,
             q,
             weights,
-            self.batch.slots,
-            self.batch.positions,
+            *self._places,
             inv_freq=inv_freq,
             candidates=candidates if gathers else None,
             block_size=size,
@@ -353,16 +347,15 @@ class LayerCacheHandle(Summarized):
 
     def _gathers(self, candidates):
         """Returns whether only the entries in candidate blocks are scored, because these are few."""
-        if candidates is None:
-            return False
-        size = self._schema.config.candidate_block_size
-        return 2 * candidates.shape[1] * size < self.read_indexer_view().max_entries
+        return self._num_scores(candidates) < self.read_indexer_view().max_entries
 
     def _num_scores(self, candidates):
         """Returns the number of scores that `indexer_scores` computes for a token."""
-        if self._gathers(candidates):
-            return candidates.shape[1] * self._schema.config.candidate_block_size
-        return self.read_indexer_view().max_entries
+        entries = self.read_indexer_view().max_entries
+        if candidates is None:
+            return entries
+        chosen = candidates.shape[1] * self._schema.config.candidate_block_size
+        return chosen if 2 * chosen < entries else entries
 
     @property
     def _topk(self):
@@ -442,6 +435,11 @@ class LayerCacheHandle(Summarized):
     @property
     def _schema(self):
         return self._cache.schema
+
+    @property
+    def _places(self):
+        """The slots and positions of the batch's tokens, as ops take them."""
+        return self.batch.slots, self.batch.positions
 
     def _paging(self):
         table = self._cache.block_table
@@ -532,9 +530,7 @@ class LayerCacheHandle(Summarized):
     def _commit(self):
         if self.pending is None:
             return self
-        return self._with_swa(
-            ops.append_swa(self.read_swa_view(), self.pending, self.batch.slots, self.batch.positions)
-        )
+        return self._with_swa(ops.append_swa(self.read_swa_view(), self.pending, *self._places))
 
     def _with_swa(self, view):
         return dataclasses.replace(self, _cache=dataclasses.replace(self._cache, swa=view.rows), pending=None)

@@ -264,19 +264,22 @@ class CacheSchema:
 
     def block_bytes_by_pool(self) -> dict[str, int]:
         """Returns {name: bytes} of the pools that are paged in blocks."""
-        return dict(self._block_bytes)
+        return dict(self._bytes_by_pool[0])
 
     def slot_bytes_by_pool(self) -> dict[str, int]:
         """Returns {name: bytes} of the arrays that have a fixed size per slot."""
-        return dict(self._slot_bytes)
+        return dict(self._bytes_by_pool[1])
 
     # The sizes are computed once, because an engine asks for them at every step.
     @functools.cached_property
-    def _block_bytes(self):
-        return self._group_bytes({"entries": "entries", "keys": "indexer keys"})
-
-    @functools.cached_property
-    def _slot_bytes(self):
+    def _bytes_by_pool(self):
+        """({name: bytes} of the pools that are paged in blocks, {name: bytes} of the arrays per slot)."""
+        paged = {}
+        states = {}
+        for name in self.groups:
+            group = self.group_structs(name)
+            paged |= {f"{name} entries": group.entries, f"{name} indexer keys": group.keys}
+            states |= {f"{name} states": group.state, f"{name} indexer states": group.key_state}
         structs = self.slot_structs()
         rings = {
             "sliding windows": structs["swa"],
@@ -284,14 +287,7 @@ class CacheSchema:
             "n-gram ids": structs["ngram_ids"],
         }
         tables = {"block table and lengths": [structs["block_table"], structs["lengths"]]}
-        return _nbytes(rings) | self._group_bytes({"state": "states", "key_state": "indexer states"}) | _nbytes(tables)
-
-    def _group_bytes(self, fields):
-        pools = {}
-        for group in self.groups:
-            structs = self.group_structs(group)
-            pools |= {f"{group} {name}": getattr(structs, field) for field, name in fields.items()}
-        return _nbytes(pools)
+        return _nbytes(paged), _nbytes(rings | states | tables)
 
     def pool_bytes(self) -> dict[str, int]:
         """Returns {name: bytes} of all arrays; the sum is `memory_bytes()`."""

@@ -186,13 +186,13 @@ class CacheDevices:
           A pytree of the same structure, with the arrays on the devices.
         """
         leaves, structure = jax.tree.flatten(tree)
-        keys = [(structure, i, np.shape(leaf), axis) for i, leaf in enumerate(leaves)]
-        changed = [i for i, key in enumerate(keys) if not self._is_there(key, leaves[i])]
+        arrays = {(structure, i, np.shape(leaf), axis): leaf for i, leaf in enumerate(leaves)}
+        changed = {key: array for key, array in arrays.items() if not self._is_there(key, array)}
         if changed:
-            arrays = [leaves[i] for i in changed]
-            for i, array, on_device in zip(changed, arrays, self.put(arrays, axis), strict=True):
-                self._last_put[keys[i]] = array, on_device
-        return structure.unflatten([self._last_put[key][1] for key in keys])
+            on_devices = self.put(list(changed.values()), axis)
+            for (key, array), on_device in zip(changed.items(), on_devices, strict=True):
+                self._last_put[key] = array, on_device
+        return structure.unflatten([self._last_put[key][1] for key in arrays])
 
     def _is_there(self, key, array):
         """Whether the array that `_last_put` holds for this key equals `array` and still exists on the devices."""

@@ -657,16 +657,15 @@ class KVCacheManager(Summarized):
         if not 0 <= length <= state.length:
             raise ValueError(f"{length=} must be between 0 and the {state.length} tokens that slot {slot} holds")
         start = length
-        min_length = state.min_length
         snapshot = None
-        if length < min_length:
+        if length < state.min_length:
             start = 0
             nodes = [node for node in state.cached_blocks if node.length <= length and node.snapshot is not None]
             if nodes:
                 check_snapshot(self.schema, nodes[-1], f"slot {slot}")
                 start = nodes[-1].length
                 snapshot = nodes[-1].snapshot
-            min_length = start
+        min_length = min(start, state.min_length)
         full, partial = divmod(start, self.schema.block_tokens)
         end = full + bool(partial)
         written = state.blocks[full:end]  # the last kept block if it is not full, else nothing

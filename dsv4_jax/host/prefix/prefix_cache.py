@@ -201,12 +201,10 @@ class PrefixCache(Summarized):
         shard = self.manager.shards.of(slot)
         path = paths[shard]
         prefix = self._find_stored(ids, salt, shard, len(path)) or FoundBlocks(path)
-        new_cache = cache
         if prefix.nodes or prefix.digests:
-            path, new_cache = self._restore(cache, slot, prefix)
+            path, cache = self._restore(cache, slot, prefix)
         else:
-            with self._table.transaction():
-                self._table.admit(slot)
+            self._table.admit(slot)
         hit_tokens = path[-1].length if path else 0
         metrics = self._metrics
         metrics.requests += 1
@@ -216,7 +214,7 @@ class PrefixCache(Summarized):
             metrics.hit_tokens += hit_tokens
             path[-1].hits += 1
             self._tree.touch(path[-1:])
-        return slot, hit_tokens, new_cache
+        return slot, hit_tokens, cache
 
     def chunk_end(self, slot: int, tokens: np.ndarray, end: int, *, salt: str = "") -> int:
         """Returns the position at which the next chunk of a prompt should end, so that later prompts can hit there.
