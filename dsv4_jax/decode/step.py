@@ -279,7 +279,7 @@ def _draft_next(model, cache, batch, indices, output, streams, sampling, seeds, 
 
     Args:
       model, batch, indices, sampling, seeds: as in `sample_step`.
-      cache: the cache after the model and the draft layers' `write`.
+      cache: the cache after the model and the draft layers' `write`. Its `lengths` count no rejected drafts.
       output: the step's StepOutput.
       streams: [T, h, hidden] inputs of the draft layers, from `_run`.
       options: DraftOptions.
@@ -291,7 +291,7 @@ def _draft_next(model, cache, batch, indices, output, streams, sampling, seeds, 
     row = jnp.maximum(last, 0)
     tokens = output.tokens[row]
     index = jnp.maximum(indices[row], 0)
-    batch = one_token_batch(tokens, jnp.where(last >= 0, batch.positions[index] + 1, -1))
+    batch = one_token_batch(tokens, jnp.where(last >= 0, cache.lengths, -1))
     draft_tokens, _, _, cache = draft(model, cache, streams[index], batch, sampling, seeds, drafts=options)
     return dataclasses.replace(output, draft_tokens=draft_tokens, last_tokens=tokens), cache
 
