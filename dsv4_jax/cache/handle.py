@@ -56,7 +56,7 @@ class LayerCacheHandle(Summarized):
 
     def _summary(self) -> Summary:
         spec = self.spec
-        config = self._cache.schema.config
+        config = self._schema.config
         name = f"layer {spec.layer}" if self.layer is None else f"a traced layer like {spec.layer}"
         words = [name, f"window of {config.window(spec.layer)} tokens"]
         if spec.group is not None:
@@ -73,7 +73,7 @@ class LayerCacheHandle(Summarized):
         Args:
           kv: [T, head_dim] in the model's dtype, after norm and RoPE. Padding tokens write nothing.
         """
-        self._check_shape("kv", kv, self._cache.schema.window_codec.dim)
+        self._check_shape("kv", kv, self._schema.window_codec.dim)
         self._check_dtype("kv", kv)
         handle = dataclasses.replace(self, pending=kv)
         return handle if self.batch.prefill else handle._commit()
@@ -102,7 +102,7 @@ class LayerCacheHandle(Summarized):
           (queries in q's dtype, new handle).
         """
         batch = self.batch
-        dim = self._cache.schema.window_codec.dim
+        dim = self._schema.window_codec.dim
         self._check_shape("q", q, None, dim)
         self._check_shape("kv", kv, dim)
         self._check_dtype("kv", kv)
@@ -146,14 +146,7 @@ class LayerCacheHandle(Summarized):
         compressors = [ops.CompressorInputs(self._state_view(), self.read_classical_view(), kv, gate, weights)]
         if index is not None:
             compressors.append(ops.CompressorInputs(self._state_view(keys=True), self.read_indexer_view(), *index))
-        schema = self._cache.schema
-        (state, entries), *key_results = ops.flush(
-            compressors,
-            self.batch.slots,
-            self.batch.positions,
-            dtype=schema.dtype,
-            max_query_tokens=None if self.batch.prefill else schema.max_query_tokens,
-        )
+        (state, entries), *key_results = ops.flush(compressors, *self._places, **self._flush_options)
         handle = self._with_state(state)._with_group(entries=entries.rows)
         for state, keys in key_results:
             handle = handle._with_state(state, keys=True)._with_group(keys=keys.rows)
@@ -164,8 +157,6 @@ class LayerCacheHandle(Summarized):
         kv: Float[Array, "T width"],
         gate: Float[Array, "T width"] | None,
         weights: CompressorWeights,
-        *,
-        keys: bool = False,
     ) -> tuple[ClosedWindows, "LayerCacheHandle"]:
         """Runs the first half of `flush`: pools each completed window to a vector, and stores the tokens' state rows.
 
@@ -173,7 +164,6 @@ class LayerCacheHandle(Summarized):
 
         Args:
           kv, gate, weights: as for `flush`. `gate` is None if a window is a single token.
-          keys: whether the arguments belong to the compressor of index keys.
 
         Returns:
           (pooled vectors of the completed windows, after the RMS norm and before RoPE; new handle).
@@ -182,21 +172,10 @@ class LayerCacheHandle(Summarized):
           ValueError: the layer stores no entries, or a shape is wrong.
         """
         self._require("stores entries", self.spec.owner)
-        self._check_windows("", kv, gate, weights, keys=keys)
-        view = self._state_view(keys=keys)
-        batch = self.batch
-        schema = self._cache.schema
-        closed, state = ops.pool_windows(
-            view,
-            kv,
-            gate,
-            weights,
-            batch.slots,
-            batch.positions,
-            dtype=schema.dtype,
-            max_query_tokens=None if batch.prefill else schema.max_query_tokens,
-        )
-        return closed, self._with_state(state, keys=keys)
+        self._check_windows("", kv, gate, weights)
+        arrays = self._state_view(), kv, gate, weights, *self._places
+        closed, state = ops.pool_windows(*arrays, **self._flush_options)
+        return closed, self._with_state(state)
 
     def write_entries(self, closed: ClosedWindows, inv_freq: Float[Array, "P"]) -> "LayerCacheHandle":
         """Runs the second half of `flush`: rotates, quantizes and stores entries (see `ops.write_entries`).
@@ -234,9 +213,7 @@ class LayerCacheHandle(Summarized):
         Returns:
           (kv [T, W, head_dim] in the model's dtype; valid [T, W] bool).
         """
-        return ops.gather_swa_kv(
-            self.read_swa_view(), self.batch.slots, self.batch.positions, new_kv=self.pending, dtype=self._dtype
-        )
+        return ops.gather_swa_kv(self.read_swa_view(), *self._places, new_kv=self.pending, dtype=self._dtype)
 
     def gather_compressed_kv(self, indices: Int[Array, "T K"]) -> tuple[Float[Array, "T K D"], Bool[Array, "T K"]]:
         """Reads the compressed entries with the given indices.
@@ -258,9 +235,8 @@ class LayerCacheHandle(Summarized):
         Returns:
           (kv [T, E, head_dim] in the model's dtype; valid [T, E] bool), E = the largest number of entries of a request.
         """
-        batch = self.batch
         view = self.read_classical_view()
-        return self._reduce_rows(ops.gather_all_compressed_kv(view, batch.slots, batch.positions, dtype=self._dtype))
+        return self._reduce_rows(ops.gather_all_compressed_kv(view, *self._places, dtype=self._dtype))
 
     def indexer_scores(
         self,
@@ -286,14 +262,13 @@ class LayerCacheHandle(Summarized):
         view = self.read_indexer_view()
         self._check_shape("q", q, None, view.codec.dim)
         self._check_shape("weights", weights, q.shape[1])
-        size = self._cache.schema.config.candidate_block_size
+        size = self._schema.config.candidate_block_size
         gathers = self._gathers(candidates)
         scores = ops.indexer_scores(
             view,
             q,
             weights,
-            self.batch.slots,
-            self.batch.positions,
+            *self._places,
             inv_freq=inv_freq,
             candidates=candidates if gathers else None,
             block_size=size,
@@ -312,11 +287,11 @@ class LayerCacheHandle(Summarized):
         Returns:
           [T, topk] int32 indices of entries in ascending order, then -1 if fewer than topk entries are visible.
         """
-        k = self._cache.schema.config.topk(self.spec.layer)
+        k = self._schema.config.topk(self.spec.layer)
         lengths = self.valid_lengths()
         if candidates is None or not self._gathers(candidates):
             return self._topk(scores, lengths, k)
-        size = self._cache.schema.config.candidate_block_size
+        size = self._schema.config.candidate_block_size
         chosen = self._topk(scores, ops.candidate_lengths(lengths, candidates.shape[1], size), k)
         return ops.entries_at(chosen, candidates, size)
 
@@ -364,7 +339,7 @@ class LayerCacheHandle(Summarized):
           [T, candidate_topk_blocks] int32 indices of blocks in ascending order, then -1. None if the longest request
           has no more blocks than this, so that later layers need no restriction.
         """
-        config = self._cache.schema.config
+        config = self._schema.config
         size = config.candidate_block_size
         if scores.shape[1] <= config.candidate_topk_blocks * size:
             return None
@@ -372,16 +347,15 @@ class LayerCacheHandle(Summarized):
 
     def _gathers(self, candidates):
         """Returns whether only the entries in candidate blocks are scored, because these are few."""
-        if candidates is None:
-            return False
-        size = self._cache.schema.config.candidate_block_size
-        return 2 * candidates.shape[1] * size < self.read_indexer_view().max_entries
+        return self._num_scores(candidates) < self.read_indexer_view().max_entries
 
     def _num_scores(self, candidates):
         """Returns the number of scores that `indexer_scores` computes for a token."""
-        if self._gathers(candidates):
-            return candidates.shape[1] * self._cache.schema.config.candidate_block_size
-        return self.read_indexer_view().max_entries
+        entries = self.read_indexer_view().max_entries
+        if candidates is None:
+            return entries
+        chosen = candidates.shape[1] * self._schema.config.candidate_block_size
+        return chosen if 2 * chosen < entries else entries
 
     @property
     def _topk(self):
@@ -410,7 +384,7 @@ class LayerCacheHandle(Summarized):
         Returns:
           (output [T, heads, head_dim] in q's dtype, new handle).
         """
-        self._check_shape("q", q, None, self._cache.schema.window_codec.dim)
+        self._check_shape("q", q, None, self._schema.window_codec.dim)
         if indices is not None:
             self._check_shape("indices", indices, None)
         compressed = None if self.spec.group is None else self.read_classical_view()
@@ -443,7 +417,7 @@ class LayerCacheHandle(Summarized):
 
     def read_swa_view(self) -> SWAView:
         """Returns a view of the layer's window rings."""
-        schema = self._cache.schema
+        schema = self._schema
         window = schema.config.window(self.spec.layer) + self.batch.draft_block
         layer = self.spec.layer if self.layer is None else self.layer
         return SWAView(self._cache.swa, layer, window, schema.window_codec)
@@ -457,6 +431,15 @@ class LayerCacheHandle(Summarized):
         """Returns a view of the layer's index keys, one for each entry, through the block table."""
         self._require("has index keys", self.spec.keys)
         return IndexerView(self._group.keys, *self._paging(), self._group_spec.key)
+
+    @property
+    def _schema(self):
+        return self._cache.schema
+
+    @property
+    def _places(self):
+        """The slots and positions of the batch's tokens, as ops take them."""
+        return self.batch.slots, self.batch.positions
 
     def _paging(self):
         table = self._cache.block_table
@@ -474,7 +457,7 @@ class LayerCacheHandle(Summarized):
     @property
     def _is_sharded(self):
         """Whether this code runs under `jax.shard_map` with the cache's blocks sharded over devices."""
-        return self._cache.schema.context_parallel and is_sharded("context")
+        return self._schema.context_parallel and is_sharded("context")
 
     def _state_view(self, *, keys=False):
         state = self._group.key_state if keys else self._group.state
@@ -486,7 +469,7 @@ class LayerCacheHandle(Summarized):
         """The layer's row on axis 0 of its group's pools."""
         if self.layer is None:
             return self.spec.index
-        return jnp.asarray([spec.index for spec in self._cache.schema.layers], jnp.int32)[self.layer]
+        return jnp.asarray([spec.index for spec in self._schema.layers], jnp.int32)[self.layer]
 
     @property
     def _group(self):
@@ -494,11 +477,16 @@ class LayerCacheHandle(Summarized):
 
     @property
     def _group_spec(self):
-        return self._cache.schema.groups[self.spec.group]
+        return self._schema.groups[self.spec.group]
+
+    @property
+    def _flush_options(self):
+        schema = self._schema
+        return {"dtype": schema.dtype, "max_query_tokens": None if self.batch.prefill else schema.max_query_tokens}
 
     @property
     def _dtype(self):
-        return jnp.dtype(self._cache.schema.dtype)
+        return self._schema.dtype
 
     def _require(self, what, holds):
         if not holds:
@@ -542,9 +530,7 @@ class LayerCacheHandle(Summarized):
     def _commit(self):
         if self.pending is None:
             return self
-        return self._with_swa(
-            ops.append_swa(self.read_swa_view(), self.pending, self.batch.slots, self.batch.positions)
-        )
+        return self._with_swa(ops.append_swa(self.read_swa_view(), self.pending, *self._places))
 
     def _with_swa(self, view):
         return dataclasses.replace(self, _cache=dataclasses.replace(self._cache, swa=view.rows), pending=None)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Int
 
 from dsv4_jax.cache.batch import Batch
 from dsv4_jax.cache.pools import KVCache
-from dsv4_jax.ops.views import put, run_bounds, take
+from dsv4_jax.ops.views import put_in_rings, run_bounds, take
 
 
 _IMAGE = -1  # stored in place of a compressed id for a part of an image
@@ -34,19 +34,16 @@ def advance_ngrams(cache: KVCache, batch: Batch, token_map: Int[Array, "vocab"])
         ids = jnp.where(batch.is_image, _IMAGE, ids)
     pad_id = token_map[engram.pad_token_id]
     tokens = jnp.arange(ids.shape[0], dtype=jnp.int32)
-    start, end = run_bounds(batch.slots)
-    valid = (batch.slots >= 0) & (batch.positions >= 0)
+    start, _ = run_bounds(batch.slots)
     ring = cache.ngram_ids.shape[2]
     back = jnp.arange(engram.max_ngram_size, dtype=jnp.int32)[None, :]
     source = batch.positions[:, None] - back
     index = tokens[:, None] - back
-    slots = jnp.broadcast_to(batch.slots[:, None], source.shape)
-    stored = take(cache.ngram_ids, jnp.zeros_like(slots), slots, source % ring)[..., 0]
+    stored = take(cache.ngram_ids, 0, batch.slots[:, None], source % ring)[..., 0]
     ngrams = jnp.where(index >= start[:, None], take(ids, index), stored)
     is_outside = (source < 0) | (ngrams == _IMAGE)
     ngrams = jnp.where(jax.lax.cummax(is_outside.astype(jnp.int32), axis=1) > 0, pad_id, ngrams)
     # The barrier orders the read above before the write below. Otherwise XLA copies the ring.
     ngrams, ids = jax.lax.optimization_barrier((ngrams, ids))
-    keep = valid & (end - tokens <= ring)
-    pool = put(cache.ngram_ids, ids[:, None], keep, 0, batch.slots, jnp.maximum(batch.positions, 0) % ring)
+    pool = put_in_rings(cache.ngram_ids, ids[:, None], 0, batch.slots, batch.positions)
     return ngrams, dataclasses.replace(cache, ngram_ids=pool)

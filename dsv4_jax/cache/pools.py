@@ -89,9 +89,11 @@ class KVCache(Summarized):
 
         return jax.tree.map_with_path(place, self)
 
-    def _axes(self, path):
+    def _axes(self, path) -> tuple[Any, ...]:
         """Returns the leading logical axes of the array at `path` in the pytree, see `parallel.axis_rules`."""
         names = [getattr(key, "name", None) for key in path]
+        if names[0] in ("mailboxes", "expert_counts"):
+            return ()
         if names[0] in ("block_table", "lengths"):
             return ("slots",)
         is_paged = "entries" in names or "keys" in names
@@ -121,6 +123,11 @@ class KVCache(Summarized):
         where = self.lengths.sharding if is_committed else None
         return dataclasses.replace(self, expert_counts=jnp.zeros(shape, jnp.int32, device=where))
 
+    @property
+    def paged(self) -> dict[str, PoolGroup]:
+        """{name: PoolGroup} with only the pools that are paged in blocks."""
+        return {name: group.paged for name, group in self.groups.items()}
+
     def with_groups(self, new: dict[str, PoolGroup]) -> "KVCache":
         """Returns the cache with group fields replaced by those fields of `new` {name: PoolGroup} that are not None."""
         groups = {name: group.replace(new.get(name, PoolGroup())) for name, group in self.groups.items()}
@@ -140,7 +147,7 @@ class KVCache(Summarized):
         groups = {}
         for name, spec in specs.items():
             group = self.groups[name]
-            keys = None if spec.key is None else spec.key.convert(group.keys)
+            keys = spec.key and spec.key.convert(group.keys)
             groups[name] = dataclasses.replace(group, entries=spec.entry.convert(group.entries), keys=keys)
         return dataclasses.replace(self, groups=groups, swa=window_codec.convert(self.swa), schema=schema)
 
@@ -239,9 +246,7 @@ class KVCache(Summarized):
             index = slots if axes[0] == "slots" else (slice(None), slots)
             return x.at[index].set(jnp.asarray(_empty_value(path), x.dtype), mode="drop")
 
-        contents = dataclasses.replace(self, mailboxes=None, expert_counts=None)
-        wiped = jax.tree.map_with_path(wipe, contents)
-        return dataclasses.replace(wiped, mailboxes=self.mailboxes, expert_counts=self.expert_counts)
+        return jax.tree.map_with_path(wipe, self)
 
 
 def _empty_value(path):

@@ -33,9 +33,6 @@ from dsv4_jax.quant import Rows
 from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
-_RINGS = "swa", "streams", "ngram_ids"  # the rings by position outside of groups, in KVCache and in RequestRows
-
-
 @pytree_dataclass
 class RequestRows:
     """The rows of a request's slot, in the order of their positions. n differs between fields.
@@ -137,7 +134,9 @@ def write_request(
     if rows is None:
         return cache
 
-    def write(pool, new):
+    def write(new, pool):
+        if new is None:  # rows at a block boundary lack the states that are not live there
+            return pool
         ring = pool.shape[2]
         count = new.shape[1]
         width = new.shape[-1]
@@ -146,11 +145,7 @@ def write_request(
         layers = jnp.arange(pool.shape[0], dtype=jnp.int32)
         return pool.at[layers[:, None], slot, index[None, :], :width].set(new, mode="drop")
 
-    old = {name: cache.groups[name].like(group) for name, group in rows.groups.items()}
-    cache = cache.with_groups(jax.tree.map(write, old, rows.groups))
-    rings = {name: getattr(cache, name) for name in _RINGS}
-    new = {name: getattr(rows, name) for name in _RINGS}
-    return dataclasses.replace(cache, **jax.tree.map(write, rings, new))
+    return _with_slot_pools(cache, jax.tree.map(write, rows, _slot_pools(cache), is_leaf=lambda x: x is None))
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
@@ -182,9 +177,6 @@ def copy_request(
     source_block = _local_blocks(cache, source_block)
     target_blocks = _local_blocks(cache, target_blocks)
     across = "context" if cache.schema.context_parallel else None  # a block and its copy may lie on different devices
-    rings = {name: getattr(cache, name) for name in _RINGS}
-    states = {name: group.by_slot for name, group in cache.groups.items()}
-    pools = {name: group.paged for name, group in cache.groups.items()}
 
     def copy(pool, to, index, across=None):
         # Targets are written one after another, because a single scatter would hold all copies in memory.
@@ -194,19 +186,18 @@ def copy_request(
         return jax.lax.dynamic_update_index_in_dim(pool, row, to, axis=1)
 
     def one(i, carry):
-        by_slot, pools = carry
+        by_slot, paged = carry
         by_slot = jax.tree.map(lambda pool: copy(pool, targets[i], source), by_slot)
-        return by_slot, jax.tree.map(lambda pool: copy(pool, target_blocks[i], source_block, across), pools)
+        return by_slot, jax.tree.map(lambda pool: copy(pool, target_blocks[i], source_block, across), paged)
 
-    (rings, states), pools = jax.lax.fori_loop(0, count, one, ((rings, states), pools))
+    by_slot, paged = jax.lax.fori_loop(0, count, one, (_slot_pools(cache), cache.paged))
     to = jnp.where(targets >= 0, targets, cache.lengths.shape[0])
     cache = dataclasses.replace(
         cache,
-        **rings,
         block_table=cache.block_table.at[to].set(table_rows, mode="drop"),
         lengths=cache.lengths.at[to].set(length, mode="drop"),
     )
-    return cache.with_groups(states).with_groups(pools)
+    return _with_slot_pools(cache, by_slot).with_groups(paged)
 
 
 @jax.jit
@@ -235,7 +226,7 @@ def read_blocks(
         return _keep(pool.at[:, jnp.maximum(blocks, 0)].get(mode="clip"), live)
 
     rows = {
-        name: jax.tree.map(functools.partial(read, rate=spec.compress_rate), cache.groups[name].paged)
+        name: jax.tree.map(functools.partial(read, rate=spec.compress_rate), cache.paged[name])
         for name, spec in cache.schema.groups.items()
     }
     return all_reduce_bits(rows, cache.schema.block_axis)
@@ -252,12 +243,23 @@ def write_blocks(cache: KVCache, blocks: Int[Array, "n"], rows: dict[str, PoolGr
       rows: result of `read_blocks`.
     """
     blocks = _local_blocks(cache, blocks)
-    pools = {name: group.paged for name, group in cache.groups.items()}
 
     def write(pool, new):
         return pool.at[:, jnp.where(blocks >= 0, blocks, pool.shape[1])].set(new, mode="drop")
 
-    return cache.with_groups(jax.tree.map(write, pools, rows))
+    return cache.with_groups(jax.tree.map(write, cache.paged, rows))
+
+
+def _slot_pools(cache):
+    """Returns the pools of a cache that are addressed by slot, as a RequestRows of [layers, slots, ring, ...]."""
+    states = {name: group.by_slot for name, group in cache.groups.items()}
+    return RequestRows(cache.swa, cache.streams, cache.ngram_ids, states)
+
+
+def _with_slot_pools(cache, pools):
+    """Returns the cache with the pools that `_slot_pools` returns replaced."""
+    cache = dataclasses.replace(cache, swa=pools.swa, streams=pools.streams, ngram_ids=pools.ngram_ids)
+    return cache.with_groups(pools.groups)
 
 
 def _local_slots(cache, slots):
@@ -266,7 +268,7 @@ def _local_slots(cache, slots):
 
 def _local_blocks(cache, blocks):
     """Converts global block ids to this device's ids (see `to_local_ids`)."""
-    pools = jax.tree.leaves({name: group.paged for name, group in cache.groups.items()})
+    pools = jax.tree.leaves(cache.paged)
     return to_local_ids(blocks, cache.schema.block_axis, pools[0].shape[1]) if pools else blocks
 
 

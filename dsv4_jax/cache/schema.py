@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 from typing import Any
 
 import jax
@@ -89,10 +88,6 @@ class PoolGroup:
     def by_slot(self) -> "PoolGroup":
         """The group with only the states, which are addressed by slot."""
         return PoolGroup(state=self.state, key_state=self.key_state)
-
-    def like(self, other: "PoolGroup") -> "PoolGroup":
-        """Returns this group with only the fields that are not None in `other`."""
-        return PoolGroup(**{name: getattr(self, name) for name, part in vars(other).items() if part is not None})
 
     def replace(self, new: "PoolGroup") -> "PoolGroup":
         """Returns this group with fields replaced by the fields of `new` that are not None."""
@@ -209,11 +204,6 @@ class CacheSchema:
     # --- sizes of ring buffers: the rows that a step reads, and max_query_tokens - 1 spare rows for rewinding ---
 
     @property
-    def num_rings(self) -> int:
-        """The number of sliding windows of a request: one per layer."""
-        return len(self.layers)
-
-    @property
     def max_window(self) -> int:
         """The number of tokens in the longest sliding window of a layer. The rings of all layers fit this window."""
         return max(self.config.window(spec.layer) for spec in self.layers)
@@ -263,7 +253,7 @@ class CacheSchema:
         keeps_streams = config.drafts is not None and config.drafts.keeps_streams
         ngram_ring = self.ngram_context + self.max_query_tokens - 1
         return {
-            "swa": _prepend(self.window_codec.struct, self.num_rings, slots, self.swa_ring),
+            "swa": _prepend(self.window_codec.struct, len(self.layers), slots, self.swa_ring),
             "streams": struct(shape, self.dtype) if keeps_streams else None,
             "ngram_ids": struct((1, slots, ngram_ring, 1), jnp.int32) if config.engram else None,
             "block_table": struct((slots, self.max_blocks), jnp.int32),
@@ -274,19 +264,22 @@ class CacheSchema:
 
     def block_bytes_by_pool(self) -> dict[str, int]:
         """Returns {name: bytes} of the pools that are paged in blocks."""
-        return dict(self._block_bytes)
+        return dict(self._bytes_by_pool[0])
 
     def slot_bytes_by_pool(self) -> dict[str, int]:
         """Returns {name: bytes} of the arrays that have a fixed size per slot."""
-        return dict(self._slot_bytes)
+        return dict(self._bytes_by_pool[1])
 
     # The sizes are computed once, because an engine asks for them at every step.
     @functools.cached_property
-    def _block_bytes(self):
-        return self._group_bytes({"entries": "entries", "keys": "indexer keys"})
-
-    @functools.cached_property
-    def _slot_bytes(self):
+    def _bytes_by_pool(self):
+        """({name: bytes} of the pools that are paged in blocks, {name: bytes} of the arrays per slot)."""
+        paged = {}
+        states = {}
+        for name in self.groups:
+            group = self.group_structs(name)
+            paged |= {f"{name} entries": group.entries, f"{name} indexer keys": group.keys}
+            states |= {f"{name} states": group.state, f"{name} indexer states": group.key_state}
         structs = self.slot_structs()
         rings = {
             "sliding windows": structs["swa"],
@@ -294,14 +287,7 @@ class CacheSchema:
             "n-gram ids": structs["ngram_ids"],
         }
         tables = {"block table and lengths": [structs["block_table"], structs["lengths"]]}
-        return _nbytes(rings) | self._group_bytes({"state": "states", "key_state": "indexer states"}) | _nbytes(tables)
-
-    def _group_bytes(self, fields):
-        pools = {}
-        for group in self.groups:
-            structs = self.group_structs(group)
-            pools |= {f"{group} {name}": getattr(structs, field) for field, name in fields.items()}
-        return _nbytes(pools)
+        return _nbytes(paged), _nbytes(rings | states | tables)
 
     def pool_bytes(self) -> dict[str, int]:
         """Returns {name: bytes} of all arrays; the sum is `memory_bytes()`."""
@@ -396,7 +382,7 @@ def _prepend(struct, *leading):
 def _nbytes(pools: dict[str, Any]) -> dict[str, int]:
     """Returns {name: bytes} of pools; a pool without arrays is left out."""
     return {
-        name: sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        name: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
         for name, pool in pools.items()
         if (leaves := jax.tree.leaves(pool))
     }

@@ -15,13 +15,9 @@ def named_leaves(*trees: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path[1:], simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def _contents(cache):
-    """Returns the cache without `mailboxes` and `expert_counts`, which are neither stored nor restored."""
-    return dataclasses.replace(cache, mailboxes=None, expert_counts=None)
-
-
 def _to_state(cache):
-    return named_leaves(_contents(cache))
+    """Returns {name: array} of the cache without `mailboxes` and `expert_counts`, which are not stored."""
+    return named_leaves(dataclasses.replace(cache, mailboxes=None, expert_counts=None))
 
 
 def _described(x):
@@ -36,8 +32,8 @@ def _from_state(cache, state):
             raise ValueError(
                 f"the stored cache has {stored} as {name}, this one {mine}: it is of another geometry or format"
             )
-    restored = jax.tree.unflatten(jax.tree.structure(_contents(cache)), [state[name] for name in leaves])
-    return dataclasses.replace(restored, mailboxes=cache.mailboxes, expert_counts=cache.expert_counts)
+    restored = [state.get(name, leaf) for name, leaf in named_leaves(cache).items()]
+    return jax.tree.unflatten(jax.tree.structure(cache), restored)
 
 
 serialization.register_serialization_state(KVCache, _to_state, _from_state)

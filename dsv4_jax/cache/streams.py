@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from dsv4_jax.cache.batch import Batch
 from dsv4_jax.cache.pools import KVCache
-from dsv4_jax.ops.views import put, run_bounds, take
+from dsv4_jax.ops.views import put_in_rings, run_bounds, take
 
 
 def advance_streams(
@@ -30,17 +30,15 @@ def advance_streams(
       and slot -1 for a token without predecessor; the cache with the new streams).
     """
     tokens = jnp.arange(batch.slots.shape[0], dtype=jnp.int32)
-    start, end = run_bounds(batch.slots)
-    valid = (batch.slots >= 0) & (batch.positions >= 0)
+    start, _ = run_bounds(batch.slots)
     ring = cache.streams.shape[2]
-    (stored,) = take((cache.streams,), jnp.zeros_like(batch.slots), batch.slots, (batch.positions - 1) % ring)
+    stored = take(cache.streams, 0, batch.slots, (batch.positions - 1) % ring)
     before = jnp.where((tokens > start)[:, None, None], jnp.roll(streams, 1, axis=0), stored.reshape(streams.shape))
     # The barrier orders the read above before the write below. Otherwise XLA copies the pool.
     before, streams = jax.lax.optimization_barrier((before, streams))
-    keep = valid & (end - tokens <= ring)
     flat = streams.reshape(streams.shape[0], -1)
-    pool = put(cache.streams, flat, keep, 0, batch.slots, jnp.maximum(batch.positions, 0) % ring)
-    earlier = valid & (batch.positions > 0)
+    pool = put_in_rings(cache.streams, flat, 0, batch.slots, batch.positions)
+    earlier = (batch.slots >= 0) & (batch.positions > 0)
     shifted = dataclasses.replace(
         batch,
         positions=jnp.where(earlier, batch.positions - 1, -1),

@@ -138,24 +138,6 @@ def one_token_batch(
     )
 
 
-def forward_for_drafts(
-    model: Any, cache: KVCache, batch: Batch
-) -> tuple[Float[Array, "T D"], Float[Array, "T h D"], KVCache]:
-    """Runs the model on a batch, then writes the draft layers' window rows. Call it inside a traced function.
-
-    Args:
-      model: the model, with draft layers, see `Drafts`.
-      cache: the cache before the step.
-      batch: the batch, of T tokens.
-
-    Returns:
-      ([T, hidden] hidden states of the batch's tokens; [T, h, hidden] inputs of the draft layers, which are the h
-      streams of each token that `forward_streams` returns; the updated cache).
-    """
-    hidden, streams, cache = model.forward_streams(cache, batch)
-    return hidden, streams, model.drafts.write(model, streams, cache, batch)
-
-
 def draft(
     model: Any,
     cache: KVCache,

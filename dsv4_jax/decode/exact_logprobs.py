@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+import math
 
 import jax
 import jax.numpy as jnp
@@ -97,10 +97,8 @@ def _local_logprobs(shape, model, tokens, lengths, adapters):
     chunks = chunked(flat, 0), chunked(slots, -1), chunked(positions, -1), chunked(targets, 0)
     blocks = -(-flat.size // shape.schema.block_tokens) + len(lengths)
     schema = dataclasses.replace(shape.schema, max_requests=len(lengths), num_blocks=blocks)
-    leaves, structure = jax.tree.flatten(model)
-    program = _Program(structure, dataclasses.replace(shape, schema=schema))
-    floats, others = _split(leaves)
-    values = _run(program, floats, others, (lengths, adapters), chunks).reshape(-1)[: flat.size]
+    shape = dataclasses.replace(shape, schema=schema)
+    values = _run(shape, *_split(_module(model)), (lengths, adapters), chunks).reshape(-1)[: flat.size]
     return jnp.where(positions > 0, jnp.roll(values, 1), 0.0).reshape(tokens.shape)
 
 
@@ -130,11 +128,11 @@ def _check(tokens, lengths, shape, sizes):
 
 def _places(shape, lengths):
     """Returns (slots, positions) of the flattened tokens, both -1 for padding. A slot is the index of a sequence."""
+    index = jnp.arange(math.prod(shape), dtype=jnp.int32)
     if len(shape) == 2:
-        positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None, :], shape).reshape(-1)
-        slots = jnp.repeat(jnp.arange(shape[0], dtype=jnp.int32), shape[1])
+        slots = index // shape[1]
+        positions = index % shape[1]
     else:
-        index = jnp.arange(shape[0], dtype=jnp.int32)
         ends = jnp.cumsum(lengths, dtype=jnp.int32)
         slots = jnp.minimum(jnp.searchsorted(ends, index, side="right"), len(lengths) - 1).astype(jnp.int32)
         positions = index - (ends - lengths)[slots]
@@ -142,98 +140,94 @@ def _places(shape, lengths):
     return jnp.where(is_token, slots, -1), jnp.where(is_token, positions, -1)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Program:
-    """The static part of `logprobs`: the model's tree structure, and a RolloutShape with blocks for all tokens."""
-
-    structure: Any
-    shape: RolloutShape
-
-    def empty_cache(self, lengths):
-        """Returns an empty cache with blocks for sequences of these lengths."""
-        schema = self.shape.schema
-        counts = -(-lengths // schema.block_tokens)
-        begins = jnp.cumsum(counts, dtype=jnp.int32) - counts
-        index = jnp.arange(schema.max_blocks, dtype=jnp.int32)[None, :]
-        table = jnp.where(index < counts[:, None], begins[:, None] + index, -1).astype(jnp.int32)
-        return dataclasses.replace(KVCache.zeros(schema), block_table=table)
-
-    def run_chunk(self, leaves, cache, chunk, adapters, *, remat=False):
-        """Runs the tokens of a chunk like a step of an engine.
-
-        Args:
-          leaves: the model's arrays.
-          cache: the cache before the chunk.
-          chunk: (ids, slots, positions, targets), each [token_budget] int32.
-          adapters: [S] int32 index of each sequence's adapter, or None.
-          remat: whether a backward pass recomputes the values within layers. The bits of the log-probabilities then may
-            differ.
-
-        Returns:
-          ([token_budget] float32 log-probabilities, where entry i is that of targets[i] given the tokens up to ids[i];
-          the cache after the chunk).
-        """
-        model = _module(jax.tree.unflatten(self.structure, leaves))
-        if remat and isinstance(model, nnx.Module):
-            for _, module in nnx.iter_modules(model):
-                if isinstance(module, LayerStack):
-                    module.remat = True
-        ids, slots, positions, targets = chunk
-        none = jnp.zeros((0,), jnp.int32)
-        batch = Batch(
-            ids, positions, slots, new_blocks=none.reshape(0, 3), reset_slots=none, prefill=True, adapters=adapters
-        )
-        hidden, cache = run_model(model, cache, batch)
-        rows = self.shape.logits_rows
-        padding = -len(ids) % rows
-
-        def score(group):
-            hidden, targets = group
-            return log_probabilities(model.logits(hidden), targets)[0]
-
-        if remat:
-            return jax.checkpoint(score)((hidden, targets)), cache
-        hidden = jnp.pad(hidden, [(0, padding), (0, 0)]).reshape(-1, rows, hidden.shape[1])
-        values = jax.lax.map(score, (hidden, jnp.pad(targets, (0, padding)).reshape(-1, rows)))
-        return values.reshape(-1)[: len(ids)], cache
+def _empty_cache(schema, lengths):
+    """Returns an empty cache with blocks for sequences of these lengths."""
+    counts = -(-lengths // schema.block_tokens)
+    begins = jnp.cumsum(counts, dtype=jnp.int32) - counts
+    index = jnp.arange(schema.max_blocks, dtype=jnp.int32)[None, :]
+    table = jnp.where(index < counts[:, None], begins[:, None] + index, -1).astype(jnp.int32)
+    return dataclasses.replace(KVCache.zeros(schema), block_table=table)
 
 
-def _split(leaves):
-    """Splits arrays into ([x or None], [x or None]): floating-point arrays, and the others."""
-    is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
-    floats = [x if yes else None for x, yes in zip(leaves, is_float, strict=True)]
-    return floats, [None if yes else x for x, yes in zip(leaves, is_float, strict=True)]
+def _run_chunk(shape, model, cache, chunk, adapters, *, remat=False):
+    """Runs the tokens of a chunk like a step of an engine.
+
+    Args:
+      shape: the RolloutShape.
+      model: the model.
+      cache: the cache before the chunk.
+      chunk: (ids, slots, positions, targets), each [token_budget] int32.
+      adapters: [S] int32 index of each sequence's adapter, or None.
+      remat: whether a backward pass recomputes the values within layers. The bits of the log-probabilities then may
+        differ.
+
+    Returns:
+      ([token_budget] float32 log-probabilities, where entry i is that of targets[i] given the tokens up to ids[i]; the
+      cache after the chunk).
+    """
+    if remat and isinstance(model, nnx.Module):
+        for _, module in nnx.iter_modules(model):
+            if isinstance(module, LayerStack):
+                module.remat = True
+    ids, slots, positions, targets = chunk
+    none = jnp.zeros((0,), jnp.int32)
+    batch = Batch(
+        ids, positions, slots, new_blocks=none.reshape(0, 3), reset_slots=none, prefill=True, adapters=adapters
+    )
+    hidden, cache = run_model(model, cache, batch)
+    rows = shape.logits_rows
+    padding = -len(ids) % rows
+
+    def score(group):
+        hidden, targets = group
+        return log_probabilities(model.logits(hidden), targets)[0]
+
+    if remat:
+        return jax.checkpoint(score)((hidden, targets)), cache
+    hidden = jnp.pad(hidden, [(0, padding), (0, 0)]).reshape(-1, rows, hidden.shape[1])
+    values = jax.lax.map(score, (hidden, jnp.pad(targets, (0, padding)).reshape(-1, rows)))
+    return values.reshape(-1)[: len(ids)], cache
+
+
+def _split(tree):
+    """Splits a tree of arrays into two with None elsewhere: the floating-point arrays, and the others."""
+
+    def is_float(x):
+        return jnp.issubdtype(x.dtype, jnp.floating)
+
+    floats = jax.tree.map(lambda x: x if is_float(x) else None, tree)
+    return floats, jax.tree.map(lambda x: None if is_float(x) else x, tree)
 
 
 def _join(floats, others):
-    """Returns the arrays that `_split` divided."""
-    return [x if y is None else y for x, y in zip(floats, others, strict=True)]
+    """Returns the tree that `_split` divided."""
+    return jax.tree.map(lambda x, y: y if x is None else x, floats, others, is_leaf=lambda x: x is None)
 
 
-def _scan(program, floats, others, sequences, chunks, *, keep):
+def _scan(shape, floats, others, sequences, chunks, *, keep):
     """Runs all chunks. Returns (log-probabilities [chunks, token_budget], the cache before each chunk if `keep`)."""
-    leaves = _join(floats, others)
+    model = _join(floats, others)
     lengths, adapters = sequences
 
     def step(cache, chunk):
-        values, after = program.run_chunk(leaves, cache, chunk, adapters)
+        values, after = _run_chunk(shape, model, cache, chunk, adapters)
         return after, (values, cache if keep else None)
 
-    return jax.lax.scan(step, program.empty_cache(lengths), chunks)[1]
+    return jax.lax.scan(step, _empty_cache(shape.schema, lengths), chunks)[1]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(program, floats, others, sequences, chunks):
+def _run(shape, floats, others, sequences, chunks):
     """Returns the log-probabilities [chunks, token_budget]; `sequences` is (lengths, adapters)."""
-    return _scan(program, floats, others, sequences, chunks, keep=False)[0]
+    return _scan(shape, floats, others, sequences, chunks, keep=False)[0]
 
 
-def _run_forward(program, floats, others, sequences, chunks):
-    values, caches = _scan(program, floats, others, sequences, chunks, keep=True)
+def _run_forward(shape, floats, others, sequences, chunks):
+    values, caches = _scan(shape, floats, others, sequences, chunks, keep=True)
     return values, (floats, others, sequences, chunks, caches)
 
 
-def _run_backward(program, saved, cotangents):
+def _run_backward(shape, saved, cotangents):
     """Goes through the chunks from last to first, and carries the cotangents of the model and of the cache.
 
     Caches are in `FakeQuantFormat` here, so that cotangents pass through them.
@@ -243,13 +237,12 @@ def _run_backward(program, saved, cotangents):
     def step(carry, inputs):
         total, of_cache = carry
         cache, chunk, of_values = inputs
-        stored, structure = jax.tree.flatten(cache.fake_quantized())
-        cache_floats, cache_others = _split(stored)
+        cache_floats, cache_others = _split(cache.fake_quantized())
 
         def outputs_of(floats, cache_floats):
-            before = jax.tree.unflatten(structure, _join(cache_floats, cache_others))
-            values, after = program.run_chunk(_join(floats, others), before, chunk, adapters, remat=True)
-            return values, _split(jax.tree.leaves(after))[0]
+            before = _join(cache_floats, cache_others)
+            values, after = _run_chunk(shape, _join(floats, others), before, chunk, adapters, remat=True)
+            return values, _split(after)[0]
 
         _, pull = jax.vjp(outputs_of, floats, cache_floats)
         of_model, of_cache = pull((of_values, of_cache))
@@ -257,7 +250,7 @@ def _run_backward(program, saved, cotangents):
         return (total, of_cache), None
 
     cache = jax.tree.map(lambda x: x[0], caches).fake_quantized()
-    zeros = jax.tree.map(jnp.zeros_like, _split(jax.tree.leaves(cache))[0])
+    zeros = jax.tree.map(jnp.zeros_like, _split(cache)[0])
     total = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), floats)
     (total, _), _ = jax.lax.scan(step, (total, zeros), (caches, chunks, cotangents), reverse=True)
     return jax.tree.map(lambda x, y: x.astype(y.dtype), total, floats), None, None, None

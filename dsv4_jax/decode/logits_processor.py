@@ -113,7 +113,12 @@ class SlotRows:
         Raises:
           ValueError: the processor does not have a state for each slot.
         """
-        _check_stacked(processor, num_slots)
+        for path, x in jax.tree.leaves_with_path(processor.state):
+            if jnp.shape(x)[:1] != (num_slots,):
+                raise ValueError(
+                    f"processor.state{jax.tree_util.keystr(path)} has shape {jnp.shape(x)}, it must be [{num_slots}, "
+                    "...] with a state for each slot: use processor.stacked([state] * slots)"
+                )
         count = indices.shape[0]
         tokens = jnp.maximum(indices, 0)
         max_rows = count // num_slots if batch.schema is None else min(count, batch.schema.max_query_tokens)
@@ -186,16 +191,6 @@ def begin_slot(
         return states.at[jnp.where(local >= 0, local, len(states))].set(new, mode="drop")
 
     return dataclasses.replace(processor, state=jax.tree.map(write, processor.state, state))
-
-
-def _check_stacked(processor: LogitsProcessor, num_slots: int) -> None:
-    """Raises ValueError unless the processor has a state for each slot."""
-    for path, x in jax.tree.leaves_with_path(processor.state):
-        if jnp.shape(x)[:1] != (num_slots,):
-            raise ValueError(
-                f"processor.state{jax.tree_util.keystr(path)} has shape {jnp.shape(x)}, it must be [{num_slots}, ...] "
-                "with a state for each slot: use processor.stacked([state] * slots)"
-            )
 
 
 def _types(tree):

@@ -176,11 +176,11 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     columns = jnp.where(is_new, state.num_tokens[:, None] + offsets, steps)
     output = dataclasses.replace(state.output, accepted=None, processor=None)
     output = jax.tree.map(lambda all, new: all.at[slots[:, None], columns].set(new, mode="drop"), output, drawn)
-    output = dataclasses.replace(output, processor=result.processor)
+    counts = state.output.accepted
     if drafts:
         step_index = jnp.where(is_active, state.num_steps, steps)
-        counts = state.output.accepted.at[slots, step_index].set(num_new - 1, mode="drop")
-        output = dataclasses.replace(output, accepted=counts)
+        counts = counts.at[slots, step_index].set(num_new - 1, mode="drop")
+    output = dataclasses.replace(output, accepted=counts, processor=result.processor)
     length = state.last_tokens.positions + num_new
     last_token = jnp.take_along_axis(drawn.tokens, accepted[:, None], axis=1)[:, 0]
     return _LoopState(
@@ -201,9 +201,10 @@ def _with_drafts(last_tokens, draft_tokens, is_live):
     ids = jnp.concatenate([last_tokens.token_ids[:, None], draft_tokens], axis=1)
     positions = last_tokens.positions[:, None] + jnp.arange(is_live.shape[1], dtype=jnp.int32)[None, :]
     slots = jnp.arange(len(ids), dtype=jnp.int32)[:, None]
+
+    def flat(values, padding):
+        return jnp.where(is_live, values, padding).reshape(-1)
+
     return dataclasses.replace(
-        last_tokens,
-        token_ids=jnp.where(is_live, ids, 0).reshape(-1),
-        positions=jnp.where(is_live, positions, -1).reshape(-1),
-        slots=jnp.where(is_live, slots, -1).reshape(-1),
+        last_tokens, token_ids=flat(ids, 0), positions=flat(positions, -1), slots=flat(slots, -1)
     )

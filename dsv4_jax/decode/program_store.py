@@ -168,7 +168,7 @@ def find_program(function: Any, args: tuple, options: Mapping[str, Any]) -> Prog
         with _without_jax_cache():
             executable = lowered.compile()
         *results, cache = lowered.out_tree.children()
-        with _reported(f"cannot keep {function.__qualname__}"):
+        with _reported(f"cannot keep {function.__qualname__} in {folder}"):
             if cache != jax.tree.structure(args[1]):
                 raise ValueError("its last result is not the updated cache")
             # Pytrees of zeros stand for the tree structures of the results.
@@ -232,7 +232,7 @@ def _describe(value: Any) -> Any:
         hash covers.
     """
     kind = type(value)
-    if value is None or kind in (bool, int, float, complex, str, bytes):
+    if kind in (type(None), bool, int, float, complex, str, bytes):
         return value
     if kind in (tuple, list):
         return kind.__name__, *map(_describe, value)
@@ -241,8 +241,8 @@ def _describe(value: Any) -> Any:
         return ("tree", node and _describe(node), *map(_describe, value.children()))
     if isinstance(value, type):
         return "type", _definition(value)
-    if isinstance(value, np.dtype):
-        return "dtype", str(value)
+    if isinstance(value, np.dtype | PartitionSpec):
+        return kind.__name__, str(value)
     if isinstance(value, np.ndarray):
         return "array", str(value.dtype), value.shape, value.tobytes()
     if isinstance(value, Mapping):
@@ -250,11 +250,9 @@ def _describe(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         fields = ((field.name, _describe(getattr(value, field.name))) for field in dataclasses.fields(value))
         return "dataclass", _definition(kind), *fields
-    if isinstance(value, PartitionSpec):
-        return "spec", str(value)
     if isinstance(value, Mesh):
-        ids = [device.id for device in value.devices.flat]
-        return "mesh", value.axis_names, value.devices.shape, str(value.axis_types), tuple(ids)
+        ids = tuple([device.id for device in value.devices.flat])
+        return "mesh", value.axis_names, value.devices.shape, str(value.axis_types), ids
     raise _UnknownObjectError(f"{kind.__qualname__} is not described")
 
 
@@ -280,7 +278,6 @@ def _describe_leaf(leaf: Any) -> tuple:
     """
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return "host", np.shape(leaf), str(getattr(leaf, "dtype", type(leaf)))
-    where = None
     sharding = _sharding(leaf)
     if isinstance(sharding, NamedSharding):
         spec = list(sharding.spec)
@@ -395,10 +392,9 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Writes a checksum and `data` to a file atomically. If this fails, as on a full disk, the error is only logged."""
-    with _reported(f"cannot write {path}"):
-        with atomic_write(path) as file:
-            file.write(hashlib.sha256(data).digest() + data)
+    """Writes a checksum and `data` to a file atomically."""
+    with atomic_write(path) as file:
+        file.write(hashlib.sha256(data).digest() + data)
 
 
 def _remove_oldest(folder: Path) -> None:

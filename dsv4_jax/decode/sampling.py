@@ -145,7 +145,11 @@ def sample(
     def draw():
         scaled = logits / jnp.where(warm, sampling.temperature, 1.0)[:, None]
         scaled = jax.lax.cond(jnp.any(is_limited), _keep_best, lambda logits, *_: logits, scaled, sampling)
-        drawn = jax.vmap(lambda seed, position, row: jax.random.categorical(_key(seed, position), row))
+
+        @jax.vmap
+        def drawn(seed, position, row):
+            return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), position), row)
+
         return jnp.where(warm, drawn(seeds, positions, scaled).astype(jnp.int32), best)
 
     return jax.lax.cond(jnp.any(warm), draw, lambda: best)
@@ -195,10 +199,6 @@ def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], optio
     # The search is skipped when no row asks for its likeliest tokens.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(find))
     return jax.lax.cond(options.wants_top, find, lambda: zeros)
-
-
-def _key(seed, position):
-    return jax.random.fold_in(jax.random.key(seed), position)
 
 
 def _keep_best(logits, sampling):

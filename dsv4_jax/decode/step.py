@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from dsv4_jax.cache import Batch, Decisions, KVCache
-from dsv4_jax.decode.drafts import DraftOptions, check_drafts, draft, forward_for_drafts, one_token_batch
+from dsv4_jax.decode.drafts import DraftOptions, check_drafts, draft, one_token_batch
 from dsv4_jax.decode.logits_processor import LogitsProcessor, SlotRows
 from dsv4_jax.decode.sampling import (
     GREEDY,
@@ -253,23 +253,25 @@ def _run(model, cache, batch, drafts, record):
       drafts: DraftOptions.
 
     Returns:
-      ([T, hidden] hidden states; the inputs of the draft layers, None without drafts; Decisions, None if none are
-      recorded; the updated cache, to which the draft layers have written).
+      ([T, hidden] hidden states; [T, h, hidden] inputs of the draft layers, None without drafts; Decisions, None if
+      none are recorded; the updated cache, to which the draft layers have written).
 
     Raises:
       ValueError: as for `check_drafts`.
     """
     if drafts.count:
         check_drafts(cache.schema, drafts)
+    streams = None
+    decisions = None
     if record:
         hidden, streams, decisions, cache = model.forward_decisions(cache, batch, record)
-        cache = model.drafts.write(model, streams, cache, batch) if drafts.count else cache
-        return hidden, streams, decisions, cache
+    elif drafts.count:
+        hidden, streams, cache = model.forward_streams(cache, batch)
+    else:
+        hidden, cache = run_model(model, cache, batch)
     if drafts.count:
-        hidden, streams, cache = forward_for_drafts(model, cache, batch)
-        return hidden, streams, None, cache
-    hidden, cache = run_model(model, cache, batch)
-    return hidden, None, None, cache
+        cache = model.drafts.write(model, streams, cache, batch)
+    return hidden, streams, decisions, cache
 
 
 def _draft_next(model, cache, batch, indices, output, streams, sampling, seeds, options):
@@ -277,9 +279,9 @@ def _draft_next(model, cache, batch, indices, output, streams, sampling, seeds, 
 
     Args:
       model, batch, indices, sampling, seeds: as in `sample_step`.
-      cache: the cache after the model and the draft layers' `write`.
+      cache: the cache after the model and the draft layers' `write`. Its `lengths` count no rejected drafts.
       output: the step's StepOutput.
-      streams: [T, h, hidden] from `forward_for_drafts`.
+      streams: [T, h, hidden] inputs of the draft layers, from `_run`.
       options: DraftOptions.
 
     Returns:
@@ -289,7 +291,7 @@ def _draft_next(model, cache, batch, indices, output, streams, sampling, seeds, 
     row = jnp.maximum(last, 0)
     tokens = output.tokens[row]
     index = jnp.maximum(indices[row], 0)
-    batch = one_token_batch(tokens, jnp.where(last >= 0, batch.positions[index] + 1, -1))
+    batch = one_token_batch(tokens, jnp.where(last >= 0, cache.lengths, -1))
     draft_tokens, _, _, cache = draft(model, cache, streams[index], batch, sampling, seeds, drafts=options)
     return dataclasses.replace(output, draft_tokens=draft_tokens, last_tokens=tokens), cache
 

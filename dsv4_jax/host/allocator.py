@@ -25,7 +25,7 @@ class BlockAllocator:
       num_blocks: number of blocks, free or not, in all shards.
       num_shards: number of shards.
       listener: function that `share` and `release` call with the ids of the blocks whose reference counts they changed;
-        None = no listener.
+        it does nothing at first.
     """
 
     def __init__(self, num_blocks: int, num_shards: int = 1, devices: int = 1):
@@ -48,7 +48,7 @@ class BlockAllocator:
         # the first block of each device, then the second block of each, and so on; with one device per shard 0, 1, ...
         share = num_blocks // (num_shards * devices)
         self._free = self._by_shard(sorted(range(num_blocks), key=lambda block: (block % share, block), reverse=True))
-        self.listener: Callable[[Sequence[int]], None] | None = None
+        self.listener: Callable[[Sequence[int]], None] = lambda blocks: None
 
     @property
     def num_free(self) -> int:
@@ -97,7 +97,7 @@ class BlockAllocator:
             self._check_held(block)
         for block in blocks:
             self._references[block] += 1
-        self._notify(blocks)
+        self.listener(blocks)
 
     def release(self, blocks: Iterable[int]) -> None:
         """Drops one reference to each block; a block that is listed twice loses two.
@@ -118,7 +118,7 @@ class BlockAllocator:
             self._references[block] -= count
             if not self._references[block]:
                 self._free[self.shard(block)].append(block)
-        self._notify(list(drops))
+        self.listener(list(drops))
 
     def references(self, block: int) -> int:
         """Returns the number of owners of a block; 0 = free.
@@ -149,10 +149,6 @@ class BlockAllocator:
         for block in blocks:
             shards[self.shard(block)].append(block)
         return shards
-
-    def _notify(self, blocks):
-        if self.listener is not None:
-            self.listener(blocks)
 
     def _check_held(self, block):
         if not self.references(block):

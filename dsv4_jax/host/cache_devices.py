@@ -74,7 +74,7 @@ class CacheDevices:
         """Keeps the geometry and the mesh; transfers nothing. See the class for the arguments."""
         self.schema = schema
         self.mesh = mesh
-        count = count_shards(mesh)
+        count = 1 if mesh is None else mesh.shape.get(DATA_AXIS, 1)
         self.shards = Shards(count, schema.max_requests // count, schema.num_blocks // count)
         self._last_put: dict[tuple, tuple[np.ndarray, Any]] = {}
 
@@ -186,13 +186,13 @@ class CacheDevices:
           A pytree of the same structure, with the arrays on the devices.
         """
         leaves, structure = jax.tree.flatten(tree)
-        keys = [(structure, i, np.shape(leaf), axis) for i, leaf in enumerate(leaves)]
-        changed = [i for i, key in enumerate(keys) if not self._is_there(key, leaves[i])]
+        arrays = {(structure, i, np.shape(leaf), axis): leaf for i, leaf in enumerate(leaves)}
+        changed = {key: array for key, array in arrays.items() if not self._is_there(key, array)}
         if changed:
-            arrays = [leaves[i] for i in changed]
-            for i, array, on_device in zip(changed, arrays, self.put(arrays, axis), strict=True):
-                self._last_put[keys[i]] = array, on_device
-        return structure.unflatten([self._last_put[key][1] for key in keys])
+            on_devices = self.put(list(changed.values()), axis)
+            for (key, array), on_device in zip(changed.items(), on_devices, strict=True):
+                self._last_put[key] = array, on_device
+        return structure.unflatten([self._last_put[key][1] for key in arrays])
 
     def _is_there(self, key, array):
         """Whether the array that `_last_put` holds for this key equals `array` and still exists on the devices."""
@@ -217,11 +217,6 @@ class CacheDevices:
             if isinstance(leaf, jax.Array):  # a step of a test may return NumPy arrays
                 leaf.copy_to_host_async()
         return tree
-
-
-def count_shards(mesh: Mesh | None) -> int:
-    """Returns the number of shards of a cache's slots and blocks: the size of the mesh axis "data", or 1 without it."""
-    return 1 if mesh is None else mesh.shape.get(DATA_AXIS, 1)
 
 
 def padded(values: Any, size: int) -> np.ndarray:

@@ -12,13 +12,13 @@ from jax.sharding import Mesh
 from dsv4_jax.cache import Batch, CacheSchema, KVCache, LayerCacheHandle, compute_block_budget
 from dsv4_jax.cache.request_rows import copy_request
 from dsv4_jax.common.arguments import check_whole
-from dsv4_jax.common.mesh_axes import MODEL_AXIS
+from dsv4_jax.common.mesh_axes import DATA_AXIS, MODEL_AXIS
 from dsv4_jax.common.sizes import parse_bytes
 from dsv4_jax.common.summary import Share, Summarized, Summary
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.host import step_order
 from dsv4_jax.host.batches import find_layout, find_new_rows
-from dsv4_jax.host.cache_devices import CacheDevices, consecutive, count_shards, padded
+from dsv4_jax.host.cache_devices import CacheDevices, consecutive, padded
 from dsv4_jax.host.canary import check_snapshot
 from dsv4_jax.host.request_table import RequestState, RequestTable
 from dsv4_jax.parallel.mailboxes import make_mailboxes
@@ -100,7 +100,6 @@ class KVCacheManager(Summarized):
         check_whole("max_requests", max_requests, 1)
         if num_blocks is not None:
             check_whole("num_blocks", num_blocks, 1)
-        num_shards = count_shards(mesh)
         shape = {} if mesh is None else mesh.shape
         if mesh is not None:
             check_mesh(mesh)
@@ -108,11 +107,11 @@ class KVCacheManager(Summarized):
             check_divisible(shape, max_requests=max_requests, num_blocks=num_blocks or 0)
         devices_per_shard = check_context_parallel(shape, context_parallel, num_blocks or 0)
         if num_blocks is None and memory is not None:
+            num_shards = shape.get(DATA_AXIS, 1)
             slots = max_requests // num_shards
-            budget = compute_block_budget(
-                config, parse_bytes(memory), max_requests=slots, context_parallel=context_parallel, **sizes
-            )
-            shard = CacheSchema(config, 0, max_requests=slots, context_parallel=context_parallel, **sizes)
+            fields: dict[str, Any] = {"max_requests": slots, "context_parallel": context_parallel, **sizes}
+            budget = compute_block_budget(config, parse_bytes(memory), **fields)
+            shard = CacheSchema(config, 0, **fields)
             # `full` is the number of blocks on a device if the requests in all slots have the maximum length.
             full = -(-slots * shard.max_blocks // devices_per_shard)
             num_blocks = num_shards * devices_per_shard * min(budget, full)
@@ -336,7 +335,7 @@ class KVCacheManager(Summarized):
 
     def fits(self, num_tokens: int) -> bool:
         """Whether any shard has a free slot, and enough free or evictable blocks for a new request of this length."""
-        return any(self.requests.fits(shard, num_tokens) for shard in range(self.shards.count))
+        return self.count_fitting([num_tokens]) == 1
 
     def free_slots_beside(self, slot: int) -> int:
         """Returns the number of free slots in the shard of a slot, which limits the copies that `fork` can make."""
@@ -658,16 +657,15 @@ class KVCacheManager(Summarized):
         if not 0 <= length <= state.length:
             raise ValueError(f"{length=} must be between 0 and the {state.length} tokens that slot {slot} holds")
         start = length
-        min_length = state.min_length
         snapshot = None
-        if length < min_length:
+        if length < state.min_length:
             start = 0
             nodes = [node for node in state.cached_blocks if node.length <= length and node.snapshot is not None]
             if nodes:
                 check_snapshot(self.schema, nodes[-1], f"slot {slot}")
                 start = nodes[-1].length
                 snapshot = nodes[-1].snapshot
-            min_length = start
+        min_length = min(start, state.min_length)
         full, partial = divmod(start, self.schema.block_tokens)
         end = full + bool(partial)
         written = state.blocks[full:end]  # the last kept block if it is not full, else nothing

@@ -209,15 +209,17 @@ def check_identity(schema: CacheSchema, key: str, have: Mapping[str, str]) -> No
 
 
 @functools.lru_cache
-def rows_struct(schema: CacheSchema) -> RequestRows:
-    """Returns the shapes and dtypes of `OffloadedRequest.rows` for a cache, as `jax.ShapeDtypeStruct` objects."""
-    return jax.eval_shape(lambda cache: read_request(cache, 0, 0, 0), KVCache.abstract(schema))
+def rows_struct(schema: CacheSchema, *, boundary: bool = False) -> RequestRows:
+    """Returns the shapes and dtypes of `OffloadedRequest.rows` for a cache, as `jax.ShapeDtypeStruct` objects.
+
+    With `boundary`, returns those of a snapshot, see `read_request`.
+    """
+    return jax.eval_shape(lambda cache: read_request(cache, 0, 0, 0, boundary=boundary), KVCache.abstract(schema))
 
 
 def blocks_struct(schema: CacheSchema, n: int) -> dict[str, PoolGroup]:
     """Returns the shapes and dtypes of `OffloadedRequest.blocks` with `n` blocks, as `jax.ShapeDtypeStruct` objects."""
-    groups = KVCache.abstract(dataclasses.replace(schema, num_blocks=n)).groups
-    return {name: group.paged for name, group in groups.items()}
+    return KVCache.abstract(dataclasses.replace(schema, num_blocks=n)).paged
 
 
 def _fit(x, struct):

@@ -294,7 +294,7 @@ class RequestTable:
         (slot,) = self.find_slots(1, best_shard)
         return slot
 
-    def fits(self, shard: int, num_tokens: int, prefix: FoundPrefix = NOTHING) -> bool:
+    def fits(self, shard: int, num_tokens: int, prefix: FoundPrefix) -> bool:
         """Whether a shard has a slot and enough blocks for a new request.
 
         Args:

@@ -153,10 +153,9 @@ def check_manager(table: RequestTable, cache: KVCache, slot: int | None = None) 
         raise ValueError(f"a batch of slot {slot} has not run on this cache. {contents.advice([slot])}")
 
 
-def check_not_donated(cache: Any) -> None:
+def check_not_donated(cache: KVCache) -> None:
     """Raises RuntimeError if the arrays of a cache are deleted, because an earlier step donated them."""
-    lengths: Any = getattr(cache, "lengths", None)
-    if _is_concrete(lengths) and lengths.is_deleted():
+    if _is_concrete(cache.lengths) and cache.lengths.is_deleted():
         raise RuntimeError(
             "the cache was donated to an earlier step, which deleted its arrays: use the cache that this step returned "
             "(logits, cache = decode_step(model, cache, batch))"

@@ -2,12 +2,11 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.common.arguments import check_dtype
 from dsv4_jax.ops.dispatch import with_kernel
-from dsv4_jax.ops.views import SWAView, put, run_bounds
+from dsv4_jax.ops.views import SWAView, put_in_rings
 from dsv4_jax.quant import Rows
 from pallas_kernels.append_swa import append_swa as append_swa_kernel
 
@@ -42,8 +41,5 @@ def append_swa(
       TypeError: `kv` has another dtype.
     """
     check_dtype("kv", kv, "bfloat16", "float32")
-    tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
-    _, end = run_bounds(slots)
-    keep = (slots >= 0) & (positions >= 0) & (end - tokens <= view.ring)
-    row = jnp.maximum(positions, 0) % view.ring
-    return dataclasses.replace(view, rows=put(view.rows, view.codec.encode(kv), keep, view.layer, slots, row))
+    rows = put_in_rings(view.rows, view.codec.encode(kv), view.layer, slots, positions)
+    return dataclasses.replace(view, rows=rows)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from dsv4_jax.common.arguments import check_dtype
 from dsv4_jax.ops.dispatch import with_kernel
 from dsv4_jax.ops.rope import apply_rope_deterministic
-from dsv4_jax.ops.views import ClassicalView, IndexerView, StateView, put, run_bounds, take
+from dsv4_jax.ops.views import ClassicalView, IndexerView, StateView, put_in_rings, run_bounds, take
 from dsv4_jax.quant import layer_stacks, ordered_sum, round_to
 from pallas_kernels.flush import (
     CompressorOperands,
@@ -229,16 +229,14 @@ def pool_windows(
         return _closed_windows(state, _norm(kv, weights, dtype), closing, slots, positions), state
     if weights.position_bias is not None:
         gate = gate + take(weights.position_bias, jnp.maximum(positions, 0) % rate)
-    tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
-    start, end = run_bounds(slots)
+    start, _ = run_bounds(slots)
     slot, position, run_start = (take(x, closing) for x in (slots, positions, start))
     pooled = _pool_windows(state, kv, gate, closing, slot, position, run_start)
     # The barrier orders the reads of the rings above before the writes below. Otherwise XLA copies the rings.
     kv, gate, pooled = jax.lax.optimization_barrier((kv, gate, pooled))
     closed = _closed_windows(state, _norm(pooled, weights, dtype), closing, slots, positions)
-    keep = (slots >= 0) & (positions >= 0) & (end - tokens <= state.ring)
-    index = (state.layer, slots, jnp.maximum(positions, 0) % state.ring)
-    return closed, _with_states(state, *put((state.kv, state.gate), (kv, gate), keep, *index))
+    rings = put_in_rings((state.kv, state.gate), (kv, gate), state.layer, slots, positions)
+    return closed, _with_states(state, *rings)
 
 
 def _with_states(state, kv, gate):

@@ -42,6 +42,24 @@ def put(tree, values, keep: Bool[Array, "..."], *index):
     return jax.tree.map(scatter, tree, values)
 
 
+def put_in_rings(rings, values, layer, slots: Int[Array, "T"], positions: Int[Array, "T"]):
+    """Writes each token's row to the row `position % ring` of its slot's ring in every array, and returns the new tree.
+
+    If a request has more tokens than a ring has rows, only its last `ring` tokens are written.
+
+    Args:
+      rings: tree of arrays [layers, slots, ring, ...].
+      values: the rows [T, ...] to write, a tree of the same structure.
+      layer: index on axis 0.
+      slots, positions: slot and position of each token; -1 = padding, which writes nothing.
+    """
+    ring = jax.tree.leaves(rings)[0].shape[2]
+    tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
+    _, end = run_bounds(slots)
+    keep = (slots >= 0) & (positions >= 0) & (end - tokens <= ring)
+    return put(rings, values, keep, layer, slots, jnp.maximum(positions, 0) % ring)
+
+
 @pytree_dataclass
 class SWAView:
     """The sliding windows of one layer, a ring buffer for each slot: a token's row is `position % ring`.

@@ -26,7 +26,7 @@ def test_groups_follow_from_the_layers():
     assert {name: (g.compress_rate, g.layers) for name, g in schema.groups.items()} == {
         "r2": (2, (1, 7)), "r8": (8, (2,)), "r64": (64, (3,))
     }  # fmt: skip
-    assert schema.num_rings == len(SPECS)
+    assert schema.slot_structs()["swa"].rope.shape[0] == len(SPECS)
     assert schema.memory_bytes() == KVCache.abstract(schema).nbytes
     assert schema.group_structs("r2").state.kv.shape == (2, 2, 6, 2 * CONFIG.head_dim)
     assert schema.group_structs("r64").key_state is None

@@ -30,7 +30,7 @@ from training import Recipe, evaluate, train_step
 from dsv4_jax import DeepseekV4ForCausalLM, DSV4Config, KVCacheManager, load_checkpoint
 from dsv4_jax.checkpoint import save_release
 from dsv4_jax.config import LayerSpec
-from dsv4_jax.decode.drafts import forward_for_drafts, one_token_batch
+from dsv4_jax.decode.drafts import one_token_batch
 from dsv4_jax.decode.step import forward
 
 
@@ -141,7 +141,8 @@ def test_a_blocks_losses_are_of_the_drafts_that_decoding_makes():
 
     @jax.jit
     def passes(model, cache, batch, true):
-        _, streams, cache = forward_for_drafts(model, cache, batch)
+        _, streams, cache = model.forward_streams(cache, batch)
+        cache = model.drafts.write(model, streams, cache, batch)
         at = jnp.arange(2, dtype=jnp.int32) * (t + 1) + t
         logits = []
         newest = one_token_batch(true[:, 0], batch.positions[at])

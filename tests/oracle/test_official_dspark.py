@@ -15,7 +15,7 @@ from dsv4_jax.checkpoint.reader import read_checkpoint
 from dsv4_jax.cli import main
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.decode import CompiledModel, SamplingParams, decode_loop
-from dsv4_jax.decode.drafts import DraftOptions, draft, forward_for_drafts, one_token_batch
+from dsv4_jax.decode.drafts import DraftOptions, draft, one_token_batch
 from dsv4_jax.decode.step import last_token_indices
 from dsv4_jax.engine import Engine
 from dsv4_jax.engine.generate import engine_for_prompts
@@ -53,7 +53,8 @@ def compiled(model):
 @functools.partial(jax.jit, donate_argnames="cache")
 def step(model, cache, batch, anchors):
     """By slot: taps and logits of the last token, and greedy drafts that follow it and an anchor."""
-    hidden, taps, cache = forward_for_drafts(model, cache, batch)
+    hidden, taps, cache = model.forward_streams(cache, batch)
+    cache = model.drafts.write(model, taps, cache, batch)
     slots = cache.lengths.shape[0]
     last = last_token_indices(batch, slots)
     at = jnp.maximum(last, 0)

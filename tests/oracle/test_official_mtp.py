@@ -13,7 +13,7 @@ from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.cli import main
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.decode import CompiledModel, SamplingParams, decode_loop
-from dsv4_jax.decode.drafts import draft, forward_for_drafts, one_token_batch
+from dsv4_jax.decode.drafts import draft, one_token_batch
 from dsv4_jax.decode.step import last_token_indices
 from dsv4_jax.engine import Engine, generate, stream
 from dsv4_jax.host import KVCacheManager, PrefixCache, offload, resume
@@ -46,7 +46,8 @@ def model():
 @functools.partial(jax.jit, donate_argnames="cache")
 def step(model, cache, batch):
     """By slot: the streams and logits after the last token, and K greedy drafts with their logits."""
-    hidden, streams, cache = forward_for_drafts(model, cache, batch)
+    hidden, streams, cache = model.forward_streams(cache, batch)
+    cache = model.drafts.write(model, streams, cache, batch)
     slots = cache.lengths.shape[0]
     last = last_token_indices(batch, slots)
     at = jnp.maximum(last, 0)

@@ -16,7 +16,7 @@ from dsv4_jax.common.sizes import readable_bytes
 from dsv4_jax.common.summary import Summarized, Summary
 from dsv4_jax.host.canary import block_sums, check_blocks, check_snapshot, snapshot_sums
 from dsv4_jax.host.manager import KVCacheManager, TokenIds
-from dsv4_jax.host.offload import identity
+from dsv4_jax.host.offload import identity, rows_struct
 from dsv4_jax.host.prefix.prefix_files import FORMAT, FoundBlocks, PrefixFileMetrics, PrefixFiles, StoredPrefixes
 from dsv4_jax.host.prefix.prefix_tree import CachedBlock, PrefixTree
 from dsv4_jax.host.request_table import FoundPrefix, RequestState
@@ -117,9 +117,7 @@ class PrefixCache(Summarized):
         """
         if every is not None and every < 1:
             raise ValueError(f"{every=} must be at least 1, or None for last boundaries only")
-        struct = jax.eval_shape(
-            lambda cache: read_request(cache, 0, 0, 0, boundary=True), KVCache.abstract(manager.schema)
-        )
+        struct = rows_struct(manager.schema, boundary=True)
         self.bytes_per_snapshot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(struct))
         if max_bytes < self.bytes_per_snapshot:
             raise ValueError(f"{max_bytes=} holds no snapshot: one takes {self.bytes_per_snapshot} bytes")
@@ -130,6 +128,7 @@ class PrefixCache(Summarized):
         self.files = files
         self._table = manager.requests
         self._devices = manager.devices
+        self._block_tokens = manager.schema.block_tokens
         self._snapshot_struct = struct
         self._seed = seed
         self.get_cache: Callable[[], KVCache] | None = None
@@ -202,12 +201,10 @@ class PrefixCache(Summarized):
         shard = self.manager.shards.of(slot)
         path = paths[shard]
         prefix = self._find_stored(ids, salt, shard, len(path)) or FoundBlocks(path)
-        new_cache = cache
-        if prefix.num_blocks:
-            path, new_cache = self._restore(cache, slot, prefix)
+        if prefix.nodes or prefix.digests:
+            path, cache = self._restore(cache, slot, prefix)
         else:
-            with self._table.transaction():
-                self._table.admit(slot)
+            self._table.admit(slot)
         hit_tokens = path[-1].length if path else 0
         metrics = self._metrics
         metrics.requests += 1
@@ -217,7 +214,7 @@ class PrefixCache(Summarized):
             metrics.hit_tokens += hit_tokens
             path[-1].hits += 1
             self._tree.touch(path[-1:])
-        return slot, hit_tokens, new_cache
+        return slot, hit_tokens, cache
 
     def chunk_end(self, slot: int, tokens: np.ndarray, end: int, *, salt: str = "") -> int:
         """Returns the position at which the next chunk of a prompt should end, so that later prompts can hit there.
@@ -242,7 +239,7 @@ class PrefixCache(Summarized):
           ValueError: the slot is not admitted.
         """
         state = self._table.state(slot)
-        block_tokens = self.manager.schema.block_tokens
+        block_tokens = self._block_tokens
         stride = block_tokens * (self.every or 1)
         end_of_hits = min(end, len(tokens) - 1)  # a hit leaves at least one token to run
         nodes = self._nodes(tokens[:end_of_hits], salt, self.manager.shards.of(slot), state.cached_blocks)
@@ -289,7 +286,7 @@ class PrefixCache(Summarized):
         self._check_current()
         self.manager.check_cache(cache, slot)
         state = self._table.state(slot)
-        block_tokens = self.manager.schema.block_tokens
+        block_tokens = self._block_tokens
         num_full = (state.length if length is None else min(length, state.length)) // block_tokens
         if len(tokens) < num_full * block_tokens:
             raise ValueError(f"slot {slot} holds {num_full} full blocks of {block_tokens} tokens, {len(tokens)=}")
@@ -331,7 +328,7 @@ class PrefixCache(Summarized):
           ValueError: the slot is not admitted.
         """
         state = self._table.state(slot)
-        return self._read_snapshot(cache, state, slot, state.length // self.manager.schema.block_tokens)
+        return self._read_snapshot(cache, state, slot, state.length // self._block_tokens)
 
     def warm_up(self, cache: KVCache, slot: int) -> KVCache:
         """Compiles the programs that take and restore a snapshot, and those for `files`, by running them.
@@ -515,9 +512,10 @@ class PrefixCache(Summarized):
     def _digests(self, ids, salt="", path=()):
         """Yields the digests of the full blocks of `ids`, token ids that follow the blocks of the nodes `path`."""
         digest = path[-1].digest if path else self._salted_root(salt)
-        block_tokens = self.manager.schema.block_tokens
+        block_tokens = self._block_tokens
         for end in range(block_tokens, len(ids) + 1, block_tokens):
-            digest = _digest(digest, ids[end - block_tokens : end].tobytes())
+            block = ids[end - block_tokens : end].tobytes()
+            digest = hashlib.blake2b(digest + block, digest_size=32).digest()
             yield digest
 
     def _find(self, ids, salt):
@@ -535,7 +533,7 @@ class PrefixCache(Summarized):
     def _nodes(self, ids, salt, shard, path=()):
         """Returns the nodes of the longest prefix of `ids` in a shard's memory; `path` lists its known first nodes."""
         nodes = list(path)
-        for digest in self._digests(ids[len(path) * self.manager.schema.block_tokens :], salt, path):
+        for digest in self._digests(ids[len(path) * self._block_tokens :], salt, path):
             if (node := self._tree.nodes.get((shard, digest))) is None:
                 break
             nodes.append(node)
@@ -572,7 +570,7 @@ class PrefixCache(Summarized):
             with table.transaction({slot: len(prefix.digests)}) as acquired:
                 restored = acquired[slot]
                 blocks += restored
-                length = len(blocks) * self.manager.schema.block_tokens
+                length = len(blocks) * self._block_tokens
                 snapshot = devices.put(prefix.snapshot)  # `put` returns None for None
                 rows = path[-1].snapshot if snapshot is None else snapshot
                 new_cache = devices.write_request(cache, slot, length, blocks, rows, restored, prefix.blocks)
@@ -588,7 +586,7 @@ class PrefixCache(Summarized):
         """Appends the tree's node with this digest to `path`. If there is none, adds one for `block` to the tree."""
         node = self._tree.nodes.get((self._table.allocator.shard(block), digest))
         if node is None:
-            node = CachedBlock(digest, (len(path) + 1) * self.manager.schema.block_tokens, block)
+            node = CachedBlock(digest, (len(path) + 1) * self._block_tokens, block)
             self._table.allocator.share([block])
             self._tree.add(node)
             if path:
@@ -597,7 +595,7 @@ class PrefixCache(Summarized):
 
     def _read_snapshot(self, cache, state, slot, full):
         """Returns the rows of a slot at the end of a request's first `full` blocks, or None, see `snapshot`."""
-        length = full * self.manager.schema.block_tokens
+        length = full * self._block_tokens
         is_stale = state.weights != self._table.weights
         # The rings hold the rows at the boundary as long as the request can be rewound to the boundary.
         if not full or is_stale or state.min_length > length or full % (self.every or 1):
@@ -629,7 +627,3 @@ class PrefixCache(Summarized):
         node.snapshot = None
         self._snapshots.discard(node)
         self._metrics.evicted_snapshots += 1
-
-
-def _digest(before: bytes, data: bytes) -> bytes:
-    return hashlib.blake2b(before + data, digest_size=32).digest()

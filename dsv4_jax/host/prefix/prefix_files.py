@@ -319,20 +319,17 @@ class PrefixFiles(Summarized):
             for i, (digest, content) in enumerate(zip(digests, layout.pack(digests, tree), strict=True)):
                 if not self.exists(layout, digest):
                     self._make_room(len(content))
-                    self._write_file(layout.name(digest), content, used - i)
+                    with atomic_write(Path(self._path(layout, digest))) as file:
+                        file.write(content)
+                        file.flush()
+                        os.utime(file.fileno(), ns=(used - i, used - i))
+                        os.fsync(file.fileno())
                     self._count(layout.kind, len(content))
                     self.metrics.written_bytes += len(content)
                     self._unlisted_bytes += len(content)
                 written += 1
         finally:
             self.metrics.dropped += len(digests) - written
-
-    def _write_file(self, name, content, used):
-        with atomic_write(self.directory / name) as file:
-            file.write(content)
-            file.flush()
-            os.utime(file.fileno(), ns=(used, used))
-            os.fsync(file.fileno())
 
     def _touch(self, layout, digests, used):
         for i, digest in enumerate(digests):
@@ -405,11 +402,6 @@ class FoundBlocks:
     digests: Sequence[bytes] = ()
     blocks: Any = None
     snapshot: RequestRows | None = None
-
-    @property
-    def num_blocks(self) -> int:
-        """The number of blocks in the prefix."""
-        return len(self.nodes) + len(self.digests)
 
 
 class StoredPrefixes:
@@ -533,7 +525,10 @@ class StoredPrefixes:
             on_disk = path[len(nodes) :]
             count, blocks = self.files.read(self._blocks, on_disk)
             if count == len(on_disk):
-                self._count(path, count)
+                self.files.metrics.hit_tokens += count * self._devices.schema.block_tokens
+                now = time.time_ns()
+                self.files.touch(self._blocks, path, used=now)
+                self.files.touch(self._snapshots, path[-1:], used=now)
                 return FoundBlocks(nodes[: len(path)], on_disk, blocks, snapshot)
             del path[len(nodes) + count :]  # the blocks that follow a damaged or missing file are of no use
         return None
@@ -555,12 +550,6 @@ class StoredPrefixes:
         """
         length = np.int32(len(ids) * self._devices.schema.block_tokens)
         return self._devices.begin_get(read_blocks(get_cache(), *self._devices.put((ids, np.int32(0), length))))
-
-    def _count(self, digests, num_read):
-        self.files.metrics.hit_tokens += num_read * self._devices.schema.block_tokens
-        now = time.time_ns()
-        self.files.touch(self._blocks, digests, used=now)
-        self.files.touch(self._snapshots, digests[-1:], used=now)
 
 
 def _open_at_once(path: str, flags: int) -> int:

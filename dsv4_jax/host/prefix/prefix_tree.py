@@ -76,16 +76,14 @@ class PrefixTree:
 
     def add(self, node: CachedBlock) -> None:
         """Adds a node whose block a request holds. The caller has already added the tree's reference to the block."""
-        self._clock += 1
-        node.last_used = self._clock
+        self._use(node)
         self.nodes[self.key(node)] = node
         self._by_block[node.block] = node
 
     def remove(self, node: CachedBlock) -> None:
         """Removes an idle node and drops the reference to its block."""
         node.alive = False
-        shard, _ = key = self.key(node)
-        del self.nodes[key], self._by_block[node.block], self.idle[shard][node.block]
+        del self.nodes[self.key(node)], self._by_block[node.block], self._idle_queue(node)[node.block]
         self._allocator.release([node.block])
 
     def clear(self) -> None:
@@ -99,28 +97,20 @@ class PrefixTree:
     def touch(self, path: Sequence[CachedBlock]) -> None:
         """Marks the consecutive nodes of a prefix as used, in reverse order, so that the first node is the newest."""
         for node in reversed(path):
-            self._clock += 1
-            node.last_used = self._clock
+            self._use(node)
             if not node.in_use:
-                self.idle[self._allocator.shard(node.block)].move_to_end(node.block)
+                self._idle_queue(node).move_to_end(node.block)
 
     def recount(self) -> None:
         """Rebuilds the tree's state from the nodes that are alive and from the allocator's reference counts."""
         self.nodes = {key: node for key, node in self.nodes.items() if node.alive}
         self._by_block = {node.block: node for node in self.nodes.values()}
         self.idle = [collections.OrderedDict[int, CachedBlock]() for _ in range(self._allocator.num_shards)]
-        released = []
         for node in sorted(self.nodes.values(), key=_LAST_USED):
-            was_in_use = node.in_use
-            node.in_use = self._allocator.references(node.block) > 1
-            if was_in_use and not node.in_use:
-                released.append(node)
-            elif not node.in_use:
-                self.idle[self._allocator.shard(node.block)][node.block] = node
-        for node in sorted(released, key=lambda node: -node.length):  # a request releases its last block first
-            self._clock += 1
-            node.last_used = self._clock
-            self.idle[self._allocator.shard(node.block)][node.block] = node
+            if not node.in_use:
+                self._idle_queue(node)[node.block] = node
+        by_length = sorted(self.nodes.values(), key=lambda node: node.length)  # a request releases its last block first
+        self._listen([node.block for node in by_length])
 
     def _listen(self, blocks: Sequence[int]):
         """Moves the nodes of blocks with changed reference counts to or from `idle`, in reverse order of `blocks`."""
@@ -128,11 +118,17 @@ class PrefixTree:
             node = self._by_block.get(block)
             if node is None or node.in_use == (in_use := self._allocator.references(block) > 1):
                 continue
-            self._clock += 1
-            node.last_used = self._clock
+            self._use(node)
             node.in_use = in_use
-            idle = self.idle[self._allocator.shard(block)]
             if in_use:
-                del idle[block]
+                del self._idle_queue(node)[block]
             else:
-                idle[block] = node
+                self._idle_queue(node)[block] = node
+
+    def _use(self, node):
+        self._clock += 1
+        node.last_used = self._clock
+
+    def _idle_queue(self, node):
+        """Returns the idle nodes of a node's shard."""
+        return self.idle[self._allocator.shard(node.block)]
