@@ -7,8 +7,8 @@ that the tokens of one batch may use different ones. `merge_adapter` adds one ad
 import contextlib
 import contextvars
 import functools
-import itertools
 import math
+import operator
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -27,9 +27,9 @@ from dsv4_jax.nn.shardings import parameter_sharding
 from dsv4_jax.quant import round_to
 
 
-# `MODULES` names the attributes of a `DecoderLayer` that hold the linear maps which can have adapters. Compressors and
+# `_MODULES` names the attributes of a `DecoderLayer` that hold the linear maps which can have adapters. Compressors and
 # routed experts have other maps.
-MODULES = {
+_MODULES = {
     "self_attn": ("input_projections", "latent_projections", "o_a_proj", "o_b_proj"),
     "mlp.shared_experts": ("gate_up_proj", "down_proj"),
 }
@@ -178,30 +178,29 @@ def add_adapters(
         raise ValueError(f"names={list(names)} must be different, not empty, and at least one")
     if len(scales) != len(names):
         raise ValueError(f"{scales=} must have one factor for each of {list(names)}")
-    layers = [layer for loop in model.model.layers.loops for layer in loop.layers]
-    known = {name for layer in layers for place in _modules_with_maps(layer) for name in _maps(*place)}
+    modules = list(linear_modules(model))
+    known = {name for _, parent, attribute in modules for name in _maps(parent, attribute)}
     if not targets:
         raise ValueError(f"targets is empty: name some of the linear maps {sorted(known)}")
     if unknown := {*targets} - known:
         raise ValueError(f"targets={sorted(unknown)} are none of the linear maps {sorted(known)}")
     rngs = nnx.Rngs(0) if rngs is None else rngs
-    for loop in model.model.layers.loops:
-        stacked = StackedRngs(rngs, loop.run.repeats)
+    for repeats, parent, attribute in modules:
+        stacked = StackedRngs(rngs, repeats)
         make = functools.partial(Adapters, scales=scales, rank=rank, dtype=dtype, rngs=stacked)
-        for parent, attribute in itertools.chain.from_iterable(map(_modules_with_maps, loop.layers)):
-            base = getattr(parent, attribute)
-            if isinstance(base, FusedLinear):
-                adapters = {
-                    name: make(projection.size, _in_features(base), axes=projection.axes)
-                    for name, projection in base.projections.items()
-                    if name in targets
-                }
-                if adapters:
-                    setattr(parent, attribute, AdaptedFusedLinear(base, adapters))
-            elif attribute in targets:
-                *_, outputs, inputs = base.weight.get_value().shape
-                axes = base.weight.get_metadata()["axes"][1:]
-                setattr(parent, attribute, AdaptedLinear(base, make(outputs, inputs, axes=axes)))
+        base = getattr(parent, attribute)
+        if isinstance(base, FusedLinear):
+            adapters = {
+                name: make(projection.size, _in_features(base), axes=projection.axes)
+                for name, projection in base.projections.items()
+                if name in targets
+            }
+            if adapters:
+                setattr(parent, attribute, AdaptedFusedLinear(base, adapters))
+        elif attribute in targets:
+            *_, outputs, inputs = base.weight.get_value().shape
+            axes = base.weight.get_metadata()["axes"][1:]
+            setattr(parent, attribute, AdaptedLinear(base, make(outputs, inputs, axes=axes)))
     model.adapter_names = tuple(names)
     if place:
         place_adapters(model)
@@ -222,7 +221,12 @@ def cast_adapters(model: Any) -> Any:
 
 def adapter_variables(model: Any) -> list[nnx.Variable]:
     """Returns the variables that hold the matrices of a model's adapters."""
-    return jax.tree.leaves(nnx.state(model, nnx.LoRAParam), is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return module_variables(model, nnx.LoRAParam)
+
+
+def module_variables(module: nnx.Module, *filters: Any) -> list[nnx.Variable]:
+    """Returns the variables of a module, or only those of the types `filters`."""
+    return jax.tree.leaves(nnx.state(module, *filters), is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
 def place_adapters(model: Any) -> None:
@@ -261,23 +265,22 @@ def merge_adapter(model: Any, name: str) -> Any:
     number = model.adapter_names.index(name)
     merged = nnx.clone(model)
     options: Any = {"param_dtype": model.model.dtype, "rngs": ABSTRACT}
-    for loop in merged.model.layers.loops:
-        for parent, attribute in itertools.chain.from_iterable(map(_modules_with_maps, loop.layers)):
-            adapted = getattr(parent, attribute)
-            if isinstance(adapted, AdaptedLinear):
-                _add_to(adapted.weight, (), adapted.adapters.product(number))
-                plain: Any = Linear(1, 1, out_dtype=adapted.out_dtype, **options)
-                plain.num_groups = adapted.num_groups
-                plain.weight = adapted.weight
-            elif isinstance(adapted, AdaptedFusedLinear):
-                for map_name, adapters in adapted.adapters.items():
-                    key, rows = adapted.rows_of(map_name)
-                    _add_to(adapted.weights[key], rows, adapters.product(number))
-                plain = FusedLinear(_in_features(adapted), adapted.projections, **options)
-                plain.weights = adapted.weights
-            else:
-                continue
-            setattr(parent, attribute, plain)
+    for _, parent, attribute in linear_modules(merged):
+        adapted = getattr(parent, attribute)
+        if isinstance(adapted, AdaptedLinear):
+            _add_to(adapted.weight, (), adapted.adapters.product(number))
+            plain: Any = Linear(1, 1, out_dtype=adapted.out_dtype, **options)
+            plain.num_groups = adapted.num_groups
+            plain.weight = adapted.weight
+        elif isinstance(adapted, AdaptedFusedLinear):
+            for map_name, adapters in adapted.adapters.items():
+                key, rows = adapted.rows_of(map_name)
+                _add_to(adapted.weights[key], rows, adapters.product(number))
+            plain = FusedLinear(_in_features(adapted), adapted.projections, **options)
+            plain.weights = adapted.weights
+        else:
+            continue
+        setattr(parent, attribute, plain)
     merged.adapter_names = ()
     return merged
 
@@ -291,12 +294,12 @@ def _add_to(variable, rows, product):
     variable.set_value(round_to(weight.at[index].add(product), dtype))
 
 
-def _modules_with_maps(layer) -> Iterator[tuple[Any, str]]:
-    """Yields (parent, attribute) of the modules of a layer that are linear maps of this package."""
-    for path, attributes in MODULES.items():
-        parent = layer
-        for name in path.split("."):
-            parent = getattr(parent, name)
-        for attribute in attributes:
-            if isinstance(getattr(parent, attribute, None), Linear | FusedLinear):
-                yield parent, attribute
+def linear_modules(model: Any) -> Iterator[tuple[int, Any, str]]:
+    """Yields (number of stacked layers, parent, attribute) of the modules of this package that can have adapters."""
+    for loop in model.model.layers.loops:
+        for layer in loop.layers:
+            for path, attributes in _MODULES.items():
+                parent = operator.attrgetter(path)(layer)
+                for attribute in attributes:
+                    if isinstance(getattr(parent, attribute, None), Linear | FusedLinear):
+                        yield loop.run.repeats, parent, attribute
