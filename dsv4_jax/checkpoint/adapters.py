@@ -132,8 +132,7 @@ class _Place(NamedTuple):
 
 def _places(model) -> dict[str, _Place]:
     """Returns {transformers' name of a linear map that can have adapters: its place}."""
-    modules = [getattr(parent, attribute) for _, parent, attribute in linear_modules(model)]
-    variables = {id(variable) for module in modules for variable in module_variables(module)}
+    variables = {id(variable) for *_, module in linear_modules(model) for variable in module_variables(module)}
     views = parameter_views(model)
     places = {}
     for weight in weights(model.config, "module"):

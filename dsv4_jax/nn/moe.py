@@ -114,7 +114,7 @@ class MLP(nnx.Module):
     @jax.named_scope("shared_expert")
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Maps x [T, hidden] to [T, hidden] in the dtype of x. On a mesh, the result is this device's term of a sum."""
-        if type(self.gate_up_proj) is FusedLinear:
+        if _is_plain(self.gate_up_proj, FusedLinear):
             return self.down_proj(ops.linear_swiglu(x, self.gate_up_proj.fused_matrix, self.limit))
         products = self.gate_up_proj(x)
         return self.down_proj(round_to(ops.swiglu(products["gate_proj"], products["up_proj"], self.limit), x.dtype))
@@ -122,11 +122,17 @@ class MLP(nnx.Module):
     def matrices(self) -> tuple[Matrix, Matrix] | None:
         """Returns the matrices (gate and up, down) for the argument `shared` of `ops.experts`.
 
-        Returns None if a user replaced this module or one of its maps by another class, which then has to be called.
+        Returns None if this module has to be called: a user replaced it or one of its maps by another class, or a map
+        has adapters.
         """
-        if type(self) is MLP and type(self.gate_up_proj) is FusedLinear and type(self.down_proj) is Linear:
+        if type(self) is MLP and _is_plain(self.gate_up_proj, FusedLinear) and _is_plain(self.down_proj, Linear):
             return self.gate_up_proj.fused_matrix, self.down_proj.weight.get_value()
         return None
+
+
+def _is_plain(module, kind):
+    """Returns whether a module is of this class, not of a subclass, and has no adapters."""
+    return type(module) is kind and module.adapters is None
 
 
 class Experts(nnx.Module):
