@@ -78,7 +78,11 @@ class Router(nnx.Module):
         bias = None if self.hashed else self.e_score_correction_bias.get_value()
         table = self.tid2eid.get_value() if self.hashed else None
         weight = self.weight.get_value()
-        images = None if is_image is None else (self._image_bias(), is_image)
+        images = None
+        if is_image is not None:
+            if not self.knows_images:
+                raise ValueError("the batch has is_image, but the model's configuration has no image_token_id")
+            images = self.image_correction_bias.get_value(), is_image
         sizes = {"top_k": self.top_k, "scaling_factor": self.config.routed_scaling_factor}
         routing = ops.router(x, weight, bias, table, token_ids if self.hashed else None, slots, images, **sizes)
         if forced_experts is None:
@@ -87,11 +91,6 @@ class Router(nnx.Module):
         # XLA computes the scores once for both calls.
         table = jnp.maximum(jnp.where(forced_experts >= 0, forced_experts, routing.experts), 0)
         return ops.router(x, weight, None, table, jnp.arange(len(table), dtype=jnp.int32), slots, **sizes)
-
-    def _image_bias(self):
-        if not self.knows_images:
-            raise ValueError("the batch has is_image, but the model's configuration has no image_token_id")
-        return self.image_correction_bias.get_value()
 
 
 class MLP(nnx.Module):
