@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +22,7 @@ from dsv4_jax.checkpoint.reader import read_file
 from dsv4_jax.common.arguments import check_positive, check_whole
 from dsv4_jax.common.downloads import parse_json
 from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
-from dsv4_jax.nn.lora import MODULES, Adapters, add_adapters, place_adapters
+from dsv4_jax.nn.lora import Adapters, add_adapters, linear_modules, module_variables, place_adapters
 
 
 _CONFIG = "adapter_config.json"
@@ -53,23 +53,22 @@ def load_adapters(
       TypeError, ValueError: a file is missing or broken, an adapter is of another kind than LoRA or is for another
         model, or the model has adapters already.
     """
+    if not isinstance(folders, Mapping):
+        raise TypeError(f"{folders=} must map names of adapters to their folders")
     if not folders:
         raise ValueError("folders is empty: give at least one adapter")
     places = _places(model)
     adapters = {name: _read(name, Path(folder), places) for name, folder in folders.items()}
     rank = max(rank for rank, _, _ in adapters.values())
-    targets = {_map_name(places[module][0]) for _, _, maps in adapters.values() for module in maps}
+    targets = {places[module].target for _, _, maps in adapters.values() for module in maps}
     scales = [scale for _, scale, _ in adapters.values()]
     add_adapters(model, [*adapters], rank=rank, scales=scales, targets=targets, dtype=dtype, place=False)
     views = parameter_views(model)
-    for name, (_, _, maps) in adapters.items():
-        if left_out := [module for module in maps if f"{places[module][0]}.up" not in views]:
-            raise ValueError(f"adapter {name!r}: {left_out[0]} can have no adapter here")
-    for module, (place, _) in places.items():
-        if f"{place}.up" not in views:
+    for module, place in places.items():
+        if f"{place.path}.up" not in views:
             continue
         for side, axis in {"down": 0, "up": 1}.items():
-            view = views[f"{place}.{side}"]
+            view = views[f"{place.path}.{side}"]
             values = np.zeros(view.shape, np.float32)
             for number, (_, _, maps) in enumerate(adapters.values()):
                 if module in maps:
@@ -98,11 +97,11 @@ def save_adapter(model: DeepseekV4ForCausalLM, name: str, folder: str | Path) ->
     views = parameter_views(model)
     tensors = {}
     modules = []
-    for module, (place, _) in _places(model).items():
-        if f"{place}.up" in views:
+    for module, place in _places(model).items():
+        if f"{place.path}.up" in views:
             modules.append(module)
             for side, letter in _SIDES.items():
-                value = np.asarray(views[f"{place}.{side}"].get_value()[_of_adapter(side, number)])
+                value = np.asarray(views[f"{place.path}.{side}"].get_value()[_of_adapter(side, number)])
                 tensors[f"base_model.model.{module}.lora_{letter}.weight"] = value
     scales = next(module.scales for _, module in nnx.iter_modules(model) if isinstance(module, Adapters))
     rank = tensors[f"base_model.model.{modules[0]}.lora_A.weight"].shape[0]
@@ -117,30 +116,39 @@ def save_adapter(model: DeepseekV4ForCausalLM, name: str, folder: str | Path) ->
     save_file(tensors, folder / _TENSORS)
 
 
-def _places(model):
-    """Returns {transformers' name of a linear map that can have adapters: (path of `Adapters`, [outputs, inputs])}."""
-    modules = [f"{parent}.{attribute}" for parent, attributes in MODULES.items() for attribute in attributes]
-    can_adapt = re.compile(rf"model\.layers\.\d+\.({'|'.join(map(re.escape, modules))})\.adapters\b.*")
+class _Place(NamedTuple):
+    """The place of a linear map's adapters in a model.
+
+    Attributes:
+      path: path of the `Adapters`, whether the model has them or not.
+      target: name of the map as `add_adapters` takes it.
+      shape: [outputs, inputs] of the map.
+    """
+
+    path: str
+    target: str
+    shape: tuple[int, ...]
+
+
+def _places(model) -> dict[str, _Place]:
+    """Returns {transformers' name of a linear map that can have adapters: its place}."""
+    variables = {id(variable) for *_, module in linear_modules(model) for variable in module_variables(module)}
+    views = parameter_views(model)
     places = {}
     for weight in weights(model.config, "module"):
-        module = weight.sources[0].removesuffix(".weight")
-        parent, _, name = weight.path.rpartition(".")
-        if parent.endswith(".weights"):
-            places[module] = f"{parent.removesuffix('weights')}adapters.{name}", weight.source_shape
-        elif name == "weight" and len(weight.source_shape) == 2:
-            places[module] = f"{parent}.adapters", weight.source_shape
-    return {module: place for module, place in places.items() if can_adapt.fullmatch(place[0])}
+        if weight.path in views and id(views[weight.path].variable) in variables:
+            parent, _, name = weight.path.rpartition(".")
+            if name == "weight":
+                place = _Place(f"{parent}.adapters", parent.rpartition(".")[2], weight.source_shape)
+            else:
+                place = _Place(f"{parent.removesuffix('weights')}adapters.{name}", name, weight.source_shape)
+            places[weight.sources[0].removesuffix(".weight")] = place
+    return places
 
 
 def _of_adapter(side, number):
     """Returns the index expression that selects adapter `number` in `Adapters.down` or `Adapters.up`."""
     return number if side == "down" else (slice(None), number)
-
-
-def _map_name(place):
-    """Returns the name of a linear map as `add_adapters` takes it, from the path of its `Adapters`."""
-    parent, _, name = place.rpartition(".")
-    return parent.rpartition(".")[2] if name == "adapters" else name
 
 
 def _read(name, folder, places):
@@ -168,7 +176,7 @@ def _read(name, folder, places):
     if not maps:
         raise ValueError(f"adapter {name!r}: {_TENSORS} is empty")
     for module, matrices in maps.items():
-        outputs, inputs = places[module][1]
+        outputs, inputs = places[module].shape
         shapes = {side: matrix.shape for side, matrix in matrices.items()}
         if shapes != {"down": (rank, inputs), "up": (outputs, rank)}:
             raise ValueError(

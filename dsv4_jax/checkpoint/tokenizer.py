@@ -82,7 +82,7 @@ class TextStream:
     def add(self, token: int) -> str:
         """Appends a token. Returns the text that it completes, which is empty while a character is incomplete."""
         self._ids.append(token)
-        text = self._rest()
+        text = self.finish()
         if not text or text.endswith(_UNFINISHED):
             return ""
         del self._ids[: self._known]
@@ -91,7 +91,4 @@ class TextStream:
 
     def finish(self) -> str:
         """Returns the text that was held back, with replacement characters for incomplete ones."""
-        return self._rest()
-
-    def _rest(self) -> str:
         return self._tokenizer.decode(self._ids)[len(self._tokenizer.decode(self._ids[: self._known])) :]

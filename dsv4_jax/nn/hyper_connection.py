@@ -104,9 +104,7 @@ class HyperConnection(nnx.Module):
           (normed input of this block [T, hidden] in the streams' dtype; the residual, whose `post` takes this block's
           output).
         """
-        mixing = None if residual.y is None and not self.config.delays_pre else residual.mixing
-        args = residual.streams, self._weights(), norm.weight.get_value(), residual.y, mixing
-        streams, x, mixing = ops.hyper_connections(*args)
+        streams, x, mixing = _pre(residual, self._weights(), norm)
         return x, ResidualStreams(streams, None, mixing)
 
     def _weights(self):
@@ -135,8 +133,7 @@ class HyperHead(nnx.Module):
 
         Returns (collapsed streams after `norm`, the input of the model's head [T, hidden]; the streams [T, h, hidden]).
         """
-        args = residual.streams, self._weights(), norm.weight.get_value(), residual.y, residual.mixing
-        streams, x, _ = ops.hyper_connections(*args)
+        streams, x, _ = _pre(residual, self._weights(), norm)
         return x, streams
 
     def __call__(self, streams: Float[Array, "T h D"]) -> Float[Array, "T D"]:
@@ -150,3 +147,9 @@ class HyperHead(nnx.Module):
 def _weights(config, fn, base, scale):
     constants = config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters, config.delays_pre
     return ops.HyperConnectionWeights(fn.get_value(), base.get_value(), scale.get_value(), *constants)
+
+
+def _pre(residual, weights, norm):
+    """Merges the preceding block's output, if there is one, and collapses the streams, see `ops.hyper_connections`."""
+    mixing = None if residual.y is None and not weights.delays_pre else residual.mixing
+    return ops.hyper_connections(residual.streams, weights, norm.weight.get_value(), residual.y, mixing)

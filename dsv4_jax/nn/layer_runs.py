@@ -4,7 +4,6 @@ A run repeats a period, a sequence of layers: layers A B A B A B are a run of 3 
 """
 
 import dataclasses
-import functools
 from collections.abc import Hashable, Sequence
 
 
@@ -70,11 +69,9 @@ def find_runs(forms: Sequence[tuple[Hashable, Sequence[int | None]]], start: int
             return source < first
         return source - earlier == period and layer - source <= (layer - first) % period
 
-    @functools.cache
-    def best(first: int) -> tuple[int, int, tuple[LayerRun, ...]]:
-        """Returns (sum of periods, number of runs, runs) of the best division of the layers from `first` on."""
-        if first == stop:
-            return 0, 0, ()
+    # {index of a layer: (sum of periods, number of runs, runs) of the best division of the layers from it on}.
+    best: dict[int, tuple[int, int, tuple[LayerRun, ...]]] = {stop: (0, 0, ())}
+    for first in reversed(range(start, stop)):
         choices = []
         for period in range(1, (stop - first) // 2 + 1):
             end = first + period
@@ -84,10 +81,7 @@ def find_runs(forms: Sequence[tuple[Hashable, Sequence[int | None]]], start: int
         choices.append(LayerRun(first, 1, 1))
         results = []
         for run in choices:
-            different, count, rest = best(run.stop)
-            results.append((run.period + different, 1 + count, (run, *rest)))
-        return min(results, key=lambda result: result[:2])
-
-    for first in reversed(range(start, stop)):  # fills the memo from the end, so that recursion is not deep
-        best(first)
-    return best(start)[2]
+            periods, count, rest = best[run.stop]
+            results.append((run.period + periods, 1 + count, (run, *rest)))
+        best[first] = min(results, key=lambda result: result[:2])
+    return best[start][2]

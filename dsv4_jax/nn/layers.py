@@ -10,6 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from dsv4_jax.nn.token_adapters import add_products
 from dsv4_jax.ops import all_reduce, linear, model_index
 from dsv4_jax.ops.linear import LinearSpec, Matrix
 from dsv4_jax.ops.norm_rope import rms_normalize
@@ -135,7 +136,10 @@ class Linear(nnx.Module):
       weight: [out_features, in_features / num_groups] in `param_dtype`, the matrices of the groups one below the other.
       num_groups: number of groups (static).
       out_dtype: dtype that the float32 sums are rounded to; None = the input's dtype (static).
+      adapters: `lora.Adapters` of the map, or None.
     """
+
+    adapters: Any = None
 
     def __init__(
         self,
@@ -158,7 +162,8 @@ class Linear(nnx.Module):
         weight = self.weight.get_value()
         groups = 1 if self.num_groups == 1 else x.shape[-1] // weight.shape[1]  # on a mesh, the groups on this device
         dtype = x.dtype if self.out_dtype is None else self.out_dtype
-        return linear(x, weight, LinearSpec(output_dtype=dtype, num_groups=groups))[0]
+        outputs = linear(x, weight, LinearSpec(output_dtype=dtype, num_groups=groups))
+        return outputs[0] if self.adapters is None else add_products(outputs, x, [self.adapters])[0]
 
 
 class Embedding(nnx.Module):

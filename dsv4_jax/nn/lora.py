@@ -4,11 +4,9 @@ The weight of a map with adapter i is `W + scale_i * up_i @ down_i`. All adapter
 that the tokens of one batch may use different ones. `merge_adapter` adds one adapter's product to the weights.
 """
 
-import contextlib
-import contextvars
 import functools
-import itertools
 import math
+import operator
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -17,38 +15,22 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from dsv4_jax import ops
 from dsv4_jax.common.arguments import check, check_positive, check_whole
-from dsv4_jax.nn.layers import ABSTRACT, AnyRngs, Axes, Linear, RMSNorm, StackedRngs, parameter
+from dsv4_jax.nn.layers import AnyRngs, Axes, Linear, StackedRngs, parameter
 from dsv4_jax.nn.projections import FusedLinear
 from dsv4_jax.nn.shardings import parameter_sharding
 from dsv4_jax.quant import round_to
 
 
-# `MODULES` names the attributes of a `DecoderLayer` that hold the linear maps which can have adapters. Compressors and
+# `_MODULES` names the attributes of a `DecoderLayer` that hold the linear maps which can have adapters. Compressors and
 # routed experts have other maps.
-MODULES = {
+_MODULES = {
     "self_attn": ("input_projections", "latent_projections", "o_a_proj", "o_b_proj"),
     "mlp.shared_experts": ("gate_up_proj", "down_proj"),
 }
 TARGETS = ("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj", "gate_proj", "up_proj", "down_proj")
-_numbers: contextvars.ContextVar[Any] = contextvars.ContextVar("adapter_numbers", default=None)
-
-
-@contextlib.contextmanager
-def token_adapters(numbers: Int[Array, "T"] | None) -> Iterator[None]:
-    """Sets the adapter of each token for the calls of modules in this context.
-
-    Args:
-      numbers: [T] int32 index of each token's adapter; -1 = none. None = no token has an adapter.
-    """
-    token = _numbers.set(numbers)
-    try:
-        yield
-    finally:
-        _numbers.reset(token)
 
 
 class Adapters(nnx.Module):
@@ -91,47 +73,6 @@ class Adapters(nnx.Module):
         down = self.down[...][..., number, :, :]
         product = jnp.matmul(up, down, precision="highest", preferred_element_type=jnp.float32)
         return self.scales[number] * product
-
-
-class AdaptedLinear(Linear):
-    """A Linear with adapters. Its other attributes are those of the Linear."""
-
-    def __init__(self, base: Linear, adapters: Adapters):
-        self.num_groups = base.num_groups
-        self.out_dtype = base.out_dtype
-        self.weight = base.weight
-        self.adapters = adapters
-
-    def __call__(self, x: Float[Array, "T n"]) -> Float[Array, "T m"]:
-        return _add([super().__call__(x)], x, [self.adapters])[0]
-
-
-class AdaptedFusedLinear(FusedLinear):
-    """A FusedLinear with adapters for some of its maps, `adapters[name]`. Other attributes are the FusedLinear's."""
-
-    def __init__(self, base: FusedLinear, adapters: dict[str, Adapters]):
-        self.projections = base.projections
-        self.groups = base.groups
-        self.weights = base.weights
-        self.adapters = nnx.Dict(adapters)
-
-    def __call__(self, x: Float[Array, "T n"], norm: RMSNorm | None = None) -> dict[str, Float[Array, "T _"]]:
-        outputs = super().__call__(x, norm)
-        names = [*self.adapters]
-        adapted = [outputs[name] for name in names]
-        added = _add(adapted, norm(x) if norm else x, [*self.adapters.values()])
-        return outputs | dict(zip(names, added, strict=True))
-
-
-@jax.named_scope("projections")
-def _add(outputs, x, adapters):
-    """Returns the outputs of maps of x, to which the products of the tokens' adapters are added."""
-    numbers = _numbers.get()
-    if numbers is None:
-        return outputs
-    downs = [matrices.down.get_value() for matrices in adapters]
-    ups = [matrices.up.get_value() for matrices in adapters]
-    return ops.add_adapters(outputs, x, downs, ups, numbers, adapters[0].scales)
 
 
 def add_adapters(
@@ -178,30 +119,33 @@ def add_adapters(
         raise ValueError(f"names={list(names)} must be different, not empty, and at least one")
     if len(scales) != len(names):
         raise ValueError(f"{scales=} must have one factor for each of {list(names)}")
-    layers = [layer for loop in model.model.layers.loops for layer in loop.layers]
-    known = {name for layer in layers for place in _modules_with_maps(layer) for name in _maps(*place)}
+    modules = list(linear_modules(model))
+    known = {
+        name
+        for _, attribute, module in modules
+        for name in (module.projections if isinstance(module, FusedLinear) else [attribute])
+    }
     if not targets:
         raise ValueError(f"targets is empty: name some of the linear maps {sorted(known)}")
     if unknown := {*targets} - known:
         raise ValueError(f"targets={sorted(unknown)} are none of the linear maps {sorted(known)}")
     rngs = nnx.Rngs(0) if rngs is None else rngs
-    for loop in model.model.layers.loops:
-        stacked = StackedRngs(rngs, loop.run.repeats)
+    for repeats, attribute, module in modules:
+        stacked = StackedRngs(rngs, repeats)
         make = functools.partial(Adapters, scales=scales, rank=rank, dtype=dtype, rngs=stacked)
-        for parent, attribute in itertools.chain.from_iterable(map(_modules_with_maps, loop.layers)):
-            base = getattr(parent, attribute)
-            if isinstance(base, FusedLinear):
-                adapters = {
-                    name: make(projection.size, _in_features(base), axes=projection.axes)
-                    for name, projection in base.projections.items()
-                    if name in targets
-                }
-                if adapters:
-                    setattr(parent, attribute, AdaptedFusedLinear(base, adapters))
-            elif attribute in targets:
-                *_, outputs, inputs = base.weight.get_value().shape
-                axes = base.weight.get_metadata()["axes"][1:]
-                setattr(parent, attribute, AdaptedLinear(base, make(outputs, inputs, axes=axes)))
+        if isinstance(module, FusedLinear):
+            *_, inputs = module.weights["+".join(module.groups[0])].get_value().shape
+            adapters = {
+                name: make(projection.size, inputs, axes=projection.axes)
+                for name, projection in module.projections.items()
+                if name in targets
+            }
+            if adapters:
+                module.adapters = nnx.Dict(adapters)
+        elif attribute in targets:
+            *_, outputs, inputs = module.weight.get_value().shape
+            axes = module.weight.get_metadata()["axes"][1:]
+            module.adapters = make(outputs, inputs, axes=axes)
     model.adapter_names = tuple(names)
     if place:
         place_adapters(model)
@@ -222,7 +166,12 @@ def cast_adapters(model: Any) -> Any:
 
 def adapter_variables(model: Any) -> list[nnx.Variable]:
     """Returns the variables that hold the matrices of a model's adapters."""
-    return jax.tree.leaves(nnx.state(model, nnx.LoRAParam), is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return module_variables(model, nnx.LoRAParam)
+
+
+def module_variables(module: nnx.Module, *filters: Any) -> list[nnx.Variable]:
+    """Returns the variables of a module, or only those of the types `filters`."""
+    return jax.tree.leaves(nnx.state(module, *filters), is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
 def place_adapters(model: Any) -> None:
@@ -232,16 +181,6 @@ def place_adapters(model: Any) -> None:
     if meshes:
         for variable in adapter_variables(model):
             variable.set_value(jax.device_put(variable.get_value(), parameter_sharding(variable, meshes[0])))
-
-
-def _maps(parent, attribute):
-    """Returns the names of the linear maps of a module, which is an attribute of its parent."""
-    module = getattr(parent, attribute)
-    return [*module.projections] if isinstance(module, FusedLinear) else [attribute]
-
-
-def _in_features(fused):
-    return fused.weights["+".join(fused.groups[0])].get_value().shape[-1]
 
 
 def merge_adapter(model: Any, name: str) -> Any:
@@ -260,24 +199,16 @@ def merge_adapter(model: Any, name: str) -> Any:
         raise ValueError(f"name={name!r} must be one of the model's adapters: {', '.join(model.adapter_names)}")
     number = model.adapter_names.index(name)
     merged = nnx.clone(model)
-    options: Any = {"param_dtype": model.model.dtype, "rngs": ABSTRACT}
-    for loop in merged.model.layers.loops:
-        for parent, attribute in itertools.chain.from_iterable(map(_modules_with_maps, loop.layers)):
-            adapted = getattr(parent, attribute)
-            if isinstance(adapted, AdaptedLinear):
-                _add_to(adapted.weight, (), adapted.adapters.product(number))
-                plain: Any = Linear(1, 1, out_dtype=adapted.out_dtype, **options)
-                plain.num_groups = adapted.num_groups
-                plain.weight = adapted.weight
-            elif isinstance(adapted, AdaptedFusedLinear):
-                for map_name, adapters in adapted.adapters.items():
-                    key, rows = adapted.rows_of(map_name)
-                    _add_to(adapted.weights[key], rows, adapters.product(number))
-                plain = FusedLinear(_in_features(adapted), adapted.projections, **options)
-                plain.weights = adapted.weights
-            else:
-                continue
-            setattr(parent, attribute, plain)
+    for _, _, module in linear_modules(merged):
+        if module.adapters is None:
+            continue
+        if isinstance(module, FusedLinear):
+            for map_name, adapters in module.adapters.items():
+                key, rows = module.rows_of(map_name)
+                _add_to(module.weights[key], rows, adapters.product(number))
+        else:
+            _add_to(module.weight, (), module.adapters.product(number))
+        del module.adapters
     merged.adapter_names = ()
     return merged
 
@@ -291,12 +222,13 @@ def _add_to(variable, rows, product):
     variable.set_value(round_to(weight.at[index].add(product), dtype))
 
 
-def _modules_with_maps(layer) -> Iterator[tuple[Any, str]]:
-    """Yields (parent, attribute) of the modules of a layer that are linear maps of this package."""
-    for path, attributes in MODULES.items():
-        parent = layer
-        for name in path.split("."):
-            parent = getattr(parent, name)
-        for attribute in attributes:
-            if isinstance(getattr(parent, attribute, None), Linear | FusedLinear):
-                yield parent, attribute
+def linear_modules(model: Any) -> Iterator[tuple[int, str, Any]]:
+    """Yields (number of stacked layers, attribute, module) of the modules of this package that can have adapters."""
+    for loop in model.model.layers.loops:
+        for layer in loop.layers:
+            for path, attributes in _MODULES.items():
+                parent = operator.attrgetter(path)(layer)
+                for attribute in attributes:
+                    module = getattr(parent, attribute, None)
+                    if isinstance(module, Linear | FusedLinear):
+                        yield loop.run.repeats, attribute, module

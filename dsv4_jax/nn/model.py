@@ -22,8 +22,9 @@ from dsv4_jax.nn.engram import look_up_ahead, random_token_map
 from dsv4_jax.nn.hyper_connection import HyperHead, ResidualStreams
 from dsv4_jax.nn.layer_stack import LayerStack, Recorded
 from dsv4_jax.nn.layers import Embedding, Linear, RMSNorm
-from dsv4_jax.nn.lora import adapter_variables, token_adapters
+from dsv4_jax.nn.lora import adapter_variables
 from dsv4_jax.nn.mtp import MTPDrafts
+from dsv4_jax.nn.token_adapters import token_adapters
 from dsv4_jax.ops import all_gather
 from dsv4_jax.quant import round_to
 

@@ -78,7 +78,11 @@ class Router(nnx.Module):
         bias = None if self.hashed else self.e_score_correction_bias.get_value()
         table = self.tid2eid.get_value() if self.hashed else None
         weight = self.weight.get_value()
-        images = None if is_image is None else (self._image_bias(), is_image)
+        images = None
+        if is_image is not None:
+            if not self.knows_images:
+                raise ValueError("the batch has is_image, but the model's configuration has no image_token_id")
+            images = self.image_correction_bias.get_value(), is_image
         sizes = {"top_k": self.top_k, "scaling_factor": self.config.routed_scaling_factor}
         routing = ops.router(x, weight, bias, table, token_ids if self.hashed else None, slots, images, **sizes)
         if forced_experts is None:
@@ -87,11 +91,6 @@ class Router(nnx.Module):
         # XLA computes the scores once for both calls.
         table = jnp.maximum(jnp.where(forced_experts >= 0, forced_experts, routing.experts), 0)
         return ops.router(x, weight, None, table, jnp.arange(len(table), dtype=jnp.int32), slots, **sizes)
-
-    def _image_bias(self):
-        if not self.knows_images:
-            raise ValueError("the batch has is_image, but the model's configuration has no image_token_id")
-        return self.image_correction_bias.get_value()
 
 
 class MLP(nnx.Module):
@@ -114,7 +113,7 @@ class MLP(nnx.Module):
     @jax.named_scope("shared_expert")
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Maps x [T, hidden] to [T, hidden] in the dtype of x. On a mesh, the result is this device's term of a sum."""
-        if type(self.gate_up_proj) is FusedLinear:
+        if _is_plain(self.gate_up_proj, FusedLinear):
             return self.down_proj(ops.linear_swiglu(x, self.gate_up_proj.fused_matrix, self.limit))
         products = self.gate_up_proj(x)
         return self.down_proj(round_to(ops.swiglu(products["gate_proj"], products["up_proj"], self.limit), x.dtype))
@@ -122,11 +121,17 @@ class MLP(nnx.Module):
     def matrices(self) -> tuple[Matrix, Matrix] | None:
         """Returns the matrices (gate and up, down) for the argument `shared` of `ops.experts`.
 
-        Returns None if a user replaced this module or one of its maps by another class, which then has to be called.
+        Returns None if this module has to be called: a user replaced it or one of its maps by another class, or a map
+        has adapters.
         """
-        if type(self) is MLP and type(self.gate_up_proj) is FusedLinear and type(self.down_proj) is Linear:
+        if type(self) is MLP and _is_plain(self.gate_up_proj, FusedLinear) and _is_plain(self.down_proj, Linear):
             return self.gate_up_proj.fused_matrix, self.down_proj.weight.get_value()
         return None
+
+
+def _is_plain(module, kind):
+    """Returns whether a module is of this class, not of a subclass, and has no adapters."""
+    return type(module) is kind and module.adapters is None
 
 
 class Experts(nnx.Module):

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from dsv4_jax.nn.layers import AnyRngs, Axes, RMSNorm, multiply, normal
+from dsv4_jax.nn.token_adapters import add_products
 from dsv4_jax.ops.linear import LinearSpec, Matrix
 from dsv4_jax.quant import WEIGHT_BLOCK, LayerSlice, QuantizedWeight
 
@@ -42,7 +43,10 @@ class FusedLinear(nnx.Module):
       projections: {name: Projection} (static).
       groups: for each matrix, the names of its maps (static).
       weights: {names of the maps of a matrix, joined by "+": the matrix}.
+      adapters: {name of a map: its `lora.Adapters`} for some of the maps, or None.
     """
+
+    adapters: Any = None
 
     def __init__(
         self, in_features: int, projections: Mapping[str, Projection], *, param_dtype: DTypeLike, rngs: AnyRngs
@@ -71,8 +75,13 @@ class FusedLinear(nnx.Module):
             sizes |= {name: self.projections[name].size // devices for name in names}
             matrices.append(matrix)
         dtypes = tuple(self.projections[name].out_dtype or x.dtype for name in sizes)
-        outputs = multiply(x, tuple(matrices), LinearSpec(tuple(sizes.values()), dtypes), norm)
-        return dict(zip(sizes, outputs, strict=True))
+        products = multiply(x, tuple(matrices), LinearSpec(tuple(sizes.values()), dtypes), norm)
+        outputs = dict(zip(sizes, products, strict=True))
+        if self.adapters is None:
+            return outputs
+        adapted = [outputs[name] for name in self.adapters]
+        added = add_products(adapted, norm(x) if norm else x, [*self.adapters.values()])
+        return outputs | dict(zip(self.adapters, added, strict=True))
 
     @property
     def fused_matrix(self) -> Matrix:

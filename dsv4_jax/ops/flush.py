@@ -126,7 +126,7 @@ def _with_entries(operands, pool, inv_freq):
         block_table=pool.block_table,
         pool_layer=jnp.asarray(pool.layer, jnp.int32),
         pools=tuple(getattr(pool.rows, field.name) for field in dataclasses.fields(pool.rows)),
-        layout=quantized(pool.layout),
+        layout=quantized(pool.codec.layout),
         rate=pool.compress_rate,
     )
 
@@ -171,8 +171,6 @@ def flush(
     Raises:
       TypeError: `kv` or `gate` is not float32.
     """
-    for _, _, kv, gate, _ in compressors:
-        _check_inputs(kv, gate)
     results = []
     for state, pool, kv, gate, weights in compressors:
         closed, state = pool_windows(
@@ -222,7 +220,9 @@ def pool_windows(
       there are T rows, row t is the window that token t completes. Rows without a window have entry -1 and unspecified
       values.
     """
-    _check_inputs(kv, gate)
+    check_dtype("kv", kv, "float32")
+    if gate is not None:
+        check_dtype("gate", gate, "float32")
     rate = state.compress_rate
     closing = _closing_tokens(state, slots, positions)
     if state.kv is None:
@@ -291,12 +291,6 @@ def write_entries(
     window_starts = jnp.maximum(closed.entries, 0) * pool.compress_rate
     values = apply_rope_deterministic(closed.values, window_starts, inv_freq)
     return pool.write(closed.slots, closed.entries, closed.entries >= 0, values)
-
-
-def _check_inputs(kv, gate):
-    check_dtype("kv", kv, "float32")
-    if gate is not None:
-        check_dtype("gate", gate, "float32")
 
 
 def _pool_windows(state, kv, gate, closing, slot, position, run_start):

@@ -26,7 +26,7 @@ def scores_kernel(view, q, weights, slots, positions, *, inv_freq=None, candidat
     """Computes `indexer_scores` with kernels. `options` are those of `pallas_kernels.indexer_scores`."""
     if candidates is not None:
         check_rules({f"blocks of {CANDIDATE_KEYS} candidates, got {block_size}": block_size == CANDIDATE_KEYS})
-    layout = quantized(view.layout)
+    layout = quantized(view.codec.layout)
     q, weights = round_index_query(q, weights, positions, inv_freq, layout, interpret=options["interpret"])
     return score_rounded_kernel(view, q, weights, slots, positions, candidates, **options)
 
@@ -121,6 +121,6 @@ def score_rounded_kernel(view, q, weights, slots, positions, candidates=None, **
         view.rows.codes,
         view.rows.scale,
         view.compress_rate,
-        quantized(view.layout),
+        quantized(view.codec.layout),
     )
     return score_keys(q, weights, slots, positions, keys, candidates, **options)

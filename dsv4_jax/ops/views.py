@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dsv4_jax.quant import RowCodec, Rows
-from pallas_kernels.formats.layouts import KeyLayout, RowLayout, quantized
+from pallas_kernels.formats.layouts import quantized
 from pallas_kernels.formats.pool_operands import Paged, Rings
 from pallas_kernels.indexer_scores.chunks import run_bounds as run_bounds
 from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
@@ -106,11 +106,6 @@ class _PagedView:
     block_table: Any
     compress_rate: int = static_field()
     codec: Any = static_field()
-
-    @property
-    def layout(self) -> RowLayout | KeyLayout | None:
-        """The byte layout of a row for kernels; None if kernels do not take the format."""
-        return self.codec.layout
 
     @property
     def entries_per_block(self) -> int:

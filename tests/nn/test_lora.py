@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from typing import Any
 
 import chex
 import jax
@@ -159,6 +160,28 @@ def test_files_of_adapters(tmp_path):
         refused(f"adapter 'b': '{name}' in .* is for no map that can have an adapter", small | {name: one})
     with pytest.raises(ValueError, match="adapter 'c': cannot read .*c/adapter_config.json: No such file"):
         load_adapters(v41(), {"c": tmp_path / "c"})
+
+
+def test_folders_without_names_are_refused(untyped):
+    folders: Any = ["b"]
+    with pytest.raises(TypeError, match=r"folders=\['b'\] must map names of adapters to their folders"):
+        load_adapters(v41(), folders)
+
+
+def test_files_for_a_replaced_module_leave_the_model_unchanged(tmp_path):
+    model = v41()
+    add_adapters(model, ["a"], rank=3)
+    save_adapter(model, "a", tmp_path)
+    replaced = v41()
+    for layer in replaced.model.layers.loops[-1].layers:
+        layer.self_attn.o_b_proj = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    structure = nnx.graphdef(replaced)
+    number = replaced.model.layers.loops[-1].run.start
+    map_name = f"base_model.model.model.layers.{number}.self_attn.o_b_proj.lora_A.weight"
+    with pytest.raises(ValueError, match=f"'{map_name}' in .* is for no map that can have an adapter"):
+        load_adapters(replaced, {"a": tmp_path})
+    assert nnx.graphdef(replaced) == structure
+    assert replaced.adapter_names == ()
 
 
 def test_only_adapters_are_trained():
