@@ -1,14 +1,13 @@
 """Encodes conversations as prompts, arrays of token ids, and makes the parsers of their answers."""
 
 import collections
-import dataclasses
 import json
 import logging
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import deepseek_recipe as recipe
 import numpy as np
@@ -36,8 +35,7 @@ _MAX_PAST_TOKENS = 2**22  # 16 MiB of token ids
 Release = Literal["april", "0731", "v41"]
 
 
-@dataclasses.dataclass(frozen=True)
-class PastAnswer:
+class PastAnswer(NamedTuple):
     """An answer with tool calls, both as the client saw it and as the model wrote it.
 
     Attributes:
@@ -89,8 +87,7 @@ class PastAnswers:
         return answer if answer.is_shown_by(message) else None
 
 
-@dataclasses.dataclass(frozen=True)
-class Converted:
+class Converted(NamedTuple):
     """The body of a request, converted to a conversation that can be encoded for the model.
 
     Attributes:
