@@ -242,8 +242,9 @@ class ResponsesAnswer(ParsedAnswer):
     def _make_generator(self) -> Any:
         body = self._body.asked()
         body["text"] = {"verbosity": "medium"} | body.get("text", {})
-        generator = super()._make_generator().with_echo(recipe.ResponsesRequest(body).echo())
-        return generator.with_namespace_tool_map(self._chat.namespace_tools(body))
+        request = recipe.ResponsesRequest(body)
+        generator = super()._make_generator().with_echo(request.echo())
+        return generator.with_namespace_tool_map(request.namespace_tool_map(self._chat.options))
 
     @property
     def headers(self) -> dict[str, str]:
