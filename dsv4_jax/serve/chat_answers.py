@@ -284,6 +284,7 @@ class MessagesAnswer(ParsedAnswer):
     request_type = recipe.MessagesRequest
     response_type = recipe.MessagesResponse
     _keep_alive = sse({"type": "ping"}, "ping")
+    _too_long = "prompt is too long: {0} tokens > {2} maximum"  # clients recognize the error by these words
     _body: MessagesBody
     # The protocol requires these fields, which deepseek-recipe leaves out, with these values.
     _block_fields: ClassVar[dict[str, Any]] = {"text": {"citations": None}, "tool_use": {"caller": {"type": "direct"}}}
@@ -312,9 +313,6 @@ class MessagesAnswer(ParsedAnswer):
 
     def _max_tokens(self, room: int) -> int:
         return min(self._body.max_tokens, max(room, 1))
-
-    def _too_long(self, longest: int, limit: int, context: int) -> str:
-        return f"prompt is too long: {longest} tokens > {context} maximum"  # clients recognize the error by these words
 
     def _sent_back(self, response: dict[str, Any]) -> dict[str, Any]:
         blocks = response["content"]
