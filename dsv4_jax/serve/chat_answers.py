@@ -30,9 +30,9 @@ class ParsedChoice(Choice):
         processor: recipe.StreamProcessor,
         response: Any,
         *,
-        prompt_tokens: int = 0,
-        keeps_events: bool = True,
-        remember: Callable[[dict[str, Any], list[int]], None] | None = None,
+        prompt_tokens: int,
+        keeps_events: bool,
+        remember: Callable[[dict[str, Any], list[int]], None],
     ):
         """Makes an empty choice.
 
@@ -44,7 +44,7 @@ class ParsedChoice(Choice):
           prompt_tokens: number of tokens in the prompt.
           keeps_events: whether to keep events for `take_events`, as a stream needs.
           remember: function of the answer as JSON and its tokens, without the token that ended it. It is called if the
-            model ended the answer, and not a limit or a stop string. None: nothing is called.
+            model ended the answer, and not a limit or a stop string.
         """
         super().__init__(index, source)
         self._processor = processor
@@ -70,7 +70,7 @@ class ParsedChoice(Choice):
             reasons = recipe.InferenceFinishReason
             reason = reasons.Length if self.finish_reason == "length" else reasons.Stop
             self._push([recipe.InferenceChunk.finish(reason)])
-            if is_whole and self._remember is not None:
+            if is_whole:
                 self._remember(self.response, [scored.token for scored in self.generated[:-1]])
 
     def take_events(self) -> list[tuple[str | None, dict[str, Any]]]:
