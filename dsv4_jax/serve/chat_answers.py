@@ -198,8 +198,7 @@ class ChatAnswer(OpenAIAnswer, ParsedAnswer):
     _body: ChatBody
 
     def _max_tokens(self, room: int) -> int:
-        asked = self._body.max_completion_tokens or self._body.max_tokens
-        return max(room, 1) if asked is None else asked
+        return self._body.max_completion_tokens or self._body.max_tokens or max(room, 1)
 
     def _json(self, choice: Any) -> dict[str, Any]:
         content = choice.response["choices"][0]
