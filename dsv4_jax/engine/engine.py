@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from dsv4_jax.cache import KVCache
+from dsv4_jax.common.arguments import check_choice
 from dsv4_jax.common.summary import Summarized, Summary
 from dsv4_jax.decode.drafts import DraftOptions
 from dsv4_jax.decode.exact_logprobs import RolloutShape
@@ -101,19 +102,19 @@ class Engine(Summarized):
             raise ValueError("prefix is the prefix cache of another manager, or a later one has taken its place")
         model = CompiledModel.of(model)
         self._runner = _make_runner(model, manager, drafter, options)
-        config = self._runner.config
         self.manager = manager
         self.prefix = prefix
-        self.config = config
+        self.config = self._runner.config
         self._metrics = EngineMetrics()
         cache = manager.init_cache() if cache is None else cache
-        self._experts = None if model.expert_memory is None else model.expert_memory.migration
-        if model.expert_memory is not None:  # also if no experts move, since `begin_programs` uses such a cache
-            cache = cache.with_expert_counts()
+        self._experts = None
+        if model.expert_memory is not None:
+            cache = cache.with_expert_counts()  # also if no experts move, since `begin_programs` uses such a cache
+            self._experts = model.expert_memory.migration
         if self._experts is not None:
             self._experts.start(cache.expert_counts, manager.schema.config.num_experts_per_tok)
         on_host = None if isinstance(drafter, str) else drafter
-        scheduler = Scheduler(manager, cache, self._metrics, config, drafter=on_host, prefix=prefix)
+        scheduler = Scheduler(manager, cache, self._metrics, self.config, drafter=on_host, prefix=prefix)
         self._scheduler = scheduler
         if prefix is not None and prefix.files is not None:
             prefix.get_cache = lambda: scheduler.cache
@@ -332,8 +333,7 @@ class Engine(Summarized):
           ValueError: the model has another structure, an array of it has no values or was deleted, its experts lie in
             an `ExpertMemory`, `running` is unknown, or the prefix cache refuses `key`. Nothing was changed.
         """
-        if running not in ("recompute", "keep"):
-            raise ValueError(f"{running=} must be 'recompute' or 'keep'")
+        check_choice("running", running, "recompute", "keep")
         new_model = self._runner.model.with_weights(model)
         if self.prefix is not None:
             self.prefix.check_key(key)

@@ -156,7 +156,7 @@ class Request(Summarized):
         child._ids = self._ids.copy()
         child._logprobs = self._logprobs.copy()
         child.accepted = self.accepted.copy()
-        child._top = TopLogprobs(self._top.ids.copy(), self._top.logprobs.copy())
+        child._top = copy.deepcopy(self._top)
         child._decisions = {}
         child.keep_decisions(0, self._decisions, slice(0, self.num_tokens))
         return child
@@ -233,12 +233,12 @@ class Request(Summarized):
           fields: {field of `Decisions`: array [T, ...] of codes}.
           rows: slice of the arrays' first axis that belongs to these tokens.
         """
-        if not self._decisions:  # pages of zeros take no memory until they are written
-            shapes = {name: (self.max_tokens, *codes.shape[1:]) for name, codes in fields.items()}
-            self._decisions = {name: np.zeros(shapes[name], codes.dtype) for name, codes in fields.items()}
-        count = max(0, min(rows.stop - rows.start, self.num_tokens - 1 - start))
+        count = max(0, self.num_tokens - 1 - start)
         for name, codes in fields.items():
-            self._decisions[name][start : start + count] = codes[rows.start : rows.start + count]
+            if name not in self._decisions:  # pages of zeros take no memory until they are written
+                self._decisions[name] = np.zeros((self.max_tokens, *codes.shape[1:]), codes.dtype)
+            kept = codes[rows][:count]
+            self._decisions[name][start : start + len(kept)] = kept
 
     def forget_decisions(self) -> None:
         """Forgets all recorded decisions, because other weights will run the tokens again."""

@@ -1,6 +1,7 @@
 """The scheduler of an engine: admits requests, chooses the tokens that each runs in a step, and preempts requests."""
 
 import bisect
+import dataclasses
 import itertools
 import operator
 from collections.abc import Hashable
@@ -18,6 +19,7 @@ from dsv4_jax.engine.steps import NO_DRAFTS, UNKNOWN, LaunchedStep, Schedule
 from dsv4_jax.host import CacheCorruptionError, CacheFullError, KVCacheManager, PrefixCache, capture, offload, resume
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Scheduler:
     """Holds the requests of an engine and their cache.
 
@@ -30,6 +32,11 @@ class Scheduler:
     in a chunk.
 
     Attributes:
+      manager, prefix: as for `Engine`.
+      cache: the cache after the most recently launched step.
+      metrics: the engine's counters, which the scheduler updates.
+      config: the engine's configuration, from `EngineConfig.resolve`.
+      drafter: the drafter on the host; None = no drafts, or drafts on the device.
       requests: {id: unfinished request}. `restart` rebuilds `running` and `waiting` from it.
       running: requests with a slot, in the order in which they are served.
       waiting: requests without a slot, in the order in which they are served.
@@ -39,30 +46,14 @@ class Scheduler:
         then all running requests, then the requests that the step runs.
     """
 
-    def __init__(
-        self,
-        manager: KVCacheManager,
-        cache: KVCache,
-        metrics: EngineMetrics,
-        config: EngineConfig,
-        *,
-        drafter: Drafter | None,
-        prefix: PrefixCache | None,
-    ):
-        """Makes a scheduler without requests.
+    manager: KVCacheManager
+    cache: KVCache
+    metrics: EngineMetrics
+    config: EngineConfig
+    drafter: Drafter | None
+    prefix: PrefixCache | None
 
-        Args:
-          manager, cache, prefix: as for `Engine`.
-          metrics: the engine's counters, which the scheduler updates.
-          config: the engine's configuration, from `EngineConfig.resolve`.
-          drafter: the drafter on the host; None = no drafts, or drafts on the device.
-        """
-        self.manager = manager
-        self.cache = cache
-        self.metrics = metrics
-        self.config = config
-        self.drafter = drafter
-        self.prefix = prefix
+    def __post_init__(self):
         self.requests: dict[Hashable, Request] = {}
         self.running: list[Request] = []
         self.waiting: list[Request] = []
@@ -70,7 +61,7 @@ class Scheduler:
         self.current: tuple[Request, ...] = ()
         # `restart` gives a new cache the same shardings. None = an uncommitted array, which must stay uncommitted:
         # committed arrays would need another compiled program.
-        self._shardings = jax.tree.map(lambda x: x.sharding if x.committed else None, cache)
+        self._shardings = jax.tree.map(lambda x: x.sharding if x.committed else None, self.cache)
 
     def add(self, *requests: Request) -> None:
         """Adds requests to `running` if they have a slot, else to `waiting`."""

@@ -108,14 +108,16 @@ class AnswerText:
           prompt: [n] token ids.
           stops: stop strings, none of them empty.
         """
-        self._stream = None if tokenizer is None else TextStream(tokenizer)
         self._stops = StopStrings(stops)
+        self._stream = None
         self._separator = ""
-        if self._stream is not None:
+        self._prompt_rest = ""
+        if tokenizer is not None:
+            self._stream = TextStream(tokenizer)
             for token in prompt[-self._CONTEXT :]:
                 self._stream.add(int(token))
-        # An incomplete character at the prompt's end belongs to the answer only if a new token completes it.
-        self._prompt_rest = "" if self._stream is None else self._stream.finish()
+            # An incomplete character at the prompt's end belongs to the answer only if a new token completes it.
+            self._prompt_rest = self._stream.finish()
 
     @property
     def stopped(self) -> bool:
@@ -123,14 +125,11 @@ class AnswerText:
 
     def add(self, token: int) -> str:
         """Adds a token, and returns the text that can be shown after it, which may be empty."""
-        if self._stream is not None:
-            piece = self._stream.add(token)
-            if piece:
-                self._prompt_rest = ""
-            return self._stops.add(piece)
-        text = f"{self._separator}{token}"
+        piece = f"{self._separator}{token}" if self._stream is None else self._stream.add(token)
         self._separator = " "
-        return text
+        if piece:
+            self._prompt_rest = ""
+        return self._stops.add(piece)
 
     def finish(self) -> str:
         """Returns the text that was held back: an incomplete character, or a possible beginning of a stop string."""

@@ -56,7 +56,9 @@ class Answer:
 
     body_type: ClassVar[type[GenerationBody]]
     id_prefix: ClassVar[str]
-    _keep_alive: ClassVar[bytes] = b": keep-alive\n\n"  # a comment in a stream of events, which clients skip
+    _keep_alive = b": keep-alive\n\n"  # a comment in a stream of events, which clients skip
+    # The message for a prompt that does not fit into the context together with the new tokens.
+    _too_long = "a prompt of {} tokens and {} new ones are more than the context of {} tokens"
 
     def __init__(self, service: Service, body: Any, start: float):
         """Encodes the prompts of a body. Call it outside of the event loop's thread, because it can take long.
@@ -245,13 +247,9 @@ class Answer:
         room = context + 1 - longest
         limit = self._max_tokens(room)
         if limit > room or longest > context:
-            message = self._too_long(longest, limit, context)
+            message = self._too_long.format(longest, limit, context)
             raise APIError(400, message, param="max_tokens", code="context_length_exceeded")
         return limit
-
-    def _too_long(self, longest: int, limit: int, context: int) -> str:
-        """Returns the message for a prompt that does not fit into the context together with the new tokens."""
-        return f"a prompt of {longest} tokens and {limit} new ones are more than the context of {context} tokens"
 
 
 class OpenAIAnswer(Answer):

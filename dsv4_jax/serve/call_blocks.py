@@ -1,7 +1,7 @@
 """Distinguishes blocks of tool calls in an answer from text that only mentions the token of calls."""
 
-import dataclasses
 import re
+from typing import NamedTuple
 
 import deepseek_recipe as recipe
 from tokenizers import Tokenizer
@@ -11,8 +11,7 @@ CALL_TOKEN = "｜DSML｜"
 _MAX_HEAD = 64  # the maximum number of tokens of a head, white space between the two tags included
 
 
-@dataclasses.dataclass(frozen=True)
-class CallTags:
+class CallTags(NamedTuple):
     """The tags around tool calls, as a release writes them.
 
     Attributes:

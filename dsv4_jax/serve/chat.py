@@ -1,14 +1,13 @@
 """Encodes conversations as prompts, arrays of token ids, and makes the parsers of their answers."""
 
 import collections
-import dataclasses
 import json
 import logging
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import deepseek_recipe as recipe
 import numpy as np
@@ -36,8 +35,7 @@ _MAX_PAST_TOKENS = 2**22  # 16 MiB of token ids
 Release = Literal["april", "0731", "v41"]
 
 
-@dataclasses.dataclass(frozen=True)
-class PastAnswer:
+class PastAnswer(NamedTuple):
     """An answer with tool calls, both as the client saw it and as the model wrote it.
 
     Attributes:
@@ -89,8 +87,7 @@ class PastAnswers:
         return answer if answer.is_shown_by(message) else None
 
 
-@dataclasses.dataclass(frozen=True)
-class Converted:
+class Converted(NamedTuple):
     """The body of a request, converted to a conversation that can be encoded for the model.
 
     Attributes:
@@ -116,6 +113,7 @@ class Chat:
       special_tokens: names of the special tokens that the encoding needs.
       call_tags: how the model writes the tags of tool calls.
       takes_numbers: whether reasoning effort may be a number.
+      options: deepseek-recipe's options of the conversion of bodies to conversations.
     """
 
     stops: tuple[str, ...] = ("\n\nUser:",)
@@ -128,7 +126,7 @@ class Chat:
     def __init__(self, tokenizer: Tokenizer, models: Sequence[str]):
         self._tokenizer = tokenizer
         self.ids = {name: token for name in self.special_tokens if (token := tokenizer.token_to_id(name)) is not None}
-        self._options = recipe.ConversionOptions(
+        self.options = recipe.ConversionOptions(
             default_thinking_mode=self._thinks_by_default,
             thinking_max_tokens_upper_bound=2**31 - 1,
             non_thinking_max_tokens_upper_bound=2**31 - 1,
@@ -146,7 +144,7 @@ class Chat:
           APIError: the body is wrong, or this encoding does not support a feature that it uses.
         """
         try:
-            request = kind(body).convert(self._options)
+            request = kind(body).convert(self.options)
         except recipe.ConversionError as error:
             message = json.loads(error.body)["error"]["message"]
             fields = (word for word in re.findall(r"\w+", message) if word in body.keys() - {"model"})
@@ -165,10 +163,6 @@ class Chat:
             parsing.thinking_initial_stage = recipe.ThinkingInitialStage.ContentContinuation
         self._check(conversation)
         return Converted(request, conversation, parsing)
-
-    def namespace_tools(self, body: dict[str, Any]) -> dict[str, tuple[str, str]]:
-        """Returns {name in the prompt: (namespace, name)} of the tools that a Responses body has in namespaces."""
-        return recipe.ResponsesRequest(body).namespace_tool_map(self._options)
 
     def _check(self, conversation: recipe.Conversation) -> None:
         messages = conversation.messages

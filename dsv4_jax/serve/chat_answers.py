@@ -30,9 +30,9 @@ class ParsedChoice(Choice):
         processor: recipe.StreamProcessor,
         response: Any,
         *,
-        prompt_tokens: int = 0,
-        keeps_events: bool = True,
-        remember: Callable[[dict[str, Any], list[int]], None] | None = None,
+        prompt_tokens: int,
+        keeps_events: bool,
+        remember: Callable[[dict[str, Any], list[int]], None],
     ):
         """Makes an empty choice.
 
@@ -44,7 +44,7 @@ class ParsedChoice(Choice):
           prompt_tokens: number of tokens in the prompt.
           keeps_events: whether to keep events for `take_events`, as a stream needs.
           remember: function of the answer as JSON and its tokens, without the token that ended it. It is called if the
-            model ended the answer, and not a limit or a stop string. None: nothing is called.
+            model ended the answer, and not a limit or a stop string.
         """
         super().__init__(index, source)
         self._processor = processor
@@ -70,7 +70,7 @@ class ParsedChoice(Choice):
             reasons = recipe.InferenceFinishReason
             reason = reasons.Length if self.finish_reason == "length" else reasons.Stop
             self._push([recipe.InferenceChunk.finish(reason)])
-            if is_whole and self._remember is not None:
+            if is_whole:
                 self._remember(self.response, [scored.token for scored in self.generated[:-1]])
 
     def take_events(self) -> list[tuple[str | None, dict[str, Any]]]:
@@ -198,8 +198,7 @@ class ChatAnswer(OpenAIAnswer, ParsedAnswer):
     _body: ChatBody
 
     def _max_tokens(self, room: int) -> int:
-        asked = self._body.max_completion_tokens or self._body.max_tokens
-        return max(room, 1) if asked is None else asked
+        return self._body.max_completion_tokens or self._body.max_tokens or max(room, 1)
 
     def _json(self, choice: Any) -> dict[str, Any]:
         content = choice.response["choices"][0]
@@ -242,8 +241,9 @@ class ResponsesAnswer(ParsedAnswer):
     def _make_generator(self) -> Any:
         body = self._body.asked()
         body["text"] = {"verbosity": "medium"} | body.get("text", {})
-        generator = super()._make_generator().with_echo(recipe.ResponsesRequest(body).echo())
-        return generator.with_namespace_tool_map(self._chat.namespace_tools(body))
+        request = recipe.ResponsesRequest(body)
+        generator = super()._make_generator().with_echo(request.echo())
+        return generator.with_namespace_tool_map(request.namespace_tool_map(self._chat.options))
 
     @property
     def headers(self) -> dict[str, str]:
@@ -283,6 +283,7 @@ class MessagesAnswer(ParsedAnswer):
     request_type = recipe.MessagesRequest
     response_type = recipe.MessagesResponse
     _keep_alive = sse({"type": "ping"}, "ping")
+    _too_long = "prompt is too long: {0} tokens > {2} maximum"  # clients recognize the error by these words
     _body: MessagesBody
     # The protocol requires these fields, which deepseek-recipe leaves out, with these values.
     _block_fields: ClassVar[dict[str, Any]] = {"text": {"citations": None}, "tool_use": {"caller": {"type": "direct"}}}
@@ -311,9 +312,6 @@ class MessagesAnswer(ParsedAnswer):
 
     def _max_tokens(self, room: int) -> int:
         return min(self._body.max_tokens, max(room, 1))
-
-    def _too_long(self, longest: int, limit: int, context: int) -> str:
-        return f"prompt is too long: {longest} tokens > {context} maximum"  # clients recognize the error by these words
 
     def _sent_back(self, response: dict[str, Any]) -> dict[str, Any]:
         blocks = response["content"]

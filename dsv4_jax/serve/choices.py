@@ -92,12 +92,10 @@ class Choice:
                 tops = [(), *_pairs(request.prompt_top_logprobs)]
                 for (token, offset), logprob, top in zip(self.prompt, logprobs, tops, strict=True):
                     self.scored.append(ScoredToken(token, logprob, top, offset))
-            # The update has `num_generated` tokens, but the engine may have added more to the request since.
-            num_new = update.num_generated - self.num_generated
+            # The update has `num_generated` tokens, as many as `tops`. The engine may have added more since.
             begin = request.prompt_length + self.num_generated
-            tokens = request.tokens_from(begin)[:num_new]
             tops = _pairs(request.top_logprobs[self.num_generated : update.num_generated])
-            drawn = list(zip(tokens, request.logprobs_from(begin)[:num_new], tops, strict=True))
+            drawn = list(zip(request.tokens_from(begin), request.logprobs_from(begin), tops, strict=False))
         for i, (token, logprob, top) in enumerate(drawn):
             self.scored.append(ScoredToken(token, logprob, top, len(self.text) + len(new_text)))
             # A token that ends the request is not part of the text.

@@ -17,11 +17,12 @@ _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "re
 _ANNOTATIONS |= {"$schema", "$id", "$comment", "$defs", "definitions"}
 # At the top of a tool's schema, the grammar of the tool's calls takes these keywords into account.
 _CALL_KEYWORDS = _ANNOTATIONS | {"type", "properties", "required", "additionalProperties"}
-# The values of these keywords of a JSON schema are schemas, or lists or dicts of schemas. Definitions come first.
-_WITH_PARTS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas", "prefixItems", "items")
-_WITH_PARTS += ("anyOf", "oneOf", "allOf", "additionalProperties", "additionalItems", "contains", "propertyNames")
-_WITH_PARTS += ("not", "if", "then", "else", "unevaluatedItems", "unevaluatedProperties")
+# The values of these keywords of a JSON schema are dicts of schemas.
 _PARTS_BY_NAME = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
+# The values of these keywords are schemas, or lists or dicts of schemas. Definitions come first.
+_WITH_PARTS = (*_PARTS_BY_NAME, "prefixItems", "items", "anyOf", "oneOf", "allOf", "additionalProperties")
+_WITH_PARTS += ("additionalItems", "contains", "propertyNames", "not", "if", "then", "else")
+_WITH_PARTS += ("unevaluatedItems", "unevaluatedProperties")
 
 # An `_Enforce` is a function that replaces a schema by one that a grammar can enforce. Its arguments are the schema,
 # the whole schema of which this is a part, and the name of the tool: None if the tool is not strict, "" for the schema

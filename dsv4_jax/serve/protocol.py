@@ -172,10 +172,11 @@ class CompletionBody(GenerationBody):
 
     @model_validator(mode="after")
     def _agree(self) -> "CompletionBody":
-        if self.best_of is not None and self.best_of < self.n:
-            raise ValueError(f"best_of={self.best_of} must be at least n={self.n}")
-        if self.best_of is not None and self.best_of > self.n and self.stream:
-            raise ValueError(f"best_of={self.best_of} compares complete answers: leave out stream, or best_of")
+        best_of = self.best_of or self.n
+        if best_of < self.n:
+            raise ValueError(f"{best_of=} must be at least n={self.n}")
+        if best_of > self.n and self.stream:
+            raise ValueError(f"{best_of=} compares complete answers: leave out stream, or best_of")
         return self
 
     @property
@@ -227,9 +228,7 @@ class Message(_Body):
     def as_json(self) -> dict[str, Any]:
         """Returns the message in the form that deepseek-recipe takes. The role "developer" becomes "system" there."""
         role = "system" if self.role == "developer" else self.role
-        message = self.model_dump(exclude_unset=True, exclude={"reasoning", "thinking_blocks"})
-        if not self.tool_calls:
-            message.pop("tool_calls", None)
+        message = self.model_dump(exclude_defaults=True, exclude={"reasoning", "thinking_blocks"})
         blocks = "".join(block.thinking for block in self.thinking_blocks)
         if reasoning := self.reasoning_content or self.reasoning or blocks:
             message["reasoning_content"] = reasoning
@@ -240,9 +239,9 @@ class _ChatBody(GenerationBody):
     """The fields that chats share in all protocols."""
 
     tools: _List[dict[str, Any]] = []
-    tool_choice: Any = "auto"
+    tool_choice: _TextOr[dict[str, Any]] = "auto"
     effort_field: ClassVar[str]  # path of the field of reasoning effort
-    _no_thinking: ClassVar[dict[str, Any]]  # fields that turn reasoning off
+    _no_thinking: ClassVar[dict[str, Any]] = {"thinking": {"type": "disabled"}}  # fields that turn reasoning off
     _form: ClassVar[tuple[str, str]]  # path of the field that holds the schema of the answer
 
     @property
@@ -301,7 +300,6 @@ class ChatBody(_ChatBody):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
-    tool_choice: _TextOr[dict[str, Any]] = "auto"
     response_format: dict[str, Any] = {}
     thinking: dict[str, Any] | None = None
     reasoning_effort: _Effort | None = None
@@ -324,7 +322,6 @@ class ChatBody(_ChatBody):
         return asked | {"messages": [message.as_json() for message in self.messages]}
 
     effort_field = "reasoning_effort"
-    _no_thinking = {"thinking": {"type": "disabled"}}
     _form = ("response_format", "json_schema")
 
 
@@ -380,7 +377,6 @@ class ResponsesBody(_OneAnswerBody):
     input: _TextOr[_List[dict[str, Any]]]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
-    tool_choice: _TextOr[dict[str, Any]] = "auto"
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     store: Literal[False] = False
@@ -427,10 +423,9 @@ class MessagesBody(_OneAnswerBody):
     stop_sequences: _Stops = []
     thinking: dict[str, Any] = {}
     output_config: OutputOptions = OutputOptions()
-    tool_choice: ToolChoice = ToolChoice(type="auto")
+    tool_choice: ToolChoice = ToolChoice(type="auto")  # pyrefly: ignore
     thread: dict[str, Any] | None = None  # a conversation stored on the server, which is not supported
     effort_field = "output_config.effort"
-    _no_thinking = {"thinking": {"type": "disabled"}}
     _form = ("output_config", "format")
     _types = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
     _tool_types = ("custom",)

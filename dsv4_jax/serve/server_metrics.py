@@ -9,9 +9,9 @@ from dsv4_jax.serve.async_engine import AsyncEngine
 
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-# `_COUNTERS` maps a prefix of the metrics' names to {field: description}. The prefixes stand for `EngineMetrics`,
-# `PrefixMetrics`, `PrefixFileMetrics` and `ExpertMetrics`, which have these fields.
-_COUNTERS: Mapping[str, Mapping[str, str]] = {
+# `_FIELDS` maps a prefix of the metrics' names to {field: description}. The prefixes stand for `EngineMetrics`,
+# `PrefixMetrics`, `PrefixFileMetrics` and `ExpertMetrics`, which have these fields. All are counters but `_GAUGES`.
+_FIELDS: Mapping[str, Mapping[str, str]] = {
     "": {
         "steps": "steps that ran tokens",
         "prompt_tokens": "prompt tokens computed, without those from the prefix cache",
@@ -29,6 +29,7 @@ _COUNTERS: Mapping[str, Mapping[str, str]] = {
     "prefix_": {
         "hit_tokens": "prompt tokens that the prefix cache held",
         "prompt_tokens": "prompt tokens of admitted requests",
+        "blocks": "blocks the prefix cache holds",
     },
     "prefix_disk_": {
         "hit_tokens": "prompt tokens whose blocks were read from disk",
@@ -36,6 +37,8 @@ _COUNTERS: Mapping[str, Mapping[str, str]] = {
         "written_bytes": "bytes of blocks and snapshots written",
         "dropped": "blocks and snapshots that were not written because the disk was too slow or failed",
         "errors": "files that could not be read or written, or were damaged",
+        "blocks": "blocks in the folder of the prefix cache",
+        "bytes": "bytes of this folder's files",
     },
     "expert_": {
         "hits": "selections of experts by tokens that found the expert on the GPU",
@@ -47,15 +50,7 @@ _COUNTERS: Mapping[str, Mapping[str, str]] = {
         "remap_seconds": "time for which moves of experts kept the GPU idle",
     },
 }
-_GAUGES: Mapping[str, Mapping[str, str]] = {
-    "": {},
-    "prefix_": {"blocks": "blocks the prefix cache holds"},
-    "prefix_disk_": {
-        "blocks": "blocks in the folder of the prefix cache",
-        "bytes": "bytes of this folder's files",
-    },
-    "expert_": {},
-}
+_GAUGES = ("blocks", "bytes")
 
 
 class ServerMetrics:
@@ -104,6 +99,6 @@ class ServerMetrics:
         for prefix, source in sources.items():
             if source is None:
                 continue
-            for family, descriptions in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
-                for field, text in descriptions[prefix].items():
-                    yield family(f"dsv4_jax_{prefix}{field}", text, value=getattr(source, field))
+            for field, text in _FIELDS[prefix].items():
+                family = GaugeMetricFamily if field in _GAUGES else CounterMetricFamily
+                yield family(f"dsv4_jax_{prefix}{field}", text, value=getattr(source, field))
