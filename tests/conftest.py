@@ -32,6 +32,8 @@ jaxtyping.jaxtyped = checked  # the import hook's code looks it up there
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Programs without the lines of Python that made them: a tenth of the time that lowering and compilation take.
+jax.config.update("jax_traceback_in_locations_limit", 0)
 
 
 SHARING = ("tests/decode/", "tests/engine/", "tests/serve/")  # folders whose files share a model, and so its programs
@@ -53,6 +55,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if not item.get_closest_marker("gpu"):
             item.add_marker("full")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def few_programs_draw_parameters():
+    from tests.draws import draw_in_few_programs  # imports the package, whose annotations are to be checked
+
+    draw_in_few_programs()
 
 
 @pytest.fixture(autouse=True, scope="module")
