@@ -7,11 +7,13 @@ import os
 # The kernel interpreter blocks a thread of XLA's for each simulated one that waits: on a machine with two cores, where
 # XLA would make two, it can wait for ever. Tests simulate up to 32. Read when the backend starts, so before JAX.
 os.environ.setdefault("NPROC", "64")
-# Nearly all of the time goes into compiling programs that run once or twice: compile them quickly rather than well.
+# Nearly all of the time goes into compiling programs that run once or twice: compile them quickly rather than well, and
+# in one piece, since splitting a program for several cores takes a tenth of its time and pytest keeps the cores busy.
 # Products have the same bits on every CPU, as on the command line; .ci/run also runs some tests without this.
 os.environ["XLA_FLAGS"] = (
     "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
-    "--xla_cpu_enable_platform_dependent_math=false " + os.environ.get("XLA_FLAGS", "")
+    "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_enable_platform_dependent_math=false "
+    + os.environ.get("XLA_FLAGS", "")
 )
 # Command lines that tests run keep no programs. These processes do, see tests/programs.py.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
@@ -32,6 +34,8 @@ jaxtyping.jaxtyped = checked  # the import hook's code looks it up there
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Programs without the lines of Python that made them: a tenth of the time that lowering and compilation take.
+jax.config.update("jax_traceback_in_locations_limit", 0)
 
 
 SHARING = ("tests/decode/", "tests/engine/", "tests/serve/")  # folders whose files share a model, and so its programs
@@ -53,6 +57,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if not item.get_closest_marker("gpu"):
             item.add_marker("full")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def few_programs_draw_parameters():
+    from tests.draws import draw_in_few_programs  # imports the package, whose annotations are to be checked
+
+    draw_in_few_programs()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -15,8 +15,8 @@ from dsv4_jax.checkpoint.save import check_storage
 from dsv4_jax.checkpoint.storage import join_scales
 from dsv4_jax.cli import main
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.nn import parameter_views
 from tests.paths import DATA, PACKAGED, TINY
+from tests.values import parameter_values
 
 
 FP8 = DATA / "official_fp8"  # FP8, FP4, bfloat16 and float32, with the multi-token-prediction block
@@ -94,11 +94,10 @@ def test_a_model_is_saved_as_its_files_are_converted(tmp_path):
         save_release(model, tmp_path / f"{weights} saved", weights=weights, naming=naming)
         convert_checkpoint(HYBRID, tmp_path / weights, weights=weights, naming=naming)
         assert stored_bytes(tmp_path / weights) == stored_bytes(tmp_path / f"{weights} saved")
-        views = [
-            parameter_views(load_checkpoint(tmp_path / name, dtype=np.float32))
+        one, other = (
+            parameter_values(load_checkpoint(tmp_path / name, dtype=np.float32))
             for name in (weights, f"{weights} saved")
-        ]
-        one, other = ({path: np.asarray(view.read()) for path, view in found.items()} for found in views)
+        )
         chex.assert_trees_all_equal(one, other)
 
 
@@ -185,11 +184,7 @@ def test_the_command(tmp_path, capsys):
     assert last == f"wrote {tmp_path / 'new'}"
     assert any(line.split()[1:8:2] == ["BF16", "297", "9857472", "0"] for line in table), table
     assert (tmp_path / "new" / "tokenizer.json").read_bytes() == (PACKAGED / "tokenizer.json").read_bytes()
-    chex.assert_trees_all_equal(
-        *(
-            {path: np.asarray(view.read()) for path, view in parameter_views(load_checkpoint(folder)).items()}
-            for folder in (PACKAGED, tmp_path / "new")
-        )
-    )
+    one, other = (parameter_values(load_checkpoint(folder)) for folder in (PACKAGED, tmp_path / "new"))
+    chex.assert_trees_all_equal(one, other)
     assert main(["convert", *arguments]) == 2
     assert "new must not exist yet, or be an empty folder" in " ".join(capsys.readouterr().err.split())

@@ -16,18 +16,13 @@ from safetensors.numpy import save_file
 from dsv4_jax.checkpoint import load_checkpoint, read_checkpoint
 from dsv4_jax.checkpoint.keys import detect_naming, weights
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.nn import parameter_views
 from tests.paths import DATA, TINY
+from tests.values import parameter_values
 
 
 HF_TINY = DATA / "hf_tiny"
 MTP = DATA / "official_mtp"
 CONFIG = DSV4Config.from_hf(HF_TINY)
-
-
-def flat(model):
-    """{dotted path: array} of a model."""
-    return {path: view.read() for path, view in parameter_views(model).items()}
 
 
 def tensors(folder):
@@ -51,8 +46,8 @@ def renamed(naming):
 
 
 def assert_same(one, other):
-    one = flat(one)
-    other = flat(other)
+    one = parameter_values(one)
+    other = parameter_values(other)
     chex.assert_trees_all_equal_dtypes(one, other)
     chex.assert_trees_all_equal(one, other)
 
@@ -105,8 +100,8 @@ def test_one_routed_expert_in_the_spellings_of_transformers(hybrid, tmp_path):
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | dict(n_routed_experts=1, num_experts_per_tok=1)))
         assert detect_naming(DSV4Config.from_hf(folder), stored) == naming
-        loaded = flat(load_checkpoint(folder, dtype=jnp.float32))
-        for path, value in flat(hybrid).items():
+        loaded = parameter_values(load_checkpoint(folder, dtype=jnp.float32))
+        for path, value in parameter_values(hybrid).items():
             first = value[:1] if ".gate." in path or ".mlp.experts." in path else value
             if not path.endswith("tid2eid"):
                 chex.assert_trees_all_equal(loaded[path], first, custom_message=path)
@@ -114,7 +109,7 @@ def test_one_routed_expert_in_the_spellings_of_transformers(hybrid, tmp_path):
 
 def test_every_tensor_lands_where_its_name_says(hybrid):
     stored = tensors(HF_TINY / "module_names")
-    loaded = flat(hybrid)
+    loaded = parameter_values(hybrid)
     loaded = {weight.sources[0]: loaded[weight.path] for weight in weights(hybrid.config, "module")}
     assert stored.keys() == loaded.keys()
     for name, value in stored.items():
@@ -123,7 +118,7 @@ def test_every_tensor_lands_where_its_name_says(hybrid):
 
 def test_the_packaged_checkpoint_holds_the_goldens_weights():
     golden = np.load(DATA / "official_tiny" / "golden.npz")
-    loaded = flat(load_checkpoint(TINY))
+    loaded = parameter_values(load_checkpoint(TINY))
     table = list(weights(DSV4Config.from_hf(TINY), "release"))
     assert {w.path for w in table} == loaded.keys()
     for weight in table:
@@ -134,7 +129,7 @@ def test_the_packaged_checkpoint_holds_the_goldens_weights():
 
 def test_experts_are_stacked_gate_above_up(hybrid):
     stored = tensors(HF_TINY)
-    loaded = flat(hybrid)["model.layers.2.mlp.experts.gate_up_proj"]
+    loaded = parameter_values(hybrid)["model.layers.2.mlp.experts.gate_up_proj"]
     for expert in (0, 5):
         prefix = f"model.layers.2.ffn.experts.{expert}"
         chex.assert_trees_all_equal(loaded[expert, 0], stored[f"{prefix}.w1.weight"])
@@ -155,7 +150,7 @@ def test_shards(hybrid, tmp_path):
 
 
 def test_the_module_decides_each_dtype():
-    dtypes = {path: value.dtype for path, value in flat(load_checkpoint(HF_TINY)).items()}
+    dtypes = {path: value.dtype for path, value in parameter_values(load_checkpoint(HF_TINY)).items()}
     assert dtypes["model.layers.1.self_attn.input_projections.weights.q_a_proj"] == jnp.bfloat16
     assert dtypes["lm_head.weight"] == jnp.bfloat16
     assert dtypes["model.layers.1.mlp.experts.down_proj"] == jnp.bfloat16
@@ -166,7 +161,7 @@ def test_the_module_decides_each_dtype():
 
 
 def test_casting_rounds_to_nearest_even():
-    got = flat(load_checkpoint(HF_TINY))["lm_head.weight"]
+    got = parameter_values(load_checkpoint(HF_TINY))["lm_head.weight"]
     expected = tensors(HF_TINY)["head.weight"].astype(ml_dtypes.bfloat16)
     chex.assert_trees_all_equal(np.asarray(got).view(np.uint16), expected.view(np.uint16))
 

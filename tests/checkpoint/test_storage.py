@@ -19,14 +19,11 @@ from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
 from dsv4_jax.quant import QuantizedWeight
 from tests.paths import DATA, TINY
+from tests.values import parameter_values
 
 
 FP8 = DATA / "official_fp8"
 NAN = ml_dtypes.float8_e4m3fn(np.nan)
-
-
-def flat(model):
-    return {path: np.asarray(view.read()) for path, view in parameter_views(model).items()}
 
 
 def load_all(folder, **options):
@@ -57,8 +54,8 @@ def test_what_was_read_is_written_back_unchanged(release, tmp_path, shard_bytes)
     assert (files == ["model.safetensors"]) == (shard_bytes > 10**7)
     again = load_all(tmp_path / "new")
     assert again.config == release.config
-    old = flat(release)
-    new = flat(again)
+    old = parameter_values(release)
+    new = parameter_values(again)
     assert old.keys() == new.keys()
     for name, value in old.items():
         chex.assert_trees_all_equal(new[name], value, custom_message=name)
@@ -75,8 +72,8 @@ def test_a_random_model_can_be_shipped_small(tmp_path):
     model = load_checkpoint(TINY, dtype=jnp.float32)
     save_release(model, tmp_path)
     assert DSV4Config.from_hf(tmp_path) == model.config
-    again = flat(load_checkpoint(tmp_path, dtype=jnp.float32))
-    old = flat(model)
+    again = parameter_values(load_checkpoint(tmp_path, dtype=jnp.float32))
+    old = parameter_values(model)
     for name, value in old.items():
         # The coarsest is e2m1, at its worst where a group's largest value is 5: halfway between 4 and 6.
         chex.assert_trees_all_close(
@@ -95,8 +92,8 @@ def test_a_model_of_one_expert(tmp_path):
     again = load_checkpoint(tmp_path, dtype=jnp.float32)
     assert again.config == config
     save_release(again, tmp_path / "again")
-    values = flat(load_checkpoint(tmp_path / "again", dtype=jnp.float32))
-    for name, value in flat(again).items():
+    values = parameter_values(load_checkpoint(tmp_path / "again", dtype=jnp.float32))
+    for name, value in parameter_values(again).items():
         chex.assert_trees_all_equal(values[name], value, custom_message=name)
 
 
@@ -219,8 +216,8 @@ def test_stored_weights_stay_stored_and_are_written_back(release, tmp_path):
         tensor.data.size for tensor in read_checkpoint(FP8).values() if tensor.quantized
     )
     save_release(model, tmp_path)
-    again = flat(load_all(tmp_path))
-    for name, value in flat(release).items():
+    again = parameter_values(load_all(tmp_path))
+    for name, value in parameter_values(release).items():
         chex.assert_trees_all_equal(again[name], value, custom_message=name)
 
 

@@ -24,6 +24,7 @@ from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
 from dsv4_jax.nn.engram import TokenMap
 from dsv4_jax.quant import QuantizedWeight
 from tests.paths import DATA
+from tests.values import parameter_values
 
 
 V41 = DATA / "official_v41"
@@ -33,10 +34,10 @@ FOLDERS = pytest.mark.parametrize("folder", [V41, FP8], ids=["bfloat16", "quanti
 
 def values(model):
     """{name of a stored tensor: its values}, of the model's parameters."""
-    views = parameter_views(model)
+    parameters = parameter_values(model)
     result = {}
     for weight in weights(model.config, "release"):
-        value = np.asarray(views[weight.path].read()).reshape(len(weight.sources), *weight.source_shape)
+        value = parameters[weight.path].reshape(len(weight.sources), *weight.source_shape)
         result |= dict(zip(weight.sources, value, strict=True))
     return result
 

@@ -60,14 +60,14 @@ def train(model, cache, batch, targets):
     return log_probabilities(model.logits(hidden), targets)[0], decisions
 
 
-def compare(requests, model, dtype, given=None):
+def compare(requests, model, dtype, given):
     """Runs one prefill in a differentiable format.
 
     Args:
       requests: requests of the rollout.
       model: the model that is trained.
       dtype: dtype of its cache.
-      given: Decisions [S, N, ...] to take, or None.
+      given: Decisions [S, N, ...] to take.
 
     Returns:
       (differences of generated tokens' log-probabilities from the rollout's, the share of (token, layer) pairs with
@@ -76,7 +76,7 @@ def compare(requests, model, dtype, given=None):
     manager = KVCacheManager(CONFIG, kv_format=FakeQuantFormat(V4Format()), dtype=dtype, **SIZES)
     tokens = {manager.admit(): request.tokens for request in requests}
     batch = manager.prepare_forward(tokens, prefill_size=sum(map(len, tokens.values())))
-    batch = batch if given is None else batch.with_decisions(given)
+    batch = batch.with_decisions(given)
     logprobs, decisions = train(model, manager.init_cache(), batch, jnp.roll(batch.token_ids, -1))
     slots = np.asarray(batch.slots)
     decisions = jax.tree.map(np.asarray, decisions)
@@ -103,7 +103,8 @@ def test_one_prefill_has_the_decisions_of_the_rollout(rollout, training):
     model = model_in(training)
     requests = roll_out(rollout)
     given = Decisions.padded([request.decisions for request in requests], max(r.num_tokens for r in requests))
-    plain, *flips = compare(requests, model, training)
+    nothing = jax.tree.map(np.zeros_like, given)  # codes of nothing: the model decides, in the same program
+    plain, *flips = compare(requests, model, training, nothing)
     replayed, *left = compare(requests, model, training, given)
     rows = {"without": (plain, *flips), "with": (replayed, *left)}
     for name, (differences, experts, selection) in rows.items():

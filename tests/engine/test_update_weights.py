@@ -33,22 +33,29 @@ def modules(small):
 
 
 @pytest.fixture(scope="module")
-def answer(modules, wide):
-    """answer(i, prompt, n) -> the n tokens that an engine made with model i gives, and their log-probabilities.
+def answers(modules, wide):
+    """answers(i, [(prompt, n), ..]) -> for each prompt the n tokens and their log-probabilities of model i.
 
-    The latter tell models apart, and rows of a cache that other weights wrote.
+    They come from an engine made with model i. The log-probabilities tell models apart, and rows of a cache that other
+    weights wrote.
     """
     engines = [make(module, wide()) for module in modules]
     known = {}
 
-    def of(i, prompt, n=NEW_TOKENS):
-        if (key := (i, tuple(prompt), n)) not in known:
-            request = add(engines[i], prompt, n)
-            drain(engines[i])
-            known[key] = given(request)
-        return known[key]
+    def of(i, asked):
+        keys = [(i, tuple(prompt), n) for prompt, n in asked]
+        requests = {key: add(engines[i], list(key[1]), key[2]) for key in keys if key not in known}
+        drain(engines[i], most=4000)
+        known.update({key: given(request) for key, request in requests.items()})
+        return [known[key] for key in keys]
 
     return of
+
+
+@pytest.fixture(scope="module")
+def answer(answers):
+    """answer(i, prompt) -> what `answers` has for one prompt."""
+    return lambda i, prompt, n=NEW_TOKENS: answers(i, [(prompt, n)])[0]
 
 
 def add(engine, prompt, n=NEW_TOKENS):
@@ -77,7 +84,7 @@ def run(engine, prompt):
     ],
     indirect=["small"],
 )
-def test_random_swaps_compile_nothing_and_hit_nothing_stale(modules, wide, answer, untyped, swaps, overlap):
+def test_random_swaps_compile_nothing_and_hit_nothing_stale(modules, wide, answers, untyped, swaps, overlap):
     """Requests run, wait, are preempted and forked meanwhile. Those not kept get a new engine's tokens."""
     manager = wide(11)
     rng = np.random.default_rng(swaps)
@@ -86,7 +93,7 @@ def test_random_swaps_compile_nothing_and_hit_nothing_stale(modules, wide, answe
     compiled = engine.metrics.compilations, [program._cache_size() for program in PROGRAMS]
     now = 0
     started = {}  # {request: number of tokens before its last swap, None = it was kept}
-    checked = 0
+    ended = ([], [], [])  # by model: ((prompt, number of tokens), what the request was given) since its last swap
     hits = 0
     for _ in range(swaps):
         for _ in range(min(rng.integers(5), 12 - len(engine.waiting))):
@@ -99,16 +106,17 @@ def test_random_swaps_compile_nothing_and_hit_nothing_stale(modules, wide, answe
         for request in [request for request in started if request.finish_reason]:
             hits += request.cached_tokens
             if (start := started.pop(request)) is not None:
-                checked += 1
-                rest = answer(now, request.prompt + request.generated[:start], NEW_TOKENS - start)
-                assert given(request, start) == rest
+                asked = (request.prompt + request.generated[:start], NEW_TOKENS - start)
+                ended[now].append((asked, given(request, start)))
         now = int(rng.integers(3))
         running = str(rng.choice(["keep", "recompute"]))
         engine.update_weights(modules[now], running=running)
         assert engine.prefix.metrics.blocks == 0
         started = {r: None if running == "keep" else r.num_generated for r in started if not r.finish_reason}
     drain(engine)
-    assert checked > swaps / 4 and hits > 0 and engine.metrics.preemptions > 0
+    for number, pairs in enumerate(ended):
+        assert answers(number, [asked for asked, _ in pairs]) == [found for _, found in pairs]
+    assert sum(map(len, ended)) > swaps / 4 and hits > 0 and engine.metrics.preemptions > 0
     assert (engine.metrics.compilations, [program._cache_size() for program in PROGRAMS]) == compiled
     assert manager.free_slots == 3 and manager.free_blocks == 11 - engine.prefix.metrics.blocks
 

@@ -14,6 +14,7 @@ from dsv4_jax.config.layer_spec import CSA, HCA, SLIDING
 from dsv4_jax.nn import DeepseekV4ForCausalLM, HashTable, ResidualStreams, StepCarry, parameter_views
 from dsv4_jax.nn.layers import ABSTRACT
 from tests.paths import DATA
+from tests.values import parameter_values
 
 
 F32 = jnp.dtype("float32")
@@ -127,7 +128,7 @@ def test_other_dtypes_are_refused(config):
 def test_random_weights_follow_the_seed_and_leave_nothing_trivial(short_config):
     def parameters(seed):
         model = DeepseekV4ForCausalLM(short_config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
-        return {path: view.read() for path, view in parameter_views(model).items()}
+        return parameter_values(model)
 
     first = parameters(1)
     again = parameters(1)
