@@ -329,7 +329,7 @@ def _copy_stage(gemm, product, refs, before, i):
     column = product.layout.elements(product.first_column + stage_of_tile * columns)
     full = refs.weights_full.at[stage]
     size = codes_smem.shape[2]
-    arrivals = 2 if refs.scales_smem is None else 4
+    arrivals = 4 if gemm.has_stage_scales else 2
     for place, row, count in pieces:
         source = pl.ds(pl.multiple_of(row, HALF), count), pl.ds(pl.multiple_of(column, size), size)
         plgpu.copy_gmem_to_smem(product.codes_gmem.at[source], codes_smem.at[stage].at[pl.ds(place, count)], full)

@@ -219,7 +219,7 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, stage_forma
         # Each thread has 8 bytes of the last half of a segment, and two threads have one scale.
         places = [row + segments * SEGMENT - (inner << 3) for row in rows]
         half_inputs = step_inputs + segments * (segment_units << 9)
-        return add_units(sums, half_inputs, _weights_of_half(factors, segments, places))
+        return add_units(sums, half_inputs, weights(segments, places, half=True))
 
     layouts = codes_smem, plgpu.RefType(stage_format.transforms(codes_smem.shape[1]))
     operand = (scales, thread_ops.vector_layout(scales.shape)) if layout.bits == 8 else scales
@@ -227,14 +227,25 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, stage_forma
     return mlir.inline(emit, (acc, plgpu.Layout.WGMMA), layouts, operand, inputs_smem, step, returns=kind)
 
 
-def _weights_fp(layout, factors, segment, places):
+def _weights_fp(layout, factors, segment, places, half=False):
     """Yields (index of a unit in the segment, weights of the thread's two rows in this unit).
 
-    The weights of a row are four words of two bfloat16. `places` are the addresses of the thread's codes of both rows.
+    The weights of a row are four words of two bfloat16.
+
+    Args:
+      layout: storage of the weights.
+      factors: the function that `_factors_fp4` or a like function returned.
+      segment: index of the segment in the stage.
+      places: addresses of the thread's codes of both rows.
+      half: whether the segment is only half of one, in FP4 with `_factors_of_tile`.
     """
-    scales = factors(segment)
-    rows = [thread_ops.load_vector(place) for place in places]
-    for unit in range(layout.segment // UNIT):
+    if half:
+        scales = factors(segment, half=True)
+        rows = [thread_ops.ptx_words(2, "ld.shared.v2.u32 {$0, $1}, [$2];", place) for place in places]
+    else:
+        scales = factors(segment)
+        rows = [thread_ops.load_vector(place) for place in places]
+    for unit in range(layout.segment // UNIT // (1 + half)):
         if layout.bits == 4:
             pairs = [e2m1_pairs(row[unit]) for row in rows]
         else:
@@ -242,17 +253,9 @@ def _weights_fp(layout, factors, segment, places):
         yield U32(unit), [[multiply(x, scale) for x in row] for row, scale in zip(pairs, scales, strict=True)]
 
 
-def _weights_of_half(factors, segment, places):
-    """Yields the two units of a half of an FP4 segment as `_weights_fp` does."""
-    scales = factors(segment, half=True)
-    rows = [thread_ops.ptx_words(2, "ld.shared.v2.u32 {$0, $1}, [$2];", place) for place in places]
-    for unit in range(2):
-        pairs = [e2m1_pairs(row[unit]) for row in rows]
-        yield U32(unit), [[multiply(x, scale) for x in row] for row, scale in zip(pairs, scales, strict=True)]
-
-
-def _weights_bf16(late, segment, places):
+def _weights_bf16(late, segment, places, half=False):
     """Yields the two units of two segments as `_weights_fp` does; the second unit comes first if `late` is 1."""
+    assert not half
     for unit in range(2):
         segment_unit = late ^ unit
         yield segment_unit, [fp8_pairs(thread_ops.load_vector(place + (segment_unit << 4))) for place in places]
