@@ -230,6 +230,12 @@ def test_codes_hold_all_ids_and_none(dtype):
     np.testing.assert_array_equal(decode_ids(encode_ids(ids, dtype)), ids)
 
 
+def test_padded_codes_keep_their_values():
+    """The codes of engines with a small and a large `max_context` have different dtypes."""
+    codes = [Decisions(selection=np.full((1, 1, 1), code, dtype)) for code, dtype in ((5, np.uint8), (300, np.uint16))]
+    assert Decisions.padded(codes, 1).selection.ravel().tolist() == [5, 300]
+
+
 def test_refuses_requests_without_decisions(untyped):
     recorded = Decisions(experts=np.zeros((3, 2, 2), np.uint8))
     assert Decisions.padded([recorded, recorded[:1]], 2).experts.shape == (2, 2, 2, 2)
