@@ -69,7 +69,8 @@ class Batch(Summarized):
     def with_decisions(self, sequences: Decisions) -> "Batch":
         """Returns the batch with the decisions of its tokens. The tokens may be any part of the sequences.
 
-        The layers make the decisions for a token whose row is all zeros, and for a token at position N or above.
+        The layers make the decisions for a token whose row is all zeros, for a token at position N or above, and for a
+        token in slot S or above.
 
         Args:
           sequences: Decisions [S, N, ...] by slot and position, as `Decisions.padded` returns them.
@@ -77,7 +78,8 @@ class Batch(Summarized):
 
         def of_tokens(codes: Any) -> Any:
             codes = jnp.asarray(codes)
-            slots = jnp.where(self.positions < codes.shape[1], self.slots, -1)
+            has_row = (self.slots < codes.shape[0]) & (self.positions < codes.shape[1])
+            slots = jnp.where(has_row, self.slots, -1)
             rows = codes[jnp.maximum(slots, 0), jnp.maximum(self.positions, 0)]
             return jnp.where((slots >= 0)[:, None, None], rows, jnp.zeros((), codes.dtype))
 
