@@ -60,16 +60,28 @@ class Batch(Summarized):
     draft_block: int = static_field(default=0)
     schema: CacheSchema | None = static_field(default=None)
 
-    def with_adapter(self, number: int) -> "Batch":
-        """Returns the batch with the adapter of index `number` for all requests. Raises ValueError without a schema."""
+    def with_adapter(self, model: Any, name: str) -> "Batch":
+        """Returns the batch with an adapter of a model for all requests.
+
+        Args:
+          model: the model that runs the batch, such as `DeepseekV4ForCausalLM`.
+          name: one of the model's `adapter_names`.
+
+        Raises:
+          ValueError: the model has no such adapter, or the batch has no schema.
+        """
         if self.schema is None:
             raise ValueError("the batch has no schema, which says how many slots there are")
-        return dataclasses.replace(self, adapters=jnp.full((self.schema.max_requests,), number, jnp.int32))
+        names = model.adapter_names
+        if name not in names:
+            raise ValueError(f"{name=} must be one of the model's adapters: {', '.join(names) or 'none'}")
+        return dataclasses.replace(self, adapters=jnp.full((self.schema.max_requests,), names.index(name), jnp.int32))
 
     def with_decisions(self, sequences: Decisions) -> "Batch":
         """Returns the batch with the decisions of its tokens. The tokens may be any part of the sequences.
 
-        The layers make the decisions for a token whose row is all zeros, and for a token at position N or above.
+        The layers make the decisions for a token whose row is all zeros, for a token at position N or above, and for a
+        token in slot S or above.
 
         Args:
           sequences: Decisions [S, N, ...] by slot and position, as `Decisions.padded` returns them.
@@ -77,7 +89,8 @@ class Batch(Summarized):
 
         def of_tokens(codes: Any) -> Any:
             codes = jnp.asarray(codes)
-            slots = jnp.where(self.positions < codes.shape[1], self.slots, -1)
+            has_row = (self.slots < codes.shape[0]) & (self.positions < codes.shape[1])
+            slots = jnp.where(has_row, self.slots, -1)
             rows = codes[jnp.maximum(slots, 0), jnp.maximum(self.positions, 0)]
             return jnp.where((slots >= 0)[:, None, None], rows, jnp.zeros((), codes.dtype))
 

@@ -75,7 +75,8 @@ class Decisions(Summarized):
             raise ValueError(f"sequences{missing} are None: make the engine with record_decisions")
 
         def pad(*arrays: np.ndarray) -> np.ndarray:
-            result = np.zeros((len(arrays), length, *arrays[0].shape[1:]), arrays[0].dtype)
+            dtype = np.result_type(*arrays)  # the codes' dtypes differ if the engines' `max_context` do
+            result = np.zeros((len(arrays), length, *arrays[0].shape[1:]), dtype)
             for row, array in zip(result, arrays, strict=True):
                 row[: len(array)] = array[:length]
             return result

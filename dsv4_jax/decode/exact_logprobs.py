@@ -66,7 +66,7 @@ def logprobs(
       model: the model. Gradients are with respect to its floating-point arrays.
       tokens: [S, N] int32 sequences, padded at the end; or [N] sequences one after another, padded at the end.
       lengths: [S] int32 number of tokens of each sequence, at most N and `max_context`. Packed sequences have at most N
-        tokens together. Within `jax.jit` the lengths are not checked.
+        tokens together. Within `jax.jit` neither lengths nor adapters are checked.
       shape: shapes of the rollout's program (static).
       adapters: [S] int32 index of each sequence's adapter (see `nn.lora`), -1 = no adapter; None = no sequence has one.
 
@@ -74,13 +74,18 @@ def logprobs(
       float32 array in the shape of `tokens`; zeros for the first token of each sequence and for padding.
 
     Raises:
-      ValueError: the shapes do not agree, a length is out of range, or the mesh axis "data" does not divide the number
-        of sequences or of packed tokens.
+      ValueError: the shapes do not agree, a length or an adapter is out of range, or the mesh axis "data" does not
+        divide the number of sequences or of packed tokens.
     """
     mesh = mesh_of(model)
     _check(tokens, lengths, shape, {} if mesh is None else mesh.shape)
-    if adapters is None and getattr(_module(model), "adapter_names", ()):
+    names = getattr(_module(model), "adapter_names", ())
+    if adapters is None and names:
         adapters = jnp.full(lengths.shape, -1, jnp.int32)  # an engine's batches also hold -1 for "no adapter"
+    elif names and not isinstance(adapters, jax.core.Tracer):
+        numbers = np.asarray(adapters)
+        if numbers.min(initial=-1) < -1 or numbers.max(initial=-1) >= len(names):
+            raise ValueError(f"adapters must be from -1 to {len(names) - 1}, got {numbers.tolist()}")
     return sharded_rows(functools.partial(_local_logprobs, shape), placed=1)(model, tokens, lengths, adapters)
 
 

@@ -75,8 +75,11 @@ def decode_loop(
       (LoopOutput, cache).
 
     Raises:
-      RuntimeError, ValueError: as for `decode_step`, or as for `check_drafts` with `drafts`.
+      RuntimeError, ValueError: as for `decode_step`, or as for `check_drafts` with `drafts`. ValueError also if the
+        batch has `is_image` or `decisions`.
     """
+    if given := [name for name in ("is_image", "decisions") if getattr(batch, name) is not None]:
+        raise ValueError(f"batch.{given[0]} must be None: the loop draws text, and its layers make all decisions")
     options = DraftOptions.of(drafts)
     if options.count:
         check_drafts(cache.schema, options)

@@ -281,7 +281,7 @@ class Engine(Summarized):
             raise ValueError("seeds is empty: give one for each new request")
         children = [request.child(seed=seed, order=self._next_order()) for seed in seeds]
         with self._restart_on_error():
-            self._scheduler.fork(request, children)
+            self._scheduler.fork(request, children, in_flight=self._launched)
         self._metrics.added += len(children)
         return children
 

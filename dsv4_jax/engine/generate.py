@@ -106,7 +106,7 @@ def generate(
         # The last token of each prompt is the loop's first input.
         batch = manager.prepare_forward({r.slot: r.tokens[-1:] for r in requests}, reserve=max_new_tokens - 1)
         if adapter is not None:
-            batch = batch.with_adapter(model.module.adapter_names.index(adapter))
+            batch = batch.with_adapter(model.module, adapter)
         output, cache = model.decode_loop(
             engine.cache,
             batch,

@@ -69,7 +69,7 @@ class Scheduler:
             bisect.insort(self._list_of(request), request, key=_rank)
         self.requests.update({request.id: request for request in requests})
 
-    def fork(self, request: Request, children: list[Request]) -> None:
+    def fork(self, request: Request, children: list[Request], *, in_flight: LaunchedStep | None = None) -> None:
         """Adds copies of a request.
 
         Copies for which the shard has slots and blocks run at once and share the request's full blocks. The other
@@ -77,11 +77,13 @@ class Scheduler:
 
         If a step in flight runs the request's newest token, the copies run this token again, to draw with their own
         seeds. If this step also runs drafts, the copies run all tokens again, since the drafts may have overwritten
-        rows that the newest token reads.
+        rows that the newest token reads. They also do so if this step computes log-probabilities or decisions of
+        earlier tokens, which only the request itself will get.
 
         Args:
           request: an unfinished request, which goes on too.
           children: the copies, from `Request.child`.
+          in_flight: the step that was launched and not read, if any.
         """
         offloaded = request.offloaded
         slots = []
@@ -89,7 +91,11 @@ class Scheduler:
         num_launched = 0 if slot < 0 else self.manager.length(slot)  # includes the tokens of a step in flight
         length = min(num_launched, len(request.tokens) - 1)
         is_overwritten = self.config.draft_tokens and num_launched > length
-        if length and not is_overwritten:
+        is_unread = False
+        if in_flight is not None and (request.scores_prompt or self.config.record_decisions):
+            starts = dict(zip(in_flight.schedule.requests, in_flight.schedule.numbers["start"].tolist(), strict=True))
+            is_unread = starts.get(request, length) < length
+        if length and not is_overwritten and not is_unread:
             room = min(len(children), self.manager.free_slots_beside(slot))
             try:
                 if room:

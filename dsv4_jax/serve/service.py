@@ -27,6 +27,9 @@ class ServerOptions:
       adapters: names of the model's adapters (see `nn.lora`), each of which is a model in the API, too.
       release: release in whose encoding of conversations the model was trained: "april" or "0731" of DeepSeek-V4, which
         have other prompts for reasoning effort, or "v41". "0731" stands for V4's later releases, too.
+
+    Raises:
+      ValueError: two models have the same name.
     """
 
     model_name: str
@@ -36,6 +39,10 @@ class ServerOptions:
     request_seconds: float = 600.0
     release: Release = "0731"
     adapters: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if len({*self.models}) < len(self.models):
+            raise ValueError(f"model_name={self.model_name!r} and adapters={self.adapters} must be different names")
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -1,11 +1,14 @@
 """stream, generate and the on-device loop: the same tokens by every road."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv4_jax.cache import Decisions
 from dsv4_jax.decode import SamplingParams, decode_loop, decode_step, last_token_indices, sample_step
 from dsv4_jax.engine import generate, stream
 from dsv4_jax.host import CacheFullError
@@ -143,3 +146,14 @@ def test_last_tokens_are_found_in_every_slot(manager, slot):
     batch = manager.prepare_forward({slot: [5, 6, 7, 8, 9]})
     assert batch.slots.tolist() == [slot] * 5 + [-1] * 3
     assert last_token_indices(batch, 3).tolist() == [4 if i == slot else -1 for i in range(3)]
+
+
+def test_the_loop_refuses_fields_that_it_would_drop(model, manager):
+    batch = manager.prepare_forward({manager.admit(): [1]})
+    cache = manager.init_cache()
+    seeds = jnp.zeros((manager.schema.max_requests,), jnp.uint32)
+    images = jnp.ones(batch.positions.shape, bool)
+    for fields in ({"is_image": images}, {"decisions": Decisions()}):
+        with pytest.raises(ValueError, match=f"batch.{[*fields][0]} must be None"):
+            decode_loop(model, cache, dataclasses.replace(batch, **fields), seeds, steps=1)
+    decode_loop(model, cache, batch, seeds, steps=1)  # the cache was not donated

@@ -211,5 +211,10 @@ def test_refuses_what_does_not_fit(one_layer, untyped):
         logprobs(model, TOKENS, np.array([3]), shape)
     with pytest.raises(ValueError, match="sum up to 60, but there are 40"):
         logprobs(model, TOKENS[0], np.array([30, 30]), shape)
+    adapted = merge(floats)
+    add_adapters(adapted, ["a"], rank=2, targets=["o_b_proj"])
+    for number in (1, -2):
+        with pytest.raises(ValueError, match=rf"adapters must be from -1 to 0, got \[0, {number}\]"):
+            logprobs(adapted, TOKENS, LENGTHS, shape, np.array([0, number]))
     with pytest.raises(ValueError, match="batch_invariant=True"):
         _ = Engine(model, make_manager(config)).rollout_shape

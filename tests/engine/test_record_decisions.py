@@ -127,6 +127,23 @@ def test_copies_have_the_decisions_of_their_common_tokens():
         check(one)
 
 
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_copies_of_a_request_whose_prompt_is_being_read_have_all_values(num_steps):
+    """A chunk of the prompt is in flight, which may be the last one. Its values are read after the fork."""
+    engine = Engine(BIGRAM, make(), token_budget=16, record_decisions=NAMES, max_logprobs=1)
+    prompt = list(range(3, 15))
+    request = engine.add(prompt, max_new_tokens=4, prompt_logprobs=True)
+    for _ in range(num_steps):
+        engine.step()
+    assert not request.generated
+    children = engine.fork(request, [3, 4])
+    drain(engine)
+    for one in (request, *children):
+        check(one)
+        assert one.prompt_logprobs == request.prompt_logprobs
+        assert all(one.prompt_logprobs)
+
+
 def test_new_weights_replace_the_decisions_of_earlier_ones():
     """Of all tokens that run again; those of a prefix that another request ran are forgotten."""
     manager = make()

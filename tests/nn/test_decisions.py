@@ -230,6 +230,23 @@ def test_codes_hold_all_ids_and_none(dtype):
     np.testing.assert_array_equal(decode_ids(encode_ids(ids, dtype)), ids)
 
 
+def test_padded_codes_keep_their_values():
+    """The codes of engines with a small and a large `max_context` have different dtypes."""
+    codes = [Decisions(selection=np.full((1, 1, 1), code, dtype)) for code, dtype in ((5, np.uint8), (300, np.uint16))]
+    assert Decisions.padded(codes, 1).selection.ravel().tolist() == [5, 300]
+
+
+def test_a_slot_without_a_sequence_has_no_decisions():
+    config = DSV4Config.small([LayerSpec.hca(16)])
+    manager = make_manager(config, max_requests=3)
+    batch = manager.prepare_forward({manager.admit(): [1, 2] for _ in range(3)})
+    codes = np.arange(1, 5, dtype=np.uint8).reshape(2, 2, 1, 1)
+    taken = batch.with_decisions(Decisions(experts=codes)).decisions.experts
+    expected = {(0, 0): 1, (0, 1): 2, (1, 0): 3, (1, 1): 4}
+    places = zip(np.asarray(batch.slots).tolist(), np.asarray(batch.positions).tolist(), strict=True)
+    assert taken[:, 0, 0].tolist() == [expected.get(place, 0) for place in places]
+
+
 def test_refuses_requests_without_decisions(untyped):
     recorded = Decisions(experts=np.zeros((3, 2, 2), np.uint8))
     assert Decisions.padded([recorded, recorded[:1]], 2).experts.shape == (2, 2, 2, 2)

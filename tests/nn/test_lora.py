@@ -198,7 +198,7 @@ def test_only_adapters_are_trained():
     add_adapters(model, ["a"], rank=2)
     before = arrays(model)
     manager = manager_of(model)
-    batch = manager.prepare_forward({manager.admit(): PROMPTS[0]}).with_adapter(0)
+    batch = manager.prepare_forward({manager.admit(): PROMPTS[0]}).with_adapter(model, "a")
     optimizer = nnx.Optimizer(model, optax.sgd(0.3, momentum=0.9), wrt=nnx.LoRAParam)
     sizes = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.LoRAParam)))
     assert sum(x.size for x in jax.tree.leaves(nnx.state(optimizer, nnx.optimizer.OptState))) <= 2 * sizes + 3
@@ -251,7 +251,9 @@ def test_a_batch_that_does_not_fit_is_refused():
     cache = manager.init_cache()
     batch = manager.prepare_forward({manager.admit(): PROMPTS[0]})
     with pytest.raises(ValueError, match="the batch has adapters, but the model has none"):
-        model(cache, batch.with_adapter(0))
+        model(cache, dataclasses.replace(batch, adapters=jnp.zeros((3,), jnp.int32)))
+    with pytest.raises(ValueError, match="name='a' must be one of the model's adapters: none"):
+        batch.with_adapter(model, "a")
     for name, expected in (("is_image", 32), ("adapters", 3)):
         with pytest.raises(ValueError, match=rf"batch\.{name} must be an array of shape \({expected},\), got \(1,\)"):
             cache.begin_step(dataclasses.replace(batch, **{name: jnp.ones((1,), jnp.int32)}))

@@ -10,6 +10,7 @@ import pytest
 from dsv4_jax.checkpoint import save_adapter, save_release
 from dsv4_jax.cli.serve_command import ServeCommand
 from dsv4_jax.nn import DeepseekV4ForCausalLM, add_adapters, parameter_views
+from dsv4_jax.serve import ServerOptions
 from tests.serve.conftest import serving
 
 
@@ -51,3 +52,9 @@ def test_a_request_names_its_adapter(server):
     assert chat.model == "a"
     with pytest.raises(openai.NotFoundError, match="there is no model 'c'; this server has 'tiny', 'a', 'b'"):
         answer("c")
+
+
+def test_an_adapter_does_not_take_the_name_of_the_model():
+    """Otherwise requests for the model would get the adapter."""
+    with pytest.raises(ValueError, match=r"model_name='a' and adapters=\('b', 'a'\) must be different names"):
+        ServerOptions("a", adapters=("b", "a"))

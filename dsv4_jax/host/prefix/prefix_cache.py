@@ -180,7 +180,8 @@ class PrefixCache(Summarized):
           prompt_ids: [n] token ids of the prompt.
           num_tokens: number of tokens that the request will hold in the end, prompt included; None = the length of the
             prompt.
-          salt: text that separates prefixes: only prefixes that were cached with the same salt are found.
+          salt: text that separates prefixes: only prefixes that were cached with the same salt are found. It must
+            name all that rows depend on besides token ids, such as images (`Batch.is_image`) and the adapter.
 
         Returns:
           (the slot, number of tokens in the cached prefix, the cache). The next step runs the prompt's tokens that
