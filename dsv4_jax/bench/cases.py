@@ -104,7 +104,7 @@ def measured_config(config: DSV4Config, report: dict[str, Any], field: str = "sh
       field: name of the field that says which model is measured.
 
     Raises:
-      ValueError: there is no GPU, and the packaged model is not like the released model.
+      ValueError: there is no GPU, and the packaged model has another KV format than the released model.
     """
     if jax.default_backend() == "gpu" or report[field].removeprefix("v4_") not in MODELS:
         return config
@@ -141,11 +141,17 @@ def tree_bytes(tree: Any) -> int:
 
 
 def normal(*shape: int, dtype: DTypeLike = jnp.bfloat16, scale: float = 1.0) -> Draw:
-    """Returns a draw of normally distributed values, made on the device."""
+    """Returns a `Draw` of an array [*shape] of normally distributed values, which it makes on the device.
+
+    Args:
+      *shape: shape of the array.
+      dtype: dtype of the array.
+      scale: standard deviation of the values; their mean is 0.
+    """
     return lambda rng: scale * jax.random.normal(random_key(rng), shape, dtype)
 
 
-normal_float32 = functools.partial(normal, dtype=jnp.float32)  # a draw of float32 values
+normal_float32 = functools.partial(normal, dtype=jnp.float32)  # as `normal`, for float32 values
 
 
 def random_key(rng: np.random.Generator) -> Array:
@@ -154,12 +160,12 @@ def random_key(rng: np.random.Generator) -> Array:
 
 
 def permutation(requests: int, tokens: int = 1) -> Draw:
-    """Returns a draw of [requests * tokens] slots: 0 to requests - 1 in random order, each repeated `tokens` times."""
+    """Returns a `Draw` of [requests * tokens] slots: 0 to requests - 1 in random order, each one `tokens` times."""
     return lambda rng: rng.permutation(requests).repeat(tokens)
 
 
 def distinct(tokens: int, count: int, limit: int) -> Draw:
-    """Returns a draw of [tokens, count] integers from 0 to limit - 1, distinct for each token."""
+    """Returns a `Draw` of [tokens, count] integers from 0 to limit - 1. The integers of a token are distinct."""
     return lambda rng: np.stack([rng.choice(limit, count, replace=False) for _ in range(tokens)])
 
 
@@ -179,7 +185,7 @@ def group_with_keys(schema: CacheSchema) -> Any:
 
 
 def window_view(schema: CacheSchema, slots: int) -> Draw:
-    """Returns a draw of a layer's sliding-window rows of `slots` requests, with random contents."""
+    """Returns a `Draw` of an `SWAView`: a layer's sliding windows of `slots` requests, with random contents."""
     window = schema.config.sliding_window
     codec = schema.window_codec
     return lambda rng: SWAView(_random_rows(codec, rng, slots, window), jnp.int32(0), window, codec)
@@ -188,7 +194,7 @@ def window_view(schema: CacheSchema, slots: int) -> Draw:
 def paged_view(
     schema: CacheSchema, group: GroupSpec, codec: RowCodec | KeyCodec, lengths: Sequence[int], shared: int = 0
 ) -> Draw:
-    """Returns a draw of a layer's pool of compressed entries or index keys, with random contents.
+    """Returns a `Draw` of a view of a layer's pool of compressed entries or index keys, with random contents.
 
     Args:
       schema: schema of the cache.

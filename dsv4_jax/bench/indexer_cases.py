@@ -120,7 +120,8 @@ def _scores_case(schema, label, lengths, tokens, topk=0):
             return scores
         return ops.indexer_topk(scores, ops.valid_lengths(positions, rate), topk, implementation=implementation)
 
-    scored = sum((rate * n - i) // rate for n in lengths for i in range(tokens))  # scores of visible keys
+    # Number of pairs of a token and a key that the token sees. The token at position p sees `(p + 1) // rate` keys.
+    scored = sum((rate * n - i) // rate for n in lengths for i in range(tokens))
     query_bytes = jnp.dtype(operand_dtype(key.layout)).itemsize
     input_bytes = sum(lengths) * tree_bytes(key.struct) + rows * (query_bytes * heads * dim + 4 * heads + 8)
     return Case(
