@@ -39,7 +39,8 @@ INTEGERS = dict.fromkeys((
 }  # fmt: skip
 # Fields with a positive real number.
 REALS = ("routed_scaling_factor", "swiglu_limit", "hc_eps", "rms_norm_eps", "rope_theta", "compress_rope_theta")
-# Pairs of fields that state the same fact: the release's, then transformers'. Those of layers are V4's.
+# Pairs of fields that state the same fact: the release's field, then the field of transformers. `_LAYER_SPELLINGS` is
+# for V4 only.
 _LAYER_SPELLINGS = (
     ("compress_ratios", "layer_types"), ("compress_ratios", "compress_rates"), ("num_hash_layers", "mlp_layer_types"),
 )  # fmt: skip
@@ -86,6 +87,7 @@ _IRRELEVANT = frozenset((
     "output_router_logits", "pad_token_id", "problem_type", "return_dict", "router_aux_loss_coef",
     "router_jitter_noise", "temperature", "torch_dtype", "transformers_version", "use_cache",
 ))  # fmt: skip
+# Fields that are read if they are there, in addition to the required fields and the fields of `_FIXED`.
 _READ_APART = frozenset((
     "model_type", "bos_token_id", "eos_token_id", "image_token_id", "num_nextn_predict_layers", "quantization_config",
     "tie_word_embeddings",
@@ -110,12 +112,12 @@ def check_names(field: str, values: Any, known: tuple[str, ...], count: int) -> 
 
     Args:
       field: name of the field, for errors.
-      values: its value.
+      values: value of the field.
       known: valid names.
       count: number of layers, which is the number of names.
 
     Raises:
-      ValueError: the value is no list of `count` known names.
+      ValueError: the value is not a list of `count` known names.
     """
     check(isinstance(values, list | tuple), f"{field}={values!r} must be a list of {count} names")
     check(len(values) == count, f"{field} names {len(values)} layers, but num_hidden_layers={count}")
@@ -127,7 +129,7 @@ def check_names(field: str, values: Any, known: tuple[str, ...], count: int) -> 
 def check_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns {field: number} for the fields of `INTEGERS` and `REALS`, from values that have at least these fields.
 
-    Raises TypeError for a value that is no such number, and ValueError for one that is out of range.
+    Raises TypeError for a value of another type, and ValueError for a number that is out of range.
     """
     integers = {name: check_whole(name, values[name], 1, limit) for name, limit in INTEGERS.items()}
     return integers | {name: check_positive(name, values[name]) for name in REALS}
@@ -143,7 +145,7 @@ def _agree(fact: str, spellings: dict[str, Any]) -> Any:
 
     Args:
       fact: description of the fact, for the error.
-      spellings: {field: value} for each field that states it.
+      spellings: {field: value} for each field that states the fact.
 
     Raises:
       ValueError: the values differ.
@@ -162,8 +164,8 @@ def _stated(spellings: dict[str, Any]) -> dict[str, Any]:
 def _by_release_names(raw: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of a model without nesting, by their names in the release's config.json.
 
-    Fields that are ignored are left out, and for V4.1 those about images. `model_type` is that of V4.1 if the inference
-    code's configuration does not name it. `eos_token_id` is a list or None.
+    Ignored fields are left out. For V4.1, the fields `vision_*` are ignored, too. If the configuration of V4.1's
+    inference code has no `model_type`, the result has V4.1's. `eos_token_id` is a list or None.
 
     Args:
       raw: content of config.json, or of the configuration of V4.1's inference code.
@@ -172,7 +174,7 @@ def _by_release_names(raw: dict[str, Any]) -> dict[str, Any]:
       ValueError: the file describes another model, or states a fact twice with different values.
     """
     model_type = raw.get("model_type")
-    # V4's inference code has most of the other names, too.
+    # These names tell V4.1's inference code from V4's, which has most of the other names of `_INFERENCE_NAMES`.
     has_inference_names = any(_INFERENCE_NAMES[name] in raw for name in _SOURCES)
     if has_inference_names and model_type is None:
         model_type = "deepseek_v41"
@@ -183,6 +185,7 @@ def _by_release_names(raw: dict[str, Any]) -> dict[str, Any]:
     fields = dict(raw)
     text = _object("text_config", fields.pop("text_config", None) or {}) if is_v41 else {}
     check_choice("text_config.model_type", text.get("model_type", "deepseek_v41_text"), "deepseek_v41_text")
+    # {name in the release's config.json: {name in this file: value}}. A file may state a fact under several names.
     facts: dict[str, dict[str, Any]] = {"num_key_value_heads": {"the inference code": 1}} if is_inference else {}
     images = []
     for prefix, part in (("", fields), ("text_config.", text)):
@@ -348,8 +351,8 @@ def _draft_fields(raw: dict[str, Any], layers: int, is_v41: bool) -> dict[str, A
     """Returns the fields of `DSV4Config` about draft layers, for a model with `layers` other layers."""
     count = check_whole("num_nextn_predict_layers", raw.get("num_nextn_predict_layers") or 0)
     check(count != 0, "num_nextn_predict_layers is 0 or absent: this model has no layers that make drafts.")
-    ratios = (raw.get("compress_ratios") or [])[layers:]  # those of the draft layers
-    window_ratios = (0,) if is_v41 else (0, 1)  # stand for a sliding window only
+    ratios = (raw.get("compress_ratios") or [])[layers:]  # ratios of the draft layers
+    window_ratios = (0,) if is_v41 else (0, 1)  # ratios of a layer with a sliding window only
     check(
         all(ratio in window_ratios for ratio in ratios),
         f"compress_ratios ends in {ratios}; multi-token prediction has a window only (0).",
@@ -369,8 +372,8 @@ def _dspark(raw: dict[str, Any], num_layers: int) -> DSparkConfig | None:
 
     Args:
       raw: content of config.json.
-      num_layers: number of draft layers by `compress_ratios`, since `num_nextn_predict_layers` is 1 in the releases of
-        V4. 0 = as many as target layers.
+      num_layers: number of draft layers according to `compress_ratios`, because `num_nextn_predict_layers` is 1 in the
+        releases of V4. 0 = as many draft layers as target layers.
     """
     fields = {key.removeprefix("dspark_"): value for key, value in raw.items() if key.startswith("dspark_")}
     if not fields:

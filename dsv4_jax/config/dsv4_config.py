@@ -33,8 +33,8 @@ class DSV4Config:
     - `compress_rope_theta`: base of RoPE in the other layers.
     - `rope_scaling`: YaRN in these other layers; None = no YaRN.
     - `eos_token_id`: a tuple, empty if there is none.
-    - `num_nextn_predict_layers`: 1 with draft layers, 0 without. They are the multi-token-prediction block if `dspark`
-      is None, otherwise the layers that `dspark` describes.
+    - `num_nextn_predict_layers`: 1 with draft layers, 0 without. The draft layers are the multi-token-prediction block
+      if `dspark` is None, otherwise the layers that `dspark` describes.
     - `tie_word_embeddings`: whether a checkpoint may leave out the head, which is then a copy of the embedding.
     - `kv_format`: name of the release's format of the KV cache, "v4" or "v41", see `quant.formats`.
     - `norms_queries`: whether each head of the queries is normed. V4.1 does not.
@@ -49,7 +49,7 @@ class DSV4Config:
       the matrix in FP8: 128, or 32 in V4.1.
 
     Raises:
-      TypeError: a layer is no LayerSpec, or a number has another type.
+      TypeError: a layer is not a LayerSpec, or a number has another type.
       ValueError: a field has an impossible value; the message names the field and the value.
     """
 
@@ -185,8 +185,8 @@ class DSV4Config:
     def tap_layers(self) -> tuple[int, ...]:
         """The numbers of the layers whose output streams the draft layers read; -1 stands for the model's embedding.
 
-        These are the target layers of `drafts` or, in V4.1, whose drafts read the streams that enter the target layers,
-        the layers before them.
+        In V4, these are the target layers of `drafts`. The draft layers of V4.1 read the streams that enter the target
+        layers, so in V4.1 these are the layers before the target layers.
         """
         targets = () if self.drafts is None else self.drafts.target_layer_ids
         return tuple(layer - 1 for layer in targets) if self.delays_pre else tuple(targets)
@@ -197,9 +197,9 @@ class DSV4Config:
         return 0 if self.drafts is None else self.drafts.num_layers
 
     def with_layers(self, specs: Sequence[LayerSpec], mlp_layer_types: Sequence[str] | None = None) -> "DSV4Config":
-        """Returns the configuration of a model with other layers. DSpark's target layers become the last ones.
+        """Returns the configuration of a model with other layers. The last of them become DSpark's target layers.
 
-        Layers with Engram keep it if the model still has so many layers.
+        Engram stays in those of its layers whose indices are below the new number of layers.
 
         Args:
           specs: the attention of each layer.
@@ -221,7 +221,7 @@ class DSV4Config:
     def with_dspark(
         self, markov_rank: int, n_routed_experts: int | None = None, num_experts_per_tok: int | None = None
     ) -> "DSV4Config":
-        """Returns the configuration with DSpark's three draft layers. Values without an argument are the releases'.
+        """Returns the configuration with DSpark's three draft layers. Other values are as in the releases.
 
         Args:
           markov_rank, n_routed_experts, num_experts_per_tok: see `DSparkConfig`.
@@ -240,13 +240,14 @@ class DSV4Config:
     def with_drafts(self, drafts: bool) -> "DSV4Config":
         """Returns the configuration with draft layers, or without if `drafts` is False.
 
-        They are those of `dspark`, or the multi-token-prediction block if `dspark` is None. V4.1 has no such block:
-        `v41_flash(mtp=True)` and `with_dspark` add its draft layers.
+        The draft layers are the layers that `dspark` describes. If `dspark` is None, the only draft layer is the
+        multi-token-prediction block. V4.1 has no such block. Its draft layers are added by `v41_flash(mtp=True)` or
+        `with_dspark`.
         """
         return dataclasses.replace(self, num_nextn_predict_layers=int(drafts), dspark=self.dspark if drafts else None)
 
     def with_drafts_of(self, other: "DSV4Config") -> "DSV4Config":
-        """Returns the configuration with draft layers of the kind that `other` has, or without if it has none."""
+        """Returns the configuration with draft layers of the kind that `other` has, or without if `other` has none."""
         if other.dspark is not None:
             return self.with_dspark(other.dspark.markov_rank)
         return self.with_drafts(other.drafts is not None)
@@ -375,8 +376,8 @@ class DSV4Config:
     def v41_flash(cls, *, mtp: bool = False) -> "DSV4Config":
         """Returns the configuration of DeepSeek-V4.1-Flash.
 
-        It has 40 layers: 2 with a sliding window only, 18 that share the entries of 3 layers, and 20 that share those
-        of layer 20.
+        It has 40 layers: 2 with a sliding window only, 18 that share the entries of 3 layers, and 20 that share the
+        entries of layer 20.
 
         Args:
           mtp: whether to include the release's draft layers, which are DSpark's, as in `from_hf`.

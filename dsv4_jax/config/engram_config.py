@@ -73,7 +73,7 @@ class EngramConfig:
     def check(self, num_hidden_layers: int, vocab_size: int) -> None:
         """Checks the values for a model with `num_hidden_layers` layers and a vocabulary of `vocab_size` tokens.
 
-        Raises TypeError for a value that is no integer, and ValueError for one that is impossible.
+        Raises TypeError for a value that is not an integer, and ValueError for an impossible integer.
         """
         check_whole("engram_max_ngram_size", self.max_ngram_size, 2, 16)
         check_whole("engram_vocab_size", self.vocab_size, 2, MAX_SIZE)
