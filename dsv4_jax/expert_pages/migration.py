@@ -124,7 +124,7 @@ class ExpertMigration:
             close.atexit = False  # the driver frees the memory of a process that ends
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "expert-migration")
         self._job: concurrent.futures.Future[None] = self._thread.submit(lambda: None)
-        self._debt = 0.0  # seconds of moves that steps have not made up for yet, see `remap_share`
+        self._debt = 0.0  # seconds of an idle GPU that steps have not made up for, see `remap_share`
         self._last = time.perf_counter()
         self._saved = time.perf_counter()
         self._steps = 0
@@ -217,7 +217,7 @@ class ExpertMigration:
         after the steps that are counted here.
 
         Args:
-          snapshot: a copy of the counts on the GPU.
+          snapshot: [2, layers, E] int32 on the GPU, a copy of `KVCache.expert_counts`.
         """
         counts = np.asarray(snapshot).view(np.uint32)
         added = counts - self._before
@@ -229,6 +229,8 @@ class ExpertMigration:
         self.metrics.hits += int(tokens[~self._was_on_host].sum())
         self.metrics.bus_bytes += int(reads[self._was_on_host].sum()) * self._expert_bytes
         self._was_on_host = self._on_host.copy()
+        # A token selects `_experts_per_token` experts in a layer. The number of tokens follows from the layer with the
+        # most selections.
         for policy in (self.policy, self.history):
             policy.count(tokens, int(tokens.sum(1).max()) // self._experts_per_token)
 

@@ -35,8 +35,8 @@ class Mapping:
     on_host: bool  # whether it is host memory, otherwise GPU memory
     is_mapped: bool = False
     for_cpu: bool = False  # whether the CPU can read and write it
-    # This is only for spare memory, see `Mover`. It says whether `address` still maps memory that has become an
-    # expert's, so that the address must be mapped to `handle` before the next use.
+    # Whether `address` still maps memory that now belongs to an expert. Then the address must be mapped to `handle`
+    # before its next use. This happens only to spare memory, see `Mover`.
     is_stale: bool = False
 
 
@@ -113,7 +113,7 @@ class ExpertStack:
           device: the GPU.
 
         Raises:
-          ValueError: an expert is not a whole number of pages, and some lie in host memory.
+          ValueError: an expert's matrix is not a whole number of pages, and some experts lie in host memory.
           MemoryError: the GPU or the host is out of memory.
         """
         nbytes = math.prod(shape) // on_host.size
@@ -238,7 +238,7 @@ class Mover:
     memory is mapped to the addresses of the experts. The memory that was mapped there becomes spare memory.
 
     Attributes:
-      swaps: (layer, hot expert, cold expert) of each swap that is copied and not yet remapped.
+      swaps: (layer, hot expert, cold expert) of each swap whose experts are copied and not yet remapped.
     """
 
     def __init__(self, memory: CudaMemory, layers: Sequence[Sequence[ExpertPages]], batch: int = 4):
@@ -292,7 +292,10 @@ class Mover:
         self.swaps = list(swaps)
 
     def remap(self) -> None:
-        """Waits until the GPU is idle, and finishes the swaps that are copied. No step may be launched meanwhile."""
+        """Completes the swaps of the last `copy`: maps the copies to the addresses of the experts.
+
+        Waits until the GPU is idle before that. No step may be launched until the call returns.
+        """
         self._memory.synchronize()
         for mapping, spare in self._copies:
             self._exchange(mapping, spare)
@@ -300,7 +303,7 @@ class Mover:
         self.swaps = []
 
     def close(self) -> None:
-        """Frees the spare memory. Swaps that are copied but not remapped are dropped."""
+        """Frees the spare memory. Swaps whose experts are copied but not remapped are dropped."""
         for spares in self._spares:
             _free(self._memory, spares[0].address, spares[0].nbytes * len(spares), spares)
         self._spares = []
