@@ -19,7 +19,7 @@ from dsv4_jax.quant import round_to
 
 
 class MarkovHead(nnx.Module):
-    """A bias on the logits of a draft that depends on the previous token: a low-rank matrix [vocab, vocab].
+    """A bias on a draft's logits, which depends on the previous token. It is a row of a low-rank matrix [vocab, vocab].
 
     Attributes:
       markov_w1: Embedding of the previous token, vocab to `markov_rank`.
@@ -44,7 +44,15 @@ class ConfidenceHead(nnx.Module):
         self.proj = Linear(config.hidden_size + rank, 1, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(self, hidden: Float[Array, "T D"], embedded: Float[Array, "T r"]) -> Float[Array, "T"]:
-        """Maps hidden states [T, hidden] of drafts and embeddings [T, rank] of preceding tokens to [T] float32."""
+        """Computes the logit of the probability that each draft is accepted.
+
+        Args:
+          hidden: [T, hidden] hidden states of the drafts.
+          embedded: [T, markov_rank] embeddings of the tokens that precede the drafts, by `MarkovHead.markov_w1`.
+
+        Returns:
+          [T] float32 logits.
+        """
         x = jnp.concatenate([hidden, embedded], axis=1).astype(jnp.float32)
         return jnp.sum(x * self.proj.weight[...].astype(jnp.float32), axis=1)
 
@@ -102,7 +110,7 @@ class DSparkDrafts(DraftLayers):
     ) -> tuple[Int[Array, "n {count}"], Float[Array, "n {count} V"], Float[Array, "n {count}"], KVCache]:
         """Runs the draft layers on a block for each request, then corrects logits and draws drafts one after another.
 
-        A block has `block_size` tokens, also if fewer drafts are asked for.
+        A block has `block_size` tokens, even if `count` is smaller.
 
         Args:
           model, streams, cache, batch, draw, count: as in `decode.drafts.Drafts.draft`; the streams are not used.
@@ -156,8 +164,8 @@ class DSparkDrafts(DraftLayers):
           previous: [n] int32, the previous token: the preceding draft, or the request's newest token.
 
         Returns:
-          (corrected logits [n, vocab] float32; logit [n] float32 of the probability that the draft is accepted,
-          provided that all earlier drafts are).
+          (corrected logits [n, vocab] float32; logits [n] float32 of the probability that the draft is accepted if all
+          earlier drafts are accepted).
         """
         embedded = round_to(self.markov_head.markov_w1(previous), hidden.dtype)
         corrected = logits + all_gather(self.markov_head.markov_w2(embedded))
