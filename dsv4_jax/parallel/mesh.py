@@ -46,7 +46,7 @@ def make_mesh(sizes: Mapping[str, int]) -> "Mesh":
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> "AbstractMesh":
-    """Returns a mesh with these sizes, as `make_mesh`, but without devices: for the shardings of shapes."""
+    """Returns a mesh as `make_mesh` does, but without devices. It serves for shardings of `jax.ShapeDtypeStruct`."""
     from jax.sharding import AbstractMesh, AxisType
 
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Explicit,) * len(sizes))
@@ -92,16 +92,17 @@ def check_shardable(config: DSV4Config, sizes: Mapping[str, int], expert_paralle
 
 
 def check_context_parallel(sizes: Mapping[str, int], context_parallel: bool, num_blocks: int = 0) -> int:
-    """Returns the number of devices over which the blocks of a shard are sharded.
+    """Checks sizes for `context_parallel`, and returns the number of devices among which a shard's blocks are divided.
 
     Args:
       sizes: {name of a mesh axis: its size}.
-      context_parallel: whether blocks are sharded over the axis "model". If not, the result is 1.
+      context_parallel: whether each shard along the axis "data" divides its blocks over the axis "model". If not,
+        nothing is checked, and the result is 1.
       num_blocks: number of blocks in all shards; 0 = not known yet.
 
     Raises:
-      ValueError: with `context_parallel`, the axis "model" has one device, or the number of the mesh's devices does not
-        divide `num_blocks`.
+      ValueError: `context_parallel` is True, and the axis "model" has one device, or the number of the mesh's devices
+        does not divide `num_blocks`.
     """
     if not context_parallel:
         return 1
@@ -117,7 +118,7 @@ def check_divisible(sizes: Mapping[str, int], **counts: int) -> None:
 
     Args:
       sizes: {name of a mesh axis: its size}.
-      counts: counts by the names that the message gives them, such as `max_requests`.
+      counts: the counts. Their names, such as `max_requests`, appear in the error message.
     """
     shards = sizes.get(DATA_AXIS, 1)
     if odd := {name: count for name, count in counts.items() if count % shards}:
