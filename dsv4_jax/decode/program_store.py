@@ -331,7 +331,7 @@ def _sources() -> str:
 def _without_jax_cache() -> Iterator[None]:
     """Turns JAX's persistent compilation cache off while the body runs, if the backend is a CPU.
 
-    A CPU executable that JAX loads from its cache cannot be serialized again: functions are missing when the copy runs.
+    A CPU executable that JAX loads from its cache cannot be serialized again: the second copy lacks functions.
     """
     if jax.default_backend() != "cpu":
         yield
@@ -340,7 +340,7 @@ def _without_jax_cache() -> Iterator[None]:
         enabled = jax.config.jax_enable_compilation_cache
         try:
             jax.config.update("jax_enable_compilation_cache", False)
-            compilation_cache.reset_cache()  # JAX reads the setting only once until it is reset
+            compilation_cache.reset_cache()  # JAX reads the setting again only after a reset
             yield
         finally:
             jax.config.update("jax_enable_compilation_cache", enabled)

@@ -160,7 +160,10 @@ class StepRunner:
         return self._with_output(dataclasses.replace(launched, logits=None, decisions=None), output)
 
     def _begin_slots(self, requests):
-        """Sets the logits processor's state for each request that is new in its slot, after its generated tokens."""
+        """Sets the logits processor's state in each slot that another request has been admitted to.
+
+        The state is the request's initial state, updated by the tokens that the request has generated before.
+        """
         devices = self._manager.devices
         processor = self.config.logits_processor
         if processor is None:
@@ -226,7 +229,7 @@ class StepRunner:
         scored = schedule.numbers["num_scored"]
         ends = schedule.ends
         for i in np.flatnonzero(scored):
-            first_scored = ends[i] - num_rows[i] + 1  # a row scores the token after the one that it follows
+            first_scored = ends[i] - num_rows[i] + 1  # the row of position p scores the token at position p + 1
             known = schedule.requests[i].tokens[first_scored : first_scored + scored[i]]
             forced[first_rows[i] : first_rows[i] + scored[i]] = known
         wants_top = any(r.params.top_logprobs and n for r, n in zip(schedule.requests, num_rows, strict=True))

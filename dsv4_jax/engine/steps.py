@@ -11,7 +11,7 @@ from dsv4_jax.decode.step import StepOutput
 from dsv4_jax.engine.requests import Request
 
 
-# This stands for the id of a token that only the device knows.
+# Stands for the id of a token that only the device knows.
 UNKNOWN = np.zeros((1,), np.int32)
 NO_DRAFTS = np.zeros((0,), np.int32)
 SCHEDULED = np.dtype(
@@ -26,8 +26,8 @@ class Schedule:
 
     Attributes:
       requests: n requests.
-      tokens: for each request [num_tokens] int32 ids, which follow its tokens in the cache; zeros for tokens that only
-        the device knows.
+      tokens: for each request [num_tokens] int32, ids of the tokens that follow the request's tokens in the cache. The
+        id of a token that only the device knows is 0.
       numbers: [n] array of dtype SCHEDULED, which has these fields for each request:
         slot: slot of the request.
         start: position of the first of these tokens.
@@ -79,12 +79,12 @@ class Schedule:
 
     @property
     def num_rows(self) -> np.ndarray:
-        """The [n] number of each request's output rows: one for each scored token, each draft, and the drawn token."""
+        """The number of output rows of each request, [n]: one for each scored token, draft and drawn token."""
         return self.numbers["num_scored"] + self.numbers["samples"] * (1 + self.numbers["num_drafts"])
 
     @property
     def ends(self) -> np.ndarray:
-        """The [n] number of tokens of each request in the cache after the step, all drafts included."""
+        """The number of each request's tokens in the cache after the step, [n], all drafts included."""
         return self.numbers["start"] + self.numbers["num_tokens"]
 
 
@@ -103,7 +103,8 @@ class LaunchedStep:
         None.
       decisions: Decisions on the device that came with `logits`, or None.
       output: StepOutput whose copy to the host was started; None until the drawing is launched.
-      tokens: the drawn tokens on the device for the next step, as in `EarlierTokens.tokens`; None while `output` is.
+      tokens: the drawn tokens on the device for the next step, as in `EarlierTokens.tokens`; None while `output`
+        is None.
       snapshots: {request: rows of its slot at a block boundary, for the prefix cache}, read before a later step was
         launched.
     """
@@ -139,20 +140,22 @@ class LaunchedStep:
 
     @property
     def is_in_vain(self) -> bool:
-        """Whether all requests of the step have ended since its launch, so that nobody needs its output."""
+        """Whether all requests of the step have ended since its launch, so that its output is not needed."""
         return all(request.finish_reason is not None for request in self.schedule.requests)
 
     def newest_tokens(self, num_slots: int, device_drafts: int) -> tuple[np.ndarray, np.ndarray]:
-        """Finds the tokens that the unfinished requests get from this step, by slot.
+        """Finds the newest token that each slot's request gets from this step, and counts the request's new tokens.
+
+        Requests that have ended since the launch get no tokens.
 
         Args:
           num_slots: number of slots.
           device_drafts: number of drafts that the step makes for each slot on the device.
 
         Returns:
-          (newest, counts), two arrays [num_slots]. `newest` is the index in `tokens` of the request's newest token, or
-          -1 if the slot draws none. `counts` is the number of tokens that the request gets if all its drafts are
-          accepted.
+          (newest, counts), two arrays [num_slots]. `newest` is the index of the slot's newest token in `tokens`, in the
+          sense of `EarlierTokens.indices`; -1 if the slot gets no token. `counts` is the number of tokens that the
+          slot's request gets if all its drafts are accepted; 0 if it gets no token.
         """
         schedule = self.schedule
         newest = np.full((num_slots,), -1)
@@ -160,6 +163,7 @@ class LaunchedStep:
         draws = np.array([request.finish_reason is None for request in schedule.requests]) & schedule.numbers["samples"]
         slots = schedule.numbers["slot"][draws]
         rows = (self.first_rows + schedule.num_rows - 1)[draws]
+        # With drafts on the device, each slot has 1 + `device_drafts` tokens, of which the drafts come last.
         newest[slots] = slots * (1 + device_drafts) if device_drafts else rows
         counts[slots] = 1 + schedule.numbers["num_drafts"][draws]
         return newest, counts
