@@ -25,7 +25,7 @@ _MIN_ENTRY_SCALE = 2.0**-9  # the smallest positive value of E4M3
 def encode_e2m1(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
     """Rounds float32 values to E2M1 codes 0 to 15, whose bit 3 is the sign.
 
-    Ties go to even codes, and values beyond +-6 to +-6.
+    Ties go to even codes. Values beyond +-6 become +-6.
 
     Values are compared with the midpoints of the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A cast could go through
     another type and round twice on some backends.
@@ -108,8 +108,8 @@ def encode_fp4_entry(x: Float[Array, "*rows N"]) -> tuple[UInt8[Array, "*rows ha
         scale = e4m3(amax * fp32(1/6)), saturating
         code = e2m1(x / scale)
 
-    The scale of a bfloat16 amax is that of the exact quotient amax / 6. Codes are those of the exact x / scale, also at
-    ties, which a product with 1 / scale can miss.
+    If amax is a bfloat16 value, the scale has the bits of e4m3(amax / 6) with the exact quotient. Codes are rounded
+    from the exact quotients x / scale. A product with a rounded 1 / scale would round some ties to another code.
 
     Args:
       x: [..., N] float32, N a multiple of 16.
