@@ -43,8 +43,8 @@ class ParsedChoice(Choice):
           response: empty answer of the protocol, which accumulates the events.
           prompt_tokens: number of tokens in the prompt.
           keeps_events: whether to keep events for `take_events`, as a stream needs.
-          remember: function of the answer as JSON and its tokens, without the token that ended it. It is called if the
-            model ended the answer, and not a limit or a stop string.
+          remember: function of the answer as JSON and its token ids, without the token that ended it. It is called if
+            the model ended the answer, but not if a limit or a stop string did.
         """
         super().__init__(index, source)
         self._processor = processor
@@ -74,7 +74,7 @@ class ParsedChoice(Choice):
                 self._remember(self.response, [scored.token for scored in self.generated[:-1]])
 
     def take_events(self) -> list[tuple[str | None, dict[str, Any]]]:
-        """Returns (name, JSON) of the events since the preceding call; the name is None in protocols without names."""
+        """Returns (name, JSON) of each event since the preceding call; the name is None in protocols without names."""
         events = self._events
         self._events = []
         return events
@@ -90,7 +90,7 @@ class ParsedChoice(Choice):
         return self._processor.finished or self._source.stopped
 
     def _push(self, new: str | list[recipe.InferenceChunk], num_tokens: int = 0) -> str:
-        """Passes text or chunks to the parser. Returns "" in the place of new text, because the events hold it."""
+        """Passes text or chunks to the parser. Returns "" instead of new text, because the events hold the text."""
         for chunk in [recipe.InferenceChunk.text(new, num_tokens)] if isinstance(new, str) else new:
             if self._processor.finished:
                 break
@@ -102,7 +102,7 @@ class ParsedChoice(Choice):
 
 
 class ParsedAnswer(Answer):
-    """The base class of answers whose JSON and events deepseek-recipe makes."""
+    """The base class of answers to conversations. The package deepseek-recipe makes their JSON and their events."""
 
     request_type: ClassVar[Any]
     response_type: ClassVar[Any]
@@ -112,9 +112,12 @@ class ParsedAnswer(Answer):
     _converted: Converted
 
     def _sent_back(self, response: dict[str, Any]) -> dict[str, Any]:
-        """Returns the conversation of a later request that repeats a complete answer, as fields of its body.
+        """Returns the fields of a later request's body in which a client sends this answer back.
 
-        Empty results follow the answer's tool calls, because a conversation without results is refused.
+        Each tool call of the answer gets an empty result, because a conversation that lacks a call's result is refused.
+
+        Args:
+          response: the complete answer, as JSON of the protocol.
         """
         raise NotImplementedError
 
@@ -171,7 +174,14 @@ class ParsedAnswer(Answer):
         )
 
     def _remember(self, response: dict[str, Any], tokens: list[int]) -> None:
-        """Stores a complete answer, in the form that a later request which repeats it is converted to."""
+        """Stores a complete answer, so that the prompt of a later request that sends it back has the same tokens.
+
+        The answer is stored in the form to which the conversation of that request is converted.
+
+        Args:
+          response: the answer, as JSON of the protocol.
+          tokens: token ids of the answer, without the token that ended it.
+        """
         try:
             repeated = self._chat.convert(self.request_type, self._options | self._sent_back(response))
         except APIError:  # no later request can repeat it
@@ -285,7 +295,7 @@ class MessagesAnswer(ParsedAnswer):
     _keep_alive = sse({"type": "ping"}, "ping")
     _too_long = "prompt is too long: {0} tokens > {2} maximum"  # clients recognize the error by these words
     _body: MessagesBody
-    # The protocol requires these fields, which deepseek-recipe leaves out, with these values.
+    # Fields that the protocol requires and deepseek-recipe leaves out, with their values.
     _block_fields: ClassVar[dict[str, Any]] = {"text": {"citations": None}, "tool_use": {"caller": {"type": "direct"}}}
     _usage_fields: ClassVar[dict[str, Any]] = dict.fromkeys(
         ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use")
