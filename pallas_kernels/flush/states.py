@@ -53,7 +53,7 @@ def scan(ctx: FlushContext, first, step: int, number, end) -> tuple[jax.Array, j
 
 
 def has_state(ctx: FlushContext, slot, position) -> jax.Array:
-    """Returns whether a token with this slot and position has a state row, which padding does not."""
+    """Returns whether a token with this slot and position has a state row. Padding has none."""
     return (slot >= 0) & (slot < ctx.c.num_slots) & (position >= 0)
 
 
@@ -92,16 +92,16 @@ def run_workers(
 
     Args:
       name: name of the kernel.
-      work: function (FlushContext, index of the first token) that a warpgroup runs. The first token has the index of
-        the warpgroup. The last block may have a warpgroup with an index of `workers`. This warpgroup gets the number of
-        tokens instead, so that it finds no token.
-      workers: number of warpgroups for each compressor.
+      work: function (FlushContext, index of the warpgroup's first token) that each warpgroup runs. The index of the
+        first token is the index of the warpgroup. If `workers` is odd, the last block has one warpgroup too many. It
+        gets the number of tokens as its index, so that it finds no token.
+      workers: number of warpgroups that work for each compressor.
       call: arguments of the flush.
-      sizes: function of a compressor that returns {name of a field of `FlushContext`: number of float32 values}, the
-        buffers of a warpgroup in shared memory.
+      sizes: function of a compressor that returns a warpgroup's buffers in shared memory, as {name of a field of
+        `FlushContext`: number of float32 values}.
 
     Returns:
-      The array that `call.results` describes, or an empty list.
+      A list of the array that `call.results` describes; an empty list if `call.results` is None.
     """
     tokens = call.slots.shape[0]
     strides = {buffer: max(sizes(c)[buffer] for c in call.compressors) for buffer in sizes(call.compressors[0])}
@@ -132,8 +132,8 @@ def run_workers(
         grid={"compressor": len(call.compressors), "block": -(-workers // WARPGROUPS)},
         num_threads=WARPGROUPS,
         scratch_types={buffer: plgpu.SMEM((WARPGROUPS * size,), jnp.float32) for buffer, size in strides.items()},
-        # Turns off Pallas's automatic barriers. They are not needed, because the primitives by which threads exchange
-        # data synchronize the threads, and otherwise a thread reads only shared memory that it has written itself.
+        # Turns off Pallas's automatic barriers, which are not needed: the primitives by which threads exchange data
+        # synchronize the threads. Apart from that, a thread reads only shared memory that it has written itself.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=call.interpret,
     )

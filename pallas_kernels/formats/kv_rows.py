@@ -209,8 +209,8 @@ def e2m1_values(codes: jax.Array) -> jax.Array:
 def _emit_e2m1_values(codes):
     for register in codes.registers.flat:
         word = U32(mlir.scalar(vector.bitcast(mlir.vector_type(1, mlir.int_type()), register)))
-        # `e2m1_pairs` returns values times 2**-126, pair i with values i and i + 4. A product with 2**126, in both
-        # halves of a word, undoes the factor. `pack` below undoes the order.
+        # Pair i from `e2m1_pairs` consists of the values of codes i and i + 4, times 2**-126. The constant holds 2**126
+        # in both halves, so the product is the pair of values. `pack` below puts the values in the order of the codes.
         pairs = [unpack(multiply(pair, (127 + 126) * 0x00800080)) for pair in e2m1_pairs(word)]
         yield mlir.pack(pair[half] for half in range(2) for pair in pairs)
 

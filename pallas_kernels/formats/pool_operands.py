@@ -26,9 +26,9 @@ class Rings:
       window: number of rows that a token sees, including the token's row; at most the number of rows in a ring.
       layout: layout of a row of 512 values, such as 448 codes and 64 RoPE values.
       own_rows: [T] int32, or None. If None, the row of a token in its slot's ring is given by the token's position.
-        Otherwise the pools have a single slot, whose ring is a dense array of the call's window rows, and the window of
-        token t ends with row `own_rows[t]`. Only `sparse_attention` takes such rings, for calls with more tokens of a
-        request than the request's ring has rows.
+        Otherwise the pools have a single slot, whose ring is a dense array of the call's window rows. The window of
+        token t then ends with row `own_rows[t]`. Only `sparse_attention` takes such rings. They serve for calls in
+        which a request has more tokens than its ring has rows.
     """
 
     layer: Any
@@ -38,7 +38,7 @@ class Rings:
     own_rows: Any = None
 
     def check(self) -> None:
-        """Raises NotImplementedError unless kernels take the layout, and the pools have this layout."""
+        """Raises NotImplementedError if kernels do not take the layout, or if the pools do not have this layout."""
         check_rules({f"window rows of E4M3 codes, got {self.layout.codes!r}": self.layout.codes == "e4m3"})
         _check_pools(self)
 
@@ -83,7 +83,11 @@ class Paged:
         return self.indices.shape[1]
 
     def check(self, tokens: int) -> None:
-        """Raises NotImplementedError unless kernels take the pools, and the indices for a call of `tokens` tokens."""
+        """Raises NotImplementedError if kernels do not take the pools, the block table or the indices.
+
+        Args:
+          tokens: number of tokens of the call, which is also the number of rows of `indices`.
+        """
         _check_pools(self)
         check_array("block_table", self.block_table, jnp.int32, None, None)
         if self.indices is not None:
