@@ -277,9 +277,9 @@ def _select_body(
 
 
 def _group_cluster(token, warpgroup, experts, experts_gmem, groups_gmem, counts_gmem, *, sort_smem, selection_ready):
-    """Groups the (token, expert) pairs of all tokens, once every block of the cluster has selected experts for a token.
+    """Groups the (token, expert) pairs of all tokens, after each block of the cluster has selected its token's experts.
 
-    The warpgroups of all blocks call it.
+    All warpgroups of all blocks call it, because it synchronizes the cluster. Warpgroup 0 of token 0 groups the pairs.
     """
 
     @pl.when(warpgroup > 0)

@@ -145,7 +145,8 @@ def _body(p, streams_gmem, pre_gmem, partials_gmem, weights_gmem, layer_gmem, x_
 def _collapse_streams(p, groups, warpgroup, streams_gmem, pre_gmem, weight_gmem, x_gmem, scratch):
     """Collapses and norms a warpgroup's channels of all groups of tokens of the block.
 
-    `groups` is (index of the block, number of blocks, number of the block's groups).
+    The warpgroup visits a group in turns, with `p.step` tokens in each turn. `groups` is (index of the block, number of
+    blocks, number of the block's groups).
     """
     block, blocks, count = groups
     own_channels = pl.ds(warpgroup * CHANNELS, CHANNELS)
@@ -158,12 +159,12 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, pre_gmem, weight_gmem,
         return (block + i * blocks) * p.tokens_each + turn * p.step + n
 
     def load_token(token):
-        """Returns (this warpgroup's channels of each stream, weight `pre` of each stream or None) of a token."""
+        """Loads a token: (this warpgroup's channels of each stream, weight `pre` of each stream or None)."""
         streams = [load(streams_gmem.at[token, j, own_channels]) for j in range(STREAMS)]
         return streams, None if pre_gmem is None else [pre_gmem[token, j] for j in range(STREAMS)]
 
     def load_tokens(i, turn):
-        """Loads the `p.step` tokens of turn `turn` of the block's i-th group: a list of results of `load_token`."""
+        """Returns a list of results of `load_token`, for the tokens of turn `turn` of the block's i-th group."""
         tokens = [jnp.minimum(token_of(i, turn, n), p.tokens - 1) for n in range(p.step)]
         return [load_token(token) for token in tokens]
 
@@ -179,10 +180,14 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, pre_gmem, weight_gmem,
         return value
 
     def collapse_group(i, ahead):
-        """Stores x of the block's i-th group of tokens.
+        """Computes and stores x for the block's i-th group of tokens, turn by turn.
 
-        `ahead` is the result of `load_tokens` for the group's first turn. Returns the result of `load_tokens` for the
-        first turn of the next group.
+        Args:
+          i: int32 scalar, index of the group among the block's groups.
+          ahead: the tokens of the group's first turn, loaded ahead of time by `load_tokens`.
+
+        Returns:
+          The tokens of the next group's first turn, from `load_tokens`.
         """
         stage = lax.rem(i, STAGES)
         if pre_gmem is None:
