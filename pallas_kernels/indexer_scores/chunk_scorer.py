@@ -19,7 +19,7 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
 MAX_HEADS = 64  # maximum number of heads in a product
-FLAGS = 32  # number of tiles whose flags "has scales far apart" fit into an int32
+FLAGS = 32  # number of tiles whose flags fit into an int32; a flag says that a tile has scales far apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ class ChunkScorer:
     # --- addresses ---
 
     def _tile(self, i):
-        """Returns the index of the tile among all tiles of the chunk's keys, see `first_tile`."""
+        """Returns the index of this warpgroup's i-th tile among all tiles of the chunk's keys, see `first_tile`."""
         return self.first_tile + self.warpgroup + i * self.config.warpgroups
 
     def _stage(self, i):
@@ -166,7 +166,7 @@ class ChunkScorer:
         return key_tiles.load_words(self.candidates_gmem, self.token * count + number, PER_HALF)
 
     def _in_blocks(self, operation, i, candidates):
-        """Returns where the first key of each range is, int32 in the layout `_layout`.
+        """Returns the place of each range's first key among the request's blocks, int32 in the layout `_layout`.
 
         If `operation` is `lax.div`, the result is the column of the key's block in the block table. If `operation` is
         `lax.rem`, the result is the index of the key in this block. The operands are unsigned, because unsigned
@@ -180,9 +180,10 @@ class ChunkScorer:
         return operation(key.astype(jnp.uint32), jnp.uint32(self.keys.per_block)).astype(jnp.int32)
 
     def _load_block_ids(self, i, candidates):
-        """Loads the id of the block that holds each range of keys, int32 in the layout `_layout`; negative if missing.
+        """Loads the id of the block that holds each range of keys, int32 in the layout `_layout`.
 
-        A range lies in one block, because blocks have a multiple of 16 keys.
+        The id is negative if the block is missing. A range lies in one block, because blocks have a multiple of 16
+        keys.
         """
         max_blocks = self.keys.block_table.shape[1]
         column = jnp.minimum(self._in_blocks(lax.div, i, candidates), max_blocks - 1)
@@ -190,12 +191,12 @@ class ChunkScorer:
         return ids if candidates is None else jnp.where(candidates < 0, -1, ids)
 
     def _first_rows(self, i, candidates, block_ids):
-        """Returns the row in the pools, leading axes merged, of each range's first key; shaped like `block_ids`."""
+        """Returns the row of each range's first key in the pools with merged leading axes, shaped like `block_ids`."""
         block = self.keys.layer * self.keys.codes.shape[1] + jnp.maximum(block_ids, 0)
         return block * self.keys.per_block + self._in_blocks(lax.rem, i, candidates)
 
     def _start_copy(self, i, candidates, block_ids):
-        """Starts to copy a tile to its stage, as one group of copies. The group of a tile past the share is empty."""
+        """Starts to copy a tile to its stage, as one group of copies. For a tile past the share, the group is empty."""
         stage = self._stage(i)
         rows = self._first_rows(i, candidates, block_ids)
         is_wanted = self._tile(i) < self.end_tile
@@ -216,8 +217,8 @@ class ChunkScorer:
           run: int32 scalar, index of the run.
           carry: (candidates, block_ids, missing). `candidates` is a list of the candidate blocks of the next two tiles
             to copy. `block_ids` are the block ids of the next tile to copy. `missing` has a word for each range of keys
-            in a tile. Its bits say in which of the most recently copied tiles the range's block is missing, see
-            `_push_sign`.
+            in a tile. The bits of the word say in which of the 32 most recently copied tiles the range's block is
+            missing, see `_push_sign`.
 
         Returns:
           The new carry.

@@ -269,7 +269,11 @@ def _emit_mxfp4_words(x, layout):
 
 @primitive
 def load_weights(ref, head: jax.Array) -> jax.Array:
-    """Loads elements head .. head + 31 of `ref`, [n] float32 in global memory, as [32, 4], equal in a head's lanes."""
+    """Loads elements head .. head + 31 of `ref`, [n] float32 in global memory.
+
+    Returns:
+      [32 heads, 4 lanes] float32. All four lanes of a head hold the element of that head.
+    """
     return jnp.broadcast_to(ref[pl.ds(head, HEADS)][:, None], _PER_HEAD.shape)
 
 

@@ -17,8 +17,8 @@ from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import primitive
 
 
-# Number of binades (factors of 2). A smaller scale than 2**-MAX_BELOW times the key's largest scale counts as equal to
-# this product, so that the quotient of the scale and the largest scale is a normal float32.
+# Largest number of binades (factors of 2) from a scale up to the key's largest scale. A smaller scale is replaced by
+# the largest scale times 2**-MAX_BELOW, so that the quotient of the two scales is a normal float32.
 MAX_BELOW = 126
 
 
@@ -28,20 +28,22 @@ def score(
 ) -> None:
     """Stores out[row, first + s] = factor * sum_h weights[token, h] * relu(queries[token, h] . keys[s]) for a tile.
 
-    With `tokens` > 1, the scores of `tokens` adjacent tokens are stored in adjacent rows.
+    With `tokens` > 1, the scores of `tokens` adjacent tokens are stored in adjacent rows. E4M3 keys are in units of the
+    key's largest scale, so their scores are also multiplied by this scale.
 
     Args:
-      keys: the tile: the result of `unpack_bfloat16`, or the first two results of `unpack_e4m3`.
-      queries: [tokens * heads, 128] of the dtype of the keys, with `transforms`, in shared memory.
-      weights: [tokens, heads] float32 head weights in shared memory.
-      token: int32 scalar, index in the chunk of the first token.
-      tokens: number of tokens, whose heads are at most 64 in all.
+      keys: the tile's 64 keys: both results of `unpack_bfloat16`, or `values` and `largest` of `unpack_e4m3`.
+      queries: [n * heads, 128] queries of the chunk's n tokens, of the dtype of the keys, with `transforms`, in shared
+        memory.
+      weights: [n, heads] float32 head weights of the chunk's tokens, in shared memory.
+      token: int32 scalar, index of the first token in the chunk.
+      tokens: number of tokens to score. They have at most 64 heads in all.
       out: [T, E] float32 in global memory; nothing is written past column E - 1.
-      row: int32 scalar, row of `out` of the first token.
-      first: int32 scalar, column of the tile's first key.
+      row: int32 scalar, row of `out` for the first token.
+      first: int32 scalar, column of `out` for the tile's first key.
       block: [4] int32 in layout PER_WARP, an element for each warp's 16 keys. Or [4, 2] int32 in layout PER_HALF, an
-        element for the first 8 and one for the last 8 keys of each warp. If an element is negative, its keys do not
-        exist, and their scores are -inf.
+        element for the first 8 and one for the last 8 keys of each warp. Only the sign of an element is used: if it is
+        negative, the keys do not exist, and their scores are -inf.
       factor: positive factor of all scores.
     """
     if queries.dtype == jnp.float8_e4m3fn:
@@ -90,7 +92,7 @@ def score_far(tile: tuple[jax.Array, jax.Array], *, queries, weights, tokens, ou
     Args:
       tile: result of `load_tile`.
       tokens: int32 scalar, number of tokens in the chunk.
-      row: int32 scalar, row of `out` of the first token; the other tokens' rows follow.
+      row: int32 scalar, row of `out` for the first token; the rows of the other tokens follow.
       queries, weights, out, first, block, factor: as in `score`.
     """
     words, scales = tile
@@ -163,7 +165,8 @@ def _far_sums(keys, queries, weights, token):
     """Emits products by `mma` in bfloat16 and their weighted sum over heads, for a thread's two keys.
 
     Args:
-      keys: 8 words of codes, 4 for each key, each as a list of four words with two bfloat16 values.
+      keys: 8 lists, 4 for the first key, then 4 for the second key. A list holds the 8 values of one word of codes, in
+        four words of two bfloat16, as `e2m1_pairs` orders them.
       queries, weights: as in `score`.
       token: index of the token in the chunk.
 
@@ -228,8 +231,8 @@ def _add_up(dots, weights, head, sums):
 def _store(sums, largest, out, row, first, block, factor):
     """Emits code that adds up sums over the four lanes that share two keys, and stores them times `factor / 2`.
 
-    `sums` are from `_add_up`. `largest` are the E8M0 bits of two scales, by which the scores of the thread's two keys
-    are also multiplied, or None. The other arguments are as in `score`.
+    `sums` are from `_add_up`. `largest` are the E8M0 bits of the largest scales of the thread's two keys, by which the
+    keys' scores are also multiplied; None for no scales. The other arguments are as in `score`.
     """
     lane = thread_ops.lane()
     total = arith.mulf(_add_quads(sums, lane), mlir.f32(0.5 * factor))
