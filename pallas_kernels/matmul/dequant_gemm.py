@@ -50,7 +50,7 @@ REGISTERS = {2: (40, 232), 4: (24, 112)}
 class OutputTile(NamedTuple):
     """The place of a tile's operands, as int32 indices."""
 
-    matrix: Any  # index of the matrix; if gated, of the gate's matrix, and the up projection's matrix comes next
+    matrix: Any  # index of the matrix; if gated, index of the gate's matrix, which the up projection's matrix follows
     row: Any  # index of the tile's first row in the matrix
     input: Any  # index of the tile's first input, a row of the array of inputs; a multiple of 8
     column: Any = 0  # index of the first column of the array of inputs
@@ -65,9 +65,11 @@ class Operands(NamedTuple):
     tiles: jax.Array  # int32 scalar, number of tiles of this block; equal for both blocks of a cluster
     inputs_gmem: Any  # [.., width] bfloat16; for FP4 in the order of `dequant_wgmma.permute_columns`
     codes_gmem: Any  # [matrices, R, elements of a row] of the layout's dtype: bfloat16 weights, or codes of FP8 or FP4
-    # E8M0 scales, uint8. FP8: [matrices, R / block, columns / block]. FP4: [matrices, R, columns / 32]; if a weight row
-    # has 8 scales, [matrices, R / 2, 16], with the scales of two weight rows in a line; if one copy brings all scales
-    # of a tile, [matrices, lines, `WeightLayout.scale_line`]. bfloat16: None.
+    # E8M0 scales, uint8, or None for bfloat16:
+    #   * FP8: [matrices, R / block, columns / block].
+    #   * FP4: [matrices, R, columns / 32].
+    #   * FP4 with 8 scales in a weight row: [matrices, R / 2, 16], with the scales of two weight rows in a line.
+    #   * FP4 if one copy brings all scales of a tile: [matrices, lines, `WeightLayout.scale_line`].
     scales_gmem: Any
     locate: Callable[[jax.Array], OutputTile]  # maps the index of a tile of this block to its place
     # (index of a tile of this block, sums) -> None. Each multiplying warpgroup calls it with sums [64, inputs] float32:
@@ -205,7 +207,10 @@ class DequantGemm:
         )
 
     def run(self, warpgroup: jax.Array, operands: Operands, refs: DequantScratch) -> None:
-        """Multiplies all tiles of the operands. Every warpgroup calls it with its index in the block."""
+        """Multiplies all tiles of the block, and passes their sums to `operands.finish`.
+
+        Every warpgroup of the block calls it with its index in the block.
+        """
         load_registers, multiply_registers = REGISTERS[self.warpgroups]
 
         @pl.when(warpgroup == self.warpgroups)
@@ -266,13 +271,16 @@ def _load_step(gemm, operands, refs, n, place, codes_gmem, step):
 
 
 def _load_codes(codes_gmem, piece, codes_smem, full):
-    """Copies a piece, as wide as a stage, of a tile's codes [matrices, rows, all elements]. `piece` is its index."""
+    """Copies piece `piece` of a tile's codes [matrices, rows, all elements]. A piece is as wide as `codes_smem`."""
     elements = codes_smem.shape[2]
     plgpu.copy_gmem_to_smem(codes_gmem.at[:, :, pl.ds(piece * elements, elements)], codes_smem, full)
 
 
 def _load_scales(gemm, operands, refs, tile, number, step):
-    """Copies the FP4 scales of the steps from `step` on. `number` counts the block's copies of scales."""
+    """Copies the FP4 scales of the next `gemm.scale_steps` steps of a tile to shared memory, from step `step` on.
+
+    `tile` is the tile's place. `number` is the index of this copy among all copies of scales by this block.
+    """
     slot = barriers.turn(refs.scales_full, number)
     barriers.wait_empty(refs.scales_empty, number)
     lines, line = refs.scales_smem.shape[2:]

@@ -125,6 +125,7 @@ def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, w
             # gives the tile's first byte.
             part = part ^ ((scale_at << 4) & (row_bytes - 1))
         place = thread_ops.shared(codes) + line * row_bytes + ((swizzle << 4) ^ part)
+        # `row_scales` is the argument `scales` of the unpacker, for the two rows of this thread.
         if scales:
             (table,) = scales
             size = math.prod(table.type.shape) // rows  # number of scales of a row
@@ -132,10 +133,12 @@ def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, w
             kind = "u16" if chunks == 1 else "u32"
             row_scales = thread_ops.shared(table) + line * size + scale_at, row_distance * size, kind
         elif layout.has_small_blocks:
-            # Without a gate, both rows of a thread are in the same half of the warpgroup's rows.
+            # `scale_at` has two bytes for each half of the warpgroup's rows. If gated, a thread has a row in each half.
+            # Otherwise, both rows of a thread are in one half, whose bytes are shifted to the lower end of `word`.
             word = scale_at if gated else scale_at >> ((thread >> 6) << 4)
             row_scales = tuple([(word >> (16 * half + 8 * i)) & 255 for i in range(2)] for half in (0, int(gated)))
         else:
+            # If gated, the first byte of `scale_at` is for the gate's row, and the second byte for the up row.
             row_scales = [scale_at & 255], [(scale_at >> (8 if gated else 0)) & 255]
         unpack = unpacker(place, row_distance * row_bytes, row_scales)
         sums = mlir.values(acc)

@@ -51,13 +51,15 @@ TILE_SCALES_BYTES = 8 << 10  # shared memory for FP4 scales of whole tiles; more
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """The tiles of one matrix that a block multiplies, and functions to find a tile's rows, load inputs, store sums."""
+    """The tiles of one matrix that a block multiplies, with functions that find rows, load inputs and store sums."""
 
     layout: WeightLayout
     codes_gmem: Any  # [R, elements of a row] of the layout's dtype: bfloat16 weights, or codes of FP8 or FP4
-    # E8M0 scales, uint8. FP8: [R / block, columns / block]. FP4: [R, columns / 32]; if a weight row has 8 scales,
-    # [R / 2, 16], with the scales of two weight rows in a line; if all scales of a tile are copied together, [lines,
-    # `WeightLayout.scale_line`]. bfloat16: None.
+    # E8M0 scales, uint8, or None for bfloat16:
+    #   * FP8: [R / block, columns / block].
+    #   * FP4: [R, columns / 32].
+    #   * FP4 with 8 scales in a weight row: [R / 2, 16], with the scales of two weight rows in a line.
+    #   * FP4 if all scales of a tile are copied together: [lines, `WeightLayout.scale_line`].
     scales_gmem: Any
     tiles: jax.Array  # int32 scalar, number of tiles
     depth: int  # number of columns that this block multiplies
@@ -71,7 +73,7 @@ class Product:
     # `skinny_prologue.load_inputs`; `column` counts from `first_column`.
     load_inputs: Callable[[jax.Array, Callable[..., None]], None]
     # (index of a tile, sums) -> None. The epilogue calls it with sums [64, tokens] float32: 2**-32 times the sums of
-    # products. With `whole_rows` it gets the index of a quarter of a tile, counted through all tiles.
+    # products. With `whole_rows`, it is called for each quarter of a tile: quarter i of tile n has the index 4 * n + i.
     finish: Callable[[jax.Array, jax.Array], None]
     # Whether tiles have 256 consecutive rows, of which warpgroups multiply 64 each. The matrix is in
     # `SkinnyGemm.short_rows`.
@@ -277,12 +279,17 @@ class SkinnyGemm:
 
 
 def most_segments(*matrices: tuple[WeightLayout, int]) -> int:
-    """Returns the number of segments of a step, the largest of 4, 2, 1 that gives every matrix a multiple of 4 steps.
+    """Returns the number of segments of a step: the largest of 4, 2, 1 that gives every matrix a multiple of 4 steps.
 
-    If none does, the result is the largest that gives every matrix whole steps, or else 2. Whole steps are enough
-    beside FP4, because a stage costs so much time that few large ones are faster than an equal share of each tile for
-    each warpgroup. They are also enough beside FP8 with scales of 32 columns, of which the thread blocks of a cluster
-    may multiply any number of segments. With bfloat16, the number is at least 2, see `WeightLayout.min_segments`.
+    If no number does, the result is the largest that gives every matrix a whole number of steps, or else 2. With
+    bfloat16, the result is at least 2, see `WeightLayout.min_segments`.
+
+    Any whole number of steps is enough in two cases:
+
+      * If there is FP4. A stage of FP4 costs so much time that a few large stages are faster than many small ones of
+        which every warpgroup gets the same number.
+      * If there is FP8 with a scale for each 32 columns. The thread blocks of a cluster may multiply any number of
+        segments of it.
 
     Args:
       matrices: (layout, number of columns) of each matrix.
@@ -310,7 +317,7 @@ def _load_weights(gemm, products, refs):
 
 
 def _copy_stage(gemm, product, refs, before, i):
-    """Copies the weights of a stage. `i` counts stages of this product, and `before` those of the earlier products."""
+    """Copies the weights of stage `i` of a product. `before` is the number of stages of the earlier products."""
     tile_stages = gemm.tile_stages(product)
     columns = gemm.stage_columns(product)
     codes_smem = refs.codes(product.layout, columns)
@@ -323,7 +330,7 @@ def _copy_stage(gemm, product, refs, before, i):
         pl.when(stage_of_tile == 0)(copy_tile_scales)
     pieces = [(0, first_rows[0], HALF), (HALF, first_rows[1], HALF)]  # (place in the stage, first row, number of rows)
     if product.whole_rows:
-        # Consecutive stages are those of the four warpgroups.
+        # Four consecutive stages are for the four warpgroups.
         pieces = [(0, first_rows[0] + (stage_of_tile & (MULTIPLIERS - 1)) * ROWS, ROWS)]
         stage_of_tile = lax.div(stage_of_tile, MULTIPLIERS)
     column = product.layout.elements(product.first_column + stage_of_tile * columns)
@@ -342,7 +349,8 @@ def _copy_stage(gemm, product, refs, before, i):
             target = refs.scales_smem.at[stage, pl.ds(place // HALF * lines, count // HALF * lines)]
             plgpu.copy_gmem_to_smem(product.scales_gmem.at[source], target, full)
             arrivals -= 1
-    # The barrier expects as many arrivals of every product, of halves of the codes and of the scales.
+    # The barrier expects the same number of arrivals for every product: one for each half of the codes and, if the
+    # block has scales in stages, one for each half of the scales.
     for _ in range(arrivals):
         plgpu.barrier_arrive(full)
 
@@ -351,7 +359,7 @@ def _copy_tile_scales(product, refs, tile, row):
     """Copies all FP4 scales of a tile of a product, from row `row` on."""
     barriers.wait_empty(refs.tile_scales_empty, tile)
     slot = barriers.turn(refs.tile_scales_full, tile)
-    lines = product.depth // product.layout.scale_line(product.depth)  # of 32 rows
+    lines = product.depth // product.layout.scale_line(product.depth)  # number of lines of 32 weight rows
     source = product.scales_gmem.at[pl.ds(lax.div(row, HALF) * lines, product.rows // HALF * lines), :]
     plgpu.copy_gmem_to_smem(source, refs.tile_scales_smem.at[slot], refs.tile_scales_full.at[slot])
 
@@ -361,7 +369,8 @@ def _multiply(gemm, products, refs, warpgroup):
     copied = jnp.int32(0)
     done_tiles = jnp.int32(0)
     take_turns = False
-    # The ring of scales counts one product's tiles, and a tile's scales are consecutive.
+    # At most one product may copy all scales of a tile together, because the turns of that ring are counted by the
+    # product's tiles. This product must not be gated, because the scales of a tile are copied from consecutive lines.
     assert [product.gated for product in products if product.copies_all_scales] in ([], [False])
     for product in products:
         take_turns |= gemm.tile_steps(product) % MULTIPLIERS > 0
@@ -523,12 +532,12 @@ def _load_scales(steps, tile):
 
 
 def _add_in_turn(steps, refs, acc, turn, slot):
-    """Adds a warpgroup's partial sums to the only place of a slot, after those of the warpgroups with lower turns."""
+    """Adds a warpgroup's partial sums to the only place of a slot, after the warpgroups with lower turns."""
     place = refs.sums_smem.at[slot, 0]
     takes_turns = steps.gemm.takes_turns
     if takes_turns:
         # Turns change from tile to tile, and a warpgroup that uses a barrier has to wait for every arrival there. So
-        # each warpgroup waits at a barrier of its own. `barrier` is that of the warpgroup with the next turn.
+        # each warpgroup waits at a barrier of its own. `barrier` belongs to the warpgroup with the next turn.
         barrier = slot * MULTIPLIERS + ((steps.warpgroup + 1) & (MULTIPLIERS - 1))
     else:
         barrier = slot * (MULTIPLIERS - 1) + turn
