@@ -34,8 +34,8 @@ from pallas_kernels.runtime.hardware import runs_all_blocks_at_once, why_no_mosa
 from pallas_kernels.runtime.pytrees import on_leaves
 
 
-# Allows exports to contain Mosaic's custom calls, whose format may change in a later version of JAX. Only the version
-# that wrote a lowered kernel reads it.
+# Allows exports to contain Mosaic's custom calls, whose format may change in a later version of JAX. This is safe,
+# because the name of a stored kernel's file depends on the version of JAX, so another version does not read the file.
 _CHECKS = [export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
 logger = logging.getLogger("pallas_kernels")
 MAX_WORKERS = 8  # maximum number of worker processes; each takes 0.4 GB of memory and 3 seconds to start
