@@ -166,7 +166,7 @@ class DecodeBuffers:
         """Signals that this block has stored its `units` units (of 16 rows) of a stage.
 
         In a cluster, the call also makes the barrier expect `units` units from the other block. The stage is full when
-        those have arrived as well.
+        these units have arrived as well.
         """
         kv_tiles.fence()
         if self.blocks == 1:
@@ -273,7 +273,7 @@ def _decode_kernel(
 
 
 def _columns(warpgroup):
-    """Returns the half of the 512 columns that a warpgroup, SCORE or ADD, adds up."""
+    """Returns the slice of the 512 columns that a warpgroup adds up: SCORE the first half, ADD the second half."""
     return pl.ds(warpgroup * HALF, HALF)
 
 
@@ -288,7 +288,7 @@ def _put_result(warpgroup, result, buffers):
 def _load_tiles(problem, addresses, tiles, buffers, other_block):
     """Dequantizes this block's units of tile after tile to shared memory, while loads of the next tiles are in flight.
 
-    `other_block` is the index of the other block in the cluster. If there is one, the units are sent to it, too.
+    If the cluster has two blocks, the units are also sent to the other block, whose index is `other_block`.
     """
     rings = problem.rings
     compressed = problem.compressed or rings
@@ -381,7 +381,7 @@ def _score_tile(buffers, tiles, tile, carry):
 
 
 def _add_tile(buffers, tiles, tile, acc):
-    """Adds columns 256 .. 511 of a tile's rows, weighted by what `score` stored, to `acc` [64 heads, 256 columns]."""
+    """Adds columns 256 .. 511 of a tile's rows, times the weights from `score`, to `acc` [64 heads, 256 columns]."""
     stage = tiles.stage(tile)
     buffers.wait_keys_full(tiles, tile)
     plgpu.barrier_wait(buffers.weights_full.at[stage])
