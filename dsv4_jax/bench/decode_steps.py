@@ -34,7 +34,8 @@ from dsv4_jax.host import KVCacheManager
 
 # Weights and cache may take this share of a GPU's memory. Programs, and the making of the weights, need the rest.
 MAX_MEMORY = 0.88
-# `COLUMNS` maps a column of the printed table to the format of its cells, with fields of a result.
+# `COLUMNS` maps the title of a column of the printed table to the format string of its cells, which names fields of a
+# result.
 COLUMNS = {
     "batch": "{requests}",
     "context": "{context}",

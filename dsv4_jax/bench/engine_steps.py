@@ -27,7 +27,8 @@ from dsv4_jax.host import KVCacheManager
 
 WARM_UP = 4  # number of decode steps before the first measured one
 LOOP_STEPS = 16  # number of steps of the on-device loop
-# `COLUMNS` maps a column of the printed table to the format of its cells, with fields of a result.
+# `COLUMNS` maps the title of a column of the printed table to the format string of its cells, which names fields of a
+# result.
 COLUMNS = {
     "what": "{measurement}",
     "tokens": "{tokens}",

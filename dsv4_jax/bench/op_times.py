@@ -35,7 +35,8 @@ CASES: dict[str, Callable[[CacheSchema], Iterator[Case]]] = {
 _READ_WEIGHTS = "linear", "experts", "hyper_connections", "router"
 _MAX_CPU_BYTES = 1 << 25  # maximum bytes of a call, and of a layer, in cases that are measured without a GPU
 
-# `COLUMNS` maps a column of the printed table to the format of its cells, with fields of a result.
+# `COLUMNS` maps the title of a column of the printed table to the format string of its cells, which names fields of a
+# result.
 COLUMNS = {
     "op": "{op}",
     "shape": "{shape}",

@@ -13,7 +13,8 @@ from dsv4_jax.config import DSV4Config
 
 
 STACK = "stack"  # the "layer_type" of results for all layers together
-# `COLUMNS` maps a column of the printed table to the format of its cells, with fields of a result.
+# `COLUMNS` maps the title of a column of the printed table to the format string of its cells, which names fields of a
+# result.
 COLUMNS = {
     "layer": "{layer_type}",
     "number": "{layer}",
