@@ -49,7 +49,7 @@ FOLDER = "DSV4_JAX_PROGRAMS"  # environment variable with the store's folder; wi
 MAX_BYTES = 4 << 30  # if all files exceed this size, the least recently used ones are removed
 logger = logging.getLogger(__name__)
 # A thread holds this lock while it traces a step, so that the next thread can use the finished trace of the model.
-# Without the lock, two threads would trace the model twice, and no faster, since both need the GIL.
+# Without the lock, two threads would trace the model twice. This would save no time, since both need the GIL.
 TRACE = threading.Lock()
 # A thread holds this lock while it changes JAX's setting `jax_enable_compilation_cache` of the whole process.
 _JAX_CACHE = threading.Lock()

@@ -291,7 +291,7 @@ class StepRunner:
         # The first count is for the mixed program: it exceeds `max_query_tokens`, if the budget and the context allow
         # it. The second is for the decode program.
         counts = min(schema.max_query_tokens + 1, self.config.token_budget, schema.max_context), 1
-        # Programs with grammars come last. They reuse the trace of the model from the programs without.
+        # Programs with grammars come last. They reuse the trace of the model from the other programs.
         return [(n, masked) for masked in sorted({False, self.config.structured_output}) for n in counts]
 
     def begin_programs(self, cache: KVCache) -> list[Future[None]]:
@@ -333,7 +333,8 @@ def _output_rows(fields, shards, num_tokens, decode_size):
     """Places the output rows of a step. Within a shard, the rows of its requests stand one after another.
 
     Args:
-      fields: the bytes of six int64 arrays [n], each with a number for each request. Bytes can be a key of `lru_cache`.
+      fields: the bytes of six int64 arrays [n], which have these values for each request. Bytes can be a key of
+        `lru_cache`.
         * slot of the request.
         * number of the request's output rows.
         * index in the batch of the token that the request's first output row follows.
@@ -350,7 +351,7 @@ def _output_rows(fields, shards, num_tokens, decode_size):
     """
     slots, num_rows, first_tokens, sources, begins, counts = (np.frombuffer(field, int) for field in fields)
     first_rows = shards.place_rows(slots, num_rows, decode_size)
-    # On the devices, indices of tokens in the batch and in the previous step's tokens count from the shard's first one.
+    # On a device, indices of tokens in the batch and in the previous step's tokens count from the shard's first token.
     logits_indices = np.full((shards.count * decode_size,), -1, np.int32)
     tokens = consecutive(first_tokens, num_rows) % (num_tokens // shards.count)
     logits_indices[consecutive(first_rows, num_rows)] = tokens

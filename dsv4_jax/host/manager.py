@@ -94,8 +94,8 @@ class KVCacheManager(Summarized):
             `CacheSchema`.
 
         Raises:
-          TypeError, ValueError: both or none of `memory` and `num_blocks` are given, a size is invalid, or an axis of
-            the mesh does not divide the model's sizes, `max_requests` or `num_blocks`.
+          TypeError, ValueError: both or neither of `memory` and `num_blocks` are given, a size is invalid, or an axis
+            of the mesh does not divide the model's sizes, `max_requests` or `num_blocks`.
         """
         check_whole("max_requests", max_requests, 1)
         if num_blocks is not None:
