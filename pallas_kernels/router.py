@@ -383,8 +383,8 @@ def _top_k(values, lane, num_values, top_k):
     indices = [lane + start for start in range(0, num_values, WARP)]
     keys = []
     for index in indices:
-        # The keys are unsigned integers in the order of the floats: all bits of a negative float are flipped, and only
-        # the sign bit of any other.
+        # The keys are unsigned integers in the order of the floats: all bits of a negative float are flipped, and the
+        # sign bit of any other float.
         value = thread_ops.load(values + (index << 2))
         is_negative = U32(arith.shrsi(value.value, mlir.i32(31)))  # all bits are set, or none
         keys.append(value ^ (is_negative | 0x80000000))

@@ -432,8 +432,8 @@ def e4m3_keys(words, below):
     keys: list[Any] = [None] * (2 * len(words))
     for number, word in enumerate(map(U32, words)):
         row, i = divmod(number, len(words) // 2)
-        # The constants are the E4M3 codes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2**TOP. A code less 8 has half the
-        # value.
+        # The constants are the E4M3 codes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2**TOP. Subtracting 8 from a code
+        # halves its value. The code of 0 stays as it is.
         low = U32(0x6C686000) - below[row] * 0x08080800
         high = U32(0x7C787470) - below[row] * 0x08080808
         sizes = word & 0x77777777
