@@ -7,13 +7,11 @@ import os
 # The kernel interpreter blocks a thread of XLA's for each simulated one that waits: on a machine with two cores, where
 # XLA would make two, it can wait for ever. Tests simulate up to 32. Read when the backend starts, so before JAX.
 os.environ.setdefault("NPROC", "64")
-# Nearly all of the time goes into compiling programs that run once or twice: compile them quickly rather than well, and
-# in one piece, since splitting a program for several cores takes a tenth of its time and pytest keeps the cores busy.
+# Nearly all of the time goes into compiling programs that run once or twice: compile them quickly rather than well.
 # Products have the same bits on every CPU, as on the command line; .ci/run also runs some tests without this.
 os.environ["XLA_FLAGS"] = (
     "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
-    "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_enable_platform_dependent_math=false "
-    + os.environ.get("XLA_FLAGS", "")
+    "--xla_cpu_enable_platform_dependent_math=false " + os.environ.get("XLA_FLAGS", "")
 )
 # Command lines that tests run keep no programs. These processes do, see tests/programs.py.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
