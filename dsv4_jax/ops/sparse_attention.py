@@ -67,7 +67,7 @@ def _sparse_attention_kernel(q, sinks, kv, slots, positions, inv_freq, *, contex
         if context_parallel:
             # A device holds zeros for the entries that lie on other devices, so the sum gathers all entries.
             rows = dataclasses.replace(rows, entries=jax.lax.psum(rows.entries, MODEL_AXIS))
-        padded = _pad_heads(q, HEADS), _pad_heads(stack, HEADS, axis=-1)
+        padded = _pad_heads(q), _pad_heads(stack, axis=-1)
         out = prefill_attention(*padded, rows, kernel_freq, layer=layer, interpret=interpret)
         return _inverse_rope(out[:, :heads], positions, xla_freq)
 
@@ -199,10 +199,10 @@ def _merge_splits(sums, stats):
     return jnp.sum(sums * factor[..., None], axis=1), overall * math.log(2), jnp.sum(totals * factor, axis=1)
 
 
-def _pad_heads(x, multiple=None, axis=1):
-    """Pads the axis of heads to a multiple, by default to the number of heads that the decode kernel takes."""
-    # A device may have few heads under tensor parallelism. The decode kernel then takes multiples of 8.
+def _pad_heads(x, axis=1):
+    """Pads the axis of heads to a number of heads that the kernels take."""
+    # A device may have few heads under tensor parallelism. The kernels then take multiples of 8.
     heads = x.shape[axis]
     padding = [(0, 0)] * x.ndim
-    padding[axis] = 0, -heads % (multiple or (8 if heads < HEADS else HEADS))
+    padding[axis] = 0, -heads % (8 if heads < HEADS else HEADS)
     return jnp.pad(x, padding)

@@ -104,7 +104,7 @@ class TokenRows:
 
 @dataclasses.dataclass(frozen=True)
 class WorkItems:
-    """The work items of a persistent block. An item is a token and a group of 64 heads.
+    """The work items of a persistent block. An item is a token and a group of up to 64 heads.
 
     The items of all blocks are ordered by token, then by group. Item i of block b has the index `b + i * blocks` in
     this order.
@@ -114,7 +114,12 @@ class WorkItems:
     block: jax.Array  # int32 scalar, index of this block
     blocks: int  # number of blocks
     tokens: int  # number of tokens
-    groups: int  # number of groups of heads
+    heads: int  # number of heads, a multiple of 64 or fewer than 64
+
+    @property
+    def groups(self) -> int:
+        """The number of groups of heads."""
+        return pl.cdiv(self.heads, HEADS)
 
     @property
     def count(self) -> jax.Array:
@@ -125,7 +130,7 @@ class WorkItems:
         item = jnp.minimum(self.block + i * self.blocks, self.tokens * self.groups - 1)
         token = lax.div(item, self.groups)
         group = lax.rem(item, self.groups)
-        return token, pl.ds(group * HEADS, HEADS)
+        return token, pl.ds(group * HEADS, min(self.heads, HEADS))
 
     def tiles(self, i: jax.Array) -> jax.Array:
         return self.rows.tiles(self.locate(i)[0])

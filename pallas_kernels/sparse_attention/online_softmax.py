@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.formats.kv_rows import ROW_DIM
+from pallas_kernels.runtime.checks import check_rules
 
 
 HEADS = 64  # number of heads of a block: the M dimension of one `wgmma`
@@ -24,6 +25,12 @@ SCALE = ROW_DIM**-0.5 * math.log2(math.e)  # factor of a dot product in its scor
 LAYOUT = plgpu.Layout.WGMMA
 PER_HEAD = LAYOUT.reduce(1)
 PER_COLUMN = LAYOUT.reduce(0)
+
+
+def check_heads(heads: int) -> None:
+    """Raises NotImplementedError unless `heads`, the number of heads of a token, is one that the kernels take."""
+    multiple = 8 if heads < HEADS else HEADS  # a row of `TRANSFORMS` in shared memory has 8 heads
+    check_rules({f"a multiple of {HEADS} heads, or of 8 below that, got {heads}": heads % multiple == 0})
 
 
 def initial_stats() -> tuple[jax.Array, jax.Array]:

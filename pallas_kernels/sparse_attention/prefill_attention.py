@@ -2,8 +2,8 @@
 
     out[t, h] = sum_n p[n] kv[n], p = softmax over n of (q[t, h] . kv[n] / sqrt(512)) and the sink
 
-The grid is one persistent block per SM. A work item is a pair of a token and a group of 64 heads. A block walks over
-items, and for each item over the token's tiles of 64 rows. A tile is copied as four chunks of 128 columns. Shared
+The grid is one persistent block per SM. A work item is a pair of a token and a group of up to 64 heads. A block walks
+over items, and for each item over the token's tiles of 64 rows. A tile is copied as four chunks of 128 columns. Shared
 memory has nine stages, which hold a chunk each.
 
     warpgroup   does                              waits for                             signals
@@ -41,7 +41,7 @@ from pallas_kernels.sparse_attention import kv_tiles, online_softmax
 from pallas_kernels.sparse_attention.dense_rows import CHUNK, DenseRows, TokenRows, WorkItems, start_unit
 from pallas_kernels.sparse_attention.inverse_rope import check_frequencies, inverse_rope, rope_angles
 from pallas_kernels.sparse_attention.kv_tiles import UNIT
-from pallas_kernels.sparse_attention.online_softmax import HALF, HEADS, LAYOUT, load_per_head, per_row
+from pallas_kernels.sparse_attention.online_softmax import HALF, HEADS, LAYOUT, check_heads, load_per_head, per_row
 from pallas_kernels.sparse_attention.row_addresses import TILE
 
 
@@ -79,7 +79,7 @@ def prefill_attention(
     """Computes attention of many tokens on dequantized rows, see `sparse_attention`.
 
     Args:
-      q: [T, H, 512] bfloat16, H a multiple of 64. Scores are scaled by `512 ** -0.5`.
+      q: [T, H, 512] bfloat16. H is a multiple of 64, or below 64 a multiple of 8. Scores are scaled by `512 ** -0.5`.
       sinks: [H] float32 sink logits.
       rows: the rows that the tokens attend to; the window is a multiple of 64 rows.
       inv_freq: [P] float32 RoPE frequencies or None, as in `sparse_attention`; P is at most `MAX_PAIRS`.
@@ -97,7 +97,7 @@ def prefill_attention(
     tokens, heads, _ = q.shape
     if tokens == 0:
         return q
-    blocks = min(tokens * heads // HEADS, config.blocks)
+    blocks = min(tokens * pl.cdiv(heads, HEADS), config.blocks)
     launch = kernel(
         functools.partial(_prefill_kernel, blocks),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -111,6 +111,7 @@ def prefill_attention(
     )
     angles = None if inv_freq is None else rope_angles(rows.metadata[:, 0], inv_freq)
     rows = dataclasses.replace(rows, metadata=rows.metadata.reshape(-1))
+    sinks = jnp.pad(sinks, [(0, 0)] * (sinks.ndim - 1) + [(0, -heads % HEADS)])
     return launch(q, sinks, layer_operand(layer), rows, angles)
 
 
@@ -121,7 +122,7 @@ def _check(q, sinks, layer, rows, inv_freq):
     check_array("window_rows", rows.window_rows, jnp.bfloat16, None, ROW_DIM)
     check_array("metadata", rows.metadata, jnp.int32, tokens, 4)
     check_array("counts", rows.counts, jnp.int32, tokens)
-    check_rules({f"a multiple of {HEADS} heads, got {heads}": heads % HEADS == 0})
+    check_heads(heads)
     check_rules({f"windows of a multiple of {TILE} rows, got {rows.window}": rows.window % TILE == 0})
     if rows.entries is not None:
         check_array("entries", rows.entries, jnp.bfloat16, None, ROW_DIM)
@@ -164,7 +165,7 @@ class PrefillBuffers:
 def _prefill_kernel(blocks, q_gmem, sinks_gmem, layer_gmem, rows, angles_gmem, out_gmem, *, buffers):
     warpgroup = lax.axis_index("warpgroup")
     tokens, heads, _ = q_gmem.shape
-    items = WorkItems(rows, lax.axis_index("block"), blocks, tokens, heads // HEADS)
+    items = WorkItems(rows, lax.axis_index("block"), blocks, tokens, heads)
 
     def score():
         plgpu.set_max_registers(SCORE_REGISTERS, action="decrease")
@@ -248,11 +249,13 @@ def _score_items(items, q_gmem, sinks_gmem, buffers):
         @pl.when(i < items.count)
         def _():
             token, heads = items.locate(i)
-            plgpu.copy_gmem_to_smem(q_gmem.at[token, heads], buffers.queries_smem.at[0], buffers.queries_full)
+            # With fewer than 64 heads, the other rows keep what was there. They only enter results that are not stored.
+            queries_smem = buffers.queries_smem.at[0, pl.ds(0, heads.size)]
+            plgpu.copy_gmem_to_smem(q_gmem.at[token, heads], queries_smem, buffers.queries_full)
 
     def score_item(i, first, tiles):
         _, heads = items.locate(i)
-        sink = online_softmax.load_sink(sinks_gmem.at[heads])
+        sink = online_softmax.load_sink(sinks_gmem.at[pl.ds(heads.start, HEADS)])
         # Prefetches the next item's queries to the L2 cache, which halves the time to copy them to shared memory.
         next_token, next_heads = items.locate(i + 1)
         for half in range(2):
@@ -338,7 +341,7 @@ def _add_items(items, chunks, angles_gmem, out_gmem, buffers):
             buffers.keys_smem[_chunk_stage(last, chunk)] = acc.astype(jnp.bfloat16)
         plgpu.commit_smem()
         for chunk in chunks:
-            result_smem = buffers.keys_smem.at[_chunk_stage(last, chunk)]
+            result_smem = buffers.keys_smem.at[_chunk_stage(last, chunk), pl.ds(0, heads.size)]
             columns = pl.ds(chunk * CHUNK, CHUNK)
             plgpu.copy_smem_to_gmem(result_smem, out_gmem.at[token, heads, columns])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats.kv_rows import ROW_DIM
 from pallas_kernels.formats.pool_operands import Paged, Rings
-from pallas_kernels.runtime.checks import check_array, check_rules, check_tokens
+from pallas_kernels.runtime.checks import check_array, check_tokens
 from pallas_kernels.runtime.layer_operands import check_weight
 from pallas_kernels.runtime.lowering_cache import cached_trace
 from pallas_kernels.sparse_attention.combine import combine
 from pallas_kernels.sparse_attention.decode_attention import Config, decode_attention
 from pallas_kernels.sparse_attention.inverse_rope import check_frequencies, rope_angles
 from pallas_kernels.sparse_attention.kv_tiles import check_layouts
-from pallas_kernels.sparse_attention.online_softmax import HALF, HEADS
+from pallas_kernels.sparse_attention.online_softmax import HALF, HEADS, check_heads
 from pallas_kernels.sparse_attention.row_addresses import AttentionProblem
 
 
@@ -108,12 +108,11 @@ def attention_sums(
 def _check_and_merge(q, slots, positions, rings, compressed):
     """Checks the arguments of `sparse_attention`, and returns all but the queries as an `AttentionProblem`."""
     tokens, heads, _ = q.shape
-    multiple = 8 if heads < HEADS else HEADS
     check_array("q", q, jnp.bfloat16, tokens, None, ROW_DIM)
     check_tokens(tokens, slots=slots, positions=positions)
     rings.check()
     check_layouts((rings.layout, (compressed or rings).layout))
-    check_rules({f"a multiple of {HEADS} heads, or of 8 below that, got {heads}": heads % multiple == 0})
+    check_heads(heads)
     if rings.own_rows is not None:
         check_array("own_rows", rings.own_rows, jnp.int32, tokens)
     if compressed is not None:

@@ -199,11 +199,12 @@ def prefill_interpreted(q, sinks, kv, slots, positions):
     [("v4", 70), ("v4", 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("v4", None), ("v41", 70)))],
 )
 def test_many_tokens_interpreted(name, count):
-    """Several tokens for a block; two requests, one of them new, and padding."""
+    """Several tokens for a block; two requests, one of them new, and padding. One case has a device's 16 heads."""
     rng = np.random.default_rng(4)
     slots = [2, 2, 2, -1, 0, 0]
     positions = [300, 301, 302, -1, 0, 1]
-    args = call(FORMATS[name], rng, slots, positions, rate=4, count=count or None, **SMALL | {"max_blocks": 64})
+    sizes = SMALL | {"max_blocks": 64, "heads": 16 if count == 0 else 64}
+    args = call(FORMATS[name], rng, slots, positions, rate=4, count=count or None, **sizes)
     if count == 0:
         args = window_alone(args)
     args = with_new_rows(args, values(rng, 6, DIM))
@@ -217,10 +218,10 @@ def test_many_tokens_interpreted(name, count):
     "kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("KV splits", "one split")), "prefill"]
 )
 def test_sinks_of_a_stack(kind, implementation):
-    """A single split is that of one tile of rows, here for the heads of a device that has a quarter of a layer's."""
+    """A single split is that of one tile of rows. It and the prefill have a device's quarter of a layer's heads."""
     rng = np.random.default_rng(9)
     prefill = PrefillConfig(min_tokens=2)
-    sizes = SMALL | dict(heads=16 if kind == "one split" else 64)
+    sizes = SMALL | dict(heads=64 if kind == "KV splits" else 16)
     q, sinks, kv, *tokens = call(FORMATS["v4"], rng, [2, 0], [101, 0], rate=4, count=40, **sizes)
     if kind == "one split":
         kv = dataclasses.replace(kv, compressed=None, indices=None)
@@ -364,15 +365,16 @@ def test_shards_of_two_devices_on_gpu(tokens, count, heads, fmt):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-def test_rows_of_this_call_on_gpu(fmt):
+def test_rows_of_this_call_on_gpu(fmt, heads):
     """A prefill of three requests that together bring many times what a ring holds."""
     rng = np.random.default_rng(11)
     counts = [700, 1, 300]
     starts = [0, 90, 4001]
     slots = np.repeat([4, 0, 2], counts).tolist() + [-1] * 7
     positions = np.concatenate([s + np.arange(n) for n, s in zip(counts, starts, strict=True)]).tolist() + [-1] * 7
-    args = call(fmt, rng, slots, positions, heads=64, rate=4, count=512, layers=3, **REAL)
+    args = call(fmt, rng, slots, positions, heads=heads, rate=4, count=512, layers=3, **REAL)
     check("mosaic_gpu", *with_new_rows(args, values(rng, len(slots), DIM)), inv_freq=INV_FREQ)
 
 
@@ -466,11 +468,12 @@ def bfloats(*shape): return S(shape, jnp.bfloat16)
 rows = DenseRows(bfloats(2175, 512), bfloats(16384, 512), ints(2048, 512), ints(2048, 4), ints(2048), 128)
 sums = S((1, 40, 64, 512), jnp.float32), S((1, 40, 2, 64), jnp.float32), S((64,), jnp.float32)
 compile_for_h100("combine", combine, *sums, ints(1), S((32,), jnp.float32))
-q, inv_freq = bfloats(2048, 64, 512), S((32,), jnp.float32)
-compile_for_h100("many", prefill_attention, q, S((64,), jnp.float32), rows, inv_freq)
+inv_freq = S((32,), jnp.float32)
+q = bfloats(2048, 16, 512)
+compile_for_h100("many", prefill_attention, q, S((16,), jnp.float32), rows, inv_freq)
 def attend_layer(q, layer, sinks, rows, inv_freq):
     return prefill_attention(q, sinks, rows, inv_freq, layer=layer)
-stack = S((LAYERS, 64), jnp.float32)
+q, stack = bfloats(2048, 64, 512), S((LAYERS, 64), jnp.float32)
 check_not_copied(compile_for_h100("many-stack", looped(attend_layer), q, stack, rows, inv_freq), stack)
 """)
     spills = dict.fromkeys(re.findall(r"^kernel (\S+)", printed, re.MULTILINE), 0)
