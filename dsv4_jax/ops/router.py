@@ -8,7 +8,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dsv4_jax.ops.dispatch import PreferXla, with_kernel
 from dsv4_jax.ops.linear import linear
-from dsv4_jax.quant import LayerSlice, layer_stacks, layer_value
+from dsv4_jax.quant import LayerSlice, layer_stacks, layer_value, round_to
+from pallas_kernels.mgpu.bfloat16_words import PARTS
 from pallas_kernels.router import MAX_TOKENS, router as router_kernel
 
 
@@ -49,12 +50,27 @@ def _(primals, tangents):
 
 def _router_kernel(x, weight, bias, table, token_ids, slots, images, *, interpret, **options):
     _check(bias, table, token_ids)
-    if images is not None:
-        raise PreferXla("the kernel takes no images")
-    if not interpret and x.shape[0] > MAX_TOKENS:
-        raise PreferXla(f"the kernel is for up to {MAX_TOKENS} tokens, got {x.shape[0]}")
+    if x.shape[0] > MAX_TOKENS and x.dtype == jnp.bfloat16:
+        bias, table = layer_value((bias, table))
+        return _select(_products(x, layer_value(weight)), bias, table, token_ids, slots, images, **options)
+    if x.shape[0] > MAX_TOKENS or images is not None:
+        raise PreferXla(f"the kernel is for up to {MAX_TOKENS} tokens without images, got {x.shape[0]} of {x.dtype}")
     weights, layer = layer_stacks((weight, bias, table))
     return Routing(*router_kernel(x, *weights, token_ids, slots, layer=layer, interpret=interpret, **options))
+
+
+def _products(x, weight):
+    """Returns `x @ weight.T` [T, E] float32 for x [T, D] bfloat16 and weight [E, D] float32.
+
+    Each float32 is the sum of three bfloat16 terms. So the tensor cores compute exact products, and add them in
+    float32. XLA would multiply float32 without the tensor cores, which takes 8 times as long.
+    """
+    terms = []
+    for _ in range(PARTS):
+        terms.append(round_to(weight, jnp.bfloat16))
+        weight = weight - terms[-1].astype(jnp.float32)
+    products = jnp.einsum("td,ed->te", x, jnp.concatenate(terms), preferred_element_type=jnp.float32)
+    return products.reshape(len(x), PARTS, -1).sum(axis=1)
 
 
 def _check(bias, table, token_ids):
@@ -96,11 +112,11 @@ def router(
       slots: [T] int32; -1 = a padding token, which gets experts -1 with weight 0, so that `ops.experts` reads no expert
         for it. None = no token is padding.
       images: (bias [E] float32, [T] bool whether a token is a part of an image). This bias selects the experts of image
-        tokens, in place of `bias` or `table`. A call with images runs as "xla". None = no token is a part of an image.
+        tokens, in place of `bias` or `table`. The kernel takes no images. None = no token is a part of an image.
       top_k: number of experts per token.
       scaling_factor: sum of a token's weights.
-      implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take up to 256 tokens in bfloat16, D a
-        multiple of 512, and E a multiple of 128.
+      implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take x in bfloat16. Up to 256 tokens, they
+        are a kernel, for D a multiple of 512 and E a multiple of 128. For more, only their products differ from "xla".
 
     Returns:
       Routing with the experts and weights of each token.
@@ -109,7 +125,13 @@ def router(
       ValueError: neither or both of bias and table are given, or only one of table and token ids.
     """
     _check(bias, table, token_ids)
-    scores = _score(linear(x.astype(jnp.float32), weight)[0])
+    logits = linear(x.astype(jnp.float32), weight)[0]
+    return _select(logits, bias, table, token_ids, slots, images, top_k=top_k, scaling_factor=scaling_factor)
+
+
+def _select(logits, bias, table, token_ids, slots, images, *, top_k, scaling_factor):
+    """Selects and weights the experts of each token, see `router`, for logits [T, E] float32."""
+    scores = _score(logits)
     if bias is not None:
         experts = jax.lax.top_k(scores + bias[None, :], top_k)[1]
     else:

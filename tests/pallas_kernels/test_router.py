@@ -68,10 +68,15 @@ def check(implementation, *arrays):
         chex.assert_trees_all_equal(experts, wanted)
     own = np.take_along_axis(scores, np.asarray(experts), axis=1)
     chex.assert_trees_all_close(weights, 1.5 * own / own.sum(axis=1, keepdims=True), rtol=1e-5)
-    chex.assert_trees_all_close(weights, expected, rtol=1e-4)
+    # Of many tokens, some select another of two experts whose scores agree to 1e-5.
+    same = (experts == wanted).all(axis=1)
+    assert same.mean() > 0.99
+    chex.assert_trees_all_close(weights[same], expected[same], rtol=1e-4)
 
 
-@pytest.mark.parametrize(("tokens", "experts", "hashed"), [(1, 256, False), (3, 128, True), (33, 384, False)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "hashed"), [(1, 256, False), (3, 128, True), (33, 384, False), (300, 384, False)]
+)
 def test_interpreted(tokens, experts, hashed):
     check("interpret", *operands(tokens, 512, experts, hashed=hashed))
 
@@ -103,14 +108,22 @@ def test_scores_of_large_and_small_logits(implementation):
 @pytest.mark.parametrize("hashed", [True, False])
 @pytest.mark.parametrize(
     ("tokens", "depth", "experts"),
-    [(1, 4096, 256), (7, 4096, 256), (17, 4096, 256), (256, 7168, 384), (8, 5120, 384), (1, 5120, 128)],
+    [
+        (1, 4096, 256),
+        (7, 4096, 256),
+        (17, 4096, 256),
+        (256, 7168, 384),
+        (8, 5120, 384),
+        (1, 5120, 128),
+        (8192, 4096, 256),
+    ],
 )
 def test_on_gpu(tokens, depth, experts, hashed):
     check("mosaic_gpu", *operands(tokens, depth, experts, hashed=hashed))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize(("tokens", "hashed"), [(2, False), (2, True), (9, False)])
+@pytest.mark.parametrize(("tokens", "hashed"), [(2, False), (2, True), (9, False), (300, True)])
 def test_layers_of_a_stack(implementation, tokens, hashed):
     x, weight, bias, table, ids, slots = operands(tokens, 512, 128, hashed=hashed)
     given = weight, bias, table
@@ -121,7 +134,8 @@ def test_layers_of_a_stack(implementation, tokens, hashed):
     def call(weights, carry, implementation):
         return carry, run(implementation, x, *weights, ids, slots)
 
-    check_layers(implementation, call, [draw(layer) for layer in range(LAYERS)])
+    # The kernel is for up to 256 tokens. For more, XLA multiplies with the layer's values.
+    check_layers(implementation, call, [draw(layer) for layer in range(LAYERS)], poison=tokens <= 256)
 
 
 def test_its_gradient_is_that_of_the_reference():
@@ -176,11 +190,11 @@ def test_what_the_kernel_does_not_take_is_refused():
         call(x.astype(jnp.float32), weight, bias)
     with pytest.raises(NotImplementedError, match="128, 256, .. or 1024 experts, got 100"):
         call(x, weight[:100], bias[:100])
-    with pytest.raises(NotImplementedError, match="1 to 256 tokens, got 258"):
-        call(jnp.concatenate([x] * 129), weight, bias)
     with pytest.raises(ValueError, match="either bias, or table and token_ids must be given, got none of them"):
         call(x, weight)
     options = dict(top_k=TOP_K, scaling_factor=1.0, interpret=True)
+    with pytest.raises(NotImplementedError, match="1 to 256 tokens, got 258"):
+        router(jnp.concatenate([x] * 129), weight, bias, **options)
     with pytest.raises(NotImplementedError, match="takes weight as float32.any, any, 512., got float32.128, 512."):
         router(x, weight, bias, layer=jnp.int32(0), **options)
     with pytest.raises(NotImplementedError, match=r"takes layer as int32.., got int32.1."):
