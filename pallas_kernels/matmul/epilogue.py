@@ -192,24 +192,26 @@ def _store_lines(
     """
     column, first_input, end = place
     memory = ops.shared(staging)
-    thread = mlir.thread()
     parts = width // 8  # number of threads that copy a line, 16 bytes each
+    turn_lines = mlir.THREADS // parts  # number of lines that the warpgroup copies at a time
+    line = mlir.thread() // parts
+    part = mlir.thread() % parts
+    numbers = [first_input + line + n for n in range(0, inputs, turn_lines)]
+    # All indices are loaded before the first barrier, so that the warpgroup waits for global memory only once.
+    out_rows = numbers if rows is None else [ops.load_global(rows, number.minimum(end - 1)) for number in numbers]
     for start in range(0, inputs, COLUMNS):
         # Wait until all threads have read the lines that `put` will overwrite, also those of the previous tile.
         mgpu.utils.warpgroup_barrier()
         put(start, memory)
         mgpu.utils.warpgroup_barrier()
-        for turn in range(0, min(COLUMNS, inputs - start) * parts, mlir.THREADS):
-            line = (thread + turn) // parts
-            part = (thread + turn) % parts
-            row = first_input + start + line
-            inside = row < end
-            if start + COLUMNS > inputs:
-                inside = inside & (line < inputs - start)
+        for n in range(start, min(start + COLUMNS, inputs), turn_lines):
+            inside = numbers[n // turn_lines] < end
+            if n + turn_lines > inputs:
+                inside = inside & (line < inputs - n)
             with ops.when(inside):
-                values = ops.load_vector(memory + line * LINE_BYTES + part * 16)
-                row = row if rows is None else ops.load_global(rows, row)
-                words.store_four(_element(out, row, ir.BF16Type.get(), column + part * 8), values)
+                values = ops.load_vector(memory + (line + (n - start)) * LINE_BYTES + part * 16)
+                target = _element(out, out_rows[n // turn_lines], ir.BF16Type.get(), column + part * 8)
+                words.store_four(target, values)
 
 
 def _store_float32(out, values, column, first, end):
