@@ -18,11 +18,12 @@ ROWS = 2  # number of rows of a block
 
 
 def gather_inputs(x: jax.Array, pairs: jax.Array, divisor: int, permuted: bool, *, interpret: bool) -> jax.Array:
-    """Returns `x[pairs // divisor]`.
+    """Returns `x[pairs // divisor]`; the values of rows with pair -1 are unspecified.
 
     Args:
       x: [T, D] bfloat16, D a multiple of 256.
-      pairs: [P] int32 indices of pairs, P a multiple of 2. Pair t * divisor + j belongs to token t.
+      pairs: [P] int32 indices of pairs, P a multiple of 2. Pair t * divisor + j belongs to token t. -1 = no pair, as
+        between the pairs of two experts, and for pairs whose experts lie on other devices.
       divisor: number of pairs of a token.
       permuted: whether to reorder the columns as `permute_columns` does.
       interpret: run on the CPU, interpreted, with the race detector on.
@@ -47,7 +48,10 @@ def gather_inputs(x: jax.Array, pairs: jax.Array, divisor: int, permuted: bool, 
 
 @primitive
 def copy_row(y_gmem, x_gmem, row: jax.Array, pairs_gmem, divisor: int, permuted: bool) -> None:
-    """Sets y[row] to x[pairs[row] // divisor], with permuted columns if `permuted`. One warpgroup runs it."""
+    """Sets y[row] to x[pairs[row] // divisor], with permuted columns if `permuted`. One warpgroup runs it.
+
+    Pair -1 leaves the row as it is on a GPU; interpreted, the row gets x[0].
+    """
     values = x_gmem[lax.div(pairs_gmem[row], divisor)]
     y_gmem[row] = permute_columns(values[None])[0] if permuted else values
 
@@ -55,7 +59,8 @@ def copy_row(y_gmem, x_gmem, row: jax.Array, pairs_gmem, divisor: int, permuted:
 @mlir.emits(copy_row)
 def _emit_copy_row(y_gmem, x_gmem, row, pairs_gmem, divisor, permuted):
     width = x_gmem.type.shape[1]
-    source = thread_ops.load_global(pairs_gmem, row) // divisor
+    pair = thread_ops.load_global(pairs_gmem, row)
+    source = pair // divisor
 
     def copy_eight(eight):
         """Copies the 8 columns from `8 * eight` on of the row. All lanes of a warp call it together."""
@@ -63,7 +68,8 @@ def _emit_copy_row(y_gmem, x_gmem, row, pairs_gmem, divisor, permuted):
         four = _permute(four) if permuted else four
         words.store_four(_address(y_gmem, row, width, eight), four)
 
-    thread_ops.for_each(width // 8, copy_eight)
+    with thread_ops.when(pair.is_at_least(0)):
+        thread_ops.for_each(width // 8, copy_eight)
 
 
 def _permute(four):

@@ -39,7 +39,7 @@ def sort_by_expert(
 
     Returns:
       order: [at least P] int32, indices of the pairs ordered by expert, and in any order within an expert. The pairs of
-        an expert begin at a multiple of 8. Places without a pair hold 0.
+        an expert begin at a multiple of 8. Places without a pair hold -1.
       count: [1] int32, the number of tiles.
       tiles: [3, N] int32, for each tile its expert, the index of its first place in `order`, and the index after the
         last place of the expert's pairs. The columns of unused tiles are unspecified.
@@ -70,7 +70,7 @@ def sort_pairs(selected, order, count, tiles, number: int, size: int, scratch) -
     room = (sizes + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
     first_place = jnp.cumsum(room) - room
     places = jnp.where(has_expert, first_place[jnp.where(has_expert, chosen, 0)] + rank, order.shape[0])
-    order[...] = jnp.zeros(order.shape, jnp.int32).at[places].set(pairs, mode="drop")
+    order[...] = jnp.full(order.shape, -1, jnp.int32).at[places].set(pairs, mode="drop")
     num_tiles = (sizes + (size - 1)) // size
     end_tile = jnp.cumsum(num_tiles)
     tile = lax.iota(jnp.int32, tiles.shape[1])
@@ -106,7 +106,7 @@ def _emit_sort_pairs(selected, order, count, tiles, number, size, scratch):
     def clear(i):
         place = thread + i * MAX_EXPERTS
         with ops.when(place < places):
-            ops.store_global(order, place, 0)
+            ops.store_global(order, place, -1)
 
     own_size = sizes + (thread << 2)
     ops.store(own_size, 0)
