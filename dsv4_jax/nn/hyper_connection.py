@@ -39,6 +39,7 @@ class ResidualStreams:
     mixing: Float[Array, "T M"] | None = None
 
     @classmethod
+    @jax.named_scope("embedding")
     def begin(cls, streams: Float[Array, "T h D"]) -> "ResidualStreams":
         """Returns the residual before the first layer: the streams, and an output of zeros that does not change them.
 
@@ -127,7 +128,7 @@ class HyperHead(nnx.Module):
         self.hc_base = normal(rngs, (h,), std=0.5)
         self.hc_scale = normal(rngs, (1,), mean=1.0)
 
-    @jax.named_scope("hyper_connections")
+    @jax.named_scope("lm_head")
     def pre(self, residual: ResidualStreams, norm: RMSNorm) -> tuple[Float[Array, "T D"], Float[Array, "T h D"]]:
         """Merges the final block's output into the streams, and collapses them.
 
